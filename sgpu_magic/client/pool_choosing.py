@@ -292,10 +292,8 @@ def _why(asked: Asked, kind: str | None, order: tuple[bool, bool, bool, float], 
         said += f" at {format_money(price, money.currency)} an hour for each"
     name = kind or "device"
     if busy:
-        said += f", and its {name} are in use: the run waits there (--pool names another)"
-    else:
-        said += f", and has {wanted.ranks or ''} {name} free".replace("  ", " ")
-    return said
+        return f"{said}, and its {name} are in use: the run waits there (--pool names another)"
+    return f"{said}, and has {f'{wanted.ranks} ' if wanted.ranks else ''}{name} free"
 
 
 def _what(wanted: Wanted) -> str:

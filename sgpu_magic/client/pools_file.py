@@ -174,11 +174,9 @@ def parse(text: str, path: Path) -> tuple[PoolEntry, ...]:
                 raise ValueError(f"it is {table!r}, but a table [{name}] with address and key is needed")
             found.append(_entry(name, cast("dict[str, object]", table)))
         except ValueError as error:
-            line = _line_of(text, name)
-            where = f"line {line}" if line else "the file"
             raise UsageError(
-                f"the pool {name[:40]!r} in {path} ({where}) can't be used: {error}. Fix it there, or delete "
-                f"its lines and add it again with `sgpu pool add`."
+                f"the pool {name[:40]!r} in {path} ({_place_of(text, name)}) can't be used: {error}. Fix it there, "
+                f"or delete its lines and add it again with `sgpu pool add`."
             ) from None
     return tuple(found)
 
@@ -231,12 +229,12 @@ def _by_type(prices: Prices) -> dict[str, float]:
     return {kind: price for (_, kind), price in prices.hourly.items()}
 
 
-def _line_of(text: str, name: str) -> int:
-    """Return the number of the line where the table or value of that name begins, 0 if there is none."""
+def _place_of(text: str, name: str) -> str:
+    """Return the line where the table or value of that name begins, `line 3`, else `the file`."""
     for number, line in enumerate(text.splitlines(), start=1):
         if line.partition("#")[0].strip().strip("[]").strip(" \"'") == name or line.split("=")[0].strip() == name:
-            return number
-    return 0
+            return f"line {number}"
+    return "the file"
 
 
 # ---------------------------------------------------------------- adding and removing pools
@@ -260,8 +258,7 @@ def add_pool(entry: PoolEntry, path: Path | None = None, *, replace: bool = Fals
     path = pools_path() if path is None else path
 
     def change(text: str) -> str:
-        names = [each.name for each in parse(text, path)]
-        if entry.name in names:
+        if any(each.name == entry.name for each in parse(text, path)):
             if not replace:
                 raise UsageError(
                     f"a pool named {entry.name!r} is already in {path}. Remove it with `sgpu pool remove "

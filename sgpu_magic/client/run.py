@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import os
 import queue
@@ -120,22 +121,18 @@ class Run:
 
     def next_event(self, timeout_s: float) -> tuple[Event, Sequence[bytes]] | None:
         """Return the next event and its raw frames, or None on timeout or when the pool is lost."""
-        while True:
-            try:
-                item = self._events.get(timeout=timeout_s)
-            except queue.Empty:
-                return None
-            if item is None:
-                return None
-            event = item[0]
-            if event.seq <= self.last_seq:
-                # after a request to resend, some events arrive twice
-                continue
-            self.last_seq = event.seq
-            if isinstance(event.body, Placed):
-                # a placed run must not be submitted a second time
-                self.submission = None
-            return item
+        with contextlib.suppress(queue.Empty):
+            while (item := self._events.get(timeout=timeout_s)) is not None:
+                event = item[0]
+                if event.seq <= self.last_seq:
+                    # after a request to resend, some events arrive twice
+                    continue
+                self.last_seq = event.seq
+                if isinstance(event.body, Placed):
+                    # a placed run must not be submitted a second time
+                    self.submission = None
+                return item
+        return None
 
     def moved(self, link: PoolLink, events: EventQueue, *, from_start: bool = False) -> None:
         """Switch to another pool service that now has the run.

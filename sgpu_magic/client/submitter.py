@@ -33,7 +33,7 @@ from sgpu_magic.wire.attachments import (
     SharedPayload,
 )
 from sgpu_magic.wire.client import Accepted, Attach, Attached, Cancel, ReclaimPayload, Submit
-from sgpu_magic.wire.run import RankContext, RunSpec
+from sgpu_magic.wire.run import RunSpec
 
 # how long to look for, or start, the next pool service in order to cancel a run
 _CANCEL_PATIENCE_S = 60.0
@@ -174,11 +174,14 @@ class Submitter:
         events = link.follow(spec.run_id)
         try:
             self._memory.submitted(spec.run_id, link)
+            stand = msgspec.structs.asdict(along.stand) if along.stand is not None else {}
             message = Submit(
                 request=0,
                 spec=spec,
                 interpreter=along.interpreter or this_interpreter(environ),
-                context=_context(environ, key, along),
+                context=msgspec.structs.replace(
+                    this_context(environ, key), elsewhere=along.elsewhere, cell=along.cell, **stand
+                ),
                 payload=payload,
                 environment=along.environment,
                 code=along.code,
@@ -195,13 +198,6 @@ class Submitter:
             self._memory.run_over(spec.run_id, accepted=False)
             raise
         return self.run_of(spec, key, link, events, (message, frames))
-
-
-def _context(environ: dict[str, str], key: bytes, along: Attachments) -> RankContext:
-    here = msgspec.structs.replace(this_context(environ, key), elsewhere=along.elsewhere, cell=along.cell)
-    if along.stand is not None:
-        here = msgspec.structs.replace(here, cwd=along.stand.cwd, sys_path=along.stand.sys_path)
-    return here
 
 
 # ---------------------------------------------------------------- payload memory

@@ -135,13 +135,10 @@ def _user_name() -> str:
 
 def this_umask() -> int:
     """Return the process's umask. Where `/proc` has it, reading it does not disturb other threads."""
-    try:
-        with open("/proc/self/status", "rb") as status:
-            for line in status:
-                if line.startswith(b"Umask:"):
-                    return int(line.split()[1], 8)
-    except (OSError, ValueError):
-        pass
+    with contextlib.suppress(OSError, ValueError), open("/proc/self/status", "rb") as status:
+        for line in status:
+            if line.startswith(b"Umask:"):
+                return int(line.split()[1], 8)
     with _umask_lock:
         umask = os.umask(0o077)
         os.umask(umask)

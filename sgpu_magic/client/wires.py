@@ -79,15 +79,13 @@ class Outgoing:
         """Yield the queued parcels; sets `closed` when the end is reached."""
         with contextlib.suppress(BlockingIOError):
             self._reader.recv(4096)
-        while not self.closed:
-            try:
+        with contextlib.suppress(queue.Empty):
+            while not self.closed:
                 parcel = self._parcels.get_nowait()
-            except queue.Empty:
-                return
-            if parcel is None:
-                self.closed = True
-            else:
-                yield parcel
+                if parcel is None:
+                    self.closed = True
+                else:
+                    yield parcel
 
     def close(self) -> None:
         self._reader.close()

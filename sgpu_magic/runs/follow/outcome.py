@@ -109,13 +109,11 @@ def watch(followed: Followed, state: RunState, namespace: dict[str, Any]) -> Run
     Raises:
         Exception: As `bring_back`.
     """
-    run = followed.run
+    ending = None
     try:
         ending = follow(followed, has_ended=state.is_final)
     except KeyboardInterrupt:
-        followed.view.leave(f"stopped watching; run {short(run.run_id)} continues")
-        followed.publisher.tick(time.monotonic(), final=True)
-        return None
+        followed.view.leave(f"stopped watching; run {short(followed.run.run_id)} continues")
     followed.publisher.tick(time.monotonic(), final=True)
     return deliver(followed, ending, namespace) if ending is not None else None
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 from collections.abc import Generator, Mapping
 from concurrent.futures import Future
@@ -58,8 +57,8 @@ class Lifetime:
         self._view = followed.view
         self._run = followed.run
         self._moved = threading.Condition()
-        # for coroutines: resolved when the session is connected or has ended, and when it has ended
-        self._decided, self._over = Future[None](), Future[None]()
+        # for coroutines: resolved when the session is connected or has ended
+        self._decided = Future[None]()
         followed = replace(followed, heard=self._heard)
         self._follower = Background("sgpu-session", lambda stopped: outcome.show(followed, RunState.QUEUED, stopped))
 
@@ -215,9 +214,8 @@ class Lifetime:
         """Wake waiters after an event. Runs in the follower's thread."""
         with self._moved:
             self._moved.notify_all()
-        for future, is_so in ((self._decided, self._is_decided()), (self._over, self.has_ended)):
-            if is_so and not future.done():
-                future.set_result(None)
+        if self._is_decided() and not self._decided.done():
+            self._decided.set_result(None)
 
     # ------------------------------------------------------------ ending
 
@@ -262,9 +260,4 @@ class Lifetime:
             raise
 
     async def __aexit__(self, *exception: object) -> None:
-        if not self.has_ended:
-            self.end("it was disconnected")
-            # as in `close`: an exception of the body must not be replaced by a timeout
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(self._over)), _CLOSE_PATIENCE_S)
-        await asyncio.get_running_loop().run_in_executor(None, self._release)
+        await asyncio.get_running_loop().run_in_executor(None, self.close)

@@ -181,8 +181,7 @@ class Shipping:
     def not_assigned(self, before: Assigned) -> None:
         """Undo `assigned` for a cell that failed and may not have rebound the names: their digests decide then."""
         with self._lock:
-            for name, held in before.items():
-                self._held.setdefault(name, held)
+            self._held = {**before, **self._held}
 
     def set_on_ranks(
         self, names: Iterable[str], namespace: dict[str, object], ranks: Iterable[int], *, pushed: bool = False

@@ -129,8 +129,8 @@ def begin(
         options, found = placed(place, options, ways)
         if options.idle_s is None:
             options = replace(options, idle_s=place.current_settings().session_idle_s)
-        code = nothing_packed(place, RunKind.SESSION, name)
-        submission = describe(place, code, options, found, of_cell=of_cell)
+        nothing = nothing_packed(place, RunKind.SESSION, name)
+        submission = describe(place, nothing, options, found, of_cell=of_cell)
         # the packages at the start; taken before the submission, so that an interrupt can't leave an unknown session
         packages = take_snapshot()
         run = submit(found.pool, submission)

@@ -283,8 +283,7 @@ def push(
 
 def names_on(session: Session, rank: int) -> frozenset[str] | None:
     """Ask a rank for the names that cells and the notebook have set on it; None if it does not answer."""
-    question = RankQuestion(rank=rank, what="names")
-    answer = session.pool.ask_rank(session.run_id, question, _ASK_TIMEOUT_S)
+    answer = session.pool.ask_rank(session.run_id, RankQuestion(rank=rank, what="names"), _ASK_TIMEOUT_S)
     return None if answer.problem else frozenset(answer.names)
 
 
