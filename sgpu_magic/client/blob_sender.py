@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections import deque
@@ -187,10 +188,9 @@ class BlobSender:
 
 def _found(answer: Answer, kind: type[A]) -> A | None:
     """Return the pool's reply, None on timeout: the link may be broken and reconnect."""
-    try:
+    with contextlib.suppress(TimeoutError):
         return answer.of(kind, _ANSWER_S)
-    except TimeoutError:
-        return None
+    return None
 
 
 def _digest(piece: Piece) -> str:

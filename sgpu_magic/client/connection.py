@@ -176,21 +176,18 @@ class LocalConnection(Connection):
                 raise PoolError("no local pool is running.")
             address = start_pool(self._settings, Warm(interpreter=this_interpreter()))
         link = self._new_link(address)
-        return self._with_version_checked(link) if start else with_known_version(link)
-
-    def _new_link(self, address: PoolAddress) -> PoolLink:
-        return PoolLink(LocalWire(socket_file(self._settings.runtime_path), address.pid), self._on_notice)
-
-    def _with_version_checked(self, link: PoolLink) -> PoolLink:
-        """Return a link to a pool of a compatible version; an idle pool of another version is replaced."""
         try:
             return with_known_version(link)
         except PoolVersionError:
-            if link.welcome.busy:
+            if not start or link.welcome.busy:
                 raise
+            # an idle pool of another version is replaced
             os.kill(link.welcome.pid, signal.SIGTERM)
             wait_for_exit(link.welcome.pid)
             return with_known_version(self._new_link(start_pool(self._settings, Warm(interpreter=this_interpreter()))))
+
+    def _new_link(self, address: PoolAddress) -> PoolLink:
+        return PoolLink(LocalWire(socket_file(self._settings.runtime_path), address.pid), self._on_notice)
 
 
 class FarConnection(Connection):

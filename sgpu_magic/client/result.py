@@ -208,7 +208,6 @@ def mlflow_run_id(directory: Path) -> str:
     Args:
         directory: The run's directory.
     """
-    try:
+    with contextlib.suppress(OSError, msgspec.DecodeError):
         return msgspec.json.decode((directory / TRACKING).read_bytes(), type=_Written).mlflow_run_id
-    except (OSError, msgspec.DecodeError):
-        return ""
+    return ""

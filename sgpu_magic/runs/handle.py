@@ -311,7 +311,6 @@ class Run(Future[list[R]], Generic[R]):
     def _log(self, rank: int) -> str:
         if self._followed.run.mirror is not None:
             self._followed.run.mirror.follow(f"rank-{rank}.log")
-        try:
+        with contextlib.suppress(FileNotFoundError):
             return (self.directory / f"rank-{rank}.log").read_text(errors="replace")
-        except FileNotFoundError:
-            return ""
+        return ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import inspect
 import math
@@ -313,10 +314,9 @@ class RestartWatch:
 
     def is_asked(self) -> bool:
         """Whether an interrupt belongs to a restart that detaches the runs; waits up to 0.3 s for the restart."""
-        try:
+        with contextlib.suppress(KeyboardInterrupt):
             return self.detaches and self.asked.wait(_RESTART_PATIENCE_S)
-        except KeyboardInterrupt:
-            return False
+        return False
 
     async def _shut_down(self, stream: Any, ident: Any, parent: Any) -> None:
         """Handle a shutdown request, in the thread of the control channel while the main thread continues."""

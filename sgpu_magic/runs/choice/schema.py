@@ -80,8 +80,7 @@ def read_kept(found: object) -> Read:
         return Read(None, _unreadable(problem.rstrip(".")))
     if kept.version > VERSION:
         return Read(
-            kept,
-            "This notebook's choice was saved by a newer sgpu-magic; what this version does not know is ignored.",
+            kept, "This notebook's choice was saved by a newer sgpu-magic; what this version does not know is ignored."
         )
     return Read(kept)
 

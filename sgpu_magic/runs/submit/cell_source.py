@@ -140,8 +140,9 @@ def check_outputs(cell: Cell, outputs: Iterable[OutputName]) -> None:
     Raises:
         UsageError: It never sets one of them.
     """
-    stored = cell.names.stored
-    for output in outputs if stored is not None else ():
+    if (stored := cell.names.stored) is None:
+        return
+    for output in outputs:
         if output.name not in stored and output.name not in cell.read:
             known = ", ".join(sorted(stored)) or "none"
             raise UsageError(

@@ -14,7 +14,6 @@ from msgspec.structs import replace
 from sgpu_magic.errors import SerializationError, UsageError
 from sgpu_magic.options.asked import RunOptions
 from sgpu_magic.payload.call import RANK_NAMES, FunctionCall, RankValue, name_of
-from sgpu_magic.payload.pack import Packed
 from sgpu_magic.runs.notebook import cell_number
 from sgpu_magic.runs.submit.spec import PackedCode, pack, scalars
 from sgpu_magic.runs.workplace import Workplace
@@ -68,9 +67,10 @@ def pack_call(
         )
     except SerializationError as error:
         raise SerializationError(_in_the_calls_words(error.message, name, function)) from error
+    names = [label for label in code.packed.names if label != CALL_NAME]
     shipped = replace(
         code.shipped,
-        names=_shipped_names(code.packed, name, has_arguments=bool(call.args or call.kwargs)),
+        names=(*[name] * (name not in names), *names, *["its arguments"] * bool(call.args or call.kwargs)),
         heavy=tuple(
             (f"the arguments of {name}" if label == CALL_NAME else label, size) for label, size in code.shipped.heavy
         ),
@@ -180,12 +180,6 @@ def _refuse(call: FunctionCall, signature: inspect.Signature, filled: Iterable[s
 
 
 # ---------------------------------------------------------------- messages
-
-
-def _shipped_names(packed: Packed, name: str, *, has_arguments: bool) -> tuple[str, ...]:
-    names = tuple(label for label in packed.names if label != CALL_NAME)
-    own = () if name in names else (name,)
-    return (*own, *names, *(("its arguments",) if has_arguments else ()))
 
 
 def _in_the_calls_words(message: str, name: str, function: Callable[..., object]) -> str:

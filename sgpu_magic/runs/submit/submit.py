@@ -5,6 +5,7 @@ If the nodes see this machine's files and no other packages are requested, nothi
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
@@ -266,11 +267,9 @@ def _local_code(
 def _files(files: Iterable[str]) -> Iterable[str]:
     """Yield the sources of the files that define shipped functions, such as those of a script."""
     for file in files:
-        try:
+        # a cell or an interactive line is no real file
+        with contextlib.suppress(OSError):
             yield Path(file).read_text(encoding="utf-8", errors="replace")
-        except OSError:
-            # not a real file: a cell or an interactive line
-            continue
 
 
 def _bundled(settings: Settings, code: list[LocalCode]) -> tuple[tuple[CodeBundle, ...], tuple[str, ...]]:
