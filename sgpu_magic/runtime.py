@@ -149,14 +149,12 @@ def upload_path(name: str | os.PathLike[str] = "") -> Path:
         )
     known: dict[str, str] = json.loads(told)
     wanted = os.path.normpath(os.path.expanduser(name)) if os.fspath(name) else ""
-    found = [path for text, path in known.items() if text == wanted]
-    if not found:
-        found = [path for text, path in known.items() if wanted in ("", os.path.basename(text))]
+    by_last = [path for text, path in known.items() if wanted in ("", os.path.basename(text))]
+    found = [known[wanted]] if wanted in known else by_last
     if len(found) != 1:
-        listed = ", ".join(sorted(known))
         raise UsageError(
             f"upload_path({os.fspath(name)!r}) matches none of this run's uploads, or several. The uploads are: "
-            f"{listed}. Name one of them as it is listed here."
+            f"{', '.join(sorted(known))}. Name one of them as it is listed here."
         )
     return Path(found[0])
 

@@ -103,7 +103,7 @@ class BlobCache:
 
     def fetched(self, answer: BlobFetched, frames: Sequence[bytes]) -> None:
         """Handle the pool's answer with a part of a blob or file."""
-        asked = self._asked.take(answer.request)
+        asked = self._asked.pop(answer.request, None)
         if asked is None or asked[1].done():
             return
         part = asked[1]
@@ -114,7 +114,7 @@ class BlobCache:
 
     def service_came(self) -> None:
         """Send all unanswered requests to the new service."""
-        for question, _ in self._asked:
+        for question, _ in list(self._asked.values()):
             self._send(question)
 
     # ------------------------------------------------------------ within
@@ -171,8 +171,8 @@ class BlobCache:
 
     def _ask(self, question: FetchBlob | FetchRunFile) -> asyncio.Future[bytes]:
         part: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        part.add_done_callback(lambda _: self._asked.take(question.request))
-        self._asked.add(question.request, (question, part))
+        part.add_done_callback(lambda _: self._asked.pop(question.request, None))
+        self._asked[question.request] = question, part
         self._send(question)
         return part
 

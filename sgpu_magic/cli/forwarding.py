@@ -123,14 +123,14 @@ class Forwarder:
 
     async def _opened(self, order: OpenStream) -> StreamOpened | StreamClosed:
         answer: asyncio.Future[StreamOpened | StreamClosed] = self._loop.create_future()
-        self._opening.add(order.stream, answer)
+        self._opening[order.stream] = answer
         self._send(order, ())
         try:
             return await asyncio.wait_for(answer, _ANSWER_S)
         except TimeoutError:
             raise PoolError(f"{self._link.title} did not answer within {_ANSWER_S:.0f} s.") from None
         finally:
-            self._opening.take(order.stream)
+            self._opening.pop(order.stream, None)
 
     def _gone(self, number: int, problem: str) -> None:
         self._streams.pop(number, None)

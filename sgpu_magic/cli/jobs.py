@@ -19,7 +19,7 @@ import msgspec
 from sgpu_magic.cli.main import Parser, positive
 from sgpu_magic.config import Settings, load_settings, private_dir
 from sgpu_magic.errors import UsageError
-from sgpu_magic.files.whole_file import write_whole
+from sgpu_magic.files.whole_file import read_json, write_whole
 from sgpu_magic.system.processes import is_running, process_start
 from sgpu_magic.views.units import aligned, format_clock
 from sgpu_magic.wire.base import is_valid_id, short
@@ -160,14 +160,10 @@ def ended(record: JobRecord, code: int) -> JobRecord:
 
 def all_jobs(settings: Settings) -> list[JobRecord]:
     """Return all recorded jobs, newest first."""
-    found: list[JobRecord] = []
     folder = settings.state_path / "jobs"
-    for entry in folder.iterdir() if folder.is_dir() else ():
-        if not is_valid_id(entry.name):
-            continue
-        with contextlib.suppress(OSError, msgspec.DecodeError):
-            found.append(msgspec.json.decode((entry / _RECORD).read_bytes(), type=JobRecord))
-    return sorted(found, key=lambda record: -record.started_at)
+    entries = [entry for entry in folder.iterdir() if is_valid_id(entry.name)] if folder.is_dir() else []
+    found = [read_json(entry / _RECORD, JobRecord) for entry in entries]
+    return sorted(filter(None, found), key=lambda record: -record.started_at)
 
 
 def prune(settings: Settings) -> None:

@@ -16,7 +16,6 @@ import difflib
 import json
 import os
 import re
-import stat
 import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -26,7 +25,7 @@ import msgspec
 
 from sgpu_magic.config import config_path
 from sgpu_magic.errors import UsageError
-from sgpu_magic.files.whole_file import locked, write_whole
+from sgpu_magic.files.whole_file import locked, read_trusted, write_whole
 from sgpu_magic.wire.costs import Prices, prices_text, read_prices
 from sgpu_magic.wire.devices import ANY, canonical_type
 
@@ -142,18 +141,12 @@ def read_text(path: Path) -> str:
     Raises:
         UsageError: The file can't be read, or other users may write it.
     """
-    try:
-        status = path.stat()
-        if status.st_uid not in (os.getuid(), 0) or stat.S_IMODE(status.st_mode) & 0o022:
-            raise UsageError(
-                f"{path} is writable by other users, who could send your runs to a pool of theirs, so it is not "
-                f"read. Make it private: chmod 600 {path} (and check who owns it)."
-            )
-        return path.read_text()
-    except FileNotFoundError:
-        return ""
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"the list of pools {path} can't be read: {error}. Fix it or move it away.") from error
+    return read_trusted(
+        path,
+        "the list of pools",
+        f"{path} is writable by other users, who could send your runs to a pool of theirs, so it is not "
+        f"read. Make it private: chmod 600 {path} (and check who owns it).",
+    )
 
 
 def parse(text: str, path: Path) -> tuple[PoolEntry, ...]:

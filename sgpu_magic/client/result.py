@@ -13,6 +13,7 @@ import msgspec
 
 from sgpu_magic.client.mirror import Mirror
 from sgpu_magic.errors import PoolError, UsageError
+from sgpu_magic.files.whole_file import read_json
 from sgpu_magic.wire.base import short
 from sgpu_magic.wire.events import RunEnded
 from sgpu_magic.wire.files import TRACKING
@@ -208,6 +209,5 @@ def mlflow_run_id(directory: Path) -> str:
     Args:
         directory: The run's directory.
     """
-    with contextlib.suppress(OSError, msgspec.DecodeError):
-        return msgspec.json.decode((directory / TRACKING).read_bytes(), type=_Written).mlflow_run_id
-    return ""
+    written = read_json(directory / TRACKING, _Written)
+    return written.mlflow_run_id if written is not None else ""

@@ -17,8 +17,6 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-import msgspec
-
 from sgpu_magic import __version__
 from sgpu_magic.config import (
     SET_IN_NOTEBOOK,
@@ -31,6 +29,7 @@ from sgpu_magic.config import (
 )
 from sgpu_magic.errors import PoolError
 from sgpu_magic.files.run_directory import why_no_run
+from sgpu_magic.files.whole_file import read_json
 from sgpu_magic.packages.local_code import installed_entries
 from sgpu_magic.system.processes import is_running, process_start
 from sgpu_magic.wire import codec
@@ -166,11 +165,8 @@ _EXIT_S = 10.0
 
 def find_pool(settings: Settings) -> PoolAddress | None:
     """Return the address of the running pool, or None. The files of a killed pool are ignored."""
-    try:
-        address = msgspec.json.decode(address_file(settings.runtime_path).read_bytes(), type=PoolAddress)
-    except (OSError, msgspec.DecodeError):
-        return None
-    return address if is_running(address.pid, address.process_start) else None
+    address = read_json(address_file(settings.runtime_path), PoolAddress)
+    return address if address is not None and is_running(address.pid, address.process_start) else None
 
 
 def start_pool(settings: Settings, warm: Warm | None = None) -> PoolAddress:

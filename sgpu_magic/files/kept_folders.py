@@ -340,9 +340,6 @@ def node_cache(settings: Settings | None = None) -> NodeCache:
         settings: The settings with the cache's folder and budget; loaded if omitted.
     """
     settings = settings or load_settings()
-    if settings.cache_dir:
-        root = Path(settings.cache_dir)
-    else:
-        # a home directory may be shared by many machines
-        root = user_cache_path("sgpu-magic", appauthor=False) / host_name()
+    # a home directory may be shared by many machines
+    root = Path(settings.cache_dir or user_cache_path("sgpu-magic", appauthor=False) / host_name())
     return NodeCache(root, settings.cache_bytes)

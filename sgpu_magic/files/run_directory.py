@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import stat
 from collections.abc import Generator, Iterator, Sequence
@@ -36,16 +37,14 @@ class EventFile:
     Args:
         directory: The run's directory.
         taken_bytes: The offset of the first read, at the beginning of an event.
+
+    Attributes:
+        taken_bytes: The offset in the file after the last event that was yielded.
     """
 
     def __init__(self, directory: Path, taken_bytes: int = 0) -> None:
         self._path = directory / EVENTS
-        self._taken_bytes = taken_bytes
-
-    @property
-    def taken_bytes(self) -> int:
-        """The offset in the file after the last event that was yielded."""
-        return self._taken_bytes
+        self.taken_bytes = taken_bytes
 
     def new_events(self) -> Iterator[tuple[Event, Sequence[bytes]]]:
         """Yield each event that was not yielded before, with its raw frames.
@@ -56,12 +55,11 @@ class EventFile:
         """
         reader = FrameReader(_decoder)
         with open(self._path, "rb") as file:
-            file.seek(self._taken_bytes)
-            read_bytes = self._taken_bytes
+            read_bytes = file.seek(self.taken_bytes)
             while chunk := file.read(_READ_BYTES):
                 read_bytes += len(chunk)
                 for event, frames in reader.feed(chunk):
-                    self._taken_bytes = read_bytes - reader.incomplete_bytes
+                    self.taken_bytes = read_bytes - reader.incomplete_bytes
                     yield event, frames
 
 
@@ -265,12 +263,8 @@ def list_below(root: Path, under: str = "", most: int = 10_000) -> tuple[list[Ru
                 return [_described(under, os.fstat(descriptor))], False
             finally:
                 os.close(descriptor)
-    found: list[RunFile] = []
-    for file in _walk(root, under):
-        if len(found) == most:
-            return sorted(found, key=lambda file: file.name), True
-        found.append(file)
-    return sorted(found, key=lambda file: file.name), False
+    found = list(itertools.islice(_walk(root, under), most + 1))
+    return sorted(found[:most], key=lambda file: file.name), len(found) > most
 
 
 # ---------------------------------------------------------------- within
@@ -299,32 +293,16 @@ def _folder_of(root: Path, name: str, *, make: bool = False) -> Generator[tuple[
 
 
 def _walk(root: Path, under: str) -> Iterator[RunFile]:
-    waiting = [under]
-    while waiting:
-        prefix = waiting.pop()
-        with (
-            contextlib.suppress(FileNotFoundError, PermissionError),
-            _opened(root, prefix) as folder,
-            os.scandir(folder) as entries,
-        ):
-            for entry in entries:
-                name = f"{prefix}/{entry.name}" if prefix else entry.name
-                if entry.is_dir(follow_symlinks=False):
-                    waiting.append(name)
-                elif entry.is_file(follow_symlinks=False) and not _is_unfinished(entry.name):
-                    with contextlib.suppress(FileNotFoundError):
-                        yield _described(name, entry.stat(follow_symlinks=False))
-
-
-@contextlib.contextmanager
-def _opened(root: Path, prefix: str) -> Generator[int]:
+    """Yield the plain files below a subfolder, without those that are being written."""
     # `x` is a placeholder: only the folder is opened
-    with _folder_of(root, f"{prefix}/x" if prefix else "x") as (folder, _):
-        yield folder
-
-
-def _is_unfinished(name: str) -> bool:
-    return name.startswith(".") and name.endswith(".part")
+    inside = f"{under}/x" if under else "x"
+    with contextlib.suppress(FileNotFoundError, PermissionError), _folder_of(root, inside) as (top, _):
+        for folder, _, names, descriptor in os.fwalk(dir_fd=top):
+            for name in names:
+                with contextlib.suppress(FileNotFoundError):
+                    status = os.stat(name, dir_fd=descriptor, follow_symlinks=False)
+                    if stat.S_ISREG(status.st_mode) and not (name.startswith(".") and name.endswith(".part")):
+                        yield _described(os.path.normpath(os.path.join(under, folder, name)), status)
 
 
 def _described(name: str, status: os.stat_result) -> RunFile:

@@ -1,4 +1,4 @@
-"""Files and folders that several processes use: written whole, linked, locked, measured, evicted, removed.
+"""Files and folders that several processes use: read, written whole, linked, locked, measured, evicted, removed.
 
 Readers of a file see its old or its new content, never a partial one. A process that uses a folder holds a shared lock
 on it (flock(2), released when the process exits); one that removes it, or builds it in place, holds an exclusive lock.
@@ -18,6 +18,10 @@ from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from typing import IO, TypeVar
 
+import msgspec
+
+from sgpu_magic.errors import UsageError
+
 LOCK_FILE = os.O_RDWR | os.O_CREAT
 """The flags for opening a lock file."""
 
@@ -25,14 +29,16 @@ T = TypeVar("T")
 
 
 @contextlib.contextmanager
-def appearing(path: Path, mode: int = 0o600) -> Generator[IO[bytes]]:
+def appearing(path: Path, mode: int = 0o600, *, replace: bool = True) -> Generator[IO[bytes]]:
     """Yield a new file that appears under its name when the block ends without an error. Concurrent writes: last wins.
 
     Args:
         path: The file; its folder must exist.
         mode: Its permissions.
+        replace: Replace an existing file. Otherwise the first of concurrent writes wins.
 
     Raises:
+        FileExistsError: The file exists, and is not to be replaced.
         OSError: The file can't be written. As after any other error, an existing file is unchanged.
     """
     descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}-", suffix=".part", dir=path.parent)
@@ -40,17 +46,50 @@ def appearing(path: Path, mode: int = 0o600) -> Generator[IO[bytes]]:
         with open(descriptor, "w+b") as file:
             os.fchmod(descriptor, mode)
             yield file
-        os.replace(temporary, path)
-    except BaseException:
+        if replace:
+            os.replace(temporary, path)
+        else:
+            os.link(temporary, path)
+    finally:
+        # it is gone if it has replaced the file
         with contextlib.suppress(OSError):
             os.unlink(temporary)
-        raise
 
 
-def write_whole(path: Path, data: bytes, mode: int = 0o600) -> None:
+def write_whole(path: Path, data: bytes, mode: int = 0o600, *, replace: bool = True) -> None:
     """Write a file atomically, as `appearing`."""
-    with appearing(path, mode) as file:
+    with appearing(path, mode, replace=replace) as file:
         file.write(data)
+
+
+def read_json(path: Path, kind: type[T]) -> T | None:
+    """Return the object in a JSON file; None if the file can't be read or does not hold one of this kind."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=kind)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def read_trusted(path: Path, what: str, refusal: str) -> str:
+    """Return the text of a file that decides whom to trust; "" if there is no file.
+
+    Args:
+        path: The file.
+        what: What it is, for messages.
+        refusal: The message if users other than its owner may write the file.
+
+    Raises:
+        UsageError: The file can't be read, or other users may write it.
+    """
+    try:
+        status = path.stat()
+        if status.st_uid not in (os.getuid(), 0) or stat.S_IMODE(status.st_mode) & 0o022:
+            raise UsageError(refusal)
+        return path.read_text()
+    except FileNotFoundError:
+        return ""
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{what} {path} can't be read: {error}. Fix it or move it away.") from error
 
 
 def write_at(descriptor: int, data: bytes | memoryview, offset: int) -> None:
@@ -114,6 +153,15 @@ class HeldLock:
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
 
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def is_at(self, path: Path) -> bool:
+        """Whether the path names the locked file, which may have been removed or replaced meanwhile."""
+        with contextlib.suppress(FileNotFoundError):
+            return os.path.samestat(os.fstat(self._descriptor), os.stat(path))
+        return False
+
     def share(self) -> None:
         """Turn the lock into a shared one."""
         fcntl.flock(self._descriptor, fcntl.LOCK_SH)
@@ -143,17 +191,17 @@ def take_lock(path: Path, *, shared: bool = False, wait: bool = True, flags: int
             descriptor = os.open(path, flags | os.O_CLOEXEC, 0o600)
         except FileNotFoundError:
             return None
+        held = HeldLock(descriptor)
         with contextlib.ExitStack() as not_held:
             not_held.callback(os.close, descriptor)
             try:
                 fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
             except BlockingIOError:
                 return None
-            # the previous holder may have removed the file meanwhile: then try again with the new one
-            with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(descriptor), os.stat(path)):
-                    not_held.pop_all()
-                    return HeldLock(descriptor)
+            # otherwise the previous holder has removed the file: try again with the new one
+            if held.is_at(path):
+                not_held.pop_all()
+                return held
 
 
 @contextlib.contextmanager

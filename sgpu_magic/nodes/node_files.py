@@ -15,7 +15,7 @@ import msgspec
 from sgpu_magic.config import Settings
 from sgpu_magic.files.content_store import blob_path
 from sgpu_magic.files.run_directory import BadName, open_below, parts_of, remove_below, replace_below
-from sgpu_magic.files.whole_file import write_at
+from sgpu_magic.files.whole_file import read_json, write_at
 from sgpu_magic.system.child_process import FileThread
 from sgpu_magic.wire.base import is_valid_id
 from sgpu_magic.wire.files import (
@@ -138,10 +138,7 @@ def _finish(directory: Path, message: StoreRunFile, path: str, temporary: str) -
 
 def _begin_of(directory: Path, message: StoreRunFile) -> int:
     """The offset at which a node's own log begins in the pool's."""
-    try:
-        begins = msgspec.json.decode((directory / _SOURCES).read_bytes(), type=_Begins)
-    except (OSError, msgspec.DecodeError):
-        begins = _Begins()
+    begins = read_json(directory / _SOURCES, _Begins) or _Begins()
     of_log = begins.at.setdefault(message.name, {})
     if message.source not in of_log:
         of_log[message.source] = 0

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from sgpu_magic.files.whole_file import write_whole
+from sgpu_magic.files.whole_file import read_json, write_whole
 from sgpu_magic.nodes.joint_run import JointRun
 from sgpu_magic.wire.base import RunState
 from sgpu_magic.wire.client import ReclaimPayload, ResultsReceived
@@ -315,9 +315,7 @@ class BusyNodes:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.known = frozenset[str]()
-        with contextlib.suppress(OSError, msgspec.DecodeError):
-            self.known = frozenset(msgspec.json.decode(path.read_bytes(), type=list[str]))
+        self.known = read_json(path, frozenset[str]) or frozenset()
 
     def write(self, nodes: Iterable[str]) -> None:
         """Write the ids of nodes that have runs now. Write errors are ignored: agents also reconnect by themselves."""

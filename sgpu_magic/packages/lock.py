@@ -19,7 +19,7 @@ import msgspec
 
 from sgpu_magic.config import private_dir
 from sgpu_magic.errors import EnvironmentFailed
-from sgpu_magic.files.whole_file import write_whole
+from sgpu_magic.files.whole_file import read_json, write_whole
 from sgpu_magic.packages.distributions import Distribution, Kind, Snapshot, distribution_name, is_from_node, normalised
 from sgpu_magic.packages.secrets import without_url_credentials
 from sgpu_magic.packages.uv_command import call_uv
@@ -49,11 +49,8 @@ class Lock(msgspec.Struct, frozen=True, kw_only=True):
 
 def kept_lock(root: Path, digest: str) -> Lock | None:
     """Return the cached lock; None if there is none or one of its wheels is gone."""
-    try:
-        lock = msgspec.json.decode((root / f"{digest}.json").read_bytes(), type=Lock)
-    except (OSError, msgspec.DecodeError):
-        return None
-    return lock if all(os.path.exists(wheel.path) for wheel in lock.wheels.values()) else None
+    lock = read_json(root / f"{digest}.json", Lock)
+    return lock if lock is not None and all(os.path.exists(wheel.path) for wheel in lock.wheels.values()) else None
 
 
 def keep_lock(root: Path, digest: str, lock: Lock) -> None:

@@ -10,8 +10,8 @@ import ctypes
 import mmap
 import os
 import shutil
-import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -60,24 +60,13 @@ def _copy_threaded(base: int, parts: list[tuple[int, memoryview]]) -> None:
         for offset, view in parts
         for begin in range(0, view.nbytes, _CHUNK)
     )
-    lock = threading.Lock()
-    stop = threading.Event()
 
-    def copy() -> None:
-        while not stop.is_set():
-            with lock:
-                chunk = next(work, None)
-            if chunk is None:
-                return
-            ctypes.memmove(*chunk)
+    def copy(chunk: tuple[int, int, int]) -> None:
+        ctypes.memmove(*chunk)
 
-    second = threading.Thread(target=copy, name="sgpu-copy", daemon=True)
-    second.start()
-    try:
-        copy()
-    finally:  # also when interrupted: the memory must not be freed while it is written to
-        stop.set()
-        second.join()
+    # when interrupted, it waits for the chunks that were begun: the memory must not be freed while it is written to
+    with ThreadPoolExecutor(2, "sgpu-copy") as threads:
+        list(threads.map(copy, work))
 
 
 def address_of(view: memoryview) -> int:
@@ -94,15 +83,14 @@ class SharedBuffer:
 
     Args:
         name: Identifies the content, for readers that open it by a descriptor number that may have been reused.
+
+    Attributes:
+        fd: Its descriptor; -1 once it is closed.
     """
 
     def __init__(self, name: str = "") -> None:
-        self._fd = os.memfd_create(f"sgpu-payload-{name}" if name else "sgpu-payload", os.MFD_CLOEXEC)
+        self.fd = os.memfd_create(f"sgpu-payload-{name}" if name else "sgpu-payload", os.MFD_CLOEXEC)
         self._map: mmap.mmap | None = None
-
-    @property
-    def fd(self) -> int:
-        return self._fd
 
     @property
     def size(self) -> int:
@@ -111,13 +99,13 @@ class SharedBuffer:
 
     def ensure(self, size: int) -> None:
         """Grow to at least `size` bytes; pages are allocated when they are written."""
-        if self._fd < 0:
+        if self.fd < 0:
             raise ValueError("this buffer is closed")
         if size <= self.size:
             return
         size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
-        os.ftruncate(self._fd, size)
-        grown = mmap.mmap(self._fd, size)
+        os.ftruncate(self.fd, size)
+        grown = mmap.mmap(self.fd, size)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):
                 grown.madvise(mmap.MADV_HUGEPAGE)  # effective if shmem_enabled is `advise`
@@ -137,12 +125,12 @@ class SharedBuffer:
         if self._map is not None:
             self._map.close()
             self._map = None
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
 
     def __del__(self) -> None:
-        if getattr(self, "_fd", -1) >= 0:
+        if getattr(self, "fd", -1) >= 0:
             self.close()
 
 

@@ -11,6 +11,7 @@ few elements by numpy between those pages is not detected.
 from __future__ import annotations
 
 import hashlib
+import io
 import sys
 import types
 from collections.abc import Iterator
@@ -47,8 +48,7 @@ class Fingerprint:
         self.stores = frozenset(_stores(value, namespace))
         self._pickler: _Pickler | None = None
         stream = _Digesting()
-        buffers: list[memoryview] = []
-        pickler = _Pickler(stream, namespace, buffers)
+        pickler = _Pickler(cast("Any", stream), namespace)
         try:
             with collector_paused():
                 pickler.dump(value)
@@ -57,7 +57,7 @@ class Fingerprint:
             stream.hash.update(f"{id(value)}".encode())
         except Exception:  # noqa: BLE001  __reduce__ and __getstate__ of any class run here; packing reports it better
             return
-        _take_buffers(stream.hash, buffers, pickler.versions)
+        _take_buffers(stream.hash, pickler.buffers, pickler.versions)
         self.digest = stream.hash.digest()
         self.needs = tuple(pickler.found)
         self._pickler = pickler
@@ -100,8 +100,8 @@ class _Pickler(NamespacePickler):
         versions: One number per tensor, in order.
     """
 
-    def __init__(self, stream: _Digesting, namespace: dict[str, object], buffers: list[memoryview]) -> None:
-        super().__init__(cast("Any", stream), namespace, buffers)
+    def __init__(self, stream: io.BytesIO, namespace: dict[str, object]) -> None:
+        super().__init__(stream, namespace)
         self.versions: list[int] = []
         self._tensor: Any = getattr(sys.modules.get("torch"), "Tensor", None)
 
@@ -168,9 +168,7 @@ def _stores(value: object, namespace: dict[str, object]) -> Iterator[str]:
     """Yield the names that the value's functions declare `global` and set."""
     if isinstance(value, types.FunctionType):
         if value.__globals__ is namespace:
-            names: set[str] = set()
-            stored_names(value.__code__, names, top=False)
-            yield from names
+            yield from stored_names(value.__code__, top=False)
     elif isinstance(value, type) and value.__module__ == namespace.get("__name__"):
         for part in vars(value).values():
             function = getattr(part, "__func__", part)

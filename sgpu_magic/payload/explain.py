@@ -9,6 +9,7 @@ object was created during pickling there is no path; then dill may still find th
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import sys
@@ -21,7 +22,7 @@ from typing import Any, cast
 import msgspec
 
 from sgpu_magic.payload.call import FunctionCall
-from sgpu_magic.payload.namespace import only_in_notebook
+from sgpu_magic.payload.namespace import bound_cells, only_in_notebook
 
 _DILL_NODES = 2_000
 
@@ -69,12 +70,11 @@ def explain_name(chain: Sequence[str], values: Mapping[str, object], culprit: ob
     if stays:
         unless = f"If the ranks don't reach it, keep the name out with --exclude {name}."
         return f"the cell uses {uses}, which stays in the notebook: {stays} {unless}"
-    what, kind, is_inside = _describe(name, values[name], culprit, error)
+    what, advice, in_class = _describe(name, values[name], culprit, error)
     # a class is shipped with its instances: excluding its name would not help
     out = next((link for link in reversed(chain) if not isinstance(values[link], type)), name)
-    remedies = [*kind.advice, *([f"drop the {kind.noun} in __getstate__"] if is_inside else [])]
-    remedies.append(f"keep the name out with --exclude {out}")
-    return f"the cell uses {uses}, which can't leave the notebook: {what}. {_either(remedies)}"
+    remedies = _either([*advice, *in_class, f"keep the name out with --exclude {out}"])
+    return f"the cell uses {uses}, which can't leave the notebook: {what}. {remedies}"
 
 
 def explain_result(obj: object, culprit: object, error: Exception) -> str:
@@ -85,13 +85,9 @@ def explain_result(obj: object, culprit: object, error: Exception) -> str:
         parts = {**cast("dict[str, object]", names), "the cell's value": result.get("value")}
         ways = {part: held for part, held in parts.items() if find_way(held, culprit)[0] is not None}
         root, value = next(iter(ways.items()), cast("tuple[str, object]", ("the value", obj)))
-    what, kind, is_inside = _describe(root, value, culprit, error)
+    what, _, in_class = _describe(root, value, culprit, error)
     shown = f"`{root}`" if root.isidentifier() else root
-    remedies = [
-        "Return plain data instead",
-        *([f"drop the {kind.noun} in __getstate__"] if is_inside else []),
-    ]
-    return f"{shown} can't come back to the notebook: {what}. {_either(remedies)}"
+    return f"{shown} can't come back to the notebook: {what}. {_either(['Return plain data instead', *in_class])}"
 
 
 def _either(remedies: Sequence[str]) -> str:
@@ -100,11 +96,10 @@ def _either(remedies: Sequence[str]) -> str:
     return ", ".join(remedies[:-1]) + f", or {remedies[-1]}."
 
 
-def _describe(root: str, value: object, culprit: object, error: Exception) -> tuple[str, _Kind, bool]:
-    """Return the clause that names the culprit, its kind, and whether it is inside an instance of a class."""
+def _describe(root: str, value: object, culprit: object, error: Exception) -> tuple[str, Sequence[str], Sequence[str]]:
+    """Return the clause that names the culprit, the remedies for its kind, and those for the class that holds it."""
     if isinstance(error.__cause__, RecursionError) or isinstance(error, RecursionError):
-        kind = _Kind("", "long chain", ("Build it inside the cell",))
-        return f"{root} is nested deeper than pickle can follow", kind, False
+        return f"{root} is nested deeper than pickle can follow", ("Build it inside the cell",), ()
     steps, nodes = find_way(value, culprit)
     first_line = next(iter(str(error).strip().splitlines()), "")
     said = "" if _is_stock_message(error) else f" ({type(error).__name__}: {first_line})"
@@ -112,7 +107,7 @@ def _describe(root: str, value: object, culprit: object, error: Exception) -> tu
         attribute = _bad_attribute(value) if nodes < _DILL_NODES else None
         kind = _kind_of(culprit)
         held = f"{root}.{attribute}" if attribute else root
-        return f"{held} holds {kind.phrase}{said}", kind, False
+        return f"{held} holds {kind.phrase}{said}", kind.advice, ()
     for position, (_, step) in enumerate(steps):  # the outermost object with its own wording
         if (kind := _special(step)) is not None and kind.hides_inside:
             steps = steps[: position + 1]
@@ -123,13 +118,10 @@ def _describe(root: str, value: object, culprit: object, error: Exception) -> tu
     path = root
     for label, _ in steps[1:]:
         path = path + label if label[:1] in ".[" else label
-    is_inside = steps[-1][0].startswith((".", "[")) and any(_has_getstate(step) for _, step in steps[:-1])
-    return f"{path} is {kind.phrase}{said}", kind, is_inside
-
-
-def _has_getstate(obj: object) -> bool:
     plain = (dict, list, tuple, set, frozenset, types.FunctionType, functools.partial, type, FunctionCall)
-    return not isinstance(obj, plain)
+    is_inside = steps[-1][0].startswith((".", "[")) and any(not isinstance(step, plain) for _, step in steps[:-1])
+    in_class = [f"drop the {kind.noun} in __getstate__"] if is_inside else []
+    return f"{path} is {kind.phrase}{said}", kind.advice, in_class
 
 
 def _is_stock_message(error: Exception) -> bool:
@@ -198,6 +190,15 @@ _ATOMS = (
     *(type(None), type(Ellipsis), types.CodeType, types.ModuleType),
 )
 
+# attributes that are not in `__dict__`
+_PARTS: dict[type, tuple[str, ...]] = {
+    types.MethodType: ("__self__", "__func__"),
+    functools.partial: ("func", "args", "keywords"),
+    staticmethod: ("__func__",),
+    classmethod: ("__func__",),
+    property: ("fget", "fset", "fdel"),
+}
+
 
 def find_way(value: object, culprit: object) -> tuple[list[tuple[str, object]] | None, int]:
     """Return the shortest path from `value` to `culprit` as (label, object) steps, and the number of nodes visited.
@@ -248,17 +249,8 @@ def _children(node: Any) -> Iterator[tuple[str, object]]:
             yield ".<item>", held
     elif isinstance(node, types.FunctionType):
         yield from _function_parts(node)
-    elif isinstance(node, types.MethodType):
-        yield ".__self__", node.__self__
-        yield ".__func__", node.__func__
-    elif isinstance(node, functools.partial):
-        yield ".func", node.func
-        yield ".args", node.args
-        yield ".keywords", node.keywords
-    elif isinstance(node, staticmethod | classmethod):
-        yield ".__func__", node.__func__
-    elif isinstance(node, property):
-        yield from ((f".{part}", getattr(node, part)) for part in ("fget", "fset", "fdel"))
+    elif parts := next((parts for kind, parts in _PARTS.items() if isinstance(node, kind)), ()):
+        yield from ((f".{part}", getattr(node, part)) for part in parts)
     elif isinstance(node, type):
         if node.__module__ == "__main__":
             yield from ((f".{name}", held) for name, held in list(vars(node).items()))
@@ -270,11 +262,8 @@ def _children(node: Any) -> Iterator[tuple[str, object]]:
 
 
 def _function_parts(function: types.FunctionType) -> Iterator[tuple[str, object]]:
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
-        try:
-            yield f".<closure {name}>", cell.cell_contents
-        except ValueError:
-            continue
+    for index, held in bound_cells(function):
+        yield f".<closure {function.__code__.co_freevars[index]}>", held
     defaults = function.__defaults__ or ()
     names = function.__code__.co_varnames[: function.__code__.co_argcount]
     for index, held in enumerate(defaults):
@@ -298,10 +287,8 @@ def _attributes(node: Any) -> Iterator[tuple[str, object]]:
         for slot in (slots,) if isinstance(slots, str) else tuple(slots):
             member = vars(cls).get(slot)
             if isinstance(member, types.MemberDescriptorType):
-                try:
+                with contextlib.suppress(AttributeError):
                     yield f".{slot}", member.__get__(node, type(node))
-                except AttributeError:
-                    continue
     if type(node).__module__ == "__main__":
         yield type(node).__name__, type(node)
 

@@ -34,7 +34,6 @@ _PLAIN_MAGICS = frozenset(
         "sh", "html", "latex", "javascript", "js", "svg", "markdown", "writefile",
     )
 )  # fmt: skip
-_BARE = (ast.Pass, ast.Break, ast.Continue)
 
 
 class CellNames(msgspec.Struct, frozen=True):
@@ -62,10 +61,9 @@ def names_in(source: str, *, transform: Callable[[str], str] | None = None) -> C
     Raises:
         SyntaxError: The cell does not compile; line numbers are those of `source`.
     """
-    tree, flags = _parse(source, transform)
-    reader = _Reader(flags)
+    tree, code = _parse(source, transform)
+    reader = _Reader(code)
     bound = reader.block(tree.body, frozenset())
-    code = _compile(tree.body, flags)
     steps = dis.get_instructions(code)
     deleted = frozenset(str(step.argval) for step in steps if step.opname == "DELETE_NAME")
     return CellNames(frozenset(reader.read), _stored(tree, code), deleted - bound)
@@ -89,8 +87,7 @@ def _stored(tree: ast.Module, code: CodeType) -> frozenset[str] | None:
                     names.update(word for text in words[1:] for word in re.findall(r"[^\W\d]\w*", text))
                 case _:
                     pass
-    stored_names(code, names, top=True)
-    return frozenset(names)
+    return frozenset(names | stored_names(code, top=True))
 
 
 def names_bound(source: str, *, transform: Callable[[str], str] | None = None) -> frozenset[str]:
@@ -103,27 +100,25 @@ def names_bound(source: str, *, transform: Callable[[str], str] | None = None) -
     Raises:
         SyntaxError: The cell does not compile.
     """
-    tree, flags = _parse(source, transform)
-    return _Reader(flags).block(tree.body, frozenset())
+    tree, code = _parse(source, transform)
+    return _Reader(code).block(tree.body, frozenset())
 
 
-def stored_names(code: CodeType, names: set[str], *, top: bool) -> None:
-    """Add the global names that code and its nested code set to `names`.
+def stored_names(code: CodeType, *, top: bool) -> set[str]:
+    """Return the global names that code and its nested code set.
 
     Args:
         code: The code.
-        names: Receives the names.
         top: The code is a cell's top level, where every name is global.
     """
     wanted = ("STORE_NAME", "STORE_GLOBAL") if top else ("STORE_GLOBAL",)
-    names.update(step.argval for step in dis.get_instructions(code) if step.opname in wanted)
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            stored_names(constant, names, top=False)
+    names: set[str] = {step.argval for step in dis.get_instructions(code) if step.opname in wanted}
+    nested = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    return names.union(*(stored_names(each, top=False) for each in nested))
 
 
-def _parse(source: str, transform: Callable[[str], str] | None) -> tuple[ast.Module, int]:
-    """Return the transformed cell as a tree with its own line numbers, and its `__future__` flags."""
+def _parse(source: str, transform: Callable[[str], str] | None) -> tuple[ast.Module, CodeType]:
+    """Return the transformed cell as a tree with its own line numbers, and its code."""
     lines = source.splitlines(keepends=True)
     skipped = 0
     while skipped < len(lines) and (not lines[skipped].strip() or (skipped == 0 and _OWN_MAGIC.match(lines[0]))):
@@ -137,7 +132,7 @@ def _parse(source: str, transform: Callable[[str], str] | None) -> tuple[ast.Mod
         raise
     text = "\n" * skipped + transformed
     tree = parse_quietly(text, "<cell>")
-    return tree, compile_quietly(tree, "<cell>").co_flags & FUTURE_FLAGS
+    return tree, compile_quietly(tree, "<cell>")
 
 
 @functools.cache
@@ -147,19 +142,15 @@ def _stock_transform() -> Callable[[str], str]:
     return TransformerManager().transform_cell
 
 
-def _compile(body: list[ast.stmt], flags: int) -> CodeType:
-    return compile_quietly(ast.Module(body=body, type_ignores=[]), "<cell>", flags=flags)
-
-
 class _Reader:
     """Walks blocks of statements with the set of names that are certainly bound so far.
 
     Args:
-        flags: `__future__` flags of the cell.
+        code: The cell's code, for its `__future__` flags.
     """
 
-    def __init__(self, flags: int) -> None:
-        self._flags = flags
+    def __init__(self, code: CodeType) -> None:
+        self._flags = code.co_flags & FUTURE_FLAGS
         self.read: set[str] = set()
 
     def block(self, body: Iterable[ast.stmt], bound: frozenset[str]) -> frozenset[str]:
@@ -173,14 +164,9 @@ class _Reader:
             case ast.If():
                 self._expressions([node.test], bound)
                 return self.block(node.body, bound) & self.block(node.orelse, bound)
-            case ast.While():
-                self._expressions([node.test], bound)
-                self.block(node.body, bound)
-                self.block(node.orelse, bound)
-                return bound
-            case ast.For() | ast.AsyncFor():
-                self._expressions([node.iter], bound)
-                inside = self._target(node.target, bound)
+            case ast.While(test=head) | ast.For(iter=head) | ast.AsyncFor(iter=head):
+                self._expressions([head], bound)
+                inside = bound if isinstance(node, ast.While) else self._target(node.target, bound)
                 self.block(node.body, inside)
                 self.block(node.orelse, bound)
                 return bound
@@ -204,7 +190,7 @@ class _Reader:
             case ast.Delete():
                 self._code([node], bound)
                 return bound - _targets(node.targets)
-            case _ if isinstance(node, _BARE):
+            case ast.Pass() | ast.Break() | ast.Continue():
                 return bound
             case _:
                 return self._simple(node, bound)
@@ -221,18 +207,16 @@ class _Reader:
         match node:
             case ast.FunctionDef(decorator_list=[]) | ast.AsyncFunctionDef(decorator_list=[]):
                 # its body can't run before the name is bound
-                known = node.name in self.read
                 self._code([node], bound | {node.name})
-                if not known and self._header_reads(node):
+                # unless its defaults or annotations name an earlier object of the same name
+                if any(isinstance(part, ast.Name) and part.id == node.name for part in ast.walk(node.args)):
                     self.read.add(node.name)
                 return bound | {node.name}
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
                 new = frozenset({node.name})
             case ast.Assign():
                 new = _targets(node.targets)
-            case ast.AnnAssign() if node.value is not None:
-                new = _targets([node.target])
-            case ast.AugAssign():
+            case ast.AnnAssign(value=ast.expr()) | ast.AugAssign():
                 new = _targets([node.target])
             case ast.Import() | ast.ImportFrom():
                 new = frozenset((alias.asname or alias.name.partition(".")[0]) for alias in node.names)
@@ -240,10 +224,6 @@ class _Reader:
                 new = frozenset[str]()
         self._code([node], bound)
         return bound | new
-
-    def _header_reads(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-        """Whether the function's defaults or annotations name an earlier object of the same name."""
-        return any(isinstance(part, ast.Name) and part.id == node.name for part in ast.walk(node.args))
 
     def _target(self, target: ast.expr, bound: frozenset[str]) -> frozenset[str]:
         """Add the names that storing into `target` reads (`a[i]`, `a.b`); return `bound` with the names it binds."""
@@ -257,7 +237,8 @@ class _Reader:
 
     def _code(self, statements: list[ast.stmt], bound: frozenset[str]) -> None:
         if statements:
-            self.read.update(loaded_names(_compile(statements, self._flags)).keys() - bound)
+            code = compile_quietly(ast.Module(statements, type_ignores=[]), "<cell>", flags=self._flags)
+            self.read.update(loaded_names(code).keys() - bound)
 
 
 def _targets(targets: Iterable[ast.expr]) -> frozenset[str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import contextlib
 import difflib
 import dis
 import linecache
@@ -14,7 +15,7 @@ import re
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from types import CodeType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 
 from sgpu_magic.errors import UsageError
 
@@ -55,6 +56,13 @@ def only_in_notebook(value: object) -> str:
         if isinstance(found, str):
             return found
     return ""
+
+
+def bound_cells(function: FunctionType) -> Iterator[tuple[int, object]]:
+    """Yield the index and the content of each cell in a function's closure that is bound already."""
+    for index, cell in enumerate(function.__closure__ or ()):
+        with contextlib.suppress(ValueError):
+            yield index, cell.cell_contents
 
 
 def loaded_names(code: CodeType) -> dict[str, None]:

@@ -10,6 +10,7 @@ import secrets
 import sys
 import types
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -91,7 +92,7 @@ def pack_namespace(
             if better == packing.done or not packing.has_late_names():
                 break
             packing = _Packing(namespace, exclude, values, better, modules)
-    return packing.result(key)
+    return _packed(packing.pickler, key, tuple(packing.done), packing.sizes)
 
 
 class _Bounded(io.BytesIO):
@@ -121,8 +122,7 @@ def pack_object(obj: object, namespace: dict[str, object], key: bytes, *, most_b
         SerializationError: The value can't be pickled; the message has the path to the culprit and the remedy.
     """
     stream = io.BytesIO() if most_bytes is None else _Bounded(most_bytes)
-    buffers: list[memoryview] = []
-    pickler = NamespacePickler(stream, namespace, buffers, returning=True)
+    pickler = NamespacePickler(stream, namespace, returning=True)
     try:
         with collector_paused():
             pickler.dump(obj)
@@ -130,80 +130,80 @@ def pack_object(obj: object, namespace: dict[str, object], key: bytes, *, most_b
         if most_bytes is not None:
             raise
         raise SerializationError(explain.explain_result(obj, pickler.last, error)) from error
-    return _packed(stream.getvalue(), buffers, key, (), {}, pickler)
+    return _packed(pickler, key, (), {})
 
 
+@dataclass(eq=False)
 class _Packing:
     """One attempt to pack a namespace: names in the given order, then the names that they turn out to need.
 
     Args:
         namespace: The notebook's namespace.
         exclude: Names that are never packed.
-        values: The requested values, by name.
+        requested: The requested values, by name.
         order: The names to pack first, in order.
         modules: Modules that the receiver imports.
+
+    Attributes:
+        pickler: The pickler, with the stream and the buffers.
+        done: The packed names, in order.
+        needs: By name, the other names that its value needs.
+        sizes: As in `Packed`.
     """
 
-    def __init__(
-        self,
-        namespace: dict[str, object],
-        exclude: frozenset[str],
-        values: dict[str, object],
-        order: Iterable[str],
-        modules: tuple[types.ModuleType, ...],
-    ) -> None:
-        self._namespace = namespace
-        self._exclude = exclude
+    namespace: dict[str, object]
+    exclude: frozenset[str]
+    requested: dict[str, object]
+    order: Iterable[str]
+    modules: tuple[types.ModuleType, ...]
+
+    def __post_init__(self) -> None:
         self.done: list[str] = []
         self.needs: dict[str, dict[str, None]] = {}
-        self._values = dict(values)
-        self._sizes: dict[str, int] = {}
-        self._buffers: list[memoryview] = []
-        self._stream = io.BytesIO()
-        self._pickler = NamespacePickler(self._stream, self._namespace, self._buffers)
-        self._asked = list(values)
-        waiting = dict.fromkeys([*order, *values])
+        self._values = dict(self.requested)
+        self.sizes: dict[str, int] = {}
+        self.pickler = NamespacePickler(io.BytesIO(), self.namespace)
+        waiting = dict.fromkeys([*self.order, *self.requested])
         while waiting:
             name = next(iter(waiting))
             del waiting[name]
             if name not in self._values:
                 if not self._is_shippable(name):
                     continue
-                self._values[name] = self._namespace[name]
-            waiting.update(dict.fromkeys(new for new in self._dump(name) if new not in self._sizes))
-        self._pickler.dump(modules)
+                self._values[name] = self.namespace[name]
+            waiting.update(dict.fromkeys(new for new in self._dump(name) if new not in self.sizes))
+        self.pickler.dump(self.modules)
 
     def _is_shippable(self, name: str) -> bool:
-        if name not in self._namespace or name in self._exclude:
+        if name not in self.namespace or name in self.exclude:
             return False
-        return not is_ipythons(name, self._namespace[name])
+        return not is_ipythons(name, self.namespace[name])
 
     def _dump(self, name: str) -> dict[str, None]:
-        begin, first_buffer = self._stream.tell(), len(self._buffers)
-        value = self._values[name]
-        self._pickler.found = {}
-        self._pickler.dump(name)
+        pickler, value = self.pickler, self._values[name]
+        begin, first_buffer = pickler.stream.tell(), len(pickler.buffers)
+        pickler.found = {}
+        pickler.dump(name)
         try:
-            self._pickler.dump(value)
+            pickler.dump(value)
         except Exception as error:  # __reduce__ and __getstate__ of any class run here
             chain = self._chain(name)
-            values = {link: self._values.get(link, self._namespace.get(link)) for link in chain}
-            raise SerializationError(explain.explain_name(chain, values, self._pickler.last, error)) from error
-        size = self._stream.tell() - begin + sum(view.nbytes for view in self._buffers[first_buffer:])
-        self._sizes[name] = size
+            values = {link: self._values.get(link, self.namespace.get(link)) for link in chain}
+            raise SerializationError(explain.explain_name(chain, values, pickler.last, error)) from error
+        self.sizes[name] = pickler.stream.tell() - begin + sum(view.nbytes for view in pickler.buffers[first_buffer:])
         self.done.append(name)
-        found = {n: None for n in self._pickler.found if n != name and (n in self._values or self._is_shippable(n))}
+        found = {n: None for n in pickler.found if n != name and (n in self._values or self._is_shippable(n))}
         self.needs[name] = found
         return found
 
     def _chain(self, target: str) -> list[str]:
         """Return the shortest chain of names, each needing the next, from a requested one to `target`."""
-        ways: dict[str, list[str]] = {name: [name] for name in self._asked}
-        waiting = list(self._asked)
+        ways: dict[str, list[str]] = {name: [name] for name in self.requested}
+        waiting = list(self.requested)
         while waiting and target not in ways:
             name = waiting.pop(0)
-            value = self._values.get(name, self._namespace.get(name))
-            for needed in self.needs.get(name, _names_needed(value, self._namespace)):
+            value = self._values.get(name, self.namespace.get(name))
+            for needed in self.needs.get(name, _names_needed(value, self.namespace)):
                 if needed not in ways:
                     ways[needed] = [*ways[name], needed]
                     waiting.append(needed)
@@ -219,22 +219,13 @@ class _Packing:
             for needed in needed_names
         )
 
-    def result(self, key: bytes) -> Packed:
-        return _packed(self._stream.getvalue(), self._buffers, key, tuple(self.done), self._sizes, self._pickler)
 
-
-def _packed(
-    stream: bytes,
-    buffers: list[memoryview],
-    key: bytes,
-    names: tuple[str, ...],
-    sizes: dict[str, int],
-    pickler: NamespacePickler,
-) -> Packed:
+def _packed(pickler: NamespacePickler, key: bytes, names: tuple[str, ...], sizes: dict[str, int]) -> Packed:
+    stream = pickler.stream.getvalue()
     end = len(stream)
     table: list[tuple[int, int]] = []
     after_large = False
-    for view in buffers:
+    for view in pickler.buffers:
         is_large = view.nbytes >= LARGE_BYTES
         alignment = _LARGE_ALIGNMENT if is_large or after_large else _ALIGNMENT
         after_large = is_large
@@ -244,7 +235,7 @@ def _packed(
     places = tuple(table)
     layout = PackedLayout(pickle_size=len(stream), buffers=places, mac=compute_mac(key, stream, places))
     files, modules = tuple(pickler.files), tuple(pickler.modules.items())
-    return Packed(stream, buffers, layout, names, sizes, end, files, modules)
+    return Packed(stream, pickler.buffers, layout, names, sizes, end, files, modules)
 
 
 def _in_order(names: Iterable[str], needs: Callable[[str], Iterable[str]]) -> list[str]:

@@ -17,7 +17,7 @@ import cloudpickle
 from cloudpickle import cloudpickle as cloudpickle_impl
 
 from sgpu_magic.payload import tensors, unpack
-from sgpu_magic.payload.namespace import loaded_names
+from sgpu_magic.payload.namespace import bound_cells, loaded_names
 
 # smaller buffers stay in the pickle stream: a table entry and alignment would cost more
 _SMALLEST_BUFFER = 4096
@@ -50,27 +50,23 @@ class NamespacePickler(cloudpickle.Pickler):
     """Pickles values of one namespace. Several `dump` calls share the memo, so shared objects stay shared.
 
     Args:
-        file: The output stream.
+        stream: The output stream.
         namespace: Functions with these globals get the receiver's namespace instead of a copy.
-        buffers: Receives the out-of-band buffers, in order.
         returning: The values are sent back to the process that their classes came from.
 
     Attributes:
+        stream: The output stream.
+        buffers: The out-of-band buffers so far, in order.
         found: Names of the namespace that the functions and classes pickled so far need; the caller empties it.
         files: File names of the functions' code.
         modules: Modules that the receiver has to import, each with the first of its names that was pickled.
         last: The object visited last: the culprit if pickling failed.
     """
 
-    def __init__(
-        self,
-        file: io.BytesIO,
-        namespace: dict[str, object],
-        buffers: list[memoryview],
-        *,
-        returning: bool = False,
-    ) -> None:
-        super().__init__(file, protocol=5, buffer_callback=_buffer_taker(buffers))
+    def __init__(self, stream: io.BytesIO, namespace: dict[str, object], *, returning: bool = False) -> None:
+        self.stream = stream
+        self.buffers: list[memoryview] = []
+        super().__init__(stream, protocol=5, buffer_callback=functools.partial(_is_in_band, self.buffers))
         self._namespace = namespace
         self._namespace_ref = _NamespaceRef()
         self._returning = returning
@@ -121,12 +117,10 @@ class NamespacePickler(cloudpickle.Pickler):
         return None
 
     def _reduce_tensor(self, tensor: Any) -> Any:
-        reduced = tensors.reduce_tensor(self._torch, tensor)
-        return NotImplemented if reduced is None else reduced
+        return tensors.reduce_tensor(self._torch, tensor)
 
     def _reduce_storage(self, storage: Any) -> Any:
-        reduced = tensors.reduce_storage(self._torch, storage, self._storages)
-        return NotImplemented if reduced is None else reduced
+        return tensors.reduce_storage(self._torch, storage, self._storages)
 
     def _reduce_function(self, function: types.FunctionType) -> Any:
         if function.__globals__ is not self._namespace:
@@ -143,12 +137,7 @@ class NamespacePickler(cloudpickle.Pickler):
         self._note(function)
         self.files[code.co_filename] = None
         cells = function.__closure__
-        contents: dict[int, object] = {}
-        for index, cell in enumerate(cells or ()):
-            try:
-                contents[index] = cell.cell_contents
-            except ValueError:  # not bound yet
-                continue
+        contents = dict(bound_cells(function))
         slots = {name: getattr(function, name) for name in _FUNCTION_SLOTS}
         slots["__annotations__"] = function.__annotations__
         if getattr(function, "__type_params__", ()):
@@ -236,12 +225,9 @@ class NamespacePickler(cloudpickle.Pickler):
         raise TypeError(f"cannot pickle '{type(stream).__name__}' object")
 
 
-def _buffer_taker(buffers: list[memoryview]) -> Callable[[pickle.PickleBuffer], bool]:
-    def take(buffer: pickle.PickleBuffer) -> bool:
-        view = buffer.raw()
-        if view.nbytes < _SMALLEST_BUFFER:
-            return True  # in band
+def _is_in_band(buffers: list[memoryview], buffer: pickle.PickleBuffer) -> bool:
+    """Whether the buffer stays in the pickle stream; otherwise it is added to `buffers`."""
+    view = buffer.raw()
+    if view.nbytes >= _SMALLEST_BUFFER:
         buffers.append(view)
-        return False
-
-    return take
+    return view.nbytes < _SMALLEST_BUFFER

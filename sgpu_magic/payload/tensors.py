@@ -39,8 +39,8 @@ def is_storage(torch: Any, obj: object) -> bool:
     return isinstance(obj, torch.storage.TypedStorage | torch.UntypedStorage)
 
 
-def reduce_storage(torch: Any, storage: Any, refs: dict[tuple[str, int], StorageRef]) -> Reduced | None:
-    """Return the reduction of a storage, None to leave it to torch.
+def reduce_storage(torch: Any, storage: Any, refs: dict[tuple[str, int], StorageRef]) -> Any:
+    """Return the reduction of a storage, NotImplemented to leave it to torch.
 
     Args:
         torch: The torch module.
@@ -50,17 +50,17 @@ def reduce_storage(torch: Any, storage: Any, refs: dict[tuple[str, int], Storage
     is_typed = isinstance(storage, torch.storage.TypedStorage)
     untyped = storage._untyped_storage if is_typed else storage
     if untyped.device.type not in ("cpu", "cuda"):
-        return None
+        return NotImplemented
     key = (str(untyped.device), untyped._cdata)
     if (ref := refs.get(key)) is None:
         ref = refs[key] = _ref(torch, untyped)
     return rebuild_typed_storage, (ref, storage.dtype if is_typed else None)
 
 
-def reduce_tensor(torch: Any, tensor: Any) -> Reduced | None:
-    """Return the reduction of a tensor whose dtype torch supports in `torch.save` only, not in pickle; else None."""
+def reduce_tensor(torch: Any, tensor: Any) -> Any:
+    """Return the reduction of a tensor whose dtype torch supports in `torch.save` only, else NotImplemented."""
     if tensor.dtype not in _types_unknown_to_pickle(torch) or tensor.device.type == "meta" or tensor.is_sparse:
-        return None
+        return NotImplemented
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
     return rebuild_as, (tensor.detach().view(integers), tensor.dtype, tensor.requires_grad)
 

@@ -15,7 +15,6 @@ import asyncio
 import json
 import os
 import re
-import stat
 import time
 import tomllib
 from abc import ABC, abstractmethod
@@ -28,7 +27,7 @@ import msgspec
 import zmq
 
 from sgpu_magic.errors import UsageError
-from sgpu_magic.files.whole_file import write_whole
+from sgpu_magic.files.whole_file import read_trusted, write_whole
 from sgpu_magic.system.secure_sockets import is_public_key
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.events import Event
@@ -151,18 +150,12 @@ def revoke(path: Path, name: str) -> int:
 
 
 def _text(path: Path) -> str:
-    try:
-        status = path.stat()
-        if status.st_uid not in (os.getuid(), 0) or stat.S_IMODE(status.st_mode) & 0o022:
-            raise UsageError(
-                f"{path} can be written by other users, who could authorize anybody, so no user is authorized. "
-                f"Make it yours: chmod 600 {path} (and check who owns it)."
-            )
-        return path.read_text()
-    except FileNotFoundError:
-        return ""
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"the list of clients {path} can't be read: {error}. Fix it or move it away.") from error
+    return read_trusted(
+        path,
+        "the list of clients",
+        f"{path} can be written by other users, who could authorize anybody, so no user is authorized. "
+        f"Make it yours: chmod 600 {path} (and check who owns it).",
+    )
 
 
 def _clients(text: str, path: Path) -> dict[str, AuthorizedClient]:

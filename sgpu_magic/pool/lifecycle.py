@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import math
 import os
 import time
@@ -16,7 +15,7 @@ import msgspec
 from sgpu_magic import __version__
 from sgpu_magic.config import private_dir
 from sgpu_magic.errors import UsageError
-from sgpu_magic.files.whole_file import write_whole
+from sgpu_magic.files.whole_file import LOCK_FILE, HeldLock, take_lock, write_whole
 from sgpu_magic.system.processes import process_start
 from sgpu_magic.wire.pool_status import (
     PROTOCOL_VERSION,
@@ -49,18 +48,16 @@ class PoolPresence:
 
     def __init__(self, runtime: Path, state: Path) -> None:
         self._runtime = runtime
-        self._state_lock = -1
+        self._lock: HeldLock | None = None
+        self._state_lock: HeldLock | None = None
         with contextlib.suppress(OSError):
             # without it if the disk accepts no file
-            self._state_lock = os.open(lock_file(state), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        self._lock = -1
+            self._state_lock = _locked(lock_file(state))
         try:
-            if self._state_lock >= 0:
-                fcntl.flock(self._state_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._lock = _locked(lock_file(runtime))
-        except BlockingIOError:
+        except BaseException:
             self._close()
-            raise AlreadyRunning from None
+            raise
         self.socket_path = socket_file(runtime)
         # what a killed pool left
         for stale in (self.socket_path, address_file(runtime)):
@@ -73,30 +70,20 @@ class PoolPresence:
             listen: Listens at the socket's path again.
             failed: Called with a sentence and the error when restoring fails; the next check tries again.
         """
-        if self._lock < 0:
+        if self._lock is None:
             # the pool has withdrawn
             return
-        if not self._is_in_place():
-            try:
-                self._restore()
+        try:
+            if not self._lock.is_at(lock_file(self._runtime)):
+                private_dir(self._runtime)
+                lock = _locked(lock_file(self._runtime))
+                self._lock.close()
+                self._lock = lock
                 listen()
                 self.announce()
-            except (OSError, UsageError) as error:
-                failed("its runtime directory was removed and can't be recreated", error)
+        except (OSError, UsageError, AlreadyRunning) as error:
+            failed("its runtime directory was removed and can't be recreated", error)
         asyncio.get_running_loop().call_later(_LOOK_S, self.keep_in_place, listen, failed)
-
-    def _is_in_place(self) -> bool:
-        try:
-            found, own = os.stat(lock_file(self._runtime)), os.fstat(self._lock)
-        except OSError:
-            return False
-        return (found.st_dev, found.st_ino) == (own.st_dev, own.st_ino)
-
-    def _restore(self) -> None:
-        private_dir(self._runtime)
-        lock = _locked(lock_file(self._runtime))
-        os.close(self._lock)
-        self._lock = lock
 
     def announce(self) -> None:
         """Write the address file, by which clients find the pool."""
@@ -127,18 +114,14 @@ class PoolPresence:
 
     def _close(self) -> None:
         for lock in (self._lock, self._state_lock):
-            if lock >= 0:
-                os.close(lock)
-        self._lock = self._state_lock = -1
+            if lock is not None:
+                lock.close()
+        self._lock = self._state_lock = None
 
 
-def _locked(path: Path) -> int:
-    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(lock)
-        raise
+def _locked(path: Path) -> HeldLock:
+    if (lock := take_lock(path, wait=False, flags=LOCK_FILE)) is None:
+        raise AlreadyRunning(f"another pool holds {path}")
     return lock
 
 

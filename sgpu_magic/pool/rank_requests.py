@@ -90,7 +90,7 @@ class RankRequests:
     # ------------------------------------------------------------ from the engine
 
     def stacks_taken(self, request: int, stacks: tuple[RankStack, ...]) -> None:
-        asked = self._asked.take(request)
+        asked = self._asked.pop(request, None)
         if asked is not None:
             client, message, run_id = asked
             run = self._pool.active.speaker(run_id)
@@ -99,7 +99,7 @@ class RankRequests:
 
     def restarted(self, request: int, session: str, problem: str) -> None:
         self._pool.feed(sched.SessionPaused(session, "", time.monotonic()))
-        asked = self._asked.take(request)
+        asked = self._asked.pop(request, None)
         if asked is None or not isinstance(asked[1], RestartRanks):
             return
         client, message = asked[0], asked[1]
@@ -112,7 +112,7 @@ class RankRequests:
         self._pool.server.send(client, Accepted(request=message.request, run_id=session, text=text))
 
     def answered(self, request: int, answer: RankAnswer) -> None:
-        asked = self._asked.take(request)
+        asked = self._asked.pop(request, None)
         if asked is not None and isinstance(asked[1], AskRank):
             self._answer(asked[0], asked[1], answer)
 
@@ -133,7 +133,7 @@ class RankRequests:
 
     def _number(self, client: ConnectedClient, message: AskStacks | AskRank | RestartRanks, run_id: str) -> int:
         number = next(self._numbers)
-        self._asked.add(number, (client, message, run_id))
+        self._asked[number] = client, message, run_id
         return number
 
     def _session(self, run_id: str) -> PoolRun | None:
@@ -146,7 +146,7 @@ class RankRequests:
             return f"{name} is {session.state}; its ranks can be restarted while it is running."
         if strange := [rank for rank in ranks if not 0 <= rank <= last]:
             return f"{name} has ranks 0 to {last}, not {', '.join(map(str, strange))}."
-        asked = (message for _, message, run_id in self._asked if run_id == session.run_id)
+        asked = (message for _, message, run_id in self._asked.values() if run_id == session.run_id)
         if any(isinstance(message, RestartRanks) for message in asked):
             return f"ranks of {name} are already being restarted."
         for run in self._pool.active.going:

@@ -29,7 +29,7 @@ from pathlib import Path
 import msgspec
 
 from sgpu_magic.config import Settings
-from sgpu_magic.files.whole_file import remove_tree
+from sgpu_magic.files.whole_file import remove_tree, write_whole
 from sgpu_magic.system.processes import write_log
 from sgpu_magic.tracking.store import is_unsent
 from sgpu_magic.wire.base import is_valid_id, short
@@ -254,12 +254,8 @@ def cap_log(path: Path, most_bytes: int) -> None:
         size = log.seek(0, os.SEEK_END)
         if size <= most_bytes:
             return
-        log.seek(size - _LOG_TAIL_BYTES if size > _LOG_TAIL_BYTES else 0)
-        temporary = path.with_name(f".{path.name}.part")
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        with open(descriptor, "wb") as tail:
-            tail.write(log.read(_LOG_TAIL_BYTES))
-        os.replace(temporary, path.with_name(f"{path.name}.old"))
+        log.seek(max(0, size - _LOG_TAIL_BYTES))
+        write_whole(path.with_name(f"{path.name}.old"), log.read(_LOG_TAIL_BYTES))
         log.truncate(0)
 
 

@@ -113,6 +113,7 @@ class BulkStream:
     Attributes:
         most_bytes: The largest part that is accepted.
         ready: Whether the handshake is complete.
+        unsent_bytes: The number of queued bytes that the connection has not accepted yet.
 
     Raises:
         OSError: The connection has ended already.
@@ -130,7 +131,7 @@ class BulkStream:
         self.ready = False
         self.most_bytes = MAX_PART_BYTES
         self._outgoing: deque[memoryview] = deque()
-        self._queued = 0
+        self.unsent_bytes = 0
         self._wants_write = False
         # the sizes of the parts of the message that arrives, and those that are complete
         self._sizes: Sequence[int] | None = None
@@ -139,11 +140,6 @@ class BulkStream:
 
     def fileno(self) -> int:
         return self._tls.fileno()
-
-    @property
-    def unsent_bytes(self) -> int:
-        """The number of queued bytes that the connection has not accepted yet."""
-        return self._queued
 
     def events(self, *, reads: bool = True) -> int:
         """Return the events (of `select.poll`) to wait for.
@@ -166,7 +162,7 @@ class BulkStream:
         for part in (header + parts[0], *parts[1:]):
             if part:
                 self._outgoing.append(memoryview(part))
-                self._queued += len(part)
+                self.unsent_bytes += len(part)
 
     def turn(self, most: int) -> list[Sequence[bytes]]:
         """Go on with the handshake, send and receive as far as possible; return the complete messages.
@@ -208,7 +204,7 @@ class BulkStream:
             view = self._outgoing[0]
             count = self._tls.send(view)
             sent += count
-            self._queued -= count
+            self.unsent_bytes -= count
             if count == len(view):
                 self._outgoing.popleft()
             else:

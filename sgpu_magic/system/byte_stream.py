@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from sgpu_magic.wire.base import Record
 from sgpu_magic.wire.files import (
@@ -23,6 +24,7 @@ _TOLD_BYTES = WINDOW_BYTES // 4
 Send = Callable[[Record, Sequence[bytes]], None]
 
 
+@dataclass(eq=False)
 class ByteStream:
     """Copies between a socket and messages until both directions have ended.
 
@@ -34,19 +36,13 @@ class ByteStream:
         on_over: Called once when this end is finished, with the problem as a sentence, "" if there was none.
     """
 
-    def __init__(
-        self,
-        number: int,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-        send: Send,
-        on_over: Callable[[str], None],
-    ) -> None:
-        self._number = number
-        self._reader = reader
-        self._writer = writer
-        self._send = send
-        self._on_over = on_over
+    number: int
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    send: Send
+    on_over: Callable[[str], None]
+
+    def __post_init__(self) -> None:
         self._sent = self._taken_there = 0
         self._room = asyncio.Event()
         self._room.set()
@@ -86,7 +82,7 @@ class ByteStream:
     def close(self, problem: str = "") -> None:
         """Close both directions now and notify the other end."""
         if not self._over:
-            self._send(StreamClosed(stream=self._number, problem=problem), ())
+            self.send(StreamClosed(stream=self.number, problem=problem), ())
             self._finish(problem)
 
     async def _outwards(self) -> None:
@@ -98,29 +94,29 @@ class ByteStream:
                     self._room.clear()
                     await self._room.wait()
                     continue
-                data = await self._reader.read(min(room, STREAM_CHUNK_BYTES))
+                data = await self.reader.read(min(room, STREAM_CHUNK_BYTES))
                 if not data:
                     break
-                self._send(StreamData(stream=self._number, offset=self._sent), (data,))
+                self.send(StreamData(stream=self.number, offset=self._sent), (data,))
                 self._sent += len(data)
         except OSError:
             self.close("")
             return
-        self._send(StreamEnded(stream=self._number, offset=self._sent), ())
+        self.send(StreamEnded(stream=self.number, offset=self._sent), ())
         self._one_ended()
 
     async def _inwards(self) -> None:
         """Copy from messages to the socket; acknowledge only what was written to it."""
         try:
             while (data := await self._incoming.get()) is not None:
-                self._writer.write(data)
-                await self._writer.drain()
+                self.writer.write(data)
+                await self.writer.drain()
                 self._taken += len(data)
                 if self._taken - self._told >= _TOLD_BYTES or self._incoming.empty():
                     self._told = self._taken
-                    self._send(StreamTaken(stream=self._number, offset=self._taken), ())
-            if self._writer.can_write_eof():
-                self._writer.write_eof()
+                    self.send(StreamTaken(stream=self.number, offset=self._taken), ())
+            if self.writer.can_write_eof():
+                self.writer.write_eof()
         except OSError:
             self.close("")
             return
@@ -147,7 +143,7 @@ class ByteStream:
                 task.cancel()
         with contextlib.suppress(OSError, RuntimeError):
             if problem:
-                self._writer.transport.abort()
+                self.writer.transport.abort()
             else:
-                self._writer.close()
-        self._on_over(problem)
+                self.writer.close()
+        self.on_over(problem)

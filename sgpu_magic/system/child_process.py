@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -77,6 +78,7 @@ def private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
 
 
+@dataclass(eq=False)
 class ChildProcess(Generic[M]):
     """A child process and the stream to it, restarted when it exits. Use it from the loop's thread only.
 
@@ -92,23 +94,15 @@ class ChildProcess(Generic[M]):
         ends: The number of exits since `well` was last called.
     """
 
-    def __init__(
-        self,
-        start: Callable[[], Started],
-        decoder: Decoder[M] | msgspec.msgpack.Decoder[M],
-        said: Callable[[M], None],
-        *,
-        pauses_s: Sequence[float],
-        wanted: Callable[[], bool] = lambda: True,
-        begun: Callable[[], None] = lambda: None,
-    ) -> None:
+    start: Callable[[], Started]
+    decoder: Decoder[M] | msgspec.msgpack.Decoder[M]
+    said: Callable[[M], None]
+    pauses_s: Sequence[float]
+    wanted: Callable[[], bool] = lambda: True
+    begun: Callable[[], None] = lambda: None
+
+    def __post_init__(self) -> None:
         self.ends = 0
-        self._start_one = start
-        self._decoder = decoder
-        self._said = said
-        self._pauses_s = pauses_s
-        self._wanted = wanted
-        self._begun = begun
         self._loop = asyncio.get_running_loop()
         self._child: subprocess.Popen[bytes] | None = None
         self._stream: MessageStream[M] | None = None
@@ -157,14 +151,14 @@ class ChildProcess(Generic[M]):
 
     def _start(self) -> None:
         self._timer = None
-        sock, self._child = self._start_one()
-        self._stream = MessageStream[M](sock, self._decoder, lambda message, _: self._said(message), self._lost)
-        self._begun()
+        sock, self._child = self.start()
+        self._stream = MessageStream[M](sock, self.decoder, lambda message, _: self.said(message), self._lost)
+        self.begun()
 
     def _lost(self) -> None:
         self._stop()
-        if self._wanted():
-            pause_s = self._pauses_s[min(self.ends, len(self._pauses_s) - 1)]
+        if self.wanted():
+            pause_s = self.pauses_s[min(self.ends, len(self.pauses_s) - 1)]
             self.ends += 1
             self._timer = self._loop.call_later(pause_s, self._start)
 

@@ -10,7 +10,7 @@ import os
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Generic, TypeVar
 
 import msgspec
@@ -276,28 +276,10 @@ class Link(Generic[M]):
         self._descriptors.clear()
 
 
-class Pending(Generic[K, V]):
-    """Pending requests by key, in the order of their arrival. Use it from one thread only."""
-
-    def __init__(self) -> None:
-        self._waiting: dict[K, V] = {}
-
-    def __iter__(self) -> Iterator[V]:
-        return iter([*self._waiting.values()])
-
-    def add(self, key: K, request: V) -> None:
-        """Add a pending request."""
-        self._waiting[key] = request
-
-    def get(self, key: K) -> V | None:
-        """Return the request and keep it pending; None if it is not pending."""
-        return self._waiting.get(key)
-
-    def take(self, key: K) -> V | None:
-        """Remove and return the request; None if it is not pending."""
-        return self._waiting.pop(key, None)
+class Pending(dict[K, V]):
+    """Pending requests by key, in the order of their arrival."""
 
     def take_all(self, which: Callable[[V], bool]) -> list[V]:
         """Remove and return the requests for which `which` is true."""
-        keys = [key for key, request in self._waiting.items() if which(request)]
-        return [self._waiting.pop(key) for key in keys]
+        keys = [key for key, request in self.items() if which(request)]
+        return [self.pop(key) for key in keys]

@@ -55,20 +55,15 @@ class Inbox:
 
     Args:
         connection: The socket to the pool.
+
+    Attributes:
+        messages: What has arrived; None at the end.
     """
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self._messages: queue.SimpleQueue[ToTracker | None] = queue.SimpleQueue()
+        self.messages: queue.SimpleQueue[ToTracker | None] = queue.SimpleQueue()
         threading.Thread(target=self._read, name="sgpu-inbox", daemon=True).start()
-
-    def take(self, timeout_s: float | None) -> ToTracker | None:
-        """Return the next message, None at the end.
-
-        Raises:
-            queue.Empty: No message arrived within the timeout.
-        """
-        return self._messages.get(timeout=timeout_s)
 
     def send(self, message: FromTracker) -> None:
         # if the pool is gone, `_read` sees the end of file
@@ -83,11 +78,11 @@ class Inbox:
                     if isinstance(message, EndTracker):
                         self._end()
                         return
-                    self._messages.put(message)
+                    self.messages.put(message)
         self._end()
 
     def _end(self) -> None:
-        self._messages.put(None)
+        self.messages.put(None)
         # a store that hangs must not keep the process alive; unwritten events stay in the logs
         timer = threading.Timer(_END_S, os._exit, (0,))
         timer.daemon = True
@@ -100,7 +95,7 @@ def main() -> None:
     with contextlib.suppress(OSError, AttributeError):
         # never preempt a rank that has just woken up
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    first = inbox.take(None)
+    first = inbox.messages.get()
     if not isinstance(first, Track):
         return
     store.stand_in(first.tracking.variables)
@@ -114,13 +109,13 @@ def main() -> None:
         # a rank waits for the run, and the first one of a new store for MLflow's migrations
         writers.step()
     os.nice(_NICE)
-    _work(writers, inbox)
+    _work(writers, inbox.messages)
 
 
-def _work(writers: WriterQueue, inbox: Inbox) -> None:
+def _work(writers: WriterQueue, messages: queue.SimpleQueue[ToTracker | None]) -> None:
     while not writers.idle:
         try:
-            message = inbox.take(writers.wait_s())
+            message = messages.get(timeout=writers.wait_s())
         except queue.Empty:
             writers.step()
             continue

@@ -7,8 +7,9 @@ Every error becomes one of three: the store is unreachable or failing (`StoreTro
 from __future__ import annotations
 
 import contextlib
+import math
 import os
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -28,6 +29,7 @@ from sgpu_magic.wire.tracking import Tracking, without_user
 # per request: MLflow's servers accept up to 1,000 entities and a megabyte (mlflow.utils.validation)
 _METRICS, _NAMES = 800, 50
 _OLD_PARAM_LENGTH = 250
+Item = Metric | Param | RunTag
 _DELETED = "must be in the 'active' state"
 _TEXT_LENGTH = 400
 
@@ -189,7 +191,7 @@ class Store:
             StoreTroubled: The store does not work. The whole batch may be written again.
             Gone: The run was deleted.
         """
-        return [name for part in in_chunks(batch, _METRICS, _NAMES) for name in self._write(mlflow_run_id, part)]
+        return [name for items in in_requests(batch) for name in self._write(mlflow_run_id, items)]
 
     def rename(self, mlflow_run_id: str, name: str) -> None:
         with self._translated():
@@ -209,18 +211,20 @@ class Store:
             return None
         return (store.artifacts_path(self._settings) / os.urandom(6).hex()).as_uri()
 
-    def _write(self, mlflow_run_id: str, part: Batch) -> list[str]:
+    def _write(self, mlflow_run_id: str, items: Sequence[Item]) -> list[str]:
         try:
             with self._translated():
                 self.client.log_batch(
                     mlflow_run_id,
-                    metrics=[Metric(point.key, point.value, point.at_ms, point.step) for point in part.metrics],
-                    params=[Param(name, value) for name, value in part.params.items()],
-                    tags=[RunTag(name, value) for name, value in part.tags.items()],
+                    metrics=[item for item in items if isinstance(item, Metric)],
+                    params=[item for item in items if isinstance(item, Param)],
+                    tags=[item for item in items if isinstance(item, RunTag)],
                     synchronous=True,
                 )
         except Rejected:
-            return [name for half in _halves(part) for name in self._write(mlflow_run_id, half)] or _names(part)
+            if not (parts := smaller(items)):
+                return [item.key for item in items]
+            return [name for part in parts for name in self._write(mlflow_run_id, part)]
         return []
 
     @contextlib.contextmanager
@@ -269,34 +273,22 @@ def _plain(text: str) -> str:
     return text
 
 
-def in_chunks(batch: Batch, metrics: int, names: int) -> Iterator[Batch]:
-    """Yield the batch in parts that fit into one request.
-
-    Args:
-        batch: The batch.
-        metrics: Maximum number of metrics in a part.
-        names: Maximum number of parameters, and of tags, in a part.
-    """
-    params, tags = list(batch.params.items()), list(batch.tags.items())
-    parts = max(-(-len(batch.metrics) // metrics), -(-max(len(params), len(tags)) // names))
-    for part in range(parts):
-        some = slice(part * names, (part + 1) * names)
-        points = batch.metrics[part * metrics : (part + 1) * metrics]
-        yield Batch(points, dict(params[some]), dict(tags[some]), batch.seq)
+def in_requests(batch: Batch) -> Iterator[Sequence[Item]]:
+    """Yield what is in the batch, in parts that fit into one request each."""
+    metrics = [Metric(point.key, point.value, point.at_ms, point.step) for point in batch.metrics]
+    params = [Param(*pair) for pair in batch.params.items()]
+    tags = [RunTag(*pair) for pair in batch.tags.items()]
+    for part in range(math.ceil(max(len(metrics) / _METRICS, len(params) / _NAMES, len(tags) / _NAMES))):
+        names = slice(part * _NAMES, (part + 1) * _NAMES)
+        yield [*metrics[part * _METRICS : (part + 1) * _METRICS], *params[names], *tags[names]]
 
 
-def _halves(part: Batch) -> list[Batch]:
-    """Split a refused batch, or shorten its only parameter; [] if it is a single item that can't be shortened."""
-    if len(part.params) == 1 and not part.metrics and not part.tags:
-        name, value = next(iter(part.params.items()))
-        return [Batch(params={name: value[:_OLD_PARAM_LENGTH]})] if len(value) > _OLD_PARAM_LENGTH else []
-    kinds = [Batch(metrics=part.metrics), Batch(params=part.params), Batch(tags=part.tags)]
-    kinds = [kind for kind in kinds if not kind.empty]
-    if len(kinds) > 1:
-        return kinds
-    half = -(-max(len(part.metrics), len(part.params), len(part.tags)) // 2)
-    return list(in_chunks(part, half, half)) if len(_names(part)) > 1 else []
-
-
-def _names(part: Batch) -> list[str]:
-    return [*(point.key for point in part.metrics), *part.params, *part.tags]
+def smaller(items: Sequence[Item]) -> list[Sequence[Item]]:
+    """Split refused items, or shorten a single parameter; [] if it is a single item that can't be shortened."""
+    if len(items) > 1:
+        half = len(items) // 2
+        return [items[:half], items[half:]]
+    (item,) = items
+    if isinstance(item, Param) and len(item.value) > _OLD_PARAM_LENGTH:
+        return [[Param(item.key, item.value[:_OLD_PARAM_LENGTH])]]
+    return []

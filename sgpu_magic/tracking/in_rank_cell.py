@@ -13,6 +13,7 @@ import socket
 import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 import msgspec
@@ -164,9 +165,7 @@ class Reports:
 
     def _become_child(self) -> None:
         self._is_child = True
-        self._lock = threading.Lock()
-        self._order = threading.Lock()
-        self._hearing = threading.Lock()
+        self._lock, self._order, self._hearing = threading.Lock(), threading.Lock(), threading.Lock()
         self._metrics, self._params, self._tags = [], [], []
         # otherwise the parent's death would never be noticed
         self._here.close()
@@ -192,6 +191,7 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(MetricsReported)
 
 
+@dataclass(eq=False)
 class CellHere:
     """One tracked cell on this rank.
 
@@ -209,25 +209,17 @@ class CellHere:
         over: Whether the cell has ended.
     """
 
-    def __init__(
-        self,
-        run_id: str,
-        tracking: Tracking,
-        *,
-        leads: bool,
-        run_dir: str,
-        say: Callable[[Record], None],
-        reports: Reports,
-    ) -> None:
-        self.run_id = run_id
-        self.tracking = tracking
-        self.leads = leads
-        self.run_dir = run_dir
-        self.reports = reports
+    run_id: str
+    tracking: Tracking
+    leads: bool
+    run_dir: str
+    say: Callable[[Record], None]
+    reports: Reports
+
+    def __post_init__(self) -> None:
         self.alias = uuid.uuid4().hex
         self.own = False
         self.over = False
-        self._say = say
         self._pid = os.getpid()
         self._answer: TrackingAnswered | None = None
         self._answered = threading.Event()
@@ -243,7 +235,7 @@ class CellHere:
             if self._asked or self.over or os.getpid() != self._pid:
                 return
             self._asked = True
-        self._say(AskTracking())
+        self.say(AskTracking())
 
     def take(self, answer: TrackingAnswered) -> None:
         """Take the agent's answer. Called in the helper thread."""
@@ -278,15 +270,18 @@ class CellHere:
 
     def is_this(self, run_id: object) -> bool:
         """Whether this is the id of the MLflow run, or its placeholder."""
-        if self.over or not run_id:
-            return False
-        return run_id == self.alias or (self.known is not None and run_id == self.known.mlflow_run_id)
+        return not self.over and run_id in (self.alias, self.known_id)
+
+    @property
+    def known_id(self) -> str:
+        """The MLflow run's id, or its placeholder if the id is not known yet."""
+        return self.known.mlflow_run_id if self.known is not None else self.alias
 
     @property
     def true_id(self) -> str:
         """The MLflow run's id, or its placeholder if there is none. Waits for it."""
-        tracked = self.wait()
-        return tracked.mlflow_run_id if tracked is not None else self.alias
+        self.wait()
+        return self.known_id
 
     @property
     def kept_artifacts(self) -> str:
@@ -304,7 +299,7 @@ class CellHere:
         if about in _remarked or self.over or os.getpid() != self._pid:
             return
         _remarked.add(about)
-        self._say(Remarked(text=text))
+        self.say(Remarked(text=text))
 
     def begin_own(self, what: str) -> None:
         """Leave MLflow alone from now on: user code has chosen another store or experiment."""

@@ -16,10 +16,10 @@ The run's own MLflow run is active in every thread of every rank, from the start
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from mlflow.entities import Experiment, RunData, RunInfo
@@ -40,7 +40,6 @@ _NO_MODEL = (
 )
 # `cell`: the cell whose run this thread has left with `end_run`
 _left = threading.local()
-_installed = False
 # tracking URI of the previous cell
 _place = ""
 # experiment chosen by user code, other than the run's
@@ -49,14 +48,12 @@ _chosen_experiment = ""
 
 def install() -> None:
     """Patch MLflow, once, and set it up for the current cell."""
-    global _installed
-    if not _installed:
-        _changes_it()
-        _installed = True
+    _change()
     _begin_cell()
 
 
-def _changes_it() -> None:
+@functools.cache
+def _change() -> None:
     in_rank_store.install()
     for module, name, made in (
         (fluent, "start_run", _start_run),
@@ -125,15 +122,7 @@ class RunInfoHere(RunInfo):
     """
 
     def __init__(self, cell: CellHere, *, waits: bool) -> None:
-        super().__init__(
-            run_id=cell.alias,
-            experiment_id="",
-            user_id="",
-            status="RUNNING",
-            start_time=int(time.time() * 1000),
-            end_time=None,
-            lifecycle_stage="active",
-        )
+        super().__init__(cell.alias, "", **in_rank_store.going_on())
         self._cell = cell
         self._waits = waits
 
@@ -169,16 +158,10 @@ class RunHere(fluent.ActiveRun):
         return exc_type is None
 
 
-_runs: dict[str, RunHere] = {}
-
-
+@functools.lru_cache(maxsize=1)
 def _run_of(cell: CellHere) -> RunHere:
     """Return the run shared by all threads: logged models are recorded in it."""
-    run = _runs.get(cell.alias)
-    if run is None:
-        _runs.clear()
-        run = _runs[cell.alias] = RunHere(cell)
-    return run
+    return RunHere(cell)
 
 
 def _stack() -> list[Any]:
@@ -192,62 +175,48 @@ def _stack() -> list[Any]:
 # ------------------------------------------------------------ replacements; the first argument is the original
 
 
-def _start_run(
-    original: Callable[..., Any],
-    run_id: str | None = None,
-    experiment_id: str | None = None,
-    run_name: str | None = None,
-    nested: bool = False,
-    parent_run_id: str | None = None,
-    tags: dict[str, Any] | None = None,
-    description: str | None = None,
-    log_system_metrics: bool | None = None,
-) -> Any:
+def _start_run(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    options = inspect.signature(original).bind(*args, **kwargs).arguments
+    run_id, parent, experiment = (options.get(name) for name in ("run_id", "parent_run_id", "experiment_id"))
+    nested = options.get("nested", False)
     stack = _stack()
     cell = _active_cell()
     _left.cell = None
-    options: dict[str, Any] = {
-        "run_name": run_name,
-        "tags": tags,
-        "description": description,
-        "log_system_metrics": log_system_metrics,
-    }
     if cell is None or not (nested or all(isinstance(run, RunHere) for run in stack)):
-        return original(run_id, experiment_id, nested=nested, parent_run_id=parent_run_id, **options)
+        return original(**options)
+    # MLflow refuses a second active run unless it is nested
+    options["nested"] = True
     if run_id and not cell.is_this(run_id):
-        # MLflow refuses a second active run unless it is nested
-        return original(run_id, nested=True, **options)
-    elsewhere = experiment_id is not None and not _is_its_experiment(cell, experiment_id)
-    if not run_id and cell.leads and (nested or parent_run_id or elsewhere) and cell.wait() is not None:
+        return original(**options)
+    elsewhere = experiment is not None and not _is_its_experiment(cell, experiment)
+    if not run_id and cell.leads and (nested or parent or elsewhere) and cell.wait() is not None:
         try:
-            parent = parent_run_id if stack or parent_run_id not in (None, cell.alias) else cell.true_id
-            return original(None, experiment_id, nested=True, parent_run_id=parent, **options)
+            if not stack and parent in (None, cell.alias):
+                options["parent_run_id"] = cell.true_id
+            return original(**options)
         except MlflowException as error:
             cell.remark(
                 "child", f"MLflow could not create a child run ({error.message}); the run itself is used instead."
             )
     if cell.leads:
-        _describe(cell, run_name, tags, description)
+        _describe(cell, options)
     run = RunHere(cell) if stack and stack[-1] is _run_of(cell) else _run_of(cell)
     stack.append(run)
     return run
 
 
-def _describe(cell: CellHere, run_name: str | None, tags: dict[str, Any] | None, description: str | None) -> None:
-    pairs = [(str(key), str(value)) for key, value in (tags or {}).items()]
-    if description:
-        pairs.append((MLFLOW_RUN_NOTE, description))
-    if run_name:
-        pairs.append((MLFLOW_RUN_NAME, run_name))
-    if pairs:
-        cell.reports.add(tags=pairs)
+def _describe(cell: CellHere, options: Mapping[str, Any]) -> None:
+    named = {MLFLOW_RUN_NOTE: options.get("description"), MLFLOW_RUN_NAME: options.get("run_name")}
+    tags = (options.get("tags") or {}) | {key: text for key, text in named.items() if text}
+    if tags:
+        cell.reports.add(tags=[(str(key), str(value)) for key, value in tags.items()])
 
 
 def _end_run(original: Callable[..., Any], status: str = "FINISHED") -> None:
     stack = _stack()
     if stack and isinstance(stack[-1], RunHere):
         cell = stack.pop().cell
-        fluent._last_active_run_id.set(cell.known.mlflow_run_id if cell.known is not None else cell.alias)
+        fluent._last_active_run_id.set(cell.known_id)
     elif stack:
         original(status)
     # as in MLflow, no run is active now until something is logged
@@ -312,16 +281,11 @@ def _is_its_experiment(cell: CellHere, experiment_id: object) -> bool:
     return tracked is None or str(experiment_id) == tracked.experiment_id
 
 
-def _log_model(original: Callable[..., Any], cls: type[Model], *args: Any, **kwargs: Any) -> Any:
+def _log_model(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     cell = _active_cell()
-    if cell is None:
-        return original(cls, *args, **kwargs)
-    if not cell.leads:
-        cell.remark("model", _NO_MODEL)
+    if cell is not None and cell.leads and cell.wait() is None:
         return None
-    if cell.wait() is None:
-        return None
-    return original(cls, *args, **kwargs)
+    return _register_model(original, *args, **kwargs)
 
 
 def _register_model(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

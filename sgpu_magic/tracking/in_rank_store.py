@@ -19,6 +19,7 @@ from typing import Any
 
 from mlflow.entities import Metric, Param, Run, RunData, RunInfo, RunTag
 from mlflow.exceptions import MlflowException
+from mlflow.store.tracking.abstract_store import AbstractStore
 from mlflow.tracking._tracking_service import utils
 from mlflow.utils.async_logging.run_operations import RunOperations
 from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID, MLFLOW_RUN_NAME
@@ -44,9 +45,7 @@ def wrapped(builder: Callable[..., Any]) -> Callable[..., Any]:
     # keep `__module__`, by which MLflow distinguishes its own stores from plug-ins
     @functools.wraps(builder)
     def build(store_uri: str | None = None, artifact_uri: str | None = None) -> Any:
-        def open_store() -> Any:
-            return builder(store_uri=store_uri, artifact_uri=artifact_uri)
-
+        open_store = functools.partial(builder, store_uri=store_uri, artifact_uri=artifact_uri)
         return RunStore(store_uri, open_store) if is_place(store_uri) else open_store()
 
     build.__dict__["_sgpu_wraps"] = builder
@@ -138,15 +137,6 @@ class RunStore:
         points = [MetricPoint(m.key, float(m.value), int(m.timestamp), int(m.step)) for m in metrics]
         cell.reports.add(points, _pairs(pairs), _pairs(marks))
 
-    def log_metric(self, run_id: str, metric: Metric) -> None:
-        self.log_batch(run_id, [metric], [], [])
-
-    def log_param(self, run_id: str, param: Param) -> None:
-        self.log_batch(run_id, [], [param], [])
-
-    def set_tag(self, run_id: str, tag: RunTag) -> None:
-        self.log_batch(run_id, [], [], [tag])
-
     def log_batch_async(
         self, run_id: str, metrics: Sequence[Metric], params: Sequence[Param], tags: Sequence[RunTag]
     ) -> RunOperations:
@@ -155,14 +145,10 @@ class RunStore:
         self.log_batch(run_id, metrics, params, tags)
         return RunOperations(operation_futures=[])
 
-    def log_metric_async(self, run_id: str, metric: Metric) -> RunOperations:
-        return self.log_batch_async(run_id, [metric], [], [])
-
-    def log_param_async(self, run_id: str, param: Param) -> RunOperations:
-        return self.log_batch_async(run_id, [], [param], [])
-
-    def set_tag_async(self, run_id: str, tag: RunTag) -> RunOperations:
-        return self.log_batch_async(run_id, [], [], [tag])
+    # these call the two above
+    log_metric, log_metric_async = AbstractStore.log_metric, AbstractStore.log_metric_async
+    log_param, log_param_async = AbstractStore.log_param, AbstractStore.log_param_async
+    set_tag, set_tag_async = AbstractStore.set_tag, AbstractStore.set_tag_async
 
     def _log_for_models(self, cell: CellHere, metrics: Sequence[Metric]) -> bool:
         """Log metrics of a logged model or a dataset to the real store, which alone records that. False if it fails."""
@@ -189,12 +175,10 @@ class RunStore:
             if not cell.leads or tracked is None or (not parent and cell.may_join_once()):
                 if cell.leads:
                     self._take_over(cell, tags, run_name)
-                return in_truth(cell, self)
-            if not parent:
-                tags = [*tags, RunTag(MLFLOW_PARENT_RUN_ID, tracked.mlflow_run_id)]
-            elif cell.is_this(parent):
-                kept = [tag for tag in tags if tag.key != MLFLOW_PARENT_RUN_ID]
-                tags = [*kept, RunTag(MLFLOW_PARENT_RUN_ID, tracked.mlflow_run_id)]
+                return self._own_run(cell)
+            if not parent or cell.is_this(parent):
+                others = [tag for tag in tags if tag.key != MLFLOW_PARENT_RUN_ID]
+                tags = [*others, RunTag(MLFLOW_PARENT_RUN_ID, tracked.mlflow_run_id)]
         return self._real.create_run(
             experiment_id=experiment_id, user_id=user_id, start_time=start_time, tags=tags, run_name=run_name
         )
@@ -225,14 +209,25 @@ class RunStore:
 
     def get_run(self, run_id: str) -> Run:
         cell = _cell_of(run_id)
-        if cell is None:
-            return self._real.get_run(run_id)
-        return in_truth(cell, self)
+        return self._real.get_run(run_id) if cell is None else self._own_run(cell)
 
-    def read_run(self, cell: CellHere) -> Run:
-        """Read the run from the real store. What was just logged appears there about a second later."""
-        cell.reports.flush()
-        return self._real.get_run(cell.true_id)
+    def _own_run(self, cell: CellHere) -> Run:
+        """Return the run as in the real store, or what is known of it if the store can't be read.
+
+        What was just logged appears there about a second later.
+        """
+        if cell.wait() is not None:
+            try:
+                cell.reports.flush()
+                return self._real.get_run(cell.true_id)
+            except MlflowException as error:
+                cell.remark(
+                    "unread",
+                    f"the MLflow run can't be read ({error.message.splitlines()[0]}). Metrics are still logged; "
+                    f"artifacts are kept in {cell.kept_artifacts}.",
+                )
+        os.makedirs(cell.kept_artifacts, mode=0o700, exist_ok=True)
+        return described(cell, artifact_uri=f"file://{cell.kept_artifacts}")
 
     def delete_run(self, run_id: str) -> None:
         cell = _cell_of(run_id)
@@ -241,35 +236,16 @@ class RunStore:
         self._real.delete_run(run_id)
 
 
-def in_truth(cell: CellHere, store: RunStore) -> Run:
-    """Return the run as in the store, or what is known of it if the store can't be read."""
-    if cell.wait() is not None:
-        try:
-            return store.read_run(cell)
-        except MlflowException as error:
-            cell.remark(
-                "unread",
-                f"the MLflow run can't be read ({error.message.splitlines()[0]}). Metrics are still logged; artifacts "
-                f"are kept in {cell.kept_artifacts}.",
-            )
-    os.makedirs(cell.kept_artifacts, mode=0o700, exist_ok=True)
-    return described(cell, artifact_uri=f"file://{cell.kept_artifacts}")
-
-
 def described(cell: CellHere, artifact_uri: str | None = None) -> Run:
     """Return the run as far as it is known without the store."""
-    tracked = cell.known
-    info = RunInfo(
-        run_id=tracked.mlflow_run_id if tracked is not None else cell.alias,
-        experiment_id=tracked.experiment_id if tracked is not None else "",
-        user_id="",
-        status="RUNNING",
-        start_time=int(time.time() * 1000),
-        end_time=None,
-        lifecycle_stage="active",
-        artifact_uri=artifact_uri or (tracked.artifact_uri if tracked is not None else None),
-    )
-    return Run(info, RunData())
+    experiment_id, known_uri = ("", None) if cell.known is None else (cell.known.experiment_id, cell.known.artifact_uri)
+    return Run(RunInfo(cell.known_id, experiment_id, artifact_uri=artifact_uri or known_uri, **going_on()), RunData())
+
+
+def going_on() -> dict[str, Any]:
+    """Return the fields of a `RunInfo` that are the same for every run that goes on."""
+    started_ms = int(time.time() * 1000)
+    return {"user_id": "", "status": "RUNNING", "start_time": started_ms, "end_time": None, "lifecycle_stage": "active"}
 
 
 def _cell_of(run_id: object) -> CellHere | None:

@@ -6,7 +6,7 @@ Names and values are cut to MLflow's limits, so that no run is refused for a lon
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -96,13 +96,10 @@ class RunFold:
 
     def apply(self, event: Event) -> None:
         """Fold one event."""
-        before = self.batch
-        if event.seq <= self._written:
-            # already written: discard what it adds
-            self.batch = Batch()
         self._apply(event)
         if event.seq <= self._written:
-            self.batch = before
+            # as all events before it
+            self.batch = Batch()
         self.batch.seq = event.seq
 
     def take(self) -> Batch:
@@ -263,7 +260,6 @@ def status_of(spec: RunSpec | None, state: RunState) -> str:
 
 _EACH_S = 60.0
 _WINDOW_S = 10.0
-_MB = 1e6
 _NODE = "system/node0/"
 
 
@@ -296,7 +292,9 @@ class SystemMetrics:
                 self._uuids[sample.rank] = sample.uuid
             if sample.total_bytes:
                 self._totals[sample.rank] = sample.total_bytes
-        for key, value in self._values(sampled.samples).items():
+        # ranks on one device have the same key
+        values = {key: value for key, value in self._readings(sampled.samples) if value is not None}
+        for key, value in values.items():
             self._sums.setdefault(key, []).append(value)
         self._gathered_s += sampled.seconds
         self._passed_s += sampled.seconds
@@ -315,35 +313,29 @@ class SystemMetrics:
         self._sums, self._gathered_s = {}, 0.0
         return points
 
-    def _values(self, samples: Sequence[RankSample]) -> dict[str, float]:
-        values: dict[str, float] = {}
+    def _readings(self, samples: Sequence[RankSample]) -> Iterator[tuple[str, float | None]]:
         for sample in samples:
+            rank, gpu = f"rank_{sample.rank}", f"gpu_{self._index_of(sample.rank)}"
             if sample.kind != "cpu":
-                self._of_device(sample, values)
-            if sample.cpu_cores is not None:
-                values[f"rank_{sample.rank}_cpu_utilization_percentage"] = 100 * sample.cpu_cores
-            if sample.rss_bytes is not None:
-                values[f"rank_{sample.rank}_memory_usage_megabytes"] = sample.rss_bytes / _MB
+                yield f"{gpu}_utilization_percentage", sample.utilization_pct
+                yield f"{gpu}_memory_usage_megabytes", _megabytes(sample.used_bytes)
+                yield f"{gpu}_memory_usage_percentage", _percent(sample.used_bytes, self._totals.get(sample.rank))
+                yield f"{gpu}_power_usage_watts", sample.power_w
+            yield f"{rank}_cpu_utilization_percentage", _percent(sample.cpu_cores, 1)
+            yield f"{rank}_memory_usage_megabytes", _megabytes(sample.rss_bytes)
         cores = [sample.cpu_cores for sample in samples if sample.cpu_cores is not None]
-        if cores and self._cores:
-            values["cpu_utilization_percentage"] = 100 * sum(cores) / self._cores
+        yield "cpu_utilization_percentage", _percent(sum(cores) if cores else None, self._cores)
         held = [sample.rss_bytes for sample in samples if sample.rss_bytes is not None]
-        if held:
-            values["system_memory_usage_megabytes"] = sum(held) / _MB
-        return values
-
-    def _of_device(self, sample: RankSample, values: dict[str, float]) -> None:
-        gpu = f"gpu_{self._index_of(sample.rank)}"
-        if sample.utilization_pct is not None:
-            values[f"{gpu}_utilization_percentage"] = sample.utilization_pct
-        if sample.used_bytes is not None:
-            values[f"{gpu}_memory_usage_megabytes"] = sample.used_bytes / _MB
-            total = self._totals.get(sample.rank)
-            if total:
-                values[f"{gpu}_memory_usage_percentage"] = 100 * sample.used_bytes / total
-        if sample.power_w is not None:
-            values[f"{gpu}_power_usage_watts"] = sample.power_w
+        yield "system_memory_usage_megabytes", _megabytes(sum(held) if held else None)
 
     def _index_of(self, rank: int) -> int:
         uuid = self._uuids.get(rank, "")
         return self._devices.index(uuid) if uuid in self._devices else rank
+
+
+def _percent(part: float | None, whole: float | None) -> float | None:
+    return 100 * part / whole if part is not None and whole else None
+
+
+def _megabytes(count: int | None) -> float | None:
+    return count / 1e6 if count is not None else None

@@ -23,7 +23,7 @@ import msgspec
 
 from sgpu_magic.config import Settings, load_settings, private_dir
 from sgpu_magic.errors import PoolError
-from sgpu_magic.files.whole_file import LOCK_FILE, locked, write_whole
+from sgpu_magic.files.whole_file import LOCK_FILE, locked, read_json, write_whole
 from sgpu_magic.wire.base import Record, is_valid_id
 from sgpu_magic.wire.files import TRACKING
 from sgpu_magic.wire.tracking import TrackedRun, Tracking, is_store_variable, without_user
@@ -195,16 +195,7 @@ class Progress(Record, frozen=True, kw_only=True):
     @property
     def tracked(self) -> TrackedRun | None:
         """The MLflow run, None until it exists."""
-        if not self.mlflow_run_id:
-            return None
-        return TrackedRun(
-            uri=self.uri,
-            mlflow_run_id=self.mlflow_run_id,
-            experiment_id=self.experiment_id,
-            experiment=self.experiment,
-            artifact_uri=self.artifact_uri,
-            url=self.url,
-        )
+        return msgspec.convert(self, TrackedRun, from_attributes=True) if self.mlflow_run_id else None
 
 
 def opening(tracking: Tracking, parent_run: str = "") -> Progress:
@@ -221,10 +212,7 @@ def opening(tracking: Tracking, parent_run: str = "") -> Progress:
 
 def load_progress(directory: Path) -> Progress | None:
     """Read a run's state from its directory, None if there is none or it can't be read."""
-    try:
-        return msgspec.json.decode((directory / TRACKING).read_bytes(), type=Progress)
-    except (OSError, msgspec.DecodeError):
-        return None
+    return read_json(directory / TRACKING, Progress)
 
 
 def save_progress(directory: Path, progress: Progress) -> None:

@@ -18,7 +18,7 @@ import msgspec
 
 from sgpu_magic.config import Settings
 from sgpu_magic.files.run_directory import EventFile
-from sgpu_magic.files.whole_file import locked
+from sgpu_magic.files.whole_file import locked, read_json
 from sgpu_magic.tracking.client import PLAIN_FILES, Gone, Rejected, Store, StoreTroubled
 from sgpu_magic.tracking.runs import NAME_TAG, PARENT_TAG, Batch, RunFold, closing_tags, opening_tags, status_of
 from sgpu_magic.tracking.store import load_progress, opening, save_progress
@@ -173,10 +173,8 @@ class RunWriter:
         parent = now.parent or self._session(now.parent_run)
         if parent:
             tags[PARENT_TAG] = parent
-        made = None
-        if now.creating:
-            found = self._store.find_runs(experiment_id, spec.run_id)
-            made = found[0] if found else None
+        found = self._store.find_runs(experiment_id, spec.run_id) if now.creating else []
+        made = next(iter(found), None)
         if made is None:
             self._keep(creating=True)
             began_ms = int(spec.submitted_at * 1000)
@@ -227,14 +225,14 @@ class RunWriter:
             return
         left_out: list[str] = []
         with tempfile.TemporaryDirectory(prefix="sgpu-tracking-") as scratch:
-            for file in files_of(self.directory, Path(scratch), self._settings.pool or "local"):
-                if file.name in self.progress.artifacts:
+            for name, path in files_of(self.directory, Path(scratch), self._settings.pool or "local"):
+                if name in self.progress.artifacts:
                     continue
-                if file.path.stat().st_size > MAX_BYTES:
-                    left_out.append(file.name)
+                if path.stat().st_size > MAX_BYTES:
+                    left_out.append(name)
                     continue
-                self._store.log_file(mlflow_run_id, file.path, file.folder)
-                self._keep(artifacts=(*self.progress.artifacts, file.name))
+                self._store.log_file(mlflow_run_id, path, name.rpartition("/")[0])
+                self._keep(artifacts=(*self.progress.artifacts, name))
         if left_out:
             text = f"{', '.join(left_out)}: larger than {MAX_BYTES // 1_000_000} MB, in {self.directory}"
             self._store.write(mlflow_run_id, Batch(tags={"sgpu.left_out": text}))
@@ -280,25 +278,8 @@ _PAGE = """<!doctype html>
 """
 
 
-class ArtifactFile(msgspec.Struct, frozen=True):
-    """A file to log.
-
-    Args:
-        path: Path on disk.
-        folder: Folder among the artifacts, "" for the top.
-    """
-
-    path: Path
-    folder: str = ""
-
-    @property
-    def name(self) -> str:
-        """Its path among the artifacts."""
-        return f"{self.folder}/{self.path.name}" if self.folder else self.path.name
-
-
-def files_of(directory: Path, scratch: Path, pool: str) -> Iterator[ArtifactFile]:
-    """Yield the files to log: never the payload, the run's key or its results.
+def files_of(directory: Path, scratch: Path, pool: str) -> Iterator[tuple[str, Path]]:
+    """Yield each file to log, with its path among the artifacts: never the payload, the run's key or its results.
 
     Those of `PLAIN_FILES`, `run.json`, `run.html`, `logs/`, `profile/` and artifacts that ranks could not log.
     Generated files are written just before they are yielded.
@@ -308,26 +289,22 @@ def files_of(directory: Path, scratch: Path, pool: str) -> Iterator[ArtifactFile
         scratch: An empty directory for generated files.
         pool: The pool's name, shown in `run.html`.
     """
-    yield from (ArtifactFile(path) for name in PLAIN_FILES if (path := directory / name).is_file())
+    yield from ((name, path) for name in PLAIN_FILES if (path := directory / name).is_file())
     if _write_record(directory / RUN_RECORD, scratch / RUN_RECORD):
-        yield ArtifactFile(scratch / RUN_RECORD)
+        yield RUN_RECORD, scratch / RUN_RECORD
     if _write_page(directory, scratch / "run.html", pool):
-        yield ArtifactFile(scratch / "run.html")
+        yield "run.html", scratch / "run.html"
     # skip empty logs, of ranks that printed nothing
-    logs = [path for path in sorted(directory.glob("rank-*.log")) if path.stat().st_size]
-    yield from (ArtifactFile(path, "logs") for path in logs)
-    for top, prefix in ((directory / "profile", "profile"), (directory / _OWN, "")):
-        for folder, _, names in os.walk(top):
-            inner = Path(folder).relative_to(top).as_posix()
-            place = "/".join(part for part in (prefix, inner) if part not in ("", "."))
-            yield from (ArtifactFile(Path(folder, name), place) for name in sorted(names) if not name.startswith("."))
+    yield from ((f"logs/{path.name}", path) for path in sorted(directory.glob("rank-*.log")) if path.stat().st_size)
+    for top, base in ((directory / "profile", directory), (directory / _OWN, directory / _OWN)):
+        files = (path for path in sorted(top.rglob("*")) if path.is_file() and not path.name.startswith("."))
+        yield from ((path.relative_to(base).as_posix(), path) for path in files)
 
 
 def _write_record(source: Path, target: Path) -> bool:
     """Copy `run.json` without fields of this machine. Returns False if there is none."""
-    try:
-        record = msgspec.json.decode(source.read_bytes(), type=dict[str, msgspec.Raw])
-    except (OSError, msgspec.DecodeError):
+    record = read_json(source, dict[str, msgspec.Raw])
+    if record is None:
         return False
     kept = {name: value for name, value in record.items() if name not in _LEFT_OUT}
     target.write_bytes(msgspec.json.format(msgspec.json.encode(kept), indent=2))

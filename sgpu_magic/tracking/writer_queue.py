@@ -126,21 +126,18 @@ class WriterQueue:
             run.due = time.monotonic() + INTERVAL_S
             if not run.directory.is_dir():
                 self._done(run)
-            return
         except StoreTroubled as trouble:
             self._failed(run, str(trouble), unreachable=trouble.unreachable)
-            return
         except OSError as error:
             self._failed(run, f"{error.strerror or error} ({run.directory})", unreachable=False)
-            return
-        self._failures = run.failures = 0
-        self._announce(run)
-        if run.progress.complete:
-            if run.progress.problem:
-                self._tell(run, run.progress.problem)
-            self._done(run)
-            return
-        run.due = time.monotonic() + (0.0 if more else INTERVAL_S)
+        else:
+            self._failures = run.failures = 0
+            self._announce(run)
+            run.due = time.monotonic() + (0.0 if more else INTERVAL_S)
+            if run.progress.complete:
+                if run.progress.problem:
+                    self._tell(run, run.progress.problem)
+                self._done(run)
 
     def _announce(self, run: RunWriter) -> None:
         tracked = run.progress.tracked
@@ -149,9 +146,9 @@ class WriterQueue:
             self._send(TrackingStarted(run_id=run.run_id, tracked=tracked))
 
     def _done(self, run: RunWriter) -> None:
-        progress = run.progress
         del self._runs[run.run_id]
-        self._send(TrackingDone(run_id=run.run_id, complete=progress.complete and not progress.problem))
+        complete = run.progress.complete and not run.progress.problem
+        self._send(TrackingDone(run_id=run.run_id, complete=complete))
 
     def _failed(self, run: RunWriter, text: str, *, unreachable: bool) -> None:
         now = time.monotonic()

@@ -319,12 +319,12 @@ class Questions:
         elif busy:
             done(RankAnswer(problem=f"rank {rank} is busy"))
         else:
-            self._asked.add(request, (rank, done))
+            self._asked[request] = rank, done
             self._group.order(rank, AnswerQuestion(request=request, question=question))
 
     def answered(self, request: int, answer: RankAnswer) -> None:
         """Deliver a rank's answer."""
-        if (asked := self._asked.take(request)) is not None:
+        if (asked := self._asked.pop(request, None)) is not None:
             asked[1](answer)
 
     def died(self, rank: int) -> None:

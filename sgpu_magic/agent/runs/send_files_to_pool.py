@@ -153,13 +153,13 @@ class FilesToPool:
 
     def stored(self, answer: RunFileStored) -> None:
         """Handle the pool's answer to a chunk."""
-        asked = self._under_way.take(answer.request)
+        asked = self._under_way.pop(answer.request, None)
         if asked is not None and not asked[2].done():
             asked[2].set_result(answer.problem)
 
     def service_came(self) -> None:
         """Send all unconfirmed chunks again, to the new service."""
-        for message, data, _ in self._under_way:
+        for message, data, _ in list(self._under_way.values()):
             self._send(message, (data,))
 
     def close(self) -> None:
@@ -321,12 +321,12 @@ class FilesToPool:
 
     async def _put(self, message: StoreRunFile, data: bytes, *, turn: bool = False) -> str:
         done: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._under_way.add(message.request, (message, data, done))
+        self._under_way[message.request] = message, data, done
         self._send(message, (data,))
         try:
             return await done
         finally:
-            self._under_way.take(message.request)
+            self._under_way.pop(message.request, None)
             if turn:
                 self._turns.release()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import os
 import shutil
 import tempfile
@@ -15,6 +14,7 @@ from pathlib import Path
 import msgspec
 
 from sgpu_magic.config import Settings, private_dir
+from sgpu_magic.files.whole_file import LOCK_FILE, HeldLock, take_lock
 from sgpu_magic.nodes.ray.cluster import ray, remove_groups_on
 from sgpu_magic.nodes.ray.uplink import AgentOrder, Uplink
 from sgpu_magic.system import processes
@@ -73,7 +73,7 @@ class Holder:
 
     async def _hold(self, begun: Future[Uplink]) -> None:
         try:
-            uplink = Uplink(self._order, self._lock)
+            uplink = Uplink(self._order, self._lock.fileno())
         except OSError as error:
             begun.set_exception(OSError(f"the agent can't be started: {error}"))
             return
@@ -88,7 +88,7 @@ class Holder:
 
     def _leave_nothing(self, *, leaves: bool) -> None:
         shutil.rmtree(self._base, ignore_errors=True)
-        os.close(self._lock)
+        self._lock.close()
         if self._unpacked:
             shutil.rmtree(self._unpacked, ignore_errors=True)
         if leaves:
@@ -99,8 +99,8 @@ class Holder:
             ray.get_runtime_context().current_actor.__ray_terminate__.remote()
 
 
-def _base(order: AgentOrder) -> tuple[Path, int]:
-    """Create the pool's private directory on this node; the actor removes it. Returns it and its lock's descriptor."""
+def _base(order: AgentOrder) -> tuple[Path, HeldLock]:
+    """Create the pool's private directory on this node; the actor removes it. Returns it and its lock."""
     folder = Path(tempfile.gettempdir())
     if len(str(folder)) > _SHORT_PATH:
         folder = Path("/tmp")
@@ -109,34 +109,14 @@ def _base(order: AgentOrder) -> tuple[Path, int]:
     base = folder / f"{mine}{pool}-{order.node[:10]}"
     for other in folder.glob(f"{mine}*-*/{_LOCKS}/{_LOCK}"):
         # the leftover of an actor that was killed together with its agent
-        if other.parents[1] != base and (left := _taken(other)) >= 0:
+        if other.parents[1] != base and (left := take_lock(other, wait=False, flags=os.O_RDWR)) is not None:
             shutil.rmtree(other.parents[1], ignore_errors=True)
-            os.close(left)
+            left.close()
     while True:
         private_dir(base)
-        lock = _taken(private_dir(base / _LOCKS) / _LOCK, wait=True)
-        if lock >= 0:
+        # None if another actor has removed the folder meanwhile
+        if (lock := take_lock(private_dir(base / _LOCKS) / _LOCK, flags=LOCK_FILE)) is not None:
             return base, lock
-
-
-def _taken(path: Path, *, wait: bool = False) -> int:
-    """Take a lock that is held as long as the actor or its agent lives.
-
-    Returns:
-        Its descriptor; -1 if another process holds it, or has removed the file meanwhile.
-    """
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT if wait else 0), 0o600)
-    except FileNotFoundError:
-        return -1
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        if os.path.samestat(os.fstat(descriptor), os.stat(path)):
-            return descriptor
-    except OSError:
-        pass
-    os.close(descriptor)
-    return -1
 
 
 def _settings_here(settings: Settings, base: Path) -> Settings:

@@ -18,7 +18,7 @@ import msgspec
 import zmq
 
 from sgpu_magic.errors import UsageError
-from sgpu_magic.files.whole_file import write_whole
+from sgpu_magic.files.whole_file import read_json, write_whole
 from sgpu_magic.nodes.ray.uplink import (
     BEAT_S,
     SILENT_S,
@@ -251,10 +251,7 @@ class NodeKeys:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        try:
-            self._pairs = msgspec.json.decode(path.read_bytes(), type=_Keys)
-        except (OSError, msgspec.DecodeError):
-            self._pairs: _Keys = {}
+        self._pairs = read_json(path, _Keys) or {}
 
     def of(self, node: str) -> KeyPair:
         """The node's key pair; a new one if it has none.

@@ -22,7 +22,7 @@ from pathlib import Path
 import msgspec
 
 from sgpu_magic.config import Settings
-from sgpu_magic.files.whole_file import LOCK_FILE, HeldLock, evict, folder_bytes, locked, take_lock
+from sgpu_magic.files.whole_file import LOCK_FILE, HeldLock, evict, folder_bytes, locked, read_json, take_lock
 from sgpu_magic.wire.attachments import Environment
 from sgpu_magic.wire.base import Record
 
@@ -53,10 +53,7 @@ class Built(Record, frozen=True, kw_only=True):
 
 def read_built(folder: Path) -> Built | None:
     """Return the description of the environment in a folder, None if it can't be read."""
-    try:
-        return msgspec.json.decode((folder / _DESCRIPTION).read_bytes(), type=Built)
-    except (OSError, msgspec.DecodeError):
-        return None
+    return read_json(folder / _DESCRIPTION, Built)
 
 
 class Store:

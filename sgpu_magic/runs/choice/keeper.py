@@ -83,21 +83,13 @@ def own_key(state: Path) -> bytes:
     if (key := read_key(state)) is not None:
         return key
     file = private_dir(state) / KEY_FILE
-    temporary = file.with_name(f".{KEY_FILE}.{secrets.token_hex(8)}")
     made = secrets.token_bytes(_KEY_BYTES)
     try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with open(descriptor, "wb") as opened:
-            opened.write(made)
-        try:
-            # fails if another process has created the key first
-            os.link(temporary, file)
-        except FileExistsError:
-            if read_key(state) is None:
-                # the existing key is invalid or not private: replace it, which invalidates its signatures
-                os.replace(temporary, file)
-    finally:
-        temporary.unlink(missing_ok=True)
+        write_whole(file, made, replace=False)
+    except FileExistsError:
+        # unless another process was first: an invalid key or one that is not private; its signatures become invalid
+        if read_key(state) is None:
+            write_whole(file, made)
     return read_key(state) or made
 
 

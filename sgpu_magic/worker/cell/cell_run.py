@@ -249,7 +249,7 @@ class CellRun:
             finally:
                 self.leave_payload()
         if message.tracking is not None:
-            in_rank.begin(message.run_id, message.tracking, self._rank, message.only, message.run_dir, self._say)
+            in_rank.begin(message, message.tracking, self._rank, self._say)
         with results_received(self._shell):
             unpack.unpack_namespace(data, message.layout, message.context.key, self._shell.user_ns)
 

@@ -76,6 +76,7 @@ def _preload() -> str:
         for name in ("numpy.random", "threadpoolctl", "pdb", "sgpu_magic.worker.process.rank"):
             with contextlib.suppress(ImportError):
                 importlib.import_module(name)
+        from sgpu_magic.tracking import in_rank
         from sgpu_magic.worker.cell import diagnosis, edited_modules, results, shell, widgets
         from sgpu_magic.worker.group import rendezvous
         from sgpu_magic.worker.process import patches, position, rank_context
@@ -85,6 +86,7 @@ def _preload() -> str:
         rendezvous.accept_second_rendezvous()
         patches.teach_multiprocessing()
         patches.refuse_launchers()
+        patches.around_import(("mlflow",), in_rank.around_import)
         edited_modules.note_imports()
         diagnosis.count_optimizer_steps()
         widgets.install()

@@ -12,10 +12,9 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from mlflow_stores import lay_store
@@ -64,18 +63,18 @@ def test_names_are_what_mlflow_takes(given: str, kept: str):
 
 def test_a_batch_goes_in_parts_that_one_request_takes():
     with quiet_mlflow():
-        from sgpu_magic.tracking.client import in_chunks
+        from sgpu_magic.tracking.client import in_requests
 
     batch = Batch(
         [MetricPoint("m", float(step), 0, step) for step in range(1700)],
         {f"p{number}": "1" for number in range(120)},
         {"t": "1"},
     )
-    parts = in_chunks(batch, 800, 50)
-    assert [(len(part.metrics), len(part.params), len(part.tags)) for part in parts] == [
-        (800, 50, 1),
-        (800, 50, 0),
-        (100, 20, 0),
+    parts = [Counter(type(item).__name__ for item in items) for items in in_requests(batch)]
+    assert parts == [
+        {"Metric": 800, "Param": 50, "RunTag": 1},
+        {"Metric": 800, "Param": 50},
+        {"Metric": 100, "Param": 20},
     ]
 
 
@@ -653,9 +652,8 @@ def test_a_writer_without_work_ends_and_takes_what_is_removed_out_of_the_store_u
         monkeypatch.setattr(writer_queue, "IDLE_S", 0.2)
         # the pool says nothing, and its own `Inbox` would end this process with the socket
         messages: queue.SimpleQueue[None] = queue.SimpleQueue()
-        pool: Any = SimpleNamespace(take=lambda timeout_s: messages.get(timeout=timeout_s))
         idle = writer_queue.WriterQueue(settings, Tracking(), lambda _: None)
-        work = threading.Thread(target=process._work, args=(idle, pool), daemon=True)
+        work = threading.Thread(target=process._work, args=(idle, messages), daemon=True)
         work.start()
         work.join(30)
         assert not work.is_alive(), "it does not end"
@@ -679,12 +677,11 @@ def test_a_writer_leaves_when_only_idle_sessions_are_left(
         monkeypatch.setattr(writer_queue, "INTERVAL_S", 0.0)
         writers = writer_queue.WriterQueue(settings, Tracking(), told.append)
         messages: queue.SimpleQueue[None] = queue.SimpleQueue()
-        pool: Any = SimpleNamespace(take=lambda timeout_s: messages.get(timeout=timeout_s))
         for run in (session, cell):
             run.start()
             writers.track(Track(run_id=run.run_id, run_dir=str(run.directory), tracking=Tracking(experiment="nb")))
         assert not writers.idle, "the pool does not know the session's MLflow run"
-        work = threading.Thread(target=process._work, args=(writers, pool), daemon=True)
+        work = threading.Thread(target=process._work, args=(writers, messages), daemon=True)
         work.start()
         eventually(lambda: len(told) == 2, 30, "both are announced")
         assert work.is_alive(), "a run that is no session is left"

@@ -231,16 +231,16 @@ def test_an_experiment_that_another_pool_makes_at_once_is_the_same(store: Any, m
 
 
 def test_a_parameter_that_an_old_store_finds_too_long_is_cut():
-    from sgpu_magic.tracking.client import _halves  # pyright: ignore[reportPrivateUsage]
+    from sgpu_magic.tracking.client import in_requests, smaller
 
-    assert _halves(Batch(params={"p": "x" * 300})) == [Batch(params={"p": "x" * 250})]
-    assert _halves(Batch(params={"p": "x" * 250})) == []
-    both = Batch([MetricPoint("m", 1.0, 0, 0)], {"p": "1"}, {"t": "1"})
-    assert [(len(each.metrics), len(each.params), len(each.tags)) for each in _halves(both)] == [
-        (1, 0, 0),
-        (0, 1, 0),
-        (0, 0, 1),
-    ]
+    def smaller_of(batch: Batch) -> list[dict[str, object]]:
+        (items,) = in_requests(batch)
+        return [{item.key: item.value for item in part} for part in smaller(items)]
+
+    assert smaller_of(Batch(params={"p": "x" * 300})) == [{"p": "x" * 250}]
+    assert smaller_of(Batch(params={"p": "x" * 250})) == []
+    all_kinds = Batch([MetricPoint("m", 1.0, 0, 0)], {"p": "1"}, {"t": "1"})
+    assert smaller_of(all_kinds) == [{"m": 1.0}, {"p": "1", "t": "1"}]
 
 
 # ---------------------------------------------------------------- all runs of a store
