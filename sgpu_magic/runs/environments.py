@@ -117,9 +117,8 @@ def report(settings: Settings, sessions: Iterable[Session], compared_to: str = "
 
     now = snapshot.take_snapshot()
     installed = packages_of(now)
-    kinds = Counter(found.kind for found in now.distributions)
-    told = ", ".join(f"{count} {_KINDS[kind]}" for kind, count in kinds.most_common())
-    lines = [f"packages: {told}"]
+    kinds = Counter(_KINDS[found.kind] for found in now.distributions).most_common()
+    lines = [f"packages: {', '.join(f'{count} {kind}' for kind, count in kinds)}"]
     if settings.env_version not in OWN_PACKAGES:
         lines.append(f"runs have the packages of {settings.env_version} (setting env_version)")
     if saved := named_environments.saved_names(settings):

@@ -130,20 +130,6 @@ def follow(
     return None
 
 
-def advance(followed: Followed) -> Ending | None:
-    """Process the queued events, and switch to the run's next pool service if its own has died.
-
-    For one thread that follows many runs; it blocks only while it looks for a pool service.
-
-    Returns:
-        The run's final event, None while it is active.
-    """
-    if (ending := last_words(followed)) is not None:
-        return ending
-    followed.look_at_link()
-    return (last_words(followed) or find_again(followed)) if followed.run.link.lost.is_set() else None
-
-
 def last_words(followed: Followed) -> Ending | None:
     """Process the queued events, including those of a lost pool service; return the final event if it is among them."""
     while (item := followed.take()) is not None:
@@ -274,9 +260,14 @@ class Follower:
                     traceback.print_exc()
 
     def _look_at(self, entry: _Entry) -> None:
-        ending = advance(entry.followed)
+        """Process a run's queued events; blocks only while its pool service has died and the next one is looked for."""
+        followed = entry.followed
+        if (ending := last_words(followed)) is None:
+            followed.look_at_link()
+            if followed.run.link.lost.is_set():
+                ending = last_words(followed) or find_again(followed)
         if ending is None and entry.until is not None and time.monotonic() > entry.until:
-            ending = without_an_end(entry.followed)
+            ending = without_an_end(followed)
         with self._lock:
             # if closed meanwhile, `close` has called `ended`
             if ending is None or entry not in self._entries:
