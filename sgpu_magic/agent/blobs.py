@@ -24,7 +24,7 @@ from sgpu_magic.config import Settings, private_dir
 from sgpu_magic.files.content_store import blob_path, is_intact, join_blobs, piece_sizes
 from sgpu_magic.files.kept_folders import KeptFolders
 from sgpu_magic.files.run_directory import parts_of
-from sgpu_magic.files.whole_file import appearing, evict, write_at
+from sgpu_magic.files.whole_file import appearing, evict, used_entries, write_at
 from sgpu_magic.system.message_stream import Pending
 from sgpu_magic.wire.attachments import UPLOADS_VARIABLE, Manifest, ManifestUnusable, Upload, UploadedFile, manifest_in
 from sgpu_magic.wire.files import (
@@ -178,11 +178,6 @@ class BlobCache:
 
     def _make_room(self, size: int) -> None:
         """Remove the least recently used blobs beyond the budget, except those that runs use."""
-        kept: list[tuple[float, int, Path]] = []
-        for path in self._folder.iterdir():
-            with contextlib.suppress(FileNotFoundError):
-                status = path.stat()
-                kept.append((status.st_mtime, status.st_size, path))
 
         def remove(path: Path) -> bool:
             # a blob being fetched has a temporary name: `.<digest>-...`
@@ -191,7 +186,7 @@ class BlobCache:
             path.unlink(missing_ok=True)
             return True
 
-        evict(kept, self._most_bytes - size, remove)
+        evict(used_entries(self._folder), self._most_bytes - size, remove)
 
 
 # ---------------------------------------------------------------- folders and files, read-only

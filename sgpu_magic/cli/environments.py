@@ -105,7 +105,7 @@ def requirements_file(base: BaseList) -> str:
             f"# Left out, the operating system's: {_with_versions(base.system)}",
             f"# Left out, in no index: {_with_versions(base.private)}",
             f"# Without a wheel for this Python, so built from source: {', '.join(without_wheel) or 'none'}",
-            *base.exact_pins,
+            *base.pins(allow_build=True),
             "",
         ]
     )

@@ -248,6 +248,17 @@ def format_bytes(count: float) -> str:
     return f"{count / 1000:.1f} TB"
 
 
+def used_entries(folder: Path) -> list[tuple[float, int, Path]]:
+    """Return what `evict` needs of each file in a folder: the time of its last use, its size and its path."""
+    found: list[tuple[float, int, Path]] = []
+    for path in folder.iterdir():
+        # another process may remove it
+        with contextlib.suppress(FileNotFoundError):
+            status = path.stat()
+            found.append((status.st_mtime, status.st_size, path))
+    return found
+
+
 def evict(entries: Iterable[tuple[float, int, T]], most_bytes: float, remove: Callable[[T], bool]) -> int:
     """Remove the least recently used entries until the total size is at most `most_bytes`; return the total size left.
 

@@ -7,17 +7,21 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import os
+import shutil
 import stat
 import tempfile
 import time
 import zipfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, NamedTuple
 
 import msgspec
 
+from sgpu_magic.files.whole_file import used_entries
+from sgpu_magic.packages.distributions import contents_of
 from sgpu_magic.wire.attachments import CodeBundle
 
 if TYPE_CHECKING:
@@ -84,69 +88,44 @@ def walk(
         found: Collects unreadable paths, and whether the walk stopped early.
     """
     notes = found if found is not None else Walk([])
-    rules = _with_those_in(top, list(_rules_above(top)))
-    count = 0
-    for name in names:
-        for file in _walk(os.path.join(top, name), name, rules, keep, notes, frozenset()):
-            if count == most:
-                notes.full = True
-                return
-            count += 1
-            yield file
+    rules = _rules_above(top) + _rules_in(top, _IGNORE_FILE)
+    files = (file for name in names for file in _walk(os.path.join(top, name), name, rules, keep, notes, frozenset()))
+    yield from itertools.islice(files, most)
+    notes.full = next(files, None) is not None
 
 
 # ---------------------------------------------------------------- within
 
 
-class _Rules:
-    """The patterns of one ignore file."""
+class _Rules(NamedTuple):
+    """The patterns of one ignore file, and its directory."""
 
-    def __init__(self, directory: str, spec: pathspec.GitIgnoreSpec) -> None:
-        self._directory = directory
-        self._spec = spec
-
-    def decide(self, path: str, *, is_directory: bool) -> bool | None:
-        """Return True if the path is ignored, False if it is explicitly not ignored, None if no pattern matches."""
-        relative = os.path.relpath(path, self._directory).replace(os.sep, "/")
-        return self._spec.check_file(f"{relative}/" if is_directory else relative).include
+    directory: str
+    spec: pathspec.GitIgnoreSpec
 
 
 def _walk(
-    path: str,
-    name: str,
-    rules: list[_Rules],
-    keep: frozenset[str],
-    notes: Walk,
-    parents: frozenset[tuple[int, int]],
+    path: str, name: str, rules: list[_Rules], keep: frozenset[str], notes: Walk, parents: frozenset[tuple[int, int]]
 ) -> Iterator[TreeFile]:
     try:
         status = os.stat(path)
+        is_file, is_folder = stat.S_ISREG(status.st_mode), stat.S_ISDIR(status.st_mode)
+        entries = sorted(os.scandir(path), key=lambda entry: entry.name) if is_folder else []
     except OSError:
-        # a broken link, or a file that was just removed
+        # also a broken link, or a file that was just removed
         notes.unreadable.append(path)
         return
-    if stat.S_ISREG(status.st_mode):
-        if os.access(path, os.R_OK):
-            executable = bool(status.st_mode & stat.S_IXUSR)
-            yield TreeFile(name, path, status.st_size, status.st_mtime_ns, executable)
-        else:
-            notes.unreadable.append(path)
-        return
-    if not stat.S_ISDIR(status.st_mode):
-        return
+    if is_file and os.access(path, os.R_OK):
+        yield TreeFile(name, path, status.st_size, status.st_mtime_ns, bool(status.st_mode & stat.S_IXUSR))
+    elif is_file:
+        notes.unreadable.append(path)
     identity = (status.st_dev, status.st_ino)
-    if identity in parents:
-        return
-    try:
-        entries = sorted(os.scandir(path), key=lambda entry: entry.name)
-    except OSError:
-        notes.unreadable.append(path)
-        return
-    if parents and any(entry.name == "pyvenv.cfg" for entry in entries):
-        # a virtual environment under any name
+    # also a cycle, or a virtual environment under any name
+    if not is_folder or identity in parents or (parents and any(entry.name == "pyvenv.cfg" for entry in entries)):
         return
     below = parents | {identity}
-    here = _with_those_in(path, rules)
+    # nearest last
+    here = rules + _rules_in(path, _IGNORE_FILE)
     for entry in entries:
         is_directory = entry.is_dir()
         if _is_skipped(entry.name, is_directory=is_directory):
@@ -166,47 +145,35 @@ def _is_skipped(name: str, *, is_directory: bool) -> bool:
 
 
 def _is_ignored(path: str, rules: list[_Rules], *, is_directory: bool) -> bool:
-    for each in reversed(rules):
-        decided = each.decide(path, is_directory=is_directory)
-        if decided is not None:
-            return decided
+    for directory, spec in reversed(rules):
+        relative = os.path.relpath(path, directory).replace(os.sep, "/")
+        # None if no pattern matches
+        ignored = spec.check_file(f"{relative}/" if is_directory else relative).include
+        if ignored is not None:
+            return ignored
     return False
 
 
-def _with_those_in(directory: str, inherited: list[_Rules]) -> list[_Rules]:
-    """Return the rules for the entries of `directory`, nearest last."""
-    own = _rules_in(directory, _IGNORE_FILE)
-    return [*inherited, own] if own is not None else inherited
+def _rules_above(top: str) -> list[_Rules]:
+    """Return the rules of the repository that `top` is in, from its top down to the parent of `top`."""
+    directories = [Path(top), *Path(top).parents]
+    depth = next((at for at, directory in enumerate(directories) if (directory / ".git").exists()), None)
+    if depth is None:
+        return []
+    rules = _rules_in(str(directories[depth]), os.path.join(".git", "info", "exclude"))
+    for directory in reversed(directories[1 : depth + 1]):
+        rules += _rules_in(str(directory), _IGNORE_FILE)
+    return rules
 
 
-def _rules_above(top: str) -> Iterator[_Rules]:
-    chain: list[str] = []
-    directory = Path(top)
-    for parent in (directory, *directory.parents):
-        if (parent / ".git").exists():
-            exclude = _rules_in(str(parent), os.path.join(".git", "info", "exclude"))
-            if exclude is not None:
-                yield exclude
-            break
-        chain.append(str(parent.parent))
-    else:
-        return
-    # from the top of the repository down to the parent of `top`
-    for each in reversed(chain):
-        rules = _rules_in(each, _IGNORE_FILE)
-        if rules is not None:
-            yield rules
-
-
-def _rules_in(directory: str, file: str) -> _Rules | None:
-    try:
-        with open(os.path.join(directory, file), encoding="utf-8", errors="replace") as opened:
-            lines = opened.read().splitlines()
-    except OSError:
-        return None
+def _rules_in(directory: str, file: str) -> list[_Rules]:
+    """Return the rules in an ignore file; none if there is no such file."""
+    lines = contents_of(os.path.join(directory, file)).decode(errors="replace").splitlines()
+    if not lines:
+        return []
     import pathspec
 
-    return _Rules(directory, pathspec.GitIgnoreSpec.from_lines(lines))
+    return [_Rules(directory, pathspec.GitIgnoreSpec.from_lines(lines))]
 
 
 # ---------------------------------------------------------------- archives
@@ -277,11 +244,7 @@ class Bundles:
 
     def _tidy(self, keep: Path) -> None:
         now = time.time()
-        kept: list[tuple[float, int, Path]] = []
-        for path in self._folder.iterdir():
-            with contextlib.suppress(FileNotFoundError):
-                status = path.stat()
-                kept.append((status.st_mtime, status.st_size, path))
+        kept = used_entries(self._folder)
         total = sum(size for _, size, _ in kept)
         for mtime, size, path in sorted(kept):
             is_old = now - mtime > _KEEP_S or total > _KEEP_BYTES
@@ -301,14 +264,12 @@ def _write(archive: IO[bytes], files: Iterable[TreeFile]) -> None:
                 open(file.path, "rb") as source,
                 target.open(info, "w", force_zip64=file.size >= _LARGE_BYTES) as member,
             ):
-                while chunk := source.read(_CHUNK_BYTES):
-                    member.write(chunk)
+                shutil.copyfileobj(source, member, _CHUNK_BYTES)
 
 
 def _touched(path: str) -> bool:
     """Mark the archive as used now. Returns False if it no longer exists."""
-    try:
+    with contextlib.suppress(OSError):
         os.utime(path)
-    except OSError:
-        return False
-    return True
+        return True
+    return False

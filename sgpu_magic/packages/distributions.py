@@ -5,6 +5,8 @@ Reads the head of `METADATA`, `RECORD`, `INSTALLER` and `direct_url.json` (PEP 6
 
 from __future__ import annotations
 
+import contextlib
+import csv
 import enum
 import hashlib
 import json
@@ -13,7 +15,7 @@ import re
 import sys
 import sysconfig
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,8 +25,9 @@ if TYPE_CHECKING:
     from sgpu_magic.wire.attachments import Wheel
 
 _HEAD_BYTES = 4096
+_NAME_OR_VERSION = re.compile(rb"^(name|version):(.*)$", re.IGNORECASE | re.MULTILINE)
 _SEPARATORS = re.compile(r"[-_.]+")
-_CREDENTIALS = re.compile(r"(?<=://)[^/@\s]*@")
+_CREDENTIALS = re.compile(r"(?<=://)(?!git@)[^/@\s]*@")
 # written by the installer itself: these differ between installers and locations for the same wheel
 INSTALLERS_OWN = ("INSTALLER", "REQUESTED", "direct_url.json", "RECORD", "uv_cache.json", "uv_build.json")
 _PROGRAMS = (b"../../../bin/", b"../../Scripts/")
@@ -63,7 +66,6 @@ class Distribution:
         record: Hash of the files that `RECORD` lists, without those the installer adds: identifies the content. ""
             without a `RECORD`.
         location: Path of its `.dist-info` or `.egg-info`.
-        installer: Content of `INSTALLER`.
     """
 
     name: str
@@ -76,7 +78,6 @@ class Distribution:
     sha256: str = ""
     record: str = ""
     location: str = ""
-    installer: str = ""
 
     @property
     def key(self) -> str:
@@ -96,7 +97,7 @@ class Distribution:
     @property
     def module_names(self) -> list[str]:
         """Its top-level modules, from `top_level.txt` or else guessed from its name."""
-        listed = _read(f"{self.location}/top_level.txt").decode(errors="replace").split()
+        listed = contents_of(f"{self.location}/top_level.txt").decode(errors="replace").split()
         return listed or [self.key.replace("-", "_")]
 
     @property
@@ -133,14 +134,14 @@ class Snapshot:
     tag: str = ""
     platform: str = ""
     executable: str = ""
-    _by_key: dict[str, Distribution] = field(init=False, repr=False, compare=False, default_factory=dict[str, Any])
-
-    def __post_init__(self) -> None:
-        self._by_key.update({distribution.key: distribution for distribution in self.distributions})
 
     def get(self, name: str) -> Distribution | None:
         """Return the distribution of that name, in any spelling, or None."""
         return self._by_key.get(normalised(name))
+
+    @cached_property
+    def _by_key(self) -> dict[str, Distribution]:
+        return {distribution.key: distribution for distribution in self.distributions}
 
     @cached_property
     def parts(self) -> tuple[str, ...]:
@@ -173,7 +174,7 @@ def distribution_name(wheel: Wheel) -> str:
 
 def without_credentials(url: str) -> str:
     """Return the URL without user and password. Keeps `git@host`, which is not a secret."""
-    return _CREDENTIALS.sub(lambda match: "git@" if match[0] == "git@" else "", url)
+    return _CREDENTIALS.sub("", url)
 
 
 def read_distribution(info: str, entry: str, conda_names: Mapping[str, str]) -> Distribution | None:
@@ -192,13 +193,13 @@ def read_distribution(info: str, entry: str, conda_names: Mapping[str, str]) -> 
     name, version = _name_and_version(metadata)
     if not name or not version:
         return None
-    installer = "" if is_egg else _read(f"{info}/INSTALLER").decode(errors="replace").strip()
-    record = "" if is_egg else record_hash(_read(f"{info}/RECORD"), os.path.basename(info))
-    plain = Distribution(name, version, Kind.REGISTRY, record=record, location=info, installer=installer)
+    # an `.egg-info` has none of these three
+    installer = contents_of(f"{info}/INSTALLER").decode(errors="replace").strip()
+    record = record_hash(contents_of(f"{info}/RECORD"), os.path.basename(info))
+    plain = Distribution(name, version, Kind.REGISTRY, record=record, location=info)
     if installer == "conda" or (not installer and conda_names.get(normalised(name)) == version):
         return replace(plain, kind=Kind.CONDA)
-    direct = b"" if is_egg else _read(f"{info}/direct_url.json")
-    if direct:
+    if direct := contents_of(f"{info}/direct_url.json"):
         return _from_direct_url(plain, direct)
     if installer in _SYSTEM_INSTALLERS or _SYSTEM_FOLDER.match(info):
         return replace(plain, kind=Kind.SYSTEM)
@@ -257,31 +258,29 @@ def _from_direct_url(plain: Distribution, text: bytes) -> Distribution:
 
 def _name_and_version(path: str) -> tuple[str, str]:
     """Return name and version from a metadata file, "" where missing."""
-    head = _read(path, _HEAD_BYTES)
-    found = _in_head(head)
-    # a long field may precede them
-    return found if all(found) or len(head) < _HEAD_BYTES else _in_head(_read(path))
-
-
-def _in_head(head: bytes) -> tuple[str, str]:
     found: dict[bytes, str] = {}
-    for line in head.split(b"\n"):
-        if not line.strip() or len(found) == 2:
+    # a long field may precede them
+    for most_bytes in (_HEAD_BYTES, -1):
+        head = contents_of(path, most_bytes)
+        fields = _NAME_OR_VERSION.findall(re.split(rb"\n\s*\n", head, maxsplit=1)[0])
+        found = {field.lower(): value.decode(errors="replace").strip() for field, value in fields}
+        if len(found) == 2 or len(head) < _HEAD_BYTES:
             break
-        field, _, value = line.partition(b":")
-        if field.lower() in (b"name", b"version"):
-            found[field.lower()] = value.decode(errors="replace").strip()
     return found.get(b"name", ""), found.get(b"version", "")
 
 
-def _read(path: str, most_bytes: int = -1) -> bytes:
+def record_of(info: str | Path) -> list[list[str]]:
+    """Return the rows of a distribution's `RECORD` (path, hash and size of each file). Without one: OSError."""
+    with open(os.path.join(info, "RECORD"), newline="", encoding="utf-8") as record:
+        return [row for row in csv.reader(record) if row]
+
+
+def contents_of(path: str | Path, most_bytes: int = -1) -> bytes:
     """Return the first bytes of a file, b"" if it can't be read."""
-    try:
-        # unbuffered is faster for hundreds of small files
-        with open(path, "rb", buffering=0) as file:
-            return file.read(most_bytes) or b""
-    except OSError:
-        return b""
+    # unbuffered is faster for hundreds of small files
+    with contextlib.suppress(OSError), open(path, "rb", buffering=0) as file:
+        return file.read(most_bytes) or b""
+    return b""
 
 
 # ---------------------------------------------------------------- digest of a set of distributions

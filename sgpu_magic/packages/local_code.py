@@ -7,6 +7,7 @@ Python installation. Packages are included whole, with their data files, and so 
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import os
 import re
@@ -24,6 +25,7 @@ import msgspec
 from sgpu_magic.errors import SerializationError
 from sgpu_magic.files.whole_file import format_bytes
 from sgpu_magic.packages.code_files import TreeFile, Walk, walk
+from sgpu_magic.packages.distributions import contents_of, some_of
 from sgpu_magic.packages.snapshot import current_directory
 
 # never sent: the node has it
@@ -69,9 +71,7 @@ def find_local_code(
         path, tuple(os.path.realpath(each) + os.sep for each in elsewhere), cwd or current_directory() or os.sep
     )
     search.take_imported(sys.modules)
-    waiting: list[str] = []
-    for source in sources:
-        waiting += imports_of(source)
+    waiting = [name for source in sources for name in imports_of(source)]
     while True:
         for name in waiting:
             search.take_named(name)
@@ -95,7 +95,7 @@ def imports_of(source: str) -> set[str]:
 
 class _Search:
     def __init__(self, path: Sequence[str], elsewhere: tuple[str, ...], cwd: str) -> None:
-        installed = set(installed_entries(path))
+        installed = set(installed_entries(tuple(path)))
         self._path = [entry for entry in path if os.path.isdir(entry)]
         self._elsewhere = elsewhere
         self._cwd = cwd
@@ -133,8 +133,7 @@ class _Search:
         self._seen.add(name)
         spec = PathFinder.find_spec(name, self._path)
         if spec is not None:
-            origin = spec.origin if spec.has_location else None
-            self._take(name, origin, list(spec.submodule_search_locations or ()))
+            self._take(name, spec.origin if spec.has_location else None, list(spec.submodule_search_locations or ()))
 
     def imports_of_new(self) -> list[str]:
         """Return the names imported by the code found since the last call."""
@@ -150,32 +149,24 @@ class _Search:
 
     def _take(self, name: str, file: str | None, paths: Sequence[str]) -> None:
         """Add a top-level module: a file, a package's directory, or the directories of a namespace package."""
-        if file is not None and os.path.basename(file).partition(".")[0] != "__init__":
-            places = [file]
-        elif file is not None:
-            places = [os.path.dirname(file)]
-        else:
-            places = list(paths)
-        for place in places:
+        if file is not None:
+            is_package = os.path.basename(file).partition(".")[0] == "__init__"
+            paths = [os.path.dirname(file) if is_package else file]
+        for place in paths:
             directory, entry = os.path.split(os.path.abspath(os.path.join(self._cwd, place)))
             code = self._by_directory.get(directory)
             if code is None or entry in code.names or os.path.realpath(place).startswith(self._elsewhere):
                 continue
             code.names.append(entry)
             code.modules.add(name)
-            self._walk(code, entry)
-
-    def _walk(self, code: LocalCode, name: str) -> None:
-        if code.walked.full:
-            # `check_size` refuses it
-            return
-        top = os.path.abspath(os.path.join(self._cwd, code.entry))
-        place = os.path.join(top, name)
-        kept = frozenset(file for file in self._imported_files if file.startswith(place))
-        most = MOST_FILES - len(code.files)
-        new = list(walk(top, [name], keep=kept, most=most, found=code.walked))
-        code.files += new
-        self._unread += [] if code.walked.full else new
+            # `check_size` refuses code with too many files
+            if not code.walked.full:
+                top = os.path.join(directory, entry)
+                kept = frozenset(imported for imported in self._imported_files if imported.startswith(top))
+                most = MOST_FILES - len(code.files)
+                new = list(walk(directory, [entry], keep=kept, most=most, found=code.walked))
+                code.files += new
+                self._unread += [] if code.walked.full else new
 
 
 def _attributes_of(module: object) -> dict[str, object]:
@@ -187,11 +178,10 @@ def _attributes_of(module: object) -> dict[str, object]:
 
 
 def _listed(paths: object) -> list[str]:
-    try:
+    # not a path, or a namespace package whose parent is gone
+    with contextlib.suppress(TypeError, KeyError):
         return [str(path) for path in cast("Iterable[object]", paths)]
-    except (TypeError, KeyError):
-        # not a path, or a namespace package whose parent is gone
-        return []
+    return []
 
 
 def _imports_in_text(text: str) -> set[str]:
@@ -226,12 +216,8 @@ def _imports_in(tree: ast.AST) -> set[str]:
 @functools.lru_cache(maxsize=50_000)
 def _imports_of_file(path: str, mtime_ns: int, size: int) -> frozenset[str]:
     """Return a file's imports, cached by its modification time and size, which the caller has just read."""
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            # a large package has thousands of files: parsing takes 20 times as long, and a superfluous name is harmless
-            return frozenset(_imports_in_text(file.read()))
-    except OSError:
-        return frozenset()
+    # a large package has thousands of files: parsing takes 20 times as long, and a superfluous name is harmless
+    return frozenset(_imports_in_text(contents_of(path).decode(errors="replace")))
 
 
 # ---------------------------------------------------------------- size limit
@@ -248,7 +234,6 @@ def check_size(codes: Sequence[LocalCode], *, warn_bytes: int, limit_bytes: int)
     Raises:
         SerializationError: The code is too large, or has too many files.
     """
-    files = [file for code in codes for file in code.files]
     for code in codes:
         if code.walked.full:
             raise SerializationError(
@@ -256,6 +241,7 @@ def check_size(codes: Sequence[LocalCode], *, warn_bytes: int, limit_bytes: int)
                 f"most of them in {_fullest(code.files)}. List what the code does not need in a .gitignore, or move "
                 "it out of the folder."
             )
+    files = [file for code in codes for file in code.files]
     total = sum(file.size for file in files)
     if total > limit_bytes:
         raise SerializationError(
@@ -271,9 +257,7 @@ def check_size(codes: Sequence[LocalCode], *, warn_bytes: int, limit_bytes: int)
         )
     unreadable = [path for code in codes for path in code.walked.unreadable]
     if unreadable:
-        more = f" and {len(unreadable) - _NAMED} more" if len(unreadable) > _NAMED else ""
-        names = ", ".join(unreadable[:_NAMED])
-        notes.append(f"local files that can't be read were not sent: {names}{more}")
+        notes.append(f"local files that can't be read were not sent: {some_of(unreadable, _NAMED)}")
     return tuple(notes)
 
 
@@ -290,30 +274,24 @@ def _fullest(files: Iterable[TreeFile]) -> str:
 # ---------------------------------------------------------------- entries of `sys.path` that belong to Python
 
 
-def installed_entries(path: Sequence[str]) -> tuple[str, ...]:
-    """Return the entries that are the standard library's or site directories. Takes 2 us when cached."""
-    return _installed_entries(tuple(path))
-
-
 @functools.lru_cache(maxsize=16)
-def _installed_entries(path: tuple[str, ...]) -> tuple[str, ...]:
+def installed_entries(path: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the entries that are the standard library's or site directories. Takes 2 us when cached."""
     return tuple(entry for entry in path if _is_installed(os.path.abspath(entry)))
 
 
 def _is_installed(path: str) -> bool:
     # also those of another environment, added by a `.pth` file of this one
-    return os.path.basename(path) in ("site-packages", "dist-packages") or any(
-        path == directory or path.startswith(directory + os.sep) for directory in _directories()
-    )
+    return os.path.basename(path) in ("site-packages", "dist-packages") or f"{path}{os.sep}".startswith(_directories())
 
 
 @functools.cache
 def _directories() -> tuple[str, ...]:
-    found = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    # where apt installs packages for Debian's Python
+    found = {"/usr/lib/python3/dist-packages"}
+    found |= {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     found |= {*site.getsitepackages(), site.getusersitepackages()}
     archive = f"python{sys.version_info.major}{sys.version_info.minor}.zip"
     for prefix in (sys.base_prefix, sys.base_exec_prefix, sys.prefix):
         found |= {os.path.join(prefix, sys.platlibdir, archive), os.path.join(prefix, "lib", archive)}
-    # where apt installs packages for Debian's Python
-    found.add("/usr/lib/python3/dist-packages")
-    return tuple(sorted(os.path.abspath(path) for path in found if path))
+    return tuple(os.path.abspath(path) + os.sep for path in found if path)

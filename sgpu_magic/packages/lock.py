@@ -22,7 +22,7 @@ from sgpu_magic.errors import EnvironmentFailed
 from sgpu_magic.files.whole_file import read_json, write_whole
 from sgpu_magic.packages.distributions import Distribution, Kind, Snapshot, distribution_name, is_from_node, normalised
 from sgpu_magic.packages.secrets import without_url_credentials
-from sgpu_magic.packages.uv_command import call_uv
+from sgpu_magic.packages.uv_command import Done, call_uv
 from sgpu_magic.packages.wheels import installed_bytes, repack
 from sgpu_magic.wire.attachments import Environment, Wheel
 
@@ -88,15 +88,15 @@ def make_lock(snapshot: Snapshot, wheels: Path, variables: Mapping[str, str], *,
     other_builds: dict[str, str] = {}
     while True:
         try:
-            status, text, words = _compile(snapshot.executable, asked.values(), variables, gently=gently)
+            done = _compile(snapshot.executable, asked.values(), variables, gently=gently)
         except EnvironmentFailed as error:
             return Lock(problem=error.message)
-        if not status:
+        if not done.status:
             break
-        missing = _named_in(words, _NOT_THERE) & asked.keys()
-        broken = (_named_in(words, _NOT_BUILT) & asked.keys()) - missing
+        missing = _named_in(done.words, _NOT_THERE) & asked.keys()
+        broken = (_named_in(done.words, _NOT_BUILT) & asked.keys()) - missing
         if not missing and not broken:
-            return Lock(problem=f"uv could not query the package index: {words[-_LAST_WORDS:]}")
+            return Lock(problem=f"uv could not query the package index: {done.words[-_LAST_WORDS:]}")
         for key in missing:
             public = asked[key].partition("+")[0]
             if is_from_node(key) and public != asked[key]:
@@ -111,8 +111,9 @@ def make_lock(snapshot: Snapshot, wheels: Path, variables: Mapping[str, str], *,
             unlocked[key] = "uv can't read its source distribution"
     repacked, left_out = _repacked(snapshot, unpublished | unlocked.keys(), wheels)
     entries = "".join(_own_entries(snapshot, repacked, asked))
+    head = _head(f"the packages of {snapshot.executable}", snapshot.digest, dict(sorted(left_out.items())))
     lock = Lock(
-        pylock=_head(snapshot, left_out) + _joined(text, entries),
+        pylock=head + _joined(done.output, entries),
         unpublished=frozenset(unpublished),
         other_builds=other_builds,
         wheels={key: wheel for key, wheel in repacked.items() if key not in unlocked},
@@ -133,15 +134,15 @@ def lock_order(environment: Environment, python: str, variables: Mapping[str, st
     if environment.resolve:
         return Lock(problem="the node resolved the dependencies itself")
     try:
-        status, text, words = _compile(python, environment.requirements, variables, gently=gently)
+        done = _compile(python, environment.requirements, variables, gently=gently)
     except EnvironmentFailed as error:
         return Lock(problem=error.message)
-    if status:
-        return Lock(problem=f"uv could not create it: {words[-_LAST_WORDS:]}")
-    head = f"# Made with uv from what a node was asked to build, digest {environment.digest}.\n"
-    head += "".join(f"# Not in this file: {pin}: the node's own is used instead\n" for pin in environment.needed)
+    if done.status:
+        return Lock(problem=f"uv could not create it: {done.words[-_LAST_WORDS:]}")
+    left_out = dict.fromkeys(environment.needed, "the node's own is used instead")
+    head = _head("what a node was asked to build", environment.digest, left_out)
     wheels = "".join(_entry(distribution_name(wheel), "", "archive", _archive(wheel)) for wheel in environment.wheels)
-    return _valid(Lock(pylock=head + _joined(text, wheels)))
+    return _valid(Lock(pylock=head + _joined(done.output, wheels)))
 
 
 def _is_asked(distribution: Distribution) -> bool:
@@ -149,15 +150,15 @@ def _is_asked(distribution: Distribution) -> bool:
     return from_index or (distribution.kind is Kind.ARCHIVE and not distribution.sha256)
 
 
-def _compile(python: str, lines: Iterable[str], variables: Mapping[str, str], *, gently: bool) -> tuple[int, str, str]:
-    """Run `uv pip compile`. Returns its exit status, the lock file without the header comment, and its stderr.
+def _compile(python: str, lines: Iterable[str], variables: Mapping[str, str], *, gently: bool) -> Done:
+    """Run `uv pip compile`. The result's output is the lock file without the header comment.
 
     Uses pipes, not files, so that a killed kernel leaves nothing behind.
     """
     command = ["pip", "compile", "-", "--format", "pylock.toml", "--no-deps", "--generate-hashes", "--no-header"]
     command += ["--no-sources", "--python", python, "--quiet"]
     done = call_uv(command, variables, _TIMEOUT_S, stdin="\n".join(lines) + "\n", gently=gently)
-    return done.status, without_url_credentials(done.output), done.words
+    return msgspec.structs.replace(done, output=without_url_credentials(done.output))
 
 
 def _named_in(words: str, pattern: re.Pattern[str]) -> set[str]:
@@ -185,9 +186,9 @@ def _repacked(snapshot: Snapshot, keys: set[str], root: Path) -> tuple[dict[str,
     return wheels, left_out
 
 
-def _head(snapshot: Snapshot, left_out: Mapping[str, str]) -> str:
-    lines = [f"# Made with uv from the packages of {snapshot.executable}, digest {snapshot.digest}."]
-    lines += [f"# Not in this file: {key}: {' '.join(why.split())}" for key, why in sorted(left_out.items())]
+def _head(origin: str, digest: str, left_out: Mapping[str, str]) -> str:
+    lines = [f"# Made with uv from {origin}, digest {digest}."]
+    lines += [f"# Not in this file: {name}: {' '.join(why.split())}" for name, why in left_out.items()]
     return "\n".join(lines) + "\n"
 
 

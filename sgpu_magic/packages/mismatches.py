@@ -14,14 +14,14 @@ import msgspec
 from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
-from sgpu_magic.packages.distributions import Distribution, Snapshot, normalised
+from sgpu_magic.packages.distributions import Distribution, Snapshot, contents_of, normalised
 from sgpu_magic.packages.requirement_files import needed_by
 
 # ---------------------------------------------------------------- metadata of the packages
 
 _CUDA = re.compile(r"^cuda\s*(?::[^=]*)?=\s*['\"]([\d.]+)['\"]", re.MULTILINE)
 _LOCAL_CUDA = re.compile(r"\+cu(\d{2})(\d)")
-# torch's CUDA version can also be told from the CUDA runtime package that it requires
+# torch's CUDA version also follows from the CUDA runtime package that it requires
 _RUNTIMES = ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu13", "nvidia-cuda-runtime-cu12", "nvidia-cuda-runtime-cu11")
 
 
@@ -83,10 +83,7 @@ def _local_cuda(version: str) -> str:
 
 
 def _text(path: Path) -> str:
-    try:
-        return path.read_text("utf-8", errors="replace")
-    except OSError:
-        return ""
+    return contents_of(path).decode(errors="replace")
 
 
 # ---------------------------------------------------------------- mismatches
@@ -95,20 +92,10 @@ def _text(path: Path) -> str:
 # NumPy's issue 26191, "Ecosystem compatibility with numpy 2.0". For each except torch, the version before was observed
 # to break and this one to work
 _FIRST_FOR_NUMPY_2 = {
-    "h5py": "3.11",
-    "matplotlib": "3.8.4",
-    "ml-dtypes": "0.4",
-    "numba": "0.60",
-    "numexpr": "2.10",
-    "opencv-python": "4.10.0.84",
-    "opencv-python-headless": "4.10.0.84",
-    "pandas": "2.2.2",
-    "pyarrow": "16.0",
-    "scikit-learn": "1.4.2",
-    "scipy": "1.13",
-    "shapely": "2.0.4",
-    "torch": "2.3",
-}
+    "h5py": "3.11", "matplotlib": "3.8.4", "ml-dtypes": "0.4", "numba": "0.60", "numexpr": "2.10",
+    "opencv-python": "4.10.0.84", "opencv-python-headless": "4.10.0.84", "pandas": "2.2.2", "pyarrow": "16.0",
+    "scikit-learn": "1.4.2", "scipy": "1.13", "shapely": "2.0.4", "torch": "2.3",
+}  # fmt: skip
 # torchvision's minor version is torch's plus 15: 0.15 belongs to 2.0, 0.22 to 2.7
 _VISION_AHEAD = 15
 # more packages installed twice than this are summed up in one sentence
@@ -157,7 +144,7 @@ def find_left_behind(packages: Packages) -> tuple[Mismatch, ...]:
     """Find packages built for the notebook's torch, which the ranks replace with the node's torch.
 
     Args:
-        packages: The packages sent with the run, and the notebook's torch.
+        packages: The notebook's packages.
     """
     torch = packages.get("torch")
     bound = sorted(name for name in packages if name in _BUILT_FOR_TORCH)
@@ -278,8 +265,12 @@ def _twice(packages: Packages, shadowed: Iterable[Distribution]) -> Iterator[Mis
 
 
 def _version(package: Package | None) -> Version | None:
+    return _parsed(package.version) if package is not None else None
+
+
+def _parsed(version: str) -> Version | None:
     try:
-        return Version(package.version) if package is not None else None
+        return Version(version)
     except InvalidVersion:
         return None
 
@@ -292,27 +283,20 @@ def _older(package: Package, first: str) -> bool:
 
 def _pinned(wants: Requirement) -> Version | None:
     pins = [clause.version for clause in wants.specifier if clause.operator == "=="]
-    try:
-        return Version(pins[0].removesuffix(".*")) if pins else None
-    except InvalidVersion:
-        return None
+    return _parsed(pins[0].removesuffix(".*")) if pins else None
 
 
 # ---------------------------------------------------------------- the NVIDIA driver that a CUDA version needs
 
 # NVIDIA, "CUDA Compatibility", chapter "Minor Version Compatibility", table 1: the oldest driver by CUDA major version
 _OLDEST_DRIVERS = {11: 450, 12: 525, 13: 580}
-_DRIVER_FILE = "/proc/driver/nvidia/version"
+_DRIVER_FILE = Path("/proc/driver/nvidia/version")
 _KERNEL_MODULE = re.compile(r"Kernel Module.*?\s(\d{3,}(?:\.\d+)+)\s")
 
 
 def driver_version() -> str:
     """Return the version of this machine's NVIDIA driver, "" without one. Reads one small file."""
-    try:
-        with open(_DRIVER_FILE, encoding="utf-8", errors="replace") as file:
-            return driver_in(file.read())
-    except OSError:
-        return ""
+    return driver_in(_text(_DRIVER_FILE))
 
 
 def driver_in(text: str) -> str:

@@ -16,12 +16,13 @@ from datetime import date
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from sgpu_magic.config import Settings, private_dir
 from sgpu_magic.errors import UsageError
 from sgpu_magic.files.whole_file import link_or_copy
 from sgpu_magic.packages.distributions import normalised
-from sgpu_magic.wire.attachments import Environment
+from sgpu_magic.wire.attachments import Environment, Wheel
 
 BASE_NAMES = ("4", "ai-4")
 """Names of the base environments."""
@@ -68,20 +69,14 @@ class BaseList(msgspec.Struct, frozen=True):
         """Libraries that can't be installed from an index, version by name."""
         return {**self.system, **self.private}
 
-    @property
-    def exact_pins(self) -> tuple[str, ...]:
-        """Pins of the public libraries in exactly the page's versions."""
-        return tuple(f"{normalised(name)}=={version}" for name, version in self.public.items())
-
     def pins(self, *, allow_build: bool) -> tuple[str, ...]:
         """Return installable pins of the public libraries.
 
         Args:
-            allow_build: Allow building from source; otherwise a version that has a wheel replaces one without.
+            allow_build: Allow building from source: exactly the page's versions. Otherwise a version that has a wheel
+                replaces one without.
         """
-        if allow_build:
-            return self.exact_pins
-        versions = {**self.public, **self.wheels}
+        versions = {**self.public, **({} if allow_build else self.wheels)}
         return tuple(f"{normalised(name)}=={version}" for name, version in versions.items() if version)
 
 
@@ -139,13 +134,15 @@ def save(settings: Settings, name: str, environment: Environment) -> Path:
 
     root = private_dir(saved_path(settings))
     target = root / check_name(name)
-    making = Path(tempfile.mkdtemp(prefix=".saving-", dir=root))
-    try:
-        wheels = tuple(
-            msgspec.structs.replace(wheel, path=str(target / "wheels" / _keep(Path(wheel.path), making / "wheels")))
-            for wheel in environment.wheels
-        )
-        kept = msgspec.structs.replace(environment, label=name, own=False, wheels=wheels)
+    with tempfile.TemporaryDirectory(prefix=".saving-", dir=root, ignore_cleanup_errors=True) as temporary:
+        making = Path(temporary)
+        (making / "wheels").mkdir()
+        wheels: list[Wheel] = []
+        for wheel in environment.wheels:
+            file = Path(wheel.path)
+            link_or_copy(file, making / "wheels" / file.name)
+            wheels.append(replace(wheel, path=str(target / "wheels" / file.name)))
+        kept = replace(environment, label=name, own=False, wheels=tuple(wheels))
         (making / _DESCRIPTION).write_bytes(msgspec.json.encode(kept))
         (making / "requirements.txt").write_text(environment_requirements(kept, None))
         if target.exists():
@@ -154,8 +151,6 @@ def save(settings: Settings, name: str, environment: Environment) -> Path:
             os.rename(target, before)
             shutil.rmtree(before, ignore_errors=True)
         os.rename(making, target)
-    finally:
-        shutil.rmtree(making, ignore_errors=True)
     return target
 
 
@@ -178,11 +173,7 @@ def load(settings: Settings, name: str) -> Environment | None:
 
 def saved_names(settings: Settings) -> list[str]:
     """Return the names of the saved environments, sorted."""
-    try:
-        names = os.listdir(saved_path(settings))
-    except OSError:
-        return []
-    return sorted(name for name in names if (saved_path(settings) / name / _DESCRIPTION).is_file())
+    return sorted(file.parent.name for file in saved_path(settings).glob(f"*/{_DESCRIPTION}"))
 
 
 def remove(settings: Settings, name: str) -> bool:
@@ -191,10 +182,3 @@ def remove(settings: Settings, name: str) -> bool:
         return False
     shutil.rmtree(saved_path(settings) / name)
     return True
-
-
-def _keep(wheel: Path, folder: Path) -> str:
-    """Put a wheel into a folder, as a hard link if possible. Returns its file name."""
-    folder.mkdir(exist_ok=True)
-    link_or_copy(wheel, folder / wheel.name)
-    return wheel.name

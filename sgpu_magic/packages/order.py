@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
 
@@ -30,7 +30,7 @@ from sgpu_magic.packages.distributions import (
 )
 from sgpu_magic.packages.lock import Lock
 from sgpu_magic.packages.named_environments import BASE_NAMES, BaseList, base_list
-from sgpu_magic.packages.requirement_files import name_of, read_file, version_of
+from sgpu_magic.packages.requirement_files import key_of, read_file, version_of
 from sgpu_magic.packages.uv_command import index_variables
 from sgpu_magic.packages.wheels import build_project
 from sgpu_magic.wire.attachments import Environment, Wheel
@@ -107,11 +107,8 @@ def order_of(
             wheels.append(repack(distribution))
         else:
             requirements.append(distribution.pin)
-    parts = [*snapshot.parts, *(f"wheel {wheel.file} {wheel.sha256}" for wheel in wheels)]
     environment = Environment(
-        digest=environment_digest(
-            parts, snapshot.tag, snapshot.platform, torch_mine=torch_mine, allow_build=allow_build
-        ),
+        digest="",
         python=snapshot.python,
         platform=snapshot.platform,
         requirements=tuple(requirements),
@@ -119,10 +116,17 @@ def order_of(
         wheels=tuple(wheels),
         torch_mine=torch_mine,
         allow_build=allow_build,
-        packages=len(requirements) + len(wheels),
         conda=tuple(conda),
     )
-    return Ordered(environment, tuple(notes))
+    parts = [*snapshot.parts, *(f"wheel {wheel.file} {wheel.sha256}" for wheel in wheels)]
+    return Ordered(_described(environment, parts, snapshot.tag), tuple(notes))
+
+
+def _described(environment: Environment, parts: Iterable[str], tag: str) -> Environment:
+    """Return the environment with the digest of these parts (see `environment_digest`) and its number of packages."""
+    options = {"torch_mine": environment.torch_mine, "allow_build": environment.allow_build}
+    digest = environment_digest(parts, tag, environment.platform, **options)
+    return replace(environment, digest=digest, packages=len(environment.requirements) + len(environment.wheels))
 
 
 # ---------------------------------------------------------------- `--env-version`
@@ -149,38 +153,36 @@ def chosen(
     name = env_version or settings.env_version
     if name in ("", NONE):
         return None
+    asked = Environment(digest="", own=False, python=own_python(), torch_mine=torch_mine, allow_build=allow_build)
     if name in BASE_NAMES:
-        return _from_base(base_list(name), torch_mine, allow_build)
-    path = Path(name)
-    with contextlib.suppress(RuntimeError):
-        # there is no such home directory
-        path = path.expanduser()
+        return _from_base(base_list(name), asked)
+    path = Path(os.path.expanduser(name))
     if not os.path.isfile(path):
         kept = named_environments.load(settings, name)
         if kept is None:
             raise UsageError(_unknown(settings, name))
-        return _from_saved(kept, torch_mine, allow_build)
-    return _from_file(settings, path, torch_mine, allow_build)
+        return _from_saved(kept, asked)
+    return _from_file(settings, path, asked)
 
 
-def _from_base(base: BaseList, torch_mine: bool, allow_build: bool) -> Ordered:
+def _from_base(base: BaseList, asked: Environment) -> Ordered:
     _check_python(base.title, base.python_minor, "")
-    made = _environment(base.name, base.pins(allow_build=allow_build), torch_mine, allow_build)
-    left_out = sorted({**base.left_out, **({} if allow_build else {n: v for n, v in base.wheels.items() if not v})})
-    other = {name: version for name, version in base.wheels.items() if version and not allow_build}
+    made = _completed(replace(asked, label=base.name), base.pins(allow_build=asked.allow_build))
+    replaced: Mapping[str, str] = {} if asked.allow_build else base.wheels
+    left_out = sorted({*base.left_out, *(name for name, version in replaced.items() if not version)})
     notes = [f"left out of environment {base.name}, as no package index has them for this Python: {some_of(left_out)}"]
+    other = [f"{name} {version} for {base.public[name]}" for name, version in sorted(replaced.items()) if version]
     if other:
-        pairs = ", ".join(f"{name} {version} for {base.public[name]}" for name, version in sorted(other.items()))
-        notes.append(f"environment {base.name} has versions that need no build: {pairs}")
+        notes.append(f"environment {base.name} has versions that need no build: {', '.join(other)}")
     return Ordered(made.environment, (*notes, *made.notes))
 
 
-def _from_file(settings: Settings, path: Path, torch_mine: bool, allow_build: bool) -> Ordered:
+def _from_file(settings: Settings, path: Path, asked: Environment) -> Ordered:
     found = read_file(path)
     _check_python(str(path), found.python, "")
-    local = [(name, there) for name, there in found.local if not is_from_node(name, torch_mine=torch_mine)]
+    local = [(name, there) for name, there in found.local if not is_from_node(name, torch_mine=asked.torch_mine)]
     wheels = tuple(_wheel(settings, name, there) for name, there in local)
-    return _environment(path.name, found.lines, torch_mine, allow_build, resolve=found.resolve, wheels=wheels)
+    return _completed(replace(asked, label=path.name, resolve=found.resolve, wheels=wheels), found.lines)
 
 
 def _wheel(settings: Settings, name: str, there: Path) -> Wheel:
@@ -191,78 +193,48 @@ def _wheel(settings: Settings, name: str, there: Path) -> Wheel:
     return build_project(project, settings.state_path / "wheels", index_variables(settings.index_url))
 
 
-def _from_saved(kept: Environment, torch_mine: bool, allow_build: bool) -> Ordered:
+def _from_saved(kept: Environment, asked: Environment) -> Ordered:
     _check_python(f"the saved environment {kept.label}", kept.python, "save it again from there, or ")
-    missing = [wheel.file for wheel in kept.wheels if not Path(wheel.path).is_file()]
+    missing = [wheel for wheel in kept.wheels if not Path(wheel.path).is_file()]
     if missing:
         raise EnvironmentFailed(
-            f"the saved environment {kept.label} no longer has its wheel {missing[0]} ({kept.wheels[0].path}). Save it "
-            "again with %sgpu_env save."
+            f"the saved environment {kept.label} no longer has its wheel {missing[0].file} ({missing[0].path}). Save "
+            "it again with %sgpu_env save."
         )
     lines = kept.requirements
-    if torch_mine:
-        lines += tuple(pin for pin in kept.needed if normalised(name_of(pin)) != SGPU_MAGIC)
-    made = _environment(kept.label, lines, torch_mine, allow_build, wheels=kept.wheels, platform=kept.platform)
-    return Ordered(replace(made.environment, conda=kept.conda), made.notes)
+    if asked.torch_mine:
+        lines += tuple(pin for pin in kept.needed if key_of(pin) != SGPU_MAGIC)
+    fields = {"label": kept.label, "wheels": kept.wheels, "platform": kept.platform, "conda": kept.conda}
+    return _completed(replace(asked, **fields), lines)
 
 
-def _environment(
-    label: str,
-    lines: tuple[str, ...],
-    torch_mine: bool,
-    allow_build: bool,
-    *,
-    resolve: bool = False,
-    wheels: tuple[Wheel, ...] = (),
-    platform: str = "",
-) -> Ordered:
-    """Describe the environment of these requirements, without the packages that a node provides."""
+def _completed(asked: Environment, lines: tuple[str, ...]) -> Ordered:
+    """Add these requirements to the environment, without the packages that a node provides."""
     requirements: list[str] = []
     needed: list[str] = []
     notes: list[str] = []
     bounds = _bounds()
     for line in lines:
-        name, version = normalised(name_of(line)), version_of(line)
-        if is_from_node(name, torch_mine=torch_mine):
+        name, version = key_of(line), version_of(line)
+        if is_from_node(name, torch_mine=asked.torch_mine):
             needed.append(line.partition(" --hash")[0])
         elif version and name in bounds and not bounds[name].specifier.contains(version, prereleases=True):
             needed.append(f"{name}=={version}")
             notes.append(f"{name} {version} is too old for sgpu-magic, which needs {bounds[name]}: the node's is used")
         else:
             requirements.append(line)
-    digest = environment_digest(
-        [*requirements, f"{resolve=}", *(wheel.sha256 for wheel in wheels)],
-        f"cp{own_python().replace('.', '')}",
-        platform,
-        torch_mine=torch_mine,
-        allow_build=allow_build,
-    )
-    environment = Environment(
-        digest=digest,
-        label=label,
-        own=False,
-        python=own_python(),
-        platform=platform,
-        requirements=tuple(requirements),
-        needed=tuple(needed),
-        resolve=resolve,
-        wheels=wheels,
-        torch_mine=torch_mine,
-        allow_build=allow_build,
-        packages=len(requirements) + len(wheels),
-    )
-    return Ordered(environment, tuple(notes))
+    parts = [*requirements, f"resolve={asked.resolve}", *(wheel.sha256 for wheel in asked.wheels)]
+    environment = replace(asked, requirements=tuple(requirements), needed=tuple(needed))
+    return Ordered(_described(environment, parts, f"cp{own_python().replace('.', '')}"), tuple(notes))
 
 
 def _bounds() -> dict[str, Requirement]:
     """Return sgpu-magic's requirements on a rank, by name."""
-    try:
-        lines = metadata.requires(SGPU_MAGIC) or []
-    except metadata.PackageNotFoundError:
-        # run from its source tree, without metadata
-        return {}
-    found = (Requirement(line) for line in lines if "extra ==" not in line)
-    return {normalised(one.name): one for one in found if normalised(one.name) in _RANKS_NEED}
+    # run from its source tree it has no metadata
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        found = (Requirement(line) for line in metadata.requires(SGPU_MAGIC) or [] if "extra ==" not in line)
+        return {normalised(one.name): one for one in found if normalised(one.name) in _RANKS_NEED}
+    return {}
 
 
 def _check_python(what: str, python: str, first: str) -> None:

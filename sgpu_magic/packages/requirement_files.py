@@ -27,10 +27,9 @@ from packaging.pylock import (
     is_valid_pylock_path,
 )
 from packaging.requirements import InvalidRequirement, Requirement
-from packaging.specifiers import SpecifierSet
 
 from sgpu_magic.errors import EnvironmentFailed, UsageError
-from sgpu_magic.packages.distributions import Distribution, Kind, Snapshot, distribution_name
+from sgpu_magic.packages.distributions import Distribution, Kind, Snapshot, contents_of, distribution_name, normalised
 from sgpu_magic.packages.secrets import without_url_credentials
 from sgpu_magic.wire.attachments import Environment
 
@@ -87,7 +86,7 @@ def read_file(path: Path) -> Requirements:
     header = _HEADER.match(text)
     found = [line for line in lines if _LOCAL not in line]
     exact = all(_HASH.search(line) and "==" in line for line in found)
-    # one written by sgpu-magic says so, and has no hashes
+    # a file written by sgpu-magic is marked as complete and has no hashes
     is_complete = header is not None and _COMPLETE in "".join(text.splitlines(keepends=True)[:_HEAD_LINES])
     return Requirements(
         tuple(found),
@@ -111,6 +110,11 @@ def name_of(line: str) -> str:
     return found[0] if found is not None else ""
 
 
+def key_of(line: str) -> str:
+    """Return the normalised name in a requirement."""
+    return normalised(name_of(line))
+
+
 def version_of(line: str) -> str:
     """Return the version that a requirement pins, "" if it pins none."""
     try:
@@ -127,12 +131,9 @@ def needed_by(info: Path) -> Iterator[Requirement]:
     Args:
         info: Its `.dist-info` directory.
     """
-    try:
-        # the head ends at the first empty line; the description after it may be long
-        head = (info / "METADATA").read_text("utf-8", errors="replace").partition("\n\n")[0]
-    except OSError:
-        return
-    for line in head.splitlines():
+    text = contents_of(info / "METADATA").decode(errors="replace")
+    # the head ends at the first empty line; the description after it may be long
+    for line in re.split(r"\r?\n\r?\n", text, maxsplit=1)[0].splitlines():
         if line.startswith("Requires-Dist:") and "extra ==" not in line and "extra==" not in line:
             with contextlib.suppress(InvalidRequirement):
                 requirement = Requirement(line.removeprefix("Requires-Dist:").strip())
@@ -196,7 +197,13 @@ def _read_pylock(path: Path) -> Requirements:
         lock = Pylock.from_dict(tomllib.loads(path.read_text("utf-8")))
     except (tomllib.TOMLDecodeError, PylockValidationError) as error:
         raise UsageError(f"{path} is not a valid pylock.toml: {error}.") from error
-    _check_python(path, lock.requires_python)
+    here = ".".join(map(str, sys.version_info[:3]))
+    allowed = lock.requires_python
+    if allowed is not None and not allowed.contains(here, prereleases=True):
+        raise EnvironmentFailed(
+            f"{path} is for Python {allowed}, and the notebook runs {here}. What the notebook sends loads only in "
+            "the same minor version: lock it again for this Python, or start the notebook with the other."
+        )
     try:
         chosen = [(package, source) for package, source in lock.select()]
     except PylockSelectError as error:
@@ -205,15 +212,6 @@ def _read_pylock(path: Path) -> Requirements:
             f"{sys.platform}): {error}. Lock it again for this Python."
         ) from error
     return Requirements(tuple(_locked_line(path, package, source) for package, source in chosen), resolve=False)
-
-
-def _check_python(path: Path, allowed: SpecifierSet | None) -> None:
-    here = ".".join(map(str, sys.version_info[:3]))
-    if allowed is not None and not allowed.contains(here, prereleases=True):
-        raise EnvironmentFailed(
-            f"{path} is for Python {allowed}, and the notebook runs {here}. What the notebook sends loads only in "
-            "the same minor version: lock it again for this Python, or start the notebook with the other."
-        )
 
 
 def _locked_line(path: Path, package: Package, source: object) -> str:
@@ -272,10 +270,8 @@ def environment_requirements(environment: Environment, lock: Lock | None) -> str
         _about_lock(lock),
         *environment.requirements,
     ]
-    lines += [
-        f"{distribution_name(wheel)} @ {Path(wheel.path).as_uri()}  # sha256 {wheel.sha256}"
-        for wheel in environment.wheels
-    ]
+    for wheel in environment.wheels:
+        lines.append(f"{distribution_name(wheel)} @ {Path(wheel.path).as_uri()}  # sha256 {wheel.sha256}")
     lines += [f"# {pin}  (the node's own is used instead)" for pin in environment.needed]
     return "\n".join(lines) + "\n"
 
@@ -301,10 +297,9 @@ def _line(distribution: Distribution, lock: Lock | None) -> str:
             return f"{key} @ {distribution.url}  # {distribution.version}, in no package index"
         case Kind.CONDA:
             return f"{pin}  # installed by conda"
-        case Kind.SYSTEM if is_unpublished:
-            return f"# {pin}  the operating system's, in no package index"
         case Kind.SYSTEM:
-            return f"{pin}  # the operating system's"
+            system = "the operating system's"
+            return f"# {pin}  {system}, in no package index" if is_unpublished else f"{pin}  # {system}"
         case _:
             pass
     if wheel is not None:

@@ -124,9 +124,7 @@ class Blanker:
     """
 
     def __init__(self, secrets: Iterable[str] = ()) -> None:
-        forms: set[str] = set()
-        for secret in secrets:
-            forms.update(_written_forms(secret))
+        forms = {form for secret in secrets for form in _written_forms(secret)}
         # longest first: one may contain another
         self._forms = sorted(forms, key=len, reverse=True)
         # cells are often run again

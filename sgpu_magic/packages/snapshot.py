@@ -5,6 +5,7 @@ Also the differences between two snapshots, and packages of which a kernel has l
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import sysconfig
@@ -12,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 
 from sgpu_magic.packages.distributions import (
@@ -58,9 +60,6 @@ def take_snapshot() -> Snapshot:
     Returns the cached object, within microseconds, while `sys.path` and the modification times of the site directories
     are unchanged: every installer adds or removes a directory there. Otherwise takes about 20 ms for 100 distributions.
     """
-    snapshot = kept_snapshot()
-    if snapshot is not None:
-        return snapshot
     global _kept, _first
     with _lock:
         snapshot = kept_snapshot()
@@ -93,7 +92,8 @@ def read_snapshot(path: list[str]) -> Snapshot:
     shadowed: list[Distribution] = []
     conda_names = _conda_names()
     for entry in _entries(path):
-        for distribution in sorted(_in_entry(entry, conda_names), key=_preference):
+        there = (read_distribution(f"{entry}/{name}", entry, conda_names) for name in _infos(entry))
+        for distribution in sorted(filter(None, there), key=_preference):
             before = first.setdefault(distribution.key, distribution)
             if before is not distribution:
                 shadowed.append(distribution)
@@ -128,10 +128,9 @@ def _others(path: list[str]) -> frozenset[str]:
 
 def current_directory() -> str:
     """Return this process's working directory, "" if it was removed."""
-    try:
+    with contextlib.suppress(FileNotFoundError):
         return os.getcwd()
-    except FileNotFoundError:
-        return ""
+    return ""
 
 
 def _changed_ns(folder: str) -> int:
@@ -158,20 +157,11 @@ def _entries(path: list[str]) -> Iterator[str]:
             yield real
 
 
-def _in_entry(entry: str, conda_names: dict[str, str]) -> Iterator[Distribution]:
-    for name in _infos(entry):
-        found = read_distribution(f"{entry}/{name}", entry, conda_names)
-        if found is not None:
-            yield found
-
-
 def _infos(entry: str) -> list[str]:
-    try:
-        names = os.listdir(entry)
-    except OSError:
-        return []
-    # pip prefixes a directory with a tilde before it removes it
-    return [name for name in names if name.endswith((".dist-info", ".egg-info")) and not name.startswith("~")]
+    with contextlib.suppress(OSError):
+        # pip prefixes a directory with a tilde before it removes it
+        return [name for name in os.listdir(entry) if name.endswith((".dist-info", ".egg-info")) and name[0] != "~"]
+    return []
 
 
 def _preference(distribution: Distribution) -> tuple[bool, bool, str]:
@@ -181,11 +171,7 @@ def _preference(distribution: Distribution) -> tuple[bool, bool, str]:
 
 def _conda_names() -> dict[str, str]:
     """Return versions of conda's packages by name, from file names such as `numpy-1.26.4-py311h64a7726_0.json`."""
-    try:
-        files = os.listdir(f"{sys.prefix}/conda-meta")
-    except OSError:
-        return {}
-    parts = (name.removesuffix(".json").rsplit("-", 2) for name in files if name.endswith(".json"))
+    parts = (file.stem.rsplit("-", 2) for file in Path(sys.prefix, "conda-meta").glob("*.json"))
     return {normalised(part[0]): part[1] for part in parts if len(part) == 3}
 
 
@@ -269,7 +255,7 @@ def stale_modules(
     found: dict[str, Stale] = {}
     after = versions(now)
     for distribution in now.distributions:
-        if _installed_at(distribution) > started_at:
+        if _changed_ns(distribution.location) > started_at * 1e9:
             loaded = loaded_version(distribution.module_names, modules)
             if loaded and loaded != distribution.version:
                 found[distribution.key] = Stale(distribution.key, loaded, distribution.version)
@@ -290,15 +276,8 @@ def process_began_at() -> float:
     return psutil.Process().create_time()
 
 
-def _installed_at(distribution: Distribution) -> float:
-    try:
-        return os.stat(distribution.location).st_mtime
-    except OSError:
-        return 0.0
-
-
 def loaded_version(names: Iterable[str], modules: Mapping[str, ModuleType]) -> str:
-    """Return the version that the first loaded module with one tells, "" if none does."""
+    """Return the version of the first loaded module that has one, "" if none does."""
     for name in names:
         # an entry may be None, which forbids its import; and asking a lazy module for the version may import something
         version = getattr(modules.get(name), "__dict__", {}).get("__version__")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from sgpu_magic.errors import EnvironmentFailed, SerializationError
-from sgpu_magic.packages.distributions import Snapshot, distribution_name, is_from_node, normalised
+from sgpu_magic.packages.distributions import Snapshot, contents_of, distribution_name, is_from_node, normalised
 from sgpu_magic.packages.secrets import find_secrets
 from sgpu_magic.packages.snapshot import take_snapshot
 from sgpu_magic.wire.attachments import Environment
@@ -61,10 +61,8 @@ _SET_BY_IPYKERNEL = {
 }  # fmt: skip
 # variables of libraries with these endings hold paths on the kernel's machine
 _DIRECTORY_ENDS = ("_HOME", "_DIR", "_CACHE", "_PATH", "_ROOT", "_FOLDER", "_FILE", "_CONFIG", "_LOCATION", "_BUNDLE")
-_ABSOLUTE = re.compile(r"(/|~)")
-_HAS_PROC = os.path.exists("/proc/self/environ")
-# the variables when the extension was loaded, for systems without /proc/self/environ
-_AT_LOAD: dict[str, str] = {} if _HAS_PROC else dict(os.environ)
+# the variables when the extension was loaded, for processes whose /proc/self/environ can't be used
+_AT_LOAD = dict(os.environ)
 
 
 class Travelling(msgspec.Struct, frozen=True):
@@ -96,15 +94,13 @@ def travelling(
             notebook. Default: `start_variables()`.
     """
     before = start_variables() if started_with is None else started_with
-    named, beginnings = _read(chosen)
-    known = frozenset(given)
+    named = set(re.split(r"[,\s]+", chosen))
+    beginnings = tuple(name.rstrip("*") for name in named if name.endswith(("*", "_")))
+    named.update(given)
     values = {
         name: value
         for name, value in environ.items()
-        if name in known
-        or name in named
-        or name.startswith(beginnings)
-        or (not _is_place(name) and (_is_allowed(name, value) or _was_set(name, value, before)))
+        if name in named or name.startswith(beginnings) or _travels(name, value, before)
     }
     return Travelling(values, find_secrets(values))
 
@@ -112,38 +108,20 @@ def travelling(
 @functools.cache
 def start_variables() -> Mapping[str, str]:
     """Return the variables that this process was started with."""
-    if not _HAS_PROC:
-        return _AT_LOAD
-    try:
-        with open("/proc/self/environ", "rb") as file:
-            entries = file.read().split(b"\0")
-    except OSError:
-        return dict(os.environ)
+    entries = contents_of("/proc/self/environ").split(b"\0")
     found = dict(os.fsdecode(entry).split("=", 1) for entry in entries if b"=" in entry)
     # a program that sets its process title overwrites this memory
-    return found if found.keys() & {"PATH", "HOME", "LANG"} else dict(os.environ)
+    return found if found.keys() & {"PATH", "HOME", "LANG"} else _AT_LOAD
 
 
-def _is_place(name: str) -> bool:
-    return name in _PLACE or name.startswith(_PLACE_PREFIXES)
-
-
-def _is_allowed(name: str, value: str) -> bool:
-    if name.lower() in _PROXIES:
-        return True
-    if not name.startswith(_TRAVEL):
+def _travels(name: str, value: str, before: Mapping[str, str]) -> bool:
+    """Whether a variable that the user has not named is sent."""
+    if name in _PLACE or name.startswith(_PLACE_PREFIXES):
         return False
-    return not (name.endswith(_DIRECTORY_ENDS) and _ABSOLUTE.match(value))
-
-
-def _was_set(name: str, value: str, before: Mapping[str, str]) -> bool:
-    return before.get(name) != value and _SET_BY_IPYKERNEL.get(name) != value
-
-
-def _read(chosen: str) -> tuple[frozenset[str], tuple[str, ...]]:
-    words = [word for word in re.split(r"[,\s]+", chosen) if word]
-    beginnings = tuple(word.rstrip("*") for word in words if word.endswith(("*", "_")))
-    return frozenset(words), beginnings
+    if name.lower() in _PROXIES or value not in (before.get(name), _SET_BY_IPYKERNEL.get(name)):
+        return True
+    is_path = name.endswith(_DIRECTORY_ENDS) and value.startswith(("/", "~"))
+    return name.startswith(_TRAVEL) and not is_path
 
 
 # ---------------------------------------------------------------- packages that break together
@@ -165,22 +143,18 @@ def check_before_travel(environment: Environment, snapshot: Snapshot | None = No
     """
     # `packaging` takes 20 ms to import, too long for loading the magics
     from sgpu_magic.packages.mismatches import find_left_behind, find_mismatches, packages_of, packages_of_pins
-    from sgpu_magic.packages.requirement_files import name_of, version_of
+    from sgpu_magic.packages.requirement_files import key_of, version_of
 
     if snapshot is not None:
         everything = packages_of(snapshot)
-        sent = {
-            name: package
-            for name, package in everything.items()
-            if not is_from_node(name, torch_mine=environment.torch_mine)
-        }
-        found = [*find_mismatches(sent, driver=driver if environment.torch_mine else "")]
-        if not environment.torch_mine:
-            found += find_left_behind({**sent, **{k: v for k, v in everything.items() if k == "torch"}})
+        mine = environment.torch_mine
+        sent = {name: package for name, package in everything.items() if not is_from_node(name, torch_mine=mine)}
+        found = find_mismatches(sent, driver=driver if mine else "")
+        found += () if mine else find_left_behind(everything)
     else:
-        pins = {normalised(name_of(line)): version_of(line) for line in environment.requirements}
+        pins = {key_of(line): version_of(line) for line in environment.requirements}
         sent = packages_of_pins({name: version for name, version in pins.items() if version})
-        found = [*find_mismatches(sent, driver=driver)]
+        found = find_mismatches(sent, driver=driver)
     sure = [mismatch for mismatch in found if mismatch.sure]
     if sure:
         raise EnvironmentFailed(_refusal(environment, sure))
@@ -198,12 +172,12 @@ def _refusal(environment: Environment, sure: list[Mismatch]) -> str:
 _lock = threading.Lock()
 _looked_at = ""
 _told: set[str] = set()
-_news: tuple[str, ...] = ()
+_found: tuple[str, ...] = ()
 
 
 def look_for_mismatches(snapshot: Snapshot) -> None:
     """Check a snapshot for mismatches, once for each. Takes about 50 ms for 100 packages: call it in the background."""
-    global _looked_at, _news
+    global _looked_at, _found
     if snapshot.digest == _looked_at:
         return
     # not needed by `mismatch_news`
@@ -211,18 +185,13 @@ def look_for_mismatches(snapshot: Snapshot) -> None:
 
     # packages installed twice are only listed by %sgpu_env: many Pythons have dozens
     found = find_mismatches(packages_of(snapshot), driver=driver_version())
-    with _lock:
-        _looked_at = snapshot.digest
-        _news = tuple(mismatch.sentence for mismatch in found if mismatch.sentence not in _told)
+    _looked_at, _found = snapshot.digest, tuple(mismatch.sentence for mismatch in found)
 
 
 def mismatch_news() -> tuple[str, ...]:
     """Return the mismatches that were found and not yet reported. Never blocks."""
-    global _news
-    if not _news:
-        return ()
     with _lock:
-        new, _news = _news, ()
+        new = tuple(sentence for sentence in _found if sentence not in _told)
         _told.update(new)
     return new
 
@@ -273,11 +242,11 @@ def _names_in(environment: Environment) -> frozenset[str]:
     """Return the ranks' packages, including those of a node's base layer that this Python has too."""
     # `packaging` takes 20 ms to import
     from sgpu_magic.packages.node.base_layer import base_layer
-    from sgpu_magic.packages.requirement_files import name_of
+    from sgpu_magic.packages.requirement_files import key_of
 
-    needed = [normalised(name_of(line)) for line in environment.needed]
-    lines = [normalised(name_of(line)) for line in environment.requirements]
-    return frozenset({*base_layer(further=needed), *needed, *lines, *map(distribution_name, environment.wheels)})
+    needed = list(map(key_of, environment.needed))
+    wheels = map(distribution_name, environment.wheels)
+    return frozenset({*base_layer(further=needed), *needed, *map(key_of, environment.requirements), *wheels})
 
 
 @functools.lru_cache(maxsize=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import contextlib
 import os
 import re
 import shutil
@@ -19,7 +20,7 @@ from sgpu_magic.errors import EnvironmentFailed
 from sgpu_magic.packages.secrets import without_url_credentials
 from sgpu_magic.system import processes
 
-# keep messages to a paragraph: the beginning of a resolver's error says what is wrong
+# keep messages to a paragraph: the beginning of a resolver's error states the cause
 _MOST_CHARACTERS = 1200
 _KEPT_LINES = 200
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -102,11 +103,9 @@ def run_uv(
             # also on an interrupt: leaving the block waits for uv, which may take minutes
             uv.kill()
             raise
-    if uv.returncode:
+    if code := uv.returncode:
         text = "\n".join(said)
-        how = (
-            f"it was killed by signal {-uv.returncode}" if uv.returncode < 0 else f"it exited with code {uv.returncode}"
-        )
+        how = f"it was killed by signal {-code}" if code < 0 else f"it exited with code {code}"
         raise UvFailed(last_words(text) or how, text)
     return output
 
@@ -122,10 +121,7 @@ def last_words(text: str) -> str:
 
 
 def _talk(
-    uv: subprocess.Popen[str],
-    stdin: str,
-    heard: Callable[[str], None] | None,
-    meanwhile: Callable[[], None] | None,
+    uv: subprocess.Popen[str], stdin: str, heard: Callable[[str], None] | None, meanwhile: Callable[[], None] | None
 ) -> tuple[list[str], str]:
     """Write uv's input and read both of its outputs to the end. Returns the lines of stderr, and stdout."""
     if heard is None:
@@ -133,11 +129,9 @@ def _talk(
         return errors.splitlines(), output
     if uv.stdin is None or uv.stderr is None or uv.stdout is None:
         raise OSError("uv was started without pipes")
-    try:
+    with contextlib.suppress(BrokenPipeError):
         uv.stdin.write(stdin)
         uv.stdin.close()
-    except BrokenPipeError:
-        pass
     if meanwhile is not None:
         meanwhile()
     said: list[str] = []
@@ -151,11 +145,13 @@ def _talk(
 
 # ---------------------------------------------------------------- package index
 
-# any of these configures uv's index
-_UV_INDEXES = ("UV_INDEX_URL", "UV_DEFAULT_INDEX", "UV_INDEX", "UV_EXTRA_INDEX_URL", "UV_FIND_LINKS")
+# any of these configures uv's index, or all of uv
+_UV_CONFIGURED = (
+    "UV_INDEX_URL", "UV_DEFAULT_INDEX", "UV_INDEX", "UV_EXTRA_INDEX_URL", "UV_FIND_LINKS", "UV_CONFIG_FILE",
+)  # fmt: skip
 
 
-def index_variables(index_url: str, environ: Mapping[str, str] | None = None) -> dict[str, str]:
+def index_variables(index_url: str, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the variables that configure uv's package index. They may contain credentials.
 
     uv does not read pip's configuration, so pip's indexes are passed on where uv has no configuration of its own. With
@@ -165,10 +161,10 @@ def index_variables(index_url: str, environ: Mapping[str, str] | None = None) ->
         index_url: The setting `index_url`.
         environ: The other variables of the uv process. Default: this process's.
     """
-    environ = os.environ if environ is None else environ
     if index_url:
         return {"UV_DEFAULT_INDEX": index_url, "UV_INDEX_URL": index_url}
-    if any(environ.get(name) for name in _UV_INDEXES) or _has_uv_configuration(environ):
+    folders = (user_config_path("uv", appauthor=False), site_config_path("uv", appauthor=False), Path("/etc/uv"))
+    if any(map(environ.get, _UV_CONFIGURED)) or any((folder / "uv.toml").is_file() for folder in folders):
         return {}
     pip = _pip_configuration(environ)
     found: dict[str, str] = {}
@@ -180,13 +176,6 @@ def index_variables(index_url: str, environ: Mapping[str, str] | None = None) ->
     if pip.get("find-links"):
         found["UV_FIND_LINKS"] = ",".join(pip["find-links"].split())
     return found
-
-
-def _has_uv_configuration(environ: Mapping[str, str]) -> bool:
-    if environ.get("UV_CONFIG_FILE"):
-        return True
-    folders = (user_config_path("uv", appauthor=False), site_config_path("uv", appauthor=False), Path("/etc/uv"))
-    return any((folder / "uv.toml").is_file() for folder in folders)
 
 
 def _pip_configuration(environ: Mapping[str, str]) -> dict[str, str]:
@@ -204,14 +193,12 @@ def _pip_configuration(environ: Mapping[str, str]) -> dict[str, str]:
     found: dict[str, str] = {}
     for file in files:
         parser = configparser.RawConfigParser()
-        try:
+        # pip itself reports a broken file
+        with contextlib.suppress(OSError, configparser.Error, UnicodeDecodeError):
             parser.read(file)
-        except (OSError, configparser.Error, UnicodeDecodeError):
-            # pip itself reports a broken file
-            continue
-        for section in ("global", "install"):
-            if parser.has_section(section):
-                found.update(parser.items(section))
+            for section in ("global", "install"):
+                if parser.has_section(section):
+                    found.update(parser[section])
     for name in ("index-url", "extra-index-url", "find-links"):
         value = environ.get(f"PIP_{name.replace('-', '_').upper()}")
         if value:

@@ -6,25 +6,27 @@ Each is made once and cached by the content that it was made from.
 from __future__ import annotations
 
 import base64
-import configparser
 import contextlib
 import csv
+import functools
 import hashlib
 import io
 import os
+import re
 import shutil
 import stat
 import sys
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
+from importlib import metadata
 from pathlib import Path
 
 from sgpu_magic.config import private_dir
 from sgpu_magic.errors import EnvironmentFailed
 from sgpu_magic.files.whole_file import sha256_of
-from sgpu_magic.packages.code_files import archive_entry, walk
-from sgpu_magic.packages.distributions import INSTALLERS_OWN, Distribution, has_project_file
+from sgpu_magic.packages.code_files import TreeFile, archive_entry, walk
+from sgpu_magic.packages.distributions import INSTALLERS_OWN, Distribution, has_project_file, record_of
 from sgpu_magic.packages.uv_command import call_uv
 from sgpu_magic.wire.attachments import Wheel
 
@@ -47,21 +49,18 @@ def kept_wheel(root: Path, key: str, make: Callable[[Path], Path]) -> Wheel:
     if found is not None:
         return found
     private_dir(root)
-    temporary = Path(tempfile.mkdtemp(prefix=".making-", dir=root))
-    try:
-        wheel = make(temporary)
-        for entry in temporary.iterdir():
+    with tempfile.TemporaryDirectory(prefix=".making-", dir=root, ignore_cleanup_errors=True) as temporary:
+        wheel = make(Path(temporary))
+        for entry in Path(temporary).iterdir():
             if entry != wheel:
                 entry.unlink()
-        (temporary / _SHA256).write_text(sha256_of(wheel))
+        Path(temporary, _SHA256).write_text(sha256_of(wheel))
         try:
             os.rename(temporary, folder)
         except OSError:
             # another kernel was faster
             if _wheel_in(folder) is None:
                 raise
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
     made = _wheel_in(folder)
     if made is None:
         raise FileNotFoundError(f"the wheel in {folder} is gone")
@@ -69,15 +68,13 @@ def kept_wheel(root: Path, key: str, make: Callable[[Path], Path]) -> Wheel:
 
 
 def _wheel_in(folder: Path) -> Wheel | None:
-    try:
+    with contextlib.suppress(OSError, StopIteration):
         file = next(folder.glob("*.whl"))
         sha256 = (folder / _SHA256).read_text()
-        size = file.stat().st_size
         # mark it as used: wheels unused for long are removed
         os.utime(folder)
-    except (OSError, StopIteration):
-        return None
-    return Wheel(file=file.name, sha256=sha256, size=size, path=str(file))
+        return Wheel(file=file.name, sha256=sha256, size=file.stat().st_size, path=str(file))
+    return None
 
 
 def remove_old_wheels(root: Path, before: float) -> None:
@@ -87,13 +84,10 @@ def remove_old_wheels(root: Path, before: float) -> None:
         root: Directory of cached wheels.
         before: Wall-clock time.
     """
-    try:
-        folders = [entry for entry in os.scandir(root) if entry.is_dir(follow_symlinks=False)]
-        old = [entry.path for entry in folders if entry.stat().st_mtime < before]
-    except OSError:
-        return
-    for path in old:
-        shutil.rmtree(path, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        for entry in list(os.scandir(root)):
+            if entry.is_dir(follow_symlinks=False) and entry.stat().st_mtime < before:
+                shutil.rmtree(entry.path, ignore_errors=True)
 
 
 # ---------------------------------------------------------------- from installed packages
@@ -101,6 +95,7 @@ def remove_old_wheels(root: Path, before: float) -> None:
 # Installed files go back to their places in a wheel: scripts to `.data/scripts`, other files outside the site directory
 # to `.data/data`. The same installation always gives the same bytes.
 _COMPRESSION = 5
+_TAG = re.compile(r"^tag\s*:\s*([^\s-]+)-([^\s-]+)-(\S+)\s*$", re.IGNORECASE | re.MULTILINE)
 
 
 def repack(distribution: Distribution, root: Path) -> Wheel:
@@ -131,15 +126,9 @@ def repack(distribution: Distribution, root: Path) -> Wheel:
 
 def installed_bytes(distribution: Distribution) -> int:
     """Return the total size of a distribution's files according to its `RECORD`."""
-    total = 0
-    with (
-        contextlib.suppress(OSError),
-        open(Path(distribution.location) / "RECORD", newline="", encoding="utf-8") as record,
-    ):
-        for row in csv.reader(record):
-            if len(row) > 2 and row[2].isdigit():
-                total += int(row[2])
-    return total
+    with contextlib.suppress(OSError):
+        return sum(int(row[2]) for row in record_of(distribution.location) if len(row) > 2 and row[2].isdigit())
+    return 0
 
 
 def _write_wheel(info: Path, folder: Path) -> Path:
@@ -156,7 +145,8 @@ def _write_wheel(info: Path, folder: Path) -> Path:
             if name.startswith(f"{stem}.data/scripts/"):
                 data = _with_plain_shebang(data)
             wheel.writestr(archive_entry(name, executable=bool(path.stat().st_mode & stat.S_IXUSR)), data)
-            rows.writerow((name, f"sha256={_record_hash(data)}", len(data)))
+            digest = base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+            rows.writerow((name, f"sha256={digest}", len(data)))
         rows.writerow((f"{info.name}/RECORD", "", ""))
         wheel.writestr(archive_entry(f"{info.name}/RECORD"), record.getvalue())
     return file
@@ -165,48 +155,28 @@ def _write_wheel(info: Path, folder: Path) -> Path:
 def _members(info: Path, stem: str) -> dict[str, Path]:
     """Return the files of the wheel, path on disk by name in the wheel."""
     site = info.parent
-    generated = _generated_programs(info)
+    programs = metadata.Distribution.at(info).entry_points
+    # installers generate these scripts
+    generated = {program.name for program in programs if program.group in ("console_scripts", "gui_scripts")}
     members: dict[str, Path] = {}
-    with open(info / "RECORD", newline="", encoding="utf-8") as record:
-        for row in csv.reader(record):
-            if not row or row[0].endswith(".pyc"):
-                continue
-            path = Path(os.path.normpath(site / row[0]))
-            if path.parent == info and path.name in INSTALLERS_OWN:
-                continue
-            if path.is_relative_to(site):
-                members[path.relative_to(site).as_posix()] = path
-            elif path.parent.name in ("bin", "Scripts"):
-                if path.name not in generated:
-                    members[f"{stem}.data/scripts/{path.name}"] = path
-            elif path.is_relative_to(sys.prefix):
-                members[f"{stem}.data/data/{path.relative_to(sys.prefix).as_posix()}"] = path
+    for name, *_ in record_of(info):
+        path = Path(os.path.normpath(site / name))
+        if name.endswith(".pyc") or (path.parent == info and path.name in INSTALLERS_OWN):
+            continue
+        if path.is_relative_to(site):
+            members[path.relative_to(site).as_posix()] = path
+        elif path.parent.name in ("bin", "Scripts"):
+            if path.name not in generated:
+                members[f"{stem}.data/scripts/{path.name}"] = path
+        elif path.is_relative_to(sys.prefix):
+            members[f"{stem}.data/data/{path.relative_to(sys.prefix).as_posix()}"] = path
     return members
-
-
-def _generated_programs(info: Path) -> set[str]:
-    """Return the names of the scripts that installers generate from entry points."""
-    parser = configparser.RawConfigParser(delimiters=("=",))
-    parser.optionxform = str  # pyright: ignore[reportAttributeAccessIssue]
-    parser.read(info / "entry_points.txt", encoding="utf-8")
-    return {
-        name
-        for section in ("console_scripts", "gui_scripts")
-        if parser.has_section(section)
-        for name in parser.options(section)
-    }
 
 
 def _tags(info: Path) -> str:
     """Return the compressed tag, such as `py3-none-any`, from the `Tag` lines of `WHEEL`."""
-    tags: tuple[list[str], list[str], list[str]] = ([], [], [])
-    for line in (info / "WHEEL").read_text(encoding="utf-8").splitlines():
-        name, _, value = line.partition(":")
-        if name.strip().lower() == "tag":
-            for found, part in zip(tags, value.strip().split("-"), strict=False):
-                if part not in found:
-                    found.append(part)
-    return "-".join(".".join(found) for found in tags) if all(tags) else "py3-none-any"
+    tags = _TAG.findall((info / "WHEEL").read_text(encoding="utf-8"))
+    return "-".join(".".join(dict.fromkeys(parts)) for parts in zip(*tags, strict=True)) or "py3-none-any"
 
 
 def _with_plain_shebang(data: bytes) -> bytes:
@@ -215,18 +185,12 @@ def _with_plain_shebang(data: bytes) -> bytes:
     return b"#!python" + newline + rest if first.startswith(b"#!") and b"python" in first else data
 
 
-def _record_hash(data: bytes) -> str:
-    return base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
-
-
 # ---------------------------------------------------------------- from editable projects, cached by their files
 
 _BUILD_TIMEOUT_S = 900.0
 # left in a project by builds, not part of it
 _LEFT_BY_BUILDS = ("build/", "dist/")
 _LAST_WORDS = 1500
-# by path: (mtime, size) of a file and its hash
-_hashes: dict[str, tuple[tuple[int, int], bytes]] = {}
 
 
 def build_project(distribution: Distribution, root: Path, variables: Mapping[str, str]) -> Wheel:
@@ -262,32 +226,25 @@ def content_key(folder: Path) -> str:
     The commit is included: many projects derive their version from it.
     """
     digest = hashlib.sha256(_commit(folder).encode())
-    for name, path in project_files(folder):
-        digest.update(name.encode(errors="surrogateescape") + b"\0" + _file_hash(path))
+    for name, file in project_files(folder):
+        # a file removed since the walk counts as removed before it
+        with contextlib.suppress(FileNotFoundError):
+            sha256 = _file_hash(file.path, file.mtime_ns, file.size)
+            digest.update(name.encode(errors="surrogateescape") + b"\0" + bytes.fromhex(sha256))
     return digest.hexdigest()[:32]
 
 
-def project_files(folder: Path) -> Iterator[tuple[str, str]]:
-    """Yield the relative name and the path of each of a project's files, sorted by name."""
+def project_files(folder: Path) -> Iterator[tuple[str, TreeFile]]:
+    """Yield each of a project's files with its name relative to the project, sorted by name."""
     begin = len(folder.name) + 1
-    files = ((file.name[begin:], file.path) for file in walk(str(folder.parent), [folder.name]))
-    yield from sorted(file for file in files if not file[0].startswith(_LEFT_BY_BUILDS))
+    files = {file.name[begin:]: file for file in walk(str(folder.parent), [folder.name])}
+    yield from ((name, files[name]) for name in sorted(files) if not name.startswith(_LEFT_BY_BUILDS))
 
 
-def _file_hash(path: str) -> bytes:
-    try:
-        status = os.stat(path)
-        stamp = (status.st_mtime_ns, status.st_size)
-        known = _hashes.get(path)
-        if known is not None and known[0] == stamp:
-            return known[1]
-        with open(path, "rb") as file:
-            found = hashlib.file_digest(file, "sha256").digest()
-    except OSError:
-        # a broken link or a socket: it exists, but can't be read
-        return b"-"
-    _hashes[path] = (stamp, found)
-    return found
+@functools.lru_cache(maxsize=50_000)
+def _file_hash(path: str, mtime_ns: int, size: int) -> str:
+    """Return a file's hash, cached by its modification time and size, which the caller has just read."""
+    return sha256_of(path)
 
 
 def _commit(folder: Path) -> str:

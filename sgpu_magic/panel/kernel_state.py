@@ -21,7 +21,7 @@ from sgpu_magic.packages import named_environments, order, snapshot
 from sgpu_magic.packages.distributions import Snapshot, normalised, own_python
 from sgpu_magic.packages.mismatches import driver_version, find_mismatches, packages_of
 from sgpu_magic.packages.named_environments import BASE_NAMES, base_list
-from sgpu_magic.packages.requirement_files import name_of, version_of
+from sgpu_magic.packages.requirement_files import key_of, version_of
 from sgpu_magic.packages.snapshot import Change, changes, versions
 from sgpu_magic.panel.pool_state import as_sentence
 from sgpu_magic.panel.schema import BaseChoice, KernelPicture, PackageLine, PlanPicture, SessionPicture
@@ -214,7 +214,7 @@ def _of_base(choice: Choice, base: Base) -> tuple[str, int, list[PackageLine]]:
         after.pop(normalised(name), None)
     words: dict[str, str] = {}
     for line in choice.dependencies:
-        name = normalised(name_of(line))
+        name = key_of(line)
         after[name], words[name] = version_of(line) or "", line
     lines = [
         PackageLine(sign="-", name=normalised(name), words=f"{normalised(name)} {there[normalised(name)]}".strip(),

@@ -14,20 +14,10 @@ import msgspec
 from sgpu_magic import runtime
 from sgpu_magic.functions import compat
 from sgpu_magic.payload import unpack
-from sgpu_magic.wire.attachments import PackedLayout
 from sgpu_magic.wire.base import RunKind
-from sgpu_magic.wire.run import RunSpec
+from sgpu_magic.wire.run import RunRecord
 from sgpu_magic.worker.cell.cell_run import source_of
 from sgpu_magic.worker.cell.shell import enter_script
-
-
-class _Recorded(msgspec.Struct):
-    """The fields of `run.json` that `run` reads."""
-
-    spec: RunSpec
-    payload_layout: PackedLayout
-    payload_kept: bool
-    payload_note: str = ""
 
 
 def run(directory: Path) -> None:
@@ -41,7 +31,7 @@ def run(directory: Path) -> None:
     Raises:
         SystemExit: The payload was not kept, the process was not started by torchrun, or the cell raised (status 1).
     """
-    recorded = msgspec.json.decode((directory / "run.json").read_bytes(), type=_Recorded)
+    recorded = msgspec.json.decode((directory / "run.json").read_bytes(), type=RunRecord)
     if not recorded.payload_kept:
         raise SystemExit(f"{directory} has no payload: {recorded.payload_note}.")
     if "RANK" not in os.environ:

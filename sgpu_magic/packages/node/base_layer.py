@@ -7,7 +7,6 @@ take precedence, and nothing else of the node's Python can be imported.
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import importlib.util
 import os
@@ -15,7 +14,7 @@ import sys
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
-from sgpu_magic.packages.distributions import SGPU_MAGIC, Distribution, Kind, Snapshot, normalised
+from sgpu_magic.packages.distributions import SGPU_MAGIC, Distribution, Kind, Snapshot, normalised, record_of
 from sgpu_magic.packages.requirement_files import needed_by
 from sgpu_magic.packages.snapshot import take_snapshot
 
@@ -79,18 +78,13 @@ def link_layer(layer: Mapping[str, Distribution], folder: Path) -> None:
             for source in _editable_sources(one):
                 _link(source, folder / source.name)
         else:
-            _link_tree(_files_of(info), info.parent, folder)
+            # the files below its site directory
+            elsewhere = ("..", "/", f"{info.name}/")
+            names = (name for name, *_ in record_of(info) if not name.endswith((".pth", ".pyc")))
+            _link_tree((name for name in names if not name.startswith(elsewhere)), info.parent, folder)
 
 
 # ---------------------------------------------------------------- links
-
-
-def _files_of(info: Path) -> list[str]:
-    """Return the distribution's files below its site directory, as `RECORD` lists them."""
-    with open(info / "RECORD", newline="") as file:
-        names = [row[0] for row in csv.reader(file) if row]
-    inner = f"{info.name}/"
-    return [name for name in names if not name.startswith(("..", "/", inner)) and not name.endswith((".pth", ".pyc"))]
 
 
 def _link_tree(files: Iterable[str], site: Path, folder: Path) -> None:

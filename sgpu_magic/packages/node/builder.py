@@ -6,6 +6,7 @@ claim -> venv -> sizes -> install -> base layer -> rename      usable
 
 from __future__ import annotations
 
+import compileall
 import contextlib
 import json
 import os
@@ -22,9 +23,9 @@ from sgpu_magic.files.whole_file import sha256_of
 from sgpu_magic.packages.distributions import distribution_name, normalised, own_python
 from sgpu_magic.packages.node import refusals
 from sgpu_magic.packages.node.base_layer import base_layer, link_layer
-from sgpu_magic.packages.node.refusals import BuildFailed, KnownSizes, estimate
+from sgpu_magic.packages.node.refusals import BuildFailed, estimate
 from sgpu_magic.packages.node.store import BuildMoved, BuildOrder, Built, HeldLock, Store
-from sgpu_magic.packages.requirement_files import name_of
+from sgpu_magic.packages.requirement_files import key_of
 from sgpu_magic.packages.uv_command import UvFailed, index_variables, run_uv
 from sgpu_magic.system import processes
 from sgpu_magic.wire.attachments import Environment, Wheel
@@ -71,24 +72,15 @@ class Builder:
 
     def settle(self) -> None:
         """Remove old environments and write byte code, after the environment is usable. Runs at idle priority."""
-        _become_idle()
+        os.nice(19)
+        processes.leave_the_cores_to_ranks()
         name = self._order.name
         # on a full disk the ranks' imports are only slower
         with contextlib.suppress(OSError):
             self._store.measure(name)
             self._store.make_room(self._order.budget_bytes)
-            site = _site_packages(self._store.folder(name) / "venv")
-            python = self._store.folder(name) / "venv" / "bin" / "python"
-            parent = os.getpid()
-            subprocess.run(
-                [python, "-I", "-m", "compileall", "-q", str(site)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                check=False,
-                cwd="/",
-                preexec_fn=lambda: processes.die_with_parent(parent),
-            )
+            # the environment has this Python
+            compileall.compile_dir(_site_packages(self._store.folder(name) / "venv"), quiet=2)
             self._store.measure(name)
 
     # ------------------------------------------------------------ one builder at a time
@@ -113,7 +105,6 @@ class Builder:
             time.sleep(_POLL_S)
 
     def _build_claimed(self, lock: HeldLock) -> HeldLock:
-        building: Path | None = None
         try:
             building = self._store.begin(self._order.name)
             built = self._make(building)
@@ -121,9 +112,6 @@ class Builder:
             lock.share()
         except BaseException:
             # also on an interrupt: leave nothing of an unfinished build
-            if building is not None:
-                # a file that can't be removed is left for the next build to remove
-                shutil.rmtree(building, ignore_errors=True)
             self._store.abandon(self._order.name)
             lock.close()
             raise
@@ -146,7 +134,13 @@ class Builder:
         options = ["--python", str(python), *self._resolution(building)]
         layer = _Layer(environment, building / "base")
         if lines:
-            refusals.refuse_large(self._estimate(options), self._order.limit_bytes)
+            compile_ = ["pip", "compile", "--quiet", "--format", "pylock.toml", "--no-header", *options, "-"]
+            sizes = estimate(
+                environment,
+                self._root / "sizes.json",
+                lambda lines: run_uv(compile_, stdin="\n".join(lines), variables=self._index),
+            )
+            refusals.refuse_large(sizes, self._order.limit_bytes)
             self._install(lines, options, layer.foresee)
         site = _site_packages(venv)
         has_itself = {normalised(info.name.partition("-")[0]) for info in site.glob("*.dist-info")}
@@ -173,23 +167,9 @@ class Builder:
             options += ["--override", str(overrides)]
         return options
 
-    def _estimate(self, options: list[str]) -> dict[str, int]:
-        known = KnownSizes(self._root / "sizes.json", f"{sys.implementation.cache_tag}")
-
-        def ask(lines: list[str]) -> str:
-            command = ["pip", "compile", "--quiet", "--format", "pylock.toml", "--no-header", *options, "-"]
-            return run_uv(command, stdin="\n".join(lines), variables=self._index)
-
-        complete = not self._environment.resolve
-        found = estimate(self._environment.requirements, known.get(), ask, complete=complete)
-        with contextlib.suppress(OSError):
-            known.add(found)
-        return found | {wheel.file: wheel.size for wheel in self._environment.wheels}
-
     def _install(self, lines: list[str], options: list[str], meanwhile: Callable[[], None]) -> None:
         def heard(line: str) -> None:
-            word, _, rest = line.partition(" ")
-            number = rest.partition(" ")[0]
+            word, number, *_ = [*line.split(" ", 2), ""]
             count = int(number) if number.isdigit() else 0
             if word == "Resolved":
                 self._packages = count
@@ -248,7 +228,7 @@ class _Layer:
         """Link it early if the requirements already tell which packages the environment has itself."""
         if not self._environment.resolve:
             lines, wheels = self._environment.requirements, self._environment.wheels
-            self._link({*(normalised(name_of(line)) for line in lines), *map(distribution_name, wheels)})
+            self._link({*(key_of(line) for line in lines), *map(distribution_name, wheels)})
 
     def complete(self, has_itself: set[str]) -> None:
         """Link it, or link it again if the environment has other packages than foreseen.
@@ -271,7 +251,7 @@ class _Layer:
             )
 
     def _link(self, without: set[str]) -> None:
-        layer = base_layer(without, map(name_of, self._environment.needed))
+        layer = base_layer(without, map(key_of, self._environment.needed))
         link_layer(layer, self._folder)
         self._linked = set(layer)
 
@@ -309,9 +289,3 @@ def _path_of(venv: Path, site: Path) -> list[str]:
 def _adds_entries(file: Path) -> bool:
     lines = file.read_text(errors="replace").splitlines()
     return any(line.strip() and not line.startswith(("#", "import ", "import\t")) for line in lines)
-
-
-def _become_idle() -> None:
-    with contextlib.suppress(OSError, AttributeError):
-        os.nice(19)
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import re
@@ -9,13 +10,13 @@ import shutil
 import socket
 import sys
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from sgpu_magic.files.whole_file import format_bytes, write_whole
+from sgpu_magic.files.whole_file import format_bytes, read_json, write_whole
 from sgpu_magic.packages.distributions import normalised, own_platform, own_python, some_of
-from sgpu_magic.packages.requirement_files import name_of, version_of
+from sgpu_magic.packages.requirement_files import key_of, version_of
 from sgpu_magic.packages.secrets import without_url_credentials
 from sgpu_magic.packages.uv_command import UvFailed
 from sgpu_magic.wire.attachments import Environment
@@ -123,10 +124,9 @@ def of_system(error: OSError, root: Path) -> BuildFailed:
 
 def of_disk(root: Path) -> BuildFailed:
     """Return the error for a full disk."""
-    try:
+    free = "no space free"
+    with contextlib.suppress(OSError):
         free = f"{format_bytes(shutil.disk_usage(root).free)} free"
-    except OSError:
-        free = "no space free"
     return BuildFailed(
         f"the disk of the node {socket.gethostname()} has no room for the run's packages: {root} has {free} (No space "
         "left on device). Nothing of them was kept there. Free some space, run `uv cache prune`, or choose a folder on "
@@ -145,8 +145,6 @@ def _not_built(host: str, names: list[str]) -> BuildFailed:
 
 def _is_source(line: str) -> bool:
     """Whether a requirement is a repository, or an archive that is not a wheel."""
-    if "git+" in line or "hg+" in line or "svn+" in line or "bzr+" in line:
-        return True
     name, at, url = line.partition("@")
     location = (url if at else name).strip().partition("#")[0].partition(" ")[0]
     return "://" in location and not location.endswith(".whl")
@@ -155,38 +153,43 @@ def _is_source(line: str) -> bool:
 # ---------------------------------------------------------------- download size
 
 _LARGEST = 5
+_MOST_CACHED = 20_000
 
 
 def pin_of(line: str) -> str:
     """Return a requirement as `name==version`, "" if it is not an exact pin."""
     version = version_of(line)
-    return f"{normalised(name_of(line))}=={version}" if version else ""
+    return f"{key_of(line)}=={version}" if version else ""
 
 
-def estimate(
-    lines: Iterable[str], known: Mapping[str, int], ask: Callable[[list[str]], str], *, complete: bool
-) -> dict[str, int]:
+def estimate(environment: Environment, cache: Path, ask: Callable[[list[str]], str]) -> dict[str, int]:
     """Return the bytes to download by `name==version`, without packages of unknown size such as repositories.
 
     Args:
-        lines: Lines of a requirements file.
-        known: Sizes from earlier estimates, by pin.
-        ask: Locks these lines with uv and returns the `pylock.toml`.
-        complete: Whether the lines include all dependencies; otherwise uv resolves them.
+        environment: The environment.
+        cache: File with the sizes from earlier estimates.
+        ask: Locks these lines of a requirements file with uv and returns the `pylock.toml`.
 
     Raises:
         UvFailed: Raised by `ask`.
     """
-    lines = list(lines)
-    if not complete:
-        return sizes_in(ask(lines))
-    pins = {line: pin_of(line) for line in lines}
-    sizes = {pin: known[pin] for pin in pins.values() if pin in known}
-    unknown = [line for line, pin in pins.items() if pin and pin not in known]
-    if unknown:
-        # an index may not report a size: record 0, so that it is not asked again
-        sizes |= {pins[line]: 0 for line in unknown} | sizes_in(ask(unknown))
-    return sizes
+    tag = sys.implementation.cache_tag
+    cached = read_json(cache, dict[str, int]) or {}
+    if environment.resolve:
+        sizes = sizes_in(ask(list(environment.requirements)))
+    else:
+        pins = {line: pin for line in environment.requirements if (pin := pin_of(line))}
+        sizes = {pin: cached[f"{tag} {pin}"] for pin in pins.values() if f"{tag} {pin}" in cached}
+        unknown = [line for line, pin in pins.items() if pin not in sizes]
+        if unknown:
+            # an index may not report a size: record 0, so that it is not queried again
+            sizes |= {pins[line]: 0 for line in unknown} | sizes_in(ask(unknown))
+    new = {f"{tag} {pin}": size for pin, size in sizes.items()}
+    if not new.items() <= cached.items():
+        newest = dict(list((cached | new).items())[-_MOST_CACHED:])
+        with contextlib.suppress(OSError):
+            write_whole(cache, json.dumps(newest).encode())
+    return sizes | {wheel.file: wheel.size for wheel in environment.wheels}
 
 
 def sizes_in(pylock: str) -> dict[str, int]:
@@ -200,38 +203,3 @@ def sizes_in(pylock: str) -> dict[str, int]:
         if found:
             sizes[f"{normalised(str(package['name']))}=={package.get('version', '')}"] = max(found)
     return sizes
-
-
-class KnownSizes:
-    """Download sizes cached on disk.
-
-    Args:
-        file: Path of the cache file.
-        tag: Tag of the Python that the sizes are for.
-    """
-
-    _MOST = 20_000
-
-    def __init__(self, file: Path, tag: str) -> None:
-        self._file = file
-        self._tag = tag
-        try:
-            self._all: dict[str, int] = json.loads(file.read_bytes())
-        except (OSError, ValueError):
-            self._all = {}
-
-    def get(self) -> dict[str, int]:
-        mark = f"{self._tag} "
-        return {name.removeprefix(mark): size for name, size in self._all.items() if name.startswith(mark)}
-
-    def add(self, sizes: Mapping[str, int]) -> None:
-        """Add sizes to the cache.
-
-        Raises:
-            OSError: The cache file can't be written.
-        """
-        new = {f"{self._tag} {pin}": size for pin, size in sizes.items()}
-        if new.items() <= self._all.items():
-            return
-        self._all = dict(list((self._all | new).items())[-self._MOST :])
-        write_whole(self._file, json.dumps(self._all).encode())

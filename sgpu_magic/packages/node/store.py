@@ -16,7 +16,6 @@ import os
 import re
 import shutil
 import time
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 import msgspec
@@ -117,7 +116,9 @@ class Store:
         os.replace(building, self.folder(name))
 
     def abandon(self, name: str) -> None:
-        """Remove the lock file after a failed build. Requires the claim, which must be released next."""
+        """Remove what a failed build has left, and the lock file. Requires the claim, which must be released next."""
+        # a file that can't be removed is left for the next build to remove
+        shutil.rmtree(self.root / f"{_BUILDING}{name}", ignore_errors=True)
         if not self.is_whole(name):
             self._lock_file(name).unlink(missing_ok=True)
 
@@ -125,12 +126,10 @@ class Store:
         """Mark the environment as used now."""
         (self.folder(name) / _LAST_USED).touch()
 
-    def measure(self, name: str) -> int:
+    def measure(self, name: str) -> None:
         """Measure the size of its files in bytes and record it."""
         folder = self.folder(name)
-        size = folder_bytes(folder)
-        (folder / _SIZE).write_text(str(size))
-        return size
+        (folder / _SIZE).write_text(str(folder_bytes(folder)))
 
     def make_room(self, budget_bytes: int) -> None:
         """Remove the least recently used environments until the rest fits the budget. Keeps those in use."""
@@ -139,7 +138,7 @@ class Store:
 
     def remove(self, name: str) -> bool:
         """Remove the environment. Returns False if it is in use."""
-        with self._claimed(name) as mine:
+        with locked(self._lock_file(name), wait=False, flags=LOCK_FILE) as mine:
             if mine:
                 going = self.root / f"{_REMOVING}{name}"
                 shutil.rmtree(going, ignore_errors=True)
@@ -151,10 +150,7 @@ class Store:
 
     def names(self) -> list[str]:
         """Return the folder names of all environments."""
-        try:
-            return [entry for entry in os.listdir(self.root) if _NAME.fullmatch(entry)]
-        except FileNotFoundError:
-            return []
+        return [entry.name for entry in self.root.glob("*") if _NAME.fullmatch(entry.name)]
 
     # ------------------------------------------------------------ within
 
@@ -163,31 +159,25 @@ class Store:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         return folder / name
 
-    def _claimed(self, name: str) -> AbstractContextManager[bool]:
-        """Hold the claim for a block; yields whether it was acquired."""
-        return locked(self._lock_file(name), wait=False, flags=LOCK_FILE)
-
     def _remove_leftovers(self) -> None:
         for entry in os.listdir(self.root):
             for prefix in (_BUILDING, _REMOVING):
                 name = entry.removeprefix(prefix)
                 if entry.startswith(prefix) and _NAME.fullmatch(name):
-                    with self._claimed(name) as mine:
+                    with locked(self._lock_file(name), wait=False, flags=LOCK_FILE) as mine:
                         if mine:
                             shutil.rmtree(self.root / entry, ignore_errors=True)
                             self.abandon(name)
 
     def _last_used(self, name: str) -> float:
-        try:
+        with contextlib.suppress(OSError):
             return (self.folder(name) / _LAST_USED).stat().st_mtime
-        except OSError:
-            return time.time()
+        return time.time()
 
     def _known_size(self, name: str) -> int:
-        try:
+        with contextlib.suppress(OSError, ValueError):
             return int((self.folder(name) / _SIZE).read_text())
-        except (OSError, ValueError):
-            return folder_bytes(self.folder(name))
+        return folder_bytes(self.folder(name))
 
 
 # ---------------------------------------------------------------- whether a build is needed

@@ -24,7 +24,7 @@ from sgpu_magic.files.whole_file import write_whole
 from sgpu_magic.packages import named_environments, order
 from sgpu_magic.packages.distributions import distribution_name, environment_digest, normalised, own_python
 from sgpu_magic.packages.named_environments import BASE_NAMES, base_list
-from sgpu_magic.packages.requirement_files import name_of, read_file, version_of
+from sgpu_magic.packages.requirement_files import key_of, name_of, read_file, version_of
 from sgpu_magic.packages.secrets import without_url_credentials
 from sgpu_magic.packages.uv_command import Done, call_pip, call_uv, index_variables, last_words
 
@@ -64,7 +64,7 @@ def problem_of_packages(choice: Choice) -> str:
     for name in choice.removed:
         if _NAME.fullmatch(name) is None:
             return f"{name[:60]!r} is not a package name."
-    added = [normalised(name_of(line)) for line in choice.dependencies]
+    added = [key_of(line) for line in choice.dependencies]
     twice = next((name for name in added if added.count(name) > 1), "")
     return f"{twice} is added twice." if twice else ""
 
@@ -145,13 +145,13 @@ def problem_of_base(settings: Settings, name: str) -> str:
 
 def base_versions(base: Base) -> dict[str, str]:
     """Return versions by normalised name; "" where the base does not fix one."""
-    return {normalised(name_of(line)): version_of(line) for line in base.lines}
+    return {key_of(line): version_of(line) for line in base.lines}
 
 
 def _text_of(choice: Choice, base: Base) -> str:
-    added = {normalised(name_of(line)) for line in choice.dependencies}
+    added = {key_of(line) for line in choice.dependencies}
     left_out = added | {normalised(name) for name in choice.removed}
-    lines = [line for line in base.lines if normalised(name_of(line)) not in left_out]
+    lines = [line for line in base.lines if key_of(line) not in left_out]
     head: list[str] = []
     if base.complete and not choice.dependencies:
         python = own_python()

@@ -1,4 +1,4 @@
-"""One `Execute` order: prepare, run the cell in the shell, with a trace of it if asked for, make the reply."""
+"""One `Execute` order: prepare, run the cell in the shell, with a trace of it if requested, make the reply."""
 
 # IPython's own attributes are only partly typed
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
@@ -94,7 +94,7 @@ def run_cell(shell: RankShell, order: Execute) -> tuple[BaseException | None, fl
         shell.compile.script = Script(order.cell.file, source)
         # its last expression is not a result
         shell.ast_node_interactivity = "none"
-        position.keep_frames_of(order.cell.file)
+        position.script = order.cell.file
     begin = time.perf_counter()
     outcome = shell.run_cell(source, store_history=False)
     seconds = time.perf_counter() - begin
@@ -152,8 +152,6 @@ class CellRun:
             remark = training.remark() if says else ""
             if remark:
                 self._say(Remarked(text=remark))
-        elif kind is RunKind.PUSH:
-            return self._finished(None, "", "", seconds)
         try:
             packed, problem = results.pack_result(self._shell, self._message, self._rank)
             hook = hook_of(self._shell)
@@ -167,7 +165,6 @@ class CellRun:
         if not message.profile:
             return run_cell(self._shell, message)
         trace = CellTrace(message.run_dir, self._rank)
-        trace.begin()
         try:
             error, seconds = run_cell(self._shell, message)
         finally:
@@ -199,7 +196,7 @@ class CellRun:
             os.close(fd)
 
     def _look_at_modules(self) -> None:
-        """Report modules that were edited since their import, or reload them if the order says so."""
+        """Report modules that were edited since their import, or reload them if the order requests it."""
         message, first = self._message, self._shell.is_first
         is_cell = message.in_session and message.kind in (RunKind.CELL, RunKind.CALL)
         if not is_cell or not (message.reload or first):
@@ -208,10 +205,8 @@ class CellRun:
         edited = modules.find(message.context)
         if not edited:
             return
-        if message.reload:
-            remark = modules.reload(edited, message.context)
-        else:
-            remark = modules.remark(edited, message.context, self._rank)
+        context = message.context
+        remark = modules.reload(edited, context) if message.reload else modules.remark(edited, context, self._rank)
         if remark and first:
             self._say(Remarked(text=remark))
 
@@ -260,7 +255,7 @@ class CellRun:
 class CellTrace:
     """`--profile`: a trace of torch's profiler around the cell, for chrome://tracing and ui.perfetto.dev.
 
-    Traces the main thread and torch's threads.
+    Traces the main thread and torch's threads from the creation of this object on.
 
     Args:
         run_dir: The run's directory.
@@ -268,22 +263,17 @@ class CellTrace:
     """
 
     def __init__(self, run_dir: str, rank: int) -> None:
-        self._directory = os.path.join(run_dir, "profile")
-        self._path = os.path.join(self._directory, f"rank-{rank}.pt.trace.json.gz")
-        self._profiler: Any = None
-        self._began = 0.0
-        self._over = threading.Event()
-        self._stopped_after: float | None = None
-
-    def begin(self) -> None:
-        """Start tracing."""
         from torch import profiler
 
+        self._directory = os.path.join(run_dir, "profile")
+        self._name = f"rank-{rank}.pt.trace.json.gz"
+        self._over = threading.Event()
+        self._stopped_after: float | None = None
         activities = [profiler.ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(profiler.ProfilerActivity.CUDA)
         # one cycle has nothing to clear, but without the setting torch 2.11 warns that it clears
-        self._profiler = profiler.profile(activities=activities, acc_events=True)
+        self._profiler: Any = profiler.profile(activities=activities, acc_events=True)
         # Kineto logs each of its steps to the rank's stderr unless it starts with this setting
         said = os.environ.setdefault(_LOG_LEVEL, _SILENT)
         try:
@@ -298,7 +288,8 @@ class CellTrace:
         """Write the trace and return a remark for the user."""
         self._over.set()
         try:
-            self._stop()
+            if self._stopped_after is None:
+                self._profiler.stop()
             self._write()
         except (OSError, RuntimeError) as error:
             return f"the profiler's trace could not be written: {error}"
@@ -314,25 +305,18 @@ class CellTrace:
     def _stop_early(self) -> None:
         if not self._over.is_set():
             self._stopped_after = time.monotonic() - self._began
-            self._stop()
-
-    def _stop(self) -> None:
-        profiler, self._profiler = self._profiler, None
-        if profiler is not None:
-            profiler.stop()
-            self._stopped = profiler
+            self._profiler.stop()
 
     def _write(self) -> None:
         os.makedirs(self._directory, mode=0o700, exist_ok=True)
         # hidden: MLflow's writer may look meanwhile
-        directory, name = os.path.split(self._path)
-        text, packed = (os.path.join(directory, f".{name}.{kind}") for kind in ("json", "tmp"))
+        text, packed = (os.path.join(self._directory, f".{self._name}.{kind}") for kind in ("json", "tmp"))
         try:
-            self._stopped.export_chrome_trace(text)
+            self._profiler.export_chrome_trace(text)
             # torch compresses at the slowest level: three times as long for a file a tenth smaller
             with open(text, "rb") as plain, gzip.open(packed, "wb", compresslevel=3) as file:
                 shutil.copyfileobj(plain, file, 1 << 20)
-            os.replace(packed, self._path)
+            os.replace(packed, os.path.join(self._directory, self._name))
         finally:
             for left in (text, packed):
                 with contextlib.suppress(OSError):

@@ -14,6 +14,7 @@ import time
 import traceback
 import types
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -50,13 +51,18 @@ def describe(error: BaseException, shell: RankShell, rank: int) -> Failure:
     elif user_code.is_a(error, EnvironmentFailed):
         kind = FailureKind.ENVIRONMENT
     entry = user_code.traceback_of(error)
-    line, where = _position(entry, shell)
+    line, where = position_in_cell(entry, shell)
     if line is None:
-        line, _ = _position(shell.unwound, shell)
-    out_of_memory = is_out_of_memory(error, message)
-    lost = _lost_before(error)
+        line, _ = position_in_cell(shell.unwound, shell)
+    out_of_memory = is_a(error, MemoryError, torch.cuda.OutOfMemoryError) or (
+        is_a(error, RuntimeError) and _CPU_REFUSED in message
+    )
+    # a rank is interrupted after its release, on top of the error for a lost peer
+    lost = user_code.context_of(error) if user_code.is_a(error, KeyboardInterrupt) else None
+    if lost is not None and not failures.is_peer_lost(lost, user_code.ask(str, lost, default="")):
+        lost = None
     if lost is not None:
-        where = _position(user_code.traceback_of(lost), shell)[1] or where
+        where = position_in_cell(user_code.traceback_of(lost), shell)[1] or where
     is_consequence = lost is not None or failures.is_peer_lost(error, shown.message)
     held: RankMemory | None = None
     if out_of_memory:
@@ -80,15 +86,7 @@ def describe(error: BaseException, shell: RankShell, rank: int) -> Failure:
     )
 
 
-def _lost_before(error: BaseException) -> BaseException | None:
-    """Return the error for a lost peer that an interrupt came on top of: a rank is interrupted after its release."""
-    lost = error.__context__ if user_code.is_a(error, KeyboardInterrupt) else None
-    if lost is None or not failures.is_peer_lost(lost, user_code.ask(str, lost, default="")):
-        return None
-    return lost
-
-
-def _position(entry: types.TracebackType | None, shell: RankShell) -> tuple[int | None, str]:
+def position_in_cell(entry: types.TracebackType | None, shell: RankShell) -> tuple[int | None, str]:
     """Return the innermost line of a notebook cell on the stack, and the torch function called from there."""
     line: int | None = None
     where = ""
@@ -109,13 +107,6 @@ _CPU_REFUSED = "DefaultCPUAllocator: can't allocate memory"
 _MODULE_LEVEL = "<module>"
 
 _TENSOR_PROBLEMS = (RuntimeError, NotImplementedError, AttributeError, ValueError)
-
-
-def is_out_of_memory(error: BaseException, message: str) -> bool:
-    """Whether an allocation failed, on a GPU or on the CPU."""
-    if is_a(error, MemoryError, torch.cuda.OutOfMemoryError):
-        return True
-    return is_a(error, RuntimeError) and _CPU_REFUSED in message
 
 
 def measure(device: str) -> RankMemory | None:
@@ -220,12 +211,9 @@ def _tensors_of(name: str, value: Any) -> Iterator[tuple[str, Any]]:
             for key, part in state.items():
                 if isinstance(part, torch.Tensor):
                     yield f"{name}'s {key}", part
-    elif kind in (list, tuple):
-        for at, part in enumerate(value[:_MOST_ITEMS]):
-            if issubclass(type(part), torch.Tensor):
-                yield from _tensor(f"{name}[{at}]", part)
-    elif kind is dict:
-        for key, part in list(value.items())[:_MOST_ITEMS]:
+    elif kind in (list, tuple, dict):
+        parts: Any = value.items() if kind is dict else enumerate(value)
+        for key, part in list(islice(parts, _MOST_ITEMS)):
             if isinstance(key, str | int) and issubclass(type(part), torch.Tensor):
                 yield from _tensor(f"{name}[{key!r}]", part)
 

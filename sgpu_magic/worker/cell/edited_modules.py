@@ -15,7 +15,7 @@ import contextlib
 import importlib
 import importlib.util
 import os
-import site
+import re
 import sys
 import sysconfig
 import types
@@ -27,7 +27,11 @@ from typing import Any
 from sgpu_magic.wire.run import RankContext
 from sgpu_magic.worker.cell.shell import RankShell
 
-_PACKAGE = str(Path(__file__).parents[2])
+_INSTALLED = tuple(
+    os.path.abspath(path) + os.sep
+    for path in (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), Path(__file__).parents[2])
+)
+_SITE_DIRECTORY = re.compile("/(site|dist)-packages/")
 
 Mark = tuple[float, int]
 """Modification time and size. A file whose mark differs from the recorded one was edited."""
@@ -57,7 +61,7 @@ class EditedModules:
 
     def __init__(self, shell: RankShell) -> None:
         self._shell = shell
-        self._told: dict[str, Mark] = {}
+        self._told: dict[str, Mark | None] = {}
         self._own: dict[str, bool] = {}
         self._roots: tuple[tuple[str, ...], str] | None = None
         self._root_prefixes: tuple[str, ...] = ()
@@ -66,10 +70,7 @@ class EditedModules:
 
     def find(self, context: RankContext) -> dict[str, types.ModuleType]:
         """Return the edited modules by file. Takes 2 us for each of the user's modules."""
-        own = self._own_files(context)
-        if not own:
-            return {}
-        edited = {path for path in own if _mark(path) not in (_noted[path], None)}
+        edited = {path for path in self._own_files(context) if _mark(path) not in (_noted[path], None)}
         if not edited:
             return {}
         return {
@@ -80,13 +81,11 @@ class EditedModules:
 
     def remark(self, edited: dict[str, types.ModuleType], context: RankContext, rank: int) -> str:
         """Return a remark for the user, "" if the same edits were reported before."""
-        new = [path for path in edited if self._told.get(path) != _mark(path)]
-        for path in new:
-            mark = _mark(path)
-            if mark is not None:
-                self._told[path] = mark
+        marks = {path: _mark(path) for path in edited}
+        new = [path for path, mark in marks.items() if self._told.get(path) != mark]
         if not new:
             return ""
+        self._told |= marks
         names = _listed(_shown(path, context) for path in new)
         versions, them = ("an older version", "it") if len(new) == 1 else ("older versions", "them")
         return f"rank {rank} has {versions} of {names}, edited since: --reload reloads {them}."
@@ -163,18 +162,8 @@ def _user_directories(context: RankContext) -> Iterable[str]:
             yield directory.rstrip(os.sep) + os.sep
 
 
-def _installed_directories() -> tuple[str, ...]:
-    paths = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    with contextlib.suppress(AttributeError):
-        paths |= {*site.getsitepackages(), site.getusersitepackages()}
-    return tuple(os.path.abspath(path) + os.sep for path in (*paths, _PACKAGE) if path)
-
-
-_INSTALLED = _installed_directories()
-
-
 def _is_installed(path: str) -> bool:
-    return path.startswith(_INSTALLED) or f"{os.sep}site-packages{os.sep}" in path
+    return path.startswith(_INSTALLED) or _SITE_DIRECTORY.search(path) is not None
 
 
 def _mark(path: str) -> Mark | None:
@@ -223,7 +212,9 @@ def _imported(path: str, module: types.ModuleType) -> set[str]:
             if isinstance(node, ast.Import):
                 found.update(alias.name for alias in node.names)
             elif isinstance(node, ast.ImportFrom):
-                base = _absolute(node, module)
+                base = "." * node.level + (node.module or "")
+                with contextlib.suppress(ImportError, ValueError):
+                    base = importlib.util.resolve_name(base, module.__package__ or "")
                 found.add(base)
                 found.update(f"{base}.{alias.name}" for alias in node.names)
     return found
@@ -232,12 +223,3 @@ def _imported(path: str, module: types.ModuleType) -> set[str]:
 def _imports_from(module: types.ModuleType, name: str) -> bool:
     path = getattr(module, "__file__", None)
     return isinstance(path, str) and name in _imported(path, module)
-
-
-def _absolute(node: ast.ImportFrom, module: types.ModuleType) -> str:
-    name = "." * node.level + (node.module or "")
-    if not node.level:
-        return name
-    with contextlib.suppress(ImportError, ValueError):
-        return importlib.util.resolve_name(name, module.__package__ or "")
-    return name

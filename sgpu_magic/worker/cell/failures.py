@@ -138,7 +138,7 @@ class Shown(msgspec.Struct):
 
 def look_at(error: BaseException, whole: WholeTexts) -> Shown:
     """Describe an exception. Never raises because of the user's code."""
-    user_code.reset_refused()
+    user_code.asking.refused = 0
     standing = _Standing(whole)
     stand_in = standing.of(error)
     drawn = ask(_draw_itself, error, default=None)
@@ -146,7 +146,7 @@ def look_at(error: BaseException, whole: WholeTexts) -> Shown:
     if type(drawn) in (list, tuple):
         lines = [text_of(line) for line in drawn[:_MOST_LINES]]
         drawing = [encodable(whole.cut(line, MESSAGE_CHARS, "a line")) for line in lines if line is not None]
-    is_odd = whole.has_cut or user_code.refused() > 0
+    is_odd = whole.has_cut or user_code.asking.refused > 0
     type_name = ".".join(_names_of(type(error)))
     return Shown(error, stand_in, type_name, str(stand_in), is_odd, standing.has_group, drawing)
 
@@ -157,12 +157,12 @@ def is_peer_lost(error: BaseException, message: str) -> bool:
 
 
 def _is_revoked(error: BaseException, message: str) -> bool:
-    """Whether the error comes from `rendezvous.revoke_store`, which freed the rank."""
+    """Whether the error comes from `_FileStores.revoke` in `rendezvous`, which freed the rank."""
     return name_of(type(error)) == "DistStoreError" and message == os.strerror(errno.ENXIO)
 
 
 def message_of(shown: Shown) -> str:
-    """Return the error's text, or a readable one where it says nothing."""
+    """Return the error's text, or a readable one if it is uninformative."""
     if _is_revoked(shown.error, shown.message):
         return "released while it waited for a peer that did not join"
     return shown.message

@@ -16,10 +16,12 @@ import re
 import signal
 import sys
 from collections.abc import Generator, Sequence
+from itertools import islice
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 
 import msgspec
+import torch.distributed as dist
 from IPython.core.completer import provisionalcompleter
 from IPython.utils.tokenutil import token_at_cursor
 
@@ -31,10 +33,9 @@ from sgpu_magic.wire.attachments import FilePayload, InlinePayload, Payload, Sha
 from sgpu_magic.wire.base import Record, RunKind
 from sgpu_magic.wire.rank import Execute, Failed, Finished, RankAnswer, RankQuestion
 from sgpu_magic.wire.rank_events import Failure
-from sgpu_magic.wire.run import Match, OutputName, RankResult
+from sgpu_magic.wire.run import Match, RankResult
 from sgpu_magic.worker.cell.displays import hook_of
 from sgpu_magic.worker.cell.shell import RankShell
-from sgpu_magic.worker.group import rendezvous
 from sgpu_magic.worker.process import user_code
 
 CALLABLE = "__sgpu_call__"
@@ -63,10 +64,6 @@ class Reply(msgspec.Struct, frozen=True):
     blobs: Sequence[bytes] = ()
     buffer: buffers.SharedBuffer | None = None
 
-    @property
-    def descriptors(self) -> Sequence[int]:
-        return () if self.buffer is None else (self.buffer.fd,)
-
 
 def failed(failure: Failure, error: BaseException, shell: RankShell, key: bytes) -> Reply:
     """Return the reply for a failure, with the exception itself if it can be pickled, is small and is not odd.
@@ -77,7 +74,7 @@ def failed(failure: Failure, error: BaseException, shell: RankShell, key: bytes)
         shell: The rank's shell.
         key: The run's key, which signs the payload.
     """
-    grouped = rendezvous.is_grouped()
+    grouped = dist.is_initialized()
     packed = None
     if shell.shown is not None and not shell.shown.is_odd:
         # the type, message and traceback are in `failure` anyway
@@ -105,20 +102,21 @@ def finished(packed: Packed | None, rank: int, run_dir: str, *, text: str, probl
     payload: Payload | None = None
     blobs: list[bytes] = []
     shared: buffers.SharedBuffer | None = None
-    if packed is not None and packed.total_bytes <= buffers.INLINE_LIMIT:
-        payload = Payload(source=InlinePayload(), layout=packed.layout)
-        blobs.append(packed.to_bytes())
-    elif packed is not None and not fits_memory(packed.total_bytes):
-        path = Path(run_dir) / f"result-{rank}.bin"
-        buffers.write_file(packed, path)
-        payload = Payload(source=FilePayload(path=str(path), size=packed.total_bytes), layout=packed.layout)
-    elif packed is not None:
-        shared = buffers.SharedBuffer(f"{Path(run_dir).name}-{rank}")
-        shared.write(packed)
-        source = SharedPayload(pid=os.getpid(), fd=shared.fd, size=shared.size)
+    if packed is not None:
+        if packed.total_bytes <= buffers.INLINE_LIMIT:
+            source = InlinePayload()
+            blobs.append(packed.to_bytes())
+        elif not fits_memory(packed.total_bytes):
+            path = Path(run_dir) / f"result-{rank}.bin"
+            buffers.write_file(packed, path)
+            source = FilePayload(path=str(path), size=packed.total_bytes)
+        else:
+            shared = buffers.SharedBuffer(f"{Path(run_dir).name}-{rank}")
+            shared.write(packed)
+            source = SharedPayload(pid=os.getpid(), fd=shared.fd, size=shared.size)
         payload = Payload(source=source, layout=packed.layout)
     result = RankResult(rank=rank, payload=payload, value_repr=text, value_problem=problem, seconds=seconds)
-    return Reply(Finished(result=result, grouped=rendezvous.is_grouped()), blobs, shared)
+    return Reply(Finished(result=result, grouped=dist.is_initialized()), blobs, shared)
 
 
 def pack_result(shell: RankShell, order: Execute, rank: int) -> tuple[Packed | None, str]:
@@ -134,13 +132,11 @@ def pack_result(shell: RankShell, order: Execute, rank: int) -> tuple[Packed | N
     key = order.context.key
     if order.kind is RunKind.CALL:
         return _pack_call(shell, order, rank), ""
-    first = rank == min(order.only, default=0)
     names: dict[str, object] = {}
-    for output in order.outputs:
-        if output.all_ranks or first:
-            if output.name not in shell.user_ns:
-                raise UsageError(_missing(output, shell, order, rank))
-            names[output.name] = shell.user_ns[output.name]
+    for name in _names_of(shell, order):
+        if name not in shell.user_ns:
+            raise UsageError(_missing(name, shell, order, rank))
+        names[name] = shell.user_ns[name]
     option = "%sgpu_pull" if order.kind is RunKind.PULL else "--out"
     value = None if order.kind is RunKind.PULL else hook_of(shell).last_value
     if not names and value is None:
@@ -156,6 +152,11 @@ def pack_result(shell: RankShell, order: Execute, rank: int) -> tuple[Packed | N
     return packed, ""
 
 
+def _names_of(shell: RankShell, order: Execute) -> list[str]:
+    """Return the names that this rank returns."""
+    return [output.name for output in order.outputs if output.all_ranks or shell.is_first]
+
+
 def names_set(shell: RankShell) -> list[str]:
     """Return the names that cells have set or that were shipped with them, oldest first."""
     hidden: dict[str, object] = shell.user_ns_hidden
@@ -166,26 +167,24 @@ def names_set(shell: RankShell) -> list[str]:
     ]
 
 
-def _missing(output: OutputName, shell: RankShell, order: Execute, rank: int) -> str:
+def _missing(name: str, shell: RankShell, order: Execute, rank: int) -> str:
     if order.kind is not RunKind.PULL:
         return (
-            f"the cell ended on rank {rank} without setting `{output.name}`, which --out names. Set it in the "
+            f"the cell ended on rank {rank} without setting `{name}`, which --out names. Set it in the "
             "cell on this rank too, or remove it from --out."
         )
     names = names_set(shell)
     known = ", ".join(names[:_NAMES_SHOWN]) + (", ..." if len(names) > _NAMES_SHOWN else "")
     has = f"it has {known}" if names else "it has no names yet"
     return (
-        f"rank {rank} has no `{output.name}` for %sgpu_pull: {has}. Set it in a cell that runs on this rank, or name "
-        "another."
+        f"rank {rank} has no `{name}` for %sgpu_pull: {has}. Set it in a cell that runs on this rank, or name another."
     )
 
 
 def _pack_call(shell: RankShell, order: Execute, rank: int) -> Packed | None:
     """Pack a function's return value, even None, and remove it from the namespace."""
     function: object = shell.user_ns.pop(CALLABLE, None)
-    first = rank == min(order.only, default=0)
-    names = {output.name: shell.user_ns.pop(output.name, None) for output in order.outputs if output.all_ranks or first}
+    names = {name: shell.user_ns.pop(name, None) for name in _names_of(shell, order)}
     if not names:
         return None
     try:
@@ -193,7 +192,7 @@ def _pack_call(shell: RankShell, order: Execute, rank: int) -> Packed | None:
     except SerializationError:
         what = f"what {getattr(function, '__name__', 'the function')}() returned on rank {rank}"
         for value in names.values():
-            # again, under a name that tells the user what it is
+            # again, under a name that the user recognises
             _pack({"names": {what: value}, "value": None}, order.context.key)
         raise
 
@@ -245,15 +244,19 @@ def warm_up_questions(shell: RankShell) -> None:
 
 
 def answer(shell: RankShell, question: RankQuestion) -> RankAnswer:
-    """Answer a question. If the user's objects raise or take too long, the answer's `problem` says so."""
-    with _quiet():
-        try:
-            with _limited(_LIMIT_S):
-                return _answer(shell, question)
-        except _TooLong:
-            return RankAnswer(problem=f"the lookup took longer than {_LIMIT_S:g} s")
-        except Exception as error:  # noqa: BLE001  the user's `__dir__` and `__repr__` run here
-            return RankAnswer(problem=f"{type(error).__name__}: {error}")
+    """Answer a question. If the user's objects raise or take too long, the answer's `problem` gives the reason."""
+    hook = sys.excepthook
+    # hides the errors of matchers, which IPython's completer would print although no cell runs
+    sys.excepthook = lambda kind, error, trace: None
+    try:
+        with _limited(_LIMIT_S):
+            return _answer(shell, question)
+    except _TooLong:
+        return RankAnswer(problem=f"the lookup took longer than {_LIMIT_S:g} s")
+    except Exception as error:  # noqa: BLE001  the user's `__dir__` and `__repr__` run here
+        return RankAnswer(problem=f"{type(error).__name__}: {error}")
+    finally:
+        sys.excepthook = hook
 
 
 def _answer(shell: RankShell, question: RankQuestion) -> RankAnswer:
@@ -272,29 +275,21 @@ def _complete(shell: RankShell, question: RankQuestion) -> RankAnswer:
     completer = shell.Completer
     # jedi would read the sources of all imported modules, with no time limit
     completer.use_jedi = False
-    matches: list[Match] = []
-    start = end = question.cursor
     with provisionalcompleter():
-        for found in completer.completions(question.code, question.cursor):
-            if not matches:
-                start, end = found.start, found.end
-            if (found.start, found.end) == (start, end):
-                kind = "" if found.type in (None, "<unknown>") else found.type
-                matches.append(Match(found.text, kind))
-            if len(matches) == _MOST_MATCHES:
-                break
-    return RankAnswer(matches=tuple(matches), start=start, end=end)
+        found = list(islice(completer.completions(question.code, question.cursor), _MOST_MATCHES))
+    start, end = (found[0].start, found[0].end) if found else (question.cursor, question.cursor)
+    here = [each for each in found if (each.start, each.end) == (start, end)]
+    matches = tuple(Match(each.text, "" if each.type in (None, "<unknown>") else each.type) for each in here)
+    return RankAnswer(matches=matches, start=start, end=end)
 
 
 def _inspect(shell: RankShell, question: RankQuestion) -> RankAnswer:
     name = token_at_cursor(question.code, question.cursor)
-    if not name:
-        return RankAnswer()
-    try:
-        bundle = shell.object_inspect_mime(name, detail_level=question.detail)
-    except KeyError:
-        return RankAnswer()
-    return RankAnswer(bundle=json.dumps(bundle, default=str).encode())
+    with contextlib.suppress(KeyError):
+        if name:
+            bundle = shell.object_inspect_mime(name, detail_level=question.detail)
+            return RankAnswer(bundle=json.dumps(bundle, default=str).encode())
+    return RankAnswer()
 
 
 @contextlib.contextmanager
@@ -313,17 +308,3 @@ def _limited(seconds: float) -> Generator[None]:
         signal.signal(signal.SIGALRM, previous)
         if left:
             signal.setitimer(signal.ITIMER_REAL, left, interval)
-
-
-@contextlib.contextmanager
-def _quiet() -> Generator[None]:
-    """Hide the errors of matchers, which IPython's completer would print although no cell runs."""
-
-    def unseen(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        pass
-
-    previous, sys.excepthook = sys.excepthook, unseen
-    try:
-        yield
-    finally:
-        sys.excepthook = previous

@@ -47,10 +47,6 @@ class CellEnded(BaseException):
     """
 
 
-def _do_nothing() -> None:
-    """Default of `report_raised`, in effect before the fork."""
-
-
 class Script(NamedTuple):
     """A running script.
 
@@ -99,8 +95,8 @@ class RankShell(InteractiveShell):
     # results of the running cells, outermost first
     _running: list[Any] = []
 
-    # called when the cell has raised, before its traceback is drawn
-    report_raised: Callable[[], None] = staticmethod(_do_nothing)
+    # called when the cell has raised, before its traceback is drawn; does nothing before the fork
+    report_raised: Callable[[], None] = staticmethod(lambda: None)
     failed_at: float = 0.0
     released: bool = False
     is_first: bool = True
@@ -138,9 +134,7 @@ class RankShell(InteractiveShell):
 
     def _inspect(self, *args: Any, **kwargs: Any) -> Any:
         """Show `obj?` and the like on one rank only."""
-        if self.is_first:
-            return super()._inspect(*args, **kwargs)  # pyright: ignore[reportUnknownVariableType]
-        return None
+        return super()._inspect(*args, **kwargs) if self.is_first else None
 
     async def run_code(self, code_obj: Any, result: Any = None, *, async_: bool = False) -> bool:
         self._running.append(result)
@@ -170,7 +164,7 @@ class RankShell(InteractiveShell):
         running_compiled_code: bool = False,
     ) -> None:
         """Show an exception: as the cell's failure if the caller in IPython ends the cell with it, else as output."""
-        if widgets.is_hearing() and threading.current_thread() is threading.main_thread():
+        if widgets.comms.hears and threading.current_thread() is threading.main_thread():
             # raised in a widget's callback: as in a notebook, the running cell goes on
             traceback.print_exc()
             return
@@ -211,11 +205,10 @@ class RankShell(InteractiveShell):
         if user_code.is_a(error, CellEnded):
             self.unwound = user_code.traceback_of(error)
         elif not (ends and user_code.is_exit(error)):
-            in_main_thread = threading.current_thread() is threading.main_thread()
-            is_failure = ends and in_main_thread
+            is_failure = ends and threading.current_thread() is threading.main_thread()
             with user_code.interruptible():
                 failures.leave_own_frames_out(error)
-                # getting the text may take long; only a RuntimeError's text tells whether a peer was lost
+                # getting the text may take long; only a RuntimeError's text shows whether a peer was lost
                 may_be_victim = self.released or user_code.is_a(error, RuntimeError)
                 if is_failure and not may_be_victim:
                     self.report_raised()
@@ -293,11 +286,7 @@ class RankShell(InteractiveShell):
 
 def create() -> RankShell:
     """Create the process's shell, without history, profile, start-up files and threads."""
-    config = Config()
-    config.HistoryManager.enabled = False
-    config.HistoryManager.hist_file = ":memory:"
-    config.InteractiveShell.autocall = 0
-    config.InteractiveShell.banner1 = ""
+    config = Config(HistoryManager=Config(enabled=False, hist_file=":memory:"))
     warnings.filterwarnings("ignore", message="To exit: use 'exit', 'quit', or Ctrl-D")
     shell = RankShell.instance(config=config)
     # prompts mark an interactive session, in which Lightning refuses to run as one rank of many

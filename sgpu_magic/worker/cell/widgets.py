@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
@@ -104,10 +105,14 @@ class _Said(msgspec.Struct):
 
 
 class _Comms:
-    """The comms of this process."""
+    """The comms of this process.
+
+    Attributes:
+        manager: The package `comm`'s manager; None if the package is not installed.
+        hears: Whether a widget's callback runs now.
+    """
 
     def __init__(self) -> None:
-        # of the package `comm`; None if it is not installed
         self.manager: Any = None
         self._pid = 0
         self._send: Send | None = None
@@ -200,21 +205,23 @@ class _Comms:
         return _INTERVAL_S if self._sent_bytes < _MUCH_BYTES else _SLOW_INTERVAL_S
 
     def _send_batch(self, messages: Sequence[CommMessage], frames: Sequence[bytes], size: int) -> None:
-        if not messages or self._send is None:
+        if not messages:
             return
         had = self._sent_bytes
         self._sent_bytes += size
         if self._sent_bytes <= _MOST_BYTES:
-            # the receiving loop notices that the agent is gone
-            with contextlib.suppress(OSError):
-                self._send(CommsSaid(messages=tuple(messages)), frames)
+            self._post(CommsSaid(messages=tuple(messages)), frames)
         elif had <= _MOST_BYTES:
             self._remark(f"widgets of a rank have sent {_MOST_BYTES >> 20} MB and are no longer updated")
 
     def _remark(self, text: str) -> None:
+        self._post(Remarked(text=text))
+
+    def _post(self, record: Record, blobs: Sequence[bytes] = ()) -> None:
         if self._send is not None:
+            # the receiving loop notices that the agent is gone
             with contextlib.suppress(OSError):
-                self._send(Remarked(text=text))
+                self._send(record, blobs)
 
     # ------------------------------------------------------------ from the front end
 
@@ -254,7 +261,7 @@ class _Comms:
             self.hears = False
 
 
-_comms = _Comms()
+comms = _Comms()
 
 
 def install() -> None:
@@ -278,30 +285,16 @@ def install() -> None:
             **keys: Any,
         ) -> None:
             target = str(keys.get("target_name") or "")
-            _comms.say(_said(self.comm_id, msg_type.removeprefix("comm_"), target, data or {}, metadata, buffers))
+            comms.say(_said(self.comm_id, msg_type.removeprefix("comm_"), target, data or {}, metadata, buffers))
 
-    manager = _comms.manager = CommManager()
+    manager = comms.manager = CommManager()
     comm.create_comm = RankComm
     comm.get_comm_manager = lambda: manager
 
 
-def is_hearing() -> bool:
-    """Whether a widget's callback runs now."""
-    return _comms.hears
-
-
-begin = _comms.begin
-heard = _comms.heard
-hear = _comms.hear
-flush = _comms.flush
-end_cell = _comms.end_cell
-tick = _comms.tick
-
-
 def _is_safe(frame: FrameType | None) -> bool:
     """Whether the signal interrupted the cell's own code, or library code that holds no lock used here."""
-    at = frame
-    while at is not None:
+    for at, _ in traceback.walk_stack(frame):
         name = str(at.f_globals.get("__name__", ""))
         if name == "__main__":
             return True
@@ -309,7 +302,6 @@ def _is_safe(frame: FrameType | None) -> bool:
             return at is not frame
         if name.partition(".")[0] in _UNSAFE:
             return False
-        at = at.f_back
     return False
 
 

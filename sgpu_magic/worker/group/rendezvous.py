@@ -33,8 +33,8 @@ class _LateStore:
 
     Attributes:
         groups_made: How often this rank has made the default group.
-        address: `MASTER_ADDR` and `MASTER_PORT`, as set by the agent.
-        listening_fd: Rank 0's listening socket, until the server takes it.
+        address: `MASTER_ADDR` and `MASTER_PORT` as set by the agent; user code may change them in the environment.
+        listening_fd: Rank 0's listening socket, bound to `MASTER_PORT`, until the server takes it.
         server: The store's server in rank 0, None until it is needed.
     """
 
@@ -50,12 +50,7 @@ class _LateStore:
             with socket.socket(fileno=os.dup(fd)) as listening:
                 address, port = listening.getsockname()[:2]
             self.server = dist.TCPStore(
-                address,
-                port,
-                is_master=True,
-                wait_for_workers=False,
-                master_listen_fd=fd,
-                use_libuv=False,
+                address, port, is_master=True, wait_for_workers=False, master_listen_fd=fd, use_libuv=False
             )
 
 
@@ -112,21 +107,8 @@ class _FileStores:
         self._descriptor = -1
 
 
-_late_store = _LateStore()
-_file_stores = _FileStores()
-announce_store = _file_stores.announce
-open_store = _file_stores.open
-revoke_store = _file_stores.revoke
-
-
-def keep_listening_socket(descriptor: int) -> None:
-    """Keep the socket bound to `MASTER_PORT`. Called on rank 0 only."""
-    _late_store.listening_fd = descriptor
-
-
-def ranks_meet_at(address: str, port: str) -> None:
-    """Record the agent's `MASTER_ADDR` and `MASTER_PORT`, which user code may change in the environment."""
-    _late_store.address = (address, port)
+late_store = _LateStore()
+file_stores = _FileStores()
 
 
 def join(rank: int, ranks: int, store_path: str, *, cuda: bool, several_nodes: bool = False) -> None:
@@ -140,13 +122,13 @@ def join(rank: int, ranks: int, store_path: str, *, cuda: bool, several_nodes: b
         several_nodes: Use the store at `MASTER_ADDR` and `MASTER_PORT`, and the interface that the environment names.
     """
     if several_nodes:
-        _late_store.start_server()
+        late_store.start_server()
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         store = dist.PrefixStore("ranks", dist.TCPStore(address, port, is_master=False, wait_for_workers=False))
     else:
         # against a cluster's settings: all ranks are on this node, and other interfaces need name resolution
         os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK
-        store = open_store(store_path, ranks)
+        store = file_stores.open(store_path, ranks)
     backend = "cpu:gloo,cuda:nccl" if cuda and dist.is_nccl_available() else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks)
 
@@ -167,7 +149,7 @@ def accept_second_init() -> None:
                 raise TypeError(f"init_process_group() {error}") from None
             _check_arguments(given)
             return
-        _late_store.groups_made += 1
+        late_store.groups_made += 1
         original_init(*args, **kwargs)
 
     # under torch's own name it is pickled by reference, for a process that the rank spawns
@@ -186,7 +168,7 @@ def accept_second_rendezvous() -> None:
     create_store: Callable[..., Any] = torch_rendezvous._create_c10d_store
 
     def create_store_with_server(hostname: str, port: int, *args: Any, **kwargs: Any) -> Any:
-        if _is_child() and (hostname, str(port)) == _late_store.address:
+        if _is_child() and (hostname, str(port)) == late_store.address:
             rank = os.environ.get("RANK", "?")
             raise RuntimeError(
                 f"init_process_group() in a process that rank {rank} has started: MASTER_ADDR and MASTER_PORT belong "
@@ -196,14 +178,14 @@ def accept_second_rendezvous() -> None:
             )
         if _is_child() or str(port) != os.environ.get("MASTER_PORT"):
             return create_store(hostname, port, *args, **kwargs)
-        _late_store.start_server()
+        late_store.start_server()
         os.environ[_USE_AGENT_STORE] = "True"
         try:
             store = create_store(hostname, port, *args, **kwargs)
         finally:
             del os.environ[_USE_AGENT_STORE]
         # without a prefix, as under torchrun, a third group reads the addresses of the second and hangs
-        return dist.PrefixStore(f"group_{_late_store.groups_made}", store)
+        return dist.PrefixStore(f"group_{late_store.groups_made}", store)
 
     torch_rendezvous._create_c10d_store = create_store_with_server
 
@@ -273,8 +255,3 @@ def _leave_groups_to_the_parent() -> None:
 def groups() -> list[object]:
     """Return torch's process groups that this rank is in."""
     return list(c10d._world.pg_map)  # pyright: ignore[reportPrivateUsage]
-
-
-def is_grouped() -> bool:
-    """Whether the default process group exists."""
-    return dist.is_initialized()

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import gc
 import os
 import sys
@@ -55,18 +56,10 @@ class _Census(msgspec.Struct):
     groups: dict[str, list[int]]
 
 
-class _State:
-    """State shared by all renewals of this rank."""
-
-    def __init__(self) -> None:
-        # never reused: a group keeps using the backend that it already has for a type
-        self.next_type = _FIRST_TYPE
-        self.device: Any = None
-        # NCCL backends that `Release` has aborted
-        self.aborted: list[Any] = []
-
-
-_state = _State()
+# never reused: a group keeps using the backend that it already has for a type
+_types = iter(range(_FIRST_TYPE, _LAST_TYPE + 1))
+# NCCL backends that `Release` has aborted
+_aborted: list[Any] = []
 
 
 def renew(rank: int, ranks: int, store_path: str, replaced: Sequence[int] = (), *, cuda: bool) -> str:
@@ -86,10 +79,10 @@ def renew(rank: int, ranks: int, store_path: str, replaced: Sequence[int] = (), 
         RuntimeError: A rank does not take part within 60 s, or torch refuses.
     """
     os.environ["GLOO_SOCKET_IFNAME"] = rendezvous.LOOPBACK
-    store = rendezvous.open_store(store_path, ranks)
+    store = rendezvous.file_stores.open(store_path, ranks)
     store.set_timeout(_PATIENCE)
     every_census = _take_census(store, rank, ranks)
-    was_grouped = rendezvous.is_grouped()
+    was_grouped = dist.is_initialized()
     if was_grouped:
         for group in list(c10d._world.pg_map):
             _abort_nccl(group)
@@ -114,7 +107,7 @@ def abort_nccl(*, stays: bool) -> None:
     Args:
         stays: Abort only the backends, and keep the groups for a renewal.
     """
-    if not rendezvous.is_grouped() or "nccl" not in str(dist.get_backend_config()):
+    if not dist.is_initialized() or "nccl" not in str(dist.get_backend_config()):
         return
     if not stays:
         c10d._abort_process_group()  # pyright: ignore[reportPrivateUsage]
@@ -129,7 +122,7 @@ def abort_nccl(*, stays: bool) -> None:
 def _take_census(store: Any, rank: int, ranks: int) -> list[_Census]:
     """Publish this rank's groups, and return those of all ranks."""
     own = _Census(backends={}, count=0, groups={})
-    if rendezvous.is_grouped():
+    if dist.is_initialized():
         world = c10d.GroupMember.WORLD
         own.backends, own.count = _backends_of(world), c10d._world.group_count
         for group, name in c10d._world.pg_names.items():
@@ -188,21 +181,20 @@ def _connect(group: Any, name: str, rank: int, ranks: int, store: Any) -> None:
         make = _make_gloo if backend_name == "gloo" else _make_nccl
         timeout = _timeout_of(group, devices)
         backend = make(c10d.PrefixStore(f"{name}/{backend_name}", store), rank, ranks, timeout)
-        _name(backend, own_name, members)
-        kind = c10d.ProcessGroup.BackendType(_next_type())
+        # as torch does for a new group
+        backend.options.global_ranks_in_group = members
+        backend.options.group_name = own_name
+        backend._set_sequence_number_for_group()
+        number = next(_types, None)
+        if number is None:
+            raise RuntimeError("the process groups were reconnected more often than torch can count: restart the ranks")
+        kind = c10d.ProcessGroup.BackendType(number)
         for device in devices:
             group._register_backend(torch.device(device), kind, backend)
     # these also pass on to the new backends
     group._set_group_name(own_name)
     group._set_group_desc(group.group_desc)
     c10d._world.pg_map[group] = (c10d._world.pg_map[group][0], c10d.PrefixStore(f"{name}/torch", store))
-
-
-def _next_type() -> int:
-    kind, _state.next_type = _state.next_type, _state.next_type + 1
-    if kind > _LAST_TYPE:
-        raise RuntimeError("the process groups were reconnected more often than torch can count: restart the ranks")
-    return kind
 
 
 def _timeout_of(group: Any, devices: Sequence[str]) -> datetime.timedelta:
@@ -212,18 +204,14 @@ def _timeout_of(group: Any, devices: Sequence[str]) -> datetime.timedelta:
     return c10d.default_pg_timeout
 
 
-def _name(backend: Any, group_name: Any, members: Sequence[int]) -> None:
-    """Set the backend's name and ranks, as torch does for a new group."""
-    backend.options.global_ranks_in_group = list(members)
-    backend.options.group_name = group_name
-    backend._set_sequence_number_for_group()
+@functools.cache
+def _device() -> Any:
+    return _GLOO.create_device(interface=rendezvous.LOOPBACK)
 
 
 def _make_gloo(store: Any, rank: int, ranks: int, timeout: datetime.timedelta) -> Any:
-    if _state.device is None:
-        _state.device = _GLOO.create_device(interface=rendezvous.LOOPBACK)
     options = _GLOO._Options()
-    options._devices, options._threads, options._timeout = [_state.device], 1, _PATIENCE
+    options._devices, options._threads, options._timeout = [_device()], 1, _PATIENCE
     backend = _GLOO(store, rank, ranks, options)
     backend._set_default_timeout(timeout)
     return backend
@@ -240,8 +228,8 @@ def _abort_nccl(group: Any) -> None:
         if name != "nccl":
             continue
         backend = group._get_backend(torch.device(device))
-        if not any(backend is aborted for aborted in _state.aborted):
-            _state.aborted.append(backend)
+        if not any(backend is aborted for aborted in _aborted):
+            _aborted.append(backend)
             backend.abort()
 
 

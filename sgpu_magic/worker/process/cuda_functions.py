@@ -19,10 +19,34 @@ from sgpu_magic.system.processes import memory_available_bytes
 NAME = "CPU in place of a GPU"
 # of the first GPUs with bfloat16, which the CPU has too
 _CAPABILITY = (8, 0)
+# functions of `torch.cuda` with a constant result
+_ANSWERS: dict[str, Any] = {
+    "is_available": True, "is_bf16_supported": True, "is_current_stream_capturing": False,
+    "can_device_access_peer": True, "get_device_name": NAME, "get_device_capability": _CAPABILITY, "get_arch_list": [],
+    "memory_summary": f"{NAME}: no memory of its own", "utilization": 0, "memory_allocated": 0,
+    "max_memory_allocated": 0, "memory_reserved": 0, "max_memory_reserved": 0, "memory_cached": 0,
+    "max_memory_cached": 0, "manual_seed": None, "manual_seed_all": None, "seed": None, "seed_all": None, "init": None,
+    "_lazy_init": None, "synchronize": None, "empty_cache": None, "ipc_collect": None, "reset_peak_memory_stats": None,
+    "reset_max_memory_allocated": None, "reset_max_memory_cached": None, "reset_accumulated_memory_stats": None,
+    "set_per_process_memory_fraction": None, "set_stream": None,
+}  # fmt: skip
 
 
-class Event:
-    """A point in time: on the CPU, work is done when the call returns."""
+class _Done:
+    """On the CPU, work is done when the call returns."""
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        """Do nothing: all work is done."""
+
+    def wait(self, *args: object, **kwargs: object) -> None:
+        """Do nothing: all work is done."""
+
+
+class Event(_Done):
+    """A point in time."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         self._at_s = 0.0
@@ -34,18 +58,11 @@ class Event:
         """Return the milliseconds until the other event."""
         return (end_event._at_s - self._at_s) * 1000.0
 
-    def query(self) -> bool:
-        return True
 
-    def synchronize(self) -> None:
-        """Do nothing: all work is done."""
-
-    def wait(self, stream: object = None) -> None:
-        """Do nothing: all work is done."""
-
-
-class Stream:
+class Stream(_Done):
     """A queue that is always empty."""
+
+    wait_stream = wait_event = _Done.wait
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         self.device = torch.device("cpu")
@@ -56,18 +73,6 @@ class Stream:
 
     def __exit__(self, *args: object) -> None:
         pass
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        """Do nothing: all work is done."""
-
-    def wait_stream(self, stream: object) -> None:
-        """Do nothing: all work is done."""
-
-    def wait_event(self, event: object) -> None:
-        """Do nothing: all work is done."""
 
     def record_event(self, event: Event | None = None) -> Event:
         event = Event() if event is None else event
@@ -89,7 +94,7 @@ class _Device:
         text = str(device).removeprefix("cuda").removeprefix(":")
         index = int(text) if text.isdigit() else self.current
         if not 0 <= index < self.count:
-            # as torch with CUDA says it
+            # torch's own message, with CUDA
             raise RuntimeError(f"CUDA error: invalid device ordinal: {index}, and this rank has {self.count} devices")
         return index
 
@@ -125,38 +130,16 @@ def replace(local_rank: int, ranks_here: int) -> None:
         # a torch without CUDA has this name in the key of its compiled code
         gcnArchName="",
     )
-    for name, answer in (
-        ("is_available", True),
-        ("is_bf16_supported", True),
-        ("is_current_stream_capturing", False),
-        ("memory_summary", f"{NAME}: no memory of its own"),
-        ("get_arch_list", []),
-        ("utilization", 0),
-    ):
+    for name, answer in {**_ANSWERS, "get_device_properties": properties}.items():
         setattr(cuda, name, _answering(answer))
-    for name in (
-        "memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved", "memory_cached",
-        "max_memory_cached",
-    ):  # fmt: skip
-        setattr(cuda, name, _answering(0))
-    for name in (
-        "init", "_lazy_init", "synchronize", "empty_cache", "ipc_collect", "reset_peak_memory_stats",
-        "reset_max_memory_allocated", "reset_max_memory_cached", "reset_accumulated_memory_stats",
-        "set_per_process_memory_fraction", "set_stream",
-    ):  # fmt: skip
-        setattr(cuda, name, _answering(None))
     cuda.device_count = lambda: own.count
     cuda.current_device = lambda: own.current
     cuda.set_device = own.select
     # not the same object twice: torch.compile has a table by function
     cuda._exchange_device = lambda device: own.exchange(device)
     cuda._maybe_exchange_device = lambda device: own.exchange(device)
-    cuda.get_device_name = lambda device=None: NAME
-    cuda.get_device_capability = lambda device=None: _CAPABILITY
-    cuda.get_device_properties = lambda device=None: properties
     cuda.mem_get_info = lambda device=None: (memory_available_bytes(), total_bytes)
     cuda.memory_stats = lambda device=None: {}
-    cuda.can_device_access_peer = lambda device, peer_device: True
     cuda.Event, cuda.Stream = Event, Stream
     cuda.current_stream = lambda device=None: Stream()
     cuda.default_stream = lambda device=None: Stream()
@@ -172,8 +155,6 @@ def replace(local_rank: int, ranks_here: int) -> None:
 
 def _replace_random(cuda: Any) -> None:
     """The generators of cuda are the CPU's, which `torch.manual_seed` seeds as well."""
-    for name in ("manual_seed", "manual_seed_all", "seed", "seed_all"):
-        setattr(cuda, name, _answering(None))
     cuda.initial_seed = torch.initial_seed
     cuda.get_rng_state = lambda device=None: torch.get_rng_state()
     cuda.get_rng_state_all = lambda: [torch.get_rng_state()]

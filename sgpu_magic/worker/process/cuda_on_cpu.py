@@ -44,32 +44,28 @@ LIGHTNING = tuple(
 """Modules that `accept_cpu` changes after their import."""
 
 
-def is_installed() -> bool:
-    """Whether this process maps cuda."""
-    return _state.installed
+_is_installed = False
 
 
-class _State:
-    installed = False
+def install(local_rank: int, ranks_here: int) -> bool:
+    """Map cuda to the CPU in this process from now on. Called in a rank's main thread, before its first cell.
 
-
-_state = _State()
-
-
-def install(local_rank: int, ranks_here: int) -> None:
-    """Map cuda to the CPU in this process from now on. Called once, in a rank's main thread, before its first cell.
+    Returns False if it is mapped already.
 
     Args:
         local_rank: The device that is current.
         ranks_here: Number of devices.
     """
-    _state.installed = True
-    mode = _CudaOnCpu()
-    mode.__enter__()
+    global _is_installed
+    if _is_installed:
+        return False
+    _is_installed = True
+    _CudaOnCpu().__enter__()
     _in_new_threads()
     cuda_functions.replace(local_rank, ranks_here)
     _replace_types()
     _replace_distributed()
+    return True
 
 
 class _CudaOnCpu(TorchFunctionMode):
@@ -143,7 +139,7 @@ def _changed(owner: Any, name: str, change: Callable[[dict[str, Any]], None]) ->
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError:
-            # the original says what is wrong
+            # the original reports the mistake
             return original(*args, **kwargs)
         change(bound.arguments)
         return original(*bound.args, **bound.kwargs)
@@ -220,7 +216,7 @@ def _replace_distributed() -> None:
     _replace_data_parallel()
     ddp: Any = torch.nn.parallel.DistributedDataParallel
     check = ddp._check_comm_hook
-    # gloo has bfloat16, which torch believes NCCL alone to have
+    # gloo supports bfloat16, but torch assumes that only NCCL does
     ddp._check_comm_hook = lambda self, hook: None if "bf16" in getattr(hook, "__name__", "") else check(self, hook)
     mesh: Any = dist.device_mesh
     _changed(mesh.DeviceMesh, "__init__", _mapped("device_type"))

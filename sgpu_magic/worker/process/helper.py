@@ -145,25 +145,25 @@ class Helper:
                 self._sampler.sample()
             if not ready:
                 terminal.flush()
-                widgets.tick()
+                widgets.comms.tick()
                 continue
             self._receives = True
-            while True:
+            while self._receives:
                 received = self._link.receive()
                 if received is None:
                     os._exit(1)  # the agent is gone
                 self._obey(*received)
-                if not self._link.has_message():
-                    break
-            self._receives = False
+                self._receives = self._link.has_message()
 
     def _obey(self, message: ToRank, frames: Sequence[bytes]) -> None:
         match message:
             case Release(fds=fds):
                 self._shell.released = True
                 for fd in fds:
-                    _shut_down(fd)
-                rendezvous.revoke_store()
+                    # shuts the connection down, and leaves its descriptor to the owner
+                    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as sock:
+                        sock.shutdown(socket.SHUT_RDWR)
+                rendezvous.file_stores.revoke()
                 renewal.abort_nccl(stays=self.stays)
             case InPlace():
                 self.in_place.set()
@@ -180,12 +180,12 @@ class Helper:
                 self._shell.released = False
                 self._put(self.order_of(message, frames))
             case CommsHeard():
-                widgets.heard(message.messages, frames)
+                widgets.comms.heard(message.messages, frames)
                 # messages that the running cell has not handled are handled before the next order
                 self._put(Order(message))
             case Renew():
                 # a `Release` that follows frees the rank, though it may not wait for its peers yet
-                rendezvous.announce_store()
+                rendezvous.file_stores.announce()
                 self.orders.put(self.order_of(message, frames))
             case AnswerQuestion() | Leave():
                 self.orders.put(self.order_of(message, frames))
@@ -194,12 +194,3 @@ class Helper:
         with self._count_lock:
             self._unended += 1
         self.orders.put(order)
-
-
-def _shut_down(fd: int) -> None:
-    """Shut a connection down without closing its descriptor, which its owner still holds."""
-    try:
-        with socket.socket(fileno=os.dup(fd)) as sock:
-            sock.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        return

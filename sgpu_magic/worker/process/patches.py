@@ -192,6 +192,5 @@ def map_cuda_in_task() -> None:
 def _install(current: int, devices: int) -> None:
     from sgpu_magic.worker.process import cuda_on_cpu
 
-    if not cuda_on_cpu.is_installed():
-        cuda_on_cpu.install(current, devices)
+    if cuda_on_cpu.install(current, devices):
         after_import(cuda_on_cpu.LIGHTNING, cuda_on_cpu.accept_cpu)

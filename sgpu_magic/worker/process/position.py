@@ -40,7 +40,8 @@ _CELL = "<ipython-input-"
 # let that thread go on: its frame is gone, its memory used again, and the object refers to anything. Newer ones collect
 # between two bytecode instructions.
 _COLLECTS_WITHIN_CALLS = sys.version_info < (3, 12)
-_script = ""
+script = ""
+"""The path of the running script, "" for none. Its frames of a deep stack are kept like those of cells."""
 
 
 def install_stack_file(descriptor: int) -> Sampler:
@@ -76,16 +77,6 @@ def _sample_before_exit(sampler: Sampler) -> None:
         leave(status)
 
     os._exit = _exit
-
-
-def keep_frames_of(script: str) -> None:
-    """Keep a script's frames of a deep stack like those of cells.
-
-    Args:
-        script: The script's path; "" for none.
-    """
-    global _script
-    _script = script
 
 
 def _crash_to_stderr() -> None:
@@ -162,7 +153,7 @@ def _lines(frames: list[FrameType]) -> list[str]:
     lines: list[str] = []
     for number, frame in enumerate(frames):
         code = frame.f_code
-        if number < _INNERMOST or code.co_filename == _script or code.co_filename.startswith(_CELL):
+        if number < _INNERMOST or code.co_filename == script or code.co_filename.startswith(_CELL):
             lines.append(f'  File "{code.co_filename}", line {frame.f_lineno or 0} in {code.co_name}\n')
     return lines
 
@@ -196,12 +187,9 @@ class _Trace(msgspec.Struct):
     entries: list[_Entry] = msgspec.field(default_factory=list[_Entry])
 
 
-class _Forgotten:
-    before_ns = 0
-
-
 _decoder = msgspec.json.Decoder(_Trace)
-_forgotten = _Forgotten()
+# older entries are ignored
+_since_ns = 0
 
 
 @functools.cache
@@ -240,19 +228,19 @@ def current_collective(rehearsed: int = 0) -> tuple[Collective | None, float]:
         rehearsed: Number of collectives at the beginning of the default group that were not the user's.
     """
     # collectives from before a renewal are over, even those that the recorder has as pending
-    if _forgotten.before_ns:
+    if _since_ns:
         rehearsed = 0
-    try:
+    # no recorder, one that is switched off, or an unknown format
+    with contextlib.suppress(AttributeError, RuntimeError, msgspec.DecodeError):
         module, dump = _recorder()
-        return newest_collective(getattr(module, dump)(), rehearsed, _forgotten.before_ns)
-    except (AttributeError, RuntimeError, msgspec.DecodeError):
-        # no recorder, one that is switched off, or an unknown format
-        return None, 0.0
+        return newest_collective(getattr(module, dump)(), rehearsed, _since_ns)
+    return None, 0.0
 
 
 def forget_collectives() -> None:
     """Ignore the entries recorded so far. Called after a renewal, after which the numbers begin again."""
-    _forgotten.before_ns = time.time_ns()
+    global _since_ns
+    _since_ns = time.time_ns()
 
 
 def newest_collective(trace: bytes | str, rehearsed: int = 0, since_ns: int = 0) -> tuple[Collective | None, float]:
@@ -261,7 +249,7 @@ def newest_collective(trace: bytes | str, rehearsed: int = 0, since_ns: int = 0)
     NCCL's collectives are queued: the rank waits in the first unfinished one.
     """
     entries = [entry for entry in _decoder.decode(trace).entries if entry.time_created_ns >= since_ns]
-    theirs = [entry for entry in entries if not _is_rehearsed(entry, rehearsed)]
+    theirs = [entry for entry in entries if entry.pg_id or entry.is_p2p or entry.collective_seq_id > rehearsed]
     if not theirs:
         return None, 0.0
     entry = next((entry for entry in theirs if _is_pending(entry)), theirs[-1])
@@ -280,10 +268,6 @@ def newest_collective(trace: bytes | str, rehearsed: int = 0, since_ns: int = 0)
 
 def _is_pending(entry: _Entry) -> bool:
     return not entry.retired and entry.state != "completed"
-
-
-def _is_rehearsed(entry: _Entry, rehearsed: int) -> bool:
-    return entry.pg_id == 0 and not entry.is_p2p and entry.collective_seq_id <= rehearsed
 
 
 def _group_name(entry: _Entry) -> str:

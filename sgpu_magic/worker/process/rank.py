@@ -126,7 +126,7 @@ class _Life:
         publisher = self._shell.display_pub
         if isinstance(publisher, RankDisplayPublisher):
             publisher.report = self._report_display
-        user_code.look_for_orders(self._helper.has_order)
+        user_code.early.is_order_waiting = self._helper.has_order
         self._helper.start()
         self._obey(order)
         while not isinstance(order.message, Leave):
@@ -150,9 +150,9 @@ class _Life:
 
     def _execute(self, message: Execute, order: Order) -> None:
         if len(order.descriptors) > int(not message.inline) + len(message.mapped):
-            rendezvous.keep_listening_socket(order.descriptors[-1])
+            rendezvous.late_store.listening_fd = order.descriptors[-1]
         terminal.write_each_line(False)
-        widgets.begin(self._link.send if message.context.widgets else None, lambda: self._helper.is_busy)
+        widgets.comms.begin(self._link.send if message.context.widgets else None, lambda: self._helper.is_busy)
         run = self._cell_run(message, order)
         try:
             try:
@@ -191,7 +191,7 @@ class _Life:
 
     def _prepare(self, message: Prepare, order: Order) -> None:
         if order.descriptors:
-            rendezvous.keep_listening_socket(order.descriptors[0])
+            rendezvous.late_store.listening_fd = order.descriptors[0]
         try:
             try:
                 user_code.allow_interrupts()
@@ -210,7 +210,7 @@ class _Life:
 
     def _renew(self, message: Renew, order: Order) -> None:
         # an interrupt since the last cell belongs to no cell
-        user_code.forget_interrupt()
+        user_code.early.came = False
         store_path = message.store_path or f"/proc/self/fd/{order.descriptors[0]}"
         try:
             standing = self._standing
@@ -221,7 +221,7 @@ class _Life:
         self._link.send(renewed)
 
     def _answer(self, message: AnswerQuestion) -> None:
-        user_code.forget_interrupt()
+        user_code.early.came = False
         answer = results.answer(self._shell, message.question)
         self._link.send(QuestionAnswered(request=message.request, answer=answer))
 
@@ -231,7 +231,7 @@ class _Life:
             try:
                 try:
                     signal.signal(signal.SIGINT, signal.default_int_handler)
-                    widgets.hear()
+                    widgets.comms.hear()
                 finally:
                     user_code.refuse_interrupts()
             except KeyboardInterrupt:
@@ -240,17 +240,17 @@ class _Life:
                     # it was meant for the waiting cell
                     signal.raise_signal(signal.SIGINT)
             terminal.flush()
-            widgets.flush()
+            widgets.comms.flush()
         self._helper.rest()
 
     def _tell(self, reply: Reply) -> None:
         terminal.flush()
-        widgets.end_cell()
+        widgets.comms.end_cell()
         terminal.write_each_line()
         # before the reply: the next order may come right after it
         self._helper.rest()
-        user_code.forget_interrupt()
-        self._link.send(reply.message, reply.blobs, reply.descriptors)
+        user_code.early.came = False
+        self._link.send(reply.message, reply.blobs, [] if reply.buffer is None else [reply.buffer.fd])
 
     def _report_display(self, message: Record) -> None:
         """Send a display and wait until the agent has placed it among the output.
@@ -258,7 +258,7 @@ class _Life:
         Output and messages travel separately: without the wait, later output could overtake the display.
         """
         # a widget must arrive before its display
-        widgets.flush()
+        widgets.comms.flush()
         if os.getpid() != self._pid:
             # a forked child has no helper thread to receive the answer
             self._link.send(message)

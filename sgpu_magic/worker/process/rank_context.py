@@ -10,6 +10,7 @@ like, which come with a cell that reads them, and what `%store` has stored.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import multiprocessing.process
 import os
 import random
@@ -47,8 +48,7 @@ def stand_where_the_kernel_stands(context: RankContext, rank_variables: dict[str
     """
     os.umask(context.umask)
     os.environ.clear()
-    os.environ.update(context.environ)
-    os.environ.update(rank_variables)
+    os.environ.update(context.environ | rank_variables)
     if context.cwd:
         os.chdir(context.cwd)
         # where a spawned process looks for a script that was started by a relative path
@@ -80,11 +80,10 @@ def set_threads(context_environ: dict[str, str], ranks_here: int) -> None:
     torch.set_num_threads(threads)
     os.environ["OMP_NUM_THREADS"] = str(threads)
     if threads > 1:
-        try:
+        with contextlib.suppress(ImportError):
             import threadpoolctl
-        except ImportError:
-            return
-        threadpoolctl.threadpool_limits(limits=threads, user_api="blas")
+
+            threadpoolctl.threadpool_limits(limits=threads, user_api="blas")
 
 
 def follow_kernel(old: RankContext, new: RankContext, rank_variables: dict[str, str]) -> None:
@@ -127,13 +126,8 @@ def forget_missing_directories() -> None:
     every rank, and reading the zygote's part of the cache 1 MB.
     """
     cache = sys.path_importer_cache
-    missing: list[str] = []
-    for entry in reversed(cache):
-        if entry == _newest_of_zygote:
-            break
-        if cache[entry] is None:
-            missing.append(entry)
-    for entry in missing:
+    newer = itertools.takewhile(lambda entry: entry != _newest_of_zygote, reversed(cache))
+    for entry in [entry for entry in newer if cache[entry] is None]:
         del cache[entry]
 
 
@@ -195,7 +189,10 @@ def share_store(shell: RankShell) -> None:
     original: Callable[[str], Any] = shell.magics_manager.magics["line"]["store"]
 
     def store(line: str = "") -> Any:
-        _use_the_notebooks(shell)
+        # in the notebook's directory: the shell was created in the zygote, which has another
+        path = os.path.join(get_ipython_dir(), "profile_default", "db")
+        if str(shell.db.root) != path:
+            shell.db = type(shell.db)(path)
         words = line.split()
         if not words or words[0] in _STORE_READS or shell.is_first:
             return original(line)
@@ -203,13 +200,6 @@ def share_store(shell: RankShell) -> None:
 
     store.__doc__ = original.__doc__
     shell.register_magic_function(store, "line", "store")  # pyright: ignore[reportArgumentType]
-
-
-def _use_the_notebooks(shell: Any) -> None:
-    """Open the store in the notebook's directory: the shell was created in the zygote, which has another."""
-    path = os.path.join(get_ipython_dir(), "profile_default", "db")
-    if str(shell.db.root) != path:
-        shell.db = type(shell.db)(path)
 
 
 # ---------------------------------------------------------------- all of it
@@ -231,7 +221,7 @@ class Standing:
         self.cuda = False
         self.modules = EditedModules(self.shell)
         self._store_path = store_path
-        # said once in each run of such a rank
+        # reported once in each run of such a rank
         self.stand_in_note = ""
         self._join_error = join_error
         self._joined = fork.join_early
@@ -252,7 +242,7 @@ class Standing:
             RuntimeError: A peer is gone.
         """
         stand_where_the_kernel_stands(context, rank_variables)
-        rendezvous.ranks_meet_at(rank_variables["MASTER_ADDR"], rank_variables["MASTER_PORT"])
+        rendezvous.late_store.address = rank_variables["MASTER_ADDR"], rank_variables["MASTER_PORT"]
         set_threads(context.environ, int(rank_variables["LOCAL_WORLD_SIZE"]))
         self._context, self._variables = context, rank_variables
         self.cuda = device != "cpu"
@@ -275,10 +265,7 @@ class Standing:
                 rendezvous.join(self.rank, self.ranks, self._store_path, cuda=self.cuda, several_nodes=several)
             self._joined = True
         self.shell.user_ns.update(
-            rank=self.rank,
-            local_rank=int(rank_variables["LOCAL_RANK"]),
-            world_size=self.ranks,
-            device=own_device,
+            rank=self.rank, local_rank=int(rank_variables["LOCAL_RANK"]), world_size=self.ranks, device=own_device
         )
 
     def follow(self, context: RankContext, rank_variables: dict[str, str]) -> None:
@@ -287,12 +274,9 @@ class Standing:
         Raises:
             OSError: The kernel's new directory can't be entered any more.
         """
-        old, self._context = self._context, context
+        old, self._context = self._context or context, context
         os.environ.update(rank_variables.items() - self._variables.items())
         self._variables = rank_variables
-        if old is not None and old != context:
-            follow_kernel(old, context, rank_variables)
-            if old.environ.get("OMP_NUM_THREADS") != context.environ.get("OMP_NUM_THREADS"):
-                set_threads(context.environ, int(rank_variables["LOCAL_WORLD_SIZE"]))
-        else:
-            forget_missing_directories()
+        follow_kernel(old, context, rank_variables)
+        if old.environ.get("OMP_NUM_THREADS") != context.environ.get("OMP_NUM_THREADS"):
+            set_threads(context.environ, int(rank_variables["LOCAL_WORLD_SIZE"]))

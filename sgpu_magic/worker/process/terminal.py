@@ -17,12 +17,13 @@ Functions that read from a keyboard fail at once with a message that says what t
 from __future__ import annotations
 
 import builtins
+import contextlib
 import getpass
 import io
 import os
 import sys
 import time
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from sgpu_magic.wire.codec import STDERR_BEGIN, STDERR_END
 
@@ -47,27 +48,21 @@ class _LineBuffer(io.BufferedWriter):
             self.line_at = now
             super().flush()
 
-    def write_out(self) -> None:
-        """Flush without regard to the pause."""
-        super().flush()
-
 
 class _Stdout(io.TextIOWrapper):
     """Passes each line to a `_LineBuffer`; an explicit flush always writes."""
 
     def __init__(self, lines: _LineBuffer) -> None:
         super().__init__(lines, encoding="utf-8", errors="backslashreplace", line_buffering=True)
-        self._lines = lines
+        self.lines = lines
 
     def flush(self) -> None:
         # the helper's flushes are not lines: they must not hold back the next line
-        line_at = self._lines.line_at
+        line_at = self.lines.line_at
         super().flush()
-        self._lines.line_at = line_at
-        self._lines.write_out()
-
-    def write_every_line(self, on: bool) -> None:
-        self._lines.pause_s = -1.0 if on else _PAUSE_S
+        self.lines.line_at = line_at
+        # without regard to the pause
+        io.BufferedWriter.flush(self.lines)
 
 
 class _MarkedStderr(io.RawIOBase):
@@ -109,10 +104,8 @@ def install(stdout_pipe: int, stderr_pipe: int) -> None:
 def flush() -> None:
     """Write out Python's buffers. Never fails, even if user code has closed or replaced the streams."""
     for stream in (sys.stdout, sys.stderr):
-        try:
+        with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
-        except (OSError, ValueError, AttributeError):
-            continue
 
 
 def write_each_line(on: bool = True) -> None:
@@ -121,7 +114,7 @@ def write_each_line(on: bool = True) -> None:
     Buffering needs the helper thread's flushes, which happen only while a cell runs, and never in a forked child.
     """
     if isinstance(sys.stdout, _Stdout):
-        sys.stdout.write_every_line(on)
+        sys.stdout.lines.pause_s = -1.0 if on else _PAUSE_S
 
 
 # ---------------------------------------------------------------- no keyboard
@@ -166,7 +159,9 @@ def refuse_input(shell: InteractiveShell, rank: int) -> None:
     builtins.input = no_input
     getpass.getpass = no_input
     sys.breakpointhook = no_breakpoint
-    sys.stdin = _NoKeyboard(no_input)
+    sys.stdin = _NoKeyboard()
+    for name in ("read", "readline"):
+        setattr(sys.stdin, name, no_input)
     for magic in ("debug", "pdb"):
         shell.register_magic_function(no_debugger, "line", magic)  # pyright: ignore[reportArgumentType]
     shell.raw_input = no_input  # pyright: ignore[reportAttributeAccessIssue]
@@ -185,19 +180,10 @@ class _Leave:
 
 
 class _NoKeyboard(io.TextIOBase):
-    """`sys.stdin` of a rank."""
-
-    def __init__(self, refuse_reading: Any) -> None:
-        self._refuse = refuse_reading
+    """`sys.stdin` of a rank; `refuse_input` sets its methods that read."""
 
     def readable(self) -> bool:
         return True
 
     def fileno(self) -> int:
         return 0
-
-    def read(self, size: int | None = -1, /) -> str:
-        return self._refuse()
-
-    def readline(self, size: int = -1, /) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return self._refuse()

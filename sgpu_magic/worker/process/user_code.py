@@ -15,6 +15,7 @@ import signal
 import threading
 import types
 from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -26,33 +27,28 @@ class _Early:
 
     Attributes:
         came: Whether there is one.
-        is_order_waiting: Tells whether an order is waiting.
+        is_order_waiting: Tells whether an order was sent that the main thread has not finished.
         refusals: Number of calls of `refuse_interrupts`; blocks of `interrupts_held` and `interrupts_raised` that were
             entered before it leave the handler alone.
     """
 
     def __init__(self) -> None:
         self.came = False
-        self.is_order_waiting: Callable[[], bool] | None = None
+        self.is_order_waiting: Callable[[], bool] = lambda: False
         self.refusals = 0
 
 
-_early = _Early()
-
-
-def look_for_orders(is_order_waiting: Callable[[], bool]) -> None:
-    """Set the function that tells whether an order was sent that the main thread has not finished."""
-    _early.is_order_waiting = is_order_waiting
+early = _Early()
 
 
 def _refuse(signum: int, frame: FrameType | None) -> None:
     """Handle an interrupt between cells. Programs that the rank starts would inherit `SIG_IGN`."""
-    if _early.is_order_waiting is not None and _early.is_order_waiting():
-        _early.came = True
+    if early.is_order_waiting():
+        early.came = True
 
 
 def _remember(signum: int, frame: FrameType | None) -> None:
-    _early.came = True
+    early.came = True
 
 
 def refuse_interrupts() -> None:
@@ -60,18 +56,13 @@ def refuse_interrupts() -> None:
 
     An interrupt that arrives during this call is ignored too.
     """
-    _early.refusals += 1
+    early.refusals += 1
     while True:
         try:
             signal.signal(signal.SIGINT, _refuse)
         except KeyboardInterrupt:
             continue
         return
-
-
-def forget_interrupt() -> None:
-    """Drop an interrupt that arrived after the end of its cell."""
-    _early.came = False
 
 
 def allow_interrupts() -> None:
@@ -83,52 +74,45 @@ def allow_interrupts() -> None:
         KeyboardInterrupt: An interrupt arrived before this call and was kept for this cell.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    came, _early.came = _early.came, False
+    came, early.came = early.came, False
     if came:
         raise KeyboardInterrupt
 
 
-@contextlib.contextmanager
-def interrupts_held() -> Generator[None]:
+def interrupts_held() -> AbstractContextManager[None]:
     """Defer interrupts in a block that would swallow them, as IPython's code around the user's does.
 
     Raises:
         KeyboardInterrupt: At the end of the block, if an interrupt arrived.
     """
-    if not _is_handled_by(signal.default_int_handler):
-        yield
-        return
-    refusals = _early.refusals
-    _hold()
-    try:
-        yield
-    finally:
-        if refusals == _early.refusals:
-            allow_interrupts()
+    return _switched(signal.default_int_handler, _hold, allow_interrupts)
 
 
-@contextlib.contextmanager
-def interrupts_raised() -> Generator[None]:
+def interrupts_raised() -> AbstractContextManager[None]:
     """Within `interrupts_held`, let the user's code be interrupted.
 
     Raises:
         KeyboardInterrupt: At the beginning of the block, if an interrupt arrived before it.
     """
-    if not _is_handled_by(_remember):
+    return _switched(_remember, allow_interrupts, _hold)
+
+
+@contextlib.contextmanager
+def _switched(
+    handler: Callable[[int, FrameType | None], None], begin: Callable[[], None], end: Callable[[], None]
+) -> Generator[None]:
+    """Call `begin` before and `end` after the block, if this is the main thread and it has this handler."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is not handler:
         yield
         return
-    refusals = _early.refusals
+    refusals = early.refusals
     try:
-        allow_interrupts()
+        begin()
         yield
     finally:
         # an abandoned coroutine may end within a later cell
-        if refusals == _early.refusals:
-            _hold()
-
-
-def _is_handled_by(handler: Callable[[int, FrameType | None], None]) -> bool:
-    return threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGINT) is handler
+        if refusals == early.refusals:
+            end()
 
 
 def _hold() -> None:
@@ -136,7 +120,7 @@ def _hold() -> None:
         signal.signal(signal.SIGINT, _remember)
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, _remember)
-        _early.came = True
+        early.came = True
 
 
 # ---------------------------------------------------------------- calls
@@ -159,7 +143,13 @@ module_of = slot(type, "__module__")
 
 
 class _Asking:
-    """Whether a call is in progress, whether it was interrupted, and how many calls have failed."""
+    """The calls by `ask`.
+
+    Attributes:
+        now: Whether one is in progress.
+        interrupted: Whether one was interrupted.
+        refused: Number of calls that gave no result of their own; whoever describes an exception resets it.
+    """
 
     def __init__(self) -> None:
         self.now = False
@@ -167,7 +157,7 @@ class _Asking:
         self.refused = 0
 
 
-_state = _Asking()
+asking = _Asking()
 
 
 def ask(function: Callable[..., T], *arguments: Any, default: T) -> T:
@@ -175,22 +165,22 @@ def ask(function: Callable[..., T], *arguments: Any, default: T) -> T:
 
     After an interrupt, further calls return their `default` at once.
     """
-    if _state.interrupted:
-        _state.refused += 1
+    if asking.interrupted:
+        asking.refused += 1
         return default
-    _state.now = True
+    asking.now = True
     try:
         return function(*arguments)
     except BaseException:  # noqa: BLE001  whatever it is, it is not the cell's failure
-        _state.refused += 1
+        asking.refused += 1
         return default
     finally:
-        _state.now = False
+        asking.now = False
 
 
 def is_asking() -> bool:
     """Whether this is the main thread and a call by `ask` is in progress."""
-    return _state.now and threading.current_thread() is threading.main_thread()
+    return asking.now and threading.current_thread() is threading.main_thread()
 
 
 @contextlib.contextmanager
@@ -202,7 +192,7 @@ def interruptible() -> Generator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    _state.interrupted = False
+    asking.interrupted = False
     previous = signal.signal(signal.SIGINT, _interrupt_the_asked)
     try:
         yield
@@ -211,8 +201,8 @@ def interruptible() -> Generator[None]:
 
 
 def _interrupt_the_asked(signum: int, frame: FrameType | None) -> None:
-    if _state.now:
-        _state.interrupted = True
+    if asking.now:
+        asking.interrupted = True
         raise KeyboardInterrupt
 
 
@@ -237,16 +227,6 @@ def text_of(value: object) -> str | None:
 def encodable(text: str) -> str:
     """Return the text with surrogates escaped, which UTF-8 can't encode."""
     return text.encode("utf-8", "backslashreplace").decode()
-
-
-def reset_refused() -> None:
-    """Reset the count of `refused`."""
-    _state.refused = 0
-
-
-def refused() -> int:
-    """Return the number of calls since `reset_refused` that gave no result of their own."""
-    return _state.refused
 
 
 # ---------------------------------------------------------------- calls from other threads

@@ -53,7 +53,9 @@ def main() -> None:
     processes.collapse_pages()
     link.send(ZygoteReady(pid=os.getpid(), torch_version=torch_version, protocol_version=PROTOCOL_VERSION))
     processes.unmap_file_pages()
-    _serve(link)
+    # a ConnectionError means that the agent is gone
+    with contextlib.suppress(ConnectionError):
+        _serve(link)
     processes.kill_descendants()
     os._exit(0)
 
@@ -120,39 +122,31 @@ def _serve(link: Link[ToZygote]) -> None:
         ready, _, _ = select.select([link, child_ended], [], [])
         if child_ended in ready:
             child_ended.recv(4096)
-            if not _report_ended(link):
+            _report_ended(link)
+        while link in ready:
+            received = link.receive()
+            if received is None:
                 return
-        if link in ready:
-            while True:
-                received = link.receive()
-                if received is None:
-                    return
-                if not _fork(link, received[0], inherited):
-                    return
-                if not link.has_message():
-                    break
+            _fork(link, received[0], inherited)
+            if not link.has_message():
+                break
 
 
 def _wake(signum: int, stack: FrameType | None) -> None:
     """Handle SIGCHLD: without a Python handler no byte is written to the wakeup descriptor."""
 
 
-def _report_ended(link: Link[ToZygote]) -> bool:
-    while True:
-        try:
+def _report_ended(link: Link[ToZygote]) -> None:
+    with contextlib.suppress(ChildProcessError):
+        while True:
             pid, status, usage = os.wait4(-1, os.WNOHANG)
-        except ChildProcessError:
-            return True
-        if pid == 0:
-            return True
-        try:
+            if pid == 0:
+                return
             peak = usage.ru_maxrss * _MAXRSS_UNIT
             link.send(Exited(pid=pid, status=os.waitstatus_to_exitcode(status), peak_bytes=peak))
-        except OSError:
-            return False
 
 
-def _fork(link: Link[ToZygote], order: Fork, inherited: tuple[socket.socket, ...]) -> bool:
+def _fork(link: Link[ToZygote], order: Fork, inherited: tuple[socket.socket, ...]) -> None:
     descriptors = link.take_descriptors(4 if order.store_path else 5)
     try:
         threads = processes.thread_count()
@@ -169,11 +163,7 @@ def _fork(link: Link[ToZygote], order: Fork, inherited: tuple[socket.socket, ...
         reply = Forked(group_id=order.group_id, rank=order.rank, pid=pid)
     for descriptor in descriptors:
         os.close(descriptor)
-    try:
-        link.send(reply)
-    except OSError:
-        return False
-    return True
+    link.send(reply)
 
 
 def _become_rank(

@@ -86,16 +86,14 @@ class Member:
         # kept here because user code may destroy the group
         self._store = dist.PrefixStore("ray", c10d._get_default_store())
         self._process: NodeProcess | None = None
-        self._metrics: RayMetrics | None = None
+        # stops what this rank has started, the last first
+        self._ends = contextlib.ExitStack()
         self._ray: dict[str, str] = {}
         self._logs: Path | None = None
 
     def end(self) -> None:
         """Stop Ray on this node. Called once, after success or failure."""
-        if self._metrics is not None:
-            self._metrics.end()
-        if self._process is not None:
-            self._process.stop()
+        self._ends.close()
 
     # ------------------------------------------------------------ within
 
@@ -104,14 +102,15 @@ class Member:
         self._ray = ray_processes.of_ray(ray_processes.write_token(order.directory, token), order)
         environ = ray_processes.of_processes(os.environ, self._ray, self._paths, _PACKAGE, maps_cuda=self._maps_cuda)
         self._process = process = NodeProcess(order, head, environ)
+        self._ends.callback(process.stop)
         return process
 
     def _wait(self, process: NodeProcess) -> NodeStarted:
         started = process.started()
         self._logs = Path(started.session_directory) / "logs"
         if self._tracked and started.metrics_port:
-            self._metrics = RayMetrics(self._order.address, started.metrics_port, self._node, self._say)
-            self._metrics.begin()
+            metrics = RayMetrics(self._order.address, started.metrics_port, self._node, self._say)
+            self._ends.callback(metrics.end)
         return started
 
 
@@ -194,8 +193,7 @@ class Head(Member):
         run_id = os.environ.get("SGPU_RUN_ID", "")[:4]
         return (
             f"{text}. Its dashboard is on http://{started.dashboard} of rank 0's node (`sgpu port-forward {run_id} "
-            f"{port}` "
-            f"brings it here); the token that it asks for is in {self._ray['RAY_AUTH_TOKEN_PATH']}."
+            f"{port}` brings it here); the token that it asks for is in {self._ray['RAY_AUTH_TOKEN_PATH']}."
         )
 
     def _troubled(self, word: NodeTroubled) -> None:

@@ -20,13 +20,13 @@ import re
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
 from sgpu_magic.errors import EnvironmentFailed, UsageError
+from sgpu_magic.worker.cell.diagnosis import position_in_cell
 from sgpu_magic.worker.cell.shell import RankShell
 from sgpu_magic.worker.process.patches import around_import
 from sgpu_magic.worker.process.user_code import is_a
@@ -262,10 +262,6 @@ def _begin_of(file: str, line: int, function: str) -> int:
 def _note(text: str, error: BaseException, shell: RankShell) -> str:
     task = _TASK.search(text)
     where = f"in the Ray task {task['task']} (pid {task['pid']} on {task['ip']})" if task else "in a Ray task"
-    cells = shell.compile._filename_map  # pyright: ignore[reportPrivateUsage]
-    line = 0
-    for frame, at in traceback.walk_tb(error.__traceback__):
-        if frame.f_code.co_filename in cells:
-            line = at
+    line, _ = position_in_cell(error.__traceback__, shell)
     waited = f"; the driver waited for it in line {line} of the cell" if line else ""
     return f"raised {where}{waited}."

@@ -54,6 +54,11 @@ _FRAME = re.compile(r"\(\+0x[0-9a-f]+\)")
 _VITAL = ("gcs_server", "raylet")
 # custom resource of nodes with simulated GPUs
 _SIMULATED = "simulated"
+# of these ports 0 is any free one
+_ANY_PORT = (
+    "node_manager_port", "object_manager_port", "min_worker_port", "max_worker_port", "dashboard_agent_listen_port",
+    "metrics_agent_port", "metrics_export_port", "runtime_env_agent_port",
+)  # fmt: skip
 
 
 class NodeStarted(Record, frozen=True, tag="node-started", kw_only=True):
@@ -236,18 +241,11 @@ def _start(order: PrivateRay, head: str) -> tuple[Any, NodeStarted]:
     import ray
     from ray._private.node import Node
     from ray._private.parameter import RayParams
+    from ray._private.utils import get_dashboard_dependency_error
 
     wanted: dict[str, Any] = {
         "node_ip_address": order.address,
-        "node_manager_port": 0,
-        "object_manager_port": 0,
-        # 0 is any free port
-        "min_worker_port": 0,
-        "max_worker_port": 0,
-        "dashboard_agent_listen_port": 0,
-        "metrics_agent_port": 0,
-        "metrics_export_port": 0,
-        "runtime_env_agent_port": 0,
+        **dict.fromkeys(_ANY_PORT, 0),
         "num_cpus": order.cpus,
         "num_gpus": order.gpus,
         "object_store_memory": order.object_store_bytes,
@@ -269,7 +267,8 @@ def _start(order: PrivateRay, head: str) -> tuple[Any, NodeStarted]:
         head = f"[{order.address}]:{port}" if ":" in order.address else f"{order.address}:{port}"
         wanted |= {
             "gcs_server_port": port,
-            "include_dashboard": order.dashboard and _has_dashboard(),
+            # without `ray[default]` there is none
+            "include_dashboard": order.dashboard and get_dashboard_dependency_error() is None,
             "dashboard_host": "127.0.0.1",
             "dashboard_port": _free_port("127.0.0.1"),
         }
@@ -298,13 +297,6 @@ def _no_gpus() -> dict[str, str]:
         # nothing to hide, and without these variables `ray.get_gpu_ids()` returns the simulated GPUs
         return {}
     return {"CUDA_VISIBLE_DEVICES": "", "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
-
-
-def _has_dashboard() -> bool:
-    """Whether `ray[default]` is installed, which the dashboard needs."""
-    from ray._private.utils import get_dashboard_dependency_error
-
-    return get_dashboard_dependency_error() is None
 
 
 def _free_port(address: str) -> int:

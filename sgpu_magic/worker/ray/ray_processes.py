@@ -13,13 +13,13 @@ Prometheus format:
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import threading
 import time
-import urllib.error
 import urllib.request
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from sgpu_magic.wire.rank import MetricsReported, PrivateRay
@@ -122,12 +122,9 @@ def written_in(logs: Path) -> int:
     """Count the lines that workers have written in a node's log directory."""
     lines = 0
     for path in (*logs.glob("worker-*.out"), *logs.glob("worker-*.err")):
-        try:
-            data = path.read_bytes()
-        except OSError:
-            continue
-        if data:
-            lines += sum(not line.startswith(_MARKS) for line in data.removesuffix(b"\n").split(b"\n"))
+        with contextlib.suppress(OSError):
+            if data := path.read_bytes():
+                lines += sum(not line.startswith(_MARKS) for line in data.removesuffix(b"\n").split(b"\n"))
     return lines
 
 
@@ -137,13 +134,16 @@ def written_in(logs: Path) -> int:
 _EACH_S = 5.0
 _TIMEOUT_S = 3.0
 _MB = 1e6
-_LINE = re.compile(r"^(?P<name>ray_\w+)(?:\{(?P<labels>.*)\})? (?P<value>[-+.\deEnNaAifI]+)$")
+# a value may also be `NaN`, which counts as none
+_LINE = re.compile(
+    r"^(?P<name>ray_\w+)(?:\{(?P<labels>.*)\})? (?P<value>[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?)$", re.MULTILINE
+)
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _GONE_STATES = ("DEAD", "PENDING_CREATION", "DEPENDENCIES_UNREADY", "RESTARTING")
 
 
 class RayMetrics:
-    """Reads a node's metrics in a thread while the run goes on.
+    """Reads a node's metrics in a thread until `end`.
 
     Args:
         address: The node's address.
@@ -159,8 +159,6 @@ class RayMetrics:
         self._over = threading.Event()
         self._step = 0
         self._thread = threading.Thread(target=self._read_on, name="sgpu-ray-metrics", daemon=True)
-
-    def begin(self) -> None:
         self._thread.start()
 
     def end(self) -> None:
@@ -189,19 +187,17 @@ class RayMetrics:
 
     def _read(self) -> dict[str, float]:
         """Return the current values, none if the metrics agent does not answer."""
-        try:
-            with urllib.request.urlopen(self._url, timeout=_TIMEOUT_S) as answer:
-                text = answer.read().decode("utf-8", "replace")
-        except (OSError, urllib.error.URLError, ValueError):
-            return {}
-        return values_in(text)
+        with contextlib.suppress(OSError, ValueError), urllib.request.urlopen(self._url, timeout=_TIMEOUT_S) as answer:
+            return values_in(answer.read().decode("utf-8", "replace"))
+        return {}
 
 
 def values_in(text: str) -> dict[str, float]:
     """Return the values in a metrics agent's answer, by the names above without their prefix."""
     values: dict[str, float] = {}
-    for name, labels, value in _samples(text):
-        match name:
+    for found in _LINE.finditer(text):
+        labels, value = dict(_LABEL.findall(found["labels"] or "")), float(found["value"])
+        match found["name"]:
             case "ray_node_cpu_utilization":
                 values["ray_cpu_utilization_percentage"] = value
             case "ray_node_mem_used":
@@ -219,15 +215,3 @@ def values_in(text: str) -> dict[str, float]:
             case _:
                 pass
     return values
-
-
-def _samples(text: str) -> Iterator[tuple[str, Mapping[str, str], float]]:
-    for line in text.splitlines():
-        found = _LINE.match(line)
-        if found is not None:
-            try:
-                value = float(found["value"])
-            except ValueError:
-                continue
-            if value == value:
-                yield found["name"], dict(_LABEL.findall(found["labels"] or "")), value

@@ -90,7 +90,6 @@ class Installed:
             "sha256",
             "record",
             "location",
-            "installer",
         )
         return Snapshot(
             distributions=tuple(
@@ -309,7 +308,8 @@ def test_the_digest_is_the_same_whoever_installed_and_wherever(installed: Instal
     call(sys.executable, "-m", "pip", "--python", by_pip, "install", "--quiet", wheel, cwd=tmp_path)
     assert (site_packages(by_pip) / "__pycache__").exists()
     first, second = snapshot_of(by_uv), snapshot_of(by_pip)
-    assert {item["installer"] for item in (*first["distributions"], *second["distributions"])} == {"uv", "pip"}
+    found = (*first["distributions"], *second["distributions"])
+    assert {Path(item["location"], "INSTALLER").read_text().strip() for item in found} == {"uv", "pip"}
     assert first["digest"] == second["digest"]
     assert is_valid_digest(first["digest"])
 

@@ -32,7 +32,7 @@ class Rank:
 
     def static(self, widget: ipywidgets.Widget) -> dict[str, Any]:
         """What a notebook has of the widget after the run."""
-        widgets.flush()
+        widgets.comms.flush()
         return self.models.static(0, widget._repr_mimebundle_())
 
 
@@ -42,20 +42,20 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
         monkeypatch.setattr(comm, name, getattr(comm, name))
     made = Rank()
     widgets.install()
-    widgets.begin(made.send, lambda: True)
-    widgets.flush()
+    widgets.comms.begin(made.send, lambda: True)
+    widgets.comms.flush()
     yield made
-    widgets.begin(None, lambda: True)
+    widgets.comms.begin(None, lambda: True)
 
 
 def test_the_newest_value_is_sent_and_not_each(rank: Rank):
     slider = ipywidgets.IntSlider()
-    widgets.flush()
+    widgets.comms.flush()
     before = len(rank.messages)
     for value in range(100):
         slider.value = value
     slider.description = "lr"
-    widgets.flush()
+    widgets.comms.flush()
     sent = rank.messages[before:]
     assert [json.loads(message.data)["state"] for message in sent][-1] == {"value": 99, "description": "lr"}
     assert len(sent) <= 2
@@ -119,8 +119,8 @@ def test_the_front_end_is_heard_by_the_widget(rank: Rank):
     seen: list[int] = []
     slider.observe(lambda change: seen.append(change["new"]), "value")
     data = json.dumps({"method": "update", "state": {"value": 5}, "buffer_paths": []}).encode()
-    widgets.heard((CommMessage(comm_id=slider.model_id, kind="msg", data=data),), ())
-    widgets.hear()
+    widgets.comms.heard((CommMessage(comm_id=slider.model_id, kind="msg", data=data),), ())
+    widgets.comms.hear()
     assert seen == [5]
     assert rank.static(slider)["text/plain"] == "5"
 
@@ -129,7 +129,7 @@ def test_a_closed_widget_leaves_nothing(rank: Rank):
     slider = ipywidgets.IntSlider(1)
     bundle = slider._repr_mimebundle_()
     slider.close()
-    widgets.flush()
+    widgets.comms.flush()
     assert rank.models.static(0, bundle) == {"text/plain": ""}
 
 
