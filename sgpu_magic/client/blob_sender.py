@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections import deque
@@ -16,7 +17,7 @@ from typing import cast
 import msgspec
 
 from sgpu_magic.client.link import PoolLink
-from sgpu_magic.client.wires import A, Answer
+from sgpu_magic.client.wires import A, Answer, Tell
 from sgpu_magic.errors import SerializationError
 from sgpu_magic.files.content_store import blob_digest
 from sgpu_magic.files.whole_file import format_bytes
@@ -123,22 +124,13 @@ class BlobSender:
                         sent.add(digest)
                         digests.append(digest)
             except OSError as error:
-                raise _unreadable(error) from error
+                raise SerializationError(
+                    f"what the run ships can't be read: {error}. Run the cell again; if that fails too, remove "
+                    f"{error.filename or 'the file'}, which is then created again."
+                ) from error
             finally:
                 # also on an interrupt: cancel the remaining hashing
                 threads.shutdown(wait=False, cancel_futures=True)
-
-    def send_file(self, path: Path | str) -> list[str]:
-        """Send the pieces of a file that the pool lacks and return the digests of all in order.
-
-        Raises:
-            SerializationError: The file can't be read.
-        """
-        try:
-            size = os.stat(path).st_size
-        except OSError as error:
-            raise _unreadable(error) from error
-        return self.send(pieces_of(path, size))
 
     # ------------------------------------------------------------ within
 
@@ -146,8 +138,7 @@ class BlobSender:
         data: memoryview | None = None
         while held < piece.size:
             data = piece.load() if data is None else data
-            held = self._send_rest(data, digest, held)
-            if held < piece.size:
+            if (held := self._send_rest(data, digest, held)) < piece.size:
                 # a reply was lost with the link, or another client is sending the same blob
                 (held,) = self._ask([(digest, piece.size)])
         self._there += piece.size
@@ -197,17 +188,9 @@ class BlobSender:
 
 def _found(answer: Answer, kind: type[A]) -> A | None:
     """Return the pool's reply, None on timeout: the link may be broken and reconnect."""
-    try:
+    with contextlib.suppress(TimeoutError):
         return answer.of(kind, _ANSWER_S)
-    except TimeoutError:
-        return None
-
-
-def _unreadable(error: OSError) -> SerializationError:
-    return SerializationError(
-        f"what the run ships can't be read: {error}. Run the cell again; if that fails too, remove "
-        f"{error.filename or 'the file'}, which is then created again."
-    )
+    return None
 
 
 def _digest(piece: Piece) -> str:
@@ -231,7 +214,7 @@ class Sending:
         tell: Called with a sentence about once a second, and with "" at the end if there was one; None for no reports.
     """
 
-    def __init__(self, pool: str, link: PoolLink, tell: Callable[[str], None] | None) -> None:
+    def __init__(self, pool: str, link: PoolLink, tell: Tell | None) -> None:
         self._pool = pool
         self._link = link
         self._tell = tell
@@ -252,20 +235,19 @@ class Sending:
             what: The part, such as `variables`.
             total: Size of the part in bytes.
         """
-        return lambda there: self._progress(what, there, total)
+        wire = self._link.wire
 
-    def _progress(self, what: str, there: int, total: int) -> None:
-        now = time.monotonic()
-        if self._tell is None or now < self._due:
-            return
-        self._due = now + _EVERY_S
-        self._told = True
-        silent_s = self._link.silent_s
-        silent = (
-            f"; the link has been silent for {silent_s:.0f} s, sending continues when it is back" if silent_s else ""
-        )
-        slow = f"; it takes the slower way: {self._link.wire.slow_why}" if self._link.wire.slow_why else ""
-        self._tell(f"sending {what} to {self._pool}: {format_bytes(there)} of {format_bytes(total)} sent{silent}{slow}")
+        def progress(there: int) -> None:
+            now = time.monotonic()
+            if self._tell is None or now < self._due:
+                return
+            self._due, self._told = now + _EVERY_S, True
+            sent = f"sending {what} to {self._pool}: {format_bytes(there)} of {format_bytes(total)} sent"
+            if wire.silent_s:
+                sent += f"; the link has been silent for {wire.silent_s:.0f} s, sending continues when it is back"
+            self._tell(f"{sent}; it takes the slower way: {wire.slow_why}" if wire.slow_why else sent)
+
+        return progress
 
 
 def send_packed(packed: Packed, link: PoolLink, sending: Sending) -> StoredPayload:

@@ -20,7 +20,7 @@ import zmq
 from sgpu_magic.client.wires import Parcel
 from sgpu_magic.system.bulk_stream import BulkStream, client_context
 from sgpu_magic.wire import codec
-from sgpu_magic.wire.pool_status import AskBulk, BulkOffered, BulkOpened, OpenBulk, Welcome
+from sgpu_magic.wire.pool_status import AskBulk, BulkOffered, BulkOpened, OpenBulk
 
 _OPEN_S = 6.0
 # requests without any reply for so long are sent over the link
@@ -43,6 +43,7 @@ class BulkConnection:
         problem: Why file data goes over the link although the pool has a port for it; "" if it does not.
         is_open: Whether messages go over the connection.
         sent_bytes: Bytes of the messages that were put on it.
+        port: The pool's port for file data, from its welcome; 0 if it has none.
     """
 
     def __init__(self, pool: str) -> None:
@@ -50,7 +51,7 @@ class BulkConnection:
         self.problem = ""
         self.is_open = False
         self.sent_bytes = 0
-        self._port = 0
+        self.port = 0
         self._asked_at: float | None = None
         self._retry_at = 0.0
         self._pause_s = _FIRST_PAUSE_S
@@ -65,10 +66,6 @@ class BulkConnection:
         self._held: list[Parcel] = []
 
     # ------------------------------------------------------------ the link
-
-    def welcomed(self, welcome: Welcome) -> None:
-        """Note which port the pool has."""
-        self._port = welcome.bulk_port
 
     def carries(self, request: int) -> bool:
         """Whether a request is under way over the connection."""
@@ -86,7 +83,7 @@ class BulkConnection:
             self._release()
             return
         now = time.monotonic()
-        if self._port and self._asked_at is None and now >= self._retry_at:
+        if self.port and self._asked_at is None and now >= self._retry_at:
             self._asked_at = now
             over_link([codec.encode(AskBulk())])
         self._over_link.add(parcel.request)
@@ -188,8 +185,7 @@ class BulkConnection:
             OSError: It can't be made.
             ValueError: The offer is not usable.
         """
-        found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        if found:
+        if found := connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             raise OSError(found, os.strerror(found))
         try:
             connection.getpeername()
@@ -218,7 +214,7 @@ class BulkConnection:
         over = self._over_link | self._here.keys()
         self.close()
         self._over_link = over
-        self.problem = f"port {self._port} of the pool {self._pool} can't be used: {why}"
+        self.problem = f"port {self.port} of the pool {self._pool} can't be used: {why}"
         self._retry_at = time.monotonic() + self._pause_s
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
         for parcel in begun:

@@ -9,7 +9,6 @@ import signal
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TypeVar
 
 from sgpu_magic.client.link import PoolLink, PoolLost
@@ -24,10 +23,10 @@ from sgpu_magic.client.this_machine import (
     this_interpreter,
     wait_for_exit,
 )
-from sgpu_magic.client.wires import A, LocalWire
+from sgpu_magic.client.wires import A, LocalWire, Tell
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError, PoolVersionError
-from sgpu_magic.system.secure_sockets import Endpoint, KeyPair, read_key_pair
+from sgpu_magic.system.secure_sockets import Endpoint, read_key_pair
 from sgpu_magic.wire.base import Record, short
 from sgpu_magic.wire.client import Accepted, AskStacks, Attach, Goodbye, StopPool, Warm
 from sgpu_magic.wire.pool_status import PROTOCOL_VERSION, AskStatus, PoolAddress, PoolStatus, socket_file
@@ -50,7 +49,7 @@ class Connection(ABC):
         on_notice: Called in a link's thread with each notice of the pool.
     """
 
-    def __init__(self, settings: Settings, on_lost: Callable[[], None], on_notice: Callable[[str], None]) -> None:
+    def __init__(self, settings: Settings, on_lost: Callable[[], None], on_notice: Tell) -> None:
         self._settings = settings
         self._on_lost = on_lost
         self._on_notice = on_notice
@@ -74,20 +73,13 @@ class Connection(ABC):
             PoolError: The pool can't be reached or started.
         """
         with self._lock:
-            link = self.alive
-            if link is not None:
-                return link
-            if self._link is not None:
-                self._link.close()
-                self._link = None
-                self._on_lost()
-            self._link = self._made_anew(start)
-            return self._link
-
-    @property
-    def exists(self) -> bool:
-        """Whether the pool exists, as far as can be known without connecting to it."""
-        return True
+            if (link := self.alive) is None:
+                if self._link is not None:
+                    self._link.close()
+                    self._link = None
+                    self._on_lost()
+                link = self._link = self._made_anew(start)
+            return link
 
     def warmed(self) -> None:
         """Prepare the pool for a first run: connect, and with a local pool start this interpreter's zygote.
@@ -126,20 +118,15 @@ class Connection(ABC):
 class LocalConnection(Connection):
     """The connection to the local pool, which it starts if needed."""
 
-    @property
-    def exists(self) -> bool:
-        return find_pool(self._settings) is not None
-
     def warmed(self) -> None:
         with self._lock:
-            fresh = self.alive is None and not self.exists
+            fresh = self.alive is None and find_pool(self._settings) is None
             link = self.made(start=True)
         if not fresh:
             link.send(Warm(interpreter=this_interpreter()))
 
     def settings_applied(self) -> str:
-        stated = stated_settings()
-        if not stated:
+        if not (stated := stated_settings()):
             return ""
         link = self.made(start=True)
         has = dict(link.welcome.settings)
@@ -156,14 +143,13 @@ class LocalConnection(Connection):
                 "first run after these restarts it with the new settings; `sgpu pool stop --force` ends the pool and "
                 "its runs now."
             )
-        wait_for_exit(link.pid)
+        wait_for_exit(link.welcome.pid)
         link.lost.wait(REPLY_TIMEOUT_S)
         self.made(start=True)
         return ""
 
     def stop(self, *, force: bool) -> bool:
-        address = find_pool(self._settings)
-        if address is None:
+        if (address := find_pool(self._settings)) is None:
             return False
         try:
             super().stop(force=force)
@@ -185,27 +171,23 @@ class LocalConnection(Connection):
         return True
 
     def _made_anew(self, start: bool) -> PoolLink:
-        address = find_pool(self._settings)
-        if address is None:
+        if (address := find_pool(self._settings)) is None:
             if not start:
                 raise PoolError("no local pool is running.")
             address = start_pool(self._settings, Warm(interpreter=this_interpreter()))
         link = self._new_link(address)
-        return self._with_version_checked(link) if start else with_known_version(link)
-
-    def _new_link(self, address: PoolAddress) -> PoolLink:
-        return PoolLink(LocalWire(socket_file(self._settings.runtime_path), address.pid), self._on_notice)
-
-    def _with_version_checked(self, link: PoolLink) -> PoolLink:
-        """Return a link to a pool of a compatible version; an idle pool of another version is replaced."""
         try:
             return with_known_version(link)
         except PoolVersionError:
-            if link.welcome.busy:
+            if not start or link.welcome.busy:
                 raise
-            os.kill(link.pid, signal.SIGTERM)
-            wait_for_exit(link.pid)
+            # an idle pool of another version is replaced
+            os.kill(link.welcome.pid, signal.SIGTERM)
+            wait_for_exit(link.welcome.pid)
             return with_known_version(self._new_link(start_pool(self._settings, Warm(interpreter=this_interpreter()))))
+
+    def _new_link(self, address: PoolAddress) -> PoolLink:
+        return PoolLink(LocalWire(socket_file(self._settings.runtime_path), address.pid), self._on_notice)
 
 
 class FarConnection(Connection):
@@ -218,22 +200,22 @@ class FarConnection(Connection):
         entry: The pool's entry in `pools.toml`.
     """
 
-    def __init__(
-        self, settings: Settings, on_lost: Callable[[], None], on_notice: Callable[[str], None], entry: PoolEntry
-    ) -> None:
+    def __init__(self, settings: Settings, on_lost: Callable[[], None], on_notice: Tell, entry: PoolEntry) -> None:
         super().__init__(settings, on_lost, on_notice)
         self._entry = entry
         self._key_path = own_key_path()
 
     def _made_anew(self, start: bool) -> PoolLink:
-        name = self._entry.name
-        wire = RemoteWire(
-            name,
-            Endpoint(self._entry.address, self._entry.key),
-            _own_keys(self._key_path, name),
-            this_hello(instance=secrets.token_hex(16)),
-            self._settings.link_timeout_s,
-        )
+        name, endpoint = self._entry.name, Endpoint(self._entry.address, self._entry.key)
+        try:
+            keys = read_key_pair(self._key_path)
+        except FileNotFoundError:
+            raise PoolError(
+                f"the pool {name} admits listed keys only, and you have no key on this machine ({self._key_path}). "
+                "Create one with `sgpu pool keygen` and send the public half, which it prints, to the pool's operator."
+            ) from None
+        hello = this_hello(instance=secrets.token_hex(16))
+        wire = RemoteWire(name, endpoint, keys, hello, self._settings.link_timeout_s)
         return with_known_version(PoolLink(wire, self._on_notice))
 
 
@@ -262,11 +244,7 @@ def with_known_version(link: PoolLink) -> PoolLink:
 
 
 def ask(
-    link: PoolLink,
-    question: Record,
-    kind: type[A],
-    timeout_s: float = REPLY_TIMEOUT_S,
-    frames: Sequence[bytes] = (),
+    link: PoolLink, question: Record, kind: type[A], timeout_s: float = REPLY_TIMEOUT_S, frames: Sequence[bytes] = ()
 ) -> A:
     """Send a request to the pool and return its reply.
 
@@ -304,7 +282,7 @@ def ask_this_or_next(connection: Connection, asking: Callable[[PoolLink], T], *,
 
 def _no_answer(link: PoolLink, timeout_s: float) -> PoolError:
     if not link.welcome.same_host:
-        silent = f": it has been silent for {link.silent_s:.0f} s" if link.silent_s else ""
+        silent = f": it has been silent for {link.wire.silent_s:.0f} s" if link.wire.silent_s else ""
         return PoolError(
             f"{link.title} did not answer within {timeout_s:.0f} s{silent}. Check your network; active runs there "
             "are not affected."
@@ -326,23 +304,3 @@ def _stopped_unless_used(link: PoolLink) -> list[str]:
         going = [f"run {short(run.run_id)} ({run.name})" for run in runs if not run.state.is_final]
         return going or ["ranks of runs that have ended"]
     return []
-
-
-def _own_keys(path: Path, pool: str) -> KeyPair:
-    """Read the user's key pair.
-
-    Args:
-        path: The key file.
-        pool: Name of the pool that the key is for, used in the error message.
-
-    Raises:
-        PoolError: There is no key.
-        UsageError: The file can't be trusted.
-    """
-    try:
-        return read_key_pair(path)
-    except FileNotFoundError:
-        raise PoolError(
-            f"the pool {pool} admits listed keys only, and you have no key on this machine ({path}). Create one with "
-            "`sgpu pool keygen` and send the public half, which it prints, to the pool's operator."
-        ) from None

@@ -14,7 +14,7 @@ import msgspec
 from sgpu_magic.client import ledger
 from sgpu_magic.client.mirror import Mirror, mirror_path
 from sgpu_magic.client.pool import Pool
-from sgpu_magic.client.pools import Asked, Pools
+from sgpu_magic.client.pools import Pools
 from sgpu_magic.client.pools_file import LOCAL, read_pools
 from sgpu_magic.client.this_machine import find_pool
 from sgpu_magic.config import Settings
@@ -51,8 +51,8 @@ def pool_with(pools: Pools, settings: Settings, run: str, *, going_on: bool = Fa
         return pools.local
     with_local = start or find_pool(settings) is not None or pools.local.connected is not None
     answers = pools.asked(entries, local=with_local, recent=_NEWEST)
-    rows = [(answer.name, row) for answer in answers if answer.status is not None for row in answer.status.runs]
-    rows = [(name, row) for name, row in rows if not (going_on and row.state.is_final)]
+    known = [(answer.name, row) for answer in answers if answer.status is not None for row in answer.status.runs]
+    rows = [(name, row) for name, row in known if not (going_on and row.state.is_final)]
     if not run:
         rows.sort(key=lambda found: (found[1].state.is_final, -found[1].submitted_at))
         return pools.of(rows[0][0]) if rows else pools.local
@@ -63,10 +63,19 @@ def pool_with(pools: Pools, settings: Settings, run: str, *, going_on: bool = Fa
     if matching:
         ids = [f"{row.run_id if len(run) >= 4 else short(row.run_id)} ({name})" for name, row in matching]
         raise RunUnknown(_ambiguous(run, ids))
-    older = _pool_of_an_older(pools, answers, run) if not going_on else None
-    if older is not None:
-        return older
-    raise RunUnknown(_nowhere(run, answers, going_on=going_on))
+    # pools whose list of runs was cut off are asked one after the other
+    for answer in answers if not going_on else ():
+        if answer.status is not None and len(answer.status.runs) >= _NEWEST:
+            with contextlib.suppress(RunUnknown):
+                pools.of(answer.name).attach(run)[0].close()
+                return pools.of(answer.name)
+    asked = [answer.name for answer in answers if not answer.problem] or [LOCAL]
+    silent = ", ".join(answer.name for answer in answers if answer.problem)
+    raise RunUnknown(
+        f"no {'active ' * going_on}run has an id that begins with {run!r} in the pool{'s' * (len(asked) > 1)} "
+        f"{', '.join(asked)}. %sgpu_status and `sgpu runs` list them."
+        + (f" Not asked, because it can't be reached: {silent}." if silent else "")
+    )
 
 
 @contextlib.contextmanager
@@ -115,13 +124,15 @@ def find_directory(settings: Settings, text: str) -> str:
         UsageError: No directory, or more than one, matches.
     """
     prefix = check_prefix(text)
-    try:
-        names = os.listdir(settings.runs_path)
-    except FileNotFoundError:
-        names = []
-    found = sorted(name for name in names if is_valid_id(name) and name.startswith(prefix))
+    found = sorted(path.name for path in settings.runs_path.glob(f"{prefix}*") if is_valid_id(path.name))
     if not found:
-        _check_not_removed(settings, prefix)
+        for run in ledger.recent_runs(settings, None):
+            if run.run_id.startswith(prefix):
+                raise UsageError(
+                    f"the output and results of run {short(run.run_id)} are no longer kept; `sgpu runs --all` still "
+                    f"lists it. Of ended runs the newest {settings.keep_runs:,} are kept, for {settings.keep_days:g} "
+                    f"days and within {format_bytes(settings.keep_bytes)} (settings keep_runs, keep_days, keep_bytes)."
+                )
         raise UsageError(
             f"no run on this machine has an id that begins with {prefix!r}. `sgpu runs --all` lists them; "
             f"their directories are in {settings.runs_path}."
@@ -131,42 +142,9 @@ def find_directory(settings: Settings, text: str) -> str:
     return found[0]
 
 
-def _check_not_removed(settings: Settings, prefix: str) -> None:
-    """Raise UsageError if the ledger has a run of that prefix, whose directory has thus been removed."""
-    for run in ledger.recent_runs(settings, None):
-        if run.run_id.startswith(prefix):
-            raise UsageError(
-                f"the output and results of run {short(run.run_id)} are no longer kept; `sgpu runs --all` still lists "
-                f"it. Of ended runs the newest {settings.keep_runs:,} are kept, for {settings.keep_days:g} days "
-                f"and within {format_bytes(settings.keep_bytes)} (settings keep_runs, keep_days, keep_bytes)."
-            )
-
-
-def _pool_of_an_older(pools: Pools, answers: Sequence[Asked], run: str) -> Pool | None:
-    """Ask the pools whose list of runs was cut off, one after the other."""
-    for answer in answers:
-        if answer.status is None or len(answer.status.runs) < _NEWEST:
-            continue
-        pool = pools.of(answer.name)
-        with contextlib.suppress(RunUnknown):
-            pool.attach(run)[0].close()
-            return pool
-    return None
-
-
 def _ambiguous(run: str, ids: Sequence[str]) -> str:
     listed = ", ".join(ids[:_MOST_LISTED]) + (", ..." if len(ids) > _MOST_LISTED else "")
     return f"{run!r} matches {len(ids)} runs: {listed}. Give more digits."
-
-
-def _nowhere(run: str, answers: Sequence[Asked], *, going_on: bool) -> str:
-    asked = [answer.name for answer in answers if not answer.problem] or [LOCAL]
-    silent = ", ".join(answer.name for answer in answers if answer.problem)
-    active = "active " if going_on else ""
-    return (
-        f"no {active}run has an id that begins with {run!r} in the pool{'s' * (len(asked) > 1)} {', '.join(asked)}. "
-        "%sgpu_status and `sgpu runs` list them."
-    ) + (f" Not asked, because it can't be reached: {silent}." if silent else "")
 
 
 # ---------------------------------------------------------------- its files
@@ -240,13 +218,11 @@ class FilesElsewhere(Mirror):
         self._asked_at = 0.0
         self._row: RunSummary | None = None
         self.run_id = prefix
-        if (row := self.row()) is not None:
-            run_id = row.run_id
-        else:
-            run, _ = pool.attach(prefix)
-            run_id = run.run_id
-            run.close()
-        super().__init__(mirror_path(settings, pool.name, run_id), run_id, pool.link)
+        if (found := self.row()) is None:
+            # too old to be listed
+            found, _ = pool.attach(prefix)
+            found.close()
+        super().__init__(mirror_path(settings, pool.name, found.run_id), found.run_id, pool.link)
 
     def row(self) -> RunSummary | None:
         """Return the run's row, at most 1 s old, or older while the pool can't be reached; None if it is not listed."""

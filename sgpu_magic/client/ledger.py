@@ -53,8 +53,7 @@ def find_run(settings: Settings, run_id: str) -> RunSummary | None:
     Raises:
         PoolError: There is a ledger but it can't be read.
     """
-    rows = _read(settings, "WHERE run_id = ?", (run_id,))
-    return rows[0] if rows else None
+    return next(iter(_read(settings, "WHERE run_id = ?", (run_id,))), None)
 
 
 def _read(settings: Settings, rest: str, values: Sequence[str | int | float]) -> list[RunSummary]:
@@ -239,8 +238,7 @@ def _add(use: Use, row: RunSummary, now: float, idle_s: Callable[[RunSummary], f
         _put(use.cost, row.currency, cost)
         _put(use.idle_cost, row.currency, cost * idle_part)
         _put(use.simulated_cost, row.currency, cost if row.simulated else 0.0)
-    price = reserved.of(_POOL, row.device_type)
-    if price is not None:
+    if (price := reserved.of(_POOL, row.device_type)) is not None:
         use.reserved = (use.reserved or 0.0) + price * device_s / HOUR_S
 
 
@@ -251,21 +249,20 @@ def _put(sums: dict[str, float], currency: str, amount: float) -> None:
 
 def _naming(by: str, rows: Sequence[RunSummary], now: float) -> Callable[[RunSummary], str]:
     """Return a function that names a run's group."""
-    if by == "session":
-        names = {row.run_id: f"{row.name} ({short(row.run_id)})".strip() for row in rows if row.kind is RunKind.SESSION}
+    names = {row.run_id: f"{row.name} ({short(row.run_id)})".strip() for row in rows if row.kind is RunKind.SESSION}
 
-        def session(row: RunSummary) -> str:
-            own = row.run_id if row.kind is RunKind.SESSION else row.session
-            return names.get(own, short(own)) if own else "(no session)"
+    def session(row: RunSummary) -> str:
+        own = row.run_id if row.kind is RunKind.SESSION else row.session
+        return names.get(own, short(own)) if own else "(no session)"
 
-        return session
-    if by == "day":
-        return lambda row: time.strftime("%Y-%m-%d", time.localtime(row.ended_at or now))
-    if by == "type":
-        return lambda row: row.device_type + (" (simulated)" if row.simulated else "")
-    if by == "notebook":
-        return lambda row: row.notebook or "(no notebook)"
-    return lambda row: row.user or "(unknown)"
+    namings: dict[str, Callable[[RunSummary], str]] = {
+        "session": session,
+        "day": lambda row: time.strftime("%Y-%m-%d", time.localtime(row.ended_at or now)),
+        "type": lambda row: row.device_type + (" (simulated)" if row.simulated else ""),
+        "notebook": lambda row: row.notebook or "(no notebook)",
+        "user": lambda row: row.user or "(unknown)",
+    }
+    return namings[by]
 
 
 def _idle_times(rows: Iterable[RunSummary], now: float) -> Callable[[RunSummary], float]:

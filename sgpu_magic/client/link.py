@@ -17,7 +17,7 @@ import msgspec
 
 from sgpu_magic import errors
 from sgpu_magic.client.this_machine import this_hello
-from sgpu_magic.client.wires import Answer, EventQueue, FilePart, LocalWire, Outgoing, Parcel, Reply
+from sgpu_magic.client.wires import Answer, EventQueue, FilePart, LocalWire, Outgoing, Parcel, Reply, Tell
 from sgpu_magic.errors import PoolError, UsageError
 from sgpu_magic.system.secure_sockets import MAX_FRAME_BYTES
 from sgpu_magic.wire import codec
@@ -62,7 +62,7 @@ class PoolLink:
         PoolError: The pool does not answer, or does not admit this user.
     """
 
-    def __init__(self, wire: LocalWire | RemoteWire, on_notice: Callable[[str], None] | None = None) -> None:
+    def __init__(self, wire: LocalWire | RemoteWire, on_notice: Tell | None = None) -> None:
         self.wire = wire
         self.title = wire.title
         self._on_notice = on_notice
@@ -80,7 +80,7 @@ class PoolLink:
         # runs whose missing events were requested again, by request
         self._catching_up: dict[int, str] = {}
         self._released: dict[str, threading.Event] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._outgoing = Outgoing()
         self._welcome: Future[Welcome] = Future()
         self._thread = threading.Thread(target=self._work, name="sgpu-link", daemon=True)
@@ -96,14 +96,8 @@ class PoolLink:
             # interrupted or refused: no one else can stop the thread
             self.close()
             raise
-        self.pid = self.welcome.pid
 
     # ------------------------------------------------------------ for any thread
-
-    @property
-    def silent_s(self) -> float:
-        """Seconds since a remote pool last sent anything; 0 until the silence is long enough to report."""
-        return self.wire.silent_s
 
     @property
     def is_used(self) -> bool:
@@ -206,7 +200,7 @@ class PoolLink:
 
     def close(self) -> None:
         """Stop the thread and free the socket. A local pool notices the process's exit, not the closed link."""
-        self._outgoing.end()
+        self._outgoing.put(None)
         self._thread.join(5.0)
 
     # ------------------------------------------------------------ the thread
@@ -265,26 +259,21 @@ class PoolLink:
                 if self._on_notice is not None:
                     self._on_notice(text)
             case Refused(request=request):
-                self._reply(request, exception=_refusal(message))
+                kind = getattr(errors, message.error, PoolError)
+                self._reply(request, exception=kind(message.message))
             case Attached(spec=spec, request=request):
                 with self._lock:
-                    asked_again = self._catching_up.pop(request, "")
                     after = self._after.pop(request, 0)
-                    awaited = request in self._replies
-                    followed = spec.run_id in self._followers
-                if not asked_again and not awaited:
-                    # the caller was interrupted
-                    if not followed:
+                    if self._catching_up.pop(request, ""):
+                        # requested again by this link
+                        pass
+                    elif request in self._replies:
+                        # its events arrive right after this reply, so the queue must exist now
+                        self._attached[request] = spec.run_id, self.follow(spec.run_id, after)
+                    elif spec.run_id not in self._followers:
+                        # the caller was interrupted
                         self._outgoing.put(Parcel(0, [codec.encode(Unfollow(run_id=spec.run_id))]))
-                elif not asked_again:
-                    # its events arrive right after this reply, so the queue must exist now
-                    events = self.follow(spec.run_id, after)
-                    with self._lock:
-                        self._attached[request] = (spec.run_id, events)
-                        given_up = request not in self._replies
-                    if given_up:
-                        self.give_up(request)
-                    self._reply(request, result=message)
+                self._reply(request, result=message)
             case StreamOpened() | StreamData() | StreamTaken() | StreamEnded() | StreamClosed():
                 if self.on_stream is not None:
                     self.on_stream(message, frames)
@@ -297,9 +286,8 @@ class PoolLink:
         run_id = event.run_id
         with self._lock:
             followers = tuple(self._followers.get(run_id, ()))
-            released = self._released.get(run_id)
-        if isinstance(event.body, PayloadReleased) and released is not None:
-            released.set()
+            if isinstance(event.body, PayloadReleased) and run_id in self._released:
+                self._released[run_id].set()
         missing = False
         for events in followers:
             if not self.wire.says_hello or event.seq == events.last_seq + 1:
@@ -309,10 +297,8 @@ class PoolLink:
         if missing:
             # some were lost: request them again together with this one, in order
             with self._lock:
-                asks = run_id not in self._catching_up.values() and run_id in self._followers
-                question = self._question_about(run_id) if asks else None
-            if question is not None:
-                self._outgoing.put(Parcel(0, [codec.encode(question)]))
+                if run_id not in self._catching_up.values() and run_id in self._followers:
+                    self._outgoing.put(Parcel(0, [codec.encode(self._question_about(run_id))]))
 
     def _reply(self, request: int, result: Reply | None = None, exception: Exception | None = None) -> None:
         self.wire.answered(request)
@@ -343,8 +329,3 @@ class PoolLink:
 
 _SET = threading.Event()
 _SET.set()
-
-
-def _refusal(message: Refused) -> Exception:
-    kind = getattr(errors, message.error, errors.PoolError)
-    return kind(message.message)

@@ -194,7 +194,7 @@ def _found(link: PoolLink, answer: Answer, kind: type[A], patience_s: float | No
                 return answer.of(kind, wait_s)
             except TimeoutError:
                 # a broken link reconnects and repeats the request; a working but silent one does not
-                if patience_s is not None or not link.silent_s:
+                if patience_s is not None or not link.wire.silent_s:
                     raise PoolError(
                         f"{link.title} did not send a run's file within {wait_s:.0f} s. Check your network; what is "
                         "stored there is not affected."
@@ -240,8 +240,7 @@ def note_sent(settings: Settings, pool: str, spec: RunSpec) -> None:
 
 def note_end(settings: Settings, run_id: str, state: RunState, ended_at: float) -> None:
     """Record how a run ended, if it has a record without an end."""
-    sent = sent_run(settings, run_id)
-    if sent is not None and sent.ended_at is None:
+    if (sent := sent_run(settings, run_id)) is not None and sent.ended_at is None:
         with contextlib.suppress(OSError):
             _write_sent(settings, msgspec.structs.replace(sent, state=state, ended_at=ended_at))
 
@@ -259,11 +258,7 @@ def sent_run(settings: Settings, run_id: str) -> SentRun | None:
 
 def sent_run_ids(settings: Settings) -> list[str]:
     """Return the ids of all recorded runs, in no particular order."""
-    try:
-        names = os.listdir(_sent_folder(settings))
-    except OSError:
-        return []
-    return [name.removesuffix(_SENT_END) for name in names if name.endswith(_SENT_END)]
+    return [path.stem for path in _sent_folder(settings).glob(f"*{_SENT_END}")]
 
 
 def _sent_folder(settings: Settings) -> Path:

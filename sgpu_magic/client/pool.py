@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
-from collections.abc import Callable
+
+from msgspec.structs import replace
 
 from sgpu_magic.client.connection import (
     REPLY_TIMEOUT_S,
-    Connection,
     FarConnection,
     LocalConnection,
     ask,
@@ -17,10 +18,11 @@ from sgpu_magic.client.connection import (
 from sgpu_magic.client.link import PoolLink
 from sgpu_magic.client.mirror import note_end
 from sgpu_magic.client.pools_file import LOCAL, PoolEntry
-from sgpu_magic.client.run import Run
-from sgpu_magic.client.submitter import Attachments, PayloadMemory, Submitter
-from sgpu_magic.client.this_machine import CurrentSettings
-from sgpu_magic.config import Settings
+from sgpu_magic.client.run import Attachments, Run
+from sgpu_magic.client.submitter import PayloadMemory, Submitter
+from sgpu_magic.client.this_machine import find_pool
+from sgpu_magic.client.wires import Tell
+from sgpu_magic.config import Settings, load_settings
 from sgpu_magic.errors import CapacityError, PoolError, SessionError, SgpuError, UsageError
 from sgpu_magic.payload.pack import Packed
 from sgpu_magic.wire.base import RunState
@@ -41,14 +43,16 @@ from sgpu_magic.wire.client import (
     Warm,
 )
 from sgpu_magic.wire.pool_status import AskStatus, PoolStatus, with_changes
-from sgpu_magic.wire.run import Interpreter, RankAnswer, RankQuestion, RunSpec
+from sgpu_magic.wire.run import RankAnswer, RankQuestion, RunSpec
 
 # the replacement processes join a process group: the same limit as for a session's start when a rank is missing
 RESTART_TIMEOUT_S = 120.0
 _NOTHING = Attachments()
+# settings of single runs: `%env SGPU_TRACK=off` in a running kernel applies from the next run on
+_OF_RUNS = ("env_version", "variables", "track", "tracking_uri", "code_warn_bytes", "code_limit_bytes")
 
 
-class Pool:
+class Pool(Submitter):
     """A pool as seen by a kernel or a command. Thread-safe.
 
     Args:
@@ -64,42 +68,43 @@ class Pool:
     def __init__(
         self,
         settings: Settings,
-        on_notice: Callable[[str], None] | None = None,
+        on_notice: Tell | None = None,
         entry: PoolEntry | None = None,
-        on_sending: Callable[[str], None] | None = None,
+        on_sending: Tell | None = None,
     ) -> None:
-        self._home = settings
-        self._settings = CurrentSettings(settings)
+        self._current = settings
+        self._variables = _variables_of_runs()
         self.notice = ""
         self._on_notice = on_notice
         self.entry = entry
-        self.name = LOCAL if entry is None else entry.name
-        self._memory = PayloadMemory()
         self._kept_settings = ""
         # the last status, and the link that it came over
         self._known_status: tuple[PoolLink | None, PoolStatus | None] = (None, None)
         told = (settings, self._link_lost, self._noticed)
-        self._connection: Connection = LocalConnection(*told) if entry is None else FarConnection(*told, entry)
-        self._submitter = Submitter(self._connection, self._memory, settings, self.name, on_sending)
+        connection = LocalConnection(*told) if entry is None else FarConnection(*told, entry)
+        name = LOCAL if entry is None else entry.name
+        super().__init__(connection, PayloadMemory(), settings, name, on_sending)
 
     @property
     def settings(self) -> Settings:
         """The settings: directories as they were given, per-run settings from the current environment.
 
+        Takes microseconds while the variables are unchanged.
+
         Raises:
             UsageError: A variable has an invalid value.
         """
-        return self._settings.now()
+        if (variables := _variables_of_runs()) != self._variables:
+            anew = load_settings()
+            self._current = replace(self._current, **{name: getattr(anew, name) for name in _OF_RUNS})
+            self._variables = variables
+        return self._current
 
     def warm_in_background(self) -> threading.Thread:
         """Start the pool and this interpreter's zygote in a background thread, if they are not running."""
         thread = threading.Thread(target=self._warm, name="sgpu-warm", daemon=True)
         thread.start()
         return thread
-
-    def warm(self, interpreter: Interpreter, ranks: int) -> None:
-        """Request the interpreter's zygote and a standby group of `ranks`, without waiting; a no-op without a link."""
-        self.tell(Warm(interpreter=interpreter, ranks=ranks))
 
     def submit(
         self, spec: RunSpec, packed: Packed, key: bytes, environ: dict[str, str], along: Attachments = _NOTHING
@@ -112,13 +117,11 @@ class Pool:
             CapacityError: No devices are free and the run does not wait.
         """
         try:
-            run = self._submitter.submit(spec, packed, key, environ, along)
+            return super().submit(spec, packed, key, environ, along)
         except (UsageError, CapacityError) as error:
             if not self._kept_settings:
                 raise
             raise type(error)(f"{error.message} {self._kept_settings}") from None
-        run.pool = self.name
-        return run
 
     def apply_settings(self) -> str:
         """Apply this process's pool settings to the local pool, by restarting it if it is idle.
@@ -155,7 +158,7 @@ class Pool:
     def heard_end(self, run_id: str, state: RunState, ended_at: float) -> None:
         """Record a run's end, so that later look-ups need not ask a remote pool."""
         if self.entry is not None:
-            note_end(self._home, run_id, state, ended_at)
+            note_end(self._settings, run_id, state, ended_at)
 
     def run_over(self, run_id: str) -> None:
         """Mark a run as ended: its payload memory may be reused."""
@@ -182,25 +185,7 @@ class Pool:
         )
         spec = answer.spec
         events = link.attached(answer.request, spec.run_id)
-        found = Run(spec, answer.key, link, events, self._submitter.directory(link, spec.run_id))
-        found.pool = self.name
-        return found, answer.state
-
-    def find_again(self, run: Run) -> None:
-        """Attach to a run again after its pool service died, through the next service, which is started if needed.
-
-        A run that was still queued is submitted again.
-
-        Raises:
-            RunUnknown: The run had started, and the new service does not have it.
-            PoolLost: The new service died too.
-            PoolError: The new service can't be started or reached.
-        """
-        self._submitter.find_again(run)
-
-    def cancel_in_background(self, run: Run, reason: str) -> None:
-        """Cancel a run whose pool service died, through the next service, in a background thread."""
-        self._submitter.cancel_in_background(run, reason)
+        return self.run_of(spec, answer.key, link, events), answer.state
 
     def detach(self, run: str, timeout_s: float = REPLY_TIMEOUT_S, *, start: bool = False) -> str:
         """Detach a run, so that it continues without its notebook, and return a sentence for the user.
@@ -234,7 +219,7 @@ class Pool:
         Raises:
             PoolError: The pool can't be started or reached, or does not answer.
         """
-        if not start and self._connection.alive is None and not self._connection.exists:
+        if not start and self.entry is None and self.connected is None and find_pool(self._settings) is None:
             return None
         return ask_this_or_next(self._connection, lambda link: self._status(link, recent, timeout_s), start=start)
 
@@ -290,8 +275,7 @@ class Pool:
             question: What to ask.
             timeout_s: Time to wait for the answer, in seconds; the user is typing meanwhile.
         """
-        link = self._connection.alive
-        if link is None:
+        if (link := self._connection.alive) is None:
             return RankAnswer(problem=f"the {self.name} pool is not connected.")
         with link.ask(AskRank(request=0, session=session, question=question)) as answer:
             try:
@@ -329,7 +313,7 @@ class Pool:
         """Close the link if it is idle; it is made again on next use."""
         link = self._connection.alive
         if link is not None and not link.is_used:
-            self._submitter.unless_submitting(self._connection.close)
+            self.unless_submitting(self._connection.close)
 
     # ------------------------------------------------------------ within
 
@@ -347,3 +331,7 @@ class Pool:
         # the first run fails with the same error and shows it to the user
         with contextlib.suppress(PoolError):
             self._connection.warmed()
+
+
+def _variables_of_runs() -> list[str | None]:
+    return [os.environ.get(f"SGPU_{name.upper()}") for name in _OF_RUNS]

@@ -6,7 +6,7 @@ on-demand pools, those with free devices come first, then the cheapest. The loca
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -114,13 +114,11 @@ def counts(status: PoolStatus, min_memory_bytes: int = 0) -> dict[str, TypeCount
     held = {uuid for run in status.runs if not run.state.is_final for uuid in run.uuids}
     found: dict[str, TypeCount] = {}
     for device in status.inventory.devices:
-        memory = memory_bytes(device)
-        if memory < min_memory_bytes:
+        if (memory := memory_bytes(device)) < min_memory_bytes:
             continue
-        known = found.get(device.type)
+        known = found.get(device.type, TypeCount(0, 0, memory))
         free = device.uuid not in held and not device.outside_use
-        least = memory if known is None else min(memory, known.memory_bytes)
-        found[device.type] = TypeCount(1 + (known.total if known else 0), free + (known.free if known else 0), least)
+        found[device.type] = TypeCount(known.total + 1, known.free + free, min(memory, known.memory_bytes))
     for kind, most in status.inventory.elastic:
         memory = memory_of(kind)
         if kind != CPU and memory >= min_memory_bytes:
@@ -151,8 +149,7 @@ def cheapest_type(asked: Asked, wanted: Wanted, money: Money) -> str:
         raise CapacityError(f"the pool {asked.name} does not report which devices it has. Name one with --type.")
     fitting = _left(asked.status, wanted.min_memory_bytes)
     ranks = wanted.ranks or 1
-    enough = [kind for kind, count in fitting.items() if count.total >= ranks]
-    if not enough:
+    if not (enough := [kind for kind, count in fitting.items() if count.total >= ranks]):
         raise CapacityError(
             f"the pool {asked.name} has no {ranks} device{'s' * (ranks > 1)} of one type with "
             f"{format_bytes(wanted.min_memory_bytes)} of memory each. It has: {has_words(asked.status)}. Ask for "
@@ -172,14 +169,13 @@ def one_of_several(asked: Asked, wanted: Wanted, money: Money) -> tuple[str | No
     Returns None and "" if the pool has only one type, or too few devices of each type: the pool then decides.
     """
     there = {} if asked.status is None else _left(asked.status)
-    kinds = list(there)
     ranks = wanted.ranks or 1
-    if len(kinds) < 2 or all(there[kind].total < ranks for kind in kinds):
+    if len(there) < 2 or all(count.total < ranks for count in there.values()):
         return None, ""
     chosen = cheapest_type(asked, Wanted(ranks), money)
     how = "smallest" if money.of(asked.entry, chosen) is None else "cheapest"
     free = " that is free" if there[chosen].free >= ranks else ""
-    return chosen, f"on {chosen}, the {how} type{free}; --type takes another of {', '.join(sorted(kinds))}"
+    return chosen, f"on {chosen}, the {how} type{free}; --type takes another of {', '.join(sorted(there))}"
 
 
 def check_memory(asked: Asked, wanted: Wanted) -> None:
@@ -226,26 +222,26 @@ def choose(answers: Sequence[Asked], wanted: Wanted, money: Money) -> Choice:
         entry = each.entry
         if entry is None or each.status is None or wanted.kind not in ("", RESERVED if entry.reserved else ON_DEMAND):
             continue
-        kind = _fitting(each, entry, wanted, money)
-        if kind is None:
+        there = counts(each.status, wanted.min_memory_bytes)
+        kind = _fitting(each, there, wanted, money)
+        if kind is None or (entry.types and wanted.device_type not in (None, ANY, *entry.types)):
             without.append(each.name)
             continue
-        count = counts(each.status, wanted.min_memory_bytes).get(kind, TypeCount(0, 0, 0))
-        busy = count.free < (wanted.ranks or 1)
+        busy = there[kind].free < (wanted.ranks or 1)
         price = money.of(entry, kind)
         # a reserved pool is paid for, whether its devices are free or not
         order = (not entry.reserved, busy, price is None, price or 0.0)
         ways.append((order, each, kind))
-    asks = f"{_what(wanted)}"
+    asks = _what(wanted)
     if not ways:
         return _for_local(answers, wanted, asks, without, unreached)
     order, chosen, kind = min(ways, key=lambda way: way[0])
     why = _why(chosen, kind, order, wanted, money)
     passed = [each.name for each in answers if each.entry is not None and each.entry.reserved and each.name in without]
     if order[0] and passed:
-        why += f"; {_listed(passed)} {'has' if len(passed) == 1 else 'have'} no {asks}"
+        why += f"; {', '.join(passed)} {'has' if len(passed) == 1 else 'have'} no {asks}"
     if unreached:
-        why += f"; {_listed(unreached)} can't be reached"
+        why += f"; {', '.join(unreached)} can't be reached"
     if wanted.min_memory_bytes:
         return Choice(chosen.name, kind if wanted.device_type is None else None, why)
     several, told = one_of_several(chosen, wanted, money) if wanted.device_type in (None, ANY) else (None, "")
@@ -262,22 +258,13 @@ def has_words(status: PoolStatus) -> str:
     return ", ".join([*parts, f"{status.inventory.cpu_slots} CPU slots"])
 
 
-def _fitting(asked: Asked, entry: PoolEntry, wanted: Wanted, money: Money) -> str | None:
-    """Return the device type that the run would get in the pool, None if it can't run there."""
-    if asked.status is None:
-        return None
-    kind = wanted.device_type
-    if kind not in (None, ANY) and entry.types and kind not in entry.types:
-        return None
-    there: Mapping[str, TypeCount] = counts(asked.status, wanted.min_memory_bytes)
-    ranks = wanted.ranks or 1
-    enough = [name for name, count in there.items() if count.total >= ranks]
-    if kind not in (None, ANY):
-        return kind if kind in enough else None
-    if wanted.min_memory_bytes:
-        return cheapest_type(asked, wanted, money) if enough else None
+def _fitting(asked: Asked, there: Mapping[str, TypeCount], wanted: Wanted, money: Money) -> str | None:
+    """Return the device type that the run would get in a pool with these devices, None if it can't run there."""
+    enough = [name for name, count in there.items() if count.total >= (wanted.ranks or 1)]
+    if wanted.device_type not in (None, ANY):
+        return wanted.device_type if wanted.device_type in enough else None
     if any(name != CPU for name in enough):
-        return cheapest_type(asked, Wanted(ranks), money)
+        return cheapest_type(asked, wanted, money)
     # ranks run on CPU only in a pool without any GPUs
     return CPU if CPU in enough and not any(name != CPU for name in there) else None
 
@@ -285,9 +272,9 @@ def _fitting(asked: Asked, entry: PoolEntry, wanted: Wanted, money: Money) -> st
 def _for_local(
     answers: Sequence[Asked], wanted: Wanted, asks: str, without: Sequence[str], unreached: Sequence[str]
 ) -> Choice:
-    reasons = [f"no pool of {_listed(without)} has {asks}"] if len(without) > 1 else []
+    reasons = [f"no pool of {', '.join(without)} has {asks}"] if len(without) > 1 else []
     reasons += [f"{without[0]} has no {asks}"] if len(without) == 1 else []
-    reasons += [f"{_listed(unreached)} can't be reached"] if unreached else []
+    reasons += [f"{', '.join(unreached)} can't be reached"] if unreached else []
     if wanted.kind:
         why = "; ".join(reasons) or "none is listed"
         problems = " ".join(each.problem for each in answers if each.problem)
@@ -305,10 +292,8 @@ def _why(asked: Asked, kind: str | None, order: tuple[bool, bool, bool, float], 
         said += f" at {format_money(price, money.currency)} an hour for each"
     name = kind or "device"
     if busy:
-        said += f", and its {name} are in use: the run waits there (--pool names another)"
-    else:
-        said += f", and has {wanted.ranks or ''} {name} free".replace("  ", " ")
-    return said
+        return f"{said}, and its {name} are in use: the run waits there (--pool names another)"
+    return f"{said}, and has {f'{wanted.ranks} ' if wanted.ranks else ''}{name} free"
 
 
 def _what(wanted: Wanted) -> str:
@@ -316,7 +301,3 @@ def _what(wanted: Wanted) -> str:
     many = f"{wanted.ranks} " if wanted.ranks else ""
     memory = f" with {format_bytes(wanted.min_memory_bytes)}" if wanted.min_memory_bytes else ""
     return f"{many}{'device' + 's' * (wanted.ranks != 1) if kind in (None, ANY) else kind}{memory}"
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(names)

@@ -12,6 +12,7 @@ import msgspec
 
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.client.pools_file import LOCAL, PoolEntry, read_pools, unknown_pool
+from sgpu_magic.client.wires import Tell
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import SgpuError
 from sgpu_magic.wire.pool_status import PoolStatus
@@ -50,19 +51,13 @@ class Pools:
         local: The local pool.
     """
 
-    def __init__(
-        self,
-        settings: Settings,
-        on_notice: Callable[[str], None] | None = None,
-        on_sending: Callable[[str], None] | None = None,
-    ) -> None:
+    def __init__(self, settings: Settings, on_notice: Tell | None = None, on_sending: Tell | None = None) -> None:
         self._settings = settings
         self._on_notice = on_notice
         self._on_sending = on_sending
         self.local = Pool(settings, on_notice)
         self._lock = threading.Lock()
-        # with the whole entry: a pool whose address was changed is a different pool
-        self._made: dict[str, tuple[PoolEntry, Pool]] = {}
+        self._made: dict[str, Pool] = {}
         self._replaced: list[Pool] = []
         self._avoided: dict[str, tuple[float, str]] = {}
 
@@ -106,12 +101,12 @@ class Pools:
         """
         with self._lock:
             made = self._made.get(name)
-        return made[1] if made is not None else self.named(name)
+        return made if made is not None else self.named(name)
 
     def made(self) -> list[Pool]:
         """Return the pools that this process has used, the local one first."""
         with self._lock:
-            return [self.local, *(pool for _, pool in self._made.values())]
+            return [self.local, *self._made.values()]
 
     def connected(self) -> list[Pool]:
         """Return the pools that this process is connected to, the local one first."""
@@ -121,25 +116,21 @@ class Pools:
         """Return the current notices of all pools, "" for none."""
         return " ".join(pool.notice for pool in self.made() if pool.notice)
 
-    def asked(
-        self, entries: Iterable[PoolEntry], *, local: bool, recent: int = 0, start: bool = False, again: bool = False
-    ) -> list[Asked]:
+    def asked(self, entries: Iterable[PoolEntry], *, local: bool, recent: int = 0, again: bool = False) -> list[Asked]:
         """Ask several pools for their status in parallel and return the answers in order, the local pool first.
 
-        Takes at most 2 s, plus the time to start a local pool.
+        Takes at most 2 s. Does not start the local pool.
 
         Args:
             entries: The pools to ask.
             local: Also ask the local pool.
             recent: Number of newest runs to include, besides all active ones; 0 for no runs.
-            start: Start the local pool if there is none.
             again: Also ask pools that could not be reached in the last 20 s.
         """
-        entries = list(entries)
         waits = [(entry, self._ask_in_background(entry, recent, again)) for entry in entries]
         answers: list[Asked] = []
         if local:
-            answers.append(_answer(LOCAL, None, lambda: self.local.status(recent, start=start)))
+            answers.append(_answer(LOCAL, None, lambda: self.local.status(recent, start=False)))
         deadline = time.monotonic() + PATIENCE_S
         for entry, answer in waits:
             try:
@@ -167,7 +158,7 @@ class Pools:
     def close(self) -> None:
         """Close all links; each pool cancels the runs that this process follows."""
         with self._lock:
-            made = [*(pool for _, pool in self._made.values()), *self._replaced]
+            made = [*self._made.values(), *self._replaced]
             self._made.clear()
             self._replaced.clear()
         for pool in [self.local, *made]:
@@ -178,19 +169,18 @@ class Pools:
     def _of(self, entry: PoolEntry) -> Pool:
         with self._lock:
             known = self._made.get(entry.name)
-            if known is not None and known[0] == entry:
-                return known[1]
-            if known is not None:
-                # kept until its runs have ended
-                self._replaced.append(known[1])
-            pool = Pool(self._settings, self._on_notice, entry, self._on_sending)
-            self._made[entry.name] = (entry, pool)
-            return pool
+            # a pool whose address was changed is a different pool
+            if known is None or known.entry != entry:
+                if known is not None:
+                    # kept until its runs have ended
+                    self._replaced.append(known)
+                known = self._made[entry.name] = Pool(self._settings, self._on_notice, entry, self._on_sending)
+            return known
 
     def _let_go_of_others(self, entries: Collection[PoolEntry]) -> None:
         """Close idle links to pools whose entries were removed or changed."""
         with self._lock:
-            others = [*(pool for entry, pool in self._made.values() if entry not in entries), *self._replaced]
+            others = [*(pool for pool in self._made.values() if pool.entry not in entries), *self._replaced]
         for pool in others:
             pool.close_if_unused()
 

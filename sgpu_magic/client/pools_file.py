@@ -167,11 +167,9 @@ def parse(text: str, path: Path) -> tuple[PoolEntry, ...]:
                 raise ValueError(f"it is {table!r}, but a table [{name}] with address and key is needed")
             found.append(_entry(name, cast("dict[str, object]", table)))
         except ValueError as error:
-            line = _line_of(text, name)
-            where = f"line {line}" if line else "the file"
             raise UsageError(
-                f"the pool {name[:40]!r} in {path} ({where}) can't be used: {error}. Fix it there, or delete "
-                f"its lines and add it again with `sgpu pool add`."
+                f"the pool {name[:40]!r} in {path} ({_place_of(text, name)}) can't be used: {error}. Fix it there, "
+                f"or delete its lines and add it again with `sgpu pool add`."
             ) from None
     return tuple(found)
 
@@ -184,8 +182,7 @@ def _entry(name: str, table: Mapping[str, object]) -> PoolEntry:
         raise ValueError(f"`--pool {name.lower()}` means any pool of that kind; choose another name")
     if name.lower() == LOCAL:
         raise ValueError(f"{LOCAL!r} is the name of this machine's own pool; choose another name")
-    unknown = sorted(table.keys() - set(_KNOWN))
-    if unknown:
+    if unknown := sorted(table.keys() - set(_KNOWN)):
         raise ValueError(f"{unknown[0]!r} is not a field of a pool; the fields are {', '.join(_KNOWN)}")
     address, key, reserved = table.get("address"), table.get("key"), table.get("reserved", False)
     match = _ADDRESS.fullmatch(address) if isinstance(address, str) else None
@@ -225,11 +222,12 @@ def _by_type(prices: Prices) -> dict[str, float]:
     return {kind: price for (_, kind), price in prices.hourly.items()}
 
 
-def _line_of(text: str, name: str) -> int:
+def _place_of(text: str, name: str) -> str:
+    """Return the line where the table or value of that name begins, `line 3`, else `the file`."""
     for number, line in enumerate(text.splitlines(), start=1):
         if line.partition("#")[0].strip().strip("[]").strip(" \"'") == name or line.split("=")[0].strip() == name:
-            return number
-    return 0
+            return f"line {number}"
+    return "the file"
 
 
 # ---------------------------------------------------------------- adding and removing pools
@@ -253,8 +251,7 @@ def add_pool(entry: PoolEntry, path: Path | None = None, *, replace: bool = Fals
     path = pools_path() if path is None else path
 
     def change(text: str) -> str:
-        names = [each.name for each in parse(text, path)]
-        if entry.name in names:
+        if any(each.name == entry.name for each in parse(text, path)):
             if not replace:
                 raise UsageError(
                     f"a pool named {entry.name!r} is already in {path}. Remove it with `sgpu pool remove "
@@ -293,15 +290,15 @@ def remove_pool(name: str, path: Path | None = None) -> PoolEntry:
 
 
 def _table(entry: PoolEntry) -> str:
-    lines = [f"[{entry.name}]", f"address = {json.dumps(entry.address)}", f"key = {json.dumps(entry.key)}"]
-    if entry.reserved:
-        lines.append("reserved = true")
-    if entry.types:
-        lines.append(f"types = [{', '.join(json.dumps(kind) for kind in entry.types)}]")
-    if entry.prices:
-        prices = ", ".join(f"{json.dumps(kind)} = {price!r}" for kind, price in entry.prices.items())
-        lines.append(f"prices = {{{prices}}}")
-    return "\n".join(lines) + "\n"
+    prices = ", ".join(f"{json.dumps(kind)} = {price!r}" for kind, price in entry.prices.items())
+    values = {
+        "address": json.dumps(entry.address),
+        "key": json.dumps(entry.key),
+        "reserved": "true" if entry.reserved else "",
+        "types": json.dumps(entry.types) if entry.types else "",
+        "prices": f"{{{prices}}}" if prices else "",
+    }
+    return f"[{entry.name}]\n" + "".join(f"{name} = {value}\n" for name, value in values.items() if value)
 
 
 def _without(text: str, name: str) -> str:

@@ -153,9 +153,10 @@ class RemoteWire:
                     message = link.received(parts)
                     if isinstance(message, Welcome) and not welcomed:
                         welcomed = True
-                        if not self._is_same_service(message):
+                        if self._service not in ("", message.service):
                             return False
-                        self._bulk.welcomed(message)
+                        self._service = message.service
+                        self._bulk.port = message.bulk_port
                         self._send_again(connection, link)
                     elif isinstance(message, BulkOffered):
                         self._bulk.offered(message, connection.address, connection.send)
@@ -180,10 +181,6 @@ class RemoteWire:
             elif now - self._pinged_at >= _PING_S:
                 self._pinged_at = now
                 connection.send([codec.encode(Ping())])
-
-    def _is_same_service(self, welcome: Welcome) -> bool:
-        known, self._service = self._service, welcome.service
-        return known in ("", welcome.service)
 
     def _send_again(self, connection: RemoteConnection, link: PoolLink) -> None:
         """Resend pending requests and request events again, as both may have been lost with the last connection."""

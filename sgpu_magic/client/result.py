@@ -116,9 +116,7 @@ class RunResult:
         Raises:
             IndexError: That rank did not run the cell.
         """
-        if isinstance(rank, slice) or rank < 0:
-            return self.values[rank]
-        return self.values[self._place(rank)]
+        return self.values[rank if isinstance(rank, slice) or rank < 0 else self._place(rank)]
 
     def logs(self, rank: int) -> Path:
         """Return the path of the file with everything that `rank` printed.

@@ -1,7 +1,8 @@
-"""The handle of a submitted run: its events, cancellation and results."""
+"""The handle of a submitted run: its events, cancellation and results; the attachments of a submission."""
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import os
 import queue
@@ -16,11 +17,56 @@ from sgpu_magic.client.mirror import Mirror
 from sgpu_magic.client.wires import EventQueue
 from sgpu_magic.errors import PoolError, RunFileUnknown, SerializationError
 from sgpu_magic.payload import unpack
-from sgpu_magic.wire.attachments import FilePayload, InlinePayload, PackedLayout, Payload, PayloadSource, SharedPayload
+from sgpu_magic.wire.attachments import (
+    CodeBundle,
+    Environment,
+    FilePayload,
+    InlinePayload,
+    PackedLayout,
+    Payload,
+    SharedPayload,
+    Upload,
+)
 from sgpu_magic.wire.base import short
 from sgpu_magic.wire.client import Cancel, ResultsReceived, Submit, TellComms, Unfollow
 from sgpu_magic.wire.events import Event, Placed, RunEnded
-from sgpu_magic.wire.run import RunSpec
+from sgpu_magic.wire.run import CellSource, Interpreter, RunSpec
+from sgpu_magic.wire.tracking import Tracking
+
+
+class Stand(msgspec.Struct, frozen=True):
+    """Working directory and `sys.path` of ranks, where they differ from this process's."""
+
+    cwd: str
+    sys_path: tuple[str, ...]
+
+
+class Attachments(msgspec.Struct, frozen=True):
+    """What is submitted with a run: packages, code, uploads and the MLflow target, as in `wire.client.Submit`.
+
+    Args:
+        environment: The packages.
+        code: Bundles of local code.
+        tracking: Where the run is tracked.
+        interpreter: The ranks' Python; None means this process's.
+        stand: The ranks' working directory and `sys.path`; None means this process's.
+        elsewhere: The pool's nodes do not see this machine's files.
+        cell: As `RankContext.cell`.
+        uploads: Folders and files of this machine.
+    """
+
+    environment: Environment | None = None
+    code: tuple[CodeBundle, ...] = ()
+    tracking: Tracking | None = None
+    interpreter: Interpreter | None = None
+    stand: Stand | None = None
+    elsewhere: bool = False
+    cell: CellSource | None = None
+    uploads: tuple[Upload, ...] = ()
+
+
+Submitted = tuple[Submit, Sequence[bytes]]
+"""The message and frames that a run was submitted with."""
 
 
 class Run:
@@ -37,6 +83,7 @@ class Run:
 
     Attributes:
         last_seq: Sequence number of the last event returned.
+        link: The link to its pool.
         owned: Whether this process submitted the run.
         pool: Name of its pool.
         ask_tracked: Asks the pool to create the MLflow run; None if the run is not to be tracked.
@@ -50,7 +97,7 @@ class Run:
         link: PoolLink,
         events: EventQueue,
         directory: Path,
-        submission: tuple[Submit, Sequence[bytes]] | None = None,
+        submission: Submitted | None = None,
     ) -> None:
         self.spec = spec
         self.run_id = spec.run_id
@@ -60,25 +107,11 @@ class Run:
         self.submission = submission
         self.pool = "local"
         self.ask_tracked: Callable[[], None] | None = None
-        self.mirror = None if link.welcome.same_host else Mirror(directory, spec.run_id, lambda: self._link)
+        self.mirror = None if link.welcome.same_host else Mirror(directory, spec.run_id, lambda: self.link)
         self._key = key
-        self._link = link
+        self.link = link
         self._events = events
         self._woken: Callable[[], None] | None = None
-
-    @property
-    def link_lost(self) -> bool:
-        return self._link.lost.is_set()
-
-    @property
-    def pool_title(self) -> str:
-        """The pool's name for use in messages."""
-        return self._link.title
-
-    @property
-    def silent_s(self) -> float:
-        """Seconds since a remote pool last sent anything; 0 until the silence is long enough to report."""
-        return self._link.silent_s
 
     def wake(self, woken: Callable[[], None]) -> None:
         """Call `woken` after every event, in the link's thread; it must only wake another thread."""
@@ -88,22 +121,18 @@ class Run:
 
     def next_event(self, timeout_s: float) -> tuple[Event, Sequence[bytes]] | None:
         """Return the next event and its raw frames, or None on timeout or when the pool is lost."""
-        while True:
-            try:
-                item = self._events.get(timeout=timeout_s)
-            except queue.Empty:
-                return None
-            if item is None:
-                return None
-            event = item[0]
-            if event.seq <= self.last_seq:
-                # after a request to resend, some events arrive twice
-                continue
-            self.last_seq = event.seq
-            if isinstance(event.body, Placed):
-                # a placed run must not be submitted a second time
-                self.submission = None
-            return item
+        with contextlib.suppress(queue.Empty):
+            while (item := self._events.get(timeout=timeout_s)) is not None:
+                event = item[0]
+                if event.seq <= self.last_seq:
+                    # after a request to resend, some events arrive twice
+                    continue
+                self.last_seq = event.seq
+                if isinstance(event.body, Placed):
+                    # a placed run must not be submitted a second time
+                    self.submission = None
+                return item
+        return None
 
     def moved(self, link: PoolLink, events: EventQueue, *, from_start: bool = False) -> None:
         """Switch to another pool service that now has the run.
@@ -113,7 +142,7 @@ class Run:
             events: The queue of the run's events.
             from_start: Whether the run was submitted again, so its events are numbered from the start.
         """
-        self._link, self._events = link, events
+        self.link, self._events = link, events
         if from_start:
             self.last_seq = 0
         if self._woken is not None:
@@ -126,11 +155,11 @@ class Run:
             reason: Who or what cancels it.
             kill: Send SIGKILL to ranks that were asked before and have not stopped, even after the run's end.
         """
-        self._link.ask(Cancel(request=0, run=self.run_id, reason=reason, kill=kill))
+        self.link.ask(Cancel(request=0, run=self.run_id, reason=reason, kill=kill))
 
     def tell_comms(self, message: TellComms, frames: Sequence[bytes]) -> None:
         """Forward a front-end message to a rank's widgets, without waiting for a reply."""
-        self._link.send(message, frames)
+        self.link.send(message, frames)
 
     def load_results(self, ended: RunEnded, frames: Sequence[bytes], namespace: dict[str, object]) -> list[RankValues]:
         """Unpack the ranks' results, in order of rank, then let the pool free its copies.
@@ -139,23 +168,21 @@ class Run:
             SerializationError: A value can't be rebuilt in the notebook, or no copy of it is left.
         """
         inline = iter(frames)
-        loaded: list[RankValues] = []
         received = True
         try:
-            for result in ended.results:
-                if result.payload is None:
-                    loaded.append(RankValues({}, None))
-                else:
-                    found = self._unpack_result(result.rank, result.payload, inline, namespace)
-                    loaded.append(RankValues.of(found, result.rank))
+            return [
+                RankValues({}, None)
+                if result.payload is None
+                else RankValues.of(self._unpack_result(result.rank, result.payload, inline, namespace), result.rank)
+                for result in ended.results
+            ]
         except PoolError:
             # they can be fetched later
             received = False
             raise
         finally:
             if received:
-                self._link.send(ResultsReceived(run_id=self.run_id))
-        return loaded
+                self.link.send(ResultsReceived(run_id=self.run_id))
 
     def _unpack_result(
         self, rank: int, payload: Payload, inline: Iterator[bytes], namespace: dict[str, object]
@@ -167,15 +194,17 @@ class Run:
             )
         source = payload.source
         if isinstance(source, InlinePayload):
-            data = next(inline, None)
-            if data is None:
+            if (data := next(inline, None)) is None:
                 raise self._results_gone(rank)
             return unpack.unpack(memoryview(bytearray(data)), payload.layout, self._key, namespace)
         if self.mirror is not None:
             return unpack.unpack(self._brought(rank, self.mirror), payload.layout, self._key, namespace)
         kept = str(self.directory / f"result-{rank}.bin")
-        in_memory = _path_of(source)
-        inode = source.inode if isinstance(source, SharedPayload) else 0
+        in_memory, inode = "", 0
+        if isinstance(source, FilePayload):
+            in_memory = source.path
+        elif isinstance(source, SharedPayload):
+            in_memory, inode = f"/proc/{source.pid}/fd/{source.fd}", source.inode
         # the descriptor of a run that ended long ago may belong to another file by now, so the copy on disk is tried
         # first (and once more at the end: the memory is freed as soon as the copy is written)
         for path in (in_memory, kept) if self.owned else (kept, in_memory, kept):
@@ -225,9 +254,9 @@ class Run:
 
     def close(self) -> None:
         """Stop receiving events. The pool keeps sending the run's owner the events that it needs."""
-        last = self._link.unfollow(self.run_id, self._events)
-        if last and not self.owned and not self.link_lost:
-            self._link.send(Unfollow(run_id=self.run_id))
+        last = self.link.unfollow(self.run_id, self._events)
+        if last and not self.owned and not self.link.lost.is_set():
+            self.link.send(Unfollow(run_id=self.run_id))
 
 
 class RankValues(msgspec.Struct):
@@ -250,17 +279,6 @@ def _is_signed(data: memoryview, layout: PackedLayout, key: bytes) -> bool:
     if layout.pickle_size > data.nbytes:
         return False
     return hmac.compare_digest(unpack.compute_mac(key, data[: layout.pickle_size], layout.buffers), layout.mac)
-
-
-def _path_of(source: PayloadSource) -> str:
-    """Return the path of the bytes on this machine, "" if there is none."""
-    match source:
-        case FilePayload(path=path):
-            return path
-        case SharedPayload(pid=pid, fd=fd):
-            return f"/proc/{pid}/fd/{fd}"
-        case _:
-            return ""
 
 
 def map_file(path: str, inode: int = 0) -> memoryview:

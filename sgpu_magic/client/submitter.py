@@ -17,83 +17,47 @@ from sgpu_magic.client.blob_sender import Sending, send_packed
 from sgpu_magic.client.connection import Connection, ask
 from sgpu_magic.client.link import PoolLink, PoolLost
 from sgpu_magic.client.mirror import mirror_path, note_sent
-from sgpu_magic.client.run import Run
+from sgpu_magic.client.run import Attachments, Run, Submitted
 from sgpu_magic.client.this_machine import this_context, this_interpreter
 from sgpu_magic.client.upload_files import sent
+from sgpu_magic.client.wires import EventQueue, Tell
 from sgpu_magic.config import Settings, private_dir
 from sgpu_magic.errors import PoolError, RunUnknown, SgpuError
 from sgpu_magic.payload.buffers import INLINE_LIMIT, SharedBuffer, write_file
 from sgpu_magic.payload.pack import Packed
 from sgpu_magic.system.processes import fits_memory
 from sgpu_magic.wire.attachments import (
-    CodeBundle,
-    Environment,
     FilePayload,
     InlinePayload,
     Payload,
     SharedPayload,
-    Upload,
 )
 from sgpu_magic.wire.client import Accepted, Attach, Attached, Cancel, ReclaimPayload, Submit
-from sgpu_magic.wire.run import CellSource, Interpreter, RankContext, RunSpec
-from sgpu_magic.wire.tracking import Tracking
+from sgpu_magic.wire.run import RunSpec
 
 # how long to look for, or start, the next pool service in order to cancel a run
 _CANCEL_PATIENCE_S = 60.0
 _CANCEL_PAUSE_S = 0.2
 
 
-class Stand(msgspec.Struct, frozen=True):
-    """Working directory and `sys.path` of ranks, where they differ from this process's."""
-
-    cwd: str
-    sys_path: tuple[str, ...]
-
-
-class Attachments(msgspec.Struct, frozen=True):
-    """What is submitted with a run: packages, code, uploads and the MLflow target, as in `wire.client.Submit`.
-
-    Args:
-        environment: The packages.
-        code: Bundles of local code.
-        tracking: Where the run is tracked.
-        interpreter: The ranks' Python; None means this process's.
-        stand: The ranks' working directory and `sys.path`; None means this process's.
-        elsewhere: The pool's nodes do not see this machine's files.
-        cell: As `RankContext.cell`.
-        uploads: Folders and files of this machine.
-    """
-
-    environment: Environment | None = None
-    code: tuple[CodeBundle, ...] = ()
-    tracking: Tracking | None = None
-    interpreter: Interpreter | None = None
-    stand: Stand | None = None
-    elsewhere: bool = False
-    cell: CellSource | None = None
-    uploads: tuple[Upload, ...] = ()
-
-
 class Submitter:
-    """Submits runs over one connection. Thread-safe.
+    """Submits runs over one connection, the part of `Pool` that hands runs over. Thread-safe.
 
     Args:
         connection: The connection to the pool.
         memory: Memory files for payloads.
         settings: Settings, with the directory of runs.
-        pool: The pool's name.
+        name: The pool's name.
         on_sending: As in `Pool`.
+
+    Attributes:
+        name: The pool's name.
     """
 
     def __init__(
-        self,
-        connection: Connection,
-        memory: PayloadMemory,
-        settings: Settings,
-        pool: str,
-        on_sending: Callable[[str], None] | None,
+        self, connection: Connection, memory: PayloadMemory, settings: Settings, name: str, on_sending: Tell | None
     ) -> None:
-        self._pool = pool
+        self.name = name
         self._on_sending = on_sending
         self._connection = connection
         self._memory = memory
@@ -120,7 +84,7 @@ class Submitter:
             with self._lock:
                 self._submitting -= 1
         if run.mirror is not None:
-            note_sent(self._settings, self._pool, run.spec)
+            note_sent(self._settings, self.name, run.spec)
         return run
 
     def unless_submitting(self, act: Callable[[], None]) -> None:
@@ -130,7 +94,15 @@ class Submitter:
                 act()
 
     def find_again(self, run: Run) -> None:
-        """As `Pool.find_again`."""
+        """Attach to a run again after its pool service died, through the next service, which is started if needed.
+
+        A run that was still queued is submitted again.
+
+        Raises:
+            RunUnknown: The run had started, and the new service does not have it.
+            PoolLost: The new service died too.
+            PoolError: The new service can't be started or reached.
+        """
         link = self._connection.made(start=True)
         question = Attach(request=0, run=run.run_id, after=run.last_seq, owns=run.owned)
         try:
@@ -147,15 +119,23 @@ class Submitter:
         self._memory.submitted(run.run_id, link)
         run.moved(link, link.attached(answer.request, run.run_id))
 
-    def directory(self, link: PoolLink, run_id: str) -> Path:
+    def run_of(
+        self, spec: RunSpec, key: bytes, link: PoolLink, events: EventQueue, submission: Submitted | None = None
+    ) -> Run:
+        """Return the handle of a run of this pool; arguments as for `Run`."""
+        run = Run(spec, key, link, events, self._directory(link, spec.run_id), submission)
+        run.pool = self.name
+        return run
+
+    def _directory(self, link: PoolLink, run_id: str) -> Path:
         """Return the local directory of a run's files: the run's own, or the mirror of a run on another machine."""
         if link.welcome.same_host:
             state_dir = dict(link.welcome.settings).get("state_dir", self._settings.state_dir)
             return msgspec.structs.replace(self._settings, state_dir=state_dir).runs_path / run_id
-        return mirror_path(self._settings, self._pool, run_id)
+        return mirror_path(self._settings, self.name, run_id)
 
     def cancel_in_background(self, run: Run, reason: str) -> None:
-        """As `Pool.cancel_in_background`."""
+        """Cancel a run whose pool service died, through the next service, in a background thread."""
 
         # a run that was still queued ended with its pool
         run.submission = None
@@ -180,27 +160,28 @@ class Submitter:
     def _taken_before(self, link: PoolLink, spec: RunSpec, key: bytes) -> Run:
         answer = ask(link, Attach(request=0, run=spec.run_id, owns=True), Attached)
         self._memory.forget(spec.run_id)
-        run = Run(spec, key, link, link.attached(answer.request, spec.run_id), self.directory(link, spec.run_id))
+        run = self.run_of(spec, key, link, link.attached(answer.request, spec.run_id))
         run.owned = True
         return run
 
     def _submit_once(
         self, link: PoolLink, spec: RunSpec, packed: Packed, key: bytes, environ: dict[str, str], along: Attachments
     ) -> Run:
-        with Sending(self._pool, link, self._on_sending) as sending:
+        with Sending(self.name, link, self._on_sending) as sending:
             payload, frames = self._memory.place(packed, spec.run_id, link, self._settings, sending)
             along, notes = sent(along, link, self._settings.state_path, sending)
-        if notes:
-            shipped = msgspec.structs.replace(spec.shipped, notes=(*spec.shipped.notes, *notes))
-            spec = msgspec.structs.replace(spec, shipped=shipped)
+        spec = spec.with_notes(notes)
         events = link.follow(spec.run_id)
         try:
             self._memory.submitted(spec.run_id, link)
+            stand = msgspec.structs.asdict(along.stand) if along.stand is not None else {}
             message = Submit(
                 request=0,
                 spec=spec,
                 interpreter=along.interpreter or this_interpreter(environ),
-                context=_context(environ, key, along),
+                context=msgspec.structs.replace(
+                    this_context(environ, key), elsewhere=along.elsewhere, cell=along.cell, **stand
+                ),
                 payload=payload,
                 environment=along.environment,
                 code=along.code,
@@ -216,14 +197,7 @@ class Submitter:
                 Path(payload.source.path).unlink(missing_ok=True)
             self._memory.run_over(spec.run_id, accepted=False)
             raise
-        return Run(spec, key, link, events, self.directory(link, spec.run_id), (message, frames))
-
-
-def _context(environ: dict[str, str], key: bytes, along: Attachments) -> RankContext:
-    here = msgspec.structs.replace(this_context(environ, key), elsewhere=along.elsewhere, cell=along.cell)
-    if along.stand is not None:
-        here = msgspec.structs.replace(here, cwd=along.stand.cwd, sys_path=along.stand.sys_path)
-    return here
+        return self.run_of(spec, key, link, events, (message, frames))
 
 
 # ---------------------------------------------------------------- payload memory
@@ -266,8 +240,7 @@ class PayloadMemory:
         if not link.welcome.near:
             return Payload(source=send_packed(packed, link, sending), layout=packed.layout), []
         with self._lock:
-            slot = self._reusable(packed.total_bytes, link)
-            if slot is None:
+            if (slot := self._reusable(packed.total_bytes, link)) is None:
                 path = private_dir(settings.state_path / "uploads") / f"{run_id}.bin"
                 write_file(packed, path)
                 return Payload(source=FilePayload(path=str(path), size=packed.total_bytes), layout=packed.layout), []
@@ -322,9 +295,7 @@ class PayloadMemory:
     def _reusable(self, size: int, link: PoolLink) -> _Slot | None:
         for slot in sorted(self._slots, key=lambda slot: -slot.buffer.size):
             if slot.released.is_set() or (slot.run_over and self._reclaim(slot, link)):
-                if slot.buffer.size >= size or fits_memory(size - slot.buffer.size):
-                    return slot
-                return None
+                return slot if slot.buffer.size >= size or fits_memory(size - slot.buffer.size) else None
         if not fits_memory(size):
             return None
         slot = _Slot(SharedBuffer(), "", threading.Event())

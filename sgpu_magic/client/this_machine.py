@@ -1,4 +1,4 @@
-"""This machine, for pools: describes this process to them and to the ranks, and finds and starts the local pool."""
+"""Describes this process to pools and ranks, and finds and starts the local pool."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ import time
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-
-from msgspec.structs import replace
 
 from sgpu_magic import __version__
 from sgpu_magic.config import (
@@ -136,13 +134,10 @@ def _user_name() -> str:
 
 def this_umask() -> int:
     """Return the process's umask. Where `/proc` has it, reading it does not disturb other threads."""
-    try:
-        with open("/proc/self/status", "rb") as status:
-            for line in status:
-                if line.startswith(b"Umask:"):
-                    return int(line.split()[1], 8)
-    except (OSError, ValueError):
-        pass
+    with contextlib.suppress(OSError, ValueError), open("/proc/self/status", "rb") as status:
+        for line in status:
+            if line.startswith(b"Umask:"):
+                return int(line.split()[1], 8)
     with _umask_lock:
         umask = os.umask(0o077)
         os.umask(umask)
@@ -159,42 +154,6 @@ def _site_times() -> Iterable[str]:
 
 def _begins(name: str, prefixes: Iterable[str]) -> bool:
     return name not in _NOT_OURS and name.startswith(tuple(prefixes))
-
-
-# ---------------------------------------------------------------- settings that follow %env
-
-
-class CurrentSettings:
-    """Settings whose per-run values follow the environment; the pool's directories do not change.
-
-    `%env SGPU_TRACK=off` in a running kernel applies from the next run on. Thread-safe.
-
-    Args:
-        settings: The settings just read from the environment.
-    """
-
-    _OF_RUNS = ("env_version", "variables", "track", "tracking_uri", "code_warn_bytes", "code_limit_bytes")
-    _VARIABLES = tuple(f"SGPU_{name.upper()}" for name in _OF_RUNS)
-
-    def __init__(self, settings: Settings) -> None:
-        self._read = (self._variables(), settings)
-
-    def now(self) -> Settings:
-        """Return the current settings. Takes microseconds while the variables are unchanged.
-
-        Raises:
-            UsageError: As `load_settings`.
-        """
-        read, settings = self._read
-        variables = self._variables()
-        if variables != read:
-            anew = load_settings()
-            settings = replace(settings, **{name: getattr(anew, name) for name in self._OF_RUNS})
-            self._read = (variables, settings)
-        return settings
-
-    def _variables(self) -> list[str | None]:
-        return [os.environ.get(name) for name in self._VARIABLES]
 
 
 # ---------------------------------------------------------------- the local pool
@@ -226,8 +185,7 @@ def start_pool(settings: Settings, warm: Warm | None = None) -> PoolAddress:
         raise PoolError(why_no_run(settings.runs_path, str(error))) from error
     deadline = time.monotonic() + _EXIT_S
     while time.monotonic() < deadline:
-        address = find_pool(settings)
-        if address is not None:
+        if (address := find_pool(settings)) is not None:
             return address
         # another client's pool is about to write its address
         time.sleep(0.01)
@@ -255,8 +213,7 @@ def _start(settings: Settings, warm: Warm | None) -> None:
             cwd="/",
             start_new_session=True,
         )
-    answer = _first_line(process, codec.encode(warm) if warm else b"")
-    if answer is None:
+    if (answer := _first_line(process, codec.encode(warm) if warm else b"")) is None:
         raise PoolError(
             f"the local pool did not start within {_START_TIMEOUT_S:.0f} s. Its log is {log_path}; `sgpu doctor` "
             "looks for the reason."
@@ -318,8 +275,7 @@ def _first_line(process: subprocess.Popen[bytes], order: bytes) -> bytes | None:
                 process.kill()
                 process.wait()
                 return None
-            chunk = os.read(stdout.fileno(), 4096)
-            if not chunk:
+            if not (chunk := os.read(stdout.fileno(), 4096)):
                 break
             answer += chunk
     # this process has forked the pool and exits at once
@@ -328,8 +284,7 @@ def _first_line(process: subprocess.Popen[bytes], order: bytes) -> bytes | None:
 
 
 def _last_line(path: Path) -> str:
-    try:
+    lines: list[str] = []
+    with contextlib.suppress(OSError):
         lines = path.read_text(errors="replace").strip().splitlines()
-    except OSError:
-        return "it printed nothing."
     return f"{lines[-1]}." if lines else "it printed nothing."

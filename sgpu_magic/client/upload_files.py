@@ -34,7 +34,7 @@ from sgpu_magic.wire.attachments import (
 from sgpu_magic.wire.files import PIECE_BYTES
 
 if TYPE_CHECKING:
-    from sgpu_magic.client.submitter import Attachments
+    from sgpu_magic.client.run import Attachments
 
 FILE = ".sgpuignore"
 
@@ -89,7 +89,7 @@ def find_files(root: Path) -> FoundFiles:
         if not stat.S_ISDIR(status.st_mode):
             _check_kind(real, status.st_mode)
             return FoundFiles((FoundFile(real.name, str(real), status),), single=True)
-        walk = _Walk(real, _rules_of(real))
+        walk = _Walk(real)
         walk.look()
     except OSError as error:
         raise SerializationError(
@@ -106,12 +106,14 @@ class _Walk:
 
     Args:
         root: Real path of the folder.
-        rules: Rules for excluded files.
     """
 
-    def __init__(self, root: Path, rules: IgnoreRules) -> None:
+    def __init__(self, root: Path) -> None:
         self._root = str(root)
-        self._rules = rules
+        lines: list[str] = []
+        with contextlib.suppress(FileNotFoundError):
+            lines = (root / FILE).read_text(encoding="utf-8", errors="replace").splitlines()
+        self._rules = IgnoreRules(lines)
         self.files: list[FoundFile] = []
         self.folders: list[str] = []
 
@@ -163,13 +165,6 @@ class _Walk:
                 f"uploaded: copy it there, upload {real} by itself, or list {name} in {FILE}."
             )
         return real
-
-
-def _rules_of(folder: Path) -> IgnoreRules:
-    try:
-        return IgnoreRules((folder / FILE).read_text(encoding="utf-8", errors="replace").splitlines())
-    except FileNotFoundError:
-        return IgnoreRules()
 
 
 def _check_kind(path: Path, mode: int) -> None:
@@ -232,9 +227,7 @@ class KnownDigests:
     def of(self, path: str, status: os.stat_result) -> tuple[str, ...] | None:
         """Return a file's digests, None if it may have changed."""
         known = self._known.get(path)
-        if known is None or known != _known(status, known.digests):
-            return None
-        return known.digests
+        return known.digests if known is not None and known == _known(status, known.digests) else None
 
     def keep(self, found: Mapping[str, tuple[os.stat_result, tuple[str, ...]]]) -> None:
         """Replace the cached digests. Write errors are ignored.
@@ -297,7 +290,7 @@ def sent(along: Attachments, link: PoolLink, state: Path, sending: Sending) -> t
 
 
 def _blobs_of(each: CodeBundle | Wheel, sender: BlobSender) -> tuple[str, ...]:
-    return tuple(sender.send_file(each.path))
+    return tuple(sender.send(pieces_of(each.path, each.size)))
 
 
 def _send(upload: Upload, link: PoolLink, state: Path, sending: Sending) -> tuple[Upload, str]:
@@ -312,7 +305,11 @@ def _send(upload: Upload, link: PoolLink, state: Path, sending: Sending) -> tupl
     }
     lacked = sender.sent_bytes
     known.keep({file.path: (file.status, by_file[file.name]) for file in found.files})
-    manifest = manifest_bytes(_manifest(found, by_file))
+    files = tuple(
+        UploadedFile(file.name, file.status.st_size, by_file[file.name], bool(file.status.st_mode & 0o100))
+        for file in found.files
+    )
+    manifest = manifest_bytes(Manifest(files=files, folders=found.folders, single=found.single))
     if len(manifest) > PIECE_BYTES:
         raise UsageError(f"--upload {upload.name} has too many files: pack them into an archive.")
     (digest,) = sender.send([Piece(len(manifest), lambda: memoryview(manifest))])
@@ -328,11 +325,3 @@ def _pieces(files: Iterable[FoundFile], known: KnownDigests) -> Iterator[Piece]:
         digests = known.of(file.path, file.status) or ()
         for at, piece in enumerate(pieces_of(file.path, file.status.st_size)):
             yield Piece(piece.size, piece.load, digests[at] if digests else "")
-
-
-def _manifest(found: FoundFiles, blobs: dict[str, tuple[str, ...]]) -> Manifest:
-    files = tuple(
-        UploadedFile(file.name, file.status.st_size, blobs[file.name], bool(file.status.st_mode & 0o100))
-        for file in found.files
-    )
-    return Manifest(files=files, folders=found.folders, single=found.single)

@@ -18,6 +18,7 @@ import msgspec
 import zmq
 
 from sgpu_magic.errors import PoolError
+from sgpu_magic.system.processes import is_running, process_start
 from sgpu_magic.wire.client import Accepted, Attached, RankAnswered, Stacks
 from sgpu_magic.wire.events import Event
 from sgpu_magic.wire.files import CHUNK_BYTES, BlobsHeld, BlobTaken, RunFileRead, RunFiles
@@ -32,6 +33,8 @@ _NO_PIDFD_POLL_MS = 1000
 # ---------------------------------------------------------------- queues to and from the link's thread
 
 EventItem = tuple[Event, Sequence[bytes]]
+Tell = Callable[[str], None]
+"""Takes a sentence for the user, "" to withdraw the last one."""
 
 
 class Parcel(msgspec.Struct, frozen=True):
@@ -55,18 +58,17 @@ class Outgoing:
         self._parcels: queue.SimpleQueue[Parcel | None] = queue.SimpleQueue()
         self._reader, self._writer = socket.socketpair()
         self._reader.setblocking(False)
+        self._writer.setblocking(False)
         self.closed = False
 
     # ------------------------------------------------------------ for any thread
 
-    def put(self, parcel: Parcel) -> None:
+    def put(self, parcel: Parcel | None) -> None:
+        """Queue a message; None marks the end of the queue."""
         self._parcels.put(parcel)
-        self._wake()
-
-    def end(self) -> None:
-        """Mark the end of the queue."""
-        self._parcels.put(None)
-        self._wake()
+        # a full buffer wakes the reader as well
+        with contextlib.suppress(OSError):
+            self._writer.send(b"x")
 
     # ------------------------------------------------------------ for the link's thread
 
@@ -77,23 +79,17 @@ class Outgoing:
         """Yield the queued parcels; sets `closed` when the end is reached."""
         with contextlib.suppress(BlockingIOError):
             self._reader.recv(4096)
-        while not self.closed:
-            try:
+        with contextlib.suppress(queue.Empty):
+            while not self.closed:
                 parcel = self._parcels.get_nowait()
-            except queue.Empty:
-                return
-            if parcel is None:
-                self.closed = True
-            else:
-                yield parcel
+                if parcel is None:
+                    self.closed = True
+                else:
+                    yield parcel
 
     def close(self) -> None:
         self._reader.close()
         self._writer.close()
-
-    def _wake(self) -> None:
-        with contextlib.suppress(OSError):
-            self._writer.send(b"x")
 
 
 class FilePart(NamedTuple):
@@ -118,9 +114,8 @@ class EventQueue(queue.SimpleQueue["EventItem | None"]):
         super().put(item)
         if item is not None:
             self.last_seq = item[0].seq
-        woken = self.woken
-        if woken is not None:
-            woken()
+        if self.woken is not None:
+            self.woken()
 
 
 Reply = Accepted | Attached | Stacks | RankAnswered | PoolStatus | BlobsHeld | BlobTaken | RunFiles | FilePart
@@ -218,14 +213,14 @@ class LocalWire:
         poller = zmq.Poller()
         poller.register(dealer, zmq.POLLIN)
         poller.register(outgoing.fileno(), zmq.POLLIN)
-        pidfd = -1
+        pidfd, started = -1, process_start(self._pid)
         try:
             if hasattr(os, "pidfd_open"):
                 pidfd = os.pidfd_open(self._pid)
                 poller.register(pidfd, zmq.POLLIN)
             while True:
                 ready = dict(poller.poll(None if pidfd >= 0 else _NO_PIDFD_POLL_MS))
-                if pidfd in ready or (pidfd < 0 and not _lives(self._pid)):
+                if pidfd in ready or (pidfd < 0 and not is_running(self._pid, started)):
                     self._receive(dealer, link)
                     return
                 if outgoing.fileno() in ready:
@@ -244,17 +239,6 @@ class LocalWire:
             context.term()
 
     def _receive(self, dealer: zmq.Socket[bytes], link: PoolLink) -> None:
-        while True:
-            try:
-                parts = dealer.recv_multipart(zmq.NOBLOCK, copy=True)
-            except zmq.Again:
-                return
-            link.received(parts)
-
-
-def _lives(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except OSError:
-        return False
-    return True
+        with contextlib.suppress(zmq.Again):
+            while True:
+                link.received(dealer.recv_multipart(zmq.NOBLOCK, copy=True))

@@ -139,12 +139,13 @@ class Launcher(Generic[P, R, T]):
                 with the attributes `rank`, `run_id`, `remote_traceback` and `failures`.
         """
         from sgpu_magic.functions import launch
+        from sgpu_magic.payload.call import FunctionCall
         from sgpu_magic.runs import handle
 
         if self._run_async:
             return cast("T", self.submit(*args, **kwargs))
         with handle.frames_left_out:
-            return cast("T", launch.run_here(self._function, args, kwargs, self._options))
+            return cast("T", launch.run_here(FunctionCall(self._function, args, kwargs), self._options))
 
     def submit(self, *args: P.args, **kwargs: P.kwargs) -> Run[R]:
         """Start the function on every rank and return the run's handle immediately; arguments as for a call.
@@ -157,10 +158,11 @@ class Launcher(Generic[P, R, T]):
             CapacityError: The pool can't place the run.
         """
         from sgpu_magic.functions import launch
+        from sgpu_magic.payload.call import FunctionCall
         from sgpu_magic.runs import handle
 
         with handle.frames_left_out:
-            return launch.start(self._function, args, kwargs, self._options)
+            return launch.start(FunctionCall(self._function, args, kwargs), self._options)
 
     def __repr__(self) -> str:
         return f"<{getattr(self._function, '__qualname__', self._function)}.distributed>"

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import itertools
 import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import CancelledError
 from typing import Any, Generic, TypeVar, cast
 
@@ -21,7 +20,7 @@ from sgpu_magic.client.pools_file import LOCAL
 from sgpu_magic.errors import KeyRefused, PoolError, PoolVersionError, RunCancelled, SerializationError
 from sgpu_magic.options.asked import CallOptions, RunOptions, check_call
 from sgpu_magic.options.python_form import errors_in_pythons_words
-from sgpu_magic.payload.call import name_of
+from sgpu_magic.payload.call import FunctionCall, name_of
 from sgpu_magic.runs.handle import Run
 from sgpu_magic.runs.sessions import registry, run_in
 from sgpu_magic.runs.submit.pack_call import pack_call
@@ -47,10 +46,8 @@ _TRY_AGAIN_S = 1.0
 _CANCEL_PATIENCE_S = 2.5
 
 
-def run_here(
-    function: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object], options: CallOptions
-) -> list[Any]:
-    """Run a function on every rank, show the run until it ends, and return the results by rank.
+def run_here(call: FunctionCall, options: CallOptions) -> list[Any]:
+    """Call a function on every rank, show the run until it ends, and return the results by rank.
 
     Raises:
         Exception: As for `Launcher.__call__`.
@@ -61,9 +58,8 @@ def run_here(
         try:
             if session is not None:
                 check_call(session, options)
-                prepared = functools.partial(run_in.prepare_call, session, function, args, kwargs, options)
-                return run_in.run_in(session.checked(), prepared, options.ui).values
-            return _bring_back(place, prepare(place, function, args, kwargs, options), options.ui)
+                return run_in.run_in(session, lambda: run_in.prepare_call(session, call, options), options.ui).values
+            return _bring_back(place, prepare(place, call, options), options.ui)
         except RunCancelled as error:
             # a KeyboardInterrupt would end the event loop that waits for this thread, or that runs this task
             if threading.current_thread() is not threading.main_thread():
@@ -73,9 +69,7 @@ def run_here(
             raise
 
 
-def start(
-    function: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object], options: CallOptions
-) -> Run[Any]:
+def start(call: FunctionCall, options: CallOptions) -> Run[Any]:
     """Start a function on every rank and return the run's handle.
 
     Raises:
@@ -84,10 +78,9 @@ def start(
     place = workplace()
     session = options.session
     if session is None:
-        return submitted(place, prepare(place, function, args, kwargs, options))
+        return submitted(place, prepare(place, call, options))
     check_call(session, options)
-    prepare_call = functools.partial(run_in.prepare_call, session, function, args, kwargs, options)
-    return run_in.begin_in(session.checked(), prepare_call)
+    return run_in.begin_in(session, lambda: run_in.prepare_call(session, call, options))
 
 
 def submitted(place: Workplace, submission: Submission) -> Run[Any]:
@@ -95,22 +88,12 @@ def submitted(place: Workplace, submission: Submission) -> Run[Any]:
     return Run(place, submit(place.pool_of(submission), submission), RunState.QUEUED)
 
 
-def prepare(
-    place: Workplace,
-    function: Callable[..., object],
-    args: tuple[object, ...],
-    kwargs: Mapping[str, object],
-    options: RunOptions,
-    *,
-    beside_sessions: bool = True,
-) -> Submission:
+def prepare(place: Workplace, call: FunctionCall, options: RunOptions, *, beside_sessions: bool = True) -> Submission:
     """Check, pack and describe a call. Nothing is started if this raises.
 
     Args:
         place: This process's workplace.
-        function: The function that every rank calls.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
+        call: The function that every rank calls, with its arguments.
         options: Where and how to run it.
         beside_sessions: Use the devices of a connected session if it has enough of that type.
 
@@ -120,7 +103,7 @@ def prepare(
     """
     with errors_in_pythons_words():
         place.wanted_pool(options.pool)
-    code = pack_call(place, function, args, kwargs, options)
+    code = pack_call(place, call, options)
     session = registry.lending(options) if beside_sessions and not options.ray else None
     if session is not None:
         return describe(place, code, replace(options, fresh=True), session.lends(options.ranks), session)
@@ -269,7 +252,8 @@ class Sweeping(Generic[T, R]):
         """Submit an item's run, or note why that is impossible. Returns False to try again later."""
         try:
             options = replace(self._options, name=f"{self._name}[{task.index}]")
-            submission = prepare(self._place, self._function, (task.item,), {}, options, beside_sessions=False)
+            call = FunctionCall(self._function, (task.item,), {})
+            submission = prepare(self._place, call, options, beside_sessions=False)
             run = task.run = cast("Run[R]", submitted(self._place, submission))
         except SerializationError as error:
             if not self._done and not self._out:

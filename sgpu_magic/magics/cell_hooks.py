@@ -25,6 +25,7 @@ from sgpu_magic.runs.sessions import registry
 from sgpu_magic.runs.sessions.namespace_sync import Assigned
 from sgpu_magic.runs.sessions.session import Session
 from sgpu_magic.runs.submit.cell_source import transform_of
+from sgpu_magic.wire.client import Warm
 
 # ---------------------------------------------------------------- %sgpu_auto
 
@@ -196,7 +197,7 @@ class Warmth:
         interpreter, self._looked_at = this_interpreter(), now
         if interpreter.key != self._key or (self._ranks and now - self._renewed_at > _RENEW_S):
             self._key, self._renewed_at = interpreter.key, now
-            self._pool.warm(interpreter, self._ranks)
+            self._pool.tell(Warm(interpreter=interpreter, ranks=self._ranks))
         packages.of(self._pool).begin()
 
 

@@ -120,7 +120,7 @@ class DistributedMagics(Magics):
     def sgpu_auto_cell(self, line: str, cell_body: str) -> RunResult:
         """Run a plain cell in the session; `%sgpu_auto` rewrites plain cells to this magic."""
         session = registry.chosen()
-        self.place.notices.clear()
+        self.place.notices.show("")
         return session.run_cell("", cell_body, RunOptions(auto=True))
 
     def _run(self, magic: str, line: str, cell_body: str) -> Launched:
@@ -135,7 +135,7 @@ class DistributedMagics(Magics):
         magic_line = f"{magic} {line}".strip()
         session = registry.current(options.session) if options.session != NO_SESSION else None
         check_cell(session, options, magic)
-        self.place.notices.clear()
+        self.place.notices.show("")
         if options.here:
             self._run_here(cell_body)
         if session is None or options.fresh:
@@ -179,7 +179,7 @@ class DistributedMagics(Magics):
 
         if options.nowait:
             return Run(self.place, run, RunState.QUEUED, over, options.ui)
-        return self.place.bring_back(run, options.ui, detach=options.detach, over=over)
+        return self.place.bring_back(run, options.ui, over=over)
 
     @line_magic
     @takes(
@@ -201,13 +201,13 @@ class DistributedMagics(Magics):
 
         options = read_replay(values, values.ui)
         place = self.place
-        place.notices.clear()
+        place.notices.show("")
         with interrupted(_NOT_SUBMITTED):
             with recorded_directory(place.current_settings(), values.run) as directory:
                 recorded = read_recorded(directory)
             submission = prepare_replay(place, recorded, options)
         run = submit(place.pool_of(submission), submission)
-        return place.bring_back(run, options.ui, detach=options.detach)
+        return place.bring_back(run, options.ui)
 
     @line_magic
     @takes("Show a run from its beginning as if its cell had run here, and bring its results back.", _add_attached)

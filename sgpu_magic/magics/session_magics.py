@@ -108,7 +108,7 @@ class SessionMagics(Magics):
             print(f"session {known.name} is already connected ({known.state}); nothing was changed.")  # noqa: T201
             known.shown_in = cell_number(self.place.shell)
             return known
-        self.place.notices.clear()
+        self.place.notices.show("")
         is_drawn = self.place.is_notebook and self.place.live_views.is_watched and options.ui != "text"
         with interrupted("before the session was submitted; nothing was started."):
             session = begin(self.place, options, options.ui if is_drawn else "none")

@@ -20,6 +20,8 @@ Upload = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
 Duration = float | str | timedelta
 """Seconds, a string such as `"30m"`, or a `datetime.timedelta`."""
+Ranks = Iterable[int] | int | str
+"""Ranks of a session: `0`, `[0, 2]`, `"0,2-3"`."""
 
 TORCH_CHOICES = ("node", "mine")
 
@@ -305,7 +307,7 @@ def parse_ranks(option: str, text: str) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def ranks_from(ranks: Iterable[int] | int | str | None, count: int, whose: str) -> tuple[int, ...]:
+def ranks_from(ranks: Ranks | None, count: int, whose: str) -> tuple[int, ...]:
     """Return the chosen ranks in ascending order; empty for all.
 
     Args:

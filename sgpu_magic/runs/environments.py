@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import enum
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import msgspec
 
 from sgpu_magic.config import Settings, load_settings
 from sgpu_magic.errors import UsageError
@@ -37,69 +34,56 @@ _FAILED_STAYS_S = 600.0
 _failed: dict[str, tuple[float, Lock]] = {}
 
 
-class Ask(enum.Enum):
-    """How a lock file is requested."""
-
-    # only an existing one
-    KEPT = enum.auto()
-    # made if needed, at low priority in the background
-    GENTLY = enum.auto()
-    # made if needed, while the caller waits
-    NOW = enum.auto()
+Described = Snapshot | Environment
+"""What is described to a pool: a snapshot of this process's packages, or an environment that a node builds."""
 
 
-class Described(msgspec.Struct, frozen=True):
-    """An environment whose description files are sent to a pool.
+def requirements_of(described: Described, lock: Lock | None) -> str:
+    """Return the text of `requirements.txt`, with the details of the lock file."""
+    # imported here: only needed to write these texts
+    from sgpu_magic.packages.requirement_files import environment_requirements, snapshot_requirements
+
+    if isinstance(described, Environment):
+        return environment_requirements(described, lock)
+    return snapshot_requirements(described, lock)
+
+
+def lock_of(described: Described, *, make: bool = True, gently: bool = False) -> Lock | None:
+    """Return an environment's lock file; None if there is none, or the settings disable lock files.
 
     Args:
-        made_of: A snapshot of this process's packages, or an environment that a node builds.
+        described: The environment.
+        make: Make the lock file if there is none.
+        gently: Make it at low priority, in the background.
     """
+    settings = load_settings()
+    if not settings.lock_environments:
+        return None
+    root = settings.state_path / _LOCKS
+    key = f"{described.digest}-order" if isinstance(described, Environment) else described.digest
+    lock = kept_lock(root, key)
+    if lock is None and make:
+        failed_at, lock = _failed.get(key, (-_FAILED_STAYS_S, None))
+        if lock is not None and time.monotonic() - failed_at < _FAILED_STAYS_S:
+            return lock
+        if (lock := _make_lock(described, settings, gently=gently)).problem:
+            _failed[key] = (time.monotonic(), lock)
+        else:
+            keep_lock(root, key, lock)
+    return lock
 
-    made_of: Snapshot | Environment
 
-    @property
-    def digest(self) -> str:
-        return self.made_of.digest
+def _make_lock(described: Described, settings: Settings, *, gently: bool) -> Lock:
+    # imported here: a kernel does not need these at its start
+    from sgpu_magic.packages.uv_command import index_variables
+    from sgpu_magic.packages.wheels import remove_old_wheels
 
-    def requirements(self, lock: Lock | None) -> str:
-        """Return the text of `requirements.txt`, with the details of the lock file."""
-        # imported here: only needed to write these texts
-        from sgpu_magic.packages.requirement_files import environment_requirements, snapshot_requirements
-
-        if isinstance(self.made_of, Environment):
-            return environment_requirements(self.made_of, lock)
-        return snapshot_requirements(self.made_of, lock)
-
-    def lock_of(self, ask: Ask) -> Lock | None:
-        """Return the environment's lock file; None if there is none, or the settings disable lock files."""
-        settings = load_settings()
-        if not settings.lock_environments:
-            return None
-        root = settings.state_path / _LOCKS
-        key = f"{self.digest}-order" if isinstance(self.made_of, Environment) else self.digest
-        lock = kept_lock(root, key)
-        if lock is None and ask is not Ask.KEPT:
-            failed_at, lock = _failed.get(key, (-_FAILED_STAYS_S, None))
-            if lock is not None and time.monotonic() - failed_at < _FAILED_STAYS_S:
-                return lock
-            lock = self._make_lock(settings, gently=ask is Ask.GENTLY)
-            if lock.problem:
-                _failed[key] = (time.monotonic(), lock)
-            else:
-                keep_lock(root, key, lock)
-        return lock
-
-    def _make_lock(self, settings: Settings, *, gently: bool) -> Lock:
-        # imported here: a kernel does not need these at its start
-        from sgpu_magic.packages.uv_command import index_variables
-        from sgpu_magic.packages.wheels import remove_old_wheels
-
-        variables = index_variables(settings.index_url)
-        if isinstance(self.made_of, Environment):
-            return lock_order(self.made_of, sys.executable, variables, gently=gently)
-        wheels = settings.state_path / WHEELS
-        remove_old_wheels(wheels, time.time() - _WHEELS_STAY_S)
-        return make_lock(self.made_of, wheels, variables, gently=gently)
+    variables = index_variables(settings.index_url)
+    if isinstance(described, Environment):
+        return lock_order(described, sys.executable, variables, gently=gently)
+    wheels = settings.state_path / WHEELS
+    remove_old_wheels(wheels, time.time() - _WHEELS_STAY_S)
+    return make_lock(described, wheels, variables, gently=gently)
 
 
 # ---------------------------------------------------------------- the report of %sgpu_env
@@ -133,9 +117,8 @@ def report(settings: Settings, sessions: Iterable[Session], compared_to: str = "
 
     now = snapshot.take_snapshot()
     installed = packages_of(now)
-    kinds = Counter(found.kind for found in now.distributions)
-    told = ", ".join(f"{count} {_KINDS[kind]}" for kind, count in kinds.most_common())
-    lines = [f"packages: {told}"]
+    kinds = Counter(_KINDS[found.kind] for found in now.distributions).most_common()
+    lines = [f"packages: {', '.join(f'{count} {kind}' for kind, count in kinds)}"]
     if settings.env_version not in OWN_PACKAGES:
         lines.append(f"runs have the packages of {settings.env_version} (setting env_version)")
     if saved := named_environments.saved_names(settings):
@@ -165,8 +148,7 @@ def _torch_words(torch: Package | None) -> str:
 def stale_words(now: Snapshot) -> list[str]:
     """Return a sentence for each package that this process has loaded in another version than the installed one."""
     first = snapshot.first_snapshot() or now
-    modules = dict(sys.modules)
-    return [found.words for found in stale_modules(first, now, modules, process_began_at())]
+    return [found.words for found in stale_modules(first, now, dict(sys.modules), process_began_at())]
 
 
 def since_connected(now: Snapshot, sessions: Iterable[Session]) -> list[str]:
@@ -176,8 +158,7 @@ def since_connected(now: Snapshot, sessions: Iterable[Session]) -> list[str]:
         if session.spec.environment_label:
             # the session has its own packages, which do not change here
             continue
-        found = changes(versions(session.packages), versions(now))
-        if found:
+        if found := changes(versions(session.packages), versions(now)):
             words = [change.words for change in found[:_MOST_CHANGES]]
             words += [f"{len(found) - _MOST_CHANGES} more"] if len(found) > _MOST_CHANGES else []
             lines.append(
@@ -201,7 +182,7 @@ def _differences(settings: Settings, now: Snapshot, name: str) -> tuple[Row, ...
 
 def _versions_of(settings: Settings, name: str) -> tuple[dict[str, str], dict[str, str]]:
     """Return versions and remarks by normalised name; the remark of "" is Python's minor version."""
-    from sgpu_magic.packages.requirement_files import key_of, read_file, version_of
+    from sgpu_magic.runs.choice.packages import base_of, base_versions
 
     if name in BASE_NAMES:
         base = base_list(name)
@@ -209,13 +190,10 @@ def _versions_of(settings: Settings, name: str) -> tuple[dict[str, str], dict[st
         remarks = {normalised(each): "the operating system's" for each in base.system}
         remarks |= {normalised(each): "in no index" for each in base.private}
         return {normalised(each): version for each, version in listed.items()}, {**remarks, "": base.python_minor}
-    kept = named_environments.load(settings, name)
-    if kept is not None:
-        lines, python = (*kept.requirements, *kept.needed), kept.python
-    elif Path(name).expanduser().is_file():
-        found = read_file(Path(name).expanduser())
-        lines, python = found.lines, found.python
-    else:
-        known = ", ".join([*BASE_NAMES, *named_environments.saved_names(settings)])
-        raise UsageError(f"--diff {name!r}: there is no such environment or file. There are: {known}.")
-    return {key_of(line): version_of(line) or "any" for line in lines}, {"": python}
+    saved = named_environments.saved_names(settings)
+    if name not in saved and not Path(name).expanduser().is_file():
+        raise UsageError(
+            f"--diff {name!r}: there is no such environment or file. There are: {', '.join([*BASE_NAMES, *saved])}."
+        )
+    found = base_of(settings, name)
+    return {each: version or "any" for each, version in base_versions(found).items()}, {"": found.python}

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
@@ -17,10 +17,9 @@ from sgpu_magic.client.result import mlflow_run_id
 from sgpu_magic.client.run import Run as PoolRun
 from sgpu_magic.errors import RunCancelled
 from sgpu_magic.runs.follow import outcome, run_loop
-from sgpu_magic.runs.follow.run_loop import Ending, Followed
+from sgpu_magic.runs.follow.run_loop import Ending, Followed, Settle
 from sgpu_magic.runs.submit.submit import let_go
 from sgpu_magic.runs.workplace import Workplace, workplace
-from sgpu_magic.views.fold import RunView
 from sgpu_magic.wire.base import RunState, short
 from sgpu_magic.wire.events import Event, RunEnded
 
@@ -28,11 +27,8 @@ R = TypeVar("R")
 _EVENT_S = 0.25
 
 
-class FramesLeftOut:
+class FramesLeftOut(contextlib.AbstractContextManager["FramesLeftOut"]):
     """Context manager that removes this package's frames from an exception, however often it is raised."""
-
-    def __enter__(self) -> None:
-        pass
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -59,12 +55,7 @@ class Run(Future[list[R]], Generic[R]):
     """
 
     def __init__(
-        self,
-        place: Workplace,
-        run: PoolRun,
-        state: RunState,
-        settle: Callable[[RunView], None] | None = None,
-        ui: str = "auto",
+        self, place: Workplace, run: PoolRun, state: RunState, settle: Settle | None = None, ui: str = "auto"
     ) -> None:
         """Create a handle. Use `submit` or `from_id` instead.
 
@@ -202,17 +193,14 @@ class Run(Future[list[R]], Generic[R]):
         heard_at = time.monotonic()
         try:
             while True:
-                item = run.next_event(_EVENT_S)
-                if item is not None:
+                # once the link is lost, all events that came over it are in the queue
+                is_lost = run.link.lost.is_set()
+                if (item := run.next_event(0 if is_lost else _EVENT_S)) is not None:
                     heard_at = time.monotonic()
                     yield item[0]
                     if isinstance(item[0].body, RunEnded):
                         return
-                elif run.link_lost:
-                    while (item := run.next_event(0)) is not None:
-                        yield item[0]
-                        if isinstance(item[0].body, RunEnded):
-                            return
+                elif is_lost:
                     if run_loop.find_again(followed) is not None:
                         return
                 elif state.is_final and time.monotonic() - heard_at > run_loop.HISTORY_PATIENCE_S:
@@ -295,7 +283,7 @@ class Run(Future[list[R]], Generic[R]):
         error: BaseException | None = None
         values: list[object] = []
         try:
-            values = outcome.deliver(run, self._followed.view, *ending, place.namespace).values
+            values = outcome.deliver(self._followed, ending, place.namespace).values
         except BaseException as raised:  # noqa: BLE001  whatever it is, it belongs to who asks for the result
             error = raised
         try:
@@ -323,7 +311,6 @@ class Run(Future[list[R]], Generic[R]):
     def _log(self, rank: int) -> str:
         if self._followed.run.mirror is not None:
             self._followed.run.mirror.follow(f"rank-{rank}.log")
-        try:
+        with contextlib.suppress(FileNotFoundError):
             return (self.directory / f"rank-{rank}.log").read_text(errors="replace")
-        except FileNotFoundError:
-            return ""
+        return ""

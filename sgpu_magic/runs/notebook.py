@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import inspect
 import math
@@ -126,8 +127,7 @@ def tell_git_state(directory: str, told: Callable[[Tags], None]) -> None:
     def find() -> None:
         # if many runs are submitted at once, only the first asks git
         with _asking:
-            tags = _known(directory)
-            if tags is None:
+            if (tags := _known(directory)) is None:
                 tags = git_tags(directory)
                 _seen[directory] = (time.monotonic(), tags)
         if tags:
@@ -159,13 +159,14 @@ def git_tags(directory: str) -> Tags:
     commit, branch = heads.get("branch.oid", ""), heads.get("branch.head", "")
     if commit in ("", "(initial)"):
         return ()
-    tags = [("mlflow.source.git.commit", commit)]
-    if branch and branch != "(detached)":
-        tags.append(("mlflow.source.git.branch", branch))
-    tags.append(("mlflow.source.git.dirty", "true" if any(not line.startswith("#") for line in lines) else "false"))
-    if url := _git(directory, "config", "--get", "remote.origin.url"):
-        tags.append(("mlflow.source.git.repoURL", without_url_credentials(url[0])))
-    return tuple(tags)
+    url = _git(directory, "config", "--get", "remote.origin.url")
+    tags = {
+        "mlflow.source.git.commit": commit,
+        "mlflow.source.git.branch": branch if branch != "(detached)" else "",
+        "mlflow.source.git.dirty": "true" if any(not line.startswith("#") for line in lines) else "false",
+        "mlflow.source.git.repoURL": without_url_credentials(url[0]) if url else "",
+    }
+    return tuple((name, value) for name, value in tags.items() if value)
 
 
 def _git(directory: str, *arguments: str) -> list[str] | None:
@@ -176,8 +177,7 @@ def _git(directory: str, *arguments: str) -> list[str] | None:
             cwd=directory,
             env={**os.environ, "LC_ALL": "C", "GIT_TERMINAL_PROMPT": "0"},
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            capture_output=True,
             text=True,
             errors="replace",
             timeout=_TIMEOUT_S,
@@ -240,11 +240,6 @@ class NoticeBoard:
         """Show `text`, or remove the notice if it is "". Does not block the link's thread, which calls this."""
         if self._shown and (text or self._display_id):
             threading.Thread(target=self.show, args=(text,), name="sgpu-notice", daemon=True).start()
-
-    def clear(self) -> None:
-        """Remove the notice, which is outdated once a run starts."""
-        if self._display_id:
-            self.show("")
 
     def show(self, text: str) -> None:
         """As `notice`, in the calling thread."""
@@ -319,10 +314,9 @@ class RestartWatch:
 
     def is_asked(self) -> bool:
         """Whether an interrupt belongs to a restart that detaches the runs; waits up to 0.3 s for the restart."""
-        try:
+        with contextlib.suppress(KeyboardInterrupt):
             return self.detaches and self.asked.wait(_RESTART_PATIENCE_S)
-        except KeyboardInterrupt:
-            return False
+        return False
 
     async def _shut_down(self, stream: Any, ident: Any, parent: Any) -> None:
         """Handle a shutdown request, in the thread of the control channel while the main thread continues."""

@@ -21,7 +21,7 @@ from sgpu_magic.packages import snapshot as snapshots
 from sgpu_magic.packages.distributions import Snapshot
 from sgpu_magic.packages.lock import Lock
 from sgpu_magic.packages.travel import look_for_mismatches
-from sgpu_magic.runs.environments import WHEELS, Ask, Described
+from sgpu_magic.runs.environments import WHEELS, Described, lock_of, requirements_of
 from sgpu_magic.wire.attachments import Environment
 from sgpu_magic.wire.client import KeepEnvironment
 
@@ -83,8 +83,7 @@ class Packages:
         The run's directory receives its files in either case. Never waits.
         """
         self._touched_at = time.monotonic()
-        snapshot = snapshots.kept_snapshot()
-        if snapshot is None:
+        if (snapshot := snapshots.kept_snapshot()) is None:
             with self._lock:
                 self._late.append(run_id)
                 del self._late[:-_MOST_LATE_RUNS]
@@ -104,9 +103,9 @@ class Packages:
             return
         snapshot = snapshots.kept_snapshot()
         if environment is not None:
-            self._want(Described(environment))
+            self._want(environment)
         elif snapshot is not None and snapshot.digest == digest:
-            self._want(Described(snapshot))
+            self._want(snapshot)
 
     def environment(self, *, torch_mine: bool = False, allow_build: bool = False) -> Ordered:
         """Return the environment that a node builds to have this process's packages; builds wheels, queries the index.
@@ -125,7 +124,7 @@ class Packages:
         variables = index_variables(settings.index_url)
         return order_of(
             snapshot,
-            Described(snapshot).lock_of(Ask.NOW) or Lock(),
+            lock_of(snapshot) or Lock(),
             torch_mine=torch_mine,
             allow_build=allow_build,
             build=functools.partial(build_project, root=wheels, variables=variables),
@@ -140,7 +139,10 @@ class Packages:
         self._hurries.set()
         # an interrupt ends the waiting
         with contextlib.suppress(KeyboardInterrupt), self._moved:
-            self._moved.wait_for(lambda: not self._owes() or not _is_alive(self._looker), _LAST_LOOK_S)
+            # threads do not survive a fork
+            self._moved.wait_for(
+                lambda: not self._owes() or self._looker is None or not self._looker.is_alive(), _LAST_LOOK_S
+            )
         self._closed.set()
 
     # ------------------------------------------------------------ in the background
@@ -209,8 +211,11 @@ class Packages:
             late = tuple(self._late)
             wanted = dict(self._wanted)
         if late:
-            wanted[snapshot.digest] = Described(snapshot)
-        has_pool = bool(wanted) and self._has_pool()
+            wanted[snapshot.digest] = snapshot
+        if wanted:
+            # the submission of a run starts the pool
+            self._wait(lambda: self._pool.connected is not None or self._hurries.is_set(), _POOL_PATIENCE_S)
+        has_pool = self._pool.connected is not None
         for digest, described in wanted.items():
             if has_pool:
                 self._tell(described, late if digest == snapshot.digest else ())
@@ -222,7 +227,7 @@ class Packages:
 
     def _tell(self, described: Described, runs: tuple[str, ...]) -> None:
         """Send `requirements.txt` at once, and again with the lock file when that is made."""
-        lock = described.lock_of(Ask.KEPT)
+        lock = lock_of(described, make=False)
         self._send(described, lock, runs)
         if lock is None:
             with self._lock:
@@ -234,8 +239,7 @@ class Packages:
         while self._wait_for_quiet(_LOCK_QUIET_S) and not self._hurries.is_set():
             with self._lock:
                 described = self._unlocked.pop(next(iter(self._unlocked)))
-            lock = described.lock_of(Ask.GENTLY)
-            if lock is not None and not self._closed.is_set():
+            if (lock := lock_of(described, gently=True)) is not None and not self._closed.is_set():
                 self._send(described, lock, ())
             with self._lock:
                 if not self._unlocked:
@@ -243,7 +247,7 @@ class Packages:
                     return
 
     def _send(self, described: Described, lock: Lock | None, runs: tuple[str, ...]) -> None:
-        files = {REQUIREMENTS: described.requirements(lock)}
+        files = {REQUIREMENTS: requirements_of(described, lock)}
         if lock is not None and lock.pylock:
             files[PYLOCK] = lock.pylock
         link = self._pool.connected
@@ -254,51 +258,32 @@ class Packages:
                 self._told.clear()
             self._told.add(described.digest)
 
-    def _has_pool(self) -> bool:
-        """Wait for the pool, which the submission of a run starts."""
-        _until(lambda: self._pool.connected is not None or self._hurries.is_set(), _POOL_PATIENCE_S, self._closed)
-        return self._pool.connected is not None
-
     def _wait_for_quiet(self, quiet_s: float) -> bool:
         """Wait until no run was submitted for `quiet_s`, or this process is about to exit; False if closed."""
         begun = time.monotonic()
 
         def is_quiet() -> bool:
-            now = time.monotonic()
-            return now - max(self._touched_at, begun) >= quiet_s or self._hurries.is_set()
+            return time.monotonic() - max(self._touched_at, begun) >= quiet_s or self._hurries.is_set()
 
-        _until(is_quiet, quiet_s + _MOST_PATIENCE_S, self._closed)
+        self._wait(is_quiet, quiet_s + _MOST_PATIENCE_S)
         return not self._closed.is_set()
 
-
-def _is_alive(thread: threading.Thread | None) -> bool:
-    # threads do not survive a fork
-    return thread is not None and thread.is_alive()
-
-
-def _until(condition: Callable[[], bool], seconds: float, closed: threading.Event) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline or closed.wait(0.05):
-            return False
-    return True
+    def _wait(self, condition: Callable[[], bool], seconds: float) -> None:
+        """Wait until the condition holds, the time is over, or this object is closed."""
+        deadline = time.monotonic() + seconds
+        while not condition() and time.monotonic() < deadline and not self._closed.is_set():
+            self._closed.wait(0.05)
 
 
 _all: dict[Pool, Packages] = {}
-_all_lock = threading.Lock()
 
 
 def of(pool: Pool) -> Packages:
-    """Return the pool's `Packages`, one object per pool."""
-    found = _all.get(pool)
-    if found is None:
-        with _all_lock:
-            found = _all.setdefault(pool, Packages(pool))
-    return found
+    """Return the pool's `Packages`, one object per pool. Thread-safe."""
+    return _all.get(pool) or _all.setdefault(pool, Packages(pool))
 
 
 def close(pool: Pool) -> None:
     """Close and remove the pool's `Packages`."""
-    found = _all.pop(pool, None)
-    if found is not None:
+    if (found := _all.pop(pool, None)) is not None:
         found.close()

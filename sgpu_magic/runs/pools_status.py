@@ -86,11 +86,6 @@ def drawn(answers: Sequence[Asked], notices: Mapping[str, str], remark: str = ""
 # ---------------------------------------------------------------- below a cell
 
 
-def pause_after(answer_s: float) -> float:
-    """Return the seconds to wait before the pools are asked again, after an answer that took `answer_s`."""
-    return max(INTERVAL_S, min(_REST * answer_s, _OLDEST_S - answer_s))
-
-
 class StatusBoard:
     """The last output of `%sgpu_status`, updated while runs are active or queued, and for `idle_s` after.
 
@@ -118,8 +113,7 @@ class StatusBoard:
         if previous is not None:
             previous.stop()
             previous.say_stopped()
-        answers = self._asked(name)
-        if not answers:
+        if not (answers := self._asked(name)):
             return
         output = _LiveStatus(self._pools, self._idle_s, name, answers)
         if live:
@@ -164,8 +158,8 @@ class _LiveStatus:
         self._has_stopped = False
         self._display_id = f"sgpu-status-{secrets.token_hex(4)}"
         self._background: Background | None = None
-        self._shown = self._drawn("")
-        self._publish(update=False)
+        self._shown: dict[str, str] = {}
+        self._update()
 
     def start(self) -> None:
         """Keep the output up to date in a thread."""
@@ -187,18 +181,22 @@ class _LiveStatus:
             self._update(f"updated until {at}; %sgpu_status shows the present state")
 
     def _watch(self, stopped: threading.Event) -> None:
-        """Ask the pools and publish changes, also across the end of a pool and its next start."""
+        """Ask the pools without starting any, and publish changes, also across the end of a pool and its next start."""
         busy_at = time.monotonic()
         pause_s = INTERVAL_S
         while not stopped.wait(pause_s):
             asked_at = time.monotonic()
-            answers = self._ask()
+            try:
+                answers = ask(self._pools, self._name, start=False)
+            except SgpuError:
+                # the only pool was replaced by another version, has just died, or can't be reached
+                answers = [Asked(self._answers[0].name, self._answers[0].entry)]
             if stopped.is_set():
                 return
             self._answers, self._asked_at = answers, time.time()
             self._known |= {answer.name for answer in answers if answer.status is not None}
             now = time.monotonic()
-            pause_s = pause_after(now - asked_at)
+            pause_s = max(INTERVAL_S, min(_REST * (now - asked_at), _OLDEST_S - (now - asked_at)))
             rows = [run for answer in answers if answer.status is not None for run in answer.status.runs]
             if any(not run.state.is_final for run in rows):
                 busy_at = now
@@ -207,32 +205,19 @@ class _LiveStatus:
                 return
             self._update()
 
-    def _ask(self) -> list[Asked]:
-        """Ask the pools without starting any; a pool that has ended has no status."""
-        try:
-            return ask(self._pools, self._name, start=False)
-        except SgpuError:
-            # the only pool was replaced by another version, has just died, or can't be reached
-            return [Asked(self._answers[0].name, self._answers[0].entry)]
-
     def _update(self, remark: str = "") -> None:
-        output = self._drawn(remark)
-        if output != self._shown:
-            self._shown = output
-            self._publish(update=True)
-
-    def _publish(self, *, update: bool) -> None:
+        """Publish the output if it has changed, with a remark below all pools."""
         from sgpu_magic.runs.notebook import publish
 
-        publish(self._shown, self._display_id, update=update)
-
-    def _drawn(self, remark: str) -> dict[str, str]:
         reasons = {
             answer.name: _POOL_ENDED if answer.entry is None else _SILENT
             for answer in self._answers
             if answer.status is None and answer.name in self._known
         }
-        return drawn(self._answers, {**_notices(self._pools, self._answers), **reasons}, remark)
+        output = drawn(self._answers, {**_notices(self._pools, self._answers), **reasons}, remark)
+        if output != self._shown:
+            publish(output, self._display_id, update=bool(self._shown))
+            self._shown = output
 
 
 def _notices(pools: Pools, answers: Sequence[Asked]) -> dict[str, str]:

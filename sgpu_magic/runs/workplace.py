@@ -6,7 +6,7 @@ import atexit
 import contextlib
 import sys
 import threading
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from typing import Any
 
 from sgpu_magic.client import find_run
@@ -22,7 +22,8 @@ from sgpu_magic.options.asked import Devices
 from sgpu_magic.runs import packages
 from sgpu_magic.runs.choice.keeper import keeper_of
 from sgpu_magic.runs.follow import outcome
-from sgpu_magic.runs.follow.run_loop import Followed, Follower
+from sgpu_magic.runs.follow.outcome import Interrupts, Names
+from sgpu_magic.runs.follow.run_loop import Followed, Follower, Settle
 from sgpu_magic.runs.notebook import Background, NoticeBoard, SendingBoard, publish, watch_restarts
 from sgpu_magic.runs.submit import placing
 from sgpu_magic.runs.submit.placing import Found
@@ -46,7 +47,6 @@ class Workplace:
         settings: The settings when the object was created; the pool's directories do not change.
         pools: All pools that may be used, each connected on first use.
         pool: The local pool, started on first use.
-        windows: Views of runs that no cell waits for.
         follower: Follows runs in the background while the program continues.
         detached: Ids of runs that this process submitted and detached.
         restarts: Detects a restart of the kernel; None if there is no kernel.
@@ -61,7 +61,8 @@ class Workplace:
         self.pools = Pools(self.settings, self.notices.notice, SendingBoard(kernel is not None).show)
         self.pool = self.pools.local
         self.live_views = LiveViews(kernel)
-        self.windows = RunWindows()
+        # views of active runs that no cell waits for
+        self._windows: dict[str, Background] = {}
         self.detached: set[str] = set()
         self.follower = Follower()
         self.restarts = watch_restarts(kernel, self.pools, detaches=self.settings.detach_on_restart)
@@ -83,7 +84,8 @@ class Workplace:
         """Stop the background work and close the links; the pools keep running for other clients."""
         if self.restarts is not None:
             self.restarts.remove()
-        self.windows.close()
+        for window in self._windows.values():
+            window.stop()
         self.follower.close()
         self.live_views.close()
         for pool in self.pools.made():
@@ -168,17 +170,15 @@ class Workplace:
         run: Run,
         ui: str,
         *,
-        detach: bool = False,
-        interrupts: outcome.Interrupts | None = None,
-        into: dict[str, Any] | None = None,
-        over: Callable[[RunView], None] | None = None,
+        interrupts: Interrupts | None = None,
+        into: Names | None = None,
+        over: Settle | None = None,
     ) -> RunResult | None:
         """Show a run until it ends, set the names that it brings back, and return its result.
 
         Args:
             run: The run, just submitted. It is released here.
             ui: As in `followed`.
-            detach: Detach the run at once.
             interrupts: Interrupts of the session that it runs in; None for a run with its own ranks.
             into: Receives the names instead of the notebook.
             over: Called when this process is done with the run, whatever the outcome.
@@ -196,7 +196,7 @@ class Workplace:
             except KeyboardInterrupt:
                 raise interrupted(run) from None
             try:
-                if detach:
+                if run.spec.detach:
                     outcome.leave(followed)
                     return None
                 return outcome.bring_back(followed, self.namespace, self.restarts, interrupts, into)
@@ -209,7 +209,7 @@ class Workplace:
     def open_view(self, run: Run, state: RunState, ui: str) -> None:
         """Show a run that this process attached to, without waiting for its end."""
         followed = self.followed(run, ui, error_follows=False)
-        self.windows.open(followed, state, live=self.live_views.is_watched and ui != "text")
+        self._open(followed, state, live=self.live_views.is_watched and ui != "text")
 
     def widget_of(self, run: Run, state: RunState) -> Any:
         """Return an ipywidget that shows a run that this process attached to, and goes on showing it."""
@@ -218,8 +218,29 @@ class Workplace:
 
         view = _view(run, self.current_settings())
         shown = WidgetAsValue(view, self._buttons(run))
-        self.windows.open(Followed(run, view, shown, self.pool_of(run)), state, live=True)
+        self._open(Followed(run, view, shown, self.pool_of(run)), state, live=True)
         return shown.widget
+
+    def _open(self, followed: Followed, state: RunState, *, live: bool) -> None:
+        """Show a run without waiting for its end.
+
+        Args:
+            followed: The run, which this process attached to. It is closed here.
+            state: The run's state when this process attached to it.
+            live: Keep the view up to date while the run is active; otherwise show its events so far once.
+        """
+        if live and not state.is_final:
+            self._windows = {run_id: window for run_id, window in self._windows.items() if window.is_alive}
+            # stop the run's view below an earlier cell, so that there is one thread per run
+            if (earlier := self._windows.pop(followed.run.run_id, None)) is not None:
+                earlier.stop()
+            work = Background("sgpu-view", lambda stopped: _follow(followed, state, stopped))
+            self._windows[followed.run.run_id] = work
+        else:
+            try:
+                outcome.replay(followed, state)
+            finally:
+                followed.run.close()
 
     def unseen(self, run: Run) -> Followed:
         """Return a run with a view that is not shown."""
@@ -245,41 +266,6 @@ def _view(run: Run, settings: Settings, *, error_follows: bool = False) -> RunVi
     view = RunView(run.spec, settings.output_limit, pool=run.pool, error_follows=error_follows)
     view.directory = "" if run.mirror is not None else str(run.directory)
     return view
-
-
-class RunWindows:
-    """Views of active runs that no cell waits for."""
-
-    def __init__(self) -> None:
-        self._open: dict[str, Background] = {}
-
-    def open(self, followed: Followed, state: RunState, live: bool) -> None:
-        """Show a run without waiting for its end.
-
-        Args:
-            followed: The run, which this process attached to. It is closed here.
-            state: The run's state when this process attached to it.
-            live: Keep the view up to date while the run is active; otherwise show its events so far once.
-        """
-        if live and not state.is_final:
-            self._open = {run_id: window for run_id, window in self._open.items() if window.is_alive}
-            # stop the run's view below an earlier cell, so that there is one thread per run
-            earlier = self._open.pop(followed.run.run_id, None)
-            if earlier is not None:
-                earlier.stop()
-            work = Background("sgpu-view", lambda stopped: _follow(followed, state, stopped))
-            self._open[followed.run.run_id] = work
-        else:
-            try:
-                outcome.replay(followed, state)
-            finally:
-                followed.run.close()
-
-    def close(self) -> None:
-        """Stop updating all views."""
-        windows, self._open = self._open, {}
-        for window in windows.values():
-            window.stop()
 
 
 def _follow(followed: Followed, state: RunState, stopped: threading.Event) -> None:

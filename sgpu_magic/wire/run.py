@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from msgspec.structs import replace
+
 from sgpu_magic.wire.attachments import PackedLayout, Payload
 from sgpu_magic.wire.base import OfRun, Record, RunKind, RunState
 from sgpu_magic.wire.devices import Lease, Placement
@@ -226,6 +230,10 @@ class RunSpec(OfRun, frozen=True, kw_only=True):
     def in_session(self) -> bool:
         """Whether it runs in ranks that stay afterwards."""
         return bool(self.session) and not self.fresh
+
+    def with_notes(self, notes: Iterable[str]) -> RunSpec:
+        """Return the spec with further notes for the run's view."""
+        return replace(self, shipped=replace(self.shipped, notes=(*self.shipped.notes, *notes)))
 
 
 class RankResult(Record, frozen=True, kw_only=True):

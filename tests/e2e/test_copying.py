@@ -17,7 +17,7 @@ from many_agents import ManyAgents
 from pool_client import PoolClient
 from served_pools import RemoteUser, ServedPool
 
-from sgpu_magic.client.submitter import Attachments
+from sgpu_magic.client.run import Attachments
 from sgpu_magic.wire.base import RunState
 from sgpu_magic.wire.rank_events import OutputWritten
 

@@ -16,7 +16,7 @@ from pool_client import ClientRun, PoolClient
 from process_table import is_alive
 from waiting import eventually
 
-from sgpu_magic.client.submitter import Attachments
+from sgpu_magic.client.run import Attachments
 from sgpu_magic.errors import SessionError
 from sgpu_magic.wire.base import FailureKind, RunKind, RunState
 from sgpu_magic.wire.events import AttemptFailed, Placed, QueueMoved, RanksStarted, Tracked

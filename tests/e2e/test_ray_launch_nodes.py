@@ -16,7 +16,7 @@ from ray_traces import check_gone, directories, ray_processes
 from tracking_writers import Runs
 from waiting import eventually
 
-from sgpu_magic.client.submitter import Attachments
+from sgpu_magic.client.run import Attachments
 from sgpu_magic.tracking.store import load_progress
 from sgpu_magic.wire.base import FailureKind, RunState
 from sgpu_magic.wire.events import AttemptFailed, Noted, RunEnded

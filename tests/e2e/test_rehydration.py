@@ -15,7 +15,7 @@ from process_table import stop_process
 from small_index import SmallIndex
 from waiting import eventually
 
-from sgpu_magic.client.submitter import Attachments
+from sgpu_magic.client.run import Attachments
 from sgpu_magic.client.this_machine import this_owner
 from sgpu_magic.packages.node.store import Store
 from sgpu_magic.pool.scheduling import stimuli as sched

@@ -19,7 +19,7 @@ from process_table import is_alive, stop_process
 from tracking_writers import Runs
 from waiting import eventually
 
-from sgpu_magic.client.submitter import Attachments
+from sgpu_magic.client.run import Attachments
 from sgpu_magic.tracking.store import Progress, is_unsent, load_progress
 from sgpu_magic.wire.base import RunKind, RunState
 from sgpu_magic.wire.client import TrackRun

@@ -14,7 +14,7 @@ from pool_client import ClientRun, PoolClient
 from served_pools import RemoteUser, ServedPool
 
 from sgpu_magic.client import blob_sender
-from sgpu_magic.client.submitter import Attachments
+from sgpu_magic.client.run import Attachments
 from sgpu_magic.client.upload_files import IgnoreRules, KnownDigests, find_files
 from sgpu_magic.errors import UsageError
 from sgpu_magic.wire.attachments import Manifest, Upload, UploadedFile, manifest_bytes

@@ -12,8 +12,7 @@ from waiting import eventually
 
 from sgpu_magic.client.link import PoolLost
 from sgpu_magic.client.pool import Pool
-from sgpu_magic.client.run import Run
-from sgpu_magic.client.submitter import Attachments
+from sgpu_magic.client.run import Attachments, Run
 from sgpu_magic.client.this_machine import this_owner
 from sgpu_magic.config import load_settings
 from sgpu_magic.payload.pack import new_key, pack_namespace
@@ -127,7 +126,7 @@ class ClientRun:
                 self.events.append(item[0].body)
                 if isinstance(item[0].body, RunEnded):
                     self._frames = item[1]
-            elif self.run.link_lost:
+            elif self.run.link.lost.is_set():
                 self._client.find_again(self.run)
         return found[count - 1]
 

@@ -80,7 +80,7 @@ class ScriptedPool:
 
     def die(self) -> None:
         self._dead = True
-        self.link._outgoing._wake()  # pyright: ignore[reportPrivateUsage]
+        self.link._outgoing.put(None)  # pyright: ignore[reportPrivateUsage]
         assert self.link.lost.wait(10)
 
     def kinds(self) -> list[str]:

@@ -7,6 +7,7 @@ because it may take devices, cost money or install packages.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import hmac
 import os
@@ -54,9 +55,7 @@ def sign(choice: Choice, key: bytes) -> str:
 
 def is_signed(kept: KeptChoice, key: bytes | None) -> bool:
     """Whether the choice is signed with the key."""
-    if key is None or not kept.signed.isascii():
-        return False
-    return hmac.compare_digest(sign(kept.choice, key), kept.signed)
+    return key is not None and kept.signed.isascii() and hmac.compare_digest(sign(kept.choice, key), kept.signed)
 
 
 def read_key(state: Path) -> bytes | None:
@@ -81,8 +80,7 @@ def own_key(state: Path) -> bytes:
         OSError: The key can't be written.
         UsageError: The directory belongs to another user.
     """
-    key = read_key(state)
-    if key is not None:
+    if (key := read_key(state)) is not None:
         return key
     file = private_dir(state) / KEY_FILE
     made = secrets.token_bytes(_KEY_BYTES)
@@ -142,14 +140,11 @@ class KnownNotebooks(msgspec.Struct, frozen=True):
         return ""
 
     def _read(self) -> list[_Chosen]:
-        try:
-            lines = (self.state / NOTEBOOKS_FILE).read_bytes().splitlines()
-        except OSError:
-            return []
         found: list[_Chosen] = []
-        for line in lines:
-            with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
-                found.append(msgspec.json.decode(line, type=_Chosen))
+        with contextlib.suppress(OSError):
+            for line in (self.state / NOTEBOOKS_FILE).read_bytes().splitlines():
+                with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
+                    found.append(msgspec.json.decode(line, type=_Chosen))
         return found
 
     def _append(self, chosen: _Chosen) -> None:
@@ -196,9 +191,6 @@ class Held(msgspec.Struct, frozen=True):
     elsewhere: str = ""
 
 
-_EMPTY = Held()
-
-
 class ChoiceKeeper:
     """Keeps the choice in effect in this process: as reported by a front end, else as read from the notebook's file.
 
@@ -220,7 +212,7 @@ class ChoiceKeeper:
         self._told: KeptChoice | None = None
         # chosen in this process, and not known to be in the metadata yet
         self._pending: KeptChoice | None = None
-        self._held = _EMPTY
+        self._held = Held()
         self._looked_at: tuple[str, int, int] | None = None
 
     def now(self) -> Held:
@@ -263,8 +255,7 @@ class ChoiceKeeper:
         return kept
 
     def _look(self) -> None:
-        path = self._notebook()
-        if not path:
+        if not (path := self._notebook()):
             return
         status = os.stat(path)
         seen = (path, status.st_mtime_ns, status.st_size)
@@ -278,7 +269,7 @@ class ChoiceKeeper:
 
     def _checked(self, read: Read) -> Held:
         if read.kept is None:
-            return Held(problem=read.problem) if read.problem else _EMPTY
+            return Held(problem=read.problem)
         signed, choice = is_signed(read.kept, read_key(self._state)), normal(read.kept.choice)
         if choice == _NOTHING or not signed or self._any_notebook:
             # an empty choice needs no confirmation
@@ -294,9 +285,8 @@ def keeper_of(state: Path, shell: Any) -> ChoiceKeeper:
         state: The state directory.
         shell: The notebook's shell; None in a plain Python program.
     """
-    return ChoiceKeeper(
-        state, lambda: notebook_path(shell) if shell is not None else "", any_notebook=notebook_job.is_job()
-    )
+    path = functools.partial(notebook_path, shell) if shell is not None else str
+    return ChoiceKeeper(state, path, any_notebook=notebook_job.is_job())
 
 
 class _Metadata(msgspec.Struct):

@@ -37,6 +37,7 @@ _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 _COMPLETE = "# Complete: these lines are all that is installed."
 _MOST_NAMED = 2
 _INSTALL_S = 1800.0
+_UV_PLACE = ("--python", sys.executable)
 _WOULD = re.compile(r"^Would install (\d+) package", re.MULTILINE)
 _COMES = re.compile(r"^ \+ (\S+)==(\S+)", re.MULTILINE)
 
@@ -58,17 +59,14 @@ class Base(msgspec.Struct, frozen=True):
 def problem_of_packages(choice: Choice) -> str:
     """Return why the packages of a choice are invalid, a sentence; "" if they are valid."""
     for line in choice.dependencies:
-        problem = problem_of_requirement(line)
-        if problem:
+        if problem := problem_of_requirement(line):
             return problem
     for name in choice.removed:
         if _NAME.fullmatch(name) is None:
             return f"{name[:60]!r} is not a package name."
     added = [key_of(line) for line in choice.dependencies]
     twice = next((name for name in added if added.count(name) > 1), "")
-    if twice:
-        return f"{twice} is added twice."
-    return ""
+    return f"{twice} is added twice." if twice else ""
 
 
 def problem_of_requirement(line: str) -> str:
@@ -117,8 +115,7 @@ def base_of(settings: Settings, name: str) -> Base:
         found = read_file(path)
         local = tuple(f"{of} @ {there.resolve().as_uri()}" for of, there in found.local)
         return Base((*found.lines, *local), not found.resolve, found.python)
-    kept = named_environments.load(settings, name)
-    if kept is None:
+    if (kept := named_environments.load(settings, name)) is None:
         order.chosen(settings, name)
         raise UsageError(f"there is no environment named {name!r}.")
     wheels = tuple(f"{distribution_name(wheel)} @ {Path(wheel.path).as_uri()}" for wheel in kept.wheels)
@@ -208,6 +205,8 @@ def missing(lines: Iterable[str], installed: dict[str, str]) -> tuple[str, ...]:
 
 # ---------------------------------------------------------------- the kernel's own environment
 
+# `--` precedes requirements and names, so that the installer does not read them as options
+
 
 def install(settings: Settings, added: Sequence[str], removed: Sequence[str]) -> None:
     """Install and uninstall packages; the kernel finds new ones at the next import.
@@ -221,10 +220,10 @@ def install(settings: Settings, added: Sequence[str], removed: Sequence[str]) ->
         EnvironmentFailed: The installer failed; the message has its reason.
     """
     if added:
-        _check(_installer(settings, ["install", *_after_options(added)]), f"{', '.join(added)} can't be installed")
+        _check(_installer(settings, ["install", "--", *added]), f"{', '.join(added)} can't be installed")
     if removed:
         flags = [] if _takes_uv() else ["-y"]
-        done = _installer(settings, ["uninstall", *flags, *_after_options(removed)])
+        done = _installer(settings, ["uninstall", *flags, "--", *removed])
         _check(done, f"{', '.join(removed)} can't be removed")
     importlib.invalidate_caches()
 
@@ -236,11 +235,9 @@ def would_install(settings: Settings, added: Sequence[str], timeout_s: float) ->
         TimeoutError: The answer takes longer than `timeout_s`.
         EnvironmentFailed: The packages can't be installed.
     """
-    options = [*_uv_place(), "--dry-run"]
+    command = ["pip", "install", *_UV_PLACE, "--dry-run", "--", *added]
     try:
-        done = call_uv(
-            ["pip", "install", *options, *_after_options(added)], index_variables(settings.index_url), timeout_s
-        )
+        done = call_uv(command, index_variables(settings.index_url), timeout_s)
     except EnvironmentFailed as error:
         raise TimeoutError(error.message) from error
     _check(done, f"{', '.join(added)} can't be installed")
@@ -252,7 +249,7 @@ def would_install(settings: Settings, added: Sequence[str], timeout_s: float) ->
 def _installer(settings: Settings, arguments: Sequence[str]) -> Done:
     if _takes_uv():
         command, *rest = arguments
-        return call_uv(["pip", command, *_uv_place(), *rest], index_variables(settings.index_url), _INSTALL_S)
+        return call_uv(["pip", command, *_UV_PLACE, *rest], index_variables(settings.index_url), _INSTALL_S)
     variables = {"PIP_INDEX_URL": settings.index_url} if settings.index_url else {}
     return call_pip(arguments, variables, _INSTALL_S)
 
@@ -260,15 +257,6 @@ def _installer(settings: Settings, arguments: Sequence[str]) -> Done:
 def _takes_uv() -> bool:
     """Whether to use uv: this Python runs in a writable virtual environment. Otherwise pip is used."""
     return sys.prefix != sys.base_prefix and os.access(sysconfig.get_path("purelib"), os.W_OK)
-
-
-def _uv_place() -> list[str]:
-    return ["--python", sys.executable]
-
-
-def _after_options(words: Sequence[str]) -> list[str]:
-    """Put `--` before the words, so that the installer does not read them as options."""
-    return ["--", *words]
 
 
 def _check(done: Done, what: str) -> None:

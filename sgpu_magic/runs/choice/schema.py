@@ -76,13 +76,11 @@ def read_kept(found: object) -> Read:
         kept = msgspec.convert(found, KeptChoice)
     except msgspec.ValidationError as error:
         return Read(None, _unreadable(str(error).rstrip(".")))
-    problem = problem_of(kept.choice)
-    if problem:
+    if problem := problem_of(kept.choice):
         return Read(None, _unreadable(problem.rstrip(".")))
     if kept.version > VERSION:
         return Read(
-            kept,
-            "This notebook's choice was saved by a newer sgpu-magic; what this version does not know is ignored.",
+            kept, "This notebook's choice was saved by a newer sgpu-magic; what this version does not know is ignored."
         )
     return Read(kept)
 

@@ -10,6 +10,8 @@ A cell in a session       waits up to 2.8 s, as its ranks stay alive and have to
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import threading
 import time
 from collections.abc import Sequence
@@ -20,12 +22,14 @@ from sgpu_magic.client.run import Run
 from sgpu_magic.errors import NodeLost, RunCancelled, SgpuError
 from sgpu_magic.runs.follow.run_loop import HISTORY_PATIENCE_S, Ending, Followed, follow
 from sgpu_magic.runs.notebook import RestartWatch
-from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.remote_error import run_exception
 from sgpu_magic.views.run_notes import unstopped_note
 from sgpu_magic.wire.base import RunKind, RunState, short
 from sgpu_magic.wire.events import RunEnded
 from sgpu_magic.wire.run import RunSpec
+
+Names = dict[str, Any]
+"""Variables by name."""
 
 # without an event for this long, all stored events of an active run have arrived
 _CAUGHT_UP_S = 0.3
@@ -43,10 +47,10 @@ _AGAIN = "it was interrupted again"
 
 def bring_back(
     followed: Followed,
-    namespace: dict[str, Any],
+    namespace: Names,
     restarts: RestartWatch | None,
-    interrupts: Interrupts | None = None,
-    into: dict[str, Any] | None = None,
+    interrupts: Interrupts | None,
+    into: Names | None,
 ) -> RunResult | None:
     """Show a run that this cell submitted until it ends, set the names of `--out`, and return its result.
 
@@ -68,8 +72,7 @@ def bring_back(
     run = followed.run
     ending: Ending | None
     try:
-        ending = follow(followed, until_detached=True)
-        if ending is None:
+        if (ending := follow(followed, until_detached=True)) is None:
             leave(followed)
             return None
     except KeyboardInterrupt:
@@ -89,7 +92,7 @@ def bring_back(
     followed.publisher.tick(time.monotonic(), final=True)
     if ending is None:
         raise RunCancelled(_not_yet_stopped(run), run_id=run.run_id)
-    return deliver(run, followed.view, *ending, namespace, into)
+    return deliver(followed, ending, namespace, into)
 
 
 def watch(followed: Followed, state: RunState, namespace: dict[str, Any]) -> RunResult | None:
@@ -106,15 +109,13 @@ def watch(followed: Followed, state: RunState, namespace: dict[str, Any]) -> Run
     Raises:
         Exception: As `bring_back`.
     """
-    run = followed.run
+    ending = None
     try:
         ending = follow(followed, has_ended=state.is_final)
     except KeyboardInterrupt:
-        followed.view.leave(f"stopped watching; run {short(run.run_id)} continues")
-        followed.publisher.tick(time.monotonic(), final=True)
-        return None
+        followed.view.leave(f"stopped watching; run {short(followed.run.run_id)} continues")
     followed.publisher.tick(time.monotonic(), final=True)
-    return deliver(run, followed.view, *ending, namespace) if ending is not None else None
+    return deliver(followed, ending, namespace) if ending is not None else None
 
 
 def show(followed: Followed, state: RunState, stopped: threading.Event) -> None:
@@ -207,11 +208,9 @@ class Interrupts:
 def _cancel(run: Run) -> None:
     """Cancel a run, even if interrupted again meanwhile; otherwise it would continue unattended."""
     while True:
-        try:
+        with contextlib.suppress(KeyboardInterrupt):
             run.cancel(_REASON)
             return
-        except KeyboardInterrupt:
-            continue
 
 
 def _after_interrupt(followed: Followed, interrupts: Interrupts | None) -> Ending | None:
@@ -222,10 +221,9 @@ def _after_interrupt(followed: Followed, interrupts: Interrupts | None) -> Endin
         interrupts: Interrupts of the session that it runs in; None for a run with its own ranks.
     """
     if interrupts is None:
-        try:
+        with contextlib.suppress(KeyboardInterrupt):
             return _wait(followed, time.monotonic() + _PATIENCE_S)
-        except KeyboardInterrupt:
-            return None
+        return None
     run = followed.run
     deadline = time.monotonic() + _SESSION_PATIENCE_S
     if followed.view.warm:
@@ -233,14 +231,13 @@ def _after_interrupt(followed: Followed, interrupts: Interrupts | None) -> Endin
     else:
         # the cell has not started, perhaps because it waits for ranks that an earlier interrupt has not stopped
         interrupts.kill_before()
+    ending = None
     try:
         ending = _wait(followed, deadline)
     except KeyboardInterrupt:
         interrupts.kill(run)
-        try:
+        with contextlib.suppress(KeyboardInterrupt):
             ending = _wait(followed, max(deadline, time.monotonic() + _KILL_PATIENCE_S))
-        except KeyboardInterrupt:
-            ending = None
     if ending is not None and not ending[0].unstopped:
         interrupts.stopped(run)
     return ending
@@ -258,34 +255,20 @@ def _not_yet_stopped(run: Run) -> str:
 
 def _wait(followed: Followed, until: float) -> Ending | None:
     """Wait for a cancelled run's end. If its pool service is gone, the run is cancelled in the background."""
-    asked = threading.Event()
-
-    def lost(_: Followed) -> None:
-        if not asked.is_set():
-            asked.set()
-            followed.pool.cancel_in_background(followed.run, _REASON)
-
-    return follow(followed, until=until, lost=lost)
+    # once, although `follow` calls it again and again
+    cancel = functools.cache(lambda: followed.pool.cancel_in_background(followed.run, _REASON))
+    return follow(followed, until=until, lost=lambda _: cancel())
 
 
 # ---------------------------------------------------------------- results and errors
 
 
-def deliver(
-    run: Run,
-    view: RunView,
-    ended: RunEnded,
-    frames: Sequence[bytes],
-    namespace: dict[str, Any],
-    into: dict[str, Any] | None = None,
-) -> RunResult:
+def deliver(followed: Followed, ending: Ending, namespace: Names, into: Names | None = None) -> RunResult:
     """Set the names of `--out` and return the run's result.
 
     Args:
-        run: The run.
-        view: Its view.
-        ended: Its final event.
-        frames: Raw frames of the final event.
+        followed: The run.
+        ending: Its final event.
         namespace: The notebook's namespace.
         into: Receives the names instead of the namespace.
 
@@ -293,22 +276,20 @@ def deliver(
         RunCancelled: The run was cancelled.
         Exception: The exception of the rank that failed first, in its own type if that exists here.
     """
+    run, (ended, frames) = followed.run, ending
     if ended.state is RunState.SUCCEEDED:
         return _result(run, ended, frames, namespace, namespace if into is None else into)
     if ended.state is RunState.CANCELLED:
         note = unstopped_note(ended.unstopped) if ended.unstopped else ""
         still = f" {note[:1].upper()}{note[1:]}." if note else ""
         raise RunCancelled(f"run {short(run.run_id)} was cancelled: {ended.reason}.{still}", run_id=run.run_id)
-    failure = ended.failure
-    if failure is None:
+    if (failure := ended.failure) is None:
         raise NodeLost(f"run {short(run.run_id)} ended without a reason.", run_id=run.run_id)
     exception = run.load_exception(failure.exception, frames, namespace)
-    raise run_exception(view, ended, failure, exception, namespace) from None
+    raise run_exception(followed.view, ended, failure, exception, namespace) from None
 
 
-def _result(
-    run: Run, ended: RunEnded, frames: Sequence[bytes], namespace: dict[str, Any], into: dict[str, Any]
-) -> RunResult:
+def _result(run: Run, ended: RunEnded, frames: Sequence[bytes], namespace: Names, into: Names) -> RunResult:
     returned = run.load_results(ended, frames, namespace)
     if run.spec.kind is RunKind.CALL:
         # a call returns one value per rank and sets no names
@@ -316,8 +297,6 @@ def _result(
     else:
         values = [rank.value for rank in returned]
         for output in run.spec.outputs:
-            if output.all_ranks:
-                into[output.name] = [rank.names[output.name] for rank in returned]
-            else:
-                into[output.name] = returned[0].names[output.name]
+            found = [rank.names[output.name] for rank in (returned if output.all_ranks else returned[:1])]
+            into[output.name] = found if output.all_ranks else found[0]
     return RunResult(run.spec, ended, values, run.directory, run.mirror, run.ask_tracked)

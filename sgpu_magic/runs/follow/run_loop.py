@@ -23,6 +23,9 @@ from sgpu_magic.wire.rank_events import Failure, Sampled
 Ending = tuple[RunEnded, Sequence[bytes]]
 """A run's final event, with its raw frames."""
 
+Settle = Callable[[RunView], None]
+"""Called when this process is done with a run."""
+
 _TICK_S = 0.05
 # with samples at most, the view changes slowly, and every wake-up takes CPU time from the ranks
 _IDLE_TICK_S = 0.25
@@ -54,11 +57,11 @@ class Followed(msgspec.Struct, frozen=True):
 
     def look_at_link(self) -> None:
         """Show or clear the note that a remote pool is silent."""
-        silent_s = self.run.silent_s
+        silent_s = self.run.link.wire.silent_s
         if silent_s and not self.view.silence:
             since = time.strftime("%H:%M:%S", time.localtime(time.time() - silent_s))
             self.view.not_heard(
-                f"reconnecting: {self.run.pool_title} has been silent since {since}; the run continues there, and the "
+                f"reconnecting: {self.run.link.title} has been silent since {since}; the run continues there, and the "
                 "view catches up when the link is back"
             )
         elif not silent_s:
@@ -66,8 +69,7 @@ class Followed(msgspec.Struct, frozen=True):
 
     def take(self, patience_s: float = 0.0) -> tuple[Event, Sequence[bytes]] | None:
         """Wait for the next event and apply it to the view; None on timeout."""
-        item = self.run.next_event(patience_s)
-        if item is not None:
+        if (item := self.run.next_event(patience_s)) is not None:
             self.apply(*item)
         return item
 
@@ -107,8 +109,7 @@ def follow(
     while (now := time.monotonic()) < until and (stopped is None or not stopped.is_set()):
         patience_s = min(_TICK_S if now - told_at < _LIVELY_S else _IDLE_TICK_S, until - now)
         for turn in range(_BATCH):
-            item = followed.take(0 if turn else patience_s)
-            if item is None:
+            if (item := followed.take(0 if turn else patience_s)) is None:
                 break
             heard_at = time.monotonic()
             body = item[0].body
@@ -118,9 +119,8 @@ def follow(
                 return body, item[1]
             if until_detached and isinstance(body, Detached):
                 return None
-        if run.link_lost:
-            ending = last_words(followed) or (lost or find_again)(followed)
-            if ending is not None:
+        if run.link.lost.is_set():
+            if (ending := last_words(followed) or (lost or find_again)(followed)) is not None:
                 return ending
             heard_at = time.monotonic()
         followed.look_at_link()
@@ -128,21 +128,6 @@ def follow(
             return without_an_end(followed)
         followed.publisher.tick(time.monotonic())
     return None
-
-
-def advance(followed: Followed) -> Ending | None:
-    """Process the queued events, and switch to the run's next pool service if its own has died.
-
-    For one thread that follows many runs; it blocks only while it looks for a pool service.
-
-    Returns:
-        The run's final event, None while it is active.
-    """
-    ending = last_words(followed)
-    if ending is not None:
-        return ending
-    followed.look_at_link()
-    return (last_words(followed) or find_again(followed)) if followed.run.link_lost else None
 
 
 def last_words(followed: Followed) -> Ending | None:
@@ -157,14 +142,13 @@ def without_an_end(followed: Followed) -> Ending:
     """Return a substitute for the final event of an ended run whose last events were not kept."""
     run = followed.run
     where = f"is in {run.directory}" if run.mirror is None else f"is shown by `sgpu logs {short(run.run_id)}`"
-    message = f"its last events were not kept; its ranks' output {where}"
-    return _lost(followed, message, FailureKind.NODE_LOST)
+    return _lost(followed, f"its last events were not kept; its ranks' output {where}")
 
 
 def find_again(followed: Followed) -> Ending | None:
     """Attach to the run through its next pool service; return a final event if that is not possible."""
     run = followed.run
-    died = f"{run.pool_title} ended while the run was active"
+    died = f"{run.link.title} ended while the run was active"
     deadline = time.monotonic() + _FIND_PATIENCE_S
     while True:
         try:
@@ -172,15 +156,12 @@ def find_again(followed: Followed) -> Ending | None:
             return None
         except (RunUnknown, PoolVersionError) as error:
             message = f"{died}, and the run with it: {error.message.rstrip('.')}. Run the cell again"
-            return _lost(followed, message, FailureKind.NODE_LOST)
+            return _lost(followed, message)
         except KeyRefused as error:
-            return _lost(
-                followed, f"this notebook can no longer follow the run: {error.message}", FailureKind.NODE_LOST
-            )
+            return _lost(followed, f"this notebook can no longer follow the run: {error.message}")
         except PoolError as error:
             if time.monotonic() > deadline:
-                message = f"{died}, and no other could be reached: {error.message.rstrip('.')}"
-                return _lost(followed, message, FailureKind.NODE_LOST)
+                return _lost(followed, f"{died}, and no other could be reached: {error.message.rstrip('.')}")
         except SgpuError as error:
             # the run was still queued, and the next service rejects it
             kind = FailureKind.CAPACITY if isinstance(error, CapacityError) else FailureKind.NODE_LOST
@@ -189,11 +170,10 @@ def find_again(followed: Followed) -> Ending | None:
         time.sleep(_FIND_PAUSE_S)
 
 
-def _lost(followed: Followed, message: str, kind: FailureKind) -> Ending:
-    run, view = followed.run, followed.view
+def _lost(followed: Followed, message: str, kind: FailureKind = FailureKind.NODE_LOST) -> Ending:
+    run = followed.run
     followed.pool.run_left(run.run_id)
-    failure = Failure(kind=kind, message=message, at=time.time())
-    ended = view.times.fail(failure)
+    ended = followed.view.times.fail(Failure(kind=kind, message=message, at=time.time()))
     followed.apply(Event(run_id=run.run_id, seq=run.last_seq + 1, at=time.time(), body=ended), ())
     return ended, ()
 
@@ -234,16 +214,14 @@ class Follower:
         """
         until = time.monotonic() + HISTORY_PATIENCE_S if has_ended else None
         with self._lock:
-            closed = self._closed
-            if not closed:
+            if not self._closed:
                 self._entries.append(_Entry(followed, ended, until))
                 if self._thread is None:
                     self._thread = threading.Thread(target=self._work, name="sgpu-runs", daemon=True)
                     self._thread.start()
-        if closed:
-            ended(None)
-            return
-        followed.run.wake(self._woken.set)
+                followed.run.wake(self._woken.set)
+                return
+        ended(None)
 
     @property
     def following(self) -> list[Followed]:
@@ -282,18 +260,18 @@ class Follower:
                     traceback.print_exc()
 
     def _look_at(self, entry: _Entry) -> None:
-        ending = advance(entry.followed)
+        """Process a run's queued events; blocks only while its pool service has died and the next one is looked for."""
+        followed = entry.followed
+        if (ending := last_words(followed)) is None:
+            followed.look_at_link()
+            if followed.run.link.lost.is_set():
+                ending = last_words(followed) or find_again(followed)
         if ending is None and entry.until is not None and time.monotonic() > entry.until:
-            ending = without_an_end(entry.followed)
-        if ending is not None and self._remove(entry):
-            # in a thread, because it unpickles results and may fetch them from a remote pool
-            work = threading.Thread(target=entry.ended, args=(ending,), name="sgpu-ended", daemon=True)
-            work.start()
-
-    def _remove(self, entry: _Entry) -> bool:
+            ending = without_an_end(followed)
         with self._lock:
-            if entry not in self._entries:
-                # closed meanwhile, and `close` has called `ended`
-                return False
+            # if closed meanwhile, `close` has called `ended`
+            if ending is None or entry not in self._entries:
+                return
             self._entries.remove(entry)
-            return True
+        # in a thread, because it unpickles results and may fetch them from a remote pool
+        threading.Thread(target=entry.ended, args=(ending,), name="sgpu-ended", daemon=True).start()

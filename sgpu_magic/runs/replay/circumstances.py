@@ -81,16 +81,7 @@ def of_run(recorded: Recorded) -> Circumstances:
     """Return the recorded circumstances of a run."""
     record = recorded.record
     python, digest, packages = _pins(recorded)
-    return Circumstances(
-        host=record.host,
-        python=python,
-        version=record.version,
-        digest=digest,
-        packages=packages,
-        commit=recorded.tags.get("mlflow.source.git.commit", ""),
-        dirty=_truth(recorded.tags.get("mlflow.source.git.dirty", "")),
-        cwd=record.cwd,
-    )
+    return Circumstances(record.host, python, record.version, digest, packages, *_commit_of(recorded.tags), record.cwd)
 
 
 def of_replay(chosen: Chosen, cwd: str, packages: Mapping[str, str]) -> Circumstances:
@@ -101,20 +92,12 @@ def of_replay(chosen: Chosen, cwd: str, packages: Mapping[str, str]) -> Circumst
         cwd: Its working directory.
         packages: Versions of the run's packages by canonical name, used unless the replay runs in this Python.
     """
-    tags = dict(git_tags(cwd))
     is_own = chosen.interpreter is None and not chosen.env_version
     if is_own:
         packages = {canonicalize_name(each.name): each.version for each in take_snapshot().distributions}
-    return Circumstances(
-        host=host_name(),
-        python=platform.python_version() if is_own else "",
-        version=__version__,
-        digest=chosen.digest,
-        packages=packages,
-        commit=tags.get("mlflow.source.git.commit", ""),
-        dirty=_truth(tags.get("mlflow.source.git.dirty", "")),
-        cwd=cwd,
-    )
+    python = platform.python_version() if is_own else ""
+    commit = _commit_of(dict(git_tags(cwd)))
+    return Circumstances(host_name(), python, __version__, chosen.digest, packages, *commit, cwd)
 
 
 def _is_built(executable: str) -> bool:
@@ -125,10 +108,8 @@ def _probe(executable: str) -> Chosen | None:
     """Ask another Python for its packages; None if it fails, for example because of an older sgpu-magic."""
     command = [executable, "-m", "sgpu_magic.runs.replay.circumstances"]
     try:
-        answer = subprocess.run(
-            command, capture_output=True, timeout=_PROBE_S, check=True, stdin=subprocess.DEVNULL
-        ).stdout
-        return msgspec.json.decode(answer, type=Chosen)
+        done = subprocess.run(command, capture_output=True, timeout=_PROBE_S, check=True, stdin=subprocess.DEVNULL)
+        return msgspec.json.decode(done.stdout, type=Chosen)
     except (OSError, subprocess.SubprocessError, msgspec.MsgspecError):
         return None
 
@@ -151,8 +132,10 @@ def _pins(recorded: Recorded) -> tuple[str, str, dict[str, str]]:
     return python, digest, packages
 
 
-def _truth(text: str) -> bool | None:
-    return {"true": True, "false": False}.get(text.lower())
+def _commit_of(tags: Mapping[str, str]) -> tuple[str, bool | None]:
+    """Return the commit in MLflow's tags, and whether there were uncommitted changes."""
+    dirty = {"true": True, "false": False}.get(tags.get("mlflow.source.git.dirty", "").lower())
+    return tags.get("mlflow.source.git.commit", ""), dirty
 
 
 _MAX_NAMED = 6
@@ -189,9 +172,8 @@ def differences(then: Circumstances, now: Circumstances) -> list[str]:
         told.append(f"it ran on {then.host}, and this machine is {now.host}")
     if then.python and now.python and then.python != now.python:
         told.append(f"it ran under Python {then.python}, and this is {now.python}")
-    if then.digest and then.digest == now.digest:
-        pass
-    elif then.packages and now.packages:
+    has_same = then.digest and then.digest == now.digest
+    if then.packages and now.packages and not has_same:
         told += _package_differences(then.packages, now.packages)
     elif not then.digest:
         told.append("its packages were not recorded, so they could not be compared")
@@ -211,12 +193,8 @@ def differences(then: Circumstances, now: Circumstances) -> list[str]:
 def _package_differences(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     other = [f"{name} {now[name]} (was {then[name]})" for name in then if name in now and now[name] != then[name]]
     missing = [f"{name} {then[name]}" for name in then if name not in now]
-    told: list[str] = []
-    if other:
-        told.append(f"packages of another version: {names_text(sorted(other), _MAX_NAMED)}")
-    if missing:
-        told.append(f"packages that are not installed here: {names_text(sorted(missing), _MAX_NAMED)}")
-    return told
+    groups = {"packages of another version": other, "packages that are not installed here": missing}
+    return [f"{what}: {names_text(sorted(names), _MAX_NAMED)}" for what, names in groups.items() if names]
 
 
 def main() -> None:

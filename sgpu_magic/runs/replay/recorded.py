@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from sgpu_magic.client.submitter import Stand
+from sgpu_magic.client.run import Stand
 from sgpu_magic.config import SEVEN_DAYS_S
 from sgpu_magic.errors import UsageError
 from sgpu_magic.files.run_directory import EventFile
@@ -27,6 +28,8 @@ from sgpu_magic.wire.files import KEY, REQUIREMENTS
 from sgpu_magic.wire.run import RUN_RECORD, UNDER_WAY, RunRecord, RunSpec
 
 _REPLAYABLE = (RunKind.CELL, RunKind.CALL)
+# options that a replay takes from the recorded spec
+_AS_RECORDED = ("grace_s", "retries", "retry_any", "profile", "max_cost", "ray")
 # a payload is copied about 2 s after the run's end
 _PATIENCE_S = 10.0
 _PAUSE_S = 0.05
@@ -67,15 +70,15 @@ def read_recorded(directory: Path) -> Recorded:
         UsageError: The run can't be replayed; the message says what is missing and why.
     """
     run = short(directory.name)
-    record = _read_record(directory)
-    if _is_under_way(record) and _is_coming(record, _told(directory)):
+    record, told = _read_record(directory), _told(directory)
+    if told.ended and (told.started or record is not None):
         # these files are written after the result has been sent, so as not to delay it
         deadline = time.monotonic() + _PATIENCE_S
         while _is_under_way(record) and time.monotonic() < deadline:
             time.sleep(_PAUSE_S)
             record = _read_record(directory)
     if record is None:
-        if _told(directory).started:
+        if told.started:
             raise UsageError(
                 f"run {run} can't be replayed yet: its directory {directory} has no {RUN_RECORD}, which a cell of a "
                 "session gets when it has ended."
@@ -119,11 +122,6 @@ def _is_under_way(record: RunRecord | None) -> bool:
     return record is None or (not record.payload_kept and record.payload_note == UNDER_WAY)
 
 
-def _is_coming(record: RunRecord | None, told: _Told) -> bool:
-    """Whether the missing files will be written soon."""
-    return told.ended and (told.started or record is not None)
-
-
 def _packed(directory: Path, layout: PackedLayout, names: tuple[str, ...]) -> Packed:
     whole = memoryview(map_kept(directory, layout))
     end = max((offset + length for offset, length in layout.buffers), default=layout.pickle_size)
@@ -147,20 +145,13 @@ class _Told(msgspec.Struct):
 
 def _told(directory: Path) -> _Told:
     told = _Told()
-    try:
+    # of a damaged log, the events before the damage are used
+    with contextlib.suppress(OSError, ValueError, msgspec.DecodeError):
         for event, _ in EventFile(directory).new_events():
-            match event.body:
-                case Described(tags=tags):
-                    told.tags.update(tags)
-                case RanksStarted():
-                    told.started = True
-                case RunEnded():
-                    told.ended = True
-                case _:
-                    pass
-    except (OSError, ValueError, msgspec.DecodeError):
-        # use the events before the damaged part of the log
-        return told
+            told.started |= isinstance(event.body, RanksStarted)
+            told.ended |= isinstance(event.body, RunEnded)
+            if isinstance(event.body, Described):
+                told.tags.update(event.body.tags)
     return told
 
 
@@ -217,14 +208,9 @@ def prepare_replay(place: Workplace, recorded: Recorded, options: ReplayOptions)
         options,
         variables={**given, **options.variables},
         timeout_s=options.timeout_s or spec.timeout_s or SEVEN_DAYS_S,
-        grace_s=spec.grace_s,
-        retries=spec.retries,
-        retry_any=spec.retry_any,
         wishes=Wishes(env_version=chosen.env_version, allow_build=True) if chosen.env_version else Wishes(),
-        profile=spec.profile,
-        max_cost=spec.max_cost,
         group=spec.grouped,
-        ray=spec.ray,
+        **{name: getattr(spec, name) for name in _AS_RECORDED},
     )
     submission = describe(place, code, asked, Found(place.pool, placement, tuple(notes)))
     # the digest of another interpreter's packages is already known

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import threading
 from collections.abc import Generator, Mapping
 from concurrent.futures import Future
@@ -58,8 +57,8 @@ class Lifetime:
         self._view = followed.view
         self._run = followed.run
         self._moved = threading.Condition()
-        # for coroutines: resolved when the session is connected or has ended, and when it has ended
-        self._decided, self._over = Future[None](), Future[None]()
+        # for coroutines: resolved when the session is connected or has ended
+        self._decided = Future[None]()
         followed = replace(followed, heard=self._heard)
         self._follower = Background("sgpu-session", lambda stopped: outcome.show(followed, RunState.QUEUED, stopped))
 
@@ -72,8 +71,7 @@ class Lifetime:
 
     def lends(self, ranks: int | None) -> Found:
         """Return the place for `ranks` new processes on the session's devices; None means one per rank."""
-        placement = replace(self.placement, ranks=ranks or self.ranks)
-        return Found(self.pool, placement)
+        return Found(self.pool, replace(self.placement, ranks=ranks or self.ranks))
 
     @property
     def device_type(self) -> str:
@@ -116,8 +114,7 @@ class Lifetime:
     @property
     def ending(self) -> str:
         """Who ended the session and why; `""` while it has not ended."""
-        ended = self._view.ended
-        if ended is None:
+        if (ended := self._view.ended) is None:
             return self._view.left
         if ended.failure is not None:
             return ended.failure.message.rstrip(".")
@@ -204,10 +201,10 @@ class Lifetime:
                 f"session {self.name} has ended{why}. Its ranks' variables are lost. Start another with %sgpu_connect "
                 "or sgpu_magic.connect(...)."
             )
-        if self._run.link_lost:
+        if self._run.link.lost.is_set():
             # its pool service died; the next one takes the session over
             with self._moved:
-                self._moved.wait_for(lambda: self.has_ended or not self._run.link_lost, _ADOPTION_PATIENCE_S)
+                self._moved.wait_for(lambda: self.has_ended or not self._run.link.lost.is_set(), _ADOPTION_PATIENCE_S)
         return self
 
     def _is_decided(self) -> bool:
@@ -217,9 +214,8 @@ class Lifetime:
         """Wake waiters after an event. Runs in the follower's thread."""
         with self._moved:
             self._moved.notify_all()
-        for future, is_so in ((self._decided, self._is_decided()), (self._over, self.has_ended)):
-            if is_so and not future.done():
-                future.set_result(None)
+        if self._is_decided() and not self._decided.done():
+            self._decided.set_result(None)
 
     # ------------------------------------------------------------ ending
 
@@ -264,9 +260,4 @@ class Lifetime:
             raise
 
     async def __aexit__(self, *exception: object) -> None:
-        if not self.has_ended:
-            self.end("it was disconnected")
-            # as in `close`: an exception of the body must not be replaced by a timeout
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(self._over)), _CLOSE_PATIENCE_S)
-        await asyncio.get_running_loop().run_in_executor(None, self._release)
+        await asyncio.get_running_loop().run_in_executor(None, self.close)

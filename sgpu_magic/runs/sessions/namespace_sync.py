@@ -157,11 +157,11 @@ class Shipping:
         stored, deleted = effects.stored, effects.deleted
         called = frozenset[str]().union(*(print_.stores for print_ in plan.prints.values()))
         if stored is None or not succeeded or called:
-            there = names_of(plan.ranks[0])
+            there, known = names_of(plan.ranks[0]), self._names()
             if stored is None:
-                known = self._names()
-                stored = frozenset[str]() if there is None else there - known
-                deleted = frozenset[str]() if there is None else known - there
+                stored, deleted = (
+                    (frozenset[str](), frozenset[str]()) if there is None else (there - known, known - there)
+                )
             stored |= called
             if there is not None:
                 stored, deleted = stored & there, (deleted | stored) - there
@@ -181,8 +181,7 @@ class Shipping:
     def not_assigned(self, before: Assigned) -> None:
         """Undo `assigned` for a cell that failed and may not have rebound the names: their digests decide then."""
         with self._lock:
-            for name, held in before.items():
-                self._held.setdefault(name, held)
+            self._held = {**before, **self._held}
 
     def set_on_ranks(
         self, names: Iterable[str], namespace: dict[str, object], ranks: Iterable[int], *, pushed: bool = False
@@ -265,17 +264,14 @@ class Shipping:
             if not own or name in self._noted or isinstance(namespace.get(name), ModuleType):
                 continue
             self._noted.add(name)
-            if some:
-                new = format_ranks(some)
-                notes.append(
-                    f"`{name}` differs between ranks: {new} got the notebook's value, {format_ranks(own)} kept what "
-                    f"was set there. Run the cell that sets it on {new} too, or send the notebook's value to all with "
-                    f"%sgpu_push {name}"
-                )
-                continue
+            new = format_ranks(some)
             notes.append(
-                f"`{name}` keeps the ranks' value, which a cell set there; the notebook has another: assign it again, "
-                f"or %sgpu_push {name}, to ship that"
+                f"`{name}` differs between ranks: {new} got the notebook's value, {format_ranks(own)} kept what "
+                f"was set there. Run the cell that sets it on {new} too, or send the notebook's value to all with "
+                f"%sgpu_push {name}"
+                if some
+                else f"`{name}` keeps the ranks' value, which a cell set there; the notebook has another: assign it "
+                f"again, or %sgpu_push {name}, to ship that"
             )
         return list(map(as_warning, notes))
 
@@ -308,7 +304,4 @@ def _looked_at(names: Iterable[str], namespace: dict[str, object], exclude: Coll
 def _digest(name: str, prints: Mapping[str, Fingerprint], namespace: dict[str, object]) -> bytes | None:
     if name in prints:
         return prints[name].digest
-    if name not in namespace:
-        return _ABSENT
-    print_ = Fingerprint(namespace[name], namespace)
-    return print_.digest
+    return Fingerprint(namespace[name], namespace).digest if name in namespace else _ABSENT

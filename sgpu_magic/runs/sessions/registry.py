@@ -121,8 +121,7 @@ def begin(
     """
     with _beginning:
         name = options.name
-        known = find(name)
-        if known is not None:
+        if (known := find(name)) is not None:
             raise UsageError(
                 f"session {name} is already connected ({known.ranks} ranks). End it first (`%sgpu_disconnect {name}`, "
                 "or close()), or give the new one another name."
@@ -130,8 +129,8 @@ def begin(
         options, found = placed(place, options, ways)
         if options.idle_s is None:
             options = replace(options, idle_s=place.current_settings().session_idle_s)
-        code = nothing_packed(place, RunKind.SESSION, name)
-        submission = describe(place, code, options, found, of_cell=of_cell)
+        nothing = nothing_packed(place, RunKind.SESSION, name)
+        submission = describe(place, nothing, options, found, of_cell=of_cell)
         # the packages at the start; taken before the submission, so that an interrupt can't leave an unknown session
         packages = take_snapshot()
         run = submit(found.pool, submission)
@@ -201,8 +200,7 @@ def chosen(name: str = "") -> Session:
         UsageError: There is no such session.
         SessionError: The session has ended.
     """
-    session = current(name)
-    if session is None:
+    if (session := current(name)) is None:
         raise UsageError("no session is connected: start one with %sgpu_connect --gpus N, or sgpu_magic.connect(N).")
     return session
 

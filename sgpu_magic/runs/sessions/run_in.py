@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,8 +14,10 @@ from sgpu_magic.client.run import Run
 from sgpu_magic.errors import RunCancelled, SessionError
 from sgpu_magic.options.asked import RunOptions
 from sgpu_magic.options.values import format_ranks
+from sgpu_magic.payload.call import FunctionCall
 from sgpu_magic.payload.digest import Fingerprint
 from sgpu_magic.payload.namespace import collect
+from sgpu_magic.runs.follow.outcome import Names
 from sgpu_magic.runs.handle import Run as Handle
 from sgpu_magic.runs.sessions.namespace_sync import Effects, Plan
 from sgpu_magic.runs.submit.cell_source import pack_cell, read_cell
@@ -76,13 +79,7 @@ def prepare_cell(session: Session, magic_line: str, body: str, options: RunOptio
     return _prepared(session, code, options, plan, Effects(cell.names.stored, cell.names.deleted))
 
 
-def prepare_call(
-    session: Session,
-    function: Callable[..., object],
-    args: tuple[object, ...],
-    kwargs: Mapping[str, object],
-    options: RunOptions,
-) -> Prepared:
+def prepare_call(session: Session, call: FunctionCall, options: RunOptions) -> Prepared:
     """Check and pack a function call.
 
     Raises:
@@ -90,11 +87,11 @@ def prepare_call(
         SerializationError: The function or an argument can't be pickled.
     """
     place = session.place
-    needed = Fingerprint((function, args, dict(kwargs)), place.namespace)
+    needed = Fingerprint((call.function, call.args, call.kwargs), place.namespace)
     needed.forget_parts()
     ranks = session.ranks_of(options.only)
     plan = session.shipping.plan(needed.needs, place.namespace, ranks, options.exclude)
-    code = pack_call(place, function, args, kwargs, options, stay=plan.stay)
+    code = pack_call(place, call, options, stay=plan.stay)
     return _prepared(session, code, options, plan, Effects(needed.stores))
 
 
@@ -157,9 +154,7 @@ def _prepared(
 # ---------------------------------------------------------------- running
 
 
-def run_in(
-    session: Session, prepare: Callable[[], Prepared], ui: str = "auto", into: dict[str, Any] | None = None
-) -> RunResult:
+def run_in(session: Session, prepare: Callable[[], Prepared], ui: str = "auto", into: Names | None = None) -> RunResult:
     """Submit a run to a session's ranks, wait for its end and return its result.
 
     Args:
@@ -176,13 +171,8 @@ def run_in(
     place = session.place
     run, prepared = start_in(session, prepare)
     try:
-        result = place.bring_back(
-            run,
-            ui,
-            interrupts=session.interrupts,
-            into=into,
-            over=lambda view: settle(session, prepared, view),
-        )
+        over = functools.partial(settle, session, prepared)
+        result = place.bring_back(run, ui, interrupts=session.interrupts, into=into, over=over)
     except RunCancelled as error:
         raise _with_the_dead(session, error) from None
     except SessionError:
@@ -243,6 +233,7 @@ def start_in(session: Session, prepare: Callable[[], Prepared]) -> tuple[Run, Pr
     Raises:
         SgpuError: As in `run_in`.
     """
+    session.checked()
     with session.lock:
         try:
             prepared = prepare()
@@ -272,8 +263,7 @@ def _with_the_dead(session: Session, error: RunCancelled) -> RunCancelled:
     """Return the error, with a sentence about ranks that a second interrupt killed."""
     if not session.interrupts.has_killed():
         return error
-    dead = session.wait_for_the_dead(_DEATH_PATIENCE_S)
-    if not dead:
+    if not (dead := session.wait_for_the_dead(_DEATH_PATIENCE_S)):
         return error
     was, its, them = ("was", "its", "it") if len(dead) == 1 else ("were", "their", "them")
     numbers = ",".join(map(str, dead))
@@ -293,8 +283,7 @@ def push(
 
 def names_on(session: Session, rank: int) -> frozenset[str] | None:
     """Ask a rank for the names that cells and the notebook have set on it; None if it does not answer."""
-    question = RankQuestion(rank=rank, what="names")
-    answer = session.pool.ask_rank(session.run_id, question, _ASK_TIMEOUT_S)
+    answer = session.pool.ask_rank(session.run_id, RankQuestion(rank=rank, what="names"), _ASK_TIMEOUT_S)
     return None if answer.problem else frozenset(answer.names)
 
 

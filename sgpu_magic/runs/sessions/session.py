@@ -13,8 +13,9 @@ from msgspec.structs import replace
 from sgpu_magic.client.result import RunResult
 from sgpu_magic.errors import SerializationError, UsageError
 from sgpu_magic.options.asked import RunOptions, Wishes
-from sgpu_magic.options.values import Duration, format_ranks, outputs_from, ranks_from, timeout_s
+from sgpu_magic.options.values import Duration, Ranks, format_ranks, outputs_from, ranks_from, timeout_s
 from sgpu_magic.packages.distributions import Snapshot
+from sgpu_magic.payload.call import FunctionCall
 from sgpu_magic.runs.follow.outcome import Interrupts
 from sgpu_magic.runs.follow.run_loop import Followed
 from sgpu_magic.runs.handle import Run
@@ -51,12 +52,7 @@ class Session(Lifetime, RankCollection):
     """
 
     def __init__(
-        self,
-        place: Workplace,
-        followed: Followed,
-        variables: Mapping[str, str],
-        wishes: Wishes,
-        packages: Snapshot,
+        self, place: Workplace, followed: Followed, variables: Mapping[str, str], wishes: Wishes, packages: Snapshot
     ) -> None:
         self.wishes = wishes
         self.packages = packages
@@ -64,6 +60,7 @@ class Session(Lifetime, RankCollection):
         self.interrupts = Interrupts()
         self.lock = threading.RLock()
         super().__init__(place, followed, variables)
+        self.whole, self.numbers = self, tuple(range(self.ranks))
 
     # ------------------------------------------------------------ running code and moving names
 
@@ -71,7 +68,7 @@ class Session(Lifetime, RankCollection):
         self,
         code: str,
         *,
-        ranks: Iterable[int] | int | str | None = None,
+        ranks: Ranks | None = None,
         out: str | Iterable[str] = (),
         name: str = "",
         reload: bool = False,
@@ -106,22 +103,13 @@ class Session(Lifetime, RankCollection):
 
     def run_cell(self, magic_line: str, body: str, options: RunOptions) -> RunResult:
         """Run a cell on the session's ranks, as `run` does."""
-        self.checked()
         return run_in.run_in(self, lambda: run_in.prepare_cell(self, magic_line, body, options), options.ui)
 
     def begin_cell(self, magic_line: str, body: str, options: RunOptions) -> Run[Any]:
         """Run a cell on the session's ranks and return its handle immediately. Cells run one after the other."""
-        self.checked()
         return run_in.begin_in(self, lambda: run_in.prepare_cell(self, magic_line, body, options), options.ui)
 
-    def call(
-        self,
-        function: Callable[..., Any],
-        /,
-        *args: Any,
-        ranks: Iterable[int] | int | str | None = None,
-        **kwargs: Any,
-    ) -> list[Any]:
+    def call(self, function: Callable[..., Any], /, *args: Any, ranks: Ranks | None = None, **kwargs: Any) -> list[Any]:
         """Call a function on the session's ranks and return the list of results, by rank.
 
         Each rank fills in the parameters `rank`, `local_rank`, `world_size` and `device` if you omit them and they
@@ -136,17 +124,11 @@ class Session(Lifetime, RankCollection):
         Raises:
             Exception: As for `run`, and TypeError if the arguments do not match the function's signature.
         """
-        self.checked()
-        options = RunOptions(only=self.only(ranks))
-        return run_in.run_in(self, lambda: run_in.prepare_call(self, function, args, kwargs, options)).values
+        call, options = FunctionCall(function, args, kwargs), RunOptions(only=self.only(ranks))
+        return run_in.run_in(self, lambda: run_in.prepare_call(self, call, options)).values
 
     def call_async(
-        self,
-        function: Callable[..., Any],
-        /,
-        *args: Any,
-        ranks: Iterable[int] | int | str | None = None,
-        **kwargs: Any,
+        self, function: Callable[..., Any], /, *args: Any, ranks: Ranks | None = None, **kwargs: Any
     ) -> Run[Any]:
         """Call a function as `call` does and return the run's handle immediately; `.result()` waits for the results.
 
@@ -162,11 +144,10 @@ class Session(Lifetime, RankCollection):
             TypeError: The arguments do not match the function's signature.
             SerializationError: The function or an argument can't be pickled.
         """
-        self.checked()
-        options = RunOptions(only=self.only(ranks))
-        return run_in.begin_in(self, lambda: run_in.prepare_call(self, function, args, kwargs, options), "none")
+        call, options = FunctionCall(function, args, kwargs), RunOptions(only=self.only(ranks))
+        return run_in.begin_in(self, lambda: run_in.prepare_call(self, call, options), "none")
 
-    def push(self, *names: str, ranks: Iterable[int] | int | str | None = None, **values: Any) -> None:
+    def push(self, *names: str, ranks: Ranks | None = None, **values: Any) -> None:
         """Set names on the session's ranks, overwriting existing values.
 
         Args:
@@ -180,12 +161,11 @@ class Session(Lifetime, RankCollection):
         """
         if not names and not values:
             raise UsageError('push() takes names or values to set: push("cfg"), push(lr=0.1).')
-        self.checked()
         only = self.only(ranks)
         run_in.run_in(self, lambda: run_in.prepare_push(self, names, values, only), "auto" if names else "none")
         self.shipping.set_on_ranks(values, self.place.namespace, self.ranks_of(only), pushed=True)
 
-    def pull(self, *names: str, ranks: Iterable[int] | int | str | None = None) -> Any:
+    def pull(self, *names: str, ranks: Ranks | None = None) -> Any:
         """Return the value of a name on the lowest rank, or with `"x:all"` the list of all ranks' values.
 
         Args:
@@ -196,8 +176,7 @@ class Session(Lifetime, RankCollection):
             UsageError: A rank has no such name.
             SerializationError: A value can't be pickled.
         """
-        outputs = outputs_from(names)
-        if not outputs:
+        if not (outputs := outputs_from(names)):
             raise UsageError('pull() takes names to bring back: pull("history"), pull("loss:all").')
         found: dict[str, Any] = {}
         self.pull_into(found, outputs, self.only(ranks), "none")
@@ -208,7 +187,6 @@ class Session(Lifetime, RankCollection):
         self, into: dict[str, Any] | None, outputs: tuple[OutputName, ...], only: tuple[int, ...], ui: str
     ) -> None:
         """Bring names back into `into`, or into the notebook if it is None."""
-        self.checked()
         run_in.run_in(self, lambda: run_in.prepare_pull(self, outputs, only), ui, into)
 
     def restart(self, *ranks: int) -> str:
@@ -228,7 +206,7 @@ class Session(Lifetime, RankCollection):
 
     # ------------------------------------------------------------ for the preparation of cells
 
-    def only(self, ranks: Iterable[int] | int | str | None) -> tuple[int, ...]:
+    def only(self, ranks: Ranks | None) -> tuple[int, ...]:
         """Return the selected ranks in ascending order; empty for all.
 
         Raises:
@@ -238,23 +216,12 @@ class Session(Lifetime, RankCollection):
 
     def set_on_one(self, rank: int, name: str, value: Any) -> None:
         """Set a name on one rank to a value of its own, which a restarted rank does not get again."""
-        self.checked()
         run_in.run_in(self, lambda: run_in.prepare_push(self, (), {name: value}, (rank,)), "none")
         self.shipping.set_on_ranks((name,), self.place.namespace, (rank,))
 
-    @property
-    def whole(self) -> Session:
-        """The session itself."""
-        return self
-
-    @property
-    def numbers(self) -> tuple[int, ...]:
-        """The numbers of all ranks."""
-        return self.ranks_of(())
-
     def ranks_of(self, only: tuple[int, ...]) -> tuple[int, ...]:
         """Return the numbers of the selected ranks; an empty `only` selects all."""
-        return only or tuple(range(self.ranks))
+        return only or self.numbers
 
     def wishes_with(self, wishes: Wishes) -> Wishes:
         """Return the wishes for a cell on the session's devices.
@@ -282,8 +249,7 @@ def _restarted(session: Session, only: tuple[int, ...]) -> str:
     session.pool.restart_ranks(session.run_id, only)
     again: set[str] = set()
     for names, some in session.shipping.restarted(ranks).items():
-        there = [name for name in names if name in place.namespace]
-        if there:
+        if there := [name for name in names if name in place.namespace]:
             push(session, there, some if len(some) < session.ranks else ())
             again.update(there)
     if pushed:
@@ -294,8 +260,7 @@ def _restarted(session: Session, only: tuple[int, ...]) -> str:
     sent = f"sent again from the notebook: {listed(sorted(again))}" if again else "the notebook had shipped nothing"
     if pushed:
         sent += f"; from another rank: {listed(sorted(pushed))}"
-    gone = sorted(lost - again - set(pushed))
-    if not gone:
+    if not (gone := sorted(lost - again - set(pushed))):
         return f"{what}; {sent}; no name that a cell had set was lost."
     again_on = f" with --ranks {','.join(map(str, only))}" if only else ""
     return f"{what}; {sent}; lost, as cells had set it there: {listed(gone)}. Run those cells again{again_on}."
@@ -316,8 +281,7 @@ def _names_lost(session: Session, ranks: tuple[int, ...]) -> frozenset[str]:
     own = session.shipping.own_names(ranks)
     living = [rank for rank in range(session.ranks) if rank not in session.dead]
     for rank in sorted(living, key=lambda rank: rank in ranks):
-        there = names_on(session, rank)
-        if there is not None:
+        if (there := names_on(session, rank)) is not None:
             # only names that no rank is known to have: for the others, the records per rank decide
             return own | session.shipping.unknown(there)
     return own

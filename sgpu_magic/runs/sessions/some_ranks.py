@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast, overload
@@ -17,28 +16,15 @@ if TYPE_CHECKING:
 
 
 class RankCollection:
-    """A session, or some of its ranks: `session[0:2]`."""
+    """A session, or some of its ranks: `session[0:2]`.
 
-    @property
-    @abstractmethod
-    def numbers(self) -> tuple[int, ...]:
-        """The ranks' numbers, ascending."""
+    Attributes:
+        whole: The session.
+        numbers: The ranks' numbers, ascending.
+    """
 
-    @abstractmethod
-    def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call a function on the ranks and return the list of results, by rank."""
-
-    @abstractmethod
-    def push(self, *names: str, **values: Any) -> None:
-        """Set names on the ranks."""
-
-    @abstractmethod
-    def pull(self, *names: str) -> Any:
-        """Return the value of a name on the lowest rank, or with `"x:all"` the list of all ranks' values."""
-
-    @abstractmethod
-    def set_on_one(self, rank: int, name: str, value: Any) -> None:
-        """Set a name on one rank."""
+    whole: Session
+    numbers: tuple[int, ...]
 
     def map(self, function: Callable[..., Any], /, *items: Iterable[Any]) -> list[Any]:
         """Call a function on each item, spread over the ranks, and return the results in the order of the items.
@@ -60,7 +46,7 @@ class RankCollection:
             return [function(*item) for item in parts[rank]]
 
         call_each.__name__ = call_each.__qualname__ = getattr(function, "__name__", "map")
-        return [value for values in self.call(call_each) for value in values]
+        return [value for values in self.whole.call(call_each, ranks=numbers) for value in values]
 
     def scatter(self, values: Any, name: str) -> None:
         """Split a sequence into contiguous parts and set `name` to one of them on each rank.
@@ -76,7 +62,7 @@ class RankCollection:
         """
         check_name("the name to set", name)
         for rank, part in zip(self.numbers, split(values, len(self.numbers)), strict=True):
-            self.set_on_one(rank, name, part)
+            self.whole.set_on_one(rank, name, part)
 
     def gather(self, name: str) -> Any:
         """Return the parts that the ranks have under `name`, put together in the order of the ranks.
@@ -109,17 +95,12 @@ class RankCollection:
             IndexError: There is no such rank.
         """
         if isinstance(key, str):
-            return self.pull(f"{key}:all")
+            return self.whole.pull(f"{key}:all", ranks=self.numbers)
         return SomeRanks(self.whole, ranks_at(key, self.numbers))
 
     def __setitem__(self, name: str, value: Any) -> None:
         """Set a name on all of the ranks, as `push` does: `session["lr"] = 0.1`."""
-        self.push(**{name: value})
-
-    @property
-    @abstractmethod
-    def whole(self) -> Session:
-        """The session."""
+        self.whole.push(ranks=self.numbers, **{name: value})
 
 
 class SomeRanks(RankCollection):
@@ -131,45 +112,30 @@ class SomeRanks(RankCollection):
     """
 
     def __init__(self, session: Session, numbers: tuple[int, ...]) -> None:
-        self._session = session
-        self._numbers = numbers
-
-    @property
-    def whole(self) -> Session:
-        """The session."""
-        return self._session
-
-    @property
-    def numbers(self) -> tuple[int, ...]:
-        """The ranks' numbers, ascending."""
-        return self._numbers
+        self.whole, self.numbers = session, numbers
 
     def run(self, code: str, **options: Any) -> RunResult:
         """Run code on these ranks, as `Session.run` does."""
-        return self._session.run(code, ranks=self._numbers, **options)
+        return self.whole.run(code, ranks=self.numbers, **options)
 
     def call(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
         """Call a function on these ranks, as `Session.call` does."""
-        return self._session.call(function, *args, ranks=self._numbers, **kwargs)
+        return self.whole.call(function, *args, ranks=self.numbers, **kwargs)
 
     def call_async(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Run[Any]:
         """Call a function on these ranks, as `Session.call_async` does."""
-        return self._session.call_async(function, *args, ranks=self._numbers, **kwargs)
+        return self.whole.call_async(function, *args, ranks=self.numbers, **kwargs)
 
     def push(self, *names: str, **values: Any) -> None:
         """Set names on these ranks, as `Session.push` does."""
-        self._session.push(*names, ranks=self._numbers, **values)
+        self.whole.push(*names, ranks=self.numbers, **values)
 
     def pull(self, *names: str) -> Any:
         """Return names of these ranks, as `Session.pull` does."""
-        return self._session.pull(*names, ranks=self._numbers)
-
-    def set_on_one(self, rank: int, name: str, value: Any) -> None:
-        """Set a name on one of the ranks to a value of its own."""
-        self._session.set_on_one(rank, name, value)
+        return self.whole.pull(*names, ranks=self.numbers)
 
     def __repr__(self) -> str:
-        return f"<{format_ranks(self._numbers)} of session {self._session.name}>"
+        return f"<{format_ranks(self.numbers)} of session {self.whole.name}>"
 
 
 def ranks_at(key: int | slice | Iterable[int], ranks: Sequence[int]) -> tuple[int, ...]:
@@ -178,17 +144,13 @@ def ranks_at(key: int | slice | Iterable[int], ranks: Sequence[int]) -> tuple[in
     Raises:
         IndexError: There is no such rank.
     """
-    if isinstance(key, slice):
-        found = ranks[key]
-    else:
-        chosen = [key] if isinstance(key, int) else list(key)
-        absent = [at for at in chosen if not -len(ranks) <= at < len(ranks)]
-        if absent:
-            raise IndexError(f"there is no rank at {absent[0]}: there are {len(ranks)}")
-        found = [ranks[at] for at in chosen]
-    if not found:
+    chosen = range(len(ranks))[key] if isinstance(key, slice) else [key] if isinstance(key, int) else list(key)
+    absent = [at for at in chosen if not -len(ranks) <= at < len(ranks)]
+    if absent:
+        raise IndexError(f"there is no rank at {absent[0]}: there are {len(ranks)}")
+    if not chosen:
         raise IndexError(f"{key!r} selects no rank: there are {len(ranks)}")
-    return tuple(sorted(set(found)))
+    return tuple(sorted({ranks[at] for at in chosen}))
 
 
 def split(values: Any, parts: int) -> list[Any]:
@@ -212,12 +174,10 @@ def split(values: Any, parts: int) -> list[Any]:
 
 def joined(parts: list[Any]) -> Any:
     """Put parts together again: lists, tuples, arrays, tensors, DataFrames; other values stay a list."""
-    if all(isinstance(part, list) for part in parts):
+    if all(isinstance(part, list) for part in parts) or all(isinstance(part, range) for part in parts):
         return [value for part in parts for value in part]
     if all(isinstance(part, tuple) for part in parts):
         return tuple(value for part in parts for value in part)
-    if all(isinstance(part, range) for part in parts):
-        return [value for part in parts for value in part]
     numpy, pandas, torch = (sys.modules.get(name) for name in ("numpy", "pandas", "torch"))
     if torch is not None and all(map(_is_tensor, parts)) and all(part.ndim for part in parts):
         return torch.cat(parts)

@@ -36,26 +36,18 @@ class Cell(msgspec.Struct, frozen=True):
     """A cell that has been read.
 
     Args:
-        magic_line: The magic's line, without values of `--env`; "" if the body is the whole cell.
-        body: The code below the magic's line.
-        number: The cell's number; None from a program.
+        source: What the ranks execute; the magic's line is without values of `--env`.
         names: The names that it reads and may set.
         read: Values of the notebook that it reads, by name.
         history: Those in which IPython keeps the notebook's inputs and results.
         begin: When it was read, by the performance counter.
-        file: Path of the script whose text the body is; "" for a cell.
-        arguments: The script's `sys.argv`.
     """
 
-    magic_line: str
-    body: str
-    number: int | None
+    source: CellSource
     names: CellNames
     read: dict[str, object]
     history: dict[str, object]
     begin: float
-    file: str = ""
-    arguments: tuple[str, ...] = ()
 
 
 def read_cell(place: Workplace, magic_line: str, body: str, options: RunOptions) -> Cell:
@@ -84,7 +76,16 @@ def read_cell(place: Workplace, magic_line: str, body: str, options: RunOptions)
         raise _does_not_compile(error, source, number, script) from None
     read = collect(names.read, place.namespace, extra=options.extra, exclude=options.exclude)
     past = history(names.read - read.keys(), body, place.namespace, options.exclude)
-    return Cell(magic_line, body, number, names, read, past, begin, script, job.arguments)
+    cell = CellSource(
+        body=body,
+        magic_line=magic_line,
+        execution_count=number,
+        future_flags=future_flags(place.shell),
+        file=script,
+        arguments=job.arguments,
+        module=job.module if script else "",
+    )
+    return Cell(cell, names, read, past, begin)
 
 
 def pack_cell(
@@ -115,21 +116,13 @@ def pack_cell(
     code = spec.pack(
         place,
         RunKind.CELL,
-        _name_of(cell),
-        CellSource(
-            body=cell.body,
-            magic_line=cell.magic_line,
-            execution_count=cell.number,
-            future_flags=future_flags(place.shell),
-            file=cell.file,
-            arguments=cell.arguments,
-            module=notebook_job.of_process().module if cell.file else "",
-        ),
+        _name_of(cell.source),
+        cell.source,
         (cell.read if names is None else {name: place.namespace[name] for name in names}) | past,
         begin=cell.begin,
         outputs=options.outputs,
         exclude=stay.union(options.exclude),
-        submodules=submodules_read(_WORD.findall(cell.body), cell.read.values()),
+        submodules=submodules_read(_WORD.findall(cell.source.body), cell.read.values()),
     )
     hidden = (
         as_warning(f"the notebook's variable `{name}` hides the rank's own `{name}`: --exclude {name} gives that back")
@@ -147,8 +140,7 @@ def check_outputs(cell: Cell, outputs: Iterable[OutputName]) -> None:
     Raises:
         UsageError: It never sets one of them.
     """
-    stored = cell.names.stored
-    if stored is None:
+    if (stored := cell.names.stored) is None:
         return
     for output in outputs:
         if output.name not in stored and output.name not in cell.read:
@@ -178,12 +170,11 @@ def _without_value(word: str, before: str) -> str:
     return f"{option}{shlex.quote(setting.partition('=')[0])}=***"
 
 
-def _name_of(cell: Cell) -> str:
+def _name_of(cell: CellSource) -> str:
     """Return a cell's name: the first function or class that it defines, else its number."""
-    found = _DEFINITION.search(cell.body)
-    if found is not None:
+    if (found := _DEFINITION.search(cell.body)) is not None:
         return found[1]
-    return "cell" if cell.number is None else f"cell {cell.number}"
+    return "cell" if cell.execution_count is None else f"cell {cell.execution_count}"
 
 
 def _does_not_compile(error: SyntaxError, source: str, number: int | None, file: str) -> CellSyntaxError:

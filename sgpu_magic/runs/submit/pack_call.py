@@ -6,7 +6,7 @@ import inspect
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 from msgspec.structs import replace
@@ -14,7 +14,6 @@ from msgspec.structs import replace
 from sgpu_magic.errors import SerializationError, UsageError
 from sgpu_magic.options.asked import RunOptions
 from sgpu_magic.payload.call import RANK_NAMES, FunctionCall, RankValue, name_of
-from sgpu_magic.payload.pack import Packed
 from sgpu_magic.runs.notebook import cell_number
 from sgpu_magic.runs.submit.spec import PackedCode, pack, scalars
 from sgpu_magic.runs.workplace import Workplace
@@ -31,13 +30,7 @@ _EXCLUDE = re.compile(rf",? or keep the name out with --exclude {CALL_NAME}")
 
 
 def pack_call(
-    place: Workplace,
-    function: Callable[..., object],
-    args: tuple[object, ...],
-    kwargs: Mapping[str, object],
-    options: RunOptions,
-    *,
-    stay: frozenset[str] = frozenset(),
+    place: Workplace, call: FunctionCall, options: RunOptions, *, stay: frozenset[str] = frozenset()
 ) -> PackedCode:
     """Check a call's arguments and pack the call. Starts nothing.
 
@@ -46,30 +39,27 @@ def pack_call(
 
     Args:
         place: This process's workplace.
-        function: The function that every rank calls.
-        args: Positional arguments.
-        kwargs: Keyword arguments.
+        call: The function that every rank calls, with its arguments.
         options: The options; `exclude` and `ray` are used.
         stay: Names that the function reads and that the ranks already have.
 
     Raises:
         TypeError: The arguments do not match the function's signature.
-        UsageError: `function` is not callable.
+        UsageError: The function is not callable.
         SerializationError: The function or an argument can't be pickled.
     """
     begin = time.perf_counter()
-    name = name_of(function)
+    function, name = call.function, name_of(call.function)
     if not callable(function):
         raise UsageError(f"{name} is not callable: give a function or another callable.")
-    bound_args, bound_kwargs = bind(function, args, kwargs)
-    call = FunctionCall(by_reference(function), bound_args, bound_kwargs)
+    sent = FunctionCall(by_reference(function), *bind(call))
     try:
         code = pack(
             place,
             RunKind.CALL,
             name,
             CellSource(body=_BODY, execution_count=cell_number(place.shell)),
-            {CALL_NAME: call},
+            {CALL_NAME: sent},
             begin=begin,
             # the driver of a Ray cluster runs in rank 0 only
             outputs=(OutputName(RESULT_NAME, all_ranks=not options.ray),),
@@ -77,12 +67,15 @@ def pack_call(
         )
     except SerializationError as error:
         raise SerializationError(_in_the_calls_words(error.message, name, function)) from error
+    names = [label for label in code.packed.names if label != CALL_NAME]
     shipped = replace(
         code.shipped,
-        names=_shipped_names(code.packed, name, has_arguments=bool(args or kwargs)),
-        heavy=tuple((_shown(label, name), size) for label, size in code.shipped.heavy),
+        names=(*[name] * (name not in names), *names, *["its arguments"] * bool(call.args or call.kwargs)),
+        heavy=tuple(
+            (f"the arguments of {name}" if label == CALL_NAME else label, size) for label, size in code.shipped.heavy
+        ),
     )
-    return replace(code, shipped=shipped, parameters=scalars(arguments(function, args, kwargs)))
+    return replace(code, shipped=shipped, parameters=scalars(arguments(call)))
 
 
 def by_reference(function: Callable[..., object]) -> Callable[..., object]:
@@ -105,10 +98,8 @@ def by_reference(function: Callable[..., object]) -> Callable[..., object]:
 # ---------------------------------------------------------------- arguments
 
 
-def bind(
-    function: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]
-) -> tuple[tuple[object, ...], dict[str, object]]:
-    """Bind the arguments, with placeholders that each rank fills in: `rank`, `local_rank`, `world_size`, `device`.
+def bind(call: FunctionCall) -> tuple[tuple[object, ...], dict[str, object]]:
+    """Bind a call's arguments, with placeholders that each rank fills in: `rank`, `local_rank`, `world_size`, `device`.
 
     A parameter of such a name is filled in if the caller omits it and it has no default.
 
@@ -116,14 +107,14 @@ def bind(
         TypeError: The arguments do not match the signature; with Python's usual message.
     """
     try:
-        signature = inspect.signature(function)
+        signature = inspect.signature(call.function)
     except (TypeError, ValueError):
         # C code without a signature
-        return args, dict(kwargs)
+        return call.args, call.kwargs
     try:
-        bound = signature.bind_partial(*args, **kwargs)
+        bound = signature.bind_partial(*call.args, **call.kwargs)
     except TypeError as error:
-        _refuse(function, signature, args, kwargs, (), error)
+        _refuse(call, signature, (), error)
     filled = [
         name
         for name, parameter in signature.parameters.items()
@@ -136,19 +127,17 @@ def bind(
     try:
         signature.bind(*bound.args, **bound.kwargs)
     except TypeError as error:
-        _refuse(function, signature, args, kwargs, filled, error)
+        _refuse(call, signature, filled, error)
     return bound.args, bound.kwargs
 
 
-def arguments(
-    function: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]
-) -> dict[str, object]:
+def arguments(call: FunctionCall) -> dict[str, object]:
     """Return a call's arguments by parameter name, without those that each rank fills in."""
     try:
-        bound = inspect.signature(function).bind_partial(*args, **kwargs)
+        bound = inspect.signature(call.function).bind_partial(*call.args, **call.kwargs)
     except (TypeError, ValueError):
         # C code without a signature
-        return dict(kwargs)
+        return call.kwargs
     found: dict[str, object] = {}
     for name, value in bound.arguments.items():
         kind = bound.signature.parameters[name].kind
@@ -161,16 +150,10 @@ def arguments(
     return {name: value for name, value in found.items() if not isinstance(value, RankValue)}
 
 
-def _refuse(
-    function: Callable[..., object],
-    signature: inspect.Signature,
-    args: tuple[object, ...],
-    kwargs: Mapping[str, object],
-    filled: Iterable[str],
-    error: TypeError,
-) -> NoReturn:
+def _refuse(call: FunctionCall, signature: inspect.Signature, filled: Iterable[str], error: TypeError) -> NoReturn:
     """Raise the TypeError of a real call with this signature, because the messages of `inspect` differ."""
-    told = TypeError(f"{name_of(function)}() {error}")
+    name = name_of(call.function)
+    told = TypeError(f"{name}() {error}")
     parameters = [
         parameter.replace(
             default=parameter.empty if parameter.default is parameter.empty else None, annotation=parameter.empty
@@ -181,14 +164,14 @@ def _refuse(
     namespace: dict[str, Any] = {}
     try:
         exec(f"def like{head}: pass", namespace)
-        namespace["like"].__qualname__ = getattr(function, "__qualname__", name_of(function))
-        namespace["like"](*args, **{**dict.fromkeys(filled), **kwargs})
+        namespace["like"].__qualname__ = getattr(call.function, "__qualname__", name)
+        namespace["like"](*call.args, **{**dict.fromkeys(filled), **call.kwargs})
     except SyntaxError:
         # a signature that no `def` could have
         pass
     except TypeError as usual:
         told = TypeError(*usual.args)
-    if args and not signature.parameters.keys().isdisjoint(RANK_NAMES):
+    if call.args and not signature.parameters.keys().isdisjoint(RANK_NAMES):
         told.add_note(
             "Parameters named rank, local_rank, world_size and device are filled in by each rank when they are left "
             "out: give the arguments after them by keyword."
@@ -197,16 +180,6 @@ def _refuse(
 
 
 # ---------------------------------------------------------------- messages
-
-
-def _shown(label: str, name: str) -> str:
-    return f"the arguments of {name}" if label == CALL_NAME else label
-
-
-def _shipped_names(packed: Packed, name: str, *, has_arguments: bool) -> tuple[str, ...]:
-    names = tuple(label for label in packed.names if label != CALL_NAME)
-    own = () if name in names else (name,)
-    return (*own, *names, *(("its arguments",) if has_arguments else ()))
 
 
 def _in_the_calls_words(message: str, name: str, function: Callable[..., object]) -> str:

@@ -129,12 +129,8 @@ def default_ranks(pool: Pool, entry: PoolEntry | None, device_type: str | None) 
         kind = "" if device_type in (None, "any") else f" {device_type}"
         raise UsageError(f"the pool {entry.name} is shared with others: say how many{kind} with --gpus N.")
     status = pool.status(recent=0)
-    types: dict[str, int] = {}
-    for device in status.inventory.devices if status is not None else ():
-        types[device.type] = types.get(device.type, 0) + 1
-    if device_type not in (None, "any"):
-        return types.get(str(device_type), 0) or CPU_RANKS
-    return sum(types.values()) or CPU_RANKS
+    there = status.inventory.devices if status is not None else ()
+    return sum(device_type in (None, "any", device.type) for device in there) or CPU_RANKS
 
 
 def _chosen(
@@ -171,8 +167,6 @@ def _type_by_memory(pool: Pool, entry: PoolEntry | None, devices: Devices, money
     asked = _asked(pool, entry)
     wanted = Wanted(devices.ranks, devices.device_type, devices.min_memory_bytes)
     if devices.device_type in (None, "any"):
-        if devices.ranks is None:
-            wanted = replace(wanted, ranks=1)
         return cheapest_type(asked, wanted, money)
     check_memory(asked, wanted)
     return devices.device_type
@@ -196,8 +190,7 @@ def with_choice(place: Workplace, asked: R, ways: str) -> R:
     """
     asked = with_job(asked)
     held = place.choice.now()
-    choice = held.choice
-    if choice is None:
+    if (choice := held.choice) is None:
         return asked
     devices = asked.devices
     ranks = choice.gpus if devices.ranks is None else 0
@@ -275,9 +268,8 @@ def _changed_ns(name: str) -> int:
 
 
 def _foreign(place: Workplace, held: Held, choice: Choice, ways: str, *, packages: bool) -> str:
-    python = ways is PYTHON_WAYS
-    env = ('env_version="none"' if python else "--env-version none") if packages else ""
-    said = f"{ways}{', ' if python and env else ' ' if env else ''}{env}"
+    env = ', env_version="none"' if ways is PYTHON_WAYS else " --env-version none"
+    said = ways + env * packages
     return (
         f"this notebook asks for {words_of(choice, pool_name(place))}, and {_who(held)}, so nothing was started. "
         "If it is what you want, confirm it in the panel or with `%sgpu_env --accept`. Otherwise say "

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from sgpu_magic.client.submitter import Stand
+from sgpu_magic.client.run import Stand
 from sgpu_magic.config import Settings
 from sgpu_magic.options.asked import RunOptions, Wishes
 from sgpu_magic.packages.secrets import is_secret
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 Parameters = tuple[tuple[str, str], ...]
 
+# fields of a spec that are options of the same names
+_SAME = ("timeout_s", "wait_s", "grace_s", "retries", "retry_any", "detach", "auto", "max_cost", "profile", "ray")
 _NO_NAMES = Shipped()
 _HEAVY_BYTES = 100_000_000
 _MOST_SCALARS = 100
@@ -172,12 +174,6 @@ def describe(
         placement=found.placement,
         outputs=code.outputs,
         owner=owner(place.shell, of_cell=of_cell),
-        timeout_s=options.timeout_s,
-        wait_s=options.wait_s,
-        grace_s=options.grace_s,
-        retries=options.retries,
-        retry_any=options.retry_any,
-        detach=options.detach,
         env_names=tuple(variables),
         shipped=msgspec.structs.replace(code.shipped, notes=(*found.notes, *code.shipped.notes)),
         kind=code.kind,
@@ -186,13 +182,10 @@ def describe(
         fresh=session is not None and options.fresh,
         only=options.only if len(options.only) < found.placement.ranks else (),
         reload=stays and options.reload,
-        auto=options.auto,
         idle_s=options.idle_s or None,
         parameters=code.parameters,
-        max_cost=options.max_cost,
-        profile=options.profile,
         grouped=options.group,
-        ray=options.ray,
+        **{name: getattr(options, name) for name in _SAME},
     )
     environ = {**os.environ, **variables}
     return Submission(spec, code.packed, code.key, environ, wishes, frozenset(variables), pool=found.pool.name)
@@ -301,17 +294,13 @@ def scalars(values: Mapping[str, object]) -> Parameters:
         # exact types, because subclasses may have any repr
         if type(value) not in (int, float, bool, str) or name.startswith("_"):
             continue
-        text = value if isinstance(value, str) else _number(value)
-        if text is not None and 0 < len(text) <= _LONGEST_TEXT and not is_secret(name, text):
+        try:
+            text = value if isinstance(value, str) else repr(value)
+        except ValueError:
+            # an int with more digits than Python converts to text
+            continue
+        if 0 < len(text) <= _LONGEST_TEXT and not is_secret(name, text):
             found.append((name, text))
             if len(found) == _MOST_SCALARS:
                 break
     return tuple(found)
-
-
-def _number(value: object) -> str | None:
-    try:
-        return repr(value)
-    except ValueError:
-        # an int with more digits than Python converts to text
-        return None

@@ -5,6 +5,7 @@ If the nodes see this machine's files and no other packages are requested, nothi
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
@@ -16,8 +17,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from sgpu_magic.client.pool import Pool
-from sgpu_magic.client.run import Run
-from sgpu_magic.client.submitter import Attachments
+from sgpu_magic.client.run import Attachments, Run
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import RunCancelled, UsageError
 from sgpu_magic.options import notebook_job
@@ -133,11 +133,8 @@ def _inputs_of(pool: Pool, settings: Settings, submission: Submission) -> tuple[
     environment: Environment | None = None
     notes: tuple[str, ...] = ()
     if not spec.in_session and (elsewhere or submission.interpreter is None):
-        wished = _wished(pool, settings, submission.wishes)
-        if wished is not None:
-            environment, notes = wished
-        elif elsewhere:
-            environment, notes, projects = _own(pool, submission.wishes)
+        if (found := _packages_of(pool, settings, submission.wishes, elsewhere=elsewhere)) is not None:
+            environment, notes, projects = found
         else:
             spec = replace(spec, environment=packages.of(pool).digest_for(spec.run_id))
             notes = tuple(map(as_warning, [*_without_effect(submission.wishes), *mismatch_news()]))
@@ -148,7 +145,7 @@ def _inputs_of(pool: Pool, settings: Settings, submission: Submission) -> tuple[
         if environment is not None and not environment.resolve:
             # the ranks see this machine's files but have other packages: only check the imports
             _local_code(submission, source, environment)
-        return _noted(spec, notes), submission.environ, along
+        return spec.with_notes(notes), submission.environ, along
     variables = travelling(submission.environ, given=submission.given, chosen=settings.variables)
     code = _local_code(submission, source, environment, modules, projects)
     if spec.in_session or spec.kind is RunKind.SESSION:
@@ -162,7 +159,7 @@ def _inputs_of(pool: Pool, settings: Settings, submission: Submission) -> tuple[
         variable_names=tuple(sorted(variables.values)),
         secret_names=tuple(sorted(variables.secrets)),
     )
-    return _noted(spec, (*notes, *told)), variables.values, replace(along, code=bundles, elsewhere=True)
+    return spec.with_notes((*notes, *told)), variables.values, replace(along, code=bundles, elsewhere=True)
 
 
 def _without_secrets(spec: RunSpec, environ: Mapping[str, str]) -> tuple[RunSpec, CellSource | None]:
@@ -194,13 +191,6 @@ def _without_secrets(spec: RunSpec, environ: Mapping[str, str]) -> tuple[RunSpec
     return replace(spec, cell=shown, parameters=parameters, name=name), cell
 
 
-def _noted(spec: RunSpec, notes: tuple[str, ...]) -> RunSpec:
-    if not notes:
-        return spec
-    shipped = replace(spec.shipped, notes=(*spec.shipped.notes, *notes))
-    return replace(spec, shipped=shipped)
-
-
 def _without_effect(wishes: Wishes) -> tuple[str, ...]:
     """Return a note about package options that have no effect because the ranks use the notebook's own Python."""
     asked = [*["--torch mine"] * wishes.torch_mine, *["--allow-build"] * wishes.allow_build]
@@ -213,37 +203,34 @@ def _without_effect(wishes: Wishes) -> tuple[str, ...]:
     )
 
 
-def _wished(pool: Pool, settings: Settings, wishes: Wishes) -> tuple[Environment, tuple[str, ...]] | None:
-    """Return the requested environment and notes about it; None for the notebook's own packages."""
-    if (wishes.env_version or settings.env_version) in OWN_PACKAGES:
+def _packages_of(
+    pool: Pool, settings: Settings, wishes: Wishes, *, elsewhere: bool
+) -> tuple[Environment, tuple[str, ...], tuple[str, ...]] | None:
+    """Return the packages that a node builds: the requested ones, or the notebook's own for a pool elsewhere.
+
+    Returns:
+        The packages, notes about them, and directories of projects that are shipped as wheels; None if nothing is
+        built.
+    """
+    ordered, snapshot = None, None
+    if (wishes.env_version or settings.env_version) not in OWN_PACKAGES:
+        # imported here: only needed for requested packages
+        from sgpu_magic.packages.order import chosen
+
+        ordered = chosen(settings, wishes.env_version, torch_mine=wishes.torch_mine, allow_build=wishes.allow_build)
+    elif elsewhere:
+        ordered = packages.of(pool).environment(torch_mine=wishes.torch_mine, allow_build=wishes.allow_build)
+        snapshot = take_snapshot()
+    if ordered is None:
         return None
-    # imported here: only needed for requested packages
-    from sgpu_magic.packages.order import chosen
-
-    found = chosen(settings, wishes.env_version, torch_mine=wishes.torch_mine, allow_build=wishes.allow_build)
-    if found is None:
-        return None
-    driver = _driver(pool) if wishes.torch_mine else ""
-    warnings = check_before_travel(found.environment, driver=driver)
-    return found.environment, (*found.notes, *map(as_warning, warnings))
-
-
-def _own(pool: Pool, wishes: Wishes) -> tuple[Environment, tuple[str, ...], tuple[str, ...]]:
-    """Return the notebook's own packages, notes about them, and directories of projects that are shipped as wheels."""
-    ordered = packages.of(pool).environment(torch_mine=wishes.torch_mine, allow_build=wishes.allow_build)
-    snapshot = take_snapshot()
-    driver = _driver(pool) if wishes.torch_mine else ""
+    status = pool.status(recent=0) if wishes.torch_mine else None
+    driver = status.inventory.driver if status is not None else ""
     warnings = check_before_travel(ordered.environment, snapshot, driver=driver)
-    notes = (*ordered.notes, *map(as_warning, warnings))
     wheels = {wheel.file.partition("-")[0].replace("_", "-").lower() for wheel in ordered.environment.wheels}
-    projects = (each.path for each in snapshot.distributions if each.key in wheels and each.path is not None)
+    there = snapshot.distributions if snapshot is not None else ()
+    projects = (each.path for each in there if each.key in wheels and each.path is not None)
+    notes = (*ordered.notes, *map(as_warning, warnings))
     return ordered.environment, notes, tuple(str(project) for project in projects if os.path.isdir(project))
-
-
-def _driver(pool: Pool) -> str:
-    """Return the version of the pool's NVIDIA driver, "" if there is none."""
-    status = pool.status(recent=0)
-    return status.inventory.driver if status is not None else ""
 
 
 def _local_code(
@@ -280,11 +267,9 @@ def _local_code(
 def _files(files: Iterable[str]) -> Iterable[str]:
     """Yield the sources of the files that define shipped functions, such as those of a script."""
     for file in files:
-        try:
+        # a cell or an interactive line is no real file
+        with contextlib.suppress(OSError):
             yield Path(file).read_text(encoding="utf-8", errors="replace")
-        except OSError:
-            # not a real file: a cell or an interactive line
-            continue
 
 
 def _bundled(settings: Settings, code: list[LocalCode]) -> tuple[tuple[CodeBundle, ...], tuple[str, ...]]:

@@ -13,7 +13,8 @@ from waiting import eventually
 
 from sgpu_magic.client import submitter as module
 from sgpu_magic.client.pool import Pool
-from sgpu_magic.client.submitter import Attachments, PayloadMemory, Submitter
+from sgpu_magic.client.run import Attachments
+from sgpu_magic.client.submitter import PayloadMemory, Submitter
 from sgpu_magic.config import Settings, load_settings
 from sgpu_magic.errors import PoolError, RunUnknown, UsageError
 from sgpu_magic.payload.buffers import INLINE_LIMIT
@@ -77,7 +78,7 @@ def test_a_run_that_no_service_took_is_submitted_to_the_next(make: Any):
     first, second = ScriptedPool(dies_at_submit), ScriptedPool(lacks_runs)
     run = submit(make(first, second))
     assert (first.kinds(), second.kinds()) == (["Submit"], ["Attach", "Submit"])
-    assert (run.run_id, run.owned, run.link_lost) == (RUN, True, False)
+    assert (run.run_id, run.owned, run.link.lost.is_set()) == (RUN, True, False)
 
 
 def test_a_run_that_the_dead_service_took_is_not_submitted_twice(make: Any, large: Packed, memory: PayloadMemory):
@@ -87,7 +88,7 @@ def test_a_run_that_the_dead_service_took_is_not_submitted_twice(make: Any, larg
     # nobody says when its ranks have read the memory, so it is not written again
     assert memory._slots == []
     assert second.kinds() == ["Attach"]
-    assert (run.owned, run.submission, run.link_lost) == (True, None, False)
+    assert (run.owned, run.submission, run.link.lost.is_set()) == (True, None, False)
 
 
 def test_a_queued_run_is_submitted_again_and_counts_its_events_anew(make: Any):
@@ -96,10 +97,10 @@ def test_a_queued_run_is_submitted_again_and_counts_its_events_anew(make: Any):
     run = submit(submitter)
     run.last_seq = 5
     first.die()
-    assert run.link_lost
+    assert run.link.lost.is_set()
     submitter.find_again(run)
     assert second.kinds() == ["Attach", "Submit"]
-    assert (second.sent[-2].after, run.last_seq, run.link_lost) == (5, 0, False)
+    assert (second.sent[-2].after, run.last_seq, run.link.lost.is_set()) == (5, 0, False)
     # once it was placed, only its ranks know of it
     run.submission = None
     second.die()
@@ -208,6 +209,6 @@ def test_a_run_is_attached_through_the_next_service_if_the_pool_dies_at_that_mom
     pool = Pool(load_settings({"SGPU_STATE_DIR": str(tmp_path), "SGPU_CONFIG": str(tmp_path / "none.toml")}))
     pool._connection = services  # type: ignore[assignment]
     run, state = pool.attach(RUN)
-    assert (run.run_id, state, run.link_lost) == (RUN, RunState.RUNNING, False)
+    assert (run.run_id, state, run.link.lost.is_set()) == (RUN, RunState.RUNNING, False)
     assert dies.link.lost.is_set()
     services.close()

@@ -293,7 +293,7 @@ def test_a_run_has_the_functions_name(function: Callable[..., Any], name: str):
 def test_what_is_left_out_and_a_rank_knows_is_filled_in(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], filled: set[str]
 ):
-    bound_args, bound_kwargs = bind(function, args, kwargs)
+    bound_args, bound_kwargs = bind(FunctionCall(function, args, kwargs))
     values = [value for value in (*bound_args, *bound_kwargs.values()) if isinstance(value, RankValue)]
     assert {value.name for value in values} == filled
 
@@ -301,7 +301,7 @@ def test_what_is_left_out_and_a_rank_knows_is_filled_in(
 def test_positional_only_parameters_are_filled_in_too():
     def positional(rank: int, world_size: int, /, lr: float = 0.1) -> None: ...
 
-    args, kwargs = bind(positional, (), {})
+    args, kwargs = bind(FunctionCall(positional, (), {}))
     assert [value.name for value in args if isinstance(value, RankValue)] == ["rank", "world_size"]
     assert not kwargs
 
@@ -319,20 +319,20 @@ def test_arguments_that_do_not_fit_are_refused_in_pythons_words(
     args: tuple[Any, ...], kwargs: dict[str, Any], said: str
 ):
     with pytest.raises(TypeError) as raised:
-        bind(train, args, kwargs)
+        bind(FunctionCall(train, args, kwargs))
     assert said in str(raised.value)
     if args:
         assert "give the arguments after them by keyword" in raised.value.__notes__[0]
 
 
 def test_c_code_without_a_signature_is_taken_as_it_is():
-    assert bind(dict, (), {"a": 1}) == ((), {"a": 1})
+    assert bind(FunctionCall(dict, (), {"a": 1})) == ((), {"a": 1})
 
 
 def test_a_call_fills_in_on_the_rank(monkeypatch: pytest.MonkeyPatch):
     for name, value in {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "CUDA_VISIBLE_DEVICES": ""}.items():
         monkeypatch.setenv(name, value)
-    args, kwargs = bind(lambda rank, local_rank, world_size, device: (rank, local_rank, world_size, device), (), {})
+    args, kwargs = bind(FunctionCall(lambda rank, local_rank, world_size, device: None, (), {}))
     call = FunctionCall(lambda *given, **named: (given, named), args, kwargs)
     key = bytes(32)
     packed = pack_object(call, {}, key)

@@ -14,7 +14,7 @@ from sgpu_magic.config import Settings
 from sgpu_magic.errors import UsageError
 from sgpu_magic.magics.session_magics import SessionMagics
 from sgpu_magic.options.argparse_form import LINE_PARSERS
-from sgpu_magic.payload.call import RankValue
+from sgpu_magic.payload.call import FunctionCall, RankValue
 from sgpu_magic.runs.submit.pack_call import arguments
 from sgpu_magic.runs.submit.spec import scalars
 
@@ -79,9 +79,9 @@ def test_a_hundred_are_kept():
 def test_a_calls_arguments_have_their_parameters_names():
     def train(lr: float, *rest: int, epochs: int = 1, rank: int = 0, **more: object) -> None: ...
 
-    found = arguments(train, (0.1, 7, 8), {"epochs": 2, "rank": RankValue("rank"), "kind": "small"})
+    found = arguments(FunctionCall(train, (0.1, 7, 8), {"epochs": 2, "rank": RankValue("rank"), "kind": "small"}))
     assert found == {"lr": 0.1, "rest[0]": 7, "rest[1]": 8, "epochs": 2, "kind": "small"}
-    assert arguments(dict, (), {"a": 1}) == {"a": 1}
+    assert arguments(FunctionCall(dict, (), {"a": 1})) == {"a": 1}
 
 
 def test_they_cost_next_to_nothing():

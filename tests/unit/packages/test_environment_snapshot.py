@@ -690,7 +690,7 @@ def test_a_fault_costs_one_runs_files_and_the_next_run_is_told(
     monkeypatch.setattr(snapshots, "take_snapshot", take)
     monkeypatch.setattr(snapshots, "kept_snapshot", lambda: None if faults else found)
     monkeypatch.setattr(packages, "_QUIET_S", 0.0)
-    monkeypatch.setattr(packages.Described, "lock_of", lambda described, ask: Lock())
+    monkeypatch.setattr(packages, "lock_of", lambda described, **_: Lock())
     monkeypatch.setattr("sgpu_magic.runs.packages.look_for_mismatches", lambda snapshot: None)
     telling = packages.Packages(pool)
     for left in (2, 1):

@@ -14,7 +14,7 @@ from sgpu_magic.errors import UsageError
 from sgpu_magic.packages.distributions import Distribution, Kind, Snapshot
 from sgpu_magic.packages.snapshot import take_snapshot
 from sgpu_magic.runs import environments
-from sgpu_magic.runs.environments import Ask, Described, report, since_connected
+from sgpu_magic.runs.environments import lock_of, report, requirements_of, since_connected
 from sgpu_magic.wire.attachments import Environment
 
 HERE = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -38,30 +38,29 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_lock_file_is_made_once(state: Path, monkeypatch: pytest.MonkeyPatch):
     # nothing that an index is asked for
-    here = Snapshot((Distribution("tool", "1.0", Kind.EDITABLE, url=state.as_uri()),), executable=sys.executable)
-    described = Described(here)
-    assert described.lock_of(Ask.KEPT) is None
-    made = described.lock_of(Ask.NOW)
+    described = Snapshot((Distribution("tool", "1.0", Kind.EDITABLE, url=state.as_uri()),), executable=sys.executable)
+    assert lock_of(described, make=False) is None
+    made = lock_of(described)
     assert made is not None
     assert (made.problem, "tool" in made.pylock) == ("", True)
-    assert [file.name for file in (state / "locks").iterdir()] == [f"{here.digest}.json"]
+    assert [file.name for file in (state / "locks").iterdir()] == [f"{described.digest}.json"]
     monkeypatch.setattr(environments, "make_lock", lambda *_, **__: pytest.fail("it is made again"))
-    assert described.lock_of(Ask.KEPT) == described.lock_of(Ask.GENTLY) == made
+    assert lock_of(described, make=False) == lock_of(described, gently=True) == made
     monkeypatch.setenv("SGPU_LOCK_ENVIRONMENTS", "off")
-    assert described.lock_of(Ask.NOW) is None
+    assert lock_of(described) is None
 
 
 def test_after_a_failure_the_index_is_left_alone_for_a_while(state: Path, monkeypatch: pytest.MonkeyPatch):
-    described = Described(Environment(digest="0123abcd", requirements=("six==1.17.0",), python=HERE))
-    failed = described.lock_of(Ask.GENTLY)
+    described = Environment(digest="0123abcd", requirements=("six==1.17.0",), python=HERE)
+    failed = lock_of(described, gently=True)
     assert failed is not None
     assert failed.problem.startswith("uv could not create it: ")
-    assert "six==1.17.0" in described.requirements(failed)
-    assert described.lock_of(Ask.NOW) is failed
-    assert described.lock_of(Ask.KEPT) is None
+    assert "six==1.17.0" in requirements_of(described, failed)
+    assert lock_of(described) is failed
+    assert lock_of(described, make=False) is None
     assert not (state / "locks").exists()
     monkeypatch.setattr(environments, "_FAILED_STAYS_S", 0.0)
-    assert described.lock_of(Ask.NOW) is not failed
+    assert lock_of(described) is not failed
 
 
 # ---------------------------------------------------------------- the report

@@ -116,7 +116,7 @@ def test_events_go_on_at_the_next_service(place: Place, services: list[ScriptedP
     first.tell(BEGUN)
     eventually(lambda: seen == [BEGUN], what="its first event")
     first.die()
-    eventually(lambda: not place.runs[0].link_lost, what="it is found again")
+    eventually(lambda: not place.runs[0].link.lost.is_set(), what="it is found again")
     second._seq = 1
     second.tell(ENDED)
     thread.join(30)

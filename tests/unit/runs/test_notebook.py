@@ -29,13 +29,13 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 def test_a_notice_is_shown_in_one_place_and_taken_away(shown: list[dict[str, Any]]):
     board = NoticeBoard(True)
     board.show("")
-    board.clear()
+    board.show("")
     assert shown == []
     board.show("the pool <team> restarts")
     board.notice("it is back")
     eventually(lambda: len(shown) == 2, what="the notice is shown")
-    board.clear()
-    board.clear()
+    board.show("")
+    board.show("")
     texts = [output["data"]["text/plain"] for output in shown]
     assert texts == ["sgpu: the pool <team> restarts", "sgpu: it is back", ""]
     assert "sgpu: the pool &lt;team&gt; restarts" in shown[0]["data"]["text/html"]
@@ -50,7 +50,7 @@ def test_a_notice_is_shown_in_one_place_and_taken_away(shown: list[dict[str, Any
 def test_without_a_front_end_nothing_is_shown(shown: list[dict[str, Any]]):
     board = NoticeBoard(False)
     board.notice("the pool restarts")
-    board.clear()
+    board.show("")
     assert shown == []
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from sgpu_magic.errors import UsageError
 from sgpu_magic.options.asked import Devices, RunOptions, check_call, check_cell
+from sgpu_magic.payload.call import FunctionCall
 from sgpu_magic.runs.submit.cell_source import check_outputs, pack_cell, read_cell
 from sgpu_magic.runs.submit.pack_call import pack_call
 from sgpu_magic.runs.submit.placing import Found
@@ -57,14 +58,14 @@ def test_a_call_returns_each_rank_and_a_driver_one():
         return lr
 
     for ray, all_ranks in ((False, True), (True, False)):
-        code = pack_call(PLACE, train, (0.5,), {}, RunOptions(ray=ray))
+        code = pack_call(PLACE, FunctionCall(train, (0.5,), {}), RunOptions(ray=ray))
         assert (code.kind, code.name, code.parameters) == (RunKind.CALL, "train", (("lr", "0.5"),))
         assert [output.all_ranks for output in code.outputs] == [all_ranks]
 
 
 def test_values_of_env_are_not_in_the_line_that_is_written_down():
     cell = read_cell(PLACE, "%%distributed --env TOKEN=hush", "pass", RunOptions())
-    assert cell.magic_line == "%%distributed --env TOKEN=***"
+    assert cell.source.magic_line == "%%distributed --env TOKEN=***"
 
 
 def test_what_a_cell_never_sets_can_not_be_brought_back():

@@ -680,17 +680,18 @@ def test_only_notes_that_ask_for_something_are_warnings() -> None:
 
 
 def test_a_silent_link_is_reported_once() -> None:
-    silent = SimpleNamespace(silent_s=20.0, pool_title="the pool team")
+    wire = SimpleNamespace(silent_s=20.0)
+    silent = SimpleNamespace(link=SimpleNamespace(title="the pool team", wire=wire))
     view = Run().start().view
     followed = Followed(silent, view, SilentPublisher(), SimpleNamespace())  # type: ignore[arg-type]
     followed.look_at_link()
     said, version = view.silence, view.version
     assert re.match(r"reconnecting: the pool team has been silent since \d\d:\d\d:\d\d; the run continues there", said)
     for seconds in (40.0, 80.0, 3600.0):
-        silent.silent_s = seconds
+        wire.silent_s = seconds
         followed.look_at_link()
     assert (view.silence, view.version) == (said, version)
-    silent.silent_s = 0.0
+    wire.silent_s = 0.0
     followed.look_at_link()
     assert view.silence == ""
 
@@ -1215,7 +1216,7 @@ def test_a_traceback_is_cut_at_output_limit_by_the_kernel_and_by_the_server(kind
     view = Run(limit=2000).tell(rank_events.RankFailed(failure=failure), ended).view
     run: Any = SimpleNamespace(run_id=RUN_ID, spec=view.spec, load_exception=lambda *_: None)
     with pytest.raises(Exception, match="NaN") as caught:
-        deliver(run, view, ended, (), {})
+        deliver(Followed(run, view, SilentPublisher(), None), (ended, ()), {})
     assert caught.value.remote_traceback == long, "all of it is there for who asks"  # type: ignore[attr-defined]
     of_kernel = "\n".join(caught.value._render_traceback_())  # type: ignore[attr-defined]
     output = next(one for one in cell_outputs(view, tmp_path) if one["output_type"] == "error")
