@@ -55,8 +55,11 @@ class FakeCluster:
         self._directory = Path(tempfile.mkdtemp(prefix="src", dir="/tmp"))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            from ray._common.utils import get_ray_address_file
             from ray.cluster_utils import Cluster
 
+            # Ray notes the newest cluster's address there, but makes the folder only for clusters that lie in it
+            Path(get_ray_address_file(None)).parent.mkdir(exist_ok=True)
             self._cluster: Any = Cluster()
         labels = {"ray.io/accelerator-type": label} if head_gpus else None
         self._add(

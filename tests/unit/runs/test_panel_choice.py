@@ -408,7 +408,7 @@ def asked(place: Place, options: Asked = NOTHING_ASKED, ways: str = MAGIC_WAYS) 
 
 def test_without_a_choice_nothing_is_added(tmp_path: Path):
     options = Asked(Devices(2), Wishes(env_version="4"))
-    assert asked(Place(tmp_path), options) is options
+    assert asked(Place(tmp_path), options) == options
 
 
 @pytest.mark.parametrize(
