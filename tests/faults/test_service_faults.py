@@ -167,7 +167,7 @@ PLANTS: list[tuple[str, Callable[[Scene, str], None]]] = [
     ("active_runs:ActiveRuns.placed", starting),
     ("active_runs:ActiveRuns.move", starting),
     ("instructions:Launches.order", starting),
-    ("instructions:Launches._begin", starting),
+    ("instructions:Launches.launched", starting),
     ("tracker:Tracker.follow", starting),
     ("requests:Requests._attach", asked),
     ("requests:Requests._cancel", asked),
