@@ -48,6 +48,8 @@ class FreshRun(Execution):
 
     def __init__(self, attempt: Attempt, group: Group, warm: str, here: Surroundings) -> None:
         super().__init__(attempt, group, warm, here)
+        # survivors of a failure get no grace unless the user asked for it
+        self._survivors_grace_s = self.launch.spec.grace_s or 0.0
         self._meeting: Rendezvous | None = None
         self._waits_for_parts = False
         self._parts_over = False
@@ -126,7 +128,7 @@ class FreshRun(Execution):
         self._stop.begin(self._grace(), interrupt_first=True, waited=self._stop_waiting)
 
     def _free_others(self) -> None:
-        if self.launch.spec.grace_s and self._stop.any_handles_term():
+        if self._survivors_grace_s and self._stop.any_handles_term():
             # the error is reported at once; ranks that save a checkpoint finish afterwards, with intact connections
             self._end(RunState.FAILED)
         else:
@@ -152,14 +154,13 @@ class FreshRun(Execution):
     def _let_leave(self) -> None:
         cancelled = self._ending_as is not None
         if not (cancelled or self._stop.begun or self._reports.complete):
-            self._stop.begin(self.launch.spec.grace_s or 0.0, interrupt_first=False, waited=self._let_leave)
+            self._stop.begin(self._survivors_grace_s, interrupt_first=False, waited=self._let_leave)
             return
         if self.launch.spec.profile and not self._reports.complete and self._loop.time() < self._traces_until:
             # SIGTERM would end a rank before it has written its trace
             self._later(_TRACE_LOOK_S, self._let_leave)
             return
-        # survivors of a failure get no grace unless the user asked for it
-        self._stop.end(self._grace() if cancelled else self.launch.spec.grace_s or 0.0)
+        self._stop.end(self._grace() if cancelled else self._survivors_grace_s)
 
 
 # ---------------------------------------------------------------- a cell in a session
