@@ -12,7 +12,7 @@
 # make lint   format and lint checks, who imports whom, types
 # make docs   build the site in build/docs; warnings are errors;  make docs-links asks every other site that it links to
 # make dist   build sdist and wheel in dist/, check them, try the wheel in an empty environment
-# make house  measure the source: rooms, floors, circles, modules, statements;  make map  draws it
+# make house  print the structure's figures: packages, layers, cycles, sizes;  make map  draws the packages
 # make front-end  build and test labextension/; needs Node 20.19 or newer
 #
 # PYTHON=...  the Python to use, 3.11 or newer; a torch that it has is used instead of a download

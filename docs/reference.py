@@ -93,6 +93,7 @@ METRICS = {
     "system/nodeN/rank_R_memory_usage_megabytes": "Its memory.",
 }
 RUN_FILES = {
+    "settings.json": "The notebook's process-wide settings, such as dtypes and log levels, by module.",
     "run.json": "What was asked for: the `RunSpec`, as JSON. Secrets are blanked.",
     "cell.py": "The cell, or the function's call. Secrets are blanked.",
     files.PAYLOAD: "The captured variables, up to the setting `keep_payload`.",

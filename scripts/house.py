@@ -1,9 +1,9 @@
 # ruff: noqa: T201
-"""Measure the package's structure from its imports: `python scripts/house.py` prints figures, `--map` a map.
+"""Measure the structure of `sgpu_magic`: `python scripts/house.py` prints figures, `--map` draws its packages.
 
-A room is a folder or module at the top level of `sgpu_magic`. Its floor is one above the highest room that it imports
-from. Imports count anywhere in a file, except under `TYPE_CHECKING`. Rooms that import each other share a floor and are
-listed.
+A package here is a folder or module at the top level. Its layer is one above the highest package that it imports from.
+Imports count anywhere in a file, except under `TYPE_CHECKING`. Packages that import each other share a layer and are
+listed. Sizes are printed and not judged: a module is as long as its concept needs.
 """
 
 from __future__ import annotations
@@ -11,8 +11,11 @@ from __future__ import annotations
 import argparse
 import ast
 import io
+import re
+import statistics
 import sys
 import tokenize
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -20,8 +23,10 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "sgpu_magic"
 # modules that all others may import are left out
 _GROUND = frozenset(("__init__", "config", "errors"))
-_SHORT, _LONG = 60, 350
+_LONG = 500
+_LONGEST_SHOWN = 5
 _WIDTH = 118
+_CONSTANT = re.compile(r"_?[A-Z][A-Z0-9_]*")
 _NO_CODE = frozenset(
     (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 )
@@ -30,13 +35,13 @@ Graph = Mapping[str, set[str]]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Measure the house, or draw it.")
-    parser.add_argument("--map", action="store_true", help="rooms in floors, with their sentences, modules and arrows")
+    parser = argparse.ArgumentParser(description="Measure the package's structure, or draw it.")
+    parser.add_argument("--map", action="store_true", help="the packages by layer, with their docstrings and imports")
     draws: bool = parser.parse_args().map
     sources = {path: path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
     files = imports_of_files(sources)
-    rooms = _rooms(files)
-    print("\n".join(_map(rooms, sources) if draws else _figures(rooms, files, sources)))
+    packages = _packages(files)
+    print("\n".join(_map(packages, sources) if draws else _figures(packages, files, sources)))
     return 0
 
 
@@ -82,18 +87,18 @@ def _without_typing(node: ast.AST) -> Iterator[ast.AST]:
         yield from _without_typing(child)
 
 
-def _rooms(files: Graph) -> dict[str, set[str]]:
-    rooms: dict[str, set[str]] = {}
+def _packages(files: Graph) -> dict[str, set[str]]:
+    packages: dict[str, set[str]] = {}
     for name, imported in files.items():
-        room = name.split(".")[0]
-        if room in _GROUND:
+        package = name.split(".")[0]
+        if package in _GROUND:
             continue
-        found = rooms.setdefault(room, set())
-        found |= {target.split(".")[0] for target in imported} - {room} - _GROUND
-    return rooms
+        found = packages.setdefault(package, set())
+        found |= {target.split(".")[0] for target in imported} - {package} - _GROUND
+    return packages
 
 
-def circles(graph: Graph) -> list[list[str]]:
+def cycles(graph: Graph) -> list[list[str]]:
     """Return the import cycles, each with its names sorted (Tarjan's strongly connected components)."""
     index: dict[str, int] = {}
     low: dict[str, int] = {}
@@ -121,82 +126,119 @@ def circles(graph: Graph) -> list[list[str]]:
     return found
 
 
-def floors(rooms: Graph) -> dict[str, int]:
-    """Return the floor of each room, 1 at the bottom."""
-    circle_of = {name: tuple(circle) for circle in circles(rooms) for name in circle}
+def layers(packages: Graph) -> dict[str, int]:
+    """Return the layer of each package, 1 at the bottom."""
+    cycle_of = {name: tuple(cycle) for cycle in cycles(packages) for name in cycle}
     known: dict[str, int] = {}
 
-    def floor(room: str) -> int:
-        if room not in known:
-            together = circle_of.get(room, (room,))
-            below = {target for each in together for target in rooms.get(each, ())} - {*together}
-            height = 1 + max((floor(target) for target in below), default=0)
+    def layer(package: str) -> int:
+        if package not in known:
+            together = cycle_of.get(package, (package,))
+            below = {target for each in together for target in packages.get(each, ())} - {*together}
+            height = 1 + max((layer(target) for target in below), default=0)
             known.update(dict.fromkeys(together, height))
-        return known[room]
+        return known[package]
 
-    return {room: floor(room) for room in rooms}
+    return {package: layer(package) for package in packages}
 
 
 # ---------------------------------------------------------------- figures
 
 
-def _figures(rooms: Graph, files: Graph, sources: Mapping[Path, str]) -> list[str]:
+def _figures(packages: Graph, files: Graph, sources: Mapping[Path, str]) -> list[str]:
     modules = {path: source for path, source in sources.items() if path.stem not in ("__init__", "__main__")}
-    lengths = {path: source.count("\n") for path, source in modules.items()}
-    folders = sorted(room for room in rooms if (PACKAGE / room).is_dir())
-    loose = sorted(path.stem for path in PACKAGE.glob("*.py"))
-    among_files, among_rooms = circles(files), circles(rooms)
+    trees = {path: ast.parse(source) for path, source in sources.items()}
+    lines = {path: source.count("\n") for path, source in modules.items()}
+    folders = sorted(package for package in packages if (PACKAGE / package).is_dir())
+    among_files, among_packages = cycles(files), cycles(packages)
+    statement_count = sum(isinstance(node, ast.stmt) for tree in trees.values() for node in ast.walk(tree))
+    code_lines = sum(len(_code_lines(source)) for source in sources.values())
+    names = Counter(name for tree in trees.values() for name in _public_classes(tree))
+    shared = sorted(name for name, count in names.items() if count > 1)
     rows = [
-        ("folders at the top", len(folders)),
-        ("modules at the top", len(loose)),
-        ("floors", max(floors(rooms).values())),
-        ("circles between rooms", len(among_rooms)),
-        ("circles between files", len(among_files)),
-        ("modules", len(modules)),
-        (f"modules under {_SHORT} lines", sum(length < _SHORT for length in lengths.values())),
-        (f"modules over {_LONG} lines", sum(length > _LONG for length in lengths.values())),
-        ("lines", sum(source.count("\n") for source in sources.values())),
-        ("statements", sum(map(statements, sources.values()))),
+        ("folders at the top", f"{len(folders)}"),
+        ("modules at the top", f"{len(list(PACKAGE.glob('*.py')))}"),
+        ("layers", f"{max(layers(packages).values())}"),
+        ("cycles between packages", f"{len(among_packages)}"),
+        ("cycles between files", f"{len(among_files)}"),
+        ("modules", f"{len(modules):,}"),
+        ("lines of the median module", f"{statistics.median(lines.values()):.0f}"),
+        (f"modules over {_LONG} lines", f"{sum(count > _LONG for count in lines.values())}"),
+        ("AST statements", f"{statement_count:,}"),
+        ("code lines", f"{code_lines:,}"),
+        ("statements a code line", f"{statement_count / code_lines:.2f}"),
+        ("nested conditional expressions", f"{sum(map(_nested_conditionals, trees.values()))}"),
+        ("modules with constants after their first function", f"{sum(map(_has_late_constants, trees.values()))}"),
+        ("public class names in several modules", f"{len(shared)}"),
     ]
-    told = [f"{figure:>8,}  {name}" for name, figure in rows]
-    told += [f"rooms that import each other: {', '.join(circle)}" for circle in among_rooms]
-    told += [f"files that import each other: {', '.join(circle)}" for circle in among_files]
-    long = sorted((path for path in modules if lengths[path] > _LONG), key=lambda path: -lengths[path])
-    return told + [f"{lengths[path]} lines: {path.relative_to(ROOT)}" for path in long]
+    found = [f"{figure:>8}  {name}" for name, figure in rows]
+    found += [f"packages that import each other: {', '.join(cycle)}" for cycle in among_packages]
+    found += [f"files that import each other: {', '.join(cycle)}" for cycle in among_files]
+    longest = sorted(modules, key=lambda path: -lines[path])[:_LONGEST_SHOWN]
+    found += [f"{lines[path]:>8}  lines: {path.relative_to(ROOT)}" for path in longest]
+    return [*found, f"class names in several modules: {', '.join(shared)}"]
 
 
-def statements(source: str) -> int:
-    """Return the number of lines that are not blank, a comment, a docstring or an import."""
+def _public_classes(tree: ast.Module) -> set[str]:
+    return {node.name for node in tree.body if isinstance(node, ast.ClassDef) and not node.name.startswith("_")}
+
+
+def _nested_conditionals(tree: ast.Module) -> int:
+    """Return how many conditional expressions are the condition or a branch of another."""
+    return sum(
+        isinstance(child, ast.IfExp)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.IfExp)
+        for child in (node.test, node.body, node.orelse)
+    )
+
+
+def _has_late_constants(tree: ast.Module) -> bool:
+    defined = False
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            defined = True
+        elif defined and isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if any(isinstance(target, ast.Name) and _CONSTANT.fullmatch(target.id) for target in targets):
+                return True
+    return False
+
+
+def _code_lines(source: str) -> set[int]:
+    """Return the numbers of the lines that are not blank, a comment or a docstring."""
     left_out: set[int] = set()
     for node in ast.walk(ast.parse(source)):
         is_text = (
             isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
         )
-        if isinstance(node, ast.Import | ast.ImportFrom) or is_text:
+        if is_text:
             left_out |= {*range(node.lineno, (node.end_lineno or node.lineno) + 1)}
     lines: set[int] = set()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type not in _NO_CODE:
             lines |= {*range(token.start[0], token.end[0] + 1)}
-    return len(lines - left_out)
+    return lines - left_out
 
 
 # ---------------------------------------------------------------- the map
 
 
-def _map(rooms: Graph, sources: Mapping[Path, str]) -> Iterator[str]:
-    height = floors(rooms)
-    for floor in sorted({*height.values()}, reverse=True):
-        yield f"{floor} {'-' * (_WIDTH - 2)}"
-        for room in sorted(name for name in rooms if height[name] == floor):
-            folder = PACKAGE / room / "__init__.py"
-            text = ast.get_docstring(ast.parse(sources[folder if folder in sources else PACKAGE / f"{room}.py"])) or ""
+def _map(packages: Graph, sources: Mapping[Path, str]) -> Iterator[str]:
+    layer_of = layers(packages)
+    for layer in sorted({*layer_of.values()}, reverse=True):
+        yield f"{layer} {'-' * (_WIDTH - 2)}"
+        for package in sorted(name for name in packages if layer_of[name] == layer):
+            folder = PACKAGE / package / "__init__.py"
+            text = (
+                ast.get_docstring(ast.parse(sources[folder if folder in sources else PACKAGE / f"{package}.py"])) or ""
+            )
             head, *rest = text.splitlines()
-            yield f"{room + ('/' if folder in sources else ''):<12}{head}"
+            yield f"{package + ('/' if folder in sources else ''):<12}{head}"
             if folder in sources:
                 yield from (f"            {line}".rstrip() for line in _without_edges(rest))
-            if rooms[room]:
-                yield f"            -> {', '.join(sorted(rooms[room]))}"
+            if packages[package]:
+                yield f"            -> {', '.join(sorted(packages[package]))}"
 
 
 def _without_edges(lines: Iterable[str]) -> list[str]:

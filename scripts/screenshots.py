@@ -92,7 +92,7 @@ class Stage:
                     part.scroll_into_view_if_needed()
                 if under_pointer is not None:
                     under_pointer.hover()
-                # the page draws what the new size and theme change
+                # let the page redraw for the new size and theme
                 page.evaluate("() => new Promise(done => requestAnimationFrame(() => setTimeout(done, 600)))")
                 path = self._folder / f"{self._story}-{moment}-{width}-{theme}.png"
                 (part or page).screenshot(path=path)
@@ -115,7 +115,7 @@ class Stage:
             notebook.close()
         for session in self._server.get("api/sessions").body:
             self._server.delete(f"api/sessions/{session['id']}")
-        # the next story's page would open the panels of this one
+        # otherwise the next story's page would open this one's panels
         for workspace in self._server.get("lab/api/workspaces").body["workspaces"]["ids"]:
             self._server.delete(f"lab/api/workspaces/{workspace}")
         for path in (self._server.home.work / "go", self._server.home.work / "on"):

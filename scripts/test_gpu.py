@@ -104,8 +104,8 @@ def make(python: Path) -> int:
         subprocess.run([*command, "--without-pip"], stdin=subprocess.DEVNULL)
     if not python.exists():
         return fail("the virtual environment could not be made; what failed is said above.")
-    # outside the environment: pip would take the links for its own, and remove their targets. The name `site-packages`
-    # marks the modules as installed packages, not as the user's code
+    # outside the environment: pip would treat the links as its own packages and remove their targets. The name
+    # `site-packages` marks the modules as installed packages, not as the user's code
     borrowed, site = FOLDER / "borrowed" / "site-packages", site_packages(python)
     names = ["torch", *map(name_of, requirements()), *PEERS]
     link(what_is_there(names if works(python) else [*names, "pip"]), borrowed)
@@ -201,7 +201,7 @@ def missing() -> list[str]:
 def install(wheels: str) -> int:
     """Install missing packages from a folder of wheels; return pip's exit status."""
     print(f"installing what is missing from {wheels}", flush=True)
-    # without pip's configuration, so that it looks nowhere else
+    # without pip's configuration, so that it searches nowhere else
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-input", "--disable-pip-version-check"]
     command += ["--no-index", "--find-links", wheels, *requirements()]

@@ -86,7 +86,7 @@ def main() -> int:
     same = True
     for seeded in (False, True):
         how = ["--inside-seeded" if seeded else "--inside"]
-        # on the ranks of the pool cuda is mapped already
+        # the pool's ranks have CUDA mapped already
         theirs = [*torchrun, here, *how, *(["--cuda"] if given.cuda else []), *own]
         ours = [*sgpu, here, *ranks, *how, *own] if seeded else [*sgpu, own[0], *ranks, *given.arguments]
         folder = given.program.resolve().parent

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from contextlib import ExitStack
 
-# by the shell's id: what undoes the loading
+# by shell id: callbacks that undo the loading
 _loaded: dict[int, ExitStack] = {}
 
 

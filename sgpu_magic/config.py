@@ -6,12 +6,12 @@ directory, and sockets in a runtime directory with a short path.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import socket
 import stat
-import tempfile
-import tomllib
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import cast
@@ -21,23 +21,24 @@ from platformdirs import user_config_path, user_state_path
 
 from sgpu_magic.errors import UsageError
 from sgpu_magic.wire.costs import is_currency, prices_text, read_prices, read_priorities, read_quotas, read_simulated
+from sgpu_magic.wire.decoding import decode_toml
 
-# what a remedy adds that changes where a pool lives, which a kernel reads when it loads the extension
+# suffix of remedies that change a pool's directories: a kernel reads these settings when it loads the extension
 SET_IN_NOTEBOOK = "(in a notebook with %env, then %reload_ext sgpu_magic)"
 SEVEN_DAYS_S = 7 * 24 * 3600.0
 _MAX_BUDGET_DAYS = 3660
-# these may be tables in the file
+# settings that may be tables in the file
 _PRICES = ("prices", "reserved_prices")
 _WORDS = {
     "stand_in": ("cpu", "cpu,cuda"), "environments": ("auto", "built"), "ray_select": ("auto", "label", "resource"),
 }  # fmt: skip
-# what a pool has and allows, read when it starts: a notebook that states other values wants a pool with those
+# a pool's resources and limits, read when it starts: a client with other values needs a pool started with those
 POOL_SETTINGS = (
     "state_dir", "simulate", "cpu_slots", "prices", "reserved_prices", "currency", "budget", "budget_days",
     "environment_dir", "environment_limit",
 )  # fmt: skip
 _TRUTHS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
-# as people write them: `yes`, `1_000`, `5e9`
+# parsers of values, including forms such as `yes`, `1_000` and `5e9`
 _KINDS: Mapping[str, Callable[[str], object]] = {
     "bool": lambda text: _TRUTHS[text.lower()],
     "int": int,
@@ -51,12 +52,15 @@ class Settings(msgspec.Struct, frozen=True):
 
     Args:
         state_dir: Directory of runs, logs and the ledger; "" is the platform's state directory.
-        runtime_dir: Directory of sockets; "" is `$XDG_RUNTIME_DIR/sgpu`, or `/tmp/sgpu-<uid>`.
-        lock_dir: Directory of the device locks, shared by all pools of the machine; "" is `/tmp/sgpu-device-locks`.
+        runtime_dir: Directory of sockets; "" is one for each state directory in `$XDG_RUNTIME_DIR/sgpu` or
+            `/tmp/sgpu-<uid>`. A pool is found by its state directory, which records where its sockets are.
+        lock_dir: Directory of the device locks, the same for all pools that share GPUs and run in containers with
+            networks of their own; "" uses names in the kernel, which all other processes of a machine share.
         pool: Pool for runs that name none; "" chooses a reserved pool of `pools.toml` that has the type, else an
             on-demand one, else `local`, this machine's own. In a pool service: its own name, "" is `local`.
         simulate: Simulated devices, such as `a10:4,h100:8`.
-        stand_in: `cpu` runs on CPU when the pool lacks the type; `cpu,cuda` also maps `cuda` to the CPU on such ranks.
+        stand_in: `cpu` runs on CPU when the pool lacks the type, or when torch can't use the GPUs of the ranks;
+            `cpu,cuda` also maps `cuda` to the CPU on ranks without a GPU.
         cpu_slots: CPU ranks that can run at once; 0 is max(16, cores).
         standby: Keep a standby group: started ranks for another run of the last size.
         standby_idle_s: Idle seconds after which the standby group is dropped.
@@ -64,6 +68,8 @@ class Settings(msgspec.Struct, frozen=True):
         pool_idle_s: Seconds without runs after which the local pool exits.
         status_idle_s: Seconds for which `%sgpu_status` keeps updating after the last run has ended.
         grace_s: Seconds from SIGTERM to SIGKILL when a run is cancelled.
+        finish_timeout_s: Seconds that ranks have after their cell, or at the end of a session, to finish what it has
+            started, such as threads and exit functions. What takes longer is cut off, and the run says so.
         adopt_timeout_s: Seconds for which ranks outlive a killed pool service; `sgpu pool serve` uses 600 by default.
         stall_s: Seconds without progress after which a run's view reports where its ranks wait; 0 turns it off.
         idle_gpu_s: Seconds below 5 % utilization after which a run's view reports a GPU as idle; 0 turns it off.
@@ -139,6 +145,7 @@ class Settings(msgspec.Struct, frozen=True):
     pool_idle_s: float = 3600.0
     status_idle_s: float = 60.0
     grace_s: float = 5.0
+    finish_timeout_s: float = 300.0
     adopt_timeout_s: float = 30.0
     stall_s: float = 30.0
     idle_gpu_s: float = 60.0
@@ -212,20 +219,55 @@ class Settings(msgspec.Struct, frozen=True):
 
     @property
     def runtime_path(self) -> Path:
-        if self.runtime_dir:
-            return Path(self.runtime_dir)
-        base = os.environ.get("XDG_RUNTIME_DIR", "")
-        if base and os.access(base, os.W_OK):
-            return Path(base) / "sgpu"
-        return Path(tempfile.gettempdir()) / f"sgpu-{os.getuid()}"
+        """Directory of the sockets of a pool that is started here."""
+        return Path(self.runtime_dir) if self.runtime_dir else _runtime_of(self.state_path)
 
     @property
-    def lock_path(self) -> Path:
-        return Path(self.lock_dir) if self.lock_dir else Path(tempfile.gettempdir()) / "sgpu-device-locks"
+    def lock_path(self) -> Path | None:
+        """Directory of the device locks; None where the kernel has names for them, which only Linux does."""
+        if self.lock_dir:
+            return Path(self.lock_dir)
+        return None if sys.platform == "linux" else Path("/tmp/sgpu-device-locks")
 
     @property
     def cpu_slot_count(self) -> int:
         return self.cpu_slots or max(16, os.cpu_count() or 1)
+
+
+# the longest name of a socket in a runtime directory; a socket's path has at most 107 bytes
+_LONGEST_NAME = "/01234567/pool.sock"
+_LONGEST_PATH = 107
+
+
+def _runtime_of(state: Path) -> Path:
+    """Return the directory of the sockets of a state directory's pool: the first place that this user can have.
+
+    The state directory itself is the last one. It may be long, and on a file system without sockets.
+    """
+    key = hashlib.blake2b(os.fsencode(os.path.abspath(state)), digest_size=4).hexdigest()
+    own = f"sgpu-{os.getuid()}"
+    folders = [os.environ.get("XDG_RUNTIME_DIR", ""), os.environ.get("TMPDIR", ""), "/tmp"]
+    bases = [Path(folder, own if at else "sgpu") for at, folder in enumerate(folders) if os.path.isabs(folder)]
+    base = next((base for base in bases if _can_be_ours(base)), state)
+    return base / key
+
+
+def _can_be_ours(base: Path) -> bool:
+    """Whether a directory for sockets belongs to this user alone, or can be made."""
+    if len(os.fsencode(base)) + len(_LONGEST_NAME) > _LONGEST_PATH or not _is_text(base):
+        return False
+    try:
+        found = os.lstat(base)
+    except FileNotFoundError:
+        return os.access(base.parent, os.W_OK | os.X_OK)
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and os.access(base, os.W_OK | os.X_OK)
+
+
+def _is_text(path: Path) -> bool:
+    """Whether a path can be written into a text file. It may have bytes that are not UTF-8."""
+    return str(path).encode("utf-8", "replace") == os.fsencode(path)
 
 
 def host_name() -> str:
@@ -252,8 +294,8 @@ def load_settings(environ: Mapping[str, str] | None = None) -> Settings:
     known: dict[str, str] = Settings.__annotations__
     values: dict[str, object] = {}
     try:
-        from_file = tomllib.loads(file.read_text()) if file.is_file() else {}
-    except (OSError, tomllib.TOMLDecodeError) as error:
+        from_file = settings_in_file(file)
+    except (OSError, msgspec.DecodeError) as error:
         raise UsageError(f"the settings file {file} can't be read: {error}. Fix it or move it away.") from error
     for name, value in from_file.items():
         if name not in known:
@@ -264,10 +306,21 @@ def load_settings(environ: Mapping[str, str] | None = None) -> Settings:
     for name, kind in known.items():
         variable = f"SGPU_{name.upper()}"
         if environ.get(variable, "") != "":
+            _check_text(variable, environ[variable])
             values[name] = _read(name, variable, kind, _unquoted(environ[variable]), "the environment")
     settings = Settings(**values)  # pyright: ignore[reportArgumentType]
     _check(settings)
     return settings
+
+
+def settings_in_file(file: Path) -> dict[str, object]:
+    """Return what the settings file has, {} if there is none. TOML is UTF-8, whatever the locale's encoding is.
+
+    Raises:
+        OSError: It can't be read.
+        msgspec.DecodeError: It is not TOML.
+    """
+    return decode_toml(file.read_bytes()) if file.is_file() else {}
 
 
 def pool_settings(settings: Settings) -> dict[str, str]:
@@ -280,7 +333,7 @@ def _read(setting: str, name: str, kind: str, value: object, where: str) -> obje
     text = str(value)
     try:
         if setting in _PRICES:
-            # as text, or in the file as a table
+            # a text, or a table in the file
             text = prices_text(cast("dict[str, object]", value)) if isinstance(value, dict) else text
             read_prices(text)
             return text
@@ -288,7 +341,7 @@ def _read(setting: str, name: str, kind: str, value: object, where: str) -> obje
             *others, last = _WORDS[setting]
             raise ValueError(f"it can be {', '.join(others)} or {last}")
         if setting == "track":
-            # true and false, of earlier versions, are all and none
+            # earlier versions used true and false, which mean all and off
             word = text.lower()
             return word if word in ("auto", "all") else "all" if _TRUTHS[word] else "off"
         return _KINDS[kind](text)
@@ -301,6 +354,17 @@ def _read(setting: str, name: str, kind: str, value: object, where: str) -> obje
         elif setting in _WORDS:
             why = f"is {value!r}; {error}"
         raise UsageError(f"{name} in {where} {why}.") from None
+
+
+def _check_text(variable: str, text: str) -> None:
+    """Reject bytes that are not text: settings are written to files and messages."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise UsageError(
+            f"{variable} in the environment is {os.fsencode(text)!r}, which is not UTF-8. Set it to a text that "
+            "is, such as the path of a link to that directory."
+        ) from None
 
 
 def _unquoted(value: str) -> str:
@@ -335,7 +399,11 @@ def private_dir(path: Path) -> Path:
     Raises:
         UsageError: It belongs to another user, or is a link.
     """
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    # `parents=True` would give the parents the umask's mode, which may let others replace what is in them
+    for parent in reversed(path.parents):
+        if not parent.exists():
+            parent.mkdir(mode=0o700, exist_ok=True)
+    path.mkdir(mode=0o700, exist_ok=True)
     status = os.lstat(path)
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
         raise UsageError(

@@ -72,6 +72,14 @@ class UsageError(SgpuError):
     topic = "usage"
 
 
+class NoSuchName(UsageError, KeyError):
+    """A rank does not have the name that was asked for."""
+
+    def __str__(self) -> str:
+        # a KeyError shows the quoted form
+        return self.message
+
+
 class CellSyntaxError(UsageError):
     """The cell does not compile.
 
@@ -79,13 +87,13 @@ class CellSyntaxError(UsageError):
 
     Args:
         message: The compiler's message.
-        place: The cell's name and the line in it.
+        location: The cell's name and the line in it.
         excerpt: The source line, with a caret below it.
     """
 
-    def __init__(self, message: str, place: str = "", excerpt: str = "") -> None:
-        super().__init__(f"{message} ({place})" if place else message)
-        self._lines = [text for text in (place and f"  {place}", excerpt, f"SyntaxError: {message}") if text]
+    def __init__(self, message: str, location: str = "", excerpt: str = "") -> None:
+        super().__init__(f"{message} ({location})" if location else message)
+        self._lines = [text for text in (location and f"  {location}", excerpt, f"SyntaxError: {message}") if text]
 
     def _render_traceback_(self) -> list[str]:
         return [*self._lines, see(self.topic)]

@@ -6,7 +6,6 @@ one process: rank 0 of 1.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sgpu_magic.errors import UsageError
+from sgpu_magic.wire.decoding import load_json
 
 if TYPE_CHECKING:
     import torch
@@ -78,7 +78,7 @@ def checkpoint_dir() -> Path:
     """
     path = os.environ.get("SGPU_CHECKPOINT_DIR", "")
     if not path:
-        # no ./checkpoints instead: what another training left there would be taken for this one's
+        # do not fall back to ./checkpoints: this training would resume from checkpoints that another one saved there
         raise UsageError(
             "this process is not in a run, so checkpoint_dir() has no directory to return. Call it in a cell that "
             "begins with %%distributed, or set SGPU_CHECKPOINT_DIR to your own directory."
@@ -100,7 +100,7 @@ def cache_dir() -> Path:
     Raises:
         UsageError: The folder is not yours, or can't be created.
     """
-    from sgpu_magic.files.kept_folders import node_cache
+    from sgpu_magic.files.folder_cache import node_cache
 
     return node_cache().folder()
 
@@ -122,7 +122,7 @@ def cached(name: str, fill: Callable[[Path], object]) -> AbstractContextManager[
     Raises:
         UsageError: The name is invalid, or `fill` wrote nothing.
     """
-    from sgpu_magic.files.kept_folders import node_cache
+    from sgpu_magic.files.folder_cache import node_cache
 
     return node_cache().entry(name, fill)
 
@@ -139,15 +139,15 @@ def upload_path(name: str | os.PathLike[str] = "") -> Path:
     Raises:
         UsageError: No upload matches, or more than one does.
     """
-    told = os.environ.get("SGPU_UPLOADS", "")
-    if not told:
+    uploads = os.environ.get("SGPU_UPLOADS", "")
+    if not uploads:
         if name and "RANK" not in os.environ and os.path.exists(os.path.expanduser(name)):
             return Path(os.path.abspath(os.path.expanduser(name)))
         raise UsageError(
             f"this run has no uploads, so upload_path({os.fspath(name)!r}) has no path to return. Begin the "
             "cell with %%distributed --upload PATH, or pass upload=PATH to @distributed."
         )
-    known: dict[str, str] = json.loads(told)
+    known: dict[str, str] = load_json(uploads)
     wanted = os.path.normpath(os.path.expanduser(name)) if os.fspath(name) else ""
     by_last = [path for text, path in known.items() if wanted in ("", os.path.basename(text))]
     found = [known[wanted]] if wanted in known else by_last

@@ -18,6 +18,8 @@ from mlflow_stores import make_store
 from npm_packages import copy_front_end
 from shared_homes import SharedHomes, SharedKernel
 
+from sgpu_magic.client import this_machine
+
 
 def pytest_configure() -> None:
     # a shell that starts the tests in the background has their children ignore Ctrl-C
@@ -82,6 +84,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
             return "ray" if _starts_ray(path) else _variables_of(path) or module
 
     return ByHome(config, log)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def settings_of_pytest_stay_here() -> Iterator[None]:
+    """Send no settings of this process to ranks: pytest makes warnings errors, and has log handlers of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(this_machine, "read_settings", dict)
+        yield
 
 
 @pytest.fixture(scope="session")

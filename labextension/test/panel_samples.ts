@@ -12,7 +12,7 @@ import type {
   PlanPicture,
   PoolPicture,
   RunRow,
-  Told,
+  PanelUpdate,
   TypePicture,
 } from "../src/panel/messages";
 import { plainly } from "../src/panel/widget_host";
@@ -301,14 +301,14 @@ export class TestNotebook implements NotebookLink {
 export class TestPools implements PoolLink {
   readonly orders: PanelOrder[] = [];
   retries = 0;
-  private told: ((told: Told) => void)[] = [];
+  private told: ((told: PanelUpdate) => void)[] = [];
   private linked: ((state: PoolLinkState) => void)[] = [];
 
   order(order: PanelOrder): void {
     this.orders.push(order);
   }
 
-  onTold(callback: (told: Told) => void): void {
+  onTold(callback: (told: PanelUpdate) => void): void {
     this.told.push(callback);
   }
 
@@ -320,7 +320,7 @@ export class TestPools implements PoolLink {
     this.retries += 1;
   }
 
-  tell(...messages: Told[]): void {
+  tell(...messages: PanelUpdate[]): void {
     for (const message of messages) for (const callback of this.told) callback(message);
   }
 

@@ -4,7 +4,7 @@ import { RunFeed } from "../src/plugin/run_feed";
 import { RunServer } from "../src/plugin/run_server";
 import { ServerTransport } from "../src/plugin/server_transport";
 import { VERSION } from "../src/run_view/messages";
-import type { Snapshot, Told } from "../src/run_view/messages";
+import type { Snapshot, FeedUpdate } from "../src/run_view/messages";
 
 function snapshot(seq: number, final = false): Snapshot {
   return {
@@ -101,7 +101,7 @@ describe("a run's feed", () => {
       json(news({ snapshot: snapshot(9, true), seq: 2, lines: 3, displays: 1, final: true })),
     ]);
     const { feed: run } = feed(server);
-    const told: Told[] = [];
+    const told: FeedUpdate[] = [];
     const drawn: number[] = [];
     const displayed = vi.fn();
     const final = vi.fn();

@@ -2,7 +2,7 @@ import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
 
 import type { PoolLinkState } from "../src/panel/host";
 import { VERSION } from "../src/panel/messages";
-import type { Told } from "../src/panel/messages";
+import type { PanelUpdate } from "../src/panel/messages";
 import { ABSENT_PAUSE_MS, PanelPools, PAUSE_MS, PoolConnection } from "../src/plugin/pool_connection";
 import type { Socket } from "../src/plugin/pool_connection";
 import { poolPicture, run, SESSION } from "./panel_samples";
@@ -39,9 +39,9 @@ class FakeSocket implements Socket {
   }
 }
 
-const POOL: Told = { kind: "pool", picture: poolPicture() };
-const RUNS: Told = { kind: "runs", pool: "local", whole: true, changed: [SESSION], gone: [] };
-const POOLS: Told = { kind: "pools", pools: [{ name: "local", about: "this machine", reserved: false, default: true }] };
+const POOL: PanelUpdate = { kind: "pool", picture: poolPicture() };
+const RUNS: PanelUpdate = { kind: "runs", pool: "local", whole: true, changed: [SESSION], gone: [] };
+const POOLS: PanelUpdate = { kind: "pools", pools: [{ name: "local", about: "this machine", reserved: false, default: true }] };
 const ALL = { pools: POOLS, pool: POOL, runs: RUNS };
 
 /** A Jupyter server; `status` is what it answers, null when it is down. */
@@ -73,7 +73,7 @@ class FakeServer {
 let server: FakeServer;
 let end: AbortController;
 let connection: PoolConnection;
-let told: Told[];
+let told: PanelUpdate[];
 let links: PoolLinkState[];
 
 beforeEach(() => {

@@ -1,4 +1,4 @@
-import type { Answer, LineRow, NewLines, RankCard, Snapshot, Told } from "../src/run_view/messages";
+import type { Answer, LineRow, NewLines, RankCard, Snapshot, FeedUpdate } from "../src/run_view/messages";
 import { VERSION } from "../src/run_view/messages";
 import { NoAnswer } from "../src/shared/model_questions";
 import type { Ask, LinkState, Transport, TransportKind } from "../src/run_view/transport";
@@ -77,7 +77,7 @@ export class TestTransport implements Transport {
   disposed = false;
   interrupted = 0;
   interrupt?: () => Promise<void>;
-  tell: (told: Told) => void = () => undefined;
+  tell: (told: FeedUpdate) => void = () => undefined;
   draw: (snapshot: Snapshot) => void = () => undefined;
   link: (state: LinkState) => void = () => undefined;
 
@@ -91,7 +91,7 @@ export class TestTransport implements Transport {
     return this.answer(question);
   }
 
-  onTold(callback: (told: Told) => void): void {
+  onTold(callback: (told: FeedUpdate) => void): void {
     this.tell = callback;
   }
 

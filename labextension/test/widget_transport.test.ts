@@ -1,6 +1,6 @@
 import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
 
-import type { Question, Told } from "../src/run_view/messages";
+import type { Question, FeedUpdate } from "../src/run_view/messages";
 import type { LinkState } from "../src/run_view/transport";
 import { WidgetTransport } from "../src/run_view/widget_transport";
 import { EXPIRY_MS, PATIENCE_MS } from "../src/shared/model_questions";
@@ -94,7 +94,7 @@ function linked(kernel: FakeKernel | null, comms = "subshell") {
   const model = new FakeModel({ snapshot: picture(), comms, model_key: "model-1" }, kernel);
   const transport = new WidgetTransport(model);
   const states: LinkState[] = [];
-  const news: Told[] = [];
+  const news: FeedUpdate[] = [];
   transport.onLink((state) => states.push(state));
   transport.onTold((message) => news.push(message));
   return { model, transport, states, news };

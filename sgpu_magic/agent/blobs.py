@@ -2,6 +2,8 @@
 
 A blob is read from the pool's store on the pool's machine; elsewhere it is fetched and cached for a while. A folder
 stays while a run uses it. Where the node sees the notebook's files, uploads are used in place.
+
+Both are kept per user, as in the pool's store: knowing a digest gives no access to bytes that another user has sent.
 """
 
 from __future__ import annotations
@@ -22,11 +24,13 @@ from sgpu_magic.agent.faults import call_in_background
 from sgpu_magic.agent.node_context import FIXED_TIME, point_link
 from sgpu_magic.agent.reports import FileAnswer, FileRequests
 from sgpu_magic.config import Settings, private_dir
+from sgpu_magic.files.atomic_file import appearing, evict, used_entries, write_at
 from sgpu_magic.files.content_store import blob_path, is_intact, join_blobs, piece_sizes
-from sgpu_magic.files.kept_folders import KeptFolders
-from sgpu_magic.files.run_directory import parts_of
-from sgpu_magic.files.whole_file import appearing, evict, used_entries, write_at
+from sgpu_magic.files.file_state import FileState
+from sgpu_magic.files.folder_cache import FolderCache
+from sgpu_magic.files.run_directory import make_folder_below, make_link_below, parts_of
 from sgpu_magic.wire.attachments import UPLOADS_VARIABLE, Manifest, ManifestUnusable, Upload, UploadedFile, manifest_in
+from sgpu_magic.wire.decoding import MsgpackDecoder
 from sgpu_magic.wire.files import (
     CHUNK_BYTES,
     DIGEST_BYTES,
@@ -36,11 +40,15 @@ from sgpu_magic.wire.files import (
     FetchRunFile,
     RunFile,
     is_digest,
+    is_store_name,
 )
 from sgpu_magic.wire.node import Launch
 
 # blobs fetched at once: one is hashed while another arrives
 _AT_ONCE = 2
+
+UPLOADS_HERE = "uploads-here"
+"""The folder of a node's copies of uploads, below its state directory."""
 
 
 class BlobMissing(Exception):
@@ -60,9 +68,11 @@ class BlobCache:
         self._folder = settings.state_path / "blob-cache"
         self._most_bytes = settings.blobs_bytes
         self._requests = requests
-        self._coming: dict[str, asyncio.Future[Path]] = {}
+        # transfers in progress, by store and digest
+        self._coming: dict[tuple[str, str], asyncio.Future[Path]] = {}
         self._turns = asyncio.Semaphore(_AT_ONCE)
-        self._users: dict[str, set[str]] = {}
+        # the runs that use a blob, by store and digest
+        self._users: dict[tuple[str, str], set[str]] = {}
 
     async def path(self, launch: Launch, digest: str, size: int) -> Path:
         """Return a blob's path on this node, and fetch the blob if necessary. Concurrent callers share one transfer.
@@ -81,27 +91,30 @@ class BlobCache:
             if not here.is_file():
                 raise BlobMissing("a part of them is no longer in the pool's store. Run the cell again")
             return here
-        self._users.setdefault(digest, set()).add(launch.spec.run_id)
-        coming = self._coming.get(digest)
+        if not is_store_name(launch.store) or not is_digest(digest):
+            raise BlobMissing("a part of them has no valid digest")
+        blob = launch.store, digest
+        self._users.setdefault(blob, set()).add(launch.spec.run_id)
+        coming = self._coming.get(blob)
         if coming is None:
-            coming = self._coming[digest] = asyncio.ensure_future(self._fetched(launch.store, digest, size))
-            coming.add_done_callback(lambda _: self._coming.pop(digest, None))
+            coming = self._coming[blob] = asyncio.ensure_future(self._fetched(launch.store, digest, size))
+            coming.add_done_callback(lambda _: self._coming.pop(blob, None))
         # a cancelled caller does not stop the transfer for the others
         return await asyncio.shield(coming)
 
     def leave(self, run_id: str) -> None:
         """Release the run's blobs and cancel transfers that no other run needs."""
-        for digest, users in list(self._users.items()):
+        for blob, users in list(self._users.items()):
             users.discard(run_id)
             if not users:
-                del self._users[digest]
-                if (coming := self._coming.get(digest)) is not None:
+                del self._users[blob]
+                if (coming := self._coming.get(blob)) is not None:
                     coming.cancel()
 
     # ------------------------------------------------------------ within
 
     async def _fetched(self, store: str, digest: str, size: int) -> Path:
-        path = self._folder / digest
+        path = self._folder / store / digest
         with contextlib.suppress(FileNotFoundError):
             if path.stat().st_size == size:
                 os.utime(path)
@@ -109,6 +122,7 @@ class BlobCache:
         async with self._turns:
             private_dir(self._folder.parent)
             private_dir(self._folder)
+            private_dir(path.parent)
             self._make_room(size)
             with appearing(path) as file:
                 question = FetchBlob(request=0, store=store, digest=digest, offset=0, size=0)
@@ -118,12 +132,19 @@ class BlobCache:
         return path
 
     async def run_file(self, launch: Launch, file: RunFile) -> None:
-        """Fetch a file of the run's directory at the pool into its directory on this node.
+        """Fetch a file, link or empty folder of the run's directory at the pool into its directory on this node.
 
         Raises:
             BlobMissing: The file can't be fetched.
             OSError: It can't be written.
         """
+        if file.folder or file.target:
+            root = private_dir(Path(launch.run_dir))
+            if file.folder:
+                make_folder_below(root, file.name)
+            else:
+                make_link_below(root, file.name, file.target)
+            return
         path = Path(launch.run_dir, *parts_of(file.name))
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         async with self._turns:
@@ -154,25 +175,36 @@ class BlobCache:
                 answer.cancel()
 
     def _make_room(self, size: int) -> None:
-        """Remove the least recently used blobs beyond the budget, except those that runs use."""
+        """Remove the least recently used blobs of all users beyond the budget, except those that runs use."""
 
         def remove(path: Path) -> bool:
             # a blob being fetched has a temporary name: `.<digest>-...`
-            if path.name.lstrip(".")[: 2 * DIGEST_BYTES] in self._users:
+            if (path.parent.name, path.name.lstrip(".")[: 2 * DIGEST_BYTES]) in self._users:
                 return False
             path.unlink(missing_ok=True)
             return True
 
-        evict(used_entries(self._folder), self._most_bytes - size, remove)
+        # earlier versions kept the blobs of all users in the folder itself
+        entries = used_entries(self._folder)
+        stores = {path for _, _, path in entries if path.is_dir()}
+        blobs = [entry for entry in entries if entry[2] not in stores]
+        for store in stores:
+            blobs += used_entries(store)
+        evict(blobs, self._most_bytes - size, remove)
 
 
 # ---------------------------------------------------------------- folders and files, read-only
 
 _WAITING_AT_ONCE = 64
+# in each copy: the upload, and the states of its files and folders when it was assembled
+_CONTENT, _STATES = "content", "states"
+_states_decoder = MsgpackDecoder(dict[str, FileState])
 
 
 class Uploaded:
-    """The node's copies of uploads, in `uploads-here/<manifest digest>`, locked while a run of this agent uses them.
+    """The node's copies of uploads, in `uploads-here/<store>-<manifest digest>`, locked while a run here uses them.
+
+    A copy in which a run has written is not used for later runs.
 
     Args:
         settings: The pool's settings.
@@ -180,7 +212,7 @@ class Uploaded:
     """
 
     def __init__(self, settings: Settings, blobs: BlobCache) -> None:
-        self._kept = KeptFolders(settings.state_path / "uploads-here", settings.blobs_bytes)
+        self._kept = FolderCache(settings.state_path / UPLOADS_HERE, settings.blobs_bytes)
         self._blobs = blobs
         # only accessed in the loop's thread
         self._of: dict[str, dict[str, Upload]] = {}
@@ -199,7 +231,7 @@ class Uploaded:
         return msgspec.structs.replace(launch, uploads=tuple(here))
 
     def placed(self, launch: Launch) -> Launch:
-        """Tell the launch's ranks the paths of its uploads and of those of the session's earlier cells."""
+        """Give the launch's ranks the paths of its uploads and of those of the session's earlier cells."""
         spec = launch.spec
         known = dict(self._of.get(spec.session, {})) if spec.session else {}
         known.update((upload.name, upload) for upload in launch.uploads)
@@ -210,8 +242,8 @@ class Uploaded:
         if context.elsewhere:
             for upload in known.values():
                 _link(context.cwd, upload)
-        told = json.dumps({name: upload.path for name, upload in known.items()})
-        environ = {**context.environ, UPLOADS_VARIABLE: told}
+        uploads = json.dumps({name: upload.path for name, upload in known.items()})
+        environ = {**context.environ, UPLOADS_VARIABLE: uploads}
         return msgspec.structs.replace(launch, context=msgspec.structs.replace(context, environ=environ))
 
     def release(self, run_id: str) -> None:
@@ -227,19 +259,27 @@ class Uploaded:
         user = spec.session if spec.in_session else spec.run_id
         if not is_digest(digest) or not 0 < upload.manifest_size <= PIECE_BYTES:
             raise BlobMissing(f"the upload {upload.name} has no valid manifest")
-        # wanted from now on, so that nothing is removed meanwhile
-        path = self._kept.want(digest, user)
+        # a manifest proves that the user knows the digests of its blobs, not that the blobs are in the user's store
+        name = f"{launch.store}-{digest}"
+        # marked as in use first, so that it is not evicted meanwhile
+        copy, path = name, self._kept.want(name, user)
         manifest = await self._manifest(launch, upload)
-        is_whole = functools.partial(_is_whole, manifest=manifest)
+        for number in itertools.count(1):
+            if path is None or await call_in_background(functools.partial(_is_unchanged, path), "sgpu-upload"):
+                break
+            # a run that still uses this copy has modified it
+            copy = f"{name}.{number}"
+            path = self._kept.want(copy, user)
         if path is None:
-            path = await call_in_background(lambda: self._kept.find(digest, is_whole), "sgpu-upload")
+            path = await call_in_background(lambda: self._kept.find(copy, _is_unchanged), "sgpu-upload")
         if path is None:
             blobs = await self._fetch(launch, manifest)
             fill = functools.partial(_put_together, manifest=manifest, blobs=blobs)
-            path = await call_in_background(lambda: self._kept.put(digest, fill, is_whole), "sgpu-upload")
-        if not self._kept.is_wanted(digest, user):
+            path = await call_in_background(lambda: self._kept.put(copy, fill, _is_unchanged), "sgpu-upload")
+        if not self._kept.is_wanted(copy, user):
             raise BlobMissing("the run has ended")
-        return str(path / manifest.files[0].name) if manifest.single else str(path)
+        content = path / _CONTENT
+        return str(content / manifest.files[0].name) if manifest.single else str(content)
 
     async def _manifest(self, launch: Launch, upload: Upload) -> Manifest:
         path = await self._blobs.path(launch, upload.manifest, upload.manifest_size)
@@ -274,6 +314,8 @@ def _blobs_of(file: UploadedFile) -> list[tuple[str, int]]:
 
 def _put_together(folder: Path, manifest: Manifest, blobs: Mapping[str, Path]) -> None:
     """Fill an empty folder from a manifest. Its names are untrusted; none leads out of the folder."""
+    copy, folder = folder, folder / _CONTENT
+    folder.mkdir()
     for name in manifest.folders:
         folder.joinpath(*parts_of(name)).mkdir(parents=True, exist_ok=True)
     for file in manifest.files:
@@ -286,16 +328,31 @@ def _put_together(folder: Path, manifest: Manifest, blobs: Mapping[str, Path]) -
             os.utime(descriptor, (FIXED_TIME, FIXED_TIME))
         finally:
             os.close(descriptor)
-    # the folder's own modification time records its last use
-    for directory, _, _ in os.walk(folder, topdown=False):
+    states: dict[str, FileState] = {}
+    for directory, _, names in os.walk(folder, topdown=False):
         os.chmod(directory, 0o500)
+        states.update((path, _state(copy, path)) for path in _paths_below(copy, directory, names))
+    (copy / _STATES).write_bytes(msgspec.msgpack.encode(states))
 
 
-def _is_whole(folder: Path, manifest: Manifest) -> bool:
-    with contextlib.suppress(OSError):
-        found = [os.lstat(folder / file.name) for file in manifest.files]
-        wanted = [(file.size, FIXED_TIME) for file in manifest.files]
-        return [(status.st_size, int(status.st_mtime)) for status in found] == wanted
+def _paths_below(copy: Path, directory: str, names: list[str]) -> list[str]:
+    """Return the paths, relative to the copy, of a directory and of some files in it."""
+    own = os.path.relpath(directory, copy)
+    return [own, *(os.path.join(own, name) for name in names)]
+
+
+def _state(copy: Path, path: str) -> FileState:
+    return FileState.of(os.lstat(copy / path))
+
+
+def _is_unchanged(copy: Path) -> bool:
+    """Whether an upload's copy is unmodified: ranks that run as root can write to it whatever its modes are.
+
+    A folder's state changes with its entries, so added files are detected.
+    """
+    with contextlib.suppress(OSError, msgspec.DecodeError):
+        states = _states_decoder.decode((copy / _STATES).read_bytes())
+        return all(_state(copy, path) == state for path, state in states.items())
     return False
 
 

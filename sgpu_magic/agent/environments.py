@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 _TELL_S = 0.5
 # a builder may be killed, or another pool may remove the environment before this agent locks it
 _ATTEMPTS = 3
-# a builder that is told to end gets this long to remove its partial build
+# time between SIGTERM and SIGKILL in which a builder can remove its partial build
 _END_S = 5.0
 _MOST_BYTES = 1 << 20
 _NOT_BEGUN = BuildMoved(step="")
@@ -64,8 +64,8 @@ class _Builder:
         command = [sys.executable, "-m", "sgpu_magic.packages.node"]
         self._socket, self._process = child_process.start(command, [str(os.getpid())], log=log)
 
-    async def talk(self, heard: Callable[[BuildNews], None]) -> None:
-        """Send the build order and pass each reply to `heard` until the process ends."""
+    async def talk(self, on_news: Callable[[BuildNews], None]) -> None:
+        """Send the build order and pass each reply to `on_news` until the process ends."""
         reader, writer = await asyncio.open_connection(sock=self._socket, limit=_MOST_BYTES)
         try:
             # a dead builder shows as end of file below
@@ -75,7 +75,7 @@ class _Builder:
                 async for line in reader:
                     # a killed process may leave half a line
                     with contextlib.suppress(msgspec.DecodeError):
-                        heard(decode_news(line))
+                        on_news(decode_news(line))
         finally:
             writer.close()
             self._alive = False
@@ -107,7 +107,7 @@ class _Wanted(msgspec.Struct, eq=False):
         moved: The build's progress.
         was_built: Whether this agent built it.
         refused: Why it can't be built.
-        told_at: When the waiters last got a progress report.
+        reported_at: When the waiters last got a progress report.
         telling: The timer for their next report.
     """
 
@@ -119,7 +119,7 @@ class _Wanted(msgspec.Struct, eq=False):
     moved: BuildMoved = _NOT_BEGUN
     was_built: bool = False
     refused: str = ""
-    told_at: float = 0.0
+    reported_at: float = 0.0
     telling: asyncio.TimerHandle | None = None
 
     @property
@@ -224,7 +224,7 @@ class Environments:
         wanted = self._wanted.get(name)
         if wanted is None:
             wanted = self._wanted[name] = _Wanted(environment, time.monotonic())
-            # a fault concerns all waiters, not only the run that asked first
+            # a fault fails all waiting runs, not only the first one
             with faults.charging(lambda error: self._fail(name, wanted, f"an internal error in the agent: {error!r}.")):
                 faults.in_background(self._build(name, wanted))
         wanted.users[run_id] = waiter
@@ -255,7 +255,7 @@ class Environments:
                 self._fail(name, wanted, text)
                 return
             self._builders.add(builder)
-            await builder.talk(lambda news: self._heard(name, wanted, news))
+            await builder.talk(lambda news: self._on_news(name, wanted, news))
             self._builders.discard(builder)
             if wanted.refused:
                 break
@@ -271,7 +271,7 @@ class Environments:
         """Whether the environment is ready or no longer needed."""
         return wanted.held is not None or self._wanted.get(name) is not wanted
 
-    def _heard(self, name: str, wanted: _Wanted, news: BuildNews) -> None:
+    def _on_news(self, name: str, wanted: _Wanted, news: BuildNews) -> None:
         if self._is_done(name, wanted):
             return
         match news:
@@ -308,12 +308,12 @@ class Environments:
     def _tell_soon(self, name: str, wanted: _Wanted) -> None:
         """Report progress to the waiters, at most twice a second."""
         if wanted.telling is None:
-            delay = max(0.0, wanted.told_at + _TELL_S - time.monotonic())
+            delay = max(0.0, wanted.reported_at + _TELL_S - time.monotonic())
             wanted.telling = asyncio.get_running_loop().call_later(delay, self._tell, name, wanted)
 
     def _tell(self, name: str, wanted: _Wanted) -> None:
         wanted.telling = None
-        wanted.told_at = time.monotonic()
+        wanted.reported_at = time.monotonic()
         if not self._is_done(name, wanted):
             for waiter in wanted.waiters:
                 waiter.environment_moved(self._news(wanted))

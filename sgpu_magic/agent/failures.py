@@ -1,7 +1,13 @@
 """Failures of ranks: what each rank reported, how it exited, and which failure is the root cause.
 
 When one rank fails, the others fail in their collectives within milliseconds, and a victim's report may arrive first.
-The root cause is the earliest failure that does not look like the loss of a peer; if there is none, the earliest.
+Then the agent stops the rest, which fail as well. So the root cause is the earliest of the first of these that exist:
+
+1. failures of a rank by itself: an exception of its code, or its death
+2. failures in a collective (`Failure.is_consequence`), which may be caused by the loss of a peer
+3. failures after the agent's order to stop (`Failure.after_stop`)
+
+These are facts about where and when a failure happened. No text of an exception is read.
 
 Only on Linux, the kernel's counters and the run's memory show whether the out-of-memory killer ended a rank.
 """
@@ -14,11 +20,12 @@ from pathlib import Path
 
 import msgspec
 
-from sgpu_magic.packages.secrets import Blanker, find_secrets
+from sgpu_magic.agent.native_aborts import Cause, NativeAbort, find_native_abort
+from sgpu_magic.packages.secrets import Blanker, hidden_values
 from sgpu_magic.system.processes import memory_groups, memory_limit, number_in, signal_name
 from sgpu_magic.wire.base import RunState
 from sgpu_magic.wire.events import RunEnded
-from sgpu_magic.wire.rank_events import Failure
+from sgpu_magic.wire.rank_events import CollectiveTimeout, Failure
 from sgpu_magic.wire.run import RankResult
 
 # the key of a failure that no rank caused
@@ -27,14 +34,14 @@ _WHOLE_RUN = -1
 
 def find_root_cause(failures: Iterable[Failure]) -> tuple[Failure, tuple[Failure, ...]] | None:
     """Return the root cause and the other failures in order of time, or None when nothing failed. Pure."""
-    by_time = sorted(failures, key=lambda failure: (failure.is_consequence, failure.at))
+    by_time = sorted(failures, key=lambda failure: (failure.after_stop, failure.is_consequence, failure.at))
     if not by_time:
         return None
     return by_time[0], tuple(sorted(by_time[1:], key=lambda failure: failure.at))
 
 
 def without_secrets(
-    failure: Failure, frames: Sequence[bytes], environ: Mapping[str, str]
+    failure: Failure, frames: Sequence[bytes], environ: Mapping[str, str], given: Iterable[str] = ()
 ) -> tuple[Failure, Sequence[bytes]]:
     """Redact secrets of the ranks' environment from a failure and its raw frames, before they are stored or shown.
 
@@ -45,8 +52,9 @@ def without_secrets(
         failure: The failure as the rank reported it.
         frames: The pickled exception, if any.
         environ: The ranks' environment variables.
+        given: Names of the variables that `--env` sets, whose values are redacted too.
     """
-    blanker = Blanker(environ[name] for name in find_secrets(environ))
+    blanker = Blanker(hidden_values(environ, given))
     exception, type_name = failure.exception, blanker.clear(failure.type_name)
     # the pickled exception contains the class name too
     if type_name != failure.type_name or any(blanker.is_in(frame) for frame in frames):
@@ -62,7 +70,7 @@ def without_secrets(
     return (failure if cleared == failure else cleared), frames
 
 
-class ReportsOfRanks:
+class RankOutcomes:
     """Collects results and failures by rank and builds the run's `RunEnded`. Each rank's first failure counts.
 
     No I/O.
@@ -109,6 +117,11 @@ class ReportsOfRanks:
         if frames:
             self._result_frames[result.rank] = frames[0]
 
+    def count_output(self, rank: int, lines: int, output_bytes: int) -> None:
+        """Set how much a rank has printed, if it has a result: it may print more after its cell."""
+        if (result := self._results.get(rank)) is not None:
+            self._results[rank] = msgspec.structs.replace(result, lines=lines, output_bytes=output_bytes)
+
     def add_failure(self, failure: Failure, frames: Sequence[bytes] = ()) -> None:
         """Add a failure unless its rank has failed before; `frames` holds the packed exception, if any."""
         rank = _WHOLE_RUN if failure.rank is None else failure.rank
@@ -139,6 +152,9 @@ class ReportsOfRanks:
 
 # share of the memory limit above which an unexplained SIGKILL most likely came from the out-of-memory killer
 _HIGH = 0.8
+_LAST_LINES = 5
+# a rank samples its line twenty times a second, unless C code holds the interpreter
+_OLD_LINE_S = 0.5
 _SIGNAL_MEANINGS: dict[int, str] = {
     signal.SIGKILL: "out of memory, or another process killed it",
     signal.SIGSEGV: "a crash in C code: an invalid memory access or a stack overflow",
@@ -151,31 +167,67 @@ _SIGNAL_MEANINGS: dict[int, str] = {
 }
 
 
-def death(failure: Failure, ranks: int, *, meaning: str = "", last_line: str = "", last_output: str = "") -> Failure:
+def death(
+    failure: Failure,
+    ranks: int,
+    *,
+    meaning: str = "",
+    last_line: str = "",
+    line_age_s: float = 0.0,
+    last_output: str = "",
+    finishing: bool = False,
+) -> Failure:
     """Describe a rank whose process exited without a report.
+
+    An abort by torch, because of a collective that timed out or lost a peer, is a consequence.
 
     Args:
         failure: The failure without a message; its exit status is negative for a signal.
         ranks: The number of ranks in the run.
         meaning: A diagnosis of the signal; "" for its usual meaning.
         last_line: The last Python line that it executed, "" when unknown.
-        last_output: Its last lines of output.
+        line_age_s: The time from that line to its end, as far as it is known to have passed.
+        last_output: The end of its output.
+        finishing: Whether its cell had ended, and it finished what the cell has started.
     """
+    abort = find_native_abort(last_output) if failure.exit_status == -signal.SIGABRT else None
+    tail = "\n".join(last_output.splitlines()[-_LAST_LINES:])
+    if abort is not None:
+        # below it are frames of C++ code
+        tail = abort.line
+        meaning = meaning or _why_aborted(abort)
+        failure = msgspec.structs.replace(failure, is_consequence=True, collective_timeout=abort.timeout)
     status, pid = failure.exit_status or 0, failure.pid
     who = f"rank {failure.rank} of {ranks}" + (f" (process {pid})" if pid is not None else "")
     if status < 0:
         meaning = meaning or _SIGNAL_MEANINGS.get(-status, "")
-        message = f"{who} was killed by {signal_name(-status)}" + (f": {meaning}" if meaning else "")
+        when = " after its cell had ended, while it finished threads and exit functions" if finishing else ""
+        message = f"{who} was killed by {signal_name(-status)}{when}" + (f": {meaning}" if meaning else "")
+    elif finishing:
+        message = (
+            f"{who} exited with code {status} after its cell had ended: a thread or an exit function of it called "
+            "os._exit or ended the process"
+        )
     else:
         message = (
             f"{who} exited with code {status} before its cell ended: something in it "
             "called os._exit or ended the process"
         )
     if last_line:
-        message += f"\nits last Python line: {last_line}"
-    if last_output.strip():
-        message += "\nits last output: " + "\n  ".join(last_output.strip().splitlines())
+        age = f", {line_age_s:.1f} s before its end" if line_age_s >= _OLD_LINE_S else ""
+        message += f"\nits last Python line{age}: {last_line}"
+    if tail.strip():
+        message += "\nits last output: " + "\n  ".join(tail.strip().splitlines())
     return msgspec.structs.replace(failure, message=message)
+
+
+def _why_aborted(abort: NativeAbort) -> str:
+    if abort.cause is Cause.PEER_LOST:
+        return "torch aborted it, because it lost the connection to another rank"
+    timeout = abort.timeout or CollectiveTimeout()
+    which = "a collective" if timeout.collective is None else timeout.collective.label
+    limit = "in time" if timeout.seconds is None else f"within {timeout.seconds:g} s"
+    return f"torch aborted it, because {which} was not complete {limit}"
 
 
 class MemoryWatch:

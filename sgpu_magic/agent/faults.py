@@ -100,7 +100,7 @@ def call_in_background(call: Callable[[], T], name: str) -> asyncio.Future[T]:
             settle = functools.partial(future.set_result, call())
         except BaseException as error:  # noqa: BLE001  the thread's top level: the future gets the exception
             settle = functools.partial(future.set_exception, error)
-        # the loop is closed when the program ends
+        # at exit the loop may already be closed
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(lambda: future.cancelled() or settle())
 

@@ -15,13 +15,13 @@ import msgspec
 from msgspec.structs import replace
 
 from sgpu_magic.agent.environments import Environments
-from sgpu_magic.agent.node_context import CodeUnusable, built_interpreter, place_here
+from sgpu_magic.agent.node_context import CodeUnusable, built_interpreter, localize
 from sgpu_magic.agent.ranks.group import Group
 from sgpu_magic.agent.ranks.orders import device_of, prepare
 from sgpu_magic.agent.ranks.zygotes import Zygotes
 from sgpu_magic.agent.run_registry import RunRegistry
 from sgpu_magic.agent.runs.execution_kinds import FreshRun, SessionCell
-from sgpu_magic.agent.runs.node_run import Attempt, NodeRun, Surroundings
+from sgpu_magic.agent.runs.node_run import AgentServices, Attempt, NodeRun
 from sgpu_magic.agent.runs.preparing import LaunchInputs, PreparingRun, travels_by_blobs
 from sgpu_magic.agent.runs.session import Session, SessionRefuses
 from sgpu_magic.config import Settings
@@ -42,7 +42,7 @@ class Launches(msgspec.Struct, frozen=True):
     """
 
     runs: RunRegistry
-    here: Surroundings
+    here: AgentServices
     environments: Environments
     inputs: LaunchInputs
 
@@ -131,7 +131,7 @@ class Launches(msgspec.Struct, frozen=True):
         return session.execute(replace(attempt, launch=self._placed_in(session, attempt.launch)))
 
     def _placed(self, launch: Launch, built: Built | None, code: Mapping[str, str]) -> Launch:
-        placed = self.inputs.uploaded.placed(place_here(launch, built, code))
+        placed = self.inputs.uploaded.placed(localize(launch, built, code))
         if built is None or placed.environment is None:
             return placed
         name = self.environments.name(placed.environment)
@@ -144,9 +144,9 @@ class Launches(msgspec.Struct, frozen=True):
         if environment is not None and self.environments.needed(session.launch):
             # the zygote of the session's ranks holds the environment
             built = self.environments.at_hand(environment)
-        # known bundles cost only a look-up
+        # bundles that are already unpacked cost only a look-up
         code: Mapping[str, str] = self.inputs.code.unpack(launch.spec.session, launch.code) if launch.code else {}
-        return self.inputs.uploaded.placed(place_here(launch, built, code))
+        return self.inputs.uploaded.placed(localize(launch, built, code))
 
 
 # ---------------------------------------------------------------- standby groups

@@ -21,7 +21,7 @@ from pathlib import Path, PurePosixPath
 from msgspec.structs import replace
 
 from sgpu_magic.config import Settings
-from sgpu_magic.files.kept_folders import KeptFolders
+from sgpu_magic.files.folder_cache import FolderCache
 from sgpu_magic.packages.node.store import Built
 from sgpu_magic.wire.attachments import CodeBundle
 from sgpu_magic.wire.node import Launch
@@ -42,7 +42,7 @@ _PACKAGES = "-packages"
 _AGENTS_OWN = ("SGPU_", "JPY_", "PYTHONSAFEPATH", "KERNEL_")
 
 
-def place_here(launch: Launch, built: Built | None, code: Mapping[str, str]) -> Launch:
+def localize(launch: Launch, built: Built | None, code: Mapping[str, str]) -> Launch:
     """Return the launch with its context mapped to this node. Idempotent.
 
     Args:
@@ -152,7 +152,7 @@ def built_interpreter(name: str, built: Built, placed: Launch) -> Interpreter:
     variables = {name: environ[name] for name in names if name in environ}
     digest = hashlib.blake2b(digest_size=4)
     for item in sorted(variables.items()):
-        digest.update(repr(item).encode())
+        digest.update(os.fsencode(repr(item)))
     return Interpreter(executable=built.executable, key=f"{name}-{digest.hexdigest()}", variables=variables)
 
 
@@ -187,7 +187,7 @@ class CodeUnusable(Exception):
     """An archive of local code can't be used; the message, one paragraph, says why."""
 
 
-class CodeBundles(KeptFolders):
+class CodeBundles(FolderCache):
     """The node's unpacked archives, in `code/<sha256>` in the environments' directory. Thread-safe.
 
     An unpacked archive has a shared lock while a run of this agent uses it, so no agent removes it.

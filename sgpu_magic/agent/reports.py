@@ -19,10 +19,13 @@ from sgpu_magic.wire.base import Record
 from sgpu_magic.wire.events import EventBody, PayloadReleased, RunEnded
 from sgpu_magic.wire.files import NodeFileReply, NodeFileRequest
 from sgpu_magic.wire.node import DevicesFree, MasterBound, PartEnded, RanksGone, RunEvent, TrackingAsked
-from sgpu_magic.wire.rank_events import OutputWritten
+from sgpu_magic.wire.rank_events import CommsMoved, DisplayPublished, OutputWritten
 
-# output beyond this, of all runs together, is not kept for the next service; the ranks' logs have it
+# output, displays and data of widgets beyond this, of all runs together, are not kept for the next service; the text is
+# in the ranks' logs
 _KEPT_BYTES = 64 << 20
+# a smaller display or message of widgets is always kept
+_SMALL_BYTES = 512
 
 
 FileAnswer = tuple[str, Sequence[bytes]]
@@ -38,7 +41,7 @@ class Send(Protocol):
 _Event = tuple[RunEvent, Sequence[bytes]]
 
 
-class _Told(msgspec.Struct):
+class _ReportedRun(msgspec.Struct):
     """What was reported of one run.
 
     Args:
@@ -68,20 +71,20 @@ class Reports:
 
     def __init__(self, send: Send) -> None:
         self._send = send
-        self._runs: dict[str, _Told] = {}
+        self._runs: dict[str, _ReportedRun] = {}
         self._bytes = 0
 
     def happened(self, run_id: str, body: EventBody, frames: Sequence[bytes]) -> None:
         """Number, keep and send an event."""
-        told = self._runs.setdefault(run_id, _Told())
-        told.number += 1
-        told.ended = told.ended or isinstance(body, RunEnded)
-        event = RunEvent(run_id=run_id, number=told.number, at=time.time(), body=body)
-        self._bytes += _size(event)
+        reported = self._runs.setdefault(run_id, _ReportedRun())
+        reported.number += 1
+        reported.ended = reported.ended or isinstance(body, RunEnded)
+        event = RunEvent(run_id=run_id, number=reported.number, at=time.time(), body=body)
+        self._bytes += _size(event, frames)
         if self._bytes > _KEPT_BYTES:
-            self._drop_text()
-        told.unkept.append((event, frames))
-        if told.adopted:
+            self._drop_output()
+        reported.unkept.append((event, frames))
+        if reported.adopted:
             self._send(event, frames)
 
     def begin(self, run_id: str, number: int) -> None:
@@ -91,16 +94,16 @@ class Reports:
             run_id: The run.
             number: The number of its newest event, which may have come from another agent.
         """
-        told = self._runs.setdefault(run_id, _Told())
-        told.ended, told.part, told.ranks = False, None, None
-        told.number = max(told.number, number)
+        reported = self._runs.setdefault(run_id, _ReportedRun())
+        reported.ended, reported.part, reported.ranks = False, None, None
+        reported.number = max(reported.number, number)
 
     def part_ended(self, run_id: str) -> None:
         """Report that this node's part of a multi-node run has ended; `RunEnded` follows its results to the pool."""
-        told = self._runs.setdefault(run_id, _Told())
-        told.part = PartEnded(run_id=run_id)
-        if told.adopted:
-            self._send(told.part)
+        reported = self._runs.setdefault(run_id, _ReportedRun())
+        reported.part = PartEnded(run_id=run_id)
+        if reported.adopted:
+            self._send(reported.part)
 
     def devices_free(self, run_id: str) -> None:
         """Report that every process of the run is dead and reaped; call `gone` when its files are at the pool."""
@@ -115,85 +118,79 @@ class Reports:
 
         Dropped while no service has adopted the run; ask again after adoption.
         """
-        told = self._runs.get(message.run_id)
-        if told is not None and told.adopted:
+        reported = self._runs.get(message.run_id)
+        if reported is not None and reported.adopted:
             self._send(message)
 
     def kept(self, run_id: str, number: int) -> None:
         """Drop the run's events up to `number`: the service has them on disk."""
-        told = self._runs.get(run_id)
-        if told is None:
+        reported = self._runs.get(run_id)
+        if reported is None:
             return
-        while told.unkept and told.unkept[0][0].number <= number:
-            self._bytes -= _size(told.unkept.popleft()[0])
+        while reported.unkept and reported.unkept[0][0].number <= number:
+            self._bytes -= _size(*reported.unkept.popleft())
 
     def service_lost(self) -> None:
         """Hold all events back until the next service has adopted the runs."""
-        for told in self._runs.values():
-            told.adopted = False
+        for reported in self._runs.values():
+            reported.adopted = False
 
     def adopt(self, run_id: str, number: int) -> None:
         """Send the events after `number`: the current service has taken the run over."""
-        told = self._runs.get(run_id)
-        if told is None:
-            # forgotten since the introduction: its ranks have been gone for a while
+        reported = self._runs.get(run_id)
+        if reported is None:
+            # dropped since the introduction, because its ranks exited a while ago
             self._send(RanksGone(run_id=run_id))
             return
         self.kept(run_id, number)
-        told.adopted = True
-        if told.part is not None:
-            self._send(told.part)
-        for event, frames in told.unkept:
+        reported.adopted = True
+        if reported.part is not None:
+            self._send(reported.part)
+        for event, frames in reported.unkept:
             self._send(event, frames)
-        if told.ranks is not None:
-            self._send(told.ranks)
+        if reported.ranks is not None:
+            self._send(reported.ranks)
 
     def has_unkept(self, run_id: str) -> bool:
         """Whether a service still needs events of the run, other than `PayloadReleased`.
 
         True at least until `gone`, that is until the run's files are at the pool.
         """
-        told = self._runs.get(run_id)
-        if told is None:
+        reported = self._runs.get(run_id)
+        if reported is None:
             return False
-        is_gone = isinstance(told.ranks, RanksGone)
-        return not is_gone or any(not isinstance(event.body, PayloadReleased) for event, _ in told.unkept)
+        is_gone = isinstance(reported.ranks, RanksGone)
+        return not is_gone or any(not isinstance(event.body, PayloadReleased) for event, _ in reported.unkept)
 
     def has_ended(self, run_id: str) -> bool:
         """Whether the run's `RunEnded` was reported, or the run is unknown."""
-        told = self._runs.get(run_id)
-        return told is None or told.ended
+        reported = self._runs.get(run_id)
+        return reported is None or reported.ended
 
     def is_gone(self, run_id: str) -> bool:
         """Whether the run's ranks are gone, or the run is unknown."""
-        told = self._runs.get(run_id)
-        return told is None or isinstance(told.ranks, RanksGone)
+        reported = self._runs.get(run_id)
+        return reported is None or isinstance(reported.ranks, RanksGone)
 
     def forget(self, run_id: str) -> None:
         """Forget the run: nothing more will happen to it."""
-        told = self._runs.pop(run_id, None)
-        if told is not None:
-            self._bytes -= sum(_size(event) for event, _ in told.unkept)
+        reported = self._runs.pop(run_id, None)
+        if reported is not None:
+            self._bytes -= sum(_size(event, frames) for event, frames in reported.unkept)
 
     def _ranks_are(self, word: DevicesFree | RanksGone) -> None:
-        told = self._runs.setdefault(word.run_id, _Told())
-        told.ranks = word
-        if told.adopted:
+        reported = self._runs.setdefault(word.run_id, _ReportedRun())
+        reported.ranks = word
+        if reported.adopted:
             self._send(word)
 
-    def _drop_text(self) -> None:
-        for told in self._runs.values():
-            for at, (event, frames) in enumerate(told.unkept):
-                body = event.body
-                if isinstance(body, OutputWritten) and body.text:
-                    self._bytes -= _size(event)
-                    skipped = msgspec.structs.replace(
-                        body,
-                        text="",
-                        skipped_bytes=body.end - body.start,
-                        skipped_lines=body.skipped_lines + body.text.count("\n"),
-                    )
-                    told.unkept[at] = (msgspec.structs.replace(event, body=skipped), frames)
+    def _drop_output(self) -> None:
+        """Drop the output that kept events carry; the events themselves stay, since they are numbered."""
+        for reported in self._runs.values():
+            for at, (event, frames) in enumerate(reported.unkept):
+                if size := _size(event, frames):
+                    self._bytes -= size
+                    reported.unkept[at] = msgspec.structs.replace(event, body=_without_output(event.body, size)), ()
 
 
 class FileRequests:
@@ -230,5 +227,32 @@ class FileRequests:
             self._send(request, frames)
 
 
-def _size(event: RunEvent) -> int:
-    return len(event.body.text) if isinstance(event.body, OutputWritten) else 0
+def _size(event: RunEvent, frames: Sequence[bytes]) -> int:
+    """Return the number of bytes that `_without_output` would save, 0 for an event that is kept as it is."""
+    body = event.body
+    match body:
+        case OutputWritten():
+            return len(body.text)
+        case DisplayPublished():
+            size = len(body.bundle) + len(body.metadata)
+        case CommsMoved():
+            size = sum(len(each.data) + len(each.metadata) for each in body.messages) + sum(map(len, frames))
+        case _:
+            return 0
+    return size if size > _SMALL_BYTES else 0
+
+
+def _without_output(body: EventBody, size: int) -> EventBody:
+    match body:
+        case OutputWritten():
+            skipped_lines = body.skipped_lines + body.text.count("\n")
+            return msgspec.structs.replace(
+                body, text="", skipped_bytes=body.end - body.start, skipped_lines=skipped_lines
+            )
+        case DisplayPublished():
+            text = f"[a display of {size:,} bytes was left out: no pool service came to take it in time]"
+            return msgspec.structs.replace(body, bundle=msgspec.json.encode({"text/plain": text}), metadata=b"{}")
+        case CommsMoved():
+            return msgspec.structs.replace(body, messages=tuple(each for each in body.messages if each.kind == "close"))
+        case _:
+            return body

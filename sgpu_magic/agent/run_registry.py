@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from sgpu_magic.agent import faults
-from sgpu_magic.agent.ranks import run_processes
 from sgpu_magic.agent.reports import Reports
 from sgpu_magic.agent.runs.execution import Execution
 from sgpu_magic.agent.runs.execution_kinds import FreshRun
@@ -169,8 +168,6 @@ class RunRegistry:
                 for process in run.group.ranks:
                     process.signal(signal.SIGKILL, whole_session=True)
                 self.groups.dismiss(run.group)
-                with faults.guarded(None):
-                    run_processes.kill_leftovers(run.run_id, set(run.pids))
             self.say_over(run.run_id, words)
 
     def say_over(self, run_id: str, words: str, kind: FailureKind = FailureKind.INTERNAL) -> None:
@@ -212,7 +209,7 @@ class RunRegistry:
 
     @property
     def busy(self) -> bool:
-        """Whether ranks compute, so nothing may compete with them."""
+        """Whether ranks compute, so that background work would slow them down."""
         return any(_computes(run) for run in self._runs.values())
 
     def _end_fresh_runs(self, session: Session) -> None:

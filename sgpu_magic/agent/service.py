@@ -12,23 +12,25 @@ from collections.abc import Sequence
 from sgpu_magic.agent import faults
 from sgpu_magic.agent.environments import Environments
 from sgpu_magic.agent.launch import Launches, StandbyGroups
-from sgpu_magic.agent.ranks import run_processes
 from sgpu_magic.agent.ranks.run_processes import RunPorts
+from sgpu_magic.agent.ranks.stop import catches
 from sgpu_magic.agent.ranks.zygotes import raise_open_files_limit
 from sgpu_magic.agent.reports import FileRequests, Reports
 from sgpu_magic.agent.run_registry import RunRegistry
-from sgpu_magic.agent.runs.execution_kinds import SessionCell
-from sgpu_magic.agent.runs.node_run import NodeRun, Surroundings
+from sgpu_magic.agent.runs.execution_kinds import FreshRun, SessionCell
+from sgpu_magic.agent.runs.node_run import AgentServices, NodeRun
 from sgpu_magic.agent.runs.preparing import LaunchInputs
 from sgpu_magic.agent.runs.run_files import remove_ray_directories
 from sgpu_magic.agent.runs.run_memory import BackgroundCopier
 from sgpu_magic.agent.runs.send_files_to_pool import FilesToPool
+from sgpu_magic.agent.runs.session import Session
 from sgpu_magic.agent.survive import Introduction, Orphaned, ServiceSocket, Successor
 from sgpu_magic.agent.watch.sampling import Sampling
 from sgpu_magic.config import Settings
 from sgpu_magic.system.message_stream import MessageStream
+from sgpu_magic.system.processes import signal_name
 from sgpu_magic.wire import codec
-from sgpu_magic.wire.base import Record
+from sgpu_magic.wire.base import Record, RunState
 from sgpu_magic.wire.codec import Order, UnreadableLaunch
 from sgpu_magic.wire.files import (
     BlobFetched,
@@ -48,6 +50,7 @@ from sgpu_magic.wire.node import (
     EventsKept,
     Launch,
     Question,
+    RelaySignal,
     RestartSessionRanks,
     SessionRanksRestarted,
     StacksTaken,
@@ -61,6 +64,12 @@ from sgpu_magic.wire.run import RankAnswer
 _HOUSEKEEPING_S = 5.0
 # pauses after failed introductions
 _INTRODUCED_AGAIN_S = (0.1, 2.0, 0.0)
+# as torchrun; `systemctl stop` and Slurm, for example, often signal all processes of a node
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_RELAYED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
+# time for ranks to exit in addition to their grace, and the polling interval
+_STOP_S = 7.0
+_STOP_LOOK_S = 0.02
 
 
 class Agent:
@@ -90,7 +99,7 @@ class Agent:
         self._runs = RunRegistry(
             self._groups, self._reports, lambda: self._pool is not None, self._inputs.release, self._far, log
         )
-        self._here = Surroundings(self._copier, settings, self._sampling, self._reports, self._runs, self._far)
+        self._here = AgentServices(self._copier, settings, self._sampling, self._reports, self._runs, self._far)
         self._run_ports = RunPorts(self._runs.get, self._send)
         self._environments = Environments(settings, self._groups.zygotes.keys)
         self._launches = Launches(self._runs, self._here, self._environments, self._inputs)
@@ -102,16 +111,22 @@ class Agent:
             # by its operator
             self._successor if lifeline < 0 and not settings.listen else None,
             settings.adopt_timeout_s,
-            self._finish,
+            lambda: self._stop("its pool service ended, and no other one took over the run"),
         )
         # on another machine the uplink connects, and the pool's lock is not on this machine
-        lock = lock_file(settings.runtime_path) if lifeline < 0 else None
+        lock = lock_file(settings.state_path) if lifeline < 0 else None
         self._socket = ServiceSocket(agent_socket_file(settings.runtime_path), self._pool_came, lock)
         self._pool: MessageStream[Order] | None = None
         self._connect(sock)
         if lifeline >= 0:
-            self._loop.add_reader(lifeline, self._finish)
+            self._loop.add_reader(lifeline, self._parent_gone, lifeline)
+        self._stopping = False
+        self._stop_by = 0.0
         self._loop.add_signal_handler(signal.SIGCHLD, self._reap)
+        for number in _STOP_SIGNALS:
+            self._loop.add_signal_handler(number, self._stop_for, number)
+        for number in _RELAYED_SIGNALS:
+            self._loop.add_signal_handler(number, self._relay, number)
         self._housekeeping = self._loop.call_later(_HOUSEKEEPING_S, self._keep_house)
 
     async def _introduce(self) -> None:
@@ -130,7 +145,7 @@ class Agent:
     # ------------------------------------------------------------ connecting to and losing the pool
 
     def _connect(self, sock: socket.socket) -> None:
-        self._pool = MessageStream[Order](sock, codec.to_agent, self._heard, self._pool_lost, gathers=True)
+        self._pool = MessageStream[Order](sock, codec.to_agent, self._on_message, self._pool_lost, gathers=True)
         faults.in_background(self._introduce())
 
     def _pool_came(self, sock: socket.socket) -> None:
@@ -143,6 +158,8 @@ class Agent:
 
     def _pool_lost(self) -> None:
         self._leave_pool()
+        if self._stopping:
+            return
         if self._runs:
             self._orphaned.begin()
         else:
@@ -154,6 +171,45 @@ class Agent:
             with faults.guarded(None):
                 leave()
 
+    def _parent_gone(self, lifeline: int) -> None:
+        self._loop.remove_reader(lifeline)
+        if not self._stopping:
+            self._stop(f"the process that had started the agent on {socket.gethostname()} ended")
+
+    def _stop_for(self, number: int) -> None:
+        self._stop(f"the agent on {socket.gethostname()} was stopped by {signal_name(number)}")
+
+    def _stop(self, reason: str) -> None:
+        """Stop every run by its stop path, with its grace; then end the agent. The second time, end it at once."""
+        if self._stopping:
+            self._stop_by = 0.0
+            return
+        self._stopping = True
+        grace_s = 0.0
+        for run in self._runs.all():
+            if not run.gone:
+                with faults.guarded(functools.partial(self._runs.faulted, run.run_id)):
+                    grace_s = max(grace_s, run.grace_s)
+                    # the cells of a session end with it
+                    if not isinstance(run, SessionCell):
+                        self._runs.end(run, RunState.CANCELLED, reason)
+        self._stop_by = self._loop.time() + grace_s + _STOP_S
+        self._await_ends()
+
+    def _await_ends(self) -> None:
+        if all(run.gone for run in self._runs.all()) or self._loop.time() > self._stop_by:
+            self._finish()
+        else:
+            self._loop.call_later(_STOP_LOOK_S, self._await_ends)
+
+    def _relay(self, number: int) -> None:
+        """Send a signal to the ranks that handle it: for others, its default action is their end."""
+        for run in self._runs.all():
+            if isinstance(run, FreshRun | Session) and not run.gone:
+                for process in run.group.ranks:
+                    if process.alive and process.pid is not None and catches(process.pid, number):
+                        process.signal(number)
+
     def _finish(self) -> None:
         if not self.finished.done():
             self.finished.set_result(None)
@@ -164,9 +220,9 @@ class Agent:
 
     # ------------------------------------------------------------ from the pool
 
-    def _heard(self, message: Order, frames: Sequence[bytes]) -> None:
+    def _on_message(self, message: Order, frames: Sequence[bytes]) -> None:
         with faults.guarded(self._charged(message)):
-            self._obey(message, frames)
+            self._execute(message, frames)
 
     def _charged(self, message: Order) -> faults.OnFault | None:
         """Return the handler for a fault: it charges the message's run, or answers the request."""
@@ -179,7 +235,7 @@ class Agent:
                 run_id = getattr(message, "run_id", "")
         return functools.partial(self._runs.faulted, run_id) if run_id else None
 
-    def _obey(self, message: Order, frames: Sequence[bytes]) -> None:
+    def _execute(self, message: Order, frames: Sequence[bytes]) -> None:
         match message:
             case Launch():
                 self._reports.begin(message.spec.run_id, message.number)
@@ -202,33 +258,35 @@ class Agent:
             case Adopt():
                 self._reports.adopt(message.run_id, message.number)
                 if (run := self._runs.get(message.run_id)) is not None:
-                    run.obey(message, frames)
+                    run.on_order(message, frames)
             case OpenStream():
                 self._run_ports.opens(message)
             case StreamData() | StreamTaken() | StreamEnded() | StreamClosed():
-                self._run_ports.heard(message, frames)
+                self._run_ports.on_message(message, frames)
             case BlobFetched() | RunFileStored():
                 self._file_requests.answered(message, frames)
             case EndAgent():
-                self._finish()
+                self._stop("the pool was stopped")
+            case RelaySignal(number=number):
+                self._relay(number)
             case Question() | RestartSessionRanks():
                 self._ask_session(message)
             case _:
                 run = self._runs.get(message.run_id)
                 if run is not None:
-                    self._obey_for(run, message, frames)
+                    self._execute_for(run, message, frames)
                 elif isinstance(message, EndRun):
                     # the run ended in the queue
                     self._environments.leave(message.run_id)
 
-    def _obey_for(self, run: NodeRun, message: Order, frames: Sequence[bytes]) -> None:
+    def _execute_for(self, run: NodeRun, message: Order, frames: Sequence[bytes]) -> None:
         match message:
             case EndRun():
                 self._runs.end(run, message.state, message.reason)
             case TakeStacks(request=request, run_id=run_id):
                 run.take_stacks(lambda stacks: self._send(StacksTaken(request=request, run_id=run_id, stacks=stacks)))
             case _:
-                run.obey(message, frames)
+                run.on_order(message, frames)
 
     def _ask_session(self, message: Question | RestartSessionRanks) -> None:
         session = self._runs.session(message.session)
@@ -279,7 +337,11 @@ class Agent:
         """End every rank and zygote on this node. Nothing outlives the agent."""
         self._housekeeping.cancel()
         # the loop closes its wake-up socket before it removes signal handlers, and many children end now
-        self._loop.remove_signal_handler(signal.SIGCHLD)
+        for number in (signal.SIGCHLD, *_STOP_SIGNALS, *_RELAYED_SIGNALS):
+            self._loop.remove_signal_handler(number)
+        # ignored only from here on, since everything that is left is ended at once
+        for number in (*_STOP_SIGNALS, *_RELAYED_SIGNALS):
+            signal.signal(number, signal.SIG_IGN)
         with faults.guarded(None):
             self._orphaned.over()
             self._run_ports.close()
@@ -289,7 +351,6 @@ class Agent:
         for run in self._runs.all():
             if not isinstance(run, SessionCell):
                 with faults.guarded(None):
-                    run_processes.kill_leftovers(run.run_id, set(run.pids))
                     remove_ray_directories(run.run_id, self._settings)
         zygotes, code = self._groups.zygotes, self._inputs.code
         for part in (zygotes, self._environments, self._copier, self._far, self._sampling, code):

@@ -26,7 +26,7 @@ from sgpu_magic.agent.run_registry import RunRegistry
 from sgpu_magic.agent.runs.run_files import sweep_ray_directories
 from sgpu_magic.agent.watch.inventory import KeptOpen, take_inventory
 from sgpu_magic.config import Settings
-from sgpu_magic.system import processes
+from sgpu_magic.system import child_process, processes
 from sgpu_magic.system.processes import may_be_alive
 from sgpu_magic.wire.base import OWNER_GONE, RunState
 from sgpu_magic.wire.devices import Inventory
@@ -176,7 +176,7 @@ class Orphaned:
         wanted = False
         for run in self.runs.all():
             spec = run.launch.spec
-            if spec.detach or may_be_alive(spec.owner.pid, spec.owner.host):
+            if spec.detach or may_be_alive(spec.owner.pid, spec.owner.host, spec.owner.namespace):
                 wanted |= not run.gone or run.files.memory.in_use or self.runs.reports.has_unkept(run.run_id)
             elif not run.ended:
                 with faults.guarded(run.faulted):
@@ -219,7 +219,7 @@ class Successor:
         # the service detaches by a second fork and must not be reparented to this process
         processes.become_subreaper(False)
         with open(self._log, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as log:
-            self._process = subprocess.Popen(
+            self._process = child_process.popen(
                 [sys.executable, "-m", "sgpu_magic.pool"],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

@@ -18,15 +18,17 @@ from typing import BinaryIO, TextIO
 import msgspec
 
 from sgpu_magic.cli.main import Parser, note
-from sgpu_magic.client.find_run import FilesHere, FilesOfRun, files_of
+from sgpu_magic.client.find_run import FilesOfRun, LocalRunFiles, files_of
 from sgpu_magic.client.this_machine import this_umask
 from sgpu_magic.config import load_settings
 from sgpu_magic.errors import RunFileUnknown, UsageError
+from sgpu_magic.files.atomic_file import format_bytes
 from sgpu_magic.files.run_directory import BadName, open_below, parts_of, replace_below
-from sgpu_magic.files.whole_file import format_bytes
+from sgpu_magic.packages.distributions import some_of
 from sgpu_magic.views.units import count_of
 from sgpu_magic.wire.base import short
-from sgpu_magic.wire.files import KEY, RunFile, work_folders
+from sgpu_magic.wire.decoding import decode_json
+from sgpu_magic.wire.files import CHECKPOINTS, KEY, WORK, RunFile, RunFiles, work_folders
 from sgpu_magic.wire.run import RUN_RECORD, RunRecord
 
 _ADDRESS = re.compile(r"(?P<run>[0-9A-Fa-f]{1,40})(?:/(?P<rank>\d{1,6}))?:(?P<path>.*)", re.DOTALL)
@@ -46,6 +48,9 @@ class Address(msgspec.Struct, frozen=True):
     rank: int | None = None
 
 
+# how many links a note names
+_NAMED = 5
+
 # files by their paths relative to the target
 _Wanted = Mapping[str, RunFile]
 
@@ -60,7 +65,12 @@ def copy(options: argparse.Namespace) -> int:
     source, target = options.source, options.target
     address = read_address(source)
     with files_of(load_settings(), address.run) as files:
-        wanted = _find(files, address)
+        wanted, links = _find(files, address)
+        if links:
+            note(
+                f"symbolic links are not copied: {count_of(len(links), 'link')} left out: {some_of(links, _NAMED)}. "
+                "Let the run write copies to get what they lead to."
+            )
         if not target:
             for file in wanted.values():
                 sys.stdout.write(f"{format_bytes(file.size):>9}  {file.name}\n")
@@ -108,26 +118,31 @@ def read_address(text: str) -> Address:
 # ---------------------------------------------------------------- finding the files
 
 
-def _find(files: FilesOfRun, address: Address) -> _Wanted:
+def _find(files: FilesOfRun, address: Address) -> tuple[_Wanted, Sequence[str]]:
+    """Return the files at an address, and the links there."""
     run = short(files.run_id)
     row = files.row()
     if address.rank is not None and row is not None and address.rank >= row.ranks:
         raise UsageError(f"run {run} has no rank {address.rank}: it has {row.ranks}.")
     if not address.path and address.rank is None:
-        return {file.name: file for file in _listed(files, "") if file.name != KEY}
+        found = _listed(files, "")
+        # other links lead to the run's code and its packages
+        links = [link for link in found.links if {WORK, CHECKPOINTS}.intersection(link.split("/"))]
+        return {file.name: file for file in found.files if file.name != KEY}, links
     folders = work_folders(_node_of(files, address.rank or 0))
     for root in (*folders, *([] if not address.path else [""])):
         under = "/".join(part for part in (root, address.path) if part)
-        if found := _listed(files, under):
+        found = _listed(files, under)
+        if found.files or found.links:
             above = len(os.path.dirname(under)) + 1 if os.path.dirname(under) else 0
-            return {file.name[above:]: file for file in found}
+            return {file.name[above:]: file for file in found.files}, [link[above:] for link in found.links]
     raise UsageError(f"run {run} has no {address.path or 'files'}.{_where(files, row is None)}")
 
 
 def _where(files: FilesOfRun, unknown: bool) -> str:
     """Return a hint about where the ranks' files are."""
     record = _record(files)
-    if record is not None and isinstance(files, FilesHere) and Path(record.cwd).parent != files.directory:
+    if record is not None and isinstance(files, LocalRunFiles) and Path(record.cwd).parent != files.directory:
         return f" Its ranks' working directory was {record.cwd} on this machine: look there for what they wrote."
     if not unknown and not files.is_over(files.row()):
         return " It has not ended: what its ranks write on nodes other than the pool's arrives when they have ended."
@@ -147,23 +162,23 @@ def _node_of(files: FilesOfRun, rank: int) -> int:
 
 def _record(files: FilesOfRun) -> RunRecord | None:
     try:
-        return msgspec.json.decode(files.bring(RUN_RECORD).read_bytes(), type=RunRecord)
+        return decode_json(files.bring(RUN_RECORD).read_bytes(), type=RunRecord)
     except (OSError, RunFileUnknown, msgspec.DecodeError):
         # the run has not started, or the record arrives with the rest of its files
         return None
 
 
-def _listed(files: FilesOfRun, under: str) -> Sequence[RunFile]:
+def _listed(files: FilesOfRun, under: str) -> RunFiles:
     try:
         found = files.list(under)
     except (RunFileUnknown, OSError):
-        return ()
+        return RunFiles(request=0, files=())
     if found.more:
         raise UsageError(
             f"{under or 'the run'} has more than {len(found.files):,} files. Copy its folders one by one, or pack "
             "them in the run."
         )
-    return found.files
+    return found
 
 
 # ---------------------------------------------------------------- copying
@@ -193,25 +208,29 @@ def _to_disk(files: FilesOfRun, wanted: _Wanted, target: str, out: TextIO) -> No
         if in_folders and len({name.split("/", 1)[0] for name in wanted}) == 1:
             wanted = {name.split("/", 1)[1]: file for name, file in wanted.items()}
         folder.mkdir(parents=True)
-    copied = 0
+    copied, unchanged = 0, 0
     for name, file in wanted.items():
         size = _one(files, file, folder, name)
-        print(f"{format_bytes(file.size):>9}  {folder / name}{'' if size else '  (unchanged)'}", file=out)
+        if size is None:
+            unchanged += 1
+            continue
+        print(f"{format_bytes(file.size):>9}  {folder / name}", file=out)
         copied += size
-    print(f"{count_of(len(wanted), 'file')}, {format_bytes(copied)} copied", file=out, flush=True)
+    same = f", {unchanged:,} unchanged" if unchanged else ""
+    print(f"{count_of(len(wanted), 'file')}, {format_bytes(copied)} copied{same}", file=out, flush=True)
 
 
-def _one(files: FilesOfRun, file: RunFile, folder: Path, name: str) -> int:
-    """Copy a file and return the bytes transferred: only the rest of a partial copy, 0 if it is unchanged."""
+def _one(files: FilesOfRun, file: RunFile, folder: Path, name: str) -> int | None:
+    """Copy a file and return the bytes transferred, only the rest of a partial copy; None if it is unchanged."""
     *folders, last = parts_of(name)
     with contextlib.suppress(OSError):
         status = os.lstat(folder.joinpath(*folders, last))
         same_time = abs(status.st_mtime - file.changed_at) < 1e-3
         if stat.S_ISREG(status.st_mode) and status.st_size == file.size and same_time:
-            return 0
+            return None
     # the name depends on size and time, so a partial copy of another version is never continued
     about = f"{files.run_id}/{file.name}/{file.size}/{file.changed_at}"
-    temporary = f".{last[:100]}.{hashlib.sha256(about.encode()).hexdigest()[:12]}.part"
+    temporary = f".{last[:100]}.{hashlib.sha256(os.fsencode(about)).hexdigest()[:12]}.part"
     part = "/".join([*folders, temporary])
     descriptor = open_below(folder, part, os.O_WRONLY | os.O_CREAT, make=True)
     try:

@@ -24,18 +24,18 @@ from sgpu_magic.cli.machine_checks import Finding, Level, ok, problem, warning
 from sgpu_magic.cli.main import Parser
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.client.pool_choosing import has_words
-from sgpu_magic.client.pools import Asked, Pools
+from sgpu_magic.client.pools import Pools, PoolStatusReply
 from sgpu_magic.client.pools_file import pools_path, read_pools
-from sgpu_magic.client.this_machine import find_pool, own_key_path
+from sgpu_magic.client.this_machine import find_pool, left_by_pool, own_key_path
 from sgpu_magic.config import Settings, config_path, load_settings
 from sgpu_magic.errors import PoolError, UsageError
+from sgpu_magic.files.atomic_file import format_bytes
 from sgpu_magic.files.run_directory import disk_room
 from sgpu_magic.files.run_directory import remedy as remedy_for_disk
-from sgpu_magic.files.whole_file import format_bytes
 from sgpu_magic.system.secure_sockets import read_key_pair
 from sgpu_magic.views import ansi
 from sgpu_magic.views.units import count_of
-from sgpu_magic.wire.pool_status import MAX_SOCKET_PATH_BYTES, PROTOCOL_VERSION, address_file, socket_file
+from sgpu_magic.wire.pool_status import MAX_SOCKET_PATH_BYTES, PROTOCOL_VERSION, socket_file
 
 _NAME_WIDTH = 20
 _LEVEL_WIDTH = 7
@@ -57,9 +57,9 @@ def run(environ: Mapping[str, str], out: TextIO) -> bool:
         out.write(line(finding) + "\n")
         out.flush()
     problems, warnings = counts[Level.PROBLEM], counts[Level.WARNING]
-    told = [count_of(problems, "problem") if problems else "no problem"]
-    told += [count_of(warnings, "warning")] if warnings else []
-    out.write(f"\n{', '.join(told)}\n")
+    totals = [count_of(problems, "problem") if problems else "no problem"]
+    totals += [count_of(warnings, "warning")] if warnings else []
+    out.write(f"\n{', '.join(totals)}\n")
     return problems == 0
 
 
@@ -159,7 +159,7 @@ def state_directory(settings: Settings) -> Iterator[Finding]:
         return
     room = disk_room(base)
     if not room.takes_a_run:
-        yield problem("disk", f"no run can be recorded in {path}: {room}", remedy_for_disk(settings.runs_path))
+        yield problem("disk", f"no run can be recorded in {path}: {room}", remedy_for_disk(settings.runs_path, room))
         return
     if why := _not_writable(base):
         yield problem("state directory", f"{path} {why}", remedy)
@@ -201,8 +201,7 @@ def pool(settings: Settings) -> Iterator[Finding]:
     """Check the local pool: is it running, does it answer, is it of this version, has a dead one left files."""
     address = find_pool(settings)
     if address is None:
-        runtime = settings.runtime_path
-        left = [str(file) for file in (address_file(runtime), socket_file(runtime)) if file.exists()]
+        left = [str(file) for file in left_by_pool(settings) if file.exists()]
         if left:
             text = f"none is running, but one that was killed left {' and '.join(left)}"
             yield warning("pool", text, "Nothing to do: the next pool removes that.")
@@ -254,7 +253,7 @@ def _not_writable(directory: Path) -> str:
         return f"can't be written: {error.strerror}"
 
 
-# has label selectors for placement groups
+# the first version with label selectors for placement groups
 _OLDEST_RAY = Version("2.50")
 
 
@@ -299,7 +298,7 @@ def _key() -> Iterator[Finding]:
         yield ok("key", str(path))
 
 
-def _said(answer: Asked) -> Finding:
+def _said(answer: PoolStatusReply) -> Finding:
     name = f"pool {answer.name}"[:20]
     status = answer.status
     if status is None:

@@ -51,7 +51,7 @@ class Forwarder:
         self._opening = Pending[int, asyncio.Future[StreamOpened | StreamClosed]]()
         self._over: asyncio.Future[str | None] = self._loop.create_future()
         self._server: asyncio.Server | None = None
-        link.on_stream = lambda message, frames: self._from_link(self._heard, message, frames)
+        link.on_stream = lambda message, frames: self._from_link(self._on_message, message, frames)
         link.on_gap = lambda: self._from_link(self._gap)
 
     async def begin(self, local: int | None) -> tuple[str, int, str]:
@@ -130,6 +130,8 @@ class Forwarder:
         try:
             return await asyncio.wait_for(answer, _ANSWER_S)
         except TimeoutError:
+            # the stream may be open at the pool if the reply was lost
+            self._send(StreamClosed(stream=order.stream), ())
             raise PoolError(f"{self._link.title} did not answer within {_ANSWER_S:.0f} s.") from None
         finally:
             self._opening.pop(order.stream, None)
@@ -150,7 +152,7 @@ class Forwarder:
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(call, *arguments)
 
-    def _heard(self, message: StreamOpened | StreamMessage, frames: Sequence[bytes]) -> None:
+    def _on_message(self, message: StreamOpened | StreamMessage, frames: Sequence[bytes]) -> None:
         waiting = self._opening.get(message.stream)
         if isinstance(message, StreamOpened | StreamClosed) and waiting is not None:
             if not waiting.done():
@@ -162,7 +164,7 @@ class Forwarder:
             if isinstance(message, StreamClosed) and not self._over.done():
                 self._over.set_result(message.problem)
         elif (stream := self._streams.get(message.stream)) is not None:
-            stream.heard(message, frames)
+            stream.on_message(message, frames)
 
     def _gap(self) -> None:
         """Close all connections after a reconnect of the link: data in transit was lost."""

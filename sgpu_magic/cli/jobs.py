@@ -17,7 +17,7 @@ import msgspec
 from sgpu_magic.cli.main import Parser, positive
 from sgpu_magic.config import Settings, load_settings, private_dir
 from sgpu_magic.errors import UsageError
-from sgpu_magic.files.whole_file import read_json, write_whole
+from sgpu_magic.files.atomic_file import read_json, write_whole
 from sgpu_magic.system.processes import is_running, process_start
 from sgpu_magic.views.units import aligned, format_clock
 from sgpu_magic.wire.base import is_valid_id, short
@@ -35,7 +35,7 @@ def listing(settings: Settings, limit: int) -> str:
 
 def _row(record: JobRecord, now: float) -> tuple[str, ...]:
     # when a killed job ended is unknown
-    is_killed = record.code is None and not record.goes_on
+    is_killed = record.code is None and not record.is_active
     return (
         short(record.job_id),
         Path(record.source).name,
@@ -71,7 +71,7 @@ def stop(settings: Settings, job: str) -> str:
         UsageError: There is no such job, or it has ended.
     """
     record = find(settings, job)
-    if not record.goes_on:
+    if not record.is_active:
         raise UsageError(f"job {short(record.job_id)} has ended: {record.state}.")
     os.kill(record.pid, signal.SIGTERM)
     return (
@@ -115,7 +115,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     detached: bool = False
 
     @property
-    def goes_on(self) -> bool:
+    def is_active(self) -> bool:
         """Whether the job is running: its process is alive."""
         return self.code is None and self.pid > 0 and is_running(self.pid, self.process_start)
 
@@ -123,7 +123,7 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     def state(self) -> str:
         """The state as shown to the user."""
         if self.code is None:
-            return "running" if self.goes_on else "killed"
+            return "running" if self.is_active else "killed"
         return _STATES.get(self.code, "failed")
 
 
@@ -159,7 +159,7 @@ def all_jobs(settings: Settings) -> list[JobRecord]:
 def prune(settings: Settings) -> None:
     """Remove the oldest jobs that have ended; keeps the newest 200."""
     for record in all_jobs(settings)[_KEPT:]:
-        if not record.goes_on:
+        if not record.is_active:
             shutil.rmtree(folder_of(settings, record.job_id), ignore_errors=True)
 
 

@@ -19,7 +19,8 @@ import msgspec
 import psutil
 import zmq
 
-from sgpu_magic.files.whole_file import format_bytes
+from sgpu_magic.agent.watch.inventory import assigned_by_batch_system
+from sgpu_magic.files.atomic_file import format_bytes
 from sgpu_magic.system.processes import IS_LINUX
 from sgpu_magic.system.secure_sockets import new_key_pair
 from sgpu_magic.views.units import format_seconds
@@ -34,7 +35,7 @@ _FILES_LEAST = 256
 _TASKS_FOR_64 = 512
 _TASKS_LEAST = 64
 _PR_GET_CHILD_SUBREAPER = 37
-# ZeroMQ with an optimized libsodium has several times as much on any processor of these years
+# ZeroMQ with an optimized libsodium is several times faster on any recent processor
 _SLOW_ENCRYPTION = 150e6
 _MEASURED_S = 0.3
 _MESSAGE_BYTES = 1 << 18
@@ -102,7 +103,10 @@ def hostname() -> Iterator[Finding]:
 
 def visible_devices(environ: Mapping[str, str]) -> Iterator[Finding]:
     name = "CUDA_VISIBLE_DEVICES"
-    if name in environ:
+    assigned = assigned_by_batch_system(environ)
+    if assigned is not None:
+        yield ok(name, f"{environ[name]!r}: a pool that is started in this batch job leases these GPUs only")
+    elif name in environ:
         text = f"is set to {environ[name]!r}, which the pool ignores: it leases all GPUs that the driver lists"
         yield warning(name, text, "Unset it. A rank sees only the devices of its run, whatever the value.")
 

@@ -10,8 +10,8 @@ from typing import Any
 
 from sgpu_magic.cli.main import Parser
 from sgpu_magic.client.pool import Pool
-from sgpu_magic.client.pool_choosing import Money, counts, has_words, money_of
-from sgpu_magic.client.pools import PATIENCE_S, Asked, Pools
+from sgpu_magic.client.pool_choosing import PriceBook, counts, has_words, money_of
+from sgpu_magic.client.pools import PATIENCE_S, Pools, PoolStatusReply
 from sgpu_magic.client.pools_file import LOCAL, PoolEntry, add_pool, new_entry, pools_path, read_pools, remove_pool
 from sgpu_magic.client.this_machine import find_pool
 from sgpu_magic.config import Settings, host_name, load_settings
@@ -103,9 +103,9 @@ def types(settings: Settings, name: str = "") -> str:
     return "\n".join([*(aligned(rows, right=(2, 4, 5, 6, 7)) if len(rows) > 1 else []), *silent])
 
 
-def _all(settings: Settings, name: str) -> list[Asked]:
+def _all(settings: Settings, name: str) -> list[PoolStatusReply]:
     with closing(Pools(settings)) as pools:
-        # with `recent` of 1 or more the status includes the active runs, which tell the free devices
+        # with `recent` of 1 or more the status includes the active runs, which show which devices are free
         return pools_status.ask(pools, name, start=False, recent=1)
 
 
@@ -120,7 +120,7 @@ def _checked(settings: Settings, entry: PoolEntry) -> PoolStatus:
     return found
 
 
-def _type_rows(answer: Asked, status: PoolStatus, money: Money) -> list[tuple[str, ...]]:
+def _type_rows(answer: PoolStatusReply, status: PoolStatus, money: PriceBook) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for kind, count in counts(status).items():
         price = money.of(answer.entry, kind)
@@ -155,7 +155,7 @@ def _interconnect(status: PoolStatus, kind: str) -> str:
     return "/".join(sorted(each or "?" for each in found))
 
 
-def _remark(answer: Asked, status: PoolStatus, kind: str) -> str:
+def _remark(answer: PoolStatusReply, status: PoolStatus, kind: str) -> str:
     words = [] if answer.entry is None else [answer.entry.kind]
     if any(device.simulated for device in status.inventory.devices if device.type == kind):
         words.append("simulated on cpu")

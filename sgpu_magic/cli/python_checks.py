@@ -6,7 +6,6 @@ torch is imported only in two child processes, as in ranks, not in this one.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import subprocess
@@ -22,6 +21,7 @@ from sgpu_magic.cli.machine_checks import Finding, ok, problem, warning
 from sgpu_magic.packages.mismatches import driver_version, find_mismatches, packages_of
 from sgpu_magic.packages.snapshot import take_snapshot
 from sgpu_magic.views.units import count_of, format_seconds
+from sgpu_magic.wire.decoding import convert, load_json
 
 _OLDEST_TORCH = (2, 6)
 _PROBE_TIMEOUT_S = 90.0
@@ -142,8 +142,8 @@ def probe(environ: Mapping[str, str]) -> ProbeFacts:
     facts: dict[str, object] = {"last_words": last_words}
     for line in said.decode(errors="replace").splitlines():
         if line.startswith("{"):
-            facts |= json.loads(line)
-    return msgspec.convert(facts, ProbeFacts)
+            facts |= load_json(line)
+    return convert(facts, ProbeFacts)
 
 
 def _last_words(returncode: int, errors: bytes) -> str:

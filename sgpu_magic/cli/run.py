@@ -27,8 +27,8 @@ from sgpu_magic.client.find_run import recorded_directory
 from sgpu_magic.config import Settings, load_settings
 from sgpu_magic.errors import UsageError
 from sgpu_magic.options.argparse_form import add_option, add_replay, read_replay
-from sgpu_magic.options.asked import ReplayOptions
 from sgpu_magic.options.job_form import EXTRA, JobFile, read_mapping, read_yaml
+from sgpu_magic.options.option_records import ReplayOptions
 from sgpu_magic.options.values import STRATEGIES, key_values
 from sgpu_magic.views.units import format_seconds
 from sgpu_magic.wire.base import RunState, new_id, short
@@ -51,7 +51,7 @@ def run(settings: Settings, values: argparse.Namespace, out: TextIO, err: TextIO
     Raises:
         UsageError: An option is not valid, or an extra is not installed.
     """
-    # nbformat imports jsonschema, which builds a parser for IRIs if it has this package: a second, for nothing
+    # hide this package: nbformat imports jsonschema, which would take a second to build an IRI parser with it
     sys.modules.setdefault("rfc3987_syntax", cast("ModuleType", None))
     job = job_from(values.target, options_from(values), script_arguments(values.words), as_script=values.as_script)
     if values.as_script:
@@ -116,7 +116,7 @@ def _attempts(
     # nbclient takes half a second to import, so check the command first
     from sgpu_magic.cli.headless.execution import NotebookRun
 
-    def told(done: int, cells: int) -> None:
+    def show_progress(done: int, cells: int) -> None:
         nonlocal record
         record = msgspec.structs.replace(record, done=done, cells=cells)
         jobs.write(settings, record)
@@ -128,7 +128,7 @@ def _attempts(
     until = math.inf if job.timeout_s is None else time.monotonic() + job.timeout_s
     while True:
         began = time.monotonic()
-        notebook_run = NotebookRun(job, Path(record.copy) if record.copy else None, out, err, told)
+        notebook_run = NotebookRun(job, Path(record.copy) if record.copy else None, out, err, show_progress)
         code = notebook_run.run(until)
         took = format_seconds(time.monotonic() - began)
         is_whole = not job.is_script and notebook_run.exit_value is None
@@ -231,7 +231,7 @@ def _options(parser: Parser) -> None:
     add_option(parser, "detach", help="return at once; the job continues without this terminal")
     add("--job-id", default="", help=argparse.SUPPRESS)
     add("--copy", default="", help=argparse.SUPPRESS)
-    # of `sgpu torchrun`
+    # passed by `sgpu torchrun`
     add("--as-script", action="store_true", help=argparse.SUPPRESS)
     add("--module", default="", help=argparse.SUPPRESS)
     add("--restarts", type=int, default=0, help=argparse.SUPPRESS)
@@ -261,34 +261,34 @@ def replay(settings: Settings, run: str, options: ReplayOptions, out: TextIO) ->
     """
     # slow to import, and not needed by `sgpu run`, whose kernel submits the runs
     from sgpu_magic.runs.follow import outcome
+    from sgpu_magic.runs.kernel_context import close_kernel_context, kernel_context
     from sgpu_magic.runs.replay.recorded import prepare_replay, read_recorded
-    from sgpu_magic.runs.submit.submit import let_go, submit
-    from sgpu_magic.runs.workplace import close_workplace, workplace
+    from sgpu_magic.runs.submit.submit import release, submit
 
     with recorded_directory(settings, run) as directory:
         recorded = read_recorded(directory)
-    place = workplace()
+    context = kernel_context()
     try:
-        started = submit(place.pool, prepare_replay(place, recorded, options))
+        started = submit(context.pool, prepare_replay(context, recorded, options))
         if options.detach:
             for note in started.spec.shipped.notes:
                 print(note, file=out)
-            print(outcome.goes_on(started.spec), file=out)
-            place.pool.run_left(started.run_id)
+            print(outcome.detached_note(started.spec), file=out)
+            context.pool.run_left(started.run_id)
             started.close()
             return True
-        followed = place.followed(started, options.ui, error_follows=False)
+        followed = context.followed(started, options.ui, error_follows=False)
         try:
             outcome.show(followed, RunState.QUEUED, threading.Event())
         except KeyboardInterrupt:
             started.cancel("`sgpu replay` was interrupted")
             outcome.show(followed, RunState.QUEUED, threading.Event())
         finally:
-            let_go(place.pool, started)
+            release(context.pool, started)
         ended = followed.view.ended
         return ended is not None and ended.state is RunState.SUCCEEDED
     finally:
-        close_workplace()
+        close_kernel_context()
 
 
 def _replay_options(parser: Parser) -> None:

@@ -23,7 +23,7 @@ import msgspec
 
 from sgpu_magic.cli.main import Parser, note, rank
 from sgpu_magic.client import ledger
-from sgpu_magic.client.find_run import FilesElsewhere, FilesOfRun, files_of, find_directory
+from sgpu_magic.client.find_run import FilesOfRun, RemoteRunFiles, files_of, find_directory
 from sgpu_magic.client.this_machine import find_pool
 from sgpu_magic.config import Settings, load_settings
 from sgpu_magic.errors import PoolError, RunFileUnknown, UsageError
@@ -33,6 +33,7 @@ from sgpu_magic.views import ansi
 from sgpu_magic.views.run_notes import run_name
 from sgpu_magic.views.units import aligned
 from sgpu_magic.wire.base import short
+from sgpu_magic.wire.decoding import decode_json
 from sgpu_magic.wire.pool_status import RunSummary
 from sgpu_magic.wire.tracking import without_user
 
@@ -63,8 +64,8 @@ def show(options: argparse.Namespace) -> int:
 
 def _show(files: FilesOfRun, rank: int | None, follow: bool, out: TextIO) -> None:
     run_id, row = files.run_id, files.row()
-    if isinstance(files, FilesElsewhere):
-        # raises for another user's run; a run without a directory has only not started
+    if isinstance(files, RemoteRunFiles):
+        # raises for another user's run; a run without a directory has not started yet
         with contextlib.suppress(RunFileUnknown):
             files.list()
     ranks = row.ranks if row is not None else _ranks_with_logs(files)
@@ -79,7 +80,7 @@ def _show(files: FilesOfRun, rank: int | None, follow: bool, out: TextIO) -> Non
     try:
         row = _follow(files, logs, out) if follow else row
         for log in logs:
-            # a log that was followed has only the rest of a line left
+            # `_follow` has already copied all but an unfinished last line
             while not follow and log.copy_to(out):
                 pass
             log.finish(out)
@@ -276,7 +277,7 @@ def _send(settings: Settings, uri: str, items: Sequence[Left], environ: dict[str
     command = [sys.executable, "-m", "sgpu_magic.tracking", SYNC]
     environ |= {"PYTHONSAFEPATH": "1"}
     done = subprocess.run(command, input=msgspec.json.encode(order), capture_output=True, env=environ)
-    found = [msgspec.json.decode(line, type=Sent) for line in done.stdout.splitlines() if line.startswith(b"{")]
+    found = [decode_json(line, type=Sent) for line in done.stdout.splitlines() if line.startswith(b"{")]
     if done.returncode:
         said = done.stderr.decode(errors="replace").strip().splitlines()
         raise PoolError(f"the process that sends to {uri or _DEFAULT} failed: {said[-1] if said else done.returncode}")

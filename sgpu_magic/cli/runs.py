@@ -15,7 +15,7 @@ from contextlib import closing
 from sgpu_magic.cli.main import Parser, note, positive
 from sgpu_magic.client import ledger
 from sgpu_magic.client.find_run import check_prefix, pool_of
-from sgpu_magic.client.ledger import Usage, Use, read_usage
+from sgpu_magic.client.ledger import Usage, Use, usage_within
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.client.pools import Pools
 from sgpu_magic.client.pools_file import LOCAL
@@ -64,11 +64,11 @@ def recent(settings: Settings, limit: int | None, name: str = "") -> tuple[str, 
     if not elsewhere:
         return runs_table(local, time.time()), " ".join(notes)
     notes += [f"{each.name} is left out: {each.problem}" for each in elsewhere if each.problem]
-    told = [(LOCAL, run) for run in local]
-    told += [(each.name, run) for each in elsewhere if each.status is not None for run in each.status.runs]
-    told = sorted(told, key=lambda found: -found[1].submitted_at)[:limit]
-    pool_of = {run.run_id: pool for pool, run in told}
-    return runs_table([run for _, run in told], time.time(), pool_of), " ".join(notes)
+    listed = [(LOCAL, run) for run in local]
+    listed += [(each.name, run) for each in elsewhere if each.status is not None for run in each.status.runs]
+    listed = sorted(listed, key=lambda found: -found[1].submitted_at)[:limit]
+    pool_of = {run.run_id: pool for pool, run in listed}
+    return runs_table([run for _, run in listed], time.time(), pool_of), " ".join(notes)
 
 
 def of_one(settings: Settings, command: str, run: str) -> str:
@@ -144,7 +144,7 @@ def _cost(run: RunSummary, now: float) -> str:
 
 def _remark(run: RunSummary) -> str:
     in_session = f"in session {short(run.session)}" if run.session else ""
-    return clipped(run.failure.strip().partition("\n")[0] or run.waiting_for or in_session, _MAX_FAILURE)
+    return clipped(run.waiting_for or run.failure.strip().partition("\n")[0] or in_session, _MAX_FAILURE)
 
 
 def _list_options(parser: Parser) -> None:
@@ -292,7 +292,40 @@ def _usage_options(parser: Parser) -> None:
     groups = ("day", "user", "session", "notebook", "type")
     parser.add_argument("--by", choices=groups, default="day", help="what to group by (default: day)")
     parser.add_argument("--format", choices=tuple(_FORMATS), default="table", help="output format (default: table)")
-    parser.does(lambda it: _FORMATS[it.format](read_usage(load_settings(), it.since, it.by)))
+    parser.add_argument("--pool", default="", metavar="NAME", help="only this pool (default: all)")
+    parser.does(_usage)
+
+
+def _usage(options: argparse.Namespace) -> str:
+    settings = load_settings()
+    rows, where = all_runs(settings, options.pool)
+    text = _FORMATS[options.format](usage_within(settings, rows, options.since, options.by))
+    if where:
+        note(where)
+    return text
+
+
+def all_runs(settings: Settings, name: str = "") -> tuple[list[RunSummary], str]:
+    """Return all runs of the pools that this machine lists, and a note about pools that are left out ("" for none).
+
+    The local pool's are read from its ledger, whether it is running or not. Served pools answer with this user's runs.
+
+    Args:
+        settings: The settings.
+        name: Only this pool; "" for all.
+
+    Raises:
+        PoolError: The ledger can't be read, or the named pool can't be reached.
+        UsageError: There is no pool of that name.
+    """
+    with closing(Pools(settings)) as pools:
+        if name not in ("", LOCAL):
+            status = pools.named(name).status(_ALL)
+            return [] if status is None else list(status.runs), ""
+        elsewhere = pools.asked(() if name else pools.entries(), local=False, recent=_ALL)
+    rows = ledger.recent_runs(settings, None)
+    rows += [run for each in elsewhere if each.status is not None for run in each.status.runs]
+    return rows, " ".join(f"{each.name} is left out: {each.problem}" for each in elsewhere if each.problem)
 
 
 COMMANDS = {"runs": _list_options, "usage": _usage_options, **dict.fromkeys(_OF_ONE, _one_options)}

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import getpass
-import json
 import os
 import re
 import sys
@@ -25,6 +24,7 @@ from sgpu_magic.pool import clients
 from sgpu_magic.pool.clients import read_clients
 from sgpu_magic.pool.serving import CLIENTS, checked_listen, checked_name, served_settings
 from sgpu_magic.system.secure_sockets import new_key_pair, read_key_pair, write_key_pair
+from sgpu_magic.wire.decoding import decode_json, load_json
 from sgpu_magic.wire.pool_status import MAX_SOCKET_PATH_BYTES, agent_socket_file
 
 # how long ranks of a served pool wait for a restarted service
@@ -166,7 +166,7 @@ def job_options(words: Sequence[str]) -> dict[str, object]:
         name, text = match["name"].removesuffix("-json").replace("-", "_"), rest[1]
         rest = rest[2:]
         try:
-            value: object = json.loads(text)
+            value: object = load_json(text)
         except ValueError:
             value = None
         wanted = dict if name in ("runtime_env", "metadata", "entrypoint_resources") else int | float
@@ -189,7 +189,7 @@ def _clients(settings: Settings, name: str) -> tuple[tuple[str, str, bool], ...]
 
 def main() -> None:
     try:
-        what = msgspec.json.decode(os.environ.pop(DEPLOYED, ""), type=Deployment)
+        what = decode_json(os.environ.pop(DEPLOYED, ""), type=Deployment)
     except msgspec.DecodeError as error:
         sys.exit(
             f"sgpu: this is the entry point of `sgpu pool deploy`, and the variable {DEPLOYED} is invalid: {error}"

@@ -15,7 +15,7 @@ from sgpu_magic.errors import UsageError
 from sgpu_magic.options.argparse_form import add_option
 from sgpu_magic.options.table import MOST_RETRIES
 
-# why options of torchrun have no effect here, and these options
+# reasons why options of torchrun have no effect here, with these options
 _WITHOUT_EFFECT = {
     "the pool arranges the rendezvous": (
         "rdzv-backend", "rdzv-endpoint", "rdzv-id", "rdzv-conf", "master-addr", "master-port", "local-addr",
@@ -32,6 +32,8 @@ _WITHOUT_EFFECT = {
     "SIGINT and SIGTERM end the ranks": ("signals-to-handle",),
     "the setting grace_s is the time that ranks have after SIGTERM": ("shutdown-timeout",),
 }  # fmt: skip
+# options that torchrun reads from the command line only
+_WITHOUT_VARIABLE = ("logs-specs", "numa-binding")
 _SHORT = {"redirects": ["-r"], "tee": ["-t"]}
 # option of torchrun -> why it is refused, and what to do instead
 _REFUSED = {
@@ -66,10 +68,17 @@ def notes(values: argparse.Namespace) -> list[str]:
     """Return a sentence for each given option that has no effect."""
     found: list[str] = []
     for why, names in _WITHOUT_EFFECT.items():
-        given = [f"--{name}" for name in names if getattr(values, name.replace("-", "_"))]
+        given = [_spelled(name, values) for name in names if getattr(values, name.replace("-", "_"))]
         if given:
             found.append(f"{', '.join(given)} {'has' if len(given) == 1 else 'have'} no effect: {why}.")
     return found
+
+
+def _spelled(name: str, values: argparse.Namespace) -> str:
+    """Return the option as it was given: on the command line, or as a variable of the environment."""
+    attribute = name.replace("-", "_")
+    variable = _variable(name)
+    return variable if os.environ.get(variable) == getattr(values, attribute) else f"--{name}"
 
 
 def _nodes(text: str) -> int:
@@ -122,8 +131,30 @@ def _file_of(module: str) -> str:
 _ABOUT = """Start a script as torchrun does, on the ranks of a pool: `sgpu run` with torchrun's options.
 
 What follows the script are its own arguments. Options of torchrun that have no effect on a pool are accepted with a
-note.
+note. As torchrun does, the command reads defaults from PET_ variables, such as PET_NPROC_PER_NODE.
 """
+
+
+def _variable(name: str) -> str:
+    """Return the variable that torchrun reads the option's default from (torch/distributed/argparse_util.py)."""
+    return f"PET_{name.replace('-', '_').upper()}"
+
+
+def _default(name: str, otherwise: str) -> str:
+    return otherwise if name in _WITHOUT_VARIABLE else os.environ.get(_variable(name), otherwise)
+
+
+def _is_set(name: str) -> bool:
+    """Whether the variable of an option without a value sets it, as torchrun reads it.
+
+    Raises:
+        UsageError: It is not a number.
+    """
+    text = os.environ.get(_variable(name), "0")
+    try:
+        return bool(int(text))
+    except ValueError:
+        raise UsageError(f"{_variable(name)} is {text!r}; torchrun takes 0 or 1.") from None
 
 
 def _flags(name: str) -> list[str]:
@@ -135,24 +166,36 @@ def _options(parser: Parser) -> None:
     parser.description = _ABOUT
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
-    add(*_flags("nproc-per-node"), default="1", metavar="N|gpu|cpu|auto",
+    add(*_flags("nproc-per-node"), default=_default("nproc-per-node", "1"), metavar="N|gpu|cpu|auto",
         help="ranks on each node; gpu and auto are all devices of the pool (default: 1)")  # fmt: skip
-    add(*_flags("nnodes"), default="1", metavar="N", help="number of nodes (default: 1)")
+    add(*_flags("nnodes"), default=_default("nnodes", "1"), metavar="N", help="number of nodes (default: 1)")
     restarts = whole_number(0, MOST_RETRIES, f"a number from 0 to {MOST_RETRIES}")
-    add(*_flags("max-restarts"), type=restarts, default=0, metavar="N",
+    add(*_flags("max-restarts"), type=restarts, default=_default("max-restarts", "0"), metavar="N",
         help="start all ranks anew after a failure, up to N times (default: 0)")  # fmt: skip
-    add("-m", "--module", action="store_true", help="the script is the name of a module, as for `python -m`")
-    add(*_flags("node-rank"), default="", metavar="0", help="the pool has the machines: start the command once")
+    add(
+        "-m",
+        "--module",
+        action="store_true",
+        default=_is_set("module"),
+        help="the script is the name of a module, as for `python -m`",
+    )
+    add(
+        *_flags("node-rank"),
+        default=_default("node-rank", ""),
+        metavar="0",
+        help="the pool has the machines: start the command once",
+    )
     add_option(parser, "pool", metavar=None, help="pool to run on (default: the setting pool)")
     add_option(parser, "type", help="GPU type: a10, h100, ..., cpu or any")
     add_option(parser, "min-memory", help="memory that each GPU must have")
     add_option(parser, "env-version", metavar="4|ai-4|FILE|NAME", help="packages of the ranks")
     add("--standalone", action="store_true", help="accepted: ranks on one machine need nothing else")
+    add(*_flags("use-env"), action="store_true", help="accepted: ranks have their LOCAL_RANK in the environment")
     for why, names in _WITHOUT_EFFECT.items():
         for name in names:
-            add(*_flags(name), default="", metavar="VALUE", help=f"no effect: {why}")
+            add(*_flags(name), default=_default(name, ""), metavar="VALUE", help=f"no effect: {why}")
     for name, why in _REFUSED.items():
-        add(*_flags(name), action="store_true", help=f"refused: {why}")
+        add(*_flags(name), action="store_true", default=_is_set(name), help=f"refused: {why}")
     add("script", metavar="SCRIPT", help="script, or with -m module")
     add("arguments", metavar="...", nargs=argparse.REMAINDER, help="arguments of the script")
     parser.does(_do)

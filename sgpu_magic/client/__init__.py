@@ -1,21 +1,21 @@
 """The client library of the kernel and the `sgpu` command: connects to pools, submits runs, receives their events.
 
-pool             the API of one pool
-pools            all pools of one process
-pools_file       the list of pools, `pools.toml`: reading, adding, removing
-pool_choosing    which pool a run goes to
-this_machine     describes this process to the pool and the ranks; finds and starts the local pool
-connection       one connection per pool: made on first use, remade when the pool dies
-link             the thread that owns the socket; routes replies and events
-wires            queues to and from that thread; transport to the local pool's socket
-remote_wire      transport to a pool on another machine
-bulk_connection  its second connection, for file data
-submitter        submits runs to a pool and resubmits them to its successor; payload memory
-upload_files     uploads to pools on other machines; files of a folder and their digests
-blob_sender      sends the blobs that a pool lacks
-run              the handle of a submitted run; the attachments of a submission
-result           what a finished run returns
-find_run         finds a run by the first digits of its id, and its files, local or remote
-mirror           local copies of remote runs' files; which runs were submitted to remote pools
-ledger           the local ledger, read only: runs, GPU-hours and cost
+pool              the API of one pool
+pools             all pools of one process
+pools_file        the list of pools, `pools.toml`: reading, adding, removing
+pool_choosing     which pool a run goes to
+this_machine      describes this process to the pool and the ranks; finds and starts the local pool
+connection        one connection per pool: made on first use, remade when the pool dies
+link              the thread that owns the socket; routes replies and events
+local_transport   queues to and from that thread; transport to the local pool's socket
+remote_transport  transport to a pool on another machine
+bulk_connection   its second connection, for file data
+submitter         submits runs to a pool and resubmits them to its successor; payload memory
+upload_files      uploads to pools on other machines; files of a folder and their digests
+blob_sender       sends the blobs that a pool lacks
+run               the handle of a submitted run; the attachments of a submission
+result            what a finished run returns
+find_run          finds a run by the first digits of its id, and its files, local or remote
+mirror            local copies of remote runs' files; which runs were submitted to remote pools
+ledger            the local ledger, read only: runs, GPU-hours and cost
 """

@@ -17,10 +17,10 @@ from typing import cast
 import msgspec
 
 from sgpu_magic.client.link import PoolLink
-from sgpu_magic.client.wires import A, Answer, Tell
+from sgpu_magic.client.local_transport import A, Answer, Tell
 from sgpu_magic.errors import SerializationError
+from sgpu_magic.files.atomic_file import format_bytes
 from sgpu_magic.files.content_store import blob_digest
-from sgpu_magic.files.whole_file import format_bytes
 from sgpu_magic.payload.buffers import regions_of
 from sgpu_magic.payload.pack import Packed
 from sgpu_magic.wire.attachments import StoredPart, StoredPayload
@@ -34,7 +34,7 @@ from sgpu_magic.wire.files import (
     PutBlob,
 )
 
-# without a reply for this long, the pool is asked how much it has
+# after this long without a reply, ask the pool how many bytes it has
 _ANSWER_S = 15.0
 # a slower reply shrinks the window, so that other messages get through a slow line
 _SLOW_S = 0.5
@@ -129,10 +129,10 @@ class BlobSender:
                     f"{error.filename or 'the file'}, which is then created again."
                 ) from error
             finally:
-                # also on an interrupt: cancel the remaining hashing
+                # cancel the remaining hashing, also on an interrupt
                 threads.shutdown(wait=False, cancel_futures=True)
 
-    # ------------------------------------------------------------ within
+    # ------------------------------------------------------------ internals
 
     def _send_piece(self, piece: Piece, digest: str, held: int) -> None:
         data: memoryview | None = None
@@ -151,9 +151,9 @@ class BlobSender:
         try:
             while taken < data.nbytes:
                 while at < data.nbytes and len(under_way) < self._window:
-                    # while answers take long, so would larger chunks
+                    # send larger chunks only after fast replies have grown the window
                     most = self._link.wire.chunk_bytes if self._window > _FIRST_WINDOW else CHUNK_BYTES
-                    # as good as `bytes`, which would be a copy
+                    # a memoryview, since `bytes` would be a copy
                     chunk = cast("bytes", data[at : at + most])
                     order = PutBlob(request=0, digest=digest, size=data.nbytes, offset=at)
                     at += len(chunk)
@@ -219,13 +219,13 @@ class Sending:
         self._link = link
         self._tell = tell
         self._due = time.monotonic() + _FIRST_S
-        self._told = False
+        self._announced = False
 
     def __enter__(self) -> Sending:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._told and self._tell is not None:
+        if self._announced and self._tell is not None:
             self._tell("")
 
     def part(self, what: str, total: int) -> Callable[[int], None]:
@@ -241,7 +241,7 @@ class Sending:
             now = time.monotonic()
             if self._tell is None or now < self._due:
                 return
-            self._due, self._told = now + _EVERY_S, True
+            self._due, self._announced = now + _EVERY_S, True
             sent = f"sending {what} to {self._pool}: {format_bytes(there)} of {format_bytes(total)} sent"
             if wire.silent_s:
                 sent += f"; the link has been silent for {wire.silent_s:.0f} s, sending continues when it is back"

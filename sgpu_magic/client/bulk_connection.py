@@ -1,7 +1,7 @@
 """The second connection to a remote pool, for messages with file data. Without it they go over the link.
 
-The pool tells over the link where to connect, which certificate it has there, and a token. A port that a firewall
-closes, or a connection that breaks, costs no more than time: what was not answered is sent over the link again.
+The pool sends the port, its certificate and a token over the link. If a firewall blocks the port or the connection
+breaks, unanswered requests are sent over the link again.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from urllib.parse import urlsplit
 import msgspec
 import zmq
 
-from sgpu_magic.client.wires import Parcel
+from sgpu_magic.client.local_transport import OutboundMessage
 from sgpu_magic.system.bulk_stream import BulkStream, client_context
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.pool_status import AskBulk, BulkOffered, BulkOpened, OpenBulk
 
 _OPEN_S = 6.0
-# requests without any reply for so long are sent over the link
+# after this long without any reply, pending requests are sent over the link
 _SILENT_S = 30.0
 _FIRST_PAUSE_S = 30.0
 _LONGEST_PAUSE_S = 600.0
@@ -34,7 +34,7 @@ Send = Callable[[Sequence[bytes]], None]
 
 
 class BulkConnection:
-    """The second connection, and what is under way of file data. Used by the link's thread only.
+    """The second connection, and the file data that is in flight. Used by the link's thread only.
 
     Args:
         pool: The pool's name.
@@ -58,12 +58,12 @@ class BulkConnection:
         self._connecting: socket.socket | None = None
         self._offer: BulkOffered | None = None
         self._stream: BulkStream | None = None
-        self._heard_at = 0.0
-        # requests without a reply, by number: those that went over the link, and over this connection
+        self._received_at = 0.0
+        # pending requests by number: those sent over the link, and those of this connection
         self._over_link: set[int] = set()
-        self._here: dict[int, Parcel] = {}
-        # they wait for the replies that come over the link: chunks of a blob must arrive in order
-        self._held: list[Parcel] = []
+        self._here: dict[int, OutboundMessage] = {}
+        # messages held back until the replies over the link have arrived: chunks of a blob must arrive in order
+        self._held: list[OutboundMessage] = []
 
     # ------------------------------------------------------------ the link
 
@@ -75,8 +75,8 @@ class BulkConnection:
         """Note the requests with file data that are still awaited; those not carried here went over the link again."""
         self._over_link = {number for number in requests if number not in self._here}
 
-    def send(self, parcel: Parcel, over_link: Send) -> None:
-        """Send a request with file data the way it goes now, and open the connection for later ones."""
+    def send(self, parcel: OutboundMessage, over_link: Send) -> None:
+        """Send a request with file data over the connection if it is open, else over the link; request it if due."""
         if self.is_open:
             self._here[parcel.request] = parcel
             self._held.append(parcel)
@@ -138,13 +138,13 @@ class BulkConnection:
         Returns:
             Whether a message came.
         """
-        heard = False
+        any_received = False
         try:
             if self._connecting is not None:
                 self._connected(self._connecting)
             if self._stream is not None:
                 for parts in self._stream.turn(_MOST_MESSAGES):
-                    heard = True
+                    any_received = True
                     if self.is_open:
                         received(parts)
                     else:
@@ -155,15 +155,15 @@ class BulkConnection:
                         self._pause_s = _FIRST_PAUSE_S
                         self.problem = ""
             now = time.monotonic()
-            if heard:
-                self._heard_at = now
+            if any_received:
+                self._received_at = now
             if self._asked_at is not None and now - self._asked_at > _OPEN_S:
                 raise TimeoutError(errno.ETIMEDOUT, "it does not answer")
-            if self._here and not self._held and now - self._heard_at > _SILENT_S:
+            if self._here and not self._held and now - self._received_at > _SILENT_S:
                 raise TimeoutError(errno.ETIMEDOUT, f"it has been silent for {_SILENT_S:.0f} s")
         except (OSError, ValueError, msgspec.DecodeError) as error:
             self._failed(_words(error), over_link)
-        return heard
+        return any_received
 
     def close(self) -> None:
         """Close the connection; the link repeats what was not answered."""
@@ -176,7 +176,7 @@ class BulkConnection:
         self._held.clear()
         self._over_link.clear()
 
-    # ------------------------------------------------------------ within
+    # ------------------------------------------------------------ internals
 
     def _connected(self, connection: socket.socket) -> None:
         """Begin the handshake, once the TCP connection is made.
@@ -190,7 +190,7 @@ class BulkConnection:
         try:
             connection.getpeername()
         except OSError:
-            # not yet
+            # not connected yet
             return
         offer, self._offer = self._offer, None
         if offer is not None:
@@ -199,11 +199,11 @@ class BulkConnection:
             self._stream.put([codec.encode(OpenBulk(token=offer.token))])
 
     def _release(self) -> None:
-        """Send what was held, once nothing of file data is under way over the link."""
+        """Send the held messages once no file data is in flight over the link."""
         if self._held and not self._over_link and self._stream is not None:
             if len(self._held) == len(self._here):
-                # nothing was under way here
-                self._heard_at = time.monotonic()
+                # no request was in flight on this connection, so the silence begins now
+                self._received_at = time.monotonic()
             for parcel in self._held:
                 self._stream.put(parcel.parts)
                 self.sent_bytes += sum(map(len, parcel.parts))

@@ -6,16 +6,23 @@ import contextlib
 import os
 import secrets
 import signal
+import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TypeVar
 
+from sgpu_magic import __version__
 from sgpu_magic.client.link import PoolLink, PoolLost
+from sgpu_magic.client.local_transport import A, LocalTransport, Tell
 from sgpu_magic.client.pools_file import PoolEntry
-from sgpu_magic.client.remote_wire import RemoteWire
+from sgpu_magic.client.remote_transport import RemoteTransport
 from sgpu_magic.client.this_machine import (
+    agent_path,
+    agent_pid,
     find_pool,
+    listener_at,
     own_key_path,
     start_pool,
     stated_settings,
@@ -23,9 +30,9 @@ from sgpu_magic.client.this_machine import (
     this_interpreter,
     wait_for_exit,
 )
-from sgpu_magic.client.wires import A, LocalWire, Tell
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError, PoolVersionError
+from sgpu_magic.system.processes import kill_tree
 from sgpu_magic.system.secure_sockets import Endpoint, read_key_pair
 from sgpu_magic.wire.base import Record, short
 from sgpu_magic.wire.client import Accepted, AskStacks, Attach, Goodbye, StopPool, Warm
@@ -35,8 +42,10 @@ T = TypeVar("T")
 
 REPLY_TIMEOUT_S = 15.0
 _MOST_NAMED = 3
-# a kernel that restarts does not wait longer for a pool that does not answer
+# limits how long a restarting kernel waits for a pool that does not answer
 _CLOSE_PATIENCE_S = 0.5
+# time that a pool may take to exit, in addition to the grace of its ranks
+_STOP_S = 12.0
 _ONLY_ASKS = (Attach, AskStatus, AskStacks)
 
 
@@ -55,10 +64,18 @@ class Connection(ABC):
         self._on_notice = on_notice
         self._link: PoolLink | None = None
         self._lock = threading.RLock()
+        self._pid = os.getpid()
+
+    @property
+    def _is_inherited(self) -> bool:
+        """Whether this process was forked from the one that made the connection."""
+        return os.getpid() != self._pid
 
     @property
     def alive(self) -> PoolLink | None:
         """The link; None if there is none or its pool has died."""
+        if self._is_inherited:
+            return None
         # without the lock, which a connecting thread may hold for long: messages without a reply must not wait for it
         link = self._link
         return link if link is not None and not link.lost.is_set() else None
@@ -70,8 +87,15 @@ class Connection(ABC):
             start: Start a local pool if there is none. Remote pools are never started.
 
         Raises:
-            PoolError: The pool can't be reached or started.
+            PoolError: The pool can't be reached or started, or this process is a fork of the one that is connected.
         """
+        if self._is_inherited:
+            # the fork has none of the threads that serve the link, and a lock may be held forever
+            raise PoolError(
+                f"this process ({os.getpid()}) was forked from process {self._pid}, as multiprocessing does, and "
+                "can't use its connection to the pool. Start runs in the process that was forked, or start this one "
+                'with `multiprocessing.get_context("spawn")`.'
+            )
         with self._lock:
             if (link := self.alive) is None:
                 if self._link is not None:
@@ -99,7 +123,9 @@ class Connection(ABC):
         return ""
 
     def close(self) -> None:
-        """Say goodbye to the pool and close the link; a no-op while another thread is connecting."""
+        """Say goodbye to the pool and close the link; a no-op in a fork, and while another thread is connecting."""
+        if self._is_inherited:
+            return
         if not self._lock.acquire(timeout=_CLOSE_PATIENCE_S):
             return
         try:
@@ -131,7 +157,7 @@ class LocalConnection(Connection):
         link = self.made(start=True)
         has = dict(link.welcome.settings)
         if not link.welcome.sees_client:
-            # another machine's directory
+            # the state directory is another machine's
             has.pop("state_dir", None)
         other = [name for name, value in stated.items() if has.get(name, value) != value]
         if not other:
@@ -143,14 +169,21 @@ class LocalConnection(Connection):
                 "first run after these restarts it with the new settings; `sgpu pool stop --force` ends the pool and "
                 "its runs now."
             )
-        wait_for_exit(link.welcome.pid)
         link.lost.wait(REPLY_TIMEOUT_S)
+        wait_for_exit(self._settings, link.welcome.pid if link.welcome.same_host else 0)
         self.made(start=True)
         return ""
 
     def stop(self, *, force: bool) -> bool:
         if (address := find_pool(self._settings)) is None:
-            return False
+            # the agent of a killed pool may be waiting for the next pool, or hang
+            agent = agent_pid(agent_path(self._settings)) if force else 0
+            if agent:
+                kill_tree(agent)
+            return bool(agent)
+        if (peer := listener_at(self._settings, address)) is None and find_pool(self._settings) != address:
+            return True
+        pid = address.pid if peer is None else peer.pid
         try:
             super().stop(force=force)
         except PoolLost:
@@ -159,22 +192,31 @@ class LocalConnection(Connection):
             # the pool has another version, or does not answer
             if not force and (not isinstance(error, PoolVersionError) or error.is_used):
                 raise
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(address.pid, signal.SIGTERM)
+            _signal(pid, signal.SIGTERM)
+        # includes the grace of the ranks, and a few seconds for the agent
+        timeout_s = _STOP_S + self._settings.grace_s
         try:
-            wait_for_exit(address.pid)
+            wait_for_exit(self._settings, pid, timeout_s)
         except PoolError:
-            if not force:
+            if not force or not pid:
                 raise
-            os.kill(address.pid, signal.SIGKILL)
-            wait_for_exit(address.pid)
+            # kill the agent too: it may be the process that hangs, and the next pool would adopt it
+            agent = agent_pid(agent_path(self._settings))
+            _signal(pid, signal.SIGKILL)
+            if agent:
+                kill_tree(agent)
+            wait_for_exit(self._settings, pid)
         return True
 
     def _made_anew(self, start: bool) -> PoolLink:
         if (address := find_pool(self._settings)) is None:
             if not start:
                 raise PoolError("no local pool is running.")
-            address = start_pool(self._settings, Warm(interpreter=this_interpreter()))
+            address, _ = start_pool(self._settings, Warm(interpreter=this_interpreter()))
+        peer = listener_at(self._settings, address)
+        if peer is None and find_pool(self._settings) != address:
+            # the pool has just ended
+            return self._made_anew(start)
         link = self._new_link(address)
         try:
             return with_known_version(link)
@@ -182,15 +224,36 @@ class LocalConnection(Connection):
             if not start or link.welcome.busy:
                 raise
             # an idle pool of another version is replaced
-            os.kill(link.welcome.pid, signal.SIGTERM)
-            wait_for_exit(link.welcome.pid)
-            return with_known_version(self._new_link(start_pool(self._settings, Warm(interpreter=this_interpreter()))))
+            pid = link.welcome.pid if peer is None else peer.pid
+            _signal(pid, signal.SIGTERM)
+            wait_for_exit(self._settings, pid)
+        address, is_own = start_pool(self._settings, Warm(interpreter=this_interpreter()))
+        link = self._new_link(address)
+        try:
+            return with_known_version(link)
+        except PoolVersionError as error:
+            if not is_own:
+                raise
+            # this Python has just started the pool from the package that is installed now
+            raise PoolVersionError(
+                f"the package sgpu-magic of this Python ({sys.executable}) has changed since this process loaded it: "
+                f"it loaded {__version__}, and {link.welcome.package_version} is installed now. Restart the kernel, "
+                "or the program."
+            ) from error
 
     def _new_link(self, address: PoolAddress) -> PoolLink:
-        return PoolLink(LocalWire(socket_file(self._settings.runtime_path), address.pid), self._on_notice)
+        runtime = Path(address.runtime) if address.runtime else self._settings.runtime_path
+        return PoolLink(LocalTransport(socket_file(runtime), address.pid), self._on_notice)
 
 
-class FarConnection(Connection):
+def _signal(pid: int, number: signal.Signals) -> None:
+    """Send a signal to a pool's process, if it can be seen from here."""
+    if pid:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+class RemotePoolConnection(Connection):
     """The connection to a pool on another machine, which is never started from here.
 
     Args:
@@ -215,7 +278,7 @@ class FarConnection(Connection):
                 "Create one with `sgpu pool keygen` and send the public half, which it prints, to the pool's operator."
             ) from None
         hello = this_hello(instance=secrets.token_hex(16))
-        wire = RemoteWire(name, endpoint, keys, hello, self._settings.link_timeout_s)
+        wire = RemoteTransport(name, endpoint, keys, hello, self._settings.link_timeout_s)
         return with_known_version(PoolLink(wire, self._on_notice))
 
 
@@ -263,7 +326,7 @@ def ask(
         return answer.of(kind, timeout_s)
     except BaseException as error:
         if isinstance(question, _ONLY_ASKS):
-            # only questions are abandoned: an order is still carried out once a broken link is restored
+            # abandon only queries: a command is still executed once a broken link is restored
             answer.give_up()
         if isinstance(error, TimeoutError):
             raise _no_answer(link, timeout_s) from None

@@ -19,14 +19,15 @@ from sgpu_magic.client.pools_file import LOCAL, read_pools
 from sgpu_magic.client.this_machine import find_pool
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError, RunUnknown, UsageError
-from sgpu_magic.files.run_directory import list_below, open_below
-from sgpu_magic.files.whole_file import format_bytes
+from sgpu_magic.files.atomic_file import format_bytes
+from sgpu_magic.files.run_directory import links_below, list_below, open_below
 from sgpu_magic.wire.base import check_id, is_valid_id, short
+from sgpu_magic.wire.decoding import decode_json
 from sgpu_magic.wire.files import EVENTS, KEY, PAYLOAD, PAYLOAD_PARTS, REQUIREMENTS, RunFiles
 from sgpu_magic.wire.pool_status import RunSummary
 from sgpu_magic.wire.run import RUN_RECORD, UNDER_WAY, RunRecord
 
-# how many of each pool's newest runs are searched; the pools are asked for older ones by id
+# number of each pool's newest runs that are searched; older ones are requested by id
 _NEWEST = 300
 _MOST_LISTED = 8
 _PREFIX = re.compile(r"[0-9a-f]{1,8}")
@@ -63,7 +64,7 @@ def pool_with(pools: Pools, settings: Settings, run: str, *, going_on: bool = Fa
     if matching:
         ids = [f"{row.run_id if len(run) >= 4 else short(row.run_id)} ({name})" for name, row in matching]
         raise RunUnknown(_ambiguous(run, ids))
-    # pools whose list of runs was cut off are asked one after the other
+    # query the pools whose list of runs was truncated, one after the other
     for answer in answers if not going_on else ():
         if answer.status is not None and len(answer.status.runs) >= _NEWEST:
             with contextlib.suppress(RunUnknown):
@@ -147,7 +148,7 @@ def _ambiguous(run: str, ids: Sequence[str]) -> str:
     return f"{run!r} matches {len(ids)} runs: {listed}. Give more digits."
 
 
-# ---------------------------------------------------------------- its files
+# ---------------------------------------------------------------- files of a run
 
 # a run's directory is created shortly before its row in the ledger
 _NEW_S = 5.0
@@ -159,8 +160,8 @@ _PAUSE_S = 0.1
 _COPY_BYTES = 1 << 20
 
 
-class FilesHere:
-    """The files of a local run; same methods as `FilesElsewhere`.
+class LocalRunFiles:
+    """The files of a local run; same methods as `RemoteRunFiles`.
 
     Args:
         settings: Settings, with the directory of runs.
@@ -186,7 +187,7 @@ class FilesHere:
 
     def list(self, under: str = "") -> RunFiles:
         files, more = list_below(self.directory, under)
-        return RunFiles(request=0, files=tuple(files), more=more)
+        return RunFiles(request=0, files=tuple(files), more=more, links=links_below(self.directory, under))
 
     def bring(self, name: str) -> Path:
         return self.directory / name
@@ -204,7 +205,7 @@ class FilesHere:
             os.close(source)
 
 
-class FilesElsewhere(Mirror):
+class RemoteRunFiles(Mirror):
     """The files of a run in a remote pool.
 
     Args:
@@ -219,7 +220,7 @@ class FilesElsewhere(Mirror):
         self._row: RunSummary | None = None
         self.run_id = prefix
         if (found := self.row()) is None:
-            # too old to be listed
+            # the run is too old to be listed
             found, _ = pool.attach(prefix)
             found.close()
         super().__init__(mirror_path(settings, pool.name, found.run_id), found.run_id, pool.link)
@@ -245,7 +246,7 @@ class FilesElsewhere(Mirror):
         return row is None or row.state.is_final
 
 
-FilesOfRun = FilesHere | FilesElsewhere
+FilesOfRun = LocalRunFiles | RemoteRunFiles
 
 
 @contextlib.contextmanager
@@ -262,7 +263,7 @@ def files_of(settings: Settings, text: str) -> Generator[FilesOfRun]:
     """
     prefix = check_prefix(text)
     try:
-        here = FilesHere(settings, check_id(find_directory(settings, prefix)))
+        here = LocalRunFiles(settings, check_id(find_directory(settings, prefix)))
     except UsageError:
         if not read_pools():
             raise
@@ -274,7 +275,7 @@ def files_of(settings: Settings, text: str) -> Generator[FilesOfRun]:
             # raises the error that explains why the local run has no directory
             find_directory(settings, prefix)
             raise RunUnknown(f"no run has an id that begins with {prefix!r}.")
-        yield FilesElsewhere(settings, pool, prefix)
+        yield RemoteRunFiles(settings, pool, prefix)
 
 
 @contextlib.contextmanager
@@ -287,7 +288,7 @@ def recorded_directory(settings: Settings, text: str) -> Generator[Path]:
         OSError: The files can't be written.
     """
     with files_of(settings, text) as files:
-        if isinstance(files, FilesElsewhere):
+        if isinstance(files, RemoteRunFiles):
             _bring_record(files)
         yield files.directory
 
@@ -300,7 +301,11 @@ def _bring_record(mirror: Mirror) -> None:
         listed = {file.name for file in mirror.list().files}
         if RUN_RECORD not in listed:
             break
-        record = msgspec.json.decode(mirror.bring(RUN_RECORD).read_bytes(), type=RunRecord)
+        try:
+            record = decode_json(mirror.bring(RUN_RECORD).read_bytes(), type=RunRecord)
+        except msgspec.DecodeError:
+            # the record is damaged, but the run's other files are complete
+            break
         # the record is written after its payload; an older record may have been fetched just before
         parts = {name for name in listed if name == PAYLOAD or name.startswith(f"{PAYLOAD_PARTS}/")}
         is_whole = parts if record.payload_kept else record.payload_note != UNDER_WAY

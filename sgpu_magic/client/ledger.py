@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import sqlite3
 import time
@@ -14,16 +13,17 @@ from urllib.parse import quote
 
 import msgspec
 
-from sgpu_magic.client.this_machine import find_pool
+from sgpu_magic.client.this_machine import agent_path, find_pool
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError, UsageError
 from sgpu_magic.wire.base import RunKind, RunState, short
 from sgpu_magic.wire.costs import HOUR_S, Prices, cost_so_far, gpu_s_so_far, idle_seconds, read_prices
+from sgpu_magic.wire.decoding import convert, load_json
 from sgpu_magic.wire.devices import CPU
-from sgpu_magic.wire.pool_status import RunSummary, agent_socket_file
+from sgpu_magic.wire.pool_status import RunSummary
 
 _BUSY_TIMEOUT_S = 2.0
-# two clocks may differ by this much without having been set
+# a larger difference between two clocks means that the wall clock was set
 _STEP_S = 1.0
 _FIELDS = frozenset(field.name for field in msgspec.structs.fields(RunSummary))
 LOST = "the pool service ended while the run was active"
@@ -71,7 +71,7 @@ def _read(settings: Settings, rest: str, values: Sequence[str | int | float]) ->
         held = find_pool(settings) is not None or _agent_waits(settings)
         _bring_up_to_now(rows)
         return [_summary(row, held=held) for row in rows]
-    except (sqlite3.Error, msgspec.ValidationError, ValueError) as error:
+    except (sqlite3.Error, msgspec.DecodeError, ValueError) as error:
         raise PoolError(
             f"the pool's ledger {path} can't be read: {error}. The next pool repairs it or moves it aside."
         ) from error
@@ -82,7 +82,7 @@ def _agent_waits(settings: Settings) -> bool:
 
     The check does not connect to the agent, which would take this process for that pool.
     """
-    path = agent_socket_file(settings.runtime_path)
+    path = agent_path(settings)
     try:
         return any(line.split()[-1] == str(path) for line in Path("/proc/net/unix").read_text().splitlines())
     except OSError:
@@ -97,7 +97,7 @@ def _bring_up_to_now(rows: Sequence[dict[str, Any]]) -> None:
     in_cells = {row.get("session") for row in going if row["started_at"] is not None}
     for row in going:
         began, idle_at = row.get("metered_clock"), row.get("idle_clock")
-        # otherwise the machine was rebooted
+        # a later monotonic time is from before a reboot
         if began is not None and began <= clock and abs(wall - clock + began - row["metered_at"]) > _STEP_S:
             row["metered_at"] = wall - clock + began
         if idle_at is not None and idle_at <= clock and row["run_id"] not in in_cells:
@@ -106,9 +106,9 @@ def _bring_up_to_now(rows: Sequence[dict[str, Any]]) -> None:
 
 def _summary(row: dict[str, Any], *, held: bool) -> RunSummary:
     known = {name: value for name, value in row.items() if name in _FIELDS}
-    known["uuids"] = json.loads(row.get("uuids", "[]"))
+    known["uuids"] = load_json(row.get("uuids", "[]"))
     known["simulated"] = bool(row.get("simulated", 0))
-    run = msgspec.convert(known, RunSummary)
+    run = convert(known, RunSummary)
     if held or run.state.is_final:
         return run
     # the run can't be active any more; the next pool will record this
@@ -172,21 +172,20 @@ class Usage(msgspec.Struct, frozen=True):
     total: Use
 
 
-def read_usage(settings: Settings, since: str, by: str) -> Usage:
-    """Compute the usage from the local ledger.
+def usage_within(settings: Settings, rows: Sequence[RunSummary], since: str, by: str) -> Usage:
+    """Add up the usage of runs until now.
 
     Args:
-        settings: Settings, with the ledger's directory and the reserved prices.
+        settings: Settings, with the reserved prices.
+        rows: Rows of ledgers.
         since: Length of the period: `7d`, `12h`.
         by: `day`, `user`, `session`, `notebook` or `type`.
 
     Raises:
         UsageError: `since` is not a length of time.
-        PoolError: The ledger can't be read.
     """
     now = time.time()
     began = now - _seconds(since)
-    rows = recent_runs(settings, None)
     return usage(rows, began, now, by, read_prices(settings.reserved_prices), settings.currency)
 
 

@@ -16,8 +16,17 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from sgpu_magic import errors
+from sgpu_magic.client.local_transport import (
+    Answer,
+    EventQueue,
+    FilePart,
+    LocalTransport,
+    OutboundMessage,
+    Reply,
+    SendQueue,
+    Tell,
+)
 from sgpu_magic.client.this_machine import this_hello
-from sgpu_magic.client.wires import Answer, EventQueue, FilePart, LocalWire, Outgoing, Parcel, Reply, Tell
 from sgpu_magic.errors import PoolError, UsageError
 from sgpu_magic.system.secure_sockets import MAX_FRAME_BYTES
 from sgpu_magic.wire import codec
@@ -37,7 +46,7 @@ from sgpu_magic.wire.files import (
 from sgpu_magic.wire.pool_status import BulkOffered, Welcome
 
 if TYPE_CHECKING:
-    from sgpu_magic.client.remote_wire import RemoteWire
+    from sgpu_magic.client.remote_transport import RemoteTransport
 
 _HELLO_TIMEOUT_S = 10.0
 
@@ -62,7 +71,7 @@ class PoolLink:
         PoolError: The pool does not answer, or does not admit this user.
     """
 
-    def __init__(self, wire: LocalWire | RemoteWire, on_notice: Tell | None = None) -> None:
+    def __init__(self, wire: LocalTransport | RemoteTransport, on_notice: Tell | None = None) -> None:
         self.wire = wire
         self.title = wire.title
         self._on_notice = on_notice
@@ -75,13 +84,13 @@ class PoolLink:
         # one run may be shown in several places at once
         self._followers: dict[str, list[EventQueue]] = {}
         self._attached: dict[int, tuple[str, EventQueue | None]] = {}
-        # the last event that the caller already has, by the request for later ones
+        # sequence number of the last event that the caller already has, by request for later ones
         self._after: dict[int, int] = {}
         # runs whose missing events were requested again, by request
         self._catching_up: dict[int, str] = {}
         self._released: dict[str, threading.Event] = {}
         self._lock = threading.RLock()
-        self._outgoing = Outgoing()
+        self._outgoing = SendQueue()
         self._welcome: Future[Welcome] = Future()
         self._thread = threading.Thread(target=self._work, name="sgpu-link", daemon=True)
         self._thread.start()
@@ -93,7 +102,7 @@ class PoolLink:
             self.close()
             raise wire.mute() from None
         except BaseException:
-            # interrupted or refused: no one else can stop the thread
+            # interrupted or refused: the caller gets no link with which to stop the thread
             self.close()
             raise
 
@@ -121,7 +130,7 @@ class PoolLink:
         if isinstance(message, Attach):
             with self._lock:
                 self._after[request] = message.after
-        self._outgoing.put(Parcel(request, parts, isinstance(message, FileRequest)))
+        self._outgoing.put(OutboundMessage(request, parts, isinstance(message, FileRequest)))
 
     def ask(self, question: Record, frames: Sequence[bytes] = ()) -> Answer:
         """Send a request under a new request number and return its pending answer."""
@@ -272,7 +281,7 @@ class PoolLink:
                         self._attached[request] = spec.run_id, self.follow(spec.run_id, after)
                     elif spec.run_id not in self._followers:
                         # the caller was interrupted
-                        self._outgoing.put(Parcel(0, [codec.encode(Unfollow(run_id=spec.run_id))]))
+                        self._outgoing.put(OutboundMessage(0, [codec.encode(Unfollow(run_id=spec.run_id))]))
                 self._reply(request, result=message)
             case StreamOpened() | StreamData() | StreamTaken() | StreamEnded() | StreamClosed():
                 if self.on_stream is not None:
@@ -295,10 +304,10 @@ class PoolLink:
             elif event.seq > events.last_seq:
                 missing = True
         if missing:
-            # some were lost: request them again together with this one, in order
+            # some events were lost: request them again together with this one, in order
             with self._lock:
                 if run_id not in self._catching_up.values() and run_id in self._followers:
-                    self._outgoing.put(Parcel(0, [codec.encode(self._question_about(run_id))]))
+                    self._outgoing.put(OutboundMessage(0, [codec.encode(self._question_about(run_id))]))
 
     def _reply(self, request: int, result: Reply | None = None, exception: Exception | None = None) -> None:
         self.wire.answered(request)

@@ -15,13 +15,14 @@ from pathlib import Path
 import msgspec
 
 from sgpu_magic.client.link import PoolLink
-from sgpu_magic.client.wires import A, Answer, FilePart
+from sgpu_magic.client.local_transport import A, Answer, FilePart
 from sgpu_magic.config import Settings, private_dir
 from sgpu_magic.errors import PoolError, RunFileUnknown, UsageError
+from sgpu_magic.files.atomic_file import appearing, keep_newest, write_at, write_whole
 from sgpu_magic.files.run_directory import open_below, parts_of
-from sgpu_magic.files.whole_file import appearing, keep_newest, write_at, write_whole
 from sgpu_magic.system.processes import fits_memory
 from sgpu_magic.wire.base import RunState, is_valid_id
+from sgpu_magic.wire.decoding import MsgpackDecoder
 from sgpu_magic.wire.files import CHUNK_BYTES, ListRunFiles, ReadRunFile, RunFiles
 from sgpu_magic.wire.run import RunSpec
 
@@ -31,7 +32,7 @@ MIRRORS = "remote"
 _MOST_RUNS = 200
 _WINDOW = 16
 _ANSWER_S = 60.0
-# a reader of a log shows the local part when the pool does not answer
+# after this long without a reply, readers of a log show its local part
 _LOG_PATIENCE_S = 5.0
 
 
@@ -146,13 +147,13 @@ class Mirror:
             OSError: The bytes can't be written.
         """
         link = self._link()
-        # each part with its offset and size
+        # (offset, size, pending reply) of each part in flight
         under_way: deque[tuple[int, int, Answer]] = deque()
         at, whole = begin, None
         try:
             while whole is None or at < whole or under_way:
                 while len(under_way) < (1 if whole is None else _WINDOW) and (whole is None or at < whole):
-                    # who has little patience gets small parts, also over a slow line
+                    # with a short timeout, request small parts so that one arrives in time on a slow link
                     size = link.wire.chunk_bytes if patience_s is None else CHUNK_BYTES
                     under_way.append((at, size, self._ask(link, name, at, size)))
                     at += size
@@ -166,7 +167,7 @@ class Mirror:
             for *_, answer in under_way:
                 answer.give_up()
 
-    # ------------------------------------------------------------ within
+    # ------------------------------------------------------------ internals
 
     def _make_folder(self, name: str) -> None:
         if not self.directory.exists():
@@ -201,7 +202,7 @@ def _found(link: PoolLink, answer: Answer, kind: type[A], patience_s: float | No
                     ) from None
 
 
-# ---------------------------------------------------------------- which runs were submitted to remote pools
+# ---------------------------------------------------------------- records of runs submitted to remote pools
 
 SENT = "sent"
 """Folder in the state directory with one file per run: `sent/<run>.msgpack`."""
@@ -226,7 +227,7 @@ class SentRun(msgspec.Struct, frozen=True, kw_only=True):
     ended_at: float | None = None
 
 
-_decoder = msgspec.msgpack.Decoder(SentRun)
+_decoder = MsgpackDecoder(SentRun)
 
 
 def note_sent(settings: Settings, pool: str, spec: RunSpec) -> None:

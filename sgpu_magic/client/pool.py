@@ -10,18 +10,18 @@ from msgspec.structs import replace
 
 from sgpu_magic.client.connection import (
     REPLY_TIMEOUT_S,
-    FarConnection,
     LocalConnection,
+    RemotePoolConnection,
     ask,
     ask_this_or_next,
 )
 from sgpu_magic.client.link import PoolLink
+from sgpu_magic.client.local_transport import Tell
 from sgpu_magic.client.mirror import note_end
 from sgpu_magic.client.pools_file import LOCAL, PoolEntry
 from sgpu_magic.client.run import Attachments, Run
 from sgpu_magic.client.submitter import PayloadMemory, Submitter
 from sgpu_magic.client.this_machine import find_pool
-from sgpu_magic.client.wires import Tell
 from sgpu_magic.config import Settings, load_settings
 from sgpu_magic.errors import CapacityError, PoolError, SessionError, SgpuError, UsageError
 from sgpu_magic.payload.pack import Packed
@@ -80,8 +80,8 @@ class Pool(Submitter):
         self._kept_settings = ""
         # the last status, and the link that it came over
         self._known_status: tuple[PoolLink | None, PoolStatus | None] = (None, None)
-        told = (settings, self._link_lost, self._noticed)
-        connection = LocalConnection(*told) if entry is None else FarConnection(*told, entry)
+        callbacks = (settings, self._link_lost, self._noticed)
+        connection = LocalConnection(*callbacks) if entry is None else RemotePoolConnection(*callbacks, entry)
         name = LOCAL if entry is None else entry.name
         super().__init__(connection, PayloadMemory(), settings, name, on_sending)
 
@@ -155,7 +155,7 @@ class Pool(Submitter):
         if (link := self._connection.alive) is not None:
             link.send(message)
 
-    def heard_end(self, run_id: str, state: RunState, ended_at: float) -> None:
+    def on_run_ended(self, run_id: str, state: RunState, ended_at: float) -> None:
         """Record a run's end, so that later look-ups need not ask a remote pool."""
         if self.entry is not None:
             note_end(self._settings, run_id, state, ended_at)
@@ -315,7 +315,7 @@ class Pool(Submitter):
         if link is not None and not link.is_used:
             self.unless_submitting(self._connection.close)
 
-    # ------------------------------------------------------------ within
+    # ------------------------------------------------------------ internals
 
     def _link_lost(self) -> None:
         self._memory.pool_lost()

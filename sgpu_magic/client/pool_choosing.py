@@ -14,13 +14,13 @@ import msgspec
 from sgpu_magic.client.pools_file import LOCAL, PoolEntry
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import CapacityError
-from sgpu_magic.files.whole_file import format_bytes
+from sgpu_magic.files.atomic_file import format_bytes
 from sgpu_magic.wire.costs import Prices, format_money, read_prices
 from sgpu_magic.wire.devices import ANY, CPU, memory_bytes, memory_of, memory_text
 from sgpu_magic.wire.pool_status import PoolStatus
 
 if TYPE_CHECKING:
-    from sgpu_magic.client.pools import Asked
+    from sgpu_magic.client.pools import PoolStatusReply
 
 RESERVED, ON_DEMAND = "reserved", "on-demand"
 """Values of `--pool` that mean any pool of that kind."""
@@ -28,7 +28,7 @@ RESERVED, ON_DEMAND = "reserved", "on-demand"
 KINDS = (RESERVED, ON_DEMAND)
 
 
-class Money(msgspec.Struct, frozen=True):
+class PriceBook(msgspec.Struct, frozen=True):
     """Prices of devices according to the settings.
 
     Args:
@@ -53,12 +53,12 @@ class Money(msgspec.Struct, frozen=True):
         return second.of(name, device_type) if price is None else price
 
 
-def money_of(settings: Settings) -> Money:
+def money_of(settings: Settings) -> PriceBook:
     """Return the prices of the settings."""
-    return Money(read_prices(settings.prices), read_prices(settings.reserved_prices), settings.currency)
+    return PriceBook(read_prices(settings.prices), read_prices(settings.reserved_prices), settings.currency)
 
 
-class Wanted(msgspec.Struct, frozen=True):
+class DeviceRequest(msgspec.Struct, frozen=True):
     """The devices that a run requests.
 
     Args:
@@ -95,13 +95,13 @@ class Choice(msgspec.Struct, frozen=True):
         name: The pool's name.
         device_type: The device type to request there; None to request none.
         why: The reason, a sentence without a full stop for the run's view.
-        told: Which of several types was chosen for a run that names none, likewise; "" otherwise.
+        note: Which of several types was chosen for a run that names none, likewise; "" otherwise.
     """
 
     name: str
     device_type: str | None
     why: str
-    told: str = ""
+    note: str = ""
 
 
 def counts(status: PoolStatus, min_memory_bytes: int = 0) -> dict[str, TypeCount]:
@@ -117,7 +117,7 @@ def counts(status: PoolStatus, min_memory_bytes: int = 0) -> dict[str, TypeCount
         if (memory := memory_bytes(device)) < min_memory_bytes:
             continue
         known = found.get(device.type, TypeCount(0, 0, memory))
-        free = device.uuid not in held and not device.outside_use
+        free = device.uuid not in held and not device.outside_use and not device.unavailable
         found[device.type] = TypeCount(known.total + 1, known.free + free, min(memory, known.memory_bytes))
     for kind, most in status.inventory.elastic:
         memory = memory_of(kind)
@@ -139,7 +139,7 @@ def _left(status: PoolStatus, min_memory_bytes: int = 0) -> dict[str, TypeCount]
     return left
 
 
-def cheapest_type(asked: Asked, wanted: Wanted, money: Money) -> str:
+def cheapest_type(asked: PoolStatusReply, wanted: DeviceRequest, money: PriceBook) -> str:
     """Return the device type for a run that names none, or only a least memory: the cheapest, free ones first.
 
     Raises:
@@ -163,7 +163,7 @@ def cheapest_type(asked: Asked, wanted: Wanted, money: Money) -> str:
     return min(enough, key=rank_of)
 
 
-def one_of_several(asked: Asked, wanted: Wanted, money: Money) -> tuple[str | None, str]:
+def one_of_several(asked: PoolStatusReply, wanted: DeviceRequest, money: PriceBook) -> tuple[str | None, str]:
     """Return the device type for a run that names none, as `cheapest_type`, and the sentence that reports it.
 
     Returns None and "" if the pool has only one type, or too few devices of each type: the pool then decides.
@@ -172,13 +172,13 @@ def one_of_several(asked: Asked, wanted: Wanted, money: Money) -> tuple[str | No
     ranks = wanted.ranks or 1
     if len(there) < 2 or all(count.total < ranks for count in there.values()):
         return None, ""
-    chosen = cheapest_type(asked, Wanted(ranks), money)
+    chosen = cheapest_type(asked, DeviceRequest(ranks), money)
     how = "smallest" if money.of(asked.entry, chosen) is None else "cheapest"
     free = " that is free" if there[chosen].free >= ranks else ""
     return chosen, f"on {chosen}, the {how} type{free}; --type takes another of {', '.join(sorted(there))}"
 
 
-def check_memory(asked: Asked, wanted: Wanted) -> None:
+def check_memory(asked: PoolStatusReply, wanted: DeviceRequest) -> None:
     """Check that enough devices of the requested type have the requested memory.
 
     Raises:
@@ -204,7 +204,7 @@ def check_memory(asked: Asked, wanted: Wanted) -> None:
         )
 
 
-def choose(answers: Sequence[Asked], wanted: Wanted, money: Money) -> Choice:
+def choose(answers: Sequence[PoolStatusReply], wanted: DeviceRequest, money: PriceBook) -> Choice:
     """Choose the pool for a run that names none.
 
     Args:
@@ -215,7 +215,7 @@ def choose(answers: Sequence[Asked], wanted: Wanted, money: Money) -> Choice:
     Raises:
         CapacityError: A kind of pool was requested, and no pool of that kind can be used.
     """
-    ways: list[tuple[tuple[bool, bool, bool, float], Asked, str | None]] = []
+    ways: list[tuple[tuple[bool, bool, bool, float], PoolStatusReply, str | None]] = []
     without: list[str] = []
     unreached = [each.name for each in answers if each.problem]
     for each in answers:
@@ -244,8 +244,8 @@ def choose(answers: Sequence[Asked], wanted: Wanted, money: Money) -> Choice:
         why += f"; {', '.join(unreached)} can't be reached"
     if wanted.min_memory_bytes:
         return Choice(chosen.name, kind if wanted.device_type is None else None, why)
-    several, told = one_of_several(chosen, wanted, money) if wanted.device_type in (None, ANY) else (None, "")
-    return Choice(chosen.name, several, why, told)
+    several, note = one_of_several(chosen, wanted, money) if wanted.device_type in (None, ANY) else (None, "")
+    return Choice(chosen.name, several, why, note)
 
 
 def has_words(status: PoolStatus) -> str:
@@ -258,7 +258,9 @@ def has_words(status: PoolStatus) -> str:
     return ", ".join([*parts, f"{status.inventory.cpu_slots} CPU slots"])
 
 
-def _fitting(asked: Asked, there: Mapping[str, TypeCount], wanted: Wanted, money: Money) -> str | None:
+def _fitting(
+    asked: PoolStatusReply, there: Mapping[str, TypeCount], wanted: DeviceRequest, money: PriceBook
+) -> str | None:
     """Return the device type that the run would get in a pool with these devices, None if it can't run there."""
     enough = [name for name, count in there.items() if count.total >= (wanted.ranks or 1)]
     if wanted.device_type not in (None, ANY):
@@ -270,7 +272,11 @@ def _fitting(asked: Asked, there: Mapping[str, TypeCount], wanted: Wanted, money
 
 
 def _for_local(
-    answers: Sequence[Asked], wanted: Wanted, asks: str, without: Sequence[str], unreached: Sequence[str]
+    answers: Sequence[PoolStatusReply],
+    wanted: DeviceRequest,
+    asks: str,
+    without: Sequence[str],
+    unreached: Sequence[str],
 ) -> Choice:
     reasons = [f"no pool of {', '.join(without)} has {asks}"] if len(without) > 1 else []
     reasons += [f"{without[0]} has no {asks}"] if len(without) == 1 else []
@@ -284,7 +290,13 @@ def _for_local(
     return Choice(LOCAL, None, f"this machine's own: {'; '.join(reasons)}")
 
 
-def _why(asked: Asked, kind: str | None, order: tuple[bool, bool, bool, float], wanted: Wanted, money: Money) -> str:
+def _why(
+    asked: PoolStatusReply,
+    kind: str | None,
+    order: tuple[bool, bool, bool, float],
+    wanted: DeviceRequest,
+    money: PriceBook,
+) -> str:
     on_demand, busy, _, _ = order
     price = money.of(asked.entry, kind or "")
     said = "on demand" if on_demand else "reserved"
@@ -296,7 +308,7 @@ def _why(asked: Asked, kind: str | None, order: tuple[bool, bool, bool, float], 
     return f"{said}, and has {f'{wanted.ranks} ' if wanted.ranks else ''}{name} free"
 
 
-def _what(wanted: Wanted) -> str:
+def _what(wanted: DeviceRequest) -> str:
     kind = wanted.device_type
     many = f"{wanted.ranks} " if wanted.ranks else ""
     memory = f" with {format_bytes(wanted.min_memory_bytes)}" if wanted.min_memory_bytes else ""

@@ -10,9 +10,9 @@ from concurrent.futures import Future
 
 import msgspec
 
+from sgpu_magic.client.local_transport import Tell
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.client.pools_file import LOCAL, PoolEntry, read_pools, unknown_pool
-from sgpu_magic.client.wires import Tell
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import SgpuError
 from sgpu_magic.wire.pool_status import PoolStatus
@@ -23,7 +23,7 @@ PATIENCE_S = 2.0
 _AVOIDED_S = 20.0
 
 
-class Asked(msgspec.Struct, frozen=True):
+class PoolStatusReply(msgspec.Struct, frozen=True):
     """The answer of one pool to a status request.
 
     Args:
@@ -68,7 +68,7 @@ class Pools:
             UsageError: The file can't be read.
         """
         entries = read_pools()
-        self._let_go_of_others(entries)
+        self._release_others(entries)
         return entries
 
     def names(self) -> list[str]:
@@ -116,7 +116,9 @@ class Pools:
         """Return the current notices of all pools, "" for none."""
         return " ".join(pool.notice for pool in self.made() if pool.notice)
 
-    def asked(self, entries: Iterable[PoolEntry], *, local: bool, recent: int = 0, again: bool = False) -> list[Asked]:
+    def asked(
+        self, entries: Iterable[PoolEntry], *, local: bool, recent: int = 0, again: bool = False
+    ) -> list[PoolStatusReply]:
         """Ask several pools for their status in parallel and return the answers in order, the local pool first.
 
         Takes at most 2 s. Does not start the local pool.
@@ -128,7 +130,7 @@ class Pools:
             again: Also ask pools that could not be reached in the last 20 s.
         """
         waits = [(entry, self._ask_in_background(entry, recent, again)) for entry in entries]
-        answers: list[Asked] = []
+        answers: list[PoolStatusReply] = []
         if local:
             answers.append(_answer(LOCAL, None, lambda: self.local.status(recent, start=False)))
         deadline = time.monotonic() + PATIENCE_S
@@ -137,7 +139,7 @@ class Pools:
                 answers.append(answer.result(max(0.0, deadline - time.monotonic())))
             except TimeoutError:
                 problem = f"the pool {entry.name} ({entry.address}) did not answer within {PATIENCE_S:g} s."
-                answers.append(Asked(entry.name, entry, problem=problem))
+                answers.append(PoolStatusReply(entry.name, entry, problem=problem))
         self._remember(answers)
         return answers
 
@@ -164,7 +166,7 @@ class Pools:
         for pool in [self.local, *made]:
             pool.close()
 
-    # ------------------------------------------------------------ within
+    # ------------------------------------------------------------ internals
 
     def _of(self, entry: PoolEntry) -> Pool:
         with self._lock:
@@ -177,18 +179,18 @@ class Pools:
                 known = self._made[entry.name] = Pool(self._settings, self._on_notice, entry, self._on_sending)
             return known
 
-    def _let_go_of_others(self, entries: Collection[PoolEntry]) -> None:
+    def _release_others(self, entries: Collection[PoolEntry]) -> None:
         """Close idle links to pools whose entries were removed or changed."""
         with self._lock:
             others = [*(pool for pool in self._made.values() if pool.entry not in entries), *self._replaced]
         for pool in others:
             pool.close_if_unused()
 
-    def _ask_in_background(self, entry: PoolEntry, recent: int, again: bool) -> Future[Asked]:
-        future: Future[Asked] = Future()
+    def _ask_in_background(self, entry: PoolEntry, recent: int, again: bool) -> Future[PoolStatusReply]:
+        future: Future[PoolStatusReply] = Future()
         since, problem = self._avoided.get(entry.name, (float("-inf"), ""))
         if not again and time.monotonic() - since < _AVOIDED_S:
-            future.set_result(Asked(entry.name, entry, problem=problem))
+            future.set_result(PoolStatusReply(entry.name, entry, problem=problem))
             return future
 
         def work() -> None:
@@ -197,7 +199,7 @@ class Pools:
         threading.Thread(target=work, name=f"sgpu-ask-{entry.name}", daemon=True).start()
         return future
 
-    def _remember(self, answers: Iterable[Asked]) -> None:
+    def _remember(self, answers: Iterable[PoolStatusReply]) -> None:
         now = time.monotonic()
         for answer in answers:
             if not answer.problem:
@@ -207,17 +209,17 @@ class Pools:
 
 
 def _detach(pool: Pool, timeout_s: float) -> None:
-    # no pool means no runs; a pool that does not answer is not waited for
+    # without a pool there are no runs to detach; don't wait for a pool that does not answer
     with contextlib.suppress(SgpuError):
         pool.detach("", timeout_s)
 
 
-def _answer(name: str, entry: PoolEntry | None, ask: Callable[[], PoolStatus | None]) -> Asked:
+def _answer(name: str, entry: PoolEntry | None, ask: Callable[[], PoolStatus | None]) -> PoolStatusReply:
     try:
         status = ask()
     except SgpuError as error:
-        return Asked(name, entry, problem=error.message)
+        return PoolStatusReply(name, entry, problem=error.message)
     if status is None and entry is not None:
-        return Asked(name, entry, problem=f"the pool {name} gave no answer.")
+        return PoolStatusReply(name, entry, problem=f"the pool {name} gave no answer.")
     # the pool may be configured with another name
-    return Asked(name, entry, status if status is None else msgspec.structs.replace(status, pool=name))
+    return PoolStatusReply(name, entry, status if status is None else msgspec.structs.replace(status, pool=name))

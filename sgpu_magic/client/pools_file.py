@@ -16,7 +16,6 @@ import difflib
 import json
 import os
 import re
-import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import cast
@@ -25,8 +24,9 @@ import msgspec
 
 from sgpu_magic.config import config_path
 from sgpu_magic.errors import UsageError
-from sgpu_magic.files.whole_file import locked, read_trusted, write_whole
+from sgpu_magic.files.atomic_file import locked, read_trusted, write_whole
 from sgpu_magic.wire.costs import Prices, prices_text, read_prices
+from sgpu_magic.wire.decoding import decode_toml
 from sgpu_magic.wire.devices import ANY, canonical_type
 
 LOCAL = "local"
@@ -156,8 +156,8 @@ def parse(text: str, path: Path) -> tuple[PoolEntry, ...]:
         UsageError: The text is not valid; names the line or pool.
     """
     try:
-        tables = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        tables = decode_toml(text)
+    except msgspec.DecodeError as error:
         # the error names the line
         raise UsageError(f"the list of pools {path} can't be read: {error}. Fix it or move it away.") from None
     found: list[PoolEntry] = []
@@ -168,7 +168,7 @@ def parse(text: str, path: Path) -> tuple[PoolEntry, ...]:
             found.append(_entry(name, cast("dict[str, object]", table)))
         except ValueError as error:
             raise UsageError(
-                f"the pool {name[:40]!r} in {path} ({_place_of(text, name)}) can't be used: {error}. Fix it there, "
+                f"the pool {name[:40]!r} in {path} ({_location_of(text, name)}) can't be used: {error}. Fix it there, "
                 f"or delete its lines and add it again with `sgpu pool add`."
             ) from None
     return tuple(found)
@@ -222,7 +222,7 @@ def _by_type(prices: Prices) -> dict[str, float]:
     return {kind: price for (_, kind), price in prices.hourly.items()}
 
 
-def _place_of(text: str, name: str) -> str:
+def _location_of(text: str, name: str) -> str:
     """Return the line where the table or value of that name begins, `line 3`, else `the file`."""
     for number, line in enumerate(text.splitlines(), start=1):
         if line.partition("#")[0].strip().strip("[]").strip(" \"'") == name or line.split("=")[0].strip() == name:
@@ -286,7 +286,7 @@ def remove_pool(name: str, path: Path | None = None) -> PoolEntry:
     return removed[0]
 
 
-# ---------------------------------------------------------------- within
+# ---------------------------------------------------------------- internals
 
 
 def _table(entry: PoolEntry) -> str:

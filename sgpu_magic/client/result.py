@@ -13,7 +13,7 @@ import msgspec
 
 from sgpu_magic.client.mirror import Mirror
 from sgpu_magic.errors import PoolError, UsageError
-from sgpu_magic.files.whole_file import read_json
+from sgpu_magic.files.atomic_file import read_json
 from sgpu_magic.wire.base import short
 from sgpu_magic.wire.events import RunEnded
 from sgpu_magic.wire.files import TRACKING
@@ -22,7 +22,7 @@ from sgpu_magic.wire.run import RunSpec, Shipped
 _TEXT_LIMIT = 60
 _REPR_LIMIT = 200
 _TEXT_STYLE = "margin:0;white-space:pre-wrap;font-family:var(--jp-code-font-family,monospace)"
-# characters of all tables together
+# maximum number of characters in all tables together
 _TABLES_LIMIT = 50_000
 _TRACKED_S = 10.0
 _LOOK_S = 0.1
@@ -116,7 +116,7 @@ class RunResult:
         Raises:
             IndexError: That rank did not run the cell.
         """
-        return self.values[rank if isinstance(rank, slice) or rank < 0 else self._place(rank)]
+        return self.values[rank if isinstance(rank, slice) or rank < 0 else self._index(rank)]
 
     def logs(self, rank: int) -> Path:
         """Return the path of the file with everything that `rank` printed.
@@ -124,7 +124,7 @@ class RunResult:
         Raises:
             IndexError: That rank did not run the cell.
         """
-        self._place(rank)
+        self._index(rank)
         if self._mirror is not None:
             self._mirror.follow(f"rank-{rank}.log")
         path = self.directory / f"rank-{rank}.log"
@@ -133,7 +133,7 @@ class RunResult:
             path.touch(mode=0o600)
         return path
 
-    def _place(self, rank: int) -> int:
+    def _index(self, rank: int) -> int:
         if rank in self.ranks:
             return self.ranks.index(rank)
         if self._only:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hmac
 import os
 import queue
@@ -13,9 +14,11 @@ from typing import Any, cast
 import msgspec
 
 from sgpu_magic.client.link import PoolLink
+from sgpu_magic.client.local_transport import EventQueue
 from sgpu_magic.client.mirror import Mirror
-from sgpu_magic.client.wires import EventQueue
+from sgpu_magic.config import host_name
 from sgpu_magic.errors import PoolError, RunFileUnknown, SerializationError
+from sgpu_magic.files.atomic_file import format_bytes
 from sgpu_magic.payload import unpack
 from sgpu_magic.wire.attachments import (
     CodeBundle,
@@ -33,8 +36,11 @@ from sgpu_magic.wire.events import Event, Placed, RunEnded
 from sgpu_magic.wire.run import CellSource, Interpreter, RunSpec
 from sgpu_magic.wire.tracking import Tracking
 
+# errors of opening or mapping a file that are due to this process's limits
+_OUT_OF = (errno.ENOMEM, errno.EMFILE, errno.ENFILE)
 
-class Stand(msgspec.Struct, frozen=True):
+
+class WorkingContext(msgspec.Struct, frozen=True):
     """Working directory and `sys.path` of ranks, where they differ from this process's."""
 
     cwd: str
@@ -59,7 +65,7 @@ class Attachments(msgspec.Struct, frozen=True):
     code: tuple[CodeBundle, ...] = ()
     tracking: Tracking | None = None
     interpreter: Interpreter | None = None
-    stand: Stand | None = None
+    stand: WorkingContext | None = None
     elsewhere: bool = False
     cell: CellSource | None = None
     uploads: tuple[Upload, ...] = ()
@@ -177,12 +183,27 @@ class Run:
                 for result in ended.results
             ]
         except PoolError:
-            # they can be fetched later
+            # the results can be fetched later
             received = False
             raise
+        except (MemoryError, SerializationError) as error:
+            cause = error if isinstance(error, MemoryError) else error.__cause__
+            if not isinstance(cause, MemoryError):
+                raise
+            received = False
+            raise self._no_memory(ended, str(cause) or "its memory is used up") from error
         finally:
             if received:
                 self.link.send(ResultsReceived(run_id=self.run_id))
+
+    def _no_memory(self, ended: RunEnded, why: str) -> SerializationError:
+        sizes = [_size(result.payload.layout) for result in ended.results if result.payload is not None]
+        return SerializationError(
+            f"this notebook (process {os.getpid()} on {host_name()}) can't take the results of run "
+            f"{short(self.run_id)}, {format_bytes(sum(sizes))} from {len(sizes)} ranks: {why}. The run itself "
+            "succeeded. Free some memory, for example with `del` of large variables, then `%sgpu_attach "
+            f"{short(self.run_id)}` fetches them."
+        )
 
     def _unpack_result(
         self, rank: int, payload: Payload, inline: Iterator[bytes], namespace: dict[str, object]
@@ -210,7 +231,10 @@ class Run:
         for path in (in_memory, kept) if self.owned else (kept, in_memory, kept):
             try:
                 data = map_file(path, inode if path == in_memory else 0)
-            except (OSError, ValueError):
+            except (OSError, ValueError) as error:
+                if isinstance(error, OSError) and error.errno in _OUT_OF:
+                    # this process's limit, which says nothing about the file
+                    raise MemoryError(error.strerror) from error
                 continue
             if self.owned or _is_signed(data, payload.layout, self._key):
                 return unpack.unpack(data, payload.layout, self._key, namespace)
@@ -257,6 +281,11 @@ class Run:
         last = self.link.unfollow(self.run_id, self._events)
         if last and not self.owned and not self.link.lost.is_set():
             self.link.send(Unfollow(run_id=self.run_id))
+
+
+def _size(layout: PackedLayout) -> int:
+    """Return the size of a packed object in bytes."""
+    return max((offset + size for offset, size in layout.buffers), default=layout.pickle_size)
 
 
 class RankValues(msgspec.Struct):

@@ -16,11 +16,11 @@ import msgspec
 from sgpu_magic.client.blob_sender import Sending, send_packed
 from sgpu_magic.client.connection import Connection, ask
 from sgpu_magic.client.link import PoolLink, PoolLost
+from sgpu_magic.client.local_transport import EventQueue, Tell
 from sgpu_magic.client.mirror import mirror_path, note_sent
 from sgpu_magic.client.run import Attachments, Run, Submitted
 from sgpu_magic.client.this_machine import this_context, this_interpreter
 from sgpu_magic.client.upload_files import sent
-from sgpu_magic.client.wires import EventQueue, Tell
 from sgpu_magic.config import Settings, private_dir
 from sgpu_magic.errors import PoolError, RunUnknown, SgpuError
 from sgpu_magic.payload.buffers import INLINE_LIMIT, SharedBuffer, write_file
@@ -168,7 +168,7 @@ class Submitter:
         self, link: PoolLink, spec: RunSpec, packed: Packed, key: bytes, environ: dict[str, str], along: Attachments
     ) -> Run:
         with Sending(self.name, link, self._on_sending) as sending:
-            payload, frames = self._memory.place(packed, spec.run_id, link, self._settings, sending)
+            payload, frames = self._memory.put(packed, spec.run_id, link, self._settings, sending)
             along, notes = sent(along, link, self._settings.state_path, sending)
         spec = spec.with_notes(notes)
         events = link.follow(spec.run_id)
@@ -190,7 +190,7 @@ class Submitter:
             )
             ask(link, message, Accepted, frames=frames)
         except BaseException:
-            # also on an interrupt while waiting: a run that was accepted after all must not continue unnoticed
+            # also on an interrupt: a run that was accepted nevertheless must not continue unnoticed
             link.send(Cancel(request=0, run=spec.run_id, reason="it was interrupted while it was submitted"))
             link.unfollow(spec.run_id, events)
             if isinstance(payload.source, FilePayload):
@@ -223,7 +223,7 @@ class PayloadMemory:
         self._lock = threading.Lock()
         self._timer: threading.Timer | None = None
 
-    def place(
+    def put(
         self, packed: Packed, run_id: str, link: PoolLink, settings: Settings, sending: Sending
     ) -> tuple[Payload, list[bytes]]:
         """Write the packed bytes where ranks can read them.

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import threading
 import time
-import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -26,12 +25,22 @@ from sgpu_magic.config import (
     load_settings,
     pool_settings,
     private_dir,
+    settings_in_file,
 )
 from sgpu_magic.errors import PoolError
+from sgpu_magic.files.atomic_file import is_locked, read_json
 from sgpu_magic.files.run_directory import why_no_run
-from sgpu_magic.files.whole_file import read_json
 from sgpu_magic.packages.local_code import installed_entries
-from sgpu_magic.system.processes import is_running, process_start
+from sgpu_magic.system.process_settings import read_settings
+from sgpu_magic.system.processes import (
+    Peer,
+    boot_id,
+    flock_holder,
+    is_running,
+    listener_of,
+    pid_namespace,
+    process_start,
+)
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.client import Warm
 from sgpu_magic.wire.pool_status import (
@@ -40,6 +49,8 @@ from sgpu_magic.wire.pool_status import (
     Hello,
     PoolAddress,
     address_file,
+    agent_socket_file,
+    lock_file,
     socket_file,
 )
 from sgpu_magic.wire.run import Interpreter, Owner, RankContext
@@ -52,6 +63,13 @@ _READ_AT_IMPORT = (
 # needed by most programs; not part of the key
 _ALWAYS = (
     "PATH", "HOME", "USER", "LOGNAME", "LANG", "LANGUAGE", "LC_", "TMPDIR", "TZ", "VIRTUAL_ENV", "CONDA_", "XDG_",
+)  # fmt: skip
+# variables by which a launcher assigns a process its rank; a rank would mistake them for its own
+_OF_LAUNCHERS = (
+    "PMI_", "PMI2_", "PMIX_", "PRTE_", "OMPI_COMM_WORLD_", "OMPI_UNIVERSE_SIZE", "OMPI_APP_CTX_", "OMPI_MCA_orte_",
+    "OMPI_MCA_ess", "OMPI_MCA_pmix", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "MV2_COMM_WORLD_", "HYDI_", "PALS_RANKID",
+    "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SLURM_NPROCS", "SLURM_TASK", "SLURM_STEP",
+    "SLURM_GTIDS", "SLURM_SRUN_COMM_", "SLURM_LAUNCH_NODE_", "SLURM_PMI",
 )  # fmt: skip
 _umask_lock = threading.Lock()
 _NOT_OURS = ("PYTHONSAFEPATH", "PYTHON_PS1")
@@ -67,13 +85,13 @@ def this_interpreter(environ: Mapping[str, str] | None = None) -> Interpreter:
     at_import = {name: value for name, value in environ.items() if _begins(name, _READ_AT_IMPORT)}
     digest = hashlib.blake2b(digest_size=16)
     for part in (sys.executable, sys.prefix, *_site_times(), *(f"{k}={v}" for k, v in sorted(at_import.items()))):
-        digest.update(part.encode() + b"\0")
+        digest.update(os.fsencode(part) + b"\0")
     needed = {name: value for name, value in environ.items() if _begins(name, _ALWAYS)}
     return Interpreter(executable=sys.executable, key=digest.hexdigest(), variables=needed | at_import)
 
 
 def this_context(environ: Mapping[str, str], key: bytes) -> RankContext:
-    """Describe this process's context for the ranks: working directory, `sys.path`, umask, and `environ`."""
+    """Describe this process's context for the ranks: directory, `sys.path`, umask, settings, and `environ`."""
     try:
         cwd = os.getcwd()
         # "" in sys.path means the current directory
@@ -85,14 +103,21 @@ def this_context(environ: Mapping[str, str], key: bytes) -> RankContext:
     return RankContext(
         widgets=True,
         maps_cuda=settings.stand_in == "cpu,cuda",
+        cpu_stands_in=bool(settings.stand_in),
         lone_training=settings.lone_training,
         cwd=cwd,
         sys_path=path,
         umask=this_umask(),
-        environ=dict(environ),
+        environ={name: value for name, value in environ.items() if not _is_of_launcher(name, value)},
         key=key,
         installed=installed_entries(path),
+        settings=read_settings(),
     )
+
+
+def _is_of_launcher(name: str, value: str) -> bool:
+    """Whether this process has the variable from the launcher that started it; one of `--env` has another value."""
+    return name.startswith(_OF_LAUNCHERS) and os.environ.get(name) == value
 
 
 def this_owner(notebook: str = "", kernel: str = "", cell: str = "") -> Owner:
@@ -103,7 +128,15 @@ def this_owner(notebook: str = "", kernel: str = "", cell: str = "") -> Owner:
         kernel: The kernel's id.
         cell: The cell's id.
     """
-    return Owner(pid=os.getpid(), host=host_name(), user=_user_name(), notebook=notebook, kernel=kernel, cell=cell)
+    return Owner(
+        pid=os.getpid(),
+        host=host_name(),
+        user=_user_name(),
+        notebook=notebook,
+        kernel=kernel,
+        cell=cell,
+        namespace=pid_namespace(),
+    )
 
 
 def this_hello(instance: str = "") -> Hello:
@@ -159,18 +192,94 @@ def _begins(name: str, prefixes: Iterable[str]) -> bool:
 # ---------------------------------------------------------------- the local pool
 
 _START_TIMEOUT_S = 30.0
-# for a pool to exit, or for the address of one that another client starts
+# time limit for a pool to exit, or for the address of a pool that another client starts
 _EXIT_S = 10.0
+_PAUSE_S = 0.01
+# a pool recreates a removed directory at its next check
+_RESTORED_S = 3.0
 
 
 def find_pool(settings: Settings) -> PoolAddress | None:
-    """Return the address of the running pool, or None. The files of a killed pool are ignored."""
-    address = read_json(address_file(settings.runtime_path), PoolAddress)
-    return address if address is not None and is_running(address.pid, address.process_start) else None
+    """Return the address of the running pool of the state directory, or None. What a killed pool left is ignored.
+
+    A pool runs while it holds its lock, wherever its process is and whether or not it can be seen from here.
+    """
+    for directory in _places(settings):
+        if is_locked(lock_file(directory)) and (address := read_json(address_file(directory), PoolAddress)) is not None:
+            return address
+    return None
 
 
-def start_pool(settings: Settings, warm: Warm | None = None) -> PoolAddress:
-    """Start the local pool and return its address once it listens. Another client may start it at the same time.
+def _places(settings: Settings) -> tuple[Path, Path]:
+    """Return where a pool's lock and address may be: the state directory, or the runtime directory in its place."""
+    return settings.state_path, settings.runtime_path
+
+
+def agent_path(settings: Settings) -> Path:
+    """Return where the agent of the state directory's pool listens, also when the pool was killed."""
+    left = read_json(address_file(settings.state_path), PoolAddress)
+    return agent_socket_file(Path(left.runtime) if left is not None and left.runtime else settings.runtime_path)
+
+
+def left_by_pool(settings: Settings) -> tuple[Path, Path]:
+    """Return the files that a pool leaves when it is killed: its address, and its socket."""
+    left = read_json(address_file(settings.state_path), PoolAddress)
+    runtime = Path(left.runtime) if left is not None and left.runtime else settings.runtime_path
+    return address_file(settings.state_path), socket_file(runtime)
+
+
+def listener_at(settings: Settings, address: PoolAddress) -> Peer | None:
+    """Return the process of a running pool as this process sees it; None if the system does not report it.
+
+    Its pid is 0 where it can't be seen, in another PID namespace.
+
+    Raises:
+        PoolError: Its socket can't be reached from here; the message says what differs.
+    """
+    path = socket_file(Path(address.runtime) if address.runtime else settings.runtime_path)
+    began = time.monotonic()
+    while True:
+        try:
+            return listener_of(path)
+        except OSError as error:
+            problem = error
+        if address.boot and (boot := boot_id()) and boot != address.boot:
+            raise _unreachable(settings, address, f"it runs on the machine {address.host}, and this is {host_name()}")
+        waited_s = time.monotonic() - began
+        if waited_s > _RESTORED_S and not os.path.isdir(path.parent):
+            why = f"its sockets are in {path.parent}, which is not there for this process"
+            raise _unreachable(settings, address, f"{why} (in another container, or with another {_top_of(path)})")
+        # the pool may be ending, or replacing its socket
+        if find_pool(settings) != address:
+            return None
+        if waited_s > _EXIT_S:
+            raise _unreachable(settings, address, f"its socket {path} can't be used: {problem.strerror or problem}")
+        time.sleep(_PAUSE_S)
+
+
+def _top_of(path: Path) -> str:
+    return "/".join(path.parts[:2]).replace("//", "/")
+
+
+def _unreachable(settings: Settings, address: PoolAddress, why: str) -> PoolError:
+    return PoolError(
+        f"the pool of the state directory {settings.state_path} is running (process {address.pid} on {address.host}) "
+        f"and can't be reached from here: {why}. Use it, or stop it with `sgpu pool stop`, where it was started; or "
+        f"set SGPU_STATE_DIR to another directory, which has a pool of its own {SET_IN_NOTEBOOK}."
+    )
+
+
+def agent_pid(path: Path) -> int:
+    """Return the pid of the agent that listens at a path, even if it hangs; 0 if there is none, or it can't be seen."""
+    try:
+        peer = listener_of(path)
+    except OSError:
+        return 0
+    return 0 if peer is None else peer.pid
+
+
+def start_pool(settings: Settings, warm: Warm | None = None) -> tuple[PoolAddress, bool]:
+    """Start the local pool. Returns its address once it listens, and whether it is not another client's.
 
     Args:
         settings: Settings, with the pool's directories.
@@ -179,20 +288,43 @@ def start_pool(settings: Settings, warm: Warm | None = None) -> PoolAddress:
     Raises:
         PoolError: The pool did not start; the message contains its last output.
     """
-    try:
-        _start(settings, warm)
-    except OSError as error:
-        raise PoolError(why_no_run(settings.runs_path, str(error))) from error
     deadline = time.monotonic() + _EXIT_S
-    while time.monotonic() < deadline:
-        if (address := find_pool(settings)) is not None:
-            return address
-        # another client's pool is about to write its address
-        time.sleep(0.01)
+    while True:
+        try:
+            is_own = _start(settings, warm)
+        except OSError as error:
+            raise PoolError(why_no_run(settings.runs_path, str(error))) from error
+        if (address := _wait_for_address(settings, deadline, is_own)) is not None:
+            return address, is_own
+        if is_own or time.monotonic() > deadline:
+            break
+        # the other client's pool was ending: try again
+    if holder := flock_holder(lock_file(settings.state_path)):
+        raise PoolError(
+            f"process {holder} holds the lock of the state directory {settings.state_path}, and no pool answers there. "
+            f"It may be a pool of another version, or one that hangs: end it with `kill {holder}`."
+        )
     raise PoolError("the local pool ended right after its start; `sgpu doctor` looks for the reason.")
 
 
-def _start(settings: Settings, warm: Warm | None) -> None:
+def _wait_for_address(settings: Settings, deadline: float, is_own: bool) -> PoolAddress | None:
+    """Return the pool's address once it is written; None on timeout, or if another client's pool has ended."""
+    while time.monotonic() < deadline:
+        if (address := find_pool(settings)) is not None:
+            return address
+        if not is_own and not _is_held(settings):
+            return None
+        # another client's pool is about to write its address
+        time.sleep(_PAUSE_S)
+    return None
+
+
+def _is_held(settings: Settings) -> bool:
+    return any(is_locked(lock_file(directory)) for directory in _places(settings))
+
+
+def _start(settings: Settings, warm: Warm | None) -> bool:
+    """Start a pool; returns False if another is already running, or is about to be."""
     runtime = private_dir(settings.runtime_path)
     socket_path = socket_file(runtime)
     if len(os.fsencode(socket_path)) > MAX_SOCKET_PATH_BYTES:
@@ -203,6 +335,10 @@ def _start(settings: Settings, warm: Warm | None) -> None:
     log_path = private_dir(settings.state_path) / "pool.log"
     # a pool started by a rank must not be taken for a process of the rank's run
     environ = {name: value for name, value in os.environ.items() if name != "SGPU_RUN_ID"} | {"PYTHONSAFEPATH": "1"}
+    now = load_settings(environ)
+    if (now.state_path, now.runtime_path) != (settings.state_path, settings.runtime_path):
+        # the variables have changed since this client was created, but it looks for the pool in its own directories
+        environ |= {"SGPU_STATE_DIR": str(settings.state_path), "SGPU_RUNTIME_DIR": str(settings.runtime_path)}
     with open(log_path, "ab", opener=lambda path, flags: os.open(path, flags, 0o600)) as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "sgpu_magic.pool"],
@@ -221,21 +357,34 @@ def _start(settings: Settings, warm: Warm | None) -> None:
     if answer.strip() not in (b"ready", b"already running"):
         said = answer.decode(errors="replace").strip() or _last_line(log_path)
         raise PoolError(f"the local pool could not be started: {said} Its log is {log_path}.")
+    return answer.strip() == b"ready"
 
 
-def wait_for_exit(pid: int) -> None:
-    """Wait until the process has exited.
+def wait_for_exit(settings: Settings, pid: int, timeout_s: float = _EXIT_S) -> None:
+    """Wait until the pool has given its lock back and its process has exited.
+
+    Args:
+        settings: Settings, with the pool's directories.
+        pid: Its process ID here; 0 if it can't be seen.
+        timeout_s: How long to wait, in seconds.
 
     Raises:
-        PoolError: It did not exit within 10 s.
+        PoolError: It did not exit in time.
     """
-    deadline = time.monotonic() + _EXIT_S
-    started = process_start(pid)
+    deadline = time.monotonic() + timeout_s
+    started = process_start(pid) if pid else 0
     while time.monotonic() < deadline:
-        if not is_running(pid, started):
+        if not _is_held(settings) and not (pid and is_running(pid, started)):
             return
-        time.sleep(0.01)
-    raise PoolError(f"the local pool (process {pid}) did not end within {_EXIT_S:.0f} s; end it with `kill -9 {pid}`.")
+        time.sleep(_PAUSE_S)
+    if not pid:
+        raise PoolError(
+            f"the local pool did not end within {timeout_s:.0f} s, and its process can't be seen from here, since it "
+            "is in another PID namespace. End it where it was started: `sgpu pool stop --force`."
+        )
+    raise PoolError(
+        f"the local pool (process {pid}) did not end within {timeout_s:.0f} s; end it with `kill -9 {pid}`."
+    )
 
 
 def stated_settings() -> dict[str, str]:
@@ -244,9 +393,8 @@ def stated_settings() -> dict[str, str]:
     Raises:
         UsageError: As `load_settings`.
     """
-    file = config_path()
     settings = load_settings()
-    in_file = tomllib.loads(file.read_text()) if file.is_file() else {}
+    in_file = settings_in_file(config_path())
     return {
         name: value
         for name, value in pool_settings(settings).items()
@@ -262,7 +410,7 @@ def _first_line(process: subprocess.Popen[bytes], order: bytes) -> bytes | None:
     stdin, stdout = process.stdin, process.stdout
     if stdin is None or stdout is None:
         raise ValueError("the pool is started with both pipes")
-    # closing writes what is left, which fails as well if the process has ended
+    # closing flushes the buffer, which also fails if the process has ended
     with contextlib.suppress(BrokenPipeError), stdin:
         stdin.write(order)
         stdin.flush()

@@ -21,7 +21,8 @@ from sgpu_magic.client.blob_sender import BlobSender, Piece, Sending, pieces_of
 from sgpu_magic.client.link import PoolLink
 from sgpu_magic.config import private_dir
 from sgpu_magic.errors import SerializationError, UsageError
-from sgpu_magic.files.whole_file import format_bytes, keep_newest, write_whole
+from sgpu_magic.files.atomic_file import format_bytes, keep_newest, write_whole
+from sgpu_magic.files.file_state import FileState
 from sgpu_magic.wire.attachments import (
     MOST_UPLOADED_FILES,
     CodeBundle,
@@ -31,6 +32,7 @@ from sgpu_magic.wire.attachments import (
     Wheel,
     manifest_bytes,
 )
+from sgpu_magic.wire.decoding import MsgpackDecoder
 from sgpu_magic.wire.files import PIECE_BYTES
 
 if TYPE_CHECKING:
@@ -42,8 +44,6 @@ FILE = ".sgpuignore"
 _ALWAYS = (".git/", "__pycache__/", ".ipynb_checkpoints/", "/.sgpuignore")
 _FOLDER = "upload-digests"
 _MOST_KEPT = 100
-# a second write within the clock's resolution leaves the times unchanged (git's index calls such entries "racy")
-_SETTLED_NS = 2_000_000_000
 
 
 class FoundFile(msgspec.Struct, frozen=True):
@@ -134,7 +134,7 @@ class _Walk:
             return
         path = self._led_to(name, entry.path) if is_link else entry.path
         try:
-            name.encode()
+            name.encode("utf-8")
         except UnicodeEncodeError:
             raise UsageError(
                 f"--upload: {os.fsencode(entry.path)!r} has a name that is not UTF-8, which other machines may not "
@@ -195,21 +195,17 @@ class IgnoreRules:
 
 
 class _Known(msgspec.Struct, frozen=True, array_like=True):
-    """What identifies an unchanged file, and the digests of its pieces."""
+    """A file's state when it was read, and the digests of its pieces."""
 
-    size: int
-    changed_ns: int
-    status_changed_ns: int
-    inode: int
-    device: int
+    state: FileState
     digests: tuple[str, ...]
 
 
-_decoder = msgspec.msgpack.Decoder(dict[str, _Known])
+_decoder = MsgpackDecoder(dict[str, _Known])
 
 
 class KnownDigests:
-    """Cached digests of the files of one folder.
+    """Cached digests of the files of one folder. Made before the files are read.
 
     Args:
         state: The state directory, where the cache is stored.
@@ -220,6 +216,8 @@ class KnownDigests:
         name = hashlib.blake2b(os.fsencode(root), digest_size=16).hexdigest()
         self._folder = state / _FOLDER
         self._path = self._folder / name
+        # earlier than any read of the files
+        self._began_ns = time.time_ns()
         self._known: dict[str, _Known] = {}
         with contextlib.suppress(OSError, msgspec.DecodeError):
             self._known = _decoder.decode(self._path.read_bytes())
@@ -227,7 +225,7 @@ class KnownDigests:
     def of(self, path: str, status: os.stat_result) -> tuple[str, ...] | None:
         """Return a file's digests, None if it may have changed."""
         known = self._known.get(path)
-        return known.digests if known is not None and known == _known(status, known.digests) else None
+        return known.digests if known is not None and known.state == FileState.of(status) else None
 
     def keep(self, found: Mapping[str, tuple[os.stat_result, tuple[str, ...]]]) -> None:
         """Replace the cached digests. Write errors are ignored.
@@ -235,12 +233,8 @@ class KnownDigests:
         Args:
             found: By path, the file's status when its digests were computed, and the digests.
         """
-        settled = time.time_ns() - _SETTLED_NS
-        kept = {
-            path: _known(status, digests)
-            for path, (status, digests) in found.items()
-            if max(status.st_mtime_ns, status.st_ctime_ns) < settled
-        }
+        read = {path: _Known(FileState.of(status), digests) for path, (status, digests) in found.items()}
+        kept = {path: known for path, known in read.items() if known.state.is_settled(self._began_ns)}
         if kept == self._known:
             return
         with contextlib.suppress(OSError):
@@ -248,10 +242,6 @@ class KnownDigests:
             private_dir(self._folder)
             write_whole(self._path, msgspec.msgpack.encode(kept))
             keep_newest(self._folder, _MOST_KEPT)
-
-
-def _known(status: os.stat_result, digests: tuple[str, ...]) -> _Known:
-    return _Known(status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev, digests)
 
 
 # ---------------------------------------------------------------- sending to a remote pool

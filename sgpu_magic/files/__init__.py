@@ -1,7 +1,8 @@
 """Files on disk: content-addressed blobs, cached folders, run directories, paths from untrusted sources.
 
 content_store  blobs by digest, one folder per user; reassembles objects from their blobs
-kept_folders   folders that are filled once and kept while in use; a node's cache on fast local disk
+file_state     whether a file is unchanged since it was read
+folder_cache   folders that are filled once and kept while in use; a node's cache on fast local disk
 run_directory  a run's events; its files by names from untrusted sources; whether the disk has room for a run
-whole_file     files that appear under their names once they are complete; locks, sizes, eviction, removal
+atomic_file    files that appear under their names once they are complete; locks, sizes, eviction, removal
 """

@@ -19,7 +19,7 @@ import msgspec
 from blake3 import blake3
 
 from sgpu_magic.config import private_dir
-from sgpu_magic.files.whole_file import evict, write_at
+from sgpu_magic.files.atomic_file import evict, write_at
 from sgpu_magic.wire.attachments import StoredPart
 from sgpu_magic.wire.files import DIGEST_BYTES, PIECE_BYTES, is_digest, is_store_name
 
@@ -43,7 +43,7 @@ def store_name(user: str) -> str:
     """The folder name of a user's store: the user name if it is valid as one, otherwise a digest of it."""
     if is_store_name(user) and not user.startswith("_"):
         return user
-    return "_" + hashlib.blake2b(user.encode(), digest_size=16).hexdigest()
+    return "_" + hashlib.blake2b(os.fsencode(user), digest_size=16).hexdigest()
 
 
 def blob_digest(data: memoryview) -> str:
@@ -104,7 +104,7 @@ class _Coming(msgspec.Struct, eq=False):
 
 
 class BlobStore:
-    """All users' stores. Use it from one thread; only `hold` and `let_go` may be called from others.
+    """All users' stores. Use it from one thread; only `hold` and `release` may be called from others.
 
     Args:
         root: The directory of the stores.
@@ -114,17 +114,17 @@ class BlobStore:
     def __init__(self, root: Path, most_bytes: int) -> None:
         self._root = root
         self._most_bytes = most_bytes
-        # by run, the blobs (store, digest) that unfinished runs need
+        # blobs (store, digest) that unfinished runs need, by run
         self._in_use: dict[str, frozenset[tuple[str, str]]] = {}
         self._coming: dict[tuple[str, str], _Coming] = {}
         self._asked: dict[tuple[str, str], float] = {}
         self._sizes: dict[str, int] = {}
 
     def hold(self, run_id: str, store: str, digests: Iterable[str]) -> None:
-        """Keep these blobs for a run until `let_go`."""
+        """Keep these blobs for a run until `release`."""
         self._in_use[run_id] = frozenset((store, digest) for digest in digests)
 
-    def let_go(self, run_id: str) -> None:
+    def release(self, run_id: str) -> None:
         """Release a run's blobs."""
         self._in_use.pop(run_id, None)
 
@@ -233,7 +233,7 @@ class BlobStore:
     def _part(self, store: str, digest: str) -> Path:
         return self._root / store / _PARTS / digest
 
-    # ------------------------------------------------------------ room
+    # ------------------------------------------------------------ disk space
 
     def _make_room(self, store: str, size: int) -> None:
         if size > self._most_bytes:
@@ -329,7 +329,7 @@ def join_parts(target: int, size: int, parts: Iterable[tuple[StoredPart, Path]])
     found = list(parts)
     if any(part.offset < 0 or part.offset + part.size > size for part, _ in found):
         raise OSError("its parts exceed its size")
-    # most of the time goes to the pages of a new memory file
+    # most of the time is spent on allocating the pages of a new memory file
     with ThreadPoolExecutor(_JOINED_AT_ONCE, "sgpu-join") as threads:
         for copied in [threads.submit(_copy_blob, path, target, part.offset, part.size) for part, path in found]:
             copied.result()
@@ -338,7 +338,7 @@ def join_parts(target: int, size: int, parts: Iterable[tuple[StoredPart, Path]])
 def _copy_blob(path: Path, target: int, offset: int, size: int) -> None:
     with (
         open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW)) as source,
-        # not the position in the file that other threads have
+        # opened anew, so that threads do not share a file position
         open(f"/proc/self/fd/{target}", "r+b", buffering=0) as own,
     ):
         own.seek(offset)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, Self, TypeVa
 from msgspec.structs import replace
 
 from sgpu_magic.errors import UsageError
-from sgpu_magic.options.asked import CallOptions
+from sgpu_magic.options.option_records import CallOptions
 from sgpu_magic.options.python_form import Options, checked
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class DistributedFunction(Generic[P, R, T]):
         Raises:
             UsageError: An option is invalid or contradicts another.
         """
-        # a session's ranks are what they are
+        # a session's ranks and devices are fixed
         dropped = {"gpus", "num_gpus", "gpu_type"} if changes.get("session") is not None else set[str]()
         if {"gpus", "num_gpus"} & changes.keys():
             dropped |= {"gpus", "num_gpus"}

@@ -18,16 +18,16 @@ from msgspec.structs import replace
 from sgpu_magic.client.pool_choosing import KINDS
 from sgpu_magic.client.pools_file import LOCAL
 from sgpu_magic.errors import KeyRefused, PoolError, PoolVersionError, RunCancelled, SerializationError
-from sgpu_magic.options.asked import CallOptions, RunOptions, check_call
+from sgpu_magic.options.option_records import CallOptions, RunOptions, check_call
 from sgpu_magic.options.python_form import errors_in_pythons_words
 from sgpu_magic.payload.call import FunctionCall, name_of
 from sgpu_magic.runs.handle import Run
-from sgpu_magic.runs.sessions import registry, run_in
+from sgpu_magic.runs.kernel_context import KernelContext, kernel_context
+from sgpu_magic.runs.sessions import cell_runner, registry
 from sgpu_magic.runs.submit.pack_call import pack_call
-from sgpu_magic.runs.submit.placing import PYTHON_WAYS, placed
 from sgpu_magic.runs.submit.spec import Submission, describe
 from sgpu_magic.runs.submit.submit import submit
-from sgpu_magic.runs.workplace import Workplace, workplace
+from sgpu_magic.runs.submit.target import PYTHON_WAYS, with_target
 from sgpu_magic.views.cell_outputs import SweepPicture, SweepProgress, failure_line
 from sgpu_magic.wire.base import RunState, short
 
@@ -52,14 +52,16 @@ def run_here(call: FunctionCall, options: CallOptions) -> list[Any]:
     Raises:
         Exception: As for `Launcher.__call__`.
     """
-    place = workplace()
+    context = kernel_context()
     session = options.session
-    with place.pinned_to_its_cell():
+    with context.pinned_to_its_cell():
         try:
             if session is not None:
                 check_call(session, options)
-                return run_in.run_in(session, lambda: run_in.prepare_call(session, call, options), options.ui).values
-            return _bring_back(place, prepare(place, call, options), options.ui)
+                return cell_runner.run_in(
+                    session, lambda: cell_runner.prepare_call(session, call, options), options.ui
+                ).values
+            return _collect(context, prepare(context, call, options), options.ui)
         except RunCancelled as error:
             # a KeyboardInterrupt would end the event loop that waits for this thread, or that runs this task
             if threading.current_thread() is not threading.main_thread():
@@ -75,24 +77,26 @@ def start(call: FunctionCall, options: CallOptions) -> Run[Any]:
     Raises:
         Exception: As for `Launcher.submit`.
     """
-    place = workplace()
+    context = kernel_context()
     session = options.session
     if session is None:
-        return submitted(place, prepare(place, call, options))
+        return submitted(context, prepare(context, call, options))
     check_call(session, options)
-    return run_in.begin_in(session, lambda: run_in.prepare_call(session, call, options))
+    return cell_runner.begin_in(session, lambda: cell_runner.prepare_call(session, call, options))
 
 
-def submitted(place: Workplace, submission: Submission) -> Run[Any]:
+def submitted(context: KernelContext, submission: Submission) -> Run[Any]:
     """Submit a call to the pool and return its handle."""
-    return Run(place, submit(place.pool_of(submission), submission), RunState.QUEUED)
+    return Run(context, submit(context.pool_of(submission), submission), RunState.QUEUED)
 
 
-def prepare(place: Workplace, call: FunctionCall, options: RunOptions, *, beside_sessions: bool = True) -> Submission:
+def prepare(
+    context: KernelContext, call: FunctionCall, options: RunOptions, *, beside_sessions: bool = True
+) -> Submission:
     """Check, pack and describe a call. Nothing is started if this raises.
 
     Args:
-        place: This process's workplace.
+        context: The kernel's context.
         call: The function that every rank calls, with its arguments.
         options: Where and how to run it.
         beside_sessions: Use the devices of a connected session if it has enough of that type.
@@ -102,19 +106,19 @@ def prepare(place: Workplace, call: FunctionCall, options: RunOptions, *, beside
         SgpuError: The function is not callable, something can't be pickled, or the pool does not exist.
     """
     with errors_in_pythons_words():
-        place.wanted_pool(options.pool)
-    code = pack_call(place, call, options)
+        context.wanted_pool(options.pool)
+    code = pack_call(context, call, options)
     session = registry.lending(options) if beside_sessions and not options.ray else None
     if session is not None:
-        return describe(place, code, replace(options, fresh=True), session.lends(options.ranks), session)
+        return describe(context, code, replace(options, fresh=True), session.lends(options.ranks), session)
     with errors_in_pythons_words():
-        options, found = placed(place, options, PYTHON_WAYS)
-    return describe(place, code, options, found)
+        options, found = with_target(context, options, PYTHON_WAYS)
+    return describe(context, code, options, found)
 
 
-def _bring_back(place: Workplace, submission: Submission, ui: str) -> list[Any]:
-    run = submit(place.pool_of(submission), submission)
-    result = place.bring_back(run, ui)
+def _collect(context: KernelContext, submission: Submission, ui: str) -> list[Any]:
+    run = submit(context.pool_of(submission), submission)
+    result = context.collect(run, ui)
     if result is None:
         run_id = short(run.run_id)
         raise RunCancelled(
@@ -175,9 +179,9 @@ class Sweeping(Generic[T, R]):
     """
 
     def __init__(
-        self, place: Workplace, function: Callable[..., object], options: CallOptions, total: int | None
+        self, context: KernelContext, function: Callable[..., object], options: CallOptions, total: int | None
     ) -> None:
-        self._place = place
+        self._context = context
         self._function = function
         self._options = options
         self._total = total
@@ -188,14 +192,14 @@ class Sweeping(Generic[T, R]):
         self._failures: list[str] = []
         self._done = 0
         self.late: list[Task[T, R]] = []
-        # since when the pool does not take the next item, when that is tried again, and why
+        # since when the pool has not accepted the next item, when to retry, and the reason
         self._unreached_since = self._try_at = 0.0
         self._unreached = ""
 
     def tasks(self, items: Iterable[T], at_once: int | None) -> Generator[Task[T, R]]:
         """Yield each item's task when it ends."""
         bound = at_once or self._bound()
-        progress = SweepProgress(sys.stdout, is_notebook=self._place.is_notebook, ui=self._options.ui)
+        progress = SweepProgress(sys.stdout, is_notebook=self._context.is_notebook, ui=self._options.ui)
         waiting: Iterator[Task[T, R]] = (Task(*numbered) for numbered in enumerate(items))
         ending = "stopped"
         try:
@@ -219,11 +223,11 @@ class Sweeping(Generic[T, R]):
             ending = "interrupted"
             while not self._ended.empty() and (task := self._next()) is not None:
                 self.late.append(self._over(task))
-            told = (
+            message = (
                 f"the sweep was interrupted when {self._done} of its items were done; the other runs are stopped. "
                 "The results so far are in the exception's .results, `sys.last_value.results` in the next cell."
             )
-            raise RunCancelled(told) from error
+            raise RunCancelled(message) from error
         finally:
             if self._out:
                 self._cancel_all()
@@ -231,12 +235,12 @@ class Sweeping(Generic[T, R]):
 
     def _bound(self) -> int:
         """Return the maximum number of runs submitted at the same time."""
-        name = self._place.wanted_pool(self._options.pool)
-        if name not in KINDS and not (not name and self._place.pools.entries()):
-            pool = self._place.pools.named(name or LOCAL)
+        name = self._context.wanted_pool(self._options.pool)
+        if name not in KINDS and not (not name and self._context.pools.entries()):
+            pool = self._context.pools.named(name or LOCAL)
         else:
-            # each item's pool is chosen at its turn; as a rule it is this one
-            pool = self._place.find(name, self._options.devices).pool
+            # each item's pool is chosen when the item is submitted; usually it is this one
+            pool = self._context.resolve_target(name, self._options.devices).pool
         status = pool.status(recent=0)
         ranks = self._options.ranks or 1
         if status is None:
@@ -253,8 +257,8 @@ class Sweeping(Generic[T, R]):
         try:
             options = replace(self._options, name=f"{self._name}[{task.index}]")
             call = FunctionCall(self._function, (task.item,), {})
-            submission = prepare(self._place, call, options, beside_sessions=False)
-            run = task.run = cast("Run[R]", submitted(self._place, submission))
+            submission = prepare(self._context, call, options, beside_sessions=False)
+            run = task.run = cast("Run[R]", submitted(self._context, submission))
         except SerializationError as error:
             if not self._done and not self._out:
                 raise
@@ -279,8 +283,8 @@ class Sweeping(Generic[T, R]):
         if not (self._done or self._failures or self._out) or isinstance(error, PoolVersionError | KeyRefused):
             raise error
         self._unreached_since = self._unreached_since or now
-        is_local = self._place.wanted_pool(self._options.pool) in ("", LOCAL)
-        if now - self._unreached_since > (_LOCAL_PATIENCE_S if is_local else self._place.settings.link_timeout_s):
+        is_local = self._context.wanted_pool(self._options.pool) in ("", LOCAL)
+        if now - self._unreached_since > (_LOCAL_PATIENCE_S if is_local else self._context.settings.link_timeout_s):
             raise error
         self._try_at = now + _TRY_AGAIN_S
         self._unreached = "the pool does not answer; further items wait"

@@ -12,7 +12,7 @@ from sgpu_magic.functions.launch import Sweeping, Task
 from sgpu_magic.options.python_form import SharedOptions, checked
 from sgpu_magic.options.values import rank_count
 from sgpu_magic.runs.handle import Run, frames_left_out
-from sgpu_magic.runs.workplace import workplace
+from sgpu_magic.runs.kernel_context import kernel_context
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -86,8 +86,8 @@ class Sweep(Sequence[R], Generic[T, R]):
 
     def __repr__(self) -> str:
         failed = len(self.failures)
-        told = f", {failed} failed" if failed else ""
-        return f"<Sweep of {len(self)}: {len(self) - failed} done{told}>"
+        failures = f", {failed} failed" if failed else ""
+        return f"<Sweep of {len(self)}: {len(self) - failed} done{failures}>"
 
 
 @overload
@@ -167,7 +167,7 @@ def map(
         raise UsageError(f"at_once={at_once!r} is not possible: it must be at least 1.")
     call_options = checked(gpus=gpus_per_task, gpu_type=gpu_type, **options)
     total = len(items) if isinstance(items, Sequence) else None
-    sweeping = Sweeping[T, R](workplace(), function, call_options, total)
+    sweeping = Sweeping[T, R](kernel_context(), function, call_options, total)
     completed = sweeping.tasks(items, at_once)
     if not in_order:
         return SweepResults(completed, return_exceptions)

@@ -38,7 +38,7 @@ NAMES = {
 # the reply of the cell with %load_ext is sent by then
 _LATER_S = 0.05
 
-# by the shell's id: what is not loaded yet
+# by shell id: extensions that are not loaded yet
 _deferred: dict[int, DeferredExtension] = {}
 
 
@@ -46,7 +46,7 @@ def load(shell: InteractiveShell) -> None:
     """Load the extension.
 
     A kernel gets the magics' names at once, and the rest after the cell, before the next one, or when a magic is
-    called: the imports take a tenth of a second, and nobody has to wait for them.
+    called: the imports take a tenth of a second, which no cell should wait for.
 
     Raises:
         UsageError: The settings can't be read. Then nothing is registered.
@@ -109,7 +109,7 @@ class DeferredExtension:
             self._shell.events.unregister("pre_execute", self._unasked)
 
     def _unasked(self) -> None:
-        # the magics are still these if it fails, and raise the error where somebody uses them
+        # on failure these deferred magics stay registered and raise the error when they are used
         with contextlib.suppress(SgpuError):
             self.complete()
 

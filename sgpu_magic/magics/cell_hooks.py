@@ -36,7 +36,7 @@ CELL_MAGIC = "sgpu_auto_cell"
 _STAYS = re.compile(
     r"\s*(?:[\w,\s]+=\s*)?"
     r"%(?:sgpu_\w+|pip|conda|mamba|uv|(?:un|re)?load_ext|env|set_env|restart_python|fs)\b"
-    # another notebook with arguments for its widgets, which are here
+    # runs another notebook with arguments for its widgets, which are in this kernel
     r"|%run\s.*\s'?\$\w+="
 )
 _IS_BLANK = re.compile(r"\s*(?:#.*)?$")
@@ -103,7 +103,7 @@ class AutoMode:
         if content.get("silent") or not content.get("store_history", True):
             return False
         code = str(content.get("code", ""))
-        # `sgpu_magic.compat` takes `%python` off a cell before this
+        # `sgpu_magic.compat` has already removed `%python` from a cell
         return source.splitlines() in (code.splitlines(), with_cell_magic(code).source.splitlines())
 
     def _session_gone(self) -> None:
@@ -128,7 +128,7 @@ def stays_here(lines: Sequence[str]) -> bool:
 # ---------------------------------------------------------------- names that a cell rebinds
 
 
-class Assignments:
+class RebindTracker:
     """Tracks which names plain cells rebind while sessions are connected.
 
     Args:
@@ -167,7 +167,7 @@ _RENEW_S = 20.0
 _LOOK_S = 0.2
 
 
-class Warmth:
+class WarmPool:
     """Keeps this kernel's zygote and standby group warm.
 
     Args:
@@ -192,7 +192,7 @@ class Warmth:
             self._ranks = 0
         now = time.monotonic()
         if now - self._looked_at < _LOOK_S:
-            # no installation is that fast
+            # check at most once per interval: installing packages takes longer
             return
         interpreter, self._looked_at = this_interpreter(), now
         if interpreter.key != self._key or (self._ranks and now - self._renewed_at > _RENEW_S):
@@ -201,36 +201,37 @@ class Warmth:
         packages.of(self._pool).begin()
 
 
-# ---------------------------------------------------------------- exception groups of ranks
+# ---------------------------------------------------------------- errors of ranks that IPython renders itself
+
+# IPython prints groups with `traceback.print_exc`, and syntax errors with the kernel's frames above them; other errors
+# render themselves
+_DRAWN_BY_IPYTHON = (BaseExceptionGroup, SyntaxError)
 
 
-def draw_groups(shell: Any) -> None:
-    """Display exception groups raised by ranks with the ranks' tracebacks, unless the user has set a handler.
-
-    IPython prints groups with `traceback.print_exc`, including the kernel's frames; other errors render themselves.
-    """
+def draw_rank_errors(shell: Any) -> None:
+    """Display groups and syntax errors of ranks with the ranks' tracebacks, unless the user has set a handler."""
     if not shell.custom_exceptions:
-        shell.set_custom_exc((BaseExceptionGroup,), _draw_group)
+        shell.set_custom_exc(_DRAWN_BY_IPYTHON, _draw_rank_error)
 
 
-def draw_no_groups(shell: Any) -> None:
-    """Undo `draw_groups`."""
-    if shell.custom_exceptions == (BaseExceptionGroup,):
+def draw_no_rank_errors(shell: Any) -> None:
+    """Undo `draw_rank_errors`."""
+    if shell.custom_exceptions == _DRAWN_BY_IPYTHON:
         shell.set_custom_exc((), None)
 
 
-def _draw_group(
+def _draw_rank_error(
     shell: Any,
     kind: type[BaseException],
-    group: BaseException,
+    error: BaseException,
     trace: TracebackType | None,
     tb_offset: int | None = None,
 ) -> list[str]:
-    draw: Callable[[], list[str]] | None = getattr(group, "_render_traceback_", None)
+    draw: Callable[[], list[str]] | None = getattr(error, "_render_traceback_", None)
     if draw is None:
-        shell.showtraceback((kind, group, trace), tb_offset=tb_offset, running_compiled_code=True)
+        shell.showtraceback((kind, error, trace), tb_offset=tb_offset, running_compiled_code=True)
     else:
-        shell._showtraceback(kind, group, draw())
+        shell._showtraceback(kind, error, draw())
     return []
 
 
@@ -285,7 +286,7 @@ class LauncherHints:
     def __init__(self, shell: Any, auto: AutoMode) -> None:
         self._shell = shell
         self._auto = auto
-        self._told: set[str] = set()
+        self._shown: set[str] = set()
 
     def before_cell(self, info: Any) -> None:
         """Handle IPython's `pre_run_cell`."""
@@ -295,6 +296,6 @@ class LauncherHints:
             return
         transform: Callable[[str], str] | None = transform_of(self._shell)
         hint = hint_for(source if transform is None else transform(source))
-        if hint and hint not in self._told:
-            self._told.add(hint)
+        if hint and hint not in self._shown:
+            self._shown.add(hint)
             sys.stdout.write(f"{hint}\n")

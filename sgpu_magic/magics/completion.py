@@ -9,7 +9,6 @@ to 7.4 calls, and restores them when the extension is unloaded.
 
 import contextlib
 import inspect
-import json
 import os
 import re
 from argparse import SUPPRESS
@@ -29,10 +28,11 @@ from sgpu_magic.options.argparse_form import LINE_PARSERS, NO_SESSION, parser
 from sgpu_magic.options.table import OPTIONS
 from sgpu_magic.packages import named_environments
 from sgpu_magic.packages.named_environments import BASE_NAMES
-from sgpu_magic.runs.sessions import registry, run_in
+from sgpu_magic.runs.sessions import cell_runner, registry
 from sgpu_magic.runs.sessions.session import Session
 from sgpu_magic.views import help as help_pages
 from sgpu_magic.wire.base import is_valid_id, short
+from sgpu_magic.wire.decoding import load_json
 from sgpu_magic.wire.run import RankAnswer, RankQuestion
 
 _CELL = re.compile(r"\s*%%?(?P<magic>distributed|rank|ray_launch)\s")
@@ -166,7 +166,7 @@ def _environments() -> list[str]:
 def _names_on_ranks() -> list[str]:
     """Return the names on rank 0 of the current session; empty while it is busy."""
     session = registry.idle()
-    there = run_in.names_on(session, 0) if session is not None else None
+    there = cell_runner.names_on(session, 0) if session is not None else None
     return sorted(name for name in there or () if not name.startswith("_"))
 
 
@@ -213,7 +213,7 @@ class RankQuestions:
         answer, _ = self._asked("inspect", code, cursor_pos, detail_level)
         if answer is None or not answer.bundle:
             return self._inspect(code, cursor_pos, detail_level, omit_sections)
-        data: dict[str, Any] = json.loads(answer.bundle)
+        data: dict[str, Any] = load_json(answer.bundle)
         if not self._kernel.shell.enable_html_pager:
             data.pop("text/html", None)
         reply = {"status": "ok", "found": True, "data": data, "metadata": {}}
@@ -221,15 +221,15 @@ class RankQuestions:
 
     def _asked(self, what: str, code: str, cursor: int, detail: int = 0) -> tuple[RankAnswer | None, int]:
         """Ask a rank; the answer is None if the cell does not run on ranks, or the rank does not answer in time."""
-        place = self._place(code, cursor)
-        if place is None:
+        position = self._position(code, cursor)
+        if position is None:
             return None, 0
-        session, rank, begin = place
+        session, rank, begin = position
         question = RankQuestion(rank=rank, what=what, code=code[begin:], cursor=cursor - begin, detail=detail)
         answer = session.pool.ask_rank(session.run_id, question, TIMEOUT_S)
         return (None if answer.problem else answer), begin
 
-    def _place(self, code: str, cursor: int) -> tuple[Session, int, int] | None:
+    def _position(self, code: str, cursor: int) -> tuple[Session, int, int] | None:
         """Return the session and the rank that answer, and the offset at which the rank's code begins."""
         session, found = registry.idle(), _MAGIC.match(code)
         if session is not None and found is None and self._auto.takes(code):
@@ -268,8 +268,8 @@ def _merged(reply: dict[str, Any], answer: RankAnswer, begin: int, code: str) ->
     entries: dict[str, dict[str, Any]] = {}
     for at, entry in found:
         text = code[first:at] + entry["text"]
-        place = {"start": first, "end": end, "text": text}
-        entries.setdefault(text, {"type": "<unknown>", "signature": "", **entry, **place})
+        span = {"start": first, "end": end, "text": text}
+        entries.setdefault(text, {"type": "<unknown>", "signature": "", **entry, **span})
     return {
         **reply,
         "matches": list(entries),

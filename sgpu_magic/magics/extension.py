@@ -12,13 +12,13 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics
 
 from sgpu_magic.magics import completion
-from sgpu_magic.magics.cell_hooks import Assignments, AutoMode, LauncherHints, draw_groups, draw_no_groups
+from sgpu_magic.magics.cell_hooks import AutoMode, LauncherHints, RebindTracker, draw_no_rank_errors, draw_rank_errors
 from sgpu_magic.magics.completion import RankQuestions
 from sgpu_magic.magics.run_magics import DistributedMagics
 from sgpu_magic.magics.session_magics import SessionMagics
 from sgpu_magic.panel.kernel_endpoint import KernelEndpoint
 from sgpu_magic.runs import packages
-from sgpu_magic.runs.submit import placing
+from sgpu_magic.runs.submit import target
 
 _OURS = ("%%distributed", "%%rank", "%%ray_launch")
 
@@ -38,14 +38,14 @@ def load(shell: InteractiveShell) -> None:
     auto = AutoMode(shell)
     magics = DistributedMagics(shell, auto)
     undo.callback(magics.close)
-    endpoint = KernelEndpoint(magics.place)
+    endpoint = KernelEndpoint(magics.context)
     undo.callback(endpoint.close)
     for each in (magics, SessionMagics(shell, auto, endpoint)):
         shell.register_magics(each)
         undo.callback(_unregister, shell, each)
-    draw_groups(shell)
-    undo.callback(draw_no_groups, shell)
-    assignments, hints = Assignments(shell, auto), LauncherHints(shell, auto)
+    draw_rank_errors(shell)
+    undo.callback(draw_no_rank_errors, shell)
+    assignments, hints = RebindTracker(shell, auto), LauncherHints(shell, auto)
     before, after = (assignments.before_cell, hints.before_cell), (assignments.after_cell, magics.warmth.after_cell)
     for event, calls in (("pre_run_cell", before), ("post_run_cell", after)):
         for call in calls:
@@ -59,7 +59,7 @@ def load(shell: InteractiveShell) -> None:
     completion.install(shell)
     undo.callback(completion.remove, shell)
     _loaded[id(shell)] = undo
-    if placing.pool_name(magics.place) == magics.pool.name:
+    if target.pool_name(magics.context) == magics.pool.name:
         # not needed if runs go to another pool by default
         magics.pool.warm_in_background()
     packages.of(magics.pool).begin()
@@ -79,7 +79,12 @@ def _unregister(shell: InteractiveShell, owner: Magics) -> None:
 
 
 def _help_without_body(lines: list[str]) -> list[str]:
-    """Add a body to `%%distributed -h`: IPython rejects a cell magic without one before calling it."""
+    """Add a body to `%%distributed -h`: IPython rejects a cell magic without one before calling it.
+
+    In `%%rank[0]` IPython would take the brackets for a part of the magic's name.
+    """
+    if lines and lines[0].startswith("%%rank["):
+        lines = [lines[0].replace("%%rank[", "%%rank [", 1), *lines[1:]]
     asks = lines and lines[0].startswith(_OURS) and {"-h", "--help"} & set(lines[0].split())
     if asks and not any(line.strip() for line in lines[1:]):
         return [lines[0].rstrip("\n") + "\n", "pass\n"]

@@ -17,20 +17,20 @@ from msgspec.structs import replace
 from sgpu_magic.client.find_run import check_prefix, recorded_directory
 from sgpu_magic.client.result import RunResult
 from sgpu_magic.errors import RunCancelled, UsageError
-from sgpu_magic.magics.cell_hooks import AutoMode, Warmth
+from sgpu_magic.magics.cell_hooks import AutoMode, WarmPool
 from sgpu_magic.options import argparse_form
 from sgpu_magic.options.argparse_form import NO_SESSION, RAY, Parser, add_option, add_replay, read_replay, takes
-from sgpu_magic.options.asked import RunOptions, check_cell
+from sgpu_magic.options.option_records import RunOptions, check_cell
 from sgpu_magic.runs.follow import outcome
 from sgpu_magic.runs.handle import Run
+from sgpu_magic.runs.kernel_context import close_kernel_context, kernel_context
 from sgpu_magic.runs.pools_status import StatusBoard
 from sgpu_magic.runs.sessions import registry
 from sgpu_magic.runs.sessions.session import Session
 from sgpu_magic.runs.submit.cell_source import check_outputs, has_code, pack_cell, read_cell
-from sgpu_magic.runs.submit.placing import MAGIC_WAYS, placed
 from sgpu_magic.runs.submit.spec import describe
 from sgpu_magic.runs.submit.submit import submit
-from sgpu_magic.runs.workplace import close_workplace, workplace
+from sgpu_magic.runs.submit.target import MAGIC_WAYS, with_target
 from sgpu_magic.views import help as help_pages
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.stacks import stacks_html, stacks_text
@@ -90,16 +90,16 @@ class DistributedMagics(Magics):
         super().__init__(shell=shell)
         self._shell = shell
         self._auto = auto
-        self.place = workplace()
-        self.pool = self.place.pool
-        self.warmth = Warmth(self.pool)
-        self._board = StatusBoard(self.place.pools, self.place.settings.status_idle_s)
+        self.context = kernel_context()
+        self.pool = self.context.pool
+        self.warmth = WarmPool(self.pool)
+        self._board = StatusBoard(self.context.pools, self.context.settings.status_idle_s)
 
     def close(self) -> None:
         """End the sessions and close the links to pools; the local pool keeps running for other clients."""
         self._board.close()
         registry.close_all()
-        close_workplace()
+        close_kernel_context()
 
     @cell_magic
     def distributed(self, line: str, cell_body: str) -> Launched:
@@ -120,7 +120,7 @@ class DistributedMagics(Magics):
     def sgpu_auto_cell(self, line: str, cell_body: str) -> RunResult:
         """Run a plain cell in the session; `%sgpu_auto` rewrites plain cells to this magic."""
         session = registry.chosen()
-        self.place.notices.show("")
+        self.context.notices.show("")
         return session.run_cell("", cell_body, RunOptions(auto=True))
 
     def _run(self, magic: str, line: str, cell_body: str) -> Launched:
@@ -128,14 +128,14 @@ class DistributedMagics(Magics):
         if options is None:
             print(argparse_form.parser(magic).format_help())  # noqa: T201  help is output
             return None
-        self.place.wanted_pool(options.pool)
+        self.context.wanted_pool(options.pool)
         if not has_code(cell_body):
             print("the cell is empty: no rank was started.")  # noqa: T201
             return None
         magic_line = f"{magic} {line}".strip()
         session = registry.current(options.session) if options.session != NO_SESSION else None
         check_cell(session, options, magic)
-        self.place.notices.show("")
+        self.context.notices.show("")
         if options.here:
             self._run_here(cell_body)
         if session is None or options.fresh:
@@ -166,11 +166,11 @@ class DistributedMagics(Magics):
         if session is not None:
             found = session.checked().lends(options.ranks)
         else:
-            options, found = placed(self.place, options, MAGIC_WAYS)
+            options, found = with_target(self.context, options, MAGIC_WAYS)
         with interrupted(_NOT_SUBMITTED):
-            cell = read_cell(self.place, magic_line, cell_body, options)
+            cell = read_cell(self.context, magic_line, cell_body, options)
             check_outputs(cell, options.outputs)
-            submission = describe(self.place, pack_cell(self.place, cell, options), options, found, session)
+            submission = describe(self.context, pack_cell(self.context, cell, options), options, found, session)
         run = submit(found.pool, submission)
 
         def over(_: RunView) -> None:
@@ -178,8 +178,8 @@ class DistributedMagics(Magics):
                 self.warmth.ran(found.placement.ranks)
 
         if options.nowait:
-            return Run(self.place, run, RunState.QUEUED, over, options.ui)
-        return self.place.bring_back(run, options.ui, over=over)
+            return Run(self.context, run, RunState.QUEUED, over, options.ui)
+        return self.context.collect(run, options.ui, over=over)
 
     @line_magic
     @takes(
@@ -200,31 +200,31 @@ class DistributedMagics(Magics):
         from sgpu_magic.runs.replay.recorded import prepare_replay, read_recorded
 
         options = read_replay(values, values.ui)
-        place = self.place
-        place.notices.show("")
+        context = self.context
+        context.notices.show("")
         with interrupted(_NOT_SUBMITTED):
-            with recorded_directory(place.current_settings(), values.run) as directory:
+            with recorded_directory(context.current_settings(), values.run) as directory:
                 recorded = read_recorded(directory)
-            submission = prepare_replay(place, recorded, options)
-        run = submit(place.pool_of(submission), submission)
-        return place.bring_back(run, options.ui)
+            submission = prepare_replay(context, recorded, options)
+        run = submit(context.pool_of(submission), submission)
+        return context.collect(run, options.ui)
 
     @line_magic
     @takes("Show a run from its beginning as if its cell had run here, and bring its results back.", _add_attached)
     def sgpu_attach(self, values: Namespace) -> RunResult | None:
         """Show a run from its beginning and bring its results back: `%sgpu_attach [RUN] [--ui auto|text|none]`."""
         with interrupted("before the pool answered; its runs continue."):
-            run, state = self.place.attach(_id_of("%sgpu_attach", values.run))
+            run, state = self.context.attach(_id_of("%sgpu_attach", values.run))
         with contextlib.closing(run):
-            followed = self.place.followed(run, values.ui)
+            followed = self.context.followed(run, values.ui)
             return outcome.watch(followed, state, self._shell.user_ns)
 
     @line_magic
     @takes("Let a run continue without its notebook; without RUN, all runs of this notebook.", _add_run)
     def sgpu_detach(self, values: Namespace) -> None:
         """Detach a run so that it continues without its notebook: `%sgpu_detach [RUN]`; without RUN, all its runs."""
-        place, run = self.place, _id_of("%sgpu_detach", values.run)
-        pools = [place.pool_with(run, going_on=True)] if run else place.pools.connected() or [place.pool]
+        context, run = self.context, _id_of("%sgpu_detach", values.run)
+        pools = [context.pool_with(run, going_on=True)] if run else context.pools.connected() or [context.pool]
         print(" ".join(pool.detach(run, start=True) for pool in pools))  # noqa: T201
 
     @line_magic
@@ -232,9 +232,9 @@ class DistributedMagics(Magics):
     def sgpu_stacks(self, values: Namespace) -> None:
         """Show the current stack of every rank of a run: `%sgpu_stacks [RUN]`."""
         run = _id_of("%sgpu_stacks", values.run)
-        answer = self.place.pool_with(run, going_on=True).stacks(run, start=True)
-        told = (answer.run_id, answer.stacks, answer.cell)
-        self.place.publish(stacks_text(*told), {"text/html": stacks_html(*told)})
+        answer = self.context.pool_with(run, going_on=True).stacks(run, start=True)
+        described = (answer.run_id, answer.stacks, answer.cell)
+        self.context.publish(stacks_text(*described), {"text/html": stacks_html(*described)})
 
     @line_magic
     @takes("Show the devices, the queue and the runs of all pools; or the view of one run or session.", _add_shown)
@@ -243,10 +243,10 @@ class DistributedMagics(Magics):
         session = registry.find(values.run)
         run_id = session.run_id if session is not None else _id_of("%sgpu_status", values.run)
         if run_id:
-            run, state = self.place.attach(run_id)
-            self.place.open_view(run, state, values.ui)
-        elif self.place.is_notebook:
-            self._board.show(self.place.live_views.is_watched, values.pool)
+            run, state = self.context.attach(run_id)
+            self.context.open_view(run, state, values.ui)
+        elif self.context.is_notebook:
+            self._board.show(self.context.live_views.is_watched, values.pool)
         else:
             print(self._board.text(values.pool))  # noqa: T201
 
@@ -254,4 +254,4 @@ class DistributedMagics(Magics):
     def sgpu_help(self, line: str = "") -> None:
         """Show the help page of a topic, such as an error: `%sgpu_help [TOPIC]`; without TOPIC, list all topics."""
         markdown = help_pages.page(line.strip())
-        self.place.publish(help_pages.plain(markdown), {"text/markdown": markdown})
+        self.context.publish(help_pages.plain(markdown), {"text/markdown": markdown})

@@ -16,18 +16,18 @@ from sgpu_magic.errors import UsageError
 from sgpu_magic.magics.cell_hooks import AutoMode
 from sgpu_magic.magics.run_magics import interrupted
 from sgpu_magic.options.argparse_form import Parser, add_option, add_session, read_session, takes
-from sgpu_magic.options.asked import is_same
+from sgpu_magic.options.option_records import is_same
 from sgpu_magic.options.values import names, outputs_from, parse_ranks
 from sgpu_magic.panel.kernel_endpoint import KernelEndpoint
 from sgpu_magic.runs import packages
 from sgpu_magic.runs.environments import report
+from sgpu_magic.runs.kernel_context import kernel_context
 from sgpu_magic.runs.notebook import cell_number, publish
-from sgpu_magic.runs.sessions import registry, run_in
+from sgpu_magic.runs.sessions import cell_runner, registry
+from sgpu_magic.runs.sessions.cell_runner import prepare_push
 from sgpu_magic.runs.sessions.registry import begin
-from sgpu_magic.runs.sessions.run_in import prepare_push
 from sgpu_magic.runs.sessions.session import Session
-from sgpu_magic.runs.submit import placing
-from sgpu_magic.runs.workplace import workplace
+from sgpu_magic.runs.submit import target
 from sgpu_magic.views.pool_tables import environment_html, environment_text
 from sgpu_magic.views.units import count_of
 
@@ -83,7 +83,7 @@ class SessionMagics(Magics):
         super().__init__(shell=shell)
         self._auto = auto
         self._endpoint = endpoint
-        self.place = workplace()
+        self.context = kernel_context()
 
     @line_magic
     @takes(
@@ -95,7 +95,7 @@ class SessionMagics(Magics):
     def sgpu_connect(self, values: Namespace) -> Session:
         """Start ranks that stay alive: `%sgpu_connect --gpus 4 --type a10 [--name S]`; `-h` shows the options."""
         options = read_session(values)
-        self.place.wanted_pool(options.pool)
+        self.context.wanted_pool(options.pool)
         known = registry.find(options.name)
         if known is not None:
             if not is_same(known, options):
@@ -106,12 +106,12 @@ class SessionMagics(Magics):
                 )
             registry.add(known)
             print(f"session {known.name} is already connected ({known.state}); nothing was changed.")  # noqa: T201
-            known.shown_in = cell_number(self.place.shell)
+            known.shown_in = cell_number(self.context.shell)
             return known
-        self.place.notices.show("")
-        is_drawn = self.place.is_notebook and self.place.live_views.is_watched and options.ui != "text"
+        self.context.notices.show("")
+        is_drawn = self.context.is_notebook and self.context.live_views.is_watched and options.ui != "text"
         with interrupted("before the session was submitted; nothing was started."):
-            session = begin(self.place, options, options.ui if is_drawn else "none")
+            session = begin(self.context, options, options.ui if is_drawn else "none")
         if not is_drawn and options.ui != "none":
             ranks = count_of(session.ranks, "rank")
             kind = "" if session.device_type == "any" else f" on {session.device_type}"
@@ -119,7 +119,7 @@ class SessionMagics(Magics):
                 f"session {session.name}: connecting {ranks}{kind} · %%distributed cells run in it from now on, and "
                 f"%sgpu_disconnect ends it · run {session.run_id[:8]}"
             )
-        session.shown_in = cell_number(self.place.shell)
+        session.shown_in = cell_number(self.context.shell)
         return session
 
     @line_magic
@@ -149,7 +149,7 @@ class SessionMagics(Magics):
         found = _some("%sgpu_push", names("%sgpu_push", values.names), "cfg")
         session, only = _chosen(values)
         session.checked()
-        run_in.run_in(session, lambda: prepare_push(session, found, {}, only), values.ui)
+        cell_runner.run_in(session, lambda: prepare_push(session, found, {}, only), values.ui)
 
     @line_magic
     @takes(
@@ -197,7 +197,7 @@ class SessionMagics(Magics):
                 # imported here: only accepting installs packages
                 from sgpu_magic.panel.kernel_actions import accept_choice
 
-                print(accept_choice(self.place))  # noqa: T201
+                print(accept_choice(self.context))  # noqa: T201
             case None if values.panel:
                 self._panel()
             case None:
@@ -210,17 +210,17 @@ class SessionMagics(Magics):
                 raise UsageError(f"%sgpu_env has no action {values.action!r}. Use %sgpu_env, --diff BASE or save NAME.")
 
     def _show(self, compared_to: str) -> None:
-        place = self.place
-        found = report(place.current_settings(), registry.all_sessions(), compared_to)
-        if choice := placing.held_words(place.choice.now(), placing.pool_name(place)):
+        context = self.context
+        found = report(context.current_settings(), registry.all_sessions(), compared_to)
+        if choice := target.held_words(context.choice.now(), target.pool_name(context)):
             found = replace(found, lines=(choice, *found.lines))
-        place.publish(environment_text(found), {"text/html": environment_html(found)})
+        context.publish(environment_text(found), {"text/html": environment_html(found)})
 
     def _panel(self) -> None:
         from sgpu_magic.panel.kernel_state import panel_text
 
         bundle = self._endpoint.show()
-        text = panel_text(self.place)
+        text = panel_text(self.context)
         if bundle is not None:
             publish({"text/plain": text, **bundle})
         else:
@@ -230,9 +230,9 @@ class SessionMagics(Magics):
         from sgpu_magic.packages import named_environments
 
         named_environments.check_name(name)
-        ordered = packages.of(self.place.pool).environment()
+        ordered = packages.of(self.context.pool).environment()
         kept = ordered.environment
-        named_environments.save(self.place.current_settings(), name, kept)
+        named_environments.save(self.context.current_settings(), name, kept)
         for note in ordered.notes:
             print(note)  # noqa: T201
         count = f"{kept.packages} packages of Python {kept.python}"
@@ -252,4 +252,4 @@ def _chosen(values: Namespace) -> tuple[Session, tuple[int, ...]]:
     """Return the session that a line names and the chosen ranks, empty for all."""
     only = None if values.ranks is None else parse_ranks("--ranks", values.ranks)
     session = registry.chosen(values.session)
-    return session, session.only(only)
+    return session, session.only(only or None)

@@ -1,12 +1,15 @@
 """Engines: they provide the nodes on which ranks run. `local` has this machine as its only node.
 
-engine_reports  what an engine reports to the pool service; merges ends, stacks and inventories of several nodes
-engine          node lifecycle: connect, reconnect, loss
-engine_runs     runs on the nodes; each appears as a single run to the pool service
-local           this machine as the only node: its agent process and its device locks
-device_locks    machine-wide device locks, as lock files in a directory that may be hostile
-run_on_nodes    one attempt of a run: commands to its nodes, and adoption after a restart of the pool service
-joint_run       one attempt of a run: the events of its nodes, merged into one run
-node_files      serves files of the pool to nodes without access to its disk
-ray/            an existing Ray cluster
+engine_reports   what an engine reports to the pool service; merges ends, stacks and inventories of several nodes
+engine           node lifecycle: connect, reconnect, loss
+engine_runs      runs on the nodes; each appears as a single run to the pool service
+local            this machine as the only node: its agent process and its device locks
+device_locks     machine-wide device locks
+lock_sockets     where they are by default: names in the kernel that all users share
+lock_files       where they are with `lock_dir`: files in a directory that may be hostile
+lock_obstacle    why a device can't be locked
+distributed_run  one attempt of a run: commands to its nodes, and adoption after a restart of the pool service
+joint_run        one attempt of a run: the events of its nodes, merged into one run
+node_files       serves files of the pool to nodes without access to its disk
+ray/             an existing Ray cluster
 """

@@ -1,58 +1,44 @@
 """Machine-wide device locks: two users' pools never share a GPU.
 
-A lock is flock(2) on `<uuid>.lock` in a directory that all users share. The kernel releases it when the process
-that holds it exits, so nothing has to be cleaned up after a kill; the files stay.
-
-The directory is not trusted: other users may place links, pipes and directories there, and remove or write files at
-any time.
+Locks are either names in the kernel, which all users of the machine share (`lock_sockets`), or files in a directory
+(`lock_files`). A lock that can't be used affects only its own device.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
-import os
-import pwd
 import re
-import stat
-import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from sgpu_magic.config import host_name
-from sgpu_magic.errors import CapacityError, PoolError
+from sgpu_magic.errors import CapacityError
+from sgpu_magic.nodes.lock_files import LockFiles
+from sgpu_magic.nodes.lock_obstacle import Obstacle
+from sgpu_magic.nodes.lock_sockets import LockSockets
 
 _UUID = re.compile(r"(?:GPU|MIG)-[0-9A-Za-z-]{1,80}")
 _SIMULATED = re.compile(r"SIM-[0-9A-Za-z-]{1,80}")
-_HOLDER = re.compile(r"(\d{1,10}) (\S{1,64}) (\S{1,64})")
-_HOLDER_BYTES = 200
-
-_DIRECTORY_MODE = 0o1777
-_FILE_MODE = 0o666
-# O_NONBLOCK: opening a FIFO that somebody placed there must not block before fstat detects it
-_OPEN_FLAGS = os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
-# another process may have created a file or directory and not set its mode yet, or may be probing a lock
-_SETTLE_S = 0.5
-_PROBE_S = 1.0
-_PAUSE_S = 0.002
 
 
 class DevicesLocked(CapacityError):
-    """Another pool on this machine holds requested devices.
+    """Requested devices can't be locked: another pool on this machine holds them, or their locks can't be used.
 
     Attributes:
-        uuids: All requested devices that are held elsewhere.
-        holder: The holder of the first of them, for example `process 4242 of user alice on host node7`.
+        obstacles: Why, by device.
     """
 
-    def __init__(self, uuids: Collection[str], holder: str) -> None:
-        self.uuids, self.holder = tuple(uuids), holder
-        verb = "is" if len(self.uuids) == 1 else "are"
-        super().__init__(
-            f"{', '.join(self.uuids)} {verb} held by {holder}, which belongs to another pool. "
-            "Wait until its runs have ended, or ask for fewer devices."
-        )
+    def __init__(self, obstacles: Mapping[str, Obstacle]) -> None:
+        self.obstacles = dict(obstacles)
+        # one paragraph for each different reason
+        held = [uuid for uuid, obstacle in self.obstacles.items() if obstacle.holder]
+        words = list(dict.fromkeys(obstacle.problem for obstacle in self.obstacles.values() if obstacle.problem))
+        if held:
+            verb = "is" if len(held) == 1 else "are"
+            words.append(
+                f"{', '.join(held)} {verb} held by {self.obstacles[held[0]].holder}, which belongs to another pool. "
+                "Wait until its runs have ended, or ask for fewer devices."
+            )
+        super().__init__(" ".join(words))
 
 
 class DeviceLocks:
@@ -64,19 +50,12 @@ class DeviceLocks:
     closed, so the process that holds them must start others by exec only.
 
     Args:
-        directory: A directory on local disk that all users of the machine share; created with mode 1777 if missing.
-
-    Raises:
-        PoolError: The directory can't be created, or is not one in which all users may create files.
+        directory: A directory on local disk that all pools share; None for the names that the machine has.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._directory_fd = _open_directory(directory)
+    def __init__(self, directory: Path | None) -> None:
+        self._locks = LockSockets() if directory is None else LockFiles(directory)
         self._held: dict[str, int] = {}
-        # systemd-tmpfiles does not clean up a locked directory, see tmpfiles.d(5)
-        with contextlib.suppress(OSError):
-            fcntl.flock(self._directory_fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
     @property
     def held(self) -> frozenset[str]:
@@ -87,28 +66,27 @@ class DeviceLocks:
         """Lock all of `uuids`, or none.
 
         Raises:
-            DevicesLocked: Another process, or another `DeviceLocks`, holds some of them.
+            DevicesLocked: Another process, or another `DeviceLocks`, holds some of them, or some can't be locked.
             ValueError: One is not a device UUID, is listed twice, or is held here already.
-            PoolError: A lock file can't be created or opened, or is not a plain file; the message names it.
         """
         wanted = [uuid for uuid in uuids if _is_real(uuid)]
         twice = {uuid for uuid in wanted if uuid in self._held or wanted.count(uuid) > 1}
         if twice:
             raise ValueError(f"{', '.join(sorted(twice))}: already locked here")
         taken: dict[str, int] = {}
-        refused: dict[str, str] = {}
+        obstacles: dict[str, Obstacle] = {}
         with contextlib.ExitStack() as undo:
             for uuid in wanted:
-                found = self._take(uuid)
-                if isinstance(found, str):
-                    refused[uuid] = found
+                found = self._locks.take(uuid)
+                if isinstance(found, Obstacle):
+                    obstacles[uuid] = found
                 else:
                     taken[uuid] = found
-                    undo.callback(_let_go, found)
-            if refused:
-                raise DevicesLocked(refused, next(iter(refused.values())))
-            for fd in taken.values():
-                _write_holder(fd)
+                    undo.callback(self._locks.release, found)
+            if obstacles:
+                raise DevicesLocked(obstacles)
+            for descriptor in taken.values():
+                self._locks.holding(descriptor)
             undo.pop_all()
         self._held.update(taken)
 
@@ -126,133 +104,29 @@ class DeviceLocks:
         Raises:
             ValueError: The numbers of devices and descriptors differ, or a device is held here already.
         """
-        self._held.update(zip((uuid for uuid in uuids if uuid not in self._held), descriptors, strict=True))
+        taken = dict(zip((uuid for uuid in uuids if uuid not in self._held), descriptors, strict=True))
+        for descriptor in taken.values():
+            self._locks.taken_over(descriptor)
+        self._held.update(taken)
 
     def release(self, uuids: Collection[str]) -> None:
         """Unlock those of `uuids` that are held here; ignore the others."""
         for uuid in self._held.keys() & uuids:
-            _let_go(self._held.pop(uuid))
+            self._locks.release(self._held.pop(uuid))
 
-    def locked_elsewhere(self, uuids: Collection[str]) -> dict[str, str]:
-        """Return those of `uuids` that others hold, with their holders, without locking any.
+    def obstacles(self, uuids: Collection[str]) -> dict[str, Obstacle]:
+        """Return why those of `uuids` that others hold, or whose locks can't be used, can't be locked. Locks none.
 
         Raises:
             ValueError: One is not a device UUID.
-            PoolError: A lock file can't be opened, or is not a plain file; the message names it.
         """
-        elsewhere = [uuid for uuid in uuids if _is_real(uuid) and uuid not in self._held]
-        return {uuid: holder for uuid in elsewhere if (holder := self._holder_of(uuid))}
+        others = [uuid for uuid in uuids if _is_real(uuid) and uuid not in self._held]
+        return {uuid: found for uuid in others if (found := self._locks.obstacle(uuid)) is not None}
 
     def close(self) -> None:
         """Release all locks. May be called repeatedly."""
         self.release(self.held)
-        if self._directory_fd >= 0:
-            os.close(self._directory_fd)
-            self._directory_fd = -1
-
-    # ------------------------------------------------------------ the files
-
-    def _take(self, uuid: str) -> int | str:
-        """Return a locked descriptor, or the holder of the lock."""
-        while True:
-            fd = self._open(uuid)
-            try:
-                holder = "" if _lock(fd) else _read_holder(fd)
-                if not holder and self._is_current(uuid, fd):
-                    return fd
-            except BaseException:
-                os.close(fd)
-                raise
-            os.close(fd)
-            if holder:
-                return holder
-
-    def _holder_of(self, uuid: str) -> str:
-        """The holder of the lock, "" if there is none. Does not take the lock."""
-        try:
-            fd = self._open_existing(uuid)
-        except FileNotFoundError:
-            return ""
-        try:
-            return "" if _try_lock(fd, fcntl.LOCK_SH) else _read_holder(fd)
-        finally:
-            os.close(fd)
-
-    def _is_current(self, uuid: str, fd: int) -> bool:
-        """False if the file was removed or replaced meanwhile: a lock on it would exclude nobody."""
-        try:
-            there = os.stat(f"{uuid}.lock", dir_fd=self._directory_fd, follow_symlinks=False)
-        except FileNotFoundError:
-            return False
-        return os.path.samestat(there, os.fstat(fd))
-
-    def _open(self, uuid: str) -> int:
-        while True:
-            # O_CREAT on another user's file in a sticky directory fails with EACCES (fs.protected_regular, proc(5)),
-            # so it is used only if there is no file
-            with contextlib.suppress(FileNotFoundError):
-                return self._open_existing(uuid)
-            try:
-                flags = _OPEN_FLAGS | os.O_CREAT | os.O_EXCL
-                fd = os.open(f"{uuid}.lock", flags, _FILE_MODE, dir_fd=self._directory_fd)
-            except FileExistsError:
-                continue
-            except OSError as error:
-                raise PoolError(
-                    f"the device lock {self._directory / uuid}.lock can't be created: {error.strerror}. "
-                    "Free space there, or set SGPU_LOCK_DIR to another directory, the same for all users."
-                ) from error
-            os.fchmod(fd, _FILE_MODE)  # independent of the umask
-            return fd
-
-    def _open_existing(self, uuid: str) -> int:
-        """Open the lock file, which must be a plain file with one name.
-
-        A second name would mean that somebody hard-linked another file here to have this process write into it.
-        """
-        path = self._directory / f"{uuid}.lock"
-        deadline = time.monotonic() + _SETTLE_S
-        while True:
-            try:
-                fd = os.open(path.name, _OPEN_FLAGS, dir_fd=self._directory_fd)
-                break
-            except FileNotFoundError:
-                raise
-            except PermissionError as error:
-                if time.monotonic() > deadline:
-                    raise PoolError(
-                        f"the device lock {path} can't be opened by this user. "
-                        "Have its owner or root remove it (it is recreated with mode 0666)."
-                    ) from error
-                time.sleep(_PAUSE_S)
-            except OSError as error:
-                if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
-                    raise _not_plain(path) from error
-                raise PoolError(f"the device lock {path} can't be opened: {error.strerror}.") from error
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
-            os.close(fd)
-            raise _not_plain(path)
-        return fd
-
-
-def _write_holder(fd: int) -> None:
-    """Write this process into the file as the holder of its lock."""
-    try:
-        user = pwd.getpwuid(os.getuid()).pw_name
-    except KeyError:
-        user = str(os.getuid())
-    # the text is only for messages: the lock holds without it, for example on a full disk
-    with contextlib.suppress(OSError):
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"{os.getpid()} {user} {host_name()}\n".encode(), 0)
-
-
-def _let_go(fd: int) -> None:
-    """Remove the holder's name from the file, and unlock by closing the descriptor."""
-    with contextlib.suppress(OSError):
-        os.ftruncate(fd, 0)
-    os.close(fd)
+        self._locks.close()
 
 
 def _is_real(uuid: str) -> bool:
@@ -261,80 +135,3 @@ def _is_real(uuid: str) -> bool:
     if _SIMULATED.fullmatch(uuid):
         return False
     raise ValueError(f"{uuid[:100]!r} is not a device UUID")
-
-
-def _not_plain(path: Path) -> PoolError:
-    return PoolError(
-        f"the device lock {path} is not a regular file with a single link, so sgpu-magic did not create it. "
-        "Have its owner or root remove it."
-    )
-
-
-def _open_directory(path: Path) -> int:
-    what = f"the device lock directory {path}"
-    remedy = "Have root remove it or `chmod 1777` it, or set SGPU_LOCK_DIR to another, the same for all users."
-    made = True
-    try:
-        path.mkdir(parents=True)
-    except FileExistsError:
-        made = False
-    except OSError as error:
-        raise PoolError(f"{what} can't be created: {error.strerror}. {remedy}") from error
-    deadline = time.monotonic() + _SETTLE_S
-    while True:
-        fd = -1
-        try:
-            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            # an empty directory of this user may be the leftover of a killed process that had not set its mode yet;
-            # a private one in use stays as it is
-            if os.fstat(fd).st_uid == os.geteuid() and (made or not os.listdir(fd)):
-                os.fchmod(fd, _DIRECTORY_MODE)
-            if _can_share(path, fd):
-                return fd
-            problem = "must let this user create files that others can't remove"
-        except PermissionError:
-            problem = "can't be opened by this user"
-        except OSError as error:
-            raise PoolError(f"{what} can't be opened: {error.strerror}. {remedy}") from error
-        if fd >= 0:
-            os.close(fd)
-        if time.monotonic() > deadline:
-            raise PoolError(f"{what} {problem}. {remedy}")
-        time.sleep(_PAUSE_S)
-
-
-def _can_share(path: Path, fd: int) -> bool:
-    mode = os.fstat(fd).st_mode
-    return (not mode & stat.S_IWOTH or bool(mode & stat.S_ISVTX)) and os.access(path, os.W_OK | os.X_OK)
-
-
-def _lock(fd: int) -> bool:
-    """Take the lock, or return False at once if somebody holds it.
-
-    A probe holds a shared lock for an instant. A lock that can be shared has no holder, so this retries.
-    """
-    deadline = time.monotonic() + _PROBE_S
-    while not _try_lock(fd, fcntl.LOCK_EX):
-        if not _try_lock(fd, fcntl.LOCK_SH) or time.monotonic() > deadline:
-            return False
-        fcntl.flock(fd, fcntl.LOCK_UN)
-        time.sleep(_PAUSE_S)
-    return True
-
-
-def _try_lock(fd: int, kind: int) -> bool:
-    try:
-        fcntl.flock(fd, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _read_holder(fd: int) -> str:
-    """The holder named in the file. Anybody may write there, so only text of the known form is used."""
-    text = os.pread(fd, _HOLDER_BYTES, 0).decode(errors="replace").strip()
-    match = _HOLDER.fullmatch(text)
-    if match is None or not text.isprintable():
-        return "another process"
-    pid, user, host = match.groups()
-    return f"process {pid} of user {user} on host {host}"

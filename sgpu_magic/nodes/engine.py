@@ -1,7 +1,7 @@
 """An engine of nodes, each with an agent that connects, disconnects, and reconnects with the runs that it holds.
 
 Subclasses decide where nodes come from and when a node is dead: they call `node_came`, `node_said` and `node_lost`,
-and may place each run themselves (`place`).
+and may place each run themselves (`start_run`).
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 
 from sgpu_magic.config import Settings
+from sgpu_magic.nodes.distributed_run import DistributedRun, HeldParts
 from sgpu_magic.nodes.engine_reports import EngineListener, NodeChannel, merged_inventory
 from sgpu_magic.nodes.engine_runs import EngineRuns
 from sgpu_magic.nodes.node_files import NodeFiles
-from sgpu_magic.nodes.run_on_nodes import HeldParts, RunOnNodes
 from sgpu_magic.packages.node.store import needs_build
 from sgpu_magic.wire.attachments import Environment
 from sgpu_magic.wire.base import RunState
@@ -43,6 +43,7 @@ from sgpu_magic.wire.node import (
     MasterBound,
     PartEnded,
     RanksGone,
+    RelaySignal,
     RunEvent,
     SessionRanksRestarted,
     StacksTaken,
@@ -66,7 +67,7 @@ class Engine(EngineRuns):
     """The common base of all engines: executes runs on the nodes that its subclass provides.
 
     The subclass calls, from the loop's thread: `node_came`, `node_said`, `node_lost`, `inventory_changed`,
-    `start_parts`, `refuse_lease`. It overrides as needed: `place`, `withdraw`, `lease_free`, `inventory`, `close`,
+    `start_parts`, `refuse_lease`. It overrides as needed: `start_run`, `withdraw`, `lease_free`, `inventory`, `close`,
     and `start`, which must call `super().start(listener)` last.
 
     Args:
@@ -95,7 +96,7 @@ class Engine(EngineRuns):
         self._warm: Warm | None = None
         self._files = NodeFiles(settings)
 
-    # ------------------------------------------------------------ nodes come and go
+    # ------------------------------------------------------------ joining and lost nodes
 
     def node_came(self, channel: NodeChannel, ready: AgentReady, address: str = "") -> None:
         """An agent has connected: for the first time, after a lost link, or with runs of an earlier service.
@@ -135,7 +136,13 @@ class Engine(EngineRuns):
         self._patience = self._loop.call_later(self.come_back_s, self._settle)
 
     def node_said(self, node: str, message: FromAgent, frames: Sequence[bytes] = ()) -> None:
-        """Handle a message of an agent other than its first."""
+        """Handle a message of an agent other than its first. A fault costs the run that the message is about."""
+        try:
+            self._handle(node, message, frames)
+        except Exception as error:  # noqa: BLE001
+            self._listener.failed(getattr(message, "run_id", ""), error)
+
+    def _handle(self, node: str, message: FromAgent, frames: Sequence[bytes]) -> None:
         match message:
             case RunEvent() | PartEnded() | DevicesFree() | RanksGone() | MasterBound():
                 self._run_said(node, message, frames)
@@ -253,13 +260,18 @@ class Engine(EngineRuns):
         if held is None:
             return
         whole = held.whole
-        run = self._runs[run_id] = RunOnNodes(whole.launch, held.nodes, self._send, numbers)
+        run = self._runs[run_id] = DistributedRun(whole.launch, held.nodes, self._send, numbers)
         if not whole.launch.spec.session:
             self._leases[run_id] = whole.launch.lease
         for part in held.parts:
             run.adopt(part)
         if len(held.parts) == len(held.nodes) and whole.state.is_final:
             run.all_ended()
+
+    def relay_signal(self, number: int) -> None:
+        """Send a signal to the ranks on all nodes that handle it."""
+        for channel in self._channels.values():
+            channel.send(RelaySignal(number=number))
 
     def close(self) -> None:
         """End every rank and every agent."""
@@ -272,7 +284,7 @@ class Engine(EngineRuns):
         self._files.close()
         self._busy.write(())
 
-    # ------------------------------------------------------------ within
+    # ------------------------------------------------------------ internals
 
     def _settle_if_all(self) -> None:
         if self._begun and not self._settled and not self._awaited:
@@ -303,7 +315,7 @@ class Engine(EngineRuns):
     def _came_back(self, node: str, ready: AgentReady) -> None:
         """Resume the parts of a node that has reconnected, or launch those of a new one."""
         held = {one.launch.spec.run_id: one for one in ready.runs}
-        missing: list[RunOnNodes] = []
+        missing: list[DistributedRun] = []
         for run_id, run in list(self._runs.items()):
             part = run.part_on(node)
             if part is None or run.joint.parts[part].lost:
@@ -336,6 +348,6 @@ class Engine(EngineRuns):
             del self._stale[node]
             self.inventory_changed()
 
-    def _lost(self, node: str, runs: Sequence[RunOnNodes], why: str) -> None:
+    def _lost(self, node: str, runs: Sequence[DistributedRun], why: str) -> None:
         host = self._hosts.get(node, node)
         self._lose(node, runs, f"the node {host} was lost: {why}", host)

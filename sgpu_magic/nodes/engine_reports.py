@@ -83,6 +83,23 @@ class EngineListener(Protocol):
         """All ranks died with their agent. A new agent accepts launches from now on."""
         ...
 
+    def degraded(self, why: str) -> None:
+        """No rank can be started for now, though the pool can follow and end its runs.
+
+        Args:
+            why: The reason, a sentence without a full stop; "" when ranks can be started again.
+        """
+        ...
+
+    def failed(self, run_id: str, error: Exception) -> None:
+        """The engine could not handle a message of a node.
+
+        Args:
+            run_id: The run that the message is about; "" for none.
+            error: The exception.
+        """
+        ...
+
     def broken(self, why: str) -> None:
         """The engine has failed: no agent stays alive, or the cluster can't be reached."""
         ...
@@ -168,15 +185,15 @@ def join_ends(parts: Sequence[PartEnd]) -> tuple[RunEnded, tuple[bytes, ...]]:
 
 def _blame(parts: Sequence[PartEnd]) -> tuple[Failure | None, tuple[Failure, ...], tuple[bytes, ...]]:
     """Return the root cause, the other failures, and the root cause's packed exception if there is one."""
-    told: list[Failure] = []
+    failures: list[Failure] = []
     own: dict[int, tuple[Failure, Sequence[bytes]]] = {}
     for part in parts:
         head = part.ended.failure
         for failure in ((head,) if head is not None else ()) + part.ended.others:
             by_our_clock = msgspec.structs.replace(failure, at=failure.at - part.ahead_s)
             own[id(by_our_clock)] = (failure, part.frames if failure is head else ())
-            told.append(by_our_clock)
-    blamed = find_root_cause(told)
+            failures.append(by_our_clock)
+    blamed = find_root_cause(failures)
     if blamed is None:
         return None, (), ()
     failure, frames = own[id(blamed[0])]

@@ -12,10 +12,10 @@ from pathlib import Path
 import msgspec
 
 from sgpu_magic.config import Settings
-from sgpu_magic.files.run_directory import list_below
+from sgpu_magic.files.run_directory import contents_below
+from sgpu_magic.nodes.distributed_run import BusyNodes, DistributedRun, nodes_of
 from sgpu_magic.nodes.engine_reports import EngineListener, JointStacks, NodeChannel
-from sgpu_magic.nodes.joint_run import Told
-from sgpu_magic.nodes.run_on_nodes import BusyNodes, RunOnNodes, nodes_of
+from sgpu_magic.nodes.joint_run import MergedEvent
 from sgpu_magic.wire.base import FailureKind, RunKind, RunState
 from sgpu_magic.wire.client import ReclaimPayload, ResultsReceived, TellComms
 from sgpu_magic.wire.devices import Lease
@@ -40,7 +40,7 @@ from sgpu_magic.wire.run import RankAnswer
 RunOrder = TrackingKnown | DetachRun | KillRanks | ReclaimPayload | ResultsReceived
 _NO_SESSION = "its session has ended"
 _NOT_STARTED = "it has not started yet: the run's devices are being acquired"
-# how many finished runs are kept; how many at most if some have not reported their payload's release yet
+# number of finished runs that are kept; the maximum if some have not reported their payload's release yet
 _GONE_KEPT, _UNTOLD_KEPT = 200, 2000
 
 
@@ -58,16 +58,16 @@ class EngineRuns:
 
     far = True
     come_and_go = True
-    # set by `start`; nothing is reported before
+    # set by `start`; nothing is reported before that
     _listener: EngineListener
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._channels: dict[str, NodeChannel] = {}
         self._busy = BusyNodes(settings.state_path / "busy-nodes.json")
-        self._runs: dict[str, RunOnNodes] = {}
-        # in the order of their ends
-        self._over: deque[RunOnNodes] = deque()
+        self._runs: dict[str, DistributedRun] = {}
+        # finished runs, in the order of their ends
+        self._over: deque[DistributedRun] = deque()
         self._placing: dict[str, Launch] = {}
         self._leases: dict[str, Lease] = {}
         self._stacks = JointStacks()
@@ -75,7 +75,7 @@ class EngineRuns:
 
     # ------------------------------------------------------------ leases
 
-    def place(self, launch: Launch, frames: Sequence[bytes]) -> None:
+    def start_run(self, launch: Launch, frames: Sequence[bytes]) -> None:
         """Acquire devices for the proposed lease; then call `start_parts` with the granted lease, or `refuse_lease`."""
         self.start_parts(launch, frames)
 
@@ -108,7 +108,7 @@ class EngineRuns:
             return
         if self.far:
             launch = msgspec.structs.replace(launch, far=True, checkpoints=_checkpoints(launch))
-        run = self._runs[spec.run_id] = RunOnNodes(launch, nodes, self._send)
+        run = self._runs[spec.run_id] = DistributedRun(launch, nodes, self._send)
         self._tidy()
         run.start(frames, self._channels.__contains__)
         if not spec.in_session:
@@ -140,7 +140,7 @@ class EngineRuns:
         if kept is not None:
             self.give_back(run_id)
         self._placing[run_id] = launch
-        self.place(launch, frames)
+        self.start_run(launch, frames)
 
     def events_kept(self, run_id: str, numbers: Mapping[int, int]) -> None:
         """Acknowledge events that are persisted. `numbers` as in `Engine.adopt`."""
@@ -209,21 +209,21 @@ class EngineRuns:
 
     # ------------------------------------------------------------ events of the parts
 
-    def _happened(self, run: RunOnNodes, part: int, event: RunEvent, frames: Sequence[bytes]) -> None:
+    def _happened(self, run: DistributedRun, part: int, event: RunEvent, frames: Sequence[bytes]) -> None:
         ended = run.joint.ended
-        run.was_heard(part)
-        told = run.joint.heard(part, event, frames, time.time())
+        run.note_launched(part)
+        merged = run.joint.on_event(part, event, frames, time.time())
         run.tell_others(part, event.body)
-        self._pass_on(told)
+        self._pass_on(merged)
         if run.joint.ended and not ended:
             run.all_ended()
 
-    def _part_gone(self, run: RunOnNodes, part: int) -> None:
+    def _part_gone(self, run: DistributedRun, part: int) -> None:
         self._pass_on(run.joint.part_gone(part))
         self._part_silent(run, part)
         self._look_if_over(run)
 
-    def _lose(self, node: str, runs: Sequence[RunOnNodes], why: str, host: str) -> None:
+    def _lose(self, node: str, runs: Sequence[DistributedRun], why: str, host: str) -> None:
         """These runs have lost the node."""
         if not runs:
             return
@@ -238,15 +238,15 @@ class EngineRuns:
             run.all_ended()
             self._look_if_over(run)
 
-    def _pass_on(self, told: Sequence[Told]) -> None:
-        for event, frames in told:
+    def _pass_on(self, events: Sequence[MergedEvent]) -> None:
+        for event, frames in events:
             self._listener.run_happened(event, frames)
 
-    def _part_silent(self, run: RunOnNodes, part: int) -> None:
+    def _part_silent(self, run: DistributedRun, part: int) -> None:
         for request, stacks in self._stacks.part_silent(run.run_id, part):
             self._listener.stacks_taken(request, stacks)
 
-    def _look_if_over(self, run: RunOnNodes) -> None:
+    def _look_if_over(self, run: DistributedRun) -> None:
         if run.over:
             return
         if not run.joint.gone:
@@ -268,7 +268,7 @@ class EngineRuns:
             self.give_back(run.launch.spec.session)
         self._tidy()
 
-    # ------------------------------------------------------------ within
+    # ------------------------------------------------------------ internals
 
     def _refuse(self, launch: Launch, message: str) -> None:
         failure = Failure(kind=FailureKind.SESSION, message=message, at=time.time())
@@ -304,7 +304,7 @@ def _checkpoints(launch: Launch) -> tuple[RunFile, ...]:
     if not launch.attempt:
         return ()
     with contextlib.suppress(OSError):
-        return tuple(list_below(Path(launch.run_dir), CHECKPOINTS)[0])
+        return tuple(contents_below(Path(launch.run_dir), CHECKPOINTS).files)
     return ()
 
 

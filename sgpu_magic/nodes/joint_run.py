@@ -18,7 +18,7 @@ from sgpu_magic.wire.events import EnvironmentMoved, EventBody, Noted, PayloadRe
 from sgpu_magic.wire.node import RunEvent
 from sgpu_magic.wire.rank_events import Resumed, Stalled
 
-Told = tuple[RunEvent, Sequence[bytes]]
+MergedEvent = tuple[RunEvent, Sequence[bytes]]
 
 # in order of occurrence; a part that skips one (for example, fails early) does not hold up the others
 _READY, _STARTED, _ENDED = range(3)
@@ -28,25 +28,25 @@ class PartOfRun(msgspec.Struct):
     """The state of one node's part.
 
     Args:
-        heard: Number of the newest event received.
+        received: Number of the newest event received.
         passed: Number of the newest event passed on, alone or merged: its agent need not resend events up to it.
         waiting: Events received and not passed on yet, oldest first.
         ahead_s: Lower bound of how far the node's clock is ahead of this one, in seconds; None before its first event.
         ended: Its `RunEnded` was merged with those of the others.
         released: What became of the payload there.
-        told_end: It has ended, even if its `RunEnded` still waits for its results.
+        end_reported: It has ended, even if its `RunEnded` still waits for its results.
         free: Its processes have exited; files may still arrive.
         gone: Its ranks have exited, and nothing more will arrive.
         lost: Its node is lost.
     """
 
-    heard: int = 0
+    received: int = 0
     passed: int = 0
-    waiting: deque[Told] = msgspec.field(default_factory=deque[Told])
+    waiting: deque[MergedEvent] = msgspec.field(default_factory=deque[MergedEvent])
     ahead_s: float | None = None
     ended: bool = False
     released: PayloadReleased | None = None
-    told_end: bool = False
+    end_reported: bool = False
     free: bool = False
     gone: bool = False
     lost: bool = False
@@ -67,13 +67,13 @@ class JointRun:
     Attributes:
         ended: Every part has ended, and the run's `RunEnded` was passed on.
         released: The run's `PayloadReleased` was passed on.
-        parts: The state of each part; the caller sets `told_end` and `free`.
+        parts: The state of each part; the caller sets `end_reported` and `free`.
     """
 
     def __init__(self, parts: int, numbers: Mapping[int, int] | None = None) -> None:
         self.parts = [PartOfRun() for _ in range(parts)]
         for index, part in enumerate(self.parts):
-            part.heard = part.passed = (numbers or {}).get(index, 0)
+            part.received = part.passed = (numbers or {}).get(index, 0)
         # (part, number) of merged events, reported with the next event that is passed on
         self._joined: list[tuple[int, int]] = []
         self._notes: set[str] = set()
@@ -84,7 +84,7 @@ class JointRun:
     @property
     def all_ended(self) -> bool:
         """Whether every part has ended, including those whose `RunEnded` is still to come."""
-        return all(part.told_end or part.ended or part.is_over for part in self.parts)
+        return all(part.end_reported or part.ended or part.is_over for part in self.parts)
 
     @property
     def free(self) -> bool:
@@ -101,7 +101,7 @@ class JointRun:
         """Whether a node of it was lost; its agents then don't decide how the run ends."""
         return any(part.lost for part in self.parts)
 
-    def heard(self, index: int, event: RunEvent, frames: Sequence[bytes], now: float) -> list[Told]:
+    def on_event(self, index: int, event: RunEvent, frames: Sequence[bytes], now: float) -> list[MergedEvent]:
         """Take an event of a node. Returns the events to pass on.
 
         Args:
@@ -111,10 +111,10 @@ class JointRun:
             now: Wall-clock time here, seconds since the epoch.
         """
         part = self.parts[index]
-        if part.lost or event.number <= part.heard:
+        if part.lost or event.number <= part.received:
             # from a node that was given up, or repeated after its link was lost
             return []
-        part.heard = event.number
+        part.received = event.number
         if len(self.parts) == 1:
             # there is nothing to merge with
             part.passed = event.number
@@ -126,32 +126,32 @@ class JointRun:
         part.waiting.append((msgspec.structs.replace(event, part=index), frames))
         return self._pass_on()
 
-    def part_gone(self, index: int) -> list[Told]:
+    def part_gone(self, index: int) -> list[MergedEvent]:
         """The ranks of a part have exited: only its `PayloadReleased` may follow. Returns the events to pass on."""
         self.parts[index].gone = True
         return self._pass_on()
 
-    def part_lost(self, index: int) -> list[Told]:
+    def part_lost(self, index: int) -> list[MergedEvent]:
         """The node of a part, or its agent, is lost. Returns the events to pass on."""
         part = self.parts[index]
         part.lost = True
         part.waiting.clear()
         return self._pass_on()
 
-    # ------------------------------------------------------------ within
+    # ------------------------------------------------------------ internals
 
-    def _pass_on(self) -> list[Told]:
-        told: list[Told] = []
+    def _pass_on(self) -> list[MergedEvent]:
+        merged: list[MergedEvent] = []
         while True:
             for part in self.parts:
                 while part.waiting and _level(part) is None:
                     event, frames = part.waiting.popleft()
                     part.passed = event.number
-                    told += [(alone, frames) for alone in self._alone(event)]
+                    merged += [(alone, frames) for alone in self._alone(event)]
             joined = self._join()
             if joined is None:
-                return told
-            told += joined
+                return merged
+            merged += joined
 
     def _alone(self, event: RunEvent) -> list[RunEvent]:
         """The events to pass on for one that waits for no other node."""
@@ -165,7 +165,7 @@ class JointRun:
                 self._notes.add(text)
             case Stalled() | Resumed():
                 done = {index for index, part in enumerate(self.parts) if part.waiting and _level(part) == _ENDED}
-                body = self._stalls.told(event.part, body, done)
+                body = self._stalls.merge(event.part, body, done)
             case _:
                 pass
         if body is None:
@@ -173,7 +173,7 @@ class JointRun:
             return []
         return [self._with_joined(event, body)]
 
-    def _join(self) -> list[Told] | None:
+    def _join(self) -> list[MergedEvent] | None:
         """Merge the next event that every node has reported; None while there is none."""
         levels: dict[int, int] = {}
         for index, part in enumerate(self.parts):
@@ -193,17 +193,17 @@ class JointRun:
             return [(self._with_joined(at[-1][0], join_starts(starts)), ())]
         if level == _ENDED and not self.lost:
             return [self._end(at)]
-        # a part did not get this far, or is lost: the run has neither started nor ended by this
+        # some part skipped this level, or is lost: these events neither start nor end the run
         return []
 
-    def _take(self, index: int) -> Told:
+    def _take(self, index: int) -> MergedEvent:
         part = self.parts[index]
         event, frames = part.waiting.popleft()
         part.passed = event.number
         part.ended |= isinstance(event.body, RunEnded)
         return event, frames
 
-    def _end(self, at: Sequence[Told]) -> Told:
+    def _end(self, at: Sequence[MergedEvent]) -> MergedEvent:
         ends = [
             PartEnd(event.body, frames, self.parts[event.part].ahead_s or 0.0)
             for event, frames in at
@@ -219,9 +219,9 @@ class JointRun:
         if self.released:
             return None
         releases = [part.released for part in self.parts if not part.lost]
-        told = [release for release in releases if release is not None]
-        self.released = len(told) == len(releases)
-        return join_releases(told) if self.released else None
+        given = [release for release in releases if release is not None]
+        self.released = len(given) == len(releases)
+        return join_releases(given) if self.released else None
 
     def _with_joined(self, event: RunEvent, body: EventBody) -> RunEvent:
         """The event with this body; its `joined` lists the events that were merged since the last one."""
@@ -253,9 +253,9 @@ class JointStalls:
     def __init__(self, parts: int) -> None:
         self._parts = parts
         self._still: dict[int, Stalled] = {}
-        self._told = False
+        self._is_reported = False
 
-    def told(self, part: int, body: Stalled | Resumed, done: Container[int]) -> Stalled | Resumed | None:
+    def merge(self, part: int, body: Stalled | Resumed, done: Container[int]) -> Stalled | Resumed | None:
         """Take a node's report on its own ranks. Returns the event of the run, None if there is none.
 
         Args:
@@ -265,13 +265,13 @@ class JointStalls:
         """
         if isinstance(body, Resumed):
             self._still.pop(part, None)
-            told, self._told = self._told, False
-            return body if told else None
+            was_reported, self._is_reported = self._is_reported, False
+            return body if was_reported else None
         self._still[part] = body
         if not all(index in self._still or index in done for index in range(self._parts)):
             return None
         stacks = [stack for still in self._still.values() for stack in still.stacks]
-        self._told = True
+        self._is_reported = True
         return Stalled(
             seconds=min(still.seconds for still in self._still.values()),
             stacks=tuple(sorted(stacks, key=lambda stack: stack.rank)),

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import select
-import signal
 import socket
 import subprocess
 import sys
@@ -18,16 +18,17 @@ from sgpu_magic.agent.ranks import run_processes
 from sgpu_magic.agent.runs.run_files import remove_ray_directories, sweep_ray_directories
 from sgpu_magic.config import Settings
 from sgpu_magic.nodes.device_locks import DeviceLocks, DevicesLocked
+from sgpu_magic.nodes.distributed_run import HERE
 from sgpu_magic.nodes.engine import Engine
 from sgpu_magic.nodes.engine_reports import EngineListener
-from sgpu_magic.nodes.run_on_nodes import HERE
+from sgpu_magic.nodes.lock_obstacle import Obstacle
 from sgpu_magic.system import child_process, processes
 from sgpu_magic.system.message_stream import MessageStream
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.attachments import Environment
 from sgpu_magic.wire.base import Record, RunState
 from sgpu_magic.wire.client import Warm
-from sgpu_magic.wire.devices import Inventory, Lease
+from sgpu_magic.wire.devices import Device, Inventory, Lease
 from sgpu_magic.wire.events import RanksStarted
 from sgpu_magic.wire.node import (
     AgentReady,
@@ -43,11 +44,18 @@ from sgpu_magic.wire.node import (
 from sgpu_magic.wire.pool_status import PROTOCOL_VERSION, agent_socket_file
 from sgpu_magic.wire.run import Interpreter
 
+# pauses between attempts to start an agent when the system can't start a process
+_AGAIN_S = (1.0, 2.0, 5.0, 10.0)
 # the engine gives up after this many agents in a row that exit within this time without having started a run
 _SHORT_LIFE_S = 5.0
 _SHORT_LIVES = 3
 _CONNECT_S = 1.0
-_END_S = 10.0
+# a client that stops the pool waits longer (`client.this_machine`)
+_END_S = 5.0
+# an agent that outlived its service sends its `AgentReady` within milliseconds, or seconds where drivers are slow;
+# clients wait longer for the pool's replies
+_ANSWER_S = 8.0
+_LOOK_S = 0.005
 
 
 class LocalEngine(Engine):
@@ -71,10 +79,23 @@ class LocalEngine(Engine):
         self._agent_since = time.monotonic()
         self._agent_has_worked = False
         self._short_lives = 0
+        self._tries = 0
+        self._again: asyncio.TimerHandle | None = None
 
     def start(self, listener: EngineListener) -> None:
         super().start(listener)
         self._agent.listen(self._said, self._agent_lost)
+        if self._agent.is_adopted:
+            asyncio.get_running_loop().call_later(_ANSWER_S, self._replace_if_silent, self._agent)
+
+    def _replace_if_silent(self, agent: LocalAgent) -> None:
+        """End an adopted agent that has not sent `AgentReady`: it is stopped or hangs. Its end starts the next one."""
+        if agent is self._agent and HERE not in self._channels:
+            processes.write_log(
+                f"the agent of an earlier pool service (process {agent.pid}) did not answer within {_ANSWER_S:.0f} s; "
+                "it is ended and replaced\n"
+            )
+            agent.kill()
 
     def prepare(self, run_id: str, interpreter: Interpreter, environment: Environment) -> None:
         if self.builds(interpreter, environment):
@@ -88,19 +109,23 @@ class LocalEngine(Engine):
 
     def close(self) -> None:
         self._channels.clear()
+        if self._again is not None:
+            self._again.cancel()
         super().close()
-        self._agent.close()
+        graces = [run.launch.spec.grace_s for run in self._runs.values() if not run.over]
+        own_s = self._settings.grace_s
+        self._agent.close(max((own_s if grace_s is None else grace_s for grace_s in graces), default=0.0))
         self._locks.close()
 
     # ------------------------------------------------------------ devices
 
-    def place(self, launch: Launch, frames: Sequence[bytes]) -> None:
+    def start_run(self, launch: Launch, frames: Sequence[bytes]) -> None:
         # devices locked already belong to an earlier run that is being wound up; this run inherits the locks
         uuids = [uuid for uuid in launch.lease.uuids if uuid not in self._locks.held]
         try:
             self._locks.acquire(uuids)
         except DevicesLocked as error:
-            self.refuse_lease(launch.spec.run_id, error.uuids, error.message)
+            self.refuse_lease(launch.spec.run_id, tuple(error.obstacles), error.message)
         else:
             self.start_parts(launch, frames)
 
@@ -109,25 +134,23 @@ class LocalEngine(Engine):
         self._locks.release([uuid for uuid in lease.uuids if uuid not in in_use])
 
     def inventory(self) -> Inventory | None:
-        """The agent's inventory, with devices marked whose locks another pool holds."""
+        """The agent's inventory, with devices marked whose locks another pool holds or can't be used."""
         inventory = self._inventories.get(HERE)
         if inventory is None:
             return None
         real = [device.uuid for device in inventory.devices if not device.simulated]
-        elsewhere = self._locks.locked_elsewhere(real) if real else {}
-        if not elsewhere:
+        obstacles = self._locks.obstacles(real) if real else {}
+        if not obstacles:
             return inventory
         devices = tuple(
-            msgspec.structs.replace(device, outside_use=f"leased by {elsewhere[device.uuid]}")
-            if device.uuid in elsewhere
-            else device
+            _marked(device, obstacles[device.uuid]) if device.uuid in obstacles else device
             for device in inventory.devices
         )
         return msgspec.structs.replace(inventory, devices=devices)
 
     def _send(self, node: str, order: ToAgent, frames: Sequence[bytes]) -> None:
         if isinstance(order, Launch) and not order.spec.session:
-            # the locks of its devices come along
+            # send the locks of the run's devices along
             locks = self._locks.descriptors(order.lease.uuids)
             self._agent.send(msgspec.structs.replace(order, locks=len(locks)), frames, locks)
         else:
@@ -138,7 +161,7 @@ class LocalEngine(Engine):
     def _said(self, message: FromAgent, frames: Sequence[bytes]) -> None:
         match message:
             case AgentReady(protocol_version=version) if version != PROTOCOL_VERSION:
-                # left by a service of another version: its runs can't be adopted
+                # the agent was left by a service of another version: its runs can't be adopted
                 self._agent.close()
                 self._replace_agent()
                 self._listener.nodes_lost("the agent on this machine had another version of sgpu-magic")
@@ -155,12 +178,14 @@ class LocalEngine(Engine):
                 self.node_said(HERE, message, frames)
 
     def _agent_lost(self) -> None:
-        self._agent.clean_up_after()
+        self._agent.clean_up_after(self._agent_gone)
+
+    def _agent_gone(self) -> None:
         lost = [run for run in self._runs.values() if not run.over]
         for run in lost:
             if not run.launch.spec.in_session:
-                # processes that left their session and were orphaned when the agent died
-                run_processes.kill_leftovers(run.run_id, ())
+                # ranks of an agent that an earlier service started are not descendants of this process
+                run_processes.kill_marked(run.run_id)
                 remove_ray_directories(run.run_id, self._settings)
             run.joint.part_lost(0)
             run.over = True
@@ -181,10 +206,30 @@ class LocalEngine(Engine):
                 self.give_back(run.run_id)
 
     def _replace_agent(self) -> None:
-        self._agent = LocalAgent(self._settings, self._warm, look=False)
+        """Start another agent; if the system can't start one, report that and try again."""
+        self._again = None
+        try:
+            self._agent = LocalAgent(self._settings, self._warm, look=False)
+        except OSError as error:
+            why = (
+                f"the agent, which starts the ranks on this machine, can't be started ({child_process.words_of(error)})"
+            )
+            self._listener.degraded(why)
+            pause_s = _AGAIN_S[min(self._tries, len(_AGAIN_S) - 1)]
+            self._tries += 1
+            self._again = self._loop.call_later(pause_s, self._replace_agent)
+            return
+        self._tries = 0
+        self._listener.degraded("")
         self._agent_since = time.monotonic()
         self._agent_has_worked = False
         self._agent.listen(self._said, self._agent_lost)
+
+
+def _marked(device: Device, obstacle: Obstacle) -> Device:
+    if obstacle.problem:
+        return msgspec.structs.replace(device, unavailable=obstacle.problem)
+    return msgspec.structs.replace(device, outside_use=f"leased by {obstacle.holder}")
 
 
 class LocalAgent:
@@ -222,6 +267,16 @@ class LocalAgent:
         """
         self._stream = MessageStream[FromAgent](self._socket, codec.from_agent, said, lost)
 
+    @property
+    def is_adopted(self) -> bool:
+        """Whether an earlier pool service has started it."""
+        return self._child is None
+
+    def kill(self) -> None:
+        """Kill the agent and everything below it."""
+        if self.pid:
+            processes.kill_tree(self.pid)
+
     def send(self, message: Record, frames: Sequence[bytes] = (), descriptors: Sequence[int] = ()) -> None:
         if self._stream is not None:
             self._stream.send(message, frames, descriptors)
@@ -230,8 +285,12 @@ class LocalAgent:
         """Return the file descriptors sent with the message that is being handled."""
         return self._stream.take_descriptors(count) if self._stream is not None else []
 
-    def close(self) -> None:
-        """Tell the agent to end its ranks and itself, and wait for its exit."""
+    def close(self, grace_s: float = 0.0) -> None:
+        """Tell the agent to end its ranks and itself, and wait for its exit.
+
+        Args:
+            grace_s: Seconds that its ranks may take to end.
+        """
         watch = _watch(self.pid)
         if self._stream is not None:
             self._stream.send(EndAgent())
@@ -241,20 +300,32 @@ class LocalAgent:
                 self._socket.sendall(codec.frame(EndAgent()))
         self._socket.close()
         if self._child is None:
-            _wait(watch)
+            _wait(watch, self.pid, _END_S + grace_s)
         else:
-            child_process.wait_or_kill(self._child, _END_S)
+            child_process.wait_or_kill(self._child, _END_S + grace_s)
         if watch >= 0:
             os.close(watch)
 
-    def clean_up_after(self) -> None:
-        """Kill and reap the processes that an agent left below this one when it died."""
-        if self._child is not None:
-            processes.kill_descendants()
-            # it was reaped with the rest; `poll` keeps subprocess from reporting a lost child
-            self._child.poll()
-            # its descendants are dead, and so are its runs
+    def clean_up_after(self, done: Callable[[], None]) -> None:
+        """Kill and reap what an agent left below this process when it died; then call `done`."""
+        if self._child is None:
+            done()
+            return
+        self._child.kill()
+        self._reap(self._child, asyncio.get_running_loop().time() + _END_S, done)
+
+    def _reap(self, child: subprocess.Popen[bytes], give_up_at: float, done: Callable[[], None]) -> None:
+        loop = asyncio.get_running_loop()
+        if child.poll() is None and loop.time() < give_up_at:
+            loop.call_later(_LOOK_S, self._reap, child, give_up_at, done)
+            return
+
+        def ended() -> None:
+            # the agent's descendants are dead, and so are its runs
             sweep_ray_directories(self._settings, ())
+            done()
+
+        child_process.end_adopted(ended)
 
 
 def _find(settings: Settings) -> tuple[socket.socket, int] | None:
@@ -280,10 +351,11 @@ def _watch(pid: int) -> int:
     return -1
 
 
-def _wait(watch: int) -> None:
+def _wait(watch: int, pid: int, timeout_s: float) -> None:
+    """Wait for the exit of an agent that this process has not started; after that, kill it and what is below it."""
     if watch < 0:
         return
-    ready, _, _ = select.select([watch], [], [], _END_S)
+    ready, _, _ = select.select([watch], [], [], timeout_s)
     if not ready:
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(watch, signal.SIGKILL)
+        processes.kill_tree(pid)
+        select.select([watch], [], [], _CONNECT_S)

@@ -1,21 +1,34 @@
 """File access for nodes on other machines: they read blobs and run files, and store files of their runs.
 
-A log that an earlier attempt of a run began on another node is appended to; any other file appears once it is complete.
+A log that an earlier attempt of a run began on another node is appended to, and a result appears once it is complete.
+A node's other files are staged, and moved into place once all of them have arrived.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 
 from sgpu_magic.config import Settings
+from sgpu_magic.files.atomic_file import read_json, write_at
 from sgpu_magic.files.content_store import blob_path
-from sgpu_magic.files.run_directory import BadName, open_below, parts_of, remove_below, replace_below
-from sgpu_magic.files.whole_file import read_json, write_at
+from sgpu_magic.files.run_directory import (
+    STAGED,
+    BadName,
+    link_stays_within,
+    make_folder_below,
+    make_link_below,
+    open_below,
+    parts_of,
+    publish_staged,
+    remove_below,
+    replace_below,
+)
 from sgpu_magic.system.child_process import FileThread
 from sgpu_magic.wire.base import is_valid_id
 from sgpu_magic.wire.files import (
@@ -26,6 +39,7 @@ from sgpu_magic.wire.files import (
     NodeFileReply,
     NodeFileRequest,
     RunFileStored,
+    Store,
     StoreRunFile,
 )
 
@@ -33,6 +47,7 @@ Answer = Callable[[NodeFileReply, Sequence[bytes]], None]
 
 # the file that holds the offset of each node's part of a log
 _SOURCES = ".log-sources"
+_SOURCE = re.compile(r"[0-9a-f]{1,32}")
 
 
 class _Begins(msgspec.Struct):
@@ -106,6 +121,9 @@ class NodeFiles:
             raise FileNotFoundError("the pool no longer has a directory of this run")
         if message.offset < 0:
             raise BadName("a part of a file can't begin before the file's start")
+        if message.action is not Store.PART:
+            _stage(directory, message, data)
+            return
         if message.size is None:
             begin = _begin_of(directory, message)
             _put(directory, message.name, data, begin + message.offset)
@@ -119,11 +137,50 @@ class NodeFiles:
             _finish(directory, message, path, temporary)
 
 
+def _stage(directory: Path, message: StoreRunFile, data: bytes) -> None:
+    """Stage something that a node has sent, or move everything that is staged into place."""
+    if _SOURCE.fullmatch(message.source) is None:
+        raise BadName("that is not the id of a node's copy of a run's files")
+    staged = f"{STAGED}{message.source}"
+    path = f"{staged}/{message.name}"
+    match message.action:
+        case Store.STAGED:
+            _stage_file(directory, path, message, data)
+        case Store.LINK:
+            if not link_stays_within(message.name, message.target):
+                # below the staged folder's name it could lead one folder further up
+                raise BadName("the link leads out of the run's directory")
+            make_link_below(directory, path, message.target)
+        case Store.FOLDER:
+            make_folder_below(directory, path)
+        case Store.DROP:
+            remove_below(directory, path)
+        case Store.PLACE | Store.PART:
+            publish_staged(directory, staged)
+
+
+def _stage_file(directory: Path, path: str, message: StoreRunFile, data: bytes) -> None:
+    """Write a part of a staged file. The last part is empty, and the file must be whole then."""
+    size = message.size or 0
+    if message.offset < size or not size:
+        _put(directory, path, data, message.offset)
+    if message.offset < size:
+        return
+    descriptor = open_below(directory, path)
+    try:
+        whole = os.fstat(descriptor).st_size == size
+        os.fchmod(descriptor, 0o700 if message.executable else 0o600)
+    finally:
+        os.close(descriptor)
+    if not whole:
+        raise OSError("its size is not the announced size")
+
+
 def _finish(directory: Path, message: StoreRunFile, path: str, temporary: str) -> None:
     try:
         descriptor = open_below(directory, path)
     except FileNotFoundError:
-        # repeated after a broken link; the file was completed before
+        # the request was repeated after a broken link; the file was completed before
         return
     try:
         whole = os.fstat(descriptor).st_size == message.size

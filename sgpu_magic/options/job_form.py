@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import json
 import os
 import re
-import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -28,12 +26,13 @@ from sgpu_magic.options.values import (
     duration_s,
     memory_bytes,
 )
+from sgpu_magic.wire.decoding import border, convert, decode_toml, load_json
 from sgpu_magic.wire.devices import canonical_type
 
 EXTRA = "Install the missing packages: `pip install 'sgpu-magic[run]'`."
 _MOST_BYTES = 1_000_000
 _ACCELERATOR = re.compile(r"GPU_([1-9][0-9]{0,3})x([A-Za-z0-9][A-Za-z0-9_-]*)", re.IGNORECASE)
-_PARSERS: Mapping[str, Callable[[str], Any]] = {".json": json.loads, ".toml": tomllib.loads}
+_PARSERS: Mapping[str, Callable[[str], Any]] = {".json": load_json, ".toml": decode_toml}
 
 
 class JobFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,8 +97,8 @@ def read_job_file(path: Path) -> JobFile:
             meant = f"did you mean {near[0]!r}?" if near else f"the keys are: {', '.join(known)}."
             raise UsageError(f"{path} has the key {key!r}, which is not a key of a job file; {meant}")
     try:
-        file = msgspec.convert(found, JobFile)
-    except msgspec.ValidationError as error:
+        file = convert(found, JobFile)
+    except msgspec.DecodeError as error:
         raise UsageError(f"{path} can't be used: {str(error).replace('$.', '').replace('$', 'the file')}.") from None
     return _in_one_way(file, path)
 
@@ -210,8 +209,8 @@ def read_mapping(path: Path) -> dict[str, Any]:
     if found is None:
         return {}
     try:
-        return msgspec.convert(found, dict[str, Any])
-    except msgspec.ValidationError:
+        return convert(found, dict[str, Any])
+    except msgspec.DecodeError:
         raise UsageError(f"{path} is not a mapping of names to values at its top level.") from None
 
 
@@ -226,10 +225,11 @@ def read_yaml(text: str) -> Any:
         yaml: Any = importlib.import_module("yaml")
     except ImportError:
         raise UsageError(f"PyYAML is not installed, so YAML can't be read. {EXTRA}") from None
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ValueError(str(error)) from None
+    with border():
+        try:
+            return yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ValueError(str(error)) from None
 
 
 def read_accelerator(name: str, where: str) -> tuple[int, str]:

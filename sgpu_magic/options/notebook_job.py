@@ -13,9 +13,10 @@ import msgspec
 from msgspec.structs import replace
 
 from sgpu_magic.errors import UsageError
-from sgpu_magic.options.asked import RunOptions
+from sgpu_magic.options.option_records import RunOptions
 from sgpu_magic.options.table import DEVICES
 from sgpu_magic.options.values import memory_bytes, strategy_of
+from sgpu_magic.wire.decoding import decode_json
 from sgpu_magic.wire.run import RunSpec
 
 A = TypeVar("A", bound=RunOptions)
@@ -122,7 +123,7 @@ def _decoded(variable: str, kind: type[T]) -> T:
     """Decode the JSON in a variable; the kind's empty value if it is not set."""
     text = os.environ.get(variable, "")
     try:
-        return msgspec.json.decode(text, type=kind) if text else kind()
+        return decode_json(text, type=kind) if text else kind()
     except msgspec.DecodeError as error:
         raise UsageError(
             f"the variable {variable} can't be read: {error}. `sgpu run` sets it for its notebook; unset it elsewhere."

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
 from sgpu_magic.errors import CapacityError, UsageError
 from sgpu_magic.options import table, values
-from sgpu_magic.options.asked import CallOptions, SessionOptions
+from sgpu_magic.options.option_records import CallOptions, SessionOptions
 from sgpu_magic.options.table import MOST_RETRIES, RETRY_CHOICES, UI_CHOICES, Reader, in_python, in_pythons_words
 from sgpu_magic.options.values import Duration, Upload
 
@@ -179,7 +179,7 @@ def _variables(_: str, env: Mapping[str, str]) -> dict[str, str]:
     if any(not name or "=" in name for name in variables):
         # the value may be a secret that was put in the name's place: it is not repeated
         raise UsageError("env takes variable names and values; a name can't be empty or contain an equals sign.")
-    return variables
+    return values.for_ranks(variables)
 
 
 def _names(option: str, names: Iterable[str]) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from sgpu_magic.options import values
-from sgpu_magic.options.asked import Devices, Wishes
+from sgpu_magic.options.option_records import Devices, EnvironmentOptions
 from sgpu_magic.options.values import MOST_RANKS, STRATEGIES, TORCH_CHOICES
 from sgpu_magic.wire.devices import KNOWN_TYPES
 
@@ -132,7 +132,7 @@ OPTIONS: Mapping[str, Option] = {
         "variables",
         "set an environment variable on the ranks (repeatable)",
         "KEY=VALUE",
-        read=lambda _, given: values.key_values(given),
+        read=lambda _, given: values.for_ranks(values.key_values(given)),
         repeats=True,
     ),
     "timeout": Option("timeout_s", "time limit (default and maximum: 7d)", "90s|30m|2h", read=values.timeout_s),
@@ -220,15 +220,15 @@ OPTIONS: Mapping[str, Option] = {
 
 DEVICES = ("gpus", "type", "min-memory", "nodes", "placement")
 PACKAGES = ("env-version", "torch", "allow-build", "upload", "no-track", "max-cost")
-PLACE = ("pool", "ui", "allow-busy")
+POOL_OPTIONS = ("pool", "ui", "allow-busy")
 OF_RANKS_THAT_STAY = ("ranks", "fresh", "reload", "session", "profile")
 """Options that `%%ray_launch` does not have: they need ranks that execute the cell themselves."""
 
 _RUN = ("exclude", "env", "timeout", "wait", "grace", "retries", "retry-on")
 _WAYS = ("detach", "nowait", "here", "group")
-CELL = (*DEVICES, "out", "in", *_RUN, *_WAYS, *OF_RANKS_THAT_STAY, *PACKAGES, "name", *PLACE)
-CALL = (*DEVICES, *_RUN, *PACKAGES, "profile", "name", *PLACE)
-SESSION = (*DEVICES, "name", "idle", "wait", "timeout", "env", *PACKAGES, *PLACE)
+CELL = (*DEVICES, "out", "in", *_RUN, *_WAYS, *OF_RANKS_THAT_STAY, *PACKAGES, "name", *POOL_OPTIONS)
+CALL = (*DEVICES, *_RUN, *PACKAGES, "profile", "name", *POOL_OPTIONS)
+SESSION = (*DEVICES, "name", "idle", "wait", "timeout", "env", *PACKAGES, *POOL_OPTIONS)
 REPLAY = ("gpus", "type", "env", "here", "timeout", "detach", "name")
 
 
@@ -251,7 +251,7 @@ def read(given: Mapping[str, Any], spelled: Callable[[str], str], readers: Mappi
         reader = readers.get(name, option.read)
         part, _, field = option.asks.rpartition(".")
         parts[part][field] = value if reader is None else reader(spelled(name), value)
-    return {**parts[""], "devices": Devices(**parts["devices"]), "wishes": Wishes(**parts["wishes"])}
+    return {**parts[""], "devices": Devices(**parts["devices"]), "wishes": EnvironmentOptions(**parts["wishes"])}
 
 
 def check_devices(devices: Devices) -> None:

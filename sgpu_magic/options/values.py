@@ -13,7 +13,7 @@ from datetime import timedelta
 from sgpu_magic.config import SEVEN_DAYS_S
 from sgpu_magic.errors import UsageError
 from sgpu_magic.wire.devices import canonical_type
-from sgpu_magic.wire.run import OutputName
+from sgpu_magic.wire.run import RANK_VARIABLES, OutputName
 
 Upload = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 """A folder or file, or several."""
@@ -79,7 +79,7 @@ _MEMORY = re.compile(r"(?P<number>\d+(?:\.\d*)?|\.\d+)\s*(?P<unit>[kMGT]i?)?B?",
 _MEMORY_UNITS = {unit: 1000**power for power, unit in enumerate(("", *"kmgt"))} | {
     f"{unit}i": 1024**power for power, unit in enumerate("kmgt", 1)
 }
-# a smaller number is one whose unit was forgotten
+# a smaller number probably lacks its unit
 _LEAST_BYTES = 10**6
 _MOST_BYTES = 10**15
 
@@ -241,6 +241,20 @@ def key_values(values: Iterable[str]) -> dict[str, str]:
     return found
 
 
+def for_ranks(variables: dict[str, str]) -> dict[str, str]:
+    """Return the variables if all of them take effect on ranks.
+
+    Raises:
+        UsageError: The pool sets one of them for each rank.
+    """
+    if own := sorted(variables.keys() & RANK_VARIABLES):
+        raise UsageError(
+            f"env can't set {', '.join(own)}: the pool gives each rank its own. `--gpus` is the number of ranks, "
+            "`--type` their devices. Code on a rank may still change what it finds in `os.environ`."
+        )
+    return variables
+
+
 def paths(upload: Upload) -> tuple[str, ...]:
     """Return the paths to upload."""
     # a path object is one path, even if its class can be iterated
@@ -282,11 +296,15 @@ def cost_limit(option: str, value: str | float | None) -> float | None:
 # ---------------------------------------------------------------- lists of ranks
 
 
-_RANKS = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?")
+_RANKS = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?|(-\d{1,5})")
+# as ipyparallel writes them
+_ALL = ("all", ":")
 
 
 def parse_ranks(option: str, text: str) -> tuple[int, ...]:
     """Parse a list of ranks such as `0,2-3`, into ascending order without duplicates.
+
+    `-1` is the last rank; `all` and `:` are all ranks, for which the result is empty. Brackets may surround a list.
 
     Args:
         option: The option's name for error messages, such as `--ranks`.
@@ -296,8 +314,16 @@ def parse_ranks(option: str, text: str) -> tuple[int, ...]:
         UsageError: It is not a list of ranks.
     """
     found: set[int] = set()
-    for part in filter(None, (part.strip() for part in text.split(","))):
+    inner = text.strip()
+    if inner.startswith("[") and inner.endswith("]"):
+        inner = inner[1:-1].strip()
+    if inner in _ALL:
+        return ()
+    for part in filter(None, (part.strip() for part in inner.split(","))):
         match = _RANKS.fullmatch(part)
+        if match is not None and match[3]:
+            found.add(int(match[3]))
+            continue
         first, last = (int(match[1]), int(match[2] or match[1])) if match is not None else (1, 0)
         if first > last or last >= MOST_RANKS:
             raise UsageError(f"{option} {text!r} is not a list of ranks. Write numbers and ranges with commas: 0,2-3.")
@@ -321,9 +347,13 @@ def ranks_from(ranks: Ranks | None, count: int, whose: str) -> tuple[int, ...]:
     if ranks is None:
         return ()
     if isinstance(ranks, str):
-        found = parse_ranks("ranks", ranks)
+        given = parse_ranks("ranks", ranks)
+        if not given:
+            return ()
     else:
-        found = tuple(sorted({ranks} if isinstance(ranks, int) else set(ranks)))
+        given = (ranks,) if isinstance(ranks, int) else tuple(ranks)
+    # the last rank is -1
+    found = tuple(sorted({rank + count if -count <= rank < 0 else rank for rank in given}))
     strange = [rank for rank in found if not 0 <= rank < count]
     if strange or not found:
         there = f"ranks 0 to {count - 1}" if count > 1 else "rank 0 only"

@@ -20,7 +20,8 @@ from typing import IO, TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from sgpu_magic.files.whole_file import used_entries
+from sgpu_magic.files.atomic_file import used_entries
+from sgpu_magic.files.file_state import FileState
 from sgpu_magic.packages.distributions import contents_of
 from sgpu_magic.wire.attachments import CodeBundle
 
@@ -44,16 +45,18 @@ class TreeFile(msgspec.Struct, frozen=True):
     Args:
         name: Path relative to the top of the tree, with `/` separators.
         path: Path on disk.
-        size: Size in bytes.
-        mtime_ns: Modification time in nanoseconds.
+        state: Its state when it was found.
         executable: Whether the owner may execute it.
     """
 
     name: str
     path: str
-    size: int
-    mtime_ns: int
+    state: FileState
     executable: bool
+
+    @property
+    def size(self) -> int:
+        return self.state.size
 
 
 class Walk(msgspec.Struct):
@@ -94,7 +97,7 @@ def walk(
     notes.full = next(files, None) is not None
 
 
-# ---------------------------------------------------------------- within
+# ---------------------------------------------------------------- internals
 
 
 class _Rules(NamedTuple):
@@ -116,7 +119,7 @@ def _walk(
         notes.unreadable.append(path)
         return
     if is_file and os.access(path, os.R_OK):
-        yield TreeFile(name, path, status.st_size, status.st_mtime_ns, bool(status.st_mode & stat.S_IXUSR))
+        yield TreeFile(name, path, FileState.of(status), bool(status.st_mode & stat.S_IXUSR))
     elif is_file:
         notes.unreadable.append(path)
     identity = (status.st_dev, status.st_ino)
@@ -130,12 +133,12 @@ def _walk(
         is_directory = entry.is_dir()
         if _is_skipped(entry.name, is_directory=is_directory):
             continue
-        place = f"{name}/{entry.name}"
+        child = f"{name}/{entry.name}"
         if not _is_ignored(entry.path, here, is_directory=is_directory):
-            yield from _walk(entry.path, place, here, keep, notes, below)
+            yield from _walk(entry.path, child, here, keep, notes, below)
         elif entry.path in keep or (is_directory and any(kept.startswith(entry.path + os.sep) for kept in keep)):
             # descend only for the files in `keep`
-            yield from (file for file in _walk(entry.path, place, [], keep, notes, below) if file.path in keep)
+            yield from (file for file in _walk(entry.path, child, [], keep, notes, below) if file.path in keep)
 
 
 def _is_skipped(name: str, *, is_directory: bool) -> bool:
@@ -209,7 +212,7 @@ class Bundles:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        # by `sys.path` entry: the files at the time the archive was made
+        # by `sys.path` entry: the files when the archive was made, unless one had changed just before
         self._made: dict[str, tuple[list[TreeFile], CodeBundle]] = {}
 
     def bundle(self, code: LocalCode) -> CodeBundle:
@@ -221,8 +224,10 @@ class Bundles:
         files = sorted(code.files, key=lambda file: file.name)
         known, made = self._made.get(code.entry, (None, None))
         if made is None or known != files or not _touched(made.path):
+            began = time.time_ns()
             made = self._make(code.entry, files)
-            self._made[code.entry] = files, made
+            if all(file.state.is_settled(began) for file in files):
+                self._made[code.entry] = files, made
         return made
 
     def _make(self, entry: str, files: Iterable[TreeFile]) -> CodeBundle:

@@ -227,7 +227,7 @@ def record_hash(record: bytes, info_name: str) -> str:
         record: The file's bytes.
         info_name: Name of the `.dist-info` directory that contains it.
     """
-    own = tuple(f"{info_name}/{name},".encode() for name in INSTALLERS_OWN)
+    own = tuple(os.fsencode(f"{info_name}/{name},") for name in INSTALLERS_OWN)
     # byte code has no hash; scripts contain the interpreter's path
     lines = [line for line in record.splitlines() if not line.endswith(b",,") and not line.startswith(_PROGRAMS + own)]
     if not lines:
@@ -239,6 +239,7 @@ def record_hash(record: bytes, info_name: str) -> str:
 def _from_direct_url(plain: Distribution, text: bytes) -> Distribution:
     """Add what `direct_url.json` records. Returns `plain` if the file is invalid."""
     try:
+        # this module also runs with only the standard library, without the decoders of `wire`
         found: dict[str, Any] = json.loads(text)
         url = without_credentials(str(found["url"]))
         what = replace(plain, url=url, subdirectory=str(found.get("subdirectory") or ""))
@@ -250,7 +251,7 @@ def _from_direct_url(plain: Distribution, text: bytes) -> Distribution:
         archive: dict[str, Any] = found.get("archive_info") or {}
         hashes: dict[str, str] = archive.get("hashes") or {}
         sha256 = str(hashes.get("sha256") or archive.get("hash") or "").removeprefix("sha256=")
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return plain
     kind = Kind.WHEEL if url.startswith("file:") else Kind.ARCHIVE
     return replace(what, kind=kind, sha256="" if "=" in sha256 else sha256)
@@ -259,7 +260,7 @@ def _from_direct_url(plain: Distribution, text: bytes) -> Distribution:
 def _name_and_version(path: str) -> tuple[str, str]:
     """Return name and version from a metadata file, "" where missing."""
     found: dict[bytes, str] = {}
-    # a long field may precede them
+    # read the whole file only if a long field precedes them
     for most_bytes in (_HEAD_BYTES, -1):
         head = contents_of(path, most_bytes)
         fields = _NAME_OR_VERSION.findall(re.split(rb"\n\s*\n", head, maxsplit=1)[0])
@@ -316,7 +317,7 @@ def environment_digest(
     """
     digest = hashlib.sha256()
     for part in (_VERSION, python, platform, f"{torch_mine=}", f"{allow_build=}", *sorted(parts)):
-        digest.update(part.encode() + b"\0")
+        digest.update(os.fsencode(part) + b"\0")
     return digest.hexdigest()[:32]
 
 

@@ -23,7 +23,8 @@ from typing import cast
 import msgspec
 
 from sgpu_magic.errors import SerializationError
-from sgpu_magic.files.whole_file import format_bytes
+from sgpu_magic.files.atomic_file import format_bytes
+from sgpu_magic.files.file_state import ByFile
 from sgpu_magic.packages.code_files import TreeFile, Walk, walk
 from sgpu_magic.packages.distributions import contents_of, some_of
 from sgpu_magic.packages.snapshot import current_directory
@@ -33,7 +34,7 @@ _OWN_PACKAGE = "sgpu_magic"
 _IMPORT_LINE = re.compile(r"^[ \t]*(?:from[ \t]+([\w.]+)[ \t]+import\b|import[ \t]+([\w., \t]+))")
 _IMPORT_CALL = re.compile(r"\b(?:import_module|__import__)\(\s*[\"']([\w][\w.]*)")
 _IMPORTERS = frozenset({"import_module", "__import__"})
-# a tree with more files is taken for a mistake
+# a tree with more files is probably a mistake and is refused
 MOST_FILES = 20_000
 _NAMED = 5
 
@@ -90,7 +91,7 @@ def imports_of(source: str) -> set[str]:
     return _imports_in(tree)
 
 
-# ---------------------------------------------------------------- within
+# ---------------------------------------------------------------- internals
 
 
 class _Search:
@@ -99,7 +100,7 @@ class _Search:
         self._path = [entry for entry in path if os.path.isdir(entry)]
         self._elsewhere = elsewhere
         self._cwd = cwd
-        # by absolute directory: of several spellings the first counts
+        # by absolute directory; if `sys.path` has several spellings, the first is kept
         self._by_directory: dict[str, LocalCode] = {}
         for entry in self._path:
             if entry not in installed:
@@ -141,7 +142,7 @@ class _Search:
         names: set[str] = set()
         for file in unread:
             if file.name.endswith(".py"):
-                names |= _imports_of_file(file.path, file.mtime_ns, file.size)
+                names |= _imports_of_file(file.path, file.state)
         return sorted(names - self._seen)
 
     def found(self) -> list[LocalCode]:
@@ -152,10 +153,10 @@ class _Search:
         if file is not None:
             is_package = os.path.basename(file).partition(".")[0] == "__init__"
             paths = [os.path.dirname(file) if is_package else file]
-        for place in paths:
-            directory, entry = os.path.split(os.path.abspath(os.path.join(self._cwd, place)))
+        for path in paths:
+            directory, entry = os.path.split(os.path.abspath(os.path.join(self._cwd, path)))
             code = self._by_directory.get(directory)
-            if code is None or entry in code.names or os.path.realpath(place).startswith(self._elsewhere):
+            if code is None or entry in code.names or os.path.realpath(path).startswith(self._elsewhere):
                 continue
             code.names.append(entry)
             code.modules.add(name)
@@ -213,11 +214,12 @@ def _imports_in(tree: ast.AST) -> set[str]:
     return found
 
 
-@functools.lru_cache(maxsize=50_000)
-def _imports_of_file(path: str, mtime_ns: int, size: int) -> frozenset[str]:
-    """Return a file's imports, cached by its modification time and size, which the caller has just read."""
+def _imports_in_file(path: str) -> frozenset[str]:
     # a large package has thousands of files: parsing takes 20 times as long, and a superfluous name is harmless
     return frozenset(_imports_in_text(contents_of(path).decode(errors="replace")))
+
+
+_imports_of_file = ByFile(_imports_in_file)
 
 
 # ---------------------------------------------------------------- size limit

@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import re
-import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import cast
@@ -19,12 +18,13 @@ import msgspec
 
 from sgpu_magic.config import private_dir
 from sgpu_magic.errors import EnvironmentFailed
-from sgpu_magic.files.whole_file import read_json, write_whole
+from sgpu_magic.files.atomic_file import read_json, write_whole
 from sgpu_magic.packages.distributions import Distribution, Kind, Snapshot, distribution_name, is_from_node, normalised
 from sgpu_magic.packages.secrets import without_url_credentials
 from sgpu_magic.packages.uv_command import Done, call_uv
 from sgpu_magic.packages.wheels import installed_bytes, repack
 from sgpu_magic.wire.attachments import Environment, Wheel
+from sgpu_magic.wire.decoding import decode_toml
 
 
 class Lock(msgspec.Struct, frozen=True, kw_only=True):
@@ -236,12 +236,12 @@ def _toml(value: object) -> str:
 
 def _valid(lock: Lock) -> Lock:
     """Return the lock, with `problem` in place of its file if that is not a valid `pylock.toml`."""
-    # takes some ms, and is needed here only
+    # imported here: takes a few ms and is only needed for this check
     from packaging.pylock import Pylock, PylockValidationError
 
     try:
-        Pylock.from_dict(tomllib.loads(lock.pylock)).validate()
-    except (PylockValidationError, tomllib.TOMLDecodeError) as error:
+        Pylock.from_dict(decode_toml(lock.pylock)).validate()
+    except (PylockValidationError, msgspec.DecodeError) as error:
         problem = f"the result is not a valid pylock.toml: {error}"
         return msgspec.structs.replace(lock, pylock="", problem=problem)
     return lock

@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 import tempfile
-import tomllib
 from collections.abc import Mapping
 from datetime import date
 from pathlib import Path
@@ -20,9 +19,10 @@ from msgspec.structs import replace
 
 from sgpu_magic.config import Settings, private_dir
 from sgpu_magic.errors import UsageError
-from sgpu_magic.files.whole_file import link_or_copy
+from sgpu_magic.files.atomic_file import link_or_copy
 from sgpu_magic.packages.distributions import normalised
 from sgpu_magic.wire.attachments import Environment, Wheel
+from sgpu_magic.wire.decoding import decode_json, decode_toml
 
 BASE_NAMES = ("4", "ai-4")
 """Names of the base environments."""
@@ -84,7 +84,7 @@ class BaseList(msgspec.Struct, frozen=True):
 def base_list(name: str) -> BaseList:
     """Read the list of a base environment, one of `BASE_NAMES`."""
     text = (Path(__file__).parent / "data" / f"{name}.toml").read_text("utf-8")
-    return BaseList(**tomllib.loads(text))
+    return BaseList(**decode_toml(text))
 
 
 # ---------------------------------------------------------------- saved environments
@@ -164,7 +164,7 @@ def load(settings: Settings, name: str) -> Environment | None:
         return None
     file = saved_path(settings) / name / _DESCRIPTION
     try:
-        return msgspec.json.decode(file.read_bytes(), type=Environment)
+        return decode_json(file.read_bytes(), type=Environment)
     except FileNotFoundError:
         return None
     except (OSError, msgspec.DecodeError) as error:

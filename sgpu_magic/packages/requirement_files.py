@@ -9,7 +9,6 @@ import contextlib
 import platform
 import re
 import sys
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,11 +26,13 @@ from packaging.pylock import (
     is_valid_pylock_path,
 )
 from packaging.requirements import InvalidRequirement, Requirement
+from packaging.specifiers import SpecifierSet
 
 from sgpu_magic.errors import EnvironmentFailed, UsageError
 from sgpu_magic.packages.distributions import Distribution, Kind, Snapshot, contents_of, distribution_name, normalised
 from sgpu_magic.packages.secrets import without_url_credentials
 from sgpu_magic.wire.attachments import Environment
+from sgpu_magic.wire.decoding import decode_toml
 
 if TYPE_CHECKING:
     from sgpu_magic.packages.lock import Lock
@@ -115,12 +116,17 @@ def key_of(line: str) -> str:
     return normalised(name_of(line))
 
 
+def specifier_of(line: str) -> SpecifierSet:
+    """Return the versions that a requirement allows; all if it names none or can't be read."""
+    try:
+        return Requirement(_COMMENT.sub("", _HASH.sub("", line))).specifier
+    except InvalidRequirement:
+        return SpecifierSet()
+
+
 def version_of(line: str) -> str:
     """Return the version that a requirement pins, "" if it pins none."""
-    try:
-        specifier = Requirement(_COMMENT.sub("", _HASH.sub("", line))).specifier
-    except InvalidRequirement:
-        return ""
+    specifier = specifier_of(line)
     pins = [clause.version for clause in specifier if clause.operator == "=="]
     return pins[0] if len(pins) == 1 and "*" not in pins[0] else ""
 
@@ -194,8 +200,8 @@ def _checked(path: Path, line: str) -> str:
 
 def _read_pylock(path: Path) -> Requirements:
     try:
-        lock = Pylock.from_dict(tomllib.loads(path.read_text("utf-8")))
-    except (tomllib.TOMLDecodeError, PylockValidationError) as error:
+        lock = Pylock.from_dict(decode_toml(path.read_text("utf-8")))
+    except (msgspec.DecodeError, PylockValidationError) as error:
         raise UsageError(f"{path} is not a valid pylock.toml: {error}.") from error
     here = ".".join(map(str, sys.version_info[:3]))
     allowed = lock.requires_python

@@ -22,6 +22,10 @@ _SURE_NAMES = (
 )  # fmt: skip
 # with these names a value is a secret unless it is plainly something else, such as a number or `<pad>`
 _LIKELY_NAMES = ("token", "pat", "bearer")
+# short forms of "password" as a name's last word: REDIS_PASS, DB_PW; `first_pass` and `pass_rate` are something else
+_SHORT_NAMES = frozenset({"pass", "pw", "pswd", "passw", "pword"})
+# the URL of a webhook permits posting to it; checked before `_HARMLESS_LAST_WORDS`, which contains "url"
+_WEBHOOK_NAMES = ("webhook", "webhooks", "web hook", "incoming hook")
 # endings of a compound word, as in PGPASSWORD
 _SURE_ENDS = ("password", "passwd", "passphrase", "apikey", "secret")
 _LIKELY_ENDS = ("token",)
@@ -48,6 +52,10 @@ _FORMS = re.compile(
     | \bdapi[0-9a-f]{32}(?:-\d+)?\b | \bdose[0-9a-f]{32}\b      # Databricks
     | \bnpm_[A-Za-z0-9]{30,} | \bpypi-[\w-]{20,} | \bdckr_pat_[\w-]{20,}
     | \br8_[A-Za-z0-9]{30,} | \bnvapi-[\w-]{20,} | \bgsk_[A-Za-z0-9]{30,} | \bSG\.[\w-]{16,}\.[\w-]{16,}
+    | \bhvs\.[\w-]{20,} | \bshp(?:at|ca|pa|ss)_[a-fA-F0-9]{16,} | \bdo[op]_v1_[a-f0-9]{32,}
+    | \bglsa_[\w]{20,} | \blin_api_[A-Za-z0-9]{20,} | \bATATT3[\w=-]{20,} | \bxkeysib-[\w-]{20,}
+    | \bsntrys_[\w+/=-]{20,} | \bsecret_[A-Za-z0-9]{40,} | \bntn_[A-Za-z0-9]{30,}
+    | \b\d{8,10}:AA[\w-]{33}\b                                # Telegram's bots
     | \beyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]*                      # JSON web tokens
     | -----BEGIN[ ][A-Z ]*PRIVATE[ ]KEY-----(?:.*?-----END[ ][A-Z ]*PRIVATE[ ]KEY-----|.*)
     """,
@@ -58,7 +66,27 @@ _MARKS = (
     "hf_", "api_org_", "ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_", "glpat-", "sk-", "sk_", "rk_", "xox",
     "xapp-", "AKIA", "ASIA", "AROA", "AIDA", "AIza", "ya29.", "GOCSPX-", "dapi", "dose", "npm_", "pypi-", "dckr_pat_",
     "r8_", "nvapi-", "gsk_", "SG.", "eyJ", "PRIVATE KEY",
+    "hvs.", "shpat_", "shpca_", "shppa_", "shpss_", "dop_v1_", "doo_v1_", "glsa_", "lin_api_", "ATATT3", "xkeysib-",
+    "sntrys_", "secret_", "ntn_", ":AA",
 )  # fmt: skip
+# webhooks: the URL itself is the secret; the part that identifies the service is kept
+_WEBHOOKS = re.compile(
+    r"""(?ix)
+    ( https?:// (?:
+        hooks\.slack(?:-gov)?\.com/(?:services|workflows|triggers)/
+      | [\w.-]+\.webhook\.office\.com/webhookb2/ | outlook\.office(?:365)?\.com/webhook/          # Teams
+      | [\w.-]+\.(?:logic\.azure\.com|powerplatform\.com)(?::\d+)?/[^\s"'<>]*?(?:workflows|triggers)/  # Teams, Azure
+      | (?:[\w-]+\.)?discord(?:app)?\.com/api/(?:v\d+/)?webhooks/
+      | chat\.googleapis\.com/v1/spaces/
+      | hooks\.zapier\.com/hooks/catch/ | [\w.-]*hook[\w-]*\.(?:integromat|make)\.com/
+      | maker\.ifttt\.com/(?:use/|trigger/[^/\s]+/(?:json/)?with/key/)
+      | api\.telegram\.org/bot
+      | events\.pagerduty\.com/integration/
+      | [\w.-]+(?::\d+)?/hooks/(?=[a-z0-9]{26}\b)                                                # Mattermost
+    ) )
+    ( [^\s"'<>]+ )
+    """
+)
 _URL_CREDENTIALS = re.compile(r"://([^/?#\s\"'<>@]*(?:@[^/?#\s\"'<>@]*)*)@")
 # connection strings, headers and signed URLs: the secret follows the label
 _LABELLED = re.compile(
@@ -101,6 +129,7 @@ def looks_secret(value: str) -> bool:
     return (
         (any(mark in value for mark in _MARKS) and _FORMS.search(value) is not None)
         or ("@" in value and bool(_url_secrets(value)))
+        or ("://" in value and _WEBHOOKS.search(value) is not None)
         or (("=" in value or " " in value) and _LABELLED.search(value) is not None)
         or _is_random(value)
     )
@@ -109,6 +138,18 @@ def looks_secret(value: str) -> bool:
 def find_secrets(variables: Mapping[str, str]) -> frozenset[str]:
     """Return the names of the variables that are secrets."""
     return frozenset(name for name, value in variables.items() if is_secret(name, value))
+
+
+def hidden_values(variables: Mapping[str, str], given: Iterable[str] = ()) -> tuple[str, ...]:
+    """Return the values that nothing which leaves a rank may show: those of secrets, and all that `--env` sets.
+
+    Args:
+        variables: The rank's variables.
+        given: Names of the variables that `--env` sets. Their switches, such as `true`, are shown.
+    """
+    hidden = find_secrets(variables)
+    hidden |= {name for name in given if variables.get(name, "").strip().lower() not in _SWITCHES}
+    return tuple(variables[name] for name in sorted(hidden))
 
 
 class Blanker:
@@ -142,11 +183,16 @@ class Blanker:
         text = without_url_credentials(text)
         if any(mark in text for mark in _MARKS):
             text = _FORMS.sub(lambda match: BLANK + "\n" * match[0].count("\n"), text)
+        if "://" in text:
+            text = _WEBHOOKS.sub(lambda match: match[1] + BLANK, text)
         return text
 
     def is_in(self, data: bytes) -> bool:
         """Whether `data` contains a known secret."""
-        return any(len(form) >= _SHORTEST_WITHIN_WORDS and form.encode() in data for form in self._forms)
+        return any(
+            len(form) >= _SHORTEST_WITHIN_WORDS and form.encode("utf-8", "surrogateescape") in data
+            for form in self._forms
+        )
 
 
 def without_secrets(text: str, secrets: Iterable[str] = ()) -> str:
@@ -166,13 +212,14 @@ class SecretsOf:
 
     def __init__(self) -> None:
         self._of: Mapping[str, str] = {}
+        self._given: frozenset[str] = frozenset()
         self._blanker = Blanker()
 
-    def blanker(self, environ: Mapping[str, str]) -> Blanker:
-        """Return a `Blanker` for the secrets in `environ`. Takes 10 us if nothing has changed."""
-        if environ != self._of:
-            self._of = dict(environ)
-            self._blanker = Blanker(environ[name] for name in find_secrets(environ))
+    def blanker(self, environ: Mapping[str, str], given: frozenset[str] = frozenset()) -> Blanker:
+        """Return a `Blanker` for `hidden_values(environ, given)`. Takes 10 us if nothing has changed."""
+        if environ != self._of or given != self._given:
+            self._of, self._given = dict(environ), given
+            self._blanker = Blanker(hidden_values(environ, given))
         return self._blanker
 
 
@@ -183,7 +230,7 @@ def blanked_settings(body: str, clear: Callable[[str], str]) -> str:
     return clear(body)
 
 
-# ---------------------------------------------------------------- within
+# ---------------------------------------------------------------- internals
 
 
 class _Says(enum.Enum):
@@ -198,9 +245,14 @@ class _Says(enum.Enum):
 @functools.lru_cache(maxsize=2000)
 def _said_by(name: str) -> _Says:
     words = [word.lower() for word in _WORDS.findall(name)]
+    spaced = f" {' '.join(words)} "
+    if any(f" {known} " in spaced for known in _WEBHOOK_NAMES):
+        return _Says.SECRET_UNLESS_PLAIN
     if not words or words[-1] in _HARMLESS_LAST_WORDS:
         return _Says.NOTHING
-    spaced = f" {' '.join(words)} "
+    if words[-1] in _SHORT_NAMES:
+        # a name in capitals is an environment variable, which is secret even if its value is a number
+        return _Says.SECRET if name.isupper() else _Says.SECRET_UNLESS_PLAIN
     if any(f" {known} " in spaced for known in _SURE_NAMES) or any(word.endswith(_SURE_ENDS) for word in words):
         return _Says.SECRET
     if any(f" {known} " in spaced for known in _LIKELY_NAMES) or any(word.endswith(_LIKELY_ENDS) for word in words):
@@ -258,7 +310,9 @@ def _written_forms(secret: str) -> Iterable[str]:
     if "\n" in secret:
         parts.update(line.strip() for line in secret.splitlines() if len(line.strip()) >= 16)
     for part in parts:
-        for form in (part, unquote(part), quote(part, safe=""), quote(part), json.dumps(part)[1:-1], repr(part)[1:-1]):
+        # a variable's value may be invalid UTF-8
+        quoted = [quote(part, safe=safe, errors="surrogateescape") for safe in ("", "/")]
+        for form in (part, unquote(part), *quoted, json.dumps(part)[1:-1], repr(part)[1:-1]):
             if len(form) >= _SHORTEST:
                 yield form
 

@@ -222,7 +222,8 @@ class Stale:
     @property
     def words(self) -> str:
         if not self.installed:
-            return f"{self.name} {self.loaded} is loaded and was removed: restart the kernel to do without it"
+            gone = f"{self.name} {self.loaded} was uninstalled but is still imported"
+            return f"{gone}; restart the kernel to stop using it"
         return f"restart the kernel to use {self.name} {self.installed}, {self.loaded} is loaded"
 
 
@@ -270,7 +271,7 @@ def stale_modules(
 
 def process_began_at() -> float:
     """Return the wall-clock time at which this process started."""
-    # needed here only
+    # imported here: only needed for this
     import psutil
 
     return psutil.Process().create_time()

@@ -24,6 +24,8 @@ from sgpu_magic.packages.snapshot import take_snapshot
 from sgpu_magic.wire.attachments import Environment
 
 if TYPE_CHECKING:
+    from packaging.specifiers import SpecifierSet
+
     from sgpu_magic.packages.local_code import LocalCode
     from sgpu_magic.packages.mismatches import Mismatch
 
@@ -42,14 +44,14 @@ _TRAVEL = (
 )  # fmt: skip
 _PROXIES = frozenset({"http_proxy", "https_proxy", "ftp_proxy", "all_proxy", "no_proxy"})
 # variables of the kernel's machine, shell or front end, or of a rank
-_PLACE = frozenset({
+_OF_THIS_MACHINE = frozenset({
     "PATH", "HOME", "USER", "LOGNAME", "USERNAME", "SHELL", "SHLVL", "PWD", "OLDPWD", "HOSTNAME", "HOST", "MAIL", "_",
     "TMPDIR", "TEMP", "TMP", "DISPLAY", "WAYLAND_DISPLAY", "XAUTHORITY", "TERMINFO", "LS_COLORS", "COLUMNS", "LINES",
     "EDITOR", "VISUAL", "INVOCATION_ID", "JOURNAL_STREAM", "MANPATH", "INFOPATH", "CUDA_HOME", "CUDA_PATH", "CUDA_ROOT",
     "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK",
     "ROLE_RANK", "MASTER_ADDR", "MASTER_PORT", "GLIBC_TUNABLES", "MALLOC_ARENA_MAX", "RAY_ADDRESS", "RAY_JOB_ID",
 })  # fmt: skip
-_PLACE_PREFIXES = (
+_PREFIXES_OF_THIS_MACHINE = (
     "PYTHON", "PYENV", "PYDEVD_", "VIRTUAL_ENV", "CONDA_", "MAMBA_", "_CE_", "UV_", "PIP_", "PDM_", "POETRY_",
     "JPY_", "JUPYTER", "IPYTHON", "KERNEL_", "VSCODE_", "XDG_", "DBUS_", "SSH_", "GPG_", "LD_", "DYLD_", "SYSTEMD_",
     "SLURM_", "KUBERNETES_", "NVIDIA_", "SGPU_", "TORCHELASTIC_RUN_ID", "TERM_", "COLORTERM", "GNOME_", "DESKTOP_",
@@ -116,7 +118,7 @@ def start_variables() -> Mapping[str, str]:
 
 def _travels(name: str, value: str, before: Mapping[str, str]) -> bool:
     """Whether a variable that the user has not named is sent."""
-    if name in _PLACE or name.startswith(_PLACE_PREFIXES):
+    if name in _OF_THIS_MACHINE or name.startswith(_PREFIXES_OF_THIS_MACHINE):
         return False
     if name.lower() in _PROXIES or value not in (before.get(name), _SET_BY_IPYKERNEL.get(name)):
         return True
@@ -124,7 +126,7 @@ def _travels(name: str, value: str, before: Mapping[str, str]) -> bool:
     return name.startswith(_TRAVEL) and not is_path
 
 
-# ---------------------------------------------------------------- packages that break together
+# ---------------------------------------------------------------- incompatible packages
 
 
 def check_before_travel(environment: Environment, snapshot: Snapshot | None = None, *, driver: str = "") -> list[str]:
@@ -171,7 +173,7 @@ def _refusal(environment: Environment, sure: list[Mismatch]) -> str:
 
 _lock = threading.Lock()
 _looked_at = ""
-_told: set[str] = set()
+_reported: set[str] = set()
 _found: tuple[str, ...] = ()
 
 
@@ -191,8 +193,8 @@ def look_for_mismatches(snapshot: Snapshot) -> None:
 def mismatch_news() -> tuple[str, ...]:
     """Return the mismatches that were found and not yet reported. Never blocks."""
     with _lock:
-        new = tuple(sentence for sentence in _found if sentence not in _told)
-        _told.update(new)
+        new = tuple(sentence for sentence in _found if sentence not in _reported)
+        _reported.update(new)
     return new
 
 
@@ -236,6 +238,38 @@ def check_references(
             continue
         thing = f"`{what}` of the module `{name}`" if what else f"the module `{name}`"
         raise SerializationError(f"{thing} can't travel to the ranks: {_why(top, packages, environment)}")
+
+
+def check_versions(modules: Iterable[tuple[str, str]], environment: Environment) -> None:
+    """Refuse a payload with values that the ranks' older version of their package can't read.
+
+    Args:
+        modules: Pairs of a module and the object needed from it, as in `Packed.modules`.
+        environment: The ranks' packages.
+
+    Raises:
+        SerializationError: They can't be read there. The message has both versions and the remedy.
+    """
+    from sgpu_magic.packages.mismatches import find_unreadable
+    from sgpu_magic.packages.requirement_files import key_of, specifier_of
+
+    def here(package: str) -> str:
+        return str(getattr(sys.modules.get(package), "__version__", ""))
+
+    def there(package: str) -> SpecifierSet:
+        lines = (*environment.requirements, *environment.needed)
+        return next((specifier_of(line) for line in lines if key_of(line) == package), specifier_of(package))
+
+    for package, what, versions in find_unreadable(modules, here, there):
+        label = f"environment {environment.label}" if environment.label else "the ranks' environment"
+        own, version = f"{package} {here(package)}", str(versions).removeprefix("==")
+        raise SerializationError(
+            f"a value of this cell can't travel to the ranks: the notebook has {own}, and {label} has {package} "
+            f"{version}, which can't read {what} of the newer version. Nothing was started. Install the same "
+            f"version on both sides (`%pip install '{package}{versions}'` and a restart of the kernel, or "
+            f"{package}=={here(package)} in {label}), leave --env-version out (`--env-version none`), or send the "
+            "value in another form, such as a plain array, list or dict."
+        )
 
 
 def _names_in(environment: Environment) -> frozenset[str]:

@@ -62,7 +62,7 @@ def run_uv(
     *,
     stdin: str = "",
     variables: Mapping[str, str] | None = None,
-    heard: Callable[[str], None] | None = None,
+    on_line: Callable[[str], None] | None = None,
     meanwhile: Callable[[], None] | None = None,
 ) -> str:
     """Run uv and wait for it. It is killed if this process dies.
@@ -71,8 +71,8 @@ def run_uv(
         arguments: Command line arguments. Every user of the machine can read them, so pass no secrets.
         stdin: Text for its standard input.
         variables: Environment variables on top of this process's own.
-        heard: Called with each line of its stderr.
-        meanwhile: Called once it has started. Only used with `heard`.
+        on_line: Called with each line of its stderr.
+        meanwhile: Called once it has started. Only used with `on_line`.
 
     Returns:
         Its standard output.
@@ -98,7 +98,7 @@ def run_uv(
         preexec_fn=lambda: processes.die_with_parent(parent),
     ) as uv:
         try:
-            said, output = _talk(uv, stdin, heard, meanwhile)
+            said, output = _talk(uv, stdin, on_line, meanwhile)
         except BaseException:
             # also on an interrupt: leaving the block waits for uv, which may take minutes
             uv.kill()
@@ -121,10 +121,10 @@ def last_words(text: str) -> str:
 
 
 def _talk(
-    uv: subprocess.Popen[str], stdin: str, heard: Callable[[str], None] | None, meanwhile: Callable[[], None] | None
+    uv: subprocess.Popen[str], stdin: str, on_line: Callable[[str], None] | None, meanwhile: Callable[[], None] | None
 ) -> tuple[list[str], str]:
     """Write uv's input and read both of its outputs to the end. Returns the lines of stderr, and stdout."""
-    if heard is None:
+    if on_line is None:
         output, errors = uv.communicate(stdin)
         return errors.splitlines(), output
     if uv.stdin is None or uv.stderr is None or uv.stdout is None:
@@ -135,11 +135,11 @@ def _talk(
     if meanwhile is not None:
         meanwhile()
     said: list[str] = []
-    # with `heard`, the standard output is a line or two and fits into its pipe
+    # with `on_line`, the standard output is a line or two and fits into its pipe
     for line in uv.stderr:
         said.append(line.rstrip("\n"))
         del said[:-_KEPT_LINES]
-        heard(said[-1])
+        on_line(said[-1])
     return said, uv.stdout.read()
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import base64
 import contextlib
 import csv
-import functools
 import hashlib
 import io
 import os
@@ -24,7 +23,8 @@ from pathlib import Path
 
 from sgpu_magic.config import private_dir
 from sgpu_magic.errors import EnvironmentFailed
-from sgpu_magic.files.whole_file import sha256_of
+from sgpu_magic.files.atomic_file import sha256_of
+from sgpu_magic.files.file_state import ByFile
 from sgpu_magic.packages.code_files import TreeFile, archive_entry, walk
 from sgpu_magic.packages.distributions import INSTALLERS_OWN, Distribution, has_project_file, record_of
 from sgpu_magic.packages.uv_command import call_uv
@@ -225,12 +225,12 @@ def content_key(folder: Path) -> str:
 
     The commit is included: many projects derive their version from it.
     """
-    digest = hashlib.sha256(_commit(folder).encode())
+    digest = hashlib.sha256(os.fsencode(_commit(folder)))
     for name, file in project_files(folder):
         # a file removed since the walk counts as removed before it
         with contextlib.suppress(FileNotFoundError):
-            sha256 = _file_hash(file.path, file.mtime_ns, file.size)
-            digest.update(name.encode(errors="surrogateescape") + b"\0" + bytes.fromhex(sha256))
+            sha256 = _file_hash(file.path, file.state)
+            digest.update(os.fsencode(name) + b"\0" + bytes.fromhex(sha256))
     return digest.hexdigest()[:32]
 
 
@@ -241,10 +241,7 @@ def project_files(folder: Path) -> Iterator[tuple[str, TreeFile]]:
     yield from ((name, files[name]) for name in sorted(files) if not name.startswith(_LEFT_BY_BUILDS))
 
 
-@functools.lru_cache(maxsize=50_000)
-def _file_hash(path: str, mtime_ns: int, size: int) -> str:
-    """Return a file's hash, cached by its modification time and size, which the caller has just read."""
-    return sha256_of(path)
+_file_hash = ByFile(sha256_of)
 
 
 def _commit(folder: Path) -> str:

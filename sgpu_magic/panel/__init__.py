@@ -7,7 +7,7 @@ pool_state       a pool's status -> what a panel shows of it
 device_rows      a pool's devices, and an estimate of when more of them will be free
 past_runs        where runs' files are, and this month's usage
 poll_pool        polls one pool, or every pool of the list
-watch            polls pools while a page shows them
+poller           polls pools while a page shows them
 orders           the commands that a page sends to pools, and what carries them out
 
 The notebook's kernel:

@@ -10,7 +10,7 @@ import msgspec
 from msgspec.structs import replace
 
 from sgpu_magic.panel.schema import DevicePicture
-from sgpu_magic.views.pool_words import HOLDING, Holders, device_name, is_free, outside_words
+from sgpu_magic.views.format_pool import HOLDING, Holders, device_name, is_free, outside_words
 from sgpu_magic.views.run_notes import run_name
 from sgpu_magic.wire.base import RunKind, RunState
 from sgpu_magic.wire.devices import CPU, Device, Inventory
@@ -20,7 +20,7 @@ Use = Mapping[str, tuple[float | None, int | None]]
 """Maps a device's UUID to its utilization in percent and the memory in use in bytes; None when unknown."""
 
 _FREE = "free"
-# larger pools are shown by node, and only so many nodes
+# larger pools are shown by node, with at most `_MOST_NODES` nodes
 _MOST_DEVICES = 64
 _MOST_NODES = 32
 
@@ -112,7 +112,7 @@ def _node(host: str, devices: Sequence[Device], holders: Holders) -> tuple[int, 
 
 # shortest wait for a device that is not free now
 _LEAST_S = 1.0
-# estimates are rounded up: (up to so many seconds, in steps of so many seconds)
+# estimates are rounded up: (upper limit in seconds, step in seconds)
 _STEPS = ((60.0, 10.0), (600.0, 30.0), (float("inf"), 60.0))
 
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 import msgspec
 
 from sgpu_magic.errors import UsageError
-from sgpu_magic.options.asked import SessionOptions
+from sgpu_magic.options.option_records import SessionOptions
 from sgpu_magic.packages import snapshot
 from sgpu_magic.packages.distributions import normalised
 from sgpu_magic.packages.snapshot import versions
@@ -32,10 +32,11 @@ from sgpu_magic.panel.plan import Plan, living, plan
 from sgpu_magic.panel.pool_state import failure_words
 from sgpu_magic.runs.choice.packages import install
 from sgpu_magic.runs.choice.schema import Choice, KeptChoice, words_of
+from sgpu_magic.runs.kernel_context import KernelContext
 from sgpu_magic.runs.sessions import registry
 from sgpu_magic.runs.sessions.session import Session
-from sgpu_magic.runs.submit import placing
-from sgpu_magic.runs.workplace import Workplace
+from sgpu_magic.runs.submit import target
+from sgpu_magic.wire.decoding import convert
 
 T = TypeVar("T")
 
@@ -49,11 +50,11 @@ class KernelActions:
     """Answers a panel's requests. Thread-safe; methods may block.
 
     Args:
-        place: This process's workplace.
+        context: The kernel's context.
     """
 
-    def __init__(self, place: Workplace) -> None:
-        self._place = place
+    def __init__(self, context: KernelContext) -> None:
+        self._context = context
         self._lock = threading.Lock()
         self._job: Future[tuple[KeptChoice, str]] | None = None
         self._applying = threading.Lock()
@@ -75,7 +76,7 @@ class KernelActions:
         number = cast("dict[str, object]", content).get("n") if isinstance(content, dict) else None
         number = number if isinstance(number, int) else 0
         try:
-            reply = self.answer(msgspec.convert(content, KernelQuestion), knows_metadata=knows_metadata)
+            reply = self.answer(convert(content, KernelQuestion), knows_metadata=knows_metadata)
         except Exception as error:  # noqa: BLE001  a thread's top, and a front end that waits
             reply = PanelRefusal(n=number, text=failure_words(error))
         return cast("dict[str, Any]", msgspec.to_builtins(reply))
@@ -89,12 +90,12 @@ class KernelActions:
         """
         match question:
             case AskKernel():
-                kept = self._place.choice.told(question.kept) if knows_metadata else None
+                kept = self._context.choice.to_report(question.kept) if knows_metadata else None
                 self._raise_failure()
                 return self._state(question.n, kept)
             case AskPlan():
-                held = self._place.choice.now()
-                planned = plan(self._place, held, question.choice, connect=question.connect)
+                held = self._context.choice.now()
+                planned = plan(self._context, held, question.choice, connect=question.connect)
                 return PlanAnswer(n=question.n, plan=planned.picture)
             case AskApply():
                 if not self._applying.acquire(blocking=False):
@@ -109,9 +110,9 @@ class KernelActions:
     # ------------------------------------------------------------ state
 
     def _state(self, number: int, kept: KeptChoice | None = None, said: str = "") -> KernelAnswer:
-        held = self._place.choice.now()
+        held = self._context.choice.now()
         installing = self._is_installing()
-        picture = kernel_picture(self._place, held)
+        picture = kernel_picture(self._context, held)
         return KernelAnswer(n=number, picture=picture, kept=kept, said=said, installing=installing)
 
     def _is_installing(self) -> bool:
@@ -132,8 +133,8 @@ class KernelActions:
     def _apply(self, question: AskApply) -> KernelAnswer:
         if self._is_installing():
             raise UsageError(_BUSY)
-        held = self._place.choice.now()
-        planned = plan(self._place, held, question.choice, connect=question.connect, resolve=False)
+        held = self._context.choice.now()
+        planned = plan(self._context, held, question.choice, connect=question.connect, resolve=False)
         if planned.picture.problem:
             raise UsageError(planned.picture.problem)
         if planned.picture.loses and not question.confirmed:
@@ -157,8 +158,8 @@ class KernelActions:
             SgpuError: The plan can't be carried out.
             OSError: The key can't be written.
         """
-        said = installed(self._place, planned.added, planned.removed)
-        kept = accept(self._place, choice)
+        said = installed(self._context, planned.added, planned.removed)
+        kept = accept(self._context, choice)
         if planned.connects:
             with self._connecting:
                 # the extension may have been unloaded meanwhile
@@ -168,14 +169,14 @@ class KernelActions:
     def _connect(self, before: Session | None) -> str:
         if before is not None:
             # refuse an impossible session before the old one is ended
-            placing.with_choice(self._place, SessionOptions(), placing.MAGIC_WAYS)
+            target.with_choice(self._context, SessionOptions(), target.MAGIC_WAYS)
             end(before, "the panel connected another session in its place", wait_s=_END_S)
             if not before.has_ended:
                 raise UsageError(
                     f"Session {before.name} was asked to end but has not ended yet, so no new session was connected. "
                     "Connect again when it has ended."
                 )
-        session = registry.begin(self._place, SessionOptions(), "none", of_cell=False)
+        session = registry.begin(self._context, SessionOptions(), "none", of_cell=False)
         return f"%%distributed cells run in session {session.name} from now on."
 
     def _disconnect(self, question: AskDisconnect) -> KernelAnswer:
@@ -203,20 +204,20 @@ def _in_background(work: Callable[[], T]) -> Future[T]:
     return outcome
 
 
-def installed(place: Workplace, added: Sequence[str], removed: Sequence[str]) -> list[str]:
+def installed(context: KernelContext, added: Sequence[str], removed: Sequence[str]) -> list[str]:
     """Install and remove packages in this environment, if any; return sentences about what was done."""
     if added or removed:
-        install(place.pool.settings, added, removed)
+        install(context.pool.settings, added, removed)
     done = ((added, "installed"), (removed, "removed"))
     return [f"{', '.join(names)} {word}." for names, word in done if names]
 
 
-def accept(place: Workplace, choice: Choice) -> KeptChoice:
+def accept(context: KernelContext, choice: Choice) -> KeptChoice:
     """Confirm a choice whose packages are installed; return the choice to write to the metadata."""
     if not choice.env_version:
         # its packages are in the notebook's environment now
         choice = msgspec.structs.replace(choice, dependencies=(), removed=())
-    return place.choice.confirm(choice)
+    return context.choice.confirm(choice)
 
 
 def end(session: Session, reason: str, wait_s: float = 0.0) -> None:
@@ -234,25 +235,25 @@ def end(session: Session, reason: str, wait_s: float = 0.0) -> None:
     registry.drop(session)
 
 
-def accept_choice(place: Workplace) -> str:
+def accept_choice(context: KernelContext) -> str:
     """Confirm the notebook's choice, install what it asks for here, and return what was done.
 
     Raises:
         UsageError: There is nothing to confirm, or it is not possible here.
         EnvironmentFailed: Its packages can't be installed.
     """
-    held = place.choice.now()
+    held = context.choice.now()
     choice = held.choice
     if choice is None:
         raise UsageError(held.problem or "this notebook's metadata asks for nothing, so there is nothing to confirm.")
-    words = words_of(choice, placing.pool_name(place))
+    words = words_of(choice, target.pool_name(context))
     if held.confirmed:
         return f"this notebook asks for {words}; this is already confirmed."
-    planned = plan(place, held, choice, connect=False, resolve=False)
+    planned = plan(context, held, choice, connect=False, resolve=False)
     if planned.picture.problem:
         raise UsageError(planned.picture.problem)
-    said = installed(place, planned.added, ())
-    accept(place, choice)
+    said = installed(context, planned.added, ())
+    accept(context, choice)
     if not choice.env_version and choice.removed:
         # packages to be removed are the user's, and may be needed elsewhere
         there = [name for name in choice.removed if normalised(name) in versions(snapshot.take_snapshot())]

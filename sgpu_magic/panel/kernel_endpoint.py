@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 
 from sgpu_magic import __version__
+from sgpu_magic.runs.kernel_context import KernelContext
 from sgpu_magic.runs.notebook import kernel_id, notebook_name
-from sgpu_magic.runs.workplace import Workplace
 
 if TYPE_CHECKING:
     from sgpu_magic.panel.kernel_actions import KernelActions
-    from sgpu_magic.panel.orders import Told
-    from sgpu_magic.panel.watch import Watchers
+    from sgpu_magic.panel.orders import PanelUpdate
+    from sgpu_magic.panel.poller import Watchers
     from sgpu_magic.views.live.comm import Channels
 
 Send = Callable[[dict[str, Any]], None]
@@ -44,20 +44,20 @@ class KernelEndpoint:
     """The kernel's side of all panels that show it.
 
     Args:
-        place: This process's workplace.
+        context: The kernel's context.
     """
 
-    def __init__(self, place: Workplace) -> None:
-        self._place = place
+    def __init__(self, context: KernelContext) -> None:
+        self._context = context
         self._lock = threading.Lock()
         self._actions: KernelActions | None = None
         self._watchers: Watchers | None = None
         self._views: list[PanelView] = []
         # separate lanes, so that state requests do not wait for actions
-        self._looks, self._plans = Lane("sgpu-panel-looks"), Lane("sgpu-panel-plans")
+        self._looks, self._plans = SerialExecutor("sgpu-panel-looks"), SerialExecutor("sgpu-panel-plans")
         # several lanes, so that a long action does not delay the refusal of another, nor a disconnection
-        self._deeds = tuple(Lane("sgpu-panel-deeds") for _ in range(_DEEDS))
-        place.live_views.serve(PANEL, self.take)
+        self._deeds = tuple(SerialExecutor("sgpu-panel-deeds") for _ in range(_DEEDS))
+        context.live_views.serve(PANEL, self.take)
         self._announce(loaded=True)
 
     def take(self, content: object, send: Send, *, knows_metadata: bool = True) -> None:
@@ -87,12 +87,12 @@ class KernelEndpoint:
             if self._actions is None:
                 from sgpu_magic.panel.kernel_actions import KernelActions
 
-                self._actions = KernelActions(self._place)
+                self._actions = KernelActions(self._context)
             return self._actions
 
     def show(self) -> dict[str, object] | None:
         """Open a panel below the cell; return its part of a MIME bundle, None when no panel can be shown."""
-        live_views = self._place.live_views
+        live_views = self._context.live_views
         if live_views.channels is None or not live_views.is_watched:
             return None
         try:
@@ -100,12 +100,12 @@ class KernelEndpoint:
         except (ImportError, OSError):
             # anywidget is missing or has an unsupported version
             return None
-        from sgpu_magic.panel.watch import Watchers
+        from sgpu_magic.panel.poller import Watchers
 
         self._views = [view for view in self._views if not view.is_closed]
         if self._watchers is None:
             self._watchers = Watchers()
-        shell, channels = self._place.shell, live_views.channels
+        shell, channels = self._context.shell, live_views.channels
         comms = "subshell" if channels.serve_comms else "blocking"
         widget = PanelWidget(notebook=notebook_name(shell), kernel=kernel_id(shell), comms=comms)
         self._views.append(PanelView(widget, channels, self, self._watchers))
@@ -114,7 +114,7 @@ class KernelEndpoint:
     def close(self) -> None:
         """Stop answering, and close open panels."""
         self._announce(loaded=False)
-        self._place.live_views.serve(PANEL, None)
+        self._context.live_views.serve(PANEL, None)
         views, self._views = self._views, []
         for view in views:
             view.close()
@@ -131,7 +131,7 @@ class KernelEndpoint:
         Later pages see it in the banner of the kernel's `kernel_info_reply`; open ones get an update of a display that
         no front end shows.
         """
-        shell, live_views = self._place.shell, self._place.live_views
+        shell, live_views = self._context.shell, self._context.live_views
         if shell is None or live_views.channels is None:
             return
         banner = str(shell.banner2).replace(_BANNER, "")
@@ -159,9 +159,9 @@ class PanelView:
         self._endpoint = endpoint
         self._page = Page(watchers, self._tell)
         # the first carries out its commands, the second sends its updates
-        self._orders, self._told = Lane("sgpu-panel-orders"), Lane("sgpu-panel-told")
+        self._orders, self._updates = SerialExecutor("sgpu-panel-orders"), SerialExecutor("sgpu-panel-told")
         self._lock = threading.Lock()
-        self._heard_at = time.monotonic()
+        self._received_at = time.monotonic()
         self._timer: threading.Timer | None = None
         self._closed = False
         channels.opened_for(widget, self._take)
@@ -181,35 +181,35 @@ class PanelView:
         self._channels.closed(self._widget)
         self._page.close()
         self._orders.close()
-        self._told.close()
+        self._updates.close()
         self._widget.close()
 
     # ------------------------------------------------------------ messages
 
     def _take(self, content: object, send: Send) -> None:
         """Handle a message, in the thread that received it."""
-        self._heard_at = time.monotonic()
+        self._received_at = time.monotonic()
         if not isinstance(content, dict):
             return
         message = cast("dict[str, object]", content)
         if "n" in message:
             self._endpoint.take(message, send, knows_metadata=False)
         elif message.get("kind") != "here":
-            self._orders.put(partial(self._obey, message))
+            self._orders.put(partial(self._execute, message))
 
-    def _obey(self, message: dict[str, object]) -> None:
-        said = self._page.obeyed(message)
+    def _execute(self, message: dict[str, object]) -> None:
+        said = self._page.execute_decoded(message)
         if self._page.is_watching:
             self._check_later()
         if said is not None:
             self._tell(said)
 
-    def _tell(self, told: Told) -> None:
-        self._told.put(partial(self._send, told))
+    def _tell(self, update: PanelUpdate) -> None:
+        self._updates.put(partial(self._send, update))
 
-    def _send(self, told: Told) -> None:
+    def _send(self, update: PanelUpdate) -> None:
         if not self.is_closed:
-            self._widget.send(msgspec.to_builtins(told))
+            self._widget.send(msgspec.to_builtins(update))
 
     # ------------------------------------------------------------ a closed page
 
@@ -225,13 +225,13 @@ class PanelView:
     def _check(self) -> None:
         with self._lock:
             self._timer = None
-        if self.is_closed or time.monotonic() - self._heard_at >= PATIENCE_S:
+        if self.is_closed or time.monotonic() - self._received_at >= PATIENCE_S:
             self._page.rest()
         else:
             self._check_later()
 
 
-class Lane:
+class SerialExecutor:
     """Runs tasks one after the other in a thread that exists only while there are tasks.
 
     Args:

@@ -1,4 +1,4 @@
-"""What a panel asks a kernel and is told of it, also as text when no panel can be shown: choice, packages, sessions.
+"""A panel's requests to a kernel and the replies, also as text when no panel can be shown: choice, packages, sessions.
 
 Requests arrive on the control channel (`sgpu_request` with the model id `PANEL`) or as a widget's messages. Their
 TypeScript twins are generated: `labextension/src/panel/records.ts`.
@@ -18,7 +18,7 @@ from sgpu_magic import __version__
 from sgpu_magic.client.pools import PATIENCE_S
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import SgpuError
-from sgpu_magic.packages import named_environments, order, snapshot
+from sgpu_magic.packages import environment_request, named_environments, snapshot
 from sgpu_magic.packages.distributions import Snapshot, normalised, own_python
 from sgpu_magic.packages.mismatches import driver_version, find_mismatches, packages_of
 from sgpu_magic.packages.named_environments import BASE_NAMES, base_list
@@ -30,10 +30,10 @@ from sgpu_magic.runs.choice.keeper import Held
 from sgpu_magic.runs.choice.packages import Base, base_of, base_versions, problem_of_base
 from sgpu_magic.runs.choice.schema import VERSION, Choice, KeptChoice, label_of, words_of
 from sgpu_magic.runs.environments import report, since_connected, stale_words
+from sgpu_magic.runs.kernel_context import KernelContext
 from sgpu_magic.runs.sessions import registry
 from sgpu_magic.runs.sessions.session import Session
-from sgpu_magic.runs.submit import placing
-from sgpu_magic.runs.workplace import Workplace
+from sgpu_magic.runs.submit import target
 from sgpu_magic.views.live.schema import Message
 from sgpu_magic.views.pool_tables import environment_text, status_text
 from sgpu_magic.views.units import count_of
@@ -130,14 +130,14 @@ _MOST_DIFFERENCES = 60
 _MOST_NOTES = 6
 
 
-def kernel_picture(place: Workplace, held: Held) -> KernelPicture:
+def kernel_picture(context: KernelContext, held: Held) -> KernelPicture:
     """Return the kernel's current state.
 
     Args:
-        place: This process's workplace.
+        context: The kernel's context.
         held: The current choice.
     """
-    settings = place.pool.settings
+    settings = context.pool.settings
     now = snapshot.take_snapshot()
     choice = held.choice or Choice(env_version=_default(settings))
     notes = [held.problem] if held.problem else []
@@ -156,7 +156,7 @@ def kernel_picture(place: Workplace, held: Held) -> KernelPicture:
     else:
         notes += [*stale_words(now), *_broken(now)]
     notes += since_connected(now, [session for session in registry.all_sessions() if not session.has_ended])
-    pool = placing.pool_name(place)
+    pool = target.pool_name(context)
     return KernelPicture(
         version=VERSION,
         package_version=__version__,
@@ -181,7 +181,7 @@ def _broken(now: Snapshot) -> tuple[str, ...]:
 
 
 def _default(settings: Settings) -> str:
-    return "" if settings.env_version == order.NONE else settings.env_version
+    return "" if settings.env_version == environment_request.NONE else settings.env_version
 
 
 # ---------------------------------------------------------------- packages
@@ -296,15 +296,15 @@ _NO_CHOICE = "this notebook has no choice of its own: runs get what the pool and
 _NO_POOL = "no pool is running; the first run starts it."
 
 
-def panel_text(place: Workplace) -> str:
+def panel_text(context: KernelContext) -> str:
     """Return the pool, the notebook's choice and its packages as text. Starts no pool."""
-    name = placing.pool_name(place)
+    name = target.pool_name(context)
     try:
-        looked_at = place.pools.named(name)
+        looked_at = context.pools.named(name)
         status = looked_at.status(recent=5, start=False, timeout_s=PATIENCE_S)
         pool = _NO_POOL if status is None else status_text(status, notice=looked_at.notice)
     except SgpuError as error:
         pool = error.message
-    choice = placing.held_words(place.choice.now(), name) or _NO_CHOICE
-    packages = environment_text(report(place.current_settings(), registry.all_sessions()))
+    choice = target.held_words(context.choice.now(), name) or _NO_CHOICE
+    packages = environment_text(report(context.current_settings(), registry.all_sessions()))
     return "\n\n".join((pool.rstrip(), choice, packages.rstrip()))

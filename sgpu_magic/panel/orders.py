@@ -9,19 +9,18 @@ import threading
 from collections.abc import Callable
 from contextlib import closing
 
-import msgspec
-
 from sgpu_magic.client import ledger
 from sgpu_magic.client.pools_file import LOCAL, PoolEntry, default_pool, read_pools, unknown_pool
 from sgpu_magic.client.this_machine import find_pool, start_pool
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import SgpuError, UsageError
+from sgpu_magic.panel.poller import ListWatcher, PoolWatcher, Watchers
 from sgpu_magic.panel.pool_state import as_sentence, failure_words
 from sgpu_magic.panel.schema import PanelTold
-from sgpu_magic.panel.watch import ListWatcher, PoolWatcher, Watchers
 from sgpu_magic.views.live.schema import Message
 from sgpu_magic.views.run_notes import stop_words
 from sgpu_magic.wire.base import is_valid_id, short
+from sgpu_magic.wire.decoding import JsonDecoder, convert
 
 
 class Watch(Message, frozen=True, tag_field="kind", tag="watch"):
@@ -61,9 +60,9 @@ class Said(Message, frozen=True, tag_field="kind", tag="said"):
     ok: bool
 
 
-Told = PanelTold | Said
+PanelUpdate = PanelTold | Said
 
-orders = msgspec.json.Decoder(PanelOrder)
+orders = JsonDecoder[PanelOrder](PanelOrder)
 
 
 class Page:
@@ -74,7 +73,7 @@ class Page:
         tell: Called with every update, in any thread; it must not block.
     """
 
-    def __init__(self, watchers: Watchers, tell: Callable[[Told], None]) -> None:
+    def __init__(self, watchers: Watchers, tell: Callable[[PanelUpdate], None]) -> None:
         self._watchers = watchers
         self._tell = tell
         self._lock = threading.Lock()
@@ -83,7 +82,7 @@ class Page:
         self._pool = ""
         self._closed = False
 
-    def obey(self, order: PanelOrder) -> Said | None:
+    def execute(self, order: PanelOrder) -> Said | None:
         """Carry out a command. It may take seconds, or block as long as the file system does.
 
         Returns:
@@ -95,13 +94,13 @@ class Page:
             case Rest():
                 self.rest()
             case StartPool() | CancelRun():
-                return obey_once(self._watchers, order)
+                return execute_once(self._watchers, order)
         return None
 
-    def obeyed(self, message: object) -> Said | None:
-        """Carry out a command that is given as JSON, as `obey`; errors become its outcome."""
+    def execute_decoded(self, message: object) -> Said | None:
+        """Carry out a command that is given as JSON, as `execute`; errors become its outcome."""
         try:
-            return self.obey(msgspec.convert(message, PanelOrder))
+            return self.execute(convert(message, PanelOrder))
         except Exception as error:  # noqa: BLE001  a thread's top, and a page that waits
             return Said(text=failure_words(error), ok=False)
 
@@ -141,7 +140,7 @@ class Page:
         self._watched = None
 
 
-def obey_once(watchers: Watchers, order: PanelOrder) -> Said:
+def execute_once(watchers: Watchers, order: PanelOrder) -> Said:
     """Carry out the command of a page that gets no updates, and return the outcome; may take seconds."""
     try:
         match order:

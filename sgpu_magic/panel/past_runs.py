@@ -18,9 +18,10 @@ from sgpu_magic.files.run_directory import EventFile, read_spec
 from sgpu_magic.panel.device_rows import Use as DeviceUse
 from sgpu_magic.panel.pool_state import RunFiles
 from sgpu_magic.panel.schema import RunParameter
-from sgpu_magic.views.pool_words import HOLDING
+from sgpu_magic.views.format_pool import HOLDING
 from sgpu_magic.wire.base import is_valid_id
 from sgpu_magic.wire.costs import HOUR_S, Prices, format_money
+from sgpu_magic.wire.decoding import decode_json
 from sgpu_magic.wire.files import TRACKING
 from sgpu_magic.wire.pool_status import BudgetState, RunSummary
 from sgpu_magic.wire.rank_events import RankSample, Sampled
@@ -69,14 +70,14 @@ class RunFilesOfPool:
         run_id, clock = run.run_id, self._clock()
         if run_id not in self._here:
             return _NOWHERE
-        place, due = self._known.get(run_id, (_NOWHERE, float("-inf")))
+        location, due = self._known.get(run_id, (_NOWHERE, float("-inf")))
         if clock >= due:
-            # they never change
-            parameters = self._parameters(run_id) if place.parameters is None else place.parameters
-            place = RunFiles(here=True, tracked_url=self._url(run_id), parameters=parameters)
+            # parameters never change
+            parameters = self._parameters(run_id) if location.parameters is None else location.parameters
+            location = RunFiles(here=True, tracked_url=self._url(run_id), parameters=parameters)
             over = run.state.is_final and now - (run.ended_at or run.submitted_at) > _LATE_S
-            self._known[run_id] = place, float("inf") if over or place.tracked_url else clock + _LOOK_EVERY_S
-        return place
+            self._known[run_id] = location, float("inf") if over or location.tracked_url else clock + _LOOK_EVERY_S
+        return location
 
     def _parameters(self, run_id: str) -> tuple[RunParameter, ...] | None:
         spec = read_spec(self._runs_path / run_id)
@@ -87,7 +88,7 @@ class RunFilesOfPool:
     def _url(self, run_id: str) -> str:
         try:
             raw = (self._runs_path / run_id / TRACKING).read_bytes()
-            url = msgspec.json.decode(raw, type=_Written).url
+            url = decode_json(raw, type=_Written).url
         except (OSError, msgspec.DecodeError):
             return ""
         # allow only web links in a page

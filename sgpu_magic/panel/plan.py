@@ -8,13 +8,13 @@ from collections.abc import Iterable
 import msgspec
 from msgspec.structs import replace
 
-from sgpu_magic.client.pool_choosing import KINDS, Money, Wanted, counts, money_of, one_of_several
-from sgpu_magic.client.pools import PATIENCE_S, Asked
+from sgpu_magic.client.pool_choosing import KINDS, DeviceRequest, PriceBook, counts, money_of, one_of_several
+from sgpu_magic.client.pools import PATIENCE_S, PoolStatusReply
 from sgpu_magic.client.pools_file import LOCAL
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError, SgpuError, UsageError
-from sgpu_magic.options.asked import DEFAULT_NAME, OWN_PACKAGES, Devices, has_devices
-from sgpu_magic.packages import order, snapshot
+from sgpu_magic.options.option_records import DEFAULT_NAME, OWN_PACKAGES, Devices, has_devices
+from sgpu_magic.packages import environment_request, snapshot
 from sgpu_magic.packages.distributions import normalised
 from sgpu_magic.packages.snapshot import versions
 from sgpu_magic.panel.pool_state import as_sentence
@@ -29,11 +29,11 @@ from sgpu_magic.runs.choice.packages import (
     would_install,
 )
 from sgpu_magic.runs.choice.schema import Choice, label_of, normal, problem_of
+from sgpu_magic.runs.kernel_context import KernelContext
 from sgpu_magic.runs.sessions import registry
 from sgpu_magic.runs.sessions.session import Session
-from sgpu_magic.runs.workplace import Workplace
+from sgpu_magic.views.format_run import names_text
 from sgpu_magic.views.units import count_of
-from sgpu_magic.views.words import names_text
 from sgpu_magic.wire.base import RunState
 from sgpu_magic.wire.devices import CPU
 from sgpu_magic.wire.pool_status import PoolStatus
@@ -59,11 +59,11 @@ class Plan(msgspec.Struct, frozen=True):
     connects: bool = False
 
 
-def plan(place: Workplace, held: Held, choice: Choice, *, connect: bool, resolve: bool = True) -> Plan:
+def plan(context: KernelContext, held: Held, choice: Choice, *, connect: bool, resolve: bool = True) -> Plan:
     """Return what applying a choice would do. Takes at most 2 s besides a pool's answer, and changes nothing.
 
     Args:
-        place: This process's workplace.
+        context: The kernel's context.
         held: The current choice.
         choice: The new choice.
         connect: Include connecting a session.
@@ -76,11 +76,11 @@ def plan(place: Workplace, held: Held, choice: Choice, *, connect: bool, resolve
             raise UsageError(problem)
         choice = normal(choice)
         known = held.confirmed and held.choice == choice
-        asked = _asked(place, choice, words, connect=connect)
+        asked = _asked(context, choice, words, connect=connect)
         status = None if asked is None else asked.status
         if status is not None:
-            _check_devices(choice, status, stands_in=bool(place.settings.stand_in))
-        added, removed = _packages(place.pool.settings, choice, words, resolve=resolve)
+            _check_devices(choice, status, stands_in=bool(context.settings.stand_in))
+        added, removed = _packages(context.pool.settings, choice, words, resolve=resolve)
     except SgpuError as error:
         problem, button = as_sentence(error.message), _button(connect, known)
         return Plan(PlanPicture(sentences=tuple(words), problem=problem, button=button))
@@ -95,7 +95,7 @@ def plan(place: Workplace, held: Held, choice: Choice, *, connect: bool, resolve
             restarts = current
             if restarts is not None:
                 loses |= _restart(restarts, status, words)
-            _waiting(choice, asked, restarts, words, money_of(place.pool.settings))
+            _waiting(choice, asked, restarts, words, money_of(context.pool.settings))
     else:
         _left_alone(current, choice, changed, words)
     button = _button(connect, known and not changed)
@@ -121,34 +121,34 @@ def fits(session: Session, choice: Choice) -> bool:
         return False
     if not choice.env_version:
         return _has_own_packages(session)
-    return session.wishes.env_version == env_version_of(session.place.pool.settings, choice, write=False)
+    return session.wishes.env_version == env_version_of(session.context.pool.settings, choice, write=False)
 
 
 def _button(connect: bool, known: bool) -> str:
     return "Apply" if not connect else "Connect" if known else "Apply and connect"
 
 
-def _asked(place: Workplace, choice: Choice, words: list[str], *, connect: bool) -> Asked | None:
+def _asked(context: KernelContext, choice: Choice, words: list[str], *, connect: bool) -> PoolStatusReply | None:
     """Return the pool with its status; None when no pool is running, as a plan starts none, or when none is needed."""
     if not (connect or choice.gpus or choice.type or choice.pool):
         return None
-    name = choice.pool or place.current_settings().pool
-    entries = place.pools.entries()
+    name = choice.pool or context.current_settings().pool
+    entries = context.pools.entries()
     if name in (*KINDS, "") and entries:
-        found = place.find(name, Devices(choice.gpus or 1, choice.type or None))
+        found = context.resolve_target(name, Devices(choice.gpus or 1, choice.type or None))
         words += [as_sentence(note) for note in found.notes]
         pool = found.pool
     else:
-        if name and name not in (known := place.pools.names()):
+        if name and name not in (known := context.pools.names()):
             raise UsageError(f"There is no pool named {name!r}. You have: {', '.join(known)}.")
-        pool = place.pools.named(name or LOCAL)
-    if pool is not place.pools.local:
+        pool = context.pools.named(name or LOCAL)
+    if pool is not context.pools.local:
         if connect and not choice.gpus:
             raise UsageError(f"The pool {pool.name} is shared with others: choose how many devices.")
-        return Asked(pool.name, pool.entry, pool.status(1, timeout_s=PATIENCE_S))
+        return PoolStatusReply(pool.name, pool.entry, pool.status(1, timeout_s=PATIENCE_S))
     try:
         status = pool.status(recent=1, start=False)
-        return None if status is None else Asked(pool.name, None, status)
+        return None if status is None else PoolStatusReply(pool.name, None, status)
     except PoolError:
         # connecting will report the same problem
         return None
@@ -181,7 +181,9 @@ def _totals(status: PoolStatus) -> dict[str, int]:
     return Counter(device.type for device in status.inventory.devices)
 
 
-def _waiting(choice: Choice, asked: Asked | None, restarts: Session | None, words: list[str], money: Money) -> None:
+def _waiting(
+    choice: Choice, asked: PoolStatusReply | None, restarts: Session | None, words: list[str], money: PriceBook
+) -> None:
     """Add which of several types is taken, and whether the session will wait for devices or for the pool's start."""
     if asked is None or asked.status is None:
         words.append("The pool is started first.")
@@ -199,9 +201,9 @@ def _waiting(choice: Choice, asked: Asked | None, restarts: Session | None, word
         asked = replace(asked, status=replace(status, runs=others))
         chosen = choice.type
         if not chosen:
-            several, told = one_of_several(asked, Wanted(choice.gpus or None), money)
+            several, note = one_of_several(asked, DeviceRequest(choice.gpus or None), money)
             chosen = several or max(types, key=lambda name: types[name])
-            sentence = as_sentence(told)
+            sentence = as_sentence(note)
             words += [sentence] if sentence and sentence not in words else []
         free, wanted = counts(replace(status, runs=others))[chosen].free, choice.gpus or types[chosen]
         kind = label_of(chosen)
@@ -287,7 +289,7 @@ def _for_ranks(settings: Settings, choice: Choice, words: list[str]) -> None:
     problem = problem_of_base(settings, choice.env_version)
     if problem:
         raise UsageError(problem)
-    found = order.chosen(settings, choice.env_version)
+    found = environment_request.chosen(settings, choice.env_version)
     if not (choice.dependencies or choice.removed) and found is not None:
         # other machines are not checked
         if not any(settings.environments_path.glob(f"{found.environment.digest}*")):

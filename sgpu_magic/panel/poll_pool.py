@@ -32,7 +32,7 @@ from sgpu_magic.wire.pool_status import PoolStatus, RunSummary, address_file
 
 if TYPE_CHECKING:
     from sgpu_magic.client.pool import Pool
-    from sgpu_magic.client.pools import Asked, Pools
+    from sgpu_magic.client.pools import Pools, PoolStatusReply
 
 NEVER = "No pool is running. It starts with the first run."
 GIVEN_BACK = "The pool is no longer running: it has shut down. The next run starts it again."
@@ -48,7 +48,7 @@ _WHOLE_EVERY_S = 120.0
 _LEDGER_EVERY_S = 5.0
 
 
-class Seen(msgspec.Struct, frozen=True):
+class PollResult(msgspec.Struct, frozen=True):
     """The result of a poll.
 
     Args:
@@ -60,7 +60,7 @@ class Seen(msgspec.Struct, frozen=True):
     rows: Mapping[str, RunRow]
 
 
-class PoolLook:
+class PoolPoller:
     """Polls a pool without ever starting it. Owned by one thread.
 
     Args:
@@ -93,7 +93,7 @@ class PoolLook:
         """The list of pools has changed, so this name may refer to another pool or to none."""
         return _list_changed() != self._list_changed
 
-    def look(self) -> Seen:
+    def look(self) -> PollResult:
         """Poll the pool, or find out why it can't be reached."""
         now = time.time()
         try:
@@ -123,7 +123,7 @@ class PoolLook:
             usage=self._usage.line(now, status.budget) if self._entry is None else "",
             notice="" if self._pool is None else self._pool.notice,
         )
-        return Seen(picture, rows)
+        return PollResult(picture, rows)
 
     def close(self) -> None:
         """Close the connection to the pool."""
@@ -154,24 +154,24 @@ class PoolLook:
         self._link = self._pool.connected
         if whole:
             self._whole_at = clock
-        told = {run.run_id: run for run in status.runs}
-        # the runs of the answer first, which are the newest
-        self._runs = told | ({} if whole else self._runs) | told
+        reported = {run.run_id: run for run in status.runs}
+        # the reply's runs come first, as they are the newest
+        self._runs = reported | ({} if whole else self._runs) | reported
         # the pool may use another name for itself
         return msgspec.structs.replace(status, pool=self._name)
 
     def _is_short(self, status: PoolStatus) -> bool:
         """Whether the newest runs do not cover everything that may have changed since the last poll."""
-        told = {run.run_id for run in status.runs}
-        ended_unseen = any(not run.state.is_final and run.run_id not in told for run in self._runs.values())
+        reported = {run.run_id for run in status.runs}
+        ended_unseen = any(not run.state.is_final and run.run_id not in reported for run in self._runs.values())
         gap = len(status.runs) >= _NEWEST and status.runs[_NEWEST - 1].run_id not in self._runs
         return ended_unseen or gap
 
     # ------------------------------------------------------------ the pool does not answer
 
-    def _without_pool(self, now: float) -> Seen:
+    def _without_pool(self, now: float) -> PollResult:
         self._read_ledger()
-        killed = address_file(self._settings.runtime_path).exists()
+        killed = address_file(self._settings.state_path).exists()
         if not killed:
             return self._away("none", GIVEN_BACK if self._was_up else NEVER, "start", START, now)
         if any(not run.state.is_final for run in self._runs.values()):
@@ -181,9 +181,9 @@ class PoolLook:
             rest = "When it is started again, it keeps its record of runs; sgpu doctor looks for the reason."
         return self._away("lost", f"The pool ended unexpectedly. {rest}", "start", START_AGAIN, now)
 
-    def _away(self, state: PoolState, sentence: str, remedy: Remedy, words: str, now: float) -> Seen:
+    def _away(self, state: PoolState, sentence: str, remedy: Remedy, words: str, now: float) -> PollResult:
         usage = "" if state == "problem" or self._entry is not None else self._usage.line(now, None)
-        return Seen(away_picture(self._name, state, sentence, remedy, words, now, usage), self._drawn(now))
+        return PollResult(away_picture(self._name, state, sentence, remedy, words, now, usage), self._drawn(now))
 
     def _read_ledger(self) -> None:
         """Read the runs from the local pool's ledger, so that the list is not empty; skipped for a remote pool."""
@@ -192,8 +192,8 @@ class PoolLook:
         path = self._settings.state_path / "ledger.sqlite3"
         changed = tuple(_changed_at(f"{path}{ending}") for ending in ("", "-wal"))
         clock = time.monotonic()
-        goes_on = any(not run.state.is_final for run in self._runs.values())
-        if changed == self._ledger_changed and not (goes_on and clock - self._ledger_at > _LEDGER_EVERY_S):
+        has_active = any(not run.state.is_final for run in self._runs.values())
+        if changed == self._ledger_changed and not (has_active and clock - self._ledger_at > _LEDGER_EVERY_S):
             return
         self._ledger_changed, self._ledger_at = changed, clock
         self._whole_at = float("-inf")
@@ -218,17 +218,17 @@ class PoolLook:
         self._places.look()
         drawn: dict[str, tuple[RunSummary, RunFiles, RunRow]] = {}
         for run in runs:
-            place = self._places.of(run, now)
+            location = self._places.of(run, now)
             known = self._rows.get(run.run_id)
-            if known is None or known[0] != run or known[1] != place:
-                known = (run, place, run_row(run, place))
+            if known is None or known[0] != run or known[1] != location:
+                known = (run, location, run_row(run, location))
             drawn[run.run_id] = known
         self._rows = drawn
         return {run_id: row for run_id, (_, _, row) in drawn.items()}
 
 
-class NoLook:
-    """Replaces `PoolLook` when the settings are invalid or there is no pool of that name.
+class NoPoller:
+    """Replaces `PoolPoller` when the settings are invalid or there is no pool of that name.
 
     Args:
         pool: Its name.
@@ -246,18 +246,18 @@ class NoLook:
         """Always True: the problem may have been fixed."""
         return True
 
-    def look(self) -> Seen:
+    def look(self) -> PollResult:
         words = LOOK_AGAIN if self._remedy else ""
-        return Seen(away_picture(self._pool, "problem", self._sentence, self._remedy, words, time.time()), {})
+        return PollResult(away_picture(self._pool, "problem", self._sentence, self._remedy, words, time.time()), {})
 
     def close(self) -> None:
         """Do nothing: there is no connection."""
 
 
-Looker = PoolLook | NoLook
+Poller = PoolPoller | NoPoller
 
 
-def looker_of(pool: str, read_settings: Callable[[], Settings]) -> Looker:
+def looker_of(pool: str, read_settings: Callable[[], Settings]) -> Poller:
     """Return the object that polls a pool.
 
     Args:
@@ -268,14 +268,14 @@ def looker_of(pool: str, read_settings: Callable[[], Settings]) -> Looker:
         settings = read_settings()
         entries = read_pools()
     except SgpuError as error:
-        return NoLook(pool or LOCAL, as_sentence(error.message), "retry")
+        return NoPoller(pool or LOCAL, as_sentence(error.message), "retry")
     name = pool or default_pool(settings.pool, entries)
     entry = next((each for each in entries if each.name == name), None)
     if entry is None and name != LOCAL:
         others = ", ".join(each.name for each in entries)
         have = f". You have: {LOCAL}, {others}. Choose one of them." if others else ": only the local one. Choose that."
-        return NoLook(name, f"There is no pool {name[:40]!r} here{have}")
-    return PoolLook(settings, entry)
+        return NoPoller(name, f"There is no pool {name[:40]!r} here{have}")
+    return PoolPoller(settings, entry)
 
 
 class ListLook:
@@ -290,7 +290,7 @@ class ListLook:
     def __init__(self, read_settings: Callable[[], Settings]) -> None:
         self._read_settings = read_settings
         self._pools: Pools | None = None
-        self._answers: Sequence[Asked] = ()
+        self._answers: Sequence[PoolStatusReply] = ()
 
     def look(self) -> PoolsTold:
         """Poll the pools and return the same as `drawn`."""

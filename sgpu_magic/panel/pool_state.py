@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec.structs import replace
 
-from sgpu_magic.client.pool_choosing import Money, money_of
+from sgpu_magic.client.pool_choosing import PriceBook, money_of
 from sgpu_magic.client.pools_file import LOCAL, PoolEntry, default_pool
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import SgpuError
@@ -27,7 +27,7 @@ from sgpu_magic.panel.device_rows import (
 )
 from sgpu_magic.panel.schema import PoolChoice, PoolPicture, PoolState, Remedy, RunParameter, RunRow, TypePicture
 from sgpu_magic.runs.choice.schema import VERSION
-from sgpu_magic.views.pool_words import (
+from sgpu_magic.views.format_pool import (
     Holders,
     budget_words,
     device_holders,
@@ -44,12 +44,12 @@ from sgpu_magic.wire.devices import CPU, Device, memory_bytes, vendor_bytes
 from sgpu_magic.wire.pool_status import PoolStatus, RunSummary
 
 if TYPE_CHECKING:
-    from sgpu_magic.client.pools import Asked
+    from sgpu_magic.client.pools import PoolStatusReply
 
 NO_GPU = "No GPU on this machine: ranks run on CPU."
 NO_GPU_THERE = "No GPU in this pool: ranks run on CPU."
 
-# in all other states a run is going
+# runs in all other states are active
 _TONES: Mapping[RunState, str] = {
     RunState.QUEUED: "waiting",
     RunState.SUCCEEDED: "good",
@@ -78,7 +78,7 @@ class RunFiles(msgspec.Struct, frozen=True):
 
 def pool_picture(
     status: PoolStatus,
-    rates: Money,
+    rates: PriceBook,
     now: float,
     *,
     durations: Durations,
@@ -107,7 +107,7 @@ def pool_picture(
         pool=status.pool,
         state="up",
         now=now,
-        about=f"{status.pool} · {_place_of(status.pool, inventory.host)} · {slots}",
+        about=f"{status.pool} · {_location_of(status.pool, inventory.host)} · {slots}",
         types=types,
         devices=device_pictures(with_use(inventory, use), order, holders),
         cpu_slots=inventory.cpu_slots,
@@ -129,12 +129,12 @@ def away_picture(
         remedy=remedy,
         remedy_words=remedy_words,
         now=now,
-        about=" · ".join(part for part in (pool, _place_of(pool, "")) if part),
+        about=" · ".join(part for part in (pool, _location_of(pool, "")) if part),
         usage=usage,
     )
 
 
-def rates_of(settings: Settings, entry: PoolEntry | None = None) -> Money:
+def rates_of(settings: Settings, entry: PoolEntry | None = None) -> PriceBook:
     """Return the prices of a pool's devices; those of its entry take precedence over the settings.
 
     Args:
@@ -152,7 +152,7 @@ def rates_of(settings: Settings, entry: PoolEntry | None = None) -> Money:
 
 
 def pool_choices(
-    settings: Settings, entries: Sequence[PoolEntry] = (), answers: Iterable[Asked] = ()
+    settings: Settings, entries: Sequence[PoolEntry] = (), answers: Iterable[PoolStatusReply] = ()
 ) -> tuple[PoolChoice, ...]:
     """Return the pools that can be chosen: reserved ones first, then the default, then by name.
 
@@ -162,14 +162,14 @@ def pool_choices(
         answers: The latest answers of these pools.
     """
     default, found = default_pool(settings.pool, entries), {answer.name: answer for answer in answers}
-    pools = [PoolChoice(name=LOCAL, about=_place_of(LOCAL, ""), reserved=False, default=default == LOCAL)]
+    pools = [PoolChoice(name=LOCAL, about=_location_of(LOCAL, ""), reserved=False, default=default == LOCAL)]
     for entry in entries:
         words = _words_of(entry, found.get(entry.name), rates_of(settings, entry))
         pools.append(PoolChoice(name=entry.name, about=words, reserved=entry.reserved, default=default == entry.name))
     return tuple(sorted(pools, key=lambda pool: (not pool.reserved, not pool.default, pool.name)))
 
 
-def _words_of(entry: PoolEntry, answer: Asked | None, rates: Money) -> str:
+def _words_of(entry: PoolEntry, answer: PoolStatusReply | None, rates: PriceBook) -> str:
     """Return `reserved · 4 of 8 H100 free · from $3.90`."""
     if answer is not None and answer.problem:
         return f"{entry.kind} · can't be reached"
@@ -190,7 +190,7 @@ def _words_of(entry: PoolEntry, answer: Asked | None, rates: Money) -> str:
     return " · ".join(parts)
 
 
-def run_row(run: RunSummary, place: RunFiles) -> RunRow:
+def run_row(run: RunSummary, location: RunFiles) -> RunRow:
     """Return one row of the list; it depends only on the run and its directory."""
     tone = _TONES.get(run.state, "going")
     return RunRow(
@@ -203,9 +203,9 @@ def run_row(run: RunSummary, place: RunFiles) -> RunRow:
         final=run.state.is_final,
         words=_words(run),
         notebook=file_name(run.notebook),
-        tracked_url=place.tracked_url,
-        here=place.here,
-        parameters=place.parameters or (),
+        tracked_url=location.tracked_url,
+        here=location.here,
+        parameters=location.parameters or (),
     )
 
 
@@ -220,12 +220,12 @@ def _words(run: RunSummary) -> str:
     return f"{ranks} · {why}" if run.state.is_final and why else ranks
 
 
-def _place_of(pool: str, host: str) -> str:
+def _location_of(pool: str, host: str) -> str:
     return "this machine" if pool == LOCAL else host
 
 
 def _types(
-    status: PoolStatus, rates: Money, now: float, holders: Holders, durations: Durations
+    status: PoolStatus, rates: PriceBook, now: float, holders: Holders, durations: Durations
 ) -> tuple[TypePicture, ...]:
     """Return the pool's types: most expensive first, those without a price by memory, CPU last."""
     by_type: dict[str, list[Device]] = {}
@@ -261,7 +261,7 @@ def _types(
     return (*types, *cpu)
 
 
-def _price(pool: str, device_type: str, rates: Money) -> tuple[float | None, bool]:
+def _price(pool: str, device_type: str, rates: PriceBook) -> tuple[float | None, bool]:
     """Return the hourly price of one device, and whether it is that of reserved devices."""
     price = rates.prices.of(pool, device_type)
     if price is not None:
@@ -288,7 +288,7 @@ def failure_words(error: Exception) -> str:
     """Return why a page's request failed. Prints the traceback of an error that is not expected."""
     if isinstance(error, SgpuError):
         return as_sentence(error.message)
-    if isinstance(error, msgspec.ValidationError):
+    if isinstance(error, msgspec.DecodeError):
         return f"This request is not valid: {error}."
     traceback.print_exc(file=sys.__stderr__)
     return f"The request failed: {type(error).__name__}: {error}"

@@ -19,7 +19,7 @@ import msgspec
 
 from sgpu_magic.config import SET_IN_NOTEBOOK
 from sgpu_magic.errors import UsageError
-from sgpu_magic.files.whole_file import appearing, write_at
+from sgpu_magic.files.atomic_file import appearing, write_at
 from sgpu_magic.wire.files import PIECE_BYTES
 
 if TYPE_CHECKING:

@@ -1,8 +1,7 @@
 """Digests of values, to detect later whether they have changed.
 
-A value is pickled as for the ranks, and the stream and its buffers are digested instead of stored. If the buffers
-exceed 64 MB in total, only their addresses, the tensors' version counters and sampled pages are digested: a change of a
-few elements by numpy between those pages is not detected.
+A value is pickled as for the ranks, and the stream and its buffers are hashed instead of stored: all of it, because a
+value that is wrongly taken for unchanged is computed with by the ranks.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -10,23 +9,18 @@ few elements by numpy between those pages is not detected.
 
 from __future__ import annotations
 
-import hashlib
-import io
 import sys
 import types
 from collections.abc import Iterator
 from typing import Any, cast
 
-from sgpu_magic.payload.buffers import address_of
+from blake3 import blake3
+
+from sgpu_magic.payload.memory_digests import TRACKED_FROM, Hashed, MemoryDigests, digest_of
 from sgpu_magic.payload.names import stored_names
 from sgpu_magic.payload.pickler import NamespacePickler
-from sgpu_magic.payload.unpack import collector_paused
+from sgpu_magic.system import collector
 
-WHOLE_BYTES = 64_000_000
-"""Up to this size, every byte is digested."""
-
-_PAGE = 4096
-_PAGES = 256
 _SHARED_KINDS = (list, dict, set, bytearray)
 
 
@@ -34,95 +28,124 @@ class Fingerprint:
     """The state of one value at the time of construction.
 
     Attributes:
-        digest: Equal as long as the value is unchanged; None if it can't be pickled.
+        digest: Equal as long as the value is unchanged; None if it can't be pickled, or was not digested.
         needs: Names of the namespace that its functions and classes read.
+        absent: Further names that they read, which the namespace does not have.
         stores: Names of the namespace that its functions set when they are called.
     """
 
-    __slots__ = ("_pickler", "digest", "needs", "stores")
+    __slots__ = ("_parts", "_pickler", "_size", "absent", "digest", "needs", "stores")
 
-    def __init__(self, value: object, namespace: dict[str, object]) -> None:
-        """Digest `value`, whose functions belong to `namespace`."""
+    def __init__(
+        self,
+        value: object,
+        namespace: dict[str, object],
+        memory: MemoryDigests | None = None,
+        hashed: Hashed | None = None,
+        *,
+        content: bool = True,
+    ) -> None:
+        """Examine `value`.
+
+        Args:
+            value: The value.
+            namespace: The namespace that its functions belong to.
+            memory: Digests the buffers; without it, every byte is hashed.
+            hashed: Called with the number of bytes that were just hashed.
+            content: Whether to digest it; otherwise only its names are found.
+        """
         self.digest: bytes | None = None
         self.needs: tuple[str, ...] = ()
+        self.absent: frozenset[str] = frozenset()
         self.stores = frozenset(_stores(value, namespace))
-        self._pickler: _Pickler | None = None
-        stream = _Digesting()
-        pickler = _Pickler(cast("Any", stream), namespace)
-        try:
-            with collector_paused():
-                pickler.dump(value)
-        except _TooLong:
-            # beyond the limit, the object's identity stands in for its content
-            stream.hash.update(f"{id(value)}".encode())
-        except Exception:  # noqa: BLE001  __reduce__ and __getstate__ of any class run here; packing reports it better
+        self._parts: frozenset[object] | None = None
+        stream = _Hashing(hashed if content else None)
+        self._pickler = pickler = _dumped(value, namespace, stream)
+        self._size = stream.size
+        if pickler is None:
             return
-        _take_buffers(stream.hash, pickler.buffers, pickler.versions)
+        self.needs, self.absent = tuple(pickler.found), frozenset(pickler.absent)
+        if not content:
+            return
+        views = [*stream.large, *pickler.buffers]
+        digests = [digest_of(view, hashed) for view in views] if memory is None else memory.of(views, hashed)
+        for view, digest in zip(views, digests, strict=True):
+            stream.hash.update(view.nbytes.to_bytes(8, "little") + digest)
+        stream.large.clear()
         self.digest = stream.hash.digest()
-        self.needs = tuple(pickler.found)
-        self._pickler = pickler
 
     def shares_with(self, other: Fingerprint) -> bool:
         """Whether both values contain the same mutable object."""
-        return not self._parts().isdisjoint(other._parts())
+        # a value of millions of objects is not searched for the parts of a number
+        small, large = sorted((self, other), key=lambda each: each._size)
+        return bool(small._found_parts()) and not small._found_parts().isdisjoint(large._found_parts())
 
     def forget_parts(self) -> None:
         """Release the references to the value's objects; `shares_with` returns False from now on."""
         self._pickler = None
+        self._parts = frozenset()
 
-    def _parts(self) -> frozenset[object]:
-        return self._pickler.parts() if self._pickler is not None else frozenset()
+    def _found_parts(self) -> frozenset[object]:
+        if self._parts is None:
+            self._parts = self._pickler.parts() if self._pickler is not None else frozenset()
+        return self._parts
 
 
-class _TooLong(Exception):
-    """The stream exceeds the size that is digested."""
+def _dumped(value: object, namespace: dict[str, object], stream: _Hashing) -> _Pickler | None:
+    """Pickle a value into a stream and return the pickler; None if the value can't be pickled."""
+    pickler = _Pickler(cast("Any", stream), namespace)
+    try:
+        with collector.paused():
+            pickler.dump(value)
+    except Exception:  # noqa: BLE001  __reduce__ and __getstate__ of any class run here; packing reports it better
+        return None
+    return pickler
 
 
-class _Digesting:
-    """A stream that keeps only its digest."""
+class _Hashing:
+    """A stream that keeps only its hash.
 
-    def __init__(self) -> None:
-        self.hash = hashlib.blake2b(digest_size=16)
-        self._size = 0
+    Args:
+        hashed: Called with the number of bytes that were just hashed.
+
+    Attributes:
+        size: The number of bytes written.
+        hash: The hash of what was written, without `large`.
+        large: Large `bytes` objects, which the pickler passes on without a copy, to be hashed as buffers are.
+    """
+
+    def __init__(self, hashed: Hashed | None) -> None:
+        self.size = 0
+        self.hash = blake3()
+        self.large: list[memoryview] = []
+        self._hashed = hashed
 
     def write(self, data: Any) -> int:
-        self.hash.update(data)
-        self._size += len(data)
-        if self._size > WHOLE_BYTES:
-            raise _TooLong
+        self.size += len(data)
+        if isinstance(data, bytes) and len(data) >= TRACKED_FROM:
+            self.large.append(memoryview(data))
+        else:
+            self.hash.update(data)
+            if self._hashed is not None:
+                self._hashed(len(data))
         return len(data)
 
 
 class _Pickler(NamespacePickler):
-    """Also records the version counters of tensors, which count in-place changes.
-
-    Attributes:
-        versions: One number per tensor, in order.
-    """
-
-    def __init__(self, stream: io.BytesIO, namespace: dict[str, object]) -> None:
-        super().__init__(stream, namespace)
-        self.versions: list[int] = []
-        self._tensor: Any = getattr(sys.modules.get("torch"), "Tensor", None)
-
-    def reducer_override(self, obj: Any) -> Any:
-        if self._tensor is not None and isinstance(obj, self._tensor):
-            try:
-                self.versions.append(obj._version)
-            except RuntimeError:
-                # an inference tensor has no version counter
-                self.versions.append(-1)
-        return super().reducer_override(obj)
+    """Also finds the mutable parts of the value."""
 
     def parts(self) -> frozenset[object]:
         """The mutable parts of the value, by identity."""
-        memo: dict[int, tuple[int, object]] = cast("Any", self).memo.copy()
         numpy: Any = sys.modules.get("numpy")
         kinds = _SHARED_KINDS if numpy is None else (*_SHARED_KINDS, numpy.ndarray)
+        with collector.paused():
+            # the memo has millions of objects if the value is a long list of texts
+            memo: dict[int, tuple[int, object]] = cast("Any", self).memo.copy()
+            visited = [obj for _, obj in memo.values() if not isinstance(obj, str | bytes | tuple)]
         # objects that belong to a shared class or function do not connect two values
-        common = {id(part) for _, obj in memo.values() for part in _of_definition(obj)}
+        common = {id(part) for obj in visited for part in _of_definition(obj)}
         found: set[object] = {
-            key for key, (_, obj) in memo.items() if isinstance(obj, kinds) and not _is_empty(obj) and key not in common
+            id(obj) for obj in visited if isinstance(obj, kinds) and not _is_empty(obj) and id(obj) not in common
         }
         return frozenset(found.union(self._storages))
 
@@ -140,28 +163,6 @@ def _of_definition(obj: object) -> Iterator[object]:
         yield from (obj.__kwdefaults__ or {}).values()
     elif isinstance(obj, type):
         yield from vars(obj).values()
-
-
-def _take_buffers(digest: hashlib.blake2b, buffers: list[memoryview], versions: list[int]) -> None:
-    if sum(view.nbytes for view in buffers) <= WHOLE_BYTES:
-        for view in buffers:
-            digest.update(view)
-        return
-    digest.update(repr(versions).encode())
-    for view in buffers:
-        digest.update(f"{address_of(view)} {view.nbytes}".encode())
-        for page in _pages(view):
-            digest.update(page)
-
-
-def _pages(view: memoryview) -> Iterator[memoryview]:
-    if view.nbytes <= _PAGE * _PAGES:
-        yield view
-        return
-    step = (view.nbytes - _PAGE) / (_PAGES - 1)
-    for index in range(_PAGES):
-        begin = int(index * step)
-        yield view[begin : begin + _PAGE]
 
 
 def _stores(value: object, namespace: dict[str, object]) -> Iterator[str]:

@@ -23,6 +23,7 @@ import msgspec
 
 from sgpu_magic.payload.call import FunctionCall
 from sgpu_magic.payload.namespace import bound_cells, only_in_notebook
+from sgpu_magic.payload.parts import WHOLE_STATE, Missing, Part
 
 _DILL_NODES = 2_000
 
@@ -35,13 +36,17 @@ class _Kind(msgspec.Struct, frozen=True):
         noun: The noun for "drop the ... in __getstate__".
         advice: The first remedies; the first one begins the sentence.
         hides_inside: Report this object instead of the culprit inside it.
+        returning: The first remedy where it can't be returned from a rank.
     """
 
     phrase: str
     noun: str
     advice: tuple[str, ...] = ("Create it inside the cell",)
     hides_inside: bool = True
+    returning: str = "Return plain data instead"
 
+
+_WHOLE = f"Take the whole from {WHOLE_STATE}"
 
 # by module and class name; a class whose module is not loaded has no instances
 _KINDS = {
@@ -51,6 +56,9 @@ _KINDS = {
     ("asyncio", "Future"): _Kind("a running asyncio task", "task", ("Await it in an earlier cell",)),
     ("socket", "socket"): _Kind("a socket", "socket", ("Connect inside the cell",)),
     ("threading", "Thread"): _Kind("a thread", "thread", ("Start it inside the cell",)),
+    ("torch.distributed._shard.sharded_tensor", "ShardedTensor"): _Kind(
+        "one rank's part of a sharded tensor", "tensor", (_WHOLE,), returning=_WHOLE
+    ),
     ("subprocess", "Popen"): _Kind("a running process", "process", ("Start it inside the cell",)),
 }
 
@@ -87,7 +95,61 @@ def explain_result(obj: object, culprit: object, error: Exception) -> str:
         root, value = next(iter(ways.items()), cast("tuple[str, object]", ("the value", obj)))
     what, _, in_class = _describe(root, value, culprit, error)
     shown = f"`{root}`" if root.isidentifier() else root
-    return f"{shown} can't come back to the notebook: {what}. {_either(['Return plain data instead', *in_class])}"
+    remedies = _either([_kind_of(culprit).returning, *in_class])
+    return f"{shown} can't come back to the notebook: {what}. {remedies}"
+
+
+def explain_parts(label: str, name: str, lacking: Missing, world_size: int) -> str:
+    """Return the message for a value that holds parts of some ranks only, and would be sent to other ranks too.
+
+    Args:
+        label: What can't be sent: `` `sd` ``.
+        name: The name of the variable; "" for the arguments of a call.
+        lacking: What is wrong with the parts in it.
+        world_size: The number of ranks of the run.
+    """
+    part = lacking.part
+    there = part.path if name and part.path else "a part of it"
+    owners = ", ".join(map(str, lacking.has))
+    whose = f"rank{'s' * (len(lacking.has) != 1)} {owners}" if owners else "an unknown rank"
+    if part.selects:
+        return (
+            f"{label} can't go to the ranks: {there} is {part.kind} of {whose}, made for {lacking.of} ranks, and the "
+            f"run's {world_size} ranks would all take the same items. Create it inside the cell, where each rank has "
+            "its own number."
+        )
+    why = "every rank would take it for its own" if lacking.of == world_size else f"the run has {world_size} ranks"
+    listed = f" Or bring every rank's part with --out {name}:all, and read {name}[rank] in the cell." if name else ""
+    return (
+        f"{label} can't go to the ranks: {there} is {part.kind}, cut for {lacking.of} ranks, and the notebook has only "
+        f"the part of {whose}: {why}. In the run that made it, take the whole from {WHOLE_STATE}, or from "
+        f"full_tensor() of a single tensor.{listed}"
+    )
+
+
+def explain_part(name: str, value: object, part: Part) -> str:
+    """Return the note for a variable that came back from one rank and is only that rank's part."""
+    there = path_to(name, value, part.value)
+    whose = "its rank" if part.rank is None else f"rank {part.rank}"
+    if part.selects:
+        return f"`{name}` belongs to {whose}: {there} is {part.kind} that selects one of {len(part.ranks)} parts"
+    return (
+        f"`{name}` came back as the part of {whose}: {there} is {part.kind} over {len(part.ranks)} ranks. Take the "
+        f"whole from {WHOLE_STATE}, or from full_tensor() of a single tensor; {name}:all brings the parts of all ranks"
+    )
+
+
+def path_to(root: str, value: object, target: object) -> str:
+    """Return the notation of an object inside a variable: `sd['weight']`; the variable alone if it isn't found."""
+    steps, _ = find_way(value, target)
+    return root if steps is None else _notation(root, steps)
+
+
+def _notation(root: str, steps: Sequence[tuple[str, object]]) -> str:
+    path = root
+    for label, _ in steps[1:]:
+        path = path + label if label[:1] in ".[" else label
+    return path
 
 
 def _either(remedies: Sequence[str]) -> str:
@@ -115,9 +177,7 @@ def _describe(root: str, value: object, culprit: object, error: Exception) -> tu
             break
     target = steps[-1][1]
     kind = _kind_of(target)
-    path = root
-    for label, _ in steps[1:]:
-        path = path + label if label[:1] in ".[" else label
+    path = _notation(root, steps)
     plain = (dict, list, tuple, set, frozenset, types.FunctionType, functools.partial, type, FunctionCall)
     is_inside = steps[-1][0].startswith((".", "[")) and any(not isinstance(step, plain) for _, step in steps[:-1])
     in_class = [f"drop the {kind.noun} in __getstate__"] if is_inside else []

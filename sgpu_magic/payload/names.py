@@ -11,6 +11,7 @@ import __future__
 import ast
 import dis
 import functools
+import inspect
 import re
 from collections.abc import Callable, Iterable
 from types import CodeType
@@ -25,6 +26,8 @@ FUTURE_FLAGS = functools.reduce(
 )
 # a cell that calls one of these may bind any name
 _BINDERS = frozenset({"exec", "eval", "globals", "locals", "vars", "run_path", "run_module"})
+# comprehensions, which before Python 3.12 have code objects of their own
+_AT_ONCE = frozenset({"<listcomp>", "<setcomp>", "<dictcomp>"})
 # magics that bind only names in their text
 _PLAIN_MAGICS = frozenset(
     (
@@ -44,11 +47,15 @@ class CellNames(msgspec.Struct, frozen=True):
         stored: Names that it may bind; None if that is unknown: it calls `exec` or `globals`, imports `*`, or uses a
             magic that may bind names.
         deleted: Names that it may delete at its top level and does not certainly bind again.
+        later: Names that the functions which it defines read when they are called, perhaps by a later cell.
+        imported: Names that it binds by imports.
     """
 
     read: frozenset[str]
     stored: frozenset[str] | None
     deleted: frozenset[str]
+    later: frozenset[str] = frozenset()
+    imported: frozenset[str] = frozenset()
 
 
 def names_in(source: str, *, transform: Callable[[str], str] | None = None) -> CellNames:
@@ -66,7 +73,29 @@ def names_in(source: str, *, transform: Callable[[str], str] | None = None) -> C
     bound = reader.block(tree.body, frozenset())
     steps = dis.get_instructions(code)
     deleted = frozenset(str(step.argval) for step in steps if step.opname == "DELETE_NAME")
-    return CellNames(frozenset(reader.read), _stored(tree, code), deleted - bound)
+    return CellNames(
+        read=frozenset(reader.read),
+        stored=_stored(tree, code),
+        deleted=deleted - bound,
+        later=frozenset(_read_later(code)),
+        imported=frozenset(
+            alias.asname or alias.name.partition(".")[0]
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            for alias in node.names
+        ),
+    )
+
+
+def _read_later(code: CodeType) -> set[str]:
+    """Return the global names that functions defined by `code` read, not those that it reads itself."""
+    names: set[str] = set()
+    for nested in code.co_consts:
+        if not isinstance(nested, CodeType):
+            continue
+        is_class_body = not nested.co_flags & inspect.CO_OPTIMIZED
+        names.update(_read_later(nested) if is_class_body or nested.co_name in _AT_ONCE else loaded_names(nested))
+    return names
 
 
 def _stored(tree: ast.Module, code: CodeType) -> frozenset[str] | None:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import re
 import tokenize
 
 import msgspec
+
+from sgpu_magic.wire.decoding import load_json
 
 _SOURCE = "# Databricks notebook source"
 _COMMAND = re.compile(r"^# COMMAND -+[ \t]*$", re.MULTILINE)
@@ -32,7 +33,7 @@ _CELL_MAGICS = {"sh": "%%bash --no-raise-error", "sql": "%%sql", "scala": "%%sca
 _MARKDOWN = ("md", "md-sandbox")
 CELL_MAGIC_NAMES = (*_MARKDOWN, "python", *_CELL_MAGICS)
 """The magics that are written with one percent sign and take all of their cell."""
-# what the extension `sgpu_magic.compat` provides, where code or a magic uses it
+# uses of the names and magics that the extension `sgpu_magic.compat` provides
 _NAMES = re.compile(
     r"^[^#\n]*(?<![\w.])(?:dbutils\.|displayHTML\(|spark\.[a-z])"
     r"|^\s*%(?:restart_python|fs)\b"
@@ -91,7 +92,7 @@ def _percent_cell(marker: str, lines: list[str]) -> TextCell:
     names: tuple[str, ...] = ()
     if tags is not None:
         with contextlib.suppress(ValueError):
-            names = tuple(str(tag) for tag in json.loads(tags[1]))
+            names = tuple(str(tag) for tag in load_json(tags[1]))
     text = "\n".join(lines).strip("\n")
     if kind is not None:
         quoted = re.fullmatch(r'r?("""|\'\'\')\n?(.*?)\n?\1', text.strip(), re.DOTALL)

@@ -19,14 +19,16 @@ from sgpu_magic.errors import SerializationError
 from sgpu_magic.payload import explain
 from sgpu_magic.payload.buffers import LARGE_BYTES, write_packed
 from sgpu_magic.payload.namespace import is_ipythons, loaded_names
+from sgpu_magic.payload.parts import Part
 from sgpu_magic.payload.pickler import NamespacePickler
-from sgpu_magic.payload.unpack import collector_paused, compute_mac
+from sgpu_magic.payload.unpack import compute_mac
+from sgpu_magic.system import collector
 from sgpu_magic.wire.attachments import PackedLayout
 
 _ALIGNMENT = 64
 # the usual page size: a large buffer can be mapped from a file that has only its bytes; with larger pages it is copied
 _LARGE_ALIGNMENT = 4096
-# names that need each other while they are rebuilt can't always be ordered
+# names that depend on each other while they are rebuilt can't always be ordered
 _MOST_TRIES = 3
 
 
@@ -43,6 +45,7 @@ class Packed(msgspec.Struct, frozen=True):
         files: File names of the packed functions' code, `<ipython-input-...>` or real ones.
         modules: Modules that the receiver imports, each with the first of its names that was pickled; "" for the
             module itself.
+        parts: By name (as "" for `pack_object`), the parts of single ranks that its value holds.
     """
 
     pickle: bytes
@@ -53,6 +56,7 @@ class Packed(msgspec.Struct, frozen=True):
     total_bytes: int
     files: tuple[str, ...] = ()
     modules: tuple[tuple[str, str], ...] = ()
+    parts: dict[str, list[Part]] = {}
 
     def to_bytes(self) -> bytes:
         """Return the packed bytes as one bytes object, in the order of `layout`."""
@@ -84,7 +88,7 @@ def pack_namespace(
     values = {name: value for name, value in names.items() if name not in exclude}
     modules = tuple(sys.modules[name] for name in submodules if name in sys.modules)
     order = _in_order(values, lambda name: _names_needed(values.get(name, namespace.get(name)), namespace))
-    with collector_paused():
+    with collector.paused():
         packing = _Packing(namespace, exclude, values, order, modules)
         for _ in range(_MOST_TRIES - 1):
             needs = packing.needs
@@ -92,7 +96,7 @@ def pack_namespace(
             if better == packing.done or not packing.has_late_names():
                 break
             packing = _Packing(namespace, exclude, values, better, modules)
-    return _packed(packing.pickler, key, tuple(packing.done), packing.sizes)
+    return _packed(packing.pickler, key, tuple(packing.done), packing.sizes, packing.parts)
 
 
 class _Bounded(io.BytesIO):
@@ -124,13 +128,13 @@ def pack_object(obj: object, namespace: dict[str, object], key: bytes, *, most_b
     stream = io.BytesIO() if most_bytes is None else _Bounded(most_bytes)
     pickler = NamespacePickler(stream, namespace, returning=True)
     try:
-        with collector_paused():
+        with collector.paused():
             pickler.dump(obj)
     except Exception as error:  # __reduce__ and __getstate__ of any class run here
         if most_bytes is not None:
             raise
         raise SerializationError(explain.explain_result(obj, pickler.last, error)) from error
-    return _packed(pickler, key, (), {})
+    return _packed(pickler, key, (), {}, {"": pickler.rank_parts} if pickler.rank_parts else {})
 
 
 @dataclass(eq=False)
@@ -149,6 +153,7 @@ class _Packing:
         done: The packed names, in order.
         needs: By name, the other names that its value needs.
         sizes: As in `Packed`.
+        parts: As in `Packed`.
     """
 
     namespace: dict[str, object]
@@ -162,6 +167,7 @@ class _Packing:
         self.needs: dict[str, dict[str, None]] = {}
         self._values = dict(self.requested)
         self.sizes: dict[str, int] = {}
+        self.parts: dict[str, list[Part]] = {}
         self.pickler = NamespacePickler(io.BytesIO(), self.namespace)
         waiting = dict.fromkeys([*self.order, *self.requested])
         while waiting:
@@ -182,7 +188,7 @@ class _Packing:
     def _dump(self, name: str) -> dict[str, None]:
         pickler, value = self.pickler, self._values[name]
         begin, first_buffer = pickler.stream.tell(), len(pickler.buffers)
-        pickler.found = {}
+        pickler.found, pickler.rank_parts = {}, []
         pickler.dump(name)
         try:
             pickler.dump(value)
@@ -192,6 +198,10 @@ class _Packing:
             raise SerializationError(explain.explain_name(chain, values, pickler.last, error)) from error
         self.sizes[name] = pickler.stream.tell() - begin + sum(view.nbytes for view in pickler.buffers[first_buffer:])
         self.done.append(name)
+        if pickler.rank_parts:
+            first, *others = pickler.rank_parts
+            first = msgspec.structs.replace(first, path=explain.path_to(name, value, first.value))
+            self.parts[name] = [first, *others]
         found = {n: None for n in pickler.found if n != name and (n in self._values or self._is_shippable(n))}
         self.needs[name] = found
         return found
@@ -220,7 +230,13 @@ class _Packing:
         )
 
 
-def _packed(pickler: NamespacePickler, key: bytes, names: tuple[str, ...], sizes: dict[str, int]) -> Packed:
+def _packed(
+    pickler: NamespacePickler,
+    key: bytes,
+    names: tuple[str, ...],
+    sizes: dict[str, int],
+    parts: dict[str, list[Part]],
+) -> Packed:
     stream = pickler.stream.getvalue()
     end = len(stream)
     table: list[tuple[int, int]] = []
@@ -235,7 +251,7 @@ def _packed(pickler: NamespacePickler, key: bytes, names: tuple[str, ...], sizes
     places = tuple(table)
     layout = PackedLayout(pickle_size=len(stream), buffers=places, mac=compute_mac(key, stream, places))
     files, modules = tuple(pickler.files), tuple(pickler.modules.items())
-    return Packed(stream, pickler.buffers, layout, names, sizes, end, files, modules)
+    return Packed(stream, pickler.buffers, layout, names, sizes, end, files, modules, parts)
 
 
 def _in_order(names: Iterable[str], needs: Callable[[str], Iterable[str]]) -> list[str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import io
+import operator
 import pickle
 import sys
 import types
@@ -16,7 +17,7 @@ from typing import Any, cast
 import cloudpickle
 from cloudpickle import cloudpickle as cloudpickle_impl
 
-from sgpu_magic.payload import tensors, unpack
+from sgpu_magic.payload import compiled, parts, tensors, typing_objects, unpack
 from sgpu_magic.payload.namespace import bound_cells, loaded_names
 
 # smaller buffers stay in the pickle stream: a table entry and alignment would cost more
@@ -58,8 +59,10 @@ class NamespacePickler(cloudpickle.Pickler):
         stream: The output stream.
         buffers: The out-of-band buffers so far, in order.
         found: Names of the namespace that the functions and classes pickled so far need; the caller empties it.
+        absent: Names that the functions read and that the namespace does not have; builtins are among them.
         files: File names of the functions' code.
         modules: Modules that the receiver has to import, each with the first of its names that was pickled.
+        rank_parts: Values that are one rank's part of something larger; the caller empties it.
         last: The object visited last: the culprit if pickling failed.
     """
 
@@ -76,8 +79,10 @@ class NamespacePickler(cloudpickle.Pickler):
         self._numpy = sys.modules.get("numpy")
         self._by_type: dict[type[object], Callable[[NamespacePickler, Any], Any] | None] = {}
         self.found: dict[str, None] = {}
+        self.absent: set[str] = set()
         self.files: dict[str, None] = {}
         self.modules: dict[str, str] = {}
+        self.rank_parts: list[parts.Part] = []
         self.last: object = None
 
     def reducer_override(self, obj: Any) -> Any:
@@ -102,38 +107,87 @@ class NamespacePickler(cloudpickle.Pickler):
             types.ModuleType: NamespacePickler._reduce_module,
             _LRU_TYPE: NamespacePickler._reduce_lru_cache,
             io.IOBase: NamespacePickler._reduce_stream,
+            memoryview: NamespacePickler._reduce_memoryview,
         }
         for kind, reduce in known.items():
             if isinstance(obj, kind):
                 return reduce
+        if typing_objects.is_one(obj):
+            return NamespacePickler._reduce_typing_object
         if type(obj) is functools.cached_property:
             return NamespacePickler._reduce_cached_property
         if self._torch is not None and type(obj) is self._torch.Tensor:
             return NamespacePickler._reduce_tensor
         if self._torch is not None and tensors.is_storage(self._torch, obj):
             return NamespacePickler._reduce_storage
+        if self._torch is not None and compiled.is_scripted(obj):
+            return NamespacePickler._reduce_scripted
         if self._numpy is not None and isinstance(obj, self._numpy.ndarray):
             return NamespacePickler._reduce_array
-        return None
+        random: Any = sys.modules.get("numpy.random")
+        if random is not None and isinstance(obj, random.BitGenerator | random.Generator | random.RandomState):
+            return NamespacePickler._reduce_random
+        return None if self._torch is None else self._reducer_of_part(obj)
 
     def _reduce_tensor(self, tensor: Any) -> Any:
         return tensors.reduce_tensor(self._torch, tensor)
 
+    def _reduce_scripted(self, obj: Any) -> Any:
+        return compiled.reduce_scripted(obj)
+
     def _reduce_storage(self, storage: Any) -> Any:
         return tensors.reduce_storage(self._torch, storage, self._storages)
+
+    @staticmethod
+    def _reducer_of_part(obj: object) -> Callable[[NamespacePickler, Any], Any] | None:
+        if parts.is_dtensor(obj):
+            return NamespacePickler._reduce_dtensor
+        if parts.is_mesh(obj):
+            return NamespacePickler._reduce_mesh
+        if parts.is_sharded_tensor(obj):
+            return NamespacePickler._reduce_sharded_tensor
+        return NamespacePickler._reduce_selection if parts.is_selection(obj) else None
+
+    def _reduce_dtensor(self, tensor: Any) -> Any:
+        part = parts.part_of(tensor)
+        if part is None:
+            return NotImplemented
+        self.rank_parts.append(part)
+        if self._returning:
+            return NotImplemented
+        make, arguments = tensor.__reduce_ex__(5)
+        return parts.rebuild, (part.kind, part.rank, make, *arguments)
+
+    def _reduce_selection(self, selection: Any) -> Any:
+        part = parts.part_of(selection)
+        if part is not None:
+            self.rank_parts.append(part)
+        return NotImplemented
+
+    def _reduce_mesh(self, mesh: Any) -> Any:
+        return parts.reduce_mesh(mesh)
+
+    def _reduce_sharded_tensor(self, tensor: Any) -> Any:
+        # its __setstate__ needs the process group of the rank that made it
+        raise TypeError(f"cannot pickle '{type(tensor).__name__}' object")
 
     def _reduce_function(self, function: types.FunctionType) -> Any:
         if function.__globals__ is not self._namespace:
             if function.__code__ is _DISPATCH_CODE and function.__module__ == self._namespace.get("__name__"):
                 self._note(function)
                 return unpack.make_singledispatch, (list(cast("Any", function).registry.items()),)
+            if compiled.is_compiled(function) and _cloudpickle._lookup_module_and_qualname(function) is None:
+                self._note(function)
+                return compiled.reduce_compiled(function)
             reduced = super().reducer_override(function)
             if reduced is NotImplemented:
                 self.modules.setdefault(function.__module__ or "", function.__qualname__)
             return reduced
         code = function.__code__
-        names = [name for name in loaded_names(code) if name in self._namespace]
+        loaded = loaded_names(code)
+        names = [name for name in loaded if name in self._namespace]
         self.found.update(dict.fromkeys(names))
+        self.absent.update(name for name in loaded if name not in self._namespace)
         self._note(function)
         self.files[code.co_filename] = None
         cells = function.__closure__
@@ -160,11 +214,17 @@ class NamespacePickler(cloudpickle.Pickler):
             # by reference
             self.modules.setdefault(cls.__module__, cls.__qualname__)
             return reduced
+        generic: Any = vars(cls).get("__pydantic_generic_metadata__")
+        if generic and generic.get("origin") is not None:
+            # pydantic keeps one class for each of a model's arguments, and finds it by them
+            return operator.getitem, (generic["origin"], generic["args"])
         self._note(cls)
+        make, arguments, state = reduced[:3]
+        if make is _cloudpickle._make_skeleton_class:
+            make = unpack.make_class
         if not self._returning:
             unpack.known_classes.add(cls)
-            return reduced
-        make, arguments, state = reduced[:3]
+            return make, arguments, *reduced[2:]
         return unpack.find_or_make_class, (make, *arguments), state, None, None, unpack.set_class_state
 
     def _reduce_builtin(self, function: types.BuiltinFunctionType) -> Any:
@@ -181,12 +241,21 @@ class NamespacePickler(cloudpickle.Pickler):
 
     def _note(self, obj: type | types.FunctionType) -> None:
         """Ship a top-level function or class under its name too: code on a rank may pickle it by reference."""
-        head, *rest = obj.__qualname__.split(".")
+        self._note_name(obj, obj.__qualname__)
+
+    def _note_name(self, obj: object, qualname: str) -> None:
+        head, *rest = qualname.split(".")
         found: object = self._namespace.get(head)
         for part in rest:
             found = vars(found).get(part) if isinstance(found, type) else None
         if found is obj:
             self.found[head] = None
+
+    def _reduce_typing_object(self, obj: Any) -> Any:
+        if _cloudpickle._lookup_module_and_qualname(obj, name=obj.__name__) is not None:
+            return NotImplemented
+        self._note_name(obj, obj.__name__)
+        return typing_objects.reduce(obj, _tracker_id(obj))
 
     def _reduce_lru_cache(self, cached: Any) -> Any:
         wrapped = cached.__wrapped__
@@ -202,18 +271,38 @@ class NamespacePickler(cloudpickle.Pickler):
         return functools.cached_property, (cached.func,), {"attrname": cached.attrname}
 
     def _reduce_array(self, array: Any) -> Any:
-        """Pickle out of band what numpy would copy into the stream: arrays of dates, non-contiguous, memory-mapped."""
+        """Pickle an array as its bytes, out of band, by a function that does not depend on NumPy's version.
+
+        NumPy would copy arrays of dates, non-contiguous and memory-mapped ones into the stream, and names a private
+        function that NumPy 1 does not have.
+        """
         numpy: Any = self._numpy
-        if type(array) not in (numpy.ndarray, numpy.memmap) or array.dtype.hasobject or array.nbytes < _SMALLEST_BUFFER:
+        if type(array) not in (numpy.ndarray, numpy.memmap) or array.dtype.hasobject or not array.dtype.itemsize:
             return NotImplemented
         is_contiguous = array.flags.c_contiguous or array.flags.f_contiguous
-        is_date = array.dtype.kind in "mM"  # has no buffer interface
-        if type(array) is numpy.ndarray and is_contiguous and not is_date:
-            return NotImplemented
         plain = numpy.asarray(array) if is_contiguous else numpy.ascontiguousarray(array)
-        if is_date:
-            return unpack.view_as, (plain.view("i8"), plain.dtype)
-        return plain.__reduce_ex__(5)
+        order = "C" if plain.flags.c_contiguous else "F"
+        # dates and the types of other packages have no buffer interface
+        data = (plain if order == "C" else plain.T).reshape(-1).view(numpy.uint8)
+        return unpack.array_of, (pickle.PickleBuffer(data), plain.dtype, plain.shape, order)
+
+    def _reduce_random(self, generator: Any) -> Any:
+        """Pickle NumPy's generators as seed and state: what NumPy 2 pickles of them can't be read by NumPy 1."""
+        random: Any = sys.modules["numpy.random"]
+        kind: Any = type(generator)
+        if getattr(random, kind.__name__, None) is not kind:
+            return NotImplemented
+        if kind is random.Generator:
+            return kind, (generator.bit_generator,)
+        if kind is random.RandomState:
+            state = generator.get_state(legacy=False)
+            return unpack.random_of, ("RandomState", generator._bit_generator, state)
+        return unpack.random_of, (kind.__name__, generator.seed_seq, generator.state)
+
+    def _reduce_memoryview(self, view: memoryview) -> Any:
+        if not view.c_contiguous or view.ndim == 0:
+            return NotImplemented
+        return unpack.make_memoryview, (pickle.PickleBuffer(view), view.format, view.shape, view.readonly)
 
     def _reduce_stream(self, stream: io.IOBase) -> Any:
         for name in _STANDARD_STREAMS:
@@ -223,6 +312,14 @@ class NamespacePickler(cloudpickle.Pickler):
             return NotImplemented
         # cloudpickle would read a file to its end and ship the text
         raise TypeError(f"cannot pickle '{type(stream).__name__}' object")
+
+
+def _tracker_id(obj: object) -> str:
+    """Return the id under which both sides know the object; "" if it can't be referred to weakly."""
+    try:
+        return _cloudpickle._get_or_create_tracker_id(obj)
+    except TypeError:
+        return ""
 
 
 def _is_in_band(buffers: list[memoryview], buffer: pickle.PickleBuffer) -> bool:

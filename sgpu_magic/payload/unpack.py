@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import gc
 import hmac
 import importlib
 import io
@@ -19,20 +18,21 @@ import struct
 import sys
 import types
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
 from sgpu_magic.errors import SerializationError
+from sgpu_magic.system import collector
 from sgpu_magic.wire.attachments import PackedLayout
 from sgpu_magic.wire.files import PAYLOAD, PAYLOAD_PARTS
 
 PackedBytes = bytes | bytearray | memoryview | mmap.mmap
 
 _MAC_PREFIX = b"sgpu-magic packed 1\0"
-# the same on Linux for all its processors, and on macOS; `mmap` has no name for it
+# the same value on macOS and on all architectures of Linux; the module `mmap` does not define it
 _MAP_FIXED = 0x10
 _namespace: ContextVar[dict[str, object]] = ContextVar("sgpu_namespace")
 # notebook classes that this process has sent or received: a returned class is the original object
@@ -114,22 +114,10 @@ def _checked_unpickler(data: PackedBytes, layout: PackedLayout, key: bytes) -> p
 def _standing_in(namespace: dict[str, object]) -> Generator[None]:
     token = _namespace.set(namespace)
     try:
-        with collector_paused():
+        with collector.paused():
             yield
     finally:
         _namespace.reset(token)
-
-
-@contextmanager
-def collector_paused() -> Generator[None]:
-    """Pause the garbage collector: with torch imported a full collection takes 0.1 s and finds nothing."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _load(unpickler: pickle.Unpickler, what: str) -> Any:
@@ -143,6 +131,13 @@ def _load(unpickler: pickle.Unpickler, what: str) -> Any:
 
 def _remedy(error: Exception) -> str:
     if isinstance(error, ModuleNotFoundError):
+        package = sys.modules.get((error.name or "").partition(".")[0])
+        if package is not None and package.__name__ != error.name:
+            here = f" {package.__version__}" if hasattr(package, "__version__") else ""
+            return (
+                f"{package.__name__}{here} is installed where the value arrives, and the value was packed with another "
+                "version of it: install the same one on both sides."
+            )
         return "That module has to be installed where the value arrives."
     if isinstance(error, AttributeError):
         return "Its class or function has to exist in the same version where the value arrives."
@@ -250,6 +245,34 @@ def set_function_state(
         setattr(function, name, value)
 
 
+def array_of(data: Any, dtype: Any, shape: tuple[int, ...], order: Any) -> Any:
+    """Return an array in a buffer of its bytes."""
+    import numpy
+
+    if not len(data):
+        return numpy.empty(shape, dtype)
+    return numpy.frombuffer(data, dtype).reshape(shape, order=order)
+
+
+def random_of(name: str, source: Any, state: Any) -> Any:
+    """Return one of NumPy's bit generators, made from its seed, or a RandomState of a bit generator, in a state."""
+    import numpy
+
+    generator = getattr(numpy.random, name)(source)
+    if name == "RandomState":
+        generator.set_state(state)
+    else:
+        generator.state = state
+    return generator
+
+
+def make_memoryview(data: Any, format_: str, shape: tuple[int, ...], readonly: bool) -> memoryview:
+    view: Any = memoryview(data).cast("B")
+    if (format_, shape) != ("B", (view.nbytes,)):
+        view = view.cast(format_, shape)
+    return view.toreadonly() if readonly else view
+
+
 def view_as(array: Any, dtype: Any) -> Any:
     return array.view(dtype)
 
@@ -268,6 +291,82 @@ def make_singledispatch(registry: list[tuple[type, Callable[..., object]]]) -> C
     for cls, implementation in implementations.items():
         dispatching.register(cls, implementation)
     return dispatching
+
+
+def make_class(
+    metaclass: Any, name: str, bases: tuple[Any, ...], attributes: dict[str, Any], tracker_id: str, extra: object
+) -> type:
+    """Return the class that this process knows by this id, or a new one without its attributes, which are set next.
+
+    The notebook has called its own hooks when it defined the class: a metaclass's `__new__` and `__init__`, and
+    `__init_subclass__` of a base. What they did is in the attributes and variables that are sent. They are not called
+    again, with arguments that are not known here. Those of installed packages are: their registries are not sent.
+
+    Args:
+        metaclass: Its metaclass.
+        name: Its name.
+        bases: Its bases, `__orig_bases__` if it has them.
+        attributes: Attributes with which it is made.
+        tracker_id: The id that cloudpickle has given it.
+        extra: Unused; of cloudpickle's signature.
+    """
+    impl = _cloudpickle()
+    known = impl._DYNAMIC_CLASS_TRACKER_BY_ID.get(tracker_id)
+    if known is not None:
+        return known
+    resolved = types.resolve_bases(bases)
+    if not _is_of_notebook(metaclass, "__prepare__", "__new__", "__init__") and not _hook_is_of_notebook(resolved):
+        # a package's hook may require arguments or attributes
+        with contextlib.suppress(Exception):
+            return impl._make_skeleton_class(metaclass, name, bases, attributes, tracker_id, extra)
+    namespace = {sys.intern(key): value for key, value in attributes.items()}
+    if resolved is not bases:
+        namespace["__orig_bases__"] = bases
+    with _without_hooks(resolved):
+        made = _beyond_notebook(metaclass, "__new__")(metaclass, name, resolved, namespace)
+    _beyond_notebook(metaclass, "__init__")(made, name, resolved, namespace)
+    return impl._lookup_class_or_track(tracker_id, made)
+
+
+def _no_hook(cls: type, **kwargs: object) -> None:
+    """Stand for `__init_subclass__` while a class is made that has been through it."""
+
+
+@contextmanager
+def _without_hooks(bases: Iterable[type]) -> Generator[None]:
+    """Leave `__init_subclass__` of these bases out: `type.__new__` always calls it."""
+    with contextlib.ExitStack() as stack:
+        for owner in dict.fromkeys(base for each in bases for base in each.__mro__[:-1]):
+            hook = vars(owner).get("__init_subclass__")
+            # a type of an extension can't be changed
+            with contextlib.suppress(TypeError):
+                if hook is not None:
+                    type.__setattr__(owner, "__init_subclass__", classmethod(_no_hook))
+                    stack.callback(type.__setattr__, owner, "__init_subclass__", hook)
+        yield
+
+
+def _is_of_notebook(cls: type, *names: str) -> bool:
+    """Whether a method of a class, with one of these names, is the notebook's."""
+    return any(_is_notebooks_function(vars(base).get(name)) for base in cls.__mro__ for name in names)
+
+
+def _hook_is_of_notebook(bases: Iterable[type]) -> bool:
+    return any(_is_of_notebook(base, "__init_subclass__") for base in bases)
+
+
+def _is_notebooks_function(found: object) -> bool:
+    function = getattr(found, "__func__", found)
+    return isinstance(function, types.FunctionType) and function.__globals__ is _namespace.get(None)
+
+
+def _beyond_notebook(metaclass: type, name: str) -> Callable[..., Any]:
+    """Return the metaclass's method that the notebook's own calls: that of `type`, or of a package's metaclass."""
+    for base in metaclass.__mro__:
+        found = vars(base).get(name)
+        if found is not None and not _is_notebooks_function(found):
+            return getattr(base, name)
+    return getattr(type, name)
 
 
 def find_or_make_class(make: Callable[..., type], *arguments: Any) -> type:

@@ -29,18 +29,23 @@ def main() -> None:
     os.chdir("/")
 
     from sgpu_magic import config
-    from sgpu_magic.pool.lifecycle import AlreadyRunning, PoolPresence
+    from sgpu_magic.errors import UsageError
+    from sgpu_magic.pool.lifecycle import AlreadyRunning, PoolPresence, placed
     from sgpu_magic.system import processes
 
     processes.become_subreaper()
     # the `pool` setting names the pool that clients prefer; this process is always the local one
     settings = replace(config.load_settings(), pool="local")
     try:
+        settings = placed(settings)
         for path in (settings.runtime_path, settings.state_path, settings.runs_path):
             config.private_dir(path)
         presence = PoolPresence(settings.runtime_path, settings.state_path)
     except AlreadyRunning:
         sys.stdout.write("already running\n")
+        return
+    except UsageError as error:
+        sys.stdout.write(f"{error.message}\n")
         return
     except OSError as error:
         from sgpu_magic.files.run_directory import why_no_run
@@ -48,7 +53,7 @@ def main() -> None:
         sys.stdout.write(f"{why_no_run(settings.runs_path, str(error))}\n")
         return
     _run(settings, presence, first_order)
-    processes.kill_descendants()
+    processes.end_children()
 
 
 def _run(settings: Settings, presence: PoolPresence, first_order: bytes) -> None:
@@ -58,19 +63,23 @@ def _run(settings: Settings, presence: PoolPresence, first_order: bytes) -> None
 
     warm = Decoder[Warm](Warm).decode(first_order) if first_order else None
     agent = LocalAgent(settings, warm)
-    # slow imports come only now, while the zygote starts
+    # import the slow modules only now, while the zygote starts
+
+    def start_next() -> None:
+        command = [sys.executable, "-m", "sgpu_magic.pool"]
+        subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True)
 
     async def serve() -> None:
         from sgpu_magic.errors import SgpuError
         from sgpu_magic.nodes.local import LocalEngine
         from sgpu_magic.pool.parts import ServiceFault
-        from sgpu_magic.pool.service import PoolService
+        from sgpu_magic.pool.service import EARLIER_FAULT, PoolService
 
         engine = LocalEngine(settings, agent, warm)
         try:
-            service = PoolService(settings, presence, engine)
+            service = PoolService(settings, presence, engine, earlier_fault=os.environ.pop(EARLIER_FAULT, ""))
         except SgpuError as error:
-            # the log's disk may be full
+            # report on standard output too: the log's disk may be full
             sys.stdout.write(f"{error.message}\n")
             engine.close()
             presence.withdraw()
@@ -83,15 +92,10 @@ def _run(settings: Settings, presence: PoolPresence, first_order: bytes) -> None
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         try:
             await service.finished
-        except ServiceFault:
-            if service.leave():
-                # a client may start one first, but a detached run has no client
-                command = [sys.executable, "-m", "sgpu_magic.pool"]
-                subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True)
-            # exit as if killed, so that active runs continue
-            os._exit(1)
-        finally:
-            service.close()
+        except ServiceFault as fault:
+            # start the next service from here: a detached run has no client that would start one
+            service.leave(str(fault), start_next)
+        service.close()
 
     asyncio.run(serve())
 

@@ -35,13 +35,13 @@ _CUT_SHORT = (
     "the disk has accepted no events for too long: output, displays and samples are left out until it does; the ranks' "
     "logs have the output if they could be written"
 )
-# interval at which a failed disk is tried again
+# interval between retries of failed writes
 _WRITE_AGAIN_S = 1.0
 
 Send = Callable[[ConnectedClient, Record, Sequence[bytes]], None]
 
 
-# the fields that a launch has of the run's submission
+# the fields that `Submit` and `Launch` have in common
 _SUBMITTED = tuple({*Submit.__struct_fields__} & {*Launch.__struct_fields__})
 
 
@@ -85,7 +85,7 @@ class PoolRun(Run):
         self.owner = owner
         self.watchers: list[ConnectedClient] = []
         self.log: RunLog | None = None
-        # an earlier service may have received it
+        # the run may have been submitted to an earlier service
         self.submitted_at = time.monotonic() - max(0.0, time.time() - self.spec.submitted_at)
         self.placed_at: float | None = None
         self.attempt = 0
@@ -132,7 +132,7 @@ class PoolRun(Run):
         """Record the payload's new location."""
         self.submit = replace(self.submit, payload=replace(self.submit.payload, source=source))
 
-    def let_payload_go(self) -> None:
+    def release_payload(self) -> None:
         """Close the payload's memory file: an agent holds it, or it is no longer needed."""
         if self._held_fd >= 0:
             os.close(self._held_fd)
@@ -168,7 +168,7 @@ class ActiveRuns:
         self.settled = False
         self.resubmittable: dict[str, RunSpec] = {}
         self._going: dict[str, PoolRun] = {}
-        # the ranks are gone, but the payload's memory is still being copied
+        # runs whose ranks are gone, but whose payload memory is still being copied
         self._copying: dict[str, PoolRun] = {}
         # runs with events that are only in memory; they may have ended
         self._behind: dict[str, PoolRun] = {}
@@ -197,7 +197,7 @@ class ActiveRuns:
 
     def forget(self, run_id: str) -> None:
         if (run := self._going.pop(run_id, None)) is not None:
-            run.let_payload_go()
+            run.release_payload()
             self.on_forgotten(run_id)
 
     def accept(self, run: PoolRun) -> str:
@@ -225,18 +225,18 @@ class ActiveRuns:
         return ""
 
     def tell(
-        self, run: PoolRun, body: EventBody, at: float, frames: Sequence[bytes] = (), told: RunEvent | None = None
+        self, run: PoolRun, body: EventBody, at: float, frames: Sequence[bytes] = (), report: RunEvent | None = None
     ) -> None:
-        """Log an event and send it to the run's followers. `told` is the agent's report of it, if any."""
+        """Log an event and send it to the run's followers. `report` is the agent's report of it, if any."""
         if run.log is None:
             return
-        if told is not None and not run.log.takes(body):
-            run.log.skip(told)
+        if report is not None and not run.log.takes(body):
+            run.log.skip(report)
             if not run.cut_short:
                 run.cut_short = True
                 self.tell(run, Noted(text=_CUT_SHORT), at)
             return
-        event = run.log.append(body, at, frames, told)
+        event = run.log.append(body, at, frames, report)
         self.feed.tell(run.followers, event, frames, run.log.directory)
         self._look_after(run)
 
@@ -258,6 +258,8 @@ class ActiveRuns:
             asyncio.get_running_loop().call_later(_WRITE_AGAIN_S, self._write_again)
 
     def _write_again(self) -> None:
+        # schedule the next turn first: a fault below then costs this turn only
+        next_turn = asyncio.get_running_loop().call_later(_WRITE_AGAIN_S, self._write_again)
         for run in list(self._behind.values()):
             if run.log is not None and run.log.write():
                 del self._behind[run.run_id]
@@ -265,8 +267,8 @@ class ActiveRuns:
                 if not run.ended:
                     self.tell(run, Noted(text="the disk accepts the events of this run again"), time.time())
                 self.on_written(run.run_id)
-        if self._behind:
-            asyncio.get_running_loop().call_later(_WRITE_AGAIN_S, self._write_again)
+        if not self._behind:
+            next_turn.cancel()
 
     def move(self, run: PoolRun, state: RunState) -> None:
         """Record a state that the scheduler moved the run to."""
@@ -276,7 +278,7 @@ class ActiveRuns:
     def placed(self, run: PoolRun, lease: Lease, host: str, labels: tuple[str, ...]) -> None:
         """Record the run's devices and their price, and report them to its followers."""
         self._ledger.update(run.run_id, lease=lease, meter=self.billing.placed(run, lease))
-        self.tell(run, self.billing.told(lease, host, labels), time.time())
+        self.tell(run, self.billing.placed_event(lease, host, labels), time.time())
 
     def end_without_ranks(
         self, run: PoolRun, state: RunState, reason: str, kind: FailureKind, failure: Failure | None = None

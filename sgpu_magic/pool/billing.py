@@ -64,7 +64,7 @@ class Billing:
     def __init__(self, ledger: Ledger, tariff: Tariff) -> None:
         self._ledger = ledger
         self._tariff = tariff
-        # by session that has started
+        # idle meters of started sessions, by run ID
         self._idle: dict[str, IdleMeter] = {}
 
     def placed(self, run: Run, lease: Lease) -> Metered | None:
@@ -72,7 +72,7 @@ class Billing:
         hourly = None if run.spec.session else self._tariff.hourly(lease)
         return None if hourly is None else Metered(hourly=hourly, currency=self._tariff.currency)
 
-    def told(self, lease: Lease, host: str, labels: tuple[str, ...]) -> Placed:
+    def placed_event(self, lease: Lease, host: str, labels: tuple[str, ...]) -> Placed:
         """Return the event for a run's lease; for a cell in a session, with the session's price."""
         hourly = self._tariff.hourly(lease)
         currency = "" if hourly is None else self._tariff.currency
@@ -127,7 +127,7 @@ class Billing:
             if row.idle_s is None or idle_clock is None or idle_clock > now:
                 idle = IdleMeter(now, idle_seconds(row.started_at, wall, cells))
             else:
-                # while a cell runs the session is not idle
+                # a session is not idle while a cell runs
                 in_cell = any(ended is None for _, ended in cells)
                 idle = IdleMeter(now if in_cell else idle_clock, row.idle_s)
             self._idle[run.run_id] = idle

@@ -32,9 +32,9 @@ from sgpu_magic.wire.pool_status import BulkOffered, BulkOpened, OpenBulk
 TOKEN_S = 10.0
 GREETING_S = 5.0
 MOST_UNKNOWN = 100
-# chunks of one connection that are being handled in the loop or wait to be sent
+# limit per connection for chunks that the loop is handling or that are queued for sending
 _MOST_OPEN = 16
-# a flood of connections waits in the kernel's queue
+# excess connections stay in the kernel's accept queue
 _ACCEPTED_PER_S = 200
 _GREETING_BYTES = 256
 _TICK_MS = 500
@@ -42,7 +42,7 @@ _PORTS_BETWEEN = 1000
 _CLOSE_S = 5.0
 _OVER = select.POLLERR | select.POLLHUP
 
-Heard = Callable[[ConnectedClient, FileRequest, Sequence[bytes]], None]
+RequestHandler = Callable[[ConnectedClient, FileRequest, Sequence[bytes]], None]
 
 
 class _Peer(msgspec.Struct, eq=False):
@@ -77,7 +77,7 @@ class BulkPort:
     Args:
         link: The address of the ZeroMQ socket, `tcp://host:port`.
         port: The port; 0 is the link's + 1000, or any free one if that is taken.
-        heard: Called with a client, its message and the raw frames.
+        on_request: Called with a client, its message and the raw frames.
 
     Attributes:
         port: The port.
@@ -86,13 +86,13 @@ class BulkPort:
         OSError: The port can't be bound.
     """
 
-    def __init__(self, link: str, port: int, heard: Heard) -> None:
-        self._heard = heard
+    def __init__(self, link: str, port: int, on_request: RequestHandler) -> None:
+        self._on_request = on_request
         self._loop = asyncio.get_running_loop()
         self._context, self._certificate = server_context()
         self._listener = _listener(link, port)
         self.port: int = self._listener.getsockname()[1]
-        # by the token's digest: the client, and until when the token is valid; both threads hold the lock
+        # (client, expiry time) by the token's digest; both threads access it under the lock
         self._tokens: dict[bytes, tuple[ConnectedClient, float]] = {}
         self._lock = threading.Lock()
         self._of_client: dict[ConnectedClient, _Peer] = {}
@@ -101,7 +101,7 @@ class BulkPort:
         for each in (self._listener, self._wake, self._waker):
             each.setblocking(False)
         self._closing = False
-        # the rest is the thread's
+        # used in the thread only
         self._peers: dict[int, _Peer] = {}
         self._accepted: tuple[int, int] = (0, 0)
         self._thread = threading.Thread(target=self._work, name="sgpu-bulk", daemon=True)
@@ -133,11 +133,11 @@ class BulkPort:
 
     def close(self) -> None:
         self._closing = True
-        # wakes the thread up
+        # wake the thread with a no-op
         self._call(bool)
         self._thread.join(_CLOSE_S)
 
-    # ------------------------------------------------------------ in the loop
+    # ------------------------------------------------------------ in the event loop
 
     def _call(self, call: Callable[[], object]) -> None:
         self._calls.put(call)
@@ -148,11 +148,11 @@ class BulkPort:
         if (client := peer.client) is None or peer.gone or self._of_client.get(client) is not peer:
             return
         if not message.request or message.request in peer.requests:
-            # no valid client does that, and its replies could not be told apart
+            # request numbers must be nonzero and unique, otherwise replies would be ambiguous
             self.cut(client)
             return
         peer.requests.add(message.request)
-        self._heard(client, message, parts)
+        self._on_request(client, message, parts)
 
     def _came(self, peer: _Peer, client: ConnectedClient) -> None:
         """Assign a connection to the client whose token it has sent; it replaces an earlier one."""
@@ -201,7 +201,7 @@ class BulkPort:
             self._accept(now)
         for descriptor, peer in list(self._peers.items()):
             if ready.get(descriptor, 0) & _OVER and not peer.room:
-                # it has ended, which no read would show
+                # the connection has ended, which goes unnoticed because it is not being read
                 self._end(peer)
             elif descriptor in ready or peer.stream.has_more:
                 self._exchange(peer)
@@ -235,8 +235,8 @@ class BulkPort:
                 else:
                     peer.open += 1
                     self._loop.call_soon_threadsafe(self._take, peer, message, parts[1:])
-        except (OSError, msgspec.DecodeError, RuntimeError):
-            # the connection has ended, its data is not our protocol, or the loop is closed
+        except (OSError, ValueError, MemoryError, RuntimeError):
+            # the connection has ended, its data is not our protocol or too large, or the loop is closed
             self._end(peer)
 
     def _greet(self, peer: _Peer, token: str) -> None:
@@ -251,7 +251,7 @@ class BulkPort:
             raise ConnectionError("no valid token")
         peer.client = client
         peer.stream.most_bytes = MAX_PART_BYTES
-        # scheduled before the client's first request
+        # must be scheduled before the client's first request
         self._loop.call_soon_threadsafe(self._came, peer, client)
         peer.stream.put([codec.encode(BulkOpened())])
 
@@ -271,7 +271,7 @@ class BulkPort:
 
 
 def _digest(token: str) -> bytes:
-    # the time of a look-up does not depend on the token
+    # look up a digest, so that the time of the lookup reveals nothing about the token
     return hashlib.sha256(token.encode("utf-8", "replace")).digest()
 
 
@@ -281,7 +281,7 @@ def _listener(link: str, port: int) -> socket.socket:
     host = place.hostname or ""
     if port:
         return _bound(host, port)
-    # known beforehand, for rules of a firewall, and not the next one, where another pool may listen
+    # a predictable port, for firewall rules; not the adjacent one, where another pool may listen
     try:
         return _bound(host, (place.port or 0) + _PORTS_BETWEEN)
     except (OSError, OverflowError):

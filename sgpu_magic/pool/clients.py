@@ -16,7 +16,6 @@ import json
 import os
 import re
 import time
-import tomllib
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -27,10 +26,12 @@ import msgspec
 import zmq
 
 from sgpu_magic.errors import UsageError
-from sgpu_magic.files.whole_file import read_trusted, write_whole
+from sgpu_magic.files.atomic_file import read_trusted, write_whole
+from sgpu_magic.system.processes import write_log
 from sgpu_magic.system.secure_sockets import is_public_key
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.client import ClientMessage
+from sgpu_magic.wire.decoding import decode_toml
 from sgpu_magic.wire.events import Event
 from sgpu_magic.wire.pool_status import PoolStatus
 
@@ -149,7 +150,7 @@ def revoke(path: Path, name: str) -> int:
     return len(keys)
 
 
-# ---------------------------------------------------------------- within
+# ---------------------------------------------------------------- internals
 
 
 def _text(path: Path) -> str:
@@ -164,7 +165,7 @@ def _text(path: Path) -> str:
 def _clients(text: str, path: Path) -> dict[str, AuthorizedClient]:
     clients: dict[str, AuthorizedClient] = {}
     try:
-        for name, value in tomllib.loads(text).items():
+        for name, value in decode_toml(text).items():
             if _NAME.fullmatch(name) is None:
                 raise ValueError(f"{name[:40]!r} is not a user name")
             keys, admin = _keys_of(value)
@@ -174,7 +175,7 @@ def _clients(text: str, path: Path) -> dict[str, AuthorizedClient]:
                 if key in clients:
                     raise ValueError(f"{name}: its key already belongs to {clients[key].user}")
                 clients[key] = AuthorizedClient(name, admin)
-    except (tomllib.TOMLDecodeError, ValueError) as error:
+    except (msgspec.DecodeError, ValueError) as error:
         raise UsageError(f"the list of clients {path} can't be read: {error}. Fix it.") from None
     return clients
 
@@ -202,7 +203,7 @@ def _without(text: str, name: str) -> str:
 
 
 def _write(path: Path, text: str, line: str) -> None:
-    # before the first table: after its header the line would belong to that table
+    # insert before the first table header: below it, the line would belong to that table
     table = re.search(r"^\s*\[", text, re.MULTILINE)
     new = text + line if table is None else text[: table.start()] + line + text[table.start() :]
     _clients(new, path)
@@ -222,14 +223,16 @@ class ConnectedClient(msgspec.Struct, eq=False):
         pidfd: Readable when the process is dead; None for a remote client, and where the system has no pidfds.
         user: Its user in the pool.
         same_host: Whether it is on the service's machine and sees its files.
+        shares_pids: Whether it has the same PID namespace: memory files are found by pid.
+        connection: The connection whose end is its end, where its process can't be seen; -1 elsewhere.
         admin: Whether it may end other users' runs.
         instance: Identifies a remote client across its connections.
         key: Its public key; "" on the service's machine.
-        heard_at: Monotonic time of a remote client's last message.
+        received_at: Monotonic time of a remote client's last message.
         behind: Whether messages to it were dropped because it reads too slowly.
         unsent: Replies that a local client's connection has not accepted yet.
         answers: The replies to its newest requests that must be executed only once; None before the reply.
-        status: The last status that it was told; None before.
+        status: The last status sent to it; None before.
     """
 
     identity: bytes
@@ -237,10 +240,12 @@ class ConnectedClient(msgspec.Struct, eq=False):
     pidfd: int | None = None
     user: str = ""
     same_host: bool = True
+    shares_pids: bool = True
+    connection: int = -1
     admin: bool = False
     instance: str = ""
     key: str = ""
-    heard_at: float = msgspec.field(default_factory=time.monotonic)
+    received_at: float = msgspec.field(default_factory=time.monotonic)
     behind: bool = False
     unsent: deque[Sequence[bytes]] = msgspec.field(default_factory=deque["Sequence[bytes]"])
     answers: dict[int, Sequence[bytes] | None] = msgspec.field(default_factory=dict[int, "Sequence[bytes] | None"])
@@ -333,7 +338,10 @@ class Router(ABC):
             except msgspec.DecodeError:
                 # not our protocol: ignore it
                 continue
-            self._take(identity.bytes, message, parts)
+            try:
+                self._take(identity.bytes, message, parts)
+            except Exception as error:  # noqa: BLE001  whatever a client sends costs only its own message
+                write_log(f"a message of a client was dropped ({type(message).__name__}): ", error)
             if time.monotonic() > until:
                 break
         self._drain_soon()

@@ -17,9 +17,9 @@ from pathlib import Path
 import msgspec
 
 from sgpu_magic.errors import RunUnknown, UsageError
+from sgpu_magic.files.atomic_file import link_or_copy
 from sgpu_magic.files.content_store import BlobRefused, BlobStore, blob_path, store_name
-from sgpu_magic.files.run_directory import EventFile, disk_room, list_below, open_below
-from sgpu_magic.files.whole_file import link_or_copy
+from sgpu_magic.files.run_directory import EventFile, disk_room, links_below, list_below, open_below
 from sgpu_magic.pool.parts import PoolParts
 from sgpu_magic.pool.permissions import Permissions
 from sgpu_magic.pool.server import ConnectedClient
@@ -54,9 +54,9 @@ from sgpu_magic.wire.run import RUN_RECORD
 
 _RESULT = re.compile(r"result-(\d+)\.bin")
 _MOST_ASKED = 10_000
-# a valid file offset
+# largest accepted file offset
 _MOST_OFFSET = 1 << 62
-# runs whose results' memory files are cached
+# maximum number of runs whose result memory files are cached
 _MOST_KNOWN = 100
 
 _Answer = tuple[Record, Sequence[bytes]]
@@ -83,7 +83,7 @@ class FileRequests:
         # by run: the ranks' memory files with results; used in the thread only
         self._in_memory: OrderedDict[str, dict[int, str]] = OrderedDict()
 
-    def heard(
+    def on_request(
         self, client: ConnectedClient, message: AskBlobs | PutBlob | ReadRunFile | ListRunFiles, frames: Sequence[bytes]
     ) -> None:
         """Check a request, execute it in the thread, and send the reply.
@@ -107,7 +107,7 @@ class FileRequests:
         )
 
     def hold(self, submit: Submit) -> None:
-        """Keep what a submitted run needs in its user's store until `let_go`."""
+        """Keep what a submitted run needs in its user's store until `release`."""
         if digests := needed_blobs(submit):
             store = store_name(submit.spec.owner.user)
             uploaded = [digest for upload in submit.uploads for digest in self._uploaded(store, upload)]
@@ -116,16 +116,16 @@ class FileRequests:
             if isinstance(source, StoredPayload) and source.size <= self._most_kept_bytes:
                 self._payloads[submit.spec.run_id] = store, source
 
-    def let_go(self, run_id: str) -> None:
+    def release(self, run_id: str) -> None:
         """Release what a finished run held in the store, after its directory has its payload."""
         if (payload := self._payloads.pop(run_id, None)) is None:
-            self._store.let_go(run_id)
+            self._store.release(run_id)
             return
         directory = self._active.directory(run_id)
         self._thread.do(
             lambda: _keep_payload(directory, self._stores, *payload),
-            lambda _: self._store.let_go(run_id),
-            lambda _: self._store.let_go(run_id),
+            lambda _: self._store.release(run_id),
+            lambda _: self._store.release(run_id),
         )
 
     def close(self) -> None:
@@ -260,7 +260,8 @@ def _carried_files(submit: Submit) -> tuple[CodeBundle | Wheel, ...]:
 
 def _list(directory: Path, message: ListRunFiles) -> _Answer:
     files, more = list_below(directory, message.under)
-    return RunFiles(request=message.request, files=tuple(files), more=more), ()
+    links = links_below(directory, message.under)
+    return RunFiles(request=message.request, files=tuple(files), more=more, links=links), ()
 
 
 def _results_in_memory(directory: Path) -> dict[int, str]:
@@ -284,6 +285,6 @@ def _keep_payload(directory: Path, stores: Path, store: str, source: StoredPaylo
     folder.mkdir(mode=0o700)
     for part in source.parts:
         link_or_copy(blob_path(stores, store, part.digest), folder / str(part.offset))
-        # a change would reach all runs with that part
+        # read-only: the file may be a hard link that other runs share
         os.chmod(folder / str(part.offset), 0o400)
     os.replace(folder, kept)

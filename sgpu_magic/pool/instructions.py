@@ -14,7 +14,7 @@ from sgpu_magic.pool.active_runs import PoolRun, submitted_fields
 from sgpu_magic.pool.file_requests import needed_blobs
 from sgpu_magic.pool.parts import PoolParts
 from sgpu_magic.pool.scheduling import stimuli as sched
-from sgpu_magic.pool.submissions import KeptEnvironments, Submissions
+from sgpu_magic.pool.submissions import EnvironmentStore, Submissions
 from sgpu_magic.pool.tracker import Tracker
 from sgpu_magic.wire.attachments import FilePayload, InlinePayload, SharedPayload, StoredPayload
 from sgpu_magic.wire.base import FailureKind, RunState
@@ -45,7 +45,7 @@ class Instructions:
         self._tracker = tracker
         self._loop = asyncio.get_running_loop()
 
-    def obey(self, instruction: sched.Instruction) -> None:
+    def execute(self, instruction: sched.Instruction) -> None:
         """Execute one instruction."""
         if (run := self._pool.active.get(instruction.run_id)) is None:
             return
@@ -57,13 +57,13 @@ class Instructions:
                 if run.spec.in_session:
                     # the session's ranks are waiting: record the launch while they already work
                     self._launches.launched(run, lease)
-            case sched.TellQueue(position=position, reason=reason) if self._accept(run):
+            case sched.PublishQueueStatus(position=position, reason=reason) if self._accept(run):
                 self._pool.active.tell(run, QueueMoved(position=position, reason=reason), time.time())
             case sched.MoveRun(state=state, reason=reason):
                 self._pool.active.move(run, state)
                 if state is not RunState.STARTING or not run.spec.in_session:
                     self._pool.active.tell(run, StateChanged(state=state, reason=reason), time.time())
-            case sched.Remark(text=text):
+            case sched.PublishNote(text=text):
                 self._pool.active.tell(run, Noted(text=text), time.time())
             case sched.StopRun(state=state, reason=reason):
                 self._pool.engine.end_run(instruction.run_id, state, reason)
@@ -72,8 +72,8 @@ class Instructions:
                 kind = instruction.kind if state is RunState.FAILED else FailureKind.TIMEOUT
                 self._pool.active.end_without_ranks(run, state, reason, kind)
                 self._pool.active.forget(instruction.run_id)
-            case sched.LaunchRun() | sched.TellQueue():
-                # the run could not be recorded, and was refused
+            case sched.LaunchRun() | sched.PublishQueueStatus():
+                # the run could not be recorded, and has been refused
                 pass
 
     def end_of_fault(self, run: PoolRun, why: str, gone: bool) -> None:
@@ -100,7 +100,7 @@ class Instructions:
         self._pool.active.forget(run.run_id)
         self._loop.call_soon(self._pool.feed, sched.RunOver(run.run_id, state))
 
-    # ------------------------------------------------------------ within
+    # ------------------------------------------------------------ internals
 
     def _accept(self, run: PoolRun) -> bool:
         """Record the run. Returns False if that failed and the run was refused."""
@@ -127,7 +127,7 @@ class Launches:
         kept_environments: The files that describe the runs' packages.
     """
 
-    def __init__(self, pool: PoolParts, kept_environments: KeptEnvironments) -> None:
+    def __init__(self, pool: PoolParts, kept_environments: EnvironmentStore) -> None:
         self._pool = pool
         self._kept_environments = kept_environments
         self._loop = asyncio.get_running_loop()
@@ -135,7 +135,7 @@ class Launches:
     def granted(self, run_id: str, lease: Lease) -> None:
         """Record that the engine has a run's devices, which the scheduler only proposed, and starts its ranks."""
         if (run := self._pool.active.get(run_id)) is None or run.placed_at is not None:
-            # it is over, or restarted on the lease that it holds
+            # the run is over, or was restarted on its current lease
             return
         self.launched(run, lease)
         if self._pool.scheduler.run(run.run_id) is None or run.lease != lease:
@@ -182,7 +182,7 @@ class Launches:
         run.failed = msgspec.structs.replace(failure, exception=None)
         return AttemptFailed(attempt=run.attempt, attempts=spec.retries + 1, failure=run.failed)
 
-    def goes_on(self, run: PoolRun) -> bool:
+    def restart(self, run: PoolRun) -> bool:
         """Restart the run's group after its ranks are gone, if a restart is due. Returns whether it was."""
         failure, run.failed = run.failed, None
         if failure is None:
@@ -239,7 +239,7 @@ class Launches:
         run.take_payload_from(FilePayload(path=str(kept), size=kept.stat().st_size))
         return ""
 
-    # ------------------------------------------------------------ within
+    # ------------------------------------------------------------ internals
 
     def _prepares(self, run: PoolRun) -> bool:
         """Whether the node first prepares the run's packages, and reports when they are ready."""

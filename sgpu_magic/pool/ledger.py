@@ -21,13 +21,15 @@ from typing import Any
 import msgspec
 
 from sgpu_magic.pool.ledger_database import LedgerDatabase, Statement
+from sgpu_magic.system.processes import write_log
 from sgpu_magic.wire.base import RunState, check_id
+from sgpu_magic.wire.decoding import convert, load_json
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.events import RunEnded
 from sgpu_magic.wire.pool_status import RunSummary
 from sgpu_magic.wire.run import RunSpec
 
-# the others are known to the scheduler only
+# the excluded fields are known to the scheduler only
 _NAMES = [name for name in RunSummary.__struct_fields__ if name not in ("position", "waiting_for", "idle_ends_at")]
 _COLUMNS = ", ".join(_NAMES)
 FINAL = tuple(state.value for state in RunState if state.is_final)
@@ -35,7 +37,7 @@ _PREFIX = re.compile(r"[0-9a-f]{1,8}")
 
 _WRITE_S = 0.05
 _MOST_KNOWN = 5000
-# after a failure
+# retry interval after a failed write
 _WRITE_AGAIN_S = 1.0
 # columns that each cell changes in its session's row
 _OF_EACH_CELL = {"idle_s", "idle_clock"}
@@ -77,10 +79,10 @@ class Ledger:
     def __init__(self, path: Path, loop: asyncio.AbstractEventLoop | None = None) -> None:
         self._database = LedgerDatabase(path)
         self._loop = loop
-        # rows, and changes of rows, that are not in the database yet
+        # new rows and row changes that are not in the database yet
         self._new: dict[str, RowChanges] = {}
         self._changes: dict[str, RowChanges] = {}
-        # rows as they were last read, until they change
+        # cached rows; an entry is dropped when its row changes
         self._known: dict[str, RunSummary] = {}
         self._timer: asyncio.TimerHandle | None = None
         # runs in sessions whose rows may still change: their changes are delayed
@@ -140,7 +142,11 @@ class Ledger:
         if unknown := [run_id for run_id in run_ids if run_id not in self._known]:
             written = [dict(zip(_NAMES, row, strict=True)) for row in self._rows(sql, json.dumps(unknown))]
             for row in (*written, *self._new.values()):
-                self._known[row["run_id"]] = _summary_of(row | self._changes.get(row["run_id"], {}))
+                try:
+                    self._known[row["run_id"]] = _summary_of(row | self._changes.get(row["run_id"], {}))
+                except msgspec.DecodeError as error:
+                    # one damaged row must not hide the others
+                    write_log(f"the row of run {row['run_id']} in the ledger can't be read: {error}\n")
         return [self._known[run_id] for run_id in run_ids if run_id in self._known]
 
     def find(self, prefix: str) -> list[str]:
@@ -217,7 +223,7 @@ class Ledger:
         """Checkpoint from another thread, while changes are written."""
         self._database.checkpoint_beside()
 
-    # ------------------------------------------------------------ within
+    # ------------------------------------------------------------ internals
 
     def _rows(self, sql: str, *values: str | int) -> list[Any]:
         """Run a query, after trying to write what is pending."""
@@ -280,14 +286,15 @@ def _update(run_id: str, changes: RowChanges) -> Statement:
 def _summary_of(row: RowChanges) -> RunSummary:
     """Convert a row; missing columns get their defaults."""
     values = {name: value for name, value in row.items() if name in _NAMES}
-    values["uuids"] = json.loads(values.get("uuids") or "[]")
-    return msgspec.convert({"simulated": False} | values, RunSummary, strict=False)
+    values["uuids"] = load_json(values.get("uuids") or "[]")
+    return convert({"simulated": False} | values, RunSummary, strict=False)
 
 
 def in_one_line(ended: RunEnded) -> str:
-    """Return a run's end in one line: `rank 1: ValueError: NaN in batch 118`, who cancelled it, or ""."""
+    """Return a run's end in one line: `rank 1: ValueError: NaN in batch 118`, who cancelled it, or what was cut off."""
     if (failure := ended.failure) is None:
-        return ended.reason
+        work = [f"rank {each.rank}: {one.kind} {one.name}" for each in ended.cut_off for one in each.work[:1]]
+        return ended.reason or (f"cut off: {'; '.join(work)}" if ended.cut_off else "")
     message = failure.message.splitlines()[0] if failure.message else ""
     name = failure.type_name.rpartition(".")[2]
     text = f"{name}: {message}" if name else message

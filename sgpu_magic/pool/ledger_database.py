@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sqlite3
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -41,7 +42,7 @@ MIGRATIONS: tuple[tuple[str, ...], ...] = (
         "ALTER TABLE runs ADD COLUMN kernel TEXT NOT NULL DEFAULT ''",
     ),
     (
-        # earlier runs have no meter: NULL
+        # NULL for earlier runs, which have no meter
         "ALTER TABLE runs ADD COLUMN user TEXT NOT NULL DEFAULT ''",
         "ALTER TABLE runs ADD COLUMN metered_at REAL",
         "ALTER TABLE runs ADD COLUMN hourly REAL",
@@ -62,9 +63,11 @@ Statement = tuple[str, Sequence[str | int | float]]
 """An SQL statement and its values."""
 
 _FILES = ("", "-wal", "-shm")
+# suffix of a ledger with a newer schema that an older version has moved aside
+_NEWER = re.compile(r"\.schema-(?P<version>[0-9]+)-[0-9]+")
 # `checkpoint` leaves a write-ahead log up to this size alone; SQLite truncates a larger one to it
 _LOG_BYTES = 1 << 20
-# each round checkpoints what was written during the one before
+# each round checkpoints what was written during the previous one
 _MOST_ROUNDS = 20
 
 
@@ -194,6 +197,10 @@ class LedgerDatabase:
     def _open(self) -> sqlite3.Connection:
         try:
             try:
+                for aside in self._usable_again():
+                    # closing it cleanly removes its log
+                    _connect(self._path).close()
+                    _take_back(aside, self._path)
                 return _connect(self._path)
             except _SetAside as aside:
                 self._set_aside(aside)
@@ -203,6 +210,15 @@ class LedgerDatabase:
                 f"the pool's ledger {self._path} can't be opened: {error}. Free space there, make it yours, "
                 f"or set SGPU_STATE_DIR to a directory on a local disk that is {SET_IN_NOTEBOOK}."
             ) from error
+
+    def _usable_again(self) -> list[Path]:
+        """Return the ledgers that an older version has moved aside and this one supports, the last one first."""
+        found: list[tuple[int, Path]] = []
+        for path in self._path.parent.glob(f"{self._path.name}.schema-*"):
+            match = _NEWER.fullmatch(path.name.removeprefix(self._path.name))
+            if match is not None and int(match["version"]) <= len(MIGRATIONS):
+                found.append((path.stat().st_mtime_ns, path))
+        return [path for _, path in sorted(found, reverse=True)]
 
     def _set_aside(self, why: _SetAside) -> None:
         number = 1
@@ -240,6 +256,22 @@ def _connect(path: Path) -> sqlite3.Connection:
             raise _SetAside("damaged", f"is damaged ({error})") from error
         raise
     return database
+
+
+def _take_back(earlier: Path, later: Path) -> None:
+    """Put an earlier ledger, with the rows of the later one after its own, in the place of the later one.
+
+    If it can't be read, both stay as they are.
+    """
+    with contextlib.suppress(sqlite3.Error, OSError, _SetAside):
+        with contextlib.closing(_connect(earlier)) as database:
+            names = ", ".join(row[1] for row in database.execute("PRAGMA table_info(runs)") if row[1] != "seq")
+            database.execute("ATTACH ? AS later", (str(later),))
+            database.execute("BEGIN IMMEDIATE")
+            database.execute(f"INSERT OR IGNORE INTO runs ({names}) SELECT {names} FROM later.runs ORDER BY seq")
+            database.execute("COMMIT")
+            database.execute("DETACH later")
+        os.replace(earlier, later)
 
 
 def _is_damage(error: sqlite3.Error) -> bool:

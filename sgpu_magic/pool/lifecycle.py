@@ -1,4 +1,4 @@
-"""One pool per user and machine: its lock, its address file, and its shutdown when idle."""
+"""One pool per state directory: its lock, its address file, and its shutdown when idle."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from pathlib import Path
 import msgspec
 
 from sgpu_magic import __version__
-from sgpu_magic.config import private_dir
+from sgpu_magic.config import SET_IN_NOTEBOOK, Settings, host_name, private_dir
 from sgpu_magic.errors import UsageError
-from sgpu_magic.files.whole_file import LOCK_FILE, HeldLock, take_lock, write_whole
-from sgpu_magic.system.processes import process_start
+from sgpu_magic.files.atomic_file import HeldLock, read_json, take_lock_or_none, write_whole
+from sgpu_magic.system.processes import boot_id, process_start
 from sgpu_magic.wire.pool_status import (
     PROTOCOL_VERSION,
     PoolAddress,
@@ -31,59 +31,110 @@ _WARN_BEFORE_S = 300.0
 
 
 class AlreadyRunning(Exception):
-    """Another pool of this user holds the lock."""
+    """Another pool has this state directory."""
+
+
+def placed(settings: Settings) -> Settings:
+    """Return settings that name the directory of the pool's sockets, for all its processes.
+
+    If no setting names it, the previous pool's directory is used, since its agent may wait there with its runs: the
+    environment of the session that starts this pool may name another one.
+    """
+    if settings.runtime_dir:
+        return settings
+    before = read_json(address_file(settings.state_path), PoolAddress)
+    runtime = settings.runtime_path
+    if before is not None and before.runtime:
+        with contextlib.suppress(OSError, UsageError):
+            if Path(before.runtime).is_dir():
+                runtime = private_dir(Path(before.runtime))
+    return msgspec.structs.replace(settings, runtime_dir=str(runtime))
 
 
 class PoolPresence:
-    """The pool's lock, socket path and address file.
+    """The pool's locks, socket path and address file.
+
+    A state directory has one pool: it is running while the lock there is held, and the address file beside the lock
+    names the directory of its sockets. A lock in that directory keeps two pools from sharing it.
 
     Args:
-        runtime: The private runtime directory.
-        state: The state directory. A lock in it remains when the runtime directory is removed while the pool runs, as
-            at a logout.
+        runtime: The private directory of sockets.
+        state: The state directory.
 
     Raises:
-        AlreadyRunning: Another pool holds the lock.
+        AlreadyRunning: Another pool has the state directory.
+        UsageError: The pool of another state directory has the directory of sockets.
     """
 
     def __init__(self, runtime: Path, state: Path) -> None:
         self._runtime = runtime
+        self._state = state
         self._lock: HeldLock | None = None
         self._state_lock: HeldLock | None = None
-        with contextlib.suppress(OSError):
-            # without it if the disk accepts no file
-            self._state_lock = _locked(lock_file(state))
+        self._withdrawn = False
         try:
-            self._lock = _locked(lock_file(runtime))
+            # if the state directory accepts no files, the runtime directory has the only lock and the address file
+            with contextlib.suppress(OSError):
+                self._state_lock = _locked(lock_file(state))
+            if (lock := take_lock_or_none(lock_file(runtime))) is None:
+                if self._state_lock is None or _state_of(runtime) == str(state):
+                    # the other pool's state directory was removed, and that pool is about to recreate it
+                    raise AlreadyRunning(f"another pool holds {lock_file(runtime)}")
+                raise UsageError(
+                    f"the pool of another state directory has its sockets in {runtime}. Set SGPU_RUNTIME_DIR to "
+                    f"another directory {SET_IN_NOTEBOOK}, or unset it: then each state directory has its own."
+                )
+            self._lock = lock
+            _name_state(lock, state)
         except BaseException:
             self._close()
             raise
-        self.socket_path = socket_file(runtime)
-        # what a killed pool left
-        for stale in (self.socket_path, address_file(runtime)):
-            stale.unlink(missing_ok=True)
+        # remove what a killed pool left behind
+        for stale in (self.socket_path, address_file(runtime), address_file(state)):
+            with contextlib.suppress(OSError):
+                stale.unlink(missing_ok=True)
 
-    def keep_in_place(self, listen: Callable[[], None], failed: Callable[[str, Exception], None]) -> None:
+    @property
+    def socket_path(self) -> Path:
+        return socket_file(self._runtime)
+
+    def keep_in_place(self, listen: Callable[[Path], None], failed: Callable[[str, Exception], None]) -> None:
         """Check regularly that clients can find the pool, and restore what was removed.
 
         Args:
             listen: Listens at the socket's path again.
             failed: Called with a sentence and the error when restoring fails; the next check tries again.
         """
-        if self._lock is None:
-            # the pool has withdrawn
+        if self._withdrawn or self._lock is None:
             return
         try:
             if not self._lock.is_at(lock_file(self._runtime)):
-                private_dir(self._runtime)
-                lock = _locked(lock_file(self._runtime))
-                self._lock.close()
-                self._lock = lock
-                listen()
+                self._replace_runtime()
+                listen(self.socket_path)
+                self.announce()
+            if self._state_lock is not None and not self._state_lock.is_at(lock_file(self._state)):
+                # the lock file was removed, or hidden by a mount
+                lock = _locked(lock_file(private_dir(self._state)))
+                self._state_lock.close()
+                self._state_lock = lock
+                self.announce()
+            if not any(address_file(place).exists() for place in (self._state, self._runtime)):
                 self.announce()
         except (OSError, UsageError, AlreadyRunning) as error:
-            failed("its runtime directory was removed and can't be recreated", error)
+            failed("one of its directories was removed and can't be recreated", error)
         asyncio.get_running_loop().call_later(_LOOK_S, self.keep_in_place, listen, failed)
+
+    def _replace_runtime(self) -> None:
+        try:
+            runtime = private_dir(self._runtime)
+        except (OSError, UsageError):
+            # for example, the system removes a user's runtime directory with its parent at logout
+            runtime = private_dir(Settings(state_dir=str(self._state)).runtime_path)
+        lock = _locked(lock_file(runtime))
+        _name_state(lock, self._state)
+        if self._lock is not None:
+            self._lock.close()
+        self._lock, self._runtime = lock, runtime
 
     def announce(self) -> None:
         """Write the address file, by which clients find the pool."""
@@ -93,19 +144,35 @@ class PoolPresence:
             protocol_version=PROTOCOL_VERSION,
             package_version=__version__,
             started_at=time.time(),
+            runtime=str(self._runtime),
+            host=host_name(),
+            boot=boot_id(),
         )
-        write_whole(address_file(self._runtime), msgspec.json.encode(address))
+        try:
+            if self._state_lock is None:
+                raise OSError("the state directory accepts no file")
+            write_whole(address_file(self._state), msgspec.json.encode(address))
+        except OSError:
+            # on a full disk, use the runtime directory: clients search it too
+            write_whole(address_file(self._runtime), msgspec.json.encode(address))
+
+    def conceal(self) -> None:
+        """Remove the address, so that clients wait for the end of this pool and start the next."""
+        self._withdrawn = True
+        for place in (self._state, self._runtime):
+            with contextlib.suppress(OSError):
+                address_file(place).unlink()
 
     def hand_over(self) -> None:
-        """Release the lock for the next pool, which finds the agent by its socket."""
-        with contextlib.suppress(OSError):
-            address_file(self._runtime).unlink()
+        """Release the locks for the next pool, which finds the agent where this address says."""
+        self._withdrawn = True
         self._close()
 
     def withdraw(self) -> None:
-        """Remove the address file and the sockets, then release the lock, which shows that the pool has ended."""
+        """Remove the address file and the sockets, then release the locks, which shows that the pool has ended."""
+        self.conceal()
         # the agent removes its own socket, unless it was killed
-        for path in (address_file(self._runtime), self.socket_path, agent_socket_file(self._runtime)):
+        for path in (self.socket_path, agent_socket_file(self._runtime)):
             with contextlib.suppress(OSError):
                 path.unlink()
         self._close()
@@ -117,8 +184,24 @@ class PoolPresence:
         self._lock = self._state_lock = None
 
 
+def _name_state(lock: HeldLock, state: Path) -> None:
+    """Write the state directory of the pool that owns a directory of sockets into the directory's lock file."""
+    # the lock is valid without this text, for example on a full disk
+    with contextlib.suppress(OSError):
+        os.ftruncate(lock.fileno(), 0)
+        os.pwrite(lock.fileno(), os.fsencode(state), 0)
+
+
+def _state_of(runtime: Path) -> str:
+    """Return the state directory of the pool that has its sockets in a directory; "" if it is unknown."""
+    try:
+        return os.fsdecode(lock_file(runtime).read_bytes())
+    except OSError:
+        return ""
+
+
 def _locked(path: Path) -> HeldLock:
-    if (lock := take_lock(path, wait=False, flags=LOCK_FILE)) is None:
+    if (lock := take_lock_or_none(path)) is None:
         raise AlreadyRunning(f"another pool holds {path}")
     return lock
 

@@ -1,8 +1,9 @@
 """What all parts of the service share, and how faults are contained: a fault costs one run or one reply.
 
-Every message from a client or a node is handled within a call of `Guard`. After a fault outside of `Guard`, the service
-exits and the next one adopts its runs: those with a living agent continue under it, queued ones are resubmitted by
-their notebooks, and all others are recorded as lost; their logs stay.
+Every message from a client, a node or a helper process is handled within a call of `Guard`. After a fault outside of
+`Guard`, the service exits and the next one adopts its runs: those with a living agent continue under it, queued ones
+are resubmitted by their notebooks, and all others are recorded as lost; their logs stay. A service that meets a fault
+soon after its start would pass it on for ever: its successor is degraded, which `Health` describes.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from sgpu_magic.config import Settings
-from sgpu_magic.errors import SgpuError
+from sgpu_magic.errors import PoolError, SgpuError
 from sgpu_magic.files.run_directory import read_spec
 from sgpu_magic.nodes.engine import Engine
 from sgpu_magic.pool.active_runs import ActiveRuns, PoolRun, submitted_fields
@@ -33,11 +34,14 @@ from sgpu_magic.wire.devices import Inventory
 from sgpu_magic.wire.events import Noted, RunEnded, Submitted
 from sgpu_magic.wire.node import HeldRun
 from sgpu_magic.wire.rank_events import Failure
+from sgpu_magic.wire.run import Owner
 
 # an inventory older than this is refreshed before a run is placed on real devices
 FRESH_S = 2.0
-# a status that is asked for every second is then at most two seconds old
+# a status that is requested every second is then at most two seconds old
 STATUS_FRESH_S = 1.0
+# must be less than the 15 s for which a client waits for its reply
+ANSWER_WITHIN_S = 8.0
 
 _TAKEN_OVER = "the pool service ended unexpectedly; a new one was started and has taken over the run"
 _LOST = "the pool service and the agent of its ranks ended unexpectedly"
@@ -47,6 +51,42 @@ _LOOK_S = 0.25
 
 class ServiceFault(Exception):
     """A fault of the service that belongs to no run."""
+
+
+class Health:
+    """Why this service starts no new runs. It still follows and ends existing ones.
+
+    Attributes:
+        problems: Sentences without a full stop, by the part of the service that each is about.
+    """
+
+    def __init__(self) -> None:
+        self.problems: dict[str, str] = {}
+
+    @property
+    def problem(self) -> str:
+        """All problems in one text; "" without any."""
+        return "; ".join(self.problems.values())
+
+    def report(self, part: str, problem: str) -> None:
+        """Record a part's problem; "" clears it."""
+        if not problem:
+            self.problems.pop(part, None)
+        elif self.problems.get(part) != problem:
+            self.problems[part] = problem
+            write_log(f"sgpu: no new run is started: {problem}\n")
+
+    def check(self) -> None:
+        """Refuse a new run while there is a problem.
+
+        Raises:
+            PoolError: There is one.
+        """
+        if self.problems:
+            raise PoolError(
+                f"the pool starts no new runs: {self.problem}. Its active runs continue. It accepts runs again when "
+                "this is over; to restart it, run `sgpu pool stop` (a served pool's operator restarts it)."
+            )
 
 
 class Guard:
@@ -101,12 +141,17 @@ class Guard:
             elif request := getattr(message, "request", 0):
                 self._server.refuse(client, request, self._words_of(error), "InternalError")
 
-    def for_nobody(self, call: Callable[[], None]) -> None:
-        """Pass on a node's reply. A fault drops this reply; clients wait for it with a deadline."""
+    def for_nobody(self, call: Callable[[], None], what: str = "a node's reply was dropped") -> None:
+        """Make a call that belongs to no run, such as passing on a node's reply, which clients await with a deadline.
+
+        Args:
+            call: The call.
+            what: What a fault costs, for the log.
+        """
         try:
             call()
         except Exception as error:  # noqa: BLE001
-            self.log("a node's reply was dropped", error)
+            self.log(what, error)
 
     def log(self, what: str, error: BaseException) -> None:
         """Write a fault into the service's log."""
@@ -129,20 +174,27 @@ class FreshInventory:
     def __init__(self, take: Callable[[], None]) -> None:
         self._take = take
         self.inventory = Inventory(host="")
-        # when it was taken; None before the first
+        # time at which `inventory` was taken; None before the first
         self._at: float | None = None
         self._waiting: list[Callable[[], None]] = []
 
     def taken(self, inventory: Inventory) -> list[Callable[[], None]]:
         """Store the newest inventory. Returns the calls that waited for it."""
         if inventory != self.inventory:
-            # all that is compared with it is compared quickly while it stays the same object
+            # keep the old object if nothing has changed: comparisons of identical objects are fast
             self.inventory = inventory
         self._at = time.monotonic()
         waiting, self._waiting = self._waiting, []
         return waiting
 
-    def when_fresh(self, call: Callable[[], None], fresh_s: float = FRESH_S) -> None:
+    @property
+    def is_known(self) -> bool:
+        """Whether the nodes have sent any inventory."""
+        return self._at is not None
+
+    def when_fresh(
+        self, call: Callable[[], None], fresh_s: float = FRESH_S, late: Callable[[], None] | None = None
+    ) -> None:
         """Call at once if the inventory is fresh, else after the nodes have sent a new one.
 
         Processes outside the pool may have begun to use real devices since the last inventory.
@@ -150,6 +202,7 @@ class FreshInventory:
         Args:
             call: The call.
             fresh_s: Age in seconds up to which an inventory counts as fresh.
+            late: Called instead when the nodes have not answered within `ANSWER_WITHIN_S`; None waits for them.
         """
         stays = all(device.simulated for device in self.inventory.devices)
         if self._at is not None and (stays or time.monotonic() - self._at < fresh_s):
@@ -158,6 +211,13 @@ class FreshInventory:
         if self._at is not None and not self._waiting:
             self._take()
         self._waiting.append(call)
+        if late is not None:
+            asyncio.get_running_loop().call_later(ANSWER_WITHIN_S, self._give_up, call, late)
+
+    def _give_up(self, call: Callable[[], None], late: Callable[[], None]) -> None:
+        if call in self._waiting:
+            self._waiting.remove(call)
+            late()
 
 
 class PoolParts(msgspec.Struct, frozen=True):
@@ -172,6 +232,7 @@ class PoolParts(msgspec.Struct, frozen=True):
         scheduler: Decides which run gets which devices.
         stock: The newest inventory of the nodes.
         guard: Makes calls and contains their faults.
+        health: Why no new run is started.
         feed: Feeds a stimulus to the scheduler and executes its instructions.
     """
 
@@ -183,6 +244,7 @@ class PoolParts(msgspec.Struct, frozen=True):
     scheduler: Scheduler
     stock: FreshInventory
     guard: Guard
+    health: Health
     feed: Callable[[Stimulus], None]
 
 
@@ -206,7 +268,7 @@ class Adoption:
 
     def take_over(self, held: Sequence[HeldRun]) -> None:
         self._pool.active.settled = True
-        # a session before the cells in it
+        # adopt a session before the cells in it
         for one in sorted(held, key=lambda one: bool(one.launch.spec.session)):
             self._pool.guard.for_run(one.launch.spec.run_id, functools.partial(self._adopt, one))
         adopted = {one.launch.spec.run_id for one in held}
@@ -240,14 +302,14 @@ class Adoption:
         if not log.seq:
             # a cell in a session is launched before its first event is written
             self._pool.active.tell(run, Submitted(spec=launch.spec), launch.spec.submitted_at)
-            placed = self._pool.active.billing.told(launch.lease, launch.spec.owner.host, ())
+            placed = self._pool.active.billing.placed_event(launch.lease, launch.spec.owner.host, ())
             self._pool.active.tell(run, placed, launched_at)
         if not self._pool.ledger.has(run.run_id):
             self._pool.ledger.record(launch.spec, run.state)
-        # its meter may have started with an earlier attempt
+        # the run's meter may have started with an earlier attempt
         metered_at, hourly = self._pool.active.billing.adopted(run, launch.lease, launched_at, now)
         if not (held.gone and run.ended):
-            # otherwise the earlier service knew that it was over, and may have given its devices to another run
+            # otherwise the earlier service knew that the run was over, and may have given its devices to another run
             freed = held.gone and not run.may_start_again
             self._pool.feed(sched.RunAdopted(run, launch.lease, metered_at, freed, hourly))
         if ended is None:
@@ -270,13 +332,13 @@ class Adoption:
         """End runs whose notebooks are dead or do not reconnect, as the earlier service would have done."""
         over = self._loop.time() > self._until
         for run_id, spec in list(self._pool.active.resubmittable.items()):
-            if over or not may_be_alive(spec.owner.pid, spec.owner.host):
+            if over or not _owner_may_live(spec.owner):
                 del self._pool.active.resubmittable[run_id]
                 self._close(run_id, _NOT_AGAIN)
         waits = bool(self._pool.active.resubmittable)
         for run in self._pool.active.going:
             if run.adopted and run.owner is None and not run.spec.detach and not run.ended:
-                if over or not may_be_alive(run.spec.owner.pid, run.spec.owner.host):
+                if over or not _owner_may_live(run.spec.owner):
                     self._pool.feed(sched.CancelRequested(run.run_id, OWNER_GONE))
                 else:
                     waits = True
@@ -291,11 +353,11 @@ class Adoption:
         if directory.is_dir():
             log = RunLog(directory, run_id)
             if log.ended is not None:
-                # it had ended, but its end was not recorded in the ledger
+                # the run had ended, but its end was not recorded in the ledger
                 ended = log.ended
             else:
                 if (row := self._pool.ledger.summary(run_id)) is not None and row.metered_at is not None:
-                    # the time of its ranks' death is unknown: stop its meter at the last event
+                    # the time at which the ranks died is unknown: stop the meter at the last event
                     gpu_s, cost = gpu_s_so_far(row, log.at), cost_so_far(row, log.at)
                     currency = row.currency if cost is not None else ""
                     ended = msgspec.structs.replace(ended, gpu_s=gpu_s, cost=cost, currency=currency)
@@ -307,3 +369,7 @@ class Adoption:
         meter = Metered(gpu_s=ended.gpu_s, cost=ended.cost)
         failure = in_one_line(ended) or None
         self._pool.ledger.update(run_id, state=ended.state, ended_at=time.time(), failure=failure, meter=meter)
+
+
+def _owner_may_live(owner: Owner) -> bool:
+    return may_be_alive(owner.pid, owner.host, owner.namespace)

@@ -20,7 +20,7 @@ from sgpu_magic.wire.base import OfRun, short
 from sgpu_magic.wire.client import AskRank, ClientMessage, KeepEnvironment, RestartRanks, StopPool, Submit, Warm
 from sgpu_magic.wire.pool_status import PoolStatus, RunSummary
 
-# a remote user's newest run is searched among this many
+# number of recent runs that are searched for a remote user's newest run
 _LOOK_BACK = 200
 
 
@@ -48,7 +48,7 @@ class Permissions:
             case KeepEnvironment(runs=runs):
                 return msgspec.structs.replace(message, runs=tuple(run for run in runs if self.may_see(client, run)))
             case Warm():
-                # its interpreter is on another machine
+                # the client's interpreter is on another machine
                 return None
             case StopPool() if not client.admin:
                 raise PoolError(
@@ -81,7 +81,7 @@ class Permissions:
         rows = tuple(row if row.user == client.user else _row_of_another(row) for row in status.runs)
         return msgspec.structs.replace(status, runs=rows)
 
-    # ------------------------------------------------------------ which run is meant
+    # ------------------------------------------------------------ resolving run IDs
 
     def to_follow(self, client: ConnectedClient, prefix: str) -> str:
         """Return the ID of the active or finished run that the client wants to follow.

@@ -15,8 +15,8 @@ from sgpu_magic.errors import SessionError, UsageError
 from sgpu_magic.pool.active_runs import PoolRun
 from sgpu_magic.pool.parts import PoolParts
 from sgpu_magic.pool.scheduling import stimuli as sched
+from sgpu_magic.pool.scheduling.queue_status import titled
 from sgpu_magic.pool.scheduling.run import named
-from sgpu_magic.pool.scheduling.words import titled
 from sgpu_magic.pool.server import ConnectedClient
 from sgpu_magic.system.message_stream import Pending
 from sgpu_magic.wire.base import RunKind, RunState, short
@@ -41,7 +41,7 @@ class RankRequests:
         self._pool = pool
         # never reused, so that late replies are ignored
         self._numbers = itertools.count(1)
-        # by number: the client, its message, and the run whose ranks were asked
+        # (client, its message, run whose ranks were asked) by number
         self._asked = Pending[int, tuple[ConnectedClient, AskStacks | AskRank | RestartRanks, str]]()
 
     # ------------------------------------------------------------ from clients
@@ -126,7 +126,7 @@ class RankRequests:
                 text = f"run {short(run_id)} ended before its ranks could be asked."
                 self._pool.server.refuse(client, message.request, text)
 
-    # ------------------------------------------------------------ within
+    # ------------------------------------------------------------ internals
 
     def _number(self, client: ConnectedClient, message: AskStacks | AskRank | RestartRanks, run_id: str) -> int:
         number = next(self._numbers)
@@ -203,9 +203,10 @@ class Forwarding:
         self._pool = pool
         self._find = find
         self._number = 0
-        # by the number that the nodes know them by
+        # keyed by the number that nodes use for the stream
         self._streams: dict[int, _Forwarded] = {}
-        self._by_client: dict[tuple[bytes, int], int] = {}
+        # keyed by client, not by ZeroMQ identity, which changes with each reconnection
+        self._by_client: dict[tuple[ConnectedClient, int], int] = {}
 
     # ------------------------------------------------------------ from clients
 
@@ -216,7 +217,7 @@ class Forwarding:
         if isinstance(message, OpenStream):
             self._open(client, message)
             return
-        if (number := self._by_client.get((client.identity, message.stream))) is None:
+        if (number := self._by_client.get((client, message.stream))) is None:
             return
         forwarded = self._streams[number]
         if not forwarded.watches:
@@ -253,7 +254,7 @@ class Forwarding:
                 text = f"run {short(run_id)} has ended"
                 self._pool.server.send(forwarded.client, StreamClosed(stream=forwarded.stream, problem=text))
 
-    # ------------------------------------------------------------ within
+    # ------------------------------------------------------------ internals
 
     def _open(self, client: ConnectedClient, message: OpenStream) -> None:
         """Open a stream, or close it at once with the reason why it can't be opened."""
@@ -266,7 +267,7 @@ class Forwarding:
         ranks_of = run.spec.session if run.spec.in_session else run.run_id
         forwarded = _Forwarded(client, message.stream, run.run_id, ranks_of, message.rank, message.watches)
         self._streams[self._number] = forwarded
-        self._by_client[client.identity, message.stream] = self._number
+        self._by_client[client, message.stream] = self._number
         order = msgspec.structs.replace(message, stream=self._number, run=ranks_of)
         self._pool.engine.forward(ranks_of, message.rank, order, ())
 
@@ -278,7 +279,7 @@ class Forwarding:
             return f"run {short(run.run_id)} has no ranks yet: it is {run.state}."
         if run.ended:
             return f"run {short(run.run_id)} has ended."
-        if (client.identity, message.stream) in self._by_client:
+        if (client, message.stream) in self._by_client:
             return f"the stream {message.stream} is already open."
         if sum(forwarded.client is client for forwarded in self._streams.values()) >= _MOST_OF_CLIENT:
             return f"this client has {_MOST_OF_CLIENT} connections open, the maximum."
@@ -297,4 +298,4 @@ class Forwarding:
 
     def _drop(self, number: int, forwarded: _Forwarded) -> None:
         self._streams.pop(number, None)
-        self._by_client.pop((forwarded.client.identity, forwarded.stream), None)
+        self._by_client.pop((forwarded.client, forwarded.stream), None)

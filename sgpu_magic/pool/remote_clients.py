@@ -24,7 +24,7 @@ from sgpu_magic.system.processes import write_log
 from sgpu_magic.system.secure_sockets import Admission, KeyPair, bound_to, secure_server, sender_of
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.base import Record
-from sgpu_magic.wire.client import Cancel, ClientMessage, Detach, Ping, Pong, RestartRanks, StopPool, Submit
+from sgpu_magic.wire.client import Cancel, ClientMessage, Detach, Ping, Pong, Refused, RestartRanks, StopPool, Submit
 from sgpu_magic.wire.files import FileRequest
 from sgpu_magic.wire.pool_status import AskBulk, Hello
 
@@ -32,15 +32,16 @@ from sgpu_magic.wire.pool_status import AskBulk, Hello
 _ONCE = (Submit, Cancel, Detach, RestartRanks, StopPool)
 # messages of one client that are queued here; further ones wait at the client
 _RECEIVED_AHEAD = 64
-# messages that are queued for one client; further ones are dropped, and `Pong.behind` tells it so
+# messages that are queued for one client; further ones are dropped, which `Pong.behind` reports
 _SENT_AHEAD = 10_000
-_MOST_OF_A_USER = 64
 _LONGEST_INSTANCE = 64
 _LOOK_S = 2.0
 _LINGER_MS = 1000
 
 _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 MOST_CONNECTIONS = 1000
+MOST_OF_A_USER = 64
+"""Clients of one user at once."""
 MOST_UNKNOWN = 200
 
 
@@ -97,7 +98,7 @@ class RemoteClients(Router):
         self._bulk: BulkPort | None = None
         if listening.bulk_port >= 0:
             try:
-                self._bulk = BulkPort(self.address, listening.bulk_port, self._heard_in_bulk)
+                self._bulk = BulkPort(self.address, listening.bulk_port, self._on_bulk_request)
             except OSError as error:
                 if listening.bulk_port:
                     raise UsageError(
@@ -105,7 +106,7 @@ class RemoteClients(Router):
                         "Choose another with the setting bulk_port."
                     ) from None
                 write_log(f"sgpu: there is no port for variables and files, which use the link: {error.strerror}\n")
-        # of messages with file data; 0 without one
+        # port for messages with file data; 0 without one
         self.bulk_port = self._bulk.port if self._bulk is not None else 0
         self._loop.add_reader(self._socket.fileno(), self._drain)
         self._timer = self._loop.call_later(self._look_s, self._look)
@@ -142,7 +143,7 @@ class RemoteClients(Router):
         self._admission.close()
         self._context.term()
 
-    # ------------------------------------------------------------ in
+    # ------------------------------------------------------------ incoming messages
 
     def _admits(self, key: str) -> bool:
         self._look_at_list()
@@ -151,14 +152,14 @@ class RemoteClients(Router):
     def _take(self, identity: bytes, message: ClientMessage, parts: Sequence[zmq.Frame]) -> None:
         key = sender_of(parts[0])
         if key not in self._clients.users:
-            # it was connected when its key was revoked
+            # the key was revoked while the client was connected
             return
         client = self._by_identity.get(identity)
         if isinstance(message, Hello):
             client = self._greet(identity, key, message, parts[0])
         if client is None or client.key != key:
             return
-        client.heard_at = time.monotonic()
+        client.received_at = time.monotonic()
         if isinstance(message, Ping):
             behind, client.behind = client.behind, False
             self._taken(client, [codec.encode(Pong(behind=behind))])
@@ -171,11 +172,11 @@ class RemoteClients(Router):
         else:
             self._on_message(client, message, [part.bytes for part in parts[1:]])
 
-    def _heard_in_bulk(self, client: ConnectedClient, message: FileRequest, frames: Sequence[bytes]) -> None:
+    def _on_bulk_request(self, client: ConnectedClient, message: FileRequest, frames: Sequence[bytes]) -> None:
         if client.key not in self._clients.users:
             self._cut_bulk(client)
             return
-        client.heard_at = time.monotonic()
+        client.received_at = time.monotonic()
         self._on_message(client, message, frames)
 
     def _cut_bulk(self, client: ConnectedClient) -> None:
@@ -183,16 +184,31 @@ class RemoteClients(Router):
             self._bulk.cut(client)
 
     def _greet(self, identity: bytes, key: str, hello: Hello, frame: zmq.Frame) -> ConnectedClient | None:
-        if (authorized := self._clients.users.get(key)) is None or not 0 < len(hello.instance) <= _LONGEST_INSTANCE:
+        if (authorized := self._clients.users.get(key)) is None:
+            return None
+        if not 0 < len(hello.instance) <= _LONGEST_INSTANCE:
+            self._refuse(
+                identity,
+                hello,
+                "The greeting names no valid instance of this client. Use a current version of sgpu-magic on this "
+                "machine.",
+            )
             return None
         if (client := self._known.get((key, hello.instance))) is None:
-            if sum(each.user == authorized.user for each in self._known.values()) >= _MOST_OF_A_USER:
-                write_log(f"sgpu: user {authorized.user} has {_MOST_OF_A_USER} notebooks here, the maximum\n")
+            if sum(each.user == authorized.user for each in self._known.values()) >= MOST_OF_A_USER:
+                write_log(f"sgpu: user {authorized.user} has {MOST_OF_A_USER} notebooks here, the maximum\n")
+                self._refuse(
+                    identity,
+                    hello,
+                    f"User {authorized.user} has {MOST_OF_A_USER} notebooks and commands connected to it, the most "
+                    "that it accepts. Shut down kernels that are no longer needed, then run the cell or the command "
+                    f"again; a notebook that ended without a goodbye counts for {self._timeout_s:g} s longer.",
+                )
                 return None
             client = ConnectedClient(identity, hello.pid, same_host=False, instance=hello.instance, key=key)
             self._known[key, hello.instance] = client
         else:
-            # it reconnects, and repeats on the new link what it had asked elsewhere
+            # the client has reconnected, and repeats its pending requests on the new link
             self._cut_bulk(client)
             self._by_identity.pop(client.identity, None)
             client.identity = identity
@@ -205,6 +221,11 @@ class RemoteClients(Router):
             self._limit.knows(descriptor)
         return client
 
+    def _refuse(self, identity: bytes, hello: Hello, why: str) -> None:
+        """Answer a greeting with a refusal. The client closes its connection, which stays an unknown one until then."""
+        client = ConnectedClient(identity, hello.pid, same_host=False)
+        self._taken(client, [codec.encode(Refused(request=0, error="PoolError", message=why))])
+
     # ------------------------------------------------------------ gone and revoked clients
 
     def _look(self) -> None:
@@ -212,7 +233,7 @@ class RemoteClients(Router):
         self._look_at_list()
         now = time.monotonic()
         for client in self.clients:
-            if now - client.heard_at > self._timeout_s:
+            if now - client.received_at > self._timeout_s:
                 self._cut(client)
                 self.drop(client)
                 self._on_gone(client)
@@ -279,7 +300,7 @@ class ConnectionLimit:
             self._known.discard(descriptor)
             self.unknown.pop(descriptor, None)
             if event["event"] == zmq.Event.ACCEPTED:
-                # it may be closed already, as a later event will report
+                # the connection may be closed already; a later event reports that
                 with contextlib.suppress(OSError):
                     self.unknown[descriptor] = os.fstat(descriptor).st_ino
         while self.unknown and (

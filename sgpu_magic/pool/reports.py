@@ -6,6 +6,7 @@ A failed group is restarted as often as its run allows (`instructions`).
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import Sequence
 
@@ -17,7 +18,7 @@ from sgpu_magic.pool.ledger import in_one_line
 from sgpu_magic.pool.parts import PoolParts
 from sgpu_magic.pool.scheduling import stimuli as sched
 from sgpu_magic.wire.base import FailureKind, RunState
-from sgpu_magic.wire.events import EnvironmentMoved, Noted, PayloadReleased, RanksStarted, RunEnded
+from sgpu_magic.wire.events import EnvironmentMoved, Noted, PayloadReleased, RanksRestarted, RanksStarted, RunEnded
 from sgpu_magic.wire.node import RunEvent
 from sgpu_magic.wire.rank_events import Failure
 
@@ -37,6 +38,8 @@ class Reports:
         self._pool = pool
         self._launches = launches
         self._unconfirmed: set[str] = set()
+        # whether a call of `_confirm_due` is scheduled
+        self._confirms = False
 
     def run_happened(self, event: RunEvent, frames: Sequence[bytes]) -> None:
         run = self._pool.active.speaker(event.run_id)
@@ -52,24 +55,24 @@ class Reports:
         self.confirm_later(run.run_id)
         match body:
             case PayloadReleased():
-                self._pool.active.tell(run, body, at, told=event)
+                self._pool.active.tell(run, body, at, report=event)
                 self._confirm()
                 self._pool.active.payload_released(run)
             case EnvironmentMoved(ready=True):
-                self._pool.active.tell(run, body, at, told=event)
+                self._pool.active.tell(run, body, at, report=event)
                 self._pool.feed(sched.RunMoved(run.run_id, RunState.STARTING))
             case RanksStarted():
                 if not run.spec.retries:
-                    run.let_payload_go()
+                    run.release_payload()
                 self._pool.ledger.update(run.run_id, started_at=at)
                 self._pool.active.billing.ranks_started(run, now)
-                self._pool.active.tell(run, body, at, told=event)
+                self._pool.active.tell(run, body, at, report=event)
                 self._pool.feed(sched.RunMoved(run.run_id, RunState.RUNNING))
             case RunEnded():
                 if (failed := self._launches.instead_of(run, body)) is not None:
-                    self._pool.active.tell(run, failed, at, told=event)
+                    self._pool.active.tell(run, failed, at, report=event)
                     return
-                # the report may be late, after a while without a pool service
+                # the report may be late if there was no pool service for a while
                 ended_at = now - max(0.0, time.time() - at)
                 queued_s = (run.placed_at or ended_at) - run.submitted_at
                 body = msgspec.structs.replace(body, queued_s=queued_s, total_s=ended_at - run.submitted_at)
@@ -80,6 +83,12 @@ class Reports:
                 self._pool.ledger.update(run.run_id, ended_at=at, failure=failure or None, meter=meter)
                 self._pool.feed(sched.RunMoved(run.run_id, body.state, failure, body.unstopped))
                 self._give_back(run)
+            case Noted(remaining=remaining) if remaining:
+                self._pool.active.tell(run, body, at, report=event)
+                self._pool.feed(sched.RanksRemain(run.run_id, remaining))
+            case RanksRestarted():
+                self._pool.active.tell(run, body, at, report=event)
+                self._pool.feed(sched.RanksRemain(run.run_id, ()))
             case _:
                 self._pool.active.tell(run, body, at, frames, event)
 
@@ -110,7 +119,7 @@ class Reports:
 
     def ranks_gone(self, run_id: str) -> None:
         self._confirm()
-        if (run := self._pool.active.get(run_id)) is not None and not self._launches.goes_on(run):
+        if (run := self._pool.active.get(run_id)) is not None and not self._launches.restart(run):
             if run.lost_node and not run.payload_over:
                 # the agent that would report this may be dead
                 self._pool.active.tell(run, PayloadReleased(kept=False, reason=run.lost_node), time.time())
@@ -141,35 +150,51 @@ class Reports:
         """End the runs of a lost node, or requeue them once none of their ranks is left on other nodes."""
         failure = _node_lost(why, host)
         lost = [run for run_id in run_ids if (run := self._pool.active.get(run_id)) is not None]
-        # cells before their sessions, whose end would cancel their fresh cells
+        # end cells before their sessions, whose end would cancel their fresh cells
         for run in sorted(lost, key=lambda run: not run.spec.session):
-            run.lost_node = why
-            if run.ended and self._pool.engine.far:
-                text = f"{why}; the run's files that had not reached the pool yet are lost"
+            self._pool.guard.for_run(run.run_id, functools.partial(self._lost_with_node, run, why, failure))
+
+    def _lost_with_node(self, run: PoolRun, why: str, failure: Failure) -> None:
+        run.lost_node = why
+        if run.ended and self._pool.engine.far:
+            text = f"{why}; the run's files that had not reached the pool yet are lost"
+            self._pool.active.tell(run, Noted(text=text), failure.at)
+        of_session = run.spec.session or run.is_session
+        if not of_session:
+            self._try_again(run, failure)
+            if run.failed and self._pool.engine.far:
+                text = (
+                    f"{why}; what its ranks there had written in this attempt is lost. The next attempt finds the "
+                    "checkpoints of earlier attempts, and what the other nodes have written"
+                )
                 self._pool.active.tell(run, Noted(text=text), failure.at)
-            of_session = run.spec.session or run.is_session
-            if not of_session:
-                self._try_again(run, failure)
-            if of_session or not run.failed:
-                self._pool.feed(sched.RunMoved(run.run_id, self._lose(run, failure), failure.message))
+        if of_session or not run.failed:
+            self._pool.feed(sched.RunMoved(run.run_id, self._lose(run, failure), failure.message))
 
     def nodes_lost(self, why: str) -> None:
         """End or restart the runs of the single agent, which died and was replaced; queued runs keep waiting."""
         self._unconfirmed.clear()
         failure = _node_lost(why, self._pool.stock.inventory.host)
         self._pool.active.memory_lost(why)
-        # before any lease is returned: then waiting runs are placed on the new agent at once, and the next cell would
-        # start in a session that still seems to run. Cells before their sessions, whose end would cancel fresh cells
+        # end these runs before any lease is returned: that places waiting runs on the new agent at once, and the next
+        # cell would start in a session that still seems to run. End cells first: the end of a session cancels its fresh
+        # cells
         had_ranks = [run for run in self._pool.active.going if run.placed_at is not None]
         of_sessions = [run for run in had_ranks if run.spec.session or run.is_session]
         for run in sorted(of_sessions, key=lambda run: not run.spec.session):
-            self._pool.feed(sched.RunMoved(run.run_id, self._lose(run, failure), failure.message))
+            self._pool.guard.for_run(run.run_id, functools.partial(self._end_in_session, run, failure), gone=True)
         for run in had_ranks:
-            self._try_again(run, failure)
-            if not self._launches.goes_on(run):
-                self._lose(run, failure)
-                self._over(run)
-                self._pool.active.forget(run.run_id)
+            self._pool.guard.for_run(run.run_id, functools.partial(self._lost_with_agent, run, failure), gone=True)
+
+    def _end_in_session(self, run: PoolRun, failure: Failure) -> None:
+        self._pool.feed(sched.RunMoved(run.run_id, self._lose(run, failure), failure.message))
+
+    def _lost_with_agent(self, run: PoolRun, failure: Failure) -> None:
+        self._try_again(run, failure)
+        if not self._launches.restart(run):
+            self._lose(run, failure)
+            self._over(run)
+            self._pool.active.forget(run.run_id)
 
     def _try_again(self, run: PoolRun, failure: Failure) -> None:
         """Mark a run that lost ranks for a restart if one is due, and tell its followers."""
@@ -193,9 +218,15 @@ class Reports:
 
     def confirm_later(self, run_id: str) -> None:
         """Confirm a run's events that are on disk, together with those of others."""
-        if not self._unconfirmed:
-            asyncio.get_running_loop().call_later(_CONFIRM_S, self._confirm)
+        if not self._confirms:
+            self._confirms = True
+            asyncio.get_running_loop().call_later(_CONFIRM_S, self._confirm_due)
         self._unconfirmed.add(run_id)
+
+    def _confirm_due(self) -> None:
+        # reset it first: later events are then confirmed even if this call fails
+        self._confirms = False
+        self._confirm()
 
     def _confirm(self) -> None:
         for run_id in self._unconfirmed:

@@ -15,13 +15,13 @@ from sgpu_magic.errors import PoolError, RunUnknown, UsageError
 from sgpu_magic.files.run_directory import read_spec
 from sgpu_magic.pool.file_requests import FileRequests
 from sgpu_magic.pool.lifecycle import Idleness
-from sgpu_magic.pool.parts import FRESH_S, STATUS_FRESH_S, PoolParts
+from sgpu_magic.pool.parts import STATUS_FRESH_S, PoolParts
 from sgpu_magic.pool.permissions import Permissions
 from sgpu_magic.pool.rank_requests import Forwarding, RankRequests
 from sgpu_magic.pool.scheduling import stimuli as sched
 from sgpu_magic.pool.server import ConnectedClient
 from sgpu_magic.pool.status import StatusReports
-from sgpu_magic.pool.submissions import KeptEnvironments, Submissions, ends_with_notebook
+from sgpu_magic.pool.submissions import EnvironmentStore, Submissions, ends_with_notebook
 from sgpu_magic.pool.tracker import Tracker
 from sgpu_magic.wire.base import OWNER_GONE, RunState, short
 from sgpu_magic.wire.client import (
@@ -61,9 +61,16 @@ from sgpu_magic.wire.files import (
     StreamTaken,
 )
 from sgpu_magic.wire.node import DetachRun, KillRanks
-from sgpu_magic.wire.pool_status import PROTOCOL_VERSION, AskBulk, AskStatus, Hello, Welcome
+from sgpu_magic.wire.pool_status import (
+    OLDEST_PROTOCOL_VERSION,
+    PROTOCOL_VERSION,
+    AskBulk,
+    AskStatus,
+    Hello,
+    Welcome,
+)
 
-# a stopping pool first sends its reply
+# delay of a pool's stop, so that its reply is sent first
 _ANSWER_FIRST_S = 0.05
 # longer than the default grace of 5 s for ranks that were asked to exit
 _RANKS_LEAVE_S, _RANKS_PAUSE_S = 6.0, 0.02
@@ -87,7 +94,7 @@ class Requests:
         self,
         pool: PoolParts,
         permissions: Permissions,
-        kept_environments: KeptEnvironments,
+        kept_environments: EnvironmentStore,
         files: FileRequests,
         tracker: Tracker,
         idleness: Idleness,
@@ -105,7 +112,7 @@ class Requests:
         self.ranks = RankRequests(pool)
         self.submissions = Submissions(pool, self.ranks.no_session, files)
 
-    def heard(self, client: ConnectedClient, asked: ClientMessage, frames: Sequence[bytes]) -> None:
+    def on_message(self, client: ConnectedClient, asked: ClientMessage, frames: Sequence[bytes]) -> None:
         """Handle a client's message.
 
         Raises:
@@ -113,7 +120,7 @@ class Requests:
         """
         if isinstance(asked, _OF_RUNS) and not self._pool.active.settled:
             # wait until the runs of an earlier service are adopted; a cancel must not overtake its run's submission
-            self._when_fresh(client, asked, lambda: self.heard(client, asked, frames))
+            self._when_fresh(client, asked, lambda: self.on_message(client, asked, frames))
             return
         match message := self._permissions.permitted(client, asked):
             case Hello():
@@ -159,7 +166,7 @@ class Requests:
             case AskStatus():
                 self._when_fresh(client, message, lambda: self._status.tell(client, message))
             case AskBlobs() | PutBlob() | ReadRunFile() | ListRunFiles():
-                self._files.heard(client, message, frames)
+                self._files.on_request(client, message, frames)
             case OpenStream() | StreamData() | StreamTaken() | StreamEnded() | StreamClosed():
                 self.forwarding.from_client(client, message, frames)
             case StopPool():
@@ -274,19 +281,35 @@ class Requests:
         self.ranks.ask_stacks(client, message, run)
 
     def _when_fresh(self, client: ConnectedClient, message: ClientMessage, call: Callable[[], None]) -> None:
-        fresh_s = STATUS_FRESH_S if isinstance(message, AskStatus) else FRESH_S
-        self._pool.stock.when_fresh(functools.partial(self._pool.guard.for_client, client, message, call), fresh_s)
+        def refuse() -> None:
+            raise PoolError(
+                "the pool's nodes have not answered yet. `%sgpu_status` shows when they have; start it again then."
+            )
+
+        for_client = functools.partial(self._pool.guard.for_client, client, message)
+        guarded = functools.partial(for_client, call)
+        match message:
+            case AskStatus():
+                # reply without an inventory if none arrives in time
+                self._pool.stock.when_fresh(guarded, STATUS_FRESH_S, late=guarded)
+            case Submit():
+                self._pool.stock.when_fresh(guarded, late=functools.partial(for_client, refuse))
+            case _:
+                self._pool.stock.when_fresh(guarded)
 
     def _welcome(self, client: ConnectedClient) -> Welcome:
         settings = self._pool.settings
+        sees_client = client.same_host and settings.environments == "auto"
         return Welcome(
             protocol_version=PROTOCOL_VERSION,
+            # the client's own Python runs the ranks with its version of this package: the agent supports no older one
+            oldest_protocol_version=PROTOCOL_VERSION if sees_client else OLDEST_PROTOCOL_VERSION,
             package_version=__version__,
             pid=os.getpid(),
             busy=bool(self._pool.active.going),
-            sees_client=client.same_host and settings.environments == "auto",
-            same_host=client.same_host,
-            near=client.same_host and not self._pool.engine.far,
+            sees_client=sees_client,
+            same_host=client.same_host and client.shares_pids,
+            near=client.same_host and client.shares_pids and not self._pool.engine.far,
             user=client.user,
             service=self._service_id,
             pool=settings.pool or "local",

@@ -29,7 +29,7 @@ from pathlib import Path
 import msgspec
 
 from sgpu_magic.config import Settings
-from sgpu_magic.files.whole_file import remove_tree, write_whole
+from sgpu_magic.files.atomic_file import remove_tree, write_whole
 from sgpu_magic.system.processes import write_log
 from sgpu_magic.tracking.store import is_unsent
 from sgpu_magic.wire.base import is_valid_id, short
@@ -48,6 +48,8 @@ _INTERVAL_S = 3600.0
 _REMOVING = ".removing-"
 _ZYGOTE = "zygote-"
 _BLOCK_BYTES = 512
+# a directory is measured again after this time, since changes deep inside it do not show in its own time
+_MEASURED_S = 24 * 3600.0
 
 
 class RunOnDisk(msgspec.Struct, frozen=True):
@@ -85,7 +87,7 @@ def choose_removals(runs: Iterable[RunOnDisk], settings: Settings, now: float) -
         now: Wall-clock time.
     """
     removals: list[tuple[str, Why]] = []
-    # by whether it is a cell in a session
+    # keyed by whether the run is a cell in a session
     beyond: dict[bool, Why] = {}
     kept = {False: 0, True: 0}
     kept_bytes = 0
@@ -135,6 +137,7 @@ class Retention:
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._sweep: asyncio.Task[None] | None = None
+        self._measurements = _Measurements()
         self._closing = threading.Event()
         # a single thread; the loop's default executor would start several over time
         self._thread = ThreadPoolExecutor(1, "sgpu-retention")
@@ -187,10 +190,10 @@ class Retention:
         run_in_thread = functools.partial(self._loop.run_in_executor, self._thread)
         directories = await run_in_thread(_named, settings.runs_path)
         uploads = await run_in_thread(_older, settings.state_path / "uploads", "", time.time() - _UPLOAD_STALE_S)
-        # asked before measuring: the last write of a run tells when it ended
+        # query this before measuring: the time of a run's last write is taken as its end
         ended = [path for path in directories if is_valid_id(path.name) and not self._is_live(path.name)]
         orphans = [path for path in uploads if not self._is_live(path.name.lstrip(".").partition(".")[0])]
-        runs = await run_in_thread(_measure_all, ended, frozenset(self._cells()))
+        runs = await run_in_thread(self._measurements.of, ended, frozenset(self._cells()))
         removals = choose_removals(runs, settings, time.time())
         await run_in_thread(self._remove, removals, orphans)
         if self._removed is not None:
@@ -259,9 +262,53 @@ def cap_log(path: Path, most_bytes: int) -> None:
         log.truncate(0)
 
 
-def _measure_all(directories: Iterable[Path], cells: Collection[str]) -> list[RunOnDisk]:
-    measured = ((path, *measure(path)) for path in directories)
-    return [RunOnDisk(path.name, at, size, path.name in cells, is_unsent(path)) for path, size, at in measured]
+class _Measured(msgspec.Struct, frozen=True):
+    """A run's measurement.
+
+    Args:
+        run: The run as it was measured.
+        changed_ns: When its directory had last changed.
+        measured_at: Wall-clock time of the measurement.
+    """
+
+    run: RunOnDisk
+    changed_ns: int
+    measured_at: float
+
+    def holds(self, changed_ns: int, now: float) -> bool:
+        """Whether it need not be made again: the run had ended a while before, and nothing is known to have changed."""
+        return (
+            changed_ns == self.changed_ns
+            and not self.run.unsent
+            and self.measured_at - self.run.ended_at >= JUST_ENDED_S
+            and 0 <= now - self.measured_at < _MEASURED_S
+        )
+
+
+class _Measurements:
+    """Measures ended runs. A directory whose run ended a while ago is measured again only when it has changed.
+
+    A cleanup follows each run, so its cost must not grow with the runs that are kept. Used in the retention's thread.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[str, _Measured] = {}
+
+    def of(self, directories: Iterable[Path], cells: Collection[str]) -> list[RunOnDisk]:
+        now = time.time()
+        known: dict[str, _Measured] = {}
+        for path in directories:
+            try:
+                changed_ns = os.lstat(path).st_mtime_ns
+            except OSError:
+                changed_ns = -1
+            found = self._known.get(path.name)
+            if found is None or not found.holds(changed_ns, now):
+                size, at = measure(path)
+                found = _Measured(RunOnDisk(path.name, at, size, unsent=is_unsent(path)), changed_ns, now)
+            known[path.name] = found
+        self._known = known
+        return [msgspec.structs.replace(found.run, is_cell=name in cells) for name, found in known.items()]
 
 
 def _older(folder: Path, prefix: str, before: float) -> list[Path]:

@@ -18,9 +18,9 @@ from sgpu_magic.wire.files import EVENTS
 from sgpu_magic.wire.node import RunEvent
 from sgpu_magic.wire.rank_events import DisplayPublished, MetricsLogged, OutputWritten, Sampled
 
-# the most that a run may hold in memory while the disk accepts nothing
+# limit for a run's events in memory while the disk accepts no writes
 _MOST_UNWRITTEN_BYTES = 16 << 20
-# the memory that an event takes at least
+# minimum memory that an event counts as
 _LEAST_BYTES = 1000
 # distance between remembered offsets in the file
 _MARK_BYTES = 1 << 18
@@ -94,19 +94,19 @@ class RunLog:
         at = bisect.bisect_right(self._marks, after, key=lambda mark: mark[0]) - 1
         return self._marks[at][1]
 
-    def append(self, body: EventBody, at: float, frames: Sequence[bytes] = (), told: RunEvent | None = None) -> Event:
+    def append(self, body: EventBody, at: float, frames: Sequence[bytes] = (), report: RunEvent | None = None) -> Event:
         """Number an event and store it.
 
         Args:
             body: The event's content.
             at: Its time, seconds since the epoch.
             frames: Its raw frames.
-            told: The agent's report of it; None for an event of the service.
+            report: The agent's report of it; None for an event of the service.
         """
         self.seq += 1
         event = Event(run_id=self._run_id, seq=self.seq, at=at, body=body)
-        if told is not None:
-            event = msgspec.structs.replace(event, number=told.number, part=told.part, joined=told.joined)
+        if report is not None:
+            event = msgspec.structs.replace(event, number=report.number, part=report.part, joined=report.joined)
         self._count(event)
         self.unwritten.append((event, frames))
         self._unwritten_bytes += _size(event, frames)
@@ -114,10 +114,10 @@ class RunLog:
             self._cut_oldest()
         return event
 
-    def skip(self, told: RunEvent) -> None:
+    def skip(self, report: RunEvent) -> None:
         """Count an agent's event as written without storing it."""
-        _count_number(self.numbers, told)
-        _count_number(self.written, told)
+        _count_number(self.numbers, report)
+        _count_number(self.written, report)
 
     def write(self) -> bool:
         """Write the unwritten events. Returns whether all of them are on disk now."""
@@ -165,7 +165,7 @@ class RunLog:
     def _failed(self, error: OSError) -> None:
         self.problem = error.strerror or str(error)
         if self._file >= 0:
-            # it may have been removed: the next attempt starts by creating the directory
+            # the file may have been removed: the next attempt starts by creating the directory
             os.close(self._file)
             self._file = -1
 

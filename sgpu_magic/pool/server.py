@@ -12,17 +12,19 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
 from sgpu_magic.files.run_directory import EventFile
 from sgpu_magic.pool.clients import ConnectedClient, Gone, Heard, Router
 from sgpu_magic.pool.remote_clients import Listening, RemoteClients
 from sgpu_magic.pool.run_log import RunLog
-from sgpu_magic.system.processes import is_alive, write_log
+from sgpu_magic.system.processes import Peer, is_alive, peer_of, write_log
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.base import Record
 from sgpu_magic.wire.client import ClientMessage, Notice, Refused
@@ -33,7 +35,8 @@ _NO_PIDFD_POLL_S = 1.0
 _SENT_AHEAD = 500
 _LINGER_MS = 500
 _SEND_AGAIN_S = 0.02
-# limits of what a lagging client gets in one turn, before other clients get theirs
+_LAST_MESSAGES_S = 0.1
+# limits per turn for a lagging client, so that other clients get their turn
 _TURN_EVENTS = 256
 _TURN_BYTES = 1 << 20
 
@@ -58,25 +61,25 @@ class Server(Router):
     def __init__(self, path: Path, on_message: Heard, on_gone: Gone, listening: Listening | None = None) -> None:
         # ZeroMQ buffers this many messages for a client that does not read; the rest waits here or in the runs' logs
         super().__init__(on_message, on_gone, received_ahead=0, sent_ahead=_SENT_AHEAD, linger_ms=_LINGER_MS)
-        self._path = path
-        self.listen_again()
+        self._monitor: zmq.Socket[bytes] | None = None
+        self.listen_again(path)
         self._loop.add_reader(self._socket.fileno(), self._drain)
         self._remote = None if listening is None else RemoteClients(listening, on_message, on_gone)
         self.address, self.bulk_port = (
             ("", 0) if self._remote is None else (self._remote.address, self._remote.bulk_port)
         )
 
-    def listen_again(self) -> None:
-        """Listen at the path: at startup, and again after the path was removed.
+    def listen_again(self, path: Path) -> None:
+        """Listen at a path: at startup, and again after the path was removed.
 
         Raises:
             OSError: The socket can't be bound.
         """
         try:
-            self._socket.bind(f"ipc://{self._path}")
+            self._socket.bind(f"ipc://{path}")
         except zmq.ZMQError as error:
-            raise OSError(error.errno, error.strerror, str(self._path)) from error
-        os.chmod(self._path, 0o600)
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        os.chmod(path, 0o600)
 
     @property
     def clients(self) -> list[ConnectedClient]:
@@ -121,6 +124,11 @@ class Server(Router):
         if self._remote is not None:
             self._remote.close()
         self._loop.remove_reader(self._socket.fileno())
+        if self._monitor is not None:
+            self._loop.remove_reader(self._monitor.fileno())
+            self._socket.disable_monitor()
+            self._monitor.close(0)
+            self._monitor = None
         for client in list(self._by_identity.values()):
             self._forget(client)
         self._socket.close()
@@ -128,15 +136,21 @@ class Server(Router):
 
     def _take(self, identity: bytes, message: ClientMessage, parts: Sequence[zmq.Frame]) -> None:
         if (client := self._by_identity.get(identity)) is None and isinstance(message, Hello):
-            client = self._greet(identity, message)
+            client = self._greet(identity, message, parts[0])
         if client is not None:
             self._on_message(client, message, [part.bytes for part in parts[1:]])
 
-    def _greet(self, identity: bytes, hello: Hello) -> ConnectedClient | None:
-        client = ConnectedClient(identity, hello.pid, user=hello.user)
-        if hasattr(os, "pidfd_open"):
+    def _greet(self, identity: bytes, hello: Hello, frame: zmq.Frame) -> ConnectedClient | None:
+        connection = _connection_of(frame)
+        peer = None if connection < 0 else _peer(connection)
+        # the pid in this process's PID namespace; the client may report another one
+        pid = hello.pid if peer is None else peer.pid
+        client = ConnectedClient(identity, pid, user=hello.user, shares_pids=pid == hello.pid)
+        if not pid:
+            self._end_with_connection(client, connection)
+        elif hasattr(os, "pidfd_open"):
             try:
-                client.pidfd = os.pidfd_open(hello.pid)
+                client.pidfd = os.pidfd_open(pid)
             except OSError:
                 return None
             self._loop.add_reader(client.pidfd, self._died, client)
@@ -144,6 +158,29 @@ class Server(Router):
             self._loop.call_later(_NO_PIDFD_POLL_S, self._poll, client)
         self._by_identity[identity] = client
         return client
+
+    def _end_with_connection(self, client: ConnectedClient, connection: int) -> None:
+        """Treat the end of the client's connection as its death: the process is not visible from here."""
+        if self._monitor is None:
+            self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+            self._loop.add_reader(self._monitor.fileno(), self._disconnected)
+        # first handle disconnects of earlier connections that had the same descriptor
+        self._disconnected()
+        client.connection = connection
+
+    def _disconnected(self) -> None:
+        while self._monitor is not None:
+            try:
+                ended = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))["value"]
+            except zmq.Again:
+                return
+            for client in [client for client in self._by_identity.values() if client.connection == ended]:
+                # the client's last messages, such as its goodbye, may not have been read yet
+                self._loop.call_later(_LAST_MESSAGES_S, self._connection_over, client)
+
+    def _connection_over(self, client: ConnectedClient) -> None:
+        if self._by_identity.get(client.identity) is client:
+            self._died(client)
 
     def _poll(self, client: ConnectedClient) -> None:
         if client.identity in self._by_identity and not is_alive(client.pid):
@@ -168,6 +205,19 @@ class Server(Router):
             self._forget(client)
         elif self._remote is not None:
             self._remote.drop(client)
+
+
+def _connection_of(frame: zmq.Frame) -> int:
+    """Return the descriptor of the connection on which a message came; -1 if it is unknown."""
+    try:
+        return int(frame.get(zmq.SRCFD))
+    except (zmq.ZMQError, ValueError):
+        return -1
+
+
+def _peer(connection: int) -> Peer | None:
+    with socket.socket(fileno=os.dup(connection)) as copy:
+        return peer_of(copy)
 
 
 # ---------------------------------------------------------------- events of runs

@@ -6,10 +6,13 @@ import asyncio
 import contextlib
 import functools
 import math
+import os
 import signal
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import msgspec
 
 from sgpu_magic.config import Settings
 from sgpu_magic.nodes.engine import Engine
@@ -20,7 +23,7 @@ from sgpu_magic.pool.file_requests import FileRequests
 from sgpu_magic.pool.instructions import Instructions, Launches
 from sgpu_magic.pool.ledger import Ledger
 from sgpu_magic.pool.lifecycle import Idleness, PoolPresence
-from sgpu_magic.pool.parts import Adoption, FreshInventory, Guard, PoolParts, ServiceFault
+from sgpu_magic.pool.parts import Adoption, FreshInventory, Guard, Health, PoolParts, ServiceFault
 from sgpu_magic.pool.permissions import Permissions
 from sgpu_magic.pool.remote_clients import Listening
 from sgpu_magic.pool.reports import Reports
@@ -30,8 +33,9 @@ from sgpu_magic.pool.scheduling import stimuli as sched
 from sgpu_magic.pool.scheduling.costs import tariff_of
 from sgpu_magic.pool.scheduling.scheduler import Scheduler
 from sgpu_magic.pool.server import ConnectedClient, Server
-from sgpu_magic.pool.submissions import KeptEnvironments
+from sgpu_magic.pool.submissions import EnvironmentStore
 from sgpu_magic.pool.tracker import Tracker
+from sgpu_magic.system.processes import write_log
 from sgpu_magic.wire.base import FailureKind, RunState
 from sgpu_magic.wire.client import ClientMessage, Goodbye
 from sgpu_magic.wire.costs import read_limits
@@ -40,11 +44,21 @@ from sgpu_magic.wire.node import Answered, HeldRun, RunEvent, SessionRanksRestar
 from sgpu_magic.wire.pool_status import AskStatus, Hello
 from sgpu_magic.wire.rank_events import RankStack
 
-# how long a queued run may not notice that a GPU came free outside the pool; a look takes some 20 ms on each node
+# interval at which queued runs check for GPUs that became free outside the pool; a query takes 20 ms on each node
 _QUEUE_REFRESH_S = 1.0
 _MANY_NODES_REFRESH_S = 5.0
-# a service that failed sooner than this would meet the same fault again, so no new one is started
+# a service that failed sooner than this would meet the same fault again, so its successor is degraded
 _SHORT_LIFE_S = 5.0
+# a degraded service accepts new runs again after this long without a fault
+_PROBATION_S = 60.0
+EARLIER_FAULT = "SGPU_SERVICE_FAULT"
+"""The environment variable that passes its predecessor's fault to a degraded service."""
+
+_IGNORED = "a report of the engine was ignored"
+
+
+def _words_of(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 class PoolService:
@@ -56,10 +70,18 @@ class PoolService:
         engine: Where its ranks run; started here.
         listening: Where the pool listens for clients on other machines; None for a local pool. A pool that listens
             never ends for being idle.
+        earlier_fault: The fault that ended the service before this one soon after its start; "" for none. With one
+            this service is degraded: it adopts, follows and ends runs, refuses new ones, and survives further faults.
     """
 
     def __init__(
-        self, settings: Settings, presence: PoolPresence, engine: Engine, listening: Listening | None = None
+        self,
+        settings: Settings,
+        presence: PoolPresence,
+        engine: Engine,
+        listening: Listening | None = None,
+        *,
+        earlier_fault: str = "",
     ) -> None:
         self._presence = presence
         self._engine = engine
@@ -81,8 +103,12 @@ class PoolService:
         self.ready = asyncio.Event()
         # why no run can start here any more; "" while runs can
         self.broken_why = ""
+        self._health = Health()
+        self._probation: asyncio.TimerHandle | None = None
+        if earlier_fault:
+            self._degrade(earlier_fault)
         self._loop.set_exception_handler(self._broken)
-        server = self._server = Server(presence.socket_path, self._heard, self._gone, listening)
+        server = self._server = Server(presence.socket_path, self._on_message, self._on_disconnect, listening)
         self.address, self.bulk_port = server.address, server.bulk_port
         billing = Billing(self._ledger, tariff)
         self._active = ActiveRuns(self._ledger, settings.runs_path, server.send, server.offer, billing)
@@ -90,9 +116,18 @@ class PoolService:
         where = local_log if listening is None else "its operator's log has the details"
         self._guard = Guard(server, self._active, where)
         parts = PoolParts(
-            settings, server, engine, self._ledger, self._active, self._scheduler, self._stock, self._guard, self.feed
+            settings,
+            server,
+            engine,
+            self._ledger,
+            self._active,
+            self._scheduler,
+            self._stock,
+            self._guard,
+            self._health,
+            self.feed,
         )
-        self._kept = KeptEnvironments(settings.state_path / "environment-files", settings.runs_path)
+        self._kept = EnvironmentStore(settings.state_path / "environment-files", settings.runs_path)
         self._launches = Launches(parts, self._kept)
         self._reports = Reports(parts, self._launches)
         self._adoption = Adoption(parts)
@@ -109,8 +144,10 @@ class PoolService:
         self._retention = Retention(settings, self._is_live, self._ledger.cells, removed=self._looked_after)
         presence.keep_in_place(server.listen_again, self._guard.log)
         engine.start(self)
-        for number in (signal.SIGTERM, signal.SIGHUP):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
             self._loop.add_signal_handler(number, self.stop)
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            self._loop.add_signal_handler(number, engine.relay_signal, number)
 
     def stop(self) -> None:
         if not self.finished.done():
@@ -118,63 +155,102 @@ class PoolService:
 
     def _broken(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """Handle a fault that belongs to no run: leave all ranks to the next service."""
-        if (error := context.get("exception")) is None:
+        error = context.get("exception")
+        if error is None or isinstance(error, msgspec.DecodeError):
+            # a process sent malformed data: only that message is lost
             loop.default_exception_handler(context)
+        elif self._probation is not None:
+            self._guard.log("it goes on, without new runs, as the service before it ended for a fault too", error)
+            self._degrade(_words_of(error))
         else:
             self._guard.log("it ends, and the next one takes over its runs", error)
             if not self.finished.done():
-                self.finished.set_exception(ServiceFault(str(error)))
+                self.finished.set_exception(ServiceFault(_words_of(error)))
 
-    def leave(self) -> bool:
-        """Release the pool for the next service and keep all ranks running. Returns whether to start it at once."""
-        with contextlib.suppress(Exception):
-            self._ledger.close()
-        self._presence.hand_over()
-        return time.monotonic() - self._begun_at > _SHORT_LIFE_S
+    def _degrade(self, fault: str) -> None:
+        """Refuse new runs until there has been no fault for a while."""
+        if self._probation is not None:
+            self._probation.cancel()
+        self._health.report("service", f"its service failed right after its start ({fault})")
+        self._probation = asyncio.get_running_loop().call_later(_PROBATION_S, self._recover)
+
+    def _recover(self) -> None:
+        self._probation = None
+        self._health.report("service", "")
+
+    def leave(self, fault: str, start_next: Callable[[], None]) -> NoReturn:
+        """Release the pool for the next service, start that one, and exit as if killed, so that all ranks continue.
+
+        Nothing may prevent the exit: the caller would go on to end the runs. If no process can be started, a client
+        starts the next service, or the agent does for a detached run.
+
+        Args:
+            fault: Why this service ends.
+            start_next: Starts the next service; finds the fault in the environment if that one is to be degraded.
+        """
+        try:
+            with contextlib.suppress(Exception):
+                self._ledger.close()
+            self._presence.hand_over()
+            if time.monotonic() - self._begun_at < _SHORT_LIFE_S:
+                os.environ[EARLIER_FAULT] = fault
+            start_next()
+        except BaseException as error:  # noqa: BLE001  the exit below is the purpose
+            write_log("the next pool service can't be started from here: ", error)
+        finally:
+            os._exit(1)
 
     def close(self) -> None:
         """End all runs and their ranks, tell their clients, and withdraw the pool's address."""
+        self._presence.conceal()
         self._idleness.close()
         self._retention.close()
-        self._end_all(RunState.CANCELLED, "the pool was stopped", FailureKind.INTERNAL)
-        self._files.close()
-        self._server.close()
-        self._engine.close()
-        self._tracker.close()
-        self._ledger.close()
-        self._presence.withdraw()
+        steps = (
+            lambda: self._end_all(RunState.CANCELLED, "the pool was stopped", FailureKind.INTERNAL),
+            self._files.close,
+            self._server.close,
+            self._engine.close,
+            self._tracker.close,
+            self._ledger.close,
+            self._presence.withdraw,
+        )
+        for step in steps:
+            # a step that fails must not prevent the end of the ranks
+            self._guard.for_nobody(step, "a part of the service did not end properly")
 
     # ------------------------------------------------------------ from and to clients
 
-    def _heard(self, client: ConnectedClient, message: ClientMessage, frames: Sequence[bytes]) -> None:
+    def _on_message(self, client: ConnectedClient, message: ClientMessage, frames: Sequence[bytes]) -> None:
         if not isinstance(message, Hello | AskStatus):
             self._idleness.touched()
-        self._guard.for_client(client, message, lambda: self._requests.heard(client, message, frames))
+        self._guard.for_client(client, message, lambda: self._requests.on_message(client, message, frames))
 
-    def _gone(self, client: ConnectedClient) -> None:
+    def _on_disconnect(self, client: ConnectedClient) -> None:
         self._guard.for_client(client, Goodbye(), lambda: self._requests.client_gone(client))
 
     # ------------------------------------------------------------ from the engine (EngineListener)
 
     def node_found(self, inventory: Inventory, held: Sequence[HeldRun]) -> None:
+        self._guard.for_nobody(lambda: self._found(inventory, held), _IGNORED)
+
+    def _found(self, inventory: Inventory, held: Sequence[HeldRun]) -> None:
         if not self._active.settled:
             self._adoption.take_over(held)
             for run in self._active.going:
-                self._guard.for_run(run.run_id, functools.partial(self._goes_on, run))
+                self._guard.for_run(run.run_id, functools.partial(self._resume, run))
             self._tracker.look_for_leftovers()
             self._retention.schedule()
         self.inventory_taken(inventory)
 
-    def _goes_on(self, run: PoolRun) -> None:
+    def _resume(self, run: PoolRun) -> None:
         self._tracker.follow(run)
         self._files.hold(run.submit)
 
     def inventory_taken(self, inventory: Inventory) -> None:
         waiting = self._stock.taken(inventory)
         self.ready.set()
-        self.feed(sched.InventoryChanged(inventory))
-        for call in waiting:
-            call()
+        for call in (functools.partial(self.feed, sched.InventoryChanged(inventory)), *waiting):
+            self._guard.for_nobody(call, _IGNORED)
 
     def run_happened(self, event: RunEvent, frames: Sequence[bytes]) -> None:
         self._guard.for_run(event.run_id, lambda: self._reports.run_happened(event, frames))
@@ -210,17 +286,30 @@ class PoolService:
 
     def lease_refused(self, run_id: str, uuids: tuple[str, ...], why: str) -> None:
         # deferred, as above
-        self._loop.call_soon(self.feed, sched.LeaseRefused(run_id, uuids, why))
+        refused = functools.partial(self.feed, sched.LeaseRefused(run_id, uuids, why))
+        self._loop.call_soon(self._guard.for_run, run_id, refused)
 
     def runs_lost(self, run_ids: Sequence[str], why: str, host: str) -> None:
         for run_id in run_ids:
-            self._requests.ranks_gone(run_id)
-        self._reports.runs_lost(run_ids, why, host)
+            self._guard.for_run(run_id, functools.partial(self._requests.ranks_gone, run_id))
+        self._guard.for_nobody(lambda: self._reports.runs_lost(run_ids, why, host), _IGNORED)
 
     def nodes_lost(self, why: str) -> None:
         for run in self._active.going:
-            self._requests.ranks_gone(run.run_id)
-        self._reports.nodes_lost(why)
+            self._guard.for_run(run.run_id, functools.partial(self._requests.ranks_gone, run.run_id))
+        self._guard.for_nobody(lambda: self._reports.nodes_lost(why), _IGNORED)
+
+    def degraded(self, why: str) -> None:
+        self._health.report("engine", why)
+
+    def failed(self, run_id: str, error: Exception) -> None:
+        def fail() -> None:
+            raise error
+
+        if run_id:
+            self._guard.for_run(run_id, fail)
+        else:
+            self._guard.for_nobody(fail, _IGNORED)
 
     def broken(self, why: str) -> None:
         """End all runs and the pool: no agent is left, so nothing can run here any more."""
@@ -231,7 +320,8 @@ class PoolService:
     def _end_all(self, state: RunState, why: str, kind: FailureKind) -> None:
         for run in self._active.going:
             if run.log is not None and not run.ended:
-                self._active.end_without_ranks(run, state, why, kind)
+                end = functools.partial(self._active.end_without_ranks, run, state, why, kind)
+                self._guard.for_nobody(end, f"the end of run {run.run_id} is not recorded")
 
     def feed(self, stimulus: sched.Stimulus) -> None:
         try:
@@ -241,12 +331,12 @@ class PoolService:
                 self._scheduler.drop(stimulus.run.run_id)
             raise
         for instruction in instructions:
-            self._guard.for_run(instruction.run_id, functools.partial(self._instructions.obey, instruction))
+            self._guard.for_run(instruction.run_id, functools.partial(self._instructions.execute, instruction))
         self._set_deadline()
 
     def _forgotten(self, run_id: str) -> None:
         self._tracker.over(run_id)
-        self._files.let_go(run_id)
+        self._files.release(run_id)
 
     def _looked_after(self) -> None:
         self._kept.remove_unlinked()

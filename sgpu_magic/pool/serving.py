@@ -12,7 +12,6 @@ import getpass
 import importlib.util
 import os
 import re
-import signal
 import sys
 from pathlib import Path
 
@@ -24,10 +23,10 @@ from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError, SgpuError, UsageError
 from sgpu_magic.nodes.engine import Engine
 from sgpu_magic.pool.clients import AuthorizedClients
-from sgpu_magic.pool.lifecycle import AlreadyRunning, PoolPresence
+from sgpu_magic.pool.lifecycle import AlreadyRunning, PoolPresence, placed
 from sgpu_magic.pool.parts import ServiceFault
 from sgpu_magic.pool.remote_clients import Listening
-from sgpu_magic.pool.service import PoolService
+from sgpu_magic.pool.service import EARLIER_FAULT, PoolService
 from sgpu_magic.system import processes
 from sgpu_magic.system.secure_sockets import KeyPair, kept_key_pair, reached_at
 from sgpu_magic.wire.client import Warm
@@ -44,13 +43,15 @@ ENGINES = ("local", "ray")
 
 def main() -> None:
     try:
-        settings = engine_settings(sys.argv[1], config.load_settings())
+        settings = placed(engine_settings(sys.argv[1], config.load_settings()))
         for path in (settings.runtime_path, settings.state_path, settings.runs_path):
             config.private_dir(path)
     except SgpuError as error:
         sys.exit(f"sgpu: {error.message}")
     try:
         presence = PoolPresence(settings.runtime_path, settings.state_path)
+    except SgpuError as error:
+        sys.exit(f"sgpu: {error.message}")
     except AlreadyRunning:
         sys.exit(
             f"sgpu: a pool named {settings.pool} is already running on {config.host_name()} as this user. Stop it "
@@ -64,7 +65,7 @@ def main() -> None:
     except SgpuError as error:
         sys.exit(f"sgpu: {error.message}")
     finally:
-        processes.kill_descendants()
+        processes.end_children()
 
 
 def pool_keys(state: Path) -> KeyPair:
@@ -82,7 +83,7 @@ async def _serve(engine_name: str, settings: Settings, presence: PoolPresence) -
     listening = Listening(settings.listen, keys, clients, settings.link_timeout_s, settings.bulk_port)
     engine = make_engine(engine_name, settings)
     try:
-        service = PoolService(settings, presence, engine, listening)
+        service = PoolService(settings, presence, engine, listening, earlier_fault=os.environ.pop(EARLIER_FAULT, ""))
     except (zmq.ZMQError, SgpuError) as error:
         engine.close()
         presence.withdraw()
@@ -92,22 +93,18 @@ async def _serve(engine_name: str, settings: Settings, presence: PoolPresence) -
             f"the pool can't listen at {settings.listen}: {error.strerror or error}. Choose another with --listen "
             "tcp://0.0.0.0:PORT, or see what listens there with `ss -ltnp`."
         ) from None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, service.stop)
     presence.announce()
     saying = asyncio.create_task(_say_when_ready(settings, engine_name, service, listening))
     try:
         await service.finished
-    except ServiceFault:
+    except ServiceFault as fault:
         # clients reconnect to the same port, even if --listen asked for any free one
         os.environ["SGPU_LISTEN"] = service.address
-        if not service.leave():
-            os._exit(1)
         # exec in place, so that a supervisor sees no exit; descriptors close on exec
-        sys.stderr.flush()
-        os.execv(sys.executable, [sys.executable, "-m", "sgpu_magic.pool.serving", engine_name])
-    finally:
-        saying.cancel()
-        service.close()
+        command = [sys.executable, "-m", "sgpu_magic.pool.serving", engine_name]
+        service.leave(str(fault), lambda: os.execv(sys.executable, command))
+    saying.cancel()
+    service.close()
     if service.broken_why:
         raise PoolError(service.broken_why)
 
@@ -157,7 +154,8 @@ def served_settings(settings: Settings, name: str) -> Settings:
         settings,
         pool=name,
         state_dir=str(settings.state_path / "pools" / name),
-        runtime_dir=str(settings.runtime_path / name),
+        # by default each state directory has its own runtime directory
+        runtime_dir=str(Path(settings.runtime_dir) / name) if settings.runtime_dir else "",
     )
 
 

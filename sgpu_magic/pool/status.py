@@ -20,7 +20,8 @@ from sgpu_magic.wire.pool_status import AskStatus, PoolStatus, RunSummary, chang
 # a larger difference between the clocks means that the wall clock was set
 _STEP_S = 1.0
 
-_Added = tuple[tuple[int, str] | None, float | None, float | None]
+_Published = tuple[int | None, str]
+_Added = tuple[_Published | None, float | None, float | None]
 _NOTHING: _Added = (None, None, None)
 
 
@@ -51,7 +52,9 @@ class StatusReports:
     def _status(self, question: AskStatus) -> PoolStatus:
         """Return the status, newest runs first, with queue positions and the end times of idle sessions."""
         pool, scheduler = self._pool, self._pool.scheduler
-        waiting = scheduler.waiting()
+        waiting: Mapping[str, _Published] = scheduler.waiting()
+        if held := scheduler.held_by_remaining():
+            waiting = {**{run_id: (None, text) for run_id, text in held.items()}, **waiting}
         rows = pool.ledger.recent(question.recent)
         if question.recent:
             # active runs are shown even if more recent runs exceed the limit
@@ -61,6 +64,7 @@ class StatusReports:
         wall = time.time() - time.monotonic()
         quiet = {run.run_id: scheduler.quiet_until(run) for run in scheduler.runs if run.quiet_since is not None}
         ends = {session: float(round(wall + until)) for session, until in quiet.items() if until is not None}
+        nodes = "" if pool.stock.is_known else "its nodes have not answered yet"
         began = {run.run_id: wall + run.meter.since for run in scheduler.runs if run.meter.since is not None}
         return PoolStatus(
             request=question.request,
@@ -72,7 +76,7 @@ class StatusReports:
             cpu_slots_free=scheduler.cpu_slots_free,
             runs=self._rows.of(rows, waiting, ends, began),
             clients=len(pool.server.clients),
-            problem=pool.ledger.problem,
+            problem="; ".join(text for text in (pool.health.problem, pool.ledger.problem, nodes) if text),
             idle_ends_at=self._idleness.ends_at,
             budget=budget_state(scheduler.budget, scheduler.runs, pool.settings.currency, time.monotonic()),
             version=str(next(self._versions)),
@@ -83,13 +87,13 @@ class RowsWithTimes:
     """Adds to rows of the ledger what only the scheduler knows. Rows with the same additions stay the same objects."""
 
     def __init__(self) -> None:
-        # by run: the ledger's row, what was added to it, and the result
+        # (ledger's row, what was added to it, result) by run
         self._made: dict[str, tuple[RunSummary, _Added, RunSummary]] = {}
 
     def of(
         self,
         rows: Iterable[RunSummary],
-        waiting: Mapping[str, tuple[int, str]],
+        waiting: Mapping[str, _Published],
         ends: Mapping[str, float],
         began: Mapping[str, float],
     ) -> tuple[RunSummary, ...]:
@@ -97,7 +101,7 @@ class RowsWithTimes:
 
         Args:
             rows: Rows of the ledger.
-            waiting: Queue position and reason, by run.
+            waiting: Queue position and reason, by run; for a run whose ranks do not end, which those are.
             ends: When idle sessions end, seconds since the epoch, by run.
             began: When metering began by the clock of now, seconds since the epoch, by run.
         """
@@ -120,8 +124,8 @@ class RowsWithTimes:
 
 
 def _with(
-    row: RunSummary, told: tuple[int, str] | None, idle_ends_at: float | None, metered_at: float | None
+    row: RunSummary, published: _Published | None, idle_ends_at: float | None, metered_at: float | None
 ) -> RunSummary:
-    position, waiting_for = told or (None, "")
+    position, waiting_for = published or (None, "")
     metered_at = row.metered_at if metered_at is None else metered_at
     return replace(row, metered_at=metered_at, position=position, waiting_for=waiting_for, idle_ends_at=idle_ends_at)

@@ -22,9 +22,9 @@ import msgspec
 
 from sgpu_magic.config import SEVEN_DAYS_S, private_dir
 from sgpu_magic.errors import PoolError, SessionError, UsageError
+from sgpu_magic.files.atomic_file import has_content, link_or_copy, write_whole
 from sgpu_magic.files.content_store import store_name
 from sgpu_magic.files.run_directory import why_no_run
-from sgpu_magic.files.whole_file import has_content, link_or_copy, write_whole
 from sgpu_magic.packages.distributions import is_valid_digest
 from sgpu_magic.pool.active_runs import PoolRun
 from sgpu_magic.pool.file_requests import FileRequests, names_files
@@ -138,6 +138,8 @@ class Submissions:
             raise UsageError(problem)
         if not again and (problem := why_no_run(self._pool.settings.runs_path)):
             raise PoolError(problem)
+        if not again and not spec.session:
+            self._pool.health.check()
         if spec.session and not self._has_session(client, submit, frames):
             return
         spec = msgspec.structs.replace(spec, submitted_at=time.time() if again is None else again.submitted_at)
@@ -168,7 +170,7 @@ class Submissions:
         if environment is not None and self._pool.engine.builds(run.submit.interpreter, environment):
             self._pool.engine.end_run(run.run_id, RunState.CANCELLED, "")
 
-    # ------------------------------------------------------------ within
+    # ------------------------------------------------------------ internals
 
     def _has_session(self, client: ConnectedClient, submit: Submit, frames: Sequence[bytes]) -> bool:
         """Whether the cell's session exists. If it may be resubmitted, the cell's submission is retried later.
@@ -189,7 +191,7 @@ class Submissions:
 # ---------------------------------------------------------------- files that describe environments
 
 
-class KeptEnvironments:
+class EnvironmentStore:
     """The files of all environments that runs had. Used from one thread only.
 
     Args:
@@ -272,5 +274,5 @@ def _is_linked(folder: Path) -> bool:
     with contextlib.suppress(OSError):
         paths = list(folder.iterdir()) if folder.is_dir() else [folder]
         return any(not path.is_dir() and path.lstat().st_nlink > 1 for path in paths)
-    # kept, since it can't be read
+    # count an unreadable folder as linked, so that it is kept
     return True

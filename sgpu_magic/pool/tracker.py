@@ -19,6 +19,7 @@ from sgpu_magic.files.run_directory import read_spec
 from sgpu_magic.nodes.engine import Engine
 from sgpu_magic.pool.active_runs import ActiveRuns, PoolRun
 from sgpu_magic.pool.tracker_process import TrackerProcess
+from sgpu_magic.system.processes import write_log
 from sgpu_magic.tracking.store import Progress, load_progress, opening, save_progress, unsent
 from sgpu_magic.wire.base import RunState, is_valid_id, short
 from sgpu_magic.wire.events import Noted, Tracked
@@ -40,11 +41,11 @@ _LEFTOVERS_S = 15.0
 # with `track = "auto"`, runs that end sooner without failing are not tracked
 _MATTERS_S = 5.0
 _CLOSE_S = 1.5
-# variables that say what is written, not where and by whom
+# variables that select the MLflow run and experiment, not the store or the user
 _OF_A_RUN = {"MLFLOW_RUN_ID", "MLFLOW_EXPERIMENT_ID", "MLFLOW_EXPERIMENT_NAME", "MLFLOW_RUN_NAME"}
 NOT_TRACKED = "the run is not tracked"
 
-_Key = tuple[str, str, tuple[tuple[str, str], ...]]
+_Key = tuple[str, str, str, tuple[tuple[str, str], ...]]
 
 
 class _Entry(msgspec.Struct):
@@ -113,7 +114,7 @@ class Tracker:
         """Write a run to MLflow in any case, because a client asked for its MLflow run ID."""
         entry, directory = self._entries.get(run_id), self._active.directory(run_id)
         if entry is None and is_valid_id(run_id) and directory.is_dir() and load_progress(directory) is None:
-            # it ended earlier and was not tracked
+            # the run ended earlier and was not tracked
             entry = self._entries[run_id] = _Entry(Track(run_id=run_id, run_dir=str(directory), tracking=tracking))
         if entry is not None and not entry.sent:
             self._send(entry)
@@ -224,16 +225,25 @@ class Tracker:
 
     def _look(self) -> None:
         self._search = None
-        search = self._loop.run_in_executor(None, lambda: list(unsent(self._settings.runs_path)))
+        try:
+            search = self._loop.run_in_executor(None, lambda: list(unsent(self._settings.runs_path)))
+        except RuntimeError as error:
+            # no thread can be started now
+            write_log("the search for runs that are not in MLflow is repeated later: ", error)
+            self.look_for_leftovers()
+            return
         search.add_done_callback(self._found)
 
     def _found(self, search: asyncio.Future[list[tuple[Path, Progress]]]) -> None:
         if search.cancelled():
             return
+        if (error := search.exception()) is not None:
+            write_log("runs that are not in MLflow can't be found: ", error)
+            return
         for directory, left in search.result():
             if directory.name not in self._entries and not self._is_live(directory.name):
                 self._leftovers.setdefault(left.uri, []).append((directory, left))
-        # the others wait for a run with the credentials for their store, or for `sgpu sync`
+        # the rest is resumed by a run with the credentials for the store, or by `sgpu sync`
         for directory, left in self._leftovers.pop("", ()):
             self._resume(directory, left, Tracking())
 
@@ -249,7 +259,11 @@ class Tracker:
 
     def _resume(self, directory: Path, left: Progress, tracking: Tracking) -> None:
         tracking = msgspec.structs.replace(
-            tracking, experiment=left.experiment, experiment_id=left.experiment_id, parent=left.parent
+            tracking,
+            experiment=left.experiment,
+            experiment_id=left.experiment_id,
+            parent=left.parent,
+            directory=left.directory,
         )
         order = Track(run_id=directory.name, run_dir=str(directory), tracking=tracking, parent_run=left.parent_run)
         self._entries[directory.name] = _Entry(order, sent=True)
@@ -292,4 +306,4 @@ def _key(tracking: Tracking) -> _Key:
     # the default store needs no variables
     needed = tracking.variables if tracking.uri else {}
     variables = sorted(item for item in needed.items() if item[0] not in _OF_A_RUN)
-    return tracking.uri, tracking.registry_uri, tuple(variables)
+    return tracking.uri, tracking.registry_uri, tracking.directory, tuple(variables)

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from sgpu_magic.config import Settings
 from sgpu_magic.system import child_process
+from sgpu_magic.system.child_process import words_of
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.tracking import (
     EndTracker,
@@ -19,13 +20,15 @@ from sgpu_magic.wire.tracking import (
     Hurry,
     RunOver,
     Track,
+    TrackerReady,
     TrackerRests,
     TrackingDone,
     TrackingReport,
+    TrackingTroubled,
     is_store_variable,
 )
 
-# time for the process to import at idle priority, while ranks may use all cores; then it is started anew
+# time to import at idle priority, while ranks may use all cores; after it, the process is restarted at normal priority
 _PATIENCE_S = 5.0
 _AGAIN_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)
 _URGENT = "--urgent"
@@ -40,8 +43,8 @@ class TrackerProcess:
     """
 
     def __init__(self, settings: Settings, said: Callable[[TrackingReport], None]) -> None:
-        # passed on its command line, so without secrets; those come with the runs
-        self._settings = msgspec.json.encode(replace(settings, tracking_uri="", index_url="")).decode()
+        # without settings that may contain a password: each run's order has its own
+        self._settings = msgspec.json.encode(replace(settings, tracking_uri="", index_url=""))
         self._said = said
         self._orders: dict[str, Track] = {}
         self._over: set[str] = set()
@@ -50,15 +53,18 @@ class TrackerProcess:
             codec.from_tracker,
             self._take,
             pauses_s=_AGAIN_S,
-            # it exits after an idle minute, or is killed
+            # the process exits after an idle minute, or may be killed: restart it only while there is work
             wanted=lambda: any(run not in self._resting or run in self._over for run in self._orders),
             begun=self._begun,
+            failed=self._failed,
         )
-        # idle sessions that the last process has left
+        # idle sessions that the last process released when it exited
         self._resting: frozenset[str] = frozenset()
-        self._heard = False
+        self._has_reported = False
         self._urgent = False
         self._patience: asyncio.TimerHandle | None = None
+        # why the process can't be started; "" while it can
+        self._problem = ""
 
     @property
     def pid(self) -> int | None:
@@ -68,6 +74,9 @@ class TrackerProcess:
         """Start writing a run."""
         self._orders[order.run_id] = order
         self._child.send(order)
+        if self._problem:
+            # report it now, since the next start is only due later
+            self._said(TrackingTroubled(run_id=order.run_id, text=self._problem))
         self._child.begin()
         if order.urgent:
             self.hurry(order.run_id)
@@ -77,7 +86,7 @@ class TrackerProcess:
         if (order := self._orders.get(run_id)) is None:
             return
         self._orders[run_id] = replace(order, urgent=True)
-        if not self._heard and not self._urgent:
+        if not self._has_reported and not self._urgent:
             # it is still importing at idle priority, which it can't leave: start another at normal priority
             self._child.begin_again()
         else:
@@ -94,18 +103,29 @@ class TrackerProcess:
     def close(self, wait_s: float) -> None:
         """End the process; if it has started writing, it gets `wait_s` seconds to finish."""
         self._lose_patience(None)
-        self._child.end(EndTracker(), wait_s if self._heard else 0.0)
+        self._child.end(EndTracker(), wait_s if self._has_reported else 0.0)
 
     def _start(self) -> child_process.Started:
-        self._heard = False
+        self._has_reported = False
         self._urgent = self._child.ends > 0 or any(order.urgent for order in self._orders.values())
         return child_process.start(
             [sys.executable, "-m", "sgpu_magic.tracking"],
-            [self._settings, *([_URGENT] if self._urgent else [])],
+            [_URGENT] if self._urgent else [],
             environ={name: value for name, value in os.environ.items() if not is_store_variable(name)},
+            order=self._settings,
         )
 
+    def _failed(self, error: OSError) -> None:
+        """Report to the runs that they are not in MLflow for now; they are sent once the process can be started."""
+        self._problem = (
+            "the run is not in MLflow yet: the pool can't start the process that writes there "
+            f"({words_of(error)}), and tries again"
+        )
+        for run_id in list(self._orders):
+            self._said(TrackingTroubled(run_id=run_id, text=self._problem))
+
     def _begun(self) -> None:
+        self._problem = ""
         self._resting = frozenset()
         for run_id, order in self._orders.items():
             self._child.send(order)
@@ -120,13 +140,15 @@ class TrackerProcess:
         self._patience = None if after_s is None else asyncio.get_running_loop().call_later(after_s, self._too_slow)
 
     def _too_slow(self) -> None:
-        if not self._heard and self._orders and self._child.pid is not None:
+        if not self._has_reported and self._orders and self._child.pid is not None:
             self._orders = {name: replace(order, urgent=True) for name, order in self._orders.items()}
             self._child.begin_again()
 
     def _take(self, message: FromTracker) -> None:
-        self._heard = True
+        self._has_reported = True
         self._child.well()
+        if isinstance(message, TrackerReady):
+            return
         if isinstance(message, TrackerRests):
             self._resting = frozenset(message.run_ids)
             # no rank waits for them any more

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from sgpu_magic.config import Settings, load_settings
 from sgpu_magic.errors import UsageError
-from sgpu_magic.options.asked import OWN_PACKAGES
+from sgpu_magic.options.option_records import OWN_PACKAGES
 from sgpu_magic.packages import named_environments, snapshot
 from sgpu_magic.packages.distributions import Kind, Snapshot, normalised
 from sgpu_magic.packages.lock import Lock, keep_lock, kept_lock, lock_order, make_lock

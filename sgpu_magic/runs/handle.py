@@ -7,7 +7,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Generator, Iterator
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, TypeVar, cast
@@ -17,9 +17,9 @@ from sgpu_magic.client.result import mlflow_run_id
 from sgpu_magic.client.run import Run as PoolRun
 from sgpu_magic.errors import RunCancelled
 from sgpu_magic.runs.follow import outcome, run_loop
-from sgpu_magic.runs.follow.run_loop import Ending, Followed, Settle
-from sgpu_magic.runs.submit.submit import let_go
-from sgpu_magic.runs.workplace import Workplace, workplace
+from sgpu_magic.runs.follow.run_loop import Ending, Settle, Subscription
+from sgpu_magic.runs.kernel_context import KernelContext, kernel_context
+from sgpu_magic.runs.submit.submit import release
 from sgpu_magic.wire.base import RunState, short
 from sgpu_magic.wire.events import Event, RunEnded
 
@@ -55,12 +55,12 @@ class Run(Future[list[R]], Generic[R]):
     """
 
     def __init__(
-        self, place: Workplace, run: PoolRun, state: RunState, settle: Settle | None = None, ui: str = "auto"
+        self, context: KernelContext, run: PoolRun, state: RunState, settle: Settle | None = None, ui: str = "auto"
     ) -> None:
         """Create a handle. Use `submit` or `from_id` instead.
 
         Args:
-            place: This process's workplace.
+            context: The kernel's context.
             run: The run, submitted or attached to.
             state: Its current state.
             settle: Called when the run ends.
@@ -70,12 +70,12 @@ class Run(Future[list[R]], Generic[R]):
         self.run_id = run.run_id
         self.name = run.spec.name
         self.directory: Path = run.directory
-        self._place = place
-        self._followed: Followed = place.unseen(run)
+        self._context = context
+        self._followed: Subscription = context.unseen(run)
         self._attached_state = state
         self._settle = settle
         self._ui = ui
-        place.follower.add(self._followed, self._end, has_ended=state.is_final)
+        context.follower.add(self._followed, self._end, has_ended=state.is_final)
 
     @classmethod
     def from_id(cls, run_id: str) -> Run[Any]:
@@ -91,17 +91,17 @@ class Run(Future[list[R]], Generic[R]):
             RunUnknown: No run matches, or more than one does.
         """
         prefix = check_prefix(run_id, "")
-        place = workplace()
-        run, state = place.attach(prefix)
-        return cls(place, run, state)
+        context = kernel_context()
+        run, state = context.attach(prefix)
+        return cls(context, run, state)
 
-    # ------------------------------------------------------------ how it stands
+    # ------------------------------------------------------------ state
 
     @property
     def state(self) -> RunState:
         """The current state: `RunState.QUEUED`, `RUNNING`, `SUCCEEDED` ..."""
         view = self._followed.view
-        # until its first events are folded, what the pool has said counts
+        # until the first events are folded, use the state that the pool reported
         return view.state if view.version else self._attached_state
 
     @property
@@ -141,12 +141,12 @@ class Run(Future[list[R]], Generic[R]):
         Raises:
             RunUnknown: The run has already ended.
         """
-        pool = self._place.pool_of(self._followed.run)
+        pool = self._context.pool_of(self._followed.run)
         pool.detach(self.run_id)
         pool.run_left(self.run_id)
-        self._place.detached.add(self.run_id)
+        self._context.detached.add(self.run_id)
 
-    # ------------------------------------------------------------ what comes of it
+    # ------------------------------------------------------------ results
 
     def result(self, timeout: float | None = None) -> list[R]:
         """Wait for the run to end and return the list of results, by rank.
@@ -161,6 +161,22 @@ class Run(Future[list[R]], Generic[R]):
         """
         with frames_left_out:
             return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Wait for the run to end and return the exception that `result` raises, None if it raises none.
+
+        Unlike that of other futures, this method returns the `CancelledError` of a cancelled run.
+
+        Args:
+            timeout: As for `result`.
+
+        Raises:
+            TimeoutError: The run has not ended within `timeout`.
+        """
+        try:
+            return super().exception(timeout)
+        except CancelledError as error:
+            return error
 
     def logs(self, rank: int | None = None) -> str:
         """Return what the ranks have printed so far.
@@ -188,22 +204,22 @@ class Run(Future[list[R]], Generic[R]):
         Raises:
             RunUnknown: The pool no longer has the run.
         """
-        run, state = self._place.pool_of(self._followed.run).attach(self.run_id)
-        followed = self._place.unseen(run)
-        heard_at = time.monotonic()
+        run, state = self._context.pool_of(self._followed.run).attach(self.run_id)
+        followed = self._context.unseen(run)
+        received_at = time.monotonic()
         try:
             while True:
                 # once the link is lost, all events that came over it are in the queue
                 is_lost = run.link.lost.is_set()
                 if (item := run.next_event(0 if is_lost else _EVENT_S)) is not None:
-                    heard_at = time.monotonic()
+                    received_at = time.monotonic()
                     yield item[0]
                     if isinstance(item[0].body, RunEnded):
                         return
                 elif is_lost:
                     if run_loop.find_again(followed) is not None:
                         return
-                elif state.is_final and time.monotonic() - heard_at > run_loop.HISTORY_PATIENCE_S:
+                elif state.is_final and time.monotonic() - received_at > run_loop.HISTORY_PATIENCE_S:
                     return
         finally:
             run.close()
@@ -214,16 +230,16 @@ class Run(Future[list[R]], Generic[R]):
         Args:
             ui: `"auto"`, `"widget"`, `"text"` or `"none"`.
         """
-        place = self._place
-        run, state = place.pool_of(self._followed.run).attach(self.run_id)
-        if place.is_notebook:
-            place.open_view(run, state, ui)
+        context = self._context
+        run, state = context.pool_of(self._followed.run).attach(self.run_id)
+        if context.is_notebook:
+            context.open_view(run, state, ui)
             return
-        followed = place.followed(run, ui, error_follows=False)
+        followed = context.followed(run, ui, error_follows=False)
         try:
             outcome.show(followed, state, threading.Event())
         except KeyboardInterrupt:
-            # only the watching is over
+            # the interrupt only stops following the run
             outcome.replay(followed, RunState.RUNNING)
         finally:
             run.close()
@@ -242,16 +258,16 @@ class Run(Future[list[R]], Generic[R]):
 
     def _ipython_display_(self) -> None:
         """Show the run when a cell's last line evaluates to it."""
-        if self._place.is_notebook and self._ui != "none":
+        if self._context.is_notebook and self._ui != "none":
             self.show(self._ui)
         else:
             print(repr(self))  # noqa: T201  what a terminal shows for a value
 
     def _display_(self) -> object:
         """Return what marimo shows for the run as a cell's value: its live view."""
-        return self._place.widget_of(*self._place.pool_of(self._followed.run).attach(self.run_id))
+        return self._context.widget_of(*self._context.pool_of(self._followed.run).attach(self.run_id))
 
-    # ------------------------------------------------------------ within
+    # ------------------------------------------------------------ internals
 
     async def _awaited(self) -> list[R]:
         loop = asyncio.get_running_loop()
@@ -279,19 +295,19 @@ class Run(Future[list[R]], Generic[R]):
         if ending is None:
             self._be_cancelled(f"run {short(self.run_id)} is no longer followed")
             return
-        run, place = self._followed.run, self._place
+        run, context = self._followed.run, self._context
         error: BaseException | None = None
         values: list[object] = []
         try:
-            values = outcome.deliver(self._followed, ending, place.namespace).values
+            values = outcome.deliver(self._followed, ending, context.namespace).values
         except BaseException as raised:  # noqa: BLE001  whatever it is, it belongs to who asks for the result
             error = raised
         try:
-            # whoever waits goes on at once, perhaps with the next call: all has to be in order before
+            # clean up before setting the result: waiting callers resume at once, perhaps with the next call
             if self._settle is not None:
                 self._settle(self._followed.view)
             if run.owned:
-                let_go(place.pool_of(run), run)
+                release(context.pool_of(run), run)
             else:
                 run.close()
         finally:
@@ -305,7 +321,7 @@ class Run(Future[list[R]], Generic[R]):
     def _be_cancelled(self, why: str) -> None:
         self._why = why
         super().cancel()
-        # those who wait for several futures are told by this
+        # notifies `concurrent.futures.wait` and `as_completed`
         self.set_running_or_notify_cancel()
 
     def _log(self, rank: int) -> str:

@@ -112,32 +112,32 @@ _FRESH_S = 5.0
 _COMMAND = ("git", "-c", "core.fsmonitor=false", "--no-optional-locks")
 
 _asking = threading.Lock()
-# by directory: when git was asked, by the monotonic clock, and the tags
+# by directory: the monotonic time of the last git call, and its tags
 _seen: dict[str, tuple[float, Tags]] = {}
 
 
-def tell_git_state(directory: str, told: Callable[[Tags], None]) -> None:
-    """Call `told` with the state of a repository: at once if it is known, else later from a thread.
+def tell_git_state(directory: str, on_tags: Callable[[Tags], None]) -> None:
+    """Call `on_tags` with the state of a repository: at once if it is known, else later from a thread.
 
     Args:
-        directory: A folder in the repository; without a repository or git, `told` is not called.
-        told: Takes MLflow's tags.
+        directory: A folder in the repository; without a repository or git, `on_tags` is not called.
+        on_tags: Takes MLflow's tags.
     """
 
     def find() -> None:
-        # if many runs are submitted at once, only the first asks git
+        # if many runs are submitted at once, only the first calls git
         with _asking:
             if (tags := _known(directory)) is None:
                 tags = git_tags(directory)
                 _seen[directory] = (time.monotonic(), tags)
         if tags:
-            told(tags)
+            on_tags(tags)
 
     known = _known(directory)
     if known is None:
         threading.Thread(target=find, name="sgpu-git", daemon=True).start()
     elif known:
-        told(known)
+        on_tags(known)
 
 
 def _known(directory: str) -> Tags | None:
@@ -255,7 +255,7 @@ class NoticeBoard:
 
 
 class SendingBoard:
-    """Shows the progress of uploads in one line, removed at the end; without a front end, in lines on stderr.
+    """Shows in one line what takes long before a run starts, and removes it; without a front end, on stderr.
 
     Args:
         is_notebook: Whether there is a front end.
@@ -266,7 +266,7 @@ class SendingBoard:
         self._due = 0.0
 
     def show(self, text: str) -> None:
-        """Show `text`; "" removes the line. Called by the sending thread."""
+        """Show `text`; "" removes the line. Called by the thread that is at work."""
         if self._display is not None:
             self._display.show(text)
         elif text and time.monotonic() >= self._due:

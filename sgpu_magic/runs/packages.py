@@ -26,7 +26,7 @@ from sgpu_magic.wire.attachments import Environment
 from sgpu_magic.wire.client import KeepEnvironment
 
 if TYPE_CHECKING:
-    from sgpu_magic.packages.order import Ordered
+    from sgpu_magic.packages.environment_request import Ordered
 
 REQUIREMENTS = "requirements.txt"
 PYLOCK = "pylock.toml"
@@ -67,8 +67,8 @@ class Packages:
         self._wanted: dict[str, Described] = {}
         self._unlocked: dict[str, Described] = {}
         # digests that were reported over the current link
-        self._told: set[str] = set()
-        self._told_to: object = None
+        self._described: set[str] = set()
+        self._described_to: object = None
         # the last error, so that it is printed once
         self._fault = ""
 
@@ -99,7 +99,7 @@ class Packages:
             environment: The environment that its node builds; None for this process's packages.
         """
         self._touched_at = time.monotonic()
-        if not digest or self._is_told(digest):
+        if not digest or self._is_described(digest):
             return
         snapshot = snapshots.kept_snapshot()
         if environment is not None:
@@ -114,7 +114,7 @@ class Packages:
             EnvironmentFailed: A project can't be built, or a package that is in no index can't be repacked.
         """
         # imported here: only needed for pools on other machines
-        from sgpu_magic.packages.order import order_of
+        from sgpu_magic.packages.environment_request import order_of
         from sgpu_magic.packages.uv_command import index_variables
         from sgpu_magic.packages.wheels import build_project, repack
 
@@ -148,15 +148,15 @@ class Packages:
     # ------------------------------------------------------------ in the background
 
     def _want(self, described: Described) -> None:
-        if not self._is_told(described.digest):
+        if not self._is_described(described.digest):
             with self._lock:
                 self._wanted[described.digest] = described
             self._look()
 
-    def _is_told(self, digest: str) -> bool:
+    def _is_described(self, digest: str) -> bool:
         """Whether the pool of the current link has the digest's files, or gets them when they are made."""
         link = self._pool.connected
-        return link is not None and link is self._told_to and digest in self._told
+        return link is not None and link is self._described_to and digest in self._described
 
     def _owes(self) -> bool:
         """Whether a run's directory still lacks its files."""
@@ -253,10 +253,10 @@ class Packages:
         link = self._pool.connected
         self._pool.tell(KeepEnvironment(digest=described.digest, files=tuple(sorted(files.items())), runs=runs))
         with self._lock:
-            if link is not self._told_to:
-                self._told_to = link
-                self._told.clear()
-            self._told.add(described.digest)
+            if link is not self._described_to:
+                self._described_to = link
+                self._described.clear()
+            self._described.add(described.digest)
 
     def _wait_for_quiet(self, quiet_s: float) -> bool:
         """Wait until no run was submitted for `quiet_s`, or this process is about to exit; False if closed."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from sgpu_magic.client.pools import Asked, Pools
+from sgpu_magic.client.pools import Pools, PoolStatusReply
 from sgpu_magic.client.pools_file import LOCAL
 from sgpu_magic.errors import SgpuError
 from sgpu_magic.views.html_style import SANS, SOFT, safe
@@ -24,13 +24,13 @@ NOT_RUNNING = "not running; the first run in it starts it"
 INTERVAL_S = 1.0
 # the output is at most this old, unless an answer takes longer than half of it
 _OLDEST_S = 2.0
-# a pool with a slow driver is asked less often, so that it spends less of its time on this
+# pause for this many times the request's duration, so that a pool with a slow driver is polled less often
 _REST = 3.0
 _POOL_ENDED = "the pool has ended; the next run starts it again"
 _SILENT = "it can't be reached now and is asked again"
 
 
-def ask(pools: Pools, name: str = "", *, start: bool, recent: int = RECENT) -> list[Asked]:
+def ask(pools: Pools, name: str = "", *, start: bool, recent: int = RECENT) -> list[PoolStatusReply]:
     """Ask one pool, or all listed pools, for their status.
 
     Args:
@@ -52,10 +52,10 @@ def ask(pools: Pools, name: str = "", *, start: bool, recent: int = RECENT) -> l
             # raise the error, since only this pool was requested
             pools.named(name).status(1, timeout_s=0.1)
         return answers
-    return [Asked(LOCAL, None, pools.local.status(recent, start=start))]
+    return [PoolStatusReply(LOCAL, None, pools.local.status(recent, start=start))]
 
 
-def drawn(answers: Sequence[Asked], notices: Mapping[str, str], remark: str = "") -> dict[str, str]:
+def drawn(answers: Sequence[PoolStatusReply], notices: Mapping[str, str], remark: str = "") -> dict[str, str]:
     """Render the pools as text and as HTML tables with inline styles.
 
     Args:
@@ -131,7 +131,7 @@ class StatusBoard:
         if live is not None:
             live.stop()
 
-    def _asked(self, name: str) -> list[Asked]:
+    def _asked(self, name: str) -> list[PoolStatusReply]:
         """Ask the pools; empty if none of them has anything to show."""
         answers = ask(self._pools, name, start=True)
         return answers if any(answer.status is not None or answer.problem for answer in answers) else []
@@ -147,7 +147,7 @@ class _LiveStatus:
         answers: What they have answered.
     """
 
-    def __init__(self, pools: Pools, idle_s: float, name: str, answers: list[Asked]) -> None:
+    def __init__(self, pools: Pools, idle_s: float, name: str, answers: list[PoolStatusReply]) -> None:
         self._pools = pools
         self._idle_s = idle_s
         self._name = name
@@ -190,7 +190,7 @@ class _LiveStatus:
                 answers = ask(self._pools, self._name, start=False)
             except SgpuError:
                 # the only pool was replaced by another version, has just died, or can't be reached
-                answers = [Asked(self._answers[0].name, self._answers[0].entry)]
+                answers = [PoolStatusReply(self._answers[0].name, self._answers[0].entry)]
             if stopped.is_set():
                 return
             self._answers, self._asked_at = answers, time.time()
@@ -220,5 +220,5 @@ class _LiveStatus:
             self._shown = output
 
 
-def _notices(pools: Pools, answers: Sequence[Asked]) -> dict[str, str]:
+def _notices(pools: Pools, answers: Sequence[PoolStatusReply]) -> dict[str, str]:
     return {answer.name: pools.of(answer.name).notice for answer in answers if answer.status is not None}

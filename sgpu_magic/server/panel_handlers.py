@@ -24,9 +24,9 @@ from jupyter_server.utils import url_path_join
 from tornado import web
 from tornado.websocket import WebSocketClosedError, WebSocketHandler
 
-from sgpu_magic.panel.orders import Page, PanelOrder, Rest, Said, Told, Watch, obey_once, orders
+from sgpu_magic.panel.orders import Page, PanelOrder, PanelUpdate, Rest, Said, Watch, execute_once, orders
+from sgpu_magic.panel.poller import Watchers, whole
 from sgpu_magic.panel.schema import PoolsTold, PoolTold, RunRow, RunsTold
-from sgpu_magic.panel.watch import Watchers, whole
 from sgpu_magic.server.run_handlers import RESOURCE, THREADS, answer, in_thread
 
 _MAX_SAID = 100
@@ -37,20 +37,20 @@ class Outbox:
 
     def __init__(self) -> None:
         self._said: deque[Said] = deque(maxlen=_MAX_SAID)
-        # the newest of each type
-        self._pictures: dict[type[Told], Told] = {}
+        # the newest state message of each type
+        self._pictures: dict[type[PanelUpdate], PanelUpdate] = {}
 
-    def put(self, told: Told) -> None:
+    def put(self, update: PanelUpdate) -> None:
         """Add a message; a state message replaces an unsent one of its type."""
-        if isinstance(told, Said):
-            self._said.append(told)
+        if isinstance(update, Said):
+            self._said.append(update)
             return
-        before = self._pictures.get(type(told))
-        if isinstance(told, RunsTold) and isinstance(before, RunsTold):
-            told = merged(before, told)
-        self._pictures[type(told)] = told
+        before = self._pictures.get(type(update))
+        if isinstance(update, RunsTold) and isinstance(before, RunsTold):
+            update = merged(before, update)
+        self._pictures[type(update)] = update
 
-    def take(self) -> Told | None:
+    def take(self) -> PanelUpdate | None:
         """Return the next message, None when the outbox is empty."""
         if self._said:
             return self._said.popleft()
@@ -124,7 +124,7 @@ class PanelHandler(WebSocketMixin, WebSocketHandler, JupyterHandler):
     def open(self, *args: str, **kwargs: str) -> None:
         super().open(*args, **kwargs)
         self._loop = asyncio.get_running_loop()
-        self._page = Page(self.watchers, self._told)
+        self._page = Page(self.watchers, self._on_update)
 
     async def on_message(self, message: str | bytes) -> None:
         try:
@@ -139,8 +139,8 @@ class PanelHandler(WebSocketMixin, WebSocketHandler, JupyterHandler):
             if self._looking is None or self._looking.done():
                 self._looking = asyncio.create_task(self._look(self._page))
             return
-        # in a task, so that the next message is handled meanwhile
-        task = asyncio.create_task(self._obey(self._page, order))
+        # run it in a task, so that the next message is handled meanwhile
+        task = asyncio.create_task(self._execute(self._page, order))
         self._obeying.add(task)
         task.add_done_callback(self._obeying.discard)
 
@@ -148,7 +148,7 @@ class PanelHandler(WebSocketMixin, WebSocketHandler, JupyterHandler):
         if self.ping_callback is not None:
             self.ping_callback.stop()
         if self._page is not None:
-            # in a thread, as it waits for the page's command in progress
+            # close it in a thread, as that waits for the page's command in progress
             self._loop.run_in_executor(THREADS, self._page.close)
         self._outbox.clear()
         super().on_close()
@@ -157,33 +157,33 @@ class PanelHandler(WebSocketMixin, WebSocketHandler, JupyterHandler):
         """Carry out the page's latest `Watch` or `Rest` in a thread, as it reads files and takes locks."""
         while (order := self._wanted) is not None:
             self._wanted = None
-            await in_thread(page.obey, order)
+            await in_thread(page.execute, order)
 
-    async def _obey(self, page: Page, order: PanelOrder) -> None:
+    async def _execute(self, page: Page, order: PanelOrder) -> None:
         if not await self._may("write"):
             self._put(Said(text=_FORBIDDEN, ok=False))
             return
-        if (said := await in_thread(page.obey, order)) is not None:
+        if (said := await in_thread(page.execute, order)) is not None:
             self._put(said)
 
-    def _told(self, told: Told) -> None:
+    def _on_update(self, update: PanelUpdate) -> None:
         """Queue a message; may be called by any thread."""
         try:
-            self._loop.call_soon_threadsafe(self._put, told)
+            self._loop.call_soon_threadsafe(self._put, update)
         except RuntimeError:
             # the server is shutting down
             return
 
-    def _put(self, told: Told) -> None:
-        self._outbox.put(told)
+    def _put(self, update: PanelUpdate) -> None:
+        self._outbox.put(update)
         if self._sending is None or self._sending.done():
             self._sending = asyncio.create_task(self._send())
 
     async def _send(self) -> None:
         """Send the outbox's messages one at a time; a slow page gets fewer, merged messages."""
-        while (told := self._outbox.take()) is not None:
+        while (update := self._outbox.take()) is not None:
             try:
-                await self.write_message(msgspec.json.encode(told).decode())
+                await self.write_message(msgspec.json.encode(update).decode())
             except WebSocketClosedError:
                 self._outbox.clear()
 
@@ -220,7 +220,7 @@ class OrdersHandler(APIHandler):
             order = _order(self.request.body)
         except ValueError as error:
             raise web.HTTPError(400, str(error)) from None
-        answer(self, await in_thread(obey_once, self.watchers, order))
+        answer(self, await in_thread(execute_once, self.watchers, order))
 
 
 def _order(raw: bytes) -> PanelOrder:

@@ -34,7 +34,7 @@ _LEDGER_EVERY_S = 2.0
 # minimum intervals between fetches from a remote pool: when it answers, and after an error
 _BRING_EVERY_S = 0.4
 _BRING_AGAIN_S = 3.0
-# a run is lost after so many answers in a row that it is unknown: the pool may not have written its first event yet
+# a run is lost after this many replies in a row that it is unknown: its first event may not be written yet
 _UNKNOWN_TIMES = 3
 
 
@@ -168,8 +168,8 @@ class RunElsewhere(RunPlace):
         self._due = time.monotonic() + (_BRING_AGAIN_S if self.silence else _BRING_EVERY_S)
 
     def lost(self) -> str:
-        told = f"the pool {self.pool} no longer has this run, so its outcome is unknown."
-        return told if self._unknown >= _UNKNOWN_TIMES else ""
+        sentence = f"the pool {self.pool} no longer has this run, so its outcome is unknown."
+        return sentence if self._unknown >= _UNKNOWN_TIMES else ""
 
     def linked(self, wish: str = "") -> AbstractContextManager[Pool]:
         return nullcontext(self._ask())
@@ -272,8 +272,8 @@ class Elsewhere:
         answers = pools.asked(entries, local=False, recent=_NEWEST)
         rows = {row.run_id: row for answer in answers if answer.status is not None for row in answer.status.runs}
         silent = names - {answer.name for answer in answers if answer.status is not None}
-        told = [each for each in sent if each.spec.run_id in rows or each.pool in silent]
-        return [self._as_row_says(each, rows.get(each.spec.run_id)) for each in told]
+        kept = [each for each in sent if each.spec.run_id in rows or each.pool in silent]
+        return [self._as_row_says(each, rows.get(each.spec.run_id)) for each in kept]
 
     def _as_row_says(self, sent: SentRun, row: RunSummary | None) -> SentRun:
         if row is None or not row.state.is_final:

@@ -85,7 +85,7 @@ class Follower:
     Methods may block, and raise `RunNotHere` when the run's directory no longer exists.
 
     Args:
-        place: Where the run is.
+        location: Where the run is.
         output_limit: The setting `output_limit`.
 
     Attributes:
@@ -93,17 +93,17 @@ class Follower:
         asked_at: When it was last requested, by the clock of `Followers`.
     """
 
-    def __init__(self, place: RunPlace, output_limit: int) -> None:
-        self.spec = spec = place.spec
+    def __init__(self, location: RunPlace, output_limit: int) -> None:
+        self.spec = spec = location.spec
         self.turn = asyncio.Lock()
         self.asked_at = 0.0
-        self._place = place
-        self._view = RunView(spec, output_limit, place.pool, error_follows=True)
-        self._view.directory = str(place.directory) if place.bring is None else ""
+        self._location = location
+        self._view = RunView(spec, output_limit, location.pool, error_follows=True)
+        self._view.directory = str(location.directory) if location.bring is None else ""
         self._feed = Feed(self._view)
-        logs = LogReader(place.directory, place.bring)
-        self._answers = Answers(self._view, self._feed, logs, place.cancel, place.stacks)
-        self._file = EventFile(place.directory)
+        logs = LogReader(location.directory, location.bring)
+        self._answers = Answers(self._view, self._feed, logs, location.cancel, location.stacks)
+        self._file = EventFile(location.directory)
         self._lock = threading.Lock()
         self._snapshot: Snapshot | None = None
         self._seq = 0
@@ -122,12 +122,12 @@ class Follower:
             self._catch_up()
             snapshot = self._snapshot if self._snapshot and self._snapshot.seq > known.drawn else None
             lines = self._feed.since(known.lines)
-            told = (msgspec.structs.replace(lines, seq=known.after + 1),) if lines is not None else ()
+            new = (msgspec.structs.replace(lines, seq=known.after + 1),) if lines is not None else ()
             # the end is reported together with its snapshot
             final = self.is_final and self._snapshot is not None and self._snapshot.final
             total = sum(lines.ranks) if lines is not None else known.lines
-            seq, displays = known.after + len(told), self._displays
-            return News(snapshot=snapshot, told=told, seq=seq, lines=total, displays=displays, final=final)
+            seq, displays = known.after + len(new), self._displays
+            return News(snapshot=snapshot, told=new, seq=seq, lines=total, displays=displays, final=final)
 
     def answer(self, question: Question) -> Answer:
         """Answer a view's request."""
@@ -139,7 +139,7 @@ class Follower:
         """Return the final outputs of the run's cell, None while the run is active."""
         with self._lock:
             self._catch_up()
-            return cell_outputs(self._view, self._place.directory, returns=self._returns) if self.is_final else None
+            return cell_outputs(self._view, self._location.directory, returns=self._returns) if self.is_final else None
 
     def displays(self) -> list[Output]:
         """Return what the ranks have displayed so far, to be shown below a live view."""
@@ -152,9 +152,9 @@ class Follower:
     def _catch_up(self) -> None:
         if not self.is_final:
             self._read()
-        if not self.is_final and self._place.bring is not None:
-            self._place.bring_events(self._file.taken_bytes)
-            self._view.not_heard(self._place.silence)
+        if not self.is_final and self._location.bring is not None:
+            self._location.bring_events(self._file.taken_bytes)
+            self._view.set_silence(self._location.silence)
             self._read()
         if not self.is_final:
             self._end_if_lost()
@@ -169,7 +169,7 @@ class Follower:
                     return
         except FileNotFoundError:
             # nothing of a remote run may have been fetched yet
-            if self._place.bring is None:
+            if self._location.bring is None:
                 raise _not_here(self.spec.run_id) from None
 
     def _apply(self, event: Event, frames: Sequence[bytes]) -> None:
@@ -187,7 +187,7 @@ class Follower:
 
     def _end_if_lost(self) -> None:
         """End the run here, as its notebook would, when no process can be working on it any more."""
-        if message := self._place.lost():
+        if message := self._location.lost():
             self._read()
         if message and not self.is_final:
             failure = Failure(kind=FailureKind.NODE_LOST, message=message, at=time.time())
@@ -241,10 +241,10 @@ class Followers:
         self._elsewhere.rest()
 
     def _new(self, run_id: str) -> Follower:
-        place = run_here(self._settings, run_id) or self._elsewhere.run(run_id)
-        if place is None:
+        location = run_here(self._settings, run_id) or self._elsewhere.run(run_id)
+        if location is None:
             raise _not_here(run_id)
-        return Follower(place, self._settings.output_limit)
+        return Follower(location, self._settings.output_limit)
 
 
 def _not_here(run_id: str) -> RunNotHere:
@@ -305,8 +305,8 @@ def _last_word(view: RunView, ended: RunEnded, directory: Path) -> Sequence[Outp
         return (_error(error),)
     if failure is None:
         return ()
-    told = (last_part(failure.type_name), failure.message) if failure.kind is FailureKind.USER_CODE else ()
-    return (_error(run_exception(view, ended, failure), *told),)
+    parts = (last_part(failure.type_name), failure.message) if failure.kind is FailureKind.USER_CODE else ()
+    return (_error(run_exception(view, ended, failure), *parts),)
 
 
 def _error(error: BaseException, name: str = "", value: str | None = None) -> Output:

@@ -26,7 +26,7 @@ MAX_PART_BYTES = 4 << 20
 
 _MAX_PARTS = 2
 _COUNT = struct.Struct("<I")
-# read or written for one connection before others get their turn
+# limit per turn for one connection, so that others get their turn
 _TURN_BYTES = 1 << 20
 # unacknowledged data for this long means that the connection is dead, as for ZeroMQ's heartbeats
 _DEAD_MS = 20_000
@@ -37,7 +37,7 @@ _ALWAYS = datetime.datetime(2000, 1, 1, tzinfo=datetime.UTC), datetime.datetime(
 
 def server_context() -> tuple[ssl.SSLContext, bytes]:
     """Return a server's context with a new key, and its certificate in DER. The key is never on a disk with a name."""
-    # only a served pool needs it, and it takes 40 ms
+    # imported late: only a served pool needs it, and the import takes 40 ms
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -51,7 +51,7 @@ def server_context() -> tuple[ssl.SSLContext, bytes]:
         .issuer_name(name)
         .public_key(key.public_key())
         .serial_number(x509.random_serial_number())
-        # it is pinned and ends with the process: clocks of other machines do not matter
+        # the certificate is pinned and ends with the process: wrong clocks on other machines must not matter
         .not_valid_before(_ALWAYS[0])
         .not_valid_after(_ALWAYS[1])
         .sign(key, hashes.SHA256())
@@ -61,7 +61,7 @@ def server_context() -> tuple[ssl.SSLContext, bytes]:
     )
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    # no session is ever resumed, each connection has its own token
+    # sessions are never resumed: each connection has its own token
     context.num_tickets = 0
     with _unnamed_file(certificate.public_bytes(serialization.Encoding.PEM) + secret) as path:
         context.load_cert_chain(path)
@@ -92,7 +92,7 @@ def client_context(certificate: bytes) -> ssl.SSLContext:
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    # the certificate names no host: the pool is known by its key
+    # the certificate names no host; it is pinned instead
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
     try:
@@ -133,7 +133,7 @@ class BulkStream:
         self._outgoing: deque[memoryview] = deque()
         self.unsent_bytes = 0
         self._wants_write = False
-        # the sizes of the parts of the message that arrives, and those that are complete
+        # sizes of the parts of the message being received, and the complete parts
         self._sizes: Sequence[int] | None = None
         self._parts: list[bytes] = []
         self._expect(_COUNT.size)
@@ -158,7 +158,7 @@ class BulkStream:
     def put(self, parts: Sequence[bytes]) -> None:
         """Queue a message, which the following turns send."""
         header = struct.pack(f"<I{len(parts)}I", len(parts), *map(len, parts))
-        # one record for what is small
+        # join the header and the first part, so that a small message is one TLS record
         for part in (header + parts[0], *parts[1:]):
             if part:
                 self._outgoing.append(memoryview(part))
@@ -190,7 +190,7 @@ class BulkStream:
     def close(self) -> None:
         self._tls.close()
 
-    # ------------------------------------------------------------ within
+    # ------------------------------------------------------------ internals
 
     def _shake(self) -> None:
         self._tls.do_handshake()
@@ -229,14 +229,14 @@ class BulkStream:
                 (count,) = _COUNT.unpack(whole)
                 if not 1 <= count <= _MAX_PARTS:
                     raise ConnectionError(f"a message of {count} parts")
-                # the sizes follow; never as short as the count alone
+                # next, receive the sizes after the count; together they are always longer than the count
                 self._expect(_COUNT.size * (count + 1), whole)
                 return
             self._sizes = [size for (size,) in _COUNT.iter_unpack(whole)][1:]
             if max(self._sizes) > self.most_bytes:
                 raise ConnectionError(f"a message part of {max(self._sizes)} bytes")
         else:
-            # nobody else has it, so that it is as good as `bytes`, without the time to copy it
+            # no other reference to the bytearray exists, so it can stand in for `bytes` without a copy
             self._parts.append(cast("bytes", whole))
         while len(self._parts) < len(self._sizes):
             size = self._sizes[len(self._parts)]

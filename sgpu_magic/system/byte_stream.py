@@ -19,7 +19,7 @@ from sgpu_magic.wire.files import (
 )
 
 # acknowledge after this many bytes: one acknowledgment per chunk would double the number of messages
-_TOLD_BYTES = WINDOW_BYTES // 4
+_ACKNOWLEDGE_BYTES = WINDOW_BYTES // 4
 
 Send = Callable[[Record, Sequence[bytes]], None]
 
@@ -46,8 +46,8 @@ class ByteStream:
         self._sent = self._taken_there = 0
         self._room = asyncio.Event()
         self._room.set()
-        self._received = self._taken = self._told = 0
-        # bounded by the window, which `heard` enforces
+        self._received = self._taken = self._acknowledged = 0
+        # bounded by the window, which `on_message` enforces
         self._incoming: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._over = False
         loop = asyncio.get_running_loop()
@@ -55,7 +55,7 @@ class ByteStream:
         for task in self._tasks:
             task.add_done_callback(self._done)
 
-    def heard(self, message: StreamMessage, frames: Sequence[bytes]) -> None:
+    def on_message(self, message: StreamMessage, frames: Sequence[bytes]) -> None:
         """Handle a message of the other end."""
         if self._over:
             return
@@ -105,8 +105,8 @@ class ByteStream:
             self.writer.write(data)
             await self.writer.drain()
             self._taken += len(data)
-            if self._taken - self._told >= _TOLD_BYTES or self._incoming.empty():
-                self._told = self._taken
+            if self._taken - self._acknowledged >= _ACKNOWLEDGE_BYTES or self._incoming.empty():
+                self._acknowledged = self._taken
                 self.send(StreamTaken(stream=self.number, offset=self._taken), ())
         if self.writer.can_write_eof():
             self.writer.write_eof()

@@ -1,28 +1,32 @@
-"""What works beside an event loop: child processes that exchange messages over a socket, and a thread for file I/O."""
+"""Helpers beside an event loop: child processes that exchange messages over a socket, and a thread for file I/O."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import socket
 import subprocess
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
-
-import msgspec
+from typing import Any, Generic, TypeVar, cast
 
 from sgpu_magic.system.message_stream import MessageStream
-from sgpu_magic.system.processes import write_log
+from sgpu_magic.system.processes import child_pids, command_of, kill_and_reap, may_signal, write_log
 from sgpu_magic.wire.base import Record
 from sgpu_magic.wire.codec import Decoder
+from sgpu_magic.wire.decoding import MsgpackDecoder
 
 M = TypeVar("M")
 T = TypeVar("T")
 Started = tuple[socket.socket, subprocess.Popen[bytes]]
 _REAP_S = 0.05
+# time after which killed processes that do not end are abandoned
+_GIVE_UP_S = 5.0
+_LOOK_S = 0.005
 
 
 def start(
@@ -52,7 +56,7 @@ def start(
         with contextlib.ExitStack() as stack:
             stack.enter_context(theirs)
             words = None if log is None else stack.enter_context(open(log, "ab", opener=private))
-            child = subprocess.Popen(
+            child = popen(
                 [*command, str(theirs.fileno()), *arguments],
                 # keeps the working directory out of the import path, without an interpreter option
                 env={**environ, "PYTHONSAFEPATH": "1"},
@@ -63,14 +67,68 @@ def start(
                 cwd="/",
                 start_new_session=True,
             )
+    except MemoryError as error:
+        ours.close()
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)) from error
     except BaseException:
         ours.close()
         raise
     if child.stdin is not None:
-        # a process that has died already is detected by its socket
+        # the death of the process is detected by its socket
         with child.stdin, contextlib.suppress(BrokenPipeError):
             child.stdin.write(order or b"")
     return ours, child
+
+
+_started: set[int] = set()
+_starting = threading.Lock()
+
+
+def popen(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+    """Start a child that this process, a subreaper, can tell from the orphans that it adopts (`adopted_children`).
+
+    Raises:
+        OSError: The program can't be started.
+    """
+    with _starting:
+        child = cast("subprocess.Popen[bytes]", subprocess.Popen(command, **options))
+        _started.add(child.pid)
+        return child
+
+
+def adopted_children() -> list[int]:
+    """Pids of children that neither `popen` nor `start` has started: orphans of children that have ended."""
+    with _starting:
+        children = child_pids()
+        # the pid of a reaped child may be reused by an orphan
+        _started.intersection_update(children)
+        return [pid for pid in children if pid not in _started]
+
+
+def end_adopted(done: Callable[[], None]) -> None:
+    """End the adopted children of this process, and everything below them, in the running loop; then call `done`.
+
+    Those that can't be ended are named in the log: they run as another user, or wait in the system (state D).
+    """
+    _end_adopted(asyncio.get_running_loop().time() + _GIVE_UP_S, done)
+
+
+def _end_adopted(give_up_at: float, done: Callable[[], None]) -> None:
+    if adopted := adopted_children():
+        left = kill_and_reap(adopted, _started)
+        loop = asyncio.get_running_loop()
+        if loop.time() < give_up_at and (not left or any(map(may_signal, left))):
+            # the children of ended processes have been reparented to this process
+            loop.call_later(_LOOK_S if left else 0.0, _end_adopted, give_up_at, done)
+            return
+        write_log(f"processes that ranks have left can't be ended: {', '.join(map(command_of, left))}\n")
+    done()
+
+
+def words_of(error: OSError) -> str:
+    """Return why a process can't be started, for the middle of a sentence."""
+    words = error.strerror or str(error)
+    return f"{words}: {error.filename}" if error.filename else words
 
 
 def private(path: str, flags: int) -> int:
@@ -89,17 +147,20 @@ class ChildProcess(Generic[M]):
         pauses_s: Seconds before each restart, by the number of exits since `well`; the last applies to all later ones.
         wanted: Whether to restart the process after its exit.
         begun: Called after each start.
+        failed: Called when the process can't be started. It is started again as after an exit, so a caller that reports
+            the reason needs to do nothing else.
 
     Attributes:
         ends: The number of exits since `well` was last called.
     """
 
     start: Callable[[], Started]
-    decoder: Decoder[M] | msgspec.msgpack.Decoder[M]
+    decoder: Decoder[M] | MsgpackDecoder[M]
     said: Callable[[M], None]
     pauses_s: Sequence[float]
     wanted: Callable[[], bool] = lambda: True
     begun: Callable[[], None] = lambda: None
+    failed: Callable[[OSError], None] = lambda _error: None
 
     def __post_init__(self) -> None:
         self.ends = 0
@@ -114,11 +175,7 @@ class ChildProcess(Generic[M]):
         return None if self._child is None else self._child.pid
 
     def begin(self) -> None:
-        """Start the process, unless it runs or a restart is scheduled.
-
-        Raises:
-            OSError: The process can't be started.
-        """
+        """Start the process, unless it runs or a restart is scheduled."""
         if self._stream is None and self._timer is None:
             self._start()
 
@@ -147,16 +204,24 @@ class ChildProcess(Generic[M]):
         if stream is not None:
             stream.close()
 
-    # ------------------------------------------------------------ within
+    # ------------------------------------------------------------ internals
 
     def _start(self) -> None:
         self._timer = None
-        sock, self._child = self.start()
+        try:
+            sock, self._child = self.start()
+        except OSError as error:
+            self.failed(error)
+            self._start_again()
+            return
         self._stream = MessageStream[M](sock, self.decoder, lambda message, _: self.said(message), self._lost)
         self.begun()
 
     def _lost(self) -> None:
         self._stop()
+        self._start_again()
+
+    def _start_again(self) -> None:
         if self.wanted():
             pause_s = self.pauses_s[min(self.ends, len(self.pauses_s) - 1)]
             self.ends += 1
@@ -205,7 +270,7 @@ class FileThread:
     """
 
     def __init__(self, name: str) -> None:
-        # of the processes that import this module, few need a thread
+        # imported late: few of the processes that import this module need a thread
         from concurrent.futures import ThreadPoolExecutor
 
         self._name = name

@@ -16,18 +16,33 @@ from typing import Generic, TypeVar
 import msgspec
 
 from sgpu_magic.wire.base import Record
-from sgpu_magic.wire.codec import Decoder, FrameReader, frame
+from sgpu_magic.wire.codec import MAX_MESSAGE_BYTES, Decoder, FrameReader, frame
+from sgpu_magic.wire.decoding import MsgpackDecoder
 
 M = TypeVar("M")
+_Descriptors = deque[int | None]
+"""Received descriptors in the order of arrival; a None stands for all of one call that did not fit (EMFILE)."""
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 _CHUNK_BYTES = 1 << 18
 # SCM_MAX_FD: the kernel's limit per sendmsg call
 _MAX_DESCRIPTORS = 253
-# descriptors with one message to a rank or a zygote, at most: 128 are mapped parts of a payload
+# maximum number of descriptors with one message to a rank or zygote, of which up to 128 are mapped parts of a payload
 _MOST_TO_A_RANK = 144
-# don't join more than this: it fills a socket's buffer by itself
+# messages larger than this are not joined: they fill a socket's buffer by themselves
 _JOINED_BYTES = 1 << 17
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """What one end of a stream accepts.
+
+    Args:
+        message_bytes: Bytes of one message with its frames.
+        descriptors: Descriptors that have arrived and belong to no message that was handled.
+    """
+
+    message_bytes: int = MAX_MESSAGE_BYTES
+    descriptors: int = 1 << 16
 
 
 class MessageStream(Generic[M]):
@@ -42,24 +57,31 @@ class MessageStream(Generic[M]):
         on_message: Called with each message and its raw frames.
         on_closed: Called once at end of file or error, not after `close`, and never from within `send`.
         gathers: Send the messages of one callback together when it returns: fewer wake-ups of the reader.
+        limits: What the peer may send at most; beyond it, the stream is damaged.
+        on_damaged: Called once with the reason, a clause, before `on_closed` when what the peer sends can't be read on.
+            Without it, the loop's exception handler gets the reason.
     """
 
     def __init__(
         self,
         sock: socket.socket,
-        decoder: Decoder[M] | msgspec.msgpack.Decoder[M],
+        decoder: Decoder[M] | MsgpackDecoder[M],
         on_message: Callable[[M, Sequence[bytes]], None],
         on_closed: Callable[[], None],
         *,
         gathers: bool = False,
+        limits: Limits | None = None,
+        on_damaged: Callable[[str], None] | None = None,
     ) -> None:
         sock.setblocking(False)
         self._socket = sock
-        self._reader = FrameReader(decoder)
+        self._limits = limits or Limits()
+        self._reader = FrameReader(decoder, self._limits.message_bytes)
+        self._on_damaged = on_damaged
         self._on_message = on_message
         self._on_closed = on_closed
         self._loop = asyncio.get_running_loop()
-        self._descriptors: deque[int] = deque()
+        self._descriptors: _Descriptors = deque()
         self._unsent: deque[tuple[memoryview, Sequence[int]]] = deque()
         self._closed = False
         self._write_failed = False
@@ -94,11 +116,9 @@ class MessageStream(Generic[M]):
         """Return the next `count` received descriptors; the caller owns them.
 
         Raises:
-            OSError: They exceeded this process's limit of open files (EMFILE).
+            OSError: They exceeded this process's limit of open files (EMFILE). Those of other messages did not.
         """
-        if len(self._descriptors) < count:
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        return [self._descriptors.popleft() for _ in range(count)]
+        return _take(self._descriptors, count)
 
     def close(self) -> None:
         """Close the socket. Unsent messages are lost; gathered ones are sent first if the socket is writable."""
@@ -162,13 +182,12 @@ class MessageStream(Generic[M]):
 
     def _readable(self) -> None:
         try:
-            data, descriptors, _, _ = socket.recv_fds(self._socket, _CHUNK_BYTES, _MAX_DESCRIPTORS)
+            data = _received(self._socket, self._descriptors, _MAX_DESCRIPTORS)
         except BlockingIOError:
             return
         except OSError:
             self._lost()
             return
-        self._descriptors.extend(descriptors)
         if not data:
             self._lost()
             return
@@ -181,20 +200,30 @@ class MessageStream(Generic[M]):
                         self._on_message(message, frames)
                     except Exception as error:  # noqa: BLE001  a failing callback must not stop the messages after it
                         self._report("The callback of a message raised an exception", error)
+                if len(self._descriptors) > self._limits.descriptors:
+                    raise ValueError(f"more than {self._limits.descriptors} open files that belong to no message")
                 return
             except msgspec.DecodeError as error:
                 self._report("A message can't be decoded", error)
                 data = b""
             except ValueError as error:
-                self._report("The stream is damaged", error)
-                self._lost()
+                self._damaged(error)
+
+    def _damaged(self, error: ValueError) -> None:
+        if self._closed:
+            return
+        if self._on_damaged is None:
+            self._report("The stream is damaged", error)
+        else:
+            self._on_damaged(str(error))
+        self._lost()
 
     def _report(self, text: str, error: Exception) -> None:
         self._loop.call_exception_handler({"message": text, "exception": error})
 
     def _lost(self) -> None:
         if not self._closed:
-            # the peer reads no more: don't flush
+            # the peer does not read any more: don't flush
             self._gathers = False
             self.close()
             self._on_closed()
@@ -211,9 +240,48 @@ def _copies(descriptors: Sequence[int]) -> tuple[int, ...]:
     return tuple(copies)
 
 
-def _close_all(descriptors: Sequence[int]) -> None:
+def _close_all(descriptors: Iterable[int | None]) -> None:
     for descriptor in descriptors:
-        os.close(descriptor)
+        if descriptor is not None:
+            os.close(descriptor)
+
+
+def _received(sock: socket.socket, descriptors: _Descriptors, most: int) -> bytes:
+    """Receive bytes, and append the descriptors that came with them.
+
+    The kernel ends a call's data with those that the descriptors were sent with, so one call never gets the descriptors
+    of two `sendmsg` calls. If some do not fit (MSG_CTRUNC), as beyond the limit of open files, none of them is used.
+    """
+    data, arrived, flags, _ = socket.recv_fds(sock, _CHUNK_BYTES, most)
+    if flags & socket.MSG_CTRUNC:
+        _close_all(arrived)
+        descriptors.append(None)
+    else:
+        descriptors.extend(arrived)
+    return data
+
+
+def _take(descriptors: _Descriptors, count: int) -> list[int]:
+    """Take the descriptors of one message, which were sent in groups of at most `_MAX_DESCRIPTORS`."""
+    taken: list[int] = []
+    complete = True
+    while count:
+        group = min(count, _MAX_DESCRIPTORS)
+        count -= group
+        if not descriptors or descriptors[0] is None:
+            complete = False
+            if descriptors:
+                descriptors.popleft()
+            continue
+        for _ in range(min(group, len(descriptors))):
+            if (descriptor := descriptors.popleft()) is not None:
+                taken.append(descriptor)
+                group -= 1
+        complete = complete and not group
+    if not complete:
+        _close_all(taken)
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    return taken
 
 
 # ---------------------------------------------------------------- blocking
@@ -231,7 +299,7 @@ class Link(Generic[M]):
         self._socket = sock
         self._reader = FrameReader(decoder)
         self._arrived: deque[tuple[M, Sequence[bytes]]] = deque()
-        self._descriptors: deque[int] = deque()
+        self._descriptors: _Descriptors = deque()
         self._send_lock = threading.Lock()
 
     def fileno(self) -> int:
@@ -257,18 +325,21 @@ class Link(Generic[M]):
         """Return the next message and its raw frames, None when the peer has closed."""
         while not self._arrived:
             try:
-                data, descriptors, _, _ = socket.recv_fds(self._socket, _CHUNK_BYTES, _MOST_TO_A_RANK)
+                data = _received(self._socket, self._descriptors, _MOST_TO_A_RANK)
             except ConnectionError:
                 return None
             if not data:
                 return None
-            self._descriptors.extend(descriptors)
             self._arrived.extend(self._reader.feed(data))
         return self._arrived.popleft()
 
     def take_descriptors(self, count: int) -> list[int]:
-        """Return the next `count` received descriptors; the caller owns them."""
-        return [self._descriptors.popleft() for _ in range(count)]
+        """Return the next `count` received descriptors; the caller owns them.
+
+        Raises:
+            OSError: As for `MessageStream.take_descriptors`.
+        """
+        return _take(self._descriptors, count)
 
     def close(self) -> None:
         self._socket.close()

@@ -14,7 +14,6 @@ import re
 import secrets
 import stat
 import struct
-import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +23,7 @@ import zmq
 from zmq.utils import z85
 
 from sgpu_magic.errors import UsageError
+from sgpu_magic.wire.decoding import decode_toml
 
 MAX_FRAME_BYTES = 16 << 20
 """A larger frame closes its connection. Files are sent in far smaller chunks of 256 KiB."""
@@ -145,7 +145,7 @@ def read_key_pair(path: Path) -> KeyPair:
             )
         data = file.read(4096)
     try:
-        content = tomllib.loads(data.decode())
+        content = decode_toml(data.decode())
         pair = KeyPair(str(content["public"]), str(content["secret"]))
         if not is_public_key(pair.secret) or zmq.curve_public(pair.secret.encode()).decode() != pair.public:
             raise ValueError("its halves do not match")
@@ -181,7 +181,7 @@ def secure_client(socket: zmq.Socket[bytes], endpoint: Endpoint, own: KeyPair) -
     """
     socket.setsockopt(zmq.CURVE_SERVERKEY, endpoint.server_key.encode())
     socket.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_MS)
-    # a client must introduce itself first on every connection, so only the program may reconnect
+    # every connection must begin with the client's greeting, so only the program may reconnect
     socket.setsockopt(zmq.RECONNECT_IVL, -1)
     _set_common(socket, own)
 
@@ -219,10 +219,10 @@ def bound_to(socket: zmq.Socket[bytes]) -> str:
 
 def reached_at(address: str, host: str) -> str:
     """Return the address at which others reach a server; `host` replaces a wildcard address such as 0.0.0.0."""
-    place = urlsplit(address)
-    if place.hostname not in ("0.0.0.0", "::", "*", None):
-        host = place.hostname
-    return f"tcp://{f'[{host}]' if ':' in host else host}:{place.port}"
+    parsed = urlsplit(address)
+    if parsed.hostname not in ("0.0.0.0", "::", "*", None):
+        host = parsed.hostname
+    return f"tcp://{f'[{host}]' if ':' in host else host}:{parsed.port}"
 
 
 def sender_of(frame: zmq.Frame) -> str:

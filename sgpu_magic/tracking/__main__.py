@@ -1,4 +1,4 @@
-"""`python -m sgpu_magic.tracking FD SETTINGS`: writes the runs of one pool to one MLflow store.
+"""`python -m sgpu_magic.tracking FD`, with settings as JSON on stdin: writes the runs of one pool to one MLflow store.
 
 The pool service starts it with the first tracked run of a store, and restarts it if it dies. It exits at end of file on
 its socket. It reads the runs' event logs, so nothing is lost if it dies. The store's variables come with the first
@@ -25,8 +25,9 @@ import msgspec
 from sgpu_magic.config import Settings
 from sgpu_magic.system.processes import leave_the_cores_to_ranks
 from sgpu_magic.tracking import store
-from sgpu_magic.tracking.store import SYNC, Sent, Unsent
+from sgpu_magic.tracking.store import SYNC, Sent, Unsent, load_progress
 from sgpu_magic.wire import codec
+from sgpu_magic.wire.decoding import decode_json
 from sgpu_magic.wire.tracking import (
     EndTracker,
     FromTracker,
@@ -34,6 +35,7 @@ from sgpu_magic.wire.tracking import (
     RunOver,
     ToTracker,
     Track,
+    TrackerReady,
     Tracking,
     is_store_variable,
 )
@@ -90,7 +92,10 @@ class Inbox:
 
 
 def main() -> None:
-    settings = msgspec.json.decode(sys.argv[2], type=Settings)
+    # read from stdin, as every user of the machine can read a process's arguments
+    settings = decode_json(sys.stdin.buffer.read(), type=Settings)
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
     inbox = Inbox(socket.socket(fileno=int(sys.argv[1])))
     with contextlib.suppress(OSError, AttributeError):
         # never preempt a rank that has just woken up
@@ -103,10 +108,11 @@ def main() -> None:
     _import(urgent=urgent)
     from sgpu_magic.tracking.writer_queue import WriterQueue
 
+    inbox.send(TrackerReady())
     writers = WriterQueue(settings, first.tracking, inbox.send)
     writers.track(first)
     if urgent:
-        # a rank waits for the run, and the first one of a new store for MLflow's migrations
+        # create the run before lowering the priority: a rank waits for it, in a new store also for MLflow's migrations
         writers.step()
     os.nice(_NICE)
     _work(writers, inbox.messages)
@@ -134,13 +140,18 @@ def _work(writers: WriterQueue, messages: queue.SimpleQueue[ToTracker | None]) -
 
 def sync() -> None:
     """Write the unsent events of some runs to one store, with this process's variables."""
-    order = msgspec.json.decode(sys.stdin.buffer.read(), type=Unsent)
+    order = decode_json(sys.stdin.buffer.read(), type=Unsent)
     variables = {name: value for name, value in os.environ.items() if is_store_variable(name)}
     store.stand_in(variables)
     from sgpu_magic.tracking.client import Store, StoreTroubled
     from sgpu_magic.tracking.writer import Busy, RunWriter
 
-    tracking = Tracking(uri=order.uri, variables=variables)
+    progress = (load_progress(Path(directory)) for directory in order.directories)
+    tracking = Tracking(
+        uri=order.uri,
+        variables=variables,
+        directory=next((found.directory for found in progress if found is not None), ""),
+    )
     target = Store(order.settings, tracking)
     down = ""
     for directory in order.directories:

@@ -19,6 +19,7 @@ import requests
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, RunTag, ViewType
 from mlflow.exceptions import MlflowException
+from sqlalchemy.engine import make_url
 
 from sgpu_magic.config import Settings
 from sgpu_magic.packages.secrets import find_secrets, without_secrets
@@ -75,6 +76,7 @@ class Store:
         self._settings = settings
         self._secrets = [tracking.variables[name] for name in find_secrets(tracking.variables)]
         self._uri = tracking.uri or settings.default_store_uri
+        self._directory = tracking.directory
         self._experiments: dict[str, str] = {}
 
     @functools.cached_property
@@ -82,6 +84,11 @@ class Store:
         """MLflow's own client, which is only partly typed."""
         if self.is_default:
             store.make(self._settings)
+        elif self._directory and os.path.isdir(self._directory):
+            # MLflow's paths of new artifacts are relative to it
+            os.chdir(self._directory)
+            if (file := _database_file(self._uri)) is not None:
+                store.make_own(self._settings, file, Path(self._directory))
         return MlflowClient(self._uri)
 
     def find_experiment(self, name: str) -> str:
@@ -237,7 +244,7 @@ class Store:
             raise StoreTroubled(self._said(f"{type(error).__name__}: {error}")) from None
 
     def _raise(self, error: MlflowException, text: str, *, artifacts: bool) -> None:
-        # an answer not from MLflow is from a proxy or another program, and says nothing about the run
+        # a reply that is not MLflow's comes from a proxy or another program and implies nothing about the run
         answered = "failed with error code" not in text
         if _DELETED in text or (answered and error.error_code == "RESOURCE_DOES_NOT_EXIST"):
             raise Gone(self._said(text)) from None
@@ -251,6 +258,12 @@ class Store:
         # SQLAlchemy appends the statement, which may be very long
         plain = " ".join(text.partition("[SQL: ")[0].split())
         return without_secrets(plain, self._secrets)[:_TEXT_LENGTH]
+
+
+def _database_file(uri: str) -> Path | None:
+    """Return the file of an SQLite store, None for other stores."""
+    url = make_url(uri) if uri.startswith("sqlite") else None
+    return Path(url.database) if url is not None and url.database and not url.query else None
 
 
 def _artifacts(run: Any) -> Path:

@@ -19,6 +19,7 @@ from typing import TypeVar
 import msgspec
 
 from sgpu_magic.wire.base import Record
+from sgpu_magic.wire.decoding import MsgpackDecoder
 from sgpu_magic.wire.rank import AskTracking, MetricsReported, Remarked, TrackingAnswered
 from sgpu_magic.wire.tracking import MetricPoint, TrackedRun, Tracking
 
@@ -160,7 +161,11 @@ class Reports:
                     data = self._here.recv(_DATAGRAM_BYTES)
                 except (BlockingIOError, InterruptedError):
                     return
-                report = _decoder.decode(data)
+                try:
+                    report = _decoder.decode(data)
+                except msgspec.DecodeError:
+                    # not from a child's own client
+                    continue
                 self.add(report.metrics, report.params, report.tags)
 
     def _become_child(self) -> None:
@@ -188,7 +193,7 @@ def _parts(items: Sequence[T], most: int) -> Iterator[tuple[T, ...]]:
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(MetricsReported)
+_decoder = MsgpackDecoder(MetricsReported)
 
 
 @dataclass(eq=False)

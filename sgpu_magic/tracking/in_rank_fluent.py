@@ -5,7 +5,8 @@ The run's own MLflow run is active in every thread of every rank, from the start
     log_metric(...)              logs to it, without `start_run`
     start_run()                  joins it, any number of times
     end_run()                    leaves it without ending it
-    start_run(nested=True)       creates a child run on the first rank, and joins on the others
+    start_run(nested=True)       creates a child run on the first rank; the others join the run itself, with a note
+                                 (so does a start with another experiment or parent)
     set_experiment, set_tracking_uri with another place: from then on MLflow behaves as usual
 """
 
@@ -38,10 +39,18 @@ _NO_MODEL = (
     "models are logged and registered for the run by the first rank: on the other ranks these calls do nothing and "
     "return None."
 )
+_NESTED = (
+    "start_run with nested=True, a parent or another experiment creates a run on the first rank only: what the other "
+    "ranks log in it goes to the run itself."
+)
+_NO_SYSTEM_METRICS = (
+    "log_system_metrics has no effect here: the pool itself logs what the run's processes and devices use, as "
+    "system/nodeN/... in the MLflow run."
+)
 # `cell`: the cell whose run this thread has left with `end_run`
 _left = threading.local()
 # tracking URI of the previous cell
-_place = ""
+_store_uri = ""
 # experiment chosen by user code, other than the run's
 _chosen_experiment = ""
 
@@ -66,12 +75,12 @@ def _change() -> None:
         (registry, "register_model", _register_model),
     ):
         original = getattr(module, name)
-        _replace(original, _in_place_of(original, made))
+        _replace(original, _instead_of(original, made))
     log: Any = Model.__dict__["log"].__func__
-    setattr(Model, "log", classmethod(_in_place_of(log, _log_model)))  # noqa: B010  a checker knows it as a method
+    setattr(Model, "log", classmethod(_instead_of(log, _log_model)))  # noqa: B010  a checker knows it as a method
 
 
-def _in_place_of(original: Callable[..., Any], made: Callable[..., Any]) -> Callable[..., Any]:
+def _instead_of(original: Callable[..., Any], made: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         return made(original, *args, **kwargs)
@@ -88,18 +97,18 @@ def _replace(original: Any, replacement: Any) -> None:
 
 
 def _begin_cell() -> None:
-    global _place
+    global _store_uri
     cell = current()
     if cell is None:
         return
-    if cell.tracking.uri != _place:
+    if cell.tracking.uri != _store_uri:
         # MLflow caches the stores that it has opened
-        _place = cell.tracking.uri
+        _store_uri = cell.tracking.uri
         in_rank_store.forget()
     cell.reports.listen_to_children()
     # the choice of an earlier cell in the session remains valid
     uri: Any = utils._tracking_uri
-    if uri is not None and not in_rank_store.is_place(uri):
+    if uri is not None and not in_rank_store.is_own_store(uri):
         cell.begin_own("MLflow's tracking URI")
     elif _chosen_experiment and fluent._active_experiment_id == _chosen_experiment:
         cell.begin_own("MLflow's experiment")
@@ -198,16 +207,21 @@ def _start_run(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             cell.remark(
                 "child", f"MLflow could not create a child run ({error.message}); the run itself is used instead."
             )
-    if cell.leads:
+    if not cell.leads and not run_id and (nested or parent or elsewhere):
+        cell.remark("nested", _NESTED)
+    else:
         _describe(cell, options)
+    if options.get("log_system_metrics") is not None:
+        cell.remark("system-metrics", _NO_SYSTEM_METRICS)
     run = RunHere(cell) if stack and stack[-1] is _run_of(cell) else _run_of(cell)
     stack.append(run)
     return run
 
 
 def _describe(cell: CellHere, options: Mapping[str, Any]) -> None:
+    """Report tags of every rank, as `set_tag` does, and the name and description that the first rank gives."""
     named = {MLFLOW_RUN_NOTE: options.get("description"), MLFLOW_RUN_NAME: options.get("run_name")}
-    tags = (options.get("tags") or {}) | {key: text for key, text in named.items() if text}
+    tags = (options.get("tags") or {}) | {key: text for key, text in named.items() if text and cell.leads}
     if tags:
         cell.reports.add(tags=[(str(key), str(value)) for key, value in tags.items()])
 
@@ -216,6 +230,7 @@ def _end_run(original: Callable[..., Any], status: str = "FINISHED") -> None:
     stack = _stack()
     if stack and isinstance(stack[-1], RunHere):
         cell = stack.pop().cell
+        in_rank_store.remark_status(cell, status)
         fluent._last_active_run_id.set(cell.known_id)
     elif stack:
         original(status)
@@ -271,7 +286,7 @@ def _set_experiment(
 def _set_tracking_uri(original: Callable[..., Any], uri: Any) -> None:
     original(uri)
     cell = _active_cell()
-    if cell is not None and not in_rank_store.is_place(utils._tracking_uri):
+    if cell is not None and not in_rank_store.is_own_store(utils._tracking_uri):
         cell.begin_own("MLflow's tracking URI")
         autologging_utils._AUTOLOGGING_GLOBALLY_DISABLED = False
 

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from mlflow.entities import Metric, Param, Run, RunData, RunInfo, RunTag
+from mlflow.entities import Metric, Param, Run, RunData, RunInfo, RunStatus, RunTag
 from mlflow.exceptions import MlflowException
 from mlflow.store.tracking.abstract_store import AbstractStore
 from mlflow.tracking._tracking_service import utils
@@ -35,6 +35,12 @@ from sgpu_magic.wire.tracking import MetricPoint, absolute_uri, without_user
 # tags that MLflow sets on every run it creates; the writer has set them on this run
 _SET_BY_WRITER = ("mlflow.source.", "mlflow.user")
 _NO_NAME = "lightning_logs"
+_NOT_CREATED = (
+    "MlflowClient.create_run creates further runs on the first rank only: what the other ranks log in them goes to the "
+    "run itself."
+)
+# a time this close to now is the current time that MLflow itself passes
+_NOW_MS = 60_000
 # no-ops while nothing was logged to the real store
 _ASYNC_ENDS = ("flush_async_logging", "shut_down_async_logging", "end_async_logging")
 
@@ -46,13 +52,13 @@ def wrapped(builder: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(builder)
     def build(store_uri: str | None = None, artifact_uri: str | None = None) -> Any:
         open_store = functools.partial(builder, store_uri=store_uri, artifact_uri=artifact_uri)
-        return RunStore(store_uri, open_store) if is_place(store_uri) else open_store()
+        return RunStore(store_uri, open_store) if is_own_store(store_uri) else open_store()
 
     build.__dict__["_sgpu_wraps"] = builder
     return build
 
 
-def is_place(uri: object) -> bool:
+def is_own_store(uri: object) -> bool:
     """Whether the current cell is tracked at this URI."""
     cell = current()
     if cell is None or not isinstance(uri, str):
@@ -111,7 +117,7 @@ class RunStore:
         with self._opening:
             if self._opened is None:
                 cell = current()
-                if cell is not None and cell.wait() is None and is_place(self._uri):
+                if cell is not None and cell.wait() is None and is_own_store(self._uri):
                     raise MlflowException(
                         f"the tracking store {without_user(self._uri or '')} of this run is not available."
                     )
@@ -165,11 +171,14 @@ class RunStore:
         """
         cell = current()
         parent = next((tag.value for tag in tags if tag.key == MLFLOW_PARENT_RUN_ID), "")
-        tracked = cell.wait() if cell is not None and not cell.own and is_place(self._uri) else None
+        tracked = cell.wait() if cell is not None and not cell.own and is_own_store(self._uri) else None
         if cell is not None and not cell.own and (tracked is None or str(experiment_id) == tracked.experiment_id):
             if not cell.leads or tracked is None or (not parent and cell.may_join_once()):
-                if cell.leads:
+                remark_times(cell, started_ms=start_time)
+                if cell.leads or (not parent and cell.may_join_once()):
                     self._take_over(cell, tags, run_name)
+                elif tracked is not None:
+                    cell.remark("created", _NOT_CREATED)
                 return self._own_run(cell)
             if not parent or cell.is_this(parent):
                 others = [tag for tag in tags if tag.key != MLFLOW_PARENT_RUN_ID]
@@ -182,22 +191,28 @@ class RunStore:
         """Return an experiment. The default name of Lightning's logger means the run's own experiment."""
         cell = current()
         tracked = cell.wait() if cell is not None and not cell.own and experiment_name == _NO_NAME else None
-        if tracked is not None and is_place(self._uri):
+        if tracked is not None and is_own_store(self._uri):
             return self._real.get_experiment(tracked.experiment_id)
         return self._real.get_experiment_by_name(experiment_name)
 
     def _take_over(self, cell: CellHere, tags: Iterable[RunTag], run_name: str | None) -> None:
-        own = [tag for tag in tags if not tag.key.startswith(_SET_BY_WRITER) and tag.key != MLFLOW_RUN_NAME]
-        if run_name:
+        own = [
+            tag
+            for tag in tags
+            if not tag.key.startswith(_SET_BY_WRITER) and tag.key not in (MLFLOW_RUN_NAME, MLFLOW_PARENT_RUN_ID)
+        ]
+        if run_name and cell.leads:
             own.append(RunTag(MLFLOW_RUN_NAME, run_name))
         cell.reports.add(tags=_pairs(own))
 
     def update_run_info(self, run_id: str, run_status: Any, end_time: Any, run_name: str | None) -> Any:
-        """Rename the run. Its status and end time are ignored: only the writer ends the run."""
+        """Rename the run. Only the writer ends it, so another status or end time is remarked."""
         cell = _cell_of(run_id)
         if cell is None:
             return self._real.update_run_info(run_id, run_status, end_time, run_name)
-        if run_name and cell.leads:
+        remark_status(cell, run_status)
+        remark_times(cell, ended_ms=end_time)
+        if run_name:
             cell.reports.add(tags=[(MLFLOW_RUN_NAME, run_name)])
         cell.reports.flush()
         return described(cell).info
@@ -241,6 +256,24 @@ def going_on() -> dict[str, Any]:
     """Return the fields of a `RunInfo` that are the same for every run that goes on."""
     started_ms = int(time.time() * 1000)
     return {"user_id": "", "status": "RUNNING", "start_time": started_ms, "end_time": None, "lifecycle_stage": "active"}
+
+
+def remark_status(cell: CellHere, status: str | int | None) -> None:
+    """Remark a status that the run does not get, which is that of the cell."""
+    name = RunStatus.to_string(status) if isinstance(status, int) else status
+    if name is not None and name.upper() not in ("FINISHED", "RUNNING"):
+        cell.remark(
+            "status",
+            f"the status {name} is not set: the MLflow run gets the status with which the cell ends. Raise an error "
+            "for FAILED.",
+        )
+
+
+def remark_times(cell: CellHere, started_ms: int | None = None, ended_ms: int | None = None) -> None:
+    """Remark a start or end time that user code has chosen. MLflow itself passes the current time."""
+    now_ms = time.time() * 1000
+    if any(abs(now_ms - at_ms) > _NOW_MS for at_ms in (started_ms, ended_ms) if at_ms):
+        cell.remark("times", "start and end times are not set: those of the MLflow run are the times of the cell.")
 
 
 def _cell_of(run_id: object) -> CellHere | None:

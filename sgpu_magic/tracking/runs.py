@@ -98,7 +98,7 @@ class RunFold:
         """Fold one event."""
         self._apply(event)
         if event.seq <= self._written:
-            # as all events before it
+            # already written, like all events before it
             self.batch = Batch()
         self.batch.seq = event.seq
 

@@ -14,22 +14,31 @@ import shutil
 import sqlite3
 import subprocess
 import sys
+import tempfile
+import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import msgspec
 
 from sgpu_magic.config import Settings, load_settings, private_dir
 from sgpu_magic.errors import PoolError
-from sgpu_magic.files.whole_file import LOCK_FILE, locked, read_json, write_whole
+from sgpu_magic.files.atomic_file import LOCK_FILE, locked, read_json, write_whole
 from sgpu_magic.wire.base import Record, is_valid_id
+from sgpu_magic.wire.decoding import convert
 from sgpu_magic.wire.files import TRACKING
 from sgpu_magic.wire.tracking import TrackedRun, Tracking, is_store_variable, without_user
 
 _SCHEME = "sqlite:///"
 _MAKE_S = 120.0
+# MLflow's migrations write to a new database without such a pause
+_BEING_MADE_S = 10.0
+_LOOK_S = 0.1
+# as SQLite creates a database with the usual umask
+_OWN_MODE = 0o644
 REQUEST_TIMEOUT_S = 5
 
 
@@ -106,11 +115,40 @@ def make(settings: Settings) -> None:
     file = store_file(settings)
     if file.exists():
         return
-    private_dir(settings.state_path)
-    folder = private_dir(file.parent)
-    with locked(folder / ".making", flags=LOCK_FILE):
+    with _only_maker(settings) as folder:
         if not file.exists():
-            _make(file, private_dir(artifacts_path(settings)))
+            part = folder / f".{file.name}.part"
+            _create_tables(part, private_dir(artifacts_path(settings)))
+            with contextlib.closing(sqlite3.connect(part)) as database:
+                database.execute("PRAGMA journal_mode=WAL").fetchone()
+            os.chmod(part, 0o600)
+            os.replace(part, file)
+
+
+def make_own(settings: Settings, file: Path, directory: Path) -> None:
+    """Create a notebook's own SQLite store if it does not exist, as MLflow in the notebook would. Imports MLflow.
+
+    MLflow's migrations take seconds, and neither an interrupted one nor two at a time leave a database that works. So
+    the tables are made in the state directory, and the complete file is copied; if another process is creating the
+    store, it is awaited.
+
+    Args:
+        settings: Gives the state directory.
+        file: The store's database.
+        directory: The notebook's working directory: MLflow keeps artifacts in its folder `mlruns`.
+
+    Raises:
+        OSError: The disk is full or not writable, or the database's folder does not exist.
+    """
+    if not file.exists():
+        with _only_maker(settings) as folder, tempfile.TemporaryDirectory(prefix=".own-", dir=folder) as scratch:
+            made = Path(scratch) / file.name
+            _create_tables(made, directory / "mlruns")
+            with contextlib.suppress(FileExistsError):
+                write_whole(file, made.read_bytes(), _OWN_MODE, replace=False)
+    until = time.monotonic() + _MAKE_S
+    while _is_being_made(file) and time.monotonic() < until:
+        time.sleep(_LOOK_S)
 
 
 def remove_runs(settings: Settings, artifacts: Mapping[str, Path]) -> None:
@@ -133,23 +171,44 @@ def remove_runs(settings: Settings, artifacts: Mapping[str, Path]) -> None:
         database.engine.dispose()
 
 
-def _make(file: Path, artifacts: Path) -> None:
+@contextlib.contextmanager
+def _only_maker(settings: Settings) -> Generator[Path]:
+    """Let one process at a time create stores; gives the folder for unfinished ones, without earlier remains."""
+    private_dir(settings.state_path)
+    folder = private_dir(store_file(settings).parent)
+    with locked(folder / ".making", flags=LOCK_FILE):
+        for leftover in folder.glob(".own-*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+        for leftover in folder.glob(".*.part*"):
+            leftover.unlink(missing_ok=True)
+        yield folder
+
+
+def _create_tables(file: Path, artifacts: Path) -> None:
     from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
-    part = file.with_name(f".{file.name}.part")
-    for leftover in (part, *(part.with_name(part.name + end) for end in ("-wal", "-shm", "-journal"))):
-        leftover.unlink(missing_ok=True)
-    # MLflow caches the connection by path, and this path will not exist after the rename
+    # MLflow caches the connection by path, and this path will not exist later
     store: Any = SqlAlchemyStore.__new__(SqlAlchemyStore)
     try:
-        store.__init__(f"{_SCHEME}{part}", artifacts.as_uri())
+        store.__init__(f"{_SCHEME}{file}", artifacts.as_uri())
     finally:
         if hasattr(store, "engine"):
             store.engine.dispose()
-    with contextlib.closing(sqlite3.connect(part)) as database:
-        database.execute("PRAGMA journal_mode=WAL").fetchone()
-    os.chmod(part, 0o600)
-    os.replace(part, file)
+
+
+def _is_being_made(file: Path) -> bool:
+    """Whether the database has no complete MLflow schema of this version, and was written to a moment ago."""
+    from mlflow.store.db.utils import _get_latest_schema_revision  # pyright: ignore[reportPrivateUsage]
+
+    version = None
+    # a database without tables yet
+    with (
+        contextlib.suppress(sqlite3.Error),
+        contextlib.closing(sqlite3.connect(f"file:{quote(str(file))}?mode=ro", uri=True)) as database,
+    ):
+        version = database.execute("SELECT version_num FROM alembic_version").fetchone()
+    written_s = time.time() - file.stat().st_mtime
+    return version != (_get_latest_schema_revision(),) and written_s < _BEING_MADE_S
 
 
 # ---------------------------------------------------------------- progress
@@ -161,6 +220,7 @@ class Progress(Record, frozen=True, kw_only=True):
     Args:
         uri: URI of the store, without user name and password; "" is the default store.
         registry_uri: URI of the model registry, likewise.
+        directory: The notebook's working directory, as in `Tracking`.
         experiment: Name of the experiment, "" if `experiment_id` is given.
         experiment_id: Id of the experiment, "" until known.
         parent: Id of the parent MLflow run, "" for none.
@@ -178,6 +238,7 @@ class Progress(Record, frozen=True, kw_only=True):
 
     uri: str = ""
     registry_uri: str = ""
+    directory: str = ""
     experiment: str = ""
     experiment_id: str = ""
     parent: str = ""
@@ -195,7 +256,7 @@ class Progress(Record, frozen=True, kw_only=True):
     @property
     def tracked(self) -> TrackedRun | None:
         """The MLflow run, None until it exists."""
-        return msgspec.convert(self, TrackedRun, from_attributes=True) if self.mlflow_run_id else None
+        return convert(self, TrackedRun, from_attributes=True) if self.mlflow_run_id else None
 
 
 def opening(tracking: Tracking, parent_run: str = "") -> Progress:
@@ -203,6 +264,7 @@ def opening(tracking: Tracking, parent_run: str = "") -> Progress:
     return Progress(
         uri=without_user(tracking.uri),
         registry_uri=without_user(tracking.registry_uri),
+        directory=tracking.directory,
         experiment=tracking.experiment,
         experiment_id=tracking.experiment_id,
         parent=tracking.parent,

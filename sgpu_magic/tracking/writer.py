@@ -17,8 +17,8 @@ from pathlib import Path
 import msgspec
 
 from sgpu_magic.config import Settings
+from sgpu_magic.files.atomic_file import locked, read_json
 from sgpu_magic.files.run_directory import EventFile
-from sgpu_magic.files.whole_file import locked, read_json
 from sgpu_magic.tracking.client import PLAIN_FILES, Gone, Rejected, Store, StoreTroubled
 from sgpu_magic.tracking.runs import NAME_TAG, PARENT_TAG, Batch, RunFold, closing_tags, opening_tags, status_of
 from sgpu_magic.tracking.store import load_progress, opening, save_progress
@@ -60,7 +60,7 @@ class RunWriter:
         due: Monotonic time of its next step.
         failures: Number of consecutive failed steps.
         announced: The pool was sent the MLflow run's id.
-        troubled_told: The pool was told that the store does not work.
+        trouble_reported: The pool was told that the store does not work.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class RunWriter:
         self.due = time.monotonic()
         self.failures = 0
         self.announced = False
-        self.troubled_told = False
+        self.trouble_reported = False
         self.progress = load_progress(directory) or opening(tracking, parent_run)
         self._settings = settings
         self._store = store
@@ -246,7 +246,7 @@ class RunWriter:
             self._record_until = time.monotonic() + _RECORD_S
         record = not (here / RUN_RECORD).exists() and time.monotonic() < self._record_until
         lock = spec.environment and self._settings.lock_environments and not (here / "pylock.toml").exists()
-        # ranks that an interrupt or a peer's failure ended write theirs afterwards
+        # ranks ended by an interrupt or by a peer's failure write their traces afterwards
         traces = spec.profile and ended.state is not RunState.SUCCEEDED
         traces = traces and len(list((here / "profile").glob("rank-*"))) < spec.placement.ranks
         return record or ((bool(lock) or traces) and past_s < _LATE_S)

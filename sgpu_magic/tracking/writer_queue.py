@@ -169,9 +169,9 @@ class WriterQueue:
         self._tell(run, text)
 
     def _tell(self, run: RunWriter, text: str) -> None:
-        if run.troubled_told:
+        if run.trouble_reported:
             return
-        run.troubled_told = True
+        run.trouble_reported = True
         where = self._store.uri or "the default store"
         if run.progress.complete:
             said = f"the run is no longer tracked: {where} says {text}"

@@ -2,34 +2,34 @@
 
 The model of a run:
 
-fold           `RunView`, the state that every view of a run renders
-output         what the ranks have printed and displayed, split into segments at the displays
-output_buffer  lines and displays in order; keeps the beginning and the end and counts what it drops between
-usage          utilization and memory of ranks and their devices, as curves
-rank_models    widget models created by ranks, and the static output that replaces a widget that can't be rendered
-run_notes      names of runs, and the sentences that events produce: notes, a failure in one line
+fold            `RunView`, the state that every view of a run renders
+output          what the ranks have printed and displayed, split into segments at the displays
+output_buffer   lines and displays in order; keeps the beginning and the end and counts what it drops between
+usage           utilization and memory of ranks and their devices, as curves
+rank_models     widget models created by ranks, and the static output that replaces a widget that can't be rendered
+run_notes       names of runs, and the sentences that events produce: notes, a failure in one line
 
 The model in words:
 
-words          state, ranks, location, what was sent and returned
-summary_words  usage and cost of a run, the lines of a session's view, the line of a push or a pull
-failure        a run's failure: its lines, what held the memory, and both as HTML
-tracebacks     frames by the notebook's lines, and what is always shown of a traceback: the cell's lines, the message
-stacks         stacks of the ranks, which ranks have not reached a collective, and stalls
-pool_words     a pool's devices, nodes, budget and runs
-units          numbers with units and in columns; the clock that views use
+format_run      state, ranks, location, what was sent and returned
+format_summary  usage and cost of a run, the lines of a session's view, the line of a push or a pull
+failure         a run's failure: its lines, what held the memory, and both as HTML
+tracebacks      frames by the notebook's lines, and what is always shown of a traceback: the cell's lines, the message
+stacks          stacks of the ranks, which ranks have not reached a collective, and stalls
+format_pool     a pool's devices, nodes, budget and runs
+units           numbers with units and in columns; the clock that views use
 
 Renderers:
 
-ansi           escape sequences to HTML, to colours, or removed
-html           a run as static HTML
-ranks          its ranks: the cards of the live view, and HTML
-html_style     the colours, boxes, tables and curves that HTML views share
-pool_tables    `%sgpu_status` and `%sgpu_env`
-bundle         a run as text, as MIME bundles and as a record, as saved in the notebook
-publisher      shows an active run: below its cell, in a terminal, or nowhere
-cell_outputs   the outputs below a cell: the parts of a run, the progress of a sweep
-remote_error   the exception that a failed run raises
-help/          the help pages that errors name
-live/          the live view and its requests
+ansi            escape sequences to HTML, to colours, or removed
+html            a run as static HTML
+ranks           its ranks: the cards of the live view, and HTML
+html_style      the colours, boxes, tables and curves that HTML views share
+pool_tables     `%sgpu_status` and `%sgpu_env`
+bundle          a run as text, as MIME bundles and as a record, as saved in the notebook
+publisher       shows an active run: below its cell, in a terminal, or nowhere
+cell_outputs    the outputs below a cell: the parts of a run, the progress of a sweep
+remote_error    the exception that a failed run raises
+help/           the help pages that errors name
+live/           the live view and its requests
 """

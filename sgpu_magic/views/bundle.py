@@ -8,6 +8,31 @@ from collections.abc import Sequence
 from sgpu_magic.views import ansi
 from sgpu_magic.views.failure import failure_lines
 from sgpu_magic.views.fold import RunView
+from sgpu_magic.views.format_run import (
+    attempt_text,
+    failed_line,
+    header_line,
+    packages_text,
+    returned_bytes,
+    returned_text,
+    state_word,
+    tracked_text,
+)
+from sgpu_magic.views.format_summary import (
+    billed_text,
+    busy_text,
+    cost_text,
+    idle_lines,
+    is_quiet,
+    log_files,
+    quiet_line,
+    rank_label,
+    rank_width,
+    session_meta,
+    session_summary,
+    standing_warnings,
+    usage_record,
+)
 from sgpu_magic.views.html import render_segment_html
 from sgpu_magic.views.html_style import BOX, SANS, SOFT, safe
 from sgpu_magic.views.output import Caption, TextSegment, share_of
@@ -23,34 +48,9 @@ from sgpu_magic.views.output_buffer import (
     text_limit,
     trim,
 )
-from sgpu_magic.views.run_notes import error_line, other_lines
+from sgpu_magic.views.run_notes import cut_off_text, error_line, finishing_text, other_lines
 from sgpu_magic.views.stacks import stall_lines
-from sgpu_magic.views.summary_words import (
-    billed_text,
-    busy_text,
-    cost_text,
-    idle_lines,
-    is_quiet,
-    log_files,
-    quiet_line,
-    rank_label,
-    rank_width,
-    session_meta,
-    session_summary,
-    standing_warnings,
-    usage_record,
-)
 from sgpu_magic.views.units import format_elapsed, format_span
-from sgpu_magic.views.words import (
-    attempt_text,
-    failed_line,
-    header_line,
-    packages_text,
-    returned_bytes,
-    returned_text,
-    state_word,
-    tracked_text,
-)
 from sgpu_magic.wire.base import RunKind, RunState
 
 _MAX_SENTENCE_CHARS = 1000
@@ -103,7 +103,8 @@ def summary_line(view: RunView) -> str:
         # ranks that were done at once took only their start
         duration = view.times.text().removeprefix("start ")
         succeeded = f"succeeded in {duration}" if duration else "succeeded"
-        used = (billed_text(view), busy_text(view.usage), returned_text(view))
+        cut_off = cut_off_text(view.ended) if view.ended is not None else ""
+        used = (cut_off, billed_text(view), busy_text(view.usage), returned_text(view))
         return _joined(succeeded, *used, *_name_words(view))
     return _joined(failed_line(view, brief=True), billed_text(view), *_name_words(view))
 
@@ -124,7 +125,14 @@ def live_line(view: RunView) -> str:
     if view.session is not None:
         # no "for": the time counts from its start, not from this state
         since = f" · {format_span(elapsed)}" if elapsed else ""
-    words = (cost_text(view), attempt_text(view), packages_text(view), *session_meta(view), view.reason)
+    words = (
+        finishing_text(view.finishing),
+        cost_text(view),
+        attempt_text(view),
+        packages_text(view),
+        *session_meta(view),
+        view.reason,
+    )
     return _joined(f"{word}{since}", *words, run)
 
 

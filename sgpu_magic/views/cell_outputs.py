@@ -223,8 +223,8 @@ def progress_html(picture: SweepPicture) -> str:
     name, *rest = progress_line(picture).split(" · ")
     line = f'<b>{escape(name)}</b><span style="{SOFT}"> · {escape(" · ".join(rest))}</span>'
     failures = "".join(f"<div>{escape(text)}</div>" for text in failure_list(picture))
-    told = f'<div style="padding:4px 12px 6px;{MONO};font-size:12px;color:{BAD}">{failures}</div>' if failures else ""
-    return f'<div style="{BOX}">{bar}<div style="padding:6px 12px">{line}</div>{told}</div>'
+    block = f'<div style="padding:4px 12px 6px;{MONO};font-size:12px;color:{BAD}">{failures}</div>' if failures else ""
+    return f'<div style="{BOX}">{bar}<div style="padding:6px 12px">{line}</div>{block}</div>'
 
 
 class SweepProgress:
@@ -289,5 +289,5 @@ class SweepProgress:
 def failure_line(index: int, run: str, error: BaseException) -> str:
     """Return `item 3 · run 7f3a · ValueError: bad batch`."""
     said = str(getattr(error, "message", "") or error).strip().splitlines()
-    told = ": ".join([type(error).__name__, *said[:1]])
-    return " · ".join(filter(None, [f"item {index}", f"run {run}" if run else "", told]))
+    line = ": ".join([type(error).__name__, *said[:1]])
+    return " · ".join(filter(None, [f"item {index}", f"run {run}" if run else "", line]))

@@ -8,9 +8,10 @@ from html import escape
 from itertools import accumulate
 from typing import Literal
 
-from sgpu_magic.files.whole_file import format_bytes
+from sgpu_magic.files.atomic_file import format_bytes
 from sgpu_magic.views import ansi
 from sgpu_magic.views.fold import RunView
+from sgpu_magic.views.format_run import failed_line, failure_sentence
 from sgpu_magic.views.html_style import BAD, LINE, MONO, PRE, SOFT, fold, safe, scroll
 from sgpu_magic.views.live.schema import FailureBlock, FailureLine, MemoryBlock, MemoryCard, MemoryTensor
 from sgpu_magic.views.output_buffer import html_limit
@@ -27,15 +28,14 @@ from sgpu_magic.views.tracebacks import (
     traceback_body,
 )
 from sgpu_magic.views.units import aligned, clipped, count_of, ends, format_gb
-from sgpu_magic.views.words import failed_line, failure_sentence
 from sgpu_magic.wire.base import FailureKind, RunState
 from sgpu_magic.wire.rank_events import Failure, RankMemory, TensorUse
 
-# of the frames, and of the message
+# limits for the frames, and for the message
 _MAX_TRACEBACK_LINES = 80
 _MAX_TRACEBACK_CHARS = 8_000
 _MAX_OTHERS = 40
-# the beginning of a message: the exception's type
+# the exception's type at the beginning of a message
 _NAMED = re.compile(r"[^\W\d_][\w.]*:")
 _LAST_LINE = "its last Python line"
 
@@ -65,26 +65,26 @@ def failure_block(view: RunView, failure: Failure, most_chars: int, most_whole_c
         sentence = failure_sentence(view) if view.is_final else death_sentence(failure, view.ranks)
         (title, *rest), is_all = beginning(sentence.split("\n"))
         lines = [_line(title, "title"), *(_line(line, "text") for line in rest)]
-        lines += _place_of_death(view, failure) if view.is_final else []
+        lines += _last_position(view, failure) if view.is_final else []
         body = traceback_body(failure)
         whole = [*([] if is_all else [*sentence.split("\n"), ""]), *body]
     lines += [_line(line, "text") for line in cut_lines(ending_stacks(view), most_chars)]
-    told, memory = cut_lines(whole, most_whole_chars), memory_block(view, failure)
-    behind = tuple(_line(line, _kind(ansi.plain(line))) for line in told)
+    memory = memory_block(view, failure)
+    behind = tuple(_line(line, _kind(ansi.plain(line))) for line in cut_lines(whole, most_whole_chars))
     return FailureBlock(rank=failure.rank, lines=tuple(lines), whole=behind, memory=memory)
 
 
-def _place_of_death(view: RunView, failure: Failure) -> list[FailureLine]:
+def _last_position(view: RunView, failure: Failure) -> list[FailureLine]:
     """Return the last line that a dead rank executed, with the lines around it, and its last output."""
-    words = last_words(view, failure)
+    words = output_tail(view, failure)
     context = line_of_cell(failure, source_of(view.spec)) if failure.rank is not None else []
     lines: list[FailureLine] = []
     if context:
         at, *code = context
-        has_said_place = bool(words) and words[0].startswith(_LAST_LINE)
-        lines = [_line(f"{_LAST_LINE}: {at}" if has_said_place else at, "text")]
+        already_said = bool(words) and words[0].startswith(_LAST_LINE)
+        lines = [_line(f"{_LAST_LINE}: {at}" if already_said else at, "text")]
         lines += [_line(clipped(line), _kind(line)) for line in code]
-        words = words[1:] if has_said_place else words
+        words = words[1:] if already_said else words
     return [*lines, *(_line(clipped(word), "text") for word in words)]
 
 
@@ -101,15 +101,15 @@ def _line(text: str, kind: _LineKind) -> FailureLine:
 def failure_lines(view: RunView, failure: Failure) -> list[str]:
     """Return the culprit with its whole traceback and the other ranks in single lines, without the run's id."""
     lines = [failed_line(view)]
-    told = split_traceback(failure)
-    if any(told):
-        for part in told:
+    parts = split_traceback(failure)
+    if any(parts):
+        for part in parts:
             left_out = f"... {len(part) - _MAX_TRACEBACK_LINES:,} lines of the traceback ..."
             lines += cut_lines(ends(part, _MAX_TRACEBACK_LINES, left_out), _MAX_TRACEBACK_CHARS)
     elif failure.kind is FailureKind.USER_CODE:
         lines.append(error_line(failure))
     elif failure.kind is FailureKind.WORKER_DIED:
-        lines += last_words(view, failure)
+        lines += output_tail(view, failure)
     return [*lines, *memory_lines(view, failure), *ending_stacks(view), *ends_of_others(view, _MAX_OTHERS)]
 
 
@@ -120,18 +120,18 @@ def ends_of_others(view: RunView, most: int) -> list[str]:
     return [*lines[:most], f"... and {rest:,} more: sgpu logs {view.short_id}"] if rest > 0 else lines
 
 
-def last_words(view: RunView, failure: Failure) -> list[str]:
+def output_tail(view: RunView, failure: Failure) -> list[str]:
     """Return the last Python line and output of a rank that died without a traceback, unless its message has them."""
     if failure.rank is None:
         return []
-    told: list[str] = []
+    lines: list[str] = []
     cell, last_line = view.spec.cell, ansi.plain(view.output.last_lines.get(failure.rank, "")).strip()
     if "last Python line" not in failure.message:
         at = last_python_line(stack_of(failure, cell, failure.where), cell)
-        told += [f"{_LAST_LINE}: {at}"] if at else []
+        lines += [f"{_LAST_LINE}: {at}"] if at else []
     if last_line and "last output" not in failure.message:
-        told.append(f"its last output: {last_line}")
-    return told
+        lines.append(f"its last output: {last_line}")
+    return lines
 
 
 # ---------------------------------------------------------------- memory
@@ -153,19 +153,19 @@ def memory_block(view: RunView, failure: Failure | None) -> MemoryBlock | None:
     if failure is None or not failure.out_of_memory:
         return None
     others = (failure, *(view.others if view.is_final else view.rank_failures.values()))
-    told: dict[int, RankMemory] = {}
+    by_rank: dict[int, RankMemory] = {}
     for each in others:
         if each.memory is not None and each.rank is not None:
-            told.setdefault(each.rank, each.memory)
-    ranks = sorted(told, key=lambda rank: (rank != failure.rank, rank))
+            by_rank.setdefault(each.rank, each.memory)
+    ranks = sorted(by_rank, key=lambda rank: (rank != failure.rank, rank))
     if not ranks:
         return None
-    largest = told[failure.rank].largest if failure.rank in told else ()
+    largest = by_rank[failure.rank].largest if failure.rank in by_rank else ()
     left_out = len(ranks) - _MAX_RANKS
     return MemoryBlock(
         title="memory when it failed",
         heads=("rank", "device", "used", "reserved", "free", "total"),
-        rows=tuple(_row(rank, told[rank], rank == failure.rank) for rank in ranks[:_MAX_RANKS]),
+        rows=tuple(_row(rank, by_rank[rank], rank == failure.rank) for rank in ranks[:_MAX_RANKS]),
         tensors=tuple(map(_tensor, largest[:_MAX_TENSORS])),
         largest=f"largest tensors of rank {failure.rank}" if largest else "",
         more=f"and {count_of(left_out, 'more rank')}" if left_out > 0 else "",
@@ -238,8 +238,8 @@ def failure_html(view: RunView) -> str:
         title = "the whole traceback" if failure.traceback_text.strip() else "the whole message"
         whole = fold(title, scroll(f'<pre style="{PRE};padding:4px 0 0">{body}</pre>', title))
     style = f"padding:0 12px 4px 9px;font-size:12px;{SOFT}"
-    told = map(clipped, ends_of_others(view, _MAX_OTHERS_IN_HTML))
-    others = "".join(f'<div style="{style}">{safe(line)}</div>' for line in told)
+    other_ends = map(clipped, ends_of_others(view, _MAX_OTHERS_IN_HTML))
+    others = "".join(f'<div style="{style}">{safe(line)}</div>' for line in other_ends)
     return (
         f'<div style="border-bottom:1px solid {LINE};border-left:3px solid {BAD}">'
         f'<pre style="{PRE};padding-left:9px">{lines}</pre>{whole}{_memory_html(block.memory)}{others}</div>'
@@ -299,8 +299,8 @@ def _tensor_html(tensor: MemoryTensor) -> str:
     shape, dtype, size = tensor.cells
     style = f"{_CELL};{MONO};text-align:left;white-space:normal;overflow-wrap:anywhere"
     name = f'<td style="{style}">{escape(tensor.name)}</td>'
-    told = _cell(shape, False, f";{SOFT}") + _cell(dtype, False, f";{SOFT}") + _cell(size, True)
-    return f'<tr style="background:none">{name}{told}</tr>'
+    cells = _cell(shape, False, f";{SOFT}") + _cell(dtype, False, f";{SOFT}") + _cell(size, True)
+    return f'<tr style="background:none">{name}{cells}</tr>'
 
 
 def _cell(text: str, right: bool, style: str = "", tag: str = "td") -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from sgpu_magic.files.whole_file import format_bytes
+from sgpu_magic.files.atomic_file import format_bytes
 from sgpu_magic.views import run_notes
 from sgpu_magic.views.live.bars import RunProgress
 from sgpu_magic.views.output import RunOutput
@@ -13,7 +13,7 @@ from sgpu_magic.views.output_buffer import Item
 from sgpu_magic.views.rank_models import RankModels
 from sgpu_magic.views.run_notes import Notes, SessionState
 from sgpu_magic.views.stacks import stall_note
-from sgpu_magic.views.units import RunTimes, heard_at
+from sgpu_magic.views.units import RunTimes, to_steady_time
 from sgpu_magic.views.usage import RunUsage
 from sgpu_magic.wire.base import OWNER_GONE, RunKind, RunState, short
 from sgpu_magic.wire.devices import Lease
@@ -46,6 +46,8 @@ from sgpu_magic.wire.rank_events import (
     OutputCleared,
     OutputWritten,
     RankFailed,
+    RanksFinishing,
+    RankUnfinished,
     Resumed,
     Sampled,
     Stalled,
@@ -82,6 +84,7 @@ class RunView:
         attempt: Number of the current attempt, from 1.
         attempts: Maximum number of attempts.
         stalled: Where its ranks wait during a stall; kept when the run ends stalled.
+        finishing: What ranks whose cell has ended still finish; empty while cells run, and after the end.
         usage: What its ranks and their devices use.
         session: A session's cells and dead ranks, None for other runs.
         directory: Where its logs are, "" when unknown.
@@ -120,6 +123,7 @@ class RunView:
         self.attempt = 1
         self.attempts = spec.retries + 1
         self.stalled: Stalled | None = None
+        self.finishing: tuple[RankUnfinished, ...] = ()
         self.usage = RunUsage()
         self.session = SessionState() if spec.kind is RunKind.SESSION else None
         self.directory = ""
@@ -129,7 +133,7 @@ class RunView:
         self.left = ""
         self.ended: RunEnded | None = None
         self.models = RankModels()
-        self.submitted_at = heard_at(spec.submitted_at)
+        self.submitted_at = to_steady_time(spec.submitted_at)
         self.version = 0
         self.times = RunTimes()
         self._notes = Notes()
@@ -156,7 +160,7 @@ class RunView:
             case StateChanged(state=state, reason=reason):
                 self.state, self.reason = state, reason
                 if state is RunState.STARTING:
-                    self.times.starts(heard_at(event.at))
+                    self.times.starts(to_steady_time(event.at))
                 if state is not RunState.QUEUED:
                     self.position, self.waiting_for = None, ""
             case QueueMoved(position=position, reason=reason):
@@ -165,10 +169,10 @@ class RunView:
                 self.lease, self.host, self.labels = lease, host, labels
                 self.hourly, self.currency = body.hourly, body.currency
                 self.position, self.waiting_for = None, ""
-                self.times.placed_at = heard_at(event.at)
+                self.times.placed_at = to_steady_time(event.at)
                 self._notes.add(lease.note)
             case RanksStarted(warm=warm):
-                self.warm, self.times.started_at = warm, heard_at(event.at)
+                self.warm, self.times.started_at = warm, to_steady_time(event.at)
             case DisplayPublished() as body:
                 self.output.display(body)
             case CommsMoved() as body:
@@ -182,13 +186,15 @@ class RunView:
             case PayloadReleased(kept=kept, reason=reason):
                 self._notes.add("" if kept else reason)
             case AttemptFailed() as body:
-                self._start_again(body, heard_at(event.at))
+                self._start_again(body, to_steady_time(event.at))
             case Stalled() as body:
                 self.stalled = body
             case Resumed():
                 self._stall_over()
+            case RanksFinishing(ranks=ranks):
+                self.finishing = ranks
             case Sampled() | DeviceIdle() | DeviceBusy() as body:
-                self.usage.apply(body, heard_at(event.at), self.times.started_at)
+                self.usage.apply(body, to_steady_time(event.at), self.times.started_at)
             case SessionMoved() as body:
                 if self.session is not None:
                     self.session.moved(body, event.at)
@@ -211,7 +217,7 @@ class RunView:
         self._notes.add(sentence)
         self.version += 1
 
-    def not_heard(self, sentence: str) -> None:
+    def set_silence(self, sentence: str) -> None:
         """Set the sentence that its pool can't be reached, or "" when it can be again; the run continues either way."""
         if sentence != self.silence:
             self.silence = sentence
@@ -292,7 +298,7 @@ class RunView:
         self.output.finish_lines()
         self._notes.add(run_notes.attempt_note(body, self.times.start_again(at)))
         self.attempt, self.attempts = body.attempt + 1, body.attempts
-        self.rank_failures, self.stalled = {}, None
+        self.rank_failures, self.stalled, self.finishing = {}, None, ()
         self.usage.start_again()
         self.progress.start_again()
 
@@ -319,6 +325,9 @@ class RunView:
         self.usage.ended()
         self.ended = self.times.ended = body
         self.state = body.state
+        self.finishing = ()
+        if body.cut_off:
+            self._notes.add(run_notes.cut_off_note(body), is_warning=True)
         if body.unstopped:
             self._notes.add(run_notes.unstopped_note(body.unstopped), is_warning=True)
         if body.reason == OWNER_GONE and self.session is None:

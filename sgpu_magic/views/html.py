@@ -11,6 +11,32 @@ from html import escape
 from sgpu_magic.views import ansi
 from sgpu_magic.views.failure import failure_html
 from sgpu_magic.views.fold import RunView
+from sgpu_magic.views.format_run import (
+    attempt_text,
+    mark_text,
+    moved_words,
+    next_step,
+    packages_text,
+    placement_words,
+    state_word,
+    tracked_link,
+    tracked_text,
+    values_left_there,
+)
+from sgpu_magic.views.format_summary import (
+    billed_text,
+    busy_text,
+    cost_text,
+    dead_rank_lines,
+    idle_lines,
+    is_quiet,
+    log_files,
+    quiet_line,
+    rank_label,
+    rank_width,
+    session_meta,
+    silence_lines,
+)
 from sgpu_magic.views.html_style import (
     ACCENT,
     BAD,
@@ -46,35 +72,9 @@ from sgpu_magic.views.output_buffer import (
     trim,
 )
 from sgpu_magic.views.ranks import ended_ranks_html, live_ranks_html
-from sgpu_magic.views.run_notes import other_lines
+from sgpu_magic.views.run_notes import finishing_text, other_lines
 from sgpu_magic.views.stacks import stall_html
-from sgpu_magic.views.summary_words import (
-    billed_text,
-    busy_text,
-    cost_text,
-    dead_rank_lines,
-    idle_lines,
-    is_quiet,
-    log_files,
-    quiet_line,
-    rank_label,
-    rank_width,
-    session_meta,
-    silence_lines,
-)
 from sgpu_magic.views.units import ROW_CHARS, count_of
-from sgpu_magic.views.words import (
-    attempt_text,
-    mark_text,
-    moved_words,
-    next_step,
-    packages_text,
-    place_words,
-    state_word,
-    tracked_link,
-    tracked_text,
-    values_left_there,
-)
 from sgpu_magic.wire.base import RunState
 
 _COLOURS: dict[Tone, str] = {"plain": "inherit", "busy": ACCENT, "good": GOOD, "bad": BAD, "warn": WARN}
@@ -115,7 +115,7 @@ def render_segment_html(view: RunView, segment: TextSegment, first: bool, last: 
         return line if first else ""
     top = _header(view) + _standing(view) + _notes(view) if first else ""
     ranks, footer = (ended_ranks_html(view), _footer(view)) if last else ("", "")
-    # the share of the final form leaves out the ended ranks already
+    # the share of the final form already excludes the ended ranks
     room = _share(view, segment) if limit is None else limit - len(ranks.encode())
     lines = _lines(view, segment, room - len((top + footer).encode()), live=limit is not None)
     body = f"{top}{lines}{ranks}{footer}"
@@ -141,11 +141,11 @@ def _share(view: RunView, segment: TextSegment) -> int:
 def _header(view: RunView) -> str:
     word = state_word(view)
     # a refused run has no duration
-    meta, duration = [*place_words(view), attempt_text(view)], view.times.text()
+    meta, duration = [*placement_words(view), attempt_text(view)], view.times.text()
     if view.state is RunState.QUEUED and not view.left:
         meta += [f"position {view.position}" if view.position else "", view.waiting_for or view.reason]
     elif not view.left:
-        meta += [duration, cost_text(view), *session_meta(view)]
+        meta += [finishing_text(view.finishing), duration, cost_text(view), *session_meta(view)]
         if view.session is None:
             meta.append(view.reason if view.state is RunState.CANCELLED or not view.is_final else "")
             meta += [billed_text(view), busy_text(view.usage)] if view.is_final else []
@@ -186,8 +186,8 @@ def _lines(view: RunView, segment: TextSegment, room: int, live: bool) -> str:
     room -= _SCROLL_BYTES if not live and len(sizes) > SCROLL_LINES else 0
     kept = trim(items, sizes, max(room, MIN_BYTES), head_share=0.0 if live else HEAD_SHARE)
     dropped = next((item for item in kept if isinstance(item, GapItem)), GapItem(0, 0))
-    told = gap_lines(dropped, view.short_id, log_files(view))
-    gap = "\n".join(f'<span style="{FAINT}">{escape(line, quote=False)}</span>' for line in told)
+    gaps = gap_lines(dropped, view.short_id, log_files(view))
+    gap = "\n".join(f'<span style="{FAINT}">{escape(line, quote=False)}</span>' for line in gaps)
 
     def pre(items: Sequence[Item], padding: str = "") -> str:
         return _pre((drawn[id(item)] if isinstance(item, LineItem) else gap for item in items), padding)
@@ -198,7 +198,7 @@ def _lines(view: RunView, segment: TextSegment, room: int, live: bool) -> str:
     below = ""
     if dropped.lines:
         style = f"padding:3px 12px 4px;font-size:12px;border-top:1px solid {LINE}"
-        below = f'<div style="{style}"><span style="{SOFT}">{safe(told[0])}</span></div>'
+        below = f'<div style="{style}"><span style="{SOFT}">{safe(gaps[0])}</span></div>'
     body = pre(kept)
     if len(rows) > 2 * SHOWN_LINES:
         lines = [at for at, item in enumerate(kept) if isinstance(item, LineItem)]

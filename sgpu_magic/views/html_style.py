@@ -28,7 +28,7 @@ PRE = (
     "overflow-wrap:anywhere"
 )
 SCROLL_LINES = 20
-# that many lines of a `PRE` with its padding
+# height of `SCROLL_LINES` lines of a `PRE`, with its padding
 _SCROLL_PX = 18 * SCROLL_LINES + 12
 BOX = f"border:1px solid {LINE};border-radius:6px;overflow:hidden;{SANS};font-size:13px;line-height:1.45;margin:2px 0"
 
@@ -44,7 +44,7 @@ def safe(text: str) -> str:
 
 _BREAKS = "white-space:normal;overflow-wrap:anywhere;min-width:7em"
 
-# a printed page can't be scrolled, so it has everything; where this is stripped, the inline styles hold
+# print everything, as paper can't be scrolled; where front ends strip this element, the inline styles apply
 _PRINTED = (
     "<style>@media print{.sgpu-scroll,.sgpu-scrolls{max-height:none!important;overflow:visible!important}"
     ".sgpu-fold::details-content{content-visibility:visible!important;block-size:auto!important}}</style>"
@@ -102,7 +102,7 @@ def table(
         if tag == "th" or below is None or not row[below]:
             return drawn
         text = f"{heads[below]} {row[below]}".strip()
-        # of no width of its own, so that the columns stay as wide as their texts
+        # `max-width:0` keeps this cell from widening the columns
         style = f"text-align:left;padding:0 12px 4px 24px;max-width:0;white-space:normal;overflow-wrap:anywhere;{SOFT}"
         return f'{drawn}<tr style="background:none"><td colspan="{len(columns)}" style="{style}">{safe(text)}</td></tr>'
 

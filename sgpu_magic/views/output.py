@@ -9,6 +9,7 @@ import msgspec
 
 from sgpu_magic.views import ansi
 from sgpu_magic.views.output_buffer import DisplayItem, GapItem, Item, LineItem, OutputStore
+from sgpu_magic.wire.decoding import JsonDecoder
 from sgpu_magic.wire.rank_events import DisplayPublished, OutputCleared, OutputWritten
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ def _shorten(line: str) -> str:
     return f"{line[:MAX_LINE_CHARS]} ... {len(line) - MAX_LINE_CHARS:,} more characters of this line in the log"
 
 
-_mime = msgspec.json.Decoder(dict[str, object])
+_mime = JsonDecoder(dict[str, object])
 
 
 class RunOutput:
@@ -183,7 +184,7 @@ class RunOutput:
     def finish_lines(self) -> None:
         """Finish all unfinished lines, as no more output will come."""
         for (rank, stream), assembler in sorted(self._assemblers.items(), key=lambda pair: pair[0]):
-            # the other stream's lines have taken the place of a bar that was never drawn again, as in the log
+            # as in the log, lines of the other stream have replaced a bar that was not drawn again
             is_gone = assembler.was_rewritten and stream != self._last_stream.get(rank)
             line = assembler.flush()
             if ansi.plain(line).strip() and not is_gone:
@@ -232,7 +233,7 @@ class TextSegment(msgspec.Struct, frozen=True):
 
 
 class Caption(msgspec.Struct, frozen=True):
-    """Says whose display follows.
+    """The caption of the displays of one rank that follow.
 
     Args:
         rank: The rank.

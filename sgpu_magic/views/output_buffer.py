@@ -82,14 +82,14 @@ def gap_lines(gap: GapItem, short_id: str, files: str = "") -> list[str]:
         short_id: The run.
         files: Its ranks' log files, "" when their place is unknown.
     """
-    told: list[str] = []
+    texts: list[str] = []
     if gap.lines:
         command = f"sgpu logs {short_id}" + (f" · {files}" if files else "")
         lines, ranks = count_of(gap.lines, "line"), count_of(gap.ranks, "rank")
-        told.append(f"... {lines} of {ranks} in the run's log: {command}")
+        texts.append(f"... {lines} of {ranks} in the run's log: {command}")
     if gap.displays:
-        told.append(f"... the first {gap.displays:,} displays were dropped: there are too many to keep")
-    return told
+        texts.append(f"... the first {gap.displays:,} displays were dropped: there are too many to keep")
+    return texts
 
 
 def trim(items: Sequence[Item], sizes: Sequence[int], limit: int, head_share: float = HEAD_SHARE) -> list[Item]:

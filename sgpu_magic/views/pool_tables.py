@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from sgpu_magic.views.html_style import BAD, SOFT, WARN, safe, sentences, table, titled_box
-from sgpu_magic.views.pool_words import (
+from sgpu_magic.views.format_pool import (
     HOLDING,
     NODE_HEADS,
     NODE_RIGHT,
@@ -27,7 +26,8 @@ from sgpu_magic.views.pool_words import (
     type_rows,
     type_words,
 )
-from sgpu_magic.views.summary_words import idle_since
+from sgpu_magic.views.format_summary import idle_since
+from sgpu_magic.views.html_style import BAD, SOFT, WARN, safe, sentences, table, titled_box
 from sgpu_magic.views.units import TIMES, Row, aligned, count_of, format_duration
 from sgpu_magic.wire.base import RunKind, RunState, short
 from sgpu_magic.wire.costs import cost_so_far, format_money
@@ -139,7 +139,10 @@ def _waiting(status: PoolStatus) -> list[str]:
         parts = [f"{whose} {_name(run) or 'cell'}", count_of(run.ranks, "rank"), run.waiting_for, position]
         lines.append(", ".join(filter(None, parts)))
     more = len(queued) - _MAX_WAITING
-    return [*lines, f"waiting: {count_of(more, 'more run')}"] if more > 0 else lines
+    lines += [f"waiting: {count_of(more, 'more run')}"] if more > 0 else []
+    # their devices stay leased
+    remaining = [run for run in status.runs if run.waiting_for and run.state is not RunState.QUEUED]
+    return [*lines, *(f"{_name(run) or 'cell'}: {run.waiting_for}, its devices stay leased" for run in remaining)]
 
 
 def _several_users(status: PoolStatus) -> bool:

@@ -14,11 +14,12 @@ from sgpu_magic.views.bundle import live_line, summary_line, unfinished_lines
 from sgpu_magic.views.cell_outputs import OutputSlots
 from sgpu_magic.views.failure import memory_lines
 from sgpu_magic.views.fold import RunView
+from sgpu_magic.views.format_run import header_line
+from sgpu_magic.views.format_summary import is_quiet, log_files, rank_label, rank_width, standing_warnings
 from sgpu_magic.views.output_buffer import DisplayItem, GapItem, LineItem, count_fitting, display_text, gap_lines
+from sgpu_magic.views.run_notes import finishing_text
 from sgpu_magic.views.stacks import ending_stacks, stall_lines
-from sgpu_magic.views.summary_words import is_quiet, log_files, rank_label, rank_width, standing_warnings
 from sgpu_magic.views.units import count_of
-from sgpu_magic.views.words import header_line
 
 FIRST_AFTER_S = 0.1
 MESSAGE_INTERVAL_S = 0.1
@@ -201,8 +202,8 @@ class TerminalPublisher:
             self._has_header = True
             lines.append(header_line(view))
         elif not self._has_header and not self._is_terminal and waited_s >= FIRST_AFTER_S:
-            place = [f"{view.name} · {live_line(view)}"]
-            lines += place if view.waiting_for and self._has_changed("queue", place) else []
+            heading = [f"{view.name} · {live_line(view)}"]
+            lines += heading if view.waiting_for and self._has_changed("queue", heading) else []
         if self._has_header:
             notes, warnings = view.notes, standing_warnings(view)
             lines += [f"note: {ansi.plain(note)}" for note in notes[self._notes :]]
@@ -216,6 +217,8 @@ class TerminalPublisher:
         elif not self._is_terminal:
             stall = stall_lines(view)
             after = (stall or ["progress resumed"]) if self._has_changed("stall", stall) else []
+            finishing = finishing_text(view.finishing)
+            after += [finishing] if finishing and self._has_changed("finishing", [finishing]) else []
         return [*map(_Line, lines), *printed, *map(_Line, after)]
 
     def _has_changed(self, about: str, lines: list[str]) -> bool:

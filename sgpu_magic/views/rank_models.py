@@ -14,6 +14,7 @@ import msgspec
 
 from sgpu_magic.views import ansi
 from sgpu_magic.views.html_style import SANS
+from sgpu_magic.wire.decoding import load_json
 from sgpu_magic.wire.rank_events import CommMessage, CommsMoved
 
 WIDGET_MIME = "application/vnd.jupyter.widget-view+json"
@@ -172,7 +173,7 @@ def _object(text: bytes) -> dict[str, Any]:
         ValueError: It is nested too deeply, or not valid JSON.
         TypeError: It is not an object.
     """
-    value = json.loads(text)
+    value = load_json(text)
     level: list[Any] = [value]
     for _ in range(_MOST_DEPTH):
         level = [inner for each in level for inner in inside(each)]

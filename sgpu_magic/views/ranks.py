@@ -11,15 +11,15 @@ from weakref import WeakKeyDictionary
 
 from sgpu_magic.views import ansi
 from sgpu_magic.views.fold import RunView
+from sgpu_magic.views.format_run import BEFORE_RANKS, new_host
+from sgpu_magic.views.format_summary import curve_text, is_low, measured_lines, whole_text
 from sgpu_magic.views.html_style import ACCENT, BAD, FAINT, LINE, MONO, PANEL, PRE, SOFT, WARN, safe, sparkline
 from sgpu_magic.views.live.bars import bar_of, without_bar
 from sgpu_magic.views.live.schema import Curve, RankCard, Tone
 from sgpu_magic.views.output_buffer import DisplayItem, LineItem, count_fitting, html_limit
 from sgpu_magic.views.run_notes import died_of, error_line, last_part, restart_command
-from sgpu_magic.views.summary_words import curve_text, is_low, measured_lines, whole_text
 from sgpu_magic.views.units import count_of
 from sgpu_magic.views.usage import Drawn, RankUsage, detail_lines, use_text
-from sgpu_magic.views.words import BEFORE_RANKS, new_host
 from sgpu_magic.wire.base import FailureKind, RunState
 from sgpu_magic.wire.rank_events import Failure
 
@@ -82,7 +82,7 @@ def _state(view: RunView, rank: int, failure: Failure | None) -> tuple[str, Tone
     if failure is not None:
         if failure.is_consequence:
             return "released", "plain"
-        if last_part(failure.type_name) == "KeyboardInterrupt":
+        if failure.after_stop:
             # the stop path interrupts ranks that are not blocked in a collective
             return "ended", "plain"
         return "failed", "bad"
@@ -203,7 +203,7 @@ def _most_urgent(view: RunView) -> list[int]:
     """Return the ranks in order of importance: the culprit, other failed or idle ranks, then by number."""
     culprit = view.failure.rank if view.failure is not None else None
     outstanding = {rank for rank, usage in view.usage.ranks.items() if is_low(usage)}
-    outstanding |= {other.rank for other in view.others if other.rank is not None and not other.is_consequence}
+    outstanding |= {other.rank for other in view.others if other.rank is not None and not _is_secondary(other)}
     order = sorted(view.rank_numbers, key=lambda rank: (rank != culprit, rank not in outstanding, rank))
     return order[:MAX_RANKS]
 
@@ -234,10 +234,10 @@ def _frame(view: RunView, rank: int, shows: int, *, is_brief: bool = False) -> t
         f"{''.join(f' · {part}' for part in said if part)}</span>{curve}</summary>"
         f'<div style="padding:2px 12px 6px 28px;background:{PANEL}">'
     )
-    told = [f"on {label}"] if label else []
-    told += [] if is_brief else measured_lines(usage)
-    told += [count_of(shows, "display")] if shows else []
-    foot = "".join(f"<div>{safe(line)}</div>" for line in told)
+    parts = [f"on {label}"] if label else []
+    parts += [] if is_brief else measured_lines(usage)
+    parts += [count_of(shows, "display")] if shows else []
+    foot = "".join(f"<div>{safe(line)}</div>" for line in parts)
     foot += f'<div style="overflow-wrap:anywhere">{escape(_log(view, rank))}</div>'
     return head, f'<div style="{SOFT}">{foot}</div></div></details>'
 
@@ -254,14 +254,21 @@ def _pre(lines: list[str], count: int) -> str:
     return f'<pre style="{PRE};padding:4px 0">{before}{text}</pre>' if lines else ""
 
 
+def _is_secondary(failure: Failure) -> bool:
+    """Whether another rank's failure caused it, or the end of the run."""
+    return failure.is_consequence or failure.after_stop
+
+
 def _ended_as(view: RunView, rank: int) -> tuple[str, str]:
     """Return how the rank ended, "" if as the run did, and the style of its name."""
     if view.failure is not None and view.failure.rank == rank:
         return f'<span style="color:{BAD}">✕ failed</span>', f";color:{BAD}"
     other = next((other for other in view.others if other.rank == rank), None)
-    if other is not None and not other.is_consequence:
+    if other is not None and not _is_secondary(other):
         return f'<span style="color:{BAD}">✕ failed</span>', ""
-    return "" if other is None else "released", ""
+    if other is None:
+        return "", ""
+    return "released" if other.is_consequence else "stopped", ""
 
 
 def _log(view: RunView, rank: int) -> str:

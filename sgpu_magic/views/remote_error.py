@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import importlib.util
 import re
+import sys
 from collections.abc import Container, Iterable, Sequence
 
 import msgspec
 
 from sgpu_magic import errors
-from sgpu_magic.views.failure import last_words
+from sgpu_magic.views.failure import output_tail
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.run_notes import (
     death_sentence,
@@ -18,7 +21,7 @@ from sgpu_magic.views.run_notes import (
     restart_command,
     timeout_sentence,
 )
-from sgpu_magic.views.stacks import group_sentences, stack_lines, stacks_text, verdict
+from sgpu_magic.views.stacks import group_sentences, hang_heading, stack_lines, stacks_text, verdict
 from sgpu_magic.views.tracebacks import cut_lines, line_of_cell, source_of, traceback_body
 from sgpu_magic.views.units import clipped, format_ranks, format_seconds
 from sgpu_magic.wire.base import FailureKind
@@ -26,7 +29,9 @@ from sgpu_magic.wire.events import RunEnded
 from sgpu_magic.wire.rank_events import Failure
 from sgpu_magic.wire.run import CellSource, RunSpec
 
-_PLACE = re.compile(r"Cell In\[\d+\], line \d+")
+# raised in the notebook, these would end the kernel or cancel the cell or call
+_END_KERNELS = (SystemExit, KeyboardInterrupt, GeneratorExit, asyncio.CancelledError, BaseExceptionGroup)
+_CELL_LINE = re.compile(r"Cell In\[\d+\], line \d+")
 _MAX_BRIEF_CHARS = 90
 _RED, _DEFAULT = "\x1b[31m", "\x1b[39m"
 _UNDEFINED = re.compile(r"name '(\w+)' is not defined")
@@ -95,10 +100,10 @@ def run_exception(
         "remote_traceback": remote_traceback or (stacks_text(view.run_id, stacks, cell) if stacks else ""),
     }
     if failure.kind is FailureKind.USER_CODE:
-        hint = _name_hint(failure, notebook_names) or no_cuda_hint(failure)
+        hint = _name_hint(failure, notebook_names) or _module_hint(failure, view.spec) or no_cuda_hint(failure)
         hint = hint or context_hint(failure, ended.others, view.spec)
         own = errors.RemoteError(error_line(failure), type_name=failure.type_name or "Exception")
-        raised = exception if isinstance(exception, Exception) else own
+        raised = own if exception is None or _ends_kernel(exception) else exception
         where = f"rank {failure.rank} of {view.ranks}" if failure.rank is not None else f"{view.ranks} ranks"
         heading = f"{where} on {failure.host} · {run}" if failure.host else f"{where} · {run}"
         # a coloured traceback is shown whole or not at all
@@ -108,14 +113,15 @@ def run_exception(
         lines = (heading, trace, hint, more)
         if view.error_follows:
             lines = (_with_line(heading, failure, source_of(view.spec)), _brief(failure), hint)
-        # outside IPython a plain traceback shows nothing of the rank but these notes
+        # outside IPython, these notes are all that a plain traceback shows of the rank
         note = "\n".join(filter(None, (heading, plain, hint, more)))
         known = getattr(raised, "__notes__", None)
         attributes["__notes__"] = [*known, note] if isinstance(known, list) else [note]
     else:
-        words = last_words(view, failure) if failure.kind is FailureKind.WORKER_DIED else []
+        words = output_tail(view, failure) if failure.kind is FailureKind.WORKER_DIED else []
         words += [*group_sentences(stacks, cell), *verdict(stacks, cell)]
-        message = _message(failure, ended.starting_s + ended.running_s, view.ranks, words, more, run)
+        hang = hang_heading(failure, stacks, cell)
+        message = _message(failure, ended.starting_s + ended.running_s, view.ranks, words, more, run, hang)
         raised = BY_KIND[failure.kind](message)
         trace = plain if failure.kind is FailureKind.INTERNAL else ""
         lines = (trace, f"{type(raised).__name__}: {message}")
@@ -124,9 +130,13 @@ def run_exception(
     return _dressed(raised, attributes)
 
 
+def _ends_kernel(exception: BaseException) -> bool:
+    return not isinstance(exception, Exception) and isinstance(exception, _END_KERNELS)
+
+
 def _with_line(heading: str, failure: Failure, cell: CellSource) -> str:
     """Return `rank 1 of 4 on gpu-node-2 · run 7f3a · Cell In[7], line 14`."""
-    places = [found[0] for line in traceback_body(failure) if (found := _PLACE.match(line))]
+    places = [found[0] for line in traceback_body(failure) if (found := _CELL_LINE.match(line))]
     places = places or line_of_cell(failure, cell)[:1]
     return f"{heading} · {places[-1]}" if places else heading
 
@@ -137,7 +147,7 @@ def _brief(failure: Failure) -> str:
     return f"{_RED}{name}{_DEFAULT}{line[len(name) :]}" if name and line.startswith(name) else line
 
 
-def _dressed(exception: Exception, attributes: dict[str, object]) -> Exception:
+def _dressed(exception: BaseException, attributes: dict[str, object]) -> BaseException:
     """Set the attributes on the object; if its type forbids that, on a subclass of the same name."""
     refused: dict[str, object] = {}
     for name, value in attributes.items():
@@ -153,14 +163,14 @@ def _dressed(exception: Exception, attributes: dict[str, object]) -> Exception:
     return exception
 
 
-def _message(failure: Failure, seconds: float, ranks: int, words: Sequence[str], more: str, run: str) -> str:
+def _message(failure: Failure, seconds: float, ranks: int, words: Sequence[str], more: str, run: str, hang: str) -> str:
     """Return one paragraph: what happened and where, the other ranks, and the run."""
     after = format_seconds(seconds)
     match failure.kind:
         case FailureKind.TIMEOUT:
             parts = [f"stopped after {after}: {failure.message.strip() or timeout_sentence(seconds)}", *words, more]
         case FailureKind.WORKER_DIED:
-            parts = [f"failed after {after} · {death_sentence(failure, ranks)}", *words, more]
+            parts = [f"failed after {after} · {hang}{death_sentence(failure, ranks)}", *words, more]
         case FailureKind.NODE_LOST | FailureKind.INTERNAL:
             parts = [f"failed after {after} · {death_sentence(failure, ranks)}", more]
         case _:
@@ -177,6 +187,25 @@ def _name_hint(failure: Failure, notebook_names: Container[str]) -> str:
         return ""
     name = found[1]
     return f"`{name}` exists in the notebook but the cell's code does not show that it is used: add --in {name}"
+
+
+def _module_hint(failure: Failure, spec: RunSpec) -> str:
+    """Return a hint about a module that this process has and the ranks' own packages lack."""
+    name = failure.missing_module.partition(".")[0]
+    if not name or not spec.environment:
+        return ""
+    try:
+        is_here = importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        # a module without a spec, such as one defined in a notebook
+        is_here = name in sys.modules
+    if not is_here:
+        return ""
+    which = f" ({spec.environment_label})" if spec.environment_label else ""
+    return (
+        f"The notebook has `{name}`, but the packages of the ranks{which} lack it: add it to them, or choose others "
+        "with --env-version."
+    )
 
 
 # The errors of cudaError_t after which "the process must be terminated and relaunched" (CUDA runtime's reference),

@@ -7,14 +7,16 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from sgpu_magic.system.processes import signal_name
+from sgpu_magic.views import ansi
 from sgpu_magic.views.units import clipped, format_ranks, format_seconds
 from sgpu_magic.wire.base import BUDGET, COST_LIMIT, FailureKind, RunKind, short
-from sgpu_magic.wire.events import WARNING, AttemptFailed, GroupRenewed, RanksRestarted, SessionMoved
+from sgpu_magic.wire.events import WARNING, AttemptFailed, GroupRenewed, RanksRestarted, RunEnded, SessionMoved
 from sgpu_magic.wire.pool_status import RunSummary
-from sgpu_magic.wire.rank_events import Failure
+from sgpu_magic.wire.rank_events import Failure, RankUnfinished
 from sgpu_magic.wire.run import RunSpec
 
 _MOST_NOTES = 50
+_MOST_WORK = 4
 
 
 def run_name(spec: RunSpec | RunSummary) -> str:
@@ -119,6 +121,40 @@ def unstopped_note(ranks: tuple[int, ...]) -> str:
     )
 
 
+def finishing_text(ranks: Sequence[RankUnfinished]) -> str:
+    """Return `rank 1 finishes thread upload; ranks 2 and 3 finish exit function wandb.finish`, "" for no ranks."""
+    parts: list[str] = []
+    for work, numbers in _by_work(ranks).items():
+        finish, leave = ("finishes", "exits") if len(numbers) == 1 else ("finish", "exit")
+        parts.append(f"{format_ranks(numbers)} {f'{finish} {work}' if work else leave}")
+    return "; ".join(parts)
+
+
+def cut_off_text(body: RunEnded) -> str:
+    """Return `cut off after 5 min: thread upload of rank 1`, "" if nothing was cut off."""
+    parts = [f"{work or 'the exit'} of {format_ranks(numbers)}" for work, numbers in _by_work(body.cut_off).items()]
+    return f"cut off after {format_seconds(body.finish_s)}: {', '.join(parts)}" if parts else ""
+
+
+def cut_off_note(body: RunEnded) -> str:
+    """Return a sentence about what ranks had no time to finish after their cell, and how to give them more."""
+    return (
+        f"{cut_off_text(body)}. The cell had ended, but not what it has started. Wait for it in the cell, or let the "
+        f"pool wait longer: the setting finish_timeout_s"
+    )
+
+
+def _by_work(ranks: Sequence[RankUnfinished]) -> dict[str, list[int]]:
+    """Return the ranks by what they finish, in words."""
+    found: dict[str, list[int]] = {}
+    for each in ranks:
+        named = [f"{one.kind} {ansi.plain(one.name)}" for one in each.work[:_MOST_WORK]]
+        more = len(each.work) - len(named)
+        work = ", ".join([*named, *([f"{more} more"] if more else [])])
+        found.setdefault(work, []).append(each.rank)
+    return found
+
+
 # ---------------------------------------------------------------- failures
 
 _SUBJECT = re.compile(r"^rank \d+( of \d+)?")
@@ -140,7 +176,10 @@ _COSTS = {
 
 
 def limit_of(failure: Failure | None) -> Limit:
-    """Return which limit ended a run whose state is `TIMED_OUT`: its time, its cost, or its pool's budget."""
+    """Return which limit ended a run: that of a collective; for a `TIMED_OUT` run its time, cost, or pool's budget."""
+    if failure is not None and failure.collective_timeout is not None:
+        collective = failure.collective_timeout.collective
+        return Limit("timed out", f"when {'a collective' if collective is None else collective.label} timed out:")
     message = failure.message if failure is not None else ""
     return next((limit for start, limit in _COSTS.items() if message.startswith(start)), _TIME)
 
@@ -213,7 +252,7 @@ def _way(other: Failure) -> str:
     at = f" (line {other.line})" if other.line is not None else ""
     if other.is_consequence:
         return f"released from {other.where}{at}" if other.where else f"released{at}"
-    if last_part(other.type_name) == "KeyboardInterrupt":
+    if other.after_stop and last_part(other.type_name) == "KeyboardInterrupt":
         # the stop path interrupts ranks that are not blocked in a collective
         return f"stopped{at}"
     if other.kind is FailureKind.WORKER_DIED:

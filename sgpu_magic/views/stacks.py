@@ -17,13 +17,13 @@ from sgpu_magic.views.run_notes import limit_of
 from sgpu_magic.views.tracebacks import NO_FUNCTION, Sources, caller_at, cut_lines
 from sgpu_magic.views.units import aligned, ends, format_ranks, format_seconds
 from sgpu_magic.wire.base import short
-from sgpu_magic.wire.rank_events import Collective, RankStack, StackFrame, Stalled
+from sgpu_magic.wire.rank_events import Collective, Failure, RankStack, StackFrame, Stalled
 from sgpu_magic.wire.run import CellSource
 
 if TYPE_CHECKING:
     from sgpu_magic.views.fold import RunView
 
-# functions of torch.distributed that return when the other ranks have called them too
+# functions of torch.distributed that block until the other ranks call them too
 _MEETINGS = re.compile(
     r"(monitored_)?barrier|(all_)?reduce(_coalesced)?|broadcast(_object_list)?|(all_)?gather(_object|_into_tensor)?|"
     r"scatter(_object_list)?|reduce_scatter(_tensor)?|all_to_all(_single)?|send|recv|(send|recv)_object_list|"
@@ -56,7 +56,7 @@ class StackGroup(msgspec.Struct, frozen=True):
     Args:
         ranks: The ranks in ascending order.
         activity: What they are doing.
-        place: Such as `Cell In[7], line 15`; "" when unknown.
+        location: Such as `Cell In[7], line 15`; "" when unknown.
         source: The notebook's source line there.
         whole: The first rank's stack as a traceback, the most recent call last, or why there is none.
         problem: Why there is no stack.
@@ -64,7 +64,7 @@ class StackGroup(msgspec.Struct, frozen=True):
 
     ranks: tuple[int, ...]
     activity: Activity
-    place: str
+    location: str
     source: str
     whole: Sequence[str]
     problem: str = ""
@@ -91,14 +91,14 @@ def activity_of(stack: RankStack, sources: Sources) -> Activity:
     at = next((at for at, frame in enumerate(frames) if sources.is_notebook(frame)), None)
     caller = caller_at(frames)
     if at is not None and 0 < caller < at:
-        # the notebook's only line is the one that calls a function of a file
+        # the innermost notebook frame only calls into a file: use the innermost frame of that file
         at = next(at for at, frame in enumerate(frames) if frame.file == frames[caller - 1].file)
     frame = frames[at] if at is not None else frames[0] if frames else None
     collective = stack.collective
     called = list(reversed(frames[:at])) if at is not None else []
     in_torch = not frames or any(map(_is_torch, called))
     if collective is not None and collective.pending and (collective.queued or in_torch):
-        return Activity(_numbered(collective), True, collective, frame)
+        return Activity(collective.label, True, collective, frame)
     if frame is None:
         return Activity("")
     torch_function = next((each.function.strip("_") for each in called if _is_torch(each)), "")
@@ -129,16 +129,16 @@ def group_stacks(stacks: Iterable[RankStack], cell: CellSource) -> list[StackGro
     for members in found.values():
         (first, activity), ranks = members[0], tuple(stack.rank for stack, _ in members)
         frame = activity.frame
-        place, source = (first.problem, "") if frame is None else (sources.place(frame), sources.source(frame))
+        location, source = (first.problem, "") if frame is None else (sources.location(frame), sources.source(frame))
         whole = stack_lines(first.frames, cell) or [first.problem or "no Python stack"]
-        groups.append(StackGroup(ranks, activity, place, source, whole, first.problem))
+        groups.append(StackGroup(ranks, activity, location, source, whole, first.problem))
     return sorted(groups, key=lambda group: (-len(group.ranks), group.ranks))
 
 
 def group_lines(groups: Sequence[StackGroup]) -> list[str]:
     """Return a line for each of the first groups, in columns, and one for the ranks of all others."""
     shown = groups[:_MAX_GROUPS]
-    lines = aligned([(format_ranks(group.ranks), group.doing, group.place, group.source) for group in shown])
+    lines = aligned([(format_ranks(group.ranks), group.doing, group.location, group.source) for group in shown])
     left_out = [rank for group in groups[_MAX_GROUPS:] for rank in group.ranks]
     return [*lines, f"{format_ranks(left_out)} elsewhere"] if left_out else lines
 
@@ -155,27 +155,33 @@ def verdict(stacks: Sequence[RankStack], cell: CellSource) -> list[str]:
     for stack in stacks:
         entry = stack.collective
         if entry is not None and entry.pending and activity_of(stack, sources).waits:
-            waiting.setdefault((entry.group, entry.seq), {}).setdefault(_numbered(entry), []).append(stack.rank)
-    told: list[str] = []
+            waiting.setdefault((entry.group, entry.seq), {}).setdefault(entry.label, []).append(stack.rank)
+    found: list[str] = []
     for (group, number), names in sorted(waiting.items()):
         name, ranks = next(iter(names.items()))
         absent = [stack.rank for stack in stacks if _has_not_come(stack, group, number, name, sources)]
         if len(names) > 1:
             parts = [f"{format_ranks(ranks)} in {name}" for name, ranks in sorted(names.items())]
-            told.append(f"{', '.join(parts)}: they wait for each other, because their collectives differ")
+            found.append(f"{', '.join(parts)}: they wait for each other, because their collectives differ")
         elif absent:
             verb = "has" if len(absent) == 1 else "have"
-            told.append(f"{format_ranks(absent)} {verb} not reached {name}")
+            found.append(f"{format_ranks(absent)} {verb} not reached {name}")
         elif len(ranks) == len(stacks) > 1:
-            told.append(f"all ranks are in {name}")
-    return told
+            found.append(f"all ranks are in {name}")
+    return found
+
+
+def hang_heading(failure: Failure, stacks: Sequence[RankStack], cell: CellSource) -> str:
+    """Return `rank 1 has not reached all_reduce #7: ` for a failure in a collective that timed out, else ""."""
+    found = [] if failure.collective_timeout is None else verdict(stacks, cell)
+    return f"{found[0]}: " if found else ""
 
 
 def stack_lines(frames: Sequence[StackFrame], cell: CellSource) -> list[str]:
     """Return a stack as in a traceback, the most recent call last, starting at the notebook's first line."""
     sources = Sources(cell)
     entries = [sources.entry(frame) for frame in reversed(sources.own_frames(frames))]
-    # of a recursion the beginning and the end are enough
+    # the beginning and the end of a recursion are enough
     left_out = [f"... {len(entries) - _MAX_FRAMES:,} more frames ..."]
     return [line for entry in ends(entries, _MAX_FRAMES, left_out) for line in entry]
 
@@ -188,7 +194,7 @@ def last_python_line(frames: Sequence[StackFrame], cell: CellSource) -> str:
         return ""
     where = "" if frame.function in NO_FUNCTION else f", in {frame.function}"
     source = sources.source(frame)
-    return f"{sources.place(frame)}{where}" + (f": {source}" if source else "")
+    return f"{sources.location(frame)}{where}" + (f": {source}" if source else "")
 
 
 def stall_note(stalled: Stalled, cell: CellSource) -> str:
@@ -229,7 +235,7 @@ def stacks_html(run_id: str, stacks: Sequence[RankStack], cell: CellSource) -> s
         rows += (
             f'<details style="padding:3px 12px"><summary style="cursor:pointer">'
             f'<b style="font-weight:600">{safe(format_ranks(group.ranks))}</b> {safe(group.doing)} '
-            f'<span style="{SOFT}">{safe(group.place)}</span> '
+            f'<span style="{SOFT}">{safe(group.location)}</span> '
             f'<code style="{MONO};font-size:12px;background:none">{safe(group.source)}</code></summary>'
             f'<pre style="margin:0;padding:4px 0 4px 14px;{MONO};font-size:12px;white-space:pre-wrap">'
             f"{safe(chr(10).join(group.whole))}</pre></details>"
@@ -257,8 +263,8 @@ def stall_lines(view: RunView, *, has_buttons: bool = False) -> list[str]:
     stacks, cell = view.stalled.stacks, view.spec.cell
     groups = [f"  {ansi.plain(line)}" for line in group_lines(group_stacks(stacks, cell))]
     everything = "the Stacks button" if has_buttons else f"`sgpu stacks {view.short_id}`"
-    told = " · ".join([*map(ansi.plain, verdict(stacks, cell)), f"{everything} shows everything"])
-    return [f"no progress for {format_seconds(view.stalled.seconds)}{taken(stacks)}", *groups, told]
+    text = " · ".join([*map(ansi.plain, verdict(stacks, cell)), f"{everything} shows everything"])
+    return [f"no progress for {format_seconds(view.stalled.seconds)}{taken(stacks)}", *groups, text]
 
 
 def ending_stacks(view: RunView) -> list[str]:
@@ -280,11 +286,6 @@ def stall_html(view: RunView) -> str:
         f'<div style="border-bottom:1px solid {LINE};border-left:3px solid {WARN}">'
         f'<pre style="{PRE};padding-left:9px">{text}</pre></div>'
     )
-
-
-def _numbered(collective: Collective) -> str:
-    of_group = f" of group {collective.group}" if collective.group else ""
-    return f"{collective.name} #{collective.seq}{of_group}"
 
 
 def _is_torch(frame: StackFrame) -> bool:

@@ -20,7 +20,7 @@ _CELL_FILE = re.compile(r"<ipython-input-(\d+)-")
 NO_FUNCTION = ("<module>", "<cell line: 0>", "")
 """Names of code outside functions: a module or a cell."""
 
-# on a rank, it calls the function of a call
+# the file that runs a call's function on a rank
 _CALLER = "sgpu_magic/payload/call.py"
 # width of a line number with its arrow
 _NUMBER_CHARS = 7
@@ -49,7 +49,7 @@ class Sources:
     def _is_own(self, frame: StackFrame) -> bool:
         return frame.file == self._script or _CELL_FILE.match(frame.file) is not None
 
-    def place(self, frame: StackFrame) -> str:
+    def location(self, frame: StackFrame) -> str:
         """Return `Cell In[7], line 15`, or the file's name and the line."""
         return f"{self._file(frame, os.path.basename(frame.file))}, line {frame.line}"
 
@@ -241,7 +241,7 @@ def _split(body: list[str], failure: Failure) -> tuple[list[list[str]] | None, l
         return None, body[at:] if at is not None else []
     message = [line for block in blocks[len(frames) :] for line in block]
     if not frames or (not message and at is not None):
-        # text of the exception's own, or a SyntaxError, whose message follows its line at once
+        # text added by the exception itself, or a SyntaxError, whose message directly follows its line
         message = body[at:] if at is not None else _error_lines(failure)
         frames = [*frames[:-1], frames[-1][: max(len(frames[-1]) - len(message), 1)]] if frames else []
     return frames, message or _error_lines(failure)

@@ -23,11 +23,11 @@ TIMES = "\u00d7"  # the multiplication sign of a number of devices
 ROW_CHARS = 85
 """Characters of a row in a narrow notebook."""
 
-# two clocks that were not set differ by less than this between two readings
+# maximum difference between readings of the two clocks, unless one was set
 _STEP_S = 0.01
-# a shorter start is left out beside a duration
+# shorter start times are omitted beside a duration
 _WORTH_TELLING_S = 1.0
-# a shorter time is none, as of a run that was refused
+# shorter durations are omitted, such as that of a refused run
 _LEAST_S = 0.0005
 
 _began = time.time() - time.monotonic()
@@ -38,7 +38,7 @@ def steady_time() -> float:
     return _began + time.monotonic()
 
 
-def heard_at(at: float) -> float:
+def to_steady_time(at: float) -> float:
     """Convert an event's wall-clock time to the steady clock. Call it when the event is received."""
     # this process may be interrupted between two readings
     before, wall, after = steady_time(), time.time(), steady_time()
@@ -88,7 +88,7 @@ class RunTimes:
     def starting_s(self, now: float | None = None) -> float:
         """Return seconds from the lease until the ranks had started, or until `now`; 0 in the queue."""
         if self.ended is not None:
-            # the pool, interrupted after the launch, may have noted the lease when the ranks had started already
+            # a pool interrupted after the launch may record the lease only after the ranks have started
             return max(self._start_s(), self.ended.starting_s)
         if self.placed_at is None or self.started_at is not None:
             return self._start_s()

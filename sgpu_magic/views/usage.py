@@ -29,7 +29,7 @@ class Series:
         self._digits = digits
         # for each step: the integral of the reported values, and the seconds that they cover
         self._sums: list[float] = []
-        self._told_s: list[float] = []
+        self._known_s: list[float] = []
 
     def add(self, begin_s: float, end_s: float, value: float | None) -> None:
         """Add a value measured from `begin_s` to `end_s` (seconds since the ranks started); None if not reported."""
@@ -44,26 +44,26 @@ class Series:
             last -= 1
         missing = last + 1 - len(self._sums)
         self._sums += [0.0] * missing
-        self._told_s += [0.0] * missing
+        self._known_s += [0.0] * missing
         if value is None:
             return
         for index in range(first, last + 1):
             since = begin_s if index == first else index * self.step_s
             until = end_s if index == last else (index + 1) * self.step_s
             self._sums[index] += value * (until - since)
-            self._told_s[index] += until - since
+            self._known_s[index] += until - since
 
     @property
     def values(self) -> tuple[float | None, ...]:
         """The points, oldest first; None where nothing was reported."""
-        pairs = zip(self._sums, self._told_s, strict=True)
-        return tuple(round(total / told, self._digits) if told else None for total, told in pairs)
+        pairs = zip(self._sums, self._known_s, strict=True)
+        return tuple(round(total / known, self._digits) if known else None for total, known in pairs)
 
     @property
     def mean(self) -> float | None:
         """The mean over the reported time; None when nothing was reported."""
-        told_s = sum(self._told_s)
-        return sum(self._sums) / told_s if told_s else None
+        known_s = sum(self._known_s)
+        return sum(self._sums) / known_s if known_s else None
 
     @property
     def peak(self) -> float | None:
@@ -71,13 +71,13 @@ class Series:
         return max((value for value in self.values if value is not None), default=None)
 
     def _halve(self) -> None:
-        for column in (self._sums, self._told_s):
+        for column in (self._sums, self._known_s):
             column[:] = [sum(column[at : at + 2]) for at in range(0, len(column), 2)]
         self.step_s *= 2
 
 
 _NEXT_TO_ZERO = 0.05
-_NOT_TOLD = "not reported by this device"
+_NOT_REPORTED = "not reported by this device"
 _NOT_FOR_SLICES = "reported for the whole GPU only, not for a MIG slice of it"
 
 
@@ -86,8 +86,8 @@ def thinned(values: Sequence[float | None], most: int) -> tuple[list[float | Non
     every = max(-(-len(values) // most), 1)
     points: list[float | None] = []
     for at in range(0, len(values), every):
-        told = [value for value in values[at : at + every] if value is not None]
-        points.append(sum(told) / len(told) if told else None)
+        known = [value for value in values[at : at + every] if value is not None]
+        points.append(sum(known) / len(known) if known else None)
     return points, every
 
 
@@ -228,8 +228,8 @@ class RunUsage:
     def busy_pct(self) -> float | None:
         """Mean utilization of the run's GPUs, 0 to 100; None when no GPU reports it."""
         means = [usage.mean_utilization_pct for usage in self.ranks.values()]
-        told = [mean for mean in means if mean is not None]
-        return sum(told) / len(told) if told else None
+        known = [mean for mean in means if mean is not None]
+        return sum(known) / len(known) if known else None
 
     @property
     def idle_sentences(self) -> list[str]:
@@ -279,13 +279,13 @@ def detail_lines(sample: RankSample) -> list[str]:
     own = [f"CPU: {cores}", f"main memory: {_memory(sample.rss_bytes, None, 'unknown')}"]
     if sample.problem:
         return [device_line(sample), sample.problem, *own]
-    absent = _NOT_FOR_SLICES if sample.kind == "mig" else _NOT_TOLD
+    absent = _NOT_FOR_SLICES if sample.kind == "mig" else _NOT_REPORTED
     return [
         device_line(sample),
         f"GPU: {_or(sample.utilization_pct, absent, _percent)}",
         f"GPU, this run: {_or(sample.own_utilization_pct, absent, _percent)}",
-        f"memory: {_memory(sample.used_bytes, sample.total_bytes, _NOT_TOLD)}",
-        f"memory, this run: {_or(sample.own_bytes, _NOT_TOLD, format_gb)}",
+        f"memory: {_memory(sample.used_bytes, sample.total_bytes, _NOT_REPORTED)}",
+        f"memory, this run: {_or(sample.own_bytes, _NOT_REPORTED, format_gb)}",
         f"power: {_or(sample.power_w, absent, '{:.0f} W'.format)}",
         f"temperature: {_or(sample.temperature_c, absent, '{:.0f} °C'.format)}",
         *own,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from sgpu_magic.wire.base import Record
+from sgpu_magic.wire.decoding import MsgpackDecoder
 
 # ---------------------------------------------------------------- packed objects
 
@@ -224,7 +225,7 @@ class ManifestUnusable(Exception):
     """A manifest is invalid. The message gives the reason."""
 
 
-_decoder = msgspec.msgpack.Decoder(Manifest)
+_decoder = MsgpackDecoder(Manifest)
 
 
 def manifest_bytes(manifest: Manifest) -> bytes:

@@ -256,7 +256,7 @@ class Notice(Record, frozen=True, tag="notice", kw_only=True):
     text: str
 
 
-# over a client's second connection
+# messages of a client's second connection
 ToBulk = OpenBulk | FileRequest
 FromBulk = BulkOpened | FileReply | Refused
 Reply = Accepted | Attached | Stacks | RankAnswered | Refused

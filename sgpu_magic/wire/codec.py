@@ -15,15 +15,16 @@ import re
 import signal
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cached_property
 from typing import Any, Generic, TypeVar, cast
 
 import msgspec
 
 from sgpu_magic.wire.base import Record
 from sgpu_magic.wire.client import ClientMessage, FromBulk, PoolMessage, ToBulk
+from sgpu_magic.wire.decoding import Data, MsgpackDecoder, border, convert, decode_msgpack
+from sgpu_magic.wire.devices import Inventory
 from sgpu_magic.wire.events import Noted
-from sgpu_magic.wire.node import FromAgent, RunEvent, ToAgent
+from sgpu_magic.wire.node import AgentReady, FromAgent, RunEvent, ToAgent
 from sgpu_magic.wire.rank import FromRank, FromZygote, ToRank, ToZygote
 from sgpu_magic.wire.tracking import FromTracker, ToTracker
 
@@ -31,6 +32,7 @@ _encoder = msgspec.msgpack.Encoder()
 _U32 = struct.Struct("<I")
 MAX_PARTS = 4096
 MAX_PART_BYTES = 4 << 30
+MAX_MESSAGE_BYTES = 8 << 30
 
 _ESCAPE = "\U0010f7ff"
 _ESCAPE_BYTES = _ESCAPE.encode()
@@ -43,8 +45,8 @@ M = TypeVar("M")
 R = TypeVar("R", bound=Record)
 
 
-class Decoder(Generic[M]):
-    """Decodes messages of one type. The underlying decoder is built on first use: a process needs only one or two.
+class Decoder(MsgpackDecoder[M]):
+    """Decodes messages of one type.
 
     Args:
         type: A record, or a union of records.
@@ -52,28 +54,22 @@ class Decoder(Generic[M]):
             `msgspec.DecodeError` if there is none.
     """
 
-    def __init__(self, type: Any, salvaged: Callable[[bytes | memoryview, Exception], M] | None = None) -> None:
-        self._type = type
+    def __init__(self, type: Any, salvaged: Callable[[Data, Exception], M] | None = None) -> None:
+        super().__init__(type)
         self._salvaged = salvaged
 
-    def prepare(self) -> None:
-        """Build the decoder now, which takes some ms. Call it before forking, once for all children."""
-        _ = self._decoder
-
-    @cached_property
-    def _decoder(self) -> msgspec.msgpack.Decoder[M]:
-        return msgspec.msgpack.Decoder(self._type)
-
-    def decode(self, data: bytes | memoryview) -> M:
+    def decode(self, data: Data) -> M:
         """Return the message.
 
         Raises:
-            msgspec.DecodeError: The data is not msgpack, or does not match the declared type.
+            msgspec.DecodeError: The data is malformed, or does not match the declared type.
         """
         try:
             if _ESCAPE_BYTES not in bytes(data):
-                return self._decoder.decode(data)
-            return msgspec.convert(_with_texts(msgspec.msgpack.decode(data), _unescaped), self._type)
+                return super().decode(data)
+            with border():
+                plain = _with_texts(msgspec.msgpack.decode(data), _unescaped)
+            return convert(plain, self._type)
         except msgspec.DecodeError as error:
             with contextlib.suppress(msgspec.DecodeError):
                 if self._salvaged is not None:
@@ -108,8 +104,8 @@ class UnreadableLaunch(msgspec.Struct, frozen=True, tag="launch"):
 Order = ToAgent | UnreadableLaunch
 
 
-def _refusable(data: bytes | memoryview, error: Exception) -> UnreadableLaunch:
-    return msgspec.structs.replace(msgspec.msgpack.decode(data, type=UnreadableLaunch), problem=str(error))
+def _refusable(data: Data, error: Exception) -> UnreadableLaunch:
+    return msgspec.structs.replace(decode_msgpack(data, type=UnreadableLaunch), problem=str(error))
 
 
 class _RunEventOutline(msgspec.Struct, tag="run-event"):
@@ -121,8 +117,21 @@ class _RunEventOutline(msgspec.Struct, tag="run-event"):
     part: int = 0
 
 
-def _noted(data: bytes | memoryview, error: Exception) -> RunEvent:
-    event = msgspec.msgpack.decode(data, type=_RunEventOutline)
+class _ReadyOutline(msgspec.Struct, tag="agent-ready"):
+    """The part of a malformed `AgentReady` that is needed to replace its agent."""
+
+    pid: int = 0
+
+
+def _replaced(data: Data, error: Exception) -> FromAgent:
+    """Return a `Noted` in place of a malformed event, and an `AgentReady` of no known version in place of another."""
+    outline = decode_msgpack(data, type=_RunEventOutline | _ReadyOutline)
+    if isinstance(outline, _ReadyOutline):
+        return AgentReady(pid=outline.pid, protocol_version=0, inventory=Inventory(host=""))
+    return _noted(outline, error)
+
+
+def _noted(event: _RunEventOutline, error: Exception) -> RunEvent:
     note = (
         f"the pool can't read a message of this run's agent and ignores it: {error}. They may have been started from "
         "different installations of sgpu-magic: restart the pool, which starts new agents (`sgpu pool stop`; a served "
@@ -135,9 +144,10 @@ client_messages = Decoder[ClientMessage](ClientMessage)
 pool_messages = Decoder[PoolMessage](PoolMessage)
 to_bulk = Decoder[ToBulk](ToBulk)
 from_bulk = Decoder[FromBulk](FromBulk)
-# a malformed `Launch` becomes an `UnreadableLaunch`, and a malformed event a `Noted` of its run
+# a malformed `Launch` becomes an `UnreadableLaunch`, a malformed event a `Noted` of its run, and a malformed
+# `AgentReady` one of an unknown version, whose agent is replaced
 to_agent = Decoder[Order](ToAgent, _refusable)
-from_agent = Decoder[FromAgent](FromAgent, _noted)
+from_agent = Decoder[FromAgent](FromAgent, _replaced)
 to_zygote = Decoder[ToZygote](ToZygote)
 from_zygote = Decoder[FromZygote](FromZygote)
 to_rank = Decoder[ToRank](ToRank)
@@ -162,7 +172,7 @@ def printable(record: R) -> R:
         _encoder.encode(record)
     except UnicodeEncodeError:
         plain = _with_texts(msgspec.to_builtins(record, builtin_types=_BINARY), _written_out)
-        return msgspec.convert(plain, type(record))
+        return convert(plain, type(record))
     return record
 
 
@@ -207,10 +217,12 @@ class FrameReader(Generic[M]):
 
     Args:
         decoder: Decoder of the messages of this direction.
+        most_bytes: The size of all parts of a message together, at most.
     """
 
-    def __init__(self, decoder: Decoder[M] | msgspec.msgpack.Decoder[M]) -> None:
+    def __init__(self, decoder: Decoder[M] | MsgpackDecoder[M], most_bytes: int = MAX_MESSAGE_BYTES) -> None:
         self._decoder = decoder
+        self._most_bytes = most_bytes
         self._pending = bytearray()
 
     @property
@@ -222,7 +234,8 @@ class FrameReader(Generic[M]):
         """Yield (message, raw frames) for each message that `data` completes.
 
         Raises:
-            ValueError: The stream is damaged, or a part is larger than `MAX_PART_BYTES`.
+            ValueError: The stream is damaged, or a part is larger than `MAX_PART_BYTES`, or a message than
+                `most_bytes`.
             msgspec.DecodeError: A message is not msgpack, or does not match the declared type.
         """
         self._pending += data
@@ -248,6 +261,8 @@ class FrameReader(Generic[M]):
         sizes = struct.unpack_from(f"<{count}Q", self._pending, _U32.size)
         if max(sizes) > MAX_PART_BYTES:
             raise ValueError(f"a message part of {max(sizes)} bytes: the stream is damaged")
+        if sum(sizes) > self._most_bytes:
+            raise ValueError(f"a message of {sum(sizes):,} bytes, of at most {self._most_bytes:,}")
         return sizes if len(self._pending) >= begin + sum(sizes) else ()
 
 
@@ -264,13 +279,13 @@ STACK_SIGNAL = signal.SIGRTMAX - 4 if hasattr(signal, "SIGRTMAX") else signal.SI
 # A rank's stack file, which the agent creates and both sides read. No message could carry its content: the first
 # `AREA_BYTES` are a fixed area that the rank writes while it runs, so that it survives a SIGKILL:
 #
-#     ident of the main thread (8) | valid half: 0 none, 1, 2 (8) | half 1 | half 2
+#     ident of the main thread (8) | valid half: 0 none, 1, 2 (8) | time of the last sample (8) | half 1 | half 2
 #
 # Each half holds the length of its text (8) and the text. The rank writes the half that is not valid, then the number
 # of the valid one. Output of faulthandler follows after the area. Both have faulthandler's format:
 # `  File "cell.py", line 3 in train`.
 AREA_BYTES = 16_384
-HEADER = struct.Struct("=QQ")
+HEADER = struct.Struct("=QQd")
 LENGTH = struct.Struct("=Q")
 HALF_BYTES = (AREA_BYTES - HEADER.size) // 2
 TEXT_BYTES = HALF_BYTES - LENGTH.size
@@ -281,11 +296,16 @@ def half_offset(half: int) -> int:
     return HEADER.size + (half - 1) * HALF_BYTES
 
 
+def sampled_at(area: bytes) -> float:
+    """Return when the rank was last sampled, seconds since the epoch; 0 if it never was."""
+    return HEADER.unpack_from(area)[2] if len(area) >= AREA_BYTES else 0.0
+
+
 def read_area(area: bytes) -> tuple[int, str]:
     """Return the ident of the rank's main thread (0 if it has not started) and the sampled lines ("" for none)."""
     if len(area) < AREA_BYTES:
         return 0, ""
-    ident, half = HEADER.unpack_from(area)
+    ident, half, _ = HEADER.unpack_from(area)
     if half not in (1, 2):
         return ident, ""
     begin = half_offset(half)

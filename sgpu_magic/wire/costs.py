@@ -17,7 +17,7 @@ import msgspec
 from sgpu_magic.wire.devices import ANY, CPU, canonical_type
 
 if TYPE_CHECKING:
-    # every command reads the settings, which parse prices: loading the messages for that is not needed
+    # every command parses the prices in the settings, and must not load the messages for that
     from sgpu_magic.wire.devices import Lease
     from sgpu_magic.wire.pool_status import RunSummary
 

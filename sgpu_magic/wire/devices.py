@@ -38,7 +38,9 @@ _ALIASES = {
     "v100s": "v100",
 }
 
-_MIG_SUFFIX = re.compile(r"[ _-]mig([ _-].*)?$")
+# a slice of a GPU: NVML's `NVIDIA H100 80GB HBM3 MIG 3g.40gb` is the type `h100-3g.40gb`
+_SLICE = re.compile(r"[ _-](?:mig[ _-])?(?P<profile>(?:\d+c\.)?\d+g\.(?P<gb>\d+)gb(?:[+.-][a-z0-9.]+)*)$")
+_SLICE_OF_NO_PROFILE = re.compile(r"[ _-]mig([ _-].*)?$")
 _WORD = re.compile(r"[a-z0-9]+")
 _VENDORS = ("nvidia", "tesla", "geforce", "quadro", "grid")
 # Words for a card's form, not its model: board, memory size and kind, series.
@@ -54,7 +56,7 @@ def canonical_type(text: str) -> str:
 
     Args:
         text: A short type (`a10`, `A10G`), `cpu`, `any`, or a full NVML name (`NVIDIA A100-SXM4-80GB`), in any case. A
-            MIG slice has the type of its GPU.
+            MIG slice has a type of its own, that of its GPU and its profile: `h100-3g.40gb`.
 
     Returns:
         One of `KNOWN_TYPES`, `cpu`, `any`, or for an unlisted model a name made of its words: `rtx3060`,
@@ -66,7 +68,11 @@ def canonical_type(text: str) -> str:
     asked = text.strip().lower()
     if asked in (CPU, ANY):
         return asked
-    words = _WORD.findall(_MIG_SUFFIX.sub("", asked))
+    if (part := _SLICE.search(asked)) is not None:
+        return f"{canonical_type(asked[: part.start()])}-{part['profile']}"
+    if (part := _SLICE_OF_NO_PROFILE.search(asked)) is not None:
+        return f"{canonical_type(asked[: part.start()])}-mig"
+    words = _WORD.findall(asked)
     joined = "".join(word for word in words if not _FORM.fullmatch(word))
     short = _ALIASES.get(joined, joined)
     if short in _MEMORY_GB or _CONSUMER.fullmatch(short):
@@ -91,7 +97,9 @@ def type_named(name: str) -> str:
 
 
 def memory_of(device_type: str) -> int:
-    """Return the memory in bytes of a GPU of this canonical type as its vendor states it, 0 if unknown."""
+    """Return the memory in bytes of a device of this canonical type as its vendor states it, 0 if unknown."""
+    if (part := _SLICE.search(device_type)) is not None:
+        return int(part["gb"]) * _GB
     return _MEMORY_GB.get(device_type, 0) * _GB
 
 
@@ -169,7 +177,10 @@ class Device(Record, frozen=True, kw_only=True):
         used_bytes: Memory in use; None if the driver does not report it.
         utilization_pct: 0 to 100; None if the driver does not report it.
         outside_use: Why it counts as in use outside the pool; "" if it does not.
+        unavailable: Why no run can have it, even one that takes devices in use, with the remedy; "" if one can.
         node: Id of its node; "" in a single-machine pool.
+        distances: How far it is from each device of its node, by their index: 0 over NVLink, else NVML's level of their
+            common ancestor, from 10 (the same PCIe switch) to 50 (other sockets). Empty if unknown.
     """
 
     uuid: str
@@ -182,6 +193,13 @@ class Device(Record, frozen=True, kw_only=True):
     utilization_pct: float | None = None
     outside_use: str = ""
     node: str = ""
+    distances: tuple[int, ...] = ()
+    unavailable: str = ""
+
+
+def is_slice(uuid: str) -> bool:
+    """Whether this is the UUID of a MIG slice. A process can use one slice only, and NCCL none together with others."""
+    return uuid.startswith("MIG-")
 
 
 def memory_bytes(device: Device) -> int:

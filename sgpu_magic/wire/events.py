@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sgpu_magic.wire.base import OfRun, Record, RunState
 from sgpu_magic.wire.devices import Lease
-from sgpu_magic.wire.rank_events import Failure, MetricsLogged, RankSaid, RankStack, RankWatched
+from sgpu_magic.wire.rank_events import Failure, MetricsLogged, RankSaid, RankStack, RankUnfinished, RankWatched
 from sgpu_magic.wire.run import RankResult, RunSpec
 from sgpu_magic.wire.tracking import TrackedRun
 
@@ -68,10 +68,30 @@ class RanksStarted(Record, frozen=True, tag="started", kw_only=True):
     warm: str
 
 
+class RemainingRank(Record, frozen=True, kw_only=True):
+    """A rank that was killed and has not ended.
+
+    Args:
+        rank: The rank.
+        pid: Its process id.
+        host: Where it is.
+    """
+
+    rank: int
+    pid: int
+    host: str
+
+
 class Noted(Record, frozen=True, tag="note", kw_only=True):
-    """A sentence for the user."""
+    """A sentence for the user.
+
+    Args:
+        text: The sentence.
+        remaining: The ranks that it is about, if they were killed and have not ended. Their devices stay leased.
+    """
 
     text: str
+    remaining: tuple[RemainingRank, ...] = ()
 
 
 class AttemptFailed(Record, frozen=True, tag="attempt-failed", kw_only=True):
@@ -188,6 +208,8 @@ class RunEnded(Record, frozen=True, tag="ended", kw_only=True):
         results: Results by rank; empty unless the run succeeded.
         stacks: Where the ranks were when the run timed out; empty otherwise.
         unstopped: Ranks of a session that were asked to stop the cell but still run it.
+        cut_off: What ranks had not finished when their time was over (the setting `finish_timeout_s`).
+        finish_s: The time that the ranks had to finish it; 0 if nothing was cut off.
         queued_s: Seconds in the queue.
         starting_s: Seconds from the lease until all ranks were in the group.
         running_s: Seconds from then until the last rank ended.
@@ -205,6 +227,8 @@ class RunEnded(Record, frozen=True, tag="ended", kw_only=True):
     results: tuple[RankResult, ...] = ()
     stacks: tuple[RankStack, ...] = ()
     unstopped: tuple[int, ...] = ()
+    cut_off: tuple[RankUnfinished, ...] = ()
+    finish_s: float = 0.0
     queued_s: float = 0.0
     starting_s: float = 0.0
     running_s: float = 0.0

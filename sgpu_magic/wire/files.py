@@ -9,6 +9,7 @@ resumes at the receiver's offset.
 
 from __future__ import annotations
 
+import enum
 import re
 
 from sgpu_magic.wire.base import Numbered, Record
@@ -159,12 +160,17 @@ class RunFile(Record, frozen=True, kw_only=True):
         size: Size in bytes.
         changed_at: When it was last written, seconds since the epoch.
         executable: Whether its owner may execute it.
+        target: For a symbolic link that stays within the run's directory: what it points to, relative to its folder. ""
+            for a file. Clients get only the names of links, in `RunFiles`.
+        folder: It is an empty folder. Clients get none.
     """
 
     name: str
     size: int
     changed_at: float
     executable: bool = False
+    target: str = ""
+    folder: bool = False
 
 
 class RunFiles(Numbered, frozen=True, tag="run-files", kw_only=True):
@@ -172,10 +178,15 @@ class RunFiles(Numbered, frozen=True, tag="run-files", kw_only=True):
 
     Args:
         more: The list is truncated.
+        links: The symbolic links there, at most `MOST_LINKS`. They are not followed.
     """
 
     files: tuple[RunFile, ...]
     more: bool = False
+    links: tuple[str, ...] = ()
+
+
+MOST_LINKS = 1000
 
 
 FileReply = BlobsHeld | BlobTaken | RunFileRead | RunFiles
@@ -213,16 +224,39 @@ class FetchRunFile(Numbered, frozen=True, tag="fetch-run-file", kw_only=True):
     size: int
 
 
+class Store(enum.StrEnum):
+    """What `StoreRunFile` does.
+
+    The files of a node's part of a run are staged and then moved into place, so that a node that is lost in between
+    leaves no partial checkpoint for the next attempt.
+    """
+
+    PART = "part"
+    """Write a part of a file."""
+    STAGED = "staged"
+    """Write a part of a staged file."""
+    LINK = "link"
+    """Stage a symbolic link to `target`."""
+    FOLDER = "folder"
+    """Stage an empty folder."""
+    DROP = "drop"
+    """Remove a staged file that did not arrive whole."""
+    PLACE = "place"
+    """Put everything that is staged into its place."""
+
+
 class StoreRunFile(Numbered, frozen=True, tag="store-run-file", kw_only=True):
     """Write a part of a run's file into the run's directory at the pool. Answered by `RunFileStored`.
 
     Args:
-        name: As in `ReadRunFile`.
+        name: As in `ReadRunFile`; "" for `PLACE`.
         offset: Where the part belongs.
         source: Identifies the node's own file: parts of a log that another node wrote earlier stay before its own.
         size: Size of the whole file, which appears once it is complete; the sender ends it with an empty part. None for
             a growing file such as a log, which appears at once.
         executable: Whether its owner may execute it.
+        action: What to do; all but `PART` concern what is staged for this `source`.
+        target: As in `RunFile`, for a `LINK`.
     """
 
     run_id: str
@@ -231,6 +265,8 @@ class StoreRunFile(Numbered, frozen=True, tag="store-run-file", kw_only=True):
     source: str = ""
     size: int | None = None
     executable: bool = False
+    action: Store = Store.PART
+    target: str = ""
 
 
 NodeFileRequest = FetchBlob | FetchRunFile | StoreRunFile

@@ -160,7 +160,16 @@ class DetachRun(OfRun, frozen=True, tag="detach-run", kw_only=True):
 
 
 class EndAgent(Record, frozen=True, tag="end-agent", kw_only=True):
-    """End every rank and exit. Without this message, an agent whose pool service is gone waits for the next one."""
+    """Stop every run by its stop path, with its grace, and exit.
+
+    Without this message, an agent whose pool service is gone waits for the next one.
+    """
+
+
+class RelaySignal(Record, frozen=True, tag="relay-signal", kw_only=True):
+    """Send a signal to the ranks that handle it. The pool service has received it."""
+
+    number: int
 
 
 StartOrder = WarmZygote | Launch | BuildEnvironment
@@ -168,7 +177,9 @@ RanksOrder = TrackingKnown | MasterKnown | PeerFailed | PartsOver | EndRun | Kil
 SessionOrder = RestartSessionRanks | Question
 ClientNews = ReclaimPayload | ResultsReceived
 PoolOrder = TakeInventory | TakeStacks | EventsKept | Adopt | DetachRun | TellComms
-ToAgent = StartOrder | RanksOrder | SessionOrder | ClientNews | PoolOrder | NodeFileReply | ToStream | EndAgent
+ToAgent = (
+    StartOrder | RanksOrder | SessionOrder | ClientNews | PoolOrder | NodeFileReply | ToStream | EndAgent | RelaySignal
+)
 
 
 class HeldRun(Record, frozen=True, kw_only=True):
@@ -178,7 +189,7 @@ class HeldRun(Record, frozen=True, kw_only=True):
         launch: The `Launch` message, without raw frames.
         state: `PREPARING` or later; a final state once `RunEnded` was sent.
         started_s: Seconds since its launch.
-        gone: Its ranks are gone; only events, or results that nobody has fetched, remain.
+        gone: Its ranks are gone; only events, or results that have not been fetched, remain.
         locks: Number of device-lock descriptors sent along for it.
     """
 

@@ -9,39 +9,50 @@ from msgspec.structs import replace
 from sgpu_magic.wire.base import Numbered, OfRun, Record, RunKind, RunState
 from sgpu_magic.wire.devices import Device, Inventory
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 OLDEST_PROTOCOL_VERSION = 3
 
-# ---------------------------------------------------------------- where a local pool is found
+# ---------------------------------------------------------------- locating a local pool
 
 # sun_path of a Unix socket's address has 108 bytes, with the final zero
 MAX_SOCKET_PATH_BYTES = 107
 
 
 class PoolAddress(Record, frozen=True, kw_only=True):
-    """Contents of `pool.json`. `process_start` distinguishes the pool's process from another that reuses its pid."""
+    """Contents of `pool.json` in the state directory. It is a running pool's while the lock beside it is held.
+
+    Args:
+        pid: The pool's process ID in its own PID namespace, for display: it may be another process's elsewhere.
+        process_start: When the process was started, in the kernel's clock.
+        runtime: The directory of its sockets.
+        host: Host name of its machine, for display.
+        boot: Id of the kernel's boot, the same in all containers of a machine; "" if unknown.
+    """
 
     pid: int
     process_start: int
     protocol_version: int
     package_version: str
     started_at: float
+    runtime: str = ""
+    host: str = ""
+    boot: str = ""
 
 
 def socket_file(runtime: Path) -> Path:
     return runtime / "pool.sock"
 
 
-def lock_file(runtime: Path) -> Path:
-    return runtime / "pool.lock"
+def lock_file(directory: Path) -> Path:
+    return directory / "pool.lock"
 
 
 def agent_socket_file(runtime: Path) -> Path:
     return runtime / "node.sock"
 
 
-def address_file(runtime: Path) -> Path:
-    return runtime / "pool.json"
+def address_file(directory: Path) -> Path:
+    return directory / "pool.json"
 
 
 # ---------------------------------------------------------------- the greeting
@@ -138,6 +149,7 @@ class RunSummary(OfRun, frozen=True, kw_only=True):
     """One row of the ledger.
 
     Args:
+        waiting_for: What a queued run waits for; of another one, which of its killed ranks have not ended.
         metered_at: When metering began, seconds since the epoch; None before, and for runs that a session pays for.
         hourly: Hourly price of all its devices; None without a price.
         currency: Currency of `hourly` and `cost`.
@@ -218,7 +230,7 @@ class PoolStatus(Numbered, frozen=True, tag="status", kw_only=True):
     """What `%sgpu_status` and `sgpu pool status` show.
 
     Args:
-        problem: Problem of the ledger; "" without one.
+        problem: Why no new run is started, and the ledger's problem; "" without one.
         idle_ends_at: Wall-clock time at which the idle pool releases its processes; None while it is in use.
         budget: The pool's budget; None without one.
         version: Identifies it among the statuses of a link.
@@ -242,7 +254,7 @@ class PoolStatus(Numbered, frozen=True, tag="status", kw_only=True):
 
 def changes_between(old: PoolStatus, new: PoolStatus) -> PoolStatus:
     """Return `new` without what is the same in `old`, for a client that has `old`."""
-    # most rows are the same objects: the service keeps what has not changed
+    # most rows are identical objects, because the service keeps unchanged rows
     differ = [(had, has) for had, has in zip(old.runs, new.runs, strict=False) if had is not has]
     if len(old.runs) == len(new.runs) and all(had.run_id == has.run_id for had, has in differ):
         listed, runs = None, tuple(has for had, has in differ if had != has)
@@ -259,30 +271,30 @@ def changes_between(old: PoolStatus, new: PoolStatus) -> PoolStatus:
     )
 
 
-def with_changes(old: PoolStatus | None, told: PoolStatus) -> PoolStatus:
-    """Return a complete status: `told` itself, or `old` with its changes.
+def with_changes(old: PoolStatus | None, new: PoolStatus) -> PoolStatus:
+    """Return a complete status: `new` itself, or `old` with its changes.
 
     Raises:
         ValueError: The changes apply to another status.
     """
-    if (changes := told.changes) is None:
-        return told
-    runs = {run.run_id: run for run in (*(old.runs if old is not None else ()), *told.runs)}
+    if (changes := new.changes) is None:
+        return new
+    runs = {run.run_id: run for run in (*(old.runs if old is not None else ()), *new.runs)}
     if old is None or changes.since != old.version or any(run_id not in runs for run_id in changes.listed or ()):
         raise ValueError("changes of a status that is not known")
-    inventory = told.inventory
+    inventory = new.inventory
     if changes.devices is not None:
         changed = {device.uuid: device for device in changes.devices}
         inventory = replace(
             old.inventory, devices=tuple(changed.get(device.uuid, device) for device in old.inventory.devices)
         )
     listed = tuple(run.run_id for run in old.runs) if changes.listed is None else changes.listed
-    return replace(told, runs=tuple(runs[run_id] for run_id in listed), inventory=inventory, changes=None)
+    return replace(new, runs=tuple(runs[run_id] for run_id in listed), inventory=inventory, changes=None)
 
 
 def _changed_devices(old: Inventory, new: Inventory) -> tuple[Device, ...] | None:
     """Return the devices that differ, None if anything else differs too."""
-    # the common case, which is fast
+    # fast path for the common case
     if old is new or old == new:
         return ()
     pairs = list(zip(old.devices, new.devices, strict=False))

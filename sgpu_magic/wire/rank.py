@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from sgpu_magic.wire.attachments import PackedLayout
 from sgpu_magic.wire.base import Numbered, OfRun, Record, RunKind
-from sgpu_magic.wire.rank_events import Collective, CommMessage, Failure
+from sgpu_magic.wire.rank_events import Collective, CommMessage, Failure, Unfinished
 from sgpu_magic.wire.run import CellSource, OutputName, PrivateRay, RankAnswer, RankContext, RankQuestion, RankResult
 from sgpu_magic.wire.tracking import MetricPoint, TrackedRun, Tracking
+
+ZYGOTE_MODULE = "sgpu_magic.worker.process.zygote"
+"""The module that an agent starts with a client's Python; renaming it requires a new protocol version."""
 
 # ---------------------------------------------------------------- agent -> rank
 
@@ -88,9 +91,22 @@ class AnswerQuestion(Numbered, frozen=True, tag="answer-question", kw_only=True)
 
 
 class Release(Record, frozen=True, tag="release", kw_only=True):
-    """Shut down these connected sockets (descriptor numbers in the rank), which releases it from a collective."""
+    """Shut down these connected sockets (descriptor numbers in the rank), which releases it from a collective.
+
+    Args:
+        fds: The descriptors.
+        interrupt: An interrupt follows. A rank whose collectives end without an error interrupts itself first.
+    """
 
     fds: tuple[int, ...]
+    interrupt: bool = False
+
+
+class Finish(Record, frozen=True, tag="finish", kw_only=True):
+    """Finish what the session's cells have started, as Python does before it exits. Answered by `Finishing`.
+
+    The ranks of a run that is not a session do so by themselves after their cell.
+    """
 
 
 class Leave(Record, frozen=True, tag="leave", kw_only=True):
@@ -122,7 +138,7 @@ class TellCollectives(Numbered, frozen=True, tag="tell-collectives", kw_only=Tru
     """Read torch's flight recorder. Answered by `Collectives` with the same number."""
 
 
-CellOrder = Prepare | Renew | Execute | AnswerQuestion | Release | Leave
+CellOrder = Prepare | Renew | Execute | AnswerQuestion | Release | Finish | Leave
 ToRank = CellOrder | InPlace | TrackingAnswered | CommsHeard | TellCollectives
 
 
@@ -208,6 +224,18 @@ class Failed(Record, frozen=True, tag="failed", kw_only=True):
     grouped: bool = True
 
 
+class Finishing(Record, frozen=True, tag="finishing", kw_only=True):
+    """The rank finishes what its cell has started. The first one comes before `Finished` or `Failed`, if any does.
+
+    Args:
+        work: What has not ended; None once everything has.
+        leaves_processes: Whether the rank has child processes, which end with it; only when everything has ended.
+    """
+
+    work: tuple[Unfinished, ...] | None = None
+    leaves_processes: bool = False
+
+
 class Collectives(Numbered, frozen=True, tag="collectives", kw_only=True):
     """The flight recorder's entry for the collective that the rank is in, or for its last one.
 
@@ -239,7 +267,7 @@ class MetricsReported(Record, frozen=True, tag="metrics-reported", kw_only=True)
 
 
 ShownByCell = Displayed | Cleared | CommsSaid
-CellReport = Joined | Renewed | Raised | Remarked | QuestionAnswered | ShownByCell | Finished | Failed
+CellReport = Joined | Renewed | Raised | Remarked | QuestionAnswered | ShownByCell | Finished | Failed | Finishing
 FromRank = StandsBy | CellReport | Collectives | AskTracking | MetricsReported
 
 # ---------------------------------------------------------------- agent <-> zygote
@@ -298,17 +326,34 @@ class ZygoteFailed(Record, frozen=True, tag="zygote-failed", kw_only=True):
 
 
 class Exited(Record, frozen=True, tag="exited", kw_only=True):
-    """A child of the zygote ended.
+    """A rank ended.
 
     Args:
         status: Exit code, negative for a signal.
         peak_bytes: Peak memory of the process; 0 if unknown.
+        descendants: Whether processes that it has started still exist. They are being ended, and `DescendantsEnded`
+            follows.
     """
 
     pid: int
     status: int
     peak_bytes: int = 0
+    descendants: bool = False
+
+
+class DescendantsEnded(Record, frozen=True, tag="descendants-ended", kw_only=True):
+    """The processes that a dead rank has left behind are gone.
+
+    Args:
+        pid: The rank's process id.
+        killed: Commands of those that did not end by themselves and were killed.
+        stuck: Commands of those that could not be killed.
+    """
+
+    pid: int
+    killed: tuple[str, ...] = ()
+    stuck: tuple[str, ...] = ()
 
 
 ToZygote = Fork
-FromZygote = Forked | ForkRefused | ZygoteReady | ZygoteFailed | Exited
+FromZygote = Forked | ForkRefused | ZygoteReady | ZygoteFailed | Exited | DescendantsEnded

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping
 
 from sgpu_magic.wire.attachments import PackedLayout
@@ -39,6 +40,24 @@ class Collective(Record, frozen=True, kw_only=True):
     pending: bool
     group: str = ""
     queued: bool = False
+
+    @property
+    def label(self) -> str:
+        """Such as `all_reduce #41 of group tensor`."""
+        of_group = f" of group {self.group}" if self.group else ""
+        return f"{self.name} #{self.seq}{of_group}"
+
+
+class CollectiveTimeout(Record, frozen=True, kw_only=True):
+    """A collective that did not complete in time, whereupon torch aborted the rank that waited in it.
+
+    Args:
+        collective: The collective; None if torch did not name it.
+        seconds: The limit; None if it is unknown.
+    """
+
+    collective: Collective | None = None
+    seconds: float | None = None
 
 
 class RankStack(Record, frozen=True, kw_only=True):
@@ -114,10 +133,16 @@ class Failure(Record, frozen=True, kw_only=True):
         exit_status: Exit code of the process, negative for a signal.
         pid: Process that died; None if none did.
         stack: Its last stack, innermost frame first; empty if unknown or contained in `traceback_text`.
-        is_consequence: Probably caused by the failure of a peer.
+        is_consequence: A collective raised it, as after the loss of a peer. It is the root cause only if no rank failed
+            by itself.
+        collective_timeout: The collective in which it waited too long, so that torch aborted it: other ranks have not
+            reached it.
+        after_stop: It followed the agent's order to stop the rank, as its `KeyboardInterrupt` does. It is the root
+            cause only if no failure came before.
         exception: Layout of the packed exception, whose bytes are a raw frame; None if it cannot be pickled.
         out_of_memory: An allocation failed. `memory` in the run's failures shows what held the memory.
         memory: The rank's memory at that moment; None if it was not collected.
+        missing_module: The module that a `ModuleNotFoundError` names; "" for other failures.
     """
 
     kind: FailureKind
@@ -134,9 +159,12 @@ class Failure(Record, frozen=True, kw_only=True):
     pid: int | None = None
     stack: tuple[StackFrame, ...] = ()
     is_consequence: bool = False
+    after_stop: bool = False
+    collective_timeout: CollectiveTimeout | None = None
     exception: PackedLayout | None = None
     out_of_memory: bool = False
     memory: RankMemory | None = None
+    missing_module: str = ""
 
 
 # ---------------------------------------------------------------- measurements and widgets
@@ -159,7 +187,7 @@ class RankSample(Record, frozen=True, kw_only=True, array_like=True):
         power_w: Power draw in watts.
         temperature_c: Temperature in degrees Celsius.
         cpu_cores: Number of cores that the rank's processes kept busy, such as 2.5.
-        rss_bytes: Resident memory of the rank's processes. Shared pages count in full.
+        rss_bytes: Resident memory of the rank's processes. Pages that they share with each other count once.
         problem: Why the device can no longer be read; "" if it can.
         cores: The rank's share of its node's cores. Only in its first sample.
         line: Where a rank that has printed nothing is in its cell: `line 3: import torch`; "" when that is unknown.
@@ -323,5 +351,42 @@ class MetricsLogged(OfRank, frozen=True, tag="metrics", kw_only=True):
     tags: tuple[tuple[str, str], ...] = ()
 
 
+# ---------------------------------------------------------------- what ranks finish after their cell
+
+
+class WorkKind(enum.StrEnum):
+    """What a rank waits for before it exits, in the order in which Python finishes it."""
+
+    TASK = "task"
+    THREAD = "thread"
+    PROCESS = "process"
+    EXIT_FUNCTION = "exit function"
+    OBJECT = "object"
+
+
+class Unfinished(Record, frozen=True, kw_only=True):
+    """Something that a rank's cell has started and that has not ended.
+
+    Args:
+        kind: What it is.
+        name: The name of the thread, process or task, the function's qualified name, or the object's variable.
+    """
+
+    kind: WorkKind
+    name: str
+
+
+class RankUnfinished(OfRank, frozen=True, kw_only=True):
+    """What one rank still finishes after its cell. `rank` is the rank."""
+
+    work: tuple[Unfinished, ...] = ()
+
+
+class RanksFinishing(Record, frozen=True, tag="finishing", kw_only=True):
+    """The cell has ended on every rank, and these ranks finish what it has started. Sent again when that changes."""
+
+    ranks: tuple[RankUnfinished, ...]
+
+
 RankSaid = OutputWritten | DisplayPublished | OutputCleared | CommsMoved | RankFailed
-RankWatched = Stalled | Resumed | Sampled | DeviceIdle | DeviceBusy
+RankWatched = Stalled | Resumed | Sampled | DeviceIdle | DeviceBusy | RanksFinishing

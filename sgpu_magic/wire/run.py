@@ -10,6 +10,18 @@ from sgpu_magic.wire.attachments import PackedLayout, Payload
 from sgpu_magic.wire.base import OfRun, Record, RunKind, RunState
 from sgpu_magic.wire.devices import Lease, Placement
 
+RANK_VARIABLES = frozenset(
+    {
+        "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "CROSS_RANK",
+        "WORLD_SIZE", "LOCAL_WORLD_SIZE", "ROLE_WORLD_SIZE", "GROUP_WORLD_SIZE", "LOCAL_SIZE", "CROSS_SIZE",
+        "MASTER_ADDR", "MASTER_PORT",
+        "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS",
+        "CUDA_DEVICE_ORDER", "CUDA_VISIBLE_DEVICES",
+        "SGPU_RUN_ID", "SGPU_CHECKPOINT_DIR",
+    }
+)  # fmt: skip
+"""Environment variables that each rank gets from the pool, whatever the notebook's environment has."""
+
 
 class OutputName(Record, frozen=True):
     """One name of `--out`: rank 0's value, or a list of all ranks' values."""
@@ -70,7 +82,10 @@ class RankContext(Record, frozen=True, kw_only=True):
         cell: The cell to run, if the run's spec has it with secrets blanked; None if they are the same.
         widgets: The kernel supports `CommsMoved`; earlier versions do not.
         maps_cuda: On ranks without a GPU, `cuda` is mapped to the CPU.
+        cpu_stands_in: Ranks whose torch can't use the GPUs that they hold compute on the CPU; else they fail.
         lone_training: A rank that trains without the others reports it.
+        settings: Process-wide settings of the kernel that differ from the defaults, as JSON
+            (`system/process_settings.py`).
     """
 
     cwd: str
@@ -83,7 +98,9 @@ class RankContext(Record, frozen=True, kw_only=True):
     cell: CellSource | None = None
     widgets: bool = False
     maps_cuda: bool = False
+    cpu_stands_in: bool = False
     lone_training: bool = True
+    settings: dict[str, str] = {}
 
 
 class PrivateRay(Record, frozen=True, kw_only=True):
@@ -123,6 +140,7 @@ class Owner(Record, frozen=True, kw_only=True):
         notebook: The notebook's file; "" if the front end does not report it.
         kernel: Kernel id assigned by a Jupyter server; "" without one.
         cell: The cell's id in its notebook; "" if the front end does not report it.
+        namespace: The PID namespace in which the kernel has its `pid`; 0 if unknown.
     """
 
     pid: int
@@ -131,6 +149,7 @@ class Owner(Record, frozen=True, kw_only=True):
     notebook: str = ""
     kernel: str = ""
     cell: str = ""
+    namespace: int = 0
 
 
 class Shipped(Record, frozen=True, kw_only=True):
@@ -258,7 +277,7 @@ class RankResult(Record, frozen=True, kw_only=True):
     output_bytes: int = 0
 
 
-# ---------------------------------------------------------------- what an idle rank is asked
+# ---------------------------------------------------------------- questions to idle ranks
 
 
 class RankQuestion(Record, frozen=True, kw_only=True):
@@ -307,10 +326,13 @@ class RankAnswer(Record, frozen=True, kw_only=True):
     names: tuple[str, ...] = ()
 
 
-# ---------------------------------------------------------------- what a run's directory says of it
+# ---------------------------------------------------------------- records in a run's directory
 
 RUN_RECORD = "run.json"
-# `payload_note` while the payload is being written, or will be when the run has ended
+SETTINGS = "settings.json"
+"""The file of a run's directory with `RankContext.settings`, if there are any."""
+
+# value of `payload_note` while the payload is being written, or will be when the run has ended
 UNDER_WAY = "not yet written"
 
 

@@ -29,6 +29,8 @@ STORE_VARIABLES = (
 
 # stores that MLflow accepts although they are neither a URI nor a path
 _NAMES = ("databricks", "databricks-uc", "uc")
+# mlflow.store.db.db_types.DATABASE_ENGINES
+_DATABASES = ("sqlite", "mysql", "postgresql", "mssql")
 _USER = re.compile(r"(?<=://)[^/]*@")
 
 
@@ -40,6 +42,11 @@ def is_store_variable(name: str) -> bool:
 def without_user(uri: str) -> str:
     """Return the URI without user name and password."""
     return _USER.sub("", uri)
+
+
+def is_database(uri: str) -> bool:
+    """Whether the store is a database that MLflow's client uses without a server."""
+    return uri.partition(":")[0].partition("+")[0] in _DATABASES
 
 
 def absolute_uri(uri: str, directory: str) -> str:
@@ -71,6 +78,8 @@ class Tracking(Record, frozen=True, kw_only=True):
         experiment_id: Id of the experiment, if the notebook's own MLflow reports it.
         parent: Id of the parent MLflow run; "" for none.
         variables: `MLFLOW_*` and the artifact store's variables, for the tracking process.
+        directory: The notebook's working directory if the store is a database, else "". MLflow's client keeps the
+            artifacts of such a store below it.
         if_it_matters: Track only if the run lasts over 5 s, fails, is profiled, uses MLflow or is requested
             (`track = "auto"`).
     """
@@ -81,6 +90,7 @@ class Tracking(Record, frozen=True, kw_only=True):
     experiment_id: str = ""
     parent: str = ""
     variables: dict[str, str] = {}
+    directory: str = ""
     if_it_matters: bool = False
 
 
@@ -170,6 +180,10 @@ class TrackingDone(OfRun, frozen=True, tag="tracking-done", kw_only=True):
 TrackingReport = TrackingStarted | TrackingTroubled | TrackingDone
 
 
+class TrackerReady(Record, frozen=True, tag="tracker-ready", kw_only=True):
+    """The process has imported MLflow. It must not be ended now for being slow: it may be creating a store's tables."""
+
+
 class TrackerRests(Record, frozen=True, tag="tracker-rests", kw_only=True):
     """The process exits to free its memory. The next order needs a new process.
 
@@ -180,4 +194,4 @@ class TrackerRests(Record, frozen=True, tag="tracker-rests", kw_only=True):
     run_ids: tuple[str, ...]
 
 
-FromTracker = TrackingReport | TrackerRests
+FromTracker = TrackingReport | TrackerReady | TrackerRests

@@ -9,13 +9,13 @@ import os
 import sys
 from pathlib import Path
 
-import msgspec
-
 from sgpu_magic import runtime
 from sgpu_magic.functions import compat
 from sgpu_magic.payload import unpack
+from sgpu_magic.system.process_settings import Settings
 from sgpu_magic.wire.base import RunKind
-from sgpu_magic.wire.run import RunRecord
+from sgpu_magic.wire.decoding import decode_json
+from sgpu_magic.wire.run import SETTINGS, RunRecord
 from sgpu_magic.worker.cell.cell_run import source_of
 from sgpu_magic.worker.cell.shell import enter_script
 
@@ -31,7 +31,7 @@ def run(directory: Path) -> None:
     Raises:
         SystemExit: The payload was not kept, the process was not started by torchrun, or the cell raised (status 1).
     """
-    recorded = msgspec.json.decode((directory / "run.json").read_bytes(), type=RunRecord)
+    recorded = decode_json((directory / "run.json").read_bytes(), type=RunRecord)
     if not recorded.payload_kept:
         raise SystemExit(f"{directory} has no payload: {recorded.payload_note}.")
     if "RANK" not in os.environ:
@@ -39,6 +39,7 @@ def run(directory: Path) -> None:
         raise SystemExit(f"start it with: torchrun --nproc-per-node {ranks} {directory / '_air.py'}")
     if recorded.spec.in_session and os.environ["RANK"] == "0":
         sys.stderr.write("It ran in a session: what earlier cells had set on its ranks is not here.\n")
+    _find_local_code(recorded)
     compat.install()
     os.environ.setdefault("SGPU_CHECKPOINT_DIR", str(directory.absolute() / "checkpoints"))
     import torch
@@ -46,6 +47,7 @@ def run(directory: Path) -> None:
     from IPython.core.interactiveshell import InteractiveShell
 
     from sgpu_magic.worker.group import rendezvous
+    from sgpu_magic.worker.process.patches import after_import
 
     device = runtime.get_device()
     if device.type == "cuda":
@@ -54,6 +56,7 @@ def run(directory: Path) -> None:
     rendezvous.accept_second_init()
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     shell = InteractiveShell.instance()
+    Settings(after_import).follow(_settings(directory))
     # as in a rank: libraries take the prompts as a sign of an interactive session
     del sys.ps1, sys.ps2, sys.ps3  # pyright: ignore[reportAttributeAccessIssue]
     rank = runtime.get_global_rank()
@@ -75,3 +78,17 @@ def run(directory: Path) -> None:
         raise SystemExit(1)
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _settings(directory: Path) -> dict[str, str]:
+    try:
+        return decode_json((directory / SETTINGS).read_bytes(), type=dict[str, str])
+    except FileNotFoundError:
+        return {}
+
+
+def _find_local_code(recorded: RunRecord) -> None:
+    """Let this process import what the notebook could, after the modules beside `_air.py`."""
+    # a relative entry, as "" is, is below the notebook's folder
+    own = [os.path.join(recorded.cwd, entry) for entry in recorded.sys_path if entry not in recorded.installed]
+    sys.path[1:1] = [entry for entry in own if entry not in sys.path]

@@ -117,7 +117,7 @@ class BenchKernel:
         )
         self._client = BlockingKernelClient(connection_file=connection_file)
         self._client.load_connection_file()
-        # as JupyterLab, and no console, which names no cell
+        # as in JupyterLab; a console sends no cell id
         self._client.session.metadata = {"cellId": "a-cell"}
         self._client.start_channels()
         try:
@@ -228,7 +228,7 @@ class BenchKernel:
         client.shell_channel.send(
             client.session.msg("comm_open", {"comm_id": "bench", "target_name": "bench", "data": {}})
         )
-        self.check("None")  # the comm is open once the main shell has gone past it
+        self.check("None")  # the comm is open once the main shell has executed a later cell
         return CommProbe(client, subshell_id)
 
 

@@ -26,7 +26,7 @@ def bench_magic(magic, body):
     get_ipython().run_cell_magic(magic, "", body)
     return bench_time.perf_counter() - started
 """
-_REST_S = 0.05  # a person rests longer; processes that have slept are slower, ours and the peers' alike
+_REST_S = 0.05  # users pause for longer; processes that have slept are slower, ours and the peers' alike
 _LONG_REST_S = 0.5
 _NOT_COUNTED = 5
 _READY_ROUNDS = 20
@@ -122,7 +122,7 @@ def ipyparallel_session(bench: Bench) -> Iterator[LiveSession]:
 def nbdistributed_session(bench: Bench) -> Iterator[LiveSession]:
     """Its four workers, with the mode off in which it sends plain cells to them."""
     folder = bench.new_folder()
-    # it starts `python` by name; and when it gives up it kills by name, other people's processes too
+    # nbdistributed starts `python` by name, and on failure kills by name, including processes of others
     programs = folder / "bin"
     programs.mkdir()
     (programs / "pkill").symlink_to("/bin/true")

@@ -163,7 +163,7 @@ def at_least_times_faster(ours: Series, peer: Series, times: float) -> Check:
 
 
 def at_most_times(ours: Series, other: Series, times: float) -> Check:
-    """Hold our median against a multiple of another one's."""
+    """Compare our median with a multiple of another one's."""
     must = f"at most {times:g} times {other.label}"
     ratio = ours.median / other.median
     if math.isnan(ratio):

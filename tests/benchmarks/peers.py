@@ -291,7 +291,7 @@ def scp_gigabyte(bench: Bench) -> Series:
             for _ in range(16):
                 big.write(os.urandom(2**26))
         with contextlib.suppress(OSError):
-            # where it separates its privileges; made by the service that is not used here
+            # sshd's directory for privilege separation; normally the service makes it, but it is not used here
             Path("/run/sshd").mkdir()
         options = ["BatchMode=yes", "StrictHostKeyChecking=no", "UserKnownHostsFile=/dev/null"]
         command = ["scp", "-q", "-P", str(port), "-i", folder / "user"]

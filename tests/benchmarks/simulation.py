@@ -14,7 +14,7 @@ from sgpu_magic.wire.run import CellSource, Owner, RunSpec
 
 GPUS_PER_NODE = 8
 _TYPES = ("h100", "a100", "l4", "a10")
-# how many ranks runs have, about as often as they do
+# numbers of ranks, weighted roughly as in practice
 _RANKS = (1, 1, 2, 4, 8, 8, 16, 32, 64, 64)
 
 

@@ -22,7 +22,7 @@ from tests.benchmarks.kernel import BenchKernel
 from tests.benchmarks.processes import end_descendants
 
 RANKS = 4
-# where, what, and function; "<" is its beginning, ">" its end; with a class after it, only for arguments of that class
+# process, step and function; "<" is its start, ">" its end; a class after it limits it to arguments of that class
 POINTS = (
     ("kernel", "calls the magic", "magics.run_magics:DistributedMagics._run <"),
     ("kernel", "has packed the cell", "client.submitter:Submitter.submit <"),

@@ -12,7 +12,7 @@ from pool_client import PoolClient
 from waiting import eventually
 
 _RANKS = 4
-# these walk through most of the engine for Ray in few seconds
+# these cover most of the Ray engine in a few seconds
 _SHORT_ON_RAY = (
     "test_all_ranks_are_one_group",
     "test_results_of_all_ranks_come_back_in_order_small_and_large",
@@ -24,7 +24,7 @@ _SHORT_ON_RAY = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # several agents are in other tests too
+    # other tests cover several agents, too
     short = ("[local", *(f"{name}[ray alone" for name in _SHORT_ON_RAY))
     for item in items:
         if item.path.name == "test_contract.py" and not any(part in item.nodeid for part in short):
@@ -43,14 +43,14 @@ def module_pool(request: pytest.FixtureRequest) -> Iterator[PoolUnderTest]:
     def has_room() -> bool:
         status = client.pool.status()
         if status is None:
-            # the first run starts it
+            # the first run starts the pool
             return True
         inventory = status.inventory
-        return (len(inventory.devices) if inventory.devices else inventory.cpu_slots) >= _RANKS
+        return not status.problem and (len(inventory.devices) if inventory.devices else inventory.cpu_slots) >= _RANKS
 
     try:
         eventually(has_room, 60, "not all nodes of the pool are there")
-        # what the service starts when it is first needed is there then
+        # a first run, for what the service starts only when it is needed
         client.begin("blob = blob[::-1]", ranks=_RANKS, names={"blob": os.urandom(200_000)}, out=["blob:all"]).ended()
         yield PoolUnderTest(home, service, client)
     finally:

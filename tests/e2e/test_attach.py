@@ -24,7 +24,7 @@ from sgpu_magic.wire.events import RanksStarted, RunEnded, Submitted
 
 nvml_stub = nvml.nvml_stub
 
-# prints until it may end; the file is the test's word
+# prints until the test creates the file
 UNTIL_TOLD = (
     "import os, time\n"
     "print('first', rank, flush=True)\n"
@@ -104,7 +104,7 @@ def test_a_run_that_has_ended_is_shown_whole_and_brings_its_results(kernel: Kern
     assert [reply.lines(rank) for rank in (0, 1)] == [["once 0"], ["once 1"]]
     assert reply.result == f"run {run[:4]}: [42, 43]"
     assert kernel.value("answer") == 42
-    # and once more: nothing is used up
+    # once more: attaching uses nothing up
     assert kernel.check(f"%sgpu_attach {run} --ui none").result == f"run {run[:4]}: [42, 43]"
 
 
@@ -113,7 +113,7 @@ def test_a_large_result_is_there_for_everybody_who_comes(kernel: Kernel, neighbo
     for where in (kernel, neighbour, kernel):
         where.check(f"%sgpu_attach {run}")
         assert where.value("[int(each.sum()) for each in big]") == [300_000, 600_000]
-    # their memory is free again, and they are still there
+    # their memory is freed, and they can be fetched again
     home.check_leaks()
     kernel.check("big = None")
     kernel.check(f"%sgpu_attach {run}")
@@ -141,7 +141,7 @@ def test_results_that_lie_nowhere_any_more_are_an_error_that_says_so(new_home: C
     try:
         kernel.check("%%distributed -n 1 --out gone\nimport numpy as np\nprint('said')\ngone = np.ones(300_000)")
         run = home.runs[-1]
-        # the agent hears through the pool that the notebook has them
+        # the agent learns from the pool that the notebook has the results
         eventually(lambda: not any(map(memory_files, home.agent_pids())), 10, "the agent lets go of the results")
         reply = kernel.run(f"%sgpu_attach {run}")
         assert reply.ename == "SerializationError"
@@ -150,6 +150,25 @@ def test_results_that_lie_nowhere_any_more_are_an_error_that_says_so(new_home: C
         assert "[0] said" in reply.text
     finally:
         kernel.close()
+
+
+def test_a_notebook_short_of_memory_fetches_its_results_later(kernel: Kernel, home: Home):
+    kernel.check(
+        "import re, resource\nlimits = resource.getrlimit(resource.RLIMIT_AS)\n"
+        "used = int(re.search(r'VmSize:\\s+(\\d+)', open('/proc/self/status').read())[1]) * 1024\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (used + 60_000_000, limits[1]))"
+    )
+    try:
+        reply = kernel.run("%%distributed -n 2 --out large:all\nimport numpy as np\nlarge = np.full(25_000_000, rank)")
+        assert reply.ename == "SerializationError", reply.story
+        run = home.runs[-1]
+        assert f"can't take the results of run {run[:4]}, 400.0 MB from 2 ranks" in reply.evalue, reply.story
+        assert "The run itself succeeded" in reply.evalue
+    finally:
+        kernel.check("resource.setrlimit(resource.RLIMIT_AS, limits)")
+    kernel.check(f"%sgpu_attach {run[:4]}")
+    assert kernel.value("[int(each.sum()) for each in large]") == [0, 25_000_000]
+    kernel.check("large = None")
 
 
 def test_a_failed_run_raises_what_it_raised(kernel: Kernel, home: Home):
@@ -296,7 +315,7 @@ def test_detaching_from_another_kernel_frees_the_cell(kernel: Kernel, neighbour:
     assert kernel.check("print('free')").text == "free"
     assert all(is_alive(pid) for pid in pids)
     word.give()
-    # the old Detached in its history ends nothing
+    # the old Detached event in its history does not end the output
     assert kernel.check(f"%sgpu_attach {run_id}").lines(0) == ["first 0", "last 0"]
     assert kernel.value("value") == 9
 
@@ -339,6 +358,7 @@ def detaching(home: Home) -> Iterator[Kernel]:
     made.close()
 
 
+@pytest.mark.slow
 def test_runs_go_on_when_the_kernel_is_restarted_and_the_setting_says_so(
     home: Home, kernel: Kernel, detaching: Kernel, word: Word
 ):
@@ -434,7 +454,7 @@ def test_an_interrupt_frees_a_cell_whose_pool_was_killed(new_home: Callable[...,
 
 @pytest.mark.slow
 def test_a_detached_run_outlives_its_kernel_and_its_pool_together(new_home: Callable[..., Home]):
-    """Nobody is left who would start the next pool service: the agent does."""
+    """No client is left to start the next pool service: the agent does."""
     home = new_home()
     kernel = Kernel(home)
     word = Word(home, "both")
@@ -456,7 +476,7 @@ def test_a_detached_run_outlives_its_kernel_and_its_pool_together(new_home: Call
         assert cell.wait(20).status == "ok", cell.reply.story
         assert (cell.reply.lines(1), another.value("x")) == (["first 1", "last 1"], 41)
         assert home.pool_pid() == second
-        # the new service is not the agent's child, which ends with it
+        # the new service is not the agent's child; the agent ends with it
         another.check(f"!{sys.executable} -m sgpu_magic.cli pool stop --force")
         eventually(lambda: not any(map(is_alive, [second, *agents])), 10, "pool and agent end")
     finally:
@@ -477,7 +497,7 @@ def test_a_notice_of_the_pool_is_shown_and_taken_back(new_home: Callable[..., Ho
         kernel.check("%%distributed -n 1 --ui none\npass")
         cell = kernel.start("import time; time.sleep(600)")
         cell.until_shown("ends its processes in")
-        # somebody wants something of the pool
+        # a client uses the pool
         subprocess.run([sys.executable, "-m", "sgpu_magic.cli", "pool", "status"], env=home.environ, check=True)
         cell.until(lambda: "ends its processes" not in cell.reply.text + cell.reply.html, 10, "it is taken back")
         kernel.interrupt()
@@ -487,6 +507,7 @@ def test_a_notice_of_the_pool_is_shown_and_taken_back(new_home: Callable[..., Ho
         kernel.close()
 
 
+@pytest.mark.slow
 def test_a_run_that_is_not_accepted_yet_is_followed_from_its_beginning(
     new_home: Callable[..., Home], nvml_stub: Callable[..., dict[str, str]]
 ):
@@ -499,7 +520,7 @@ def test_a_run_that_is_not_accepted_yet_is_followed_from_its_beginning(
         bystander = client.begin(UNTIL_TOLD.format(name=str(home.work / "word")), ranks=1, device_type="cpu")
         bystander.wait_for(RanksStarted)
         pool, (agent,) = home.pool_pid(), home.agent_pids()
-        # what is known of the GPUs is out of date
+        # let the cached GPU readings expire
         ended_at = time.monotonic()
         eventually(lambda: time.monotonic() - ended_at > 2.5, 10)
         run_id = new_id()

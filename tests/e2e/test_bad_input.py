@@ -73,6 +73,7 @@ def ledger(home: Home) -> int:
         ("-n 2 --exclude 1", ["--exclude"]),
         ("-n 2 --env NOVALUE", ["KEY=VALUE"]),
         ("-n 2 --env =x", ["KEY=VALUE"]),
+        ("-n 2 --env CUDA_VISIBLE_DEVICES= --env RANK=7", ["CUDA_VISIBLE_DEVICES, RANK", "`--gpus`"]),
         ("-n 2 --ui fancy", ["fancy", "widget"]),
         ("-n 2 --pool moon", ["'moon'", "local"]),
         ("-n 2 --name 'open", ["quotes"]),
@@ -248,7 +249,7 @@ def test_pool_of_another_version(new_home):
         try:
             cell = busy.start("%%distributed -n 1\nprint('up', flush=True)\nwhile True: pass")
             cell.until_shown("[0] up")
-            # this notebook now is of a version that the pool does not know
+            # from here on, the notebook has a version that the pool does not support
             kernel.check("link.PROTOCOL_VERSION = connection.PROTOCOL_VERSION = 99")
             kernel.check("get_ipython().run_line_magic('unload_ext', 'sgpu_magic')")
             kernel.check("%load_ext sgpu_magic")
@@ -275,7 +276,7 @@ def test_what_a_killed_pool_left_does_not_matter(new_home):
         [failed] = home.runs
         first = home.pool_pid()
         stop_process(first, signal.SIGKILL, 5)
-        # it may be killed before its ledger is told of an end
+        # the pool may be killed before the ledger records an end
         with contextlib.closing(sqlite3.connect(home.state / "ledger.sqlite3", isolation_level=None)) as ledger:
             ledger.execute("UPDATE runs SET state = 'running', ended_at = NULL, failure = ''")
         assert (home.runtime / "pool.sock").exists()
@@ -292,7 +293,7 @@ def test_what_a_killed_pool_left_does_not_matter(new_home):
 @pytest.mark.slow
 def test_address_file_of_a_dead_pool_whose_pid_lives_again(new_home):
     home = new_home()
-    (home.runtime / "pool.json").write_text(
+    (home.state / "pool.json").write_text(
         json.dumps(
             {
                 "pid": os.getpid(),
@@ -340,6 +341,7 @@ def test_runtime_directory_with_a_path_too_long(new_home):
         kernel.close()
 
 
+@pytest.mark.slow
 def test_ranks_python_without_torch(new_home):
     """The zygote can't import torch: the error says which Python and why."""
     home = new_home()

@@ -29,7 +29,7 @@ RUN = f"%%distributed -n 4 --type a10 --name train_digits\nprint('epoch 1  train
 
 
 def seen(locator: Locator) -> Locator:
-    """Bring it on the screen: views that nobody can see draw nothing."""
+    """Scroll it into view: hidden views draw nothing."""
     locator.wait_for(timeout=30_000)
     locator.scroll_into_view_if_needed()
     return locator
@@ -87,7 +87,7 @@ def test_cost_packages_and_mlflow_are_seen(opened: Callable[..., OpenNotebook], 
     notebook.picture(f"mlflow-{shade}", shown)
     go.touch()
     notebook.wait_done(3)
-    # what stays in the notebook leads there too
+    # the link that stays in the notebook leads there, too
     link = notebook.output(3).locator("a")
     expect(link).to_have_text("MLflow run digits/train_digits")
     assert link.get_attribute("href") == TRACKED.url

@@ -155,15 +155,15 @@ def test_a_kernel_without_the_extension_is_connected_after_three_clicks_too(note
     expect(shown).to_contain_text("This kernel has not loaded sgpu-magic.", timeout=20_000)
     shown.get_by_role("button", name=f"Insert {LOAD}").click()
     expect(notebook.cell(0)).to_contain_text(LOAD)
-    # nothing runs by itself
+    # nothing is executed automatically
     assert notebook.cell(0).locator(".jp-InputPrompt").first.inner_text().strip() == "[ ]:"
     notebook.picture("panel-inserted")
     assert "UNKNOWN CONTROL MESSAGE" not in notebook.server.log(), "only kernels with the extension are asked"
-    # the new cell is the one that the keys are for, once it is drawn
+    # the new cell gets the keyboard focus once it is drawn
     notebook.page.wait_for_function("document.activeElement.closest('.jp-Notebook .jp-Cell') !== null")
     notebook.page.keyboard.press("Control+Enter")
     expect(shown.get_by_role("radio", name="H100")).to_be_visible(timeout=30_000)
-    # the third click: type and number are offered
+    # third click: type and number are preselected
     button = shown.get_by_role("button", name="Apply and connect")
     expect(button).to_be_enabled(timeout=20_000)
     button.click()
@@ -193,16 +193,16 @@ def test_it_follows_the_notebook_in_front_and_its_kernels_restart(notebooks: Ope
     from_menu(page, "Kernel", "Restart Kernel…")
     page.get_by_role("button", name="Confirm Kernel Restart").click()
     expect(shown).to_contain_text("This kernel has not loaded sgpu-magic.", timeout=60_000)
-    # its session ends with the process that was
+    # its session ends with the old process
     expect(session(shown)).to_contain_text("Session ended", timeout=60_000)
     expect(session(shown)).to_contain_text("the kernel was restarted")
     notebook.picture("panel-restarted")
-    # nothing is loaded there yet: a cell loads the extension and connects what was connected
+    # the new process has loaded nothing: a cell loads the extension and restores the connection
     session(shown).get_by_role("button", name="Reconnect").click()
     expect(session(shown)).to_contain_text(f"Connected: 2{TIMES}A10 · local", timeout=CONNECTED_MS)
     expect(notebook.cell(1)).to_contain_text("%sgpu_connect --gpus 2 --type a10")
     notebook.picture("panel-reconnected")
-    # and the kernel connects it, once it knows the extension
+    # once the extension is loaded, the kernel connects it
     disconnect(shown)
     expect(shown.get_by_role("radio", name="2", exact=True)).to_be_checked(timeout=20_000)
     session(shown).get_by_role("button", name="Reconnect").click()
@@ -241,7 +241,7 @@ def test_a_busy_kernels_run_is_watched_opened_and_cancelled_after_a_reload(noteb
     expect(row).to_contain_text("running", timeout=60_000)
     notebook.picture("panel-busy")
     notebook.reload()
-    # the sidebar comes back as it was
+    # the sidebar is restored
     expect(shown.get_by_role("heading", name="GPU environment")).to_be_visible(timeout=30_000)
     expect(row).to_contain_text("running", timeout=20_000)
     # the kernel answers while its cell goes on
@@ -257,7 +257,7 @@ def test_a_busy_kernels_run_is_watched_opened_and_cancelled_after_a_reload(noteb
     expect(row).to_contain_text("cancelled", timeout=20_000)
     expect(tab.locator(".sgpu-state")).to_have_text("cancelled", timeout=20_000)
     notebook.picture("panel-cancelled")
-    # its tab belongs to nobody's kernel: it goes with a click, and the run comes back into the notebook with another
+    # the tab belongs to no kernel: one click closes it, and another shows the run in the notebook again
     notebook.page.locator(".lm-TabBar-tab").filter(has_text="busy_one").locator(".lm-TabBar-tabCloseIcon").click()
     expect(tab).to_have_count(0)
     notebook.wait_done(1)
@@ -275,7 +275,7 @@ def test_questions_are_answered_by_a_busy_kernel_which_stays_busy(notebooks: Ope
     notebook.start(1)
     choose(shown, "A10", 3)
     expect(shown.get_by_role("button", name="Apply and connect")).to_be_enabled(timeout=10_000)
-    # what is asked is no work: neither the page nor the server takes its end for the cell's
+    # requests are not execution: neither the page nor the server takes a request's end for the cell's
     indicator = notebook.page.locator(".jp-Notebook-ExecutionIndicator")
     expect(indicator).to_have_attribute("data-status", "busy")
     (kernel,) = notebook.server.get("api/kernels").body
@@ -315,7 +315,7 @@ def test_notebook_seven_has_a_button_for_it(browser: Browser) -> None:
             connect(shown, "A10", 1)
             expect(chip(notebook)).to_contain_text("connected", timeout=10_000)
             notebook.picture("panel-seven")
-            # there is one document: a run is opened below it
+            # Notebook shows one document at a time: a run opens below it
             shown.locator(".sgpu-run-row").filter(has_text="session main").locator(".sgpu-run-head").click()
             expect(notebook.page.locator(".sgpu-run-tab .sgpu-state")).to_have_text("connected", timeout=20_000)
             notebook.picture("panel-seven-run")

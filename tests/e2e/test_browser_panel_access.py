@@ -44,7 +44,7 @@ def test_axe_finds_nothing_serious_in_any_state(
 ) -> None:
     # the last cell fails: its run is shown as such
     new_notebook(lab.home.work / f"{theme}.ipynb", LOAD, "%%distributed -n 1 --type cpu\n1 / 0")
-    # as high as the panel is long: what is scrolled out of sight has no colours that axe could read
+    # as high as the panel: axe can't check the colours of content that is scrolled out of sight
     notebook = OpenNotebook(lab, browser, f"{theme}.ipynb", size=(1366, 2400), dark=theme == "dark")
     found: dict[str, list[str]] = {}
 
@@ -98,11 +98,11 @@ def go_through_states(notebook: OpenNotebook, home: Home, read: Callable[[str], 
     read("connected")
     change.click()
     shown.get_by_role("radio", name="H100").click()
-    # the answer to the choice before may still stand there
+    # the answer to the previous choice may still be shown
     read("asking")
     expect(button).to_be_enabled(timeout=20_000)
     read("changing")
-    # the devices of a type are unfolded by themselves where this notebook holds some, the others by a click
+    # devices of a type are expanded if this notebook holds some, otherwise by a click
     shown.locator(".sgpu-device-type").filter(has_text="H100").click()
     expect(shown.locator(".sgpu-device")).to_have_count(12)
     read("devices")
@@ -116,6 +116,6 @@ def go_through_states(notebook: OpenNotebook, home: Home, read: Callable[[str], 
     start = shown.get_by_role("button", name="Start it again")
     expect(start).to_be_visible(timeout=20_000)
     read("lost")
-    # the next one finds it as it was
+    # restore the pool for the next test
     start.click()
     expect(shown).to_contain_text("4 of 4 free", timeout=30_000)

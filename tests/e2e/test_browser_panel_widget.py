@@ -81,11 +81,11 @@ def test_the_widget_says_that_its_kernel_has_gone(opened: Callable[..., OpenNote
     notebook.run(1)
     shown = panel(notebook)
     expect(shown.locator(".sgpu-add")).to_be_visible(timeout=SLOW_MS)
-    # what one's own page restarts it is told at once
+    # a restart from the same page is reported at once
     page = notebook.page
     page.locator(".lm-MenuBar-item", has_text="Kernel").click()
     page.locator(".lm-Menu-item", has_text="Restart Kernel…").first.click()
     page.get_by_role("button", name="Confirm Kernel Restart").click()
     expect(shown).to_contain_text("%sgpu_env --panel shows a new one.", timeout=SLOW_MS)
-    # a server that is told to end while a kernel is being restarted waits for that for half a minute
+    # a server that is stopped during a kernel's restart waits half a minute for it
     expect(page.locator(".jp-Notebook-ExecutionIndicator[data-status=idle]")).to_be_visible(timeout=SLOW_MS)

@@ -39,7 +39,7 @@ while not os.path.exists({word!r}):
     time.sleep(0.1)
 print('last words of', rank)
 """
-# of the cell of the run
+# the index of the run's cell
 CELL = 1
 
 
@@ -59,7 +59,7 @@ class Notebook:
         self.open()
 
     def open(self) -> None:
-        # a workspace of its own: JupyterLab opens again what was open before
+        # a workspace of its own: JupyterLab reopens what was open before
         place = f"lab/workspaces/{self.name}/tree" if self._in_lab else "notebooks"
         self.page.goto(f"{self.server.url}/{place}/{self.path.name}")
         expect(self.page.locator(".jp-Notebook .jp-CodeCell")).to_have_count(3, timeout=60_000)
@@ -120,7 +120,7 @@ class Notebook:
 
         def saved() -> list[Any]:
             try:
-                # the server empties the file before it writes it
+                # the server truncates the file before it writes
                 cells = json.loads(self.path.read_text())["cells"]
             except ValueError:
                 return []
@@ -175,7 +175,7 @@ def opened(
         notebook.end_run()
         notebook.picture("last")
         notebook.page.close()
-    # what still runs there ends with its kernel
+    # remaining runs end with their kernel
     for kernel in server.get("api/kernels").body:
         server.delete(f"api/kernels/{kernel['id']}")
 
@@ -199,11 +199,11 @@ def test_a_reloaded_page_has_the_live_view_again_and_the_outputs_at_the_end(
     expect(notebook.cell.locator(".jp-InputPrompt")).to_have_text("[*]:")
     if in_lab:
         expect(notebook.page.locator(".lm-TabBar-tab.jp-mod-current.jp-mod-dirty")).to_have_count(0)
-    # what a rank has displayed stands below the view, once
+    # a rank's rich display is below the view, once
     expect(notebook.cell.locator(".jp-OutputArea b", has_text="rich at once")).to_have_count(1)
     notebook.picture("live")
 
-    # it goes on: lines that were written after the reload
+    # the run continues: these lines are written after the reload
     step = notebook.home.log(run_id, 0).count("\n") + 10
     expect(notebook.view).to_contain_text(f"step {step}", timeout=10_000)
     # and every line from before is there
@@ -229,7 +229,7 @@ def test_a_reloaded_page_has_the_live_view_again_and_the_outputs_at_the_end(
         {**output, "data": {kind: _lines(kind, content) for kind, content in output["data"].items()}}
         for output in notebook.server.get(f"sgpu/runs/{run_id}/outputs").body["outputs"]
     ]
-    # the kernel is free, and the page with it
+    # both the kernel and the page accept further cells
     notebook.run(2, r"\[\d+\]")
     expect(notebook.page.locator(".jp-Notebook .jp-CodeCell").nth(2)).to_contain_text("another cell")
 
@@ -254,7 +254,7 @@ def test_a_run_in_another_machines_pool_survives_a_reload_as_well(opened: Callab
         notebook.picture("end")
         saved = notebook.save()
         assert saved[-1]["output_type"] == "execute_result"
-        # the kernel says goodbye to the pool before that ends; other tests' runs have one pool to go to
+        # the kernel disconnects before the pool ends; other tests' runs expect a single pool
         notebook.server.delete(f"api/kernels/{notebook.kernel}")
         remove_pool("team", listed(notebook.home))
 
@@ -278,7 +278,7 @@ def test_cancel_works_on_a_reloaded_page_while_the_cell_blocks(opened: Callable[
 
 @pytest.mark.slow
 def test_a_page_that_was_not_saved_has_the_run_all_the_same(opened: Callable[[str], Notebook]):
-    """Its file has never heard of the run, which ends while nobody looks."""
+    """Its file does not mention the run, which ends while no page is open."""
     notebook = opened("unsaved")
     run_id = notebook.start()
     notebook.page.goto("about:blank")
@@ -298,7 +298,7 @@ def test_a_notebook_that_is_closed_and_opened_again_has_its_run(opened: Callable
     notebook.start()
     notebook.save()
     tab = notebook.page.locator(".lm-TabBar-tab.jp-mod-current")
-    # the page knows a moment later than the file that it is saved
+    # the page learns that the file is saved a moment after it is
     expect(tab.and_(notebook.page.locator(".jp-mod-dirty"))).to_have_count(0)
     tab.locator(".lm-TabBar-tabCloseIcon").click()
     expect(notebook.page.locator(".jp-Notebook")).to_have_count(0)

@@ -27,7 +27,7 @@ def view(notebook: OpenNotebook, cell: int = 1) -> Locator:
 
 
 def seen(locator: Locator, timeout: float = 30_000) -> Locator:
-    """Bring it on the screen: views that nobody can see draw nothing."""
+    """Scroll it into view: hidden views draw nothing."""
     locator.wait_for(timeout=timeout)
     locator.scroll_into_view_if_needed()
     return locator
@@ -41,7 +41,7 @@ def go(notebook: OpenNotebook) -> None:
 
 
 PLAYED = [
-    # the story, the one that it ends as, what its live view says, what its final form says
+    # the story, the story that it ends as, text of its live view, text of its final form
     ("session_with_a_dead_rank", "session_ended", "rank 2 is dead; %sgpu_restart --rank 2", "0.82 GPU h"),
     ("session_working", "session_lost", "runs train", "GPUs busy 90 %"),
     ("in_session_running", "", "3 of 4 ranks · session work", "epoch 1 of rank 3"),
@@ -61,7 +61,7 @@ PLAYED = [
 def test_stories_are_drawn_as_told(opened: Callable[..., OpenNotebook], front_end: Path, dark: bool) -> None:
     cells = [f"import story_player\nstory_player.play({name!r}, {GO}, {ended!r})" for name, ended, *_ in PLAYED]
     theme = "dark" if dark else "light"
-    # as high as the outputs are long: what is scrolled out of sight has no colours that axe could read
+    # as high as the outputs: axe can't check the colours of content that is scrolled out of sight
     notebook = opened(f"stories-{theme}", cells, dark=dark, size=(1366, 2400))
     found: dict[str, list[str]] = {}
     for number, (name, _, live, final) in enumerate(PLAYED, 1):
@@ -190,7 +190,7 @@ def test_a_session_is_there_again_after_the_page_was_reloaded(opened: Callable[.
     session = seen(view(notebook))
     expect(session.locator(".sgpu-state")).to_have_text("connected", timeout=30_000)
     expect(session.locator(".sgpu-meta")).to_contain_text("1 cell")
-    # the cell that has connected it ended long ago
+    # the cell that connected it ended long ago
     expect(notebook.cell(1).locator(".jp-InputPrompt").first).not_to_have_text("[*]:")
     notebook.picture("session-reloaded", session)
     session.get_by_role("button", name="End session").click()

@@ -87,7 +87,7 @@ def test_cancel_and_stacks_work_while_the_cell_blocks(opened: Callable[..., Open
     cancel_s = time.monotonic() - began
     notebook.picture("cancelled", notebook.output(1))
     assert "RunCancelled" in notebook.output(1).inner_text()
-    # one second is promised; the browser's own polling and a machine under tests get another
+    # the promise is one second; the browser's polling and a loaded machine get another
     assert (stacks_s < 2.0, cancel_s < 2.0) == (True, True), (stacks_s, cancel_s)
 
 
@@ -145,7 +145,7 @@ def test_sixteen_ranks_in_the_dark(opened: Callable[..., OpenNotebook]):
     expect(shown.locator("[role=progressbar][aria-label='progress of rank 15']")).to_have_attribute(
         "aria-valuenow", "55", timeout=30_000
     )
-    # all of them and the log's first lines fit the screen of a laptop
+    # all of them and the log's first lines fit a laptop's screen
     shown.scroll_into_view_if_needed()
     grid = shown.locator("[role=list]").bounding_box()
     assert grid is not None
@@ -271,7 +271,7 @@ def test_notebook_seven(browser: Browser):
             notebook.wait_done(1)
             expect(notebook.output(1)).to_contain_text("succeeded")
             notebook.start(2)
-            # below what the cell before shows: a view that nobody sees draws nothing
+            # below the output of the cell before: a view that is out of sight draws nothing
             view(notebook, 2).wait_for(timeout=30_000)
             view(notebook, 2).scroll_into_view_if_needed()
             expect(view(notebook, 2).locator(".sgpu-state")).to_have_text("running", timeout=30_000)

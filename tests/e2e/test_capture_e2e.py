@@ -123,6 +123,7 @@ def test_source_of_notebook_functions_is_there(kernel: Kernel):
     assert local == "def local(z):\n    return z\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["notebook", "cell"])
 def test_torch_jit_script_of_a_notebook_function(kernel: Kernel, where: str):
     source = "def scripted(x: torch.Tensor) -> torch.Tensor:\n    return x + 1\n"

@@ -65,7 +65,7 @@ def test_folders_files_and_streams(trained: tuple[Home, str], tmp_path: Path):
     assert "2 files, 0 B copied" in cp(home, f"{run[:6]}:checkpoints", ".", cwd=tmp_path)[0].decode()
     cp(home, f"{run[:6]}:checkpoints/deep/0.txt", "here.txt", cwd=tmp_path)
     assert (tmp_path / "here.txt").read_text() == "state of 0"
-    # as `cp -r` has it, a folder that is not there gets the contents
+    # as with `cp -r`, a folder that does not exist gets the contents
     cp(home, f"{run[:6]}:checkpoints/deep/", "new", cwd=tmp_path)
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["0.txt", "1.txt"]
     assert cp(home, f"{run[:6]}:checkpoints/deep/1.txt", "-", cwd=tmp_path)[0] == b"state of 1"
@@ -142,7 +142,7 @@ def test_while_it_runs_and_where_it_stopped(served: ServedPool, ann: RemoteUser,
     run = ann.client.begin(WORKS, ranks=1, names=names, along=Attachments(elsewhere=True))
     run.wait_for(OutputWritten)
     digest = run.printed[0].split()[1]
-    # the working directory comes before the run's own
+    # the working directory takes precedence over the run's own
     command = subprocess.Popen([*COMMAND, f"{run.run_id[:8]}:out/model.bin", "."], env=ann.home.environ, cwd=target)
     eventually(lambda: [p for p in target.glob(".model.bin.*.part") if p.stat().st_size > 1_000_000], 30)
     command.kill()

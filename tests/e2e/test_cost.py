@@ -21,10 +21,10 @@ from sgpu_magic.wire.base import FailureKind, RunState
 from sgpu_magic.wire.events import AttemptFailed, Noted, Placed, RanksStarted
 from sgpu_magic.wire.pool_status import RunSummary
 
-# a device and second for 0.01
+# per device and second, 0.01
 PRICES = "a10=36,cpu=3.6"
 SLEEP = "import time\ntime.sleep({})"
-# says when it is asked to end, and takes its time
+# reports SIGTERM, and takes some time to end
 HANDLES_TERM = """
 import signal, sys, time
 def end(*_):
@@ -38,7 +38,7 @@ time.sleep(60)
 """
 
 
-# of a pool whose wall clock can be set: that many seconds off
+# lets the test set the pool's wall clock: it is that many seconds off
 STEPPED_CLOCK = """
 import time
 from pathlib import Path
@@ -86,7 +86,7 @@ def row(client: PoolClient, run_id: str) -> RunSummary:
 
 
 def final_row(client: PoolClient, run_id: str) -> RunSummary:
-    # the end's time and the state are two writes
+    # the end time and the state are written separately
     eventually(lambda: row(client, run_id).ended_at is not None, 10, "the ledger does not hear of the end")
     eventually(lambda: row(client, run_id).state.is_final, 10, "the ledger does not hear of the state")
     return row(client, run_id)
@@ -117,10 +117,10 @@ def test_a_run_is_billed_whole_seconds_of_its_devices(client: PoolClient) -> Non
     assert found.user == run.run.spec.owner.user != ""
     metered_at, started_at, ended_at = times(found)
     assert found.submitted_at <= metered_at <= started_at
-    # the ranks begin before the pool hears that they do
+    # the ranks begin before the pool receives their start
     assert metered_at <= ended_at - 1.2
     assert seconds == -(-(ended_at - metered_at) // 1)
-    # no price: seconds and no cost; CPU slots have a price here
+    # a type without a price has seconds and no cost; CPU slots have a price here
     other = client.begin("1", ranks=1, device_type="t4").ended()
     assert (other.gpu_s, other.cost, other.currency) == (1.0, None, "")
     on_cpu = client.begin("1", ranks=2, device_type="cpu").ended()
@@ -141,7 +141,7 @@ def test_without_prices_nothing_is_said_of_money(clients: Callable[..., PoolClie
 
 
 def test_a_cost_limit_warns_and_stops_with_term_and_grace(client: PoolClient) -> None:
-    # two cents a second: a second and a half
+    # two cents per second allow a second and a half
     run = client.begin(HANDLES_TERM, ranks=2, device_type="a10", max_cost=0.03, grace_s=3.0)
     ended = run.ended()
     assert notes(run) == ["80 % of its cost limit of $0.03 is used (--max-cost 0.03): it is stopped in 0 s"]
@@ -155,7 +155,7 @@ def test_a_cost_limit_warns_and_stops_with_term_and_grace(client: PoolClient) ->
     assert {rank: text.split() for rank, text in run.printed.items()} == {
         rank: ["ready", "TERM", "saved"] for rank in (0, 1)
     }
-    # the grace is on the meter as well
+    # the grace is billed, too
     assert 0.04 <= (ended.cost or 0) <= 0.1
     assert final_row(client, run.run_id).state is RunState.TIMED_OUT
 
@@ -168,6 +168,7 @@ def stepped_client(clients: Callable[..., PoolClient], tmp_path: Path) -> PoolCl
     return clients(PYTHONPATH=str(tmp_path))
 
 
+@pytest.mark.slow
 def test_a_step_of_the_clock_changes_no_limit_cost_or_time(stepped_client: PoolClient, tmp_path: Path) -> None:
     client, step = stepped_client, tmp_path / "step"
     for step_s in (3600, 0):
@@ -184,6 +185,7 @@ def test_a_step_of_the_clock_changes_no_limit_cost_or_time(stepped_client: PoolC
         assert 0 <= ended.queued_s < 20
 
 
+@pytest.mark.slow
 def test_a_cost_limit_that_is_not_reached_changes_nothing(client: PoolClient) -> None:
     run = client.begin("6 * 7", ranks=2, device_type="a10", max_cost=5.0)
     assert run.ended().state is RunState.SUCCEEDED
@@ -205,6 +207,7 @@ def test_attempts_are_one_bill(client: PoolClient) -> None:
     assert ended.gpu_s == -(-(ended_at - metered_at) // 1)
 
 
+@pytest.mark.slow
 def test_a_session_pays_for_its_cells_and_its_idle_time_is_told_apart(client: PoolClient) -> None:
     session = client.connect(2, device_type="a10")
     cells = [session.do(SLEEP.format(0.6)), session.do("1", fresh=True)]
@@ -221,7 +224,7 @@ def test_a_session_pays_for_its_cells_and_its_idle_time_is_told_apart(client: Po
     metered_at, started_at, ended_at = times(found)
     ran = sum((each.ended_at or 0) - (each.started_at or 0) for each in rows)
     assert 0.6 <= ran < 5
-    # the meter is the pool's, by its monotonic clock; the rows have the agent's times
+    # the pool meters by its monotonic clock; the rows have the agent's times
     assert found.idle_s == pytest.approx(ended_at - started_at - ran, abs=0.1)
     assert (found.idle_s or 0) > 1.4
     seconds = -(-(ended_at - metered_at) // 1)
@@ -251,7 +254,7 @@ def test_a_budget_is_kept_across_runs_and_services(clients: Callable[..., PoolCl
     assert status.budget is not None
     assert (status.budget.limit, status.budget.days, status.budget.currency) == (0.08, 2.0, "USD")
     assert status.budget.spent == pytest.approx(0.04)
-    # its successor reads what was spent, and takes the run with its meter over
+    # the next service reads the amount spent, and continues to meter the run
     run = client.begin(SLEEP.format(60), ranks=1, device_type="a10", grace_s=0.1)
     run.wait_for(Placed)
     eventually(lambda: row(client, run.run_id).started_at is not None, 10)
@@ -268,7 +271,7 @@ def test_a_budget_is_kept_across_runs_and_services(clients: Callable[..., PoolCl
         client.begin("1", ranks=1, device_type="a10")
     assert "the pool's budget of $0.08 in 2 d is used up: the pool's runs have cost $0." in refused.value.message
     assert "There is room again in 1 d 23 h" in refused.value.message or "in 2 d" in refused.value.message
-    # what has no price is not limited
+    # devices without a price are not limited
     assert client.begin("1", ranks=1, device_type="t4").ended().state is RunState.SUCCEEDED
 
 

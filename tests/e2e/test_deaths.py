@@ -1,4 +1,4 @@
-"""Ranks that die without a word: what killed them, where they were, what they said last; the others are released."""
+"""Ranks that die without an exception: the cause, their last line and last output; the others are released."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ def test_death_is_told_whole(kernel: Kernel, death: str, says: str):
     assert after_begin(reply) < 0.4 + 1
     told = reply.traceback
     assert re.search(rf"rank 1 of 4 \(process \d+\) {says}", told), told
-    # C code's crash is at its own line, a kill may be seen 50 ms before
+    # C code crashes at its own line; a kill may be seen 50 ms before
     line = "[67]" if "kill" in death else "7"
     assert re.search(rf"its last Python line: Cell In\[{count}\], line {line}, in inner: ", told), told
     assert re.search(r"its last output: step 1\s+step 2", told), told
     assert re.search(r"ranks 0, 2, 3 were released from barrier \(line 10\)", told), told
-    # faulthandler's own text is no output of the rank
+    # faulthandler's own text is not shown as the rank's output
     assert reply.lines(1) == ["step 1", "step 2"]
     check_next(kernel, 4)
 
@@ -82,7 +82,7 @@ def test_stack_of_a_dead_rank_stands_in_its_failure(kernel: Kernel):
         "    told = error.remote_traceback"
     )
     told = kernel.value("told")
-    # innermost first or last, but all of them, and nothing below the cell
+    # all frames of the cell in either order, and none below the cell
     for word in ("in inner", "in outer"):
         assert word in told, told
     for word in ("interactiveshell", "zygote", "sgpu_magic"):

@@ -14,7 +14,7 @@ from kernels import Home, Kernel
 from page_snippets import Snippet, missing_lines, site_pages, snippets
 
 pytestmark = pytest.mark.slow
-# pages keep a key, name devices that are not here, and end what they begin
+# pages keep a key, name devices that this machine lacks, and end what they start
 OWN_HOME = True
 HOME_VARIABLES = {"SGPU_STAND_IN": "cpu"}
 LOADS = "%load_ext sgpu_magic\n"
@@ -42,7 +42,7 @@ def test_a_page_does_what_it_says(page: Path, home: Home, new_kernel: Callable[.
         else:
             reply = kernel.run(each.text)
             assert reply.ename == each.fails, f"{each}: {reply.story}"
-            # a terminal shows an error in other words than a front end
+            # a terminal words errors differently from a front end
             missing = [] if each.fails else missing_lines(each, reply.shown)
             assert missing == [], f"{each}: {reply.story}"
 

@@ -17,7 +17,7 @@ HERE = f"{sys.version_info.major}.{sys.version_info.minor}"
 # a limit of cost needs a price
 HOME_VARIABLES = {"SGPU_PRICES": "cpu=1.20"}
 
-# a package that has nothing but its metadata and one module, in a site directory of its own
+# a package with only metadata and one module, in a site directory of its own
 _SITE = """
 import importlib, pathlib, shutil, sys
 site = pathlib.Path({folder!r}) / "site-packages"
@@ -116,7 +116,7 @@ def test_a_session_is_told_apart_from_what_was_installed_since(site: Kernel):
 
 
 def test_a_saved_environment_is_offered_and_compared(new_kernel: Any, home: Home):
-    # its sources are built into a wheel, and so is nothing else: this takes a second
+    # only its sources are built into a wheel, which takes a second
     kernel = new_kernel()
     reply = kernel.check("%sgpu_env save mine", timeout_s=100)
     assert "saved" in reply.text
@@ -265,7 +265,7 @@ def test_scalars_of_a_cell_are_its_parameters(session: Kernel, home: Home):
     wanted = [["lr", "0.1"], ["epochs", "3"], ["name", "small"], ["flag", "True"]]
     assert sorted(spec["parameters"]) == sorted(wanted)
     assert spec["profile"] is True
-    # what a cell has set on the ranks is theirs: the notebook's value is not what runs
+    # what a cell sets on the ranks stays there; the notebook's value is not used
     session.check("%%distributed\nlr = 0.5")
     session.check("%%distributed\nlr, epochs")
     assert spec_of(home, session.value("_.run_id"))["parameters"] == [["epochs", "3"]]

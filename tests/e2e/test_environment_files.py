@@ -26,7 +26,7 @@ def own_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("own")
     python = make_venv(folder / "venv")
     ours = [entry for entry in sys.path if entry.endswith("site-packages")]
-    # an editable project's folder does not come along: path files of those entries are not read
+    # an editable project's folder is not added: path files in those entries are not read
     lines = [f"import site; site.addsitedir({entry!r})" for entry in ours]
     (site_packages(python) / "ours.pth").write_text("\n".join(lines) + "\n")
     return python
@@ -90,7 +90,7 @@ def test_each_runs_directory_says_what_was_installed(kernel: Kernel, home: Home)
 
 def test_a_run_in_a_kernel_that_does_not_know_yet_gets_its_files_too(home: Home, new_kernel: Callable[..., Kernel]):
     kernel = new_kernel(load=False)
-    # where the pool has to start first, the look in the background would be over before the run is sent
+    # if the pool had to start first, the background snapshot would finish before the run is sent
     kernel.check(
         "import threading\nfrom sgpu_magic.packages import snapshot as snapshots\n"
         "look, sent = snapshots.take_snapshot, threading.Event()\n"
@@ -120,7 +120,7 @@ def test_a_script_that_ends_at_once_leaves_its_packages(home: Home, own_python: 
     )
     assert done.returncode == 0, done.stderr
     run_id = done.stdout.split()[-1]
-    # the process is gone: what it has not told by now, nobody tells
+    # the process has ended: it can report nothing more
     text = requirements_in(home.run_dir(run_id))
     assert any(line.startswith("torch==") for line in text.splitlines())
     eventually(lambda: home.ledger()[run_id].state == "succeeded", 30, "the run ends")
@@ -145,6 +145,7 @@ def test_what_pip_installs_is_in_the_next_run(own_kernel: Kernel, home: Home, tm
     assert known(own_kernel) == before
 
 
+@pytest.mark.slow
 def test_the_next_pool_gets_them_too(home: Home, new_kernel: Callable[..., Kernel]):
     kernel = new_kernel()
     known(kernel)
@@ -184,10 +185,10 @@ def test_a_submission_asks_in_no_time(kernel: Kernel):
     measured = """
 import statistics, time
 from sgpu_magic.runs import packages
-from sgpu_magic.runs.workplace import workplace
+from sgpu_magic.runs.kernel_context import kernel_context
 def microseconds():
     began = time.perf_counter()
-    assert packages.of(workplace().pool).digest_for("")
+    assert packages.of(kernel_context().pool).digest_for("")
     return (time.perf_counter() - began) * 1e6
 took = statistics.median(microseconds() for _ in range(200))
 """
@@ -227,7 +228,7 @@ def test_a_node_that_builds_has_the_editable_project_and_the_unpublished_wheel(
         }
         assert {"sgpu-test-project", "sgpu-test-unpublished"} <= packages.keys()
         assert "torch" not in packages
-        # the project's file is another one: another wheel, another environment
+        # a changed project file leads to another wheel and another environment
         (project / "sgpu_test_project/__init__.py").write_text("STEP = 22\n")
         kernel.check(ask, 240)
         assert kernel.value("told")[0] == 22

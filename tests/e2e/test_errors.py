@@ -42,7 +42,7 @@ def test_culprit_is_shown_not_the_victims_in_the_barrier(kernel: Kernel):
     assert re.search(r"^ranks? [013, ]+ w(as|ere) released from barrier \(line 6\)", reply.shown, re.MULTILINE)
     assert "rank 2 of 4" in reply.text
     assert "never" not in reply.text
-    # the victims' own words about lost connections and interrupts are not the story
+    # the victims' messages about lost connections and interrupts are not shown
     for word in ("KeyboardInterrupt", "Connection", "gloo"):
         assert word not in reply.text.replace("(cpu, gloo)", ""), reply.text
     assert kernel.check("%%distributed -n 4\nprint('next')").lines(3) == ["next"]
@@ -74,7 +74,7 @@ def test_two_ranks_fail_the_first_is_shown_the_other_is_a_line(kernel: Kernel):
         "        open('told', 'w').close()\n"
         "        return 'of rank 1'\n"
         "if rank == 1: raise Told\n"
-        # when its text is asked for, the time of the first failure is known
+        # its text is formatted after the time of the first failure is recorded
         "while not os.path.exists('told'): time.sleep(0.01)\n"
         "raise KeyError('of rank 0')"
     )
@@ -112,7 +112,7 @@ def test_a_rank_that_is_interrupted_on_its_way_out_of_a_collective_was_released_
         "try:\n"
         "    dist.barrier()\n"
         "except RuntimeError:\n"
-        # as a busy machine's rank, which sees the interrupt before it has left
+        # like a rank of a busy machine that gets the interrupt before it has left
         "    time.sleep(30)",
     )
     reply = culprit.fails("rank 0 waits in barrier")
@@ -356,7 +356,7 @@ def test_signal_death_is_told_with_its_name(kernel: Kernel, number: int, name: s
     assert reply.seconds < 3
     assert re.search(rf"rank 1 of 2 \(process \d+\) was killed by {name}", reply.evalue), reply.evalue
     if number == 9:
-        # nothing speaks for a lack of memory
+        # there is no sign of memory pressure
         assert "another process or the system killed it" in reply.evalue
     assert kernel.check("%%distributed -n 2\nprint('next')").lines(0) == ["next"]
 
@@ -367,3 +367,25 @@ def test_recursion_and_memory_errors_are_ordinary(kernel: Kernel):
     assert reply.ename == "RecursionError"
     reply = kernel.run("%%distributed -n 1\nb = bytearray(1 << 60)")
     assert reply.ename == "MemoryError"
+
+
+def test_an_error_with_the_text_of_a_lost_connection_is_the_ranks_own(kernel: Kernel):
+    reply = kernel.run(
+        "%%distributed -n 2\n"
+        "import time\n"
+        "if rank == 0: raise RuntimeError('upload failed: Connection reset by peer')\n"
+        "time.sleep(60)"
+    )
+    assert (reply.ename, reply.evalue) == ("RuntimeError", "upload failed: Connection reset by peer")
+    assert line_of(reply) == 3
+    assert "rank 1 was stopped (line 4)" in reply.shown
+    assert "KeyboardInterrupt" not in reply.text
+
+
+def test_a_syntax_error_begins_with_the_cells_own_frame(kernel: Kernel):
+    (kernel.home.work / "unfinished.py").write_text("x = 1\ny = = 2\n")
+    reply = kernel.run("%%distributed -n 1\ndef read(): import unfinished\nread()")
+    assert reply.ename == "SyntaxError"
+    assert "unfinished.py:2" in reply.shown
+    for runner in ("interactiveshell", "sgpu_magic"):
+        assert runner not in reply.shown

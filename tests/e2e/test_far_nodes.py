@@ -16,11 +16,11 @@ from waiting import eventually
 
 from sgpu_magic.wire.attachments import StoredPayload
 from sgpu_magic.wire.base import FailureKind, RunState
-from sgpu_magic.wire.events import Noted, PayloadReleased, RanksStarted, RunEnded
+from sgpu_magic.wire.events import Noted, PayloadReleased, Placed, RanksStarted, RunEnded
 from sgpu_magic.wire.rank_events import OutputWritten
 
 MB = 1 << 20
-# what a pool reads besides blobs while a run goes on
+# what a pool reads besides blobs during a run
 SPARE = 2 * MB
 
 
@@ -54,7 +54,7 @@ def _nothing_stays_on_nodes(home: Home, client: PoolClient) -> Iterator[None]:
 
 def left_on_nodes(home: Home) -> list[str]:
     """What lies in the nodes' own directories besides their logs and the blobs that they keep."""
-    # not glob, which fails on what is removed while it looks
+    # not glob, which fails on files that are removed meanwhile
     walked = os.walk(home.state / "nodes")
     found = (Path(directory) / name for directory, folders, files in walked for name in (*folders, *files))
     places = ((path, path.relative_to(home.state / "nodes").parts) for path in found)
@@ -123,6 +123,8 @@ if rank == 0:
     (out / "tool.sh").chmod(0o700)
     (out / "empty").touch()
     (out / "link").symlink_to("/etc/passwd")
+    (out / "latest").symlink_to(out / "deep")
+    (out / "folder").mkdir()
     (out / "large").write_bytes(bytes(5 << 20))
 """
 
@@ -138,15 +140,18 @@ def test_all_that_ranks_print_and_write_goes_to_the_pool(home: Home, client: Poo
     left_out = run.wait_for(Noted).text
     assert "out/large" in left_out
     assert "run_files_bytes" in left_out
+    assert "out/link (a link to /etc/passwd" in left_out
     eventually(lambda: not left_on_nodes(home), 10, lambda: f"left on nodes: {left_on_nodes(home)}")
     out = directory / "out"
-    assert sorted(os.listdir(out)) == ["deep", "empty", "tool.sh"]
+    assert sorted(os.listdir(out)) == ["deep", "empty", "folder", "latest", "tool.sh"]
+    assert os.readlink(out / "latest") == "deep"
     assert [(out / "deep" / f"{rank}.txt").read_text() for rank in range(4)] == [f"of {rank}" for rank in range(4)]
     assert (out / "tool.sh").stat().st_mode & 0o777 == 0o700
     assert (out / "empty").stat().st_size == 0
     assert json.loads((directory / "run.json").read_bytes())["state"] == "succeeded"
 
 
+@pytest.mark.slow
 def test_a_blob_that_is_gone_fails_the_run(home: Home, client: PoolClient):
     array = data(4, 2)
     run = client.begin("float(array.sum())", ranks=2, names={"array": array})
@@ -155,7 +160,7 @@ def test_a_blob_that_is_gone_fails_the_run(home: Home, client: PoolClient):
     assert isinstance(source, StoredPayload)
     digest = max(source.parts, key=lambda part: part.size).digest
     (stored,) = (home.state / "blobs").glob(f"*/{digest[:2]}/{digest[2:]}")
-    for cached in (home.state / "nodes").glob(f"*/blob-cache/{digest}"):
+    for cached in (home.state / "nodes").glob(f"*/blob-cache/*/{digest}"):
         cached.unlink()
     # other bytes of the same size
     stored.write_bytes(bytes(stored.stat().st_size))
@@ -207,7 +212,7 @@ def test_devices_are_free_while_files_cross_the_network_and_also_for_the_next_se
     assert not any(isinstance(event, RunEnded) for event in first.events), "its results are not here"
     nodes.kill()
     nodes.restart()
-    # both were on these devices
+    # both runs used these devices
     third = client.begin("8", ranks=4, nodes=2)
     assert first.ended().state is RunState.SUCCEEDED
     assert [values["x"] for values in first.names()] == [*range(4)]
@@ -249,15 +254,42 @@ found = sorted(path.read_text() for path in runtime.checkpoint_dir().rglob("*.tx
 if runtime.get_restart_count() < 2:
     mine.parent.mkdir(exist_ok=True)
     mine.write_text(f"of {rank} in attempt {runtime.get_restart_count()}")
+    if rank == 3:
+        latest = runtime.checkpoint_dir() / "latest"
+        latest.unlink(missing_ok=True)
+        latest.symlink_to("deep")
+        (runtime.checkpoint_dir() / "empty").mkdir(exist_ok=True)
     dist.barrier()
     os._exit(3)
-found
+found, os.readlink(runtime.checkpoint_dir() / "latest"), (runtime.checkpoint_dir() / "empty").is_dir()
 """
 
 
 def test_the_next_attempt_finds_the_checkpoints_of_all_nodes(client: PoolClient):
     run = client.begin(CHECKPOINTS, ranks=4, nodes=2, retries=2)
-    assert run.values == [[f"of {rank} in attempt 1" for rank in range(4)]] * 4
+    assert run.values == [([f"of {rank} in attempt 1" for rank in range(4)], "deep", True)] * 4
+
+
+@pytest.mark.slow
+def test_a_retry_says_what_was_lost_with_a_node(nodes: ManyAgents, client: PoolClient):
+    body = """
+import pathlib, time
+from sgpu_magic import runtime
+if runtime.get_restart_count() == 0:
+    (runtime.checkpoint_dir() / "model").write_text("1")
+    print("saved", flush=True)
+    while True: time.sleep(0.01)
+[path.name for path in runtime.checkpoint_dir().iterdir()]
+"""
+    run = client.begin(body, ranks=1, retries=1)
+    run.wait_for(OutputWritten)
+    (share,) = run.wait_for(Placed).lease.shares
+    node = int(share.node[-1])
+    nodes.order("lose", node)
+    assert run.values == [[]]
+    assert "The next attempt finds the checkpoints of earlier attempts" in run.wait_for(Noted).text
+    nodes.order("bring", node)
+    eventually(lambda: client.pool.status().cpu_slots_free == 4, 10, "the node is not used again")
 
 
 def test_files_that_are_lost_with_their_node_after_the_end_are_named(home: Home, nodes: ManyAgents, client: PoolClient):

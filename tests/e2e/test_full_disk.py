@@ -143,6 +143,7 @@ def test_a_pool_that_can_not_start_for_its_disk_says_so(new_home: Callable[..., 
             disk.freeze(False)
 
 
+@pytest.mark.slow
 def test_a_pool_whose_runtime_directory_is_removed_is_found_again(new_home: Callable[..., Home]):
     home = new_home()
     client = PoolClient(home)
@@ -179,7 +180,7 @@ def test_training_goes_on_and_returns_when_the_disk_is_full(full_home: Home):
             "while not os.path.exists('go on'): time.sleep(0.02)\n"
             "print('last line')\n"
         )
-        # said while the run goes on, with what is printed after it
+        # reported while the run goes on, with the output that follows
         cell.until_shown("No space left on device", 20)
         for rank in (0, 1):
             cell.until_shown(f"[{rank}] all printed", 20)

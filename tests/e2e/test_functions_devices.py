@@ -81,13 +81,13 @@ def test_a_session_lends_its_devices_to_calls_of_its_type_and_size(kernel: Kerne
         assert kernel.value(inside.format("where.options(gpus=2, gpu_type='a10')")) is True
         assert kernel.value(inside.format("where.options(gpus=1)")) is True
         assert kernel.value(inside.format("where")) is True
-        # of another type
+        # a different type
         assert kernel.value(inside.format("where.options(gpus=1, gpu_type='h100')")) is False
-        # a sweep goes over the pool, and not all on one session's devices
+        # a sweep uses the whole pool, not only one session's devices
         kernel.check("sweep = sgpu_magic.map(lambda i: i, range(2), gpu_type='a10', ui='none')")
         assert kernel.value("[run._followed.run.spec.session for run in sweep.runs]") == ["", ""]
         assert kernel.value("sweep.runs[0]._followed.view.lease.uuids") == ["SIM-a10-2"]
-        # its own ranks are asked for by name
+        # the session's ranks are requested explicitly
         assert kernel.value("where.options(session=session).distributed()") == [0, 1]
         reply = kernel.run("where.options(session=session, gpus=1).distributed()")
         assert "has 2 ranks on a10, and the options ask for 1 on a10" in reply.traceback

@@ -79,7 +79,7 @@ def test_results_come_by_rank_and_the_view_says_the_call(kernel: Kernel):
     assert "work(...) · 2 ranks on local" in text
     assert re.search(r"shipped work, Config, scale, helper, its arguments \(", text), text
     assert re.search(r"succeeded in .* · returned 2 values", text), text
-    # what it is made of is nobody's business
+    # internal names are not shown
     assert "__sgpu" not in text + reply.html
     assert kernel.value("[n for n in globals() if '__sgpu' in n]") == []
 
@@ -193,7 +193,7 @@ def test_functions_of_modules_go_by_name_and_decorated_ones_are_plain_on_a_rank(
     assert kernel.value("lib.decorated.options(gpus=1).distributed(2)") == [[6, 0]]
     assert kernel.value("lib.twice_decorated.distributed(2)") == [2, 3]
     assert kernel.value("lib.Model(5).fit.distributed(2)") == [10, 11]
-    # the module's own globals count on the rank, none was copied
+    # the module's own globals are used on the rank; none was copied
     assert kernel.value("lib.decorated.distributed.submit(2).result() == lib.decorated.distributed(2)")
     size = kernel.value("lib.decorated.distributed.submit(2)._followed.run.spec.shipped.total_bytes")
     assert size < 500
@@ -388,7 +388,7 @@ def test_a_handle_is_there_at_once_and_tells_how_it_stands(kernel: Kernel):
         "run = steps.distributed.submit(os.path.abspath('go-on'))\nprint(run.done(), repr(run).split()[2])"
     )
     assert reply.streams.strip() == "False steps:"
-    # nothing is shown that was not asked for
+    # nothing is shown without a request
     assert reply.text == reply.streams.strip()
     eventually(lambda: kernel.value("run.logs(rank=1)") == "step 1 of 1\n", 10)
     eventually(lambda: kernel.value("str(run.state)") == "running", 10)
@@ -410,9 +410,9 @@ def test_events_are_all_there_from_the_first_to_the_last(kernel: Kernel):
     assert bodies[0] == "Submitted"
     assert bodies[-1] == "RunEnded"
     assert bodies.count("OutputWritten") == 2
-    # they can be asked for again, also when it is long over
+    # events can be requested again, even long after the end
     assert kernel.value("[type(e.body).__name__ for e in run.events()]")[: len(bodies)] == bodies
-    # one who stops looking leaves nothing behind
+    # an iterator that is abandoned leaves nothing behind
     kernel.check("first = next(run.events()).seq")
     assert kernel.value("first") == 1
 
@@ -438,10 +438,11 @@ def test_a_cancelled_one_is_a_cancelled_future(kernel: Kernel):
     kernel.check("done, rest = cf.wait([run], timeout=20)")
     assert kernel.value("(len(done), len(rest))") == [1, 0]
     assert kernel.value("(run.cancelled(), str(run.state), run.cancel())") == [True, "cancelled", False]
+    assert kernel.value("type(run.exception()).__name__") == "CancelledError"
     assert kernel.run("run.result()").ename == "CancelledError"
     reply = kernel.run("await run")
     assert reply.ename == "CancelledError"
-    # the loop lives: a KeyboardInterrupt would have ended the kernel
+    # the event loop survives: a KeyboardInterrupt would have ended the kernel
     assert kernel.value("1 + 1") == 2
 
 
@@ -610,3 +611,26 @@ def test_a_result_that_takes_long_to_unpack_does_not_hold_up_others(kernel: Kern
     assert kernel.value("slow.done()") is False
     kernel.check("open('go', 'w').close()")
     assert kernel.value("slow.result(20)") == ["slow"]
+
+
+def test_a_fork_of_the_notebook_is_refused_at_once(kernel: Kernel):
+    kernel.check(
+        "from sgpu_magic import distributed\nimport multiprocessing, time\n"
+        "@distributed(gpus=1)\ndef add(a):\n    return a + 1\n"
+        "assert add.distributed(1) == [2]\n"
+        "def child(pipe):\n"
+        "    begin = time.monotonic()\n"
+        "    try:\n"
+        "        pipe.send(add.distributed(3))\n"
+        "    except Exception as error:\n"
+        "        pipe.send((type(error).__name__, str(error), time.monotonic() - begin))\n"
+        "context = multiprocessing.get_context('fork')\n"
+        "ours, theirs = context.Pipe()\n"
+        "process = context.Process(target=child, args=(theirs,))\nprocess.start()\n"
+        "name, text, took = ours.recv()\nprocess.join()"
+    )
+    assert kernel.value("name") == "PoolError"
+    assert "was forked from process" in kernel.value("text")
+    assert 'get_context("spawn")' in kernel.value("text")
+    assert kernel.value("took") < 5
+    kernel.check("assert add.distributed(2) == [3]")

@@ -86,7 +86,7 @@ def test_a_failing_script_shows_its_own_line_and_the_ranks(home: Home):
     assert 'train.py", line 9, in <module>' in text
     assert '---> 7         raise ValueError("bad batch")' in text
     assert "rank 1 of 2" in text
-    # no frame of this package's
+    # no frames of this package
     assert "/sgpu_magic/" not in text
     assert "During handling" not in text
 
@@ -191,7 +191,7 @@ def test_a_cancelled_call_inside_a_task_does_not_end_the_loop(home: Home):
         home,
         """
         import asyncio, threading
-        from sgpu_magic.runs.workplace import workplace
+        from sgpu_magic.runs.kernel_context import kernel_context
 
         @distributed(gpus=1, ui="none")
         def blocks():
@@ -199,7 +199,7 @@ def test_a_cancelled_call_inside_a_task_does_not_end_the_loop(home: Home):
 
         def cancel():
             while True:
-                status = workplace().pool.status()
+                status = kernel_context().pool.status()
                 for known in status.runs:
                     if known.name == "blocks" and known.state == "running":
                         return Run.from_id(known.run_id).cancel()

@@ -159,6 +159,7 @@ def test_every_rank_shows_what_its_own_gpu_does(kernel: Kernel, machine: dict[st
     assert 0 < (view.usage.busy_pct or 0) <= 25
 
 
+@pytest.mark.slow
 def test_the_share_of_the_runs_own_processes_is_told(kernel: Kernel, machine: dict[str, str], watch: Watch):
     run = watch(f"%%distributed -n 1\nimport os\nprint('pid', os.getpid())\n{WAIT}")
     run.until(has_samples)
@@ -166,7 +167,7 @@ def test_the_share_of_the_runs_own_processes_is_told(kernel: Kernel, machine: di
     (pid,) = [int(line.split()[1]) for line in log if line.startswith("pid ")]
     everybody = [nvml.StubProcess(pid, GB), nvml.StubProcess(1 << 22, 2 * GB)]
     uses = [(pid, 70), (1 << 22, 20)]
-    # whichever of them the rank has
+    # on whichever of them the rank is placed
     nvml.change(machine, [gpu(index, utilization_pct=90, used_bytes=3 * GB, processes=everybody, uses=uses)
                           for index in range(4)])  # fmt: skip
     run.until(lambda view: run.sample(0).own_bytes is not None)
@@ -217,6 +218,7 @@ def test_idle_gpus_with_one_cause_are_told_together(kernel: Kernel, machine: dic
     assert run.view.usage.idle_sentences == []
 
 
+@pytest.mark.slow
 def test_a_gpu_that_falls_off_the_bus_is_named_once_and_the_run_goes_on(
     kernel: Kernel, machine: dict[str, str], watch: Watch
 ):
@@ -255,6 +257,7 @@ def test_a_driver_call_that_blocks_hangs_neither_the_run_nor_the_pool(
     assert view.usage.ranks[0].mean_utilization_pct == pytest.approx(60)
 
 
+@pytest.mark.slow
 def test_nvml_is_closed_when_the_last_run_is_over(kernel: Kernel, machine: dict[str, str], watch: Watch):
     run = watch(f"%%distributed -n 2\n{WAIT}")
     run.until(lambda view: has_samples(view, 2))
@@ -266,8 +269,8 @@ def test_nvml_is_closed_when_the_last_run_is_over(kernel: Kernel, machine: dict[
 
 def test_slices_show_memory_and_say_what_is_absent(kernel: Kernel, machine: dict[str, str], watch: Watch):
     nvml.change(machine, [gpu(0, name="NVIDIA H100", slices=SLICES, utilization_pct=80, power_w=300)])
-    eventually(lambda: kernel.check("%sgpu_status").text.lower().count("h100") >= 1, 10, "the pool's view")
-    run = watch(f"%%distributed -n 2 --type h100\n{WAIT}")
+    eventually(lambda: kernel.check("%sgpu_status").text.lower().count("h100-1g.10gb") >= 1, 10, "the pool's view")
+    run = watch(f"%%distributed -n 2 --type h100-1g.10gb\n{WAIT}")
     run.until(lambda view: has_samples(view, 2))
     run.until(lambda view: run.sample(1).used_bytes is not None)
     assert [use_text(run.sample(rank)) for rank in range(2)] == ["MIG · 0.1 GB", "MIG · 0.2 GB"]

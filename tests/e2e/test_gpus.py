@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
 
@@ -30,7 +31,7 @@ def home(machine: dict[str, str]) -> Iterator[Home]:
 
 @pytest.fixture(autouse=True)
 def idle_gpus(kernel: Kernel, machine: dict[str, str]) -> Iterator[None]:
-    # the pool may still see what the test before has changed
+    # the pool may still see the changes of the test before
     eventually(lambda: "in use outside" not in kernel.check("%sgpu_status").text, 10, "idle devices")
     yield
     nvml.change(machine, nvml.a10s(4))
@@ -70,6 +71,42 @@ def test_a_run_gets_its_devices_in_rank_order(kernel: Kernel):
     assert order == "PCI_BUS_ID"
 
 
+@pytest.fixture
+def no_stand_in(kernel: Kernel) -> Iterator[None]:
+    kernel.check("import os; del os.environ['SGPU_STAND_IN']")
+    yield
+    kernel.check("os.environ['SGPU_STAND_IN'] = 'cpu'")
+
+
+@pytest.mark.usefixtures("no_stand_in")
+def test_ranks_whose_torch_cannot_use_their_gpus_fail_with_its_reason(kernel: Kernel):
+    # torch's own message; a torch with CUDA on a machine without GPUs has another one
+    reason = r"can't use the GPU of rank \d on \S+: (Torch not compiled with CUDA|.*(NVIDIA|GPU))"
+    reply = kernel.run("%%distributed -n 2 --type a10\nprint('never ' + 'here')")
+    assert reply.ename == "EnvironmentFailed", reply.story
+    assert re.search(reason, reply.evalue)
+    assert "never here" not in reply.text
+    kernel.check("%sgpu_connect -n 2 --type a10")
+    reply = kernel.run("%%distributed\nprint('never ' + 'here')")
+    assert reply.status == "error"
+    assert re.search(reason, reply.evalue), reply.story
+    # the remedy that needs no other build of torch
+    assert kernel.check("%%distributed -n 2 --type cpu\nprint('on the CPU')").lines(0) == ["on the CPU"]
+
+
+@pytest.mark.slow
+def test_a_rank_of_slices_sees_its_own_and_no_whole_gpu_beside_it(kernel: Kernel, machine: dict[str, str]):
+    slices = [nvml.StubSlice(f"MIG-{number}", "NVIDIA A10 MIG 1g.6gb", memory_bytes=6_000_000_000) for number in (1, 2)]
+    gpus = [nvml.StubGpu(uuid=UUIDS[0], bus=1, slices=slices), *nvml.a10s(4)[1:]]
+    nvml.change(machine, gpus)
+    eventually(lambda: "a10-1g.6gb" in kernel.check("%sgpu_status").text.lower(), 10, "the pool's view")
+    assert [entry[0] for entry in ranks_on(kernel, "-n 2 --type a10-1g.6gb")] == ["MIG-1", "MIG-2"]
+    assert [entry[0] for entry in ranks_on(kernel, "-n 3 --type a10")] == [",".join(UUIDS[1:])] * 3
+    nvml.change(machine, nvml.a10s(4))
+    again = "%%distributed -n 4 --type a10 --ui none\n1"
+    eventually(lambda: kernel.run(again).status == "ok", 10, "the pool's view")
+
+
 @pytest.mark.parametrize("options", ["-n 2", "-n 2 --type A10", "-n 2 --type any", '-n 2 --type "NVIDIA A10"'])
 def test_the_type_may_be_said_in_many_ways(kernel: Kernel, options: str):
     out = ranks_on(kernel, options)
@@ -87,6 +124,7 @@ def test_cpu_ranks_see_no_gpu(kernel: Kernel):
     assert ranks_on(kernel, "-n 2 --type cpu") == [["", "PCI_BUS_ID", "cpu"]] * 2
 
 
+@pytest.mark.usefixtures("no_stand_in")
 @pytest.mark.parametrize(
     ("options", "says"),
     [("-n 5", "4"), ("-n 2 --type h100", "a10"), ("-n 9 --type a10", "4")],
@@ -102,7 +140,7 @@ def test_more_than_there_is_or_another_type_is_refused(kernel: Kernel, home: Hom
 
 @pytest.fixture
 def foreign() -> Iterator[subprocess.Popen[bytes]]:
-    """Somebody else's process."""
+    """A process outside the pool."""
     with subprocess.Popen(["sleep", "600"]) as process:
         yield process
         process.kill()
@@ -121,6 +159,36 @@ def test_a_foreign_process_keeps_a_device_out(
     out = ranks_on(kernel, "-n 4 --allow-busy")
     assert out[0][0].split(",") == UUIDS
     assert foreign.poll() is None
+
+
+@pytest.mark.needs_root
+@pytest.mark.skipif(os.getuid() != 0, reason="what another user does needs root")
+def test_what_another_user_does_to_a_lock_is_that_devices_state(kernel: Kernel, home: Home):
+    """A run goes on, the device is out with its reason and remedy, all others can be had."""
+    lock = home.path / "lock" / f"{UUIDS[2]}.lock"
+    holding = kernel.start(
+        "%%distributed -n 1 --type cpu\nimport pathlib, time\nwhile not pathlib.Path('go').exists(): time.sleep(0.01)"
+    )
+    holding.until(lambda: len(home.rank_pids()) == 1, 20, "a rank")
+    pool, agents = home.pool_pid(), home.agent_pids()
+    lock.unlink(missing_ok=True)
+    lock.symlink_to("/etc/passwd")
+    (home.work / "go").touch()
+    try:
+        assert holding.wait(20).status == "ok", holding.reply.story
+        remedy = "not a regular file with a single link, so sgpu-magic did not create it. Have its owner or root remove"
+        eventually(lambda: remedy in kernel.check("%sgpu_status").text, 10, "the device's state")
+        assert ranks_on(kernel, "-n 3")[0][0].split(",") == [UUIDS[0], UUIDS[1], UUIDS[3]]
+        for options in ("-n 4 --wait 0", "-n 4 --wait 0 --allow-busy"):
+            reply = kernel.run(f"%%distributed {options}\n1")
+            assert (reply.status, reply.ename) == ("error", "CapacityError"), reply.story
+            assert "1 is unavailable" in reply.evalue, reply.story
+            assert remedy in reply.evalue, reply.story
+        assert (home.pool_pid(), home.agent_pids()) == (pool, agents)
+    finally:
+        (home.work / "go").unlink()
+        lock.unlink()
+    eventually(lambda: kernel.run("%%distributed -n 4 --wait 0 --ui none\n1").status == "ok", 15, "the device again")
 
 
 def test_a_run_follows_at_once_on_the_devices_of_the_one_before(kernel: Kernel):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from kernels import Kernel, eventually, is_alive, wait_gone
+from process_table import stop_process
 
 SAVING = (
     "import os, signal, sys, time, torch, torch.distributed as dist\n"
@@ -63,11 +64,20 @@ def test_handler_finishes_its_checkpoint_and_the_run_ends_at_once(kernel: Kernel
     reply = cell.wait(20)
     assert 1.5 < time.monotonic() - pressed < 3
     assert "cancelled" in reply.text + reply.evalue
-    # what they print meanwhile is shown, and neither was interrupted or released
+    # output during the grace is shown, and neither rank was interrupted or released
     for rank in (0, 1):
         assert reply.lines(rank)[1:] == ["saved"], reply.story
     assert [(kernel.home.work / name).read_text() for name in saved(kernel)] == ["1", "1"]
     assert kernel.check("%%distributed -n 2\nprint('next')").lines(1) == ["next"]
+
+
+def test_a_pool_that_is_asked_to_end_lets_handlers_finish_their_checkpoints(kernel: Kernel):
+    cell = up(kernel, "%%distributed -n 2 --grace 60s\n" + SAVING.format(seconds=1.5) + IDLE)
+    stop_process(kernel.home.pool_pid() or 0, signal.SIGTERM, 20)
+    assert "the pool was stopped" in cell.wait(20).evalue
+    assert [(kernel.home.work / name).read_text() for name in saved(kernel)] == ["1", "1"]
+    # leave a working pool for the next tests
+    kernel.check("%%distributed -n 2\nprint('next')")
 
 
 def test_grace_that_is_over_kills(kernel: Kernel):

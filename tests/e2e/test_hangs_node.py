@@ -66,7 +66,7 @@ def test_ranks_that_wait_are_told_of(kernel: Kernel):
     cell.until(lambda: re.search(waiting, " ".join(cell.reply.text.split())), 20, "it is not told")
     (stalled,) = bodies(kernel.home, Stalled)
     assert isinstance(stalled, Stalled)
-    # in the loop's line, or in what that calls
+    # at the loop's line, or in a function that it calls
     assert [(frame.function, frame.line) for frame in stalled.stacks[1].frames][-2:] == [("load", 5), ("<module>", 8)]
     (kernel.home.work / "told").touch()
     reply = cell.wait()
@@ -174,7 +174,7 @@ def test_rank_that_holds_the_interpreter_in_c_answers(kernel: Kernel):
     stack = stacks_at_the_end(kernel.home)[1]
     assert stack.frames[0].function == "stuck"
     assert stack.frames[0].line == 4
-    # only its helper thread could look into the flight recorder
+    # only its helper thread could read the flight recorder
     assert stack.collective is None
 
 
@@ -221,12 +221,12 @@ def test_user_code_that_takes_every_signal_away_is_not_killed_by_the_question(ke
 def test_flight_recorder_that_the_user_has_switched_off(kernel: Kernel):
     kernel.check("import os; os.environ['TORCH_FR_BUFFER_SIZE'] = '0'")
     try:
-        # its zygote has another environment, and the time counts from its start
+        # a new environment needs a new zygote, and the timeout counts from the start
         kernel.check("%%distributed -n 2\npass")
         reply = kernel.run("%%distributed -n 2 --timeout 1s\n" + ONE_IS_LATE.format(late="time.sleep(600)"))
         assert reply.ename == "RunTimeout"
         assert [stack.collective for stack in stacks_at_the_end(kernel.home)] == [None, None]
-        # the stack still says it
+        # the stack still shows it
         assert re.search(r"rank 0 +waits in all_reduce", reply.text), reply.text
     finally:
         kernel.check("del os.environ['TORCH_FR_BUFFER_SIZE']")

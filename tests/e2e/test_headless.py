@@ -146,7 +146,7 @@ def opened(home: Home, command: list[str]) -> Iterator[Terminal]:
     try:
         made.run("", r"In ?\[1\]: ")
         if command is CONSOLE:
-            # it waits for ever if the first cell ends before it hears the kernel's messages
+            # it hangs if the first cell ends before it receives the kernel's messages
             (home.work / "heard").unlink(missing_ok=True)
             made.run(f"import os, time; {_UNTIL_HEARD}; get_ipython().{_LOADING}\n", r"(?m)^heard$")
             (home.work / "heard").touch()
@@ -183,9 +183,10 @@ def test_terminal_shows_lines_summary_value_and_error(terminal: Terminal):
     assert "failed" in text
 
 
+@pytest.mark.slow
 def test_jupyter_console_shows_every_line_and_the_end(home: Home):
     with opened(home, CONSOLE) as console:
-        # longer than the instant after which a notebook opens its live view
+        # longer than the delay before a notebook opens its live view
         (home.work / "go").unlink(missing_ok=True)
         waits = "import os, time\nwhile not os.path.exists('go'): time.sleep(0.02)\n"
         body = f"for i in range(300): print('step', i)\n{waits}print('end', rank)\nrank * 2"

@@ -79,7 +79,7 @@ def test_ranks_that_ignore_signals_free_the_cell_too(kernel: Kernel):
     kernel.interrupt()
     assert cell.wait(10).status == "error"
     assert time.monotonic() - pressed < 3
-    # they hold their lease until the grace of 5 s is over, and the next run need not wait for that
+    # they hold their lease until the grace of 5 s is over; the next run need not wait for that
     assert kernel.check("%%distributed -n 2\nprint('next')").lines(0) == ["next"]
 
 
@@ -104,7 +104,7 @@ def test_interrupt_frees_the_cell_when_nobody_answers(kernel: Kernel):
 def test_ranks_that_are_forked_after_their_grace_are_killed_at_once(kernel: Kernel):
     """500 ranks on a busy machine take longer to fork than the grace of a run that is stopped meanwhile."""
     kernel.check("%%distributed -n 1\npass")
-    # an earlier module in the same home may have left those of other environments
+    # an earlier module in the same home may have left zygotes of other environments
     zygotes = kernel.home.zygote_pids()
     for zygote in zygotes:
         os.kill(zygote, signal.SIGSTOP)
@@ -127,7 +127,7 @@ def test_second_interrupt_does_not_wait(kernel: Kernel):
     os.kill(agent, signal.SIGSTOP)
     try:
         kernel.interrupt()
-        time.sleep(0.3)  # a person presses again
+        time.sleep(0.3)  # the user presses again
         pressed = time.monotonic()
         kernel.interrupt()
         assert cell.wait(15).status == "error"
@@ -155,7 +155,7 @@ def test_interrupt_at_any_moment_leaves_nothing(kernel: Kernel):
             "get_ipython().run_cell_magic('distributed', '-n 2 --ui none', 'import time; time.sleep(600)')"
         )
         cell.until_shown("begun")
-        # the moment is what is tested: nothing is waited for here
+        # tests the exact moment, so it does not wait for a condition
         time.sleep(delay_ms / 1000)
         kernel.interrupt()
         assert cell.wait(10).status == "error", f"interrupted after {delay_ms} ms"

@@ -43,7 +43,7 @@ def changes(home: Home) -> dict[str, float]:
 
 def test_oldest_ended_runs_go_and_one_that_goes_on_stays(new_home: Callable[..., Home]):
     home = new_home({"SGPU_KEEP_RUNS": "2"})
-    # what a pool leaves that is killed while it removes a run's directory
+    # left by a pool that is killed while it removes a run's directory
     half_removed = home.run_dir(".removing-0123abcd")
     kernel = Kernel(home)
     try:
@@ -55,7 +55,7 @@ def test_oldest_ended_runs_go_and_one_that_goes_on_stays(new_home: Callable[...,
         (going,) = set(home.runs) - set(ended)
         eventually(lambda: home.rank_pids(), 10, "the rank that goes on")
         eventually(lambda: all(is_over(home, run_id) for run_id in ended), 10, "their last word is written down")
-        # a look at the disk in the same moment would find some of these runs old and others new
+        # otherwise a cleanup at this moment could see some of these runs as old and others as new
         eventually(lambda: not half_removed.exists(), 30, "the pool has looked at the disk once")
         for days, run_id in zip((4, 3, 2, 1), ended, strict=True):
             age(home, run_id, days)
@@ -67,7 +67,7 @@ def test_oldest_ended_runs_go_and_one_that_goes_on_stays(new_home: Callable[...,
                 ledger.execute("UPDATE runs SET owner_pid = owner_pid + 1 WHERE run_id = ?", (ended[0],))
         kernel.check("%%distributed -n 1 --ui none\nprint('last')")
         (last,) = set(home.runs) - {*ended, going}
-        # the one that has just ended counts
+        # the run that has just ended counts
         eventually(lambda: len(home.runs) <= 3, 30, lambda: f"the oldest three are removed; there are {home.runs}")
         assert set(home.runs) == {ended[3], going, last}, [ended, going, last, changes(home)]
         rows = kernel.check("%sgpu_status").text
@@ -77,7 +77,7 @@ def test_oldest_ended_runs_go_and_one_that_goes_on_stays(new_home: Callable[...,
         assert "no longer kept" in reply.evalue
         log = (home.state / "pool.log").read_text()
         assert f"the directory of run {ended[0][:4]} was removed: it exceeds keep_runs" in log
-        # with the next rows, although a run goes on
+        # when the next rows are written, even during a run
         writes_rows = "%%distributed -n 1 --ui none\npass"
         eventually(lambda: kernel.check(writes_rows) and changed.stat().st_size <= 1 << 20, 30, "its log is small")
     finally:

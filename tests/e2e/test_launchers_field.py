@@ -169,7 +169,7 @@ def test_arguments_are_the_ranks_own_copies(notebook: Kernel):
 
 
 def test_model_that_is_trained_comes_back_with_what_it_learned(notebook: Kernel):
-    # a launcher that forks returns nothing: what was trained is gone with its processes
+    # a launcher that forks returns nothing: the trained model is lost with its processes
     notebook.check(
         "model = torch.nn.Linear(2, 1)\n"
         "@distributed(gpus=2, gpu_type='cpu')\n"
@@ -214,7 +214,7 @@ def test_launcher_of_another_package_says_how_it_runs_on_the_pool(kernel: Kernel
     reply = kernel.check(launch)
     hint = "sgpu: to run this on the pool, write `train(0.1)` in a cell with `%%distributed --gpus 2`.\n"
     assert reply.text == f"{hint}lr 0.1"
-    # once
+    # shown only once
     assert kernel.check(launch).text == "lr 0.1"
     reply = kernel.run(f"%%distributed -n 2 --type cpu\nfrom accelerate import notebook_launcher\n{launch}")
     assert reply.status == "error"

@@ -1,4 +1,4 @@
-"""Who lives how long: the pool, what it starts, and what is left when something is killed."""
+"""Lifetimes of the pool and its processes, and what is left when one is killed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from kernels import Cell, Home, Kernel, eventually, is_alive, stop_process, wait_gone
 from process_table import watched_pids
-from strikes import events_of
+from strikes import command, events_of, send
 
 from sgpu_magic.files.run_directory import EventFile
 from sgpu_magic.system.processes import process_start
@@ -25,7 +25,7 @@ from sgpu_magic.wire.events import RanksStarted, RunEnded, StateChanged
 
 # promise 4: nothing outlives its owner
 GONE_S = 5.0
-# for so long a node's agent waits for the next pool service
+# how long a node's agent waits for the next pool service
 ADOPT_S = 3.0
 HOME_VARIABLES = {"SGPU_ADOPT_TIMEOUT_S": str(ADOPT_S)}
 
@@ -35,7 +35,7 @@ BARRIER = (
     "time.sleep(600) if rank == 0 else dist.barrier()"
 )
 WORK = {"sleep": SLEEP, "barrier": BARRIER}
-# goes on until there is a file `go`
+# continues until the file `go` exists
 UNTIL_GO = """\
 import os, pathlib, time
 import torch.distributed as dist
@@ -51,7 +51,7 @@ os.getpid()"""
 
 @pytest.fixture(autouse=True)
 def stranger() -> Iterator[int]:
-    """Somebody else's process, which must outlive every test."""
+    """An unrelated process, which must outlive every test."""
     with subprocess.Popen(["sleep", "3600"], start_new_session=True) as process:
         yield process.pid
         survived = process.poll() is None
@@ -110,7 +110,7 @@ def standby_ready(home: Home, ranks: int) -> None:
     """Wait until a standby group is there and the agent watches each of its processes."""
 
     def is_watched() -> bool:
-        # those of the run before may be watched still
+        # ranks of the run before may still be watched
         watched = {pid for agent in home.agent_pids() for pid in watched_pids(agent)}
         standby = home.standby_pids()
         return len(standby) == ranks and watched == set(standby)
@@ -161,7 +161,7 @@ def test_a_run_whose_agent_dies_when_its_time_is_over_has_timed_out(kernel: Kern
     run_id = home.run_named("slow")
     assert run_id is not None
     (agent,) = home.agent_pids()
-    # it hears that the time is over and does nothing about it any more
+    # it gets the order at the time limit, but can't act on it
     os.kill(agent, signal.SIGSTOP)
 
     def is_over() -> bool:
@@ -218,7 +218,7 @@ def test_a_run_outlives_its_killed_pool_and_the_next_one_too(kernel: Kernel, hom
     for _ in range(2):
         shown = len(cell.reply.lines(0))
         kill(*victims(home, "pool"))
-        # the next one is there, and has told the cell what the ranks have printed meanwhile
+        # the next service runs, and has forwarded the output from the meantime
         cell.until(lambda: home.pool_pid() not in pools | {None}, 10, "the next pool")
         cell.until(lambda shown=shown: len(cell.reply.lines(0)) > shown + 5, 10, "further output")
         pools.add(home.pool_pid())
@@ -259,7 +259,7 @@ def test_a_run_whose_notebook_does_not_come_back_ends(home: Home, new_kernel: Ca
 def test_a_detached_run_outlives_notebook_and_pool(
     home: Home, new_kernel: Callable[..., Kernel], go_file: Path, comes: str
 ):
-    """Its agent starts the next pool service when nobody else does."""
+    """Its agent starts the next pool service if no client does."""
     first = new_kernel()
     first.check(f"%%distributed -n 3 --detach\n{UNTIL_GO}")
     run_id = newest(home)
@@ -302,7 +302,7 @@ def test_several_killed_at_once(kernel: Kernel, home: Home, together: tuple[str,
 
 
 @pytest.mark.parametrize(
-    "which", ["pool", "agent", *(pytest.param(each, marks=pytest.mark.slow) for each in ("zygote", "standby"))]
+    "which", ["pool", *(pytest.param(each, marks=pytest.mark.slow) for each in ("agent", "zygote", "standby"))]
 )
 def test_a_kill_while_nothing_runs(kernel: Kernel, home: Home, which: str):
     runs_again(kernel)
@@ -315,7 +315,7 @@ def test_a_kill_while_nothing_runs(kernel: Kernel, home: Home, which: str):
     if which == "standby":
         wait_gone(pid)
     else:
-        # an agent that has just ended a run waits as if it still had it
+        # an agent that has just ended a run waits as long as if it still had it
         all_gone(doomed | {pid}, GONE_S + (ADOPT_S if which == "pool" else 0.0))
     runs_again(kernel)
     assert (home.pool_pid() == pool) is (which != "pool")
@@ -395,6 +395,7 @@ def test_the_pool_outlives_kernels_and_restarts(home: Home, new_kernel: Callable
     assert home.pool_pid() == pool
 
 
+@pytest.mark.slow
 def test_unloading_ends_nothing_but_the_link(home: Home, new_kernel: Callable[..., Kernel]):
     kernel = new_kernel()
     runs_again(kernel)
@@ -449,7 +450,8 @@ def test_what_a_killed_pool_left_is_in_nobodys_way(home: Home, kernel: Kernel, n
     (pool,) = victims(home, "pool")
     kill(pool)
     wait_gone(pool)
-    assert {"pool.json", "pool.sock"} <= {entry.name for entry in home.runtime.iterdir()}
+    assert (home.state / "pool.json").exists()
+    assert (home.runtime / "pool.sock").exists()
     runs_again(new_kernel())
     assert home.pool_pid() != pool
 
@@ -462,7 +464,7 @@ def test_an_address_of_a_process_that_is_no_pool(
     (pool,) = victims(home, "pool")
     kill(pool)
     wait_gone(pool)
-    file = home.runtime / "pool.json"
+    file = home.state / "pool.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"pid": stranger}))
     runs_again(new_kernel())
     assert is_alive(stranger)
@@ -475,23 +477,23 @@ def test_a_damaged_address_file(home: Home, kernel: Kernel, new_kernel: Callable
     (pool,) = victims(home, "pool")
     kill(pool)
     wait_gone(pool)
-    (home.runtime / "pool.json").write_bytes(b"{")
+    (home.state / "pool.json").write_bytes(b"{")
     runs_again(new_kernel())
 
 
 OTHER_VERSION = """
 import fcntl, os, sys, zmq, msgspec
-runtime, version, busy, start = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "busy", None
-lock = os.open(f"{runtime}/pool.lock", os.O_RDWR | os.O_CREAT, 0o600)
+runtime, state, version, busy, start = *sys.argv[1:3], int(sys.argv[3]), sys.argv[4] == "busy", None
+lock = os.open(f"{state}/pool.lock", os.O_RDWR | os.O_CREAT, 0o600)
 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 router = zmq.Context().socket(zmq.ROUTER)
-for name in ("pool.sock", "pool.json"):
-    if os.path.exists(f"{runtime}/{name}"):
-        os.unlink(f"{runtime}/{name}")
+for left in (f"{runtime}/pool.sock", f"{state}/pool.json"):
+    if os.path.exists(left):
+        os.unlink(left)
 router.bind(f"ipc://{runtime}/pool.sock")
 with open("/proc/self/stat", "rb") as file:
     start = int(file.read().rpartition(b")")[2].split()[19])
-with open(f"{runtime}/pool.json", "wb") as file:
+with open(f"{state}/pool.json", "wb") as file:
     file.write(msgspec.json.encode({"pid": os.getpid(), "process_start": start, "protocol_version": version,
                                     "package_version": f"{version}.0", "started_at": 1.0}))
 print("ready", flush=True)
@@ -513,7 +515,7 @@ def other_version(home: Home) -> Iterator[Callable[[int, str], subprocess.Popen[
         pool = home.pool_pid()
         if pool is not None:
             stop_process(pool, signal.SIGTERM, 10)
-        command = [sys.executable, "-c", OTHER_VERSION, str(home.runtime), str(version), busy]
+        command = [sys.executable, "-c", OTHER_VERSION, str(home.runtime), str(home.state), str(version), busy]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         started.append(process)
         assert process.stdout is not None
@@ -618,6 +620,31 @@ def test_a_pool_that_is_asked_to_end_ends_its_run_and_says_so(kernel: Kernel, ho
     assert "the pool was stopped" in reply.evalue, reply.story
     all_gone(everything)
     runs_again(kernel)
+
+
+# ---------------------------------------------------------------- an agent that hangs
+
+
+@pytest.mark.slow
+def test_a_forced_stop_ends_a_stopped_agent_and_the_next_cell_runs(kernel: Kernel, home: Home):
+    runs_again(kernel)
+    everything = others(home)
+    (agent,) = victims(home, "agent")
+    send(signal.SIGSTOP, agent)
+    command(home, "pool", "stop", "--force")
+    all_gone(everything)
+    runs_again(kernel)
+
+
+@pytest.mark.slow
+def test_an_adopted_agent_that_does_not_answer_is_replaced(kernel: Kernel, home: Home):
+    runs_again(kernel)
+    agents = victims(home, "agent")
+    send(signal.SIGSTOP, *agents, *victims(home, "zygote"))
+    kill(*victims(home, "pool"))
+    reply = kernel.start("%%distributed -n 2\nprint('healed')").wait(40)
+    assert reply.status == "ok", reply.story
+    all_gone(set(agents))
 
 
 # ---------------------------------------------------------------- the queue across kernels

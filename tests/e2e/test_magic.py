@@ -302,7 +302,18 @@ def test_notebook_dataset_in_dataloader_workers(kernel: Kernel, method: str):
     assert kernel.value("sums") == [14, 126]
 
 
-@pytest.mark.parametrize("line", ["input('name? ')", "breakpoint()", "%debug", "import pdb; pdb.set_trace()"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        "input('name? ')",
+        "breakpoint()",
+        "%debug",
+        "import pdb; pdb.set_trace()",
+        "import sys; sys.stdin.buffer.read(1)",
+        "import sys; list(sys.stdin)",
+        "from prompt_toolkit import prompt; prompt('name? ')",
+    ],
+)
 def test_what_needs_a_keyboard_fails_at_once_naming_the_remedy(kernel: Kernel, line: str):
     reply = kernel.run(f"%%distributed -n 1\n{line}")
     assert reply.status == "error"
@@ -310,10 +321,25 @@ def test_what_needs_a_keyboard_fails_at_once_naming_the_remedy(kernel: Kernel, l
     assert reply.seconds < 10
 
 
+def test_a_command_that_asks_for_something_is_at_its_end_at_once(kernel: Kernel):
+    reply = kernel.check(
+        "%%distributed -n 1\n!read x; echo read $?; read y < /dev/tty; echo tty $?\n"
+        "!printf 'without end of line'; [ -t 1 ] && echo ' on a terminal'; exit 3\n"
+        "print('status', _exit_code)\ntaken = !cat\ntaken == []"
+    )
+    lines = reply.lines(0)
+    assert lines[0] == "read 1", reply.story
+    # the shell says why
+    assert lines[-3:] == ["tty 1", "without end of line on a terminal", "status 3"] or lines[-3] == "tty 2", reply.story
+    assert "True" in reply.text
+    assert reply.seconds < 10
+
+
 @pytest.mark.slow
 def test_air_runs_outside_the_notebook(kernel: Kernel, home: Home):
-    kernel.check("factor = 3")
-    kernel.check("%%distributed -n 2 --ui none\nprint('product', factor * (rank + 1))")
+    (home.work / "beside_air.py").write_text("def product(one, other): return one * other\n")
+    kernel.check("import beside_air; factor = 3")
+    kernel.check("%%distributed -n 2 --ui none\nprint('product', beside_air.product(factor, rank + 1))")
     directory = home.run_dir(home.runs[-1])
     for name in ("_air.py", "cell.py", "run.json"):
         assert (directory / name).is_file()

@@ -157,6 +157,7 @@ def test_a_run_that_has_no_other_node_waits_for_one_and_says_why(cluster: Cluste
     assert run.values == list(range(6))
 
 
+@pytest.mark.slow
 def test_a_run_that_waits_for_another_node_can_be_cancelled(cluster: Cluster):
     run = cluster.begin(WAIT, ranks=6, retries=1)
     run.wait_for(OutputWritten, 6)
@@ -196,6 +197,7 @@ def test_a_launch_that_was_lost_with_a_link_is_ordered_again(cluster: Cluster):
     assert run.values == list(range(6))
 
 
+@pytest.mark.slow
 def test_a_cancel_reaches_a_node_that_was_away(cluster: Cluster):
     run = cluster.begin(WAIT, ranks=6)
     run.wait_for(OutputWritten, 6)
@@ -206,6 +208,7 @@ def test_a_cancel_reaches_a_node_that_was_away(cluster: Cluster):
     assert (ended.state, ended.reason) == (RunState.CANCELLED, "the test")
 
 
+@pytest.mark.slow
 def test_a_node_that_was_given_up_and_comes_back_is_cleaned_before_it_is_used(cluster: Cluster):
     run = cluster.begin(WAIT)
     run.wait_for(OutputWritten, RANKS)
@@ -226,6 +229,7 @@ def test_a_node_that_was_given_up_and_comes_back_is_cleaned_before_it_is_used(cl
 # ---------------------------------------------------------------- the service
 
 
+@pytest.mark.slow
 def test_a_node_that_is_missing_after_the_services_death_is_lost(cluster: Cluster):
     run = cluster.begin(WAIT)
     run.wait_for(OutputWritten, RANKS)
@@ -252,6 +256,7 @@ def test_a_session_of_several_nodes_is_refused_with_the_way_out(cluster: Cluster
     session.end()
 
 
+@pytest.mark.slow
 def test_samples_are_of_the_ranks_of_all_nodes(cluster: Cluster):
     run = cluster.begin(WAIT)
     run.wait_for(Sampled)

@@ -79,7 +79,7 @@ def page(home: Home, browser: Browser, request: pytest.FixtureRequest) -> Iterat
     try:
 
         def is_up() -> bool:
-            # it prints its address before it listens
+            # the address is printed before the server listens
             assert server.poll() is None, log.read_text()
             try:
                 socket.create_connection(("127.0.0.1", port)).close()

@@ -25,7 +25,7 @@ from waiting import eventually
 pytestmark = pytest.mark.slow
 
 RANKS, LINES = 4, 100_000
-# as fast as they can, then at leisure, so that the end is seen live as well
+# as fast as possible, then slowly, so that the end is shown live as well
 FLOOD = (
     f"%%distributed -n {RANKS}\n"
     "import time\n"
@@ -38,7 +38,7 @@ PER_SECOND, MOST_BYTES = 10, 64_000
 def assert_within_budget(view: LiveView) -> None:
     times = [sent.at for sent in view.sent]
     for at, began in enumerate(times):
-        # a message is made a moment before it is sent, on a busy machine not always the same one
+        # a message is created a moment before it is sent; the delay varies on a busy machine
         within = sum(1 for other in times[at:] if other - began < 0.9)
         assert within <= PER_SECOND, [round(other - times[0], 3) for other in times]
     assert len(times) <= PER_SECOND * (times[-1] - times[0]) + PER_SECOND
@@ -199,6 +199,6 @@ def test_a_jupyter_server_drops_nothing(server: Server):
     assert_within_budget(view)
     assert_gapless(view)
     assert not any(WIDGET_MIME in data for data in page.outputs.values())
-    # beside it there may be a notice of the kernel's, such as of a pool that took long to start
+    # the kernel may also show a notice, such as that the pool took long to start
     (final,) = [data for data in page.outputs.values() if "application/vnd.sgpu.run.v1+json" in data]
     assert "succeeded" in final["text/plain"]

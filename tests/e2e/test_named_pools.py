@@ -79,20 +79,20 @@ def scene() -> Iterator[Scene]:
     home = Home()
     with ThreadPoolExecutor(2) as executor:
         starting = [executor.submit(ServedPool, {"SGPU_SIMULATE": has}) for has in ("a10:2", "a10:4,h100:2")]
-        # here: the event loop that jupyter_client makes for a thread is never closed
+        # in this thread: the event loop that jupyter_client creates for a thread is never closed
         kernel = Kernel(home)
         team, cloud = (pool.result() for pool in starting)
     keys = list_pools(
         home, [("cloud", cloud, {"prices": {"a10": 2.0, "h100": 5.0}}), ("team", team, {"reserved": True})]
     )
     try:
-        # linked to all of them once: what that takes is no leak
+        # connect to all of them once, so that the links do not count as leaks
         kernel.check("import os\nblob = os.urandom(2_000_000)")
         for pool in ("local", "team", "cloud"):
             kernel.check(f"%%distributed -n 1 --type cpu --pool {pool} --ui none\nprint('x' * 200_000, len(blob))")
-        # with a live view, which is there only when a run takes a while
+        # with a live view, which opens only if a run takes a while
         kernel.check("%%distributed -n 1 --type cpu --pool local\nimport time; time.sleep(0.5)")
-        # the level that is checked is the one with all links
+        # record the level with all links
         home.check_leaks()
         yield Scene(home, keys, team, cloud, kernel)
     finally:
@@ -126,7 +126,7 @@ def gone(scene: Scene) -> Iterator[str]:
 @pytest.fixture(autouse=True)
 def nothing_stays(scene: Scene) -> Iterator[None]:
     yield
-    # its panel may have asked a pool that is listed no more: it lets go of that when it reads the list again
+    # the panel may hold a link to a pool that is no longer listed, and drops it when it reads the list again
     linked_pools(scene.kernel)
     for home in (scene.home, scene.team.home, scene.cloud.home):
         home.check_leaks()
@@ -134,7 +134,7 @@ def nothing_stays(scene: Scene) -> Iterator[None]:
 
 def linked_pools(kernel: Kernel) -> list[str]:
     """The names of the pools that a kernel has a link to, after it has looked at the list."""
-    pools = "__import__('sgpu_magic.runs.workplace').runs.workplace.workplace().pools"
+    pools = "__import__('sgpu_magic.runs.kernel_context').runs.kernel_context.kernel_context().pools"
     return kernel.value(f"{pools}.entries() and [pool.name for pool in {pools}.connected()]")
 
 
@@ -202,7 +202,7 @@ def test_a_run_without_a_type_gets_the_cheapest_that_is_free_and_says_so(scene: 
         assert "1 x a10" in reply.text, reply.story
     finally:
         scene.sgpu("cancel", run)
-    # one type is no choice
+    # with one type there is no choice
     assert "the cheapest type" not in scene.kernel.check("%%distributed -n 1 --pool team\nrank").text
 
 
@@ -210,7 +210,7 @@ def test_so_much_memory_chooses_the_type(scene: Scene):
     reply = scene.kernel.check("%%distributed -n 2 --min-memory 40GB\nrank")
     assert "2 x h100" in reply.text
     assert goes_to(reply).endswith("and has 2 h100 free; team has no 2 devices with 40.0 GB")
-    # of those that fit the cheapest
+    # the cheapest of those that fit
     assert "a10" in scene.kernel.check("%%distributed -n 2 --min-memory 20GB --pool cloud\nrank").text
     for options, words in (
         (
@@ -224,6 +224,7 @@ def test_so_much_memory_chooses_the_type(scene: Scene):
         assert words in reply.evalue, reply.story
 
 
+@pytest.mark.slow
 def test_python_asks_as_the_magics_do(scene: Scene):
     scene.kernel.check("from sgpu_magic import distributed\ndef ranks():\n    import os\n    return os.environ['RANK']")
     for given, pool in (({"gpus": 2, "gpu_type": "a10"}, "team"), ({"gpus": 2, "min_memory": "40GB"}, "cloud"),
@@ -329,11 +330,15 @@ def test_types_of_all_pools(scene: Scene):
     assert len(scene.sgpu("types", "--pool", "team").splitlines()) == 3
 
 
+@pytest.mark.slow
 def test_a_runs_pool_is_found_by_its_id(scene: Scene):
     run = scene.long_run("-n 1 --type h100", "far")
     assert re.search(rf"^{run[:4]}\w* +cloud +far +1 . H100", scene.sgpu("runs"), re.MULTILINE)
     assert re.search(rf"^{run[:4]}\w* +cloud ", scene.sgpu("runs", "--pool", "cloud"), re.MULTILINE)
     assert run[:4] not in scene.sgpu("runs", "--pool", "team")
+    for pool, has in (("", True), ("cloud", True), ("team", False), ("local", False)):
+        usage = scene.sgpu("usage", "--by", "type", *(("--pool", pool) if pool else ()))
+        assert bool(re.search(r"^h100 +1 ", usage, re.MULTILINE)) is has, (pool, usage)
     assert scene.sgpu("logs", run[:8]) == "begun\n"
     assert "while True: time.sleep(0.05)" in scene.sgpu("stacks", run[:8])
     assert "while True: time.sleep(0.05)" in scene.kernel.check(f"%sgpu_stacks {run[:8]}").text
@@ -365,7 +370,7 @@ def test_a_run_goes_on_when_its_pool_is_listed_no_more(scene: Scene):
         assert reply.status == "ok", reply.story
         assert "there" in reply.text
     finally:
-        # in its place of the list
+        # restore the list
         scene.file.write_bytes(before)
 
 
@@ -392,7 +397,7 @@ def test_a_choice_of_the_panel_is_made_in_the_pool_that_it_names(scene: Scene, g
             "Pool team: reserved, and has 1 a10 free; gone can't be reached."
         )
         panel.disconnect_all()
-        # a cell of its own goes there too
+        # a cell with ranks of its own goes there, too
         assert "2 ranks on cloud" in scene.kernel.check("%%distributed\nrank").text
         assert "1 rank on team" in scene.kernel.check("%%distributed --pool team -n 1 --type a10\nrank").text
     finally:
@@ -452,7 +457,7 @@ def test_adding_listing_and_removing_a_pool(scene: Scene, new_kernel: Callable[[
         assert read_pools(scene.file)[-1] == replace(
             where, name="third", reserved=True, types=("a10", "t4"), prices={"a10": 1.0}
         )
-        # one that ends, and its link with it
+        # a kernel that ends together with its link
         kernel = new_kernel()
         assert "1 rank on third" in kernel.check("%%distributed -n 1 --type a10 --pool third\nrank").text
     finally:
@@ -463,6 +468,7 @@ def test_adding_listing_and_removing_a_pool(scene: Scene, new_kernel: Callable[[
     scene.sgpu("pool", "remove", "later")
 
 
+@pytest.mark.slow
 def test_the_link_to_a_pool_that_is_listed_no_more_ends_with_what_goes_on_there(
     scene: Scene, new_kernel: Callable[[], Kernel]
 ):

@@ -70,7 +70,7 @@ def test_last_result_is_the_ranks_or_the_notebooks_whichever_is_newer(session: K
     assert printed(session, "print(_)") == [["of the notebook"]] * 2
     session.check("%%distributed\nrank + 20")
     assert printed(session, "print(_)") == [["20"], ["21"]]
-    # IPython leaves a variable of that name alone
+    # IPython does not overwrite a variable of that name
     session.check("%%distributed\nfor _ in range(3): pass")
     session.check("'newer'")
     assert printed(session, "print(_)") == [["2"]] * 2
@@ -81,7 +81,7 @@ def test_results_by_number_are_the_notebooks_and_the_ranks(session: Kernel):
     own = session.check("%%distributed\nrank + 30").execution_count
     body = f"print(Out[{number}]['loss'], _{number}['loss'], Out[{own}])"
     assert printed(session, body) == [["0.5 0.5 30"], ["0.5 0.5 31"]]
-    # again, now that the ranks have both
+    # again, when the ranks have both
     assert printed(session, f"print(Out[{number}], Out[{own}])") == [["{'loss': 0.5} 30"], ["{'loss': 0.5} 31"]]
     assert printed(session, f"print('Out[{number}]' in In[-1], len(In) > {own})") == [["True True"]] * 2
 

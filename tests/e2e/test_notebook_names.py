@@ -96,7 +96,7 @@ def test_cells_that_go_to_the_ranks_leave_dbutils_here(notebook: Kernel):
         notebook.check("%sgpu_auto off\n%reload_ext sgpu_magic")
         notebook.check("%sgpu_connect -n 2 --type cpu\n%sgpu_auto on")
         assert notebook.check("%sh\necho $RANK there").text.strip() == "there"
-        # a comment does not keep a cell here
+        # a comment does not keep a cell in the notebook
         assert notebook.check("# not dbutils\nprint('on', rank)").lines(1) == ["on 1"]
     finally:
         notebook.check("%sgpu_auto off\n%sgpu_disconnect")
@@ -136,9 +136,9 @@ def test_run_puts_another_notebooks_names_here(notebook: Kernel):
     assert notebook.value("[base, env]") == ["from base", "dev"]
     assert notebook.check("%run common/cells").text == "2"
     assert notebook.check('%run common/cells.ipynb $x="1"').text == "2"
-    # the arguments were for the other notebook only
+    # the arguments apply to the other notebook only
     assert notebook.value("dbutils.widgets.getArgument('env', 'none')") == "none"
-    # what it defined runs on the ranks
+    # functions that it defined work on the ranks
     notebook.check("factor = 4")
     assert notebook.check("%%distributed -n 1 --type cpu\nprint(scaled(2))").lines(0) == ["0.5"]
     # IPython's own %run of a script is as it was
@@ -168,7 +168,7 @@ def test_exit_ends_run_all_with_one_line(notebook: Kernel):
         "try:\n    dbutils.notebook.exit('all\\ndone')\nexcept Exception:\n    print('caught')"
     )
     queued = [notebook.start("after = 1"), notebook.start("after = 2")]
-    # what has been sent before this is answered is at the kernel, which aborts only what it has at the exit
+    # messages sent before this reply have reached the kernel, which aborts only those that it has at the exit
     asked = notebook.client.session.msg("kernel_info_request")
     notebook.client.control_channel.send(asked)
     while notebook.client.get_control_msg(timeout=10)["parent_header"]["msg_id"] != asked["header"]["msg_id"]:
@@ -179,7 +179,7 @@ def test_exit_ends_run_all_with_one_line(notebook: Kernel):
     assert reply.traceback == "Notebook exited: all done"
     assert reply.streams == ""
     assert [cell.wait(10).status for cell in queued] == ["aborted", "aborted"]
-    # a cell that is run by hand runs
+    # a cell that the user runs afterwards is executed
     assert notebook.value("'after' in globals()") is False
     assert notebook.check("after = 3").status == "ok"
 
@@ -196,7 +196,7 @@ def test_an_interrupt_ends_the_other_notebook_too(notebook: Kernel, home: Home):
     notebook.interrupt()
     reply = running.wait(60)
     assert reply.ename == "KeyboardInterrupt", reply.story
-    # the check for leaks finds a process of it
+    # the leak check fails if a process is left
     assert notebook.check("print('goes on')").text == "goes on"
 
 

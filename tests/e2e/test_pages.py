@@ -111,7 +111,7 @@ def test_a_run_in_vs_code_is_drawn_in_its_colours_and_cancelled_over_the_shell(
 def test_the_panel_connects_with_a_click_for_the_type_and_one_to_apply(
     new_kernel: Callable[..., Kernel], new_page: NewPage
 ):
-    # what is chosen stays the notebook's, and a session is found by its kernel's id
+    # the choice belongs to the notebook, and a session is found by its kernel's id
     kernel = new_kernel(server_id=str(uuid.uuid4()))
     cell = kernel.start("%sgpu_env --panel")
     cell.wait()

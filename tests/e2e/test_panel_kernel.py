@@ -25,7 +25,7 @@ from sgpu_magic.runs.choice.schema import Choice
 
 HOME_VARIABLES = {"SGPU_SIMULATE": "a10:4,h100:8", "SGPU_CPU_SLOTS": "16"}
 TELL = "if rank == 0: print('ranks', world_size)"
-# a cell that goes on until the test lets it
+# a cell that runs until the test creates the file
 BLOCKED = "import pathlib, time\nprint('up')\nwhile not pathlib.Path('go').exists(): time.sleep(0.01)\nprint('over')"
 QUICK_S = 1.0
 
@@ -115,7 +115,7 @@ def choice(**fields: object) -> dict[str, Any]:
 
 
 def foreign(**fields: object) -> dict[str, Any]:
-    """A choice of somebody else, as it lies in a notebook's metadata."""
+    """A choice of another user, as stored in a notebook's metadata."""
     return {"choice": dict(fields), "signed": "00" * 32, "version": 1}
 
 
@@ -240,12 +240,12 @@ def test_the_first_answer_after_applying_does_not_undo_it(panel: Panel, kernel: 
     before = panel.apply(choice(gpus=2, type="a10"))["kept"]
     panel.state(before)
     chosen = panel.apply(choice(gpus=1, type="h100"))["kept"]
-    # asked before the page had written it
+    # requested before the page has written it
     late = panel.state(before)
     assert late["kept"] == chosen
     assert late["picture"]["choice_words"].startswith("1 on H100")
     assert panel.state(chosen)["kept"] is None
-    # from now on what the metadata say is meant: somebody has taken the change back
+    # from here on the metadata apply: the user has undone the change
     assert panel.state(before)["picture"]["choice_words"].startswith("2 on A10")
 
 
@@ -265,12 +265,12 @@ def test_a_strangers_choice_is_refused_until_it_is_confirmed(panel: Panel, home:
     assert 'gpu_type="TYPE"' in reply.evalue
     assert kernel.run("sgpu_magic.map(lambda item: item, [1, 2], ui='none')").ename == "UsageError"
     assert set(home.runs) == before
-    # what says all of it does not meet the choice
+    # a cell that names everything does not use the choice
     assert "ranks 1" in kernel.check(f"%%distributed --gpus 1 --type a10\n{TELL}").text
     assert "somebody else has chosen that" in kernel.check("%sgpu_env").text
     assert "confirmed: this notebook asks for 2 on H100" in kernel.check("%sgpu_env --accept").text
     assert "ranks 2" in kernel.check(f"%%distributed\n{TELL}").text
-    # the page that asks next writes down who has chosen it
+    # the next page that asks gets the signature to store
     kept = panel.state(strange)["kept"]
     assert kept["signed"] == sign(Choice(gpus=2, type="h100"), (home.state / KEY_FILE).read_bytes())
     assert panel.state(kept)["picture"]["confirmed"]
@@ -306,7 +306,7 @@ def test_it_connects_while_a_cell_runs(panel: Panel, kernel: Kernel, blocked: Ca
     plan = panel.plan(choice(gpus=2, type="a10"), connect=True)
     assert plan["button"] == "Connect"
     assert "already connected with this choice" in plan["sentences"][0]
-    # nothing of a choice matters in a session
+    # a choice has no effect in a session
     panel.state(foreign(gpus=8, type="h100"))
     assert "ranks 2" in kernel.check(f"%%distributed\n{TELL}").text
 
@@ -320,7 +320,7 @@ def test_another_choice_restarts_the_session_when_that_is_confirmed(panel: Panel
     assert plan["sentences"] == ["Session main restarts: its ranks' variables are lost (weights)."]
     assert "Nothing was done" in panel.refused("apply", choice=choice(gpus=4, type="a10"), connect=True)
     assert panel.state(kept)["picture"]["sessions"][0]["words"] == "2 on A10"
-    # the devices that the session gives back are enough for it
+    # the session's own devices are enough for it
     answer = panel.apply(choice(gpus=4, type="a10"), connect=True, confirmed=True)
     assert [session["words"] for session in answer["picture"]["sessions"]] == ["4 on A10"]
     reply = kernel.check(f"%%distributed\n{TELL}\nprint('weights' in globals())")
@@ -374,6 +374,7 @@ def test_devices_that_others_have_are_told_before(panel: Panel, kernel: Kernel):
 # ---------------------------------------------------------------- the notebook's own file
 
 
+@pytest.mark.slow
 def test_the_notebooks_file_is_read_where_no_front_end_tells(
     home: Home, kernel: Kernel, new_kernel: Callable[..., Kernel]
 ):
@@ -388,7 +389,7 @@ def test_the_notebooks_file_is_read_where_no_front_end_tells(
     write({"choice": {"gpus": 3, "type": "a10"}, "signed": sign(Choice(gpus=3, type="a10"), key), "version": 1})
     other = new_kernel(variables={"JPY_SESSION_NAME": str(file)})
     assert "ranks 3" in other.check(f"%%distributed\n{TELL}").text
-    # the same metadata in a notebook of somebody else's
+    # the same metadata in another user's notebook
     copied = file.with_name("copied.ipynb")
     copied.write_text(file.read_text())
     copy = new_kernel(variables={"JPY_SESSION_NAME": str(copied)})
@@ -401,7 +402,7 @@ def test_the_notebooks_file_is_read_where_no_front_end_tells(
     reply = other.run(f"%%distributed --gpus 1 --type cpu\n{TELL}")
     assert "ranks 1" in reply.text
     assert "can't be read" in other.check("%sgpu_env").text
-    # a front end that tells comes first
+    # metadata from a front end take precedence
     write(foreign(gpus=4, type="a10"))
     Panel(other).state(None)
     assert "ranks 1" in other.check(f"%%distributed --type h100 --gpus 1\n{TELL}").text
@@ -431,6 +432,7 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder / "bin" / "python")
 
 
+@pytest.mark.slow
 def test_packages_are_installed_into_the_notebooks_own_environment_and_removed_from_it(
     home: Home, new_kernel: Callable[..., Kernel], scratch: str, index: SmallIndex
 ):
@@ -453,7 +455,7 @@ def test_packages_are_installed_into_the_notebooks_own_environment_and_removed_f
     assert kernel.check("import paperclippy; print(paperclippy.__version__)").text == "2.0"
     reply = kernel.check("%%distributed\nimport paperclippy; print('rank has', paperclippy.__version__)")
     assert "rank has 2.0" in reply.text
-    # what it can't install it says in the installer's words, and nothing is chosen by it
+    # an install failure is shown in the installer's words, and the choice stays
     panel.state(answer["kept"])
     assert "there-is-no-such-thing-at-all" in panel.refused("apply", choice=choice(gpus=2, dependencies=["brokenish"]))
     assert panel.state(answer["kept"])["picture"]["choice"]["gpus"] == 1
@@ -589,7 +591,7 @@ def test_the_panel_below_a_cell_tells_of_the_pool_while_it_is_watched(widget: tu
     order(kernel, view, kind="watch", pool="")
     cell.until(lambda: told(view, "runs"), 30, "the runs")
     assert told(view, "pools")[0]["pools"][0]["name"] == "local"
-    # the pool may still be coming up: it has no devices then
+    # the pool may still be starting, without devices
     pictures = functools.partial(told, view, "pool")
     cell.until(lambda: pictures()[-1]["picture"]["types"], 30, "the pool's devices")
     assert [found["type"] for found in pictures()[-1]["picture"]["types"]] == ["h100", "a10", "cpu"]
@@ -637,7 +639,7 @@ def test_nothing_is_left_when_the_extension_is_unloaded(home: Home, new_kernel: 
     content = {"model_id": "panel", "question": {"kind": "kernel", "n": 1}}
     message = kernel.client.session.msg("sgpu_request", content)
     kernel.client.control_channel.send(message)
-    # nobody answers, and the channel goes on
+    # there is no reply, and the channel still works
     assert kernel.front_end.control("kernel_info_request", {})["status"] == "ok"
     kernel.check("%load_ext sgpu_magic")
     assert panel.state()["picture"]["choice"] is None

@@ -65,10 +65,11 @@ def open_page(server: JupyterServer) -> Iterator[Callable[..., ServedPage]]:
         page.close()
 
 
+@pytest.mark.slow
 def test_all_pools_are_listed_with_how_each_is_now(place: Home, open_page: Callable[..., ServedPage]):
     page = open_page()
     page.until(lambda: "can't be reached" in str(page.pools))
-    # a run of another test may not have given its device back yet, and all pools are looked at every 10 s
+    # a run of another test may not have released its device yet, and all pools are polled every 10 s
     page.until(lambda: "2 of 2 A10 free" in str(page.pools), 60)
     assert [(pool["name"], pool["about"], pool["reserved"], pool["default"]) for pool in page.pools] == [
         ("team", "reserved · 2 of 2 A10 free · $1.50", True, True),
@@ -78,6 +79,7 @@ def test_all_pools_are_listed_with_how_each_is_now(place: Home, open_page: Calla
     assert place.pool_pid() is None, "looking has started a pool"
 
 
+@pytest.mark.slow
 def test_the_chosen_one_is_followed_as_this_machines_own(
     team: ServedPool, keys: KeyPair, server: JupyterServer, open_page: Callable[..., ServedPage]
 ):
@@ -93,14 +95,14 @@ def test_the_chosen_one_is_followed_as_this_machines_own(
     row = page.row(run)
     assert (row["user"], row["here"], row["device_type"]) == ("bob", False, "a10")
     page.until(lambda: [device["free"] for device in page.picture["devices"]].count(False) == 1)
-    # what is of others is theirs
+    # runs of other users can't be cancelled
     page.order("cancel-run", run_id=run, pool="team")
     said = page.until_said()
     assert not said["ok"]
     assert said["text"].startswith("No run that is active here has an id that begins with")
     bob.client.pool.cancel(run, "by bob")
     page.until(lambda: page.row(run).get("state") == "cancelled")
-    # and what is of this user is cancelled
+    # this user's own run is cancelled
     own = team.user("ann2")
     (own.home.path / "client.key").unlink()
     write_key_pair(own.home.path / "client.key", keys)
@@ -137,7 +139,7 @@ def test_one_that_is_killed_is_lost_and_found_again(team: ServedPool, open_page:
     page.until_state("up")
     team.kill()
     picture = page.until_state("lost")
-    # nothing answers there, or what was asked last had no answer
+    # either nothing answers, or the last request had no reply
     assert "the pool team" in picture["sentence"].lower()
     assert picture["remedy"] == "retry"
     page.until(lambda: "team" in [pool["name"] for pool in page.pools if "can't be reached" in pool["about"]], 30)
@@ -146,6 +148,7 @@ def test_one_that_is_killed_is_lost_and_found_again(team: ServedPool, open_page:
     page.until_state("up")
 
 
+@pytest.mark.slow
 def test_a_list_that_changes_is_read_again(
     place: Home, team: ServedPool, server: JupyterServer, open_page: Callable[..., ServedPage]
 ):

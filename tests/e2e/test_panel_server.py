@@ -24,11 +24,11 @@ from server_kernels import RunningCell, ServerKernel, loaded_kernel
 from waiting import eventually
 
 from sgpu_magic.config import Settings
-from sgpu_magic.panel.orders import CancelRun, Page, Rest, Said, StartPool, Told, Watch
-from sgpu_magic.panel.poll_pool import PoolLook, Seen
+from sgpu_magic.panel.orders import CancelRun, Page, PanelUpdate, Rest, Said, StartPool, Watch
+from sgpu_magic.panel.poll_pool import PollResult, PoolPoller
+from sgpu_magic.panel.poller import FAILED, POLLED_S, PoolWatcher, Watchers
 from sgpu_magic.panel.pool_state import away_picture
 from sgpu_magic.panel.schema import PoolsTold, PoolTold, RunsTold
-from sgpu_magic.panel.watch import FAILED, POLLED_S, PoolWatcher, Watchers
 from sgpu_magic.pool.ledger import Ledger
 from sgpu_magic.wire.base import RunState
 from sgpu_magic.wire.devices import Lease, Placement
@@ -261,7 +261,7 @@ def test_a_run_is_told_and_cancelled_when_its_kernel_is_gone(
     page.until(lambda: page.row(row["run_id"])["state"] == "cancelled")
 
 
-# ------------------------------------------------------------ who looks, and for how long
+# ------------------------------------------------------------ watching, and its end
 
 
 def test_any_number_of_pages_look_with_one_thread(
@@ -283,7 +283,7 @@ def test_nobody_who_looks_leaves_nothing(
 ):
     """The thread and its link end within a second, whether the page rests or is closed."""
     page = open_page(watch=False)
-    # the server's own thread for pages, which is made with the first order, stays
+    # the server's thread for pages, which starts with the first order, stays
     page.order("watch")
     page.until_state("up")
     page.order("rest")
@@ -307,13 +307,14 @@ def _threads(server: JupyterServer) -> int:
 
 
 def _resting(server: JupyterServer) -> int:
-    """How many threads the server has when nobody looks: those that were the same for longer than a page polls."""
+    """How many threads the server has when no page watches: those that were the same for longer than a page polls."""
     seen = _threads(server)
     end = time.monotonic() + POLLED_S + 2.0
     eventually(lambda: _threads(server) != seen or time.monotonic() > end, POLLED_S + 5.0)
     return seen if time.monotonic() > end else 0
 
 
+@pytest.mark.slow
 def test_a_page_that_can_only_poll_gets_the_same(kernel: ServerKernel, server: JupyterServer, running: RunningCell):
     answer = server.get("sgpu/panel?pool=local")
     assert answer.status == 200
@@ -350,7 +351,7 @@ def test_a_pool_that_nobody_has_is_told_in_a_sentence(server: JupyterServer, ope
     page.until(lambda: page.picture["pool"] == "local")
 
 
-# ------------------------------------------------------------ who may
+# ------------------------------------------------------------ access
 
 
 def test_a_wrong_token_is_refused(server: JupyterServer, open_page: Callable[..., ServedPage]):
@@ -362,7 +363,7 @@ def test_a_wrong_token_is_refused(server: JupyterServer, open_page: Callable[...
 
 
 def test_another_origin_is_refused(server: JupyterServer):
-    """A page of somebody else's, in a browser that has logged in here."""
+    """A page of another site, in a browser that has logged in here."""
     jar = CookieJar()
     opener = urllib.request.build_opener(urllib.request.HTTPCookieProcessor(jar))
     opener.open(f"{server.url}/login?token={server.token}", timeout=20).close()
@@ -481,6 +482,7 @@ def test_broken_settings_are_a_sentence_until_they_are_mended(new_home: Callable
         server.close()
 
 
+@pytest.mark.slow
 def test_a_list_of_pools_that_can_not_be_read_now_holds_up_no_other_request(new_home: Callable[..., Home]):
     """As on a network disk that hangs: reading waits, and the server answers everything else."""
     home = new_home()
@@ -499,10 +501,10 @@ def test_a_list_of_pools_that_can_not_be_read_now_holds_up_no_other_request(new_
         pages.pop().close()
         began = time.monotonic()
         assert server.get("api/status").status == 200
-        # not from the server's own threads either, which look up names and read files
+        # the server's own threads, which look up names and read files, do not block either
         assert server.get("api/contents").status == 200
         assert time.monotonic() - began < 5
-        # what was asked last is told when it can be read again
+        # the last request is answered when the list can be read again
         pages[0].order("watch", pool="local")
         empty = listed.with_name("empty")
         empty.touch(0o600)
@@ -551,9 +553,9 @@ class Heard:
     """What a page in this process was told."""
 
     def __init__(self) -> None:
-        self.all: list[Told] = []
+        self.all: list[PanelUpdate] = []
 
-    def __call__(self, told: Told) -> None:
+    def __call__(self, told: PanelUpdate) -> None:
         self.all.append(told)
 
     def last(self, kind: type[PoolTold] | type[RunsTold] | type[PoolsTold]) -> Any:
@@ -573,16 +575,16 @@ def test_without_a_pool_the_list_is_the_ledgers(watchers: tuple[Home, Watchers])
     written(home, 1005)
     told = Heard()
     page = Page(made, told)
-    assert page.obey(Watch()) is None
+    assert page.execute(Watch()) is None
     runs: RunsTold = eventually(lambda: told.last(RunsTold), 10)
     assert runs.whole
     assert len(runs.changed) == 1000
     assert [row.run_id for row in runs.changed[:2]] == ["000003ec", "000003eb"]
     assert told.last(PoolTold).picture.state == "none"
-    assert page.obey(Rest()) is None
+    assert page.execute(Rest()) is None
     page.close()
     count = len(told.all)
-    page.obey(Watch())
+    page.execute(Watch())
     assert len(told.all) == count, "a page that is closed is told something"
 
 
@@ -603,14 +605,14 @@ def test_a_thousand_runs_are_asked_for_once(watchers: tuple[Home, Watchers], mon
     monkeypatch.setattr(Pool, "status", counted)
     told = Heard()
     page = Page(made, told)
-    assert page.obey(StartPool()) == Said(text="The pool is running.", ok=True)
+    assert page.execute(StartPool()) == Said(text="The pool is running.", ok=True)
     asked.clear()
-    page.obey(Watch())
+    page.execute(Watch())
     eventually(lambda: len(asked) > 5, 10)
     assert asked.count(1000) == 1
     assert len(told.last(RunsTold).changed) == 1000
     assert sum(isinstance(one, RunsTold) for one in told.all) == 1
-    said = page.obey(CancelRun(run_id="00000001"))
+    said = page.execute(CancelRun(run_id="00000001"))
     assert said is not None
     assert not said.ok
     page.close()
@@ -625,11 +627,11 @@ def test_a_pool_of_another_version_is_told_with_its_runs(
     written(home, 3)
     told = Heard()
     page = Page(made, told)
-    assert page.obey(StartPool()) == Said(text="The pool is running.", ok=True)
+    assert page.execute(StartPool()) == Said(text="The pool is running.", ok=True)
     with monkeypatch.context() as newer:
         newer.setattr("sgpu_magic.client.this_machine.PROTOCOL_VERSION", 99)
         newer.setattr("sgpu_magic.client.connection.PROTOCOL_VERSION", 99)
-        page.obey(Watch())
+        page.execute(Watch())
         picture = eventually(lambda: (one := told.last(PoolTold)) and one.picture, 10)
         assert picture.state == "other-version"
         assert "speaks protocol" in picture.sentence
@@ -646,10 +648,10 @@ def test_more_runs_than_are_asked_for_are_not_missed(watchers: tuple[Home, Watch
     written(home, 10)
     told = Heard()
     page = Page(made, told)
-    page.obey(StartPool())
-    page.obey(Watch())
+    page.execute(StartPool())
+    page.execute(Watch())
     eventually(lambda: told.last(RunsTold), 10)
-    # as if so many had come and gone between two looks
+    # as if that many runs had started and ended between two polls
     written(home, 60, first=10)
     listed: set[str] = set()
 
@@ -665,7 +667,7 @@ def test_more_runs_than_are_asked_for_are_not_missed(watchers: tuple[Home, Watch
 
 
 class MadeUpLook:
-    """Looks at nothing: takes so long, and fails when it is told to."""
+    """Reads nothing: takes a given time, and fails on request."""
 
     is_outdated = False
 
@@ -675,19 +677,19 @@ class MadeUpLook:
         self.broken = False
         self._takes_s = takes_s
 
-    def look(self) -> Seen:
+    def look(self) -> PollResult:
         self.began.append(time.monotonic())
         threading.Event().wait(self._takes_s)
         if self.broken:
             raise KeyError("a fault of our own")
-        return Seen(away_picture("local", "none", f"look {len(self.began)}", "", "", time.time()), {})
+        return PollResult(away_picture("local", "none", f"look {len(self.began)}", "", "", time.time()), {})
 
     def close(self) -> None:
         self.closed += 1
 
 
 def watcher_of(look: MadeUpLook, interval_s: float = 0.01) -> PoolWatcher:
-    return PoolWatcher("local", lambda: cast("PoolLook", look), interval_s)
+    return PoolWatcher("local", lambda: cast("PoolPoller", look), interval_s)
 
 
 def test_a_pool_that_answers_slowly_is_asked_less_often():
@@ -717,7 +719,7 @@ def test_who_comes_after_the_last_has_left_gets_a_new_look():
     watcher.stop()
     watcher.join()
     assert not watcher._polls
-    # a page that asks again and again has no listener
+    # a page that polls has no listener
     watcher.poll()
     assert watcher.seen() is not None
     watcher.stop()

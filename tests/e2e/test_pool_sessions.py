@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 from homes import Home
+from lasting_ranks import Lasting
 from pool_client import ClientRun, ClientSession, PoolClient
 from process_table import is_alive
 from waiting import eventually
@@ -22,6 +25,7 @@ from sgpu_magic.client.result import RunResult
 from sgpu_magic.client.this_machine import this_owner
 from sgpu_magic.errors import CapacityError, SessionError, UsageError
 from sgpu_magic.files.run_directory import RUN_BYTES, RUN_INODES
+from sgpu_magic.views.pool_tables import status_text
 from sgpu_magic.wire.base import FailureKind, RunKind, RunState, short
 from sgpu_magic.wire.events import (
     Detached,
@@ -51,7 +55,7 @@ while rank == 1:
 @pytest.fixture(scope="module")
 def client(home: Home) -> Iterator[PoolClient]:
     made = PoolClient(home)
-    # what is there from the first run on
+    # the first run starts resources that stay
     made.begin("pass").ended()
     yield made
     made.close()
@@ -116,7 +120,7 @@ def test_what_runs_and_cells_leave_on_the_disk_is_small(home: Home, client: Pool
         (session.do("x = rank").run_id, 6, 24 * 1024),
     ):
         directory = home.run_dir(run_id)
-        # the others are one file for all runs
+        # the others are shared by all runs
         found = [status for path in directory.iterdir() if (status := path.stat()).st_nlink == 1]
         size = sum(status.st_blocks * 512 for status in (*found, directory.stat()))
         assert (len(found) + 1 <= most_files, size <= most_bytes) == (True, True), (len(found), size)
@@ -213,7 +217,7 @@ def test_what_a_session_and_its_cells_can_not_do(client: PoolClient, session: Cl
     for run_id in (run.run_id, session.run_id):
         with pytest.raises(UsageError, match="ends with its notebook"):
             client.pool.detach(run_id)
-    # what other tests have cancelled may not be over yet
+    # runs that other tests cancelled may not have ended yet
     eventually(lambda: client.pool.detach("") == "no run to detach")
     run.run.cancel("it was interrupted")
     assert not any(isinstance(event, Detached) for event in run.events)
@@ -327,7 +331,7 @@ def test_cells_wait_while_ranks_are_restarted(session: ClientSession):
 def test_an_idle_rank_answers_and_a_busy_or_absent_one_says_why(client: PoolClient, session: ClientSession):
     session.do("weights = 1")
     question = RankQuestion(rank=0, what="complete", code="weig", cursor=4)
-    # the rank is idle a moment after the cell's end was told
+    # the rank is idle a moment after the cell's end is reported
     answer = eventually(lambda: _answer(client, session, question))
     assert [match.text for match in answer.matches] == ["weights"], answer
     assert "has no rank 9" in client.pool.ask_rank(session.run_id, RankQuestion(rank=9, what="names")).problem
@@ -384,7 +388,7 @@ def test_a_session_and_its_cell_outlive_a_killed_pool(new_home: Callable[..., Ho
         assert pool is not None
         os.kill(pool, signal.SIGKILL)
         eventually(lambda: not is_alive(pool))
-        # the notebook's threads come back in any order
+        # the notebook's threads reconnect in any order
         client.find_again(session.run.run)
         assert waiting.ended().state is RunState.SUCCEEDED, waiting.events
         assert inside.ended().state is RunState.SUCCEEDED, inside.events
@@ -468,3 +472,29 @@ def test_a_client_that_goes_takes_its_session_along(home: Home, client: PoolClie
     assert run.ended().state is RunState.CANCELLED
     states = [event.state for event in run.events if isinstance(event, StateChanged)]
     assert RunState.CANCELLING in states
+
+
+def test_devices_of_a_killed_rank_that_does_not_end_stay_leased_and_the_next_run_learns_why(
+    new_home: Callable[..., Home], tmp_path: Path
+):
+    home = new_home({"SGPU_SIMULATE": "a10:2"})
+    client, lasting = PoolClient(home), Lasting(tmp_path)
+    try:
+        first = client.begin(lasting.code((1,), "time.sleep(600)"), ranks=2, grace_s=0.0)
+        first.wait_for(OutputWritten, 2)
+        pid = int(first.printed[1].split()[1])
+        client.pool.cancel(first.run.run_id, "the user's wish")
+        assert first.ended().state is RunState.CANCELLED
+        second = client.begin("rank", ranks=2)
+        why = f"rank 1 (process {pid}) was killed and does not end"
+        moves = (second.wait_for(QueueMoved, count) for count in itertools.count(1))
+        assert any(why in move.reason for move in itertools.islice(moves, 5)), second.events
+        status = client.pool.status()
+        assert status is not None
+        assert f"{why}, its devices stay leased" in status_text(status, time.time())
+        lasting.release()
+        assert second.ended().state is RunState.SUCCEEDED
+        assert not is_alive(pid)
+    finally:
+        lasting.release()
+        client.close()

@@ -84,6 +84,7 @@ def test_stand_in_runs_a_missing_type_on_cpu_and_says_so(kernel: Kernel):
     kernel.check("import os; del os.environ['SGPU_STAND_IN']")
 
 
+@pytest.mark.slow
 def test_cuda_is_mapped_to_the_cpu_where_asked_for(kernel: Kernel):
     """A notebook for GPUs, unchanged; the run says it, the notebook's own torch is left alone, and a session has it."""
     kernel.check("%env SGPU_STAND_IN=cpu,cuda")

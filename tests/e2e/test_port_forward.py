@@ -29,7 +29,7 @@ from sgpu_magic.wire.rank_events import OutputWritten
 COMMAND = [sys.executable, "-m", "sgpu_magic.cli"]
 BIG = 20_000_000
 
-# one server of files, and one that sends back whatever comes until the other side has ended
+# a file server, and an echo server that replies when the other side has shut down
 SERVERS = f"""
 import hashlib, http.server, os, pathlib, socketserver, threading
 os.makedirs('served', exist_ok=True)
@@ -48,8 +48,12 @@ if rank == 0:
                 self.request.sendall(part.upper())
             self.request.sendall(b'the end')
 
+    class Echoes(socketserver.ThreadingTCPServer):
+        # the rank waits for other threads before it ends
+        daemon_threads = True
+
     web = http.server.ThreadingHTTPServer(('127.0.0.1', 0), Files)
-    echo = socketserver.ThreadingTCPServer(('0.0.0.0', 0), Echo)
+    echo = Echoes(('0.0.0.0', 0), Echo)
     for server in (web, echo):
         threading.Thread(target=server.serve_forever, daemon=True).start()
     print('web', web.server_address[1], 'echo', echo.server_address[1], 'digest', hashlib.sha256(data).hexdigest())
@@ -135,7 +139,7 @@ def test_three_downloads_at_once_and_a_large_one(served: Served, forwarded: Call
         small = [pool.submit(get, port, "/small") for _ in range(3)]
         assert [answer.result(30) for answer in small] == [b"hello from the rank"] * 3
         assert hashlib.sha256(big.result(30)).hexdigest() == served.digest
-    # it listens on loopback only
+    # listens on loopback only
     sockets = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     here = [address for _, address, _, state, *_ in sockets if state == "0A" and address.endswith(f":{port:04X}")]
     assert here == [f"0100007F:{port:04X}"]
@@ -169,7 +173,7 @@ def test_both_directions_and_half_closed(served: Served, forwarded: Callable[...
 
 @pytest.mark.slow
 def test_a_slow_reader_slows_its_writer(served: Served, forwarded: Callable[..., tuple], home: Home):
-    """What nobody reads is not taken either: no more than the windows and the sockets hold is under way."""
+    """Unread data causes backpressure: no more than the windows and sockets hold is in flight."""
     process, port = forwarded(served.run_id, served.web)
     pool = home.pool_pid()
 
@@ -280,7 +284,7 @@ def test_each_rank_of_far_nodes(forwarded: Callable[..., tuple], tmp_path: Path)
         for rank in (0, 1):
             process, port = forwarded(run.run_id, ports[rank], "--rank", str(rank), home=home)
             assert asked(port, b"hello") == b"%dhello" % rank
-            # what the other node's rank listens on is none of this node's
+            # a port of the other node's rank is not reachable through this node
             other, elsewhere = forwarded(run.run_id, ports[1 - rank], "--rank", str(rank), home=home)
             with contextlib.suppress(ConnectionError):
                 assert asked(elsewhere, b"hello") == b""

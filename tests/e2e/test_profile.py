@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from kernels import Kernel, eventually
 
-# a rank that is stopped before its cell has begun leaves none: they meet first
+# a rank that is stopped before its cell has begun leaves no trace, so the ranks meet first
 WORK = "import torch\nfor _ in range(20):\n    torch.ones(64, 64) @ torch.ones(64, 64)\ntorch.distributed.barrier()\n"
 
 
@@ -24,7 +24,7 @@ def traces(kernel: Kernel, run_id: str) -> dict[str, set[str]]:
 
 def check(kernel: Kernel, ranks: int = 2) -> None:
     run_id = kernel.home.runs[-1]
-    # the error is shown at once, and other ranks may still write theirs
+    # the error is shown at once, while other ranks may still write their traces
     there = lambda: len(list((kernel.home.run_dir(run_id) / "profile").glob("*.gz"))) == ranks  # noqa: E731
     eventually(there, 20, f"{ranks} traces of run {run_id}")
     found = traces(kernel, run_id)
@@ -37,9 +37,9 @@ def test_each_rank_leaves_a_trace_and_the_view_says_where(kernel: Kernel):
     check(kernel)
     directory = kernel.home.run_dir(kernel.home.runs[-1])
     assert reply.text.count(f"{directory}/profile") == 1
-    # nothing of the profiler's own words
+    # no output of the profiler itself
     assert reply.lines(0) == reply.lines(1) == []
-    # no more than it was asked for
+    # only when it is requested
     kernel.check(f"%%distributed -n 2\n{WORK}")
     assert not (kernel.home.run_dir(kernel.home.runs[-1]) / "profile").exists()
 
@@ -53,7 +53,7 @@ def test_a_cell_that_fails_leaves_its_trace(kernel: Kernel):
 
 @pytest.mark.slow
 def test_a_cell_that_is_interrupted_leaves_its_trace(kernel: Kernel):
-    # as a busy machine's rank, which takes its time to see the interrupt
+    # like a rank of a busy machine that gets the interrupt late
     late = "end = time.monotonic() + 1\n    while time.monotonic() < end: pass"
     cell = kernel.start(
         f"%%distributed -n 2 --profile\nimport time\n{WORK}"
@@ -82,7 +82,7 @@ def test_cells_of_a_session_leave_theirs(kernel: Kernel):
 def test_a_long_cell_is_traced_at_its_beginning(kernel: Kernel):
     body = (
         "from sgpu_magic.worker.cell import cell_run\n"
-        # the cell before sets what counts in the next one, of the same ranks
+        # this cell configures the next one, on the same ranks
         "cell_run.LONGEST_TRACE_S = 0.5"
     )
     kernel.check("%sgpu_connect -n 2", 90)

@@ -23,7 +23,7 @@ from sgpu_magic.nodes.ray.deploy import JobsApi
 from sgpu_magic.wire.base import RunState
 from sgpu_magic.wire.events import RanksStarted
 
-# a Ray cluster starts slowly on a machine that has much to do
+# a Ray cluster starts slowly on a busy machine
 pytestmark = pytest.mark.timeout(400)
 _ADD = re.compile(r"sgpu pool add (?P<name>\S+) (?P<address>tcp://\S+) --key '(?P<key>[^']{40})'")
 

@@ -25,10 +25,10 @@ t = torch.ones(1) * (int(os.environ["RANK"]) + 1)
 dist.all_reduce(t)
 int(t)
 """
-# a Ray cluster starts slowly on a machine that has much to do
+# a Ray cluster starts slowly on a busy machine
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 SLEEP = "import time; time.sleep(600)"
-# the issue's promise is 5; a busy machine gets one more
+# the issue promises 5; a busy machine gets one more
 NAMED_S = 6
 
 
@@ -97,7 +97,7 @@ def test_spread_and_nodes_are_kept(client: PoolClient, pool: RayPool, cluster: F
     def nodes(**asked: Any) -> list[str]:
         return client.begin("import os; os.environ['GROUP_RANK']", ranks=2, device_type="a10", **asked).values
 
-    # a wish: Ray keeps it where both nodes have devices, as far as it has heard from them
+    # a preference: Ray honours it if both nodes have free devices according to its latest report
     eventually(lambda: cluster.free_gpus() == 4, 20, lambda: f"{cluster.free_gpus()} are free")
     eventually(lambda: nodes(strategy="spread") == ["0", "1"], 30, "no run is spread")
     assert nodes(nodes=2) == ["0", "1"]
@@ -204,7 +204,7 @@ def test_a_dead_actor_ends_its_ranks(client: PoolClient, pool: RayPool):
     between = table[agent].parent
     actor = table[between].parent
     began = time.monotonic()
-    # as Ray does it when the raylet is gone: a worker kills its own children first
+    # like Ray when the raylet has gone: a worker kills its own children first
     os.kill(actor, signal.SIGSTOP)
     os.kill(between, signal.SIGKILL)
     os.kill(actor, signal.SIGKILL)
@@ -221,7 +221,7 @@ def test_the_agents_leave_when_they_are_idle(client: PoolClient, pool: RayPool, 
     eventually(lambda: not pool.agent_pids(), 20, "an agent stays although nobody needs it")
     cluster.left_nothing(pool.name)
     eventually(lambda: not pool.node_files(), 10, lambda: f"files stay: {pool.node_files()}")
-    # and comes again
+    # the agent starts again
     assert client.begin("1", ranks=1, device_type="a10").ended().state is RunState.SUCCEEDED
 
 

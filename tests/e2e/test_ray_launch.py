@@ -14,14 +14,14 @@ from kernels import Home, Kernel, eventually
 from process_table import listening
 from ray_traces import check_gone, directories, object_files, open_to_others, pid_of, ray_processes
 
-# the dashboard is the slow part of a cluster's start: one test has it
+# the dashboard is the slow part of a cluster's start: one test uses it
 HOME_VARIABLES = {"SGPU_SIMULATE": "a10:4,h100:8", "SGPU_STAND_IN": "cpu", "SGPU_RAY_DASHBOARD": "false"}
 
-# a machine that is busy with other tests starts a cluster in half a minute
+# on a machine that is busy with other tests, a cluster takes half a minute to start
 pytestmark = pytest.mark.timeout(400)
 PATIENCE_S = 240.0
 
-# stays until it is told to go, as a file in the notebook's directory
+# runs until the test creates a file in the notebook's directory
 STAY = """
 import os, ray, time
 ray.init()
@@ -82,7 +82,7 @@ def test_a_cell_drives_its_own_cluster(kernel: Kernel, home: Home):
     assert reply.status == "ok", reply.story
     check_gone(home, ports)
     assert kernel.value("squares") == [1, 4, 9]
-    # there are as many GPUs as the lease has, and one who wants a third waits
+    # there are as many GPUs as the lease has, and a task that needs a third waits
     assert kernel.value("gpus") == [0, 1]
     assert kernel.value("waits") == 1
     address, gpus, mode, file_mode, directory_mode, token = kernel.value("told")
@@ -92,7 +92,7 @@ def test_a_cell_drives_its_own_cluster(kernel: Kernel, home: Home):
     story = reply.story + "".join(home.log(run, rank) for run in home.runs for rank in range(2))
     assert token not in story + (home.state / "pool.log").read_text()
     lines = reply.lines(0)
-    # a task is no rank, lines that are alike are all there, and the last ones are not lost
+    # a task is not a rank, repeated lines are all shown, and the last ones are not lost
     assert sum("same line" in line for line in lines) == 3, reply.story
     assert sorted(re.findall(r"\(square pid=\d+\) squaring (\d) None", "\n".join(lines))) == ["1", "2", "3"]
     assert reply.lines(1) == []
@@ -284,7 +284,7 @@ def test_nothing_stays_when_somebody_is_killed(new_home, who: str):
             case "agent":
                 os.kill(home.agent_pids()[0], signal.SIGKILL)
             case _:
-                # nobody is left who could adopt it
+                # no client is left to start a service that would adopt it
                 kernel.kill()
                 pool = home.pool_pid()
                 assert pool is not None

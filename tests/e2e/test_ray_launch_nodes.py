@@ -69,7 +69,7 @@ def test_the_head_is_at_rank_0s_node_and_the_other_joins(pool: ManyAgents, clien
     ports = listening(ray_processes(pool.home))
     assert ports
     store = Runs(f"sqlite:///{pool.home.state}/mlflow/mlflow.db")
-    # Ray tells its numbers every ten seconds: an actor with a GPU for each of the node's ranks
+    # Ray updates its figures every ten seconds: one actor with a GPU for each of the node's ranks
     expected = {"gpus_in_use": [2, 2], "actors": [2, 2]}
     eventually(lambda: _most_told(store, run.run_id) == expected, 90, lambda: f"{_most_told(store, run.run_id)}")
     go.touch()
@@ -125,7 +125,7 @@ def test_a_node_that_is_lost_ends_the_run_and_its_cluster(pool: ManyAgents, clie
     assert any(getattr(event.failure, "kind", None) is FailureKind.NODE_LOST for event in failures if event.failure), (
         failures
     )
-    # what lay on the lost node's own disk goes with its next agent
+    # files on the lost node's own disk are removed by its next agent
     eventually(lambda: not ray_processes(pool.home), 20, lambda: f"{ray_processes(pool.home)}")
 
 
@@ -150,7 +150,7 @@ def test_in_a_pool_on_ray_the_outer_cluster_is_another_one():
                 assert address != cluster.address
                 assert (nodes, ones, gpus, actors) == (1, [1, 1], 2.0, 0)
                 eventually(lambda: not directories(pool.home), 20, lambda: f"{directories(pool.home)}")
-                # the pool's own cluster goes on: the next run is placed there
+                # the pool's own cluster continues: the next run is placed there
                 assert client.begin("1", ranks=1, device_type="a10").ended().state is RunState.SUCCEEDED
             finally:
                 client.close()

@@ -16,11 +16,11 @@ from waiting import eventually
 from sgpu_magic.wire.base import FailureKind, RunState
 from sgpu_magic.wire.events import AttemptFailed, Placed, RanksStarted
 
-# a Ray cluster starts slowly on a machine that has much to do
+# a Ray cluster starts slowly on a busy machine
 pytestmark = [pytest.mark.slow, pytest.mark.needs_root, pytest.mark.timeout(400)]
-# the promise; a machine that has much to do gets one more
+# the promise; a busy machine gets one more
 NAMED_S = 6
-# Ray's own servers find a node that was away again as TCP does: after about as long as it was away, and more
+# Ray's servers reconnect to a node as TCP does: after at least as long as the node was away
 RAY_FINDS_IT_S = 120
 
 
@@ -91,7 +91,7 @@ def test_a_node_that_is_cut_off_is_named_and_comes_back_empty(client: PoolClient
         assert time.monotonic() - began < NAMED_S
         assert failed.failure.kind is FailureKind.NODE_LOST
         assert share.host in failed.failure.message
-        # Ray does not know it yet: it is placed elsewhere all the same
+        # Ray has not noticed yet, but the run is placed elsewhere
         again: Placed = run.wait_for(Placed, 2)
         run.wait_for(RanksStarted, 2)
         assert again.lease.shares[0].address != share.address
@@ -117,9 +117,9 @@ def test_a_dead_machine_is_named(client: PoolClient, pool: RayPool, cluster: Net
     assert failure is not None
     assert failure.kind is FailureKind.NODE_LOST
     eventually(lambda: not pool.rank_pids(), 20, "ranks of a lost run go on")
-    # its disk is gone with it; here that is the same for all machines
+    # its disk is lost with it; here, all machines share one disk
     (files,) = [path for path in pool.node_files() if path.endswith(placed.lease.shares[1].node[:10])]
     shutil.rmtree(files)
-    # the other tests need two
+    # the other tests need two nodes
     cluster.replace(node)
     eventually(lambda: gpus(client) == 4, RAY_FINDS_IT_S, lambda: f"the pool has {gpus(client)} GPUs")

@@ -55,7 +55,7 @@ def home(index: SmallIndex) -> Iterator[Home]:
 @pytest.fixture(scope="module")
 def client(home: Home) -> Iterator[PoolClient]:
     made = PoolClient(home)
-    # as many zygotes as there may be: what the agent has then is what it may have after every test
+    # start as many zygotes as are allowed, so that the agent's level does not grow in later tests
     for run in [begin(made, tiny(version)) for version in (18, 19, 1)]:
         run.ended()
     begin(made, tiny(1)).ended()
@@ -98,7 +98,7 @@ def wait_for_build(home: Home, index: SmallIndex, asked: int) -> None:
 
 
 def nothing_is_begun(home: Home) -> None:
-    """No builder goes on, and no folder is half built."""
+    """No builder is left, and no folder is half built."""
     eventually(lambda: not builders(home), 10, lambda: f"builders go on: {builders(home)}")
     root = home.state / "environments"
     left = [entry.name for entry in root.iterdir() if entry.name.startswith(".")]
@@ -195,7 +195,7 @@ def test_a_run_is_cancelled_while_its_packages_are_made(client: PoolClient, home
     run.run.cancel("it was interrupted")
     ended = run.ended()
     assert (ended.state, ended.reason) == (RunState.CANCELLED, "it was interrupted")
-    # somebody else still wants it
+    # another run still waits for the environment
     assert builders(home)
     other.run.cancel("it was interrupted")
     assert other.ended().state is RunState.CANCELLED
@@ -253,6 +253,7 @@ def test_a_session_has_its_packages_and_fresh_runs_beside_it_too(client: PoolCli
         session.end()
 
 
+@pytest.mark.slow
 def test_a_session_is_ended_while_its_packages_are_made(client: PoolClient, home: Home, index: SmallIndex):
     index.hold()
     asked = len(index.asked)
@@ -278,7 +279,7 @@ def test_a_build_that_is_killed(client: PoolClient, home: Home, index: SmallInde
         assert ended.failure is not None
         assert "killed by signal 9" in ended.failure.message
     else:
-        # somebody did it, or the system: another one takes its place
+        # killed by a user or the system: another builder replaces it
         eventually(lambda: [p for p in builders(home) if p != pid], 20, "another builder")
         index.open.set()
         assert run.ended().state is RunState.SUCCEEDED
@@ -315,7 +316,7 @@ def test_a_group_that_is_started_again_has_its_packages(client: PoolClient):
     body = "import os, tinyone\nif os.environ['TORCHELASTIC_RESTART_COUNT'] == '0': os._exit(3)\n" + SHOW
     run = begin(client, tiny(13), body, retries=1)
     assert run.ended().state is RunState.SUCCEEDED
-    # gloo may have said on the first attempt that its peer has gone
+    # gloo may have reported on the first attempt that its peer has gone
     assert run.printed[0].splitlines()[-1].startswith("13.0 ")
 
 
@@ -338,6 +339,7 @@ def test_the_agent_dies_while_it_builds(client: PoolClient, home: Home, index: S
     nothing_is_begun(home)
 
 
+@pytest.mark.slow
 def test_a_node_with_the_kernels_own_environment_does_nothing(new_home: Callable[..., Home]):
     home = new_home()
     client = PoolClient(home)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from examples import first_rows
 from kernels import Home, Kernel, Reply, eventually
 
 from sgpu_magic.files.run_directory import why_no_run
@@ -28,7 +29,7 @@ def remedies(error: str, cell: str) -> list[tuple[str, str]]:
         without = re.sub(rf" --{name} \w+", "", cell)
         found.append(("", without.replace("%%distributed", f"%%distributed --{name} {value}")))
     found += [("", re.sub(rf"--{name} \w+ ?", "", cell)) for name in _LEFT_OUT.findall(error)]
-    # the kernel's own environment need not be on PATH
+    # the kernel's environment may not be on PATH
     return found + [(f"!{sys.executable} -m sgpu_magic.cli {words}", cell) for words in _COMMAND.findall(error)]
 
 
@@ -64,6 +65,8 @@ def follow(kernel: Kernel, error: str, places: dict[str, Path]) -> None:
 def plain_pool(kernel: Kernel) -> Kernel:
     """A kernel and a pool without simulated devices that is up."""
     kernel.check("%env SGPU_SIMULATE=")
+    # a test before may have left the client with other directories
+    kernel.check("%reload_ext sgpu_magic")
     kernel.check("%%distributed -n 1\npass")
     return kernel
 
@@ -71,7 +74,7 @@ def plain_pool(kernel: Kernel) -> Kernel:
 _FOR_A_MISSING_TYPE = ["%env SGPU_STAND_IN=cpu", "%env SGPU_SIMULATE=a10:8", ""]
 
 
-@pytest.mark.parametrize("remedy", _FOR_A_MISSING_TYPE)
+@pytest.mark.parametrize("remedy", first_rows([(each,) for each in _FOR_A_MISSING_TYPE], 1))
 def test_each_remedy_for_a_missing_type_works_in_the_same_notebook(plain_pool: Kernel, remedy: str):
     cell = "%%distributed --gpus 4 --type a10\nprint(device)"
     error = refused(plain_pool, cell)
@@ -144,7 +147,7 @@ def test_a_name_that_can_not_leave_the_notebook_is_kept_out_as_the_error_says(pl
     ran(kernel.run(cell.replace("-n 2", f"-n 2 {option}")), 2, "cpu")
 
 
-@pytest.mark.parametrize("bad", ["too long", pytest.param("a link", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("bad", [pytest.param(each, marks=pytest.mark.slow) for each in ("too long", "a link")])
 def test_a_pools_place_that_is_none_is_changed_as_the_error_says(new_home: Callable[..., Home], bad: str):
     home = new_home({})
     place = home.work / ("x" * 120)
@@ -156,18 +159,21 @@ def test_a_pools_place_that_is_none_is_changed_as_the_error_says(new_home: Calla
         error = refused(kernel, "%%distributed -n 1\nprint(device)")
         follow(kernel, error, {"SGPU_RUNTIME_DIR": home.work / "r"})
         ran(kernel.run("%%distributed -n 1\nprint(device)"), 1, "cpu")
-        assert (home.work / "r" / "pool.json").exists()
+        assert (home.work / "r" / "pool.sock").exists()
         kernel.check(f"!{sys.executable} -m sgpu_magic.cli pool stop --force")
     finally:
         kernel.close()
 
 
+@pytest.mark.slow
 def test_runs_go_to_another_disk_as_the_error_of_a_full_one_says(plain_pool: Kernel):
     kernel = plain_pool
     there = kernel.home.work / "another disk"
     follow(kernel, why_no_run(kernel.home.state / "runs", "No space left on device"), {"SGPU_STATE_DIR": there})
     ran(kernel.run("%%distributed -n 1\nprint(device)"), 1, "cpu")
     assert str(there) in kernel.check("print(_.directory, _.logs(0).read_text())").text
+    # stop that directory's pool; this home's pool is another one
+    kernel.check(f"!{sys.executable} -m sgpu_magic.cli pool stop --force")
     assert [path for path in (there / "runs").iterdir() if not path.name.startswith(".")]
 
 
@@ -177,12 +183,18 @@ def test_a_pool_stops_as_soon_as_the_ranks_of_ended_runs_have_left(plain_pool: K
     assert "is stopped" in kernel.check(f"!{sys.executable} -m sgpu_magic.cli pool stop").text
 
 
-def test_the_files_of_a_run_are_found_in_the_state_directory_of_a_pool_in_use(plain_pool: Kernel):
+@pytest.mark.slow
+def test_a_second_state_directory_gets_a_pool_of_its_own_as_the_refusal_says(plain_pool: Kernel, tmp_path: Path):
     kernel = plain_pool
     kernel.check("%%distributed -n 1 --detach\nimport os, time\nwhile not os.path.exists('go'): time.sleep(0.02)")
     kernel.check(f"%env SGPU_STATE_DIR={kernel.home.work / 'another disk'}")
     kernel.check("%reload_ext sgpu_magic")
-    reply = kernel.check("%%distributed -n 1\nprint(device)")
-    assert f"still has SGPU_STATE_DIR='{kernel.home.state}'" in reply.text, reply.story
+    refused = kernel.run("%%distributed -n 1\nprint(device)")
+    assert refused.ename == "PoolError", refused.story
+    assert "SGPU_RUNTIME_DIR" in refused.evalue
+    kernel.check(f"%env SGPU_RUNTIME_DIR={tmp_path}")
+    kernel.check("%reload_ext sgpu_magic")
+    kernel.check("%%distributed -n 1\nprint(device)")
     assert "cpu" in kernel.check("print(_.logs(0).read_text())").text
+    kernel.check(f"!{sys.executable} -m sgpu_magic.cli pool stop --force")
     (kernel.home.work / "go").touch()

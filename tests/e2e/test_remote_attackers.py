@@ -1,4 +1,4 @@
-"""Nobody without a listed key gets anything of a served pool, and nobody with one gets what is another user's."""
+"""A client without a listed key gets nothing from a served pool, and one with a key gets no other user's data."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from odd_messages import odd_messages
+from odd_messages import hostile_msgpack, odd_messages
 from process_table import descriptors, level
 from served_pools import RemoteUser, ServedPool
 from strangers import Bomb, Stranger, junk, say_raw, zmtp_greeting
@@ -146,7 +146,7 @@ def test_a_key_that_others_can_read_is_not_used(served: ServedPool):
 
 
 def test_who_is_not_the_pool_is_not_spoken_to(served: ServedPool):
-    """Another key than the one that was told: somebody in between, or another machine at its address."""
+    """A different key from the configured one: a man in the middle, or another machine at its address."""
     false = served.user("fooled", listed=False, key=new_key_pair().public)
     with pytest.raises(KeyRefused, match="could not prove that it is the pool team whose key you have"):
         false.client.pool.status()
@@ -206,6 +206,7 @@ def test_raw_bytes_at_every_socket_do_nothing(served: ServedPool, ann: RemoteUse
                 continue
 
 
+@pytest.mark.slow
 def test_a_pickle_from_a_listed_user_does_nothing(
     served: ServedPool, eve: RemoteUser, mark: Path, stranger: Callable[..., Stranger]
 ):
@@ -240,11 +241,14 @@ def test_a_payload_without_the_runs_signature_is_not_unpickled(
 def test_odd_messages_of_a_listed_user_harm_nobody(
     served: ServedPool, ann: RemoteUser, eve: RemoteUser, mark: Path, stranger: Callable[..., Stranger]
 ):
-    """Well formed, and full of what nobody would send; the other user's run goes on all the while."""
+    """Well formed, with absurd contents; the other user's run continues throughout."""
     run = ann.client.begin(WAIT, ranks=1)
     run.wait_for(OutputWritten)
     made = stranger(served.entry.address, served.entry.key, eve.keys)
     made.hello()
+    pid = served.pid
+    for data in hostile_msgpack():
+        made.send(data, b"frame")
     for data in odd_messages(ClientMessage, 800, seed=2):
         if not isinstance(codec.client_messages.decode(data), Hello | Goodbye):
             made.send(data, b"frame")
@@ -256,6 +260,8 @@ def test_odd_messages_of_a_listed_user_harm_nobody(
             assert answer is not None, "no answer"
         assert isinstance(answer, Refused)
         assert "no process can be started" in answer.message
+    assert served.pid == pid
+    assert "Traceback" not in (served.home.path / "served.log").read_text()
     assert served.home.ledger()[run.run_id].state == "running"
     run.run.cancel("enough")
     assert run.ended().reason == "enough"
@@ -265,7 +271,7 @@ def test_odd_messages_of_a_listed_user_harm_nobody(
 def test_a_frame_that_says_it_is_huge_ends_its_connection(served: ServedPool, mark: Path, begun: bytes):
     before = level(served.pid)
     with socket.create_connection(("127.0.0.1", served.port)) as raw:
-        # ends, where the time-out would raise
+        # the connection ends; otherwise the timeout would raise
         say_raw(raw, zmtp_greeting() + begun + struct.pack(">Q", 1 << 60) + b"x" * 1000)
     assert resident_mb(served.pid) < 500, before
 
@@ -279,7 +285,7 @@ def test_a_frame_larger_than_allowed_ends_its_connection(
     before = resident_mb(served.pid)
     made.say(AskStatus(request=1), bytes(MAX_FRAME_BYTES + 1))
     made.say(AskStatus(request=2))
-    # the socket connects again, as a stranger who has not said hello
+    # the socket reconnects, and has not sent a hello
     assert made.answer(1000) is None
     assert resident_mb(served.pid) < before + 100
     with pytest.raises(UsageError, match="MB are possible"):
@@ -300,7 +306,7 @@ def test_what_was_recorded_can_not_be_played_again(served: ServedPool, ann: Remo
     line.close()
     recorded = b"".join(line.sent[0])
     assert len(recorded) > 2000
-    # nothing of a run can be read in it
+    # the recording contains no readable data of a run
     assert b"once" not in recorded
     assert run.run_id.encode() not in recorded
     rows = served.home.ledger()
@@ -333,7 +339,7 @@ def test_strangers_who_only_stand_there_keep_nobody_out(served: ServedPool, ann:
     try:
         ben = served.user("ben")
         works(ben)
-        # they do not stand there for ever: ZeroMQ's handshake has its time
+        # they are closed after ZeroMQ's handshake timeout
         eventually(
             lambda: len(descriptors(served.pid)) < before + 20, 20, lambda: f"{len(descriptors(served.pid))} left"
         )
@@ -364,7 +370,7 @@ def test_a_flood_of_one_user_does_not_stop_the_others(
         begun = sent[0]
         works(ann)
         assert ann.client.pool.status() is not None
-        # it went on all the while: what the pool has no time for waits at the other end of the line
+        # the sender made progress throughout: what the pool does not read yet waits at the sender
         eventually(lambda: sent[0] > begun, 20)
         assert resident_mb(served.pid) < 500
     finally:

@@ -22,16 +22,16 @@ from served_pools import RemoteUser, ServedPool
 from tcp_proxy import Proxy
 from waiting import eventually
 
-from sgpu_magic.client import blob_sender, remote_wire
+from sgpu_magic.client import blob_sender, remote_transport
 from sgpu_magic.client.blob_sender import BlobSender, Piece
 from sgpu_magic.client.connection import REPLY_TIMEOUT_S
 from sgpu_magic.client.find_run import recorded_directory
 from sgpu_magic.client.link import PoolLink
-from sgpu_magic.client.remote_wire import RemoteWire
-from sgpu_magic.client.wires import FilePart, Reply
+from sgpu_magic.client.local_transport import FilePart, Reply
+from sgpu_magic.client.remote_transport import RemoteTransport
 from sgpu_magic.errors import RunFileUnknown, RunUnknown, UsageError
+from sgpu_magic.files.atomic_file import write_whole
 from sgpu_magic.files.content_store import blob_digest
-from sgpu_magic.files.whole_file import write_whole
 from sgpu_magic.runs.replay.recorded import read_recorded
 from sgpu_magic.views.live.log_reader import LogReader
 from sgpu_magic.wire.attachments import StoredPayload
@@ -81,7 +81,7 @@ def line(lone: ServedPool) -> Iterator[Proxy]:
 
 @pytest.fixture
 def carl(lone: ServedPool, line: Proxy) -> Iterator[PoolClient]:
-    """A user whose way to the pool is the line; nobody has sent anything as them before."""
+    """A user who reaches the pool through the line, and has uploaded nothing before."""
     client = lone.user(f"carl{line.port}", address=line.address).new_client()
     yield client
     client.close()
@@ -151,10 +151,10 @@ def test_a_large_variable_goes_over_the_second_port(ann: RemoteUser, served: Ser
     line = Proxy(served.port, keeps=False)
     client = ann.new_client(line.address)
     try:
-        # opens the second connection, which the line is no part of
+        # opens the second connection, which does not pass through the proxy
         client.begin("1", ranks=1, names={"first": data(11, 2)}).ended()
         wire = client.pool.link().wire
-        assert isinstance(wire, RemoteWire)
+        assert isinstance(wire, RemoteTransport)
         eventually(lambda: wire.chunk_bytes == BULK_CHUNK_BYTES, 20, lambda: wire.slow_why)
         link_bytes, bulk_bytes = line.sent_bytes, wire._bulk.sent_bytes
         array = data(12, 32)
@@ -189,7 +189,7 @@ def test_what_has_not_changed_is_not_sent_again(carl: PoolClient, line: Proxy, m
 @pytest.mark.slow
 def test_an_upload_goes_on_where_the_line_broke(carl: PoolClient, line: Proxy):
     array = data(7, 96)
-    # the line is known, and what is sent from now on is the upload
+    # the connection is open, so the bytes from now on are the upload
     assert carl.begin("1", ranks=1).values == [1]
     before = line.sent_bytes
     sending, runs = sent_in_background(carl, array)
@@ -201,7 +201,7 @@ def test_an_upload_goes_on_where_the_line_broke(carl: PoolClient, line: Proxy):
     sending.join(60)
     assert runs[0].values == [float(array.sum())]
     assert line.connections == 2
-    # no more than what was under way when it broke is sent twice
+    # only the bytes in flight when it broke are sent twice
     assert line.sent_bytes - before < 96 * MB + 20 * MB
 
 
@@ -225,7 +225,7 @@ def test_a_long_upload_says_how_far_it_is(lone: ServedPool, line: Proxy):
 @pytest.mark.slow
 def test_an_upload_says_that_the_line_is_silent(lone: ServedPool, line: Proxy, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(blob_sender, "_ANSWER_S", 0.3)
-    monkeypatch.setattr(remote_wire, "_SILENT_S", 0.5)
+    monkeypatch.setattr(remote_transport, "_SILENT_S", 0.5)
     user = lone.user("emil", address=line.address)
     client = user.new_client()
     array = data(8, 64)
@@ -252,7 +252,7 @@ def test_a_notebook_on_a_pool_of_another_machine(ann: RemoteUser):
         kernel.check("result = _")
         assert kernel.value("[bool((v == x * 2 + rank).all()) for rank, v in enumerate(y)]") == [True, True]
         assert kernel.value("[result.logs(rank).read_text() for rank in range(2)]") == ["on 0\n", "on 1\n"]
-        # a file that is on no machine but the pool's is not named as if it were here
+        # a file that exists only on the pool's machine is not shown as a local path
         assert "sgpu logs" not in shown.html or "/remote/" not in shown.html
         kernel.check("%sgpu_connect --gpus 2 --pool team")
         kernel.check("%sgpu_push x\n")
@@ -317,6 +317,7 @@ def test_a_run_gets_no_blob_of_another_user(ann: RemoteUser, ben: RemoteUser):
     assert "no longer in the pool's store" in last.body.failure.message
 
 
+@pytest.mark.slow
 def test_only_ones_own_runs_files_are_read(ann: RemoteUser, ben: RemoteUser):
     run = ann.client.begin("print('mine')", ranks=1)
     run.ended()
@@ -472,13 +473,14 @@ def test_a_remote_run_can_be_replayed_from_here(ann: RemoteUser):
     np.testing.assert_array_equal(np.frombuffer(recorded.packed.buffers[0]), array)
 
 
+@pytest.mark.slow
 def test_a_record_that_is_older_than_its_payload_is_not_taken_for_the_last(served: ServedPool, ann: RemoteUser):
     run = ann.client.begin("1", ranks=1, names={"array": data(6, 3)})
     assert run.values == [1]
     record = served.home.state / "runs" / run.run_id / RUN_RECORD
     with environ_of(ann), recorded_directory(ann.client.pool.settings, run.run_id) as directory:
         last = read_recorded(directory).record
-    # as it is for a moment after the payload has got its name
+    # the record as it is for a moment after the payload is renamed into place
     before = msgspec.structs.replace(last, payload_kept=False, payload_note=UNDER_WAY)
     write_whole(record, msgspec.json.encode(before))
     later = threading.Timer(0.5, lambda: write_whole(record, msgspec.json.encode(last)))

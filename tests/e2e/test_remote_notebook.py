@@ -105,6 +105,7 @@ def test_a_kernel_that_is_restarted_ends_its_run(served: ServedPool, kernel: Ker
     eventually(lambda: served.home.ledger()[run_id].state == "cancelled", 20, "it goes on")
 
 
+@pytest.mark.slow
 def test_a_user_who_is_not_let_in_is_told_in_the_cell(served: ServedPool):
     mallory = served.user("mallory", listed=False)
     kernel = Kernel(mallory.home)

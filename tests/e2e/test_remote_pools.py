@@ -19,10 +19,10 @@ from stories import render_text
 from tcp_proxy import Proxy
 from waiting import eventually
 
-from sgpu_magic.client import remote_wire
+from sgpu_magic.client import remote_transport
 from sgpu_magic.config import host_name
 from sgpu_magic.errors import KeyRefused, PoolError, RunUnknown
-from sgpu_magic.runs.follow.run_loop import Followed
+from sgpu_magic.runs.follow.run_loop import Subscription
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.html import render_html
 from sgpu_magic.views.publisher import TerminalPublisher
@@ -128,7 +128,7 @@ def test_many_cuts_in_one_run(ann: RemoteUser, line: Proxy):
 def test_a_line_that_swallows_everything_is_told_and_caught_up(
     served: ServedPool, ann: RemoteUser, line: Proxy, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(remote_wire, "_SILENT_S", 1.0)
+    monkeypatch.setattr(remote_transport, "_SILENT_S", 1.0)
     client = ann.new_client(line.address)
     run = client.begin(COUNT, ranks=1)
     run.wait_for(OutputWritten, 3)
@@ -137,7 +137,7 @@ def test_a_line_that_swallows_everything_is_told_and_caught_up(
     eventually(lambda: run.run.link.wire.silent_s > 1, 10, "nobody noticed")
     view = RunView(run.run.spec, pool="team")
     stream = io.StringIO()
-    followed = Followed(run.run, view, TerminalPublisher(view, stream), client.pool)
+    followed = Subscription(run.run, view, TerminalPublisher(view, stream), client.pool)
     followed.look_at_link()
     told = rf"the pool team \({re.escape(line.address)}\) has been silent since [\d:]+; the run continues there"
     assert re.search(told, render_text(view))
@@ -152,6 +152,7 @@ def test_a_line_that_swallows_everything_is_told_and_caught_up(
     client.close()
 
 
+@pytest.mark.slow
 def test_a_question_whose_answer_was_lost_is_done_once(served: ServedPool, ann: RemoteUser, line: Proxy):
     client = ann.new_client(line.address)
     assert client.pool.status() is not None
@@ -185,6 +186,7 @@ def test_a_cancel_while_the_line_is_cut_arrives_later(ann: RemoteUser, line: Pro
 # ---------------------------------------------------------------- clients that go
 
 
+@pytest.mark.slow
 def test_goodbye_ends_what_was_not_detached(ann: RemoteUser):
     client = ann.new_client()
     mine, kept = client.begin(WAIT, ranks=1), client.begin(WAIT, ranks=1, detach=True)
@@ -215,7 +217,7 @@ def test_a_client_that_stays_away_too_long_is_gone_and_so_is_a_pool():
         line.mend()
         ended = mine.ended()
         assert (ended.state, ended.reason) == (RunState.CANCELLED, OWNER_GONE)
-        # nobody starts the next service: the operator of this one does not, and ranks wait no longer than they are told
+        # no service follows: this pool's operator starts none, and ranks wait no longer than configured
         pool.kill()
         assert pool.home.rank_pids()
         eventually(lambda: not pool.home.processes(), 20, lambda: f"left: {pool.home.processes()}")
@@ -270,7 +272,7 @@ def test_each_user_has_the_own_runs_and_sees_rows_of_the_others(served: ServedPo
             question(ben.client)
     with pytest.raises(PoolError, match="user ben is not allowed to stop this pool"):
         ben.client.pool.stop(force=True)
-    # an admin ends it, and looks into nothing
+    # an admin may cancel it, but not read its data
     for question in (lambda who: who.pool.attach(run.run_id), lambda who: who.pool.stacks(run.run_id)):
         with pytest.raises(RunUnknown):
             question(ops.client)
@@ -278,6 +280,7 @@ def test_each_user_has_the_own_runs_and_sees_rows_of_the_others(served: ServedPo
     assert run.ended().reason == "by ops"
 
 
+@pytest.mark.slow
 def test_a_revoked_user_is_out_at_once(served: ServedPool, ann: RemoteUser):
     eve = served.user("eve")
     run = eve.client.begin(WAIT, ranks=1)
@@ -288,7 +291,7 @@ def test_a_revoked_user_is_out_at_once(served: ServedPool, ann: RemoteUser):
     with pytest.raises(KeyRefused, match="does not admit your key"):
         eve.client.pool.status()
     assert ann.client.pool.status() is not None
-    # what runs is not ended by it, and is there when they are let in again
+    # it does not end running work, which is available again once the user is readmitted
     assert served.home.ledger()[run.run_id].state == "running"
     served.command("authorize", "eve", eve.keys.public)
     found, _ = eve.client.pool.attach(run.run_id)

@@ -34,7 +34,7 @@ def record(home: Home, run_id: str) -> RunRecord:
 
 def settled(home: Home, name: str = "") -> str:
     """The id of the newest run, or of the one of that name, once its payload is in its directory."""
-    # a session's cells are written down a moment later: in the ledger, and after their end in run.json
+    # a session's cells are recorded a moment later: in the ledger, and after their end in run.json
     run_id = eventually(lambda: home.run_named(name) if name else list(home.ledger())[-1], 10, "the run's row")
     eventually((home.run_dir(run_id) / "run.json").is_file, 10, "run.json")
     eventually(lambda: record(home, run_id).payload_kept, 10, "the payload is kept")
@@ -92,10 +92,11 @@ def test_a_detached_replay_goes_on_by_itself(home: Home, kernel: Kernel):
     assert home.log(again, 0) == "once more\n"
 
 
+@pytest.mark.slow
 def test_values_of_env_are_taken_from_where_the_replay_runs(home: Home, kernel: Kernel):
     kernel.check("%%distributed -n 1 --env WORD=hidden-4711\nimport os\nprint('word', os.environ['WORD'])")
     run_id = settled(home)
-    # the last file that comes; until then others are there for a moment under names of their own
+    # the last file to be written; until then, files have temporary names for a moment
     eventually((home.run_dir(run_id) / "requirements.txt").is_file, 30, "the packages are recorded")
     for path in home.run_dir(run_id).iterdir():
         assert path.name.startswith("rank-") or path.name == "events.msgpack" or b"hidden-4711" not in path.read_bytes()
@@ -119,6 +120,7 @@ def test_a_function_is_called_again(home: Home, kernel: Kernel):
     assert kernel.value("result.values") == [0, 5]
 
 
+@pytest.mark.slow
 def test_a_cell_of_a_session_runs_by_itself_and_says_what_is_missing(home: Home, new_kernel: Callable[..., Kernel]):
     kernel = new_kernel()
     kernel.check("%sgpu_connect -n 2 --ui none")
@@ -139,7 +141,7 @@ def test_a_run_can_be_replayed_at_once(home: Home, new_kernel: Callable[..., Ker
         kernel.check("%sgpu_connect -n 1 --ui none")
     options = "-n 1" if where == "alone" else ""
     kernel.check(f"%%distributed {options}\nprint('sum', large.sum())")
-    # nothing has waited for the run's directory, which is whole some 2 s after the run's end
+    # does not wait for the run's directory, which is complete some 2 s after the run's end
     reply = kernel.check("%sgpu_replay {_.run_id}")
     assert "[0] sum 1000000.0" in reply.text
 
@@ -161,7 +163,7 @@ def test_what_can_not_be_replayed_says_why(home: Home, kernel: Kernel, new_home:
         other.close()
 
 
-@pytest.mark.parametrize("present", ["same", "gone"])
+@pytest.mark.parametrize("present", ["gone", pytest.param("same", marks=pytest.mark.slow)])
 def test_the_working_directory_is_the_runs_or_the_difference_is_told(home: Home, new_kernel, present: str):
     kernel = new_kernel()
     place = home.work / f"place-{present}"

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from examples import first_rows
 from headless_notebooks import notebook
 from kernels import Home, eventually, plain
 from lazy_modules import nbformat
@@ -185,6 +186,7 @@ def script(home: Home) -> str:
     return str(folder / "main.py")
 
 
+@pytest.mark.slow
 def test_a_script_finds_what_torchrun_gives_it(home: Home):
     """Arguments, `__main__`, working directory, import path and the lines of its file."""
     file = script(home)
@@ -212,6 +214,7 @@ def test_a_scripts_exit_code_counts(home: Home):
     assert code == 0, err
 
 
+@pytest.mark.slow
 def test_torchruns_options(home: Home):
     """A module, restarts after a failure, and options without effect."""
     folder = home.work / "launched"
@@ -240,6 +243,7 @@ def test_torchruns_options(home: Home):
     assert "--rdzv-backend has no effect: the pool arranges the rendezvous." in err
 
 
+@pytest.mark.slow
 def test_a_scripts_syntax_error_names_its_line(home: Home):
     (home.work / "broken.py").write_text("x = 1\ny = (\n")
     code, _, err = run(home, "run", "broken.py", "-n", "2", "--type", "a10")
@@ -268,6 +272,7 @@ def test_a_script_is_shown_as_it_runs_and_copied_when_asked(home: Home):
     (home.work / "go").unlink()
 
 
+@pytest.mark.slow
 def test_a_script_with_functions_for_the_ranks_runs_once(home: Home):
     (home.work / "driver.py").write_text(
         "import sys\nfrom sgpu_magic import distributed\n\n"
@@ -280,7 +285,7 @@ def test_a_script_with_functions_for_the_ranks_runs_once(home: Home):
     assert sorted(out.splitlines()) == ["[0] train 0.1", "[1] train 0.1", "sizes [2, 2] ['x']"]
     assert len(set(home.runs) - before) == 1
     assert "SystemExit" not in err
-    # below its `def`
+    # below the `def`
     (home.work / "driver.py").write_text(
         "from sgpu_magic import distributed\n@distributed\ndef train():\n    1 / 0\ntrain.distributed()\n"
     )
@@ -313,7 +318,7 @@ def test_a_rank_submits_no_run(home: Home):
     code, _, err = run(home, "run", "nested.py", "-n", "4", "--type", "a10")
     assert code == 2, err
     assert re.search(r"UsageError: rank \d of run [0-9a-f]{4} tried to start run f, but a run can't start another", err)
-    # what a rank starts is of the run too
+    # processes that a rank starts belong to the run, too
     (home.work / "inner.ipynb").unlink(missing_ok=True)
     saved(home, "inner.ipynb", "%%distributed -n 1 --type cpu\npass")
     (home.work / "outer.py").write_text(
@@ -325,6 +330,7 @@ def test_a_rank_submits_no_run(home: Home):
     assert "a run can't start another" in err
 
 
+@pytest.mark.slow
 def test_a_notebook_as_text_runs_as_a_notebook(home: Home):
     (home.work / "other.py").write_text("# Databricks notebook source\nn = 40\n")
     (home.work / "words.py").write_text(
@@ -373,7 +379,7 @@ def test_job_files(home: Home, form: str):
     saved(home, f"jobs-{form}/nb.ipynb", "import os\nlr = 1\ntags = []",
           "%%distributed\nfrom sgpu_magic import runtime\nprint(lr, tags, world_size, os.environ['KIND'], "
           "(runtime.upload_path('data') / 'words').read_text())", parameters=0)  # fmt: skip
-    # as cron does it: from elsewhere
+    # like cron, from another directory
     code, out, err = run(home, "run", f"jobs-{form}/job.{form}", "-p", "lr=0.2")
     assert code == 0, err
     assert out.strip() == str(folder / "out.ipynb")
@@ -386,6 +392,7 @@ def test_job_files(home: Home, form: str):
 # ------------------------------------------------------------ what goes wrong
 
 
+@pytest.mark.slow
 def test_a_failing_cell_is_code_1_and_the_copy_has_what_there_was(home: Home):
     saved(
         home,
@@ -482,7 +489,7 @@ def test_terminated_its_runs_end_first(home: Home):
     assert process.returncode == 143
     assert "stopped in cell 2; the notebook's runs were ended" in err
     made = copy_in(out)
-    # on a slow machine the kernel may not have heard the lines yet, nor that the pool has taken the run
+    # on a slow machine the kernel may not have received the lines yet, nor the pool's acceptance of the run
     assert "RunCancelled" in text_of(made.cells[1])
     assert made.cells[2].execution_count is None
     eventually(lambda: home.ledger()[run_id].state == "cancelled", 20)
@@ -491,7 +498,7 @@ def test_terminated_its_runs_end_first(home: Home):
 
 @pytest.mark.slow
 def test_killed_it_leaves_nothing_behind(home: Home):
-    """SIGKILL gives nobody a chance: the kernel sees that its parent is gone, and the pool that its owner is."""
+    """SIGKILL allows no cleanup: the kernel notices that its parent is gone, and the pool that the owner is."""
     saved(
         home,
         "killed.ipynb",
@@ -503,7 +510,7 @@ def test_killed_it_leaves_nothing_behind(home: Home):
     process.kill()
     process.communicate(timeout=20)
     eventually(lambda: home.ledger()[home.run_named("killed-one")].state == "cancelled", 20)
-    # what there was is in the copy
+    # the output so far is in the copy
     made = nbformat.read(home.work / "killed-copy.ipynb", as_version=4)
     assert "kept" in text_of(made.cells[1])
     assert "killed" in run(home, "jobs", "-n", "1")[1]
@@ -511,7 +518,7 @@ def test_killed_it_leaves_nothing_behind(home: Home):
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [
+    first_rows([
         (["trian.ipynb"], ["trian.ipynb does not exist", "Did you mean train.ipynb?"]),
         (["train.ipynb", "-p", "lr"], ["-p"]),
         (["train.ipynb", "-p", "for=1"], ["'for' is not a name"]),
@@ -528,7 +535,7 @@ def test_killed_it_leaves_nothing_behind(home: Home):
         (["name.yaml"], ["GPU_8xH100"]),
         (["empty.json"], ["names no notebook"]),
         (["broken.toml"], ["broken.toml can't be read"]),
-    ],
+    ], 4),
 )  # fmt: skip
 def test_what_can_not_be_meant_is_code_2_and_leaves_no_copy(home: Home, arguments: list[str], words: list[str]):
     folder = home.work / "usage"

@@ -85,6 +85,7 @@ def text_of(cell: nbformat.NotebookNode) -> str:
     return plain("\n".join(texts))
 
 
+@pytest.mark.slow
 def test_a_source_file_with_widgets_runs_on_the_ranks_and_exits(home: Home):
     (home.work / "train.py").write_text(TRAIN)
     (home.work / "setup.py").write_text(SETUP)
@@ -127,7 +128,7 @@ def test_a_notebook_runs_another_and_gets_its_value(home: Home):
     assert "AssertionError: a bad name" in err
     made = nbformat.read(out.splitlines()[-1], as_version=4)
     assert "value abab" in text_of(made.cells[-3])
-    # the widgets of the other notebook were its own
+    # the other notebook has widgets of its own
     assert "own {'own': '1'}" in text_of(made.cells[-2])
     assert len(list(Path(folder).glob("child.*.ipynb"))) == 2
 

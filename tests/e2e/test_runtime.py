@@ -92,7 +92,7 @@ def test_where_no_run_is_it_says_so(kernel: Kernel):
     kernel.check(f"import os; os.environ['SGPU_CHECKPOINT_DIR'] = {str(kernel.home.work / 'mine')!r}")
     try:
         assert kernel.value("str(runtime.checkpoint_dir())") == str(kernel.home.work / "mine")
-        # a run's own goes before that of the notebook
+        # a run's own value takes precedence over the notebook's
         reply, directory = check_run(kernel, PRINT_IT)
         assert reply.lines(0) == [str(directory / "checkpoints")]
     finally:

@@ -51,7 +51,7 @@ meeting.meet(rank)
 if rank == 1: raise ValueError('NaN in batch 118')
 dist.barrier()
 """
-# a module beside the notebook: rank 1 goes on when rank 0 waits, which a busy machine may keep from its barrier
+# a module beside the notebook: rank 1 goes on when rank 0 waits, which may reach its barrier late on a busy machine
 MEETING = """import os, time
 import torch.distributed as dist
 
@@ -154,9 +154,9 @@ def normalised(text: str, home: Home) -> str:
         text = text.replace(run, "RUN").replace(run[:4], "RUN")
     text = re.sub(r"\d+(\.\d+)? (s|ms|min)\b", "N s", text)
     text = re.sub(r"\d+(\.\d+)? (B|kB|MB|GB|cores)\b", r"N \2", text)
-    # said only where starting has taken a second
+    # shown only if starting took a second
     text = text.replace(" · start N s", "")
-    # a run of an instant has no duration
+    # a very short run shows no duration
     text = re.sub(r"^(✓ .*) · N s$", r"\1", text, flags=re.MULTILINE)
     text = re.sub(r"^succeeded in N s", "succeeded", text, flags=re.MULTILINE)
     lines = text.splitlines()
@@ -215,7 +215,7 @@ def test_a_live_view_leaves_nothing_of_itself(
     made = executed(*ALL, client=with_front_end())
     saved = nbformat.writes(made)
     assert WIDGET_MIME not in saved
-    # what a front end says of a page that it has converted to HTML would be an error without its widget
+    # without its widget, a page converted to HTML would show a front end's error message
     assert "widgets" not in made.metadata or not made.metadata.widgets.get("state")
     # the error below the view is short, as the view has its traceback
     compare(story_of(made, environment), "front_end")
@@ -260,6 +260,7 @@ def test_nbconvert_to_html(executed: Callable[..., nbformat.NotebookNode]) -> No
     assert "<b>loss</b>" not in page, "what ranks print stays text"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Debian's chromium to draw with")
 def test_a_long_final_output_is_low_on_a_screen_and_whole_on_paper() -> None:
     run = Run().start()
@@ -298,7 +299,7 @@ def printing_browser(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path(wanted[1]).symlink_to(CHROMIUM or "")
 
 
-# what a reader of a page finds
+# what a reader of a page sees
 PRINTED = (
     "✓ succeeded train",
     "2 ranks · cpu, gloo · local",
@@ -327,7 +328,7 @@ def test_nbconvert_to_webpdf(executed: Callable[..., nbformat.NotebookNode], pri
 @pytest.mark.slow
 def test_nbconvert_to_latex(executed: Callable[..., nbformat.NotebookNode]) -> None:
     made = executed(*ALL)
-    # LaTeX has no HTML: what text front ends show
+    # LaTeX can't use HTML, so it has the text of text front ends
     text = nbconvert.LatexExporter().from_notebook_node(made)[0].replace("{-}", "-").replace("\\PYZus{}", "_")
     for part in ("succeeded", "epoch 2 0", "failed", "NaN in batch 118"):
         assert part in text, text

@@ -76,11 +76,11 @@ def test_secrets_are_nowhere(notebook: Kernel, secret_home: Home, marks: Marks):
 
     notebook.check(f"%env MY_API_KEY={marks.make('%env')}")
     given, typed, token = marks.make("--env"), marks.make("in the cell"), f"hf_{marks.make('token')}"
-    # defined in a cell with a secret in it, whose source goes along for tracebacks
+    # defined in a cell with a secret in it, whose source is sent along for tracebacks
     notebook.check(f"%env OTHER_TOKEN={marks.make('%env of a definition')}\ndef use(name):\n    return len(name)")
     check(
         f"%%distributed -n 2 --out got --env DB_PASSWORD={given}\n"
-        # what the magic prints would be the rank's own output
+        # the magic's own output would be the rank's
         f"if False:\n    %env CELL_SECRET={typed}\n"
         "import os\n"
         f"literal = '{token}'\n"
@@ -91,19 +91,26 @@ def test_secrets_are_nowhere(notebook: Kernel, secret_home: Home, marks: Marks):
     assert replies[-1].status == "ok", replies[-1].evalue
     assert notebook.value("got") == [26, 26, 26, 26, 29]
     failing = (
-        "%%distributed -n 2 --retries 1 --retry-on any\n"
+        # values of --env are hidden, whatever they are and whatever their names
+        f"%%distributed -n 2 --retries 1 --retry-on any --env DSN={marks.make('plain --env')}\n"
         "import os\n"
         f"value = '{marks.make('in a traceback')}'; os.environ['A'] = 'b'\n"
-        "raise ValueError('no access with ' + os.environ['MY_API_KEY'] + ' and ' + os.environ['HF_TOKEN'])"
+        "raise ValueError('no access with ' + os.environ['MY_API_KEY'] + ' and ' + os.environ['HF_TOKEN']\n"
+        "                 + ' at ' + os.environ['DSN'])"
     )
     # known as a secret, so that the traceback's line has one
     notebook.check(f"%env LINE_SECRET={marks.by_name['in a traceback']}")
     assert check(failing).status == "error"
-    assert "no access with *** and ***" in replies[-1].text + replies[-1].evalue + replies[-1].traceback
-    assert check(f"%sgpu_connect -n 2 --env SESSION_TOKEN={marks.make('session')}").status == "ok"
+    assert "no access with *** and *** at ***" in replies[-1].text + replies[-1].evalue + replies[-1].traceback
+    assert (
+        check(
+            f"%sgpu_connect -n 2 --env SESSION_TOKEN={marks.make('session')} --env PLACE={marks.make('plain')}"
+        ).status
+        == "ok"
+    )
     check("%%distributed --out got\nimport os; got = len(os.environ['SESSION_TOKEN'])")
     assert notebook.value("got") == 26
-    check("%%distributed\nimport os\nraise KeyError(os.environ['SESSION_TOKEN'])")
+    check("%%distributed\nimport os\nraise KeyError(os.environ['SESSION_TOKEN'] + os.environ['PLACE'])")
     check("%sgpu_disconnect")
     lacking = secret_home.path / "lacking.txt"
     refused = check(f"%%distributed -n 1 --env-version {lacking}\nprint('never')")
@@ -159,6 +166,7 @@ def in_messages(home: Home, marks: Marks) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_a_run_says_which_secrets_it_had_by_name(notebook: Kernel, secret_home: Home):
     notebook.check("%env MY_API_KEY=not-there-yet")
     notebook.check("%%distributed -n 1\npass")

@@ -1,4 +1,4 @@
-"""Nobody else gets in, and nothing is unpickled that does not carry the run's key."""
+"""Other users have no access, and only data with the run's key is unpickled."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from sgpu_magic.wire.devices import Placement
 from sgpu_magic.wire.pool_status import AskStatus, Hello, PoolStatus, Welcome
 from sgpu_magic.wire.run import CellSource, Interpreter, Owner, RankContext, RunSpec
 
-# what a pool lets in and keeps is looked at whole
+# the tests inspect everything that a pool admits and keeps
 OWN_HOME = True
 
 needs_root = pytest.mark.needs_root
@@ -93,7 +93,7 @@ def test_everything_is_private(kernel: Kernel, home: Home):
         for path in [root, *root.rglob("*")]:
             if path.is_symlink():
                 continue
-            # what is written of a run that is over has another name at first
+            # files of an ended run are written under a temporary name first
             with contextlib.suppress(FileNotFoundError):
                 assert not mode(path) & 0o077, f"{path} has mode {mode(path):o}"
     assert stat.S_ISSOCK((home.runtime / "pool.sock").stat().st_mode)
@@ -131,7 +131,8 @@ def test_a_runtime_directory_of_somebody_else_is_not_used(home: Home, tmp_path: 
     done = subprocess.run(
         [sys.executable, "-c", "from sgpu_magic.client.pool import Pool; from sgpu_magic.config import load_settings; "
          "Pool(load_settings()).status()"],
-        env=home.environ | {"SGPU_RUNTIME_DIR": str(trap)}, capture_output=True, text=True, check=False,
+        env=home.environ | {"SGPU_RUNTIME_DIR": str(trap), "SGPU_STATE_DIR": str(tmp_path / "state")},
+        capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode != 0
     assert f"{trap} is not a directory that you own" in done.stderr
@@ -143,7 +144,7 @@ def test_a_runtime_directory_of_somebody_else_is_not_used(home: Home, tmp_path: 
 def test_another_user_gets_nothing(kernel: Kernel, home: Home):
     attempts = [
         "socket.socket(socket.AF_UNIX).connect('{run}/pool.sock')",
-        "open('{run}/pool.json').read()",
+        "open('{state}/pool.json').read()",
         "os.listdir('{state}/runs')",
         "open('{state}/ledger.sqlite3', 'rb').read()",
         "os.open('/proc/{kernel}/fd/0', os.O_RDONLY)",
@@ -247,7 +248,7 @@ def submission(home: Home, run_id: str, source: PayloadSource, layout: PackedLay
 def test_a_run_id_that_is_a_path_is_refused(kernel: Kernel, home: Home, dealer: Dealer, run_id: str):
 
     def found() -> set[Path]:
-        # what becomes of runs that are over, beside what is asked for
+        # ignore files of earlier runs, which change independently of the request
         known = {home.run_dir(known) for known in home.runs}
         return {path for path in home.path.rglob("*") if known.isdisjoint(path.parents) and "kernel" not in path.name}
 
@@ -281,7 +282,7 @@ def test_a_payload_without_the_runs_signature_is_not_unpickled(
     source: PayloadSource = InlinePayload()
     if way == "file":
         (tmp_path / "payload").write_bytes(bomb)
-        # it becomes the run's
+        # the file becomes the run's
         (tmp_path / "payload").chmod(0o600)
         source = FilePayload(path=str(tmp_path / "payload"), size=len(bomb))
     dealer.hello()
@@ -357,7 +358,7 @@ def test_the_key_is_a_new_one_each_time(kernel: Kernel, home: Home):
     assert {len(key) for key in keys} == {32}
 
 
-# ---------------------------------------------------------------- who never unpickles
+# ---------------------------------------------------------------- processes that never unpickle
 
 
 @pytest.mark.parametrize(

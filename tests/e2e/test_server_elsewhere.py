@@ -97,7 +97,7 @@ def test_it_is_listed_followed_and_its_outputs_are_the_kernels(
     page = Page(server, cell.path)
     page.until(lambda: len(page.rows) > 60, 20, "few lines")
     assert page.snapshot["state"] == "running"
-    # what a view may ask
+    # the requests of a view
     lines = ask(server, cell.path, kind="lines", first=0, count=3, rank=1)
     assert lines["rows"] == [[1, 0, "begun on 1"], [1, 1, "step 1"], [1, 2, "step 2"]]
     assert ask(server, cell.path, kind="log", offset=0, rank=0)["text"].startswith("begun on 0\nstep 1\n")
@@ -119,7 +119,7 @@ def test_it_is_listed_followed_and_its_outputs_are_the_kernels(
 def test_outputs_of_a_run_that_ended_while_nobody_looked(
     server: JupyterServer, kernel: ServerKernel, pool: ServedPool, name: str, body: str
 ):
-    # an error is short where a page shows the view above it
+    # an error is short if the page shows the view above it
     cell = f"%%distributed -n 2 --pool team --name {name}\n{body}"
     kernels = kernel.run(cell, cell=f"cell-{name}", prompts=name == "raises")
     path = f"sgpu/runs/{pool.home.run_named(name)}"
@@ -146,7 +146,7 @@ def test_a_killed_pool_service_is_told_and_the_next_one_followed(
     page.until(lambda: len(page.rows) > 10, 20, "few lines")
     pool.kill()
     page.until(lambda: "the pool team can't be reached now" in json.dumps(page.snapshot), 30, "it is not told")
-    # a page that comes now has the run as well; of those that have ended nobody need be asked
+    # a page that is opened now has the run as well; ended runs need no request to the pool
     listed = {run["run_id"]: run["final"] for run in server.get(f"sgpu/runs?kernel={kernel.id}").body}
     assert not listed.pop(cell.run_id)
     assert listed
@@ -171,6 +171,7 @@ def test_a_run_that_its_pool_has_forgotten_is_over(
     assert "the pool team no longer has this run" in json.dumps(page.snapshot)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("kernel")
 def test_links_that_nobody_needs_are_closed(place: Home, pool: ServedPool, monkeypatch: pytest.MonkeyPatch):
     for name, value in place.environ.items():
@@ -194,12 +195,13 @@ def test_links_that_nobody_needs_are_closed(place: Home, pool: ServedPool, monke
     assert elsewhere.run("../" + run_id) is None
 
 
+@pytest.mark.slow
 def test_the_newest_notes_are_kept(tmp_path: Any):
     settings = Settings(state_dir=str(tmp_path))
     ids = [f"{number:08x}" for number in range(0x10000000, 0x10000000 + 503)]
     for run_id in ids:
         note_sent(settings, "team", spec_of(run_id))
-        # a file system's clock may stand still between two of them
+        # a file system's clock may not advance between two of them
         os.utime(tmp_path / SENT / f"{run_id}.msgpack", ns=(int(run_id, 16),) * 2)
     assert sorted(sent_run_ids(settings)) == ids[3:]
     found = sent_run(settings, ids[-1])

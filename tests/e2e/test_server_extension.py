@@ -79,7 +79,7 @@ def test_the_runs_of_a_kernel_are_listed_with_their_cells(server: JupyterServer,
         (found,) = [run for run in server.get(f"sgpu/runs?kernel={kernel.id}").body if run["cell"] == "the-cell"]
         return found
 
-    # the pool writes its ledger some milliseconds after it has told
+    # the pool writes its ledger some milliseconds after it reports the end
     eventually(lambda: listed()["final"], 5, "the end of the run in the ledger")
     found = listed()
     assert found["run_id"] == place.run_named("listed")
@@ -159,7 +159,7 @@ def test_questions_are_answered_while_the_cell_blocks(server: JupyterServer, run
     hello = ask(server, running.path, kind="hello", over="server")
     assert hello["snapshot"]["run_id"] == running.run_id
     assert hello["snapshot"]["state"] == "running"
-    # the events come a moment after the log
+    # the events arrive a moment after the log
     eventually(
         lambda: sum(ask(server, running.path, kind="hello")["snapshot"]["lines"]) >= 8, 5, "no lines are told of"
     )
@@ -217,7 +217,7 @@ def test_outputs_are_refused_while_the_run_goes_on(server: JupyterServer, runnin
 def test_the_outputs_are_those_that_the_kernel_has_given_the_cell(
     server: JupyterServer, kernel: ServerKernel, place: Home, name: str, body: str
 ):
-    # an error is short where a page shows the view above it
+    # an error is short if the page shows the view above it
     of_kernel = kernel.run(f"%%distributed -n 2 --name {name}\n{body}", cell=f"cell-{name}", prompts=name == "raises")
     answer = server.get(f"sgpu/runs/{place.run_named(name)}/outputs")
     assert answer.status == 200
@@ -257,7 +257,7 @@ def test_a_run_whose_pool_was_killed_is_over(server: JupyterServer, kernel: Serv
     kernel.run("%%distributed -n 1 --ui none\npass")
 
 
-# ------------------------------------------------------------ who may ask
+# ------------------------------------------------------------ access
 
 
 @pytest.mark.parametrize("path", ["sgpu/runs?kernel=x", "sgpu/runs/{run}/news", "sgpu/runs/{run}/outputs"])
@@ -353,7 +353,7 @@ def test_a_run_whose_files_are_read_slowly_keeps_nobody_waiting(tmp_path: Path, 
         both = [threads.submit(followers.get, "0123abcd") for _ in range(2)]
         assert reading.wait(10)
         try:
-            # what the server's loop calls
+            # the calls of the server's loop
             for call in (lambda: followers.asked("0123abcd"), followers.drop_idle, lambda: followers.get("4567abcd")):
                 threads.submit(call).result(10)
         finally:
@@ -393,7 +393,7 @@ def test_events_that_a_killed_pool_left_half_written_are_read_when_they_are_whol
     assert [event.seq for event, _ in reader.new_events()] == [1, 2]
     events.write_bytes(whole + whole[:50])
     assert list(reader.new_events()) == []
-    # the next service cuts it off and goes on
+    # the next service truncates it and continues
     log = RunLog(tmp_path, "0123abcd")
     log.append(Noted(text="two"), 3.0)
     log.close()

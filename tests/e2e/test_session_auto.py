@@ -43,7 +43,7 @@ def test_cells_for_the_notebook_stay_there(auto: Kernel):
     assert auto.value("x") == "in the notebook"
     assert "rank 0" in auto.check("# a word\n\n%sgpu_push x\n%sgpu_pull x").text
     assert auto.check("%%rank 1\nprint('one')").lines(1) == ["one"]
-    # a front end's own code is no cell of a person
+    # a front end's own code is not a cell of the user
     assert auto.start("quietly = 1", silent=True).wait().status == "ok"
     assert auto.value("quietly") == 1
 

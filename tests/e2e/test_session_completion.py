@@ -68,7 +68,7 @@ def test_inspection_shows_the_ranks_object(session: Kernel):
     assert found["found"] is True
     assert "Train for some epochs." in found["data"]["text/plain"]
     assert inspected(session, "train_digits")["found"] is False
-    # what the rank does not have, the notebook may
+    # the notebook completes what the rank lacks
     assert inspected(session, "%%distributed\ntrain_in_the_notebook")["found"] is True
 
 
@@ -80,7 +80,7 @@ def test_a_busy_rank_keeps_nobody_waiting(session: Kernel):
     )
     try:
         eventually(lambda: not session.value("s.is_idle"), 5, "the session is busy")
-        # one who asked the rank would wait for longer than the kernel's answer is awaited
+        # a request to the rank would take longer than the kernel's reply is awaited
         session.check(
             "from sgpu_magic.magics import completion\nusual, completion.TIMEOUT_S = completion.TIMEOUT_S, 3600"
         )

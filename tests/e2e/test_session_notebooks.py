@@ -41,7 +41,7 @@ def test_only_cells_that_are_to_fail_do(executed: Executed):
     for cell in executed.cells:
         assert bool(cell.errors) == cell.fails, f"{cell.source}\n{cell.text}"
         for name in cell.errors:
-            # of the user's own exceptions it is the same page
+            # the user's own exceptions have the same page
             topic = getattr(errors, name, errors.RemoteError).topic
             assert cell.text.splitlines()[-1] == f"See `%sgpu_help {topic}`.", cell.text
 

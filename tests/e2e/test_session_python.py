@@ -77,7 +77,7 @@ def test_an_event_loop_goes_on_while_it_connects(home: Home):
         "    async with sgpu_magic.connect(2, 'cpu') as other:\n"
         "        print(other.call(add, 1))\n"
         "    print(other.state)\n"
-        # its ranks take longer to end than anybody waits
+        # its ranks take longer to end than the client waits
         "    from sgpu_magic.runs.sessions import lifetime\n"
         "    lifetime._CLOSE_PATIENCE_S = 0.0\n"
         "    try:\n"

@@ -66,11 +66,12 @@ def test_a_client_that_asks_again_is_told_what_has_changed(client: PoolClient) -
     assert run.run_id in [row.run_id for row in told.runs]
     now = with_changes(whole, told)
     assert [row.run_id for row in now.runs] == [run.run_id, *(row.run_id for row in whole.runs)]
-    # not the last one that this client was told
+    # not the last version that this client received
     assert ask(link, AskStatus(request=0, known=whole.version), PoolStatus).changes is None
     assert states(client) == states(client) == {row.run_id: row.state for row in now.runs}
 
 
+@pytest.mark.slow
 def test_the_one_run_of_another_user_is_next_and_priorities_come_before_turns(client: PoolClient) -> None:
     first = begin(client, "alice")
     first.wait_for(OutputWritten)
@@ -108,6 +109,7 @@ def test_the_one_run_of_another_user_is_next_and_priorities_come_before_turns(cl
     assert [run.run_id for run in began][:2] == [boss.run_id, bob.run_id]
 
 
+@pytest.mark.slow
 def test_who_has_used_up_the_quota_is_told_so_and_begins_when_the_own_run_is_over(client: PoolClient) -> None:
     first = begin(client, "guest", ranks=1)
     first.wait_for(OutputWritten)
@@ -117,7 +119,7 @@ def test_who_has_used_up_the_quota_is_told_so_and_begins_when_the_own_run_is_ove
         "user guest may have 1 CPU slot at once (the pool's setting user_quotas): 1 is in use by run "
         f"{first.run_id[:4]}, and it needs 1 CPU slot"
     )
-    # the slot is free for everybody else
+    # the slot is free for other users
     begin(client, "bob", "pass", ranks=1).ended()
     assert states(client)[second.run_id] is RunState.QUEUED
     first.run.cancel("over")

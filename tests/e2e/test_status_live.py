@@ -73,14 +73,15 @@ def test_status_follows_what_happens_and_then_rests(kernel: Kernel, home: Home, 
     (output,) = cell.reply.outputs
     assert f"{run_id[:4]}   followed" in output.text
     assert "4 A10, 2 H100 (simulated) · " in output.text
-    assert f"{run_id[:4]} followed on 0, 1" in output.text
+    # devices of the run before may not be free yet
+    assert re.search(rf"{run_id[:4]} followed on \d, \d", output.text)
     clock = output.text
     cell.until(lambda: output.text != clock, 5, "the clock of the run")
     assert "running" in output.text
     gate.touch()
     cell.until(lambda: "running" not in output.text and "running" not in output.html, 10, "the run's end")
     assert re.search("followed .* succeeded", output.text)
-    assert "on 0, 1" not in output.text
+    assert "followed on" not in output.text
     cell.until_shown("updated until")
     seconds = time.monotonic() - began
     assert updates(cell) <= seconds + 1, f"{updates(cell)} messages in {seconds:.1f} s"
@@ -93,7 +94,7 @@ def test_status_of_a_pool_in_which_nothing_happens_is_two_messages(kernel: Kerne
     cell.wait()
     assert threads(kernel) == ["sgpu-status"]
     eventually(lambda: threads(kernel) == [], 10, "the end of the thread that looks")
-    # all that it has sent is there before this cell's end
+    # everything that it sent arrives before this cell's end
     kernel.check("pass")
     assert updates(cell) == 1
     assert len(cell.reply.outputs) == 1
@@ -139,6 +140,7 @@ def test_unloading_ends_it(new_kernel: Callable[..., Kernel], gate: Path, starte
     gate.touch()
 
 
+@pytest.mark.slow
 def test_status_tells_that_the_pool_is_gone_and_follows_the_next_one(new_home: Callable[..., Home]) -> None:
     home = new_home({"SGPU_STATUS_IDLE_S": "60"})
     kernel = Kernel(home)

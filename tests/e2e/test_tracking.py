@@ -147,7 +147,7 @@ def test_a_killed_pool_and_a_killed_writer_leave_one_run(pool: TrackedPool):
 def test_what_a_stopped_pool_has_not_written_the_next_one_writes(pool: TrackedPool):
     run = pool.begin(WAIT.format(go="never"))
     run.wait_for(RanksStarted)
-    # before anything of it is in MLflow: nothing was waited for
+    # stop it before anything is in MLflow
     stop_process(pool.home.pool_pid(), signal.SIGTERM, 25)
     left = load_progress(pool.home.run_dir(run.run_id))
     assert left is not None
@@ -169,7 +169,7 @@ def test_a_dead_server_costs_a_run_nothing_but_a_sentence(pool: TrackedPool):
     assert time.monotonic() - began < 5
     directory = pool.home.run_dir(run.run_id)
     eventually(lambda: (load_progress(directory) or Progress()).problem, 60, pool.log)
-    # it had ended by then: the next one for the same store says so
+    # the run had ended by then: the next run for the same store reports it
     following = pool.begin("pass", tracking=dead)
     assert following.ended().state is RunState.SUCCEEDED
     (told,) = [event.text for event in following.events if isinstance(event, Noted)]
@@ -223,6 +223,8 @@ def test_credentials_of_one_notebook_reach_no_other_server(pool: TrackedPool, em
                 with open(path, "rb") as file:
                     data = file.read()
                 assert not any(secret in data for secret in secrets)
+        # settings are private: all users can read the arguments of all processes
+        assert not [found.command for found in pool.home.processes().values() if str(pool.home.state) in found.command]
     finally:
         for gateway in gateways:
             gateway.close()

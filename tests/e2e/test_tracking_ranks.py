@@ -25,7 +25,7 @@ def store(home: Home, coming_store: Future[Path], module_kernel: SharedKernel) -
     module_kernel.get()
     database = home.state / "mlflow" / "mlflow.db"
     made = Runs(f"sqlite:///{database if database.exists() else lay_store(coming_store.result(), home.state)}")
-    # imports MLflow here, seconds
+    # importing MLflow here takes seconds
     made.all("notebook")
     return made
 
@@ -103,11 +103,12 @@ print(active.info.run_id, mlflow.get_tracking_uri())
     assert found.data.tags["team"] == "x"
     assert "notes" in store.artifacts(run_id)
     assert len(store.history(run_id, "loss/1")) == 200
-    # both ranks have started one, and there is one
+    # both ranks called start_run, and there is one run
     made = [made.info.run_id for made in store.all("notebook")]
     assert [found for found in made if found not in before] == [run_id]
 
 
+@pytest.mark.slow
 def test_a_cell_that_fails_keeps_what_it_has_logged(kernel: Kernel, store: Runs):
     reply = kernel.run("%%distributed -n 2\nimport mlflow\nmlflow.log_metric('last', rank)\n1 / 0")
     assert reply.ename == "ZeroDivisionError"
@@ -189,7 +190,7 @@ def session(kernel: Kernel) -> Iterator[Kernel]:
     kernel.check("%sgpu_connect -n 2 --name trial", 90)
     kernel.check("%%distributed --ui none\nimport mlflow", 90)
     yield kernel
-    # the test has ended it unless it failed
+    # already disconnected, unless the test failed
     kernel.run("%sgpu_disconnect trial")
 
 
@@ -204,7 +205,7 @@ def test_each_cell_of_a_session_is_a_run_below_the_sessions(session: Kernel, sto
     assert [one.data.metrics["n"] for one in found] == [1.0, 2.0]
     parents = {one.data.tags["mlflow.parentRunId"] for one in found}
     assert len(parents) == 1
-    # a run as a value would be MLflow in the notebook, which then says where
+    # a run as a value would import MLflow in the notebook, which would then report where it tracks
     run(session, "mlflow.log_metric('n', 3)\nmlflow.active_run() is None", "%%distributed --no-track")
     assert session.value("r.mlflow_run_id") == ""
     session.check("%sgpu_disconnect")
@@ -236,7 +237,7 @@ def test_the_notebooks_own_mlflow_says_where(home: Home, new_kernel: Any):
     found = settled(mine, first)
     assert found.data.tags["mlflow.parentRunId"] == kernel.value("sweep.info.run_id")
     assert found.data.metrics["lr"] == 2.0
-    # what says nothing new changes nothing, and is not remarked on
+    # settings that change nothing have no effect and are not reported
     assert {made.info.run_id for made in mine.all("mine")} == {first, kernel.value("sweep.info.run_id")}
 
 

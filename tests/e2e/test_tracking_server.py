@@ -205,7 +205,7 @@ def test_sync_sends_what_was_left(
     one = sgpu(settings, "sync", MLFLOW_TRACKING_URI=guarded.uri, MLFLOW_TRACKING_TOKEN="right")
     assert one.returncode == 0, one.stdout + one.stderr
     assert first.run_id[:4] in one.stdout
-    # the token is for the server that the shell names, and no other sees it
+    # the token is for the server that the shell names, and no other server receives it
     assert {given for _, given in guarded.seen[seen[1] :]} == {"Bearer right"}
     assert {given for _, given in gateway.seen[seen[0] :]} == {""}
     assert sgpu(settings, "sync").stdout == "everything is in MLflow\n"
@@ -221,7 +221,7 @@ def test_sync_says_what_it_can_not_send(gateway: Gateway, settings: Settings, ne
     writer = new_writer()
     before = ToldRun(settings)
     before.end()
-    # the writer is the last to get a busy machine's cores: its imports are not to be part of what is measured
+    # on a busy machine the writer is slow to get a core: exclude its imports from the measurement
     writer.track(before, place(gateway.uri))
     writer.until_done(before)
     gateway.close()

@@ -88,8 +88,12 @@ def test_a_module_imported_in_the_kernel_travels_as_it_is_on_disk(notebook: Kern
     notebook.check("%%distributed -n 1 --out got --ui none\ngot = f()")
     assert notebook.value("got") == "new"
     assert notebook.value("f()") == "old"
+    # other tests check what is shipped
+    path.unlink()
+    notebook.check("import sys\ndel sys.modules['imported'], imported, f")
 
 
+@pytest.mark.slow
 def test_a_path_entry_of_the_users_travels(notebook: Kernel):
     shelf = notebook.home.path / "shelf"
     shelf.mkdir()

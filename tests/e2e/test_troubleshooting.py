@@ -22,7 +22,7 @@ from sgpu_magic.wire.base import FailureKind
 NOTEBOOK = ROOT / "notebooks/troubleshooting.ipynb"
 # on two cores; a reader waits for it
 MOST_SECONDS = 90
-# no error names it: a run that hangs raises nothing
+# no error refers to it: a run that hangs raises nothing
 HANGS = "hang"
 
 
@@ -182,6 +182,6 @@ def test_saved_outputs_are_those_of_this_version_and_of_no_machine(executed: Exe
 )
 def test_what_a_reader_sees(executed: Executed, section: str, words: list[str]):
     text = executed.of(section)
-    # the wide spaces of columns are not what is asked for
+    # ignore the wide spaces between columns
     told = re.sub(r" +", " ", text)
     assert [word for word in words if word not in told] == [], text

@@ -22,7 +22,7 @@ def machines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoMachines]:
     if os.getuid() or shutil.which("ip") is None:
         pytest.skip("needs root and ip(8) for a network namespace")
     folder = tmp_path_factory.mktemp("machines")
-    # markupsafe is its own: what is only linked there would be changed in the tests' environment
+    # this environment has its own markupsafe: changing a linked one would change the tests' environment
     notebook = ("six==1.16.0", "toolz==0.12.1", "colorama==0.4.6", MARKUPSAFE)
     with two_machines(folder, notebook=notebook, node=("six==1.17.0", "toolz==1.0.0")) as made:
         made.fill_cache_for_notebook()
@@ -53,7 +53,7 @@ def test_ranks_have_the_notebooks_packages_and_the_nodes_torch(machines: TwoMach
     assert cwd.startswith(str(machines.node_state / "runs"))
     assert prefix.startswith(str(machines.node_state / "environments"))
     assert torch.startswith(str(machines.node_state / "environments"))
-    # its ranks are really in the other machine's network
+    # its ranks really are in the other machine's network
     assert network != machines.network_of(kernel.pid)
 
 

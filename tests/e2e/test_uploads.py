@@ -19,6 +19,7 @@ from sgpu_magic.client.upload_files import IgnoreRules, KnownDigests, find_files
 from sgpu_magic.errors import UsageError
 from sgpu_magic.wire.attachments import Manifest, Upload, UploadedFile, manifest_bytes
 from sgpu_magic.wire.base import RunState
+from sgpu_magic.wire.rank_events import OutputWritten
 
 LISTED = """
 import os, pathlib, json
@@ -106,7 +107,7 @@ def test_links_that_lead_out_are_refused(data: Path, tmp_path: Path):
 def test_what_has_not_changed_is_not_read_again(data: Path, tmp_path: Path):
     path = data / "train/shard-00.bin"
     long_ago = path.stat().st_mtime - 3600
-    # a file is only known when its times are old enough to tell a change
+    # a digest is kept only if the file's times are old enough to reveal a change
     before = path.stat()
     known = KnownDigests(tmp_path / "state", data)
     known.keep({str(path): (before, ("a",))})
@@ -116,7 +117,7 @@ def test_what_has_not_changed_is_not_read_again(data: Path, tmp_path: Path):
     status = path.stat()
     assert KnownDigests(tmp_path / "state", data).of(str(path), status) == ("a",)
     assert KnownDigests(tmp_path / "state", tmp_path).of(str(path), status) is None
-    # another content of the same size and time: the inode's own time tells
+    # different content of the same size and mtime: the inode's change time reveals it
     content = bytearray(path.read_bytes())
     content[0] ^= 1
     path.write_bytes(content)
@@ -196,11 +197,11 @@ def test_it_is_sent_once(served: ServedPool, ann: RemoteUser, data: Path, monkey
     assert run.run.spec.shipped.notes == ("uploaded data: 22 files, 1.5 MB, of which the pool lacked 1.4 MB",)
     assert listed(run, 1)[0] == root
     assert 1_400_000 < sent[0] < 1_410_000
-    # the same again: nothing is sent, and it is the same copy
+    # unchanged: nothing is sent, and the same copy is used
     sent[0] = 0
     assert listed(ann.client.begin(LISTED, along=Attachments(uploads=(upload(data),))))[0] == root
     assert sent[0] == 0
-    # one file is another: that one is sent, and what it consists of
+    # one file has changed: only that file and the manifest are sent
     (data / "train/shard-03.bin").write_bytes(os.urandom(70_000))
     other, _ = listed(ann.client.begin(LISTED, along=Attachments(uploads=(upload(data),))))
     assert other != root
@@ -224,17 +225,51 @@ def test_it_is_for_reading_and_where_the_notebook_had_it(served: ServedPool, ann
     assert run.printed[0].split() == ["0o40500", "0o100400", "it", "runs"]
 
 
-@pytest.mark.slow
-def test_a_copy_that_somebody_changed_is_made_anew(served: ServedPool, ann: RemoteUser, data: Path):
-    root, _ = listed(ann.client.begin(LISTED, ranks=1, along=Attachments(uploads=(upload(data),))))
-    eventually(lambda: not served.home.rank_pids(), 20)
-    changed = root / "train/shard-05.bin"
-    changed.chmod(0o600)
-    changed.write_bytes(b"wrong")
-    run = ann.client.begin(LISTED, ranks=1, along=Attachments(uploads=(upload(data),)))
-    again, found = listed(run)
-    assert found["train/shard-05.bin"][0] == 70_000
-    assert (again / "train/shard-05.bin").read_bytes() == (data / "train/shard-05.bin").read_bytes()
+# how a run can change its upload: root ignores file modes, and another user can change them
+SLOW = pytest.mark.slow
+WRITES = {
+    "same size and time": "f.write_bytes(bytes(f.stat().st_size)); os.utime(f, ns=(was.st_atime_ns, was.st_mtime_ns))",
+    "another file": "(root / 'train/new.bin').write_bytes(b'new')",
+    "replaced": "f.unlink(); f.write_bytes(bytes(was.st_size)); os.utime(f, ns=(was.st_atime_ns, was.st_mtime_ns))",
+    "removed": "f.unlink()",
+}
+WRITING = """
+import os, pathlib, time
+from sgpu_magic import runtime
+root = runtime.upload_path("data")
+f = root / "train/shard-05.bin"
+was = f.stat()
+for each in (f, root, f.parent):
+    each.chmod(0o700)
+{write}
+for each in (root, f.parent):
+    each.chmod(0o500)
+print("written", flush=True)
+while {wait} and not pathlib.Path({go!r}).exists():
+    time.sleep(0.05)
+"""
+
+
+@pytest.mark.parametrize("in_use", [False, pytest.param(True, marks=SLOW)], ids=["ended", "in-use"])
+@pytest.mark.parametrize(
+    "write", [pytest.param(name, marks=() if name == "same size and time" else SLOW) for name in WRITES]
+)
+def test_what_a_run_writes_there_is_not_in_later_runs(
+    ann: RemoteUser, data: Path, tmp_path: Path, write: str, in_use: bool
+):
+    along = Attachments(uploads=(upload(data),))
+    go = tmp_path / "go"
+    writer = ann.client.begin(WRITING.format(write=WRITES[write], wait=in_use, go=str(go)), ranks=1, along=along)
+    writer.wait_for(OutputWritten)
+    if not in_use:
+        assert writer.ended().state is RunState.SUCCEEDED
+    root, found = listed(ann.client.begin(LISTED, ranks=1, along=along))
+    assert found == {file.name: (file.status.st_size, file.name.endswith(".sh")) for file in find_files(data).files}
+    assert (root / "train/shard-05.bin").read_bytes() == (data / "train/shard-05.bin").read_bytes()
+    # and this copy is kept
+    assert listed(ann.client.begin(LISTED, ranks=1, along=along))[0] == root
+    go.touch()
+    assert writer.ended().state is RunState.SUCCEEDED
 
 
 def test_one_file(ann: RemoteUser, data: Path):

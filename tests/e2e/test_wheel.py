@@ -63,7 +63,7 @@ def new_environment(folder: Path, wheel: Path) -> Path:
     python = make_venv(folder)
     install(python, "--no-deps", wheel)
     site = site_packages(python)
-    # a line that names a folder adds it, but reads no .pth of it: an editable sgpu_magic is not found there
+    # a path line adds a folder without reading its .pth files, so an editable sgpu_magic is not found there
     others = [entry for entry in sys.path if Path(entry).name in ("site-packages", "dist-packages")]
     (site / "others.pth").write_text("\n".join(others))
     scripts = {script.name: script for script in entry_points(group="console_scripts")}
@@ -74,7 +74,7 @@ def new_environment(folder: Path, wheel: Path) -> Path:
             f"#!{python}\nimport sys\nfrom {script.module} import {script.attr}\nsys.exit({script.attr}())\n"
         )
         command.chmod(0o755)
-    # where the application itself lies; what extends it is looked for beside it
+    # the folder of the application itself; its extensions are searched beside it
     shared = folder / "share" / "jupyter"
     (shared / "lab").symlink_to(Path(sys.prefix, "share", "jupyter", "lab"))
     return python.parent

@@ -45,7 +45,7 @@ class Lab(Kernel):
         assert self.value("__import__('ipykernel').__version__") == version
         numbers = tuple(int(number) for number in version.split("."))
         self.has_subshells = numbers >= (7, 1)
-        # how a front end may ask while a cell blocks: 7.4 needs no subshell of the front end's
+        # how a front end may send requests while a cell blocks: 7.4 needs no subshell of the front end's
         self.ways = ["control", *["subshell"][: self.has_subshells], *["shell"][: numbers >= (7, 4)]]
 
 
@@ -125,7 +125,7 @@ def test_the_view_opens_after_100_ms_and_is_told_everything(lab: Lab):
     assert output is not None, cell.reply.story
     view = lab.front_end.view
     assert view.opened_at - cell.began > 0.1
-    # for those who see no widgets, and for a notebook that is saved now
+    # for users without widgets, and for a notebook that is saved now
     assert "told · 2 ranks on local" in output.data["text/plain"]
     assert "%sgpu_attach" in output.data["text/html"]
     assert view.state["comms"] == ("subshell" if lab.has_subshells else "blocking")
@@ -135,7 +135,7 @@ def test_the_view_opens_after_100_ms_and_is_told_everything(lab: Lab):
     assert view.seqs == list(range(1, len(view.seqs) + 1))
     assert len(view.seqs) > 3
     seen = [text for _, (_, text) in sorted(view.lines.items())]
-    # what was not told any more stands in the final form
+    # later lines are in the final form
     assert set(seen[:40]) <= {f"step {i}" for i in range(25)}
     assert view.snapshot["name"] == "told"
     assert view.snapshot["state"] == "running"
@@ -235,7 +235,7 @@ def test_cancel_ends_the_cell(lab: Lab):
         assert reply.ename == "RunCancelled"
         assert "Cancel was pressed" in reply.evalue
         assert_static(reply)
-    # those who press when it is too late are told
+    # a cancel that comes too late is refused
     view, number = lab.front_end.view, lab.front_end.ask(lab.front_end.view, {"kind": "cancel"})
     lab.front_end.until(lambda: number in view.answers, 5, "the refusal")
     assert view.answers[number]["kind"] == "refusal"
@@ -364,7 +364,7 @@ def test_a_hundred_runs_leave_nothing_behind(lab: Lab):
     names = "[thread.name for thread in __import__('threading').enumerate()]"
 
     def settled() -> dict[str, int]:
-        # these look at what is installed, once, and end
+        # these threads read the installed packages once, and end
         eventually(lambda: not {"sgpu-packages", "sgpu-locks"} & set(lab.value(names)), 30, "the packages are told")
         return lab.value(sizes)
 

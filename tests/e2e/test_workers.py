@@ -82,9 +82,9 @@ def test_torchruns_variables_exactly(kernel: Kernel, home: Home, tmp_path: Path)
         env=environ, capture_output=True, check=True, timeout=60,
     )  # fmt: skip
     ours = on_ranks(kernel, "import os; out = dict(os.environ)")
-    # of this run, of torchrun's own error file, or a choice of threads and streams
+    # specific to the run, or a choice of threads and streams
     differ = {"MASTER_PORT", "TORCHELASTIC_RUN_ID", "OMP_NUM_THREADS", "MASTER_ADDR"}
-    # the last says that its own store listens already: what a rank starts may have to listen itself
+    # the last says that torchrun's own store already listens; a process that a rank starts may have to listen itself
     torchruns_own = {"TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE", "TORCHELASTIC_USE_AGENT_STORE"}
     for rank in (0, 1):
         theirs = json.loads((tmp_path / f"{rank}.json").read_text())
@@ -471,7 +471,7 @@ def test_a_rank_does_not_look_like_somebodys_prompt(kernel: Kernel):
 
 def test_the_second_run_of_a_size_is_taken_from_standby(kernel: Kernel, home: Home):
     first = on_ranks(kernel, "import os; out = os.getpid()", 3)
-    # not while the first ones leave
+    # not while the first ranks are leaving
     standby = eventually(lambda: {*wait_for_standby(home, 3)} - {*first}, 15, "the first run's ranks stay")
     out = on_ranks(kernel, "import os; out = os.getpid()", 3)
     assert set(out) == standby, (first, how_it_started(home))
@@ -638,7 +638,7 @@ def test_one_copy_for_all_ranks(kernel: Kernel, make: str, touch: str):
     touched, grown, had = shares(kernel, make, touch)
     assert len(set(touched)) == 1
     assert touched[0] in (25_000_000.0, 50_000_000.0)
-    # not unpacked into memory of its own: that would be 200 MB more
+    # not unpacked into private memory: that would be 200 MB more
     assert had < 200 * 1_000_000, f"{had / 1e6:.0f} MB"
     # the first run also touches the memory file's own 200 MB; four copies would be 800 MB
     assert grown < 300 * 1_000_000, f"{grown / 1e6:.0f} MB"
@@ -674,7 +674,7 @@ def test_large_results_of_every_rank(kernel: Kernel):
     ]
     assert kernel.value("int(y.sum())") == 499_500
     kernel.check("x[0] += 1; y[0] = 5; assert x[0][0] == 1")
-    # nobody holds the memory but the notebook
+    # only the notebook holds the memory
     (agent,) = kernel.home.agent_pids()
     eventually(
         lambda: not any("memfd:sgpu-payload" in link for link in descriptors(agent).values()),
@@ -784,8 +784,8 @@ def test_what_a_run_leaves(kernel: Kernel, home: Home):
     )
     directory = last_run(home)
     names = {"run.json", "cell.py", "payload.bin", "_air.py", "key", "rank-0.log", "rank-1.log", "events.msgpack"}
-    # what was installed is there once the kernel has looked
-    assert {entry.name for entry in directory.iterdir()} - {"requirements.txt"} == names
+    # the installed packages are recorded once the kernel has read them
+    assert {entry.name for entry in directory.iterdir()} - {"requirements.txt"} == names | {"settings.json"}
     assert stat.S_IMODE(directory.stat().st_mode) == 0o700
     for entry in directory.iterdir():
         assert not entry.stat().st_mode & 0o077, entry.name
@@ -807,11 +807,14 @@ def test_what_a_run_leaves(kernel: Kernel, home: Home):
 
 
 def test_a_small_run_leaves_five_files_and_24_kb(kernel: Kernel, home: Home):
+    # loggers and filters of these packages are process settings
+    kernel.check("import mlflow, torch")
     kernel.check("%%distributed -n 2\nrank")
     directory = last_run(home)
     eventually(lambda: json.loads((directory / "run.json").read_text())["state"] == "succeeded", 5, "run.json")
+    assert "warnings/filters" in json.loads((directory / "settings.json").read_text())
     found = {entry.name: entry.stat() for entry in directory.iterdir()}
-    # the others are one file for all runs
+    # the others are shared by all runs
     own = {name: status.st_blocks * 512 for name, status in found.items() if status.st_nlink == 1}
     assert len(own) <= 5, own
     assert sum(own.values()) + directory.stat().st_blocks * 512 <= 24 * 1024, own

@@ -17,7 +17,7 @@ RANKS = 2
 _SOON_S = 20.0
 _CHILD = re.compile(r"^child (\d+)$", re.MULTILINE)
 
-# a grandchild that has left its session: only the run's mark in its environment tells where it is from
+# a grandchild in a session of its own: only the run's mark in its environment identifies it
 _BEGIN = """\
 import os, pathlib, signal, subprocess, time
 import torch.distributed as dist
@@ -55,7 +55,7 @@ for count in range(50):
     print("line", count)
 print("weighs", int(weights.sum()))
 print("done", 50)"""
-# large enough to travel in a memory file
+# large enough to be sent in a memory file
 WEIGHTS = "import numpy; weights = numpy.ones(300_000)"
 
 
@@ -72,6 +72,7 @@ class Situation:
         doomed: Pids that must be gone at the end.
         sockets: Listening sockets that must be gone at the end, by inode.
         survivors: Ranks that the fault does not hit by itself.
+        saves: Its ranks handle the signal that they were stopped with.
     """
 
     cell: Cell
@@ -82,6 +83,7 @@ class Situation:
     doomed: set[int] = field(default_factory=set)
     sockets: set[int] = field(default_factory=set)
     survivors: list[int] = field(default_factory=list)
+    saves: bool = False
 
     @property
     def kernel(self) -> Kernel:
@@ -192,7 +194,7 @@ class Stage:
         try:
             yield
         except BaseException:
-            # what a case leaves must not be in the way of the next one
+            # a failed case must not disturb the next one
             self.go.touch()
             kill(*self.home.rank_pids())
             for kernel in (self._subject, self._neighbour):
@@ -205,9 +207,9 @@ def settle(kernel: Kernel) -> None:
     """Give a new notebook what the table's cells read, its link to the pool, and all threads that it will have."""
     kernel.check(WEIGHTS)
     kernel.check("%sgpu_status")
-    # pyzmq has a thread of its own from the first large message on
+    # pyzmq starts a thread of its own with the first large message
     kernel.check("print('x' * 200_000)")
-    # a check of a notebook whose pool is dead would find less than it has with one
+    # record the level while the pool is alive: a notebook without a pool holds less
     kernel.home.has_settled(kernel.pid)
 
 
@@ -219,7 +221,7 @@ def _queued(stage: Stage, options: str) -> Situation:
     situation.cell, situation.run_id = stage.start(stage.kernel, QUEUED, own)
     situation.ahead = cell, ahead
     assert stage.home.ledger()[situation.run_id].state == "queued"
-    # the pool writes it down before the notebook hears of it
+    # the ledger is written before the notebook is notified
     waits = situation.cell
     waits.until(lambda: waits.idle or "queued" in waits.reply.text, _SOON_S, "the cell shows that it is queued")
     return situation
@@ -261,6 +263,7 @@ def _stopping(stage: Stage, options: str) -> Situation:
     situation = stage.working(cell, run_id)
     command(stage.home, "cancel", run_id[:8])
     stage.printed(run_id, "saving")
+    situation.saves = True
     return situation
 
 

@@ -10,12 +10,12 @@ from fault_states import Situation, Stage, settle
 from kernels import stop_process
 from strikes import kill, pid_of, send
 
-# as the table's home sets them, in seconds
+# in seconds; the home's settings have the same values
 GRACE_S = 1.0
 ADOPT_S = 8.0
 _TIMEOUT_S = 4.0
 _STOP_GRACE_S = 2.0
-# what has to happen within a time that the design states may take this much longer on a loaded machine
+# added to the design's time limits for a loaded machine
 _SLACK_S = 5.0
 # a zygote imports torch before the next run can start
 _COLD_S = 15.0
@@ -63,7 +63,7 @@ class Fault:
         strike: Does it.
         expected: By the run's state.
         options: Of the run that is struck; by state where one needs others.
-        told: Who hears how the run ended: the `cell`, who `attaches` from a new notebook, or `nobody`.
+        told: Where the run's end is reported: the `cell`, who `attaches` from a new notebook, or `nobody`.
         kills_kernel: A new notebook is needed afterwards.
         hits_rank: It hits one rank alone.
         until_over: The words below the cell that show that the fault is overcome, before the work is let finish.
@@ -97,16 +97,18 @@ def _interrupt(stage: Stage, situation: Situation) -> None:
 
 
 def _end_pool(stage: Stage, situation: Situation) -> None:
-    stop_process(pid_of(stage.home, "pool"), signal.SIGTERM, _SLACK_S)
+    # handlers of ranks that are being stopped keep their grace; there are none in the other states
+    handlers_s = _STOP_GRACE_S if situation.saves else 0.0
+    stop_process(pid_of(stage.home, "pool"), signal.SIGTERM, handlers_s + _SLACK_S)
 
 
 def _kill(*roles: str) -> Callable[[Stage, Situation], None]:
     def strike(stage: Stage, situation: Situation) -> None:
         pids = [pid_of(stage.home, role) for role in roles if role != "kernel"]
         if "kernel" in roles:
-            # at one moment: a notebook that sees its pool die starts the next one
+            # stop the notebook first: a notebook that sees its pool die starts the next one
             send(signal.SIGSTOP, situation.kernel.pid)
-        # the notebook last: a pool that lived on would cancel its run
+        # kill the notebook last: a surviving pool would cancel its run
         kill(*pids)
         if "kernel" in roles:
             situation.kernel.kill()
@@ -121,7 +123,7 @@ def _signal_rank(number: int) -> Callable[[Stage, Situation], None]:
 # ---------------------------------------------------------------- how runs end
 
 WHOLE = Ending("succeeded", goes_on=True)
-# it had to wait for a new zygote
+# after waiting for a new zygote
 WHOLE_COLD = Ending("succeeded", within_s=_COLD_S)
 WHOLE_NEXT = Ending("succeeded")
 SAVED = Ending("cancelled", "RunCancelled", "cancelled by `sgpu cancel`", goes_on=True)
@@ -139,7 +141,7 @@ def _died(name: str) -> Ending:
 
 
 def _of_rank(number: signal.Signals) -> Fault:
-    """One rank dies of a signal: its story is told; a run that is being stopped goes on with that."""
+    """One rank dies of a signal, which is reported; a run that is being stopped continues to stop."""
     died = _died(number.name)
     return Fault(
         _signal_rank(number),
@@ -177,7 +179,7 @@ _TIMED_OUT = Ending(
     "timed out", "RunTimeout", "its time limit of 4 s is reached", within_s=_TIMEOUT_S + GRACE_S + _SLACK_S
 )
 _BOTH_LOST = Ending("failed", "NodeLost", _BOTH_ENDED, within_s=_COLD_S)
-# only the next pool service can say so, and nobody is left to hear it
+# only the next pool service can report it, and no client is left to receive the report
 _LOST_ALONE = Ending("failed", says=_BOTH_ENDED, within_s=GRACE_S + _SLACK_S)
 
 FAULTS: dict[str, Fault] = {
@@ -223,6 +225,7 @@ FAULTS: dict[str, Fault] = {
     "pool-ended": Fault(
         _end_pool,
         _everywhere(_POOL_STOPPED, queued=Expected(_POOL_STOPPED, ahead=_POOL_STOPPED), stopping=_POOL_STOPPED),
+        options_of={"stopping": f"--grace {_STOP_GRACE_S:.0f}s"},
     ),
     "agent-killed": Fault(
         _kill("agent"),
@@ -248,7 +251,7 @@ FAULTS: dict[str, Fault] = {
         _everywhere(
             _TIMED_OUT,
             queued=Expected(Ending("succeeded", within_s=_TIMED_OUT.within_s), ahead=_TIMED_OUT),
-            # it is being stopped already: the grace is what applies
+            # already being stopped: the grace applies
             stopping=Ending(
                 "cancelled", "RunCancelled", "cancelled by `sgpu cancel`", within_s=_STOP_GRACE_S + _SLACK_S
             ),
@@ -265,9 +268,10 @@ FAULTS: dict[str, Fault] = {
         _everywhere(
             _LOST_ALONE,
             queued=Expected(Ending("failed", says=_NOT_AGAIN, within_s=ADOPT_S + _SLACK_S), ahead=WHOLE),
-            # the handlers have the grace, but no longer than a node waits for the next pool service
-            stopping=Ending("failed", says=_BOTH_ENDED, within_s=ADOPT_S + GRACE_S + _SLACK_S),
+            # a node that waits no longer for the next pool service stops its runs with their grace
+            stopping=Ending("failed", says=_BOTH_ENDED, within_s=ADOPT_S + _STOP_GRACE_S + _SLACK_S),
         ),
+        options_of={"stopping": f"--grace {_STOP_GRACE_S:.0f}s"},
         told="nobody",
         kills_kernel=True,
     ),

@@ -1,4 +1,4 @@
-"""A full or read-only disk of a node costs the runs that come, and none that goes on."""
+"""A full or read-only disk of a node fails new runs, and none that is running."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_run_that_goes_on_ends_right_and_one_that_comes_is_refused(small: Path
         failure = agent.wait_for(refused, RunEnded).failure
         agent.wait_until_gone(refused)
         if failure is None:
-            # a directory costs no room there
+            # a directory takes no space there
             said = [event.text for event in agent.events[refused] if isinstance(event, Noted)]
         else:
             said = [failure.message]

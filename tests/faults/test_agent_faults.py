@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from agent_process import AgentProcess
+from homes import Home
 from planted_faults import arm
 from planted_table import (
     AFTER,
@@ -27,6 +28,7 @@ from planted_table import (
     WATCHING,
     WHILE_IT_GOES_ON,
 )
+from pool_client import PoolClient
 from process_table import is_alive
 from waiting import eventually
 
@@ -202,7 +204,7 @@ def test_a_fault_in_a_cells_callback_ends_the_cell(agent: AgentProcess, strike: 
     if ended.state is RunState.FAILED:
         assert_says(ended, callback)
     if session.run_id not in agent.gone:
-        # it is as good as before, or it ends
+        # the session either works as before or ends
         following = session.begin(VICTIM)
         agent.wait_for(following, RunEnded)
         agent.end_run(session.run_id)
@@ -247,3 +249,37 @@ def test_stacks_that_can_not_be_taken_cost_no_run(agent: AgentProcess, strike: C
     eventually(lambda: len(agent.take_stacks(run_id)[0].frames) > 0, what="a stack")
     agent.end_run(run_id)
     assert assert_over(agent, run_id, callback).state is RunState.CANCELLED
+
+
+# a rank can start no thread while the file exists
+NO_THREAD = """
+import _thread, os, sys
+if "sgpu_magic.worker.process.zygote" in sys.orig_argv:
+    start = _thread.start_new_thread
+
+    def refused(*args):
+        if os.path.exists({gate!r}):
+            raise RuntimeError("can't start new thread")
+        return start(*args)
+
+    _thread.start_new_thread = refused
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_gets_no_thread_says_so(tmp_path: Path, new_home: Callable[..., Home]):
+    gate = tmp_path / "gate"
+    (tmp_path / "sitecustomize.py").write_text(NO_THREAD.format(gate=str(gate)))
+    home = new_home({"PYTHONPATH": str(tmp_path), "SGPU_CPU_SLOTS": "4"})
+    client = PoolClient(home)
+    try:
+        assert client.begin("1", ranks=2).ended().state is RunState.SUCCEEDED
+        gate.touch()
+        ended = client.begin("1", ranks=2).ended()
+        assert (ended.state, ended.failure and ended.failure.kind) == (RunState.FAILED, FailureKind.INTERNAL)
+        assert ended.failure is not None
+        assert "could not go on: RuntimeError: can't start new thread" in ended.failure.message
+        gate.unlink()
+        assert client.begin("1", ranks=2).ended().state is RunState.SUCCEEDED
+    finally:
+        client.close()

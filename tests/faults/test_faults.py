@@ -18,7 +18,7 @@ HOME_VARIABLES = {
 }
 _FINAL = {"succeeded", "failed", "cancelled", "timed out"}
 
-# `make test` has most faults while a run goes on, but for those that others are alike
+# `make test` runs most faults in the state `running`, except those that resemble others
 _IN_SHORT = {(fault, "running") for fault in FAULTS} | {("rank-killed", "stopping")}
 _IN_SHORT -= {
     ("kernel-and-pool-killed", "running"),
@@ -83,7 +83,7 @@ def test_fault(stage: Stage, name: str, state: str):
             _check_reply(situation.ahead[0].wait(_left(expected.ahead, struck_at)), expected.ahead, victim)
         all_gone(situation.doomed, _left(expected.run, struck_at))
         if fault.told == "nobody" and stage.home.pool_pid() is None:
-            # nobody is left whom it could wait for; a service that came before it has gone would still hear it
+            # no service is left for the agent to wait for; one that starts before the agent ends would still adopt it
             eventually(lambda: not stage.home.agent_pids(), _left(expected.run, struck_at), "the agent does not end")
         stage.home.check_leaks()
         assert not situation.sockets & listening().keys(), "a port is still open"
@@ -95,7 +95,7 @@ def test_fault(stage: Stage, name: str, state: str):
 
 
 def _watcher(stage: Stage, fault: Fault, situation: Situation) -> Cell | None:
-    """The cell in which somebody waits for the run's end."""
+    """The cell that waits for the run's end."""
     match fault.told:
         case "cell":
             return situation.cell
@@ -162,7 +162,7 @@ def _next_cell_runs(stage: Stage) -> None:
 
 def _check_rows(stage: Stage, situation: Situation, run: Ending, ahead: Ending | None, *, in_words: bool) -> None:
     """The ledger says how every run ended."""
-    # a cell is over a moment before the ledger is written
+    # a cell ends a moment before the ledger is written
     eventually(lambda: {row.state for row in stage.home.ledger().values()} <= _FINAL, 2, "the last row")
     rows = stage.home.ledger()
     assert rows[situation.run_id].state == run.state, rows[situation.run_id]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,13 +15,24 @@ from pool_faults import Plants
 from served_pools import ServedPool
 from waiting import eventually
 
-from sgpu_magic.errors import InternalError
+from sgpu_magic.errors import InternalError, PoolError
 from sgpu_magic.wire.base import FailureKind, RunState
 from sgpu_magic.wire.events import RanksStarted, RunEnded
 from sgpu_magic.wire.rank_events import OutputWritten
 
-WAITS = "import os, time\nprint('here', flush=True)\nwhile not os.path.exists({go!r}): time.sleep(0.01)\nprint('done')"
-# a service whose order to start a run of this name does not have its declared shape
+# ends when its file exists, and prints a line when another one does
+WAITS = """
+import os, time
+print('here', flush=True)
+while not os.path.exists({go!r}):
+    time.sleep(0.01)
+    if os.path.exists({go!r} + '.say'):
+        os.remove({go!r} + '.say')
+        print('goes on', flush=True)
+print('done')
+"""
+PRINTED = re.compile(r"here\n(goes on\n)*done\n")
+# a service that sends a malformed order to start a run of this name
 DAMAGES = """
 import importlib.abc, importlib.util, sys
 
@@ -77,11 +89,16 @@ class Scene:
         (self.home.work / name).touch()
 
 
-# ---------------------------------------------------------------- what is done, and what it costs
+def let_speak(home: Home, name: str) -> None:
+    """Make a run print something, so that the service receives it at once."""
+    (home.work / f"{name}.say").touch()
+
+
+# ---------------------------------------------------------------- faults and their effects
 
 
 def running(scene: Scene, method: str) -> None:
-    """A fault in what a run that goes on says is that run's end."""
+    """A fault in handling a running run's message ends that run."""
     scene.victim = scene.begin("victim")
     scene.plants.arm(method, scene.victim.run_id)
     scene.let_go("victim")
@@ -118,7 +135,7 @@ def harmless(scene: Scene, method: str) -> None:
 
 
 def asked(scene: Scene, method: str) -> None:
-    """Who asked hears of it."""
+    """The client that sent the request gets the error."""
     ask: dict[str, Callable[[], object]] = {
         "_attach": lambda: scene.client.pool.attach(scene.bystander.run_id),
         "_cancel": lambda: scene.client.pool.cancel(scene.bystander.run_id, "test"),
@@ -132,20 +149,27 @@ def asked(scene: Scene, method: str) -> None:
 
 
 def unasked(scene: Scene, method: str) -> None:
-    """Another client says something, or goes: nobody hears of it."""
+    """Another client sends something or disconnects: no error is shown."""
     other = PoolClient(scene.home)
     other.pool.status()
     scene.plants.arm(method)
     other.close()
 
 
+def _is_not_new(client: PoolClient) -> None:
+    """Wait until the service is so old that a fault lets it be followed by another one without a fault."""
+    eventually(lambda: time.time() - client.pool.status().started_at > 6, 10)
+
+
 def leaves(scene: Scene, method: str) -> None:
     """It belongs to no run: the next service takes all of them over."""
     old = scene.home.pool_pid()
+    _is_not_new(scene.client)
     scene.plants.arm(method)
     session = scene.client.connect(1) if "ledger" in method else None
     if session is not None:
         session.begin("1 + 1")
+    let_speak(scene.home, "bystander")
     scene.plants.struck(method)
     for run in [scene.bystander, *([] if session is None else [session.run])]:
         scene.client.find_again(run.run)
@@ -202,7 +226,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Home, Pool
     yield home, client, plants
     client.close()
     log = home.state / "pool.log"
-    # the planted ones were meant
+    # the planted faults are expected
     log.write_text(log.read_text().replace("Traceback (most recent call last)", "a planted fault"))
     home.close()
 
@@ -231,13 +255,103 @@ def test_a_fault_costs_at_most_what_it_belongs_to(
     assert home.agent_pids() == agents
     stage.let_go("bystander")
     ended = bystander.ended()
-    assert (ended.state, bystander.printed[0]) == (RunState.SUCCEEDED, "here\ndone\n")
+    assert ended.state is RunState.SUCCEEDED
+    assert PRINTED.fullmatch(bystander.printed[0])
     assert len([event for event in bystander.events if isinstance(event, RanksStarted | RunEnded)]) == 2
     # its devices are free again
     eventually(lambda: client.pool.status().cpu_slots_free == 8, 10, lambda: str(client.pool.status()))
     after = client.begin("print('after')", ranks=8)
     assert after.ended().state is RunState.SUCCEEDED
     eventually(lambda: client.pool.status().cpu_slots_free == 8, 10, lambda: str(client.pool.status()))
+
+
+# the pool service of a home can start no process while the file exists
+NO_PROCESS = """
+import os, subprocess, sys
+if "sgpu_magic.pool" in sys.orig_argv:
+    start = subprocess.Popen.__init__
+
+    def refused(self, *args, **named):
+        if os.path.exists({gate!r}):
+            raise FileNotFoundError(2, "No such file or directory", sys.executable)
+        start(self, *args, **named)
+
+    subprocess.Popen.__init__ = refused
+"""
+
+
+def _meant(home: Home) -> None:
+    log = home.state / "pool.log"
+    log.write_text(log.read_text().replace("Traceback (most recent call last)", "a planted fault"))
+
+
+@pytest.mark.slow
+def test_a_service_that_fails_soon_after_its_start_is_followed_by_one_that_only_finishes_runs(
+    tmp_path: Path, new_home: Callable[..., Home]
+):
+    method = "reports:Reports._confirm"
+    plants = Plants(tmp_path, [method])
+    home = new_home({"PYTHONPATH": str(tmp_path), "SGPU_CPU_SLOTS": "8"})
+    client = PoolClient(home)
+    try:
+        runs = [client.begin(WAITS.format(go=str(home.work / name)), ranks=1) for name in ("first", "second")]
+        for run in runs:
+            run.wait_for(OutputWritten)
+        # each successor meets the same fault, until one fails right after its start
+        for _ in range(5):
+            old = home.pool_pid()
+            plants.arm(method)
+            let_speak(home, "first")
+            plants.struck(method)
+            eventually(lambda old=old: home.pool_pid() not in (None, old), 20, "no other service came")
+            for run in runs:
+                client.find_again(run.run)
+            if problem := client.pool.status().problem:
+                break
+        assert "RuntimeError: planted" in problem
+        with pytest.raises(PoolError, match="starts no new runs: its service failed right after its start"):
+            client.begin("print(1)", ranks=1)
+        pid = home.pool_pid()
+        # a further fault does not end it
+        plants.arm(method)
+        let_speak(home, "second")
+        plants.struck(method)
+        runs[1].run.cancel("enough")
+        assert runs[1].ended().state is RunState.CANCELLED
+        (home.work / "first").touch()
+        assert runs[0].ended().state is RunState.SUCCEEDED
+        assert PRINTED.fullmatch(runs[0].printed[0])
+        assert home.pool_pid() == pid
+    finally:
+        client.close()
+        _meant(home)
+
+
+def test_a_fault_while_no_process_can_be_started_ends_no_run(tmp_path: Path, new_home: Callable[..., Home]):
+    method, gate = "reports:Reports._confirm", tmp_path / "gate"
+    plants = Plants(tmp_path, [method])
+    with open(tmp_path / "sitecustomize.py", "a") as site:
+        site.write(NO_PROCESS.format(gate=str(gate)))
+    home = new_home({"PYTHONPATH": str(tmp_path), "SGPU_CPU_SLOTS": "8"})
+    client = PoolClient(home)
+    try:
+        run = client.begin(WAITS.format(go=str(home.work / "go")), ranks=1)
+        run.wait_for(OutputWritten)
+        old, agents = home.pool_pid(), home.agent_pids()
+        gate.touch()
+        plants.arm(method)
+        let_speak(home, "go")
+        plants.struck(method)
+        eventually(lambda: home.pool_pid() != old, 20, "it does not end")
+        gate.unlink()
+        client.find_again(run.run)
+        (home.work / "go").touch()
+        assert run.ended().state is RunState.SUCCEEDED
+        assert PRINTED.fullmatch(run.printed[0])
+        assert home.agent_pids() == agents
+    finally:
+        client.close()
+        _meant(home)
 
 
 @pytest.mark.slow
@@ -251,7 +365,7 @@ def test_a_served_pool_takes_its_own_place(tmp_path: Path):
         run = ann.client.begin(WAITS.format(go=str(go)), ranks=1)
         run.wait_for(OutputWritten)
         began = time.monotonic()
-        # one that is new would not be started again
+        # a service that fails right after its start would not be restarted
         eventually(lambda: time.monotonic() - began > 6, 10)
         pid = served.pid
         plants.arm(method)

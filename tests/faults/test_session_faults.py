@@ -68,7 +68,7 @@ class Connected:
         all_gone(self.ranks, _SOON_S)
         reply = self.kernel.run("%%distributed\nprint(rank)")
         if reply.ename in ("NodeLost", "WorkerDied"):
-            # it was on its way to the ranks when they were lost
+            # the cell was on its way to the ranks when they were lost
             reply = self.kernel.run("%%distributed\nprint(rank)")
         assert (reply.status, reply.ename) == ("error", "SessionError"), reply.story
         assert self.name in reply.evalue, reply.story
@@ -168,7 +168,7 @@ def test_kernel_and_pool_service_killed_together_leave_nothing(mortal: Connected
     pool = pid_of(mortal.home, "pool")
     mortal.kernel.kill()
     kill(pool)
-    # nobody is left who could want the session: the agent ends with it
+    # no client is left for the session, so the agent ends with it
     all_gone(mortal.ranks, _SOON_S)
     eventually(lambda: not mortal.home.agent_pids(), _SOON_S, "the agent's end")
 

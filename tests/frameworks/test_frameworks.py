@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 HOME_VARIABLES = {
     "OMP_NUM_THREADS": "1",
-    # nothing of these trainings is fetched from anywhere
+    # these trainings download nothing
     "HF_HUB_OFFLINE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
@@ -123,7 +123,7 @@ def test_twice_one_after_the_other_in_a_session(session: Kernel, expected: Calla
         check_in_session(session, expected(name), name)
 
 
-# ---------------------------------------------------------------- what frameworks look at
+# ---------------------------------------------------------------- what frameworks inspect
 
 
 def test_the_variables_of_deepspeeds_launcher_are_set(kernel: Kernel):

@@ -1,6 +1,6 @@
 """Cells that make the driver end a rank's CUDA context, or keep its GPU in one kernel for ever."""
 
-# the row that does not exist is found on the GPU, by a check in torch's kernel
+# the index is out of range: a check in torch's kernel fails on the GPU
 FAILED_ASSERT = """import torch
 values = torch.zeros(4, device=device)
 index = torch.tensor([9], device=device)
@@ -8,7 +8,7 @@ wrong = values[index]
 later = values + 1
 torch.cuda.synchronize()"""
 
-# a kernel of one instruction that writes to address 16, as no code of torch does: the driver compiles it
+# a kernel of one instruction, compiled by the driver, that writes to address 16; no code of torch does that
 ILLEGAL_ADDRESS = '''import ctypes, torch
 ready = torch.zeros(1, device=device)
 text = b"""
@@ -32,7 +32,7 @@ assert driver.cuModuleGetFunction(ctypes.byref(function), module, b"wild") == 0
 assert driver.cuLaunchKernel(function, 1, 1, 1, 1, 1, 1, 0, None, None, None) == 0
 torch.cuda.synchronize()'''
 
-# hours on any GPU, after a tenth of a second in which the rank's sampler sees the cell
+# runs for hours on any GPU, after a tenth of a second in which the rank's sampler sees the cell
 ENDLESS_KERNEL = """import os, torch
 held = torch.ones(1 << 28, dtype=torch.uint8, device=device)
 torch.cuda._sleep(1 << 28)

@@ -25,9 +25,9 @@ class OneKernel:
         """The kernel; another one where the last can't be used any more."""
         if self._kernel is None:
             self._kernel = made = Kernel(self._home)
-            # the first context that a machine makes takes seconds
+            # the first CUDA context on a machine takes seconds
             made.check("%%distributed -n 1 --ui none\nimport torch\ntorch.ones(1, device=device)", 120)
-            # pyzmq has a thread of its own from the first large message on
+            # pyzmq starts a thread of its own with the first large message
             made.check("print('x' * 200_000)")
             self._home.check_leaks()
         return self._kernel

@@ -21,7 +21,7 @@ from tests.benchmarks.measure import MeasurementFailed
 _FIGURE = re.compile(r"^FIGURE ([\d.e+-]+)$", re.MULTILINE)
 _TIMEOUT_S = 180.0
 
-# both as a cell, where `device` is there, and as a script
+# used as a cell, where `device` is defined, and as a script
 FIRST_KERNEL = """
 import time, torch
 x = torch.ones(1, device=device)

@@ -21,7 +21,7 @@ from sgpu_magic.wire.devices import Device
 
 MIB = 1 << 20
 GB = 1_000_000_000
-# what the driver may keep after its last user has left, and what two readings a moment apart may differ by
+# memory that the driver may keep after its last user, or by which two successive readings may differ
 SLACK_BYTES = 200_000_000
 
 _CUDA_FACTS = """
@@ -144,7 +144,7 @@ def is_free() -> bool:
 
 @contextlib.contextmanager
 def foreign_process(uuid: str, held_bytes: int) -> Iterator[subprocess.Popen[str]]:
-    """A process of nobody's pool that holds memory of the GPU while the block runs."""
+    """A process outside any pool that holds memory of the GPU while the block runs."""
     command = [sys.executable, "-c", _OCCUPY, str(held_bytes)]
     pipe = subprocess.PIPE
     with subprocess.Popen(
@@ -155,7 +155,7 @@ def foreign_process(uuid: str, held_bytes: int) -> Iterator[subprocess.Popen[str
             assert process.stdout.readline().strip() == "ready", f"it ended with {process.poll()}"
             yield process
         finally:
-            # the end of its input is the end of it
+            # the process ends at the end of its input
             assert process.stdin is not None
             process.stdin.close()
             try:

@@ -167,14 +167,22 @@ def test_with_launch_blocking_the_line_is_exact(kernel: Kernel):
 def test_a_session_goes_on_after_a_restart_of_the_rank(session: Kernel, body: str):
     session.check("%%distributed\nimport torch\nstep = 7\nlost = torch.ones(3, device=device)", 60)
     failed_in_cuda(session.run(f"%%distributed\n{body}", 60), "CUDA error: ")
-    # the context is gone for every later cell, and each of them says so
+    # the context is lost for every later cell, and each of them reports it
     again = session.run(f"%%distributed\n{WORKS}", 60)
     failed_in_cuda(again, "CUDA error: ")
     assert "`%sgpu_restart --rank 0` starts a new process in its place" in again.traceback
-    # what needs no GPU is still there to be saved
+    # variables that need no GPU can still be saved
     assert session.check("%%distributed\nprint(step)").lines(0) == ["7"]
     session.check("%sgpu_restart --rank 0", 90)
     works(session, "")
+
+
+def test_a_rank_is_on_its_gpu_whatever_the_notebook_has_set_for_itself(kernel: Kernel):
+    kernel.check("import os\nos.environ['CUDA_VISIBLE_DEVICES'] = ''")
+    try:
+        works(kernel)
+    finally:
+        kernel.check("del os.environ['CUDA_VISIBLE_DEVICES']")
 
 
 def test_launch_blocking_in_a_session(kernel: Kernel):

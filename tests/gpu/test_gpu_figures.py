@@ -30,7 +30,7 @@ COLD_RUNS = 3
 PAIRS = 5
 TENSOR_BYTES = 1 << 30
 
-# seconds from the magic's call until the moment that the rank has written down
+# seconds from the magic's call to the moment that the rank recorded
 SINCE = "moment - began"
 
 
@@ -133,7 +133,7 @@ def test_first_kernel_in_a_session(session: Kernel, figures: Figures, first_kern
     in_session = collect("in its ranks", lambda: cell_s(session, "", FIRST_KERNEL), RUNS)
 
     def fresh() -> float:
-        # the next group has its context when the memory in use stands still
+        # once the memory in use is stable, the next group has its context
         _settled(real_gpus.used_bytes)
         return cell_s(session, "--fresh", FIRST_KERNEL)
 

@@ -69,6 +69,26 @@ def test_a_group_may_be_ended_and_begun_anew(kernel: Kernel):
     assert told(kernel, body) == [1, "nccl"]
 
 
+def test_nccl_ends_ranks_of_a_run_and_leaves_those_of_a_session(kernel: Kernel):
+    """A session promises to keep the ranks that an aborted collective frees; of a run they end, as with torchrun."""
+    body = "import os\ntold = os.environ['TORCH_NCCL_ASYNC_ERROR_HANDLING']"
+    assert told(kernel, body) == "1"
+    kernel.check("s = %sgpu_connect -n 1\ns.wait(60)", 90)
+    try:
+        kernel.check(f"%%distributed --out told\n{body}")
+        assert kernel.value("told") == "0"
+    finally:
+        kernel.run("%sgpu_disconnect")
+        kernel.check("del s")
+
+
+def test_the_group_that_the_ranks_have_is_the_one_shown(kernel: Kernel):
+    reply = kernel.check("%%distributed -n 1\nprint('up')", 90)
+    assert "nccl" in reply.shown, reply.story
+    reply = kernel.check("%%distributed -n 1 --type cpu\nprint('up')", 90)
+    assert "nccl" not in reply.shown, reply.story
+
+
 def test_fsdp2_on_one_gpu(kernel: Kernel):
     body = (
         "from torch.distributed.device_mesh import init_device_mesh\n"

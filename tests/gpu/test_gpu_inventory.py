@@ -60,7 +60,7 @@ def test_a_gpu_that_another_program_uses_is_not_leased(kernel: Kernel, gpus: tup
         assert "--allow-busy" in reply.evalue
         if foreign.pid in real_gpus.smi_processes():
             assert f"process {foreign.pid}" in reply.evalue
-        # the remedy that it names
+        # the remedy that the error names
         body = "import torch\nprint(torch.ones(1, device=device).device)"
         allowed = kernel.check(f"%%distributed -n {every} --allow-busy\n{body}", 60)
         assert allowed.lines(0) == ["cuda:0"]

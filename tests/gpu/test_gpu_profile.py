@@ -40,7 +40,7 @@ def check(kernel: Kernel) -> None:
 def test_the_trace_of_a_run_has_its_cuda_kernels(kernel: Kernel):
     reply = kernel.check(f"%%distributed -n 1 --profile\n{WORK}", 120)
     check(kernel)
-    # nothing of the profiler's own words
+    # no output of the profiler itself
     assert reply.lines(0) == []
 
 

@@ -82,7 +82,7 @@ def test_cuda_tensors_of_the_notebook_arrive_on_the_ranks_own_gpu(cuda_kernel: K
         "        'empty': torch.empty(0, device='cuda')}",
         120,
     )
-    # the notebook is a user of the GPU beside the pool now
+    # the notebook now uses the GPU as well as the pool
     cuda_kernel.check(
         "%%distributed -n 1 --allow-busy --out told\n"
         "assert all(value.device == device for value in (x, part, *many.values(), *model.parameters()))\n"
@@ -111,7 +111,7 @@ TOLD = "[y.device.type, str(y.dtype), float(y.float().mean()), [v.device.type fo
 def test_cuda_tensors_come_back_onto_the_cpu_of_a_notebook_that_does_not_use_cuda(kernel: Kernel):
     kernel.check(f"%%distributed -n 1 --out y,state\n{BACK}", 120)
     assert kernel.value(TOLD) == ["cpu", "torch.bfloat16", 7.0, ["cpu", "cpu"]]
-    # it occupies no GPU
+    # the notebook occupies no GPU
     kernel.check(f"%%distributed -n 1 --wait 0 --out y,state\n{BACK}", 60)
     kernel.check("del y, state")
 

@@ -87,7 +87,7 @@ def test_a_gpu_that_computes_shows_what_nvidia_smi_shows(
         (row,) = [row for row in smi(query) if row[0] == uuid]
         return agree(run.sample(), *map(number, row[1:]))
 
-    # what computes is never quite still, and the two look at different moments
+    # the load fluctuates, and the two readings are taken at different moments
     run.until(lambda view: agrees(), 30, f"agreement with nvidia-smi: {smi(query)} and {run.sample()}")
     lines = detail_lines(run.sample())
     assert any(line.startswith("memory: ") for line in lines)
@@ -114,7 +114,7 @@ def test_the_share_of_the_runs_own_processes(kernel: Kernel, gpus: tuple[Device,
         run.until(lambda view: (run.sample().used_bytes or 0) > foreign_bytes + HELD_BYTES, what="what both hold")
         pid = run.pids[0]
         if pid not in real_gpus.smi_processes():
-            # the pids of a container's host are nobody's here
+            # in a container, the driver lists the host's pids, which match no process here
             assert run.sample().own_bytes is None
             ended(run, go)
             pytest.skip("the driver lists no process of this machine: the share can't be told, and is not")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -137,6 +138,25 @@ def test_stacks_tell_who_waits_for_whom(kernel: Kernel, new_kernel: Callable[...
     pressed = time.monotonic()
     assert cell.wait(30).ename == "RunCancelled", cell.reply.story
     assert time.monotonic() - pressed < 3
+
+
+def test_a_checkpoint_is_not_overwritten_with_what_an_aborted_collective_left(kernel: Kernel, tmp_path: Path):
+    checkpoint = tmp_path / "best"
+    checkpoint.write_text("0.5")
+    save = f"while True: open({str(checkpoint)!r}, 'w').write(str(x.item()))"
+    reply = kernel.run(f"%%distributed -n 2\n{ONE_RAISES}\n{save}", 60)
+    assert (reply.ename, reply.evalue) == ("ValueError", "the culprit"), reply.story
+    assert checkpoint.read_text() == "0.5"
+
+
+def test_a_rank_that_hangs_is_named_when_nccl_gives_up(kernel: Kernel, go: Callable[[], None]):
+    """NCCL's watchdog ends the ranks that waited, which did nothing wrong."""
+    limited = ONE_IS_MISSING.replace("dist.all_reduce(x)", "dist.all_reduce(x, group=short)")
+    group = "from datetime import timedelta\nshort = dist.new_group([0, 1], timeout=timedelta(seconds=8))\n"
+    reply = kernel.run(f"%%distributed -n 2\n{IMPORTS}{group}{limited}", 90)
+    assert reply.ename == "WorkerDied", reply.story
+    assert "not complete within 8 s" in reply.shown
+    assert "rank 1 has not reached all_reduce" in reply.shown
 
 
 def test_a_rank_that_raises_is_the_one_shown_and_the_others_are_freed(kernel: Kernel):

@@ -1,4 +1,4 @@
-"""A run while it goes on, as whoever attaches to it sees it."""
+"""A run in progress, as an attached client sees it."""
 
 from __future__ import annotations
 

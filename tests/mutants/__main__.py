@@ -39,7 +39,7 @@ _LIMIT_S = 120.0
 # for all named tests together, without any fault
 _CLEAN_LIMIT_S = 3600.0
 _NOT_SLOW = ("-m", "not slow")
-# the caller's options of pytest and of Python do not count here
+# the caller's options for pytest and Python are not inherited
 _NOT_INHERITED = ("PYTEST_", "PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX", "PYTHONSAFEPATH", "VIRTUAL_ENV")
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?\.py.*?)(?: - .*)?$", re.MULTILINE)
 _KILL_PASSES = 5
@@ -198,7 +198,7 @@ class Tree:
             if source.is_symlink() or source.is_file():
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(source, target, follow_symlinks=False)
-        # some tests are other users for a moment, who pass through here as through /tmp
+        # some tests briefly act as other users, who need to traverse this folder as they do /tmp
         self.folder.chmod(0o711)
         self.temporary.mkdir()
         self.temporary.chmod(0o1777)
@@ -227,7 +227,7 @@ class Tree:
     @staticmethod
     def _write(file: Path, source: str) -> None:
         file.write_text(source)
-        # compiled code is found by size and second: a fault of the same length may be written within one
+        # cached bytecode is matched by size and second: a fault of the same length may be written within one second
         Path(importlib.util.cache_from_source(file)).unlink(missing_ok=True)
 
 
@@ -254,7 +254,7 @@ def _end_marked(mark: str) -> None:
                 os.kill(pid, signal.SIGKILL)
         if not found:
             return
-        # one may have started another meanwhile
+        # one of them may have started another process meanwhile
         time.sleep(0.1)
 
 

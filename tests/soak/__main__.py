@@ -22,7 +22,7 @@ from soak.pool import Pool
 
 _SLOTS = 6
 _EVERY = 25
-# what the whole machine's shared memory may differ by: others use it too
+# tolerance for the machine's shared memory, which other processes use, too
 _SHARED_BYTES = 64_000_000
 _LONGEST_S = 3600.0
 _VARIABLES = {"SGPU_CPU_SLOTS": str(_SLOTS), "SGPU_GRACE_S": "1", "SGPU_ADOPT_TIMEOUT_S": "5"}
@@ -104,7 +104,7 @@ def _note(results: Results, check: Callable[[], None]) -> None:
         results.problems.append(str(error))
 
 
-# ---------------------------------------------------------------- what must be so at the end
+# ---------------------------------------------------------------- checks at the end
 
 
 def _check_all_slots(kernel: Kernel, results: Results) -> None:

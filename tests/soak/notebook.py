@@ -20,7 +20,7 @@ from soak.plans import Plan
 from soak.pool import Pool
 
 _HANG_S = 90.0
-# a notebook keeps the memory of its payloads for a minute, to use it again
+# a notebook keeps the memory of its payloads for a minute, for reuse
 _UPLOADS_KEPT_S = 80.0
 _FINAL = {"succeeded", "failed", "cancelled", "timed out"}
 _WARM = """\
@@ -110,7 +110,7 @@ class Notebook(threading.Thread):
         """A notebook that has lived through all of it holds no more than at its beginning."""
         if self._kernel is None:
             return
-        # what it got back lies in memory files for as long as it has a name
+        # results lie in memory files while a variable refers to them
         self._kernel.check("back = answer = None")
         pid, before = self._kernel.pid, {name: self._level[name] for name in ("fds", "most fds", "threads")}
         try:
@@ -142,7 +142,7 @@ class Notebook(threading.Thread):
         began = time.monotonic()
         cell = kernel.start(plan.cell)
         if "--detach" in plan.how.options:
-            # its end comes with whoever attaches to it
+            # the end of a detached run is reported on attach
             left = cell.wait(_HANG_S)
             assert left.status == "ok", left.story
         run_id = eventually(lambda: self._home.run_named(plan.name), _HANG_S, "the pool's taking of the run")
@@ -166,7 +166,7 @@ class Notebook(threading.Thread):
         numbers = [f"line {number}" for number in range(plan.lines)]
         for rank in range(plan.ranks):
             lines = [line for line in reply.lines(rank) if line.startswith("line ")]
-            # an attempt that failed has printed too
+            # failed attempts have printed lines, too
             assert lines[-plan.lines :] == numbers if plan.lines else not lines, reply.story
         if plan.answer is not None:
             assert self.kernel.value("answer") == plan.answer
@@ -174,7 +174,7 @@ class Notebook(threading.Thread):
             last = plan.number + plan.ranks - 1
             assert self.kernel.value("[len(back), int(back[-1][0])]") == [plan.ranks, last]
 
-    # ------------------------------------------------------------ what is done to it
+    # ------------------------------------------------------------ strikes
 
     def _strike(self, plan: Plan, cell: Cell, run_id: str) -> Reply | None:
         """Do what the plan says once the run has begun; return what an attached notebook shows."""
@@ -202,7 +202,7 @@ class Notebook(threading.Thread):
         """Wait until all ranks are at work, and known. False when the run was over before: a strike hit it."""
 
         def looked() -> str:
-            # they may print while the pool that is to know of them is being replaced
+            # ranks may print while their pool service is being replaced
             is_known = bool(ranks_of(self._home, run_id))
             if is_known and all("begun" in self._home.log(run_id, rank) for rank in range(plan.ranks)):
                 return "begun"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 MAX_RANKS = 4
-# whole-pool strikes come in this part of the runs; on the rest one pool has to keep its level
+# strikes on the whole pool hit this share of the runs; during the others, one pool must not grow
 STRIKES_UNTIL = 0.7
 
 _BEGIN = """\
@@ -161,13 +161,13 @@ class Plan:
         if "agent" in theirs:
             also |= {("failed", "NodeLost")}
         if "zygote" in theirs:
-            # it may have been hit while it was still starting
+            # the zygote may have been hit while it was starting
             also |= {("failed", "WorkerDied"), ("failed", "EnvironmentFailed")}
         if "pool" in struck and how.state == "cancelled":
             # a run that was cancelled between two services, or in the queue of the first
             also |= {("failed", how.error), ("failed", "NodeLost")}
         if "pool" in theirs and "--detach" in how.options:
-            # nobody submits it again when it was still in the queue
+            # a run that was still queued is not resubmitted
             also |= {("failed", "NodeLost")}
         if how.state == "cancelled":
             also |= {(state, how.error) for state, _ in also}

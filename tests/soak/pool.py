@@ -10,9 +10,9 @@ from homes import Home
 from strikes import kill
 from waiting import eventually
 
-# a pool gives an agent up that dies three times within seconds of its start
+# a pool abandons an agent that dies three times within seconds of its start
 _APART_S = 4.0
-# what was started this long before a strike's end may have been hit, and a run that began this soon after it
+# processes started this long before a strike's end may have been hit, and so may runs that began this soon after it
 _MARGIN_S = 1.5
 
 

@@ -6,6 +6,7 @@ axe_pages             parts of a page as axe-core reads them
 browsers              notebooks in Debian's Chromium, with screenshots
 builds                real builders of environments, ordered as an agent orders them
 culprits              a rank that fails only once all others wait for it
+far_sides             a process that unpacks what was packed here, and a notebook's namespace to pack from
 examples              how many examples property tests try, in make test and in make test-all
 executed_notebooks    this project's own notebooks, executed in a separate home
 file_pool             a pool that only takes and sends files, in a thread of this process
@@ -21,6 +22,7 @@ jupyter_servers       real Jupyter servers in a home, with the extensions of thi
 kept_runs             runs as a pool keeps them: rows of a real ledger and directories, without a pool that answers
 kernels               real kernels in their own home
 launches              orders to start a run, as agents get them
+lasting_ranks         cells whose ranks outlive SIGKILL
 lazy_modules          modules that take seconds to import, imported when a test first uses them
 listed_pools          served pools in a user's list
 live_log              ranks that write logs and report them in events as an agent does
@@ -30,9 +32,11 @@ mlflow_stores         MLflow stores, copied from one that was made once
 npm_packages          a copy of the front end's sources with the packages of its lock file
 nvml_stub/            a stand-in for NVML's library, for processes that a test starts
 odd_messages          well-formed messages of a protocol with meaningless content, which servers must tolerate
+older_package         a Python environment with an older version of this package, and its upgrade
 page_snippets         the examples of README and the site: read, parsed, and compared with what they show
 planted_faults        an agent with faults planted in its callbacks
 planted_table         the callbacks of the agent in which faults are planted, by what triggers them
+nccl_manners          a backend of process groups that behaves as NCCL does, for code of cells
 pool_client           a real pool with real ranks, used by this process as a kernel does, without a notebook
 pool_faults           faults in the pool service: a method that raises once, when the test arms it
 process_table         processes as the system reports them: table, descriptors, threads and listening sockets
@@ -45,6 +49,7 @@ ray_pool              a pool service with the Ray engine in the foreground
 ray_traces            what a run's own Ray cluster leaves behind on a machine
 scheduler_requests    requests to the scheduler and its answers, in short forms for its tests
 scripted_pools        pools at the other end of a real link, whose answers, events and death a test gives
+secret_corpus         secrets of every form, and values that are none
 served_pools          pools served on a TCP port, and clients on other machines
 server_kernels        kernels of a Jupyter server driven as by a page, and cells that run in them meanwhile
 shared_homes          homes with a pool and a kernel that the modules of one test process share

@@ -74,7 +74,8 @@ def launch_order(
             **spec,
         ),
         interpreter=interpreter,
-        context=this_context(os.environ, _KEY),
+        # not pytest's settings, which turn warnings into errors
+        context=msgspec.structs.replace(this_context(os.environ, _KEY), settings={}),
         payload=Payload(source=InlinePayload(), layout=packed.layout),
         lease=Lease(lease_id="lease", device_type="cpu", ranks=ranks, cpu_slots=ranks),
         run_dir=str(state / "runs" / run_id),
@@ -199,6 +200,12 @@ class AgentProcess:
         """End the agent and its processes."""
         self._link.send(EndAgent())
         self.process.wait(_PATIENCE_S)
+        self._link.close()
+        if self._made:
+            shutil.rmtree(self.path)
+
+    def forget(self) -> None:
+        """Free the resources of an agent that has ended otherwise."""
         self._link.close()
         if self._made:
             shutil.rmtree(self.path)

@@ -25,7 +25,7 @@ def axe_problems(
     page = notebook.page
     if not page.evaluate("typeof axe === 'object'"):
         page.evaluate((front_end / "node_modules" / "axe-core" / "axe.min.js").read_text())
-        # JupyterLab's body has no height and hides what is out of it; for axe that would be everything
+        # JupyterLab's body has no height and hides its overflow; to axe, everything would be hidden
         page.add_style_tag(content="body { height: 100vh }")
     include = [[place] for place in places if page.locator(place).filter(visible=True).count()]
     found: dict[str, Any] = page.evaluate("include => axe.run({ include })", include)

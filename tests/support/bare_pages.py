@@ -45,10 +45,10 @@ globalThis.draw = (state) => {
 </script>"""
 
 
-# JupyterLab's sends what widgets say to a subshell of its own
+# JupyterLab's widget manager sends widget messages to a subshell of its own
 _LAB = {"HEAD": "<body>", "MANAGER": "{ kernel: { supportsSubshells: true } }"}
 # VS Code draws outputs in a webview with the theme's colours as variables. Its widget manager is its own, without a
-# kernel connection, and what widgets say goes to the kernel's shell.
+# kernel connection, and widget messages go to the kernel's shell.
 _VSCODE_DARK = {
     "--vscode-editor-background": "#1f1f1f",
     "--vscode-foreground": "#cccccc",
@@ -87,7 +87,7 @@ class BarePage:
         self._body = _PAGE
         for name, value in (_VSCODE if vscode else _LAB).items():
             self._body = self._body.replace(name, value)
-        # a question that comes from the page can't wait for it to be made
+        # create the subshell now: a request from the page can't wait for it
         assert vscode or kernel.front_end.subshell
         self.page: Page = browser.new_page(viewport={"width": 1000, "height": 900})
         self.errors: list[str] = []
@@ -118,7 +118,7 @@ class BarePage:
         found.first.click()
 
     def picture(self, name: str) -> None:
-        """Save a screenshot for people to look at."""
+        """Save a screenshot for inspection."""
         ARTEFACTS.mkdir(exist_ok=True)
         self.page.screenshot(path=Path(ARTEFACTS, f"bare-{name}.png"))
 

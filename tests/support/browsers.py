@@ -16,7 +16,7 @@ from waiting import eventually
 
 ARTEFACTS = Path(__file__).parents[1] / "artefacts"
 CHROMIUM = "/usr/bin/chromium"
-# a page of JupyterLab on two cores that are busy
+# for a page of JupyterLab on two busy cores
 LOAD_MS = 60_000
 
 
@@ -94,17 +94,17 @@ class OpenNotebook:
         self.load()
 
     def _note_error(self, error: Error) -> None:
-        # anywidget 0.11 says so, with no consequence, of a widget that is closed again before its view was loaded; one
-        # that is not drawn is missing in the page, which tests look at
+        # anywidget 0.11 reports this, without consequence, for a widget that is closed before its view is loaded; one
+        # that is not drawn is missing in the page, which tests check
         known = "[anywidget] Failed to initialize model" in str(error)
-        # of JupyterLab's debugger, whose question was under way when the test restarted the kernel
+        # from JupyterLab's debugger, whose request was pending when the test restarted the kernel
         known |= "Canceled future for debug_request" in str(error)
         if not known:
             self.errors.append(f"{error}\n{error.stack}")
 
     def load(self) -> None:
         """Load the page (again) and wait until the notebook is shown."""
-        # a workspace of its own: JupyterLab opens again what was open before
+        # a workspace of its own: JupyterLab reopens what was open before
         place = f"lab/workspaces/{self._stem}/tree" if self._is_lab else "notebooks"
         self.page.goto(f"{self.server.url}/{place}/{self.name}?token={self.server.token}")
         self.ready()
@@ -152,7 +152,7 @@ class OpenNotebook:
         prompt = self.cell(number).locator(".jp-InputPrompt").first
 
         def runs() -> bool:
-            # a page whose kernel is only just connected takes an order and forgets it
+            # a page that has just connected to its kernel may drop a command
             self.start(number)
             eventually(lambda: prompt.inner_text().strip() != "[*]:", timeout_s, f"cell {number} goes on")
             return prompt.inner_text().strip() != "[ ]:"
@@ -170,7 +170,7 @@ class OpenNotebook:
         )
 
     def picture(self, name: str, locator: Locator | None = None) -> Path:
-        """Keep a screenshot for whoever wants to look at it."""
+        """Save a screenshot for inspection."""
         ARTEFACTS.mkdir(exist_ok=True)
         path = ARTEFACTS / f"{'lab' if self._is_lab else 'notebook'}-{name}.png"
         if locator is not None:
@@ -201,7 +201,7 @@ class OpenNotebook:
 
         def saved() -> dict[str, Any]:
             try:
-                # the server empties the file before it writes it
+                # the server truncates the file before it writes
                 found = json.loads(path.read_text())
             except ValueError:
                 return {}

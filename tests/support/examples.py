@@ -1,8 +1,12 @@
-"""How many examples the property tests try."""
+"""How many examples the property tests try, and which rows of a table are tried in `make test`."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
 
 WHOLE = "WHOLE_TESTS"
 """The environment variable with which `make test-all` asks for all examples."""
@@ -13,3 +17,9 @@ _SHARE = 3
 def examples(whole: int) -> int:
     """Return `whole`, or a third of it in `make test`: each run tries others."""
     return whole if WHOLE in os.environ else max(1, whole // _SHARE)
+
+
+def first_rows(rows: Sequence[tuple[Any, ...]], count: int) -> list[Any]:
+    """Return the rows of a `parametrize`, all but the first `count` of them marked slow."""
+    kept = [pytest.param(*row) for row in rows[:count]]
+    return kept + [pytest.param(*row, marks=pytest.mark.slow) for row in rows[count:]]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from sgpu_magic.client.link import PoolLink
-from sgpu_magic.client.remote_wire import RemoteWire
+from sgpu_magic.client.remote_transport import RemoteTransport
 from sgpu_magic.client.this_machine import this_hello
 from sgpu_magic.files.content_store import BlobRefused, BlobStore
 from sgpu_magic.pool.clients import AuthorizedClients, ConnectedClient, authorize, revoke
@@ -72,9 +72,9 @@ class FilePool:
     def bulk_port(self) -> int:
         return self.remote.bulk_port
 
-    def wire(self, own: KeyPair | None = None, address: str = "") -> RemoteWire:
+    def wire(self, own: KeyPair | None = None, address: str = "") -> RemoteTransport:
         endpoint = Endpoint(address or self.remote.address, self.keys.public)
-        return RemoteWire("team", endpoint, own or self.user, this_hello(instance=secrets.token_hex(16)), 60.0)
+        return RemoteTransport("team", endpoint, own or self.user, this_hello(instance=secrets.token_hex(16)), 60.0)
 
     def link(self, address: str = "") -> PoolLink:
         return PoolLink(self.wire(address=address))

@@ -17,7 +17,7 @@ _PORTS = range(20_000, 32_768)
 _RANGES = 8
 # in the order in which they were chosen
 _chosen: deque[int] = deque(maxlen=200)
-# not the tests' own sequence: some begin it anew
+# not the global generator: some tests reseed it
 _random = random.SystemRandom()
 
 

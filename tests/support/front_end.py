@@ -39,7 +39,7 @@ class LiveView:
 
     Attributes:
         told: The first line's number and the line count of each message of new lines.
-        hears: Also called with each message, for a page that draws the widget.
+        hears: Callback that also gets each message, for a page that draws the widget.
     """
 
     model_id: str
@@ -68,7 +68,7 @@ class LiveView:
         header = " · ".join([now["name"], now["state"], now["devices"], now["pool"], now["attempt"], *now["meta"]])
         failure = [line["text"] for line in now["failure"]["lines"]] if now["failure"] else []
         lines = [f"[{rank}] {text}" for _, (rank, text) in sorted(self.lines.items())]
-        # the grid has each rank's last line also when it was not told with the log
+        # the grid has each rank's last line even if the log omitted it
         last = [f"[{card['rank']}] {card['last']}" for card in now["ranks"] if card["last"]]
         lines += [line for line in last if line not in lines]
         idle = [card["idle"] for card in now["ranks"] if card["idle"]]

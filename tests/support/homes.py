@@ -39,14 +39,15 @@ _NOT_INHERITED = (
     "RANK",
     "WORLD_SIZE",
     "LOCAL_",
+    "MLFLOW_",
 )
-# all that a pool which ended in order leaves in its runtime directory
+# the files that a pool leaves in its runtime directory after an orderly end
 _STAYS = {"pool.lock"}
-# so many looks, 20 ms apart, must find the same
+# this many successive readings, 20 ms apart, must agree
 _SAME_LOOKS = 20
-# a process that is just being started may still look like the one that starts it
+# a just-forked process may still look like its parent
 _IS_ITSELF_S = 5
-# what libraries open once in a notebook: a callback's memory of ctypes, a pipe for child processes
+# descriptors that libraries open once in a notebook: memory of a ctypes callback, a pipe for child processes
 _LIBRARIES_KEEP = 5
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
@@ -77,11 +78,11 @@ class Home:
             "SGPU_RUNTIME_DIR": str(self.runtime),
             "SGPU_LOCK_DIR": str(self.path / "lock"),
             "SGPU_CONFIG": str(self.path / "no-config.toml"),
-            # a status that nobody looks at would be a thread more for a minute
+            # an unused status subscription would keep a thread for a minute
             "SGPU_STATUS_IDLE_S": "1",
-            # tests of tracking turn it on; all others are not to start one process more
+            # tests of tracking turn it on; the others need not start one more process
             "SGPU_TRACK": "off",
-            # tests of lock files turn it on; all others are not to ask the package index
+            # tests of lock files turn it on; the others must not query the package index
             "SGPU_LOCK_ENVIRONMENTS": "off",
             "TMPDIR": str(self.path / "tmp"),
             "IPYTHONDIR": str(self.path / "ipython"),
@@ -91,14 +92,14 @@ class Home:
             **(variables or {}),
         }
         self.kernel_pids: set[int] = set()
-        # a served pool's door is open to other machines
+        # a served pool listens for other machines
         self.pool_listens = False
         self._levels: dict[int, dict[str, int]] = {}
-        # of modules that have ended
+        # runs of earlier test modules
         self._old_runs: set[str] = set()
-        # start times of all that was ever seen here: an orphan may have nothing else that tells where it is from
+        # start times of all processes seen in this home: an orphan may have no other identification
         self._seen: dict[int, int] = {}
-        # pid and start of what is not of here: it will not be
+        # pids and start times of processes that don't belong to this home
         self._strangers: dict[int, int] = {}
         self._lock = threading.Lock()
 
@@ -166,7 +167,7 @@ class Home:
     def pool_pid(self) -> int | None:
         """Return the pid of the running pool."""
         try:
-            pid = int(json.loads((self.runtime / "pool.json").read_bytes())["pid"])
+            pid = int(json.loads((self.state / "pool.json").read_bytes())["pid"])
         except (OSError, ValueError, KeyError):
             return None
         return pid if is_alive(pid) else None
@@ -186,7 +187,7 @@ class Home:
             self._strangers.pop(pid, None)
         with self._lock:
             found |= {pid for pid, start in self._seen.items() if pid in table and table[pid].start == start}
-            # what has ended and belongs to the system's first process: when that one reaps it is its own affair
+            # zombies reparented to init are reaped by init
             found -= {pid for pid in found if table[pid].state == "Z" and table[pid].parent == 1}
             found.discard(os.getpid())
             processes = {pid: table[pid] for pid in found}
@@ -266,7 +267,7 @@ class Home:
             kind = "pool" if pid == pool else "agent" if pid in agents else "kernel"
             if pid not in self._levels:
                 if kind == "agent":
-                    # one that has just lost a rank holds a part of that rank's descriptors for a moment
+                    # an agent that has just lost a rank keeps some of its descriptors for a moment
                     self.has_settled(pid)
                     continue
                 eventually(lambda pid=pid: level(pid) == level(pid), 5, f"the {kind} does not settle")
@@ -293,7 +294,7 @@ class Home:
                     ),
                 )
             except AssertionError:
-                # one test fails for it, not all that come later
+                # only this test fails, not all later ones
                 del self._levels[pid]
                 raise
         for pid in agents:
@@ -309,7 +310,7 @@ class Home:
             first = None if self.pool_listens else pool
             servants = [first, *_those(_is_agent, processes), *_those(_is_zygote, processes)]
             found = listening([pid for pid in servants if pid is not None])
-            # a rank that was just forked still looked like its zygote
+            # a just-forked rank may have looked like its zygote
             processes = self.processes() if found else processes
             return not found
 
@@ -318,6 +319,11 @@ class Home:
     def close(self) -> None:
         """Stop the pool, check that all of this home's processes are gone, and remove its directories."""
         pool = self.pool_pid()
+        if pool is None:
+            # a test may have removed the pool's disk, and its address with it
+            pool = next(
+                iter(_those(lambda process: process.command.endswith("-m sgpu_magic.pool"), self.processes())), None
+            )
         problem = ""
         try:
             if pool is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# what a class may put in the way of those who look at an exception
+# hooks by which a class can break code that inspects its exceptions
 _HOOKS = (
     "__str__", "__repr__", "__reduce__", "__reduce_ex__", "__getattribute__", "__getattr__", "__getstate__",
     "__eq__", "__hash__", "__bool__", "__len__", "__del__", "__dir__", "__format__", "__setattr__",

@@ -76,7 +76,7 @@ class JupyterServer:
             env=home.environ
             | places
             | {
-                # news and extensions of others are nobody's business here
+                # not the user's own settings and workspaces
                 "JUPYTERLAB_SETTINGS_DIR": str(home.path / "jupyter" / "settings"),
                 "JUPYTERLAB_WORKSPACES_DIR": str(home.path / "jupyter" / "workspaces"),
             },

@@ -205,16 +205,16 @@ class Kernel:
     def ready(self) -> None:
         """Connect to the started process and wait until it is ready."""
         self._connect()
-        # ipykernel closes the pipes of threads that have ended every 10 s, as long as a leak check waits at most
+        # ipykernel closes the pipes of ended threads every 10 s, which is as long as a leak check waits
         self.value("setattr(get_ipython().kernel.iopub_thread, '_event_pipe_gc_seconds', 0.3)")
         if self._load:
             self.check("%load_ext sgpu_magic")
-            # most of the extension comes after the cell, and at the latest with the next one
+            # most of the extension is loaded after the cell, and at the latest with the next one
             self.start("pass", silent=True).wait()
 
     def _connect(self) -> None:
         self.client = self._manager.client()
-        # as JupyterLab, and no console, which names no cell
+        # as in JupyterLab; a console sends no cell id
         self.client.session.metadata = {"cellId": "a-cell"}
         self.client.start_channels()
         try:
@@ -239,7 +239,7 @@ class Kernel:
 
     def start(self, code: str, *, stop_on_error: bool = True, silent: bool = False) -> Cell:
         """Send a cell without waiting for it."""
-        began = time.monotonic()  # before the kernel can have it
+        began = time.monotonic()  # before the kernel can receive it
         msg_id = self.client.execute(code, stop_on_error=stop_on_error, silent=silent)
         reply = self._replies[msg_id] = Reply()
         return Cell(self, msg_id, reply, began)
@@ -319,7 +319,7 @@ class Kernel:
         reply.messages.append(kind)
         if kind == "status" and content["execution_state"] == "idle":
             return msg_id
-        # a display is updated wherever it stands
+        # a display is updated in every reply that shows it
         for each in self._replies.values() if kind == "update_display_data" else (reply,):
             _take(each, kind, content)
         for output in reply.outputs:

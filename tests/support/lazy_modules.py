@@ -19,7 +19,7 @@ class LazyModule:
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith(("_", "pytest")):
-            # pytest asks everything in a module whether it is a test
+            # pytest checks whether any attribute of a module is a test
             raise AttributeError(name)
         return getattr(importlib.import_module(self._name), name)
 

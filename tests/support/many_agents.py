@@ -117,7 +117,7 @@ class NodesHere(Engine):
         runtime = self._settings.runtime_path / node[-1]
         for directory in (state, runtime, state / "runs"):
             config.private_dir(directory)
-        # what listens is its operator's to start again: the agents start no pool service
+        # a listening pool is restarted by its operator: the agents start no pool service
         own = replace(self._settings, state_dir=str(state), runtime_dir=str(runtime), listen="tcp://127.0.0.1:0")
         with _inside(self._namespaces[node]):
             agent = self._agents[node] = AgentHere(own, look=look)
@@ -163,7 +163,7 @@ class NodesHere(Engine):
                 self._came.discard(node)
                 self.node_lost(node, "the test gave it up")
             case _ if node in self._agents:
-                # it is dead, and that is not heard yet
+                # the agent is dead, but its end is not reported yet
                 if not processes.is_alive(self._agents[node].pid):
                     self._loop.call_later(_HEARD_S, self.obey, line)
             case _:
@@ -295,7 +295,7 @@ def main() -> None:
             service.close()
 
     asyncio.run(serve())
-    processes.kill_descendants()
+    processes.end_children()
 
 
 if __name__ == "__main__":

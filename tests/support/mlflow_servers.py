@@ -157,7 +157,7 @@ class Gateway:
             self._closing.wait(self.answers_after)
             self._answer(request, answer.status, data, answer.headers.get("Content-Type", ""))
         except OSError:
-            # the server is gone, or who asked has given up
+            # the server is gone, or the client has given up
             request.close_connection = True
 
     @staticmethod

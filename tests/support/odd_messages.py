@@ -41,7 +41,7 @@ def _odd(info: Any, chance: random.Random, depth: int) -> Any:
         case inspect.UnionType():
             return _odd(chance.choice(info.types), chance, depth)
         case inspect.StrType():
-            # what could be a run's id gets further
+            # a plausible run id passes more checks
             return f"{chance.getrandbits(32):08x}" if chance.random() < 0.4 else chance.choice(_TEXTS)
         case inspect.IntType():
             return chance.choice(_NUMBERS)
@@ -71,3 +71,70 @@ def _odd(info: Any, chance: random.Random, depth: int) -> Any:
 
 def _key(info: Any, chance: random.Random) -> Any:
     return _odd(info, chance, _DEEPEST)
+
+
+# ---------------------------------------------------------------- data that is no message at all
+
+# the escape character for lone surrogates: a decoder takes a different path for it
+ESCAPE = "\U0010f7ff"
+_TOO_DEEP = 20_000
+
+
+def hostile_msgpack() -> list[bytes]:
+    """Return data that makes a decoder of msgpack raise something else than a decoding error, unless it is guarded."""
+    pack = msgspec.msgpack.encode
+    escaped = pack("e") + pack(ESCAPE)
+    nested = b"\x91" * _TOO_DEEP + b"\xc0"
+    return [
+        b"",
+        b"\xc1",
+        # deeply nested, in a field that no message has
+        b"\x82" + pack("type") + pack("ping") + pack("zzz") + nested,
+        b"\x82" + pack("type") + pack("ping") + pack("zzz") + b"\x81\xa1x" * _TOO_DEEP + b"\xc0",
+        b"\x83" + pack("type") + pack("ping") + escaped + pack("zzz") + nested,
+        nested,
+        # an array and a map as a map's key
+        b"\x83" + pack("type") + pack("ping") + escaped + pack("z") + b"\x81\x91\x01\x01",
+        b"\x82" + pack("type") + pack("ping") + pack("z") + b"\x81\x81\x01\x01\x01",
+        # half an escape, timestamps and other extensions, lengths without data
+        b"\x83" + pack("type") + pack(ESCAPE + "\ue000") + pack("e") + pack(ESCAPE) + pack("z") + b"\xc0",
+        b"\x82" + pack("type") + pack("ping") + pack("z") + b"\xc7\x0c\xff" + b"\xff" * 12,
+        b"\x82" + pack("type") + pack("ping") + pack("z") + b"\xd6\x05abcd",
+        b"\xdd\xff\xff\xff\xff",
+        b"\xdf\xff\xff\xff\xff",
+        b"\x82" + pack("type") + b"\xa4\xff\xfe\xfd\xfc",
+    ]
+
+
+def hostile_json() -> list[bytes]:
+    """Return data that makes a parser of JSON raise something else than a decoding error, unless it is guarded."""
+    return [
+        b"",
+        b"nothing",
+        b"[" * _TOO_DEEP,
+        b'{"n": 1, "zzz": ' + b'{"x": ' * _TOO_DEEP,
+        b'"\xff\xfe"',
+        b'{"\xff": 1}',
+        b'{"a": "\\ud800"}',
+        b"1" * 5000,
+        b'{"n": ' + b"9" * 5000 + b"}",
+        b"NaN",
+        b"null",
+        b"[]",
+        b"{}",
+        b'{"n": {}, "type": []}',
+        b'["a", {"b": [null]}]',
+    ]
+
+
+def hostile_toml() -> list[bytes]:
+    """Return data that makes a parser of TOML raise something else than a decoding error, unless it is guarded."""
+    return [
+        b"= 1",
+        b"a = " + b"[" * _TOO_DEEP,
+        b"a = " + b"{x = " * 3000,
+        b"a = " + b"1" * 5000,
+        b'a = "\xff\xfe"',
+        b"a = 2024-13-45",
+        b"public = 1\nsecret = []\n[team]\naddress = {}\nkey = [[1]]\nadmin = 'x'\n",
+    ]

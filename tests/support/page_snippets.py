@@ -39,7 +39,7 @@ _BLOCK = re.compile(
 _COMMENT = re.compile(r"^<!--.*", re.MULTILINE)
 _FILE = re.compile(r"# (\w+\.py)\n")
 _WORDS = re.compile(r"(?:^|[;&|\s])(sgpu (?:[a-z]|--).*)", re.DOTALL)
-# takes any words
+# accepts any words
 _HELP = "sgpu_help"
 _COMPILED = ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
 

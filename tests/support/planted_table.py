@@ -15,32 +15,32 @@ FRESH = (
     "ranks.rank_output:RankOutput.flush",
     "ranks.rank_output:RankOutput.drain",
     "failures:MemoryWatch.begin",
-    "failures:ReportsOfRanks.last_word",
+    "failures:RankOutcomes.last_word",
     "runs.run_files:RunFiles.describe",
     "runs.run_files:RunFiles.take_result",
     "reports:Reports.happened",
 )
-# of these, one is called when a short run may have ended
+# of these, the one that may be called after a short run has ended
 WHILE_IT_GOES_ON = ("failures:MemoryWatch.begin",)
-# the run's last word was said by then
+# called after the run's end is reported
 AFTER = (
     "ranks.group:Group.exited",
     "runs.execution_kinds:FreshRun.rank_exited",
-    "runs.execution_kinds:FreshRun._let_leave",
+    "runs.execution_kinds:FreshRun._release_ranks",
     "runs.execution_kinds:FreshRun._finish_if_gone",
     "runs.run_files:RunFiles.ended",
     "reports:Reports.gone",
     "run_registry:RunRegistry.run_gone",
     "run_registry:RunRegistry.ranks_gone",
 )
-# what they cost is less than the run, while it goes on
+# called while the run goes on; a fault in these does not end the run
 WATCHING = (
     "watch.sampling:RunSampler.begin",
     "watch.sampling:RunSampler.sample",
     "watch.sampling:Sampling._tick",
     "launch:StandbyGroups.tend",
 )
-# and afterwards
+# the same, called after the run
 SPARED = (
     "run_registry:RunRegistry._replenish",
     "run_registry:RunRegistry._keep",
@@ -49,8 +49,8 @@ SPARED = (
 FAILING = (
     "runs.execution:Execution._take_failure",
     "runs.execution:Execution._decide",
-    "ranks.stop:StopPath.begin",
-    "ranks.stop:StopPath.end",
+    "ranks.stop:Terminator.begin",
+    "ranks.stop:Terminator.end",
 )
 CELLS = (
     "runs.execution_kinds:SessionCell.start",
@@ -77,7 +77,7 @@ STACKS = (
     "watch.stack_taking:StackTaker._finish",
 )
 CALLBACKS = (*FRESH, *AFTER, *WATCHING, *SPARED, *FAILING, *CELLS, *SESSIONS, *ASKED, *STACKS)
-# nothing but these can tell the pool
+# only these report to the pool
 TOLD = ("reports:Reports.happened", "reports:Reports.gone", "run_registry:RunRegistry.ranks_gone")
 OF_SESSION = tuple(name for name in CELLS if name.startswith("session"))
 AT_ITS_END = (
@@ -85,10 +85,10 @@ AT_ITS_END = (
     "runs.session:Session._finish_if_gone",
     "runs.session_repair:SessionRepair.fail",
 )
-# they do not know their run
+# these do not know their run
 UNNAMED = (
     "failures:MemoryWatch.begin",
-    "failures:ReportsOfRanks.last_word",
+    "failures:RankOutcomes.last_word",
     "watch.sampling:Sampling._tick",
     "launch:StandbyGroups.tend",
 )

@@ -35,7 +35,7 @@ class PoolClient:
 
     def __init__(self, home: Home, pool: Pool | None = None) -> None:
         self.home = home
-        # a pool that it starts has them from this process
+        # a pool that the client starts inherits this process's environment
         self._variables = dict(os.environ)
         set_environ(home.environ)
         self.pool = pool or Pool(load_settings(home.environ))

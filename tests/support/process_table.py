@@ -13,8 +13,8 @@ from pathlib import Path
 
 from waiting import eventually
 
-# descriptors that come with one pidfd: of a rank at the agent two pipes, the stack file, and a socket once it stands
-# by in a group or runs; else a socket
+# descriptors per pidfd: for a rank of an agent, two pipes, the stack file, and a socket once the rank stands by in a
+# group or runs; otherwise a socket
 _FDS_PER_RANK = 5
 _FDS_PER_NEW_RANK = 4
 _FDS_PER_CLIENT = 2

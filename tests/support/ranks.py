@@ -27,6 +27,7 @@ from sgpu_magic.wire.rank import (
     AnswerQuestion,
     AskTracking,
     Cleared,
+    DescendantsEnded,
     Displayed,
     Execute,
     Exited,
@@ -69,6 +70,7 @@ class Zygote:
         self.link: Link[FromZygote] = Link(ours, codec.from_zygote)
         assert isinstance(self.receive(60)[0], ZygoteReady)
         self.exits: dict[int, int] = {}
+        self.ended: dict[int, DescendantsEnded] = {}
 
     def receive(self, deadline_s: float) -> tuple[FromZygote, Sequence[bytes]]:
         if not self.link.has_message():
@@ -93,8 +95,11 @@ class Zygote:
         return self.exits[pid]
 
     def _note(self, message: FromZygote) -> None:
-        assert isinstance(message, Exited), message
-        self.exits[message.pid] = message.status
+        if isinstance(message, Exited):
+            self.exits[message.pid] = message.status
+        else:
+            assert isinstance(message, DescendantsEnded), message
+            self.ended[message.pid] = message
 
     def close(self) -> None:
         self.link.close()
@@ -236,7 +241,9 @@ class Session:
     def prepare(self, *, stays: bool = True, only: Sequence[int] = (), renewal: bool = False) -> None:
         """Send `Prepare`; `joined` waits for the answers."""
         with socket.create_server(("127.0.0.1", 0)) as listening:
-            self.master_port = listening.getsockname()[1]
+            # as in the agent: the port belongs to rank 0, for as long as its process is the same
+            if not only or 0 in only:
+                self.master_port = listening.getsockname()[1]
             for rank in only or range(self.size):
                 order = Prepare(
                     context=self.context,
@@ -328,7 +335,7 @@ class Session:
         ends = connections_between([rank.pid for rank in self.ranks])
         for rank in self.ranks:
             with contextlib.suppress(BrokenPipeError):
-                rank.send(Release(fds=ends.get(rank.pid, ())))
+                rank.send(Release(fds=ends.get(rank.pid, ()), interrupt=True))
 
     def renew(self, replaced: Sequence[int] = ()) -> list[str]:
         """Reconnect all ranks, of which `replaced` are new processes; return what each survivor reports as lost."""

@@ -87,7 +87,7 @@ class FakeCluster:
         for left in reversed(range(_STARTS)):
             before, here = set(_ray_pids()), dict(os.environ)
             on_term = signal.getsignal(signal.SIGTERM)
-            # else the node would look like a part of the home that a test is in
+            # otherwise the node would be counted as part of the current test's home
             set_environ(self._environ)
             try:
                 with warnings.catch_warnings():
@@ -100,7 +100,7 @@ class FakeCluster:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
             finally:
-                # else a SIGTERM meant for a later test's subject would be Ray's
+                # otherwise Ray's handler would get a SIGTERM that a later test sends
                 signal.signal(signal.SIGTERM, on_term)
                 set_environ(here)
         raise AssertionError("not reached")
@@ -140,7 +140,7 @@ class FakeCluster:
         looker.stdin.write(f"{json.dumps(question)}\n")
         looker.stdin.flush()
         for line in looker.stdout:
-            # Ray says there what an autoscaler would do
+            # Ray also prints what an autoscaler would do
             if line.startswith(_ANSWER):
                 return json.loads(line.removeprefix(_ANSWER))
         raise AssertionError("the driver that looks has ended")
@@ -195,7 +195,7 @@ for line in sys.stdin:
 def _rays() -> list[str]:
     """Return descendants of this process that must not outlive a cluster, such as raylets."""
     table = process_table()
-    names = ("raylet", "gcs_server", "ray::", "sgpu_magic.agent", "on_node.py")
+    names = ("raylet", "gcs_server", "ray::", "sgpu_magic.agent", "agent_main.py")
     return [str(table[pid]) for pid in _ray_pids() if pid in table and any(name in str(table[pid]) for name in names)]
 
 
@@ -231,7 +231,7 @@ class RayPool:
     def __init__(self, address: str, variables: dict[str, str] | None = None, home: Home | None = None) -> None:
         self.name = f"t{os.getpid()}{secrets.token_hex(2)}"
         self.home = home or Home()
-        # its door for nodes is open to other machines
+        # its port for nodes is open to other machines
         self.home.pool_listens = True
         self.home.environ |= {
             "SGPU_RAY_ADDRESS": address,

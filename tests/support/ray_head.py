@@ -73,7 +73,7 @@ class RayNode:
                 )  # fmt: skip
             if self._has_started(said):
                 return
-            # Ray gives what a raylet starts 15 s to import what it needs: a busy machine is too slow, once
+            # Ray gives a raylet's processes 15 s for their imports, which a busy machine may exceed once
             self.kill()
             assert left, log.read_text()[-3000:]
 
@@ -93,7 +93,7 @@ class RayNode:
 
     def kill(self) -> None:
         """Kill all processes at once, as when a machine fails."""
-        # nobody of them sees another one's end
+        # stop all of them first, so that none sees another one end
         for number in (signal.SIGSTOP, signal.SIGKILL):
             for pid in self.below():
                 with contextlib.suppress(ProcessLookupError):
@@ -140,7 +140,7 @@ class RayHead:
             **self.variables,
             "HOME": str(self.home),
             "RAY_USAGE_STATS_ENABLED": "0",
-            # of the dashboard's nine processes, which import Ray at the same time: 30 s are too few on two busy cores
+            # for the dashboard's nine processes, which import Ray at the same time: 30 s are too few on two busy cores
             "RAY_DASHBOARD_SUBPROCESS_MODULE_WAIT_READY_TIMEOUT": str(_START_S),
             "RAY_DASHBOARD_STARTUP_TIMEOUT_S": f"{_START_S:.0f}",
             # the entrypoint of a job is looked for there

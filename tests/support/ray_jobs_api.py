@@ -89,7 +89,7 @@ class RayJobsApi:
         self._thread.start()
 
     def add_job(self, name: str, status: str, pool: str | None) -> None:
-        """Add a job as Ray lists it; `pool` is the name of the pool that it is, None for a job of somebody else."""
+        """Add a job as Ray lists it; `pool` is the name of the pool that it is, None for another job."""
         metadata = None if pool is None else {"sgpu-pool": pool}
         self.jobs[name] = {"type": "SUBMISSION", "submission_id": name, "status": status, "metadata": metadata}
 

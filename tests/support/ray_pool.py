@@ -32,7 +32,7 @@ def main() -> None:
     for path in (settings.runtime_path, settings.state_path, settings.runs_path):
         config.private_dir(path)
     asyncio.run(_serve(settings, PoolPresence(settings.runtime_path, settings.state_path)))
-    processes.kill_descendants()
+    processes.end_children()
     sys.exit(0)
 
 

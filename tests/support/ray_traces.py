@@ -54,7 +54,7 @@ def directories(home: Home) -> list[str]:
     found = [
         *home.runtime.glob("ray-*"),
         *(home.path / "tmp").glob("*ray*"),
-        # beside what a pool on Ray keeps of its door
+        # only directories: a pool on Ray also keeps files there
         *(path for path in home.state.glob("ray/*") if path.is_dir()),
         *home.state.glob("nodes/*/ray/*"),
     ]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from sgpu_magic.client.link import PoolLink
-from sgpu_magic.client.wires import Outgoing
+from sgpu_magic.client.local_transport import SendQueue
 from sgpu_magic.errors import PoolError
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.base import Record, RunState
@@ -87,9 +87,9 @@ class ScriptedPool:
         """The names of the messages that it was sent, after its welcome."""
         return [type(message).__name__ for message in self.sent if type(message).__name__ != "Hello"]
 
-    # what a link asks of its wire
+    # the interface that a link needs from its wire
 
-    def carry(self, outgoing: Outgoing, link: PoolLink) -> None:
+    def carry(self, outgoing: SendQueue, link: PoolLink) -> None:
         self._say(link, Welcome(protocol_version=4, package_version="0", pid=1))
         while not outgoing.closed and not self._dead:
             select.select([outgoing], [], [])

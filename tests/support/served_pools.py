@@ -88,7 +88,7 @@ class ServedPool:
         assert found is not None, self.words
         self.port = int(found[2])
         self.entry = PoolEntry(self.home.name, found[1], found[3])
-        # the same again when it is started anew
+        # reused when the pool is restarted
         self.listen = found[1]
 
     @property
@@ -116,7 +116,7 @@ class ServedPool:
         self.words = stdout.readline() if ready else ""
         line = self.words
         while line and not line.startswith(_LAST_WORDS):
-            # they come at once
+            # the lines arrive together
             line = stdout.readline()
             self.words += line
         if not self.words:
@@ -192,7 +192,7 @@ class ServedPool:
             with contextlib.ExitStack() as homes:
                 homes.callback(self.home.close)
                 for client in self._clients:
-                    # only now: what runs here for them has variables of theirs
+                    # after the pool's end: the processes of a client's runs have its variables
                     homes.callback(client.home.close)
 
 

@@ -105,7 +105,7 @@ class ServerKernel:
                 missing.discard("reply")
             elif kind == "status" and content["execution_state"] == "idle":
                 missing.discard("idle")
-        # places that the kernel has left empty
+        # without the placeholders that the kernel has left empty
         return [output for output in outputs if output.get("data") != {"text/plain": ""}]
 
     def run(self, code: str, cell: str = "", prompts: bool = False) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from queue import Empty
 
 from kernels import Home, Kernel
 
-# further environments than the empty one that stay at the same time: each has a few hundred megabytes
+# homes with variables that are kept at the same time: each takes a few hundred megabytes
 _KEPT = 1
 _REMEMBER = """
 import os, sys
@@ -37,6 +37,9 @@ for name in [name for name in shell.user_ns if not name.startswith("_") and name
 # where a cell has set them IPython leaves them alone from then on
 for name in ("_", "__", "___"):
     shell.user_ns[name] = getattr(shell.displayhook, name)
+for number in list(shell.user_ns["Out"]):
+    del shell.user_ns["Out"][number]
+    shell.user_ns.pop(f"_{number}", None)
 # ipykernel closes the sockets of threads that have ended every 10 s; until then they would count as a leak
 printing = shell.kernel.iopub_thread
 printing.io_loop.add_callback(printing._event_pipe_gc)
@@ -61,7 +64,7 @@ class SharedKernel:
         if self._kernel is None:
             made = self._kernel = Kernel(self._home)
             made.check("%%distributed -n 2 --ui none\npass")
-            # pyzmq has a thread of its own from the first large message on
+            # pyzmq starts a thread of its own with the first large message
             made.check("print('x' * 200_000)")
             self._do(_REMEMBER)
             self._home.check_leaks()
@@ -84,18 +87,19 @@ class SharedKernel:
         if self._kernel is None or not self._kernel.is_alive():
             return
         try:
-            if self._kernel.value("hasattr(get_ipython(), 'remembered')"):
+            # where MLflow has been imported, runs go to the notebook's own store from then on
+            if self._kernel.value("hasattr(get_ipython(), 'remembered') and 'mlflow' not in __import__('sys').modules"):
                 self._do(code)
             else:
-                # a test has restarted it
+                # or a test has restarted it
                 self.close()
         except Empty:
-            # it is busy with what a test has left
+            # still busy with a cell of the test before
             self.close()
 
     def _do(self, code: str) -> None:
         assert self._kernel is not None
-        # neither history nor output nor execution count knows of it
+        # without a trace in the history, output and execution count
         self._kernel.value(f"exec({code!r}, {{'shell': get_ipython()}})")
 
 
@@ -121,7 +125,7 @@ class SharedHomes:
         others = [found for found in self._homes if found]
         for old in others[: max(0, len(others) - _KEPT + 1)] if key else ():
             self._close(self._homes.pop(old))
-        # the last one that was asked for is the last to go
+        # the most recently requested home is closed last
         self._homes[key] = home
         return home
 

@@ -79,11 +79,11 @@ class SmallIndex:
                 if not index.open.is_set():
                     index.kept_waiting.set()
                 index.open.wait(60)
-                # who asked may have been killed
+                # the client may have been killed
                 with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                     self._answer()
 
-            # how uv asks whether it may read parts of a file
+            # uv uses HEAD to ask whether it may request ranges of a file
             do_HEAD = do_GET
 
             def _answer(self) -> None:

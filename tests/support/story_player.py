@@ -10,7 +10,7 @@ from unittest import mock
 import msgspec
 import stories
 
-from sgpu_magic.runs.workplace import workplace
+from sgpu_magic.runs.kernel_context import kernel_context
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.live.live_views import Buttons
 from sgpu_magic.wire.events import Event
@@ -47,7 +47,7 @@ def play(name: str, go: Path, ended: str = "") -> None:
     directory.mkdir(exist_ok=True)
     view = RunView(spec, pool="team")
     buttons = Buttons(directory, lambda: "it is being stopped", lambda: ["rank 0   is in train"])
-    publisher = workplace().live_views.publisher_for("widget", view, sys.stdout, buttons)
+    publisher = kernel_context().live_views.publisher_for("widget", view, sys.stdout, buttons)
 
     def apply(event: Event) -> None:
         if isinstance(event.body, OutputWritten):

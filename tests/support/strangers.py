@@ -49,7 +49,7 @@ class Stranger:
         self.instance = secrets.token_hex(8)
 
     def send(self, *parts: bytes) -> None:
-        # libzmq lets a connection go whose greeting the pool refused, and would wait here for the next one
+        # libzmq drops a connection whose greeting the pool refused, and would block here until the next one
         with contextlib.suppress(zmq.Again):
             self._socket.send_multipart(list(parts), zmq.NOBLOCK)
 

@@ -118,7 +118,7 @@ class Proxy:
         record: list[bytes] = []
         self.sent.append(record)
         if self._held:
-            # it hangs, as one to a machine that is away
+            # hangs, like a connection to an unreachable machine
             self._pairs.append((connection, connection))
             return
         try:

@@ -205,7 +205,7 @@ class WriterProcess:
         self._settings = settings
         self._environ = environ
         self.heard: list[FromTracker] = []
-        # what is told again to the next process, by run
+        # by run, the orders that the next process gets again
         self._orders: dict[str, list[Track | RunOver]] = {}
         self.start()
 
@@ -214,16 +214,16 @@ class WriterProcess:
         self._reader = codec.FrameReader(codec.from_tracker)
         with theirs:
             self._process = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "sgpu_magic.tracking", str(theirs.fileno())),
-                    *(msgspec.json.encode(self._settings).decode(), "--urgent"),
-                ],
+                [sys.executable, "-m", "sgpu_magic.tracking", str(theirs.fileno()), "--urgent"],
                 pass_fds=(theirs.fileno(),),
                 env=self._environ,
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
             )
+        assert self._process.stdin is not None
+        with self._process.stdin as stdin:
+            stdin.write(msgspec.json.encode(self._settings))
 
     @property
     def pid(self) -> int:
@@ -245,7 +245,7 @@ class WriterProcess:
 
     def _send(self, order: Track | RunOver) -> None:
         self._orders.setdefault(order.run_id, []).append(order)
-        # it may be about to end after a minute without work: `take` finds out
+        # the process may be about to end after a minute without work; `take` handles that
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self._socket.sendall(codec.frame(order))
 
@@ -253,7 +253,7 @@ class WriterProcess:
         """Read the received messages. A process that ended for want of work is replaced, as the pool does."""
         while select.select([self._socket], [], [], timeout_s)[0]:
             timeout_s, data = 0.0, b""
-            # with an order of ours unread its end is a reset
+            # the process's end is a reset if it left an order unread
             with contextlib.suppress(ConnectionResetError):
                 data = self._socket.recv(1 << 16)
             if not data:

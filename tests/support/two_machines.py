@@ -25,7 +25,7 @@ from sgpu_magic.packages.distributions import is_from_node
 from sgpu_magic.packages.node.base_layer import base_layer, link_layer
 from sgpu_magic.packages.uv_command import index_variables
 
-# what a run does not need on either machine; without them there is less to build
+# packages that a run does not need on either machine; without them there is less to build
 _LEFT_OUT = ("mlflow-skinny", "sqlalchemy", "alembic")
 _START_S = 30
 _PINS = "from importlib.metadata import distributions\nfor one in distributions(): print(f'{one.name}=={one.version}')"
@@ -112,7 +112,7 @@ class TwoMachines:
 
     def fill_cache_for_notebook(self) -> None:
         """Put machine 1's packages into uv's cache, from which machine 2 builds as from a mirror of the index."""
-        # Python's own look: newer versions of uv leave out what is linked
+        # listed by Python itself: newer versions of uv omit linked packages
         pins = subprocess.run([self.notebook_python, "-c", _PINS], capture_output=True, text=True, check=True).stdout
         self._cache(*(pin for pin in pins.split() if not is_from_node(pin.partition("==")[0])))
 
@@ -143,7 +143,7 @@ class TwoMachines:
         finally:
             with contextlib.suppress(subprocess.CalledProcessError):
                 _ip("netns", "delete", self.namespace)
-            # a test may have had its pool elsewhere
+            # a test may have used a pool elsewhere
             written = self.node_state / "pool.log"
             log = written.read_text(errors="replace") if written.exists() else ""
             self.home.close()

@@ -8,7 +8,7 @@ import { Usage } from "./components/usage";
 import { PanelContext, useRedraw } from "./context";
 import type { PanelModel } from "./model";
 
-/** The panel: the notebook in front above, the pool below. */
+/** The panel: the active notebook above, the pool below. */
 export function App({ model }: { model: PanelModel }) {
   useRedraw(model);
   const t = model.host.translate;
@@ -34,7 +34,7 @@ export function App({ model }: { model: PanelModel }) {
   );
 }
 
-/** What became of an order to the pool. */
+/** The result of an order to the pool. */
 function OrderSaid({ model }: { model: PanelModel }) {
   const { said } = model.pool;
   const t = model.host.translate;

@@ -16,12 +16,12 @@ export function useTranslate(): Translate {
   return usePanel().host.translate;
 }
 
-/** An element's id: two panels in a page, each with a Preact of its own, do not know of each other. */
+/** Returns an id for an element, unique in the page: the ids of `useId` repeat across panels. */
 export function useOwnId(): string {
   return `${usePanel().id}-${useId()}`;
 }
 
-/** Redraws the component once a second while there is something in it that goes on, and returns the server's time. */
+/** Redraws the component once a second while `goesOn`, and returns the server's time. */
 export function useNow(goesOn: boolean): number {
   const { ticker, pool } = usePanel();
   const [, redraw] = useState(0);
@@ -29,7 +29,7 @@ export function useNow(goesOn: boolean): number {
   return pool.now_s;
 }
 
-/** A word that the panel remembers over a reload. */
+/** A string that the host keeps for the panel, and its setter. */
 export function useMemory(key: string, otherwise: string): readonly [string, (value: string) => void] {
   const { memory } = usePanel().host;
   const [value, setValue] = useState(() => memory.get(key) ?? otherwise);

@@ -1,12 +1,12 @@
-/** What the user is choosing: a notebook's choice before it is applied. No drawing, no messages. */
+/** The form's state: a notebook's choice before it is applied. No rendering, no messages. */
 import type { Choice, PackageLine, PoolPicture, TypePicture } from "./messages";
 
 export const NOTHING: Choice = { gpus: 0, type: "", pool: "", env_version: "", dependencies: [], removed: [] };
-/** Ranks on CPU when nobody says how many. */
+/** Default number of ranks on CPU. */
 const CPU_RANKS = 2;
 export const CPU = "cpu";
 
-/** Returns a distribution's name as indexes compare it. */
+/** Returns the normalized name (PEP 503) of a requirement's distribution. */
 export function canonicalName(requirement: string): string {
   const name = /^\s*[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?/.exec(requirement)?.[0] ?? requirement;
   return name.trim().replace(/[-_.]+/g, "-").toLowerCase();
@@ -20,7 +20,7 @@ const REQUIREMENT = new RegExp(
   `^(?:${NAME})\\s*${EXTRAS}\\s*(?:@\\s*[a-z][a-z0-9+.-]*:\\/\\/\\S+|${VERSIONS})\\s*(?:;.+)?$`,
 );
 
-/** What is wrong with a requirement's shape, "" for nothing. `%1` in it is what was typed. */
+/** Returns what is wrong with a requirement's syntax, "" if it is valid; `%1` stands for the typed text. */
 export function requirementProblem(text: string): string {
   const typed = text.trim();
   if (typed === "" || REQUIREMENT.test(typed)) return "";
@@ -33,7 +33,7 @@ export function requirementProblem(text: string): string {
   return "%1 is not a requirement; write one as peft or peft==0.17.1.";
 }
 
-/** Adds a requirement, in the place of another one of the same package. */
+/** Adds a requirement, replacing another one of the same package. */
 export function withPackage(choice: Choice, requirement: string): Choice {
   const name = canonicalName(requirement);
   const others = choice.dependencies.filter((each) => canonicalName(each) !== name);
@@ -41,7 +41,7 @@ export function withPackage(choice: Choice, requirement: string): Choice {
   return { ...choice, dependencies: [...others, requirement.trim()], removed };
 }
 
-/** Takes a difference to the base back: what was added goes, what was left out stays in. */
+/** Reverts a line's requirement or removal; a package that the choice does not list is added to `removed`. */
 export function withoutLine(choice: Choice, line: PackageLine): Choice {
   const name = canonicalName(line.name);
   const dependencies = choice.dependencies.filter((each) => canonicalName(each) !== name);
@@ -50,18 +50,18 @@ export function withoutLine(choice: Choice, line: PackageLine): Choice {
   return { ...choice, dependencies, removed: wasChosen ? removed : [...removed, line.name] };
 }
 
-/** A line of the environment as the form has it. */
+/** A line of the environment with the form's pending change. */
 export interface FormLine extends PackageLine {
-  /** `added`: not there yet; `dropped`: still there, goes with the next Apply. */
+  /** `added`: not in effect until the next Apply; `dropped`: in effect until the next Apply. */
   readonly pending: "" | "added" | "dropped";
 }
 
 /**
- * The environment's differences to its base, with what the form changes of them.
+ * Returns the environment's differences from its base, with the form's pending changes.
  *
- * @param told: The kernel's, of the environment in effect.
+ * @param told: The kernel's list for the environment in effect.
  * @param effect: The choice in effect.
- * @param form: What the user is choosing; with another base nothing of `told` holds.
+ * @param form: What the user is choosing; with another base, `told` does not apply.
  */
 export function packageLines(told: readonly PackageLine[], effect: Choice, form: Choice): readonly FormLine[] {
   const lines: FormLine[] = [];
@@ -95,7 +95,7 @@ export function packageLines(told: readonly PackageLine[], effect: Choice, form:
   return lines;
 }
 
-/** Takes a pending change of a line back. */
+/** Reverts a line's pending change. */
 export function undone(choice: Choice, effect: Choice, line: FormLine): Choice {
   if (line.pending !== "dropped") return withoutLine(choice, line);
   const name = canonicalName(line.name);
@@ -113,8 +113,8 @@ export function typeOf(pool: PoolPicture | null, type: string): TypePicture | nu
 }
 
 /**
- * Returns a choice with type and number where nobody has chosen: as the pool would, its one accelerator with all
- * devices, two ranks where there is only CPU. Of several types one device of the one that costs least, free ones first.
+ * Fills in a choice's missing type and number as the pool would: all devices of its only accelerator type, or two
+ * ranks if it has only CPU. With several types, one device of the cheapest, preferring types with free devices.
  */
 export function resolved(choice: Choice, pool: PoolPicture | null): Choice {
   const accelerators = (pool?.types ?? []).filter(({ type }) => type !== CPU);
@@ -125,7 +125,7 @@ export function resolved(choice: Choice, pool: PoolPicture | null): Choice {
   return { ...choice, type: type.type, gpus: choice.gpus || usual };
 }
 
-/** Returns a choice with another type; the number stays where the type has so many. */
+/** Returns a choice with another type, keeping the number if the type has that many devices. */
 export function withType(choice: Choice, type: TypePicture): Choice {
   const had = choice.gpus > 0 && choice.gpus <= type.total ? choice.gpus : 0;
   return { ...choice, type: type.type, gpus: had || (type.type === CPU ? usualNumber(type) : 1) };
@@ -140,7 +140,7 @@ function ordered(choice: Choice): unknown {
   return [gpus, type, pool, env_version, [...dependencies].sort(), [...removed].sort()];
 }
 
-/** What has free devices first, then what costs less an hour, then what has less memory. */
+/** Orders types with free devices first, then by hourly price, then by memory. */
 function byThrift(a: TypePicture, b: TypePicture): number {
   const price = (type: TypePicture) => type.price ?? 0;
   return Number(b.free > 0) - Number(a.free > 0) || price(a) - price(b) || a.memory_bytes - b.memory_bytes;

@@ -1,5 +1,5 @@
-/** What a panel needs of the place where it is drawn: JupyterLab's sidebar, or a widget in a notebook. */
-import type { KernelQuestion, KernelReply, KeptChoice, PanelOrder, RunRow, Told } from "./messages";
+/** What a panel needs from its host: JupyterLab's sidebar, or a widget in a notebook. */
+import type { KernelQuestion, KernelReply, KeptChoice, PanelOrder, RunRow, PanelUpdate } from "./messages";
 
 type WithoutNumber<Q> = Q extends unknown ? Omit<Q, "n"> : never;
 
@@ -7,9 +7,9 @@ type WithoutNumber<Q> = Q extends unknown ? Omit<Q, "n"> : never;
 export type KernelAsk = WithoutNumber<KernelQuestion>;
 
 /**
- * The way to pools.
+ * State of the connection to the pools.
  *
- * `absent`: the server has no sgpu-magic; `refused`: it has, and says why it does not serve this page.
+ * `absent`: the server has no sgpu-magic; `refused`: it does not serve this page, and `text` says why.
  */
 export interface PoolLinkState {
   readonly kind: "connecting" | "open" | "away" | "absent" | "refused";
@@ -17,10 +17,10 @@ export interface PoolLinkState {
   readonly text: string;
 }
 
-/** Tells about a pool, and takes orders. Callbacks are called until the panel's signal aborts. */
+/** Delivers updates of a pool, and sends orders to it. Callbacks are called until the panel's signal aborts. */
 export interface PoolLink {
   order(order: PanelOrder): void;
-  onTold(callback: (told: Told) => void): void;
+  onTold(callback: (told: PanelUpdate) => void): void;
   onLink(callback: (state: PoolLinkState) => void): void;
   /** Tries again at once. */
   retry(): void;
@@ -28,7 +28,7 @@ export interface PoolLink {
 
 export type KernelState = "none" | "starting" | "idle" | "busy" | "restarting" | "dead" | "disconnected";
 
-/** The kernel has not loaded sgpu-magic, or has none of this version; the text says which. */
+/** The kernel has not loaded sgpu-magic, or has another version; the text says which. */
 export class NoExtension extends Error {}
 
 /** One notebook and its kernel. */
@@ -38,18 +38,18 @@ export interface NotebookLink {
   /** The Jupyter server's id of its kernel, "" without one. */
   readonly kernel: string;
   readonly kernelState: KernelState;
-  /** What its metadata says; null for nothing, or for what can't be read. */
+  /** The choice in its metadata; null if there is none or it can't be read. */
   readonly kept: KeptChoice | null;
   /**
-   * Called when any of these has changed, when a cell has ended, and when the kernel has another incarnation.
-   * Returns how to stop that.
+   * Calls back when any of these changes, when a cell ends, and when the kernel is restarted or replaced.
+   * Returns a function that unsubscribes.
    */
   onChange(callback: () => void): () => void;
   /**
-   * Asks its kernel, also while a cell runs.
+   * Sends a question to its kernel, also while a cell runs.
    *
-   * @throws NoExtension: It does not know the question.
-   * @throws Error: It can't be asked now; the text is a sentence.
+   * @throws NoExtension: The kernel does not know the question.
+   * @throws Error: The kernel can't be asked now; the text is a sentence.
    */
   ask(question: KernelAsk): Promise<KernelReply>;
   /** Writes its metadata. */
@@ -70,23 +70,23 @@ export type Translate = (text: string, ...values: readonly (string | number)[]) 
 export interface PanelHost {
   readonly pools: PoolLink;
   readonly settings: PanelSettings;
-  /** The pool that is looked at as long as no notebook asks for another one, "" the server's default. */
+  /** The pool to show until a notebook asks for another one, "" for the server's default. */
   readonly firstPool?: string | undefined;
   readonly translate: Translate;
-  /** The notebook in front, null when there is none. */
+  /** The active notebook, null when there is none. */
   readonly notebook: NotebookLink | null;
-  /** Called when another notebook is in front, or the settings have changed. Returns how to stop that. */
+  /** Calls back when another notebook becomes active or the settings change. Returns a function that unsubscribes. */
   onChange(callback: () => void): () => void;
-  /** Makes a notebook and shows it. Absent where it can't be done. */
+  /** Creates a notebook and shows it. Absent where it can't be done. */
   newNotebook?: (() => void) | undefined;
   /** Opens a run's log, stacks and devices in a tab of its own. Absent where it can't be done. */
   openRun?: ((run: RunRow) => void) | undefined;
-  /** Puts a cell with `%sgpu_attach` into the notebook in front and runs it. */
+  /** Inserts a cell with `%sgpu_attach` into the active notebook and runs it. */
   attachRun?: ((run: RunRow) => void) | undefined;
-  /** Puts a cell with `%sgpu_replay` into the notebook in front and runs it. */
+  /** Inserts a cell with `%sgpu_replay` into the active notebook and runs it. */
   replayRun?: ((run: RunRow) => void) | undefined;
-  /** Puts a cell with `%sgpu_connect` and a session's devices into the notebook in front and runs it. */
+  /** Inserts a cell with `%sgpu_connect` and a session's devices into the active notebook and runs it. */
   connectRun?: ((session: RunRow) => void) | undefined;
-  /** What the panel remembers over a reload: filter, sections that are closed. */
+  /** Keeps the panel's state, over a reload where the host can: the filter, collapsed sections. */
   readonly memory: { get(key: string): string | null; set(key: string, value: string): void };
 }

@@ -11,7 +11,7 @@ import css from "./panel.css";
 /**
  * Draws the panel into an element until `signal` aborts.
  *
- * @param el: Empty; it is emptied again at the end.
+ * @param el: An empty element; it is emptied again when `signal` aborts.
  */
 export function mountPanel(el: HTMLElement, host: PanelHost, signal: AbortSignal): void {
   if (signal.aborted) return;

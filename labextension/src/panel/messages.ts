@@ -1,37 +1,37 @@
-/** Reads what comes from outside to the environment panel. */
+/** Parses the messages that the environment panel receives. */
 
 import { BadMessage } from "../shared/checks";
-import { keptChoice, kernelReply, told, VERSION } from "./records";
-import type { KeptChoice, KernelReply, Told } from "./records";
+import { keptChoice, kernelReply, panelUpdate, VERSION } from "./records";
+import type { KeptChoice, KernelReply, PanelUpdate } from "./records";
 
 export * from "./records";
 
-/** A message of another version of sgpu-magic than this page's; the text is a sentence. */
+/** A message from another version of sgpu-magic than this page's; the text is a sentence. */
 export class OtherVersion extends BadMessage {}
 
 /**
- * Returns what was told.
+ * Parses an update.
  *
  * @throws OtherVersion: The server has another version.
- * @throws BadMessage: It is nothing that is told.
+ * @throws BadMessage: It is not a valid update.
  */
-export function readTold(value: unknown): Told {
+export function readTold(value: unknown): PanelUpdate {
   checkVersion(inner(value, "picture"), "the Jupyter server");
-  return told(value, "message", false);
+  return panelUpdate(value, "message", false);
 }
 
 /**
- * Returns a kernel's answer.
+ * Parses a kernel's reply.
  *
  * @throws OtherVersion: The kernel has another version.
- * @throws BadMessage: It is no answer.
+ * @throws BadMessage: It is not a valid reply.
  */
 export function readReply(value: unknown): KernelReply {
   checkVersion(inner(value, "picture"), "the kernel");
   return kernelReply(value, "answer", false);
 }
 
-/** Returns what a notebook's metadata says under `CHOICE_KEY`; null for nothing, or for what can't be read. */
+/** Parses the value of `CHOICE_KEY` in a notebook's metadata; null if it is missing or can't be read. */
 export function readKept(value: unknown): KeptChoice | null {
   try {
     const kept = keptChoice(value, "choice", false);

@@ -2,30 +2,30 @@ import type { Activity } from "../shared/activity";
 import { Ticker } from "../shared/ticker";
 import { resolved } from "./form";
 import type { NotebookLink, PanelHost, PoolLinkState } from "./host";
-import type { Choice, RunRow, Told } from "./messages";
+import type { Choice, RunRow, PanelUpdate } from "./messages";
 import { NotebookModel } from "./notebook_model";
 import { PoolModel } from "./pool_model";
 
 const LOCAL = "local";
 
-/** What the panel knows, and what can be done with it; the components draw it. */
+/** The panel's state and actions; the components render it. */
 export class PanelModel {
-  /** Begins its elements' ids. */
+  /** Prefix of its elements' ids. */
   readonly id = `sgpu-${Math.random().toString(36).slice(2, 10)}`;
   readonly pool: PoolModel;
   notebook: NotebookModel | null = null;
   link: PoolLinkState = { kind: "connecting", text: "" };
-  /** Runs that are being cancelled because a button here was pressed. */
+  /** Runs that are being cancelled by a button of this panel. */
   readonly cancelling = new Set<string>();
-  /** The pool is being started because a button here was pressed. */
+  /** The pool is being started by a button of this panel. */
   isStarting = false;
-  /** Once a second, of the server's clock. */
+  /** Ticks once a second, by the server's clock. */
   readonly ticker: Ticker;
 
   private readonly drafts = new Map<string, Choice>();
   private readonly listeners = new Set<() => void>();
   private sessionSeen = "";
-  /** A pool that was chosen before the kernel could be told of it. */
+  /** A pool that was chosen before the kernel had answered. */
   private pickedPool: string | null = null;
   private isWatching = false;
   private dirty = false;
@@ -60,19 +60,19 @@ export class PanelModel {
     this.look();
   }
 
-  /** The session of the notebook in front, as the pool has it: also of a kernel that is busy or dead. */
+  /** The active notebook's session as the pool reports it, so also while the kernel is busy or dead. */
   get session(): RunRow | null {
     const notebook = this.notebook;
     return notebook ? this.pool.sessionOf(notebook.link.kernel, notebook.currentSession) : null;
   }
 
-  /** The last session of the notebook in front, where it has ended and none has taken its place. */
+  /** The active notebook's last session, if it has ended and no other one has replaced it. */
   get endedSession(): RunRow | null {
     const notebook = this.notebook;
     return notebook && !this.session ? this.pool.endedSessionOf(notebook.link.kernel) : null;
   }
 
-  /** A session like the one that has ended can be connected now: by the kernel, or by a cell that loads the extension. */
+  /** A session like the ended one can be connected now: by the kernel, or by a cell that loads the extension. */
   get canReconnect(): boolean {
     const { notebook } = this;
     if (!notebook || notebook.isAway || !this.endedSession || notebook.asksToConfirm) return false;
@@ -80,18 +80,18 @@ export class PanelModel {
     return notebook.trouble?.kind === "no-extension" && this.host.connectRun !== undefined;
   }
 
-  /** The pool that is looked at. */
+  /** The pool that is shown. */
   get poolName(): string {
     return this.pool.picture?.pool ?? this.pool.watched;
   }
 
-  /** Calls back after changes, once a frame at most, and not while nobody can see the panel. */
+  /** Calls back after changes, at most once a frame, and only while the panel is visible. */
   subscribe(callback: () => void): () => void {
     this.listeners.add(callback);
     return () => this.listeners.delete(callback);
   }
 
-  /** Looks at another pool; where a notebook can choose, it chooses it. */
+  /** Shows another pool, and selects it in the notebook's form, now or once its kernel has answered. */
   choosePool(pool: string): void {
     const { notebook } = this;
     if (notebook?.kernel) notebook.choose({ ...notebook.form, pool });
@@ -100,7 +100,7 @@ export class PanelModel {
     this.changed();
   }
 
-  /** Does what the button below a pool's sentence says. */
+  /** Runs the action of the button below a pool's sentence. */
   remedy(): void {
     const { picture } = this.pool;
     if (picture?.remedy === "start") {
@@ -118,7 +118,7 @@ export class PanelModel {
     this.changed();
   }
 
-  /** Ends the notebook's session: by its kernel, or by the pool where the kernel can't. */
+  /** Ends the notebook's session through its kernel, or through the pool if the kernel can't. */
   async disconnect(): Promise<void> {
     const { notebook, session } = this;
     const named = notebook?.kernel?.sessions.find(({ run_id }) => run_id === session?.run_id);
@@ -126,7 +126,7 @@ export class PanelModel {
     if (session) this.cancel(session);
   }
 
-  /** Connects a session with the devices of the one that has ended. */
+  /** Connects a session with the devices of the ended one. */
   reconnect(): void {
     const { notebook, endedSession } = this;
     if (!notebook || !endedSession || !this.canReconnect) return;
@@ -134,7 +134,7 @@ export class PanelModel {
     else this.host.connectRun?.(endedSession);
   }
 
-  /** Whether a run is this user's: all of the local pool's, else those of the user whose kernel is in front. */
+  /** Whether a run is this user's: every run of the local pool, else the runs of the user of the active kernel. */
   isMine(run: RunRow): boolean {
     if (this.poolName === LOCAL) return true;
     const kernel = this.notebook?.link.kernel ?? "";
@@ -155,7 +155,7 @@ export class PanelModel {
     });
   }
 
-  private told(told: Told): void {
+  private told(told: PanelUpdate): void {
     this.pool.take(told);
     if (told.kind === "said") {
       this.isStarting = false;
@@ -171,13 +171,13 @@ export class PanelModel {
     this.changed();
   }
 
-  /** Its kernel knows more about its session than the pool does. */
+  /** Asks the kernel when the session has changed: it knows more about the session than the pool does. */
   private sessionMayHaveChanged(): void {
     const { session } = this;
     const seen = session ? `${session.run_id} ${session.state} ${session.words}` : "";
     if (seen === this.sessionSeen) return;
     this.sessionSeen = seen;
-    // what was said of it is no longer so
+    // the last message was about the session that has ended
     if (!session) this.notebook?.dismissSaid();
     this.notebook?.askKernel();
     this.notebook?.planSoon();
@@ -217,7 +217,7 @@ export class PanelModel {
     this.changed();
   }
 
-  /** The pool that the notebook in front asks for is the one that is looked at. */
+  /** Shows the pool that the active notebook asks for. */
   private followPool(): void {
     const kernel = this.notebook?.kernel;
     if (!kernel || !this.notebook) return;
@@ -236,7 +236,7 @@ export class PanelModel {
     if (this.isWatching) this.host.pools.order({ kind: "watch", pool });
   }
 
-  /** Watches while somebody looks. */
+  /** Watches the pool only while the panel is visible. */
   private look(): void {
     const { active } = this.activity;
     if (active && !this.isWatching) this.host.pools.order({ kind: "watch", pool: this.pool.watched });

@@ -4,40 +4,40 @@ import { NoExtension } from "./host";
 import { OtherVersion } from "./messages";
 import type { Choice, KernelAnswer, KernelPicture, KernelReply, PlanPicture } from "./messages";
 
-/** After the last change of the form. */
+/** Delay between the last change of the form and the request for a plan. */
 export const PLAN_PAUSE_MS = 300;
-/** Between two questions for the kernel's state at least, and while packages are being installed. */
+/** Minimum interval between requests for the kernel's state, and the interval while packages are being installed. */
 export const ASK_PAUSE_MS = 300;
 export const INSTALLING_PAUSE_MS = 1_500;
 
-/** Why nothing is known of the kernel. */
+/** Why the kernel's state is unknown. */
 export interface Trouble {
   readonly kind: "no-extension" | "other-version" | "unanswered";
   /** A sentence. */
   readonly text: string;
 }
 
-/** What waits for the kernel: a button's question. */
+/** The button whose request is pending. */
 export type Doing = "" | "apply" | "accept" | "disconnect";
 
 const AWAY: ReadonlySet<KernelState> = new Set(["none", "starting", "restarting", "dead", "disconnected"]);
 
-/** One notebook: what its kernel says, what the user is choosing, and what applying that would do. */
+/** One notebook: its kernel's state, what the user is choosing, and what applying that would do. */
 export class NotebookModel {
   kernel: KernelPicture | null = null;
   trouble: Trouble | null = null;
-  /** What the user is choosing; null as long as nothing is changed. */
+  /** What the user is choosing; null until something is changed. */
   draft: Choice | null = null;
   plan: PlanPicture | null = null;
-  /** The plan is not of the form as it is now. */
+  /** A plan for the current form is pending; `plan` is out of date. */
   isPlanning = false;
   doing: Doing = "";
   installing = false;
-  /** Why the last button did nothing, "" when it did. */
+  /** Why the last button's action failed, "" if it did not. */
   refusal = "";
   /** What the last button did. */
   said = "";
-  /** A stranger's choice is set aside: the user chooses. */
+  /** The user makes a choice of their own instead of confirming the notebook's. */
   chooses = false;
 
   private kernelId: string;
@@ -53,7 +53,7 @@ export class NotebookModel {
 
   /**
    * @param link: The notebook.
-   * @param wanted: The choice that the form shows for a choice, with the pool's own where nothing is said.
+   * @param wanted: Returns the choice that the form shows for a choice, with the pool's defaults filled in.
    * @param changed: Called after every change.
    */
   constructor(
@@ -67,37 +67,37 @@ export class NotebookModel {
     this.askKernel();
   }
 
-  /** The kernel can't be asked at all in this state. */
+  /** The kernel can't answer in this state. */
   get isAway(): boolean {
     return AWAY.has(this.link.kernelState);
   }
 
-  /** What is in effect. */
+  /** The choice in effect. */
   get effect(): Choice {
     return this.kernel?.choice ?? NOTHING;
   }
 
-  /** What the form shows. */
+  /** The choice that the form shows. */
   get form(): Choice {
     return this.wanted(this.draft ?? (this.isForeign ? NOTHING : this.effect));
   }
 
-  /** The notebook asks for something that this user has not chosen. */
+  /** The notebook's choice was not made or confirmed by this user. */
   get isForeign(): boolean {
     return (this.kernel?.choice ?? null) !== null && this.kernel?.confirmed === false;
   }
 
-  /** A stranger's choice waits for a word. */
+  /** A choice from an untrusted notebook needs confirmation. */
   get asksToConfirm(): boolean {
     return this.isForeign && !this.chooses && this.draft === null;
   }
 
-  /** The form says something else than what is in effect. */
+  /** The form differs from the choice in effect. */
   get isChanged(): boolean {
     return this.draft !== null && !sameChoice(this.wanted(this.draft), this.wanted(this.effect));
   }
 
-  /** The run id of the session that bare cells run in, "" when the kernel has none or has not said. */
+  /** The run id of the session that bare cells run in, "" if the kernel has none or has not answered. */
   get currentSession(): string {
     return this.kernel?.sessions.find(({ current }) => current)?.run_id ?? "";
   }
@@ -110,7 +110,7 @@ export class NotebookModel {
     this.changed();
   }
 
-  /** Takes all changes of the form back. */
+  /** Reverts all changes of the form. */
   reset(): void {
     this.draft = null;
     this.refusal = "";
@@ -125,7 +125,7 @@ export class NotebookModel {
     this.changed();
   }
 
-  /** Asks what the form would do, once it has rested for a moment. */
+  /** Requests a plan for the form after `PLAN_PAUSE_MS` without further changes. */
   planSoon(): void {
     this.stop("plan");
     if (!this.kernel || this.closed) return;
@@ -133,7 +133,7 @@ export class NotebookModel {
     this.later("plan", PLAN_PAUSE_MS, () => void this.askPlan());
   }
 
-  /** Asks again where the form means something else now: the pool's types have come, a session has ended. */
+  /** Requests a new plan if the form resolves differently now: the pool's types have arrived, a session has ended. */
   planIfStale(): void {
     if (this.isPlanning || !this.kernel || this.isAway || !this.planned) return;
     const { choice, connect } = this.planQuestion();
@@ -141,7 +141,7 @@ export class NotebookModel {
   }
 
   async apply(connect: boolean): Promise<void> {
-    // nobody has read what this form would do
+    // the user has not seen the plan for this form yet
     if (this.isPlanning) return;
     const { form } = this;
     const answer = await this.does("apply", {
@@ -158,7 +158,7 @@ export class NotebookModel {
     }
   }
 
-  /** Connects a session with so many devices of a type; the rest as the notebook asks for it. */
+  /** Connects a session with `gpus` devices of a type; the rest is taken from the choice in effect, if confirmed. */
   async reconnect(gpus: number, type: string): Promise<void> {
     const answer = await this.does("apply", {
       kind: "apply",
@@ -172,7 +172,7 @@ export class NotebookModel {
     }
   }
 
-  /** Says yes to a stranger's choice. */
+  /** Confirms the choice of an untrusted notebook. */
   async accept(): Promise<void> {
     const choice = this.kernel?.choice;
     if (!choice || this.isPlanning) return;
@@ -199,7 +199,7 @@ export class NotebookModel {
     return true;
   }
 
-  /** Asks for the kernel's state now or, when it has just been asked, soon. */
+  /** Requests the kernel's state now, or soon if a request is pending or recent. */
   askKernel(): void {
     if (this.closed || this.isAway) return;
     if (this.asking || this.timers.has("ask")) {
@@ -224,20 +224,20 @@ export class NotebookModel {
       });
   }
 
-  /** A button was pressed: asks whatever was asked before. */
+  /** Clears the error and asks the kernel again, for a button. */
   retry(): void {
     this.trouble = null;
     this.askKernel();
     this.changed();
   }
 
-  /** What the last button did has been read. */
+  /** Closes the message about the last button's action. */
   dismissSaid(): void {
     this.said = "";
     this.changed();
   }
 
-  /** Tells why a button did nothing. */
+  /** Shows why a button's action failed. */
   failed(error: unknown): void {
     this.refusal = error instanceof Error ? error.message : String(error);
     this.changed();
@@ -249,7 +249,7 @@ export class NotebookModel {
     for (const name of [...this.timers.keys()]) this.stop(name);
   }
 
-  // ---------------------------------------------------------------- what comes
+  // ---------------------------------------------------------------- replies
 
   private linkChanged(): void {
     const { kernel, kernelState } = this.link;
@@ -258,7 +258,7 @@ export class NotebookModel {
     this.kernelId = kernel;
     this.kernelState = kernelState;
     if (isOther) this.forgetKernel();
-    // a cell that begins changes nothing; what is asked then would only come late
+    // the start of a cell changes nothing, and the answer would only arrive late
     const hasBegun = kernelState === "busy" && wasState === "idle";
     if (!hasBegun) this.askKernel();
     this.changed();
@@ -286,7 +286,7 @@ export class NotebookModel {
     } else if (reply.kind === "panel-refusal" && this.kernel) {
       this.refusal = reply.text;
       if (this.installing) {
-        // its end, which came after the button's answer
+        // the installation has ended, after the reply to the button's request
         this.installing = false;
         this.askAgain = true;
         this.planSoon();
@@ -306,7 +306,7 @@ export class NotebookModel {
     this.installing = answer.installing;
     if (answer.said) this.said = answer.said;
     else if (!sameChoice(before, this.effect)) this.said = "";
-    // what is there already is not written again: that would only ask again
+    // write only a difference: each write of the metadata triggers another request
     if (answer.kept && JSON.stringify(answer.kept) !== JSON.stringify(this.link.kept)) this.link.keep(answer.kept);
     if (this.draft && sameChoice(this.wanted(this.draft), this.wanted(this.effect))) this.draft = null;
     if (isFirst || !sameChoice(before, this.effect) || (wasInstalling && !this.installing)) this.planSoon();
@@ -328,7 +328,7 @@ export class NotebookModel {
     this.changed();
   }
 
-  // ---------------------------------------------------------------- what is asked
+  // ---------------------------------------------------------------- requests
 
   private planQuestion(): { readonly choice: Choice; readonly connect: boolean } {
     const choice = this.kernel?.choice;
@@ -365,7 +365,7 @@ export class NotebookModel {
     }
   }
 
-  /** Asks for what a button does. Throws an error where the kernel has not answered; a refusal is told, and null. */
+  /** Sends a button's request. Throws if the kernel does not answer; shows a refusal and returns null. */
   private async asked(doing: Doing, question: KernelAsk): Promise<KernelAnswer | null> {
     const { incarnation } = this;
     this.doing = doing;

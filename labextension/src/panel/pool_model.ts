@@ -1,7 +1,7 @@
 import { MAX_RUNS } from "./messages";
-import type { PoolChoice, PoolPicture, RunRow, Said, Told } from "./messages";
+import type { PoolChoice, PoolPicture, RunRow, Said, PanelUpdate } from "./messages";
 
-/** What was told of a pool, folded: its picture, its runs by id, the server's clock. */
+/** A pool's state, folded from its updates: its picture, its runs by id, the server's clock. */
 export class PoolModel {
   /** Pools that may be chosen. */
   pools: readonly PoolChoice[] = [];
@@ -21,7 +21,7 @@ export class PoolModel {
     return this.sorted;
   }
 
-  /** Whether any run was told of. */
+  /** Whether any runs are known. */
   get hasRuns(): boolean {
     return this.byId.size > 0;
   }
@@ -31,14 +31,14 @@ export class PoolModel {
     return this.clock.server_s + (performance.now() - this.clock.here_ms) / 1000;
   }
 
-  /** Another pool is looked at from now on. */
+  /** Switches to another pool and drops the previous one's state. */
   watch(pool: string): void {
     this.watched = pool;
     this.picture = null;
     this.forgetRuns();
   }
 
-  take(told: Told): void {
+  take(told: PanelUpdate): void {
     switch (told.kind) {
       case "pools":
         this.pools = told.pools;
@@ -65,7 +65,7 @@ export class PoolModel {
     return this.byId.get(id) ?? null;
   }
 
-  /** The session of a kernel: the one that its cells run in where that is known, else the newest. */
+  /** Returns a kernel's session: the one that its cells run in if that is known, else the newest. */
   sessionOf(kernel: string, current: string): RunRow | null {
     if (kernel === "") return null;
     let found: RunRow | null = null;
@@ -77,7 +77,7 @@ export class PoolModel {
     return found;
   }
 
-  /** The newest session of a kernel, where it has ended; a kernel keeps its id when it is restarted. */
+  /** Returns a kernel's newest session if it has ended; a kernel keeps its id when it is restarted. */
   endedSessionOf(kernel: string): RunRow | null {
     if (kernel === "") return null;
     let newest: RunRow | null = null;
@@ -92,7 +92,7 @@ export class PoolModel {
     this.sorted = null;
   }
 
-  /** What is still on its way of the pool before is left out. */
+  /** Filters out late updates of the previous pool. */
   private isWatched(pool: string): boolean {
     if (this.watched !== "") return pool === this.watched;
     const fallback = this.pools.find((each) => each.default);

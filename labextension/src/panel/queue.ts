@@ -1,4 +1,4 @@
-/** Who holds what a run waits for. No drawing, no messages. */
+/** Finds the blockers of a queued run. No rendering, no messages. */
 import type { RunRow } from "./messages";
 
 const HOLDING_KINDS: ReadonlySet<string> = new Set(["cell", "call", "session"]);
@@ -7,11 +7,11 @@ const ANY = "any";
 /** A run that holds devices of the type that another one waits for. */
 export interface Holder {
   readonly run: RunRow;
-  /** Since when a session has run no cell, seconds since the epoch; null while one runs, and for other runs. */
+  /** When a session became idle, seconds since the epoch; null while a cell runs, and for other runs. */
   readonly idleSince_s: number | null;
 }
 
-/** Returns the runs that hold devices of the type that a waiting run asks for, those that are idle longest first. */
+/** Returns the runs that hold devices of the type that a waiting run asks for, longest idle first. */
 export function holdersOf(waiting: RunRow, runs: readonly RunRow[]): readonly Holder[] {
   // a cell waits for its session, whose devices it uses
   if (waiting.final || waiting.tone !== "waiting" || waiting.session !== "") return [];
@@ -28,7 +28,7 @@ function isOfType(run: RunRow, type: string): boolean {
   return type === ANY || run.device_type === type;
 }
 
-/** When a session's last cell ended, or the session began; null where a cell runs. */
+/** When a session's last cell ended, or the session began; null while a cell runs. */
 function idleSince(session: RunRow, runs: readonly RunRow[]): number | null {
   if (session.kind !== "session" || session.idle_ends_at === null || session.started_at === null) return null;
   const ends = runs.filter((run) => run.session === session.run_id).map((run) => run.ended_at ?? 0);

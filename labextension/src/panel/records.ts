@@ -245,10 +245,10 @@ export type PanelOrder = Of<typeof panelOrder>;
 export const said = record({ kind: oneOf("said"), text: str, ok: bool });
 export type Said = Of<typeof said>;
 
-export const told = kinds({
+export const panelUpdate = kinds({
   pools: poolsTold,
   pool: poolTold,
   runs: runsTold,
   said,
 });
-export type Told = Of<typeof told>;
+export type PanelUpdate = Of<typeof panelUpdate>;

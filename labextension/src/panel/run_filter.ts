@@ -1,13 +1,13 @@
 import type { RunRow } from "./messages";
 
-/** Which runs are listed, by where they are. */
+/** Filters of the run list by state. */
 export const STATES = ["all", "going", "waiting", "ended", "failed"] as const;
 export type StateFilter = (typeof STATES)[number];
 
 export interface RunFilter {
   readonly text: string;
   readonly state: StateFilter;
-  /** Only runs of the notebook in front. */
+  /** Only runs of the active notebook. */
   readonly own: boolean;
 }
 
@@ -17,7 +17,7 @@ export function isFiltered(filter: RunFilter): boolean {
   return filter.text.trim() !== "" || filter.state !== "all" || filter.own;
 }
 
-/** Returns the runs that a filter leaves, in their order. */
+/** Returns the runs that match a filter, in their order. */
 export function filtered(runs: readonly RunRow[], filter: RunFilter, notebook: string, kernel: string): readonly RunRow[] {
   if (!isFiltered(filter)) return runs;
   const words = filter.text.toLowerCase().split(/\s+/).filter(Boolean);
@@ -37,7 +37,7 @@ export function isOwn(run: RunRow, notebook: string, kernel: string): boolean {
   return (kernel !== "" && run.kernel === kernel) || (notebook !== "" && run.notebook === notebook);
 }
 
-/** Returns what was kept of a filter as a text; everything for what can't be read. */
+/** Parses a stored filter; one that can't be read matches every run. */
 export function readFilter(text: string | null): RunFilter {
   try {
     const kept = JSON.parse(text ?? "") as Partial<Record<keyof RunFilter, unknown>>;

@@ -1,20 +1,20 @@
-/** Where a long list lies in the panel, which scrolls it. */
+/** Position of a long list in the panel, its scroll container. */
 import type { RefObject } from "preact";
 import { useLayoutEffect, useState } from "preact/hooks";
 
-/** Before anything has been measured. */
+/** Assumed height of the view until it is measured. */
 const USUAL_PX = 440;
 
-/** The part of a list that can be seen. */
+/** The visible part of a list. */
 export interface View {
-  /** How far the list's beginning is above that of what is seen; negative where it is below. */
+  /** Offset of the view's top from the list's top; negative if the list begins below it. */
   readonly from_px: number;
   readonly view_px: number;
-  /** Brings a part of the list into view, both in pixels from its beginning. */
+  /** Scrolls a part of the list into view; its bounds are in pixels from the list's top. */
   readonly scrollTo: (from_px: number, to_px: number) => void;
 }
 
-/** Follows what can be seen of an element in the panel around it. */
+/** Tracks the visible part of an element in the panel. */
 export function useView(box: RefObject<HTMLElement | null>): View {
   const [{ from_px, view_px }, setSeen] = useState({ from_px: 0, view_px: USUAL_PX });
 
@@ -25,7 +25,7 @@ export function useView(box: RefObject<HTMLElement | null>): View {
     setSeen((seen) => (seen.from_px === next.from_px && seen.view_px === next.view_px ? seen : next));
   };
 
-  // what lies above it may have become longer or shorter
+  // the height of the content above the list may have changed
   useLayoutEffect(measure);
   useLayoutEffect(() => {
     const scroller = scrollerOf(box);

@@ -9,7 +9,7 @@ interface RenderProps {
   readonly signal?: AbortSignal;
 }
 
-/** Draws the widget; where the host gives no signal, what is returned ends the view. */
+/** Draws the widget; the returned function ends the view, for hosts that give no signal. */
 function render({ model, el, signal }: RenderProps): () => void {
   const end = new AbortController();
   signal?.addEventListener("abort", () => end.abort(), { signal: end.signal });

@@ -4,11 +4,11 @@ import { ModelQuestions, NoAnswer, readOrNull } from "../shared/model_questions"
 import type { WidgetModel } from "../shared/model_questions";
 import type { KernelAsk, KernelState, NotebookLink, PanelHost, PanelSettings, PoolLink, PoolLinkState, Translate } from "./host";
 import { OtherVersion, readReply, readTold } from "./messages";
-import type { KernelReply, PanelOrder, Told } from "./messages";
+import type { KernelReply, PanelOrder, PanelUpdate } from "./messages";
 
-/** So often the kernel is told that somebody still looks: it does not see that a page was closed. */
+/** Interval of the heartbeat to the kernel, which is not notified when a page is closed. */
 export const HERE_MS = 20_000;
-/** Questions that install and connect take longer than the others. */
+/** Timeout for questions that may install packages, connect or disconnect, which take longer than the others. */
 export const SLOW_MS = 60_000;
 
 const STATES: Readonly<Record<string, KernelState>> = {
@@ -21,19 +21,19 @@ const STATES: Readonly<Record<string, KernelState>> = {
   terminating: "dead",
 };
 
-/** Nothing comes from a kernel that was restarted: its widgets went with it. */
+/** A restarted kernel has lost its widgets and sends no more updates. */
 const GONE = "This panel belongs to a kernel that has ended. %sgpu_env --panel shows a new one.";
-/** `starting` too: a kernel that somebody else restarts says no more than that. */
+/** Includes `starting`: it is the only status that is reported when another client restarts the kernel. */
 const ENDS = new Set(["starting", "restarting", "autorestarting", "dead", "terminating"]);
 
-/** A sentence as it is, with its values. */
+/** Inserts a sentence's values without translating it. */
 export const plainly: Translate = (text, ...values) =>
   text.replace(/%(\d)/g, (found, place: string) => String(values[Number(place) - 1] ?? found));
 
 /**
- * The panel's place in a notebook's output: pools and kernel are both behind one widget's messages.
+ * Host of a panel in a notebook's output: pools and kernel are both reached through one widget's messages.
  *
- * What the notebook's metadata says is the kernel's to know; it can't be written from here.
+ * The notebook's metadata can be neither read nor written from a widget.
  */
 export class WidgetPanelHost implements PanelHost {
   readonly settings: PanelSettings = { showPrices: true };
@@ -45,7 +45,7 @@ export class WidgetPanelHost implements PanelHost {
   private readonly questions: ModelQuestions<KernelReply>;
   private readonly connection: KernelConnection | null;
   private readonly kernelChanged = new Set<() => void>();
-  private told: (told: Told) => void = () => undefined;
+  private told: (told: PanelUpdate) => void = () => undefined;
   private linked: (state: PoolLinkState) => void = () => undefined;
   private link: PoolLinkState = { kind: "connecting", text: "" };
   private watched: PanelOrder | null = null;
@@ -137,7 +137,7 @@ export class WidgetPanelHost implements PanelHost {
       return await this.questions.ask(question, isSlow ? SLOW_MS : undefined);
     } catch (error) {
       if (!(error instanceof NoAnswer) || this.hasEnded || this.signal.aborted) throw error;
-      // an idle kernel that leaves a question lie has never heard of this panel: somebody else has restarted it unseen
+      // an idle kernel that does not answer does not know this panel: another client has restarted it unnoticed
       const isOther = this.kernelState === "idle" && this.connection !== null;
       throw new Error(
         isOther
@@ -222,7 +222,7 @@ export class WidgetPanelHost implements PanelHost {
   }
 }
 
-/** Remembers as long as the page is there. */
+/** Keeps values until the page is closed or reloaded. */
 class PageMemory {
   private readonly kept = new Map<string, string>();
 

@@ -1,4 +1,4 @@
-/** A panel's numbers and states in words. */
+/** Formats the panel's numbers and states. */
 import type { Sign } from "../shared/shape";
 import { formatDuration, formatMoney } from "../shared/units";
 import { CPU, typeOf } from "./form";
@@ -7,13 +7,13 @@ import type { PoolPicture, RunRow } from "./messages";
 
 const HOUR_S = 3600;
 
-/** Returns `40 s`, `12 min`, `1 h 05 min`: how long something lasts, which nobody reads to the second. */
+/** Returns `40 s`, `12 min`, `1 h 05 min`: a duration, in minutes from 100 s on. */
 export function formatSpan(seconds: number): string {
   const whole = Math.max(0, Math.round(seconds));
   return whole < 100 ? `${whole} s` : inMinutes(whole);
 }
 
-/** Returns `20 s`, `1 min`, `12 min`: an estimate, which pretends to no more than it is. */
+/** Returns `20 s`, `1 min`, `12 min`: an estimate, rounded so as not to look exact. */
 export function formatEstimate(seconds: number): string {
   return seconds < 45 ? `${Math.max(10, 10 * Math.ceil(seconds / 10))} s` : inMinutes(seconds);
 }
@@ -24,16 +24,16 @@ function inMinutes(seconds: number): string {
   return `${Math.floor(minutes / 60)} h ${String(minutes % 60).padStart(2, "0")} min`;
 }
 
-/** The sizes that are sold, in GB. */
+/** Memory sizes of devices on the market, in GB. */
 const SIZES_GB = [
   1, 2, 3, 4, 5, 6, 8, 10, 11, 12, 16, 20, 24, 32, 40, 48, 64, 80, 94, 96, 120, 141, 144, 180, 186, 192, 288,
 ] as const;
-/** Drivers report GiB, less what they and ECC take. */
+/** Drivers report GiB, less what they and ECC reserve: at least this share of the nominal size. */
 const LEAST_REPORTED = 0.92;
 
 /** A device's memory in GB as its vendor states it: 80 for the 85.5 GB that an H100's driver reports. */
 function vendorGigabytes(bytes: number): number {
-  // a vendor's number already
+  // already the vendor's number
   if (bytes % 1e9 === 0 || bytes < 2 ** 29) return bytes / 1e9;
   const gib = bytes / 2 ** 30;
   const size = SIZES_GB.find((one) => one >= gib * 0.999) ?? 0;
@@ -46,12 +46,12 @@ export function formatMemory(bytes: number): string {
   return `${gigabytes < 10 ? gigabytes.toFixed(1).replace(/\.0$/, "") : gigabytes.toFixed(0)} GB`;
 }
 
-/** Returns `18.2 GB`: always with a digit after the point, for numbers that change while they are read. */
+/** Returns `18.2 GB`: always with one decimal, so that a changing value keeps its format. */
 export function formatUsed(bytes: number): string {
   return `${(bytes / 1e9).toFixed(1)} GB`;
 }
 
-/** Returns `10:41`, on another day than today `21 Nov`. */
+/** Returns `10:41`, or `21 Nov` on another day. */
 export function formatMoment(at_s: number, now_s: number): string {
   const at = new Date(at_s * 1000);
   const isToday = at.toDateString() === new Date(now_s * 1000).toDateString();
@@ -59,7 +59,7 @@ export function formatMoment(at_s: number, now_s: number): string {
   return at.toLocaleDateString("en-GB", { day: "numeric", month: "short" });
 }
 
-/** What a run has cost until now, "" without a price. Each second that has begun counts whole. */
+/** Returns a run's cost so far, "" without a price. A started second is charged in full. */
 export function costWords(run: RunRow, now_s: number): string {
   if (run.cost !== null) return formatMoney(run.cost, run.currency);
   if (run.hourly === null || run.metered_at === null || run.final) return "";
@@ -67,7 +67,7 @@ export function costWords(run: RunRow, now_s: number): string {
   return formatMoney((run.hourly * seconds) / HOUR_S, run.currency);
 }
 
-/** Returns `A10`, with the word that its devices are simulated where they are. */
+/** Returns `A10`, or `A10 (simulated)` for simulated devices. */
 export function typeWords(pool: PoolPicture | null, type: string, simulated: boolean, t: Translate): string {
   const label = typeOf(pool, type)?.label ?? (type === "" ? "" : type.toUpperCase());
   return simulated && type !== CPU ? `${label} ${t("(simulated)")}` : label;
@@ -80,12 +80,12 @@ export function rankWords(run: RunRow, pool: PoolPicture | null, t: Translate): 
   return type === "" ? t("%1 ranks", run.ranks) : `${run.ranks}\u00a0×\u00a0${type}`;
 }
 
-/** Returns `train.ipynb`, with its user where that is somebody else: `bob's train.ipynb`. */
+/** Returns `train.ipynb`, or `bob's train.ipynb` for another user's run. */
 function ownerWords(run: RunRow, user: string): string {
   return user !== "" && run.user !== "" && run.user !== user ? `${run.user}'s ${run.notebook}` : run.notebook;
 }
 
-/** A run's notebook and its cell or function; what is not known is "". */
+/** Returns a run's notebook, "" if unknown, and its cell or function, the short id if unknown. */
 export function runNames(run: RunRow): readonly [notebook: string, name: string] {
   return [run.notebook, run.name || run.short_id];
 }
@@ -96,7 +96,8 @@ export function runLabel(run: RunRow): string {
 }
 
 /**
- * Returns who holds devices: `story5.ipynb, idle 2 min`, `train.ipynb · cell 7`, `session work` of the same notebook.
+ * Names a run that holds devices: `story5.ipynb, idle 2 min`, `train.ipynb · cell 7`, `session work` of the same
+ * notebook.
  *
  * @param idle_s: For how long a session has been idle; null for others.
  * @param waiting: The run that waits for the devices.
@@ -119,12 +120,12 @@ export function stageOf(run: RunRow): SessionStage {
 
 /** Returns `Connected: 2 × A10 · local`. */
 export function sessionLine(session: RunRow, pool: PoolPicture | null, poolName: string, t: Translate): string {
-  // that devices are simulated stands below: the line has little room
+  // the line below says that devices are simulated: there is little room here
   const devices = rankWords({ ...session, simulated: false }, pool, t);
   return `${t("%1: %2", stageWord(session, t), devices)}${poolName === "" ? "" : ` · ${poolName}`}`;
 }
 
-/** What a run's words say besides the number of its ranks: why it waits, why it ended. */
+/** Returns a run's words without the number of its ranks: why it waits, why it ended. */
 export function reasonOf(run: RunRow): string {
   return run.tone === "bad" ? run.words : run.words.split(" · ").slice(1).join(" · ");
 }
@@ -135,14 +136,14 @@ export function stageWord(run: RunRow, t: Translate): string {
   return t(words[stageOf(run)]);
 }
 
-/** How long a run took, or has gone on: `2 min 14 s · start 3 s`; "" before it has started. */
+/** How long a run took, or has been running: `2 min 14 s · start 3 s`; "" before it has started. */
 export function runSpan(run: RunRow, now_s: number): string {
   if (run.started_at === null) return "";
   if (run.final && run.ended_at === null) return "";
   return formatDuration((run.ended_at ?? now_s) - run.started_at, startOf(run), !run.final);
 }
 
-/** What stands below a run's name: its words, how long it goes on or went on, and when it ended. */
+/** Returns the text below a run's name: its words, how long it has run, and when it ended. */
 export function runWords(run: RunRow, now_s: number, t: Translate): string {
   const pieces = run.words === "" ? [] : [run.words];
   if (!run.final) {

@@ -2,7 +2,7 @@ import type { Translate } from "../panel/host";
 import type { PoolPicture, RunRow } from "../panel/messages";
 import { formatSpan, rankWords, stageOf } from "../panel/words";
 
-/** What stands in a notebook's toolbar: `4 × A10 · connected · 12 min`. */
+/** Returns the text in a notebook's toolbar: `4 × A10 · connected · 12 min`. */
 export function chipWords(session: RunRow, pool: PoolPicture | null, now_s: number, t: Translate): string {
   const stage = stageOf(session);
   const words = { waiting: "waiting", connecting: "connecting", connected: "connected", ending: "ending" };

@@ -14,7 +14,7 @@ export interface ChipPlace {
   readonly connection: PoolConnection;
   readonly settings: PanelSettings;
   readonly translate: Translate;
-  /** The button is there without a session too: the panel has no tab of its own. */
+  /** Whether the button is shown without a session too, where the panel has no tab of its own. */
   readonly alwaysThere: boolean;
   openPanel(): void;
 }
@@ -22,7 +22,7 @@ export interface ChipPlace {
 /**
  * The sessions of the page's notebooks, each in its notebook's toolbar.
  *
- * As long as one can be seen the pool is looked at.
+ * The pool is watched while one of them is visible.
  */
 export class Chips {
   private readonly all = new Set<Chip>();
@@ -45,7 +45,7 @@ export class Chips {
     return chip;
   };
 
-  /** Watches while somebody can see one. */
+  /** Watches the pool while a chip is visible. */
   private look(): void {
     const { connection, settings } = this.place;
     const isSeen = settings.current.showChip && !document.hidden && [...this.all].some((chip) => chip.panel.isVisible);

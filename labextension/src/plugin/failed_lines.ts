@@ -1,4 +1,4 @@
-/** A click on the line that failed goes to that line in its cell. */
+/** Clicking the failed line of a traceback moves the cursor to that line in its cell. */
 import type { Cell } from "@jupyterlab/cells";
 import type { INotebookTracker, NotebookPanel } from "@jupyterlab/notebook";
 
@@ -10,20 +10,20 @@ const HEADING = /Cell In\[(\d+)\]|File (?=\S+:\d+)/g;
 const ARROW = /^-+> ?(\d+) ?(.*)$/;
 const CUT = " ...";
 
-/** A line of a notebook's cell; `line` counts from 0, `code` is as much of it as the traceback has. */
+/** A line of a notebook's cell; `line` counts from 0, `code` is the part of it that the traceback shows. */
 export interface FailedLine {
   readonly execution: number;
   readonly line: number;
   readonly code: string;
 }
 
-/** What is looked at of a code cell. */
+/** The text of a code cell, and the number of its last execution. */
 export interface Source {
   readonly execution: number | null;
   readonly text: string;
 }
 
-/** The line of the cell which an element of a traceback shows; null for a line of a file. */
+/** Returns the cell's line that an element of a traceback shows, null for a line of a file. */
 export function failedLine(shown: Element): FailedLine | null {
   const code = shown.closest(CODE);
   const [, number, text] = ARROW.exec(shown.textContent.trimEnd()) ?? [];
@@ -36,8 +36,8 @@ export function failedLine(shown: Element): FailedLine | null {
 }
 
 /**
- * The index of the cell with this line, -1 if none has it: `own`, the cell with the output, if the line is still there,
- * else the one that was executed under the traceback's number.
+ * Returns the index of the cell with this line, -1 if there is none. An unchanged line comes first; then `own`, the
+ * cell with the output, comes before the cell with the traceback's execution count.
  */
 export function cellOf(failed: FailedLine, cells: readonly (Source | null)[], own: number): number {
   const numbered = cells.findIndex((cell) => cell?.execution === failed.execution);
@@ -56,11 +56,11 @@ function has(cell: Source | null | undefined, failed: FailedLine): boolean {
   return line !== undefined && (begun === null ? line === code.trim() : line.startsWith(begun));
 }
 
-/** Follows clicks on the failed lines of all notebooks for as long as the page is there. */
+/** Handles clicks on failed lines in all notebooks, until the page is closed. */
 export function followFailedLines(notebooks: INotebookTracker): void {
   document.addEventListener("click", (event) => {
     const shown = event.target instanceof Element ? event.target.closest(`.${FAILED}`) : null;
-    // who marks text to copy it stays where the text is
+    // a click that ends a text selection must not move the cursor
     if (!shown || event.defaultPrevented || document.getSelection()?.toString()) return;
     const panel = notebooks.find(({ node }) => node.contains(shown));
     const failed = failedLine(shown);

@@ -3,21 +3,21 @@ import type { Kernel, KernelMessage } from "@jupyterlab/services";
 
 import type { KernelState } from "../panel/host";
 
-/** What is used of a notebook's session. */
+/** The part of a notebook's session that is used here. */
 export type Session = Pick<
   ISessionContext,
   "session" | "kernelDisplayStatus" | "kernelChanged" | "statusChanged" | "connectionStatusChanged" | "iopubMessage"
 >;
 
-/** What can happen to a kernel that its notebook wants to know. */
+/** Receives the changes of a notebook's kernel. */
 export interface KernelListener {
-  /** Its id or its state is another. */
+  /** Its id or its state has changed. */
   changed(): void;
   /** A cell has ended, of this notebook or another one. */
   cellEnded(): void;
-  /** Its process is another, of another kernel or of the same one: what it knew is forgotten. */
+  /** Its process was replaced, by another kernel's or in a restart: the state of the previous one is lost. */
   replaced(isOtherKernel: boolean): void;
-  /** It says that it has loaded sgpu-magic, or unloaded it. */
+  /** It reports that it has loaded or unloaded sgpu-magic. */
   announced(isLoaded: boolean): void;
 }
 
@@ -30,7 +30,7 @@ const STATES: Readonly<Record<string, KernelState>> = {
   dead: "dead",
   disconnected: "disconnected",
 };
-/** The messages that the kernel's main shell works on: another one's end says nothing about a cell. */
+/** Requests that the kernel's main shell handles: the end of any other request says nothing about a cell. */
 const ON_SHELL = new Set(["execute_request", "kernel_info_request"]);
 
 /** Returns whether the message says that sgpu-magic is loaded or unloaded, null for any other message. */
@@ -41,17 +41,17 @@ function announced(message: KernelMessage.IMessage): boolean | null {
 }
 
 /**
- * The kernel of a notebook, whichever it is.
+ * Follows the current kernel of a notebook.
  *
- * Whether it is busy is told by cells alone: questions on the control channel, ours too, make JupyterLab's own status
- * change to and fro, also while a cell runs.
+ * Only the main shell's requests count for `busy`. JupyterLab's own status also changes with requests on the control
+ * channel, including those of the panel, even while a cell runs.
  */
 export class FollowedKernel {
   private id: string;
   private last: KernelState = "none";
   private isBusy: boolean | null = null;
   private wasConnected = false;
-  /** The session of the process' own messages. */
+  /** The session id in the messages of the kernel's process. */
   private process = "";
 
   constructor(
@@ -99,7 +99,7 @@ export class FollowedKernel {
   }
 
   private heard(message: KernelMessage.IMessage): void {
-    // others speak in the kernel's name, and their words are no answers: the server says that it restarts
+    // messages without a parent may come from the server, which reports restarts in the kernel's name
     const asked = "msg_type" in message.parent_header ? message.parent_header.msg_type : "";
     if (!asked) return;
     const { session } = message.header;
@@ -141,19 +141,19 @@ export class FollowedKernel {
 
   private read(): KernelState {
     const { connection } = this;
-    // a connection to it says so no more
+    // checked first: the display status hides it when the connection is closed
     if (connection?.status === "dead") return "dead";
     const status = this.context.kernelDisplayStatus;
     if (connection?.connectionStatus === "connected") this.wasConnected = true;
     if (status === "connecting") {
       if (this.last === "restarting") return "restarting";
-      // JupyterLab tries to reach it again
+      // JupyterLab is reconnecting
       return this.wasConnected ? "disconnected" : "starting";
     }
     if (status === "unknown" && !connection) return "none";
     const known = STATES[status];
     if (known) return known;
-    // connected, and not heard of: in a cell since before this page, most of the time. It can be asked all the same
+    // unknown while connected: usually in a cell since before the page was loaded; requests are still possible
     const told = status === "unknown" ? "busy" : status;
     this.isBusy ??= told === "busy";
     return this.isBusy ? "busy" : "idle";

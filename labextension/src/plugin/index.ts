@@ -1,4 +1,4 @@
-/** JupyterLab's and Notebook 7's plugins: runs are shown again after a reload of their page, and the panel. */
+/** Plugins for JupyterLab and Notebook 7: runs restored after a page reload, outputs of runs, and the panel. */
 import type { JupyterFrontEnd, JupyterFrontEndPlugin } from "@jupyterlab/application";
 import { INotebookTracker } from "@jupyterlab/notebook";
 

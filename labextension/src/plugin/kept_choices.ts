@@ -1,8 +1,8 @@
-/** Which notebook's choice each kernel was told last: it has one, several notebooks may have it. */
+/** The choice last sent to each kernel: a kernel has one choice, and several notebooks may share the kernel. */
 export class KeptChoices {
   private readonly told = new Map<string, string>();
 
-  /** @returns Whether the kernel knows a choice, this one or another. */
+  /** @returns Whether any choice was sent to the kernel. */
   knowsAny(kernel: string): boolean {
     return this.told.has(kernel);
   }
@@ -15,7 +15,7 @@ export class KeptChoices {
     this.told.set(kernel, kept);
   }
 
-  /** The kernel is another process, or gone. */
+  /** Called when the kernel's process was replaced. */
   forget(kernel: string): void {
     this.told.delete(kernel);
   }

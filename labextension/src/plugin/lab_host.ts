@@ -25,7 +25,7 @@ export interface HostParts {
   readonly translate: Translate;
 }
 
-/** JupyterLab, or Notebook 7, as the panel's place. */
+/** The panel's host in JupyterLab and Notebook 7. */
 export class LabHost implements PanelHost {
   readonly pools: PanelPools;
   readonly translate: Translate;
@@ -80,7 +80,7 @@ export class LabHost implements PanelHost {
     this.runInNewCell(connectLine(session, picture && picture.pool !== usual ? picture.pool : ""));
   };
 
-  /** Puts a line into a new cell below the one that is selected, and runs it; the extension is loaded first where it is not. */
+  /** Runs a line in a new cell below the active one; the cell loads the extension first if necessary. */
   private runInNewCell(line: string): void {
     const { frontPanel, front } = this.parts.notebooks;
     if (!frontPanel || !front) return;

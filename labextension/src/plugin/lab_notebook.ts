@@ -13,22 +13,22 @@ import { FollowedKernel } from "./followed_kernel";
 import type { KeptChoices } from "./kept_choices";
 import type { LoadedKernels } from "./loaded_kernels";
 
-/** A kernel that says nothing for so long counts as one without sgpu-magic. */
+/** A kernel that does not reply within this time counts as one without sgpu-magic. */
 export const PATIENCE_MS = 2_000;
-/** A kernel that is known to have it may be at something that lets nothing else run. */
+/** For a kernel with sgpu-magic: the code that it runs may block everything else for a while. */
 export const KNOWN_PATIENCE_MS = 10_000;
-/** Questions that install, connect and disconnect. */
+/** For requests that install, connect and disconnect. */
 export const SLOW_PATIENCE_MS = 60_000;
 
 const LOAD = "%load_ext sgpu_magic";
-/** What the banner of a kernel has when sgpu-magic is loaded. */
+/** Part of a kernel's banner when sgpu-magic is loaded. */
 const IN_BANNER = "sgpu-magic";
 const NOT_LOADED = "This kernel has not loaded sgpu-magic.";
 const OTHER_VERSION = "This kernel has loaded another version of sgpu-magic than this page. Restart the kernel.";
 const SILENT = "The kernel does not answer: the code running in it blocks everything else. It is asked again automatically.";
 const RESTARTED = "The kernel was restarted.";
 
-/** What is used of a notebook's document. */
+/** The part of a notebook's document that is used here. */
 export interface Document {
   readonly path: string;
   readonly pathChanged: ISignal<unknown, string>;
@@ -37,17 +37,17 @@ export interface Document {
   readonly model: Pick<INotebookModel, "getMetadata" | "setMetadata" | "metadataChanged" | "sharedModel"> | null;
 }
 
-/** What a notebook needs of the page around it. */
+/** What a notebook needs from its page. */
 export interface Surroundings {
   readonly context: Document;
   readonly session: ISessionContext;
-  /** What the page's kernels were told. */
+  /** The choices that were sent to the page's kernels. */
   readonly choices: KeptChoices;
-  /** The kernels that can be asked. */
+  /** The kernels that have loaded sgpu-magic. */
   readonly loaded: LoadedKernels;
-  /** The panel shows itself to somebody. */
+  /** Whether the panel is visible. */
   isLooked(): boolean;
-  /** This notebook is the one in front. */
+  /** Whether this notebook is the one in front. */
   isFront(): boolean;
   /** Makes this cell the active one, and shows it. */
   showCell(index: number): void;
@@ -64,7 +64,7 @@ export class LabNotebook implements NotebookLink {
   private readonly callbacks = new Set<() => void>();
   private readonly waiting = new Set<AbortController>();
   private telling: string | null = null;
-  /** Whether the kernel's process has loaded sgpu-magic, as it says itself; null before it was asked that. */
+  /** Whether the kernel's process reports that it has loaded sgpu-magic; null before the first request. */
   private looking: Promise<boolean> | null = null;
   private isLate = false;
   private count = 0;
@@ -77,13 +77,13 @@ export class LabNotebook implements NotebookLink {
     this.kernelOf = new FollowedKernel(
       session,
       {
-        // a cell that begins will have an end
+        // when a cell starts, the choice is sent at its end instead
         changed: () => this.changed(this.kernelState !== "busy"),
         cellEnded: () => this.changed(),
         replaced: (isOtherKernel) => this.replaced(isOtherKernel),
         announced: (isLoaded) => {
           this.setLoaded(this.kernelOf.kernelId, isLoaded);
-          // most of the extension is loaded after the end of the cell that loads it
+          // the extension finishes loading after the end of the cell that loads it
           this.changed();
         },
       },
@@ -112,7 +112,7 @@ export class LabNotebook implements NotebookLink {
   }
 
   get kernelState(): KernelState {
-    // what its metadata say is not known before
+    // the notebook's metadata can't be read before
     return this.around.context.isReady ? this.kernelOf.state : "starting";
   }
 
@@ -146,7 +146,7 @@ export class LabNotebook implements NotebookLink {
       setTimer();
       const link = connection as unknown as KernelConnection;
       const asked = askOverControl(link, PANEL, { ...question, n: this.count }, end.signal);
-      // it may be refused after it was given up
+      // it may still reject after the timeout
       asked.catch(() => undefined);
       const reply = await Promise.race([asked.catch((error: unknown) => this.refused(error, end.signal)), given]);
       const read = this.read(reply);
@@ -168,7 +168,7 @@ export class LabNotebook implements NotebookLink {
     if (!model) return;
     const { cells } = model.sharedModel;
     const found = cells.findIndex((cell) => cell.cell_type === "code" && cell.getSource().trim() === LOAD);
-    // pressed twice, or loaded before the kernel was restarted
+    // the cell is there if the button was pressed twice, or if it was inserted before a restart of the kernel
     if (found < 0) model.sharedModel.insertCell(0, { cell_type: "code", source: LOAD, metadata: { trusted: true } });
     this.around.showCell(Math.max(found, 0));
   };
@@ -181,7 +181,7 @@ export class LabNotebook implements NotebookLink {
     else if (await session.startKernel()) await this.around.selectKernel();
   };
 
-  /** The panel is looked at again: it is told now what it has missed. */
+  /** The panel is visible again: reports the changes that it missed. */
   looked(): void {
     if (!this.isLate) return;
     this.isLate = false;
@@ -189,10 +189,10 @@ export class LabNotebook implements NotebookLink {
   }
 
   /**
-   * Tells the kernel what the notebook asks for, unless it knows.
+   * Sends the notebook's choice to the kernel, unless the kernel has it.
    *
-   * Of several notebooks with one kernel the one in front counts. A notebook that asks for nothing tells nothing: its
-   * kernel may never have heard of sgpu-magic.
+   * If several notebooks share the kernel, only the one in front replaces a choice. A notebook without a choice is
+   * never the first to send: its kernel may not use sgpu-magic.
    */
   async tellKept(): Promise<void> {
     const { kept, kernel, kernelState } = this;
@@ -206,13 +206,13 @@ export class LabNotebook implements NotebookLink {
       const reply = await this.ask({ kind: "kernel", kept });
       if (reply.kind === "kernel-answer" && reply.kept && JSON.stringify(reply.kept) !== written) this.keep(reply.kept);
     } catch {
-      // it has not loaded sgpu-magic, or has no time: after the next cell
+      // sgpu-magic is not loaded, or the kernel is blocked: retried after the next cell
     } finally {
       this.telling = null;
     }
   }
 
-  // ---------------------------------------------------------------- what happens
+  // ---------------------------------------------------------------- events
 
   private opened(): void {
     const { model } = this.around.context;
@@ -228,7 +228,7 @@ export class LabNotebook implements NotebookLink {
   private changed(tells = true): void {
     if (this.signal.aborted) return;
     if (this.around.isLooked()) for (const callback of [...this.callbacks]) callback();
-    // a panel that nobody sees asks no kernel
+    // a hidden panel sends no requests to kernels
     else this.isLate = true;
     if (tells) void this.tellKept();
   }
@@ -236,7 +236,7 @@ export class LabNotebook implements NotebookLink {
   private replaced(isOtherKernel: boolean): void {
     this.isKnown = false;
     this.looking = null;
-    // of another kernel it may be known since before this notebook had it
+    // another kernel may be known as loaded from before this notebook used it
     if (!isOtherKernel) this.around.loaded.forget(this.kernelOf.kernelId);
     this.around.choices.forget(this.kernelOf.kernelId);
     this.drop(RESTARTED);
@@ -246,7 +246,7 @@ export class LabNotebook implements NotebookLink {
     for (const end of [...this.waiting]) end.abort(new Error(reason));
   }
 
-  // ---------------------------------------------------------------- questions
+  // ---------------------------------------------------------------- requests
 
   private setLoaded(kernel: string, isLoaded: boolean): void {
     const { loaded } = this.around;
@@ -257,10 +257,10 @@ export class LabNotebook implements NotebookLink {
   }
 
   /**
-   * Whether the kernel has loaded sgpu-magic. Asked of its main shell, as any kernel answers there, once each process:
-   * when that changes, the kernel says so.
+   * Whether the kernel has loaded sgpu-magic. Requested once per kernel process, on the main shell, where every kernel
+   * replies: the kernel announces later changes.
    *
-   * @param given: Rejects when nobody waits any longer; a kernel that is busy answers after its cell.
+   * @param given: Rejects when the request has timed out; a busy kernel replies after its cell.
    */
   private async hasLoaded(connection: Kernel.IKernelConnection, given: Promise<never>): Promise<boolean> {
     const kernel = this.kernelOf.kernelId;
@@ -285,7 +285,7 @@ export class LabNotebook implements NotebookLink {
       const content = (await connection.requestKernelInfo())?.content;
       return content !== undefined && "banner" in content && content.banner.includes(IN_BANNER);
     } catch {
-      // its connection has ended: the next question looks again
+      // the connection was closed: the next request tries again
       this.looking = null;
       return false;
     }
@@ -297,12 +297,12 @@ export class LabNotebook implements NotebookLink {
   }
 
   private silence(): Error {
-    // a kernel in a cell does not say what it has loaded
+    // a busy kernel can't report whether it has loaded sgpu-magic
     const isUnknown = this.kernelState === "busy" && !this.around.loaded.has(this.kernel);
     return this.isKnown || isUnknown ? new Error(SILENT) : new NoExtension(NOT_LOADED);
   }
 
-  /** The kernel knows no such question, or its connection has ended; throws what that means. */
+  /** Throws the panel's error for a request that the kernel does not know, or whose connection was closed. */
   private refused(error: unknown, signal: AbortSignal): never {
     if (signal.aborted) throw signal.reason as Error;
     if (this.isKnown || this.kernelState === "dead") throw new Error(SILENT, { cause: error });
@@ -310,7 +310,7 @@ export class LabNotebook implements NotebookLink {
   }
 
   private read(reply: unknown): KernelReply {
-    // of a version that knows runs' views and no panel
+    // from a version with views of runs but no panel
     if ((reply as { readonly kind?: unknown } | null)?.kind === "refusal") throw new NoExtension(OTHER_VERSION);
     const read = readReply(reply);
     this.isKnown = true;

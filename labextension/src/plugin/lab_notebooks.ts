@@ -37,13 +37,13 @@ export class LabNotebooks {
     return panel ? (this.links.get(panel) ?? null) : null;
   }
 
-  /** Calls back when another notebook is in front. Returns how to stop that. */
+  /** Calls back when another notebook is in front. Returns a function that removes the callback. */
   onChange(callback: () => void): () => void {
     this.callbacks.add(callback);
     return () => this.callbacks.delete(callback);
   }
 
-  /** The panel shows itself, or does so no more: notebooks that nobody looks at ask nothing. */
+  /** Sets whether the panel is visible: while it is hidden, notebooks do not report changes to it. */
   setLooked(looked: boolean): void {
     if (looked === this.looked) return;
     this.looked = looked;
@@ -63,7 +63,7 @@ export class LabNotebooks {
         isFront: () => this.frontPanel === panel,
         showCell: (index) => {
           panel.content.activeCellIndex = index;
-          // JupyterLab 4.4 gives the keys to no cell that is not drawn yet
+          // JupyterLab 4.4 can't focus a cell that is not rendered yet
           const take = () => panel.content.activate();
           panel.content.scrollToItem(index).then(take, take);
         },

@@ -14,13 +14,13 @@ export class LiveViews {
 
   constructor(private readonly server: RunServer) {}
 
-  /** Names a new live output. */
+  /** Returns the number of a new live output. */
   newView(): number {
     this.count += 1;
     return this.count;
   }
 
-  /** A live output of this name shows this feed, until the feed's signal. */
+  /** Shows a feed in the live output with this number, until the feed's signal aborts. */
   open(view: number, feed: RunFeed): void {
     this.feeds.set(view, feed);
     feed.signal.addEventListener("abort", () => this.feeds.delete(view), { once: true });
@@ -28,7 +28,7 @@ export class LiveViews {
 
   get factory(): IRenderMime.IRendererFactory {
     return {
-      // texts are escaped by the view, and what ranks have displayed is not drawn here
+      // the view escapes texts, and does not render what ranks display
       safe: true,
       mimeTypes: [LIVE_MIME],
       defaultRank: 0,
@@ -57,7 +57,7 @@ class LiveOutput extends Widget implements IRenderMime.IRenderer {
     if (feed) {
       mountRunView(this.node, new ServerTransport(this.server, feed), this.end.signal);
     } else {
-      // saved by another page: what is known of the run comes in its place, unless nobody has it any more
+      // written by another page: a restored run replaces it, unless the server no longer has the run
       const saved = model.data["text/plain"];
       const text = document.createElement("pre");
       text.textContent = typeof saved === "string" ? saved : "";

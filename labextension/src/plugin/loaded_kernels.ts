@@ -1,14 +1,14 @@
 const KEY = "sgpu-magic:loaded-kernels";
 const MOST = 100;
 
-/** What is used of the browser's storage. */
+/** The part of the browser's storage that is used here. */
 export type Store = Pick<Storage, "getItem" | "setItem">;
 
 /**
- * Which kernels have loaded sgpu-magic. No other kernel is asked over its control channel: it would log each question as
+ * The kernels that have loaded sgpu-magic. Others get no requests on their control channel: they would log each one as
  * an unknown message.
  *
- * The browser remembers them, because a kernel that is busy answers no question about itself when a page is reloaded.
+ * Kept in the browser's storage: after a page reload, a busy kernel can't report whether it has loaded sgpu-magic.
  */
 export class LoadedKernels {
   private readonly known: Set<string>;
@@ -27,7 +27,7 @@ export class LoadedKernels {
     this.write();
   }
 
-  /** The kernel is another process, or has unloaded it. */
+  /** Called when the kernel's process was replaced, or has unloaded sgpu-magic. */
   forget(kernel: string): void {
     if (this.known.delete(kernel)) this.write();
   }
@@ -36,7 +36,7 @@ export class LoadedKernels {
     try {
       this.store?.setItem(KEY, JSON.stringify([...this.known].slice(-MOST)));
     } catch {
-      // no room, or forbidden: this page knows them all the same
+      // storage is full or forbidden: this page keeps them in memory
     }
   }
 }

@@ -1,13 +1,13 @@
 import type { RunRow } from "../panel/messages";
 
 const ANY = "any";
-/** The session that a magic connects when it names none. */
+/** The session that a magic connects by default. */
 const MAIN = "main";
 
 /**
  * Returns the magic that connects a session like one that has ended.
  *
- * @param pool: The pool, "" for the settings' own.
+ * @param pool: The pool, "" for the one in the settings.
  */
 export function connectLine(session: RunRow, pool: string): string {
   const name = session.name.replace(/^session /, "");

@@ -2,20 +2,20 @@ import type { IStateDB } from "@jupyterlab/statedb";
 
 const KEY = "sgpu-magic:panel";
 
-/** What the panel remembers over a reload, as JupyterLab remembers its layout. */
+/** The panel's state that survives a page reload, in the database where JupyterLab stores its layout. */
 export class PanelMemory {
   private kept: Record<string, string> = {};
 
   constructor(private readonly state: IStateDB | null) {}
 
-  /** Reads what was remembered. */
+  /** Loads the stored state. */
   async load(): Promise<void> {
     try {
       const found = await this.state?.fetch(KEY);
       if (typeof found !== "object" || found === null) return;
       for (const [key, value] of Object.entries(found)) if (typeof value === "string") this.kept[key] ??= value;
     } catch {
-      // nothing is remembered, and nothing depends on it
+      // the panel works without the stored state
     }
   }
 

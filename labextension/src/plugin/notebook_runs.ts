@@ -10,8 +10,8 @@ import type { OwnedRun, RunServer } from "./run_server";
 const RESTARTING = new Set(["restarting", "autorestarting"]);
 
 /**
- * Gives the cells of a notebook the runs back that they lost: to a reload of the page, to closing and opening the
- * notebook, to a restart of the kernel. Ends with the panel.
+ * Restores the runs in a notebook's cells after a page reload, after the notebook is reopened, or after a kernel
+ * restart. Ends when the notebook's panel is disposed.
  */
 export class NotebookRuns {
   private readonly end = new AbortController();
@@ -53,11 +53,11 @@ export class NotebookRuns {
     try {
       runs = kernel === undefined ? [] : await this.server.runs(kernel, this.end.signal);
     } catch {
-      // a server without the extension, or one that is away: the notebook stays as it is
+      // the server has no extension or can't be reached: the notebook stays as it is
       return;
     }
     if (this.end.signal.aborted) return;
-    // of a cell's runs the newest counts: they come oldest first
+    // the runs are sorted, oldest first: this keeps the newest of each cell
     const submitted = new Map(runs.map((run) => [run.cell, run]));
     const saved_s = Date.parse(this.panel.context.contentsModel?.last_modified ?? "") / 1000 || 0;
     for (const cell of this.panel.content.widgets) {

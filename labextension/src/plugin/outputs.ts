@@ -2,19 +2,19 @@ import type { CellOutput, OwnedRun } from "./run_server";
 
 /** The record that the kernel's own outputs carry: `sgpu_magic/views/bundle.py`. */
 export const RUN_MIME = "application/vnd.sgpu.run.v1+json";
-/** An output that shows a run as long as it goes on, drawn by this extension alone. */
+/** An output that shows a run while it is active, rendered by this extension only. */
 export const LIVE_MIME = "application/vnd.sgpu.live.v1+json";
 
 const FINAL = new Set(["succeeded", "failed", "cancelled", "timed out"]);
 
-/** A run that a cell's outputs are of. */
+/** The run that a cell's outputs belong to. */
 export interface Mention {
   readonly run: string;
-  /** They show its end. */
+  /** Whether the outputs show the run's final state. */
   readonly final: boolean;
 }
 
-/** Returns the run that outputs are of, null when they are of none. */
+/** Returns the run that the outputs belong to, null if there is none. */
 export function mentioned(outputs: readonly CellOutput[]): Mention | null {
   let found: Mention | null = null;
   for (const output of outputs) {
@@ -29,26 +29,26 @@ export function mentioned(outputs: readonly CellOutput[]): Mention | null {
   return found;
 }
 
-/** A run that a cell is to show and does not. */
+/** A run that a cell should show and does not. */
 export interface Missing {
   readonly run: string;
-  /** It is known to go on. */
+  /** Whether the run is known to be active. */
   readonly goesOn: boolean;
-  /** Its cell is running as long as it goes on. */
+  /** Whether the cell runs as long as the run does. */
   readonly blocks: boolean;
 }
 
 /**
- * Returns the run that a cell is to show and does not, null when it shows what it is to.
+ * Returns the run that a cell should show and does not, null if there is none.
  *
- * @param shown: What its outputs are of.
+ * @param shown: The run that its outputs belong to.
  * @param submitted: The newest run that was submitted from this cell, null when there is none.
  * @param saved_s: When the notebook's file was saved last, seconds since the epoch.
  */
 export function missing(shown: Mention | null, submitted: OwnedRun | null, saved_s: number): Missing | null {
   const goesOn = submitted !== null && !submitted.final;
   if (submitted && submitted.run_id !== shown?.run) {
-    // what ended before the notebook was saved, and is not in it, was taken away by hand
+    // if a run ended before the last save and is not in the file, the user has removed its outputs
     const isNews = goesOn || (submitted.ended !== null && submitted.ended > saved_s);
     if (isNews) return { run: submitted.run_id, goesOn, blocks: submitted.blocks };
   }
@@ -58,9 +58,9 @@ export function missing(shown: Mention | null, submitted: OwnedRun | null, saved
 }
 
 /**
- * The output that shows a run as long as it goes on.
+ * Returns the output that shows a run while it is active.
  *
- * @param view: Names this output on this page; others do not know it.
+ * @param view: The number of the output, valid on this page only.
  */
 export function liveOutput(run: string, view: number): CellOutput {
   const short = run.slice(0, 4);
@@ -74,12 +74,12 @@ export function liveOutput(run: string, view: number): CellOutput {
   };
 }
 
-/** The view that a live output names, null when it is none. */
+/** Returns the number of a live output, null for any other data. */
 export function viewOf(data: unknown): number | null {
   return isRecord(data) && typeof data["view"] === "number" ? data["view"] : null;
 }
 
-/** What stands below a run whose kernel was restarted while it went on. */
+/** Returns the note below a run whose kernel was restarted while the run was active. */
 export function restartedOutput(run: string): CellOutput {
   const short = run.slice(0, 4);
   const text = `the kernel of run ${short} was restarted · %sgpu_attach ${short} shows it again`;

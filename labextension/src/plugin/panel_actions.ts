@@ -7,7 +7,7 @@ import type { LabNotebook } from "./lab_notebook";
 import type { LabNotebooks } from "./lab_notebooks";
 import type { PoolConnection } from "./pool_connection";
 
-/** What menus and the command palette do with the notebook in front, with the panel or without. */
+/** Actions of menus and the command palette on the notebook in front; the panel need not be open. */
 export class PanelActions {
   constructor(
     private readonly notebooks: LabNotebooks,
@@ -26,14 +26,14 @@ export class PanelActions {
     return front ? this.connection.model.sessionOf(front.kernel, "") : null;
   }
 
-  /** What goes on of the notebook in front, sessions left out. */
+  /** Active runs of the notebook in front, without sessions. */
   get runs(): readonly RunRow[] {
     const kernel = this.notebooks.front?.kernel ?? "";
     if (kernel === "") return [];
     return this.connection.model.runs.filter((run) => run.kernel === kernel && !run.final && run.kind !== "session");
   }
 
-  /** Connects with what the notebook asks for; whatever needs a decision is left to the panel, which is opened. */
+  /** Connects a session with the notebook's choice. Opens the panel, which handles whatever needs a decision. */
   async connect(): Promise<void> {
     this.openPanel();
     await this.withKernel(async (notebook) => {
@@ -49,7 +49,7 @@ export class PanelActions {
     });
   }
 
-  /** Ends the session of the notebook in front: by its kernel, or by the pool where the kernel can't. */
+  /** Ends the session of the notebook in front: through its kernel, or through the pool if the kernel fails. */
   async disconnect(): Promise<void> {
     const { session } = this;
     await this.withKernel(
@@ -58,7 +58,7 @@ export class PanelActions {
     );
   }
 
-  /** Ends the runs of the notebook in front, after a question. */
+  /** Ends the runs of the notebook in front, after a confirmation. */
   async endRuns(): Promise<void> {
     const t = this.translate;
     const { runs } = this;

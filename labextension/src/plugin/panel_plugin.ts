@@ -1,4 +1,4 @@
-/** The environment panel in JupyterLab's and Notebook 7's left area, with its commands and what stands in toolbars. */
+/** The environment panel in JupyterLab's and Notebook 7's left area, with its commands and its toolbar buttons. */
 import { ILabShell, ILayoutRestorer } from "@jupyterlab/application";
 import type { JupyterFrontEnd, JupyterFrontEndPlugin } from "@jupyterlab/application";
 import { ICommandPalette, ISessionContextDialogs, IToolbarWidgetRegistry } from "@jupyterlab/apputils";
@@ -29,7 +29,7 @@ const commands = {
   openRun: "sgpu-magic:open-run",
 } as const;
 
-/** As `schema/panel.json` names it. */
+/** The toolbar item's name in `schema/panel.json`. */
 const CHIP = "sgpu-session";
 
 export const panelPlugin: JupyterFrontEndPlugin<void> = {

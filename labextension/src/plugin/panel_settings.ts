@@ -1,25 +1,25 @@
 import type { ISettingRegistry } from "@jupyterlab/settingregistry";
 
-/** What `schema/panel.json` describes. */
+/** The settings of `schema/panel.json`. */
 export interface Settings {
-  /** "" for the one of sgpu-magic's own settings. */
+  /** "" for the pool in sgpu-magic's settings. */
   readonly defaultPool: string;
-  /** Of pages that no websocket reaches. */
+  /** Polling interval of pages without a websocket. */
   readonly refresh_s: number;
   readonly showPrices: boolean;
-  /** The session stands in notebooks' toolbars. */
+  /** Whether notebooks' toolbars show the session. */
   readonly showChip: boolean;
 }
 
 const DEFAULTS: Settings = { defaultPool: "", refresh_s: 2, showPrices: true, showChip: true };
 export const SCHEMA = "@sgpu-magic/labextension:panel";
 
-/** The user's settings; the defaults until they are read, and where nothing keeps any. */
+/** The user's settings; the defaults until they are loaded, and in applications without a settings registry. */
 export class PanelSettings {
   current: Settings = DEFAULTS;
   private readonly callbacks = new Set<() => void>();
 
-  /** Returns how to stop being called. */
+  /** Returns a function that removes the callback. */
   onChange(callback: () => void): () => void {
     this.callbacks.add(callback);
     return () => this.callbacks.delete(callback);
@@ -38,7 +38,7 @@ export class PanelSettings {
     this.take(found.composite);
   }
 
-  /** Reads settings as they are written; what is none keeps its default. */
+  /** Parses the stored settings; missing and invalid values get their defaults. */
   take(written: Readonly<Record<string, unknown>>): void {
     const { defaultPool, refreshSeconds, showPrices, showChip } = written;
     this.current = {

@@ -1,17 +1,17 @@
 import type { PoolLink, PoolLinkState } from "../panel/host";
 import { OtherVersion, readTold } from "../panel/messages";
-import type { PanelOrder, Told } from "../panel/messages";
+import type { PanelOrder, PanelUpdate } from "../panel/messages";
 import { PoolModel } from "../panel/pool_model";
 import { readOrNull } from "../shared/model_questions";
 import { reason } from "./run_server";
 import type { Request } from "./run_server";
 
-/** After a failure, which doubles it up to the longest. */
+/** Pause after a failure; each further one doubles it, up to the longest. */
 export const PAUSE_MS = 500;
 export const LONGEST_PAUSE_MS = 8_000;
-/** A server without sgpu-magic may have it after its restart. */
+/** Pause if the server has no sgpu-magic: it may have it after a restart. */
 export const ABSENT_PAUSE_MS = 60_000;
-/** So many websockets that bring nothing, while the server answers: something between lets none through. */
+/** Give up on websockets after this many silent ones: a proxy probably blocks them. */
 export const MOST_MUTE = 3;
 
 const PATH = "sgpu/panel";
@@ -20,38 +20,38 @@ const AWAY = "The Jupyter server does not answer.";
 const ABSENT = "This Jupyter server has no sgpu-magic.";
 const REFUSED = "The Jupyter server denies this page access to pools.";
 
-/** What is used of a websocket. */
+/** The part of a websocket that is used here. */
 export type Socket = Pick<WebSocket, "readyState" | "send" | "close" | "onopen" | "onmessage" | "onclose">;
 
-/** The way to the Jupyter server; paths are below its base URL. */
+/** Access to the Jupyter server; paths are relative to its base URL. */
 export interface PanelServer {
   open(path: string): Socket;
   readonly request: Request;
 }
 
-/** Who wants to know what comes. */
+/** Receives updates from the pool. */
 export interface PoolListener {
-  told?(told: Told): void;
+  told?(told: PanelUpdate): void;
   linked?(link: PoolLinkState): void;
 }
 
 /**
- * The page's one connection to the Jupyter server's pools: for the panel, and for what stands in notebooks' toolbars.
+ * The page's only connection to the Jupyter server's pools, shared by the panel and the buttons in notebooks' toolbars.
  *
- * A websocket, opened again when it is lost; where none comes through, the server is asked again and again. Nothing is
- * asked while nobody looks.
+ * Uses a websocket, reopened when it is lost; polls the server where a proxy blocks websockets. Requests no updates
+ * while there is no subscription.
  */
 export class PoolConnection {
-  /** What was told, folded. */
+  /** The state folded from all updates. */
   readonly model = new PoolModel();
   link: PoolLinkState = { kind: "connecting", text: "" };
-  /** Of a page that polls. */
+  /** Polling interval where websockets are blocked. */
   pollEvery_ms = 2_000;
-  /** The pool that is looked at until somebody names one, "" for the settings' of sgpu-magic. */
+  /** The pool to watch until a subscription names one, "" for the one in sgpu-magic's settings. */
   preferred = "";
 
   private readonly listeners = new Set<PoolListener>();
-  /** Who looks, at which pool; null at whichever is looked at. */
+  /** Each subscriber's pool; null for whichever pool is watched. */
   private readonly users = new Map<object, string | null>();
   private watched: string | null = null;
   private socket: Socket | null = null;
@@ -59,7 +59,7 @@ export class PoolConnection {
   private mute = 0;
   private pause_ms = PAUSE_MS;
   private timer: ReturnType<typeof setTimeout> | undefined;
-  /** Grows with every new start: what an older one still brings is left out. */
+  /** Incremented by every `stop`: later results of earlier requests are ignored. */
   private turn = 0;
 
   constructor(
@@ -74,26 +74,26 @@ export class PoolConnection {
     return () => this.listeners.delete(listener);
   }
 
-  /** Somebody looks at a pool, "" the default one: all of it is told first. */
+  /** Subscribes to a pool, "" for the default one; its whole state is sent first. */
   watch(user: object, pool: string): void {
     this.users.delete(user);
     this.users.set(user, pool);
     this.usersChanged(true);
   }
 
-  /** Somebody looks at whatever pool is looked at. */
+  /** Subscribes to whichever pool is watched. */
   keep(user: object): void {
     if (this.users.has(user)) return;
     this.users.set(user, null);
     this.usersChanged(false);
   }
 
-  /** Somebody looks no more. */
+  /** Unsubscribe. */
   rest(user: object): void {
     if (this.users.delete(user)) this.usersChanged(false);
   }
 
-  /** Has something done; what became of it is told. */
+  /** Sends an order; listeners receive its outcome. */
   order(order: PanelOrder): void {
     if (this.socket?.readyState === OPEN) this.socket.send(JSON.stringify(order));
     else void this.post(order);
@@ -108,7 +108,7 @@ export class PoolConnection {
     if (this.watched !== null) this.connect();
   }
 
-  // ---------------------------------------------------------------- who looks
+  // ---------------------------------------------------------------- subscriptions
 
   private usersChanged(again: boolean): void {
     const named = [...this.users.values()].filter((pool) => pool !== null).at(-1);
@@ -126,7 +126,7 @@ export class PoolConnection {
     if (this.watched !== this.model.watched) this.model.watch(this.watched);
     if (this.socket?.readyState === OPEN) this.sendWatch(this.socket);
     else if (this.polling) this.poll();
-    // else it is sent when it opens
+    // otherwise it is sent when the socket opens
     else if (!this.socket && this.timer === undefined && this.link.kind !== "refused") this.connect();
   }
 
@@ -171,11 +171,11 @@ export class PoolConnection {
     };
   }
 
-  /** No websocket: the server is asked for the reason, which a page is not told otherwise. */
+  /** Requests the reason over HTTP: browsers do not report why a websocket failed. */
   private async lost(hasSpoken: boolean): Promise<void> {
     if (this.watched === null) return;
     const { turn } = this;
-    // a server that restarts is not there for a moment: that is said when it lasts
+    // the link state changes only if this fails too: the server may be back from a restart
     const found = await this.ask();
     if (turn !== this.turn || this.signal.aborted) return;
     if (found === "refused") return;
@@ -205,14 +205,14 @@ export class PoolConnection {
         this.later(this.pollEvery_ms, () => this.poll());
         return;
       }
-      // another server comes up: it may let websockets through
+      // after the server has restarted, websockets may work
       this.polling = false;
       this.mute = 0;
       this.later(this.pause_ms, () => this.connect());
     });
   }
 
-  /** Asks for everything once, tells it, and says how that went. */
+  /** Requests the whole state once, passes it to the listeners, and returns the outcome. */
   private async ask(): Promise<"told" | "absent" | "refused" | "away"> {
     const query = new URLSearchParams({ pool: this.watched ?? "" });
     const { turn } = this;
@@ -228,7 +228,7 @@ export class PoolConnection {
     if (turn !== this.turn) return "away";
     if (response.ok) {
       for (const told of [body.pools, body.pool, body.runs]) this.take(() => told);
-      // another version has stopped everything
+      // an update of another version stops the connection
       return turn === this.turn ? "told" : "refused";
     }
     if (response.status === 404) {
@@ -244,7 +244,7 @@ export class PoolConnection {
   }
 
   private async post(order: PanelOrder): Promise<void> {
-    let told: Told;
+    let told: PanelUpdate;
     try {
       const init = { method: "POST", body: JSON.stringify(order), signal: this.signal };
       const response = await this.server.request(`${PATH}/orders`, init);
@@ -259,7 +259,7 @@ export class PoolConnection {
     this.tell((listener) => listener.told?.(told));
   }
 
-  // ---------------------------------------------------------------- what comes
+  // ---------------------------------------------------------------- updates
 
   private take(value: () => unknown): void {
     const told = readOrNull(() => {
@@ -291,7 +291,7 @@ export class PoolConnection {
     for (const listener of [...this.listeners]) call(listener);
   }
 
-  // ---------------------------------------------------------------- ends
+  // ---------------------------------------------------------------- timers and shutdown
 
   private later(delay_ms: number, then: () => void): void {
     clearTimeout(this.timer);
@@ -301,7 +301,7 @@ export class PoolConnection {
     }, delay_ms);
   }
 
-  /** Ends what goes on; what is still under way is left out when it comes. */
+  /** Closes the websocket or ends polling; results of pending requests are ignored. */
   private stop(): void {
     this.turn += 1;
     clearTimeout(this.timer);
@@ -322,7 +322,7 @@ export class PoolConnection {
   }
 }
 
-/** The connection as the panel sees it. */
+/** The connection as the panel uses it, with one subscription. */
 export class PanelPools implements PoolLink {
   constructor(
     private readonly connection: PoolConnection,
@@ -337,7 +337,7 @@ export class PanelPools implements PoolLink {
     else this.connection.order(order);
   }
 
-  onTold(callback: (told: Told) => void): void {
+  onTold(callback: (told: PanelUpdate) => void): void {
     this.listen({ told: callback });
   }
 

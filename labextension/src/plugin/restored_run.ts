@@ -15,10 +15,10 @@ const GOES_ON = 409;
 export type Reason = "loaded" | "restarted";
 
 /**
- * A run in a cell whose execution this page does not follow: its live view, then the outputs that it would have had.
+ * Shows a run in a cell whose execution this page does not follow: first its live view, then the cell's final outputs.
  *
- * The notebook counts as changed when the final outputs are there, not before. Ends when the run has ended and is
- * shown, when the cell's outputs are cleared or written by somebody else, or with the signal.
+ * Only the final outputs mark the notebook as changed. Ends when they are shown, when other code clears or writes the
+ * cell's outputs, or with the signal.
  */
 export class RestoredRun {
   private readonly end = new AbortController();
@@ -55,21 +55,21 @@ export class RestoredRun {
     return this.end.signal.aborted;
   }
 
-  /** Shows it until it is over. */
+  /** Shows the run until `isOver`. */
   async show(): Promise<void> {
     try {
       const outputs = this.missing.goesOn ? null : await this.final();
       if (outputs) this.finish(outputs);
       else await this.live();
     } catch (error) {
-      // nobody has this run any more: the cell stays as it was saved
+      // the server refuses, or no longer has the run: the cell stays as it was saved
       if (!this.isOver && !(error instanceof Refused)) throw error;
     } finally {
       this.end.abort();
     }
   }
 
-  /** What the cell shows at the end, null while the run goes on. Asks again when the server can't be reached. */
+  /** Returns the cell's final outputs, null while the run is active. Retries when the server can't be reached. */
   private async final(): Promise<CellOutputs | null> {
     for (;;) {
       try {
@@ -97,7 +97,7 @@ export class RestoredRun {
       const outputs = await this.final();
       if (outputs) this.finish(outputs);
     }
-    // else the view says why nothing comes any more, and stays
+    // otherwise the view stays, and shows why the feed has ended
     else await new Promise((resolve) => this.end.signal.addEventListener("abort", resolve, { once: true }));
   }
 
@@ -106,7 +106,7 @@ export class RestoredRun {
     const outputs = this.reason === "restarted" ? [...final.outputs, restartedOutput(this.run)] : final.outputs;
     this.write(outputs);
     this.cell.model.executionCount = final.execution_count;
-    // also when the number was the same before
+    // set explicitly: the execution count may be the same as before
     this.cell.model.executionState = "idle";
   }
 
@@ -115,7 +115,7 @@ export class RestoredRun {
     try {
       found = await this.server.displays(this.run, this.end.signal);
     } catch {
-      // with the next display, or at the end
+      // retried with the next display, or at the run's end
       return;
     }
     if (!this.isOver) this.unsaved(() => this.writeDisplays(found.outputs));
@@ -127,7 +127,7 @@ export class RestoredRun {
       this.write([liveOutput(this.run, this.view), ...displays]);
       return;
     }
-    // one by one: the live view stays as it is
+    // one by one, so that the live view is not rendered again
     displays.forEach((output, index) => {
       const at = index + 1;
       if (at >= outputs.length) outputs.add(output as IOutput);
@@ -135,7 +135,7 @@ export class RestoredRun {
     });
   }
 
-  /** Writes what nobody has to save: it changes until the run has ended, and other pages may have the notebook open. */
+  /** Writes without marking the notebook as changed: these outputs are temporary, and other pages may have it open. */
   private unsaved(write: () => void): void {
     const { dirty } = this.document;
     write();
@@ -145,13 +145,13 @@ export class RestoredRun {
   private write(outputs: readonly CellOutput[]): void {
     const { model } = this.cell;
     this.writing = true;
-    // what is written was made by the user's own execution, as what comes from the kernel
+    // the outputs come from the user's own execution, like those from the kernel
     model.trusted = true;
     model.outputs.fromJSON(outputs as unknown as IOutput[]);
     this.writing = false;
   }
 
-  /** The outputs are another execution's now, or were cleared. */
+  /** Ends when the outputs were cleared, or replaced by another execution. */
   private readonly outputsChanged = (): void => {
     if (this.writing) return;
     const { outputs } = this.cell.model;
@@ -167,7 +167,7 @@ export class RestoredRun {
   }
 }
 
-/** Whether this page follows the cell's execution: what the kernel says of it comes here. */
+/** Whether this page follows the cell's execution, that is, receives the kernel's messages about it. */
 export function isFollowed(cell: CodeCell): boolean {
   const future = cell.outputArea.future as { isDisposed: boolean } | null | undefined;
   return future ? !future.isDisposed : false;

@@ -1,19 +1,19 @@
-import type { Snapshot, Told } from "../run_view/messages";
+import type { Snapshot, FeedUpdate } from "../run_view/messages";
 import type { LinkState } from "../run_view/transport";
 import { Refused } from "./run_server";
 import type { News, RunServer } from "./run_server";
 
-/** The server keeps a question for news so long when there are none. */
+/** Timeout of a long poll: the server replies after this time if there is no news. */
 export const WAIT_S = 15;
-/** More feeds than this ask without waiting: a browser opens six connections to a server, and others need some. */
+/** More feeds than this do not long-poll: a browser opens six connections to a server, and other requests need some. */
 export const MAX_WAITING = 3;
-/** Between two questions that do not wait, and after a failure, which doubles it up to the longest. */
+/** Pause after a short poll, and after a failure; each further failure doubles it, up to the longest. */
 export const PAUSE_MS = 1_000;
 export const LONGEST_PAUSE_MS = 8_000;
 
-/** Who wants to know what a feed brings. */
+/** Receives the updates of a feed. */
 export interface Listener {
-  told?(told: Told): void;
+  told?(told: FeedUpdate): void;
   drawn?(snapshot: Snapshot): void;
   linked?(link: LinkState): void;
   /** The ranks have displayed something since the last call. */
@@ -27,12 +27,12 @@ const REFUSED_FOR_GOOD = new Set([400, 401, 403, 404, 405]);
 let waiting = 0;
 
 /**
- * Asks the server for what is new of a run, again and again, for all of the page's views of it: one connection each run.
+ * Polls the server for the news of a run. Views that share a feed share its connection.
  *
- * Ends with the signal, with the run, or when the server does not know the run.
+ * Ends with the signal, with the run, or when the server refuses the run for good.
  */
 export class RunFeed {
-  /** Number of the last `NewLines` that listeners were told. */
+  /** Number of the last `NewLines` that listeners received. */
   seq = 0;
   snapshot: Snapshot | null = null;
   link: LinkState = { busy: false, away: false, ended: "" };
@@ -53,7 +53,7 @@ export class RunFeed {
     return () => this.listeners.delete(listener);
   }
 
-  /** Asks until there is nothing more to hear. */
+  /** Polls until the feed ends. */
   async follow(): Promise<void> {
     let pause_ms = PAUSE_MS;
     while (this.isOpen()) {
@@ -127,7 +127,7 @@ export class RunFeed {
   }
 }
 
-/** Resolves after a while, or as soon as the signal says so. */
+/** Resolves after `ms`, or as soon as the signal aborts. */
 export function paused(ms: number, signal: AbortSignal): Promise<void> {
   return new Promise((resolve) => {
     if (signal.aborted) {

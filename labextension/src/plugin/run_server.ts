@@ -1,5 +1,5 @@
 import { readAnswer, readSnapshot, readTold } from "../run_view/messages";
-import type { Answer, Question, Snapshot, Told } from "../run_view/messages";
+import type { Answer, Question, Snapshot, FeedUpdate } from "../run_view/messages";
 import { NoAnswer } from "../shared/model_questions";
 
 /** Sends a request to the Jupyter server, with its token and its cookies; the path is below the server's base URL. */
@@ -11,22 +11,22 @@ export interface OwnedRun {
   /** The cell's id, "" when it is not known. */
   readonly cell: string;
   readonly final: boolean;
-  /** Seconds since the epoch; null while it goes on, or when nobody saw its end. */
+  /** Seconds since the epoch; null while the run is active, or if its end was not recorded. */
   readonly ended: number | null;
   readonly execution_count: number | null;
-  /** Its cell waits for its end. */
+  /** Whether its cell runs as long as the run does. */
   readonly blocks: boolean;
 }
 
-/** What is new of a run. */
+/** What has changed of a run since the last request. */
 export interface News {
   readonly snapshot: Snapshot | null;
-  readonly told: readonly Told[];
+  readonly told: readonly FeedUpdate[];
   /** Number of the last `NewLines`. */
   readonly seq: number;
   /** Lines of all ranks so far. */
   readonly lines: number;
-  /** Grows with every rich display. */
+  /** Grows when a rank displays something or clears its output. */
   readonly displays: number;
   readonly final: boolean;
 }
@@ -43,7 +43,7 @@ export interface CellOutput {
   readonly [key: string]: unknown;
 }
 
-/** The server has answered, but not with what was asked for; `status` is HTTP's. */
+/** The server replied with an error; `status` is the HTTP status. */
 export class Refused extends NoAnswer {
   constructor(
     readonly status: number,
@@ -53,7 +53,7 @@ export class Refused extends NoAnswer {
   }
 }
 
-/** What can be asked of the Jupyter server about runs. Methods throw `Refused`, or what the network throws. */
+/** The Jupyter server's requests about runs. Methods throw `Refused`, or the error of a failed request. */
 export class RunServer {
   constructor(private readonly request: Request) {}
 
@@ -62,7 +62,7 @@ export class RunServer {
     return (await this.get(`sgpu/runs?${query.toString()}`, signal)) as readonly OwnedRun[];
   }
 
-  /** Waits at most `wait_s` for something that is newer than what the numbers say. */
+  /** Returns what is newer than `known`; waits at most `wait_s` for it. */
   async news(
     run: string,
     known: { after: number; lines: number; drawn: number; displays: number },
@@ -84,12 +84,12 @@ export class RunServer {
     return readAnswer(await this.json(`${path(run)}/ask`, { method: "POST", body, signal }));
   }
 
-  /** The run's last outputs; `Refused` with 409 while it goes on. */
+  /** Returns the run's final outputs; throws `Refused` with 409 while it is active. */
   async outputs(run: string, signal: AbortSignal): Promise<CellOutputs> {
     return (await this.get(`${path(run)}/outputs`, signal)) as CellOutputs;
   }
 
-  /** What its ranks have displayed so far. */
+  /** Returns what the run's ranks have displayed so far. */
   async displays(run: string, signal: AbortSignal): Promise<CellOutputs> {
     return (await this.get(`${path(run)}/displays`, signal)) as CellOutputs;
   }
@@ -109,13 +109,13 @@ function path(run: string): string {
   return `sgpu/runs/${encodeURIComponent(run)}`;
 }
 
-/** Returns what a refusal says, or what its status is. */
+/** Returns the message of an error reply, or a sentence with its status. */
 export async function reason(response: Response): Promise<string> {
   try {
     const found = (await response.json()) as { message?: unknown };
     if (typeof found.message === "string" && found.message) return found.message;
   } catch {
-    // no JSON: a proxy's page, or the server's own
+    // not JSON: an error page of a proxy or of the server
   }
   return `the Jupyter server answered ${response.status} ${response.statusText}`.trim();
 }

@@ -10,7 +10,7 @@ import { ServerTransport } from "./server_transport";
 
 const LOWEST = "280px";
 
-/** A run that is to be opened. */
+/** A run to open. */
 export interface RunToOpen {
   readonly run_id: string;
   readonly name: string;
@@ -20,7 +20,7 @@ export interface RunToOpen {
 export class RunTabs {
   private readonly tracker = new WidgetTracker<MainAreaWidget<RunTab>>({ namespace: "sgpu-runs" });
 
-  /** @param area: Of the application: `main`, or where there is but one document, `down`. */
+  /** @param area: The shell's area: `main`, or `down` in an application that shows a single document. */
   constructor(
     private readonly app: JupyterFrontEnd,
     private readonly server: RunServer,
@@ -30,12 +30,12 @@ export class RunTabs {
   open(run: RunToOpen): void {
     const found = this.tracker.find((tab) => tab.content.run.run_id === run.run_id);
     const tab = found ?? this.make(run);
-    // a tab of its own, which leaves the notebook its height
+    // a tab, not a split: the notebook keeps its height
     if (!tab.isAttached) this.app.shell.add(tab, this.area, { mode: "tab-after" });
     this.app.shell.activateById(tab.id);
   }
 
-  /** Opens again what was open before a reload. */
+  /** Reopens the tabs that were open before a page reload. */
   restore(restorer: ILayoutRestorer, command: string): void {
     void restorer.restore(this.tracker, {
       command,
@@ -52,14 +52,14 @@ export class RunTabs {
     tab.title.icon = gpuIcon;
     tab.title.closable = true;
     tab.toolbar.hide();
-    // what is added below has no height of its own
+    // widgets in the `down` area have no height of their own
     if (this.area !== "main") tab.content.node.style.minHeight = LOWEST;
     void this.tracker.add(tab);
     return tab;
   }
 }
 
-/** The run's view as a document; the feed ends with it. */
+/** The run's view as a document; disposing it ends the feed. */
 class RunTab extends Widget {
   private readonly end = new AbortController();
 

@@ -8,7 +8,7 @@ export function requestOf(settings: ServerConnection.ISettings): Request {
   return (path, init) => ServerConnection.makeRequest(URLExt.join(settings.baseUrl, path), init, settings);
 }
 
-/** A websocket to the Jupyter server, as those of kernels. */
+/** Opens a websocket to the Jupyter server, authenticated like JupyterLab's kernel websockets. */
 export function socketOf(settings: ServerConnection.ISettings, path: string): WebSocket {
   const url = URLExt.join(settings.wsUrl, path);
   const token = settings.appendToken && settings.token !== "" ? `?token=${encodeURIComponent(settings.token)}` : "";

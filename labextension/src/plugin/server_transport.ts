@@ -1,15 +1,15 @@
-import type { Answer, Snapshot, Told } from "../run_view/messages";
+import type { Answer, Snapshot, FeedUpdate } from "../run_view/messages";
 import type { Ask, LinkState, Transport } from "../run_view/transport";
 import { NoAnswer } from "../shared/model_questions";
 import type { RunFeed } from "./run_feed";
 import type { RunServer } from "./run_server";
 
-/** The way through the Jupyter server, which reads the run's directory: whatever the kernel does. */
+/** Requests go to the Jupyter server, which reads the run's directory: the kernel's state does not matter. */
 export class ServerTransport implements Transport {
   readonly kind = "server";
   private readonly ending = new AbortController();
   private readonly unlisten: () => void;
-  private told: (told: Told) => void = () => undefined;
+  private told: (told: FeedUpdate) => void = () => undefined;
   private drawn: (snapshot: Snapshot) => void = () => undefined;
   private linked: (state: LinkState) => void = () => undefined;
   private count = 0;
@@ -27,7 +27,7 @@ export class ServerTransport implements Transport {
   }
 
   async ask(question: Ask): Promise<Answer> {
-    // read before: what is told while the answer is under way comes on top of it
+    // read before the request: updates that arrive before the reply are applied on top of it
     const { seq } = this.feed;
     this.count += 1;
     let answer: Answer;
@@ -37,11 +37,11 @@ export class ServerTransport implements Transport {
       if (error instanceof NoAnswer) throw error;
       throw new NoAnswer(`the Jupyter server does not answer: ${error instanceof Error ? error.message : String(error)}`);
     }
-    // each feed numbers what it tells by itself
+    // each feed has its own numbering
     return answer.kind === "hello" ? { ...answer, seq } : answer;
   }
 
-  onTold(callback: (told: Told) => void): void {
+  onTold(callback: (told: FeedUpdate) => void): void {
     this.told = callback;
   }
 

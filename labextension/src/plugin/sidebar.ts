@@ -11,7 +11,7 @@ export class Sidebar extends Widget {
 
   /**
    * @param makeHost: Called once, when the panel is drawn.
-   * @param ready: What the panel remembers is read.
+   * @param ready: Resolves when the settings and the panel's stored state are loaded.
    * @param looked: Called whenever the panel is shown or hidden.
    */
   constructor(

@@ -1,11 +1,11 @@
 import type { Translate } from "../panel/host";
 
-/** What is used of JupyterLab's translations. */
+/** The part of JupyterLab's translations that is used here. */
 interface Texts {
   __(text: string, ...values: string[]): string;
 }
 
-/** Translates by JupyterLab's catalogues, which would take `%%distributed` for a sign that stands for `%`. */
+/** Translates with JupyterLab's catalogues, and restores magics: in a catalogue, `%%` is an escaped `%`. */
 export function translateBy(texts: Texts): Translate {
   return (text, ...values) => {
     let found = texts.__(text, ...values.map(String));

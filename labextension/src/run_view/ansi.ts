@@ -1,5 +1,5 @@
 /**
- * Colours of terminals in lines of ranks: they become styles, other escape sequences are dropped.
+ * Converts terminal colours in ranks' lines to styles; other escape sequences are dropped.
  *
  * The same sequences and the same colours as `sgpu_magic/views/ansi.py`, so that the live view and the output that
  * replaces it look alike. Pieces are drawn as text: nothing here makes HTML.
@@ -17,7 +17,7 @@ const BASIC = [
 ];
 const LEVELS = [0, 95, 135, 175, 215, 255];
 
-/** A piece of a line that is drawn in one way. */
+/** A piece of a line with one style. */
 export interface Piece {
   readonly text: string;
   readonly style: Readonly<Record<string, string>> | undefined;
@@ -43,7 +43,7 @@ export function pieces(text: string): Piece[] {
   return found;
 }
 
-/** The graphic rendition in force. */
+/** The current graphic rendition. */
 class Rendition {
   private front = "";
   private back = "";
@@ -53,7 +53,7 @@ class Rendition {
   style(): Record<string, string> | undefined {
     let [front, back] = [this.front, this.back];
     if (this.inverse) [front, back] = [back || "#ffffff", front || "#6b7280"];
-    // a grey that reads on a page of either theme, but not on a coloured ground
+    // this grey is readable on a page of either theme, but not on a coloured background
     if (back && (front === BASIC[7] || front === BASIC[15])) front = "#ffffff";
     if (!front && !back && this.flags.size === 0) return undefined;
     return { ...(front && { color: front }), ...(back && { background: back }), ...Object.fromEntries(this.flags) };
@@ -101,7 +101,7 @@ class Rendition {
   }
 }
 
-/** Returns the colour of the codes after 38 or 48, "" for one unknown, and how many codes it took. */
+/** Returns the colour of the codes after 38 or 48, "" if unknown, and how many codes it used. */
 function extended(codes: readonly number[]): { colour: string; used: number } {
   const [mode, first = 0, green = 0, blue = 0] = codes;
   if (mode === 5 && codes.length >= 2) return { colour: indexed(Math.min(first, 255)), used: 2 };

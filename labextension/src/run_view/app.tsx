@@ -28,7 +28,7 @@ function Sentences({ lines, kind, label }: { lines: readonly string[]; kind: str
   );
 }
 
-/** Only what a browser fetches from a server is a link. */
+/** Only http and https URLs become links. */
 function isPage(url: string): boolean {
   return /^https?:\/\//i.test(url);
 }
@@ -37,15 +37,15 @@ function isPage(url: string): boolean {
 export function App({ model, activity, signal, id }: Props) {
   const [, redraw] = useState(0);
   const [tab, setTab] = useState<Tab>("all");
-  // at once, not after the first frame: nothing that comes until then may be missed
+  // a layout effect: subscribing after the first frame could miss updates
   useLayoutEffect(() => model.subscribe(() => redraw((count) => count + 1)), [model]);
   const run = model.snapshot;
   const dense = run !== null && run.ranks.length > 8;
   const hasLines = model.log.lines("all").total > 0;
-  // the ranks of a session rarely speak between its cells
+  // an empty log of a session is hidden: its ranks rarely print between cells
   const hasLog = run !== null && (hasLines || (model.interrupts && run.ranks.length > 0));
   const ranks = run?.ranks;
-  // the lines come much more often than the rest changes: what is the same is not compared again
+  // lines arrive much more often than `ranks` changes: skip diffing an unchanged grid
   const grid = useMemo(() => ranks && ranks.length > 0 && <RankGrid ranks={ranks} onShow={setTab} />, [ranks]);
   const tabs = run ? (run.only.length > 0 ? run.only : run.lines.map((_, rank) => rank)) : [];
   const words = run ? [...run.others, ...run.footer] : [];

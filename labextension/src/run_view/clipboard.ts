@@ -1,13 +1,13 @@
-/** Copies a text; false when the browser does not let a page do that. */
+/** Copies a text; false when the browser does not allow it. */
 export async function copyText(text: string): Promise<boolean> {
-  // not there on pages that come over plain http from another machine, as many notebooks do
+  // undefined on pages served over plain http from another machine, as many notebooks are
   const clipboard = navigator.clipboard as Clipboard | undefined;
   if (clipboard) {
     try {
       await clipboard.writeText(text);
       return true;
     } catch {
-      // refused without a fresh click; the older way may still be allowed
+      // denied without a recent click; `execCommand` may still be allowed
     }
   }
   const area = document.createElement("textarea");

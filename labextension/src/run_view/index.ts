@@ -15,8 +15,8 @@ let views = 0;
 /**
  * Draws a run into an element until `signal` aborts, which also disposes the transport.
  *
- * @param el: Empty; it is emptied again at the end.
- * @param transport: Where the run's news come from; this view's alone.
+ * @param el: An empty element; it is emptied again when `signal` aborts.
+ * @param transport: The source of the run's updates; not shared with another view.
  */
 export function mountRunView(el: HTMLElement, transport: Transport, signal: AbortSignal): void {
   if (signal.aborted) {
@@ -49,7 +49,7 @@ interface RenderProps {
   readonly signal?: AbortSignal;
 }
 
-/** Draws a widget; where the host gives no signal, what is returned ends the view. */
+/** Draws a widget; the returned function ends the view, for hosts that give no signal. */
 function render({ model, el, signal }: RenderProps): () => void {
   const end = new AbortController();
   signal?.addEventListener("abort", () => end.abort(), { signal: end.signal });
@@ -58,8 +58,8 @@ function render({ model, el, signal }: RenderProps): () => void {
 }
 
 /**
- * Says hello for a view that is not drawn yet, as one whose cell is scrolled out of sight: the kernel takes silence for a
- * front end that can't draw it.
+ * Sends hello for a view that is not drawn yet, e.g. because its cell is scrolled out of view: without a hello, the
+ * kernel assumes a front end that can't draw it.
  */
 function initialize({ model }: { readonly model: WidgetModel }): void {
   const transport = new WidgetTransport(model);

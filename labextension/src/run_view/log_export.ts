@@ -4,12 +4,12 @@ import { copyText } from "./clipboard";
 import type { Tab } from "./log_model";
 import type { RunModel } from "./run_model";
 
-/** More than this is downloaded and not copied: clipboards and what is pasted into get slow. */
+/** Longer logs can only be downloaded: they make the clipboard and the pasting application slow. */
 export const MAX_COPY_CHARS = 5_000_000;
-/** Text is put away into a Blob in parts of this size, which browsers keep outside the page's memory. */
+/** Text is moved into Blobs of this size, which browsers keep outside the page's memory. */
 const PART_CHARS = 4_000_000;
 
-/** Tells how far it is; `signal` ends it. */
+/** `tell` reports progress; `signal` aborts the export. */
 export interface Progress {
   readonly signal: AbortSignal;
   readonly tell: (text: string) => void;
@@ -20,12 +20,12 @@ async function* log(model: RunModel, tab: Tab, signal: AbortSignal): AsyncGenera
     const answer = await model.piece(offset, tab);
     if (signal.aborted) return;
     yield answer.text;
-    // an answer that does not get ahead would be asked for again and again
+    // stop if the offset does not advance: the same piece would be requested forever
     offset = answer.next_offset !== null && answer.next_offset > offset ? answer.next_offset : null;
   }
 }
 
-/** Copies the whole log of a tab, without colours; returns what to say of it. */
+/** Copies the whole log of a tab, without colours; returns a message for the user. */
 export async function copyLog(model: RunModel, tab: Tab, { signal, tell }: Progress): Promise<string> {
   const parts: string[] = [];
   let size = 0;
@@ -40,7 +40,7 @@ export async function copyLog(model: RunModel, tab: Tab, { signal, tell }: Progr
   return copied ? `copied ${formatMegabytes(size)}` : "the browser does not allow copying here: download the log instead";
 }
 
-/** Saves the whole log of a tab as a file; returns what to say of it. */
+/** Saves the whole log of a tab as a file; returns a message for the user. */
 export async function downloadLog(model: RunModel, tab: Tab, { signal, tell }: Progress): Promise<string> {
   const blobs: Blob[] = [];
   let parts: string[] = [];
@@ -80,6 +80,6 @@ function save(blob: Blob, name: string): void {
   document.body.append(link);
   link.click();
   link.remove();
-  // the download has its own hold on the blob once the click has been handled
+  // the download holds its own reference to the blob once the click has been handled
   setTimeout(() => URL.revokeObjectURL(link.href), 1_000);
 }

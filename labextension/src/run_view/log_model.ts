@@ -2,12 +2,12 @@ import { MAX_LINES, isSkip } from "./messages";
 import type { LineRow, LinesAnswer, NewLines } from "./messages";
 
 export const PAGE_LINES = 200;
-/** Pages that are kept of the lines of all ranks, and of each rank's. */
+/** Maximum of cached pages for the lines of all ranks, and for each rank's. */
 export const ALL_PAGES = 50;
 export const RANK_PAGES = 6;
-/** Characters that are kept of one list of lines, whatever the number of pages: lines may be long. */
+/** Maximum of cached characters per list of lines, because lines may be long. */
 export const MAX_CHARS = 8_000_000;
-/** After a failed question its lines are not asked for again before this. */
+/** Delay before lines are requested again after a failure. */
 export const RETRY_MS = 5_000;
 
 /** Lines of all ranks in order of arrival, or of one rank. */
@@ -18,7 +18,7 @@ interface Page {
   chars: number;
 }
 
-/** Some of the lines of a log, in pages; the pages that were not used for longest go first. */
+/** A cache of a log's lines, in pages; the least recently used pages are evicted first. */
 export class PagedLines {
   total = 0;
   private readonly pages = new Map<number, Page>();
@@ -45,7 +45,7 @@ export class PagedLines {
     if (this.chars > MAX_CHARS) this.shrink();
   }
 
-  /** Marks lines as used, so that they stay. */
+  /** Marks lines as recently used. */
   use(first: number, count: number): void {
     for (let number = Math.floor(first / PAGE_LINES); number * PAGE_LINES < first + count; number++) {
       const page = this.pages.get(number);
@@ -64,7 +64,7 @@ export class PagedLines {
 
   private shrink(): void {
     for (const [number, page] of this.pages) {
-      // two stay however long their lines are: a view may lie across their border
+      // keep two pages however long their lines are: the view may span their border
       const tooMany = this.pages.size > this.maxPages || (this.chars > MAX_CHARS && this.pages.size > 2);
       if (!tooMany) return;
       this.pages.delete(number);
@@ -77,13 +77,13 @@ export class PagedLines {
 export type Fetch = (first: number, count: number, rank: number | null) => Promise<LinesAnswer | null>;
 
 /**
- * What the browser holds of a run's log: how long it is, and some pages of its lines.
+ * The browser's copy of a run's log: its length, and some pages of its lines.
  *
- * Every line has an absolute number, so messages may come late, twice or never: what is missing is a hole, and holes
- * in view are asked for.
+ * Every line has an absolute number, so messages may arrive late, twice or never: missing lines are holes, and holes
+ * in view are requested.
  */
 export class LogModel {
-  /** Number of the last `NewLines` that counts. */
+  /** Number of the last `NewLines` that is accounted for. */
   seq = 0;
   private readonly all = new PagedLines(ALL_PAGES);
   private readonly ranks: PagedLines[] = [];
@@ -100,7 +100,7 @@ export class LogModel {
     return (this.ranks[tab] ??= new PagedLines(RANK_PAGES));
   }
 
-  /** Takes how long each rank's log is; it may only be known to be longer. */
+  /** Updates the length of each rank's log; a length never shrinks. */
   grow(ranks: readonly number[]): void {
     ranks.forEach((total, rank) => {
       const lines = this.lines(rank);
@@ -110,13 +110,13 @@ export class LogModel {
     this.changed();
   }
 
-  /** Takes where the run is, after a question. */
+  /** Applies the reply to a hello. */
   hello(seq: number, ranks: readonly number[]): void {
     this.seq = Math.max(this.seq, seq);
     this.grow(ranks);
   }
 
-  /** Takes new lines; false when messages before this one are missing. */
+  /** Adds new lines; false when messages before this one are missing. */
   told(message: NewLines): boolean {
     if (message.seq <= this.seq) return true;
     const follows = message.seq === this.seq + 1;
@@ -136,7 +136,7 @@ export class LogModel {
     return follows;
   }
 
-  /** Asks for what is missing of the lines that are in view, page by page, once each. */
+  /** Requests the missing lines in view, page by page, once each. */
   ensure(tab: Tab, first: number, count: number): void {
     const lines = this.lines(tab);
     lines.use(first, count);
@@ -158,7 +158,7 @@ export class LogModel {
   private ask(tab: Tab, page: number, line: number, pageEnd: number): void {
     const key = `${tab}:${page}`;
     const lines = this.lines(tab);
-    // the page's first hole: lines above the view are wanted next
+    // start at the page's first hole: the lines above the view are likely to be needed next
     let first = page * PAGE_LINES;
     while (first < line && lines.get(first)) first++;
     this.asked.set(key, Infinity);

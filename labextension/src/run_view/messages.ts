@@ -1,15 +1,15 @@
-/** Reads what comes from outside to a run's view. */
+/** Parses the messages that a run's view receives. */
 
 import { BadMessage } from "../shared/checks";
-import { answer, snapshot, told, VERSION } from "./records";
-import type { Answer, LineRow, LineSkip, Snapshot, Told } from "./records";
+import { answer, feedUpdate, snapshot, VERSION } from "./records";
+import type { Answer, LineRow, LineSkip, Snapshot, FeedUpdate } from "./records";
 
 export * from "./records";
 
 /**
- * Returns a snapshot that has come from outside.
+ * Parses a snapshot.
  *
- * @throws BadMessage: It is none, or of another version.
+ * @throws BadMessage: It is not a valid snapshot, or has another version.
  */
 export function readSnapshot(value: unknown): Snapshot {
   const version = typeof value === "object" && value !== null ? (value as { version?: unknown }).version : undefined;
@@ -22,17 +22,17 @@ export function readSnapshot(value: unknown): Snapshot {
   return snapshot(value, "snapshot", false);
 }
 
-/** Returns what was told. Throws `BadMessage`. */
-export function readTold(value: unknown): Told {
-  return told(value, "message", false);
+/** Parses an update. Throws `BadMessage`. */
+export function readTold(value: unknown): FeedUpdate {
+  return feedUpdate(value, "message", false);
 }
 
-/** Returns an answer. Throws `BadMessage`. */
+/** Parses an answer. Throws `BadMessage`. */
 export function readAnswer(value: unknown): Answer {
   return answer(value, "answer", false);
 }
 
-/** Whether lines are named and not given. */
+/** Whether a row stands for lines that are left out. */
 export function isSkip(row: LineRow | LineSkip): row is LineSkip {
   return typeof row[2] === "number";
 }

@@ -211,8 +211,8 @@ export const answer = kinds({
 });
 export type Answer = Of<typeof answer>;
 
-export const told = kinds({
+export const feedUpdate = kinds({
   lines: newLines,
   gone,
 });
-export type Told = Of<typeof told>;
+export type FeedUpdate = Of<typeof feedUpdate>;

@@ -3,29 +3,29 @@ import { NoAnswer } from "../shared/model_questions";
 import { costOf, formatMoney } from "../shared/units";
 import { LogModel } from "./log_model";
 import type { Tab } from "./log_model";
-import type { Answer, FindAnswer, LogAnswer, Snapshot, Told } from "./messages";
+import type { Answer, FindAnswer, LogAnswer, Snapshot, FeedUpdate } from "./messages";
 import type { Ask, LinkState, Transport } from "./transport";
 
-/** A page that was hidden for longer asks where the run is when it is shown again. */
+/** A page that was hidden for longer requests the run's state when it is shown again. */
 const LONG_HIDDEN_MS = 5_000;
-/** Lines that a snapshot counts and nobody has told after this are asked for. */
+/** Lines that a snapshot counts and that have not arrived after this delay are requested. */
 const UNTOLD_MS = 1_500;
-/** How long Cancel waits for the kernel's answer before it interrupts: by comm on the main shell, and else. */
+/** How long Cancel waits for the kernel's answer before it interrupts: on the main shell, and on other transports. */
 const CANCEL_PATIENCE_MS = { shell: 700, other: 4_500 };
 
-/** What came of a button. */
+/** The result of a button's action. */
 export interface Notice {
   readonly lines: readonly string[];
   readonly isStacks: boolean;
 }
 
-/** What is known of a run, and what can be done with it; the view draws it. */
+/** A run's state and actions; the view renders it. */
 export class RunModel {
   snapshot: Snapshot | null = null;
   readonly log: LogModel;
   link: LinkState = { busy: false, away: false, ended: "" };
   notice: Notice | null = null;
-  /** Buttons that wait for their answer. */
+  /** Buttons whose request is pending. */
   readonly waiting = new Set<"cancel" | "stacks">();
   private received_ms = 0;
   private helloAsked = false;
@@ -57,17 +57,17 @@ export class RunModel {
     this.hello();
   }
 
-  /** Seconds since the ranks had started, now; 0 before. */
+  /** Seconds since the ranks started; 0 before. */
   get elapsed_s(): number {
     return this.hasStarted ? this.clock_s : 0;
   }
 
-  /** Seconds from the lease until the ranks had started, or until now. */
+  /** Seconds from the lease until the ranks started, or until now. */
   get starting_s(): number {
     return this.hasStarted ? (this.snapshot?.starting_s ?? 0) : this.clock_s;
   }
 
-  /** What the running clock counts: how long the ranks have run, before that how long they have been starting. */
+  /** What the running clock shows: how long the ranks have run or, before that, how long they have been starting. */
   get clock_s(): number {
     if (!this.snapshot) return 0;
     const seconds = this.hasStarted ? this.snapshot.elapsed_s : this.snapshot.starting_s;
@@ -78,7 +78,7 @@ export class RunModel {
     return this.snapshot !== null && this.snapshot.elapsed_s > 0;
   }
 
-  /** What the run has cost so far, now; "" where nothing is to be said. */
+  /** The run's cost so far; "" if there is none to show. */
   get cost(): string {
     const cost = this.snapshot?.cost;
     if (!cost) return "";
@@ -94,7 +94,7 @@ export class RunModel {
   /**
    * The kernel answers only when its cell has ended.
    *
-   * On the main shell that shows by the first question: kernels that take comms to a subshell of their own answer.
+   * On the main shell, only a late answer shows this: kernels that handle comms in a subshell of their own answer.
    */
   get isMute(): boolean {
     return this.transport.kind === "shell" && this.link.busy;
@@ -104,12 +104,12 @@ export class RunModel {
     return this.snapshot?.can_cancel === true && !this.snapshot.final && this.link.ended === "";
   }
 
-  /** Whether an interrupt of the kernel stops it too: a session goes on when the cell that runs in it is stopped. */
+  /** Whether an interrupt of the kernel also stops the run: a session continues when its cell is interrupted. */
   get interrupts(): boolean {
     return this.snapshot?.stop === "Cancel";
   }
 
-  /** Calls back after changes, once a frame at most, and not while nobody can see the view. */
+  /** Calls back after changes, at most once a frame, and only while the view is visible. */
   subscribe(callback: () => void): () => void {
     this.listeners.add(callback);
     return () => this.listeners.delete(callback);
@@ -124,7 +124,7 @@ export class RunModel {
     });
   }
 
-  /** Stops the run: asks, and interrupts the kernel where it does not answer. */
+  /** Requests that the run is cancelled, and interrupts the kernel if it does not answer. */
   async cancel(): Promise<void> {
     await this.pressed("cancel", async () => {
       const asked = this.ask({ kind: "cancel" });
@@ -138,7 +138,7 @@ export class RunModel {
     });
   }
 
-  /** Shows where every rank is. */
+  /** Shows every rank's stack. */
   async stacks(): Promise<void> {
     await this.pressed("stacks", () => this.ask({ kind: "stacks" }));
   }
@@ -200,7 +200,7 @@ export class RunModel {
     );
   }
 
-  private told(message: Told): void {
+  private told(message: FeedUpdate): void {
     if (message.kind === "gone") this.linked({ ...this.link, ended: message.text });
     else if (!this.log.told(message)) this.hello();
   }
@@ -209,7 +209,7 @@ export class RunModel {
     if (this.snapshot && snapshot.seq < this.snapshot.seq) return;
     this.snapshot = snapshot;
     this.received_ms = performance.now();
-    // lines are told before or soon after the snapshot that counts them; else their message was lost
+    // lines arrive before or soon after the snapshot that counts them; otherwise their message was lost
     if (snapshot.final) this.log.grow(snapshot.lines);
     else this.untold ??= setTimeout(() => this.takeUntold(snapshot.lines), UNTOLD_MS);
     this.changed();
@@ -222,7 +222,7 @@ export class RunModel {
 
   private linked(link: LinkState): void {
     const back = this.link.away && !link.away;
-    // what has ended does not begin again
+    // a link that has ended never reopens
     this.link = { ...link, ended: link.ended || this.link.ended };
     if (back) this.hello();
     this.changed();

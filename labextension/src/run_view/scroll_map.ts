@@ -1,12 +1,12 @@
-/** More than this and browsers draw tall elements wrongly (Firefox ends at 17.9 M px). */
+/** Browsers draw taller elements incorrectly (Firefox's limit is 17.9 M px). */
 export const MAX_HEIGHT_PX = 10_000_000;
 
 /**
  * Which lines a scroll position shows, for any number of lines of one height.
  *
- * Up to `MAX_HEIGHT_PX` the scrolled height is the lines' height. Above, a drag of the scroll bar maps in proportion,
- * while a wheel or a key moves by the pixels that it moved: the position among the lines is kept beside the scroll
- * bar's, and `settle` brings the two together again when the scrolling has paused.
+ * Up to `MAX_HEIGHT_PX` the scrolled height is the lines' height. Above it, a drag of the scroll bar moves the lines in
+ * proportion, while a wheel or key event moves them by its own pixels: the position among the lines is kept separately
+ * from the scroll bar's, and `settle` aligns the two when scrolling has paused.
  */
 export class ScrollMap {
   private lines = 0;
@@ -21,17 +21,17 @@ export class ScrollMap {
     return this.lines * this.row_px;
   }
 
-  /** Height that is scrolled. */
+  /** Height of the scrolled element. */
   get height_px(): number {
     return Math.min(this.full_px, MAX_HEIGHT_PX);
   }
 
-  /** Where the scroll bar stands. */
+  /** Position of the scroll bar. */
   get scroll_px(): number {
     return this.bar_px;
   }
 
-  /** The first line that is whole in view. */
+  /** The first line that is fully in view. */
   get topLine(): number {
     return Math.ceil(this.top_px / this.row_px);
   }
@@ -52,7 +52,7 @@ export class ScrollMap {
     return this.full_px > MAX_HEIGHT_PX;
   }
 
-  /** Takes new numbers; the lines in view stay. */
+  /** Sets the number of lines and the view's height; the lines in view stay. */
   resize(lines: number, view_px: number): void {
     this.lines = lines;
     this.view_px = view_px;
@@ -60,7 +60,7 @@ export class ScrollMap {
     this.bar_px = this.isScaled ? Math.min(this.bar_px, this.maxBar_px) : this.top_px;
   }
 
-  /** Takes a scroll position that the browser reports. */
+  /** Applies a scroll position that the browser reports. */
   scrolled(scroll_px: number): void {
     const by = scroll_px - this.bar_px;
     this.bar_px = Math.max(0, Math.min(scroll_px, this.maxBar_px));
@@ -71,7 +71,7 @@ export class ScrollMap {
     else this.top_px = this.clamp((this.bar_px / this.maxBar_px) * this.maxTop_px);
   }
 
-  /** Brings the scroll bar to where the lines in view are; true when it moved. */
+  /** Moves the scroll bar to match the lines in view; true when it moved. */
   settle(): boolean {
     const to = this.isScaled ? Math.round((this.top_px / this.maxTop_px) * this.maxBar_px) : this.top_px;
     const moved = Math.abs(to - this.bar_px) >= 1;
@@ -84,14 +84,14 @@ export class ScrollMap {
     this.bar_px = this.maxBar_px;
   }
 
-  /** Moves by lines, a view's height being `pages`. */
+  /** Moves by lines and pages; a page is one line less than the view. */
   move(lines: number, pages: number): void {
     const page_px = Math.max(this.row_px, this.view_px - this.row_px);
     this.top_px = this.clamp(this.top_px + lines * this.row_px + pages * page_px);
     this.settle();
   }
 
-  /** Brings a line into view, to the middle when it is not there already. */
+  /** Scrolls a line to the middle of the view, unless it is already in view. */
   show(line: number): void {
     const at = line * this.row_px;
     if (at >= this.top_px && at + this.row_px <= this.top_px + this.view_px) return;
@@ -99,7 +99,7 @@ export class ScrollMap {
     this.settle();
   }
 
-  /** The first line to draw and how many, with some above and below against white flashes. */
+  /** The first line to draw and how many, with `beyond` more on each side, which avoids blank flashes. */
   range(beyond: number): { first: number; count: number } {
     const first = Math.max(0, Math.floor(this.top_px / this.row_px) - beyond);
     const end = Math.min(this.lines, Math.ceil((this.top_px + this.view_px) / this.row_px) + beyond);

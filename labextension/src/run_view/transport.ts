@@ -1,4 +1,4 @@
-import type { Answer, Question, Snapshot, Told } from "./messages";
+import type { Answer, Question, Snapshot, FeedUpdate } from "./messages";
 
 type WithoutNumber<Q> = Q extends unknown ? Omit<Q, "n"> : never;
 
@@ -8,30 +8,30 @@ export type Ask = WithoutNumber<Question>;
 /** How questions travel: on the kernel's comm subshell, its control channel, its main shell, or through the server. */
 export type TransportKind = "subshell" | "control" | "shell" | "server";
 
-/** What a view learns about its link, besides messages. */
+/** State of a view's link. */
 export interface LinkState {
   /** Questions are waiting because the kernel is busy. */
   readonly busy: boolean;
-  /** Nothing comes through at the moment; it is expected to come back. */
+  /** The link is down and expected to recover. */
   readonly away: boolean;
-  /** Why nothing will come any more, "" while there is hope. */
+  /** Why the link has ended for good, "" while it has not. */
   readonly ended: string;
 }
 
 /**
- * The way between a view and what feeds it.
+ * Connects a view to the source of its updates.
  *
- * Callbacks are called until `dispose`. A transport has one listener of each sort: the view that it was made for.
+ * Callbacks are called until `dispose`. A transport has one listener of each kind: the view that it was made for.
  */
 export interface Transport {
   readonly kind: TransportKind;
   /**
-   * Asks, and resolves with the answer whenever it comes, a refusal included.
+   * Sends a question and resolves with its answer, which may be a refusal.
    *
-   * @throws NoAnswer: None will come.
+   * @throws NoAnswer: There will be no answer.
    */
   ask(question: Ask): Promise<Answer>;
-  onTold(callback: (told: Told) => void): void;
+  onTold(callback: (told: FeedUpdate) => void): void;
   onSnapshot(callback: (snapshot: Snapshot) => void): void;
   onLink?(callback: (state: LinkState) => void): void;
   /** Interrupts the kernel, where the front end can. */

@@ -3,17 +3,17 @@ import type { KernelConnection, Signal } from "../shared/kernel_link";
 import { ModelQuestions, NoAnswer, readOrNull } from "../shared/model_questions";
 import type { WidgetModel } from "../shared/model_questions";
 import { readAnswer, readSnapshot, readTold } from "./messages";
-import type { Answer, Snapshot, Told } from "./messages";
+import type { Answer, Snapshot, FeedUpdate } from "./messages";
 import type { Ask, LinkState, Transport, TransportKind } from "./transport";
 
 const RESTARTING = new Set(["restarting", "autorestarting"]);
 
-/** The way through anywidget's model: the snapshot is a synced trait, the rest custom messages. */
+/** A transport over anywidget's model: the snapshot is a synced trait, the rest are custom messages. */
 export class WidgetTransport implements Transport {
   private readonly questions: ModelQuestions<Answer>;
   private readonly undo: (() => void)[] = [];
   private readonly kernel: KernelConnection | null;
-  private told: (message: Told) => void = () => undefined;
+  private told: (message: FeedUpdate) => void = () => undefined;
   private drawn: (snapshot: Snapshot) => void = () => undefined;
   private linked: (state: LinkState) => void = () => undefined;
   private link: LinkState = { busy: false, away: false, ended: "" };
@@ -43,7 +43,7 @@ export class WidgetTransport implements Transport {
     return kernel?.interrupt ? () => kernel.interrupt?.() ?? Promise.resolve() : undefined;
   }
 
-  onTold(callback: (told: Told) => void): void {
+  onTold(callback: (told: FeedUpdate) => void): void {
     this.told = callback;
   }
 

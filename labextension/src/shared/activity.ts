@@ -1,5 +1,5 @@
 /**
- * Whether anybody can see a view: its page is shown, and it is on the page and not scrolled away.
+ * Whether a view is visible: its page is shown, and the view is attached and not scrolled away.
  *
  * Views of hidden pages keep their state and draw nothing.
  */
@@ -13,7 +13,7 @@ export class Activity {
   constructor(element: Element, signal: AbortSignal) {
     document.addEventListener("visibilitychange", () => this.pageChanged(), { signal });
     if (typeof IntersectionObserver !== "undefined") {
-      // a notebook takes cells that are far away off the page: they count as off the screen
+      // notebooks detach cells that are scrolled far away: these count as off the screen
       const observer = new IntersectionObserver((entries) => {
         const last = entries.at(-1);
         if (last) this.screenChanged(last.isIntersecting);
@@ -28,7 +28,7 @@ export class Activity {
     return this.pageShown && this.onScreen;
   }
 
-  /** Calls back whenever `active` changes, until what it returns is called. */
+  /** Calls back whenever `active` changes. Returns a function that removes the callback. */
   onChange(callback: () => void): () => void {
     this.callbacks.add(callback);
     return () => this.callbacks.delete(callback);

@@ -1,13 +1,13 @@
 /**
- * Checks of messages at run time: a declaration of a record gives its type and reads it.
+ * Run-time checks of messages: the declaration of a record defines both its type and its check.
  *
- * The twins of Python's records are made of these.
+ * The TypeScript twins of the Python records are built from these.
  */
 
-/** A message that is not what it should be; the text names the place in it. */
+/** A malformed message; the text names the invalid part. */
 export class BadMessage extends Error {}
 
-/** Returns the value, typed, or throws `BadMessage`. `strict` also refuses keys that are not known. */
+/** Returns the value, typed, or throws `BadMessage`. `strict` also rejects unknown keys. */
 export type Check<T> = (value: unknown, at: string, strict: boolean) => T;
 
 export type Of<C> = C extends Check<infer T> ? T : never;

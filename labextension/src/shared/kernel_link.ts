@@ -1,7 +1,7 @@
 /**
- * What our views use of a JupyterLab kernel connection, where the front end has one.
+ * The part of a JupyterLab kernel connection that the views use, where the front end has one.
  *
- * Declared by shape: VS Code, Colab and others give widgets no such object, and the parts may be missing.
+ * Declared structurally: VS Code, Colab and others give widgets no such object, and any member may be missing.
  */
 
 export interface Signal<T> {
@@ -36,9 +36,9 @@ export interface KernelConnection {
 export const REQUEST = "sgpu_request";
 
 /**
- * Asks over the kernel's control channel.
+ * Sends a request over the kernel's control channel.
  *
- * @param signal: Nobody waits for the answer any more: a kernel that does not know the message never replies.
+ * @param signal: Ends the wait for the reply: a kernel that does not know the message may never reply.
  * @throws Error: The kernel does not know the message, or refuses it.
  */
 export function askOverControl(
@@ -58,7 +58,7 @@ export function askOverControl(
       if (content.status === "ok" && content.answer !== undefined) resolve(content.answer);
       else reject(new Error(content.evalue ?? "the kernel has no answer"));
     };
-    // done without a reply: the connection or the kernel has gone
+    // done without a reply: the connection was closed or the kernel has ended
     future.done.then(() => reject(new Error("the kernel has not replied")), reject);
   });
 }
@@ -82,13 +82,13 @@ function controlMessage(kernel: KernelConnection, modelId: string, question: unk
   };
 }
 
-/** A random identifier; `crypto.randomUUID` is only there on secure pages. */
+/** A random identifier; `crypto.randomUUID` exists only on secure pages. */
 function uuid(): string {
   const bytes = crypto.getRandomValues(new Uint8Array(16));
   return Array.from(bytes, (byte) => byte.toString(16).padStart(2, "0")).join("");
 }
 
-/** Returns the kernel connection that stands behind a widget's manager, null where the front end gives none. */
+/** Returns the kernel connection of a widget's manager, null where the front end provides none. */
 export function kernelOf(manager: unknown): KernelConnection | null {
   if (typeof manager !== "object" || manager === null) return null;
   const kernel = (manager as { kernel?: unknown }).kernel;

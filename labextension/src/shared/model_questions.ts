@@ -1,15 +1,15 @@
 import { askOverControl } from "./kernel_link";
 import type { KernelConnection } from "./kernel_link";
 
-/** How long the first way may take before the control channel is tried, and that before the kernel counts as busy. */
+/** Timeout of each channel: comm before the control channel is tried, the last one before the kernel counts as busy. */
 export const PATIENCE_MS = 2_000;
-/** After this an unanswered question is given up, so that it can be asked again. On the main shell it only waits. */
+/** Timeout of a request, so that the caller can retry. Requests on the main shell have none: they wait for the cell. */
 export const EXPIRY_MS = 30_000;
 
 /** No answer will come; the text says why. */
 export class NoAnswer extends Error {}
 
-/** What anywidget gives of a widget's model. */
+/** The part of a widget's model that anywidget provides. */
 export interface WidgetModel {
   get(name: string): unknown;
   send(content: unknown): void;
@@ -18,7 +18,7 @@ export interface WidgetModel {
   readonly widget_manager?: unknown;
 }
 
-/** How questions of a widget travel: on the kernel's comm subshell, its control channel, or its main shell. */
+/** The channel of a widget's requests: the kernel's comm subshell, its control channel, or its main shell. */
 export type ModelWay = "subshell" | "control" | "shell";
 
 interface Pending<A> {
@@ -31,23 +31,24 @@ interface Pending<A> {
 interface Options<A> {
   readonly model: WidgetModel;
   readonly kernel: KernelConnection | null;
-  /** Whose questions they are on the control channel, "" when it can't be used. */
+  /** The model's id for requests on the control channel, "" when the channel can't be used. */
   readonly modelId: () => string;
-  /** Returns an answer, null for what is none. */
+  /** Returns the reply, null for any other message. */
   readonly read: (content: unknown) => A | null;
-  /** Told whenever the kernel begins or ceases to leave questions waiting. */
+  /** Called with whether any request is overdue, whenever that may have changed. */
   readonly onBusy: (busy: boolean) => void;
 }
 
 /**
- * Questions of a widget to its kernel.
+ * A widget's requests to its kernel.
  *
- * They go where the kernel can answer while a cell runs: by comm when the kernel answers those on a subshell and the
- * front end sends them there, else on the control channel, else by comm all the same, answered when the cell ends.
+ * They use a channel on which the kernel replies while a cell runs: comm messages if the kernel handles those on a
+ * subshell and the front end sends them there, else the control channel. Without either, they are comm messages on the
+ * main shell, and the kernel replies when the cell ends.
  */
 export class ModelQuestions<A extends { readonly n: number }> {
   private readonly pending = new Map<number, Pending<A>>();
-  // two views of one model hear each other's answers: their questions' numbers must differ
+  // two views of one model receive each other's replies: their request numbers must differ
   private count = Math.floor(Math.random() * 2 ** 40);
   private closed = "";
 
@@ -59,9 +60,9 @@ export class ModelQuestions<A extends { readonly n: number }> {
   }
 
   /**
-   * Asks, and resolves with the answer whenever it comes.
+   * Sends a request, and resolves with the reply.
    *
-   * @throws NoAnswer: None will come, or none within `expiry_ms`.
+   * @throws NoAnswer: No reply came within `expiry_ms`, or none will come.
    */
   ask(asked: object, expiry_ms = EXPIRY_MS): Promise<A> {
     if (this.closed) return Promise.reject(new NoAnswer(this.closed));
@@ -91,18 +92,18 @@ export class ModelQuestions<A extends { readonly n: number }> {
     });
   }
 
-  /** Takes an answer that came by comm. */
+  /** Handles a reply. */
   receive(content: unknown): void {
     const answer = this.options.read(content);
     if (answer) this.settle(answer.n, answer);
   }
 
-  /** Gives all questions up. */
+  /** Fails all pending requests. */
   drop(reason: string): void {
     for (const n of [...this.pending.keys()]) this.settle(n, new NoAnswer(reason));
   }
 
-  /** Gives all questions up, and takes no other. */
+  /** Fails all pending requests, and rejects any later one. */
   close(reason: string): void {
     this.closed = reason;
     this.drop(reason);
@@ -117,7 +118,7 @@ export class ModelQuestions<A extends { readonly n: number }> {
     askOverControl(this.options.kernel, this.options.modelId(), question).then(
       (answer) => this.receive(answer),
       (reason: unknown) => {
-        // a kernel without our handler says so at once, and may still answer by comm when the cell has ended
+        // a kernel without the handler may refuse at once, and still reply by comm when the cell has ended
         const pending = this.pending.get(question.n);
         if (!pending) return;
         if (this.way === "control") this.options.model.send(question);
@@ -155,7 +156,7 @@ export class ModelQuestions<A extends { readonly n: number }> {
   }
 }
 
-/** Returns what a message says; null, with a word on the console, for what can't be read. */
+/** Returns the parsed message; logs a warning and returns null if it can't be parsed. */
 export function readOrNull<T>(parse: () => T, tell?: (text: string) => void): T | null {
   try {
     return parse();

@@ -12,7 +12,7 @@ const SHAPES: Readonly<Record<Sign, JSX.Element>> = {
   dash: <path d="M1 5H9" fill="none" stroke="currentColor" stroke-width="2" />,
 };
 
-/** A small shape in the colour of its surroundings; words always stand beside it. */
+/** A small shape in the current text colour; always placed next to text. */
 export function Shape({ sign }: { sign: Sign }) {
   return (
     <svg class="sgpu-icon" viewBox="0 0 10 10" aria-hidden="true">

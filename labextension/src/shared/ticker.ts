@@ -1,6 +1,6 @@
 import type { Activity } from "./activity";
 
-/** Calls back once a second, at the turn of a clock's second, while anybody listens and can see it. */
+/** Calls its callbacks once a second, aligned to the clock's full seconds, while the view is visible. */
 export class Ticker {
   private readonly callbacks = new Set<() => void>();
   private timer: ReturnType<typeof setTimeout> | undefined;
@@ -18,7 +18,7 @@ export class Ticker {
     signal.addEventListener("abort", () => this.stop(), { once: true });
   }
 
-  /** Returns how to stop it. */
+  /** Returns a function that removes the callback. */
   listen(callback: () => void): () => void {
     this.callbacks.add(callback);
     this.wait();
@@ -35,7 +35,7 @@ export class Ticker {
 
   private wait(): void {
     if (this.timer !== undefined || this.callbacks.size === 0 || !this.activity.active || this.signal.aborted) return;
-    // a little after the turn, so that no second is shown twice or left out
+    // a little after the full second, so that no second is shown twice or skipped
     const left_ms = 1000 - ((this.now_s() * 1000) % 1000) + 5;
     this.timer = setTimeout(() => {
       this.timer = undefined;

@@ -1,9 +1,9 @@
 /** Numbers with their units, as `sgpu_magic/views/units.py` writes them. */
 
-/** A shorter time is none, as of a run that was refused. */
+/** Shorter times count as zero, such as that of a refused run. */
 const LEAST_S = 0.0005;
 
-/** Returns `38 ms`, `0.31 s`, `12 s`, `2 min 14 s`, `1 h 05 min`: a time that may go on, with seconds that are over. */
+/** Returns an elapsed time: `38 ms`, `0.31 s`, `12 s`, `2 min 14 s`, `1 h 05 min`; from 1 s on it is rounded down. */
 export function formatElapsed(seconds: number): string {
   if (seconds < 0.0995) return `${Math.round(Math.max(seconds, 0) * 1000)} ms`;
   if (seconds < 0.995) return `${seconds.toFixed(2)} s`;
@@ -17,9 +17,9 @@ export function formatElapsed(seconds: number): string {
 /**
  * Returns `12 s · start 25 s`: how long a run's ranks ran, and how long they took to start.
  *
- * @param running_s: Seconds since they had started; 0 if they never did.
- * @param starting_s: Seconds from the lease until then. Less than a second is left out.
- * @param isTicking: Whether the time goes on: then only whole seconds are said.
+ * @param running_s: Seconds since the ranks started; 0 if they never did.
+ * @param starting_s: Seconds from the lease until then. Less than a second is left out unless there is no running time.
+ * @param isTicking: Whether the time is still counting: then less than a second is shown as `0 s`.
  */
 export function formatDuration(running_s: number, starting_s: number, isTicking = false): string {
   const said = (seconds: number) => (isTicking && seconds < 1 ? "0 s" : formatElapsed(seconds));
@@ -43,7 +43,7 @@ export function formatMegabytes(bytes: number): string {
   return `${(bytes / 1e6).toFixed(1)} MB`;
 }
 
-/** Returns a measured value: three digits at most, a decimal only where it says something. */
+/** Returns a measured value; fractions have one decimal below 10 and in GB, else none. */
 export function formatValue(value: number, unit: string): string {
   const digits = Math.abs(value) < 10 && !Number.isInteger(value) ? 1 : unit === "GB" && !Number.isInteger(value) ? 1 : 0;
   return `${value.toFixed(digits)} ${unit}`;
@@ -51,7 +51,7 @@ export function formatValue(value: number, unit: string): string {
 
 const SIGNS: Readonly<Record<string, string>> = { USD: "$", EUR: "€", GBP: "£", JPY: "¥", INR: "₹", KRW: "₩" };
 
-/** Returns `$0.37`, `3.10 CHF`; of few cents two digits: `$0.015`, as `sgpu_magic/wire/costs.py` writes it. */
+/** Returns `$0.37`, `3.10 CHF`; a few cents have two significant digits: `$0.015`, as in `sgpu_magic/wire/costs.py`. */
 export function formatMoney(amount: number, currency: string): string {
   if (amount > 0 && amount < 1e-6) return `under ${withSign("0.000001", currency)}`;
   if (amount === 0 || amount >= 0.0995) {
@@ -65,7 +65,7 @@ function withSign(digits: string, currency: string): string {
   return sign ? `${sign}${digits}` : `${digits} ${currency}`.trimEnd();
 }
 
-/** Returns what `seconds` on the meter cost: each that has begun counts whole, as in `wire/costs.py`. */
+/** Returns the cost of `seconds`: a started second is charged in full, and at least one, as in `wire/costs.py`. */
 export function costOf(per_s: number, seconds: number): number {
   return per_s * Math.max(1, Math.ceil(seconds - 1e-6));
 }

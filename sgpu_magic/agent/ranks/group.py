@@ -18,17 +18,30 @@ from sgpu_magic.agent import faults
 from sgpu_magic.agent.ranks.rank_output import RankOutput
 from sgpu_magic.agent.ranks.rank_process import GroupStore, RankProcess, StackFile
 from sgpu_magic.agent.ranks.zygotes import Zygote
-from sgpu_magic.system import processes
-from sgpu_magic.system.message_stream import MessageStream
+from sgpu_magic.system.message_stream import Limits, MessageStream
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.base import FailureKind, new_id
 from sgpu_magic.wire.client import TellComms
-from sgpu_magic.wire.rank import CommsHeard, Fork, FromRank, Leave, Release, StandsBy, ToRank
+from sgpu_magic.wire.rank import (
+    CommsHeard,
+    DescendantsEnded,
+    Exited,
+    Fork,
+    FromRank,
+    Leave,
+    Release,
+    StandsBy,
+    ToRank,
+)
 from sgpu_magic.wire.rank_events import OutputWritten
 
 if TYPE_CHECKING:
     from sgpu_magic.agent.runs.execution_kinds import FreshRun
     from sgpu_magic.agent.runs.session import Session
+
+
+RANK_LIMITS = Limits(message_bytes=1 << 30, descriptors=64)
+"""What the agent accepts from a rank. Results above 64 kB are not in messages."""
 
 
 @dataclass(eq=False, repr=False)
@@ -143,15 +156,16 @@ class Group:
             if process.stream is not None:
                 process.stream.close()
 
-    def release(self, connections: dict[int, tuple[int, ...]]) -> None:
+    def release(self, connections: dict[int, tuple[int, ...]], *, interrupt: bool) -> None:
         """Tell each rank to shut down its connections to its peers.
 
         Args:
             connections: The descriptors of these connections, by process id.
+            interrupt: Whether the ranks that have not reported are interrupted next.
         """
         for process in self.ranks:
             if process.stream is not None and process.pid is not None:
-                process.stream.send(Release(fds=connections.get(process.pid, ())))
+                process.stream.send(Release(fds=connections.get(process.pid, ()), interrupt=interrupt))
 
     @property
     def pids(self) -> list[int]:
@@ -159,15 +173,14 @@ class Group:
 
     @property
     def gone(self) -> bool:
-        return self._unforked == 0 and not any(process.alive for process in self.ranks)
+        """Whether every rank has ended, with everything that it has started."""
+        return self._unforked == 0 and all(process.gone for process in self.ranks)
 
     def has_dead_rank(self) -> bool:
         """Whether a rank has ended, even if the zygote has not reported it yet."""
         if self.broken or any(process.is_reaped for process in self.ranks):
             return True
-        # of a killed process the main thread ends first; its descriptor tells only of the end of all threads
-        watched = [process for process in self.ranks if process.pidfd is not None]
-        return any(process.is_dead() or not processes.is_alive(process.pid or 0) for process in watched)
+        return any(process.is_ending() for process in self.ranks if process.pidfd is not None)
 
     def is_dead(self) -> bool:
         """Whether every rank has ended, even if an exit status is unknown."""
@@ -178,6 +191,8 @@ class Group:
         self.zygote.forget(self.group_id)
         self._store.close()
         for process in self.ranks:
+            if process.pidfd is not None:
+                asyncio.get_running_loop().remove_reader(process.pidfd)
             process.close()
 
     # ------------------------------------------------------------ from the zygote
@@ -191,7 +206,7 @@ class Group:
             except ProcessLookupError:
                 process.is_reaped = True
             except OSError:
-                # no descriptors left: the zygote alone reports its end
+                # out of descriptors: only the zygote reports the rank's exit
                 pass
         if process.is_doomed:
             process.signal(signal.SIGKILL, whole_session=True)
@@ -205,14 +220,23 @@ class Group:
         self._order_done()
         self._break(FailureKind.ENVIRONMENT, f"a rank could not be started: {message}.")
 
-    def exited(self, pid: int, status: int, peak_bytes: int) -> None:
+    def exited(self, message: Exited) -> None:
+        status = message.status
         for process in self.ranks:
-            if process.pid == pid and process.exit_status is None:
-                process.exit_status, process.peak_bytes = status, peak_bytes
+            if process.pid == message.pid and process.exit_status is None:
+                process.exit_status, process.peak_bytes = status, message.peak_bytes
+                process.has_descendants = message.descendants
                 if self.listener is not None:
                     self.listener.rank_exited(process.rank, status)
                 else:
                     self.broken = self.broken or f"a standby rank ended with status {status}"
+
+    def descendants_ended(self, message: DescendantsEnded) -> None:
+        for process in self.ranks:
+            if process.pid == message.pid and process.has_descendants:
+                process.has_descendants = False
+                if self.listener is not None:
+                    self.listener.rank_gone(process.rank, message)
 
     def faulted(self, error: Exception) -> None:
         """Handle an exception in a callback that served the group's ranks."""
@@ -226,12 +250,31 @@ class Group:
         self._store.close()
         self._break(kind, message)
         for process in self.ranks:
+            # the agent itself has ended the descendants that it adopted
+            process.has_descendants = False
             if process.alive:
                 process.signal(signal.SIGKILL, whole_session=True)
-                # the dead zygote can't report its status; a rank dies with its zygote
-                process.exit_status = -signal.SIGKILL
-                if self.listener is not None:
-                    self.listener.rank_exited(process.rank, -signal.SIGKILL)
+                self._ended_without_zygote(process)
+
+    def _ended_without_zygote(self, process: RankProcess) -> None:
+        """Report a rank that dies with its zygote, which can't report its status, once its process has ended."""
+        if process.exit_status is not None:
+            return
+        if process.pidfd is not None and not process.is_dead():
+            # it may be blocked in a system call, and holds its devices until it ends
+            loop = asyncio.get_running_loop()
+            descriptor = process.pidfd
+
+            def ended() -> None:
+                loop.remove_reader(descriptor)
+                with faults.guarded(self.faulted):
+                    self._ended_without_zygote(process)
+
+            loop.add_reader(descriptor, ended)
+            return
+        process.exit_status = -signal.SIGKILL
+        if self.listener is not None:
+            self.listener.rank_exited(process.rank, -signal.SIGKILL)
 
     # ------------------------------------------------------------ within
 
@@ -250,6 +293,8 @@ class Group:
             codec.from_rank,
             lambda message, frames: self._said(process.rank, message, frames),
             lambda: None,  # end of file alone means nothing; the zygote reports how a rank ended
+            limits=RANK_LIMITS,
+            on_damaged=lambda reason: self._damaged(process, reason),
         )
         descriptors = [theirs.fileno(), *process.output.child_ends, process.stack_file.fd, *self._store.descriptors]
         order = Fork(
@@ -273,12 +318,22 @@ class Group:
     def _said(self, rank: int, message: FromRank, frames: Sequence[bytes]) -> None:
         process = self.rank(rank)
         if process.pid is None:
-            # on a busy machine a rank may join before the zygote has run again
+            # on a busy machine, a rank's message may arrive before the zygote reports the fork
             process.said_early.append((message, frames))
         elif isinstance(message, StandsBy):
             self._standing_by.add(rank)
         elif self.listener is not None:
             self.listener.rank_said(rank, message, frames)
+
+    def _damaged(self, process: RankProcess, reason: str) -> None:
+        """End a rank whose data can't be decoded: no later message can be recognized, not even its result."""
+        self._break(
+            FailureKind.WORKER_DIED,
+            f"rank {process.rank} was ended: what it sent to the agent can't be read ({reason}). Code that writes to "
+            "descriptors which it has not opened can be the cause, and so can a display of more than "
+            f"{RANK_LIMITS.message_bytes >> 30} GiB.",
+        )
+        process.signal(signal.SIGKILL, whole_session=True)
 
     def _log_ended(self, rank: int, problem: str) -> None:
         if self.listener is not None:

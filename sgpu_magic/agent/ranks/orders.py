@@ -19,6 +19,8 @@ from sgpu_magic.agent.ranks.group import Group, RunRanks
 from sgpu_magic.agent.ranks.run_processes import RUN_VARIABLE
 from sgpu_magic.agent.reports import Reports
 from sgpu_magic.agent.runs.run_files import RunFiles
+from sgpu_magic.wire.base import RunKind
+from sgpu_magic.wire.devices import is_slice
 from sgpu_magic.wire.files import CHECKPOINTS
 from sgpu_magic.wire.node import Launch, MasterBound, MasterKnown, Part
 from sgpu_magic.wire.rank import Execute, Prepare
@@ -26,6 +28,10 @@ from sgpu_magic.wire.run import PrivateRay
 
 _BACKLOG = 1024
 LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
+_GLOO_INTERFACE, _NCCL_INTERFACE = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+# values of torch's `ErrorHandlingMode` (ProcessGroupNCCL.hpp): `NoHandling`, and torchrun's default `TearDown`
+_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_LEAVES_IT, _ENDS_THE_PROCESS = "0", "1"
 _FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
 
@@ -77,7 +83,7 @@ class Rendezvous:
         """Report this node's readiness; call it again for a new pool service, which needs it for the other nodes."""
         self._reports.ask(self._bound)
 
-    def heard(self, message: MasterKnown) -> None:
+    def on_master_known(self, message: MasterKnown) -> None:
         """Handle the rendezvous address, which the pool service sends when all nodes are ready."""
         if self._over:
             return
@@ -127,8 +133,11 @@ def torchrun_variables(launch: Launch, rank: int, meeting: RendezvousPoint, devi
     local_ranks = ranks if part is None else str(part.ranks)
     group, groups = ("0", "1") if part is None else (str(part.index), str(part.nodes))
     uuids = launch.lease.uuids if part is None else launch.lease.shares[part.index].uuids
-    # a CPU rank must not find GPUs that belong to others
+    # hide all GPUs from a CPU rank, which has none in its lease
     visible = ",".join(uuids) if device == "cuda" else ""
+    if any(map(is_slice, uuids)) and device == "cuda":
+        # if several slices are listed, CUDA makes only the first one visible
+        visible = uuids[int(local_rank)]
     return {
         "RANK": str(rank),
         "LOCAL_RANK": local_rank,
@@ -148,24 +157,44 @@ def torchrun_variables(launch: Launch, rank: int, meeting: RendezvousPoint, devi
         "TORCHELASTIC_RUN_ID": launch.spec.run_id,
         "TORCHELASTIC_RESTART_COUNT": str(launch.attempt),
         "TORCHELASTIC_MAX_RESTARTS": str(launch.spec.retries),
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": launch.context.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        _ERROR_HANDLING: launch.context.environ.get(_ERROR_HANDLING) or error_handling_of(launch),
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "CUDA_VISIBLE_DEVICES": visible,
-        **_interfaces(launch, meeting),
+        **_interfaces(launch, meeting, device),
         RUN_VARIABLE: launch.spec.run_id,
         # created by `runtime.checkpoint_dir`
         "SGPU_CHECKPOINT_DIR": os.path.join(launch.run_dir, CHECKPOINTS),
     }
 
 
-def _interfaces(launch: Launch, meeting: RendezvousPoint) -> dict[str, str]:
+def error_handling_of(launch: Launch) -> str:
+    """Return what NCCL's watchdog does about a failed or late collective, unless the user has chosen it.
+
+    The ranks of a session outlive a failure: they are released, keep their variables, and reconnect their groups. So
+    the watchdog must neither end the process nor abort collectives by itself, after which the code would go on with
+    garbage; torch requires the same for an abort by the program (`_abort_process_group`). A collective in a session
+    therefore has no time limit: the view reports a hang, and an interrupt ends it.
+
+    Any other run ends with its first failure, and the watchdog ends the rank of a late collective, as under torchrun.
+    """
+    return _LEAVES_IT if launch.spec.kind is RunKind.SESSION else _ENDS_THE_PROCESS
+
+
+def _interfaces(launch: Launch, meeting: RendezvousPoint, device: str) -> dict[str, str]:
     """Return the variables that set the process groups' network interface."""
+    nccl = launch.context.environ.get(_NCCL_INTERFACE) or _exactly(meeting.interface)
     if launch.part is None:
-        # overrides a cluster's settings: all ranks are on this node, and other interfaces need name look-ups
-        return {"GLOO_SOCKET_IFNAME": meeting.interface}
-    names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-    told = {name: launch.context.environ.get(name) or meeting.interface for name in names}
-    return {name: interface for name, interface in told.items() if interface}
+        # overrides a cluster's settings: all ranks are on this node, and other interfaces need name look-ups; NCCL
+        # would take the first interface that is up, which may be one that nothing reaches
+        own = {_NCCL_INTERFACE: nccl} if device == "cuda" else {}
+        return {_GLOO_INTERFACE: meeting.interface} | own
+    chosen = {_GLOO_INTERFACE: launch.context.environ.get(_GLOO_INTERFACE) or meeting.interface, _NCCL_INTERFACE: nccl}
+    return {name: interface for name, interface in chosen.items() if interface}
+
+
+def _exactly(interface: str) -> str:
+    """Return NCCL's spelling for this interface alone: without the `=`, `eth1` matches `eth10` too."""
+    return f"={interface}" if interface else ""
 
 
 def order_of(launch: Launch, files: RunFiles, default_store: str, ray: PrivateRay | None = None) -> Execute:

@@ -26,7 +26,8 @@ _READ_BYTES = 1 << 18
 _F_SETPIPE_SZ = 1031
 BATCH_INTERVAL_S = 0.05
 _TAIL_BYTES = 16_384
-_LAST_BYTES = 2_000
+# enough for the frames that C++ code prints below its message when it aborts
+_LAST_BYTES = 16_000
 _STDOUT, _STDERR = "stdout", "stderr"
 
 
@@ -61,7 +62,7 @@ class RankOutput:
         # the stream of the log's unfinished line, None without one, and whether `\r` has rewritten that line
         self._line_of: str | None = None
         self._is_rewritten = False
-        # of the second pipe, until the first one's line has ended
+        # data of the second pipe, held until the first one's line has ended
         self._late = bytearray()
         self._last_data = b""
         self._loop = asyncio.get_running_loop()
@@ -133,9 +134,9 @@ class RankOutput:
             self._take(_STDERR if self._in_stderr else _STDOUT, held)
         self.flush()
 
-    def tail(self, limit: int = 5) -> str:
-        """Return the last lines written, to describe an exit."""
-        return "\n".join(self._last_data.decode("utf-8", "replace").splitlines()[-limit:])
+    def tail(self) -> str:
+        """Return the last `_LAST_BYTES` written, to describe an exit."""
+        return self._last_data.decode("utf-8", "replace")
 
     def flush(self) -> None:
         """Send the pending batch."""
@@ -166,10 +167,10 @@ class RankOutput:
     def _readable(self, index: int) -> None:
         size = self._read(index, _READ_BYTES)
         if size is None:
-            # `drain` has read it
+            # already read by `drain`
             return
         if not size:
-            # every writer is gone
+            # all writers have closed the pipe
             self._open.discard(index)
             self._loop.remove_reader(self._readers[index])
             return
@@ -197,7 +198,7 @@ class RankOutput:
         else:
             for stream, part in self._split_marks(data):
                 self._take(stream, part)
-        # a flood's line is read in pieces: nothing comes between them while the rest is on its way
+        # a long line may take several reads: hold the second pipe's data until the line is complete
         is_open = self._line_of == _STDOUT and not self._is_rewritten
         if not is_open or len(self._late) > _READ_BYTES:
             self._take_late()
@@ -238,8 +239,8 @@ class RankOutput:
             self._line_of = None
         self._append(stream, data)
         _, ended, tail = data.rpartition(b"\n")
-        goes_on = self._line_of is not None and not ended
-        self._is_rewritten = b"\r" in tail or (goes_on and self._is_rewritten)
+        continues_line = self._line_of is not None and not ended
+        self._is_rewritten = b"\r" in tail or (continues_line and self._is_rewritten)
         self._line_of = stream if tail else None
 
     def _append(self, stream: str, data: bytes) -> None:
@@ -263,7 +264,7 @@ class RankOutput:
                 # a nearly full disk may accept only a part
                 rest = rest[os.write(self._log, rest) :]
         except OSError as error:
-            # a full disk stops the log, never the training
+            # a full disk ends the log but not the run
             self._close_log()
             self.log_ended(self.rank, error.strerror or str(error))
 

@@ -13,13 +13,15 @@ import re
 import select
 import signal
 import tempfile
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from sgpu_magic.agent.ranks.rank_output import RankOutput
+from sgpu_magic.system import processes
 from sgpu_magic.system.message_stream import MessageStream
 from sgpu_magic.wire.base import new_id
-from sgpu_magic.wire.codec import AREA_BYTES, read_area
+from sgpu_magic.wire.codec import AREA_BYTES, read_area, sampled_at
 from sgpu_magic.wire.rank import FromRank
 from sgpu_magic.wire.rank_events import StackFrame
 from sgpu_magic.wire.run import CellSource
@@ -47,15 +49,24 @@ class RankProcess:
         self.is_reaped = False
         # killed as soon as it is forked
         self.is_doomed = False
+        # SIGKILL was sent to it
+        self.is_killed = False
         self.exit_status: int | None = None
+        # it is dead, but its descendants are still being ended
+        self.has_descendants = False
         self.peak_bytes = 0
         self.stream: MessageStream[FromRank] | None = None
-        # what it has said before the zygote has reported its pid
+        # messages received before the zygote reported its pid
         self.said_early: list[tuple[FromRank, Sequence[bytes]]] = []
 
     @property
     def alive(self) -> bool:
         return self.pid is not None and self.exit_status is None
+
+    @property
+    def gone(self) -> bool:
+        """Whether it has ended, with everything that it has started; true before it is forked."""
+        return not self.alive and not self.has_descendants
 
     def is_dead(self) -> bool:
         """Whether it has ended, even if the zygote has not reported it yet."""
@@ -64,6 +75,10 @@ class RankProcess:
         poll = select.poll()
         poll.register(self.pidfd, select.POLLIN)
         return bool(poll.poll(0))
+
+    def is_ending(self) -> bool:
+        """Whether it has ended or is ending. Of a killed process the main thread ends first, its descriptor last."""
+        return self.pid is not None and (self.is_dead() or not processes.is_alive(self.pid))
 
     def close(self) -> None:
         """Free the agent's resources; the process must be gone or exiting."""
@@ -91,6 +106,7 @@ class RankProcess:
             return
         if self.exit_status is not None:
             return
+        self.is_killed = self.is_killed or number == signal.SIGKILL
         with contextlib.suppress(ProcessLookupError, PermissionError):
             if whole_session:
                 if self.pidfd is not None:
@@ -167,6 +183,14 @@ class StackFile:
         """Return the main thread's frames as the rank last sampled them, "" if it never did."""
         return read_area(os.pread(self.fd, AREA_BYTES, 0))[1]
 
+    def sample_age_s(self) -> float:
+        """Return how old the sampled frames are, in seconds; 0 if a crash has written newer ones, or none were sampled.
+
+        The rank takes no sample while C code holds the interpreter.
+        """
+        at = sampled_at(os.pread(self.fd, AREA_BYTES, 0))
+        return max(time.time() - at, 0.0) if at and not self.written() else 0.0
+
     def last_frames(self) -> tuple[StackFrame, ...]:
         """Return a dead rank's last frames: those of a crash in C code, else the last sample."""
         ident, sampled = read_area(os.pread(self.fd, AREA_BYTES, 0))
@@ -198,7 +222,7 @@ def parse(text: str, main_ident: int = 0) -> tuple[StackFrame, ...]:
             name = "current" if is_current else f"{int(heading['ident'], 16):x}"
             current = sections.setdefault(name, [])
         elif line == _SINGLE:
-            # the newest of several dumps counts
+            # keep only the newest of several dumps
             current = sections["plain"] = []
         elif current is not None and (frame := _FRAME.match(line)):
             number = int(frame["line"]) if frame["line"].isdigit() else 0
@@ -260,13 +284,13 @@ class NotebookFrames:
 
     def describe(self, frame: StackFrame) -> str:
         """Return `Cell In[9], line 6, in build: cache[key] = x.clone()`."""
-        where = f"{self._place(frame)}, line {frame.line}"
+        where = f"{self._location(frame)}, line {frame.line}"
         if not frame.function.startswith("<"):
             where += f", in {frame.function}"
         text = self.source(frame)
         return f"{where}: {text}" if text else where
 
-    def _place(self, frame: StackFrame) -> str:
+    def _location(self, frame: StackFrame) -> str:
         if not self.has(frame) or frame.file == self._script:
             return frame.file
         number = self._others[frame.file][1] if frame.file in self._others else self._number

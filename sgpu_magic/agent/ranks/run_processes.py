@@ -1,4 +1,4 @@
-"""The processes of runs: finding them, their CPU and memory usage, connections to their ports, killing leftovers.
+"""The processes of runs: finding them, their CPU and memory usage, and connections to their ports.
 
 Reads /proc directly, since one scan of all processes for all runs of the agent must be quick. On systems without /proc
 nothing is found.
@@ -19,6 +19,7 @@ import psutil
 
 from sgpu_magic.agent import faults
 from sgpu_magic.agent.faults import call_in_background
+from sgpu_magic.system import processes
 from sgpu_magic.system.byte_stream import ByteStream, Send
 from sgpu_magic.wire.base import short
 from sgpu_magic.wire.files import OpenStream, StreamClosed, StreamMessage, StreamOpened
@@ -32,63 +33,26 @@ _CONNECT_S = 10.0
 _ANY = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
-def now_in_ticks() -> int:
-    """Return the time in clock ticks since boot, as /proc gives processes' start times; 0 without such a clock."""
-    if not hasattr(time, "CLOCK_BOOTTIME"):
-        return 0
-    return int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))
+def processes_of(ranks: Collection[int]) -> set[int]:
+    """Return the pids of a run's processes: its ranks, and everything below them.
 
-
-def processes_of(run_id: str, sessions: Collection[int], since_ticks: int = 0, *, marked: bool = True) -> Iterator[int]:
-    """Yield the pids of a run's live processes.
-
-    A process belongs to the run if one of the run's ranks created its session, or if it was started with the run's
-    `SGPU_RUN_ID` in its environment, which also finds processes that left the session.
-
-    Args:
-        run_id: The run.
-        sessions: The ranks' pids, each the id of its session.
-        since_ticks: When the run began (`now_in_ticks`); the environment of older processes is not read.
-        marked: Whether to find processes that have left their session, too.
+    A rank is a subreaper, so processes that its code has detached stay below it.
     """
-    mark = f"{RUN_VARIABLE}={run_id}".encode()
-    own_uid = os.getuid()
+    return {pid for rank in ranks for pid in (rank, *processes.descendants(rank))}
+
+
+def kill_marked(run_id: str) -> None:
+    """Kill the processes that have the run's id in their environment.
+
+    For the case that a whole tree of processes is lost at once: agent, zygotes and ranks.
+    """
+    mark = f"{RUN_VARIABLE}={run_id}".encode("ascii")
     for entry in os.listdir("/proc") if os.path.isdir("/proc/self") else ():
-        if not entry.isdigit():
-            continue
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            if os.stat(f"/proc/{entry}").st_uid != own_uid:
-                continue
-            with open(f"/proc/{entry}/stat", "rb") as file:
-                fields = file.read().rpartition(b")")[2].split()
-            if fields[0] in (b"Z", b"X"):
-                continue
-            if int(fields[3]) not in sessions:
-                if not marked or int(fields[19]) < since_ticks:
-                    continue
-                with open(f"/proc/{entry}/environ", "rb") as file:
-                    if mark not in file.read().split(b"\0"):
-                        continue
-            yield int(entry)
-
-
-def kill_leftovers(
-    run_id: str, sessions: Collection[int], since_ticks: int = 0, *, marked: bool = True, reaped: bool = False
-) -> list[int]:
-    """Kill the run's remaining processes and return their pids. Takes the arguments of `processes_of`.
-
-    Args:
-        reaped: Whether the ranks are reaped. A process with a rank's pid is then unrelated, and so is its session: the
-            kernel does not reuse a pid while a session has it.
-    """
-    if reaped:
-        sessions = [pid for pid in sessions if not os.path.exists(f"/proc/{pid}")]
-    killed: list[int] = []
-    for pid in processes_of(run_id, sessions, since_ticks, marked=marked):
-        with contextlib.suppress(OSError):
-            os.kill(pid, signal.SIGKILL)
-            killed.append(pid)
-    return killed
+        if entry.isdigit():
+            # other users' processes can't be read
+            with contextlib.suppress(OSError), open(f"/proc/{entry}/environ", "rb") as file:
+                if mark in file.read().split(b"\0"):
+                    os.kill(int(entry), signal.SIGKILL)
 
 
 # ---------------------------------------------------------------- CPU and memory
@@ -113,12 +77,14 @@ class TreeUse(msgspec.Struct, frozen=True):
         pids: Process ids of the whole tree.
         cpu_s: CPU seconds that they and their reaped children have used so far.
         rss_bytes: Resident memory. Shared pages, such as a notebook's payload or the libraries of forked ranks, count
-            for each process: separating them (PSS) takes milliseconds per process.
+            for each process.
+        own_rss_bytes: That of the process alone.
     """
 
     pids: frozenset[int]
     cpu_s: float
     rss_bytes: int
+    own_rss_bytes: int
 
 
 class _Process(msgspec.Struct):
@@ -150,7 +116,7 @@ class ProcessTable:
         """
         now = self._clock()
         if now - self._looked_at > max_age_s or any(root not in self._trees for root in roots):
-            # earlier callers will ask again: one scan serves all
+            # callers poll, so one scan covers the roots of all of them
             self._look({*roots, *self._trees})
             self._looked_at = now
         return {root: self._trees[root] for root in roots if root in self._trees}
@@ -173,11 +139,13 @@ class ProcessTable:
         self._trees = {}
         for root in roots:
             found = [(pid, process) for pid in _below(root, children) if (process := self._read(pid)) is not None]
-            if any(pid == root for pid, _ in found):
+            own = next((process.pages for pid, process in found if pid == root), None)
+            if own is not None:
                 self._trees[root] = TreeUse(
                     pids=frozenset(pid for pid, _ in found),
                     cpu_s=sum(process.ticks for _, process in found) / _TICKS_PER_S,
                     rss_bytes=sum(process.pages for _, process in found) * _PAGE_BYTES,
+                    own_rss_bytes=own * _PAGE_BYTES,
                 )
 
     def _read(self, pid: int) -> _Process | None:
@@ -242,7 +210,7 @@ class _Used(msgspec.Struct, frozen=True):
     cpu_s: float
 
     def is_idle_until(self, now: float, cpu_s: float) -> bool:
-        # less than before means that a child has ended
+        # the time decreases when a child has ended
         return 0 <= cpu_s - self.cpu_s <= BUSY_SHARE * (now - self.at) + _SLACK_S
 
 
@@ -269,11 +237,11 @@ class RunPorts:
         self._opening[message.stream] = task
         task.add_done_callback(lambda _: self._opening.pop(message.stream, None))
 
-    def heard(self, message: StreamMessage, frames: Sequence[bytes]) -> None:
+    def on_message(self, message: StreamMessage, frames: Sequence[bytes]) -> None:
         """Handle a client's message about a stream."""
         stream = self._streams.get(message.stream)
         if stream is not None:
-            stream.heard(message, frames)
+            stream.on_message(message, frames)
         elif isinstance(message, StreamClosed) and (task := self._opening.get(message.stream)) is not None:
             task.cancel()
 
@@ -291,7 +259,7 @@ class RunPorts:
             self._send(StreamClosed(stream=number, problem=f"run {short(run_id)} has no ranks on this node"), ())
             return
         ranks = set(run.pids)
-        address, problem = await call_in_background(lambda: address_of(run_id, ranks, message.port), "sgpu-ports")
+        address, problem = await call_in_background(lambda: address_of(ranks, message.port), "sgpu-ports")
         if message.watches:
             self._send(StreamOpened(stream=number, run_id=run_id, problem=problem), ())
             return
@@ -311,14 +279,13 @@ class RunPorts:
         )
 
 
-def address_of(run_id: str, ranks: Collection[int], port: int) -> tuple[str, str]:
+def address_of(ranks: Collection[int], port: int) -> tuple[str, str]:
     """Find the address at which a process of the run listens on a port.
 
     Ports of other processes on this machine are not available to the run's user.
 
     Args:
-        run_id: The run.
-        ranks: Its ranks' pids, each the id of its session.
+        ranks: The pids of the run's ranks.
         port: The TCP port.
 
     Returns:
@@ -331,7 +298,7 @@ def address_of(run_id: str, ranks: Collection[int], port: int) -> tuple[str, str
     }
     if not listening:
         return "", f"nothing listens on port {port} there"
-    for pid in processes_of(run_id, ranks):
+    for pid in processes_of(ranks):
         if pid in listening:
             address = listening[pid]
             return _ANY.get(address, address).removeprefix("::ffff:"), ""

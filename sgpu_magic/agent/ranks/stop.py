@@ -2,7 +2,8 @@
 
 An interrupt does not reach a rank that waits in a collective, and a lost connection does not affect one that computes,
 so ranks get both, shortly after each other. The order decides what the user sees: `KeyboardInterrupt` after a cancel,
-"released from all_reduce" after a peer's failure.
+"released from all_reduce" after a peer's failure. NCCL's collectives end without an error when they are aborted, so a
+rank that uses them interrupts itself before it aborts them: its next line would compute with what they left.
 
 A rank whose code has a handler for SIGTERM, for example to save a checkpoint, gets only SIGTERM, once, and the grace to
 end by itself. No rank is interrupted or released meanwhile, since the handler may need collectives. Then the other
@@ -15,28 +16,32 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 
-from sgpu_magic.agent.failures import ReportsOfRanks
+from sgpu_magic.agent.failures import RankOutcomes
 from sgpu_magic.agent.ranks.group import RankProcess, RunRanks
+from sgpu_magic.wire.rank_events import Failure
 
 # a cell in Python gets this long to end with KeyboardInterrupt before the connections are shut down
 _LEAD_S = 0.03
-# between two steps of the stop path without a grace
+# pause between two steps of the stop path when there is no grace
 _RUNG_S = 0.3
-# for exit handlers of ranks that are done
+# time for the exit handlers of ranks that have reported
 EXIT_HANDLERS_S = 5.0
 _ESTABLISHED = "01"
 
 
-class StopPath:
+class Terminator:
     """Stops the ranks of one run that have not reported.
 
     Args:
         run_ranks: The ranks.
         reports: The ranks' reports.
         later: Schedules a call after some seconds, which is dropped when the run is gone.
+        killed: Called when ranks were sent SIGKILL.
+        finishing: The ranks that finish what their cell has started, which has ended.
 
     Attributes:
         begun: Whether the ranks were told to stop.
@@ -44,14 +49,24 @@ class StopPath:
     """
 
     def __init__(
-        self, run_ranks: RunRanks, reports: ReportsOfRanks, later: Callable[[float, Callable[[], None]], None]
+        self,
+        run_ranks: RunRanks,
+        reports: RankOutcomes,
+        later: Callable[[float, Callable[[], None]], None],
+        killed: Callable[[], None],
+        finishing: Collection[int] = (),
     ) -> None:
         self._run_ranks = run_ranks
         self._reports = reports
         self._later = later
+        self._killed = killed
+        self._finishing = finishing
         self._loop = asyncio.get_running_loop()
         self.begun = False
         self.released = False
+        # ranks that were alive when the stop began, and when that was by the wall clock
+        self._stopped: frozenset[int] = frozenset()
+        self._began_at = 0.0
         self._termed: set[int] = set()
         self._grace_over = 0.0
         self._proceed: Callable[[], None] | None = None
@@ -64,10 +79,17 @@ class StopPath:
             interrupt_first: Whether ranks are interrupted before they are released, or after.
             waited: Called when the ranks have had time to react.
         """
-        self.begun = True
-        self.let_handlers_end(grace_s, lambda: self._press(interrupt_first, waited))
+        if not self.begun:
+            self.begun = True
+            self._stopped = frozenset(process.rank for process in self._unreported() if not process.is_ending())
+            self._began_at = time.time()
+        self.await_handlers(grace_s, lambda: self._press(interrupt_first, waited))
 
-    def let_handlers_end(self, grace_s: float, proceed: Callable[[], None]) -> None:
+    def caused(self, failure: Failure) -> bool:
+        """Whether the failure followed the stop: its rank was alive when that began, and failed later."""
+        return failure.rank in self._stopped and failure.at > self._began_at
+
+    def await_handlers(self, grace_s: float, proceed: Callable[[], None]) -> None:
         """Send SIGTERM to ranks that handle it; call `proceed` when they have ended or the grace is over."""
         if grace_s > 0:
             for process in self._unreported():
@@ -90,28 +112,44 @@ class StopPath:
         if self._proceed is None or self._handling():
             return
         if self._unreported():
-            # ranks without a handler may have learned of the stop in a collective and be about to end by themselves
+            # ranks without a handler may have received the stop through a collective and be about to exit
             self._later(_RUNG_S, self._go_on)
         else:
             self._go_on()
 
-    def end(self, grace_s: float) -> None:
+    def end(self, grace_s: float, finish_s: float, cut_off: Callable[[], None]) -> None:
         """Let ranks that have reported exit; send SIGTERM to the others, and SIGKILL after `grace_s` seconds.
 
         If ranks got SIGTERM before, only the rest of their grace remains.
+
+        Args:
+            grace_s: Seconds for ranks that have not reported.
+            finish_s: Seconds for ranks that finish what their cell has started; 0 if their time is over.
+            cut_off: Called before ranks that have not finished within `finish_s` are killed.
         """
         self._run_ranks.group.leave()
         unreported = self._unreported()
-        for process in unreported:
+        ending = unreported if finish_s else [*unreported, *self._still_finishing()]
+        for process in ending:
             process.signal(signal.SIGTERM, whole_session=True)
         if unreported and self._termed:
             grace_s = max(0.0, self._grace_over - self._loop.time())
-        self._later(grace_s if unreported else EXIT_HANDLERS_S, self._kill)
+        self._later(grace_s if ending else EXIT_HANDLERS_S, lambda: self._kill(but=self._still_finishing()))
+
+        def cut() -> None:
+            if self._still_finishing():
+                cut_off()
+            self._kill()
+
+        self._later(max(finish_s, grace_s, EXIT_HANDLERS_S), cut)
 
     # ------------------------------------------------------------ within
 
     def _unreported(self) -> list[RankProcess]:
         return [process for process in self._run_ranks.ranks if not self._reports.has_reported(process.rank)]
+
+    def _still_finishing(self) -> list[RankProcess]:
+        return [process for process in self._run_ranks.ranks if process.rank in self._finishing and process.alive]
 
     def _handling(self) -> bool:
         return any(process.rank in self._termed and process.alive for process in self._unreported())
@@ -122,30 +160,36 @@ class StopPath:
             proceed()
 
     def _press(self, interrupt_first: bool, waited: Callable[[], None]) -> None:
-        first, second = (self._interrupt, self._release) if interrupt_first else (self._release, self._interrupt)
+        def release() -> None:
+            self._release(interrupt=not interrupt_first)
+
+        first, second = (self._interrupt, release) if interrupt_first else (release, self._interrupt)
         first()
         self._later(_LEAD_S, second)
         self._later(_RUNG_S, waited)
 
     def _interrupt(self) -> None:
-        for process in self._unreported():
+        for process in [*self._unreported(), *self._still_finishing()]:
             process.signal(signal.SIGINT)
 
-    def _release(self) -> None:
+    def _release(self, *, interrupt: bool) -> None:
         if not self._reports.complete:
             self.released = True
             group = self._run_ranks.group
             # of every rank, participating or not: connections exist between any two, and both ends must be shut down
-            group.release(connections_between(group.pids))
+            group.release(connections_between(group.pids), interrupt=interrupt)
 
     def kill_unreported(self) -> None:
         """Send SIGKILL to the ranks that have not reported."""
         for process in self._unreported():
             process.signal(signal.SIGKILL, whole_session=True)
+        self._killed()
 
-    def _kill(self) -> None:
+    def _kill(self, but: Sequence[RankProcess] = ()) -> None:
         for process in self._run_ranks.ranks:
-            process.signal(signal.SIGKILL, whole_session=True)
+            if process not in but:
+                process.signal(signal.SIGKILL, whole_session=True)
+        self._killed()
 
 
 def _handles_term(process: RankProcess) -> bool:

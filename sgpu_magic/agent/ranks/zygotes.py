@@ -16,15 +16,25 @@ from sgpu_magic.system.processes import signal_name
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.base import FailureKind
 from sgpu_magic.wire.pool_status import PROTOCOL_VERSION
-from sgpu_magic.wire.rank import Exited, Fork, Forked, ForkRefused, FromZygote, ZygoteFailed, ZygoteReady
+from sgpu_magic.wire.rank import (
+    ZYGOTE_MODULE,
+    DescendantsEnded,
+    Exited,
+    Fork,
+    Forked,
+    ForkRefused,
+    FromZygote,
+    ZygoteFailed,
+    ZygoteReady,
+)
 from sgpu_magic.wire.run import Interpreter
 
 if TYPE_CHECKING:
     from sgpu_magic.agent.ranks.group import Group
 
 _MAX_IDLE = 2
-# the exit status is known a moment after the socket closes
-_EXIT_S = 2.0
+# time for a zygote and its descendants to exit after its socket has closed
+_EXIT_S = 7.0
 # a fork copies page tables; huge pages for malloc's heap halve that cost
 _MALLOC_TUNABLE = "glibc.malloc.hugetlb=1"
 
@@ -64,7 +74,7 @@ class Zygote:
         environ["GLIBC_TUNABLES"] = f"{tunables}:{_MALLOC_TUNABLE}".strip(":")
         # skips lines of earlier zygotes
         self._log_begin = self._log.stat().st_size if self._log.exists() else 0
-        command = [interpreter.executable, "-m", "sgpu_magic.worker.process.zygote"]
+        command = [interpreter.executable, "-m", ZYGOTE_MODULE]
         ours, self.process = child_process.start(command, environ=environ, log=self._log)
         # ranks get the original limit of open files, not the agent's
         _restore_open_files_limit(self.process.pid)
@@ -90,7 +100,7 @@ class Zygote:
         self.stream.close()
 
     def reaped(self, status: int) -> None:
-        """Handle the end of its process; `status` is the exit code, negative for a signal."""
+        """Handle its end, and that of everything below it; `status` is the exit code, negative for a signal."""
         self._status = status
         if self._untold is not None:
             self._untold.cancel()
@@ -101,7 +111,7 @@ class Zygote:
             case ZygoteReady() if message.protocol_version != PROTOCOL_VERSION:
                 self._failure = (
                     f"its sgpu-magic speaks protocol {message.protocol_version}, the pool {PROTOCOL_VERSION}. "
-                    "Restart the pool with `sgpu pool stop`"
+                    "Restart the pool with `sgpu pool stop`, and the kernel"
                 )
                 self.stream.close()
                 self._closed()
@@ -117,18 +127,26 @@ class Zygote:
                     else:
                         listener.fork_refused(message.rank, message.message)
             case Exited():
+                listener = self._group_of.get(message.pid)
+                if not message.descendants:
+                    self._group_of.pop(message.pid, None)
+                if listener is not None:
+                    with faults.guarded(listener.faulted):
+                        listener.exited(message)
+            case DescendantsEnded():
                 listener = self._group_of.pop(message.pid, None)
                 if listener is not None:
                     with faults.guarded(listener.faulted):
-                        listener.exited(message.pid, message.status, message.peak_bytes)
+                        listener.descendants_ended(message)
             case _:
                 pass
 
     def _closed(self) -> None:
         self._on_lost(self)
-        if self._failure or self.ready or self._status is not None:
+        if self._status is not None:
             self._tell_end()
         else:
+            # wait until it is reaped and all descendants of its ranks have ended
             self._untold = asyncio.get_running_loop().call_later(_EXIT_S, self._tell_end)
 
     def _tell_end(self) -> None:
@@ -204,7 +222,8 @@ class Zygotes:
         """Handle the end of a child; `status` is the exit code, negative for a signal."""
         zygote = self._by_pid.pop(pid, None)
         if zygote is not None:
-            zygote.reaped(status)
+            # its descendants were reparented to the agent when it died
+            child_process.end_adopted(lambda: zygote.reaped(status))
 
     def pids(self) -> list[int]:
         return [zygote.process.pid for zygote in self._by_key.values()]

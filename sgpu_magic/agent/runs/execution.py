@@ -1,6 +1,6 @@
 """One run's cell in its ranks: launch, collect results, find the root cause, stop, report the end.
 
-    launch -> all joined -> all finished -> ended(succeeded)
+    launch -> all joined -> all finished -> what their cells have started, too -> ended(succeeded)
                          -> one failed   -> others released  -> ended(failed)
            -> asked to end               -> interrupted      -> ended(...)
 
@@ -16,10 +16,10 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from sgpu_magic.agent.failures import ReportsOfRanks, without_secrets
+from sgpu_magic.agent.failures import RankOutcomes, without_secrets
 from sgpu_magic.agent.ranks.group import Group
-from sgpu_magic.agent.ranks.stop import StopPath
-from sgpu_magic.agent.runs.node_run import Attempt, RankRun, Surroundings
+from sgpu_magic.agent.ranks.stop import Terminator
+from sgpu_magic.agent.runs.node_run import AgentServices, Attempt, RankRun
 from sgpu_magic.agent.watch.run_watch import RunWatch
 from sgpu_magic.wire.base import FailureKind, RunState
 from sgpu_magic.wire.client import ReclaimPayload, ResultsReceived, TellComms
@@ -40,7 +40,15 @@ from sgpu_magic.wire.rank import (
     Remarked,
     TrackingAnswered,
 )
-from sgpu_magic.wire.rank_events import Failure, MetricsLogged, OutputWritten, RankFailed, RankStack
+from sgpu_magic.wire.rank_events import (
+    Failure,
+    MetricsLogged,
+    OutputWritten,
+    RankFailed,
+    RankStack,
+    RankUnfinished,
+    Unfinished,
+)
 from sgpu_magic.wire.run import RankResult
 from sgpu_magic.wire.tracking import TrackedRun
 
@@ -48,17 +56,22 @@ from sgpu_magic.wire.tracking import TrackedRun
 _PATIENCE_WITH_VICTIM_S = 0.25
 # how long an error waits for an earlier one whose traceback takes longer to format
 _PATIENCE_WITH_CAUSE_S = 0.03
-# extra time for tracebacks when all ranks have raised: releasing them would break a session's process groups
+# extra time for tracebacks when all ranks have raised, since releasing them would break a session's process groups, and
+# for the report of an exit
 _PATIENCE_WITH_DRAWING_S = 2.0
+# extra time for tracebacks of ranks that were released; some also wait for processes, as a DataLoader's iterator does
+_PATIENCE_WITH_RELEASED_S = 0.5
 
 
 class Execution(RankRun):
     """Runs one launch in its ranks. Takes the arguments of `RankRun`."""
 
-    def __init__(self, attempt: Attempt, group: Group, warm: str, here: Surroundings) -> None:
+    def __init__(self, attempt: Attempt, group: Group, warm: str, here: AgentServices) -> None:
         super().__init__(attempt, group, warm, here)
-        self._reports = ReportsOfRanks(self.run_ranks.numbers)
-        self._stop = StopPath(self.run_ranks, self._reports, self._later)
+        self._reports = RankOutcomes(self.run_ranks.numbers)
+        # unfinished work of ranks whose cell has ended
+        self._finishing: dict[int, tuple[Unfinished, ...]] = {}
+        self._stop = Terminator(self.run_ranks, self._reports, self._later, self._ranks_killed, self._finishing)
         # whether the root cause is being found; ranks that have raised and format their tracebacks, and until when
         self._deciding = False
         self._drawing: set[int] = set()
@@ -69,9 +82,9 @@ class Execution(RankRun):
         self._tracked: TrackedRun | None = None
         self._asking: list[int] = []
         self._remarks: set[str] = set()
-        # ranks whose failures are consequences of a failure on another node
-        self._victims: frozenset[int] = frozenset()
         self._last_stacks: tuple[RankStack, ...] = ()
+        # whether stacks are being taken of ranks that may have blocked a collective
+        self._taking_stacks = False
 
     # ------------------------------------------------------------ differs between the two kinds
 
@@ -113,7 +126,7 @@ class Execution(RankRun):
             case Collectives():
                 self._watch.taker.answered(rank, message)
             case Remarked(text=text):
-                # a remark that all ranks make is shown once
+                # show a remark only once, even if every rank makes it
                 if text not in self._remarks:
                     self._remarks.add(text)
                     self._say(Noted(text=text))
@@ -157,11 +170,13 @@ class Execution(RankRun):
         if rank is None or rank in self._reports.failures:
             return
         self.run_ranks.group.rank(rank).output.drain()
-        failure, frames = without_secrets(failure, frames, self.launch.context.environ)
-        if rank in self._victims:
-            failure = msgspec.structs.replace(failure, is_consequence=True)
+        failure, frames = without_secrets(failure, frames, self.launch.context.environ, self.launch.spec.env_names)
+        if self._stop.caused(failure):
+            failure = msgspec.structs.replace(failure, after_stop=True)
         self._reports.add_failure(failure, frames)
-        # usage before the failure says more than that of failing ranks
+        if failure.collective_timeout is not None and not (self._taking_stacks or self._last_stacks):
+            self._take_stacks_of_hang()
+        # usage before the failure is more informative than that of failing ranks
         self._watch.is_ending()
         self._stop.reported()
         if not self.ended and self._ending_as is None:
@@ -176,15 +191,51 @@ class Execution(RankRun):
             self._later(_PATIENCE_WITH_VICTIM_S if failure.is_consequence else _PATIENCE_WITH_CAUSE_S, self._decide)
 
     def _decide(self) -> None:
-        """Free the ranks that may wait for the failed one, unless all others have raised too."""
+        """Free the ranks that may wait for the failed one.
+
+        Waits while all others have raised too and draw their tracebacks, while a dead rank's exit is not reported, and
+        for the stacks of a hang.
+        """
         if self._is_stopping():
             return
         now = self._loop.time()
         self._drawn_by = self._drawn_by or now + _PATIENCE_WITH_DRAWING_S
-        if self._drawing.issuperset(self._reports.unreported) and now < self._drawn_by:
+        unreported = self._reports.unreported
+        ends = any(self.run_ranks.group.rank(rank).is_ending() for rank in unreported)
+        if (self._taking_stacks or ends or self._drawing.issuperset(unreported)) and now < self._drawn_by:
             self._later(_PATIENCE_WITH_CAUSE_S, self._decide)
         else:
             self._free_others()
+
+    def _when_drawn(self, proceed: Callable[[], None], until: float | None = None) -> None:
+        """Call `proceed` when the ranks that format their tracebacks have reported, or after half a second.
+
+        On a busy machine that takes longer than a step of the stop path, and their failures would be missing.
+        """
+        now = self._loop.time()
+        until = now + _PATIENCE_WITH_RELEASED_S if until is None else until
+        if self._drawing.intersection(self._reports.unreported) and now < until and not self.ended:
+            self._later(_PATIENCE_WITH_CAUSE_S, lambda: self._when_drawn(proceed, until))
+        else:
+            proceed()
+
+    def _take_stacks_of_hang(self) -> None:
+        """Take the stacks before any rank is stopped: they show which ranks have not reached the collective."""
+        self._taking_stacks = True
+        self._watch.taker.take(self._keep_stacks_of_hang)
+
+    def _keep_stacks_of_hang(self, stacks: tuple[RankStack, ...]) -> None:
+        self._taking_stacks = False
+        self._last_stacks = stacks
+
+    def _stacks_at_end(self) -> tuple[RankStack, ...]:
+        """Return the stacks that were taken, and where the ranks were that torch has aborted since."""
+        found = {stack.rank: stack for stack in self._last_stacks}
+        for rank, failure in self._reports.failures.items():
+            if failure.collective_timeout is not None:
+                waited_in = failure.collective_timeout.collective
+                found[rank] = RankStack(rank=rank, frames=failure.stack, collective=waited_in)
+        return tuple(found[rank] for rank in sorted(found))
 
     def _check_all_reported(self) -> None:
         if not self._reports.complete:
@@ -219,9 +270,8 @@ class Execution(RankRun):
         return self.ended or self._ending_as is not None or self._stop.begun
 
     def _peer_failed(self) -> None:
-        """Handle the failure of a rank on another node: ranks here that have not raised are its victims."""
+        """Handle the failure of a rank on another node."""
         if not self._is_stopping():
-            self._victims = frozenset(self._reports.unreported) - self._drawing
             self._watch.is_ending()
             self._deciding = True
             self._decide()
@@ -238,17 +288,22 @@ class Execution(RankRun):
         if self.ended:
             return
         for process in self.run_ranks.ranks:
-            process.output.drain(last=True)
+            output = process.output
+            output.drain(last=True)
+            self._reports.count_output(process.rank, output.lines, output.total_bytes)
         self._watch.end()
         now = time.monotonic()
         started = self._started_at or now
+        unfinished = self._unfinished
         late = self._failure_now(FailureKind.TIMEOUT, self._end_reason)
         ended, frames = self._reports.last_word(
             RunEnded(
                 state=state,
                 failure=late if state is RunState.TIMED_OUT else None,
                 reason=self._end_reason if state is RunState.CANCELLED else "",
-                stacks=self._last_stacks,
+                cut_off=unfinished if state is RunState.SUCCEEDED else (),
+                finish_s=self._here.settings.finish_timeout_s if unfinished else 0.0,
+                stacks=self._stacks_at_end(),
                 unstopped=self._unstopped,
                 starting_s=started - self._launched_at,
                 running_s=now - started,
@@ -266,6 +321,11 @@ class Execution(RankRun):
         self._watch.end()
 
     @property
+    def _unfinished(self) -> tuple[RankUnfinished, ...]:
+        """What ranks whose cell has ended still finish."""
+        return tuple(RankUnfinished(rank=rank, work=work) for rank, work in sorted(self._finishing.items()))
+
+    @property
     def _unstopped(self) -> tuple[int, ...]:
         """Ranks of a session that still run the cell."""
         return ()
@@ -275,7 +335,7 @@ class Execution(RankRun):
     def take_stacks(self, done: Callable[[tuple[RankStack, ...]], None]) -> None:
         self._watch.taker.take(done)
 
-    def obey(self, message: Order, frames: Sequence[bytes]) -> None:
+    def on_order(self, message: Order, frames: Sequence[bytes]) -> None:
         match message:
             case TrackingKnown():
                 # a missing target is not cached: the next rank's request is sent again
@@ -292,12 +352,12 @@ class Execution(RankRun):
             case ReclaimPayload() if self.gone or (self.ended and self._final_state is RunState.SUCCEEDED):
                 self.files.memory.give_payload_up()
             case ResultsReceived() if not self.launch.spec.detach:
-                # small ones stay until they are in the run's directory, for later clients
+                # keep small results for later clients, until they are in the run's directory
                 settings = self._here.settings
                 if self.files.memory.result_bytes > min(settings.keep_results, settings.keep_payload):
                     self.files.memory.close_results()
             case _:
-                super().obey(message, frames)
+                super().on_order(message, frames)
 
     def _answer_tracking(self, rank: int) -> None:
         """Send a rank the run's MLflow target. The pool service is asked once; its answer is cached."""

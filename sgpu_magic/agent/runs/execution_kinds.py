@@ -1,8 +1,13 @@
 """The two kinds of execution: a run with its own ranks, and a cell in the ranks of a session.
 
-A run's own ranks are new processes that exit when it is over. The devices are free at `gone`.
+A run's own ranks are new processes that exit when it is over. The devices are free at `gone`. A rank whose cell has
+ended finishes what the cell has started, as Python does before it exits: threads, exit functions. All ranks stay until
+all have finished, since the last step of a checkpoint may need a collective. A failure is reported before that. If
+ranks leave child processes, the success is reported when these have ended too: what is over holds no memory or device.
 
-    launch -> all joined -> ... -> ended(succeeded) -> leave -> gone
+    launch -> all joined -> ... -> finishing -> ended(succeeded)     -> leave -> gone
+                                             -> leave, with children -> ended(succeeded) -> gone
+                                             -> ended(succeeded) with what was cut off -> stop -> gone
                                 -> ended(...)       -> stop  -> gone
 
 A session's ranks and their state outlive the cell, however it ends.
@@ -23,30 +28,36 @@ from typing import TYPE_CHECKING
 from sgpu_magic.agent.ranks.group import Group
 from sgpu_magic.agent.ranks.orders import Rendezvous, RendezvousPoint, order_of, send_cells
 from sgpu_magic.agent.runs.execution import Execution
-from sgpu_magic.agent.runs.node_run import Attempt, Surroundings
+from sgpu_magic.agent.runs.node_run import AgentServices, Attempt
 from sgpu_magic.agent.runs.run_files import make_ray_directories
 from sgpu_magic.wire.base import FailureKind, RunState
 from sgpu_magic.wire.codec import Order
-from sgpu_magic.wire.events import GroupRenewed
+from sgpu_magic.wire.events import GroupRenewed, Noted
 from sgpu_magic.wire.node import Adopt, MasterKnown, PartsOver, PeerFailed
-from sgpu_magic.wire.rank import Failed, Finished, FromRank, Joined
+from sgpu_magic.wire.rank import Failed, Finished, Finishing, FromRank, Joined
+from sgpu_magic.wire.rank_events import RanksFinishing, RankUnfinished, Unfinished
 
 if TYPE_CHECKING:
     from sgpu_magic.agent.runs.session import Session
 
-# nothing may compete with the result on its way to the notebook
+# let the result reach the notebook before the ranks' exits compete for the CPU
 _LEAVE_DELAY_S = 0.03
-# nothing may compete with the first line of output either
+# let the first line of output reach the notebook before memory is monitored
 _SETTLED_S = 0.05
 # ranks that end early have this long to write the trace of `--profile`
 _TRACE_S = 15.0
 _TRACE_LOOK_S = 0.1
+SHOWN_AFTER_S = 0.2
+"""Work that ranks finish within this time is not shown."""
+
+# after a failure, time for ranks to finish what their cells started; short, since queued runs may need the devices
+_FINISH_AFTER_FAILURE_S = 30.0
 
 
 class FreshRun(Execution):
     """Runs one launch in its own group. Takes the arguments of `RankRun`."""
 
-    def __init__(self, attempt: Attempt, group: Group, warm: str, here: Surroundings) -> None:
+    def __init__(self, attempt: Attempt, group: Group, warm: str, here: AgentServices) -> None:
         super().__init__(attempt, group, warm, here)
         # survivors of a failure get no grace unless the user asked for it
         self._survivors_grace_s = self.launch.spec.grace_s or 0.0
@@ -54,6 +65,13 @@ class FreshRun(Execution):
         self._waits_for_parts = False
         self._parts_over = False
         self._traces_until = 0.0
+        # whether the cell has ended on every rank while some still finish what it started
+        self._awaits_finish = False
+        self._finish_shown: tuple[RankUnfinished, ...] = ()
+        # whether ranks have child processes, and whether these are ended before the run's end is reported
+        self._has_children = False
+        self._awaits_children = False
+        self._peer_has_failed = False
         group.listener = self
 
     def start(self) -> None:
@@ -87,20 +105,24 @@ class FreshRun(Execution):
 
     # ------------------------------------------------------------ from the pool service
 
-    def obey(self, message: Order, frames: Sequence[bytes]) -> None:
+    def on_order(self, message: Order, frames: Sequence[bytes]) -> None:
         match message:
             case MasterKnown():
                 if self._meeting is not None and not self._is_stopping():
-                    self._meeting.heard(message)
+                    self._meeting.on_master_known(message)
+            case PeerFailed() if self._awaits_finish:
+                # the ranks on this node have succeeded; they finish as after a failure of their own
+                self._peer_has_failed = True
+                self._end(RunState.SUCCEEDED)
             case PeerFailed():
                 self._peer_failed()
             case PartsOver():
                 self._parts_over = True
                 if self._waits_for_parts:
                     self._waits_for_parts = False
-                    self._later(_LEAVE_DELAY_S, self._let_leave)
+                    self._later(_LEAVE_DELAY_S, self._release_ranks)
             case _:
-                super().obey(message, frames)
+                super().on_order(message, frames)
         if isinstance(message, Adopt):
             if self.launch.part is not None:
                 self.files.tell_released_again()
@@ -110,22 +132,91 @@ class FreshRun(Execution):
     # ------------------------------------------------------------ from the group
 
     def rank_said(self, rank: int, message: FromRank, frames: Sequence[bytes]) -> None:
-        if not isinstance(message, Joined):
-            super().rank_said(rank, message, frames)
-            return
-        if self._has_just_started(rank):
-            self._all_there()
+        match message:
+            case Joined():
+                if self._has_just_started(rank):
+                    self._all_there()
+            case Finishing(work=work, leaves_processes=leaves):
+                self._has_children = self._has_children or leaves
+                self._note_finishing(rank, work)
+            case _:
+                super().rank_said(rank, message, frames)
 
     def rank_exited(self, rank: int, status: int) -> None:
-        if not self.ended and (self._reports.has_finished(rank) or not self._reports.has_reported(rank)):
-            self._take_failure(self._death(rank, status))
+        has_finished = self._reports.has_finished(rank)
+        finishing = rank in self._finishing and has_finished
+        if finishing and status == 0:
+            # an exit function ended the process, which is allowed
+            self._note_finishing(rank, None)
+        elif not (self.ended or self._awaits_children) and (has_finished or not self._reports.has_reported(rank)):
+            self._finishing.pop(rank, None)
+            self._take_failure(self._death(rank, status, finishing=finishing))
+        self._finishing.pop(rank, None)
         self._stop.reported()
         self._finish_if_gone()
+
+    # ------------------------------------------------------------ what the cell has started
+
+    def _all_reported(self, state: RunState) -> None:
+        if state is not RunState.SUCCEEDED:
+            self._end(state)
+        elif not self._finishing:
+            self._all_finished()
+        elif not self._awaits_finish:
+            self._awaits_finish = True
+            # stop detecting stalls: every cell has ended, and ranks may be idle while others finish
+            self._watch.is_ending()
+            self._later(SHOWN_AFTER_S, self._show_finishing)
+            self._later(self._here.settings.finish_timeout_s, lambda: self._end(RunState.SUCCEEDED))
+
+    def _note_finishing(self, rank: int, work: tuple[Unfinished, ...] | None) -> None:
+        if work is not None:
+            self._finishing[rank] = work
+        else:
+            self._finishing.pop(rank, None)
+        if not self._awaits_finish or self.ended:
+            return
+        if not self._finishing and self._ending_as is None:
+            self._all_finished()
+        elif self._finish_shown:
+            self._show_finishing()
+
+    def _all_finished(self) -> None:
+        # in a multi-node run, ranks on other nodes may still connect to those here
+        if self._has_children and self.launch.part is None:
+            self._awaits_children = True
+            self._stop.end(0.0, 0.0, lambda: None)
+        else:
+            self._end(RunState.SUCCEEDED)
+
+    def _show_finishing(self) -> None:
+        """Report what the run waits for, when it has waited for a moment and when that changes."""
+        unfinished = self._unfinished
+        if not self.ended and self._ending_as is None and unfinished != self._finish_shown:
+            self._finish_shown = unfinished
+            self._say(RanksFinishing(ranks=unfinished))
+
+    def _note_cut_off(self) -> None:
+        """Note, after a failure was reported, that ranks are ended before they have finished."""
+        work = "; ".join(
+            f"rank {each.rank}: {', '.join(f'{one.kind} {one.name}' for one in each.work) or 'its exit'}"
+            for each in self._unfinished
+        )
+        self._say(
+            Noted(text=f"what ranks had not finished {self._finish_s():.0f} s after the failure was cut off: {work}")
+        )
+
+    def _finish_s(self) -> float:
+        """Return the seconds for which ranks may go on to finish what their cell has started, from now on."""
+        if self._final_state is RunState.FAILED or self._peer_has_failed:
+            return min(_FINISH_AFTER_FAILURE_S, self._here.settings.finish_timeout_s)
+        # after success their time is over; after a cancellation or timeout they get the usual grace
+        return 0.0 if self._final_state is RunState.SUCCEEDED else self.grace_s
 
     # ------------------------------------------------------------ stop path
 
     def _begin_stop(self) -> None:
-        self._stop.begin(self._grace(), interrupt_first=True, waited=self._stop_waiting)
+        self._stop.begin(self.grace_s, interrupt_first=True, waited=self._stop_waiting)
 
     def _free_others(self) -> None:
         if self._survivors_grace_s and self._stop.any_handles_term():
@@ -135,9 +226,14 @@ class FreshRun(Execution):
             self._stop.begin(0.0, interrupt_first=False, waited=self._stop_waiting)
 
     def _stop_waiting(self) -> None:
-        self._end(self._ending_as or RunState.FAILED)
+        self._when_drawn(lambda: self._end(self._ending_as or RunState.FAILED))
 
     # ------------------------------------------------------------ end
+
+    def _finish_if_gone(self) -> None:
+        if self._awaits_children and self.group.gone:
+            self._end(RunState.SUCCEEDED)
+        super()._finish_if_gone()
 
     def _after_end(self) -> None:
         self._traces_until = self._loop.time() + _TRACE_S
@@ -148,19 +244,21 @@ class FreshRun(Execution):
             # ranks on other nodes may still connect to those here
             self._waits_for_parts = True
         else:
-            self._later(_LEAVE_DELAY_S, self._let_leave)
+            self._later(_LEAVE_DELAY_S, self._release_ranks)
         self._finish_if_gone()
 
-    def _let_leave(self) -> None:
+    def _release_ranks(self) -> None:
         cancelled = self._ending_as is not None
         if not (cancelled or self._stop.begun or self._reports.complete):
-            self._stop.begin(self._survivors_grace_s, interrupt_first=False, waited=self._let_leave)
+            self._stop.begin(self._survivors_grace_s, interrupt_first=False, waited=self._release_ranks)
             return
         if self.launch.spec.profile and not self._reports.complete and self._loop.time() < self._traces_until:
             # SIGTERM would end a rank before it has written its trace
-            self._later(_TRACE_LOOK_S, self._let_leave)
+            self._later(_TRACE_LOOK_S, self._release_ranks)
             return
-        self._stop.end(self._grace() if cancelled else self._survivors_grace_s)
+        grace_s = self.grace_s if cancelled else self._survivors_grace_s
+        cut_off = self._note_cut_off if self._final_state is RunState.FAILED else lambda: None
+        self._stop.end(grace_s, self._finish_s(), cut_off)
 
 
 # ---------------------------------------------------------------- a cell in a session
@@ -170,9 +268,9 @@ class FreshRun(Execution):
 _RENEWAL_PATIENCE_S = 0.5
 # time from the interrupt until unstopped ranks are reported; the notebook frees its cell by itself at 2.8 s
 _UNSTOPPED_S = 2.0
-# nothing may compete with the result on its way to the notebook
+# let the result reach the notebook before the run's directory is written
 _WRITE_DELAY_S = 0.03
-Told = Callable[[GroupRenewed | None], None]
+OnRenewed = Callable[[GroupRenewed | None], None]
 
 
 class SessionCell(Execution):
@@ -184,7 +282,7 @@ class SessionCell(Execution):
         here: What all runs of the agent share.
     """
 
-    def __init__(self, attempt: Attempt, session: Session, here: Surroundings) -> None:
+    def __init__(self, attempt: Attempt, session: Session, here: AgentServices) -> None:
         super().__init__(attempt, session.group, "session", here)
         self._session = session
         self._ungrouped = False
@@ -212,7 +310,7 @@ class SessionCell(Execution):
         super().rank_said(rank, message, frames)
 
     def rank_exited(self, rank: int, status: int) -> None:
-        # for one that has finished, other ranks may wait
+        # other ranks may wait for one that has finished
         if not self._reports.has_reported(rank) or (not self.ended and self._reports.has_finished(rank)):
             self._take_failure(self._death(rank, status))
 
@@ -228,7 +326,7 @@ class SessionCell(Execution):
         self._stop.begin(0.0, interrupt_first=True, waited=lambda: self._later(_UNSTOPPED_S, self._tell_unstopped))
 
     def _free_others(self) -> None:
-        self._stop.begin(0.0, interrupt_first=False, waited=self._tell_unstopped)
+        self._stop.begin(0.0, interrupt_first=False, waited=lambda: self._when_drawn(self._tell_unstopped))
 
     def end_now(self) -> None:
         """Report the end although ranks may still run the cell: the session ends."""

@@ -11,13 +11,14 @@ import asyncio
 import signal
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from sgpu_magic.agent.failures import MemoryWatch, death
-from sgpu_magic.agent.ranks import run_processes
+from sgpu_magic.agent.ranks import shared_memory
 from sgpu_magic.agent.ranks.group import Group, RunRanks
 from sgpu_magic.agent.ranks.rank_process import NotebookFrames
 from sgpu_magic.agent.reports import Reports
@@ -28,16 +29,16 @@ from sgpu_magic.agent.watch.sampling import Sampling
 from sgpu_magic.config import Settings
 from sgpu_magic.wire.base import FailureKind, RunState
 from sgpu_magic.wire.codec import Order
-from sgpu_magic.wire.events import EventBody, Noted, RanksStarted
+from sgpu_magic.wire.events import EventBody, Noted, RanksStarted, RemainingRank
 from sgpu_magic.wire.node import DetachRun, Launch
-from sgpu_magic.wire.rank import Cleared, CommsSaid, Displayed, InPlace
+from sgpu_magic.wire.rank import Cleared, CommsSaid, DescendantsEnded, Displayed, InPlace
 from sgpu_magic.wire.rank_events import CommsMoved, DisplayPublished, Failure, OutputCleared, RankStack
 
 if TYPE_CHECKING:
     from sgpu_magic.agent.run_registry import RunRegistry
 
 
-class Surroundings(msgspec.Struct, frozen=True):
+class AgentServices(msgspec.Struct, frozen=True):
     """What every run of an agent shares.
 
     Args:
@@ -86,7 +87,7 @@ class NodeRun(abc.ABC):
         OSError: The run's directory can't be made.
     """
 
-    def __init__(self, attempt: Attempt, here: Surroundings) -> None:
+    def __init__(self, attempt: Attempt, here: AgentServices) -> None:
         self.launch = attempt.launch
         self.run_id = attempt.launch.spec.run_id
         self._here = here
@@ -145,7 +146,7 @@ class NodeRun(abc.ABC):
         self.ended = True
         self._ranks_gone()
 
-    def obey(self, message: Order, frames: Sequence[bytes]) -> None:
+    def on_order(self, message: Order, frames: Sequence[bytes]) -> None:
         """Execute a command of the pool service for this run; ignore one that does not concern it."""
         if isinstance(message, DetachRun):
             # it keeps running when its notebook is gone
@@ -165,7 +166,8 @@ class NodeRun(abc.ABC):
         """Call `call` after `delay_s` seconds unless the run is gone by then."""
         self._timers.append(self._loop.call_later(delay_s, call))
 
-    def _grace(self) -> float:
+    @property
+    def grace_s(self) -> float:
         """Seconds that ranks get to end after a cancel or timeout."""
         asked_s = self.launch.spec.grace_s
         return self._here.settings.grace_s if asked_s is None else asked_s
@@ -190,6 +192,8 @@ class NodeRun(abc.ABC):
 # ---------------------------------------------------------------- runs with ranks
 
 
+# report killed ranks that still exist after this time: the driver may take a second to free their memory
+_REMAINS_S = 2.0
 # limit for all ranks of one run together, since events are kept on disk
 MOST_COMM_BYTES = 256 << 20
 
@@ -204,7 +208,7 @@ class RankRun(NodeRun):
         here: What all runs of the agent share.
     """
 
-    def __init__(self, attempt: Attempt, group: Group, warm: str, here: Surroundings) -> None:
+    def __init__(self, attempt: Attempt, group: Group, warm: str, here: AgentServices) -> None:
         super().__init__(attempt, here)
         self.group = group
         spec, part = self.launch.spec, self.launch.part
@@ -213,9 +217,12 @@ class RankRun(NodeRun):
         self._warm = warm
         self._notebook = NotebookFrames(spec.cell)
         self._memory = MemoryWatch()
-        self._launched_ticks = run_processes.now_in_ticks()
+        # standby ranks are older, but run no NCCL collectives before the launch
+        self._launched_wall = time.time()
         self._joined: set[int] = set()
         self._comm_bytes = 0
+        # killed ranks that were reported not to have ended, by process id
+        self._remaining: set[int] = set()
 
     @property
     def pids(self) -> list[int]:
@@ -226,10 +233,17 @@ class RankRun(NodeRun):
         self.fail_whole(kind, message)
         self._finish_if_gone()
 
-    def _death(self, rank: int, status: int) -> Failure:
-        """Describe the exit of a rank that is dead and reaped; its status is the exit code, negative for a signal."""
+    def _death(self, rank: int, status: int, *, finishing: bool = False) -> Failure:
+        """Describe the exit of a rank that is dead and reaped.
+
+        Args:
+            rank: The rank.
+            status: Its exit code, negative for a signal.
+            finishing: Whether its cell had ended, and it finished what the cell has started.
+        """
         process = self.group.rank(rank)
         process.output.drain()
+        age_s = process.stack_file.sample_age_s()
         stack = self._notebook.upwards(process.stack_file.last_frames())
         frame = self._notebook.innermost(stack) or (stack[0] if stack else None)
         meaning = ""
@@ -252,7 +266,9 @@ class RankRun(NodeRun):
             self.group.world_size,
             meaning=meaning,
             last_line=self._notebook.describe(frame) if frame is not None else "",
+            line_age_s=age_s,
             last_output=process.output.tail(),
+            finishing=finishing,
         )
 
     def _say_started(self) -> None:
@@ -285,13 +301,60 @@ class RankRun(NodeRun):
             text = f"widgets of this run's ranks have sent {MOST_COMM_BYTES >> 20} MB and are no longer updated"
             self._say(Noted(text=text))
 
+    def rank_gone(self, rank: int, message: DescendantsEnded) -> None:
+        """Handle that everything that a dead rank had started has ended."""
+        if not self.gone:
+            if message.killed:
+                self._say(
+                    Noted(
+                        text=f"rank {rank} left processes running, which were ended: {_listed(message.killed)}. Where "
+                        "they are to finish, wait for them in the cell, as with `.wait()`."
+                    )
+                )
+            if message.stuck:
+                self._say(
+                    Noted(
+                        text=f"rank {rank} left processes running that can't be ended, because they run as another "
+                        f"user or wait in the system: {_listed(message.stuck)}. They may still use the devices."
+                    )
+                )
+        self._finish_if_gone()
+
+    def _ranks_killed(self) -> None:
+        """Check after a delay whether the killed ranks have ended."""
+        self._later(_REMAINS_S, self._note_remaining)
+
+    def _note_remaining(self) -> None:
+        """Report ranks that were killed and have not ended, each once. Their end is reported by the zygote."""
+        remaining = tuple(
+            RemainingRank(rank=process.rank, pid=process.pid, host=self._host)
+            for process in self.run_ranks.ranks
+            if process.is_killed and process.alive and process.pid is not None
+        )
+        if any(each.pid not in self._remaining for each in remaining):
+            self._remaining.update(each.pid for each in remaining)
+            listed = " and ".join(f"rank {each.rank} (process {each.pid})" for each in remaining)
+            was, does, it, has = ("was", "does", "it", "has") if len(remaining) == 1 else ("were", "do", "they", "have")
+            self._say(
+                Noted(
+                    text=f"{listed} {was} killed on {self._host} and {does} not end: the system is still freeing what "
+                    f"{it} {has}, or waits for a device or a file system. What {it} {has} leased stays leased until "
+                    "then. If that never happens, only a restart of the machine helps.",
+                    remaining=remaining,
+                )
+            )
+
     def _finish_if_gone(self) -> None:
         """Finish a run that has ended and owns its group, once its ranks are gone."""
         if not self.ended or self.gone or not self.group.gone:
             return
-        reaped = not self.group.broken
-        run_processes.kill_leftovers(self.run_id, self.group.pids, self._launched_ticks, reaped=reaped)
         if self.launch.spec.ray:
             remove_ray_directories(self.run_id, self._here.settings)
+        shared_memory.remove_leftovers(self._launched_wall)
         self.group.close()
         self._is_over()
+
+
+def _listed(commands: Sequence[str]) -> str:
+    counts = Counter(commands)
+    return ", ".join(command if count == 1 else f"{command} ({count} times)" for command, count in counts.items())

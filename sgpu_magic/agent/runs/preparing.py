@@ -26,8 +26,8 @@ from sgpu_magic.agent.reports import FileRequests
 from sgpu_magic.agent.runs.node_run import Attempt, NodeRun
 from sgpu_magic.agent.runs.run_memory import ArrivedPayload, close_payload, lay_out
 from sgpu_magic.config import Settings, private_dir
+from sgpu_magic.files.atomic_file import appearing
 from sgpu_magic.files.content_store import join_blobs, piece_sizes
-from sgpu_magic.files.whole_file import appearing
 from sgpu_magic.packages.node.store import Built
 from sgpu_magic.wire.attachments import CodeBundle, StoredPayload, Wheel
 from sgpu_magic.wire.base import FailureKind, RunKind, RunState
@@ -58,7 +58,7 @@ class PreparingRun(NodeRun):
         self._launches = launches
         self._environments, self._inputs = launches.environments, launches.inputs
         self._arriving: asyncio.Task[None] | None = None
-        # handed on as soon as the payload has arrived too
+        # the prepared environment and code, until the payload has arrived too
         self._ready: tuple[Built | None, EnvironmentMoved | None, Mapping[str, str]] | None = None
 
     def start(self) -> None:
@@ -143,7 +143,7 @@ class PreparingRun(NodeRun):
             return
         if moved is not None:
             self._say(moved)
-        # the next run takes the payload over
+        # the run that starts the ranks takes over the payload
         self.ended = self.gone = True
         self._environments.leave(self.run_id)
         self._launches.prepared(self, built, code)
@@ -175,21 +175,21 @@ class PreparingRun(NodeRun):
     def state(self) -> RunState:
         return self._final_state if self.ended else RunState.PREPARING
 
-    def obey(self, message: Order, frames: Sequence[bytes]) -> None:
+    def on_order(self, message: Order, frames: Sequence[bytes]) -> None:
         match message:
             case ReclaimPayload() if self.gone:
                 self.files.memory.give_payload_up()
             case PeerFailed() if not self.ended:
                 self._end(RunState.FAILED, "")
             case _:
-                super().obey(message, frames)
+                super().on_order(message, frames)
 
     def take_stacks(self, done: Callable[[tuple[RankStack, ...]], None]) -> None:
         problem = "it has not started yet: the run's packages are being prepared"
         done(tuple(RankStack(rank=rank, problem=problem) for rank in self.launch.spec.rank_numbers))
 
 
-# ---------------------------------------------------------------- what the notebook sent along
+# ---------------------------------------------------------------- inputs from the notebook
 
 
 def travels_by_blobs(launch: Launch) -> bool:

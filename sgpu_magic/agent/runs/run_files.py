@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import shutil
 import tempfile
@@ -16,7 +17,7 @@ import msgspec
 from sgpu_magic import __version__
 from sgpu_magic.agent.runs.run_memory import RunMemory
 from sgpu_magic.config import Settings, host_name
-from sgpu_magic.files.whole_file import has_content, link_or_copy, write_whole
+from sgpu_magic.files.atomic_file import has_content, link_or_copy, write_whole
 from sgpu_magic.system.message_stream import MessageStream
 from sgpu_magic.system.processes import core_count, memory_limit
 from sgpu_magic.wire.attachments import FilePayload, InlinePayload, Payload, SharedPayload, StoredPayload
@@ -26,10 +27,10 @@ from sgpu_magic.wire.events import EventBody, Noted, PayloadReleased
 from sgpu_magic.wire.files import KEY, PAYLOAD
 from sgpu_magic.wire.node import Launch
 from sgpu_magic.wire.rank import FromRank, PrivateRay
-from sgpu_magic.wire.run import RUN_RECORD, UNDER_WAY, RankResult, RunRecord
+from sgpu_magic.wire.run import RUN_RECORD, SETTINGS, UNDER_WAY, RankResult, RunRecord
 
 if TYPE_CHECKING:
-    from sgpu_magic.agent.runs.node_run import Attempt, Surroundings
+    from sgpu_magic.agent.runs.node_run import AgentServices, Attempt
 
 _AIR = b'''"""The run of this directory again, outside the notebook:
 
@@ -48,6 +49,7 @@ if __name__ == "__main__":
 # beside the runs' directories, which contain links to it
 _SHARED_AIR = ".air.py"
 _AIR_NAME = "_air.py"
+_SHARED_SETTINGS = ".settings-"
 
 
 class RunFiles:
@@ -68,7 +70,7 @@ class RunFiles:
         OSError: The run's directory can't be made.
     """
 
-    def __init__(self, attempt: Attempt, here: Surroundings, say: Callable[[EventBody], None]) -> None:
+    def __init__(self, attempt: Attempt, here: AgentServices, say: Callable[[EventBody], None]) -> None:
         self._launch, before = attempt.launch, attempt.predecessor
         launch = self._launch
         check_id(launch.spec.run_id)
@@ -145,9 +147,11 @@ class RunFiles:
     def describe(self, state: RunState = RunState.STARTING) -> None:
         """Write the run's directory except the large parts. Every file is complete when it appears."""
         with self._writing(f"the run's directory {self.path}"):
-            write_whole(self.path / "cell.py", self._launch.spec.cell.body.encode())
+            write_whole(self.path / "cell.py", self._launch.spec.cell.body.encode("utf-8", "surrogateescape"))
             write_whole(self.path / KEY, self._launch.context.key)
-            self._link_air()
+            self._link(_SHARED_AIR, _AIR_NAME, _AIR)
+            if self._launch.context.settings:
+                self._link_settings()
             if self.inline:
                 write_whole(self.path / PAYLOAD, self.frames[0])
                 self._note(payload_kept=True, payload_note="", state=state)
@@ -168,17 +172,30 @@ class RunFiles:
         text = msgspec.json.format(msgspec.json.encode(printable(self._record)), indent=2)
         write_whole(self.path / RUN_RECORD, text)
 
-    def _link_air(self) -> None:
-        """Link the shared `_air.py` into the directory; a copy per run would be a sixth of a small run's size."""
+    def _link_settings(self) -> None:
+        """Link the file with the notebook's settings, which few runs change, and remove those that no run has."""
+        data = msgspec.json.format(msgspec.json.encode(self._launch.context.settings, order="sorted"), indent=2)
+        self._link(f"{_SHARED_SETTINGS}{hashlib.sha256(data).hexdigest()[:16]}", SETTINGS, data)
+        for other in self.path.parent.glob(f"{_SHARED_SETTINGS}*"):
+            with contextlib.suppress(OSError):
+                if other.lstat().st_nlink == 1:
+                    other.unlink()
+
+    def _link(self, shared_name: str, name: str, data: bytes) -> None:
+        """Link a file that all runs share into the directory; a copy in each would take a sixth of a small run."""
         if self._launch.far:
             # the directory is sent to the pool, and nothing stays here
-            write_whole(self.path / _AIR_NAME, _AIR)
+            write_whole(self.path / name, data)
             return
-        shared = self.path.parent / _SHARED_AIR
-        if not has_content(shared, _AIR):
-            # read-only, since a change in one run's directory would affect all runs
-            write_whole(shared, _AIR, 0o400)
-        link_or_copy(shared, self.path / _AIR_NAME)
+        shared = self.path.parent / shared_name
+        try:
+            if not has_content(shared, data):
+                # read-only, since a change in one run's directory would affect all runs
+                write_whole(shared, data, 0o400)
+            link_or_copy(shared, self.path / name)
+        except FileNotFoundError:
+            # another run has removed it meanwhile
+            write_whole(self.path / name, data, 0o400)
 
     def _payload_released(self, why: str) -> None:
         kept = not why
@@ -279,9 +296,9 @@ def sweep_ray_directories(settings: Settings, held: Collection[str]) -> None:
         (Path(tempfile.gettempdir()), f"sgpu-{_PREFIX}{_own_mark(settings)}-", keep),
         (settings.state_path / _DISK, "", set(held)),
     )
-    for place, prefix, kept in places:
+    for folder, prefix, kept in places:
         with contextlib.suppress(OSError):
-            for entry in place.iterdir():
+            for entry in folder.iterdir():
                 if entry.name.startswith(prefix) and entry.name not in kept and not entry.is_symlink():
                     shutil.rmtree(entry, ignore_errors=True)
 

@@ -19,8 +19,8 @@ from pathlib import Path
 
 import msgspec
 
+from sgpu_magic.files.atomic_file import appearing
 from sgpu_magic.files.content_store import join_parts
-from sgpu_magic.files.whole_file import appearing
 from sgpu_magic.system.processes import fits_memory, leave_the_cores_to_ranks
 from sgpu_magic.wire.attachments import (
     FilePayload,

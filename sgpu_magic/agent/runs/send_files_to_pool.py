@@ -2,7 +2,8 @@
 
     logs        as they grow, a few times a second
     results     as soon as a rank returns them; `RunEnded` waits for them
-    all else    when the ranks are gone. `DevicesFree` is reported before, `RanksGone` afterwards
+    all else    when the ranks are gone. `DevicesFree` is reported before, `RanksGone` afterwards. All of it appears at
+                the pool when the last of it has arrived; what could not be sent is named in a note
 
 Each chunk is kept until the pool has confirmed it, since another pool service may take over meanwhile.
 """
@@ -22,18 +23,21 @@ from pathlib import Path
 import msgspec
 
 from sgpu_magic.agent import faults
+from sgpu_magic.agent.blobs import UPLOADS_HERE
 from sgpu_magic.agent.faults import call_in_background
 from sgpu_magic.agent.reports import FileAnswer, FileRequests, Reports
 from sgpu_magic.config import Settings
-from sgpu_magic.files.run_directory import list_below, open_below
+from sgpu_magic.files.run_directory import contents_below, open_below
 from sgpu_magic.wire.events import EventBody, Noted, RunEnded
 from sgpu_magic.wire.files import (
+    CHECKPOINTS,
     CHUNK_BYTES,
     EVENTS,
     TRACKING,
     WINDOW,
     WORK,
     RunFile,
+    Store,
     StoreRunFile,
     work_folders,
 )
@@ -46,7 +50,13 @@ _LOGS_EVERY_S = 0.25
 _POOLS_OWN = frozenset({EVENTS, TRACKING})
 # for a multi-node run, only the first node sends these
 _OF_FIRST_PART = frozenset({"run.json", "cell.py", "_air.py", "key", "payload.bin"})
-_NAMED = 5
+_NAMED = 20
+# attempts to send a file that changes meanwhile
+_TRIES = 3
+# files sent at once: most are small, and each waits for the pool's answer
+_AT_ONCE = 8
+# made for every run
+_OWN_FOLDERS = frozenset({WORK, CHECKPOINTS})
 # precision with which file systems store modification times
 _SAME_TIME_S = 1e-3
 # links to the code on this node
@@ -94,6 +104,8 @@ class FilesToPool:
         self._reports = reports
         self._runs_path = settings.runs_path
         self._most_bytes = settings.run_files_bytes
+        # a rank's working directory has links to them; the notebook has the files themselves
+        self._uploads = f"{settings.state_path / UPLOADS_HERE}/"
         self._requests = requests
         self._turns = asyncio.Semaphore(WINDOW)
         self._runs: dict[str, _FarRun] = {}
@@ -121,7 +133,7 @@ class FilesToPool:
             descriptor: The result's descriptor, owned by this object from now on.
         """
         run, name = self._runs[run_id], f"result-{rank}.bin"
-        run.results.append(asyncio.ensure_future(self._send_whole(run, name, descriptor)))
+        run.results.append(asyncio.ensure_future(self._send_whole(run.part_of(name), descriptor)))
         return os.path.join(run.launch.run_dir, name)
 
     def happened(self, run_id: str, body: EventBody, frames: Sequence[bytes]) -> None:
@@ -212,10 +224,7 @@ class FilesToPool:
             if run.ending is not None:
                 await asyncio.wait([run.ending])
             await self._send_logs(run)
-            for file in await self._files(run):
-                problem = await self._send_file(run, file)
-                if problem:
-                    run.left[file.name] = problem
+            await self._send_all(run)
             await call_in_background(lambda: shutil.rmtree(run.directory, ignore_errors=True), "sgpu-remove")
         finally:
             if run.left:
@@ -226,13 +235,46 @@ class FilesToPool:
                 del self._runs[run.launch.spec.run_id]
             self._reports.gone(run.launch.spec.run_id)
 
+    async def _send_all(self, run: _FarRun) -> None:
+        """Stage all files at the pool, then let it move them into place, so that no partial state is visible."""
+        files = await self._files(run)
+        if not files:
+            return
+        missing = {file.name: "the transfer was interrupted" for file in files}
+        following = iter(files)
+
+        async def send() -> None:
+            for file in following:
+                if problem := await self._send_file(run, file):
+                    run.left[file.name] = missing[file.name] = problem
+                else:
+                    run.left.pop(file.name, None)
+
+        try:
+            async with asyncio.TaskGroup() as senders:
+                for _ in range(_AT_ONCE):
+                    senders.create_task(send())
+            placing = msgspec.structs.replace(run.part_of(""), action=Store.PLACE)
+            problem, _ = await self._requests.ask(placing, (b"",))
+            missing = dict.fromkeys(missing, problem) if problem else {}
+        finally:
+            # report the files that have not arrived, even after an error
+            run.left |= missing
+
     def _note(self, run: _FarRun, text: str) -> None:
         self._reports.happened(run.launch.spec.run_id, Noted(text=text), ())
 
     async def _files(self, run: _FarRun) -> list[RunFile]:
         found: list[RunFile] = []
         try:
-            found = (await call_in_background(lambda: list_below(run.directory), "sgpu-list"))[0]
+            contents = await call_in_background(lambda: contents_below(run.directory), "sgpu-list")
+            found = contents.files
+            run.left |= {name: why for name, why in contents.unreadable.items() if not name.startswith(_CODE)}
+            run.left |= {
+                name: f"a link to {target}, outside of the run's directory"
+                for name, target in contents.outward_links.items()
+                if not name.startswith(_CODE) and not target.startswith(self._uploads)
+            }
         except FileNotFoundError:
             pass
         except OSError as error:
@@ -245,6 +287,7 @@ class FilesToPool:
             file
             for file in found
             if file.name not in others
+            and not (file.folder and file.name in _OWN_FOLDERS)
             and not _LOG.fullmatch(file.name)
             and not _RESULT.fullmatch(file.name)
             and not file.name.startswith(_CODE)
@@ -254,18 +297,34 @@ class FilesToPool:
     async def _send_file(self, run: _FarRun, file: RunFile) -> str:
         if file.size > self._most_bytes:
             return f"its size is {file.size / 1e9:,.1f} GB, more than the setting run_files_bytes allows"
-        name = _name_at_pool(run.launch, file.name)
-        try:
-            descriptor = open_below(run.directory, file.name)
-            return await self._send_whole(run, name, descriptor, executable=file.executable)
-        except OSError as error:
-            return error.strerror or str(error)
+        staged = run.part_of(_name_at_pool(run.launch, file.name))
+        if file.folder or file.target:
+            action = Store.FOLDER if file.folder else Store.LINK
+            target = _target_at_pool(run.launch, file)
+            return (await self._requests.ask(msgspec.structs.replace(staged, action=action, target=target), (b"",)))[0]
+        part = msgspec.structs.replace(staged, action=Store.STAGED, executable=file.executable)
+        problem = ""
+        for _ in range(_TRIES):
+            try:
+                descriptor = open_below(run.directory, file.name)
+                before = os.fstat(descriptor)
+                problem = await self._send_whole(part, descriptor)
+                unchanged = _version(os.lstat(run.directory / file.name)) == _version(before)
+            except OSError as error:
+                problem, unchanged = error.strerror or str(error), True
+            if unchanged and not problem:
+                return ""
+            # a partial file must not replace an earlier complete one
+            await self._requests.ask(msgspec.structs.replace(staged, action=Store.DROP), (b"",))
+            if unchanged:
+                return problem
+        return problem or "it changed while it was being sent"
 
-    async def _send_whole(self, run: _FarRun, name: str, descriptor: int, *, executable: bool = False) -> str:
+    async def _send_whole(self, part: StoreRunFile, descriptor: int) -> str:
         """Send a file and close its descriptor; return why the pool refused it, "" for success."""
         try:
             size = os.fstat(descriptor).st_size
-            part = msgspec.structs.replace(run.part_of(name), size=size, executable=executable)
+            part = msgspec.structs.replace(part, size=size)
             problem = await self._send_part(part, descriptor, 0, size)
             return problem or (await self._requests.ask(msgspec.structs.replace(part, offset=size), (b"",)))[0]
         finally:
@@ -286,14 +345,32 @@ class FilesToPool:
         return next((problem for problem, _ in await asyncio.gather(*waiting) if problem), "")
 
 
+def _version(status: os.stat_result) -> tuple[int, int, int]:
+    """Return what differs if a file was written or replaced meanwhile."""
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _target_at_pool(launch: Launch, file: RunFile) -> str:
+    """Return a link's target at the pool, where names may differ."""
+    if not file.target:
+        return ""
+    end = os.path.normpath(os.path.join(os.path.dirname(file.name), file.target))
+    folder = os.path.dirname(_name_at_pool(launch, file.name))
+    return os.path.relpath(f"/{_name_at_pool(launch, end)}", f"/{folder}")
+
+
 def _is_as_fetched(file: RunFile, fetched: RunFile | None) -> bool:
-    if fetched is None or file.size != fetched.size:
+    if fetched is None or (file.size, file.target, file.folder) != (fetched.size, fetched.target, fetched.folder):
         return False
+    if file.target or file.folder:
+        return True
     return abs(file.changed_at - fetched.changed_at) < _SAME_TIME_S
 
 
 def _name_at_pool(launch: Launch, name: str) -> str:
     """Return a file's name at the pool, where each node has its own working directory."""
-    if launch.part is None or not name.startswith(f"{WORK}/"):
+    if launch.part is None or (name != WORK and not name.startswith(f"{WORK}/")):
         return name
+    if name == WORK:
+        return work_folders(launch.part.index)[0]
     return f"{work_folders(launch.part.index)[0]}/{name.removeprefix(f'{WORK}/')}"

@@ -1,6 +1,8 @@
 """A session: ranks that stay alive between cells and hold the lease.
 
-launch -> all joined (connected) -> cell, cell, ... -> asked to end -> ended -> leave -> gone
+launch -> all joined (connected) -> cell, cell, ... -> asked to end -> finishing -> ended -> leave -> gone
+
+At its end the ranks finish what its cells have started, as Python does before it exits.
 """
 
 from __future__ import annotations
@@ -10,14 +12,15 @@ import time
 from collections.abc import Callable, Sequence
 
 from sgpu_magic.agent import faults
+from sgpu_magic.agent.failures import without_secrets
 from sgpu_magic.agent.ranks.group import Group
 from sgpu_magic.agent.ranks.orders import prepare
 from sgpu_magic.agent.ranks.stop import EXIT_HANDLERS_S
-from sgpu_magic.agent.runs.execution_kinds import SessionCell, Told
-from sgpu_magic.agent.runs.node_run import Attempt, RankRun, Surroundings
-from sgpu_magic.agent.runs.session_repair import Questions, SessionLogs, SessionNews, SessionRepair
+from sgpu_magic.agent.runs.execution_kinds import SHOWN_AFTER_S, OnRenewed, SessionCell
+from sgpu_magic.agent.runs.node_run import AgentServices, Attempt, RankRun
+from sgpu_magic.agent.runs.session_repair import Questions, SessionEvents, SessionLogs, SessionRepair
 from sgpu_magic.agent.watch.sampling import RunSampler
-from sgpu_magic.wire.base import FailureKind, RunState
+from sgpu_magic.wire.base import OWNER_GONE, FailureKind, RunState
 from sgpu_magic.wire.client import ReclaimPayload, TellComms
 from sgpu_magic.wire.codec import Order
 from sgpu_magic.wire.events import Noted, RunEnded
@@ -25,15 +28,18 @@ from sgpu_magic.wire.node import KillRanks
 from sgpu_magic.wire.rank import (
     Cleared,
     CommsSaid,
+    DescendantsEnded,
     Displayed,
     Failed,
+    Finish,
+    Finishing,
     FromRank,
     Joined,
     QuestionAnswered,
     Remarked,
     Renewed,
 )
-from sgpu_magic.wire.rank_events import Failure, OutputWritten, RankStack
+from sgpu_magic.wire.rank_events import Failure, OutputWritten, RanksFinishing, RankStack, RankUnfinished, Unfinished
 from sgpu_magic.wire.run import RankAnswer, RankQuestion
 
 # a cell that is stopped with its session gets this long to report its own end
@@ -47,15 +53,19 @@ class SessionRefuses(Exception):
 class Session(RankRun):
     """One session's ranks. Takes the arguments of `RankRun`."""
 
-    def __init__(self, attempt: Attempt, group: Group, warm: str, here: Surroundings) -> None:
+    def __init__(self, attempt: Attempt, group: Group, warm: str, here: AgentServices) -> None:
         super().__init__(attempt, group, warm, here)
         launch = self.launch
         self._sampler = RunSampler(self.run_ranks, launch.lease, self._say, lambda use: None)
-        self._news = SessionNews(self._say)
+        self._news = SessionEvents(self._say)
         self._cell: SessionCell | None = None
         self._questions = Questions(group)
         self._failure: Failure | None = None
         self._logs = SessionLogs(group, self.files)
+        # unfinished work of the ranks once the session ends; None before
+        self._finishing: dict[int, tuple[Unfinished, ...]] | None = None
+        self._finish_shown: tuple[RankUnfinished, ...] = ()
+        self._finish_s = 0.0
         self._repair = SessionRepair(group, launch, here.settings.runtime_path, self._news, self._say, self._logs.begin)
         group.listener = self
 
@@ -95,7 +105,7 @@ class Session(RankRun):
         if self._cell is not None or self._repair.busy:
             raise SessionRefuses(f"session {self.launch.spec.name} is busy with another cell. Run it again.")
         cell = SessionCell(attempt, self, self._here)
-        self._logs.lend(cell.run_ranks.numbers)
+        self._logs.lend(cell.run_ranks.numbers, cell.files)
         self._news.began(spec.name)
         self._cell = cell
         return cell
@@ -108,7 +118,7 @@ class Session(RankRun):
             self._logs.take_back(cell.run_ranks.numbers)
         self._repair.go_on()
 
-    def renew(self, reason: str, done: Told) -> None:
+    def renew(self, reason: str, done: OnRenewed) -> None:
         """Renew the process groups if possible; call `done` with the result to report, or None."""
         if self._ending_as is not None or not all(process.alive for process in self.group.ranks):
             # with a dead rank, the groups are renewed when it is replaced
@@ -129,6 +139,7 @@ class Session(RankRun):
             done("its ranks are already being started")
         else:
             self._repair.replace(tuple(sorted(ranks)) or self.run_ranks.numbers, done)
+            self._ranks_killed()
             if self._cell is None:
                 self._repair.go_on()
 
@@ -148,6 +159,8 @@ class Session(RankRun):
                     self._connected()
             case Renewed():
                 self._repair.renewed(rank, message)
+            case Finishing(work=work):
+                self._note_finishing(rank, work)
             case QuestionAnswered(request=request, answer=answer):
                 self._questions.answered(request, answer)
             case _ if cell is not None and rank in cell.run_ranks.numbers:
@@ -165,6 +178,7 @@ class Session(RankRun):
 
     def _could_not_prepare(self, failure: Failure) -> None:
         """Handle that a rank can't be prepared."""
+        failure, _ = without_secrets(failure, (), self.launch.context.environ, self.launch.spec.env_names)
         if self._started_at is not None:
             self._repair.fail(f"rank {failure.rank}: {failure.message}")
         elif self._ending_as is None:
@@ -180,6 +194,7 @@ class Session(RankRun):
         if (cell := self._cell_of(batch.rank)) is not None:
             cell.rank_wrote(batch)
         elif not self.ended:
+            self._logs.add_late(batch)
             self._say(batch)
 
     def rank_log_ended(self, rank: int, problem: str) -> None:
@@ -195,6 +210,7 @@ class Session(RankRun):
             self._news.died(rank)
         self._repair.died(rank)
         self._questions.died(rank)
+        self._note_finishing(rank, None)
         if cell is not None and rank in cell.run_ranks.numbers:
             cell.rank_exited(rank, status)
         elif is_unexpected and self._started_at is not None:
@@ -206,6 +222,11 @@ class Session(RankRun):
             self._repair.go_on()
         self._finish_if_gone()
 
+    def rank_gone(self, rank: int, message: DescendantsEnded) -> None:
+        if self._cell is None:
+            self._repair.go_on()
+        super().rank_gone(rank, message)
+
     def group_broken(self, kind: FailureKind, message: str) -> None:
         if self._cell is not None:
             self._cell.fail_whole(kind, message)
@@ -213,7 +234,7 @@ class Session(RankRun):
 
     def _connected(self) -> None:
         self._say_started()
-        # a fault in the sampling does not cost the session
+        # a fault in the sampling must not end the session
         with faults.charging(lambda error: self._here.sampling.end(self._sampler)):
             self._here.sampling.begin(self._sampler)
 
@@ -227,15 +248,56 @@ class Session(RankRun):
         self._repair.fail("the session ends")
         cell = self._cell
         if cell is None or cell.ended:
-            self._say_end()
+            self._begin_finish()
         else:
             cell.end_as(RunState.CANCELLED, f"its session ended: {reason}")
-            self._later(_CELL_ENDS_S, self._say_end)
+            self._later(_CELL_ENDS_S, self._begin_finish)
+
+    def _begin_finish(self) -> None:
+        """Let the ranks finish what the session's cells have started. Ranks that are busy with a cell can't."""
+        ranks = [process.rank for process in self.group.ranks if process.alive]
+        if self.ended or self._finishing is not None:
+            return
+        if self._started_at is None or self.group.broken or self._cell is not None or not ranks:
+            self._say_end()
+            return
+        self._finishing = dict.fromkeys(ranks, ())
+        for rank in ranks:
+            self.group.order(rank, Finish())
+        # if the notebook is gone or a time limit is reached, ranks get only the grace of a stopped run
+        is_asked = self._ending_as is RunState.CANCELLED and self._end_reason != OWNER_GONE
+        self._finish_s = self._here.settings.finish_timeout_s if is_asked else self.grace_s
+        self._later(SHOWN_AFTER_S, self._show_finishing)
+        self._later(self._finish_s, self._say_end)
+
+    def _note_finishing(self, rank: int, work: tuple[Unfinished, ...] | None) -> None:
+        if self._finishing is None or rank not in self._finishing or self.ended:
+            return
+        if work is not None:
+            self._finishing[rank] = work
+        else:
+            del self._finishing[rank]
+        if not self._finishing:
+            self._say_end()
+        elif self._finish_shown:
+            self._show_finishing()
+
+    @property
+    def _unfinished(self) -> tuple[RankUnfinished, ...]:
+        finishing = self._finishing or {}
+        return tuple(RankUnfinished(rank=rank, work=work) for rank, work in sorted(finishing.items()))
+
+    def _show_finishing(self) -> None:
+        """Report what the session waits for, when it has waited for a moment and when that changes."""
+        if not self.ended and self._unfinished != self._finish_shown:
+            self._finish_shown = self._unfinished
+            self._say(RanksFinishing(ranks=self._finish_shown))
 
     def _kill(self) -> None:
         """Send SIGKILL to every rank."""
         for process in self.group.ranks:
             process.signal(signal.SIGKILL, whole_session=True)
+        self._ranks_killed()
 
     def faulted(self, error: Exception) -> None:
         """Charge a fault to the running cell, if any; the session goes on if it can."""
@@ -275,15 +337,18 @@ class Session(RankRun):
                 state=self._ending_as,
                 failure=failure,
                 reason="" if failure is not None else self._end_reason,
+                cut_off=self._unfinished,
+                finish_s=self._finish_s if self._unfinished else 0.0,
                 starting_s=connected - self._launched_at,
                 running_s=now - connected,
             )
         )
         self.group.leave()
-        busy = [process for process in self.group.ranks if self._cell is not None and process.alive]
+        unfinished = self._finishing or {}
+        busy = [each for each in self.group.ranks if each.alive and (self._cell is not None or each.rank in unfinished)]
         for process in busy:
             process.signal(signal.SIGTERM, whole_session=True)
-        self._later(self._grace() if busy else EXIT_HANDLERS_S, self._kill)
+        self._later(self.grace_s if busy else EXIT_HANDLERS_S, self._kill)
         self._finish_if_gone()
 
     @property
@@ -295,7 +360,7 @@ class Session(RankRun):
         """Whether a cell runs in the session, or its ranks are being started."""
         return self._cell is not None or self._repair.busy or (self._started_at is None and not self.gone)
 
-    def obey(self, message: Order, frames: Sequence[bytes]) -> None:
+    def on_order(self, message: Order, frames: Sequence[bytes]) -> None:
         match message:
             case TellComms() if self.connected and not self._repair.busy:
                 self.group.hear_comms(message, frames)

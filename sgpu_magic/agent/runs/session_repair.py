@@ -7,13 +7,13 @@ place over a new store, so that the user's models and groups keep working. New r
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sgpu_magic.agent.ranks import run_processes
 from sgpu_magic.agent.ranks.group import Group
 from sgpu_magic.agent.ranks.orders import prepare
 from sgpu_magic.agent.ranks.rank_process import GroupStore
@@ -22,6 +22,7 @@ from sgpu_magic.system.message_stream import Pending
 from sgpu_magic.wire.events import GroupRenewed, RanksRestarted, SessionMoved
 from sgpu_magic.wire.node import Launch
 from sgpu_magic.wire.rank import AnswerQuestion, Renew, Renewed
+from sgpu_magic.wire.rank_events import OutputWritten
 from sgpu_magic.wire.run import RankAnswer, RankQuestion
 
 # gloo's own limit on the ranks is shorter
@@ -38,7 +39,7 @@ class SessionRepair:
         group: The ranks.
         launch: The session's launch, with which new ranks start.
         scratch: Directory for files on systems without memory files.
-        news: Learns which ranks are dead or replaced.
+        news: Reports dead and replaced ranks.
         say: Reports the result.
         replaced: Called with the replaced ranks as soon as their new processes exist; they have yet to join.
     """
@@ -46,7 +47,7 @@ class SessionRepair:
     group: Group
     launch: Launch
     scratch: Path
-    news: SessionNews
+    news: SessionEvents
     say: Callable[[GroupRenewed | RanksRestarted], None]
     replaced: Callable[[Sequence[int]], None]
 
@@ -91,12 +92,10 @@ class SessionRepair:
             self.group.rank(rank).signal(signal.SIGKILL, whole_session=True)
 
     def go_on(self) -> None:
-        """Fork the new ranks once all old ones are dead."""
+        """Fork the new ranks once all old ones have ended, with everything that they had started."""
         ranks = self._replacing
-        if not ranks or self._regrouped is not None or any(self.group.rank(rank).alive for rank in ranks):
+        if not ranks or self._regrouped is not None or not all(self.group.rank(rank).gone for rank in ranks):
             return
-        old = {self.group.rank(rank).pid or 0 for rank in ranks}
-        run_processes.kill_leftovers(self.launch.spec.run_id, old, marked=False, reaped=True)
         self._regroup(ranks, self._end_replacement)
         if self._replacing:
             self.replaced(ranks)
@@ -183,7 +182,7 @@ class SessionRepair:
 _PAUSE_S = 0.2
 
 
-class SessionNews:
+class SessionEvents:
     """Reports the number of cells, the running cell and the dead ranks.
 
     Args:
@@ -196,7 +195,7 @@ class SessionNews:
         self._cells = 0
         self._running = ""
         self._dead: set[int] = set()
-        self._told = SessionMoved(cells=0)
+        self._last_reported = SessionMoved(cells=0)
         self._timer: asyncio.TimerHandle | None = None
 
     def began(self, name: str) -> None:
@@ -239,8 +238,8 @@ class SessionNews:
         self._timer = None
         running = (self._running,) if self._running else ()
         news = SessionMoved(cells=self._cells, running=running, dead=tuple(sorted(self._dead)))
-        if news != self._told:
-            self._told = news
+        if news != self._last_reported:
+            self._last_reported = news
             self._say(news)
 
 
@@ -257,6 +256,8 @@ class SessionLogs:
         self._files = files
         # lines and bytes in the session's logs of ranks that are lent to a cell
         self._written: dict[int, tuple[int, int]] = {}
+        # the files of the last cell of each rank
+        self._last: dict[int, RunFiles] = {}
 
     def begin(self, ranks: Iterable[int]) -> None:
         """Let new processes append to the session's logs."""
@@ -264,12 +265,28 @@ class SessionLogs:
             path = self._files.log_path(rank)
             self._open(rank, 0, os.path.getsize(path) if os.path.exists(path) else 0)
 
-    def lend(self, ranks: Iterable[int]) -> None:
-        """Write pending output to the session's logs before a cell sets its own."""
+    def lend(self, ranks: Iterable[int], files: RunFiles) -> None:
+        """Write pending output to the session's logs before a cell sets its own.
+
+        Args:
+            ranks: The ranks that run the cell.
+            files: The cell's files.
+        """
         for rank in ranks:
+            self._last[rank] = files
             output = self._group.rank(rank).output
             output.drain()
             self._written[rank] = (output.lines, output.total_bytes)
+
+    def add_late(self, batch: OutputWritten) -> None:
+        """Add what a rank prints between cells to the log of its last cell, whose threads have most likely printed it.
+
+        The session's own log and view have it too.
+        """
+        if (files := self._last.get(batch.rank)) is not None and batch.text:
+            # the directory may be removed by now
+            with contextlib.suppress(OSError), open(files.log_path(batch.rank), "a", encoding="utf-8") as log:
+                log.write(batch.text)
 
     def take_back(self, ranks: Iterable[int]) -> None:
         """Switch the ranks back to the session's logs after a cell."""

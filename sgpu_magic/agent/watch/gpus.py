@@ -132,7 +132,7 @@ class IdleWatch:
     def __init__(self, idle_s: float) -> None:
         self._idle_s = idle_s
         self._since: dict[int, float] = {}
-        self._told: dict[int, str] = {}
+        self._reported: dict[int, str] = {}
 
     def look(self, now: float, use_pct: Mapping[int, float | None]) -> list[DeviceBusy]:
         """Record the GPUs' utilization by rank and return those that are busy again.
@@ -146,9 +146,9 @@ class IdleWatch:
                 self._since.pop(rank, None)
         for rank in self._since.keys() - use_pct.keys():
             del self._since[rank]
-        busy = sorted(self._told.keys() - self._since.keys())
+        busy = sorted(self._reported.keys() - self._since.keys())
         for rank in busy:
-            del self._told[rank]
+            del self._reported[rank]
         return [DeviceBusy(rank=rank) for rank in busy]
 
     def idle(self, now: float) -> set[int]:
@@ -156,17 +156,17 @@ class IdleWatch:
         return {rank for rank, since in self._since.items() if now - since >= self._idle_s}
 
     @property
-    def told(self) -> set[int]:
+    def reported(self) -> set[int]:
         """Ranks whose idle GPUs were reported and are not busy again."""
-        return set(self._told)
+        return set(self._reported)
 
     def explain(self, now: float, causes: Mapping[int, str]) -> list[DeviceIdle]:
         """Return the new reports, given what each rank waits in ("" if its stack does not show it)."""
         found: list[DeviceIdle] = []
         for rank in sorted(self.idle(now)):
             cause = causes.get(rank, "")
-            if self._told.get(rank) != cause:
-                self._told[rank] = cause
+            if self._reported.get(rank) != cause:
+                self._reported[rank] = cause
                 found.append(DeviceIdle(rank=rank, seconds=round(now - self._since[rank], 1), waits_in=cause))
         return found
 
@@ -221,8 +221,8 @@ class IdleGpus:
         for busy in self._watch.look(now, going):
             self.say(busy)
         idle = self._watch.idle(now)
-        # asking costs a rank with a full flight recorder 30 ms, so reported ranks are asked again only now and then
-        if idle and not self._asking and (now >= self._next_look or idle - self._watch.told):
+        # a query costs a rank with a full flight recorder 30 ms, so ranks that were reported are queried less often
+        if idle and not self._asking and (now >= self._next_look or idle - self._watch.reported):
             self._asking = True
             self._next_look = now + self.idle_s / 2
             self.taker.take(self._took, gently=True)

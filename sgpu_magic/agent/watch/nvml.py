@@ -67,7 +67,7 @@ def nvml_error() -> type[Exception]:
 # ---------------------------------------------------------------- values that may be absent
 
 
-def told(nvml: Nvml, ask: Callable[[], T], default: D) -> T | D:
+def value_or(nvml: Nvml, ask: Callable[[], T], default: D) -> T | D:
     """Return NVML's answer, or `default` if this value is not available.
 
     Raises:
@@ -87,7 +87,7 @@ def memory(nvml: Nvml, handle: object) -> tuple[int, int | None]:
         NVMLError: The device or the driver is gone.
     """
     for version in (nvml.nvmlMemory_v2, None):
-        found = told(nvml, functools.partial(nvml.nvmlDeviceGetMemoryInfo, handle, version), None)
+        found = value_or(nvml, functools.partial(nvml.nvmlDeviceGetMemoryInfo, handle, version), None)
         if found is not None:
             return int(found.total), int(found.used)
     return 0, None
@@ -99,7 +99,7 @@ def utilization(nvml: Nvml, handle: object) -> int | None:
     Raises:
         NVMLError: The device or the driver is gone.
     """
-    return told(nvml, lambda: int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu), None)
+    return value_or(nvml, lambda: int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu), None)
 
 
 # ---------------------------------------------------------------- NVML's errors
@@ -230,13 +230,13 @@ class GpuReader:
         total, used = memory(nvml, handle)
         process_bytes = self._process_bytes(nvml, handle)
         if uuid.startswith("MIG-"):
-            # other values exist only for the whole GPU, whose other slices others use
+            # other values exist only for the whole GPU, whose other slices may belong to other users
             return GpuReading(used_bytes=used, total_bytes=total or None, process_bytes=process_bytes)
         return GpuReading(
             utilization_pct=utilization(nvml, handle),
             used_bytes=used,
             total_bytes=total or None,
-            power_w=told(nvml, lambda: round(nvml.nvmlDeviceGetPowerUsage(handle) / 1000), None),
+            power_w=value_or(nvml, lambda: round(nvml.nvmlDeviceGetPowerUsage(handle) / 1000), None),
             temperature_c=self._temperature_c(nvml, handle),
             process_bytes=process_bytes,
             process_pct=self._process_pct(nvml, uuid, handle),
@@ -245,7 +245,7 @@ class GpuReader:
     def _process_bytes(self, nvml: Nvml, handle: object) -> dict[int, int]:
         # a process with several contexts is listed several times
         found: dict[int, int] = {}
-        for process in told(nvml, lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle), ()):
+        for process in value_or(nvml, lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle), ()):
             if process.usedGpuMemory is not None:
                 found[process.pid] = found.get(process.pid, 0) + process.usedGpuMemory
         return found

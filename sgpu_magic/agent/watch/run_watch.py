@@ -29,7 +29,7 @@ from sgpu_magic.wire.events import EventBody, Noted
 from sgpu_magic.wire.rank_events import RankStack, Resumed, Stalled
 
 if TYPE_CHECKING:
-    from sgpu_magic.agent.runs.node_run import Surroundings
+    from sgpu_magic.agent.runs.node_run import AgentServices
 
 # checks of CPU times within `stall_s`
 _TICKS = 15
@@ -55,7 +55,7 @@ class RunWatch:
     lease: Lease
     notebook: NotebookFrames
     has_reported: Callable[[int], bool]
-    here: Surroundings
+    here: AgentServices
     say: Callable[[EventBody], None]
 
     def __post_init__(self) -> None:
@@ -128,7 +128,7 @@ class RunWatch:
             self._idle_ranks, self._pause_s = idle, self._tick_s
             self._next_look = min(self._next_look, now)
         if silent_s >= self._stall_s and now >= self._next_look:
-            # asking costs a rank with a full flight recorder 30 ms: ask less and less often while nothing is found
+            # a query costs a rank with a full flight recorder 30 ms: back off while nothing is found
             self._next_look = now + self._pause_s
             self._pause_s = min(2 * self._pause_s, self._stall_s)
             self.taker.take(self._took, gently=True)
@@ -218,12 +218,12 @@ class StallJudge:
     def __init__(self, stall_s: float) -> None:
         self._stall_s = stall_s
         self._seen: dict[Position, float] = {}
-        self._told: frozenset[Position] = frozenset()
+        self._reported: frozenset[Position] = frozenset()
 
     @property
     def stalled(self) -> bool:
         """Whether the last report was `Stalled`."""
-        return bool(self._told)
+        return bool(self._reported)
 
     def look(self, now: float, silent_s: float, looks: Sequence[RankLook]) -> Stalled | Resumed | None:
         """Evaluate one observation of all ranks that have not reported.
@@ -238,19 +238,23 @@ class StallJudge:
         if still_s < self._stall_s or not any(look.waits_in for look in looks):
             return self.moved()
         picture = frozenset(look.position for look in looks)
-        if picture == self._told:
+        if picture == self._reported:
             return None
-        self._told = picture
+        self._reported = picture
         return Stalled(seconds=still_s, stacks=tuple(look.stack for look in looks))
 
     def moved(self) -> Resumed | None:
         """Return `Resumed` if the run was stalled: it has printed something or made progress."""
-        if not self._told:
+        if not self._reported:
             return None
-        self._told = frozenset()
+        self._reported = frozenset()
         return Resumed()
 
     def _still_s(self, now: float, look: RankLook) -> float:
         if not look.waits_in:
             return look.idle_s
-        return look.entered_s if look.entered_s is not None else now - self._seen[look.position]
+        if look.entered_s is not None:
+            return look.entered_s
+        # the entry time is unknown, as for `recv` and `new_group`, which no recorder lists as pending: the rank has
+        # waited since it was first seen there, and at least as long as it has been idle
+        return max(now - self._seen[look.position], look.idle_s)

@@ -20,6 +20,7 @@ from sgpu_magic.agent.ranks.rank_process import NotebookFrames, parse
 from sgpu_magic.agent.ranks.run_processes import ProcessTable, TreeUse
 from sgpu_magic.agent.watch.gpus import Gpus
 from sgpu_magic.agent.watch.nvml import GpuReading
+from sgpu_magic.agent.watch.shared_pages import SharedPages
 from sgpu_magic.system.processes import core_count, memory_limit
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.events import Noted
@@ -31,7 +32,7 @@ _COARSE_S = 5.0
 _SLACK_S = 0.5
 _INTERVAL_S = 1.0
 _MAX_LINE_CHARS = 80
-# nothing may compete with a run's first line
+# let a run's first line of output reach the notebook before sampling starts
 _SETTLED_S = 0.2
 
 
@@ -126,7 +127,7 @@ class RunSampler:
             rss_bytes = tree.rss_bytes
             # a descendant may have been reparented out of the tree
             cores = None if before_s is None else max(tree.cpu_s - before_s, 0.0) / seconds
-        # as many as the threads that torch gets
+        # equal to the number of threads that torch gets
         share = max(1, core_count() // max(len(self.run_ranks.ranks), 1))
         sample = RankSample(
             rank=rank,
@@ -207,10 +208,10 @@ def merged(samples: Sequence[RankSample]) -> RankSample:
 
 
 def _mean(values: Iterable[float | None], digits: int = 1) -> float | None:
-    told = [value for value in values if value is not None]
-    if not told:
+    known = [value for value in values if value is not None]
+    if not known:
         return None
-    mean = round(sum(told) / len(told), digits)
+    mean = round(sum(known) / len(known), digits)
     # a small integer takes one to three bytes on the wire, a float nine
     return int(mean) if mean == int(mean) else mean
 
@@ -236,6 +237,7 @@ class Sampling:
     def __init__(self) -> None:
         self.processes = ProcessTable()
         self.gpus = Gpus()
+        self._shared_pages = SharedPages()
         self._loop = asyncio.get_running_loop()
         self._settling: dict[RunSampler, asyncio.TimerHandle] = {}
         # each with the handler for faults of its sampler
@@ -290,7 +292,8 @@ class Sampling:
 
     def _tick(self) -> None:
         now = self._loop.time()
-        trees = self.processes.trees([pid for run in self._runs for pid in run.pids])
+        used = self.processes.trees([pid for run in self._runs for pid in run.pids])
+        trees = self._shared_pages.counted_once(used)
         self._sample([run for run in self._runs if not run.gpus], now, trees, {})
         with_gpus = [run for run in self._runs if run.gpus]
         if with_gpus:

@@ -25,13 +25,15 @@ from sgpu_magic.agent.faults import call_in_background
 from sgpu_magic.agent.ranks.group import RankProcess, RunRanks
 from sgpu_magic.agent.ranks.rank_process import NotebookFrames, parse
 from sgpu_magic.agent.ranks.stop import catches
+from sgpu_magic.system import child_process
 from sgpu_magic.wire.codec import STACK_SIGNAL
+from sgpu_magic.wire.decoding import decode_json
 from sgpu_magic.wire.rank import Collectives, TellCollectives
 from sgpu_magic.wire.rank_events import Collective, RankStack, StackFrame
 
 Done = Callable[[tuple[RankStack, ...]], None]
 _POLL_S = 0.01
-# a rank that has not answered by then is not waited for
+# wait at most this long for the ranks' answers
 _PATIENCE_S = 0.25
 _PY_SPY_TIMEOUT_S = 0.2
 
@@ -211,7 +213,7 @@ def _ask_py_spy(command: str, pids: dict[int, int]) -> dict[int, tuple[StackFram
     for rank, pid in pids.items():
         try:
             pipe = subprocess.PIPE
-            running[rank] = subprocess.Popen([*arguments, str(pid)], stdout=pipe, stderr=subprocess.DEVNULL)
+            running[rank] = child_process.popen([*arguments, str(pid)], stdout=pipe, stderr=subprocess.DEVNULL)
         except OSError:
             return found
     deadline = time.monotonic() + _PY_SPY_TIMEOUT_S
@@ -240,7 +242,7 @@ class _SpyThread(msgspec.Struct):
 def parse_py_spy(text: bytes, pid: int) -> tuple[StackFrame, ...]:
     """Parse `py-spy dump --json`: return the main thread's frames, innermost first; none for invalid output."""
     try:
-        threads = msgspec.json.decode(text, type=list[_SpyThread])
+        threads = decode_json(text, type=list[_SpyThread])
     except msgspec.DecodeError:
         return ()
     main = next((thread for thread in threads if thread.os_thread_id == pid), None)

@@ -57,19 +57,19 @@ class NotebookRun:
         copy: Path of the executed copy, None for none.
         out: Stream for the cells' output, None to discard it.
         err: Stream for a line per cell, and for a script's standard error.
-        told: Called with the number of cells done and the total.
+        on_progress: Called with the number of cells done and the total.
 
     Attributes:
         exit_value: The value of `dbutils.notebook.exit`, after which no cell ran; None if the notebook did not call it.
     """
 
     def __init__(
-        self, job: Job, copy: Path | None, out: TextIO | None, err: TextIO, told: Callable[[int, int], None]
+        self, job: Job, copy: Path | None, out: TextIO | None, err: TextIO, on_progress: Callable[[int, int], None]
     ) -> None:
         self._job = job
         self._err = err
         self._out = out
-        self._told = told
+        self._on_progress = on_progress
         self._notebook = notebook_of(job)
         self._copy = ExecutedCopy(self._notebook, copy, self._say)
         self._stopped: asyncio.Future[ExitCode]
@@ -161,7 +161,7 @@ class NotebookRun:
     async def _cells(self, client: _Client) -> ExitCode:
         client.reset_execution_trackers()
         code_cells = [at for at, cell in enumerate(self._notebook.cells) if cell.cell_type == "code"]
-        self._told(0, len(code_cells))
+        self._on_progress(0, len(code_cells))
         for number, at in enumerate(code_cells, 1):
             cell = self._notebook.cells[at]
             self._say_of_cell(f"[{number}/{len(code_cells)}] {title_of(cell.source)} ... ")
@@ -174,7 +174,7 @@ class NotebookRun:
             if code is not ExitCode.OK:
                 self._tell_failure(cell, number, code)
                 return code
-            self._told(number, len(code_cells))
+            self._on_progress(number, len(code_cells))
             if self.exit_value is not None:
                 self._say(f"the notebook exited in cell {number} with: {self.exit_value}\n")
                 break

@@ -12,7 +12,6 @@ import ast
 import enum
 import importlib
 import io
-import json
 import re
 import shlex
 from collections.abc import Iterator, Sequence
@@ -28,6 +27,7 @@ from sgpu_magic.payload.notebook_text import (
     markers,
     percent_cells,
 )
+from sgpu_magic.wire.decoding import load_json
 
 NOTEBOOK, SCRIPT = ".ipynb", ".py"
 SUFFIXES = (NOTEBOOK, SCRIPT, ".md", ".markdown", ".rmd", ".qmd")
@@ -97,7 +97,7 @@ def kernel_name(path: Path, form: Form) -> str:
     """
     if form is Form.IPYNB:
         try:
-            return str(json.loads(path.read_bytes()).get("metadata", {}).get("kernelspec", {}).get("name", ""))
+            return str(load_json(path.read_bytes()).get("metadata", {}).get("kernelspec", {}).get("name", ""))
         except (ValueError, AttributeError):
             raise UsageError(f"{path} is not a notebook: it is not valid notebook JSON.") from None
     if form is Form.JUPYTEXT:
@@ -200,8 +200,8 @@ def _with_its_runs(cell: TextCell, path: Path, form: Form, including: Sequence[P
         before = cell.source[done : found.start()].lstrip("\n")
         is_ipythons = other_form is Form.SCRIPT or (other_form is Form.IPYNB and form is not Form.DATABRICKS)
         if is_ipythons or (len(named) > 1 and all(map(_ARGUMENT.match, named[1:]))):
-            # left to the kernel's %run, with the path resolved relative to this file: IPython's own, or with arguments
-            # for widgets that of `sgpu_magic.compat`
+            # leave it to the kernel's %run, with the path resolved relative to this file: to IPython's own, or with
+            # arguments for widgets to that of `sgpu_magic.compat`
             rest = " ".join(shlex.quote(word) for word in words if word != named[0])
             yield TextCell(f"{before}%run {shlex.quote(str(other))} {rest}".rstrip(), tags=cell.tags)
         else:

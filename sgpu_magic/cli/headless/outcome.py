@@ -20,7 +20,7 @@ from typing import Any
 from sgpu_magic.cli.headless.formats import NOTEBOOK, read_notebook, submits_runs
 from sgpu_magic.cli.headless.job import INJECTED_TAG, TAG, Job, declared, has_tag, source_of
 from sgpu_magic.errors import UsageError
-from sgpu_magic.files.whole_file import write_whole
+from sgpu_magic.files.atomic_file import write_whole
 from sgpu_magic.options.notebook_job import NotebookExit, as_words
 from sgpu_magic.payload.notebook_text import uses_databricks_names
 from sgpu_magic.views import ansi
@@ -84,10 +84,10 @@ def _as_cell(source: str, job: Job) -> str:
 
 def kernel_lines(job: Job) -> list[str]:
     """Return the options that make a kernel execute a script's cell as `python script` would."""
-    # `python -m` looks in the working directory
+    # `python -m` searches the working directory
     folder = job.folder if job.module else job.source.parent
     arguments = f"{str(job.source)!r}, {str(folder)!r}, {[job.as_written, *job.arguments]!r}"
-    # an expression: the script finds no name that it did not define
+    # an expression, so that no further name appears in the script's namespace
     imported = "__import__('sgpu_magic.cli.headless', fromlist=['_'])"
     return [f"--IPKernelApp.exec_lines={imported}.run_as_script(get_ipython(), {arguments})"]
 
@@ -104,7 +104,7 @@ def on_ranks(sources: list[str], job: Job) -> bool:
 
 def _setup(sources: list[str], job: Job) -> str:
     loads_compat = any(_LOADS_COMPAT.search(source) for source in sources)
-    # it loads `sgpu_magic` too
+    # `sgpu_magic.compat` loads `sgpu_magic` too
     load = _LOAD_COMPAT if any(map(uses_databricks_names, sources)) and not loads_compat else ""
     if on_ranks(sources, job):
         # in the copy this line documents the ranks; the session lasts as long as the notebook runs
@@ -163,7 +163,7 @@ class ExitCode(enum.IntEnum):
 
 
 _CODES = {
-    **dict.fromkeys(("UsageError", "RunUnknown"), ExitCode.USAGE),
+    **dict.fromkeys(("UsageError", "NoSuchName", "RunUnknown"), ExitCode.USAGE),
     **dict.fromkeys(_WORTH_A_RETRY, ExitCode.POOL),
     "RunTimeout": ExitCode.TIMED_OUT,
 }

@@ -19,8 +19,8 @@ from sgpu_magic.config import load_settings
 from sgpu_magic.errors import UsageError
 from sgpu_magic.functions import decorator
 from sgpu_magic.functions.decorator import DistributedFunction
-from sgpu_magic.options.asked import CallOptions
 from sgpu_magic.options.job_form import read_accelerator
+from sgpu_magic.options.option_records import CallOptions
 from sgpu_magic.options.python_form import Options, checked
 
 P = ParamSpec("P")

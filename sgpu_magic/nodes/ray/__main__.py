@@ -45,9 +45,9 @@ T = TypeVar("T")
 _THREADS = 24
 # some of Ray's calls wait without a limit for a server that does not answer
 _LIMIT_S = 45.0
-# a group that fits is created within milliseconds; after this time the engine is told that the group is pending
+# a group that fits is created within milliseconds; after this time the group is reported to the engine as pending
 _SOON_S = 3.0
-# polling instead of Ray's wait: for a group that is removed meanwhile that raises an error without a type of its own
+# polled, because Ray's wait raises an error without a specific type if the group is removed meanwhile
 _FIRST_LOOK_S = 0.004
 _LOOK_S = 0.25
 # Ray raises these besides its own errors, for names and ids that the cluster may have forgotten
@@ -67,7 +67,7 @@ class ClusterProcess:
     def __init__(self, sock: socket.socket, address: str, namespace: str, prefix: str) -> None:
         self._loop = asyncio.get_running_loop()
         self.finished: asyncio.Future[None] = self._loop.create_future()
-        self._stream = MessageStream[ToCluster](sock, to_cluster, self._obey, lambda: self._begin(self._forsake()))
+        self._stream = MessageStream[ToCluster](sock, to_cluster, self._execute, lambda: self._begin(self._forsake()))
         self._address, self._namespace, self._prefix = address, namespace, prefix
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="sgpu-ray")
         self._tasks: set[asyncio.Task[None]] = set()
@@ -111,7 +111,7 @@ class ClusterProcess:
 
     # ------------------------------------------------------------ from the engine
 
-    def _obey(self, message: ToCluster, frames: Sequence[bytes]) -> None:
+    def _execute(self, message: ToCluster, frames: Sequence[bytes]) -> None:
         match message:
             case Watch(every_s=every_s):
                 self._every_s = every_s
@@ -172,9 +172,9 @@ class ClusterProcess:
         seen = await self._call(cluster.nodes, self._prefix, self._facts)
         bringing = await self._call(cluster.coming) if self._asked else ""
         before, self._facts = self._facts, {facts.node: facts for facts in seen}
-        # Ray's resource view lags behind its groups: what two views in a row show counts as used by others
-        told = tuple(_steady(before.get(facts.node), facts) for facts in seen)
-        self._say(NodesSeen(nodes=told, coming=bringing))
+        # Ray's resource view lags behind its groups: only what two consecutive views show counts as used by others
+        steady = tuple(_steady(before.get(facts.node), facts) for facts in seen)
+        self._say(NodesSeen(nodes=steady, coming=bringing))
         for facts in seen:
             if not facts.probed and not facts.problem and facts.node not in self._looking:
                 self._looking.add(facts.node)
@@ -193,7 +193,7 @@ class ClusterProcess:
         try:
             async with self._turn(order.run_id):
                 group = await self._call(cluster.find_or_make, order, self._name(order.run_id))
-            began, wait_s, told = self._loop.time(), _FIRST_LOOK_S, ""
+            began, wait_s, reported = self._loop.time(), _FIRST_LOOK_S, ""
             while self._asked.get(order.run_id) is order:
                 state = await self._call(cluster.state_of, group)
                 soon = self._loop.time() - began < _SOON_S
@@ -206,8 +206,8 @@ class ClusterProcess:
                     # the group that was found is that of an earlier attempt
                     async with self._turn(order.run_id):
                         group = await self._call(cluster.find_or_make, order, self._name(order.run_id))
-                elif not soon and state != told and self._asked.get(order.run_id) is order:
-                    told = state
+                elif not soon and state != reported and self._asked.get(order.run_id) is order:
+                    reported = state
                     self._say(LeaseWaits(run_id=order.run_id))
                 await asyncio.sleep(wait_s)
                 wait_s = min(2 * wait_s, _LOOK_S)
@@ -244,9 +244,9 @@ class ClusterProcess:
 
     # ------------------------------------------------------------ agents
 
-    async def _of_agents(self, nodes: Sequence[str], function: Callable[[Any], None], told: object) -> None:
+    async def _of_agents(self, nodes: Sequence[str], function: Callable[[Any], None], argument: object) -> None:
         try:
-            await self._call(function, told)
+            await self._call(function, argument)
         except _RAYS as error:
             for node in nodes:
                 self._say(AgentFailed(node=node, why=str(error).strip().split("\n")[-1]))

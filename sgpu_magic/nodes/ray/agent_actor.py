@@ -14,10 +14,11 @@ from pathlib import Path
 import msgspec
 
 from sgpu_magic.config import Settings, private_dir
-from sgpu_magic.files.whole_file import LOCK_FILE, HeldLock, take_lock
+from sgpu_magic.files.atomic_file import LOCK_FILE, HeldLock, take_lock
 from sgpu_magic.nodes.ray.cluster import ray, remove_groups_on
 from sgpu_magic.nodes.ray.uplink import AgentOrder, Uplink
 from sgpu_magic.system import processes
+from sgpu_magic.wire.decoding import decode_json, decode_msgpack
 
 # a Unix socket's path is limited to 108 bytes
 _SHORT_PATH = 40
@@ -39,10 +40,10 @@ class Holder:
     """
 
     def __init__(self, order: bytes, unpacked: str) -> None:
-        self._order = msgspec.msgpack.decode(order, type=AgentOrder)
+        self._order = decode_msgpack(order, type=AgentOrder)
         self._unpacked = unpacked
         self._base, self._lock = _base(self._order)
-        settings = _settings_here(msgspec.json.decode(self._order.settings, type=Settings), self._base)
+        settings = _settings_here(decode_json(self._order.settings, type=Settings), self._base)
         self._order = msgspec.structs.replace(self._order, settings=msgspec.json.encode(settings))
         # orphans of a killed agent become children of this process, and are killed in `_run`
         processes.become_subreaper()
@@ -68,7 +69,7 @@ class Holder:
         finally:
             # if it has not started, release the constructor that waits for it
             leaves = not begun.cancel() and begun.exception() is None
-            processes.kill_descendants()
+            processes.end_children()
             self._leave_nothing(leaves=leaves)
 
     async def _hold(self, begun: Future[Uplink]) -> None:

@@ -18,7 +18,7 @@ import msgspec
 import zmq
 
 from sgpu_magic.errors import UsageError
-from sgpu_magic.files.whole_file import read_json, write_whole
+from sgpu_magic.files.atomic_file import read_json, write_whole
 from sgpu_magic.nodes.ray.uplink import (
     BEAT_S,
     SILENT_S,
@@ -30,6 +30,7 @@ from sgpu_magic.nodes.ray.uplink import (
     LinkOpened,
     NodeLeaves,
 )
+from sgpu_magic.system.processes import write_log
 from sgpu_magic.system.secure_sockets import (
     Admission,
     KeyPair,
@@ -41,9 +42,10 @@ from sgpu_magic.system.secure_sockets import (
 )
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.base import Record
+from sgpu_magic.wire.decoding import MsgpackDecoder
 from sgpu_magic.wire.node import FromAgent, ToAgent
 
-_from_node = msgspec.msgpack.Decoder[FromNode](FromNode)
+_from_node = MsgpackDecoder[FromNode](FromNode)
 # check for silence more often than heartbeats arrive: a lost node is reported within 5 s
 _TICK_S = BEAT_S / 2
 # if the timer itself is this late, the pool is busy rather than its nodes silent
@@ -60,7 +62,7 @@ class NodeLink(msgspec.Struct, eq=False):
         node: The node's id.
         link: The link's name.
         identity: ZeroMQ's identity of the current connection.
-        heard_at: When the node was last heard, seconds of the loop's clock.
+        received_at: When the node was last heard, seconds of the loop's clock.
         listener: The listener that the link belongs to.
         sent: The number of messages sent to the agent.
         received: The number of messages received from it.
@@ -70,7 +72,7 @@ class NodeLink(msgspec.Struct, eq=False):
     node: str
     link: str
     identity: bytes
-    heard_at: float
+    received_at: float
     listener: AgentListener
     sent: int = 0
     received: int = 0
@@ -161,7 +163,7 @@ class AgentListener:
         if self._links.get(link.node) is link:
             del self._links[link.node]
 
-    # ------------------------------------------------------------ within
+    # ------------------------------------------------------------ internals
 
     def _received(self, frames: Sequence[zmq.Frame]) -> None:
         identity, *parts = frames
@@ -170,9 +172,9 @@ class AgentListener:
         # other protocols get no answer
         with contextlib.suppress(msgspec.DecodeError):
             if node:
-                self._heard(node, identity.bytes, _from_node.decode(parts[0].buffer), parts[1:])
+                self._on_node_message(node, identity.bytes, _from_node.decode(parts[0].buffer), parts[1:])
 
-    def _heard(self, node: str, identity: bytes, message: FromNode, parts: Sequence[zmq.Frame]) -> None:
+    def _on_node_message(self, node: str, identity: bytes, message: FromNode, parts: Sequence[zmq.Frame]) -> None:
         if isinstance(message, LinkHello):
             if message.node == node:
                 self._greet(node, identity, message.link)
@@ -183,7 +185,7 @@ class AgentListener:
                 self.send(identity, LinkBroken(link=message.link))
             return
         link.identity = identity
-        link.heard_at = self._loop.time()
+        link.received_at = self._loop.time()
         match message:
             case LinkBeat(sent=sent):
                 if sent != link.received:
@@ -227,8 +229,8 @@ class AgentListener:
         self._socket.drain()
         for link in list(self._links.values()):
             if late > _STARVED_S:
-                link.heard_at += late
-            silent_s = now - link.heard_at
+                link.received_at += late
+            silent_s = now - link.received_at
             if silent_s > SILENT_S:
                 link.close()
                 self._on_lost(link.node, f"it has been silent for {silent_s:.1f} s", True)
@@ -249,13 +251,10 @@ class NodeKeys:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._pairs = read_json(path, _Keys) or {}
+        self._written = self._pairs
 
     def of(self, node: str) -> KeyPair:
-        """The node's key pair; a new one if it has none.
-
-        Raises:
-            OSError: The new pair can't be written.
-        """
+        """The node's key pair; a new one if it has none."""
         if node not in self._pairs:
             pair = new_key_pair()
             self._write({**self._pairs, node: (pair.public, pair.secret)})
@@ -269,12 +268,21 @@ class NodeKeys:
     def forget_others(self, nodes: Collection[str]) -> None:
         """Keep the keys of these nodes only: Ray never reuses the id of a dead node."""
         left = {node: pair for node, pair in self._pairs.items() if node in nodes}
-        if left != self._pairs:
+        if left != self._written:
             self._write(left)
 
     def _write(self, pairs: _Keys) -> None:
-        write_whole(self._path, msgspec.json.encode(pairs))
         self._pairs = pairs
+        try:
+            write_whole(self._path, msgspec.json.encode(pairs))
+        except OSError as error:
+            # on a full disk the keys are still valid in this service, and are written with the next change
+            write_log(
+                f"the keys of the nodes can't be written to {self._path} ({error.strerror}): if this pool service ends "
+                "before they are, the agents on new nodes and their runs are lost\n"
+            )
+        else:
+            self._written = pairs
 
 
 def listen_address(listen: str, directory: Path) -> str:
@@ -300,4 +308,6 @@ def listen_address(listen: str, directory: Path) -> str:
 
 def keep_port(address: str, directory: Path) -> None:
     """Persist the port of the address that is bound now."""
-    write_whole(directory / _PORT, str(urlsplit(address).port).encode())
+    # on a full disk the next service listens at another port
+    with contextlib.suppress(OSError):
+        write_whole(directory / _PORT, str(urlsplit(address).port).encode())

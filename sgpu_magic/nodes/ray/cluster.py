@@ -17,8 +17,9 @@ from typing import Any, cast
 import msgspec
 from ray.exceptions import RayError as RayError
 
-from sgpu_magic.nodes.ray import on_node
+from sgpu_magic.nodes.ray import agent_main
 from sgpu_magic.nodes.ray.driver import AskLease, LeasePart, NodeFacts, StartAgent, package_archive
+from sgpu_magic.wire.decoding import convert
 
 ray: Any = importlib.import_module("ray")
 placement_groups: Any = importlib.import_module("ray.util.placement_group")
@@ -58,7 +59,7 @@ def connect(address: str, namespace: str) -> str:
     """
     ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level="ERROR")
     # its functions and class run on nodes that may not have this package
-    ray.cloudpickle.register_pickle_by_value(on_node)
+    ray.cloudpickle.register_pickle_by_value(agent_main)
     return _own_address(str(ray.get_runtime_context().gcs_address))
 
 
@@ -127,15 +128,15 @@ def _outside(total: Mapping[str, float], left: Mapping[str, float], ours: float,
 
 def look_at(node: NodeFacts) -> NodeFacts:
     """Probe a node with a Ray task for what Ray does not report: the GPUs' UUIDs, installed packages."""
-    task = ray.remote(on_node.look).options(
+    task = ray.remote(agent_main.look).options(
         num_cpus=0, max_retries=0, scheduling_strategy=strategies.NodeAffinitySchedulingStrategy(node.node, soft=False)
     )
     try:
-        told: Mapping[str, Any] = ray.get(task.remote(), timeout=_START_S)
+        facts: Mapping[str, Any] = ray.get(task.remote(), timeout=_START_S)
     except RayError as error:
         first, *_ = str(error).strip().splitlines() or [type(error).__name__]
         return msgspec.structs.replace(node, problem=first[:300])
-    return msgspec.convert({**msgspec.structs.asdict(node), **told, "probed": True, "problem": ""}, NodeFacts)
+    return convert({**msgspec.structs.asdict(node), **facts, "probed": True, "problem": ""}, NodeFacts)
 
 
 def coming() -> str:
@@ -199,7 +200,7 @@ def start_agent(order: StartAgent) -> None:
 
 def _start(order: StartAgent) -> bool:
     node = order.order.node
-    actor = ray.remote(on_node.NodeAgent).options(
+    actor = ray.remote(agent_main.NodeAgent).options(
         name=f"{_AGENT}{node}",
         lifetime="detached",
         get_if_exists=True,
@@ -307,7 +308,7 @@ def _gpus_of(group: Any, by_node: Mapping[str, Sequence[int]], size: int) -> dic
 
     The bundles of one node run one after the other: they share one worker process then (3 ms each).
     """
-    task = ray.remote(on_node.own_gpus)
+    task = ray.remote(agent_main.own_gpus)
     asked: dict[str, list[str]] = {node: [] for node in by_node}
     for turn in range(max(map(len, by_node.values()))):
         now = {node: bundles[turn] for node, bundles in by_node.items() if turn < len(bundles)}

@@ -26,6 +26,7 @@ import msgspec
 from sgpu_magic.errors import PoolError, UsageError
 from sgpu_magic.nodes.ray.driver import package_archive
 from sgpu_magic.system.secure_sockets import reached_at
+from sgpu_magic.wire.decoding import decode_json
 
 DEPLOYED = "SGPU_DEPLOYED"
 """The environment variable of the job that holds its `Deployment`, as JSON."""
@@ -201,7 +202,7 @@ class JobsApi:
 
     def __init__(self, address: str, environ: Mapping[str, str] | None = None) -> None:
         environ = os.environ if environ is None else environ
-        scheme, self.host = _place(address)
+        scheme, self.host = _host_and_port(address)
         self.address = address.rstrip("/")
         self._headers = _headers(environ)
         handlers = [urllib.request.HTTPSHandler(context=_tls(environ))] if scheme == "https" else []
@@ -244,11 +245,11 @@ class JobsApi:
     def stop(self, name: str) -> None:
         self._ask("POST", f"/api/jobs/{name}/stop")
 
-    # ------------------------------------------------------------ within
+    # ------------------------------------------------------------ internals
 
     def _decoded(self, data: bytes | None, kind: type[T]) -> T:
         try:
-            return msgspec.json.decode(data or b"", type=kind)
+            return decode_json(data or b"", type=kind)
         except msgspec.DecodeError:
             raise PoolError(f"{self.address} does not answer like Ray's dashboard. Is the address right?") from None
 
@@ -289,7 +290,7 @@ class JobsApi:
         return PoolError(f"Ray's dashboard at {self.address} refused the request (HTTP {status}): {words[:500]}")
 
 
-def _place(address: str) -> tuple[str, str]:
+def _host_and_port(address: str) -> tuple[str, str]:
     """Return scheme and host of the dashboard's address."""
     with contextlib.suppress(ValueError):
         parts = urllib.parse.urlsplit(address)
@@ -301,7 +302,7 @@ def _place(address: str) -> tuple[str, str]:
 
 def _headers(environ: Mapping[str, str]) -> dict[str, str]:
     try:
-        headers = msgspec.json.decode(environ.get("RAY_JOB_HEADERS") or "{}", type=_HEADERS)
+        headers = decode_json(environ.get("RAY_JOB_HEADERS") or "{}", type=_HEADERS)
     except msgspec.DecodeError:
         raise UsageError("the variable RAY_JOB_HEADERS is not a JSON object of strings.") from None
     token = _token(environ)

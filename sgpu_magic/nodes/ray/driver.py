@@ -15,12 +15,11 @@ import zipfile
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
-import msgspec
-
 from sgpu_magic.nodes.ray.uplink import AgentOrder
 from sgpu_magic.packages.code_files import archive_entry
 from sgpu_magic.system import child_process
 from sgpu_magic.wire.base import Record
+from sgpu_magic.wire.decoding import MsgpackDecoder
 
 
 class Watch(Record, frozen=True, tag="watch", kw_only=True):
@@ -113,11 +112,12 @@ class ClusterLost(Record, frozen=True, tag="cluster-lost", kw_only=True):
 
 
 class NodeDevice(Record, frozen=True, kw_only=True):
-    """A GPU as NVML reports it on its node."""
+    """A GPU as NVML reports it on its node, and the id by which Ray names it there."""
 
     uuid: str
     name: str
     memory_bytes: int
+    ray_id: str = ""
 
 
 class NodeFacts(Record, frozen=True, kw_only=True):
@@ -134,7 +134,7 @@ class NodeFacts(Record, frozen=True, kw_only=True):
         label: The value of Ray's label `ray.io/accelerator-type`, "" if absent.
         resource: X of the resource `accelerator_type:X`, "" if absent.
         probed: The node was probed: the following fields are known.
-        devices: The GPUs by NVML, in its order; empty if Ray's GPUs are not real ones.
+        devices: The GPUs that Ray counts, in its order; empty if Ray's GPUs are not real ones.
         driver: The NVIDIA driver's version.
         cores: CPU cores.
         version: The version of sgpu-magic there, "" if it is not installed.
@@ -173,7 +173,7 @@ class LeasePart(Record, frozen=True, kw_only=True):
     Args:
         node: Ray's node id.
         ranks: The number of ranks.
-        gpus: Ray's ids of their GPUs: NVML indices or UUIDs.
+        gpus: Ray's ids of their GPUs (`NodeDevice.ray_id`).
     """
 
     node: str
@@ -208,8 +208,8 @@ class AgentFailed(Record, frozen=True, tag="agent-failed", kw_only=True):
 
 FromCluster = ClusterFound | ClusterLost | NodesSeen | LeaseReady | LeaseWaits | LeaseFailed | AgentFailed
 
-to_cluster = msgspec.msgpack.Decoder[ToCluster](ToCluster)
-from_cluster = msgspec.msgpack.Decoder[FromCluster](FromCluster)
+to_cluster = MsgpackDecoder[ToCluster](ToCluster)
+from_cluster = MsgpackDecoder[FromCluster](FromCluster)
 
 
 _AGAIN_S = (1.0, 2.0, 5.0, 10.0)
@@ -227,7 +227,7 @@ def start_driver(
         log: The file for Ray's output.
         on_message: Called with each message.
     """
-    # no usage statistics to Ray's authors on behalf of the cluster's users, no advice about imports
+    # don't send usage statistics to Ray's authors on behalf of the cluster's users, and don't warn about imports
     environ = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_DISABLE_IMPORT_WARNING": "1", **os.environ}
     command = [sys.executable, "-m", "sgpu_magic.nodes.ray"]
     start = functools.partial(child_process.start, command, arguments, environ=environ, log=log)
@@ -236,7 +236,7 @@ def start_driver(
     return driver
 
 
-# ---------------------------------------------------------------- the agents that it starts
+# ---------------------------------------------------------------- agents of the nodes
 
 # longer than the 60 s after which the driver process gives up an actor
 _COME_S = 90.0

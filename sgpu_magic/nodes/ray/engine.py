@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import ParamSpec
 
 import msgspec
 
@@ -42,10 +44,11 @@ from sgpu_magic.wire.pool_status import PROTOCOL_VERSION
 
 # intervals at which Ray's nodes are polled: while runs are active or queued, and otherwise
 _BUSY_S, _IDLE_S = 1.0, 5.0
+P = ParamSpec("P")
 _TEND_S = 1.0
 # a granted lease waits at most this long for the probe of a node that has just joined
 _LOOK_S = 15.0
-# so often a cluster that does not answer is tried again before the pool gives up
+# number of retries for a cluster that does not answer, before the pool gives up
 _SILENT_TRIES = 2
 # an inventory request is answered with the last known one if Ray does not answer within this time
 _ANSWER_S = 2.0
@@ -96,18 +99,22 @@ class RayEngine(Engine):
     def start(self, listener: EngineListener) -> None:
         settings = self._settings
         address = listen_address(settings.ray_node_listen, self._directory)
-        self._agent_listener = AgentListener(address, self._pair, self._node_said, self._link_lost)
+        self._agent_listener = AgentListener(
+            address, self._pair, functools.partial(self._guarded, self._node_said), self._link_lost
+        )
         keep_port(self._agent_listener.address, self._directory)
         self._agent_listener.admit(self._keys.nodes)
         arguments = (settings.ray_address or "auto", self._namespace, self._prefix)
-        self._driver = start_driver(arguments, settings.state_path / "ray.log", self._cluster_said)
+        self._driver = start_driver(
+            arguments, settings.state_path / "ray.log", functools.partial(self._guarded, self._cluster_said)
+        )
         self._tending = self._loop.call_later(_TEND_S, self._tend)
         super().start(listener)
 
     def take_inventory(self) -> None:
         if not self._asked_for_inventory:
             self._asked_for_inventory = True
-            # Ray may hang
+            # if Ray hangs, the last known inventory is sent
             self._loop.call_later(_ANSWER_S, self._tell_inventory)
         self._watch()
 
@@ -127,7 +134,7 @@ class RayEngine(Engine):
     def close(self) -> None:
         if self._begun:
             self._tending.cancel()
-            # through the actors: they know when the agents have exited
+            # end the agents through their actors, which know when the agents have exited
             self._driver.end(EndAll(), END_S)
         super().close()
         if self._begun:
@@ -135,7 +142,7 @@ class RayEngine(Engine):
 
     # ------------------------------------------------------------ leases
 
-    def place(self, launch: Launch, frames: Sequence[bytes]) -> None:
+    def start_run(self, launch: Launch, frames: Sequence[bytes]) -> None:
         order = leases.request_of(launch, self._facts, self._settings, self._types, self._away)
         self._asked[order.run_id] = (order, launch, frames)
         self._tell(order)
@@ -202,6 +209,13 @@ class RayEngine(Engine):
         self._asked.pop(launch.spec.run_id, None)
         self.refuse_lease(launch.spec.run_id, launch.lease.uuids, why)
 
+    def _guarded(self, call: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Handle a message of an agent or of the driver process. A fault costs that message only."""
+        try:
+            call(*args, **kwargs)
+        except Exception as error:  # noqa: BLE001
+            self._listener.failed("", error)
+
     # ------------------------------------------------------------ the cluster
 
     def _cluster_said(self, message: FromCluster) -> None:
@@ -264,7 +278,7 @@ class RayEngine(Engine):
             self._keys.forget_others(alive)
         # the pool reports no inventory until its nodes are probed; a slow node does not delay it forever
         self._seen_at = self._seen_at or self._loop.time()
-        self._found = self._found or leases.is_told(seen.nodes, self._loop.time() - self._seen_at)
+        self._found = self._found or leases.is_worth_a_note(seen.nodes, self._loop.time() - self._seen_at)
         for _, ready in list(self._early.values()):
             self._ready(ready)
         inventory = self.inventory()
@@ -298,7 +312,7 @@ class RayEngine(Engine):
         node = link.node
         match message:
             case AgentReady(protocol_version=version) if version != PROTOCOL_VERSION:
-                # left by a service of another version of sgpu-magic: its runs can't be adopted
+                # the agent was left by a service of another version of sgpu-magic: its runs can't be adopted
                 self._agents.gone(node)
                 self.node_lost(node, "its agent had another version of sgpu-magic")
             case AgentReady():

@@ -28,7 +28,7 @@ from sgpu_magic.wire.node import Launch
 
 OTHERS = "in use by others on the Ray cluster"
 AWAY = "on a node that does not answer"
-# how long the pool waits for unprobed nodes when it starts: if others are probed already, and if none is
+# time that a starting pool waits for unprobed nodes: if other nodes are already probed, and if none is
 _SOME_S, _NONE_S = 15.0, 45.0
 # device types and how many of each an autoscaler may add
 Elastic = tuple[tuple[str, int], ...]
@@ -68,10 +68,10 @@ def is_known(facts: NodeFacts) -> bool:
     return facts.probed or bool(facts.problem)
 
 
-def is_told(nodes: Collection[NodeFacts], waited_s: float) -> bool:
+def is_worth_a_note(nodes: Collection[NodeFacts], waited_s: float) -> bool:
     """Whether the pool may report its inventory.
 
-    It waits 15 s for nodes that are slow to answer; 90 s if no node has answered yet, since the machines are busy then.
+    It waits 15 s for nodes that are slow to answer; 45 s if no node has answered yet, since the machines are busy then.
 
     Args:
         nodes: The cluster's nodes.
@@ -170,16 +170,24 @@ def shares_of(parts: Iterable[LeasePart], nodes: Mapping[str, NodeFacts]) -> tup
     shares: list[NodeShare] = []
     for part in parts:
         facts = nodes[part.node]
-        known = devices_of(facts)
-        uuids = tuple(known[int(gpu)].uuid if gpu.isdigit() and int(gpu) < len(known) else gpu for gpu in part.gpus)
+        uuids = tuple(_uuid_of(gpu, facts) for gpu in part.gpus)
         shares.append(NodeShare(node=part.node, host=facts.host, address=facts.address, ranks=part.ranks, uuids=uuids))
     return tuple(shares)
+
+
+def _uuid_of(gpu: str, facts: NodeFacts) -> str:
+    """The UUID of a GPU by Ray's id. Ids of GPUs that are not real are their places among all."""
+    by_id = {device.ray_id: device.uuid for device in facts.devices if device.ray_id}
+    if gpu in by_id:
+        return by_id[gpu]
+    known = devices_of(facts)
+    return known[int(gpu)].uuid if gpu.isdigit() and int(gpu) < len(known) else gpu
 
 
 _LABEL = "ray.io/accelerator-type"
 _NODE_LABEL = "ray.io/node-id"
 _RESOURCE = "accelerator_type:"
-# enough for the autoscaler to count, and too little to be used up
+# enough for the autoscaler to count it, and too little to exhaust the resource
 _A_LITTLE = 0.001
 _STRATEGIES = {"pack": "PACK", "strict_pack": "STRICT_PACK", "spread": "SPREAD"}
 

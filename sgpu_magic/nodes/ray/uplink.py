@@ -24,17 +24,18 @@ import msgspec
 import zmq
 
 from sgpu_magic.config import Settings
-from sgpu_magic.nodes.ray import on_node
+from sgpu_magic.nodes.ray import agent_main
 from sgpu_magic.system import child_process
 from sgpu_magic.system.message_stream import MessageStream
 from sgpu_magic.system.processes import signal_name
 from sgpu_magic.system.secure_sockets import Endpoint, KeyPair, LoopSocket, secure_client
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.base import Record
+from sgpu_magic.wire.decoding import MsgpackDecoder, decode_json
 from sgpu_magic.wire.node import EndAgent
 from sgpu_magic.wire.pool_status import agent_socket_file
 
-# ---------------------------------------------------------------- messages of the two ends
+# ---------------------------------------------------------------- messages of both sides
 
 BEAT_S = 1.0
 """The interval of heartbeats on each side, in seconds."""
@@ -106,10 +107,10 @@ class NodeLeaves(Record, frozen=True, tag="node-leaves", kw_only=True):
 FromNode = LinkHello | LinkBeat | Carried | LinkBroken | NodeLeaves
 ToNode = LinkOpened | LinkBeat | Carried | LinkBroken
 
-# ---------------------------------------------------------------- the node's end
+# ---------------------------------------------------------------- the node's side
 
-_to_node = msgspec.msgpack.Decoder[ToNode](ToNode)
-_raw = msgspec.msgpack.Decoder[msgspec.Raw](msgspec.Raw)
+_to_node = MsgpackDecoder[ToNode](ToNode)
+_raw = MsgpackDecoder[msgspec.Raw](msgspec.Raw)
 _LINGER_MS = 1000
 # the agent's own shutdown includes a grace period for its ranks; after this time it is killed
 _END_S = 15.0
@@ -150,7 +151,7 @@ class Uplink:
 
     def __init__(self, order: AgentOrder, lock: int) -> None:
         self._order = order
-        self._settings = msgspec.json.decode(order.settings, type=Settings)
+        self._settings = decode_json(order.settings, type=Settings)
         self._loop = asyncio.get_running_loop()
         self.finished: asyncio.Future[str] = self._loop.create_future()
         """Why the agent has exited, "" after a normal exit."""
@@ -160,20 +161,20 @@ class Uplink:
         self._opened = False
         self.abandoned = False
         """The agent has exited because no pool service connected."""
-        self._told_to_end = False
+        self._asked_to_end = False
         self._agent: MessageStream[msgspec.Raw] | None = None
         self._sent = self._received = 0
         ours, self._lifeline, self._child = _start(self._settings, lock)
         self._first: socket.socket | None = ours
-        self._heard_at = self._tick_due = self._loop.time()
+        self._received_at = self._tick_due = self._loop.time()
         self._tick()
 
     def end(self) -> None:
         """Tell the agent to end its ranks and itself; kill it if that takes too long."""
-        self._told_to_end = True
+        self._asked_to_end = True
         if self._agent is not None:
             self._agent.send(EndAgent())
-        # the agent ends everything at once when this is closed, regardless of its socket
+        # the agent stops everything when this is closed, regardless of its socket
         os.close(self._lifeline)
         self._lifeline = -1
         self._loop.call_later(_END_S, self._child.kill)
@@ -200,8 +201,8 @@ class Uplink:
             self._socket.drain()
         if late > BEAT_S:
             # this process was starved; do not count that as silence of the pool
-            self._heard_at += late
-        if self._socket is None or now - self._heard_at > SILENT_S:
+            self._received_at += late
+        if self._socket is None or now - self._received_at > SILENT_S:
             self._dial()
         elif self._opened:
             self._say(LinkBeat(link=self._link, sent=self._sent))
@@ -219,7 +220,7 @@ class Uplink:
         secure_client(connection, Endpoint(order.address, order.server_key), KeyPair(order.public, order.secret))
         connection.connect(order.address)
         self._socket = LoopSocket(connection, self._arrived)
-        self._heard_at = self._loop.time()
+        self._received_at = self._loop.time()
         self._say(LinkHello(node=order.node, link=self._link))
 
     def _hang_up(self) -> None:
@@ -241,7 +242,7 @@ class Uplink:
         parts = [frame.bytes for frame in frames[1:]]
         if message.link != self._link:
             return
-        self._heard_at = self._loop.time()
+        self._received_at = self._loop.time()
         match message:
             case LinkOpened():
                 self._open()
@@ -301,7 +302,7 @@ class Uplink:
         if code is None:
             return False
         why = _why(code)
-        self.abandoned = code == 0 and not self._opened and not self._told_to_end
+        self.abandoned = code == 0 and not self._opened and not self._asked_to_end
         self._say(NodeLeaves(link=self._link, why=why))
         self.finished.set_result(why)
         return True
@@ -326,7 +327,7 @@ def _start(settings: Settings, lock: int) -> tuple[socket.socket, int, subproces
     here = str(Path(__file__).parents[3])
     path = os.pathsep.join(dict.fromkeys([here, *filter(None, environ.get("PYTHONPATH", "").split(os.pathsep))]))
     ours, child = child_process.start(
-        [sys.executable, "-I", "-S", on_node.__file__],
+        [sys.executable, "-I", "-S", agent_main.__file__],
         [str(hears)],
         environ={**environ, "PYTHONPATH": path},
         log=Path(settings.state_path, "agent.log"),

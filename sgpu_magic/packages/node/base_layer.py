@@ -56,10 +56,10 @@ def layer_tag(snapshot: Snapshot | None = None) -> str:
     global _tag
     snapshot = snapshot or take_snapshot()
     if _tag is None or _tag[0] is not snapshot:
-        digest = hashlib.blake2b(f"{sys.prefix} {sys.version}".encode(), digest_size=4)
+        digest = hashlib.blake2b(os.fsencode(f"{sys.prefix} {sys.version}"), digest_size=4)
         for name, one in sorted(base_layer(snapshot=snapshot).items()):
             changed_ns = os.stat(one.location).st_mtime_ns
-            digest.update(f"{name} {one.version} {one.location} {changed_ns}\n".encode())
+            digest.update(os.fsencode(f"{name} {one.version} {one.location} {changed_ns}\n"))
         _tag = (snapshot, digest.hexdigest())
     return _tag[1]
 

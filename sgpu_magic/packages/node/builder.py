@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import compileall
 import contextlib
-import json
 import os
 import shutil
 import socket
@@ -19,7 +18,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from sgpu_magic.files.whole_file import sha256_of
+from sgpu_magic.files.atomic_file import sha256_of
 from sgpu_magic.packages.distributions import distribution_name, normalised, own_python
 from sgpu_magic.packages.node import refusals
 from sgpu_magic.packages.node.base_layer import base_layer, link_layer
@@ -29,6 +28,7 @@ from sgpu_magic.packages.requirement_files import key_of
 from sgpu_magic.packages.uv_command import UvFailed, index_variables, run_uv
 from sgpu_magic.system import processes
 from sgpu_magic.wire.attachments import Environment, Wheel
+from sgpu_magic.wire.decoding import load_json
 
 _POLL_S = 0.05
 # would be installed as dependencies, although the base layer has them
@@ -87,7 +87,7 @@ class Builder:
 
     def _build_or_wait(self) -> tuple[bool, HeldLock]:
         """Build the environment, or wait for another process that builds it."""
-        name, told = self._order.name, False
+        name, reported = self._order.name, False
         while True:
             there = self._store.open(name)
             if there is not None:
@@ -99,8 +99,8 @@ class Builder:
                 # built between the two checks
                 lock.close()
                 continue
-            if not told:
-                told = True
+            if not reported:
+                reported = True
                 self._moved(BuildMoved(step="waiting", packages=self._packages))
             time.sleep(_POLL_S)
 
@@ -168,7 +168,7 @@ class Builder:
         return options
 
     def _install(self, lines: list[str], options: list[str], meanwhile: Callable[[], None]) -> None:
-        def heard(line: str) -> None:
+        def on_line(line: str) -> None:
             word, number, *_ = [*line.split(" ", 2), ""]
             count = int(number) if number.isdigit() else 0
             if word == "Resolved":
@@ -183,7 +183,7 @@ class Builder:
             ["pip", "install", *options, "--requirement", "-"],
             stdin="\n".join(lines),
             variables=self._index,
-            heard=heard,
+            on_line=on_line,
             meanwhile=meanwhile,
         )
 
@@ -282,7 +282,7 @@ def _path_of(venv: Path, site: Path) -> list[str]:
             f"the Python that was created for the run's packages on {socket.gethostname()} does not start. It says: "
             f"{last} Leave out the package that runs this when Python starts."
         )
-    found: list[str] = json.loads(done.stdout)
+    found: list[str] = load_json(done.stdout)
     return found
 
 

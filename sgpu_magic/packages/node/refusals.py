@@ -9,17 +9,17 @@ import re
 import shutil
 import socket
 import sys
-import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from sgpu_magic.files.whole_file import format_bytes, read_json, write_whole
+from sgpu_magic.files.atomic_file import format_bytes, read_json, write_whole
 from sgpu_magic.packages.distributions import normalised, own_platform, own_python, some_of
 from sgpu_magic.packages.requirement_files import key_of, version_of
 from sgpu_magic.packages.secrets import without_url_credentials
 from sgpu_magic.packages.uv_command import UvFailed
 from sgpu_magic.wire.attachments import Environment
+from sgpu_magic.wire.decoding import decode_toml
 
 _NO_WHEEL = re.compile(r"Wheels are required for `([^`]+)`|Because ([\w.-]+==\S+) has no (?:usable )?wheels")
 _NO_SPACE = ("No space left on device", "os error 28", "Disk quota exceeded")
@@ -195,7 +195,7 @@ def estimate(environment: Environment, cache: Path, ask: Callable[[list[str]], s
 def sizes_in(pylock: str) -> dict[str, int]:
     """Return the package sizes in a `pylock.toml`: the largest wheel of each, or else its source archive."""
     sizes: dict[str, int] = {}
-    packages: list[dict[str, Any]] = tomllib.loads(pylock).get("packages", [])
+    packages: list[dict[str, Any]] = decode_toml(pylock).get("packages", [])
     for package in packages:
         wheels: list[dict[str, Any]] = package.get("wheels", [])
         source: dict[str, Any] = package.get("archive") or package.get("sdist") or {}

@@ -21,9 +21,10 @@ from pathlib import Path
 import msgspec
 
 from sgpu_magic.config import Settings
-from sgpu_magic.files.whole_file import LOCK_FILE, HeldLock, evict, folder_bytes, locked, read_json, take_lock
+from sgpu_magic.files.atomic_file import LOCK_FILE, HeldLock, evict, folder_bytes, locked, read_json, take_lock
 from sgpu_magic.wire.attachments import Environment
 from sgpu_magic.wire.base import Record
+from sgpu_magic.wire.decoding import JsonDecoder
 
 _DESCRIPTION = "environment.json"
 _LAST_USED = "last-used"
@@ -170,7 +171,7 @@ class Store:
         except (OSError, ValueError):
             return None
 
-    # ------------------------------------------------------------ within
+    # ------------------------------------------------------------ internals
 
     def _lock_file(self, name: str) -> Path:
         folder = self.root / "locks"
@@ -252,5 +253,5 @@ class BuildRefused(Record, frozen=True, tag="refused", kw_only=True):
 BuildNews = BuildMoved | BuildReady | BuildRefused
 
 encode = msgspec.json.Encoder().encode
-decode_order = msgspec.json.Decoder(BuildOrder).decode
-decode_news = msgspec.json.Decoder[BuildNews](BuildNews).decode
+decode_order = JsonDecoder(BuildOrder).decode
+decode_news = JsonDecoder[BuildNews](BuildNews).decode

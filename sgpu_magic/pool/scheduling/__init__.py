@@ -10,5 +10,5 @@ placement          which devices a request gets, and what blocks it
 queue_rules        which run is next in each queue
 fair_share         which user is next
 costs              prices, cost limits, and the pool's budget
-words              each waiting run's position and what it waits for
+queue_status       each waiting run's position and what it waits for
 """

@@ -27,7 +27,7 @@ Refusal = tuple[str, str]
 """Why a request can't be placed: the name of a class in `errors`, and the message."""
 
 
-class Line(msgspec.Struct, frozen=True):
+class QueueKey(msgspec.Struct, frozen=True):
     """A line of the queue: the kind of device that its runs wait for.
 
     Args:
@@ -42,18 +42,18 @@ class Line(msgspec.Struct, frozen=True):
         return self.device_type.upper() + (" (simulated)" if self.simulated else "")
 
 
-CPU_LINE = Line(CPU)
+CPU_LINE = QueueKey(CPU)
 
 
-def line_of(device: Device) -> Line:
-    return Line(device.type, device.simulated)
+def line_of(device: Device) -> QueueKey:
+    return QueueKey(device.type, device.simulated)
 
 
-def line_of_lease(lease: Lease) -> Line:
-    return CPU_LINE if lease.cpu_slots else Line(lease.device_type, lease.simulated)
+def line_of_lease(lease: Lease) -> QueueKey:
+    return CPU_LINE if lease.cpu_slots else QueueKey(lease.device_type, lease.simulated)
 
 
-class Want(msgspec.Struct, frozen=True):
+class ResourceRequest(msgspec.Struct, frozen=True):
     """A request as this pool interprets it.
 
     Args:
@@ -67,7 +67,7 @@ class Want(msgspec.Struct, frozen=True):
         min_memory_bytes: The least memory of a device.
     """
 
-    line: Line
+    line: QueueKey
     ranks: int
     device_type: str
     simulated: bool = False
@@ -86,7 +86,7 @@ class Want(msgspec.Struct, frozen=True):
         return self.ranks // self.nodes if self.nodes else self.ranks
 
 
-def amount(count: int, line: Line) -> str:
+def amount(count: int, line: QueueKey) -> str:
     """Return a count in words: `4 A10` or `1 CPU slot`."""
     if line == CPU_LINE:
         return f"{count} CPU slot{'s' if count != 1 else ''}"
@@ -106,6 +106,7 @@ class Stock:
         devices: Devices by UUID.
         nodes: Nodes by ID; a pool of one machine has the node "".
         used_outside: By line, the devices that the driver reports as in use; the pool's own runs may be the users.
+        unavailable: By line, the devices that no run can have.
     """
 
     def __init__(self, inventory: Inventory) -> None:
@@ -119,27 +120,30 @@ class Stock:
         by_type: dict[tuple[str, bool], dict[str, list[Device]]] = {}
         for device in inventory.devices:
             by_type.setdefault((device.type, device.simulated), {}).setdefault(device.node, []).append(device)
-        self._by_node = {Line(*key): nodes for key, nodes in by_type.items()}
+        self._by_node = {QueueKey(*key): nodes for key, nodes in by_type.items()}
         self.counts = Counter({line: sum(map(len, nodes.values())) for line, nodes in self._by_node.items()})
         self.used_outside = {
             line: [device for device in self.line(line) if device.outside_use] for line in self._by_node
         }
-        self._sizes: dict[tuple[Line, int], dict[str, int]] = {}
+        self.unavailable = {
+            line: [device for device in self.line(line) if device.unavailable] for line in self._by_node
+        }
+        self._sizes: dict[tuple[QueueKey, int], dict[str, int]] = {}
 
     @property
     def slots_by_node(self) -> dict[str, int]:
         """The CPU slots of each node that the pool may grant."""
         return {name: node.cpu_slots_free for name, node in self.nodes.items() if node.cpu_slots}
 
-    def line(self, line: Line) -> Iterable[Device]:
+    def line(self, line: QueueKey) -> Iterable[Device]:
         """Return all devices of the line, in the inventory's order on each node."""
         return (device for devices in self.by_node(line).values() for device in devices)
 
-    def by_node(self, line: Line) -> Mapping[str, Sequence[Device]]:
+    def by_node(self, line: QueueKey) -> Mapping[str, Sequence[Device]]:
         """Return the line's devices on each node that has some."""
         return self._by_node.get(line, {})
 
-    def sizes(self, line: Line, min_memory_bytes: int = 0) -> dict[str, int]:
+    def sizes(self, line: QueueKey, min_memory_bytes: int = 0) -> dict[str, int]:
         """Return how many devices or CPU slots of the line each node has; only nodes with any."""
         key = (line, min_memory_bytes)
         if key not in self._sizes:
@@ -153,28 +157,28 @@ class Stock:
             self._sizes[key] = {node: count for node, count in found.items() if count}
         return self._sizes[key]
 
-    def total(self, line: Line, min_memory_bytes: int = 0) -> int:
+    def total(self, line: QueueKey, min_memory_bytes: int = 0) -> int:
         """Return how many devices or CPU slots all nodes have together."""
         if line == CPU_LINE:
             return self.inventory.cpu_slots
         return sum(self.sizes(line, min_memory_bytes).values()) if min_memory_bytes else self.counts[line]
 
-    def elastic(self, line: Line) -> int:
+    def elastic(self, line: QueueKey) -> int:
         """Return the most that the pool can have with an autoscaler, including what it has now; 0 without one."""
         return 0 if line.simulated else self._elastic.get(line.device_type, 0)
 
-    def limit(self, line: Line, min_memory_bytes: int = 0) -> int:
+    def limit(self, line: QueueKey, min_memory_bytes: int = 0) -> int:
         """Return the most that the pool can ever have."""
         return max(self.total(line, min_memory_bytes), self.elastic(line))
 
-    def lines_of(self, device_type: str) -> list[Line]:
+    def lines_of(self, device_type: str) -> list[QueueKey]:
         """Return the lines of a type, real devices first, including those that only an autoscaler provides."""
         alike = [line for line in self.all_lines() if line.device_type == device_type]
         return sorted(alike, key=lambda line: line.simulated)
 
-    def all_lines(self) -> list[Line]:
+    def all_lines(self) -> list[QueueKey]:
         """Return all lines of devices, including those that only an autoscaler provides; not the CPU line."""
-        more = [Line(kind) for kind, count in self.inventory.elastic if count and kind != CPU]
+        more = [QueueKey(kind) for kind, count in self.inventory.elastic if count and kind != CPU]
         return list(dict.fromkeys([*self.counts, *more]))
 
     def host(self, node: str) -> str:
@@ -212,7 +216,7 @@ class Free(msgspec.Struct):
         """Whether such a request may take the device when no run holds it."""
         if self.min_memory_bytes and memory_bytes(device) < self.min_memory_bytes:
             return False
-        return self.allow_busy or not device.outside_use
+        return not device.unavailable and (self.allow_busy or not device.outside_use)
 
     def add(self, node: str, change: int) -> None:
         """Change the number of free devices on a node."""
@@ -221,7 +225,7 @@ class Free(msgspec.Struct):
         self.total += max(0, before + change) - max(0, before)
 
 
-def laid_out(want: Want, free: Mapping[str, int]) -> Parts | None:
+def laid_out(want: ResourceRequest, free: Mapping[str, int]) -> Parts | None:
     """Return (node, ranks) for each node of a lease, the largest part first; None if the request does not fit.
 
     Args:
@@ -244,7 +248,7 @@ def _tightest(free: Mapping[str, int], ranks: int) -> str | None:
 
 
 def _evenly(free: Mapping[str, int], nodes: int, each: int) -> Parts | None:
-    enough = sorted((count, place, node) for place, (node, count) in enumerate(free.items()) if count >= each)
+    enough = sorted((count, index, node) for index, (node, count) in enumerate(free.items()) if count >= each)
     return [(node, each) for _, _, node in enough[:nodes]] if len(enough) >= nodes else None
 
 
@@ -268,7 +272,7 @@ def _packed(free: Mapping[str, int], ranks: int) -> Parts:
 def _spread(free: Mapping[str, int], ranks: int) -> Parts:
     parts = {node: 0 for node, count in free.items() if count > 0}
     # the next rank goes to the node with the fewest ranks, among these to the emptiest
-    heap = [(0, -free[node], place, node) for place, node in enumerate(parts)]
+    heap = [(0, -free[node], index, node) for index, node in enumerate(parts)]
     heapq.heapify(heap)
     for _ in range(ranks):
         taken, room, place, node = heapq.heappop(heap)

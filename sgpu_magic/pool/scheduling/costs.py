@@ -16,10 +16,10 @@ import msgspec
 from msgspec.structs import replace
 
 from sgpu_magic.config import Settings
-from sgpu_magic.pool.scheduling.capacity import Refusal, Want
+from sgpu_magic.pool.scheduling.capacity import Refusal, ResourceRequest
 from sgpu_magic.pool.scheduling.run import WARN_SHARE, Meter, Run, rough, span
 from sgpu_magic.pool.scheduling.run_table import RunTable
-from sgpu_magic.pool.scheduling.stimuli import Instruction, Remark
+from sgpu_magic.pool.scheduling.stimuli import Instruction, PublishNote
 from sgpu_magic.wire.base import BUDGET, COST_LIMIT, RunState
 from sgpu_magic.wire.costs import HOUR_S, Prices, device_count, format_money, read_prices
 from sgpu_magic.wire.devices import Lease
@@ -135,7 +135,7 @@ class CostRules:
         self.tariff = tariff
         self._budget = budget if tariff else None
 
-    def refusal(self, spec: RunSpec, want: Want) -> Refusal | None:
+    def refusal(self, spec: RunSpec, want: ResourceRequest) -> Refusal | None:
         """Return why a run's cost limit can't be enforced; None when it can, or the run has none."""
         if spec.max_cost is None or spec.session or self.tariff.of(want.device_type) is not None:
             return None
@@ -148,9 +148,9 @@ class CostRules:
     def adopted(self, run: Run) -> None:
         """Don't repeat the warning of an adopted run, which an earlier service has sent."""
         if run.cost_warning is not None and self._table.now >= run.cost_warning:
-            self._table.change(run, cost_told=True)
+            self._table.change(run, cost_reported=True)
 
-    def over_budget(self, want: Want) -> str:
+    def over_budget(self, want: ResourceRequest) -> str:
         """Return why the budget keeps a request from starting now; "" when it can start."""
         if (budget := self._budget) is None or self.tariff.of(want.device_type) is None:
             return ""
@@ -178,17 +178,17 @@ class CostRules:
         if not self.tariff:
             return None
         on_meter = self._table.on_meter()
-        due_at = [run.cost_limit if run.cost_told else run.cost_warning for run in on_meter]
+        due_at = [run.cost_limit if run.cost_reported else run.cost_warning for run in on_meter]
         times = [due for due in due_at if due is not None]
         per_s = sum(run.meter.hourly or 0.0 for run in on_meter) / HOUR_S
         if self._budget is not None and per_s > 0:
             now = self._table.now
             spent = self._budget.spent(now) + self._table.live_cost()
-            share = 1.0 if all(run.budget_told for run in on_meter) else WARN_SHARE
+            share = 1.0 if all(run.budget_reported for run in on_meter) else WARN_SHARE
             times.append(now + max(0.0, share * self._budget.limit - spent) / per_s)
         return min(times, default=None)
 
-    # ------------------------------------------------------------ within
+    # ------------------------------------------------------------ internals
 
     def _by_max_cost(self, run: Run) -> list[Instruction]:
         limit, max_cost, meter, now = run.cost_limit, run.spec.max_cost, run.meter, self._table.now
@@ -203,14 +203,14 @@ class CostRules:
             )
             return self._table.stop(run, RunState.TIMED_OUT, reason)
         warning = run.cost_warning
-        if run.cost_told or warning is None or now < warning:
+        if run.cost_reported or warning is None or now < warning:
             return []
-        self._table.change(run, cost_told=True)
+        self._table.change(run, cost_reported=True)
         text = (
             f"80 % of its cost limit of {self.tariff.money(max_cost)} is used (--max-cost {max_cost:g}): it is "
             f"stopped in {rough(limit - now)}"
         )
-        return [Remark(run.run_id, text)]
+        return [PublishNote(run.run_id, text)]
 
     def _by_budget(self) -> list[Instruction]:
         if (budget := self._budget) is None:
@@ -229,10 +229,10 @@ class CostRules:
                 out += self._table.stop(run, RunState.TIMED_OUT, reason)
         elif spent >= WARN_SHARE * budget.limit * _EXACT:
             for run in runs:
-                if not run.budget_told:
-                    self._table.change(run, budget_told=True)
+                if not run.budget_reported:
+                    self._table.change(run, budget_reported=True)
                     text = f"80 % of {self._named(budget)} is used; runs with a price are stopped when it is used up"
-                    out.append(Remark(run.run_id, text))
+                    out.append(PublishNote(run.run_id, text))
         return out
 
     def _named(self, budget: Budget) -> str:

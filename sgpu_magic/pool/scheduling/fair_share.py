@@ -12,7 +12,7 @@ import heapq
 import math
 from collections.abc import Iterable, Sequence
 
-from sgpu_magic.pool.scheduling.capacity import Line, Refusal, Want, amount, line_of_lease
+from sgpu_magic.pool.scheduling.capacity import QueueKey, Refusal, ResourceRequest, amount, line_of_lease
 from sgpu_magic.pool.scheduling.run import Run
 from sgpu_magic.wire.base import short
 from sgpu_magic.wire.costs import UserLimits, quota_types
@@ -34,7 +34,7 @@ class FairShare:
     def __init__(self, limits: UserLimits = NO_LIMITS, half_life_s: float = 3600.0) -> None:
         self._limits = limits
         self._rate = math.log(2) / half_life_s
-        self._uses: dict[tuple[Line, str], _Use] = {}
+        self._uses: dict[tuple[QueueKey, str], _Use] = {}
         # by user and run: the type and number of its devices
         self._leases: dict[str, dict[str, tuple[str, int]]] = {}
 
@@ -50,18 +50,18 @@ class FairShare:
         self._use(lease, user).add(-_count(lease), now, self._rate)
         self._leases.get(user, {}).pop(run.run_id, None)
 
-    def share(self, line: Line, user: str, now: float) -> float:
+    def share(self, line: QueueKey, user: str, now: float) -> float:
         """Return the user's present and recent use of the line, as a number of devices."""
         use = self._uses.get((line, user))
         return 0.0 if use is None else use.share(now, self._rate)
 
-    def rank(self, line: Line, user: str, now: float) -> tuple[float, float]:
+    def rank(self, line: QueueKey, user: str, now: float) -> tuple[float, float]:
         """Return a sort key for users: the next one has the smallest."""
         return -self._limits.priority(user), self.share(line, user, now)
 
     # ------------------------------------------------------------ quotas
 
-    def refusal(self, spec: RunSpec, want: Want) -> Refusal | None:
+    def refusal(self, spec: RunSpec, want: ResourceRequest) -> Refusal | None:
         """Return why the request exceeds the user's quota by itself; None when it does not."""
         user, ranks = spec.owner.user, want.ranks
         for kind in quota_types(want.line.device_type):
@@ -74,7 +74,7 @@ class FairShare:
                 )
         return None
 
-    def over_quota(self, run: Run, want: Want) -> str:
+    def over_quota(self, run: Run, want: ResourceRequest) -> str:
         """Return why the run must wait for other runs of its user; "" when it need not."""
         user = run.spec.owner.user
         for kind in quota_types(want.line.device_type) if self._limits.quotas else ():
@@ -95,7 +95,12 @@ class FairShare:
     # ------------------------------------------------------------ order
 
     def in_order(
-        self, line: Line, runs: Sequence[tuple[Run, Want]], first: Iterable[str], now: float, most: int | None = None
+        self,
+        line: QueueKey,
+        runs: Sequence[tuple[Run, ResourceRequest]],
+        first: Iterable[str],
+        now: float,
+        most: int | None = None,
     ) -> list[Run]:
         """Return a line's waiting runs in the order in which they would start if its devices became free.
 
@@ -110,14 +115,14 @@ class FairShare:
             return [run for run, _ in runs[:most]]
         by_id = {run.run_id: run for run, _ in runs}
         ordered = [by_id.pop(run_id) for run_id in first if run_id in by_id]
-        groups: dict[str, list[tuple[Run, Want]]] = {}
+        groups: dict[str, list[tuple[Run, ResourceRequest]]] = {}
         last: list[Run] = []
         for run, want in runs:
             if run.run_id in by_id and self.over_quota(run, want):
                 last.append(run)
             elif run.run_id in by_id:
                 groups.setdefault(run.spec.owner.user, []).append((run, want))
-        places = {run.run_id: place for place, (run, _) in enumerate(runs)}
+        places = {run.run_id: position for position, (run, _) in enumerate(runs)}
         ranks = {user: self.rank(line, user, now) for user in groups}
         for run in ordered:
             priority, share = ranks.get(run.spec.owner.user, (0.0, 0.0))
@@ -133,7 +138,7 @@ class FairShare:
                 heapq.heappush(heap, ((priority, share + want.ranks), places[group[at + 1][0].run_id], user, at + 1))
         return (ordered + last)[:most]
 
-    # ------------------------------------------------------------ within
+    # ------------------------------------------------------------ internals
 
     def _use(self, lease: Lease, user: str) -> _Use:
         return self._uses.setdefault((line_of_lease(lease), user), _Use())
@@ -146,7 +151,7 @@ class _Use:
 
     def __init__(self) -> None:
         self._devices = 0
-        # devices that had always been in use up to now would count as their number
+        # decayed average of the number of devices in use: constant use of n devices converges to n
         self._past = 0.0
         self._at = 0.0
 
@@ -168,4 +173,6 @@ def _count(lease: Lease) -> int:
 
 
 def _of(count: int, kind: str) -> str:
-    return amount(count, Line(kind)) if kind else f"{count} device{'s' if count != 1 else ''}"
+    if kind:
+        return amount(count, QueueKey(kind))
+    return "1 device" if count == 1 else f"{count} devices"

@@ -1,21 +1,21 @@
 """Whether a request fits now, which devices it gets, and what blocks it. Pure: no clock, no I/O.
 
-A pool may have ten thousand devices, so `Room` counts the free ones once for each kind of request, and updates the
-counts as leases are taken and released.
+A pool may have ten thousand devices, so `FreeCapacity` counts the free ones once for each kind of request, and updates
+the counts as leases are taken and released.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from sgpu_magic.pool.scheduling.capacity import (
     CPU_LINE,
     Free,
-    Line,
     Parts,
+    QueueKey,
+    ResourceRequest,
     Stock,
-    Want,
     amount,
     laid_out,
     line_of,
@@ -27,7 +27,7 @@ from sgpu_magic.wire.devices import CPU, Device, Inventory, Lease, NodeShare, me
 _ASKED = "requested from the cluster, which has to add nodes for it"
 
 
-class Room:
+class FreeCapacity:
     """What is free in a pool now.
 
     Args:
@@ -43,13 +43,13 @@ class Room:
         self.stock = Stock(inventory)
         self.refused: dict[str, str] = {}
         self._holders: dict[str, tuple[str, ...]] = {}
-        # by run: its number, and its slots on each node
+        # (run's number, its slots on each node) by run
         self._slots: dict[str, tuple[int, Mapping[str, int]]] = {}
-        # by run that waits for an autoscaler: its line and number of ranks
-        self._asked: dict[str, tuple[Line, int]] = {}
-        self._in_use: Counter[Line] = Counter()
-        self._free: dict[tuple[Line, bool, int], Free] = {}
-        self._fit_when_empty: dict[Want, bool] = {}
+        # (line, number of ranks) of each run that waits for an autoscaler
+        self._asked: dict[str, tuple[QueueKey, int]] = {}
+        self._in_use: Counter[QueueKey] = Counter()
+        self._free: dict[tuple[QueueKey, bool, int], Free] = {}
+        self._fit_when_empty: dict[ResourceRequest, bool] = {}
 
     @property
     def cpu_slots_free(self) -> int:
@@ -115,7 +115,7 @@ class Room:
 
     # ------------------------------------------------------------ grants
 
-    def grant(self, want: Want, lease_id: str, *, without: Collection[str] = ()) -> Lease | None:
+    def grant(self, want: ResourceRequest, lease_id: str, *, without: Collection[str] = ()) -> Lease | None:
         """Return a lease for `want`, not yet counted as held; None when the request does not fit now.
 
         Args:
@@ -131,35 +131,35 @@ class Room:
             note = f"{want.ranks} ranks share {cores} core{'s' if cores != 1 else ''} ({slots} slots)"
         return self._lease(want, lease_id, parts, note)
 
-    def ask(self, want: Want, lease_id: str) -> Lease | None:
+    def ask(self, want: ResourceRequest, lease_id: str) -> Lease | None:
         """Return a lease without devices, which asks the autoscaler for nodes; None if it can't bring them."""
         elastic = self.stock.elastic(want.line)
         if elastic <= self.stock.total(want.line, want.min_memory_bytes) or not self._within_limit(want):
             return None
         return None if _elastic_key(want.line) in self.refused else self._lease(want, lease_id, [], _ASKED)
 
-    def fits(self, want: Want) -> bool:
+    def fits(self, want: ResourceRequest) -> bool:
         """Whether the request would get a lease now if no other run were first."""
         return self._within_limit(want) and self._parts(want) is not None
 
-    def free(self, want: Want) -> int:
+    def free(self, want: ResourceRequest) -> int:
         """Return how many devices or slots the request could take now, regardless of their nodes."""
         return 0 if want.line == CPU_LINE and CPU in self.refused else self._free_for(want).total
 
-    def free_by_node(self, want: Want) -> Mapping[str, int]:
+    def free_by_node(self, want: ResourceRequest) -> Mapping[str, int]:
         return self._free_for(want).by_node
 
-    def missing(self, want: Want) -> int:
+    def missing(self, want: ResourceRequest) -> int:
         """Return how many more must become free; 0 when enough are free, regardless of their nodes."""
         return max(0, self._need(want) - self.free(want))
 
-    def fits_when_empty(self, want: Want) -> bool:
+    def fits_when_empty(self, want: ResourceRequest) -> bool:
         """Whether the request would fit if all runs were over; otherwise keeping devices for it is useless."""
         if want not in self._fit_when_empty:
             self._fit_when_empty[want] = self._would_fit(want)
         return self._fit_when_empty[want]
 
-    def _would_fit(self, want: Want) -> bool:
+    def _would_fit(self, want: ResourceRequest) -> bool:
         if want.line == CPU_LINE:
             if CPU in self.refused or self.stock.inventory.cpu_slots <= 0:
                 return False
@@ -174,7 +174,7 @@ class Room:
         )
         return laid_out(want, usable) is not None
 
-    def kept_node(self, want: Want, without: Collection[str]) -> str | None:
+    def kept_node(self, want: ResourceRequest, without: Collection[str]) -> str | None:
         """Return the node to keep for a request that needs a single node: the one that is closest to free enough."""
         if not (self.stock.many and want.on_one_node):
             return None
@@ -182,13 +182,13 @@ class Room:
         large = (node for node in free if sizes.get(node, 0) >= want.ranks and node not in without)
         return max(large, key=free.__getitem__, default=None)
 
-    # ------------------------------------------------------------ in words
+    # ------------------------------------------------------------ text for messages
 
-    def amount(self, want: Want, count: int | None = None) -> str:
+    def amount(self, want: ResourceRequest, count: int | None = None) -> str:
         """Return a count in words, by default the request's whole need: `4 A10` or `1 CPU slot`."""
         return amount(self._need(want) if count is None else count, want.line)
 
-    def held_by(self, want: Want, node: str | None = None, *, most: int = 4) -> list[str]:
+    def held_by(self, want: ResourceRequest, node: str | None = None, *, most: int = 4) -> list[str]:
         """Return which runs hold how many, on one node or anywhere: `2 are held by run 7f3a`."""
         held: Counter[str] = Counter()
         if want.line == CPU_LINE:
@@ -203,16 +203,20 @@ class Room:
             parts[most - 1 :] = [f"{len(parts) - most + 1} more runs hold others"]
         return parts
 
-    def not_the_pools(self, want: Want) -> list[str]:
+    def not_the_pools(self, want: ResourceRequest) -> list[str]:
         """Return what blocks the request that no run of this pool can free."""
         if want.line == CPU_LINE:
             return [f"the engine refuses more: {self.refused[CPU]}"] if CPU in self.refused else []
         parts: list[str] = []
         line = self.stock.line(want.line) if self.refused else ()
-        if locked := [device for device in line if device.uuid in self.refused and device.uuid not in self._holders]:
+        refused = [device for device in line if device.uuid in self.refused and not device.unavailable]
+        if locked := [device for device in refused if device.uuid not in self._holders]:
             why = self.refused[locked[0].uuid]
             parts.append(f"{_are(len(locked))} in use outside the pool{f' ({why})' if why else ''}")
-        used = self.stock.used_outside.get(want.line, ())
+        out = [device for device in self.stock.unavailable.get(want.line, ()) if device.uuid not in self._holders]
+        if out:
+            parts.append(f"{_are(len(out))} unavailable ({out[0].unavailable.rstrip('.')})")
+        used = [device for device in self.stock.used_outside.get(want.line, ()) if not device.unavailable]
         busy = [device for device in used if device.uuid not in self.refused and device.uuid not in self._holders]
         if busy and not want.allow_busy:
             takes = f"--allow-busy takes {'it' if len(busy) == 1 else 'them'}"
@@ -223,9 +227,9 @@ class Room:
             parts.append(f"the cluster added no more: {self.refused[key]}")
         return parts
 
-    # ------------------------------------------------------------ within
+    # ------------------------------------------------------------ internals
 
-    def _parts(self, want: Want, without: Collection[str] = ()) -> Parts | None:
+    def _parts(self, want: ResourceRequest, without: Collection[str] = ()) -> Parts | None:
         if want.line == CPU_LINE and not self.stock.many:
             # on one machine ranks may share CPU slots
             return [("", want.ranks)] if self.missing(want) == 0 else None
@@ -233,14 +237,14 @@ class Room:
             return None
         return laid_out(want, {node: count for node, count in self.free_by_node(want).items() if node not in without})
 
-    def _within_limit(self, want: Want) -> bool:
+    def _within_limit(self, want: ResourceRequest) -> bool:
         """Whether a lease for this request leaves the autoscaler's limit enough for what others asked it for."""
         if not (elastic := self.stock.elastic(want.line)):
             return True
         asked = sum(ranks for line, ranks in self._asked.values() if line == want.line)
         return self._in_use[want.line] + asked + want.ranks <= max(elastic, self.stock.total(want.line))
 
-    def _lease(self, want: Want, lease_id: str, parts: Parts, note: str) -> Lease:
+    def _lease(self, want: ResourceRequest, lease_id: str, parts: Parts, note: str) -> Lease:
         on_cpu = want.line == CPU_LINE
         shares: list[NodeShare] = []
         for node, ranks in parts:
@@ -258,18 +262,21 @@ class Room:
             shares=tuple(shares) if self.stock.many else (),
         )
 
-    def _choose(self, want: Want, node: str, count: int) -> tuple[str, ...]:
-        # idle devices before those in use outside the pool, then in bus order, so that neighbours stay together
+    def _choose(self, want: ResourceRequest, node: str, count: int) -> tuple[str, ...]:
         free = self._free_on(self._free_for(want), self.stock.by_node(want.line)[node])
-        free.sort(key=lambda device: (device.outside_use != "", device.index, device.uuid))
-        return tuple(device.uuid for device in sorted(free[:count], key=lambda device: (device.index, device.uuid)))
+        free.sort(key=lambda device: (device.index, device.uuid))
+        # idle devices before those in use outside the pool
+        idle = [device for device in free if not device.outside_use]
+        used = [device for device in free if device.outside_use]
+        chosen = close_together(idle, count) if count < len(idle) else [*idle, *used[: count - len(idle)]]
+        return tuple(device.uuid for device in sorted(chosen, key=lambda device: (device.index, device.uuid)))
 
-    def _need(self, want: Want) -> int:
+    def _need(self, want: ResourceRequest) -> int:
         if want.line == CPU_LINE and not self.stock.many:
             return max(1, min(want.ranks, self.stock.inventory.cpu_slots))
         return want.ranks
 
-    def _free_for(self, want: Want) -> Free:
+    def _free_for(self, want: ResourceRequest) -> Free:
         key = (want.line, want.allow_busy, want.min_memory_bytes)
         if (free := self._free.get(key)) is None:
             free = self._free[key] = Free(want.allow_busy, want.min_memory_bytes)
@@ -297,7 +304,7 @@ class Room:
             return
         line = line_of(device)
         self._in_use[line] -= change
-        if device.outside_use:
+        if device.outside_use or device.unavailable:
             # the result of `_would_fit` depends on whether the pool's own runs hold it
             self._fit_when_empty.clear()
         if uuid not in self.refused:
@@ -313,7 +320,7 @@ class Room:
                 if node in free.by_node:
                     free.add(node, sign * count)
 
-    def _of_line(self, line: Line) -> list[Free]:
+    def _of_line(self, line: QueueKey) -> list[Free]:
         return [free for (other, _, _), free in self._free.items() if other == line]
 
     def _is_asked(self, lease: Lease) -> bool:
@@ -321,8 +328,40 @@ class Room:
         return self.stock.many and not lease.shares and not lease.uuids
 
 
-def _elastic_key(line: Line) -> str:
-    """Return the key in `Room.refused` for a type that the cluster does not bring."""
+def close_together(devices: Sequence[Device], count: int) -> list[Device]:
+    """Choose devices with short distances to each other, which leave the others close together too.
+
+    The longest distance counts first, since the slowest connection limits a collective. Devices of unknown distances,
+    and those that are equally far from each other, are chosen in bus order. Looks at one choice from each device on, to
+    which the nearest are added, not at all choices.
+
+    Args:
+        devices: The devices of one node, by index.
+        count: How many to choose, less than there are.
+    """
+    if any(max(other.index for other in devices) >= len(device.distances) for device in devices):
+        return list(devices[:count])
+
+    def grown_from(first: Device) -> list[Device]:
+        chosen, left = [first], [device for device in devices if device is not first]
+        while len(chosen) < count:
+            # the first of several that are equally near: they are in bus order
+            nearest = min(left, key=lambda device: sum(device.distances[other.index] for other in chosen))
+            chosen.append(nearest)
+            left.remove(nearest)
+        return chosen
+
+    def cost(chosen: list[Device]) -> tuple[int, int, int, list[int]]:
+        among = [one.distances[other.index] for one in chosen for other in chosen]
+        left = [device for device in devices if device not in chosen]
+        to_left = sum(one.distances[other.index] for one in chosen for other in left)
+        return max(among), sum(among), -to_left, sorted(device.index for device in chosen)
+
+    return min(map(grown_from, devices), key=cost)
+
+
+def _elastic_key(line: QueueKey) -> str:
+    """Return the key in `FreeCapacity.refused` for a type that the cluster does not bring."""
     return f"elastic {line.device_type}"
 
 

@@ -7,7 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from sgpu_magic.pool.scheduling.capacity import CPU_LINE, SPREAD, STRATEGIES, STRICT_PACK, Line, Stock, Want, amount
+from sgpu_magic.pool.scheduling.capacity import (
+    CPU_LINE,
+    SPREAD,
+    STRATEGIES,
+    STRICT_PACK,
+    QueueKey,
+    ResourceRequest,
+    Stock,
+    amount,
+)
 from sgpu_magic.pool.scheduling.run import Run, named
 from sgpu_magic.wire.base import short
 from sgpu_magic.wire.devices import ANY, CPU, Placement, memory_bytes, memory_text
@@ -16,7 +25,9 @@ from sgpu_magic.wire.run import RunSpec
 _GB = 1e9
 
 
-def resolve(placement: Placement, stock: Stock, choose: Callable[[list[Want]], Want]) -> Want | str:
+def resolve(
+    placement: Placement, stock: Stock, choose: Callable[[list[ResourceRequest]], ResourceRequest]
+) -> ResourceRequest | str:
     """Return what the request takes in this pool, free or not; or why it can never be placed.
 
     Args:
@@ -38,14 +49,14 @@ def resolve(placement: Placement, stock: Stock, choose: Callable[[list[Want]], W
         if not (problem := _too_much(placement, stock, line)):
             return _want(placement, line)
     if lines:
-        # the message is about real devices if there are any, since they come first
+        # real devices come first, so the message is about them if there are any
         return _too_much(placement, stock, lines[0]) or problem
     if placement.stand_in and stock.inventory.cpu_slots > 0:
         return _on_cpu(placement, stock, asked, simulated=True)
     return _lacking(placement, stock)
 
 
-# ---------------------------------------------------------------- requests for sessions, and of cells in them
+# ---------------------------------------------------------------- requests for sessions and their cells
 
 
 def session_refusal(spec: RunSpec, session: Run | None) -> str:
@@ -88,7 +99,7 @@ def on_nodes(spec: RunSpec) -> str:
     )
 
 
-def too_large(want: Want, stock: Stock) -> str:
+def too_large(want: ResourceRequest, stock: Stock) -> str:
     """Return why a session that would fit only on several nodes can't be placed."""
     sizes = stock.sizes(want.line, want.min_memory_bytes)
     node = max(sizes, key=sizes.__getitem__)
@@ -99,7 +110,7 @@ def too_large(want: Want, stock: Stock) -> str:
     )
 
 
-# ---------------------------------------------------------------- within
+# ---------------------------------------------------------------- internals
 
 
 def _misshapen(placement: Placement, stock: Stock) -> str:
@@ -122,7 +133,7 @@ def _misshapen(placement: Placement, stock: Stock) -> str:
     return ""
 
 
-def _too_much(placement: Placement, stock: Stock, line: Line) -> str:
+def _too_much(placement: Placement, stock: Stock, line: QueueKey) -> str:
     """Return why the line could not hold the request even if nothing else ran; "" when it could."""
     ranks, memory = placement.ranks, placement.min_memory_bytes
     total = stock.total(line, memory)
@@ -159,12 +170,12 @@ def _too_much(placement: Placement, stock: Stock, line: Line) -> str:
     return ""
 
 
-def _has(stock: Stock, lines: Sequence[Line]) -> str:
+def _has(stock: Stock, lines: Sequence[QueueKey]) -> str:
     up_to = {line: "up to " if stock.elastic(line) > stock.total(line) else "" for line in lines}
     return " and ".join(f"{up_to[line]}{amount(stock.limit(line), line)}" for line in lines)
 
 
-def _too_small(placement: Placement, stock: Stock, line: Line) -> str:
+def _too_small(placement: Placement, stock: Stock, line: QueueKey) -> str:
     need = f"{placement.min_memory_bytes / _GB:g} GB"
     sizes = sorted({memory_bytes(device) for device in stock.line(line)})
     have = " or ".join(memory_text(size) if size else "an unknown amount" for size in sizes)
@@ -178,7 +189,9 @@ def _too_small(placement: Placement, stock: Stock, line: Line) -> str:
     )
 
 
-def _resolve_any(placement: Placement, stock: Stock, choose: Callable[[list[Want]], Want]) -> Want | str:
+def _resolve_any(
+    placement: Placement, stock: Stock, choose: Callable[[list[ResourceRequest]], ResourceRequest]
+) -> ResourceRequest | str:
     counts = {line: stock.limit(line) for line in stock.all_lines()}
     if enough := [line for line in counts if not _too_much(placement, stock, line)]:
         return choose([_want(placement, line) for line in enough])
@@ -214,8 +227,8 @@ def _none_with_memory(placement: Placement, stock: Stock) -> str:
     )
 
 
-def _want(placement: Placement, line: Line, device_type: str = "", *, simulated: bool = False) -> Want:
-    return Want(
+def _want(placement: Placement, line: QueueKey, device_type: str = "", *, simulated: bool = False) -> ResourceRequest:
+    return ResourceRequest(
         line,
         placement.ranks,
         device_type or line.device_type,
@@ -227,7 +240,7 @@ def _want(placement: Placement, line: Line, device_type: str = "", *, simulated:
     )
 
 
-def _on_cpu(placement: Placement, stock: Stock, device_type: str, *, simulated: bool = False) -> Want | str:
+def _on_cpu(placement: Placement, stock: Stock, device_type: str, *, simulated: bool = False) -> ResourceRequest | str:
     if stock.limit(CPU_LINE) <= 0:
         return _lacking(placement, stock)
     # on one machine ranks may share slots, with a note; with many nodes each rank needs a node

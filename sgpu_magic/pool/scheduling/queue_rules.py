@@ -17,18 +17,18 @@ from collections.abc import Iterable
 
 import msgspec
 
-from sgpu_magic.pool.scheduling.capacity import STRICT_PACK, Line, Refusal, Want
+from sgpu_magic.pool.scheduling.capacity import STRICT_PACK, QueueKey, Refusal, ResourceRequest
 from sgpu_magic.pool.scheduling.costs import CostRules
 from sgpu_magic.pool.scheduling.fair_share import FairShare
-from sgpu_magic.pool.scheduling.placement import Room
+from sgpu_magic.pool.scheduling.placement import FreeCapacity
 from sgpu_magic.pool.scheduling.placement_request import on_nodes, resolve, too_large
+from sgpu_magic.pool.scheduling.queue_status import Blockers, Held, by_line, waited_in_vain
 from sgpu_magic.pool.scheduling.run import Run
 from sgpu_magic.pool.scheduling.run_table import RunTable
 from sgpu_magic.pool.scheduling.stimuli import Instruction, LaunchRun
-from sgpu_magic.pool.scheduling.words import Keepers, by_line, waited_in_vain
 from sgpu_magic.wire.devices import ANY, Inventory, Lease, Placement, memory_of
 
-Waiting = list[tuple[Run, Want]]
+Waiting = list[tuple[Run, ResourceRequest]]
 
 
 class _Round(msgspec.Struct):
@@ -45,11 +45,11 @@ class _Round(msgspec.Struct):
         out: The resulting instructions, by the runs' numbers.
     """
 
-    line: Line
+    line: QueueKey
     waiting: dict[str, Waiting] = msgspec.field(default_factory=dict[str, Waiting])
     skipped: dict[str, Waiting] = msgspec.field(default_factory=dict[str, Waiting])
     given: dict[str, int] = msgspec.field(default_factory=dict[str, int])
-    unfit: set[Want] = msgspec.field(default_factory=set[Want])
+    unfit: set[ResourceRequest] = msgspec.field(default_factory=set[ResourceRequest])
     kept: set[str] = msgspec.field(default_factory=set[str])
     unaffordable: dict[str, str] = msgspec.field(default_factory=dict[str, str])
     out: dict[int, list[Instruction]] = msgspec.field(default_factory=dict[int, "list[Instruction]"])
@@ -78,10 +78,10 @@ class QueueRules:
         self._fair = fair
         self._pass_over_s = pass_over_s
         self._leases_given = 0
-        self.room = Room(inventory or Inventory(host="", cpu_slots=0))
+        self.room = FreeCapacity(inventory or Inventory(host="", cpu_slots=0))
         self.knows_devices = inventory is not None
-        # what requests mean with the current inventory; sessions have separate entries
-        self._meant: dict[tuple[Placement, bool], Want | Refusal] = {}
+        # requests resolved against the current inventory; sessions have separate entries
+        self._meant: dict[tuple[Placement, bool], ResourceRequest | Refusal] = {}
 
     def leased(self, run: Run, had: Lease | None, has: Lease | None) -> None:
         """Update the accounts after a run's lease changed from `had` to `has`."""
@@ -96,14 +96,14 @@ class QueueRules:
         """Take a new inventory, which clears the engine's refusals. Returns False when nothing has changed."""
         if self.knows_devices and not self.room.refused and inventory == self.room.stock.inventory:
             return False
-        self.room, self.knows_devices = Room(inventory), True
+        self.room, self.knows_devices = FreeCapacity(inventory), True
         self._meant.clear()
         for run in self._table.runs.values():
             if run.held_lease is not None:
                 self._take(run, run.held_lease)
         return True
 
-    def resolve(self, run: Run) -> Want | Refusal:
+    def resolve(self, run: Run) -> ResourceRequest | Refusal:
         """Return what a run takes in this pool, or why it can't be placed. Call it once the devices are known."""
         room, placement = self.room, run.spec.placement
         is_session = room.stock.many and run.is_session
@@ -115,7 +115,7 @@ class QueueRules:
         if is_session:
             placement = msgspec.structs.replace(placement, strategy=STRICT_PACK)
 
-        def choose(wants: list[Want]) -> Want:
+        def choose(wants: list[ResourceRequest]) -> ResourceRequest:
             """Return the type that the run already waits for; else the cheapest that is free, as clients choose it.
 
             Without prices, the type with the least memory counts as the cheapest.
@@ -123,18 +123,18 @@ class QueueRules:
             before = [want for want in wants if run.want is not None and want.line == run.want.line]
             return min(before or wants, key=rank_of)
 
-        def rank_of(want: Want) -> tuple[bool, bool, float, bool, int, int]:
+        def rank_of(want: ResourceRequest) -> tuple[bool, bool, float, bool, int, int]:
             price, free = self._costs.tariff.of(want.device_type), room.free(want)
             size = memory_of(want.device_type)
             return free < want.ranks, price is None, price or 0.0, want.simulated, size, -free
 
         found = resolve(placement, room.stock, choose)
-        meant: Want | Refusal = ("UsageError", found) if isinstance(found, str) else found
+        meant: ResourceRequest | Refusal = ("UsageError", found) if isinstance(found, str) else found
         if is_session and isinstance(found, str):
             anywhere = resolve(run.spec.placement, room.stock, choose)
-            if isinstance(anywhere, Want):
+            if isinstance(anywhere, ResourceRequest):
                 meant = "SessionError", too_large(anywhere, room.stock)
-        # which type is free changes with every run
+        # `any` is not cached: which type is free changes with every run
         if placement.device_type != ANY and not placement.min_memory_bytes:
             self._meant[key] = meant
         return meant
@@ -146,21 +146,21 @@ class QueueRules:
 
     def settle(self) -> list[Instruction]:
         """Grant what is free, and end the runs that waited in vain."""
-        out = self._place()
-        # devices may have been kept for a run that gives up: the runs behind it get their turn
+        out = self._start_waiting()
+        # a run that gives up may release devices that were kept for it: place the runs behind it
         while given_up := self._give_up():
             out += given_up
-            out += self._place()
+            out += self._start_waiting()
         return out
 
-    def waiting(self) -> dict[Line, Waiting]:
+    def waiting(self) -> dict[QueueKey, Waiting]:
         """Return, by line, the runs that wait for its devices, in order of submission."""
         return by_line(self._table.waiting())
 
-    def keepers(self, lines: dict[Line, Waiting]) -> Keepers:
+    def keepers(self, lines: dict[QueueKey, Waiting]) -> Blockers:
         """Return the runs that freed devices are kept for."""
-        of_users: dict[tuple[Line, str], str] = {}
-        of_lines: dict[Line, tuple[str, ...]] = {}
+        of_users: dict[tuple[QueueKey, str], str] = {}
+        of_lines: dict[QueueKey, tuple[str, ...]] = {}
         nodes: dict[str, str] = {}
         for line, waiting in lines.items():
             users: dict[str, Waiting] = {}
@@ -174,20 +174,20 @@ class QueueRules:
             for run, want in first:
                 if (node := self.room.kept_node(want, nodes.values())) is not None:
                     nodes[run.run_id] = node
-        return Keepers(of_users, of_lines, nodes)
+        return Blockers(of_users, of_lines, nodes)
 
-    # ------------------------------------------------------------ within
+    # ------------------------------------------------------------ internals
 
     def _take(self, run: Run, lease: Lease) -> None:
         self.room.take(run.run_id, lease, run.number, shared=run.orphaned)
 
-    def _place(self) -> list[Instruction]:
+    def _start_waiting(self) -> list[Instruction]:
         out: dict[int, list[Instruction]] = {}
         for line, waiting in self.waiting().items():
-            out |= self._place_line(_Round(line), waiting)
+            out |= self._start_line(_Round(line), waiting)
         return [instruction for number in sorted(out) for instruction in out[number]]
 
-    def _place_line(self, line: _Round, waiting: Waiting) -> dict[int, list[Instruction]]:
+    def _start_line(self, line: _Round, waiting: Waiting) -> dict[int, list[Instruction]]:
         for run, want in reversed(waiting):
             line.waiting.setdefault(run.spec.owner.user, []).append((run, want))
         several = len(line.waiting) > 1
@@ -195,7 +195,7 @@ class QueueRules:
             return line.out
 
         def turn(user: str) -> tuple[tuple[float, float], int, str]:
-            # its new leases already count
+            # the user's new leases already count
             return self._fair.rank(line.line, user, self._table.now), line.waiting[user][-1][0].number, user
 
         turns = [turn(user) for user, runs in line.waiting.items() if runs]
@@ -223,11 +223,11 @@ class QueueRules:
             line.kept.add(node)
         return True
 
-    def _head(self, runs: Iterable[tuple[Run, Want]]) -> tuple[Run, Want] | None:
+    def _head(self, runs: Iterable[tuple[Run, ResourceRequest]]) -> tuple[Run, ResourceRequest] | None:
         """Return the first of a user's runs that is within the user's quota."""
         return next(((run, want) for run, want in runs if not self._fair.over_quota(run, want)), None)
 
-    def _long_overtaken(self, users: Iterable[Iterable[tuple[Run, Want]]]) -> Waiting:
+    def _long_overtaken(self, users: Iterable[Iterable[tuple[Run, ResourceRequest]]]) -> Waiting:
         """Return the users' first runs that other users overtook more than `pass_over_s` ago, longest ago first.
 
         Args:
@@ -254,7 +254,7 @@ class QueueRules:
                 runs.clear()
         return False
 
-    def _give(self, line: _Round, run: Run, want: Want) -> bool:
+    def _give(self, line: _Round, run: Run, want: ResourceRequest) -> bool:
         if want in line.unfit:
             return False
         # deterministic: the same stimuli yield the same IDs
@@ -266,9 +266,9 @@ class QueueRules:
             return False
         self._leases_given += 1
         asked, user = granted is None, run.spec.owner.user
-        told = run.told if asked else None
+        published = run.last_published if asked else None
         meter = self._costs.tariff.metered(run.meter, lease)
-        self._table.change(run, lease=lease, told=told, accepted=True, meter=meter, asked=asked)
+        self._table.change(run, lease=lease, last_published=published, accepted=True, meter=meter, asked=asked)
         line.out[run.number] = [LaunchRun(run.run_id, lease)]
         line.given[user] = max(line.given.get(user, 0), run.number)
         for passed, _ in line.skipped.get(user, ()):
@@ -291,8 +291,9 @@ class QueueRules:
         """End or refuse the runs whose waiting time is over."""
         waiting = [(run, run.want) for run in self._table.waiting() if run.want is not None]
         due = [(run, want) for run, want in waiting if self._table.waited_in_vain(run)]
-        keepers = self.keepers(self.waiting()) if due else Keepers()
-        given_up = [self._table.give_up(run, waited_in_vain(run, want, self.room, keepers)) for run, want in due]
+        keepers = self.keepers(self.waiting()) if due else Blockers()
+        held = Held(self._table)
+        given_up = [self._table.give_up(run, waited_in_vain(run, want, self.room, keepers, held)) for run, want in due]
         return [instruction for instructions in given_up for instruction in instructions]
 
     def _aged(self, since: float | None) -> bool:

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 import msgspec
 from msgspec.structs import replace
 
-from sgpu_magic.pool.scheduling.capacity import Want
+from sgpu_magic.pool.scheduling.capacity import ResourceRequest
 from sgpu_magic.wire.base import RunKind, RunState, short
 from sgpu_magic.wire.costs import HOUR_S, billed_s, cost_of, device_count
 from sgpu_magic.wire.devices import CPU, Lease
+from sgpu_magic.wire.events import RemainingRank
 from sgpu_magic.wire.run import RunSpec
 
 WARN_SHARE = 0.8
@@ -104,9 +105,10 @@ class Run:
         overtaken_at: When a later run of another user first got devices of its line while it was its user's first
             there; None when none has.
         stopping_as: The final state of a stop in progress; None otherwise.
-        told: The last position and reason sent to its followers; None when it does not wait.
+        last_published: The last position and reason sent to its followers; None when it does not wait.
         reason: Why it is ending or has ended; "" otherwise, or without a known reason.
         unstopped: Ranks of its session that still run it after its end.
+        remaining: Its ranks that were killed and have not ended.
         paused: For a session, why no cell may start in it now; "" when cells may.
         quiet_since: For a session, since when no cell has run in it; None before it is RUNNING. Counts only while
             no cell runs.
@@ -114,15 +116,15 @@ class Run:
         orphaned: For a `--fresh` cell, whether its session is unknown to the service, so that the cell itself holds
             the devices.
         asked: Whether its lease has no devices yet, because the engine asks the cluster for nodes.
-        cost_told: Whether it was warned that its own cost limit is near.
-        budget_told: Whether it was warned that the pool's budget is nearly used up.
+        cost_reported: Whether it was warned that its own cost limit is near.
+        budget_reported: Whether it was warned that the pool's budget is nearly used up.
     """
 
     spec: RunSpec
     state: RunState = RunState.QUEUED
     number: int = 0
     queued_at: float = 0.0
-    want: Want | None = None
+    want: ResourceRequest | None = None
     accepted: bool = False
     lease: Lease | None = None
     freed: bool = False
@@ -131,16 +133,17 @@ class Run:
     passed_at: float | None = None
     overtaken_at: float | None = None
     stopping_as: RunState | None = None
-    told: tuple[int, str] | None = None
+    last_published: tuple[int, str] | None = None
     reason: str = ""
     unstopped: tuple[int, ...] = ()
+    remaining: tuple[RemainingRank, ...] = ()
     paused: str = ""
     quiet_since: float | None = None
     gone: bool = False
     orphaned: bool = False
     asked: bool = False
-    cost_told: bool = False
-    budget_told: bool = False
+    cost_reported: bool = False
+    budget_reported: bool = False
 
     @property
     def run_id(self) -> str:
@@ -204,7 +207,7 @@ def rough(seconds: float) -> str:
     if whole < 100:
         return f"{whole} s"
     units = [(whole // 86400, "d"), (whole % 86400 // 3600, "h"), (whole % 3600 // 60, "min")]
-    first = next(place for place, (count, _) in enumerate(units) if count)
+    first = next(index for index, (count, _) in enumerate(units) if count)
     return " ".join(f"{count} {unit}" for count, unit in units[first : first + 2] if count)
 
 

@@ -41,7 +41,7 @@ class RunTable:
         self.runs: dict[str, Run] = {}
         self.now = float("-inf")
         self._submitted = 0
-        # by number
+        # keyed by the run's number
         self._waiting: dict[int, Run] = {}
         self._waiting_cells: dict[int, Run] = {}
         self._asked: dict[int, Run] = {}
@@ -255,7 +255,7 @@ class RunTable:
                 out += self.give_up(cell, f"{why}.", "SessionError", FailureKind.SESSION)
         return out
 
-    # ------------------------------------------------------------ within
+    # ------------------------------------------------------------ internals
 
     def _leaving_before(self, run: Run) -> bool:
         """Whether a run that is over still holds what a waiting run waits for."""

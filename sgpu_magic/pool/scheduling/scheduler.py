@@ -20,11 +20,18 @@ from collections.abc import Mapping
 
 from msgspec.structs import replace
 
-from sgpu_magic.pool.scheduling.capacity import Want
+from sgpu_magic.pool.scheduling.capacity import ResourceRequest
 from sgpu_magic.pool.scheduling.costs import Budget, CostRules, Tariff
 from sgpu_magic.pool.scheduling.fair_share import NO_LIMITS, FairShare
 from sgpu_magic.pool.scheduling.placement_request import session_refusal
 from sgpu_magic.pool.scheduling.queue_rules import QueueRules
+from sgpu_magic.pool.scheduling.queue_status import (
+    Published,
+    QueueStatus,
+    cell_waited_in_vain,
+    obstacle,
+    remaining_ranks,
+)
 from sgpu_magic.pool.scheduling.run import Meter, Run, span
 from sgpu_magic.pool.scheduling.run_table import RunTable
 from sgpu_magic.pool.scheduling.stimuli import (
@@ -35,6 +42,7 @@ from sgpu_magic.pool.scheduling.stimuli import (
     LeaseFreed,
     LeaseGranted,
     LeaseRefused,
+    RanksRemain,
     RefuseRun,
     RunAdopted,
     RunMoved,
@@ -46,7 +54,6 @@ from sgpu_magic.pool.scheduling.stimuli import (
     StimulusOfRun,
     TimePassed,
 )
-from sgpu_magic.pool.scheduling.words import QueueWords, Told, cell_waited_in_vain, obstacle
 from sgpu_magic.wire.base import RunState
 from sgpu_magic.wire.costs import UserLimits
 from sgpu_magic.wire.devices import Inventory, Lease
@@ -89,9 +96,9 @@ class Scheduler:
         self._costs = CostRules(self._table, tariff, budget)
         self._fair = FairShare(limits, fair_half_life_s)
         self._queue = QueueRules(self._table, self._costs, self._fair, inventory, pass_over_s)
-        self._words = QueueWords(self._table, self._queue, self._fair)
+        self._words = QueueStatus(self._table, self._queue, self._fair)
         self._runs = self._table.runs
-        self._waiting: Mapping[str, Told] | None = None
+        self._waiting: Mapping[str, Published] | None = None
 
     @property
     def runs(self) -> tuple[Run, ...]:
@@ -109,12 +116,16 @@ class Scheduler:
         some_real = stock.many or any(not line.simulated for line in stock.counts)
         return some_real and any(run.accepted for run in self._table.waiting())
 
-    def waiting(self) -> Mapping[str, Told]:
+    def waiting(self) -> Mapping[str, Published]:
         """Return each waiting run's current position, in the order in which they would start, and its reason."""
-        # one status follows the other, and most find the queue as it was
+        # cached, because the queue is unchanged between most status requests
         if self._waiting is None:
             self._waiting = self._words.now()
         return self._waiting
+
+    def held_by_remaining(self) -> Mapping[str, str]:
+        """Return, for each run whose killed ranks have not ended, which ranks these are."""
+        return {run.run_id: remaining_ranks(run) for run in self._runs.values() if run.remaining}
 
     def drop(self, run_id: str) -> None:
         """Forget a run that the pool could not accept."""
@@ -206,8 +217,8 @@ class Scheduler:
     def _judge(self, run: Run) -> list[Instruction]:
         """Put a waiting run into its queue, or into another one if the pool's devices have changed."""
         want = self._queue.resolve(run)
-        if not isinstance(want, Want):
-            # devices that disappeared while it waited may come back; its reason says so
+        if not isinstance(want, ResourceRequest):
+            # devices that disappeared while the run waited may come back; the run's reason says so
             return self._table.refuse(run, *want) if run.want is None else []
         if run.want is None:
             if refusal := self._costs.refusal(run.spec, want) or self._fair.refusal(run.spec, want):
@@ -236,9 +247,14 @@ class Scheduler:
             case LeaseGranted(lease=lease):
                 if run.lease is not None and not run.spec.session:
                     meter = self._tariff.metered(run.meter, lease)
-                    self._table.change(run, lease=lease, asked=False, told=None, meter=meter)
+                    self._table.change(run, lease=lease, asked=False, last_published=None, meter=meter)
             case RunRequeued(why=why):
                 return self._requeued(run, why)
+            case RanksRemain(ranks=ranks):
+                # each node reports only its own ranks
+                hosts = {each.host for each in ranks}
+                others = tuple(each for each in run.remaining if each.host not in hosts) if ranks else ()
+                self._table.change(run, remaining=(*others, *ranks))
             case SessionPaused(reason=reason):
                 self._table.change(run, paused=reason, quiet_since=None if run.quiet_since is None else self._table.now)
         return []
@@ -247,8 +263,16 @@ class Scheduler:
         if run.lease is None or moved.state is RunState.QUEUED:
             return []
         quiet_since = self._table.now if moved.state is RunState.RUNNING else run.quiet_since
-        told, reason = None if run.asked else run.told, run.reason or moved.reason
-        changes = {"quiet_since": quiet_since, "told": told, "reason": reason, "unstopped": moved.unstopped}
+        published, reason = None if run.asked else run.last_published, run.reason or moved.reason
+        changes = {
+            "quiet_since": quiet_since,
+            "last_published": published,
+            "reason": reason,
+            "unstopped": moved.unstopped,
+        }
+        if moved.state is RunState.RUNNING:
+            # the run has new ranks
+            changes["remaining"] = ()
         self._table.change(run, begun=True, asked=False, **changes)
         return self._table.move(run, moved.state)
 
@@ -265,7 +289,7 @@ class Scheduler:
         if run.state.is_final:
             return self._table.over(run, run.state)
         if run.stopping_as is not None:
-            # it was being stopped, and no rank is left to report its end
+            # the run was being stopped, and no rank is left to report its end
             self._table.change(run, lease=None)
             return self._table.end(run, run.stopping_as, run.reason)
         return self._table.requeue(run, why)
@@ -279,7 +303,7 @@ class Scheduler:
             *self._queue.settle(),
             # after the queue, which may have given a session its devices or ended it
             *self._settle_cells(),
-            *self._words.tell(),
+            *self._words.publish(),
         ]
 
     def _settle_times(self) -> list[Instruction]:
@@ -305,7 +329,7 @@ class Scheduler:
             session = self._runs[cell.spec.session]
             if not (why := obstacle(self._table, cell)) and session.lease is not None:
                 lease = _share(session.lease, cell.spec)
-                self._table.change(cell, lease=lease, told=None, accepted=True)
+                self._table.change(cell, lease=lease, last_published=None, accepted=True)
                 out.append(LaunchRun(cell.run_id, lease))
             elif self._table.waited_in_vain(cell):
                 out += self._table.give_up(cell, cell_waited_in_vain(cell, why))

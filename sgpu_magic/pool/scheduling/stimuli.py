@@ -7,6 +7,7 @@ import msgspec
 from sgpu_magic.pool.scheduling.run import Run
 from sgpu_magic.wire.base import FailureKind, RunState
 from sgpu_magic.wire.devices import Inventory, Lease
+from sgpu_magic.wire.events import RemainingRank
 
 
 class _OfRun(msgspec.Struct, frozen=True):
@@ -100,6 +101,16 @@ class RunRequeued(_OfRun, frozen=True):
     why: str
 
 
+class RanksRemain(_OfRun, frozen=True):
+    """These ranks were killed and have not ended; none if they have, or were replaced. They keep the lease.
+
+    Args:
+        ranks: The ranks.
+    """
+
+    ranks: tuple[RemainingRank, ...]
+
+
 class SessionPaused(_OfRun, frozen=True):
     """No cell may start in the session for now. `reason` is shown to waiting cells; "" resumes the session."""
 
@@ -111,7 +122,15 @@ class TimePassed(msgspec.Struct, frozen=True):
 
 
 StimulusOfRun = (
-    RunMoved | CancelRequested | RunOver | LeaseFreed | LeaseRefused | LeaseGranted | RunRequeued | SessionPaused
+    RunMoved
+    | CancelRequested
+    | RunOver
+    | LeaseFreed
+    | LeaseRefused
+    | LeaseGranted
+    | RunRequeued
+    | RanksRemain
+    | SessionPaused
 )
 Stimulus = RunSubmitted | RunAdopted | InventoryChanged | TimePassed | StimulusOfRun
 
@@ -137,7 +156,7 @@ class MoveRun(_OfRun, frozen=True):
     reason: str = ""
 
 
-class TellQueue(_OfRun, frozen=True):
+class PublishQueueStatus(_OfRun, frozen=True):
     """The run waits at `position` (1 is next) of its queue or session; sent only when something changed.
 
     If very many runs wait, some get this with a delay; `Scheduler.waiting` is always current.
@@ -147,7 +166,7 @@ class TellQueue(_OfRun, frozen=True):
     reason: str
 
 
-class Remark(_OfRun, frozen=True):
+class PublishNote(_OfRun, frozen=True):
     """Send the run's followers this sentence."""
 
     text: str
@@ -180,4 +199,4 @@ class EndRun(_OfRun, frozen=True):
     kind: FailureKind = FailureKind.CAPACITY
 
 
-Instruction = LaunchRun | MoveRun | TellQueue | Remark | StopRun | RefuseRun | EndRun
+Instruction = LaunchRun | MoveRun | PublishQueueStatus | PublishNote | StopRun | RefuseRun | EndRun

@@ -21,10 +21,11 @@ from typing import Any
 import msgspec
 
 from sgpu_magic.config import private_dir
-from sgpu_magic.files.whole_file import write_whole
+from sgpu_magic.files.atomic_file import write_whole
 from sgpu_magic.options import notebook_job
 from sgpu_magic.runs.choice.schema import VERSION, Choice, KeptChoice, Read, normal, read_kept
 from sgpu_magic.runs.notebook import notebook_path
+from sgpu_magic.wire.decoding import JsonDecoder, decode_json
 
 KEY_FILE = "choice.key"
 NOTEBOOKS_FILE = "choice.notebooks"
@@ -87,7 +88,7 @@ def own_key(state: Path) -> bytes:
     try:
         write_whole(file, made, replace=False)
     except FileExistsError:
-        # unless another process was first: an invalid key or one that is not private; its signatures become invalid
+        # replace a key that is invalid or not private, unless another process did; its signatures become invalid
         if read_key(state) is None:
             write_whole(file, made)
     return read_key(state) or made
@@ -143,8 +144,8 @@ class KnownNotebooks(msgspec.Struct, frozen=True):
         found: list[_Chosen] = []
         with contextlib.suppress(OSError):
             for line in (self.state / NOTEBOOKS_FILE).read_bytes().splitlines():
-                with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
-                    found.append(msgspec.json.decode(line, type=_Chosen))
+                with contextlib.suppress(msgspec.DecodeError):
+                    found.append(decode_json(line, type=_Chosen))
         return found
 
     def _append(self, chosen: _Chosen) -> None:
@@ -208,8 +209,8 @@ class ChoiceKeeper:
         self._any_notebook = any_notebook
         self._known = KnownNotebooks(state)
         self._lock = threading.Lock()
-        self._is_told = False
-        self._told: KeptChoice | None = None
+        self._is_reported = False
+        self._last_reported: KeptChoice | None = None
         # chosen in this process, and not known to be in the metadata yet
         self._pending: KeptChoice | None = None
         self._held = Held()
@@ -217,13 +218,13 @@ class ChoiceKeeper:
 
     def now(self) -> Held:
         """Return the current choice. Takes one `stat` of the notebook's file if no front end reports the choice."""
-        if not self._is_told and self._pending is None:
+        if not self._is_reported and self._pending is None:
             # the path comes from the front end and may be any text
             with contextlib.suppress(OSError, ValueError):
                 self._look()
         return self._held
 
-    def told(self, kept: KeptChoice | None) -> KeptChoice | None:
+    def to_report(self, kept: KeptChoice | None) -> KeptChoice | None:
         """Take the choice in the metadata as a front end reports it.
 
         Returns:
@@ -231,12 +232,12 @@ class ChoiceKeeper:
         """
         with self._lock:
             pending = self._pending
-            if pending is not None and kept != pending and (not self._is_told or kept == self._told):
+            if pending is not None and kept != pending and (not self._is_reported or kept == self._last_reported):
                 # reported before the front end had written the pending choice
-                self._is_told, self._told = True, kept
+                self._is_reported, self._last_reported = True, kept
                 return pending
-            if not self._is_told or kept != self._told or pending is not None:
-                self._pending, self._told, self._is_told = None, kept, True
+            if not self._is_reported or kept != self._last_reported or pending is not None:
+                self._pending, self._last_reported, self._is_reported = None, kept, True
                 self._held = self._checked(Read(kept) if kept is None else read_kept(msgspec.to_builtins(kept)))
             return None
 
@@ -262,7 +263,7 @@ class ChoiceKeeper:
         if seen == self._looked_at:
             return
         with self._lock:
-            if self._is_told or self._pending is not None:
+            if self._is_reported or self._pending is not None:
                 return
             self._held = self._checked(read_notebook(Path(path), status.st_size))
             self._looked_at = seen
@@ -297,7 +298,7 @@ class _Notebook(msgspec.Struct):
     metadata: _Metadata = msgspec.field(default_factory=_Metadata)
 
 
-_notebooks = msgspec.json.Decoder(_Notebook)
+_notebooks = JsonDecoder(_Notebook)
 
 
 def read_notebook(path: Path, size: int) -> Read:
@@ -309,7 +310,7 @@ def read_notebook(path: Path, size: int) -> Read:
     if size > MAX_FILE_BYTES:
         return Read()
     try:
-        found = msgspec.json.decode(_notebooks.decode(path.read_bytes()).metadata.sgpu)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        found = decode_json(_notebooks.decode(path.read_bytes()).metadata.sgpu)
+    except msgspec.DecodeError:
         return Read()
     return read_kept(found)

@@ -20,8 +20,8 @@ from packaging.requirements import InvalidRequirement, Requirement
 
 from sgpu_magic.config import Settings, private_dir
 from sgpu_magic.errors import EnvironmentFailed, UsageError
-from sgpu_magic.files.whole_file import write_whole
-from sgpu_magic.packages import named_environments, order
+from sgpu_magic.files.atomic_file import write_whole
+from sgpu_magic.packages import environment_request, named_environments
 from sgpu_magic.packages.distributions import distribution_name, environment_digest, normalised, own_python
 from sgpu_magic.packages.named_environments import BASE_NAMES, base_list
 from sgpu_magic.packages.requirement_files import key_of, name_of, read_file, version_of
@@ -37,7 +37,7 @@ _NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 _COMPLETE = "# Complete: these lines are all that is installed."
 _MOST_NAMED = 2
 _INSTALL_S = 1800.0
-_UV_PLACE = ("--python", sys.executable)
+_UV_PYTHON = ("--python", sys.executable)
 _WOULD = re.compile(r"^Would install (\d+) package", re.MULTILINE)
 _COMES = re.compile(r"^ \+ (\S+)==(\S+)", re.MULTILINE)
 
@@ -96,8 +96,8 @@ def env_version_of(settings: Settings, choice: Choice, *, write: bool = True) ->
     """
     if not choice.env_version or not (choice.dependencies or choice.removed):
         return choice.env_version
-    # raises errors of the base itself, under the base's name
-    order.chosen(settings, choice.env_version)
+    # raise errors of the base itself under the base's name
+    environment_request.chosen(settings, choice.env_version)
     return str(_kept(settings, choice, _text_of(choice, base_of(settings, choice.env_version)), write=write))
 
 
@@ -116,7 +116,7 @@ def base_of(settings: Settings, name: str) -> Base:
         local = tuple(f"{of} @ {there.resolve().as_uri()}" for of, there in found.local)
         return Base((*found.lines, *local), not found.resolve, found.python)
     if (kept := named_environments.load(settings, name)) is None:
-        order.chosen(settings, name)
+        environment_request.chosen(settings, name)
         raise UsageError(f"there is no environment named {name!r}.")
     wheels = tuple(f"{distribution_name(wheel)} @ {Path(wheel.path).as_uri()}" for wheel in kept.wheels)
     return Base((*kept.requirements, *kept.needed, *wheels), True, kept.python)
@@ -139,7 +139,7 @@ def problem_of_base(settings: Settings, name: str) -> str:
             f"The packages of {name} are for Python {python}, and this notebook runs Python {here}: only the same "
             f"version can read what it sends. Start it with a kernel of Python {python}, or choose other packages."
         )
-    order.chosen(settings, name)
+    environment_request.chosen(settings, name)
     return ""
 
 
@@ -235,21 +235,21 @@ def would_install(settings: Settings, added: Sequence[str], timeout_s: float) ->
         TimeoutError: The answer takes longer than `timeout_s`.
         EnvironmentFailed: The packages can't be installed.
     """
-    command = ["pip", "install", *_UV_PLACE, "--dry-run", "--", *added]
+    command = ["pip", "install", *_UV_PYTHON, "--dry-run", "--", *added]
     try:
         done = call_uv(command, index_variables(settings.index_url), timeout_s)
     except EnvironmentFailed as error:
         raise TimeoutError(error.message) from error
     _check(done, f"{', '.join(added)} can't be installed")
     coming = tuple(f"{name} {version}" for name, version in _COMES.findall(done.words))
-    told = _WOULD.search(done.words)
-    return coming or ("",) * (int(told[1]) if told is not None else 0)
+    found = _WOULD.search(done.words)
+    return coming or ("",) * (int(found[1]) if found is not None else 0)
 
 
 def _installer(settings: Settings, arguments: Sequence[str]) -> Done:
     if _takes_uv():
         command, *rest = arguments
-        return call_uv(["pip", command, *_UV_PLACE, *rest], index_variables(settings.index_url), _INSTALL_S)
+        return call_uv(["pip", command, *_UV_PYTHON, *rest], index_variables(settings.index_url), _INSTALL_S)
     variables = {"PIP_INDEX_URL": settings.index_url} if settings.index_url else {}
     return call_pip(arguments, variables, _INSTALL_S)
 

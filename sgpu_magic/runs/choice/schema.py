@@ -6,6 +6,7 @@ import msgspec
 
 from sgpu_magic.options.values import MOST_RANKS
 from sgpu_magic.views.live.schema import Message
+from sgpu_magic.wire.decoding import convert
 from sgpu_magic.wire.devices import ANY, canonical_type
 
 VERSION = 1
@@ -73,8 +74,8 @@ def read_kept(found: object) -> Read:
     if found is None:
         return Read()
     try:
-        kept = msgspec.convert(found, KeptChoice)
-    except msgspec.ValidationError as error:
+        kept = convert(found, KeptChoice)
+    except msgspec.DecodeError as error:
         return Read(None, _unreadable(str(error).rstrip(".")))
     if problem := problem_of(kept.choice):
         return Read(None, _unreadable(problem.rstrip(".")))
@@ -122,7 +123,7 @@ def normal(choice: Choice) -> Choice:
     return msgspec.structs.replace(choice, type="" if name == ANY else name)
 
 
-# ---------------------------------------------------------------- in words
+# ---------------------------------------------------------------- as text
 
 
 def words_of(choice: Choice, pool: str) -> str:

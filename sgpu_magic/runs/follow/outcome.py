@@ -20,7 +20,7 @@ from typing import Any
 from sgpu_magic.client.result import RunResult
 from sgpu_magic.client.run import Run
 from sgpu_magic.errors import NodeLost, RunCancelled, SgpuError
-from sgpu_magic.runs.follow.run_loop import HISTORY_PATIENCE_S, Ending, Followed, follow
+from sgpu_magic.runs.follow.run_loop import HISTORY_PATIENCE_S, Ending, Subscription, follow
 from sgpu_magic.runs.notebook import RestartWatch
 from sgpu_magic.views.remote_error import run_exception
 from sgpu_magic.views.run_notes import unstopped_note
@@ -43,10 +43,16 @@ _KILL_PATIENCE_S = 1.0
 _AGAIN_S = 5.0
 _REASON = "it was interrupted"
 _AGAIN = "it was interrupted again"
+# further interrupts within this time belong to the first
+_SAME_PRESS_S = 1.0
+_TOO_SOON = (
+    "the second interrupt came within a second of the first and was ignored: the ranks are stopping. Interrupt again "
+    "to kill those that do not stop; their variables are lost then"
+)
 
 
-def bring_back(
-    followed: Followed,
+def collect(
+    followed: Subscription,
     namespace: Names,
     restarts: RestartWatch | None,
     interrupts: Interrupts | None,
@@ -73,12 +79,12 @@ def bring_back(
     ending: Ending | None
     try:
         if (ending := follow(followed, until_detached=True)) is None:
-            leave(followed)
+            abandon(followed)
             return None
     except KeyboardInterrupt:
         try:
             if not run.spec.session and restarts is not None and restarts.is_asked():
-                leave(followed)
+                abandon(followed)
                 return None
             _cancel(run)
         except KeyboardInterrupt:
@@ -95,7 +101,7 @@ def bring_back(
     return deliver(followed, ending, namespace, into)
 
 
-def watch(followed: Followed, state: RunState, namespace: dict[str, Any]) -> RunResult | None:
+def watch(followed: Subscription, state: RunState, namespace: dict[str, Any]) -> RunResult | None:
     """Show a run from its beginning, as if its cell had run here. An interrupt stops the watching, not the run.
 
     Args:
@@ -107,7 +113,7 @@ def watch(followed: Followed, state: RunState, namespace: dict[str, Any]) -> Run
         The result; None after an interrupt.
 
     Raises:
-        Exception: As `bring_back`.
+        Exception: As `collect`.
     """
     ending = None
     try:
@@ -118,7 +124,7 @@ def watch(followed: Followed, state: RunState, namespace: dict[str, Any]) -> Run
     return deliver(followed, ending, namespace) if ending is not None else None
 
 
-def show(followed: Followed, state: RunState, stopped: threading.Event) -> None:
+def show(followed: Subscription, state: RunState, stopped: threading.Event) -> None:
     """Show a run until it ends, without results; runs in its own thread.
 
     Args:
@@ -136,7 +142,7 @@ def show(followed: Followed, state: RunState, stopped: threading.Event) -> None:
     followed.publisher.tick(time.monotonic(), final=True)
 
 
-def replay(followed: Followed, state: RunState) -> None:
+def replay(followed: Subscription, state: RunState) -> None:
     """Show a run's events so far once; arguments as in `show`."""
     if state.is_final:
         follow(followed, has_ended=True)
@@ -149,21 +155,21 @@ def replay(followed: Followed, state: RunState) -> None:
     followed.publisher.tick(time.monotonic(), final=True)
 
 
-def leave(followed: Followed) -> None:
+def abandon(followed: Subscription) -> None:
     """Show that a run continues without this notebook, and give up its payload memory."""
     followed.pool.run_left(followed.run.run_id)
-    followed.view.leave(goes_on(followed.run.spec))
+    followed.view.leave(detached_note(followed.run.spec))
     followed.publisher.tick(time.monotonic(), final=True)
 
 
-def goes_on(spec: RunSpec) -> str:
+def detached_note(spec: RunSpec) -> str:
     """Return the sentence for a detached run, with the commands to attach to it and cancel it."""
     run = short(spec.run_id)
     brings = f" and brings {', '.join(output.name for output in spec.outputs)}" if spec.outputs else ""
     return f"run {run} continues without this notebook · %sgpu_attach {run} shows it{brings}, sgpu cancel {run} ends it"
 
 
-def _stop_watching(followed: Followed) -> None:
+def _stop_watching(followed: Subscription) -> None:
     run = short(followed.run.run_id)
     followed.view.leave(f"run {run} continues; %sgpu_status {run} and %sgpu_attach {run} show it again")
 
@@ -190,9 +196,14 @@ class Interrupts:
 
     def kill_before(self) -> None:
         """Kill the ranks of the last interrupted cell, within 5 s; called when a cell that waits is interrupted."""
-        run, self._run = self._run, None
-        if run is not None and time.monotonic() - self._at <= _AGAIN_S:
-            self.kill(run)
+        if self._run is not None and not self.is_too_soon():
+            run, self._run = self._run, None
+            if time.monotonic() - self._at <= _AGAIN_S:
+                self.kill(run)
+
+    def is_too_soon(self) -> bool:
+        """Whether the last interrupt is so recent that another one comes from the same press of the stop button."""
+        return time.monotonic() - self._at < _SAME_PRESS_S
 
     def kill(self, run: Run) -> None:
         """Kill the ranks of a run that have not stopped."""
@@ -213,7 +224,7 @@ def _cancel(run: Run) -> None:
             return
 
 
-def _after_interrupt(followed: Followed, interrupts: Interrupts | None) -> Ending | None:
+def _after_interrupt(followed: Subscription, interrupts: Interrupts | None) -> Ending | None:
     """Wait for a cancelled run's end; None on timeout.
 
     Args:
@@ -232,12 +243,18 @@ def _after_interrupt(followed: Followed, interrupts: Interrupts | None) -> Endin
         # the cell has not started, perhaps because it waits for ranks that an earlier interrupt has not stopped
         interrupts.kill_before()
     ending = None
-    try:
-        ending = _wait(followed, deadline)
-    except KeyboardInterrupt:
-        interrupts.kill(run)
-        with contextlib.suppress(KeyboardInterrupt):
-            ending = _wait(followed, max(deadline, time.monotonic() + _KILL_PATIENCE_S))
+    while True:
+        try:
+            ending = _wait(followed, deadline)
+        except KeyboardInterrupt:
+            if interrupts.is_too_soon():
+                # the ranks are about to stop, and killing them would cost the session's variables
+                followed.view.remark(_TOO_SOON)
+                continue
+            interrupts.kill(run)
+            with contextlib.suppress(KeyboardInterrupt):
+                ending = _wait(followed, max(deadline, time.monotonic() + _KILL_PATIENCE_S))
+        break
     if ending is not None and not ending[0].unstopped:
         interrupts.stopped(run)
     return ending
@@ -253,7 +270,7 @@ def _not_yet_stopped(run: Run) -> str:
     )
 
 
-def _wait(followed: Followed, until: float) -> Ending | None:
+def _wait(followed: Subscription, until: float) -> Ending | None:
     """Wait for a cancelled run's end. If its pool service is gone, the run is cancelled in the background."""
     # once, although `follow` calls it again and again
     cancel = functools.cache(lambda: followed.pool.cancel_in_background(followed.run, _REASON))
@@ -263,7 +280,7 @@ def _wait(followed: Followed, until: float) -> Ending | None:
 # ---------------------------------------------------------------- results and errors
 
 
-def deliver(followed: Followed, ending: Ending, namespace: Names, into: Names | None = None) -> RunResult:
+def deliver(followed: Subscription, ending: Ending, namespace: Names, into: Names | None = None) -> RunResult:
     """Set the names of `--out` and return the run's result.
 
     Args:

@@ -27,7 +27,7 @@ Settle = Callable[[RunView], None]
 """Called when this process is done with a run."""
 
 _TICK_S = 0.05
-# with samples at most, the view changes slowly, and every wake-up takes CPU time from the ranks
+# with no events but samples, the view changes slowly, and every wake-up takes CPU time from the ranks
 _IDLE_TICK_S = 0.25
 _LIVELY_S = 0.5
 # how long to look for, or start, the successor of a dead pool service
@@ -38,7 +38,7 @@ HISTORY_PATIENCE_S = 5.0
 _BATCH = 64
 
 
-class Followed(msgspec.Struct, frozen=True):
+class Subscription(msgspec.Struct, frozen=True):
     """A run with its view, publisher and pool.
 
     Args:
@@ -46,26 +46,26 @@ class Followed(msgspec.Struct, frozen=True):
         view: The state built from its events.
         publisher: Shows the view.
         pool: The run's pool, which finds its next service if one dies.
-        heard: Called after each event.
+        on_event: Called after each event.
     """
 
     run: Run
     view: RunView
     publisher: Publisher
     pool: Pool
-    heard: Callable[[], None] | None = None
+    on_event: Callable[[], None] | None = None
 
     def look_at_link(self) -> None:
         """Show or clear the note that a remote pool is silent."""
         silent_s = self.run.link.wire.silent_s
         if silent_s and not self.view.silence:
             since = time.strftime("%H:%M:%S", time.localtime(time.time() - silent_s))
-            self.view.not_heard(
+            self.view.set_silence(
                 f"reconnecting: {self.run.link.title} has been silent since {since}; the run continues there, and the "
                 "view catches up when the link is back"
             )
         elif not silent_s:
-            self.view.not_heard("")
+            self.view.set_silence("")
 
     def take(self, patience_s: float = 0.0) -> tuple[Event, Sequence[bytes]] | None:
         """Wait for the next event and apply it to the view; None on timeout."""
@@ -77,19 +77,19 @@ class Followed(msgspec.Struct, frozen=True):
         """Apply an event to the view."""
         self.view.apply(event, frames)
         if isinstance(event.body, RunEnded):
-            self.pool.heard_end(event.run_id, event.body.state, event.at)
-        if self.heard is not None:
-            self.heard()
+            self.pool.on_run_ended(event.run_id, event.body.state, event.at)
+        if self.on_event is not None:
+            self.on_event()
 
 
 def follow(
-    followed: Followed,
+    followed: Subscription,
     *,
     until_detached: bool = False,
     has_ended: bool = False,
     until: float = math.inf,
     stopped: threading.Event | None = None,
-    lost: Callable[[Followed], Ending | None] | None = None,
+    lost: Callable[[Subscription], Ending | None] | None = None,
 ) -> Ending | None:
     """Process a run's events and show them until it ends.
 
@@ -105,32 +105,32 @@ def follow(
         The run's final event; None if it returned for another reason.
     """
     run = followed.run
-    heard_at = told_at = time.monotonic()
+    received_at = noted_at = time.monotonic()
     while (now := time.monotonic()) < until and (stopped is None or not stopped.is_set()):
-        patience_s = min(_TICK_S if now - told_at < _LIVELY_S else _IDLE_TICK_S, until - now)
+        patience_s = min(_TICK_S if now - noted_at < _LIVELY_S else _IDLE_TICK_S, until - now)
         for turn in range(_BATCH):
             if (item := followed.take(0 if turn else patience_s)) is None:
                 break
-            heard_at = time.monotonic()
+            received_at = time.monotonic()
             body = item[0].body
             if not isinstance(body, Sampled):
-                told_at = heard_at
+                noted_at = received_at
             if isinstance(body, RunEnded):
                 return body, item[1]
             if until_detached and isinstance(body, Detached):
                 return None
         if run.link.lost.is_set():
-            if (ending := last_words(followed) or (lost or find_again)(followed)) is not None:
+            if (ending := find_end(followed) or (lost or find_again)(followed)) is not None:
                 return ending
-            heard_at = time.monotonic()
+            received_at = time.monotonic()
         followed.look_at_link()
-        if has_ended and time.monotonic() - heard_at > HISTORY_PATIENCE_S:
+        if has_ended and time.monotonic() - received_at > HISTORY_PATIENCE_S:
             return without_an_end(followed)
         followed.publisher.tick(time.monotonic())
     return None
 
 
-def last_words(followed: Followed) -> Ending | None:
+def find_end(followed: Subscription) -> Ending | None:
     """Process the queued events, including those of a lost pool service; return the final event if it is among them."""
     while (item := followed.take()) is not None:
         if isinstance(item[0].body, RunEnded):
@@ -138,14 +138,14 @@ def last_words(followed: Followed) -> Ending | None:
     return None
 
 
-def without_an_end(followed: Followed) -> Ending:
+def without_an_end(followed: Subscription) -> Ending:
     """Return a substitute for the final event of an ended run whose last events were not kept."""
     run = followed.run
     where = f"is in {run.directory}" if run.mirror is None else f"is shown by `sgpu logs {short(run.run_id)}`"
     return _lost(followed, f"its last events were not kept; its ranks' output {where}")
 
 
-def find_again(followed: Followed) -> Ending | None:
+def find_again(followed: Subscription) -> Ending | None:
     """Attach to the run through its next pool service; return a final event if that is not possible."""
     run = followed.run
     died = f"{run.link.title} ended while the run was active"
@@ -170,7 +170,7 @@ def find_again(followed: Followed) -> Ending | None:
         time.sleep(_FIND_PAUSE_S)
 
 
-def _lost(followed: Followed, message: str, kind: FailureKind = FailureKind.NODE_LOST) -> Ending:
+def _lost(followed: Subscription, message: str, kind: FailureKind = FailureKind.NODE_LOST) -> Ending:
     run = followed.run
     followed.pool.run_left(run.run_id)
     ended = followed.view.times.fail(Failure(kind=kind, message=message, at=time.time()))
@@ -186,7 +186,7 @@ _LOOK_S = 0.25
 
 
 class _Entry(msgspec.Struct):
-    followed: Followed
+    followed: Subscription
     ended: Callable[[Ending | None], None]
     until: float | None
 
@@ -204,7 +204,7 @@ class Follower:
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def add(self, followed: Followed, ended: Callable[[Ending | None], None], *, has_ended: bool = False) -> None:
+    def add(self, followed: Subscription, ended: Callable[[Ending | None], None], *, has_ended: bool = False) -> None:
         """Follow a run to its end.
 
         Args:
@@ -224,7 +224,7 @@ class Follower:
         ended(None)
 
     @property
-    def following(self) -> list[Followed]:
+    def following(self) -> list[Subscription]:
         """The runs that are being followed."""
         with self._lock:
             return [entry.followed for entry in self._entries]
@@ -251,7 +251,7 @@ class Follower:
             self._woken.wait(_LOOK_S if looks else None)
             self._woken.clear()
             with self._lock:
-                # only now: the wake-up may be of a run that was added during the wait
+                # copied after the wait: the wake-up may come from a run that was added meanwhile
                 entries = list(self._entries)
             for entry in entries:
                 try:
@@ -262,10 +262,10 @@ class Follower:
     def _look_at(self, entry: _Entry) -> None:
         """Process a run's queued events; blocks only while its pool service has died and the next one is looked for."""
         followed = entry.followed
-        if (ending := last_words(followed)) is None:
+        if (ending := find_end(followed)) is None:
             followed.look_at_link()
             if followed.run.link.lost.is_set():
-                ending = last_words(followed) or find_again(followed)
+                ending = find_end(followed) or find_again(followed)
         if ending is None and entry.until is not None and time.monotonic() > entry.until:
             ending = without_an_end(followed)
         with self._lock:

@@ -21,7 +21,8 @@ from sgpu_magic.config import host_name, load_settings
 from sgpu_magic.packages.local_code import installed_entries
 from sgpu_magic.packages.snapshot import take_snapshot
 from sgpu_magic.runs.notebook import git_tags
-from sgpu_magic.views.words import names_text
+from sgpu_magic.views.format_run import names_text
+from sgpu_magic.wire.decoding import decode_json
 from sgpu_magic.wire.run import Interpreter
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ def _probe(executable: str) -> Chosen | None:
     command = [executable, "-m", "sgpu_magic.runs.replay.circumstances"]
     try:
         done = subprocess.run(command, capture_output=True, timeout=_PROBE_S, check=True, stdin=subprocess.DEVNULL)
-        return msgspec.json.decode(done.stdout, type=Chosen)
+        return decode_json(done.stdout, type=Chosen)
     except (OSError, subprocess.SubprocessError, msgspec.MsgspecError):
         return None
 
@@ -167,27 +168,27 @@ class Circumstances(msgspec.Struct, frozen=True):
 
 def differences(then: Circumstances, now: Circumstances) -> list[str]:
     """Return the differences between two runs, a sentence each without a full stop."""
-    told: list[str] = []
+    found: list[str] = []
     if then.host and then.host != now.host:
-        told.append(f"it ran on {then.host}, and this machine is {now.host}")
+        found.append(f"it ran on {then.host}, and this machine is {now.host}")
     if then.python and now.python and then.python != now.python:
-        told.append(f"it ran under Python {then.python}, and this is {now.python}")
+        found.append(f"it ran under Python {then.python}, and this is {now.python}")
     has_same = then.digest and then.digest == now.digest
     if then.packages and now.packages and not has_same:
-        told += _package_differences(then.packages, now.packages)
+        found += _package_differences(then.packages, now.packages)
     elif not then.digest:
-        told.append("its packages were not recorded, so they could not be compared")
+        found.append("its packages were not recorded, so they could not be compared")
     if then.version and then.version != now.version:
-        told.append(f"it was run by sgpu-magic {then.version}, and this is {now.version}")
+        found.append(f"it was run by sgpu-magic {then.version}, and this is {now.version}")
     if then.commit and now.commit != then.commit:
         here = f"{now.commit[:10]} is checked out" if now.commit else f"{now.cwd} is in no git repository"
-        told.append(f"it was submitted at git commit {then.commit[:10]}, and here {here}: imported modules may differ")
+        found.append(f"it was submitted at git commit {then.commit[:10]}, and here {here}: imported modules may differ")
     elif then.commit and (then.dirty or now.dirty):
         when = " and ".join(word for word, dirty in (("then", then.dirty), ("now", now.dirty)) if dirty)
-        told.append(f"the git repository had uncommitted changes {when}: imported modules may differ")
+        found.append(f"the git repository had uncommitted changes {when}: imported modules may differ")
     if then.cwd and then.cwd != now.cwd:
-        told.append(f"its directory {then.cwd} does not exist here, so it starts in {now.cwd}")
-    return told
+        found.append(f"its directory {then.cwd} does not exist here, so it starts in {now.cwd}")
+    return found
 
 
 def _package_differences(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:

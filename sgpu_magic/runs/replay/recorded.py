@@ -10,19 +10,20 @@ from pathlib import Path
 import msgspec
 from msgspec.structs import replace
 
-from sgpu_magic.client.run import Stand
+from sgpu_magic.client.run import WorkingContext
 from sgpu_magic.config import SEVEN_DAYS_S
 from sgpu_magic.errors import UsageError
 from sgpu_magic.files.run_directory import EventFile
-from sgpu_magic.options.asked import ReplayOptions, Wishes
+from sgpu_magic.options.option_records import EnvironmentOptions, ReplayOptions
 from sgpu_magic.payload.pack import Packed
 from sgpu_magic.payload.unpack import map_kept
+from sgpu_magic.runs.kernel_context import KernelContext
 from sgpu_magic.runs.replay import circumstances
-from sgpu_magic.runs.submit.placing import Found
 from sgpu_magic.runs.submit.spec import PackedCode, Submission, describe
-from sgpu_magic.runs.workplace import Workplace
+from sgpu_magic.runs.submit.target import ResolvedTarget
 from sgpu_magic.wire.attachments import PackedLayout
 from sgpu_magic.wire.base import RunKind, short
+from sgpu_magic.wire.decoding import decode_json
 from sgpu_magic.wire.events import Described, RanksStarted, RunEnded, as_warning
 from sgpu_magic.wire.files import KEY, REQUIREMENTS
 from sgpu_magic.wire.run import RUN_RECORD, UNDER_WAY, RunRecord, RunSpec
@@ -70,15 +71,15 @@ def read_recorded(directory: Path) -> Recorded:
         UsageError: The run can't be replayed; the message says what is missing and why.
     """
     run = short(directory.name)
-    record, told = _read_record(directory), _told(directory)
-    if told.ended and (told.started or record is not None):
+    record, logged = _read_record(directory), _read_log(directory)
+    if logged.ended and (logged.started or record is not None):
         # these files are written after the result has been sent, so as not to delay it
         deadline = time.monotonic() + _PATIENCE_S
         while _is_under_way(record) and time.monotonic() < deadline:
             time.sleep(_PAUSE_S)
             record = _read_record(directory)
     if record is None:
-        if told.started:
+        if logged.started:
             raise UsageError(
                 f"run {run} can't be replayed yet: its directory {directory} has no {RUN_RECORD}, which a cell of a "
                 "session gets when it has ended."
@@ -101,14 +102,14 @@ def read_recorded(directory: Path) -> Recorded:
         raise UsageError(
             f"run {run} can't be replayed: its variables in {directory} can't be read ({error}). Run its cell again."
         ) from None
-    return Recorded(directory, record, packed, key, _told(directory).tags)
+    return Recorded(directory, record, packed, key, _read_log(directory).tags)
 
 
 def _read_record(directory: Path) -> RunRecord | None:
     """Read `run.json`; None if it does not exist yet."""
     path = directory / RUN_RECORD
     try:
-        return msgspec.json.decode(path.read_bytes(), type=RunRecord)
+        return decode_json(path.read_bytes(), type=RunRecord)
     except FileNotFoundError:
         return None
     except (OSError, msgspec.MsgspecError) as error:
@@ -129,7 +130,7 @@ def _packed(directory: Path, layout: PackedLayout, names: tuple[str, ...]) -> Pa
     return Packed(bytes(whole[: layout.pickle_size]), buffers, layout, names, {}, end)
 
 
-class _Told(msgspec.Struct):
+class _LoggedRun(msgspec.Struct):
     """What a run's events say about it.
 
     Args:
@@ -143,26 +144,26 @@ class _Told(msgspec.Struct):
     tags: dict[str, str] = msgspec.field(default_factory=dict[str, str])
 
 
-def _told(directory: Path) -> _Told:
-    told = _Told()
+def _read_log(directory: Path) -> _LoggedRun:
+    logged = _LoggedRun()
     # of a damaged log, the events before the damage are used
     with contextlib.suppress(OSError, ValueError, msgspec.DecodeError):
         for event, _ in EventFile(directory).new_events():
-            told.started |= isinstance(event.body, RanksStarted)
-            told.ended |= isinstance(event.body, RunEnded)
+            logged.started |= isinstance(event.body, RanksStarted)
+            logged.ended |= isinstance(event.body, RunEnded)
             if isinstance(event.body, Described):
-                told.tags.update(event.body.tags)
-    return told
+                logged.tags.update(event.body.tags)
+    return logged
 
 
 # ---------------------------------------------------------------- submission
 
 
-def prepare_replay(place: Workplace, recorded: Recorded, options: ReplayOptions) -> Submission:
+def prepare_replay(context: KernelContext, recorded: Recorded, options: ReplayOptions) -> Submission:
     """Build the submission that replays a recorded run; its notes list the differences. Starts nothing.
 
     Args:
-        place: This process's workplace.
+        context: The kernel's context.
         recorded: The run.
         options: Options that replace the recorded ones.
 
@@ -171,7 +172,7 @@ def prepare_replay(place: Workplace, recorded: Recorded, options: ReplayOptions)
         PoolError: The pool can't be reached or started.
     """
     spec = recorded.spec
-    kept_settings = place.pool.apply_settings()
+    kept_settings = context.pool.apply_settings()
     missing = [name for name in spec.env_names if name not in os.environ and name not in options.variables]
     if missing:
         listed, first = ", ".join(missing), missing[0]
@@ -191,7 +192,7 @@ def prepare_replay(place: Workplace, recorded: Recorded, options: ReplayOptions)
         spec.placement,
         ranks=options.ranks or len(spec.rank_numbers),
         device_type=options.device_type or spec.placement.device_type,
-        stand_in=bool(place.current_settings().stand_in),
+        stand_in=bool(context.current_settings().stand_in),
     )
     code = PackedCode(
         spec.kind,
@@ -208,18 +209,20 @@ def prepare_replay(place: Workplace, recorded: Recorded, options: ReplayOptions)
         options,
         variables={**given, **options.variables},
         timeout_s=options.timeout_s or spec.timeout_s or SEVEN_DAYS_S,
-        wishes=Wishes(env_version=chosen.env_version, allow_build=True) if chosen.env_version else Wishes(),
+        wishes=EnvironmentOptions(env_version=chosen.env_version, allow_build=True)
+        if chosen.env_version
+        else EnvironmentOptions(),
         group=spec.grouped,
         **{name: getattr(spec, name) for name in _AS_RECORDED},
     )
-    submission = describe(place, code, asked, Found(place.pool, placement, tuple(notes)))
+    submission = describe(context, code, asked, ResolvedTarget(context.pool, placement, tuple(notes)))
     # the digest of another interpreter's packages is already known
     environment = chosen.digest if chosen.interpreter is not None else ""
     return replace(
         submission,
         spec=replace(submission.spec, environment=environment, replay_of=spec.run_id),
         interpreter=chosen.interpreter,
-        stand=Stand(cwd, circumstances.path_of(recorded, chosen)),
+        stand=WorkingContext(cwd, circumstances.path_of(recorded, chosen)),
     )
 
 

@@ -7,6 +7,7 @@ or rebinds the value, the notebook's is newer and is sent with the next cell tha
 
 from __future__ import annotations
 
+import builtins
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
 from types import ModuleType
@@ -14,8 +15,12 @@ from types import ModuleType
 import msgspec
 
 from sgpu_magic.options.values import format_ranks
+from sgpu_magic.payload.call import RANK_NAMES
 from sgpu_magic.payload.digest import Fingerprint
+from sgpu_magic.payload.memory_digests import MemoryDigests, shared_digests
+from sgpu_magic.payload.names import CellNames
 from sgpu_magic.payload.namespace import is_ipythons
+from sgpu_magic.runs.sessions.comparison import Comparison
 from sgpu_magic.wire.events import as_warning
 
 # digest of a name that the notebook did not have
@@ -51,7 +56,8 @@ class Plan(msgspec.Struct, frozen=True):
         before: Names that only some ranks lack, by ranks; sent before the cell.
         stay: Names that the cell reads and that are not sent with it, because the ranks have them.
         notes: Sentences for the run's view.
-        prints: Fingerprints of the notebook's values for all names that the cell reads.
+        prints: Fingerprints of the notebook's values for all names that the cell reads, but those that
+            `NamespaceTracker.keep` names and the ranks have.
     """
 
     ranks: tuple[int, ...]
@@ -68,22 +74,53 @@ class Effects(msgspec.Struct, frozen=True):
     Args:
         stored: Names that it may set; None if that can't be determined.
         deleted: Names that it may delete.
+        later: Names that the functions which it defines read when a later cell calls them.
+        mentioned: Names that it reads or sets, whose values may contain such functions afterwards.
     """
 
     stored: frozenset[str] | None = frozenset()
     deleted: frozenset[str] = frozenset()
+    later: frozenset[str] = frozenset()
+    mentioned: frozenset[str] = frozenset()
 
 
-class Shipping:
+def effects_of(names: CellNames, namespace: Mapping[str, object]) -> Effects:
+    """Return what a cell with these names may change."""
+    stored = names.stored or frozenset[str]()
+    read = frozenset(name for name in names.read if not _is_without_functions(name, namespace))
+    return Effects(names.stored, names.deleted, names.later, read.union(stored) - names.imported)
+
+
+def _is_without_functions(name: str, namespace: Mapping[str, object]) -> bool:
+    """Whether a name's value can't come to contain a function of a cell: modules, numbers, texts, builtins."""
+    if name not in namespace:
+        return name in RANK_NAMES or hasattr(builtins, name)
+    return isinstance(namespace[name], ModuleType | int | float | complex | str | bytes | None)
+
+
+class NamespaceTracker:
     """Records which names the ranks of one session have, and with which values. Thread-safe."""
 
     def __init__(self) -> None:
         self._held: dict[str, dict[int, _Held]] = {}
         self._noted: set[str] = set()
+        self._slow: set[str] = set()
+        self._kept: set[str] = set()
+        # by name on the ranks: the names that functions in its value read
+        self._read_later: dict[str, frozenset[str]] = {}
+        self._memory: MemoryDigests | None = None
+        self._ended = False
         self._lock = threading.RLock()
 
     def plan(
-        self, names: Iterable[str], namespace: dict[str, object], ranks: tuple[int, ...], exclude: Collection[str] = ()
+        self,
+        names: Collection[str],
+        namespace: dict[str, object],
+        ranks: tuple[int, ...],
+        exclude: Collection[str] = (),
+        *,
+        absent: Iterable[str] = (),
+        comparison: Comparison | None = None,
     ) -> Plan:
         """Decide which names to send for a cell.
 
@@ -92,19 +129,25 @@ class Shipping:
             namespace: The notebook's namespace.
             ranks: The ranks that run the cell.
             exclude: Names that are not sent.
+            absent: Further names that the cell reads; the ranks may have them.
+            comparison: Reports progress if it takes long.
         """
-        prints = _looked_at(names, namespace, exclude)
+        comparison = comparison or Comparison("", None)
+        prints, kept = self._look_at(names, absent, namespace, ranks, exclude, comparison)
+        slow, about_time = comparison.done(self._slow)
         with self._lock:
+            self._slow.update(slow)
             lacking = {name: self._lacking(name, print_.digest, ranks) for name, print_ in prints.items()}
             notes = self._with_what_they_share(lacking, prints, ranks)
             notes += self._own_values(lacking, namespace, ranks)
+            notes += [about_time] if about_time else []
         for print_ in prints.values():
             print_.forget_parts()
         groups: dict[tuple[int, ...], list[str]] = {}
         for name, some in lacking.items():
             groups.setdefault(some, []).append(name)
         whole = tuple(groups.pop(ranks, ()))
-        stay = frozenset(name for group in groups.values() for name in group)
+        stay = kept.union(name for group in groups.values() for name in group)
         groups.pop((), None)
         before = tuple((some, tuple(group)) for some, group in groups.items())
         return Plan(ranks, whole, before, stay, tuple(notes), prints)
@@ -125,13 +168,14 @@ class Shipping:
                 self._drop(name, ranks)
 
     def cell_begun(self, effects: Effects, plan: Plan, namespace: dict[str, object]) -> Assigned:
-        """Record that a cell runs that nobody waits for: later cells find the names that it sets on the ranks.
+        """Record the start of a cell that no caller waits for: later cells find the names that it sets on the ranks.
 
         Returns:
             A record to undo that.
         """
-        older = {name: _digest(name, plan.prints, namespace) for name in effects.stored or ()}
+        older = {name: self._digest(name, plan.prints, namespace) for name in effects.stored or ()}
         with self._lock:
+            self._note_reads(effects, effects.stored or ())
             before = {name: dict(self._held.get(name, {})) for name in older}
             for name, digest in older.items():
                 self._set(name, plan.ranks, _Held(digest, own=True))
@@ -165,8 +209,9 @@ class Shipping:
             stored |= called
             if there is not None:
                 stored, deleted = stored & there, (deleted | stored) - there
-        older = {name: _digest(name, plan.prints, namespace) for name in stored}
+        older = {name: self._digest(name, plan.prints, namespace) for name in stored}
         with self._lock:
+            self._note_reads(effects, stored)
             for name in deleted:
                 self._drop(name, plan.ranks)
             for name, digest in older.items():
@@ -176,7 +221,7 @@ class Shipping:
         """Record that the notebook rebinds these names, so its values are newer. Return a record to undo that."""
         with self._lock:
             self._noted.difference_update(names)
-            return {name: self._held.pop(name) for name in names if name in self._held}
+            return {name: self._held.pop(name) for name in names if name in self._held and name not in self._kept}
 
     def not_assigned(self, before: Assigned) -> None:
         """Undo `assigned` for a cell that failed and may not have rebound the names: their digests decide then."""
@@ -187,7 +232,7 @@ class Shipping:
         self, names: Iterable[str], namespace: dict[str, object], ranks: Iterable[int], *, pushed: bool = False
     ) -> None:
         """Record that the ranks have their own values, or that the notebook has received theirs: its are not newer."""
-        older = {name: _digest(name, {}, namespace) for name in names}
+        older = {name: self._digest(name, {}, namespace) for name in names}
         with self._lock:
             for name, digest in older.items():
                 self._set(name, ranks, _Held(digest, own=True, pushed=pushed))
@@ -217,6 +262,22 @@ class Shipping:
         groups.pop((), None)
         return groups
 
+    def keep(self, names: Iterable[str]) -> None:
+        """From now on, compare and send none of these names to a rank that has it."""
+        with self._lock:
+            self._kept.update(names)
+
+    def unkeep(self, names: Collection[str] = ()) -> None:
+        """Undo `keep` for these names, or for all: the next cell that reads one takes the notebook's value along."""
+        with self._lock:
+            for name in self._kept.intersection(names or self._kept):
+                self._kept.discard(name)
+                self._held.pop(name, None)
+
+    def ended(self) -> None:
+        """Record that the session has ended: the notebook's memory is no longer tracked for it."""
+        self._ended, self._memory = True, None
+
     def unknown(self, names: frozenset[str]) -> frozenset[str]:
         """Return those of `names` that no rank is known to have."""
         return names - self._names()
@@ -228,10 +289,71 @@ class Shipping:
                 name for name, held in self._held.items() if any(held[rank].own for rank in ranks if rank in held)
             )
 
-    # ------------------------------------------------------------ within
+    # ------------------------------------------------------------ internals
+
+    def _look_at(
+        self,
+        names: Collection[str],
+        absent: Iterable[str],
+        namespace: dict[str, object],
+        ranks: tuple[int, ...],
+        exclude: Collection[str],
+        comparison: Comparison,
+    ) -> tuple[dict[str, Fingerprint], frozenset[str]]:
+        """Examine names and those that their functions read, here and on the ranks; arguments as for `plan`.
+
+        Returns:
+            Their fingerprints, and the names that are not compared because the ranks keep their values.
+        """
+        prints: dict[str, Fingerprint] = {}
+        kept: set[str] = set()
+        seen: set[str] = set()
+        asked = frozenset(names)
+        waiting = [*names, *absent]
+        while waiting:
+            name = waiting.pop(0)
+            if name in seen:
+                continue
+            seen.add(name)
+            # functions that cells have defined on the ranks read the notebook's names too
+            waiting += sorted(self._read_later.get(name, ()))
+            if name in exclude or name not in namespace or (name not in asked and is_ipythons(name, namespace[name])):
+                continue
+            is_kept = name in self._kept
+            if is_kept and all(rank in self._held.get(name, {}) for rank in ranks):
+                kept.add(name)
+                continue
+            comparison.name(name)
+            memory = self._memory_digests()
+            print_ = Fingerprint(namespace[name], namespace, memory, comparison.hashed, content=not is_kept)
+            prints[name] = print_
+            waiting += [*print_.needs, *sorted(print_.absent)]
+        return prints, frozenset(kept)
+
+    def _memory_digests(self) -> MemoryDigests | None:
+        if self._memory is None and not self._ended:
+            self._memory = shared_digests()
+        return self._memory
+
+    def _note_reads(self, effects: Effects, stored: Iterable[str]) -> None:
+        """Record what functions in the cell's values read: those that it defines, and those that it has found there."""
+        reached = effects.later.union(name for name in effects.mentioned if name in self._read_later)
+        for name in effects.mentioned.union(stored) if reached else ():
+            self._read_later[name] = self._read_later.get(name, frozenset()) | reached
+
+    def _digest(self, name: str, prints: Mapping[str, Fingerprint], namespace: dict[str, object]) -> bytes | None:
+        if name in prints:
+            return prints[name].digest
+        if name in self._kept or self._ended:
+            return None
+        if name not in namespace:
+            return _ABSENT
+        return Fingerprint(namespace[name], namespace, self._memory_digests()).digest
 
     def _lacking(self, name: str, digest: bytes | None, ranks: tuple[int, ...]) -> tuple[int, ...]:
         held = self._held.get(name, {})
+        if name in self._kept:
+            return tuple(rank for rank in ranks if rank not in held)
         return tuple(rank for rank in ranks if rank not in held or held[rank].digest != digest)
 
     def _with_what_they_share(
@@ -286,22 +408,3 @@ class Shipping:
     def _names(self) -> frozenset[str]:
         with self._lock:
             return frozenset(name for name, held in self._held.items() if held)
-
-
-def _looked_at(names: Iterable[str], namespace: dict[str, object], exclude: Collection[str]) -> dict[str, Fingerprint]:
-    """Return fingerprints of the names, and of those that their functions and classes read."""
-    prints: dict[str, Fingerprint] = {}
-    waiting = list(names)
-    while waiting:
-        name = waiting.pop(0)
-        if name in prints or name in exclude or name not in namespace:
-            continue
-        prints[name] = print_ = Fingerprint(namespace[name], namespace)
-        waiting.extend(needed for needed in print_.needs if not is_ipythons(needed, namespace.get(needed)))
-    return prints
-
-
-def _digest(name: str, prints: Mapping[str, Fingerprint], namespace: dict[str, object]) -> bytes | None:
-    if name in prints:
-        return prints[name].digest
-    return Fingerprint(namespace[name], namespace).digest if name in namespace else _ABSENT

@@ -8,15 +8,15 @@ from collections.abc import Callable, Mapping
 from msgspec.structs import replace
 
 from sgpu_magic.errors import SessionError, UsageError
-from sgpu_magic.options.asked import RunOptions, SessionOptions, misfits
+from sgpu_magic.options.option_records import RunOptions, SessionOptions, misfits
 from sgpu_magic.options.python_form import EnvVersion, of_session
 from sgpu_magic.options.values import Duration, Upload
 from sgpu_magic.packages.snapshot import take_snapshot
+from sgpu_magic.runs.kernel_context import KernelContext, kernel_context
 from sgpu_magic.runs.sessions.session import Session
-from sgpu_magic.runs.submit.placing import MAGIC_WAYS, PYTHON_WAYS, placed
 from sgpu_magic.runs.submit.spec import describe, nothing_packed
 from sgpu_magic.runs.submit.submit import submit
-from sgpu_magic.runs.workplace import Workplace, workplace
+from sgpu_magic.runs.submit.target import MAGIC_WAYS, PYTHON_WAYS, with_target
 from sgpu_magic.wire.base import RunKind
 
 # a restart must not wait for a pool that does not answer
@@ -99,18 +99,18 @@ def connect(
         PoolError: The pool can't be reached.
     """
     options = of_session(locals())
-    place = workplace()
-    place.wanted_pool(pool)
-    return begin(place, options, ui, PYTHON_WAYS)
+    context = kernel_context()
+    context.wanted_pool(pool)
+    return begin(context, options, ui, PYTHON_WAYS)
 
 
 def begin(
-    place: Workplace, options: SessionOptions, ui: str, ways: str = MAGIC_WAYS, *, of_cell: bool = True
+    context: KernelContext, options: SessionOptions, ui: str, ways: str = MAGIC_WAYS, *, of_cell: bool = True
 ) -> Session:
     """Submit a session and make it the current one. Thread-safe.
 
     Args:
-        place: This process's workplace.
+        context: The kernel's context.
         options: The requested options; the notebook's choice fills in those left out.
         ui: How the session itself is shown.
         ways: As for `with_choice`.
@@ -126,19 +126,19 @@ def begin(
                 f"session {name} is already connected ({known.ranks} ranks). End it first (`%sgpu_disconnect {name}`, "
                 "or close()), or give the new one another name."
             )
-        options, found = placed(place, options, ways)
+        options, found = with_target(context, options, ways)
         if options.idle_s is None:
-            options = replace(options, idle_s=place.current_settings().session_idle_s)
-        nothing = nothing_packed(place, RunKind.SESSION, name)
-        submission = describe(place, nothing, options, found, of_cell=of_cell)
+            options = replace(options, idle_s=context.current_settings().session_idle_s)
+        nothing = nothing_packed(context, RunKind.SESSION, name)
+        submission = describe(context, nothing, options, found, of_cell=of_cell)
         # the packages at the start; taken before the submission, so that an interrupt can't leave an unknown session
         packages = take_snapshot()
         run = submit(found.pool, submission)
-        followed = place.followed(run, ui, error_follows=False)
-        session = Session(place, followed, options.variables, options.wishes, packages)
+        followed = context.followed(run, ui, error_follows=False)
+        session = Session(context, followed, options.variables, options.wishes, packages)
         add(session)
-        if place.restarts is not None:
-            place.restarts.before = end_for_restart
+        if context.restarts is not None:
+            context.restarts.before = end_for_restart
         return session
 
 
@@ -171,8 +171,8 @@ def current(name: str = "") -> Session | None:
         SessionError: The session has ended since its last use. Raised only once.
     """
     with _lock:
-        # a refused cell has reported the end of these
-        for ended in [session for session in _sessions.values() if session.ending_told]:
+        # a refused cell has already reported the end of these sessions
+        for ended in [session for session in _sessions.values() if session.end_reported]:
             drop(ended)
             ended.close()
         if not name and not _sessions:

@@ -12,33 +12,33 @@ from msgspec.structs import replace
 
 from sgpu_magic.client.result import RunResult
 from sgpu_magic.errors import SerializationError, UsageError
-from sgpu_magic.options.asked import RunOptions, Wishes
-from sgpu_magic.options.values import Duration, Ranks, format_ranks, outputs_from, ranks_from, timeout_s
+from sgpu_magic.options.option_records import EnvironmentOptions, RunOptions
+from sgpu_magic.options.values import Duration, Ranks, check_name, format_ranks, outputs_from, ranks_from, timeout_s
 from sgpu_magic.packages.distributions import Snapshot
 from sgpu_magic.payload.call import FunctionCall
 from sgpu_magic.runs.follow.outcome import Interrupts
-from sgpu_magic.runs.follow.run_loop import Followed
+from sgpu_magic.runs.follow.run_loop import Subscription
 from sgpu_magic.runs.handle import Run
-from sgpu_magic.runs.sessions import run_in
-from sgpu_magic.runs.sessions.lifetime import Lifetime
-from sgpu_magic.runs.sessions.namespace_sync import Shipping
-from sgpu_magic.runs.sessions.run_in import names_on, push
+from sgpu_magic.runs.kernel_context import KernelContext
+from sgpu_magic.runs.sessions import cell_runner
+from sgpu_magic.runs.sessions.cell_runner import names_on, push
+from sgpu_magic.runs.sessions.lifecycle import SessionLifecycle
+from sgpu_magic.runs.sessions.namespace_sync import NamespaceTracker
 from sgpu_magic.runs.sessions.some_ranks import RankCollection
-from sgpu_magic.runs.workplace import Workplace
-from sgpu_magic.views.words import names_text
+from sgpu_magic.views.format_run import names_text
 from sgpu_magic.wire.run import OutputName
 
 # how many names a sentence lists
 _MOST_NAMES = 12
 
 
-class Session(Lifetime, RankCollection):
+class Session(SessionLifecycle, RankCollection):
     """Ranks that stay alive between cells. All methods are thread-safe.
 
     Use it in `with` or `async with`; `await` it to wait until it is connected.
 
     Args:
-        place: This process's workplace.
+        context: The kernel's context.
         followed: The session's own run.
         variables: Environment variables to set on the ranks, in addition to this process's environment.
         wishes: The requested packages and tracking.
@@ -47,19 +47,24 @@ class Session(Lifetime, RankCollection):
     Attributes:
         shipping: Which names of the notebook the ranks have.
         interrupts: Cells that were interrupted and have not stopped.
-        ending_told: The user knows that the session has ended: it was closed, or a cell was refused because of that.
+        end_reported: The user knows that the session has ended: it was closed, or a cell was refused because of that.
         lock: Held while something is prepared and submitted, because what is sent depends on what was sent before.
     """
 
     def __init__(
-        self, place: Workplace, followed: Followed, variables: Mapping[str, str], wishes: Wishes, packages: Snapshot
+        self,
+        context: KernelContext,
+        followed: Subscription,
+        variables: Mapping[str, str],
+        wishes: EnvironmentOptions,
+        packages: Snapshot,
     ) -> None:
         self.wishes = wishes
         self.packages = packages
-        self.shipping = Shipping()
+        self.shipping = NamespaceTracker()
         self.interrupts = Interrupts()
         self.lock = threading.RLock()
-        super().__init__(place, followed, variables)
+        super().__init__(context, followed, variables)
         self.whole, self.numbers = self, tuple(range(self.ranks))
 
     # ------------------------------------------------------------ running code and moving names
@@ -103,11 +108,11 @@ class Session(Lifetime, RankCollection):
 
     def run_cell(self, magic_line: str, body: str, options: RunOptions) -> RunResult:
         """Run a cell on the session's ranks, as `run` does."""
-        return run_in.run_in(self, lambda: run_in.prepare_cell(self, magic_line, body, options), options.ui)
+        return cell_runner.run_in(self, lambda: cell_runner.prepare_cell(self, magic_line, body, options), options.ui)
 
     def begin_cell(self, magic_line: str, body: str, options: RunOptions) -> Run[Any]:
         """Run a cell on the session's ranks and return its handle immediately. Cells run one after the other."""
-        return run_in.begin_in(self, lambda: run_in.prepare_cell(self, magic_line, body, options), options.ui)
+        return cell_runner.begin_in(self, lambda: cell_runner.prepare_cell(self, magic_line, body, options), options.ui)
 
     def call(self, function: Callable[..., Any], /, *args: Any, ranks: Ranks | None = None, **kwargs: Any) -> list[Any]:
         """Call a function on the session's ranks and return the list of results, by rank.
@@ -125,7 +130,7 @@ class Session(Lifetime, RankCollection):
             Exception: As for `run`, and TypeError if the arguments do not match the function's signature.
         """
         call, options = FunctionCall(function, args, kwargs), RunOptions(only=self.only(ranks))
-        return run_in.run_in(self, lambda: run_in.prepare_call(self, call, options)).values
+        return cell_runner.run_in(self, lambda: cell_runner.prepare_call(self, call, options)).values
 
     def call_async(
         self, function: Callable[..., Any], /, *args: Any, ranks: Ranks | None = None, **kwargs: Any
@@ -145,13 +150,13 @@ class Session(Lifetime, RankCollection):
             SerializationError: The function or an argument can't be pickled.
         """
         call, options = FunctionCall(function, args, kwargs), RunOptions(only=self.only(ranks))
-        return run_in.begin_in(self, lambda: run_in.prepare_call(self, call, options), "none")
+        return cell_runner.begin_in(self, lambda: cell_runner.prepare_call(self, call, options), "none")
 
-    def push(self, *names: str, ranks: Ranks | None = None, **values: Any) -> None:
+    def push(self, *names: str | Mapping[str, Any], ranks: Ranks | None = None, **values: Any) -> None:
         """Set names on the session's ranks, overwriting existing values.
 
         Args:
-            names: Names of the notebook or program to send with their values.
+            names: Names of the notebook or program to send with their values, or dictionaries of names and values.
             ranks: The ranks to set them on, as for `run`.
             values: Further names with their values.
 
@@ -159,11 +164,42 @@ class Session(Lifetime, RankCollection):
             UsageError: The notebook or program has no such name.
             SerializationError: A value can't be pickled.
         """
-        if not names and not values:
+        given = {name: value for each in names if isinstance(each, Mapping) for name, value in each.items()} | values
+        for name in given:
+            check_name("the name to set", name)
+        own = tuple(name for name in names if isinstance(name, str))
+        if not own and not given:
             raise UsageError('push() takes names or values to set: push("cfg"), push(lr=0.1).')
         only = self.only(ranks)
-        run_in.run_in(self, lambda: run_in.prepare_push(self, names, values, only), "auto" if names else "none")
-        self.shipping.set_on_ranks(values, self.place.namespace, self.ranks_of(only), pushed=True)
+        cell_runner.run_in(self, lambda: cell_runner.prepare_push(self, own, given, only), "auto" if own else "none")
+        self.shipping.set_on_ranks(given, self.context.namespace, self.ranks_of(only), pushed=True)
+
+    def keep(self, *names: str) -> None:
+        """Let the ranks keep their values of these names, whatever the notebook does with its own.
+
+        A cell compares what it reads with what the ranks have, which takes time for a long list or a large DataFrame.
+        Names that are kept are neither compared nor sent; a rank that has no value yet, such as a restarted one,
+        gets the notebook's with the next cell that reads it. `push` still sets a kept name.
+
+        Args:
+            names: The names.
+
+        Raises:
+            UsageError: None is given, or one is no variable's name.
+        """
+        if not names:
+            raise UsageError('keep() takes the names that the ranks keep: keep("data").')
+        for name in names:
+            check_name("the name to keep", name)
+        self.shipping.keep(names)
+
+    def unkeep(self, *names: str) -> None:
+        """Undo `keep`: the next cell that reads such a name takes the notebook's value along.
+
+        Args:
+            names: The names. Default: all that are kept.
+        """
+        self.shipping.unkeep(names)
 
     def pull(self, *names: str, ranks: Ranks | None = None) -> Any:
         """Return the value of a name on the lowest rank, or with `"x:all"` the list of all ranks' values.
@@ -187,7 +223,7 @@ class Session(Lifetime, RankCollection):
         self, into: dict[str, Any] | None, outputs: tuple[OutputName, ...], only: tuple[int, ...], ui: str
     ) -> None:
         """Bring names back into `into`, or into the notebook if it is None."""
-        run_in.run_in(self, lambda: run_in.prepare_pull(self, outputs, only), ui, into)
+        cell_runner.run_in(self, lambda: cell_runner.prepare_pull(self, outputs, only), ui, into)
 
     def restart(self, *ranks: int) -> str:
         """Replace ranks with new processes and send the notebook's values to them again.
@@ -204,6 +240,11 @@ class Session(Lifetime, RankCollection):
         self.checked()
         return _restarted(self, self.only(ranks or None))
 
+    def _on_event(self) -> None:
+        super()._on_event()
+        if self.has_ended:
+            self.shipping.ended()
+
     # ------------------------------------------------------------ for the preparation of cells
 
     def only(self, ranks: Ranks | None) -> tuple[int, ...]:
@@ -216,14 +257,14 @@ class Session(Lifetime, RankCollection):
 
     def set_on_one(self, rank: int, name: str, value: Any) -> None:
         """Set a name on one rank to a value of its own, which a restarted rank does not get again."""
-        run_in.run_in(self, lambda: run_in.prepare_push(self, (), {name: value}, (rank,)), "none")
-        self.shipping.set_on_ranks((name,), self.place.namespace, (rank,))
+        cell_runner.run_in(self, lambda: cell_runner.prepare_push(self, (), {name: value}, (rank,)), "none")
+        self.shipping.set_on_ranks((name,), self.context.namespace, (rank,))
 
     def ranks_of(self, only: tuple[int, ...]) -> tuple[int, ...]:
         """Return the numbers of the selected ranks; an empty `only` selects all."""
         return only or self.numbers
 
-    def wishes_with(self, wishes: Wishes) -> Wishes:
+    def wishes_with(self, wishes: EnvironmentOptions) -> EnvironmentOptions:
         """Return the wishes for a cell on the session's devices.
 
         The packages are the session's, and so is the tracking if the cell does not set it. The uploads are the cell's
@@ -243,13 +284,13 @@ def _restarted(session: Session, only: tuple[int, ...]) -> str:
     Raises:
         SessionError: A cell is running on the ranks, or they could not be started.
     """
-    place, ranks = session.place, session.ranks_of(only)
+    context, ranks = session.context, session.ranks_of(only)
     lost = _names_lost(session, ranks)
     pushed = _pushed_values(session, ranks)
     session.pool.restart_ranks(session.run_id, only)
     again: set[str] = set()
     for names, some in session.shipping.restarted(ranks).items():
-        if there := [name for name in names if name in place.namespace]:
+        if there := [name for name in names if name in context.namespace]:
             push(session, there, some if len(some) < session.ranks else ())
             again.update(there)
     if pushed:

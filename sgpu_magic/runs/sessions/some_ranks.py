@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast, overload
 
 from sgpu_magic.client.result import RunResult
 from sgpu_magic.options.values import check_name, format_ranks
+from sgpu_magic.payload.parts import is_dtensor
+from sgpu_magic.payload.parts import joined as joined_shards
 
 if TYPE_CHECKING:
     from sgpu_magic.runs.handle import Run
@@ -22,6 +24,8 @@ class RankCollection:
         whole: The session.
         numbers: The ranks' numbers, ascending.
     """
+
+    only_in_notebook = "it is the session itself, which runs code on its ranks from here."
 
     whole: Session
     numbers: tuple[int, ...]
@@ -48,8 +52,10 @@ class RankCollection:
         call_each.__name__ = call_each.__qualname__ = getattr(function, "__name__", "map")
         return [value for values in self.whole.call(call_each, ranks=numbers) for value in values]
 
-    def scatter(self, values: Any, name: str) -> None:
+    def scatter(self, values: Any, name: Any) -> None:
         """Split a sequence into contiguous parts and set `name` to one of them on each rank.
+
+        The arguments may be in ipyparallel's order too: `scatter("x", values)`.
 
         Args:
             values: A list, tuple, range, array, tensor or DataFrame; any other iterable is split as a list. The first
@@ -60,6 +66,8 @@ class RankCollection:
             UsageError: `name` is not a name.
             SerializationError: A part can't be pickled.
         """
+        if isinstance(values, str) and not isinstance(name, str):
+            values, name = name, values
         check_name("the name to set", name)
         for rank, part in zip(self.numbers, split(values, len(self.numbers)), strict=True):
             self.whole.set_on_one(rank, name, part)
@@ -67,8 +75,8 @@ class RankCollection:
     def gather(self, name: str) -> Any:
         """Return the parts that the ranks have under `name`, put together in the order of the ranks.
 
-        Lists and tuples are joined; arrays, tensors and DataFrames are concatenated along their first axis. Of other
-        values the list by rank is returned.
+        Lists and tuples are joined; arrays, tensors and DataFrames are concatenated along their first axis; the shards
+        of a DTensor become the whole tensor. Of other values the list by rank is returned.
 
         Args:
             name: The name.
@@ -91,7 +99,7 @@ class RankCollection:
         """Return the values of a name by rank, `session["loss"]`, or some of the ranks, `session[0:2]`.
 
         Raises:
-            UsageError: A rank has no such name.
+            NoSuchName: A rank has no such name. It is a KeyError.
             IndexError: There is no such rank.
         """
         if isinstance(key, str):
@@ -126,7 +134,7 @@ class SomeRanks(RankCollection):
         """Call a function on these ranks, as `Session.call_async` does."""
         return self.whole.call_async(function, *args, ranks=self.numbers, **kwargs)
 
-    def push(self, *names: str, **values: Any) -> None:
+    def push(self, *names: str | Mapping[str, Any], **values: Any) -> None:
         """Set names on these ranks, as `Session.push` does."""
         self.whole.push(*names, ranks=self.numbers, **values)
 
@@ -178,6 +186,9 @@ def joined(parts: list[Any]) -> Any:
         return [value for part in parts for value in part]
     if all(isinstance(part, tuple) for part in parts):
         return tuple(value for part in parts for value in part)
+    if any(map(is_dtensor, parts)):
+        whole = joined_shards(parts) if all(map(is_dtensor, parts)) else None
+        return parts if whole is None else whole
     numpy, pandas, torch = (sys.modules.get(name) for name in ("numpy", "pandas", "torch"))
     if torch is not None and all(map(_is_tensor, parts)) and all(part.ndim for part in parts):
         return torch.cat(parts)

@@ -1,8 +1,8 @@
 """Submission of cells and calls as runs: read, packed, described, sent to a pool.
 
-cell_source    reads a cell and packs it with the names, inputs and results that it needs
-pack_call      checks and packs a function and its arguments
-spec           builds the run's spec from packed code and options; where it is tracked
-placing        fills in the notebook's choice, chooses the pool and what to request there
-submit         sends a run with the packages, code, variables and files that it needs
+cell_source  reads a cell and packs it with the names, inputs and results that it needs
+pack_call    checks and packs a function and its arguments
+spec         builds the run's spec from packed code and options; where it is tracked
+target       fills in the notebook's choice, chooses the pool and what to request there
+submit       sends a run with the packages, code, variables and files that it needs
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 import time
@@ -14,10 +15,10 @@ from msgspec.structs import replace
 from sgpu_magic.client.result import RunResult
 from sgpu_magic.errors import CellSyntaxError, UsageError
 from sgpu_magic.options import notebook_job
-from sgpu_magic.options.asked import RunOptions
+from sgpu_magic.options.option_records import RunOptions
 from sgpu_magic.payload.call import RANK_NAMES
 from sgpu_magic.payload.names import CellNames, names_in
-from sgpu_magic.payload.namespace import collect, submodules_read
+from sgpu_magic.payload.namespace import collect, only_in_notebook, submodules_read
 from sgpu_magic.runs.notebook import cell_number, future_flags
 from sgpu_magic.runs.submit import spec
 from sgpu_magic.runs.submit.spec import PackedCode
@@ -26,7 +27,7 @@ from sgpu_magic.wire.events import as_warning
 from sgpu_magic.wire.run import CellSource, OutputName
 
 if TYPE_CHECKING:
-    from sgpu_magic.runs.workplace import Workplace
+    from sgpu_magic.runs.kernel_context import KernelContext
 
 _DEFINITION = re.compile(r"^(?:async\s+)?(?:def|class)\s+(\w+)", re.MULTILINE)
 _WORD = re.compile(r"[^\W\d]\w*")
@@ -50,11 +51,11 @@ class Cell(msgspec.Struct, frozen=True):
     begin: float
 
 
-def read_cell(place: Workplace, magic_line: str, body: str, options: RunOptions) -> Cell:
+def read_cell(context: KernelContext, magic_line: str, body: str, options: RunOptions) -> Cell:
     """Parse a cell and find the names that it needs.
 
     Args:
-        place: This process's workplace.
+        context: The kernel's context.
         magic_line: The magic's line; "" if the body is the whole cell.
         body: The code below the magic's line.
         options: The options; `extra` and `exclude` are used.
@@ -68,19 +69,19 @@ def read_cell(place: Workplace, magic_line: str, body: str, options: RunOptions)
     script = job.script if job.arguments else ""
     # below the magic's line, which a script does not have
     magic_line = "" if script else without_values(magic_line)
-    number = cell_number(place.shell)
+    number = cell_number(context.shell)
     source = f"{magic_line}\n{body}" if magic_line else body
     try:
-        names = names_in(source, transform=str if script else transform_of(place.shell))
+        names = names_in(source, transform=str if script else transform_of(context.shell))
     except SyntaxError as error:
         raise _does_not_compile(error, source, number, script) from None
-    read = collect(names.read, place.namespace, extra=options.extra, exclude=options.exclude)
-    past = history(names.read - read.keys(), body, place.namespace, options.exclude)
+    read = collect(names.read, context.namespace, extra=options.extra, exclude=options.exclude)
+    past = history(names.read - read.keys(), body, context.namespace, options.exclude)
     cell = CellSource(
         body=body,
         magic_line=magic_line,
         execution_count=number,
-        future_flags=future_flags(place.shell),
+        future_flags=future_flags(context.shell),
         file=script,
         arguments=job.arguments,
         module=job.module if script else "",
@@ -89,7 +90,7 @@ def read_cell(place: Workplace, magic_line: str, body: str, options: RunOptions)
 
 
 def pack_cell(
-    place: Workplace,
+    context: KernelContext,
     cell: Cell,
     options: RunOptions,
     *,
@@ -101,7 +102,7 @@ def pack_cell(
     """Pack a cell with the names that it needs. The defaults are for new ranks, which have no names yet.
 
     Args:
-        place: This process's workplace.
+        context: The kernel's context.
         cell: The cell.
         options: The options; `outputs` and `exclude` are used.
         names: The names to ship; None means all that the cell reads.
@@ -114,11 +115,11 @@ def pack_cell(
     """
     past = {name: value for name, value in cell.history.items() if name not in not_own}
     code = spec.pack(
-        place,
+        context,
         RunKind.CELL,
         _name_of(cell.source),
         cell.source,
-        (cell.read if names is None else {name: place.namespace[name] for name in names}) | past,
+        (cell.read if names is None else {name: context.namespace[name] for name in names}) | past,
         begin=cell.begin,
         outputs=options.outputs,
         exclude=stay.union(options.exclude),
@@ -171,10 +172,30 @@ def _without_value(word: str, before: str) -> str:
 
 
 def _name_of(cell: CellSource) -> str:
-    """Return a cell's name: the first function or class that it defines, else its number."""
-    if (found := _DEFINITION.search(cell.body)) is not None:
-        return found[1]
+    """Return a cell's name: the first function or class that it defines and calls, else its number.
+
+    What it only passes on, such as a signal's handler, is not what it is about. A cell of definitions alone has the
+    name of the first.
+    """
+    defined: list[str] = _DEFINITION.findall(cell.body)
+    for name in defined:
+        if re.search(rf"^(?!\s*(?:async\s+def|def|class)\b).*\b{name}\(", cell.body, re.MULTILINE):
+            return name
+    if defined and _only_defines(cell.body):
+        return defined[0]
     return "cell" if cell.execution_count is None else f"cell {cell.execution_count}"
+
+
+def _only_defines(body: str) -> bool:
+    """Whether the cell has nothing but imports and definitions; False if it is no plain Python."""
+    try:
+        statements = ast.parse(body).body
+    except (SyntaxError, ValueError):
+        return False
+    return all(
+        isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom)
+        for each in statements
+    )
 
 
 def _does_not_compile(error: SyntaxError, source: str, number: int | None, file: str) -> CellSyntaxError:
@@ -221,6 +242,11 @@ _USE = re.compile(r"\b(?:Out|_oh)\b(?:\s*\[\s*(\d+)\s*\])?")
 _INPUTS = frozenset({"In", "_ih"})
 
 
+def _stays(value: object) -> bool:
+    """Whether it is one of this package's handles, such as the session that `%sgpu_connect` returns."""
+    return isinstance(value, RunResult) or bool(only_in_notebook(value))
+
+
 def history(
     names: Iterable[str], source: str, namespace: Mapping[str, object], exclude: Collection[str] = ()
 ) -> dict[str, object]:
@@ -243,10 +269,10 @@ def history(
             found[name] = {
                 number: each
                 for number, each in outputs.items()
-                if not isinstance(each, RunResult) and ("" in uses or str(number) in uses)
+                if not _stays(each) and ("" in uses or str(number) in uses)
             }
         elif name in _INPUTS and isinstance(value, list):
             found[name] = list(cast("list[object]", value))
-        elif _INPUT.fullmatch(name) or (_RESULT.fullmatch(name) and not isinstance(value, RunResult)):
+        elif _INPUT.fullmatch(name) or (_RESULT.fullmatch(name) and not _stays(value)):
             found[name] = value
     return found

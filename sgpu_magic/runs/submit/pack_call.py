@@ -12,11 +12,11 @@ from typing import Any, NoReturn
 from msgspec.structs import replace
 
 from sgpu_magic.errors import SerializationError, UsageError
-from sgpu_magic.options.asked import RunOptions
+from sgpu_magic.options.option_records import RunOptions
 from sgpu_magic.payload.call import RANK_NAMES, FunctionCall, RankValue, name_of
+from sgpu_magic.runs.kernel_context import KernelContext
 from sgpu_magic.runs.notebook import cell_number
 from sgpu_magic.runs.submit.spec import PackedCode, pack, scalars
-from sgpu_magic.runs.workplace import Workplace
 from sgpu_magic.wire.base import RunKind
 from sgpu_magic.wire.run import CellSource, OutputName
 
@@ -30,7 +30,7 @@ _EXCLUDE = re.compile(rf",? or keep the name out with --exclude {CALL_NAME}")
 
 
 def pack_call(
-    place: Workplace, call: FunctionCall, options: RunOptions, *, stay: frozenset[str] = frozenset()
+    context: KernelContext, call: FunctionCall, options: RunOptions, *, stay: frozenset[str] = frozenset()
 ) -> PackedCode:
     """Check a call's arguments and pack the call. Starts nothing.
 
@@ -38,7 +38,7 @@ def pack_call(
     importable modules are pickled by reference.
 
     Args:
-        place: This process's workplace.
+        context: The kernel's context.
         call: The function that every rank calls, with its arguments.
         options: The options; `exclude` and `ray` are used.
         stay: Names that the function reads and that the ranks already have.
@@ -55,10 +55,10 @@ def pack_call(
     sent = FunctionCall(by_reference(function), *bind(call))
     try:
         code = pack(
-            place,
+            context,
             RunKind.CALL,
             name,
-            CellSource(body=_BODY, execution_count=cell_number(place.shell)),
+            CellSource(body=_BODY, execution_count=cell_number(context.shell)),
             {CALL_NAME: sent},
             begin=begin,
             # the driver of a Ray cluster runs in rank 0 only
@@ -153,7 +153,7 @@ def arguments(call: FunctionCall) -> dict[str, object]:
 def _refuse(call: FunctionCall, signature: inspect.Signature, filled: Iterable[str], error: TypeError) -> NoReturn:
     """Raise the TypeError of a real call with this signature, because the messages of `inspect` differ."""
     name = name_of(call.function)
-    told = TypeError(f"{name}() {error}")
+    refusal = TypeError(f"{name}() {error}")
     parameters = [
         parameter.replace(
             default=parameter.empty if parameter.default is parameter.empty else None, annotation=parameter.empty
@@ -170,13 +170,13 @@ def _refuse(call: FunctionCall, signature: inspect.Signature, filled: Iterable[s
         # a signature that no `def` could have
         pass
     except TypeError as usual:
-        told = TypeError(*usual.args)
+        refusal = TypeError(*usual.args)
     if call.args and not signature.parameters.keys().isdisjoint(RANK_NAMES):
-        told.add_note(
+        refusal.add_note(
             "Parameters named rank, local_rank, world_size and device are filled in by each rank when they are left "
             "out: give the arguments after them by keyword."
         )
-    raise told from None
+    raise refusal from None
 
 
 # ---------------------------------------------------------------- messages

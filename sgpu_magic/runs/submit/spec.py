@@ -16,21 +16,25 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from sgpu_magic.client.run import Stand
+from sgpu_magic.client.run import WorkingContext
 from sgpu_magic.config import Settings
-from sgpu_magic.options.asked import RunOptions, Wishes
+from sgpu_magic.errors import SerializationError
+from sgpu_magic.options.option_records import EnvironmentOptions, RunOptions
 from sgpu_magic.packages.secrets import is_secret
+from sgpu_magic.payload.explain import explain_parts
 from sgpu_magic.payload.namespace import cell_sources
 from sgpu_magic.payload.pack import Packed, new_key, pack_namespace
+from sgpu_magic.payload.parts import missing
 from sgpu_magic.runs.notebook import cell_numbers, owner, working_directory
-from sgpu_magic.runs.submit.placing import Found
+from sgpu_magic.runs.submit.target import ResolvedTarget
+from sgpu_magic.system.process_settings import left_behind
 from sgpu_magic.wire.base import RunKind, new_id
 from sgpu_magic.wire.run import CellSource, Interpreter, OutputName, RunSpec, Shipped
-from sgpu_magic.wire.tracking import STORE_VARIABLES, Tracking, absolute_uri
+from sgpu_magic.wire.tracking import STORE_VARIABLES, Tracking, absolute_uri, is_database
 
 if TYPE_CHECKING:
+    from sgpu_magic.runs.kernel_context import KernelContext
     from sgpu_magic.runs.sessions.session import Session
-    from sgpu_magic.runs.workplace import Workplace
 
 Parameters = tuple[tuple[str, str], ...]
 
@@ -91,15 +95,15 @@ class Submission(msgspec.Struct, frozen=True):
     packed: Packed
     key: bytes
     environ: dict[str, str]
-    wishes: Wishes = msgspec.field(default_factory=Wishes)
+    wishes: EnvironmentOptions = msgspec.field(default_factory=EnvironmentOptions)
     given: frozenset[str] = frozenset()
     interpreter: Interpreter | None = None
-    stand: Stand | None = None
+    stand: WorkingContext | None = None
     pool: str = "local"
 
 
 def pack(
-    place: Workplace,
+    context: KernelContext,
     kind: RunKind,
     name: str,
     cell: CellSource,
@@ -113,7 +117,7 @@ def pack(
     """Pack values with the names of this process's namespace that they read, and the sources that defined them.
 
     Args:
-        place: This process's workplace.
+        context: The kernel's context.
         kind: Kind of the run.
         name: Default name of the run.
         cell: Source that the ranks execute.
@@ -127,8 +131,8 @@ def pack(
         SerializationError: A value can't be pickled.
     """
     key = new_key()
-    packed = pack_namespace(values, place.namespace, key, exclude=exclude, submodules=submodules)
-    sources = cell_sources(packed.files, cell_numbers(place.shell))
+    packed = pack_namespace(values, context.namespace, key, exclude=exclude, submodules=submodules)
+    sources = cell_sources(packed.files, cell_numbers(context.shell))
     shipped = Shipped(
         names=packed.names,
         total_bytes=packed.total_bytes,
@@ -138,17 +142,19 @@ def pack(
     return PackedCode(kind, name, msgspec.structs.replace(cell, linecache=sources), packed, key, outputs, shipped)
 
 
-def nothing_packed(place: Workplace, kind: RunKind, name: str, outputs: tuple[OutputName, ...] = ()) -> PackedCode:
+def nothing_packed(
+    context: KernelContext, kind: RunKind, name: str, outputs: tuple[OutputName, ...] = ()
+) -> PackedCode:
     """Return empty packed code for a run that executes none."""
     key = new_key()
-    return PackedCode(kind, name, CellSource(body=""), pack_namespace({}, place.namespace, key), key, outputs)
+    return PackedCode(kind, name, CellSource(body=""), pack_namespace({}, context.namespace, key), key, outputs)
 
 
 def describe(
-    place: Workplace,
+    context: KernelContext,
     code: PackedCode,
     options: RunOptions,
-    found: Found,
+    found: ResolvedTarget,
     session: Session | None = None,
     *,
     of_cell: bool = True,
@@ -156,13 +162,17 @@ def describe(
     """Build a submission from packed code and options. Starts nothing.
 
     Args:
-        place: This process's workplace.
+        context: The kernel's context.
         code: The packed code.
         options: The run's options.
         found: The run's pool and placement.
         session: The session whose ranks it uses, or with `options.fresh` whose devices; None requests a new lease.
         of_cell: Whether the running cell submits the run.
+
+    Raises:
+        SerializationError: A value holds parts of other ranks than those that receive it.
     """
+    _check_parts(code, options.only or tuple(range(found.placement.ranks)), found.placement.ranks)
     variables, wishes = dict(options.variables), options.wishes
     if session is not None:
         variables, wishes = {**session.variables, **variables}, session.wishes_with(wishes)
@@ -173,9 +183,11 @@ def describe(
         cell=code.cell,
         placement=found.placement,
         outputs=code.outputs,
-        owner=owner(place.shell, of_cell=of_cell),
+        owner=owner(context.shell, of_cell=of_cell),
         env_names=tuple(variables),
-        shipped=msgspec.structs.replace(code.shipped, notes=(*found.notes, *code.shipped.notes)),
+        shipped=msgspec.structs.replace(
+            code.shipped, notes=(*found.notes, *code.shipped.notes, *_settings_left_behind())
+        ),
         kind=code.kind,
         session=session.run_id if session is not None else "",
         session_name=session.name if session is not None else "",
@@ -191,17 +203,38 @@ def describe(
     return Submission(spec, code.packed, code.key, environ, wishes, frozenset(variables), pool=found.pool.name)
 
 
+_noted_settings: set[str] = set()
+
+
+def _settings_left_behind() -> Iterable[str]:
+    """Return a note about this process's settings that ranks can't have; about each once."""
+    new = [each for each in left_behind() if each not in _noted_settings]
+    _noted_settings.update(new)
+    if new:
+        yield f"set in the notebook only, as a function or an object can't be taken over: {', '.join(new)}"
+
+
+def _check_parts(code: PackedCode, ranks: tuple[int, ...], world_size: int) -> None:
+    for name, parts in code.packed.parts.items():
+        lacking = missing(parts, ranks, world_size)
+        if lacking is None:
+            continue
+        is_call = code.kind is RunKind.CALL and name not in code.shipped.names
+        label = f"an argument of {code.name}" if is_call else f"`{name}`"
+        raise SerializationError(explain_parts(label, "" if is_call else name, lacking, world_size))
+
+
 # ---------------------------------------------------------------- tracking
 
 
-def place_of(settings: Settings, spec: RunSpec, submission: Submission) -> tuple[RunSpec, Tracking | None]:
+def tracking_of(settings: Settings, spec: RunSpec, submission: Submission) -> tuple[RunSpec, Tracking | None]:
     """Return the run's spec, marked as tracked if it is, and its tracking target; None if it is not tracked."""
     asked = submission.wishes.track
     track = settings.track if asked is None else "all" if asked else "off"
     if spec.kind in MOVE_NAMES or track == "off":
         return spec, None
     environ = submission.environ
-    own = _own_place(environ, given=_URI in submission.given)
+    own = _own_target(environ, given=_URI in submission.given)
     uri = own.uri or environ.get(_URI, "") or settings.tracking_uri or own.default_uri
     name, experiment_id = environ.get("MLFLOW_EXPERIMENT_NAME", ""), environ.get("MLFLOW_EXPERIMENT_ID", "")
     if own.experiment_id:
@@ -210,13 +243,15 @@ def place_of(settings: Settings, spec: RunSpec, submission: Submission) -> tuple
         experiment_id = ""
     elif not experiment_id:
         name = _experiment_name(spec)
+    directory = working_directory()
     tracking = Tracking(
-        uri=absolute_uri(uri, working_directory()) if uri else "",
+        uri=absolute_uri(uri, directory) if uri else "",
         registry_uri=own.registry_uri or environ.get("MLFLOW_REGISTRY_URI", ""),
         experiment=name,
         experiment_id=experiment_id,
         parent=own.parent or environ.get("MLFLOW_RUN_ID", ""),
         variables={name: environ[name] for name in environ if name.startswith(STORE_VARIABLES)},
+        directory=directory if is_database(uri) else "",
         # within an active MLflow run of the notebook, the run is always tracked
         if_it_matters=track == "auto" and not own.parent,
     )
@@ -244,7 +279,7 @@ class _OwnPlace(msgspec.Struct, frozen=True):
 _NOT_IN_USE = _OwnPlace()
 
 
-def _own_place(environ: Mapping[str, str], *, given: bool) -> _OwnPlace:
+def _own_target(environ: Mapping[str, str], *, given: bool) -> _OwnPlace:
     """Read the configuration from MLflow's modules, if the notebook has imported them.
 
     Args:

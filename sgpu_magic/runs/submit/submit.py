@@ -21,13 +21,19 @@ from sgpu_magic.client.run import Attachments, Run
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import RunCancelled, UsageError
 from sgpu_magic.options import notebook_job
-from sgpu_magic.options.asked import OWN_PACKAGES, Wishes
+from sgpu_magic.options.option_records import OWN_PACKAGES, EnvironmentOptions
 from sgpu_magic.packages.secrets import SecretsOf, blanked_settings
 from sgpu_magic.packages.snapshot import take_snapshot
-from sgpu_magic.packages.travel import check_before_travel, check_references, mismatch_news, travelling
+from sgpu_magic.packages.travel import (
+    check_before_travel,
+    check_references,
+    check_versions,
+    mismatch_news,
+    travelling,
+)
 from sgpu_magic.runs import packages
 from sgpu_magic.runs.notebook import tell_git_state, working_directory
-from sgpu_magic.runs.submit.spec import MOVE_NAMES, Submission, place_of
+from sgpu_magic.runs.submit.spec import MOVE_NAMES, Submission, tracking_of
 from sgpu_magic.wire.attachments import CodeBundle, Environment, Upload
 from sgpu_magic.wire.base import RunKind, short
 from sgpu_magic.wire.client import Describe, TrackRun
@@ -48,6 +54,8 @@ _secrets_lock = threading.Lock()
 # by session: local modules that its ranks have, and directories of projects of which they have wheels; later cells may
 # import them too
 _sent: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {}
+# by session: the packages that its ranks have, if they are not this process's own
+_environments: dict[str, Environment] = {}
 
 
 def submit(pool: Pool, submission: Submission) -> Run:
@@ -69,7 +77,7 @@ def submit(pool: Pool, submission: Submission) -> Run:
     try:
         settings = pool.settings
         spec, environ, along = _inputs_of(pool, settings, submission)
-        spec, tracking = place_of(settings, notebook_job.limited(printable(spec)), submission)
+        spec, tracking = tracking_of(settings, notebook_job.limited(printable(spec)), submission)
         along = replace(along, tracking=tracking, uploads=_uploads_of(submission))
         run = pool.submit(spec, submission.packed, submission.key, environ, along)
     except KeyboardInterrupt:
@@ -82,7 +90,7 @@ def submit(pool: Pool, submission: Submission) -> Run:
             tell_git_state(cwd, lambda tags: pool.tell(Describe(run_id=run.run_id, tags=tags)))
     except KeyboardInterrupt:
         error = interrupted(run)
-        let_go(pool, run)
+        release(pool, run)
         raise error from None
     return run
 
@@ -93,7 +101,7 @@ def interrupted(run: Run) -> RunCancelled:
     return RunCancelled(f"run {short(run.run_id)} was interrupted as it started.", run_id=run.run_id)
 
 
-def let_go(pool: Pool, run: Run) -> None:
+def release(pool: Pool, run: Run) -> None:
     """Release a run that this process is done with: stop following it and free its payload memory for reuse.
 
     Ranks of a session keep their payloads mapped, so that memory is never written again.
@@ -125,7 +133,7 @@ def _inputs_of(pool: Pool, settings: Settings, submission: Submission) -> tuple[
         UsageError: `--env-version` does not name an environment.
         PoolError: The pool can't be started or reached.
     """
-    spec, cell = _without_secrets(submission.spec, submission.environ)
+    spec, cell = _without_secrets(submission.spec, submission.environ, submission.given)
     along = Attachments(interpreter=submission.interpreter, stand=submission.stand, cell=cell)
     source, elsewhere = cell or spec.cell, not pool.sees_client
     session = spec.session if spec.in_session else spec.run_id
@@ -138,7 +146,13 @@ def _inputs_of(pool: Pool, settings: Settings, submission: Submission) -> tuple[
         else:
             spec = replace(spec, environment=packages.of(pool).digest_for(spec.run_id))
             notes = tuple(map(as_warning, [*_without_effect(submission.wishes), *mismatch_news()]))
+    if (installed := environment or _environments.get(session)) is not None:
+        check_versions(submission.packed.modules, installed)
     if environment is not None:
+        if spec.kind is RunKind.SESSION:
+            _environments[session] = environment
+            while len(_environments) > _MOST_SESSIONS:
+                del _environments[next(iter(_environments))]
         along = replace(along, environment=environment)
         spec = replace(spec, environment=environment.digest, environment_label=environment.label)
     if not elsewhere:
@@ -152,28 +166,31 @@ def _inputs_of(pool: Pool, settings: Settings, submission: Submission) -> tuple[
         _sent[session] = (modules.union(name for each in code for name in each.modules), projects)
         while len(_sent) > _MOST_SESSIONS:
             del _sent[next(iter(_sent))]
-    bundles, told = _bundled(settings, code)
+    bundles, bundle_notes = _bundled(settings, code)
     spec = replace(
         spec,
         code=tuple((bundle.entry, bundle.sha256) for bundle in bundles),
         variable_names=tuple(sorted(variables.values)),
         secret_names=tuple(sorted(variables.secrets)),
     )
-    return spec.with_notes((*notes, *told)), variables.values, replace(along, code=bundles, elsewhere=True)
+    return spec.with_notes((*notes, *bundle_notes)), variables.values, replace(along, code=bundles, elsewhere=True)
 
 
-def _without_secrets(spec: RunSpec, environ: Mapping[str, str]) -> tuple[RunSpec, CellSource | None]:
+def _without_secrets(
+    spec: RunSpec, environ: Mapping[str, str], given: frozenset[str]
+) -> tuple[RunSpec, CellSource | None]:
     """Redact secrets in the spec's source, parameters and name.
 
     Args:
         spec: The run's spec.
         environ: The ranks' variables; values of secret variables are redacted, as are known kinds of tokens.
+        given: Names of the variables that `--env` sets, whose values are redacted too.
 
     Returns:
         The redacted spec and the source to execute; None instead of the source if nothing was redacted.
     """
     with _secrets_lock:
-        blanker = _secrets.blanker(environ)
+        blanker = _secrets.blanker(environ, given)
     cell = spec.cell
     shown = replace(
         cell,
@@ -191,7 +208,7 @@ def _without_secrets(spec: RunSpec, environ: Mapping[str, str]) -> tuple[RunSpec
     return replace(spec, cell=shown, parameters=parameters, name=name), cell
 
 
-def _without_effect(wishes: Wishes) -> tuple[str, ...]:
+def _without_effect(wishes: EnvironmentOptions) -> tuple[str, ...]:
     """Return a note about package options that have no effect because the ranks use the notebook's own Python."""
     asked = [*["--torch mine"] * wishes.torch_mine, *["--allow-build"] * wishes.allow_build]
     if not asked:
@@ -204,7 +221,7 @@ def _without_effect(wishes: Wishes) -> tuple[str, ...]:
 
 
 def _packages_of(
-    pool: Pool, settings: Settings, wishes: Wishes, *, elsewhere: bool
+    pool: Pool, settings: Settings, wishes: EnvironmentOptions, *, elsewhere: bool
 ) -> tuple[Environment, tuple[str, ...], tuple[str, ...]] | None:
     """Return the packages that a node builds: the requested ones, or the notebook's own for a pool elsewhere.
 
@@ -215,7 +232,7 @@ def _packages_of(
     ordered, snapshot = None, None
     if (wishes.env_version or settings.env_version) not in OWN_PACKAGES:
         # imported here: only needed for requested packages
-        from sgpu_magic.packages.order import chosen
+        from sgpu_magic.packages.environment_request import chosen
 
         ordered = chosen(settings, wishes.env_version, torch_mine=wishes.torch_mine, allow_build=wishes.allow_build)
     elif elsewhere:

@@ -27,11 +27,11 @@ _WORDS = re.compile(
     r"(?P<done>\d+)\s*(?:/|\bof\b)\s*(?P<total>\d+)(?![\d./])",
     re.IGNORECASE,
 )
-# these contain the others
+# names of outer loops, which contain the others
 _OUTER_WORDS = ("epoch", "round", "fold", "trial")
 
 _DRAWN = re.compile(r"(?<=%)\|[^|]*(?:\||$)|[━╸╺]{3,}|\[[=>.]{3,}\]")
-# counts beside it say it more precisely
+# omitted before counts, which are more precise
 _PERCENT = re.compile(r"(?<![\d.])\d{1,3}%\s+(?=[^\s/\[]+/[^\s\[]+ \[)")
 
 
@@ -170,12 +170,12 @@ class RunProgress:
 
         The label is that of the slowest rank. Without a fraction, the number of epochs is unknown.
         """
-        told = [progress for rank in ranks if (progress := self._ranks.get(rank)) is not None and progress.is_known]
-        if 2 * len(told) <= len(ranks):
+        known = [progress for rank in ranks if (progress := self._ranks.get(rank)) is not None and progress.is_known]
+        if 2 * len(known) <= len(ranks):
             return None
-        last = min(told, key=lambda progress: progress.total if progress.total is not None else -1.0)
-        fractions = [progress.total for progress in told if progress.total is not None]
-        if len(fractions) < len(told):
+        last = min(known, key=lambda progress: progress.total if progress.total is not None else -1.0)
+        fractions = [progress.total for progress in known if progress.total is not None]
+        if len(fractions) < len(known):
             return Bar(fraction=None, text=_with_percent(last.label, last.part))
         fraction = sum(fractions) / len(fractions)
         return Bar(fraction=round(fraction, 4), text=_with_percent(last.label, fraction))
@@ -186,7 +186,7 @@ def _with_percent(label: str, fraction: float) -> str:
 
 
 class _Outer(NamedTuple):
-    """What contains the inner bar: `name` such as `epoch`, how many of them are done, and of how many."""
+    """The loop that contains the inner bar: `name` such as `epoch`, how many of them are done, and of how many."""
 
     name: str
     done: int
@@ -197,7 +197,7 @@ class _RankProgress:
     """The progress of one rank.
 
     Attributes:
-        total: 0 to 1; None when it counts the same again and it is unknown how often.
+        total: 0 to 1; None while a bar repeats an unknown number of times.
         part: 0 to 1, the bar that is being drawn.
     """
 
@@ -205,12 +205,12 @@ class _RankProgress:
         self.total: float | None = None
         self.part = 0.0
         self._outer: _Outer | None = None
-        # the bar that is drawn around the inner one, "" if only lines or labels name it
+        # the bar that contains the inner one; "" if only lines or labels name the outer loop
         self._outer_bar: str = ""
         self._bar: str = ""
         self._label = ""
         self._counts: tuple[int, int] | None = None
-        # how often each bar has begun
+        # number of starts of each bar
         self._passes: dict[str, int] = {}
         # lines report finished epochs, not starting ones
         self._is_said_afterwards = False

@@ -22,6 +22,7 @@ from typing import Any, cast
 import msgspec
 
 from sgpu_magic.views.live.messages import Answer, AskCancel, AskHello, Question, Refusal
+from sgpu_magic.wire.decoding import convert
 
 REQUEST = "sgpu_request"
 REPLY = "sgpu_reply"
@@ -182,8 +183,8 @@ def _number_of(content: object) -> object:
 def question_of(content: object, send: Send) -> Question | None:
     """Return a run view's request; refuse anything else and return None."""
     try:
-        return msgspec.convert(content, Question)
-    except msgspec.ValidationError as error:
+        return convert(content, Question)
+    except msgspec.DecodeError as error:
         if isinstance(number := _number_of(content), int):
             send(msgspec.to_builtins(Refusal(n=number, text=f"This request is not valid: {error}")))
         return None

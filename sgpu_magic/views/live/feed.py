@@ -51,8 +51,8 @@ _SNAPSHOT_EVERY_S = 1.0
 class Feed:
     """The updates for a run's front end.
 
-    One thread owns the view: it applies events and calls `told` and `snapshot`. Any thread may call `hello`, `since`,
-    `locate`, `numbers_of` and `totals`, which read only data protected by the log's lock, never the view.
+    One thread owns the view: it applies events and calls `updates` and `snapshot`. Any thread may call `hello`,
+    `since`, `locate`, `numbers_of` and `totals`, which read only data protected by the log's lock, never the view.
 
     Args:
         view: The run, before any event was applied.
@@ -65,18 +65,18 @@ class Feed:
         self._recent = view.log = RecentLines(view.ranks)
         self._order, self._lock = self._recent.order, self._recent.lock
         self._seq = 0
-        self._told_total = 0
-        self._told_ranks: tuple[int, ...] = (0,) * view.ranks
+        self._sent_total = 0
+        self._sent_ranks: tuple[int, ...] = (0,) * view.ranks
         self._lines_at = float("-inf")
         self._sent: deque[float] = deque()
         self._snapshot_at = float("-inf")
         self._drawn: tuple[int, object] = (-1, None)
         self._made_at = clock()
-        self._latest = snapshot_of(view, 1, self._told_ranks, self._made_at)
+        self._latest = snapshot_of(view, 1, self._sent_ranks, self._made_at)
 
     # ------------------------------------------------------------ the thread that owns the view
 
-    def told(self, now: float) -> list[NewLines]:
+    def updates(self, now: float) -> list[NewLines]:
         """Return the updates to send now: one message of new lines, or nothing.
 
         Args:
@@ -85,11 +85,11 @@ class Feed:
         if now < self._lines_at + _LINES_EVERY_S or not self._may_send(now):
             return []
         with self._lock:
-            if self._order.total == self._told_total:
+            if self._order.total == self._sent_total:
                 return []
             self._seq += 1
-            message = self._new_lines(self._told_total)
-            self._told_total, self._told_ranks = self._order.total, message.ranks
+            message = self._new_lines(self._sent_total)
+            self._sent_total, self._sent_ranks = self._order.total, message.ranks
         self._lines_at = now
         self._sent.append(now)
         return [message]
@@ -107,10 +107,10 @@ class Feed:
         self._drawn, self._snapshot_at = drawn, now
         self._sent.append(now)
         made_at = self._clock()
-        made = snapshot_of(self._view, 0, self._told_ranks, made_at)
+        made = snapshot_of(self._view, 0, self._sent_ranks, made_at)
         with self._lock:
             self._made_at = made_at
-            self._latest = msgspec.structs.replace(made, seq=self._latest.seq + 1, lines=self._lines_told())
+            self._latest = msgspec.structs.replace(made, seq=self._latest.seq + 1, lines=self._lines_sent())
             return self._latest
 
     # ------------------------------------------------------------ any thread
@@ -120,7 +120,7 @@ class Feed:
         with self._lock:
             made = self._latest
             passed = max(self._clock() - self._made_at, 0.0) if made.ticking else 0.0
-            self._latest = msgspec.structs.replace(made, seq=made.seq + 1, lines=self._lines_told())
+            self._latest = msgspec.structs.replace(made, seq=made.seq + 1, lines=self._lines_sent())
             clock = "elapsed_s" if made.elapsed_s else "starting_s"
             later = {clock: round(getattr(made, clock) + passed, 3)}
             return HelloAnswer(n=n, snapshot=msgspec.structs.replace(self._latest, **later), seq=self._seq)
@@ -152,11 +152,11 @@ class Feed:
         first, rows = self._recent.rows_since(total)
         return NewLines(seq=self._seq, first=first, rows=tuple(rows), ranks=tuple(self._order.totals))
 
-    def _lines_told(self) -> tuple[int, ...]:
+    def _lines_sent(self) -> tuple[int, ...]:
         """Return the numbers of lines for a snapshot: those sent so far; all lines if none were sent yet."""
         if not self._seq:
-            self._told_total, self._told_ranks = self._order.total, tuple(self._order.totals)
-        return self._told_ranks
+            self._sent_total, self._sent_ranks = self._order.total, tuple(self._order.totals)
+        return self._sent_ranks
 
     def _may_send(self, now: float) -> bool:
         while self._sent and self._sent[0] <= now - _WINDOW_S:

@@ -14,13 +14,13 @@ import msgspec
 from sgpu_magic.views.bundle import interrupted_bundle
 from sgpu_magic.views.cell_outputs import OutputSlots
 from sgpu_magic.views.fold import RunView
+from sgpu_magic.views.format_summary import is_quiet
 from sgpu_magic.views.live.comm import Channels, Taker
 from sgpu_magic.views.live.feed import Answers, Feed
 from sgpu_magic.views.live.log_reader import LogReader
 from sgpu_magic.views.live.messages import Answer, Question
 from sgpu_magic.views.live.rank_widgets import RankWidgets, SessionWidgets, Tell
 from sgpu_magic.views.publisher import MAX_MESSAGES_PER_TICK, NotebookPublisher, Pace, Publisher, publisher_for
-from sgpu_magic.views.summary_words import is_quiet
 from sgpu_magic.wire.base import RunKind
 
 HELLO_S = 5.0

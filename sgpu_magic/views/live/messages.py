@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from sgpu_magic.views.live.schema import Message, Snapshot
+from sgpu_magic.wire.decoding import JsonDecoder
 
 LineRow = tuple[int, int, str]
 """One line of the log: its rank, its number in the rank's log (from 0), its text with colour codes."""
@@ -178,9 +179,9 @@ class Refusal(Message, frozen=True, tag_field="kind", tag="refusal"):
 
 
 Answer = HelloAnswer | LinesAnswer | FindAnswer | LogAnswer | TextAnswer | Refusal
-Told = NewLines | Gone
+FeedUpdate = NewLines | Gone
 
-questions = msgspec.json.Decoder[Question](Question)
+questions = JsonDecoder[Question](Question)
 _encoder = msgspec.json.Encoder()
 
 

@@ -113,7 +113,7 @@ class RankWidgets:
             self._unopened.clear()
             self._unsent.clear()
             if self._channels is not None and self._channels.is_restarting():
-                # the front end has none of them any more
+                # the front end has dropped its comms
                 return
             comms, self._comms = self._comms, {}
             for comm in comms.values():
@@ -163,7 +163,7 @@ class RankWidgets:
         identity = {"target_name": model.target, "comm_id": self._id(key)}
         made: Any = create_comm(**identity, data=data, metadata=model.metadata, buffers=[*model.buffers.values()])
         self._comms[key] = made
-        made.on_msg(partial(self._heard, key))
+        made.on_msg(partial(self._on_message, key))
         self._channels.take(made)
         return True
 
@@ -186,7 +186,7 @@ class RankWidgets:
 
     # ------------------------------------------------------------ from the front end
 
-    def _heard(self, key: ModelKey, message: Mapping[str, Any]) -> None:
+    def _on_message(self, key: ModelKey, message: Mapping[str, Any]) -> None:
         """Handle a message, in a subshell's thread, or in the main thread when nothing blocks it."""
         data: dict[str, Any] = without_prefix(message["content"].get("data") or {}, self._prefix(key))
         buffers = [bytes(buffer) for buffer in message.get("buffers") or ()]

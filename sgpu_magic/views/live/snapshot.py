@@ -10,12 +10,25 @@ from sgpu_magic.config import SEVEN_DAYS_S
 from sgpu_magic.views import ansi
 from sgpu_magic.views.failure import failure_block
 from sgpu_magic.views.fold import RunView
-from sgpu_magic.views.live.messages import json_bytes
-from sgpu_magic.views.live.schema import VERSION, Cost, Curve, FailureBlock, FailureLine, RankCard, Snapshot
-from sgpu_magic.views.ranks import rank_cards
-from sgpu_magic.views.run_notes import other_lines
-from sgpu_magic.views.stacks import stall_lines
-from sgpu_magic.views.summary_words import (
+from sgpu_magic.views.format_run import (
+    BEFORE_RANKS,
+    attempt_text,
+    backend,
+    device_words,
+    mark_text,
+    moved_words,
+    next_step,
+    packages_text,
+    placement_words,
+    ranks_text,
+    session_text,
+    shipped_text,
+    state_word,
+    tracked_link,
+    tracked_text,
+    values_left_there,
+)
+from sgpu_magic.views.format_summary import (
     billed_text,
     busy_text,
     cost_text,
@@ -25,27 +38,14 @@ from sgpu_magic.views.summary_words import (
     session_meta,
     silence_lines,
 )
+from sgpu_magic.views.live.messages import json_bytes
+from sgpu_magic.views.live.schema import VERSION, Cost, Curve, FailureBlock, FailureLine, RankCard, Snapshot
+from sgpu_magic.views.ranks import rank_cards
+from sgpu_magic.views.run_notes import finishing_text, other_lines
+from sgpu_magic.views.stacks import stall_lines
 from sgpu_magic.views.tracebacks import cut_lines
 from sgpu_magic.views.units import clipped, ends, format_elapsed, format_seconds, steady_time
 from sgpu_magic.views.usage import thinned
-from sgpu_magic.views.words import (
-    BEFORE_RANKS,
-    attempt_text,
-    backend,
-    device_words,
-    mark_text,
-    moved_words,
-    next_step,
-    packages_text,
-    place_words,
-    ranks_text,
-    session_text,
-    shipped_text,
-    state_word,
-    tracked_link,
-    tracked_text,
-    values_left_there,
-)
 from sgpu_magic.wire.base import RunState
 from sgpu_magic.wire.costs import HOUR_S
 from sgpu_magic.wire.rank_events import Failure
@@ -77,13 +77,13 @@ def snapshot_of(view: RunView, seq: int, log_lines: Sequence[int], now: float | 
     failure = _first_failure(view)
     ended_badly = view.is_final and view.state is not RunState.SUCCEEDED
     others = other_lines(view.others, failure.rank if failure else None) if ended_badly else []
-    goes_on = not (view.is_final or view.left)
+    is_active = not (view.is_final or view.left)
     warned = frozenset(view.warnings)
-    notes = [*(note for note in view.notes if note not in warned), *(silence_lines(view) if goes_on else [])]
+    notes = [*(note for note in view.notes if note not in warned), *(silence_lines(view) if is_active else [])]
     left_out = len(notes) - _MAX_NOTES
     word, link = state_word(view), tracked_link(view)
     # a cell in a session names the session, whose view shows the location
-    session = " · ".join(place_words(view)) if view.spec.in_session else ""
+    session = " · ".join(placement_words(view)) if view.spec.in_session else ""
     return fitted(
         Snapshot(
             version=VERSION,
@@ -101,14 +101,14 @@ def snapshot_of(view: RunView, seq: int, log_lines: Sequence[int], now: float | 
             attempt=attempt_text(view),
             elapsed_s=round(view.times.running_s(now), 3),
             starting_s=round(view.times.starting_s(now), 3),
-            ticking=goes_on and view.times.placed_at is not None,
+            ticking=is_active and view.times.placed_at is not None,
             cost=_cost(view, now),
             meta=tuple(map(_plain, _meta(view, now))),
-            preparing=tuple(map(_plain, _preparing(view, now))) if goes_on else (),
-            bar=view.progress.bar(view.rank_numbers) if goes_on and view.session is None else None,
+            preparing=tuple(map(_plain, _preparing(view, now))) if is_active else (),
+            bar=view.progress.bar(view.rank_numbers) if is_active and view.session is None else None,
             ranks=cards,
             only=view.spec.only,
-            idle=tuple(map(_plain, [*dead_rank_lines(view), *idle_lines(view)])) if goes_on else (),
+            idle=tuple(map(_plain, [*dead_rank_lines(view), *idle_lines(view)])) if is_active else (),
             warnings=tuple(map(_plain, view.warnings[-_MAX_NOTES:])),
             notes=(
                 *([f"{left_out} earlier notes are left out"] if left_out > 0 else []),
@@ -120,7 +120,7 @@ def snapshot_of(view: RunView, seq: int, log_lines: Sequence[int], now: float | 
             footer=tuple(map(_plain, _footer(view))),
             tracked=replace(link, text=_plain(link.text)) if link is not None else None,
             lines=tuple(log_lines),
-            can_cancel=goes_on and view.state is not RunState.CANCELLING,
+            can_cancel=is_active and view.state is not RunState.CANCELLING,
             stop="Cancel" if view.session is None else "End session",
             attach=f"%sgpu_attach {view.short_id}",
         )
@@ -147,7 +147,9 @@ def _first_failure(view: RunView) -> Failure | None:
     # a session continues when one of its ranks dies
     if view.is_final or view.session is not None:
         return view.failure if view.state is not RunState.SUCCEEDED else None
-    return min(view.rank_failures.values(), key=lambda failure: failure.is_consequence, default=None)
+    return min(
+        view.rank_failures.values(), key=lambda failure: (failure.after_stop, failure.is_consequence), default=None
+    )
 
 
 def _failure(view: RunView, failure: Failure) -> FailureBlock:
@@ -162,7 +164,7 @@ def _begun(lines: tuple[FailureLine, ...]) -> tuple[FailureLine, ...]:
 def _meta(view: RunView, now: float) -> list[str]:
     """Return further words for the header."""
     if view.session is not None and not view.left:
-        return session_meta(view, now)
+        return [word for word in (finishing_text(view.finishing), *session_meta(view, now)) if word]
     words = [f"beside {session_text(view)}"] if view.spec.session and not view.spec.in_session else []
     if view.ended is not None:
         queued_s, reason = view.ended.queued_s, view.ended.reason or view.reason
@@ -170,7 +172,11 @@ def _meta(view: RunView, now: float) -> list[str]:
         words += [f"{format_seconds(queued_s)} in the queue"] if queued_s >= _WORTH_TELLING_S else []
         words += [reason] if view.state is RunState.CANCELLED else []
     elif not view.left:
-        words += [_time_left(view, now), view.reason if view.state not in _BEFORE_RUNNING else ""]
+        words += [
+            finishing_text(view.finishing),
+            _time_left(view, now),
+            view.reason if view.state not in _BEFORE_RUNNING else "",
+        ]
     return [word for word in words if word]
 
 
@@ -189,8 +195,8 @@ def _preparing(view: RunView, now: float) -> list[str]:
         return []
     lines = [view.reason]
     if view.state is RunState.QUEUED:
-        place = f"position {view.position} in the queue" if view.position else ""
-        lines = [": ".join(filter(None, [place, view.waiting_for or view.reason])), _patience(view, now)]
+        queue_words = f"position {view.position} in the queue" if view.position else ""
+        lines = [": ".join(filter(None, [queue_words, view.waiting_for or view.reason])), _patience(view, now)]
     lines += [packages_text(view), shipped_text(view)]
     if view.state is RunState.STARTING:
         steps = f": processes, torch, then the {backend(view.lease)} process group" if view.lease else ""
@@ -201,8 +207,8 @@ def _preparing(view: RunView, now: float) -> list[str]:
 def _footer(view: RunView) -> list[str]:
     """Return what was returned and shipped, values that could not be returned, and what to do next."""
     # before the ranks run, a part of it is in `_preparing`
-    is_told_above = view.state in _BEFORE_RUNNING and not view.spec.in_session
-    moved = [] if is_told_above else moved_words(view)
+    is_shown_above = view.state in _BEFORE_RUNNING and not view.spec.in_session
+    moved = [] if is_shown_above else moved_words(view)
     # a web page is shown as a link
     tracked = tracked_text(view) if view.is_final and tracked_link(view) is None else ""
     parts = [*values_left_there(view), *moved, tracked, next_step(view), f"run {view.short_id}"]
@@ -222,7 +228,7 @@ def _until(left_s: float) -> str:
 # ---------------------------------------------------------------- small enough for one message
 
 MAX_SNAPSHOT_BYTES = 60_000
-# the rest is for the cards
+# leaves the rest of the message for the rank cards
 _MAX_TEXT_BYTES = 30_000
 # lines of each list, characters of each line
 _TEXT_LEVELS = ((200, 400), (60, 200), (20, 120), (8, 80))

@@ -79,8 +79,8 @@ class RunViewWidget(KeyedWidget):
 
     def tell(self, feed: Feed, now: float) -> None:
         """Send the updates that are due now, a monotonic time."""
-        for told in feed.told(now):
-            self.send(msgspec.to_builtins(told))
+        for update in feed.updates(now):
+            self.send(msgspec.to_builtins(update))
         snapshot = feed.snapshot(now)
         if snapshot is not None:
             self.snapshot = msgspec.to_builtins(snapshot)
@@ -123,7 +123,7 @@ class WidgetAsValue:
 
     def tick(self, now: float, final: bool = False) -> None:
         """Send what is new; as `Publisher.tick`."""
-        # at the end all lines and the last snapshot go, whenever the last ones went
+        # at the end, send all lines and the last snapshot regardless of the rate limits
         self.widget.tell(self._feed, float("inf") if final else now)
 
     def _asked(self, widget: Any, content: object, buffers: object) -> None:

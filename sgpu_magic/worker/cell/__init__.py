@@ -1,11 +1,14 @@
 """A cell on a rank: preparation, execution, display, failures and results.
 
-cell_run        executes one order: prepare, run, reply; runs torch's profiler around the cell
-diagnosis       describes a failure: traceback, line of the cell, memory use; notices training on one rank alone
-shell           the rank's IPython shell, which runs cells and scripts
-results         packs a cell's results, and answers questions between cells: completion, inspection, names
-failures        describes an exception, and frees what its frames hold
-displays        sends displays and last expressions to the notebook, or to the enclosing `Output` widget
-widgets         widgets' comm messages in both directions
-edited_modules  finds and reloads the user's modules that were edited after their import
+cell_run           executes one order: prepare, run, reply; runs torch's profiler around the cell
+diagnosis          describes a failure: traceback, line of the cell, memory use; notices training on one rank alone
+shell              the rank's IPython shell, which runs cells and scripts
+shell_commands     runs `!command` without a keyboard
+event_loop         the event loop of cells, and the tasks in it
+results            packs a cell's results, and answers questions between cells: completion, inspection, names
+failures           describes an exception, and frees what its frames hold
+collective_errors  decides by where an exception was raised whether it comes from a collective
+displays           sends displays and last expressions to the notebook, or to the enclosing `Output` widget
+widgets            widgets' comm messages in both directions
+edited_modules     finds and reloads the user's modules that were edited after their import
 """

@@ -23,6 +23,7 @@ from sgpu_magic.errors import SgpuError
 from sgpu_magic.payload import unpack
 from sgpu_magic.tracking import in_rank
 from sgpu_magic.wire.base import Record, RunKind
+from sgpu_magic.wire.events import as_warning
 from sgpu_magic.wire.rank import Execute, Joined, Remarked
 from sgpu_magic.wire.run import CellSource
 from sgpu_magic.worker.cell import diagnosis, results
@@ -32,10 +33,10 @@ from sgpu_magic.worker.cell.shell import RankShell, Script, enter_script
 from sgpu_magic.worker.group import rendezvous
 from sgpu_magic.worker.process import position, user_code
 from sgpu_magic.worker.process.helper import Order
-from sgpu_magic.worker.process.rank_context import Standing, results_received
+from sgpu_magic.worker.process.rank_context import RankState, results_received
 from sgpu_magic.worker.process.user_code import encodable
 
-# 100,000 small operations a second take half a kilobyte of memory each: a longer trace may not fit in the rank's
+# at 100,000 small operations a second, each of which takes half a kilobyte, a longer trace may not fit in the rank's
 # memory, and no viewer opens it
 LONGEST_TRACE_S = 20.0
 
@@ -86,9 +87,10 @@ def run_cell(shell: RankShell, order: Execute) -> tuple[BaseException | None, fl
     hook.last_value = None
     hook.source = order.cell.body
     shell.execution_count = order.cell.execution_count or 1
-    # from the notebook's earlier cells, and in a session from the rank's own
+    # `__future__` imports of the notebook's earlier cells, and in a session of the rank's own
     shell.compile.flags |= order.cell.future_flags
     source = source_of(order.cell)
+    shell.has_loop = order.kind is RunKind.CELL and not order.cell.file
     if order.cell.file:
         enter_script(order.cell, shell.user_ns)
         shell.compile.script = Script(order.cell.file, source)
@@ -114,7 +116,7 @@ class CellRun:
         say: Sends a message to the agent.
     """
 
-    def __init__(self, standing: Standing, message: Execute, order: Order, say: Callable[[Record], None]) -> None:
+    def __init__(self, standing: RankState, message: Execute, order: Order, say: Callable[[Record], None]) -> None:
         self._standing = standing
         self._shell = standing.shell
         self._rank = standing.rank
@@ -127,6 +129,7 @@ class CellRun:
         self.groups: list[object] = []
         whole = Path(message.run_dir, f"error-{self._rank}.txt")
         self._shell.begin_cell(self._rank == min(message.only, default=0), whole)
+        rendezvous.described.remark = self._remark
 
     def run(self) -> Reply:
         """Execute the order. Every error becomes a reply."""
@@ -154,6 +157,9 @@ class CellRun:
                 self._say(Remarked(text=remark))
         try:
             packed, problem = results.pack_result(self._shell, self._message, self._rank)
+            remark = results.parts_remark(packed, self._shell, self._message)
+            if remark:
+                self._say(Remarked(text=remark))
             hook = hook_of(self._shell)
             text = encodable(hook.last_text) if hook.last_value is not None else ""
             return self._finished(packed, text, problem, seconds)
@@ -189,6 +195,11 @@ class CellRun:
             results.forget_call(self._shell, self._message)
         return reply
 
+    def _remark(self, text: str) -> None:
+        """Show the user a note about what is alike on all ranks."""
+        if self._shell.is_first:
+            self._say(Remarked(text=text))
+
     def leave_payload(self) -> None:
         """Close a payload that was not read."""
         fds, self._payload_fds = self._payload_fds, []
@@ -216,10 +227,10 @@ class CellRun:
         return reply
 
     def _prepare(self) -> None:
-        self._take_place()
+        self._enter_context()
         self._take_names()
 
-    def _take_place(self) -> None:
+    def _enter_context(self) -> None:
         """Take over the kernel's context."""
         message = self._message
         if message.in_session:
@@ -227,6 +238,9 @@ class CellRun:
         else:
             self._standing.take(message.context, message.device, message.rank_variables)
             self._say(Joined())
+        if self._shell.is_first:
+            for problem in self._standing.settings_refused:
+                self._say(Remarked(text=as_warning(problem)))
 
     def _take_names(self) -> None:
         """Unpack the payload into the namespace."""
@@ -309,7 +323,7 @@ class CellTrace:
 
     def _write(self) -> None:
         os.makedirs(self._directory, mode=0o700, exist_ok=True)
-        # hidden: MLflow's writer may look meanwhile
+        # hidden, since MLflow's writer may list the directory meanwhile
         text, packed = (os.path.join(self._directory, f".{self._name}.{kind}") for kind in ("json", "tmp"))
         try:
             self._profiler.export_chrome_trace(text)

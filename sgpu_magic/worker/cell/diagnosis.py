@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 import torch
+import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from sgpu_magic.errors import EnvironmentFailed, SerializationError
@@ -26,6 +27,7 @@ from sgpu_magic.system.processes import memory_available_bytes
 from sgpu_magic.wire.base import FailureKind
 from sgpu_magic.wire.rank_events import Failure, RankMemory, TensorUse
 from sgpu_magic.worker.cell import failures
+from sgpu_magic.worker.cell.collective_errors import find_collective_error, is_raised_by_c
 from sgpu_magic.worker.cell.shell import RankShell
 from sgpu_magic.worker.process import position, user_code
 from sgpu_magic.worker.process.user_code import is_a
@@ -42,7 +44,10 @@ def describe(error: BaseException, shell: RankShell, rank: int) -> Failure:
     shown = shell.shown
     if shown is None or shown.error is not error:
         shown = shell.shown = failures.look_at(error, shell.whole)
-    message = failures.message_of(shown)
+    message = shown.message
+    if shell.released.is_set() and is_a(error, dist.DistStoreError) and find_collective_error(error) is error:
+        # torch's own text names the file of the store, which `file_stores.revoke` has made unreadable
+        message = "released while it waited for a peer that did not join"
     ansi = "\n".join(shown.lines)
     text = shell.whole.cut(_ANSI.sub("", ansi), failures.TRACEBACK_CHARS, "traceback")
     kind = FailureKind.USER_CODE
@@ -55,19 +60,17 @@ def describe(error: BaseException, shell: RankShell, rank: int) -> Failure:
     if line is None:
         line, _ = position_in_cell(shell.unwound, shell)
     out_of_memory = is_a(error, MemoryError, torch.cuda.OutOfMemoryError) or (
-        is_a(error, RuntimeError) and _CPU_REFUSED in message
+        is_a(error, RuntimeError) and is_raised_by_c(error) and _CPU_REFUSED in message
     )
     # a rank is interrupted after its release, on top of the error for a lost peer
-    lost = user_code.context_of(error) if user_code.is_a(error, KeyboardInterrupt) else None
-    if lost is not None and not failures.is_peer_lost(lost, user_code.ask(str, lost, default="")):
-        lost = None
-    if lost is not None:
-        where = position_in_cell(user_code.traceback_of(lost), shell)[1] or where
-    is_consequence = lost is not None or failures.is_peer_lost(error, shown.message)
+    collective_error = find_collective_error(error)
+    if collective_error is not None and collective_error is not error:
+        where = position_in_cell(user_code.traceback_of(collective_error), shell)[1] or where
+    is_consequence = collective_error is not None
     held: RankMemory | None = None
     if out_of_memory:
         held = take_stock(error, entry, shell)
-    elif is_consequence or shell.released or user_code.is_a(error, KeyboardInterrupt):
+    elif is_consequence or shell.released.is_set() or user_code.is_a(error, KeyboardInterrupt):
         held = measure("cuda" if torch.cuda.is_initialized() else "cpu")
     return Failure(
         kind=kind,
@@ -83,7 +86,14 @@ def describe(error: BaseException, shell: RankShell, rank: int) -> Failure:
         is_consequence=is_consequence,
         out_of_memory=out_of_memory,
         memory=held,
+        missing_module=_missing_module(error),
     )
+
+
+def _missing_module(error: BaseException) -> str:
+    if not is_a(error, ModuleNotFoundError):
+        return ""
+    return user_code.text_of(user_code.slot(ImportError, "name")(error)) or ""
 
 
 def position_in_cell(entry: types.TracebackType | None, shell: RankShell) -> tuple[int | None, str]:
@@ -101,7 +111,7 @@ def position_in_cell(entry: types.TracebackType | None, shell: RankShell) -> tup
 
 
 _LARGEST = 8
-# items looked at in one list or dictionary
+# maximum number of items examined in one list or dictionary
 _MOST_ITEMS = 1000
 _CPU_REFUSED = "DefaultCPUAllocator: can't allocate memory"
 _MODULE_LEVEL = "<module>"
@@ -164,12 +174,12 @@ def _largest(device: str, names: dict[int, str]) -> tuple[TensorUse, ...]:
             if found.device.type != device:
                 continue
             storage = found.untyped_storage()
-            size, place = storage.nbytes(), storage.data_ptr()
-            known = by_storage.get(place)
+            size, address = storage.nbytes(), storage.data_ptr()
+            known = by_storage.get(address)
             name = names.get(id(found), "")
             if size == 0 or (known is not None and (known.name or not name)):
                 continue
-            by_storage[place] = TensorUse(
+            by_storage[address] = TensorUse(
                 name=name,
                 shape=tuple(found.shape),
                 dtype=str(found.dtype).removeprefix("torch."),

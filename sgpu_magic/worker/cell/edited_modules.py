@@ -61,7 +61,7 @@ class EditedModules:
 
     def __init__(self, shell: RankShell) -> None:
         self._shell = shell
-        self._told: dict[str, Mark | None] = {}
+        self._reported: dict[str, Mark | None] = {}
         self._own: dict[str, bool] = {}
         self._roots: tuple[tuple[str, ...], str] | None = None
         self._root_prefixes: tuple[str, ...] = ()
@@ -80,12 +80,14 @@ class EditedModules:
         }
 
     def remark(self, edited: dict[str, types.ModuleType], context: RankContext, rank: int) -> str:
-        """Return a remark for the user, "" if the same edits were reported before."""
+        """Return a remark for the user, "" if the same edits were reported before, or `%autoreload` reloads them."""
+        if self._reloads_by_itself():
+            return ""
         marks = {path: _mark(path) for path in edited}
-        new = [path for path, mark in marks.items() if self._told.get(path) != mark]
+        new = [path for path, mark in marks.items() if self._reported.get(path) != mark]
         if not new:
             return ""
-        self._told |= marks
+        self._reported |= marks
         names = _listed(_shown(path, context) for path in new)
         versions, them = ("an older version", "it") if len(new) == 1 else ("older versions", "them")
         return f"rank {rank} has {versions} of {names}, edited since: --reload reloads {them}."
@@ -122,6 +124,12 @@ class EditedModules:
         return f"reloaded: {_listed(_shown(path, context) for path in edited)}."
 
     # ------------------------------------------------------------ within
+
+    def _reloads_by_itself(self) -> bool:
+        """Whether a cell on this rank has turned on `%autoreload` for all modules."""
+        magics: Any = self._shell.magics_manager.registry.get("AutoreloadMagics")
+        reloader = getattr(magics, "_reloader", None)
+        return bool(getattr(reloader, "enabled", False) and getattr(reloader, "check_all", False))
 
     def _own_files(self, context: RankContext) -> list[str]:
         key = (context.sys_path, context.cwd)

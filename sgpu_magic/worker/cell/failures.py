@@ -10,9 +10,7 @@ Tracebacks are drawn from the stand-in that `look_at` makes, which has plain tex
 from __future__ import annotations
 
 import contextlib
-import errno
 import inspect
-import os
 import re
 import sys
 import traceback
@@ -56,13 +54,6 @@ _MOST_FRAMES = 3_200
 _FRAMES_KEPT = 100
 _GENERATORS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 _ANSI_REST = re.compile(r"\x1b\[[0-9;]*$")
-# torch 2.6 to 2.13
-_PEER_LOST = re.compile(
-    r"connectFullMesh failed|"
-    r"Connection (closed|reset) by peer|Broken pipe|gloo/transport|remote process exited|NCCL communicator was aborted"
-    r"|process group .*(aborted|shut down)",
-    re.IGNORECASE,
-)
 
 
 class WholeTexts:
@@ -151,23 +142,6 @@ def look_at(error: BaseException, whole: WholeTexts) -> Shown:
     return Shown(error, stand_in, type_name, str(stand_in), is_odd, standing.has_group, drawing)
 
 
-def is_peer_lost(error: BaseException, message: str) -> bool:
-    """Whether this is gloo's or NCCL's error for a lost peer: always a consequence, never the cause."""
-    return is_a(error, RuntimeError) and (_PEER_LOST.search(message) is not None or _is_revoked(error, message))
-
-
-def _is_revoked(error: BaseException, message: str) -> bool:
-    """Whether the error comes from `_FileStores.revoke` in `rendezvous`, which freed the rank."""
-    return name_of(type(error)) == "DistStoreError" and message == os.strerror(errno.ENXIO)
-
-
-def message_of(shown: Shown) -> str:
-    """Return the error's text, or a readable one if it is uninformative."""
-    if _is_revoked(shown.error, shown.message):
-        return "released while it waited for a peer that did not join"
-    return shown.message
-
-
 class _Standing:
     """Makes the stand-ins of an exception and of those shown before it, one for each object.
 
@@ -219,7 +193,7 @@ class _Standing:
             made = type(name, (BaseExceptionGroup,), members)(text, parts)
         elif issubclass(cls, SyntaxError):
             made = type(name, (SyntaxError,), members)(text)
-            self._take_place(error, made)
+            self._copy_position(error, made)
         else:
             made = type(name, (Exception,), members)(text)
         made.__traceback__ = _bounded(traceback_of(error))
@@ -252,7 +226,7 @@ class _Standing:
             notes.append(encodable(self._whole.cut(text, MESSAGE_CHARS, "note")))
         return notes
 
-    def _take_place(self, error: BaseException, made: Any) -> None:
+    def _copy_position(self, error: BaseException, made: Any) -> None:
         """Copy a SyntaxError's file, line and text, where they have the types that Python gives them."""
         for name in ("filename", "text", "lineno", "offset", "end_lineno", "end_offset"):
             value = slot(SyntaxError, name)(error)
@@ -293,6 +267,19 @@ def _bounded(entry: types.TracebackType | None) -> types.TracebackType | None:
     for one in reversed(entries[:_FRAMES_KEPT] + entries[-_FRAMES_KEPT:]):
         made = types.TracebackType(made, one.tb_frame, one.tb_lasti, one.tb_lineno)
     return made
+
+
+# modules whose frames are above those of a cell
+_RUNNERS = ("IPython.core.", "sgpu_magic.")
+
+
+def without_runner(entry: types.TracebackType | None) -> types.TracebackType | None:
+    """Return the traceback from the cell's or the called function's first frame on."""
+    first = entry
+    while first is not None and (text_of(first.tb_frame.f_globals.get("__name__")) or "").startswith(_RUNNERS):
+        first = first.tb_next
+    # an error of the runner itself keeps its frames
+    return entry if first is None else first
 
 
 def leave_own_frames_out(error: BaseException) -> None:
@@ -340,5 +327,5 @@ def _clear_frames(entry: types.TracebackType | None) -> None:
             with contextlib.suppress(RuntimeError):
                 frame.clear()
                 if sys.version_info < (3, 13):
-                    # reading it again also empties the copy of the variables that was made for the drawing
+                    # drawing the traceback made a copy of the variables, which another read empties
                     _ = frame.f_locals

@@ -25,12 +25,14 @@ import torch.distributed as dist
 from IPython.core.completer import provisionalcompleter
 from IPython.utils.tokenutil import token_at_cursor
 
-from sgpu_magic.errors import SerializationError, UsageError
+from sgpu_magic.errors import NoSuchName, SerializationError, UsageError
 from sgpu_magic.payload import buffers
+from sgpu_magic.payload.explain import explain_part, find_way
 from sgpu_magic.payload.pack import Packed, pack_object
 from sgpu_magic.system.processes import fits_memory
 from sgpu_magic.wire.attachments import FilePayload, InlinePayload, Payload, SharedPayload
 from sgpu_magic.wire.base import Record, RunKind
+from sgpu_magic.wire.events import as_warning
 from sgpu_magic.wire.rank import Execute, Failed, Finished, RankAnswer, RankQuestion
 from sgpu_magic.wire.rank_events import Failure
 from sgpu_magic.wire.run import Match, RankResult
@@ -135,7 +137,8 @@ def pack_result(shell: RankShell, order: Execute, rank: int) -> tuple[Packed | N
     names: dict[str, object] = {}
     for name in _names_of(shell, order):
         if name not in shell.user_ns:
-            raise UsageError(_missing(name, shell, order, rank))
+            missing = UsageError if order.kind is not RunKind.PULL else NoSuchName
+            raise missing(_missing(name, shell, order, rank))
         names[name] = shell.user_ns[name]
     option = "%sgpu_pull" if order.kind is RunKind.PULL else "--out"
     value = None if order.kind is RunKind.PULL else hook_of(shell).last_value
@@ -150,6 +153,19 @@ def pack_result(shell: RankShell, order: Execute, rank: int) -> tuple[Packed | N
     if not names and packed.total_bytes > _VALUE_LIMIT_BYTES:
         return None, f"its size is {packed.total_bytes / 1e6:,.0f} MB: name it in --out to get it"
     return packed, ""
+
+
+def parts_remark(packed: Packed | None, shell: RankShell, order: Execute) -> str:
+    """Return a warning about a name that only this rank returns and that is its part of something larger, or ""."""
+    if packed is None or order.kind is RunKind.CALL:
+        return ""
+    parts = [part for found in packed.parts.values() for part in found]
+    for output in order.outputs if parts else ():
+        value = shell.user_ns.get(output.name)
+        part = next((part for part in parts if find_way(value, part.value)[0] is not None), None)
+        if part is not None and not output.all_ranks:
+            return as_warning(explain_part(output.name, value, part))
+    return ""
 
 
 def _names_of(shell: RankShell, order: Execute) -> list[str]:
@@ -192,7 +208,7 @@ def _pack_call(shell: RankShell, order: Execute, rank: int) -> Packed | None:
     except SerializationError:
         what = f"what {getattr(function, '__name__', 'the function')}() returned on rank {rank}"
         for value in names.values():
-            # again, under a name that the user recognises
+            # pack it again under a name that the user recognises
             _pack({"names": {what: value}, "value": None}, order.context.key)
         raise
 

@@ -9,6 +9,7 @@ import contextlib
 import inspect
 import linecache
 import re
+import subprocess
 import sys
 import threading
 import time
@@ -27,8 +28,11 @@ from traitlets.config import Config
 
 from sgpu_magic.wire.run import CellSource
 from sgpu_magic.worker.cell import failures, widgets
+from sgpu_magic.worker.cell.collective_errors import find_collective_error
 from sgpu_magic.worker.cell.displays import RankDisplayHook, RankDisplayPublisher, hook_of
+from sgpu_magic.worker.cell.event_loop import cell_loop
 from sgpu_magic.worker.cell.failures import Shown, WholeTexts
+from sgpu_magic.worker.cell.shell_commands import run_command
 from sgpu_magic.worker.process import user_code
 
 _PLAIN = "text/plain"
@@ -36,6 +40,8 @@ _PLAIN = "text/plain"
 _ENDING = ("IPython.core.interactiveshell", "IPython.core.magics.", "sgpu_magic.")
 _NOT_ENDING = ("excepthook", "tb")
 _EXIT = "An exception has occurred, use %tb to see the full traceback.\n"
+# drawing takes up to 0.15 s on a busy machine
+_RELEASE_PATIENCE_S = 0.15
 _FRAME = re.compile(r'File "([^"\n]+)", line (\d+)')
 _LAST = ("last_exc", "last_type", "last_value", "last_traceback")
 
@@ -75,7 +81,7 @@ class RankCompiler(CachingCompiler):
 
     def format_code_name(self, name: str) -> tuple[str, str] | None:
         if self.script is not None and name == self.script.file:
-            # as any file
+            # named like any other file
             return None
         return super().format_code_name(name)
 
@@ -98,8 +104,11 @@ class RankShell(InteractiveShell):
     # called when the cell has raised, before its traceback is drawn; does nothing before the fork
     report_raised: Callable[[], None] = staticmethod(lambda: None)
     failed_at: float = 0.0
-    released: bool = False
+    # set while the running cell's collectives are released by the agent, because a peer failed or the run ends
+    released = threading.Event()
     is_first: bool = True
+    # whether the running code has an event loop: notebook cells do, scripts and functions don't
+    has_loop: bool = False
 
     def begin_cell(self, is_first: bool, whole: Path | None = None) -> None:
         """Reset the state of the last cell.
@@ -139,7 +148,8 @@ class RankShell(InteractiveShell):
     async def run_code(self, code_obj: Any, result: Any = None, *, async_: bool = False) -> bool:
         self._running.append(result)
         try:
-            with user_code.interrupts_raised():
+            loop = cell_loop.running() if self.has_loop and not async_ else contextlib.nullcontext()
+            with user_code.interrupts_raised(), loop:
                 return await super().run_code(code_obj, result, async_=async_)
         finally:
             # an abandoned coroutine may end within a later cell
@@ -208,14 +218,14 @@ class RankShell(InteractiveShell):
             is_failure = ends and threading.current_thread() is threading.main_thread()
             with user_code.interruptible():
                 failures.leave_own_frames_out(error)
-                # getting the text may take long; only a RuntimeError's text shows whether a peer was lost
-                may_be_victim = self.released or user_code.is_a(error, RuntimeError)
-                if is_failure and not may_be_victim:
+                if is_failure and find_collective_error(error) is not None:
+                    # a peer that failed first draws its traceback now, and this rank is released once that is reported
+                    self.released.wait(_RELEASE_PATIENCE_S)
+                is_victim = self.released.is_set()
+                if is_failure:
                     self.report_raised()
+                # getting the exception's text may take long
                 shown = failures.look_at(error, self.whole)
-                is_victim = self.released or failures.is_peer_lost(error, shown.message)
-                if is_failure and may_be_victim and not is_victim:
-                    self.report_raised()
                 shown.lines = self._draw(shown, tb_offset, exception_only, has_frames, plainly=is_victim)
             if not is_failure:
                 sys.stderr.write("\n".join(shown.lines) + "\n")
@@ -244,7 +254,7 @@ class RankShell(InteractiveShell):
             if shown.has_group:
                 return self._draw_group(error)
             if issubclass(kind, SyntaxError):
-                elist: Any = traceback.extract_tb(entry) if has_frames else []
+                elist: Any = traceback.extract_tb(failures.without_runner(entry)) if has_frames else []
                 drawn: Any = self.SyntaxTB.structured_traceback(kind, error, elist)
             elif exception_only:
                 about = [_EXIT] if self.compile.script is None else []
@@ -268,6 +278,17 @@ class RankShell(InteractiveShell):
     def _named_by_cell(self, frame: re.Match[str]) -> str:
         name = self.compile.format_code_name(frame[1])
         return frame[0] if name is None else f"{name[0]} {name[1]}, line {frame[2]}"
+
+    def system_piped(self, cmd: str) -> None:
+        """Run a `!command` whose stdin is empty. Otherwise as IPython's."""
+        if cmd.rstrip().endswith("&"):
+            raise OSError("Background processes not supported.")
+        # stored, and not returned: a returned value would be displayed
+        status = self.user_ns["_exit_code"] = run_command(self.var_expand(cmd, depth=1))
+        if status and getattr(self, "system_raise_on_error", False):
+            raise subprocess.CalledProcessError(status, cmd)
+
+    system = system_piped
 
     def enable_gui(self, gui: str | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Do nothing: a rank has no event loop for windows, and inline figures need none."""
@@ -307,7 +328,7 @@ def enter_script(cell: CellSource, namespace: MutableMapping[str, Any]) -> None:
     namespace["__file__"] = cell.file
     namespace["__cached__"] = None
     if cell.module:
-        # relative imports begin there
+        # relative imports are resolved from there
         namespace["__package__"] = cell.module.rpartition(".")[0]
 
 

@@ -23,21 +23,22 @@ from typing import Any, Protocol
 import msgspec
 
 from sgpu_magic.wire.base import Record
+from sgpu_magic.wire.decoding import load_json
 from sgpu_magic.wire.rank import CommsSaid, Remarked
 from sgpu_magic.wire.rank_events import CommMessage, can_merge
 from sgpu_magic.worker.cell import displays
 
 _INTERVAL_S = 0.1
-# after a rank has sent `_MUCH_BYTES`
+# used after a rank has sent `_MUCH_BYTES`
 _SLOW_INTERVAL_S = 1.0
 _MUCH_BYTES = 16 << 20
 _MOST_BYTES = 128 << 20
 _MOST_BYTES_OF_ONE = 8 << 20
 _BATCH_BYTES = 1 << 20
 _BATCH_BUFFERS = 500
-_MOST_HEARD = 1000
+_MAX_RECEIVED = 1000
 _UPDATE = '"update"'
-# raised only within this process, by `_thread.interrupt_main`: "look into the inbox"; interrupts no system call
+# raised only by `_thread.interrupt_main`, to make the main thread handle the inbox; interrupts no system call
 _SIGNAL = signal.SIGRTMAX - 2 if hasattr(signal, "SIGRTMAX") else signal.SIGIO
 # modules that run the cell, or the function
 _BASES = ("IPython.core.", "sgpu_magic.payload.call")
@@ -122,7 +123,7 @@ class _Comms:
         self._newest: dict[str, _Said] = {}
         self._sent_at = 0.0
         self._sent_bytes = 0
-        self._inbox: deque[tuple[CommMessage, list[bytes]]] = deque(maxlen=_MOST_HEARD)
+        self._inbox: deque[tuple[CommMessage, list[bytes]]] = deque(maxlen=_MAX_RECEIVED)
         self.hears = False
 
     # ------------------------------------------------------------ to the front end
@@ -159,7 +160,7 @@ class _Comms:
         if wait_s <= 0:
             self.flush()
         elif not self._is_helped():
-            # between cells nothing else sends it, and a thread of the user's may produce messages all the time
+            # between cells nothing else sends it; the wait throttles a user's thread that produces messages constantly
             time.sleep(wait_s)
             self.flush()
 
@@ -225,7 +226,7 @@ class _Comms:
 
     # ------------------------------------------------------------ from the front end
 
-    def heard(self, messages: Sequence[CommMessage], frames: Sequence[bytes]) -> None:
+    def on_messages(self, messages: Sequence[CommMessage], frames: Sequence[bytes]) -> None:
         """Queue messages for the main thread and signal it. Runs in the helper thread."""
         rest = list(frames)
         for message in messages:
@@ -251,12 +252,12 @@ class _Comms:
                 known = self.manager.comms.get(message.comm_id) if self.manager is not None else None
                 if known is None:
                     continue
-                content = {"comm_id": message.comm_id, "data": json.loads(message.data)}
-                told = {"content": content, "metadata": json.loads(message.metadata), "buffers": buffers}
+                content = {"comm_id": message.comm_id, "data": load_json(message.data)}
+                content_of_message = {"content": content, "metadata": load_json(message.metadata), "buffers": buffers}
                 if message.kind == "close":
-                    known.handle_close(told)
+                    known.handle_close(content_of_message)
                 elif known._msg_callback is not None:
-                    known._msg_callback(told)
+                    known._msg_callback(content_of_message)
         finally:
             self.hears = False
 

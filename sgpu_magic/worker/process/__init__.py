@@ -3,6 +3,8 @@
 zygote            imports torch and IPython once, then forks ranks
 rank              a rank's main loop: set up, execute orders, exit
 helper            the thread that receives messages and handles those that can't wait for the main thread
+leaving           what a rank finishes after its cell: threads, exit functions, open files
+orphans           processes that the rank's code has detached, beside its own children
 rank_context      what a rank takes over before a cell: the kernel's context and results; device; group
 user_code         when an interrupt reaches the user's code, and calls of it that must not end the rank
 terminal          stdout and stderr at descriptor level, refused keyboard input, and `exit`

@@ -17,7 +17,7 @@ import torch
 from sgpu_magic.system.processes import memory_available_bytes
 
 NAME = "CPU in place of a GPU"
-# of the first GPUs with bfloat16, which the CPU has too
+# that of the first GPUs with bfloat16, which the CPU supports too
 _CAPABILITY = (8, 0)
 # functions of `torch.cuda` with a constant result
 _ANSWERS: dict[str, Any] = {
@@ -94,7 +94,7 @@ class _Device:
         text = str(device).removeprefix("cuda").removeprefix(":")
         index = int(text) if text.isdigit() else self.current
         if not 0 <= index < self.count:
-            # torch's own message, with CUDA
+            # begins like torch's own message on CUDA
             raise RuntimeError(f"CUDA error: invalid device ordinal: {index}, and this rank has {self.count} devices")
         return index
 
@@ -127,7 +127,7 @@ def replace(local_rank: int, ranks_here: int) -> None:
         multi_processor_count=os.cpu_count() or 1,
         is_integrated=1,
         is_multi_gpu_board=0,
-        # a torch without CUDA has this name in the key of its compiled code
+        # torch built without CUDA uses this name in the cache key of compiled code
         gcnArchName="",
     )
     for name, answer in {**_ANSWERS, "get_device_properties": properties}.items():
@@ -135,7 +135,7 @@ def replace(local_rank: int, ranks_here: int) -> None:
     cuda.device_count = lambda: own.count
     cuda.current_device = lambda: own.current
     cuda.set_device = own.select
-    # not the same object twice: torch.compile has a table by function
+    # two distinct objects, since torch.compile keeps a table keyed by function
     cuda._exchange_device = lambda device: own.exchange(device)
     cuda._maybe_exchange_device = lambda device: own.exchange(device)
     cuda.mem_get_info = lambda device=None: (memory_available_bytes(), total_bytes)
@@ -144,7 +144,7 @@ def replace(local_rank: int, ranks_here: int) -> None:
     cuda.current_stream = lambda device=None: Stream()
     cuda.default_stream = lambda device=None: Stream()
     cuda.stream = lambda stream=None: contextlib.nullcontext(stream)
-    # takes only torch's own streams
+    # the original accepts only torch's own streams
     torch.Tensor.record_stream = _answering(None)
     _replace_random(cuda)
     _replace_accelerator(own)

@@ -31,7 +31,7 @@ from sgpu_magic.worker.process import cuda_functions
 
 NOTE = "cuda is mapped to the CPU (SGPU_STAND_IN=cpu,cuda): memory, speed and numerics are the CPU's"
 
-# an accelerator's name with an index is `cpu:1` here
+# code that adds an index to the accelerator's type gets `cpu:1` here
 _MAPPED = re.compile(r"cuda(:\d+)?|cpu:\d+")
 _CPU = torch.device("cpu")
 # methods of a tensor that return it as it is
@@ -42,6 +42,8 @@ LIGHTNING = tuple(
     for package in ("lightning.fabric", "lightning.pytorch", "lightning_fabric", "pytorch_lightning")
 )
 """Modules that `accept_cpu` changes after their import."""
+FSDP = "torch.distributed.fsdp._init_utils"
+"""The module that `accept_fsdp` changes after its import."""
 
 
 _is_installed = False
@@ -126,7 +128,7 @@ def _in_new_threads() -> None:
     thread._bootstrap_inner = _bootstrap_inner
 
 
-# ---------------------------------------------------------------- what torch does not route through a mode
+# ---------------------------------------------------------------- functions that torch does not route through a mode
 
 
 def _changed(owner: Any, name: str, change: Callable[[dict[str, Any]], None]) -> None:
@@ -230,6 +232,18 @@ def _replace_distributed() -> None:
         if hasattr(c10d, name):
             _changed(c10d, name, _flat)
             setattr(dist, name, getattr(c10d, name))
+
+
+def accept_fsdp(module: Any) -> None:
+    """Let FSDP1 take the CPU without a `device_id`, where it looks for an accelerator and refuses the CPU."""
+    original = module._init_device_handle
+
+    @functools.wraps(original)
+    def _init_device_handle(state: Any, *args: Any, **kwargs: Any) -> Any:
+        state._device_handle = module._FSDPDeviceHandle.from_device(_CPU)
+        return state
+
+    module._init_device_handle = _init_device_handle
 
 
 def _replace_data_parallel() -> None:

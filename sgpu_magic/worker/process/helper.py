@@ -23,6 +23,7 @@ from sgpu_magic.wire.rank import (
     Collectives,
     CommsHeard,
     Execute,
+    Finish,
     InPlace,
     Leave,
     Prepare,
@@ -33,14 +34,16 @@ from sgpu_magic.wire.rank import (
     TrackingAnswered,
 )
 from sgpu_magic.worker.cell import widgets
+from sgpu_magic.worker.cell.event_loop import cell_loop
 from sgpu_magic.worker.cell.shell import RankShell
 from sgpu_magic.worker.group import rendezvous, renewal
-from sgpu_magic.worker.process import position, terminal
+from sgpu_magic.worker.process import orphans, position, terminal
+from sgpu_magic.worker.process.leaving import Leaving
 from sgpu_magic.worker.process.position import Sampler
 
 _INTERVAL_S = 0.05
 
-OrderMessage = Prepare | Renew | Execute | AnswerQuestion | CommsHeard | Leave
+OrderMessage = Prepare | Renew | Execute | AnswerQuestion | CommsHeard | Finish | Leave
 
 
 class Order(NamedTuple):
@@ -68,23 +71,27 @@ class Helper:
         sampler: Records the main thread's stack.
         rank: Global rank; rank 0 gets one descriptor more than the others.
         rehearsed: Number of collectives that this rank called before its run.
+        leaving: Finishes what cells have started.
 
     Attributes:
         orders: The orders for the main thread.
-        in_place: Set when the agent has placed a display.
+        installed: Set when the agent has placed a display.
         stays: Whether the rank belongs to a session.
     """
 
-    def __init__(self, link: Link[ToRank], shell: RankShell, sampler: Sampler, rank: int, rehearsed: int) -> None:
+    def __init__(
+        self, link: Link[ToRank], shell: RankShell, sampler: Sampler, rank: int, rehearsed: int, leaving: Leaving
+    ) -> None:
         self.orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
-        self.in_place = threading.Event()
+        self.installed = threading.Event()
         self._link = link
         self._shell = shell
         self._sampler = sampler
         self._rank = rank
         self._rehearsed = rehearsed
+        self._leaving = leaving
         self._prepared = False
-        # unfinished Prepare, Execute and CommsHeard orders; the first came before the thread started
+        # unfinished orders of `_put`; the first came before the thread started
         self._unended = 1
         self._count_lock = threading.Lock()
         self._receives = False
@@ -115,7 +122,7 @@ class Helper:
         """Whether the agent has sent something that the main thread has not begun or not finished."""
         waiting = array.array("i", [0])
         fcntl.ioctl(self._link.fileno(), termios.FIONREAD, waiting)
-        # checked in the order that a message passes: the helper thread may move it on meanwhile
+        # checked in the order in which a message passes through them, since the helper thread may move it on meanwhile
         return waiting[0] > 0 or self._receives or self.is_busy
 
     def start(self) -> None:
@@ -133,7 +140,7 @@ class Helper:
         try:
             self._help()
         except BaseException:  # noqa: BLE001  a thread's top: the process ends
-            # without this thread the rank would hear of nothing any more
+            # without this thread, the rank would receive nothing any more
             traceback.print_exc()
             terminal.flush()
             os._exit(1)
@@ -146,27 +153,32 @@ class Helper:
             if not ready:
                 terminal.flush()
                 widgets.comms.tick()
+                self._leaving.tick()
+                orphans.reap()
                 continue
             self._receives = True
             while self._receives:
                 received = self._link.receive()
                 if received is None:
                     os._exit(1)  # the agent is gone
-                self._obey(*received)
+                self._execute(*received)
                 self._receives = self._link.has_message()
 
-    def _obey(self, message: ToRank, frames: Sequence[bytes]) -> None:
+    def _execute(self, message: ToRank, frames: Sequence[bytes]) -> None:
         match message:
-            case Release(fds=fds):
-                self._shell.released = True
+            case Release(fds=fds, interrupt=interrupt):
+                self._shell.released.set()
+                if interrupt and renewal.ends_without_error():
+                    # set before the collective ends, so that no line after it runs
+                    _thread.interrupt_main()
                 for fd in fds:
                     # shuts the connection down, and leaves its descriptor to the owner
                     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as sock:
                         sock.shutdown(socket.SHUT_RDWR)
                 rendezvous.file_stores.revoke()
-                renewal.abort_nccl(stays=self.stays)
+                renewal.abort(stays=self.stays)
             case InPlace():
-                self.in_place.set()
+                self.installed.set()
             case TrackingAnswered():
                 in_rank.answered(message)
             case TellCollectives(request=request):
@@ -177,20 +189,26 @@ class Helper:
                     self._link.send(answer)
             case Execute() | Prepare():
                 # here and not in the main thread: a `Release` that follows belongs to this cell
-                self._shell.released = False
+                self._shell.released.clear()
                 self._put(self.order_of(message, frames))
+            case Finish():
+                self._put(Order(message))
             case CommsHeard():
-                widgets.comms.heard(message.messages, frames)
+                widgets.comms.on_messages(message.messages, frames)
                 # messages that the running cell has not handled are handled before the next order
                 self._put(Order(message))
             case Renew():
                 # a `Release` that follows frees the rank, though it may not wait for its peers yet
                 rendezvous.file_stores.announce()
-                self.orders.put(self.order_of(message, frames))
+                self._wake(self.order_of(message, frames))
             case AnswerQuestion() | Leave():
-                self.orders.put(self.order_of(message, frames))
+                self._wake(self.order_of(message, frames))
 
     def _put(self, order: Order) -> None:
         with self._count_lock:
             self._unended += 1
+        self._wake(order)
+
+    def _wake(self, order: Order) -> None:
         self.orders.put(order)
+        cell_loop.wake()

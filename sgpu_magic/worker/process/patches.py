@@ -6,9 +6,9 @@ multiprocessing pickles the notebook's classes and functions by reference to `__
 children don't have: in a plain notebook, a DataLoader over a Dataset defined there fails (pytorch#51344). Here they are
 pickled by value. Those of a script are not: such children import its file, as they do outside of a rank.
 
-Where cuda is mapped to the CPU (see `cuda_on_cpu`), a forked process has the rank's mapping. To others, multiprocessing
-sends data to prepare themselves with, before they import the main module. Reading a `_Mapping` among this data maps
-cuda there. All these children import this module, so it imports little.
+Where cuda is mapped to the CPU (see `cuda_on_cpu`), a forked process has the rank's mapping. Other children get
+preparation data from multiprocessing before they import the main module. Reading a `_Mapping` in this data maps cuda
+there. All these children import this module, so it imports little.
 """
 
 # IPython's own attributes are only partly typed
@@ -77,7 +77,7 @@ def after_import(names: Sequence[str], change: Callable[[Any], None]) -> None:
 
 
 def refuse_launchers() -> None:
-    """Let accelerate's `notebook_launcher` say that the ranks are there, instead of starting processes in each."""
+    """Make accelerate's `notebook_launcher` raise an error, instead of starting processes in each rank."""
     after_import(("accelerate.launchers",), _refuse_notebook_launcher)
 
 
@@ -91,6 +91,36 @@ def _refuse_notebook_launcher(module: Any) -> None:
         )
 
     module.notebook_launcher = notebook_launcher
+
+
+def apply_time_limits() -> None:
+    """Let frameworks apply the time limit of collectives that user code gives them.
+
+    They pass it to `init_process_group`, which they skip where the group exists, as it does on a rank. The limit is
+    accelerate's `InitProcessGroupKwargs(timeout=...)` and `ddp_timeout` of transformers, and `timeout` of Lightning's
+    strategies.
+    """
+    after_import(("accelerate.state",), lambda module: _apply_time_limit(module.PartialState, "__init__"))
+    after_import(
+        ("lightning.fabric.utilities.distributed", "lightning_fabric.utilities.distributed"),
+        lambda module: _apply_time_limit(module, "_init_dist_connection"),
+    )
+
+
+def _apply_time_limit(owner: Any, name: str) -> None:
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        import torch.distributed as dist
+
+        existed = dist.is_initialized()
+        result = original(*args, **kwargs)
+        if existed and kwargs.get("timeout") is not None and dist.is_initialized():
+            dist.init_process_group(timeout=kwargs["timeout"])
+        return result
+
+    setattr(owner, name, call)
 
 
 # ---------------------------------------------------------------- the notebook's classes in child processes
@@ -138,7 +168,7 @@ def _is_imported(obj: type | types.FunctionType) -> bool:
 
 
 class _Mapping:
-    """Becomes a call of `map_cuda` in the process that reads it."""
+    """Unpickles as a call of `map_cuda`."""
 
     def __init__(self, devices: int) -> None:
         self._devices = devices
@@ -194,3 +224,4 @@ def _install(current: int, devices: int) -> None:
 
     if cuda_on_cpu.install(current, devices):
         after_import(cuda_on_cpu.LIGHTNING, cuda_on_cpu.accept_cpu)
+        after_import((cuda_on_cpu.FSDP,), cuda_on_cpu.accept_fsdp)

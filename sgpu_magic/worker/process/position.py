@@ -23,12 +23,13 @@ import signal
 import sys
 import threading
 import time
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, NoReturn
 
 import msgspec
 
 from sgpu_magic.wire.codec import AREA_BYTES, HEADER, LENGTH, STACK_SIGNAL, TEXT_BYTES, half_offset
+from sgpu_magic.wire.decoding import JsonDecoder
 from sgpu_magic.wire.rank_events import Collective
 from sgpu_magic.worker.process import user_code
 
@@ -36,9 +37,9 @@ _MAX_FRAMES = 200
 # frames kept of a deep stack: the innermost ones, and above them only those of notebook cells
 _INNERMOST = 24
 _CELL = "<ipython-input-"
-# Python 3.11 may collect garbage within `f_back`, while it makes the object of another thread's frame. Finalizers then
-# let that thread go on: its frame is gone, its memory used again, and the object refers to anything. Newer ones collect
-# between two bytecode instructions.
+# Python 3.11 may collect garbage within `f_back`, while it creates the object of another thread's frame. Finalizers may
+# then release the GIL: that thread leaves the frame, the frame's memory is reused, and the object refers to arbitrary
+# memory. Newer versions collect only between two bytecode instructions.
 _COLLECTS_WITHIN_CALLS = sys.version_info < (3, 12)
 script = ""
 """The path of the running script, "" for none. Its frames of a deep stack are kept like those of cells."""
@@ -103,9 +104,9 @@ class Sampler:
         self._seen: list[tuple[int, int]] = []
         # whether `sample` has garbage collection disabled
         self._collects = False
-        # a child is forked in any moment
+        # another thread may fork while collection is disabled
         os.register_at_fork(after_in_child=self._collect_again)
-        HEADER.pack_into(self._area, 0, self._main, 0)
+        HEADER.pack_into(self._area, 0, self._main, 0, 0.0)
 
     def sample(self) -> None:
         """Record the main thread's stack. May be called by any thread."""
@@ -117,9 +118,28 @@ class Sampler:
         finally:
             self._collect_again()
         if seen == self._seen:
+            HEADER.pack_into(self._area, 0, self._main, self._half, time.time())
             return
         self._seen = seen
         self._write("".join(_lines(frames)).encode("utf-8", "backslashreplace")[:TEXT_BYTES])
+
+    def called_by(self, code: CodeType) -> list[tuple[str, str]]:
+        """Return the module and name of the functions that the main thread runs in a call by `code`, outermost first.
+
+        May be called by any thread.
+        """
+        self._collects = _COLLECTS_WITHIN_CALLS and gc.isenabled()
+        if self._collects:
+            gc.disable()
+        try:
+            frame = sys._current_frames().get(self._main)  # pyright: ignore[reportPrivateUsage]
+            found: list[tuple[str, str]] = []
+            while frame is not None and frame.f_code is not code:
+                found.append((str(frame.f_globals.get("__name__", "")), frame.f_code.co_qualname))
+                frame = frame.f_back
+            return found[::-1] if frame is not None else []
+        finally:
+            self._collect_again()
 
     def _look(self) -> tuple[list[FrameType], list[tuple[int, int]]]:
         frame = sys._current_frames().get(self._main)  # pyright: ignore[reportPrivateUsage]
@@ -145,7 +165,7 @@ class Sampler:
         LENGTH.pack_into(self._area, begin, len(text))
         begin += LENGTH.size
         self._area[begin : begin + len(text)] = text
-        HEADER.pack_into(self._area, 0, self._main, half)
+        HEADER.pack_into(self._area, 0, self._main, half, time.time())
         self._half = half
 
 
@@ -187,7 +207,7 @@ class _Trace(msgspec.Struct):
     entries: list[_Entry] = msgspec.field(default_factory=list[_Entry])
 
 
-_decoder = msgspec.json.Decoder(_Trace)
+_decoder = JsonDecoder(_Trace)
 # older entries are ignored
 _since_ns = 0
 
@@ -195,7 +215,7 @@ _since_ns = 0
 @functools.cache
 def _recorder() -> tuple[Any, str]:
     """Return torch's module, and the name of its function that returns the entries, "" if it has none."""
-    # the stack file needs no torch
+    # imported here because the stack file works without torch
     import torch._C._distributed_c10d as module
 
     return module, next((name for name in _SIZES if hasattr(module, name)), "")

@@ -8,26 +8,29 @@ A fresh rank gets one `Execute`, then `Leave`. A session's rank gets `Prepare`, 
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import gc
 import os
 import signal
 import socket
 import threading
+import time
 
 import torch
 
+from sgpu_magic.errors import EnvironmentFailed
 from sgpu_magic.system import processes
 from sgpu_magic.system.message_stream import Link
 from sgpu_magic.tracking import in_rank
 from sgpu_magic.wire import codec
-from sgpu_magic.wire.base import Record
+from sgpu_magic.wire.base import FailureKind, Record
 from sgpu_magic.wire.rank import (
     AnswerQuestion,
     CommsHeard,
     Execute,
     Failed,
+    Finish,
+    Finishing,
     Fork,
     Joined,
     Leave,
@@ -39,15 +42,18 @@ from sgpu_magic.wire.rank import (
     StandsBy,
     ToRank,
 )
+from sgpu_magic.wire.rank_events import Failure
 from sgpu_magic.worker.cell import diagnosis, results, widgets
 from sgpu_magic.worker.cell.cell_run import CellRun, rehearse
 from sgpu_magic.worker.cell.displays import RankDisplayPublisher
+from sgpu_magic.worker.cell.event_loop import cell_loop
 from sgpu_magic.worker.cell.results import Reply
 from sgpu_magic.worker.cell.shell import RankShell
 from sgpu_magic.worker.group import rendezvous, renewal
 from sgpu_magic.worker.process import position, terminal, user_code
 from sgpu_magic.worker.process.helper import Helper, Order
-from sgpu_magic.worker.process.rank_context import Standing, reseed
+from sgpu_magic.worker.process.leaving import Leaving
+from sgpu_magic.worker.process.rank_context import RankState, reseed
 
 # an agent that is busy with a flood of output answers later; a misplaced display is better than a blocked rank
 _DISPLAY_TIMEOUT_S = 1.0
@@ -64,7 +70,7 @@ def live(order: Fork, descriptors: list[int]) -> int:
     os.setsid()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
-    # until there is work: a cell's tensors are faster with huge pages
+    # only until there is work: a cell's tensors are faster with huge pages
     processes.allow_huge_pages(False)
     terminal.install(descriptors[1], descriptors[2])
     sampler = position.install_stack_file(descriptors[3])
@@ -81,8 +87,9 @@ def live(order: Fork, descriptors: list[int]) -> int:
             # a peer is gone already; reported with the first run
             join_error = error
     shell = RankShell.instance()
-    terminal.refuse_input(shell, order.rank)
+    terminal.refusals.rank = order.rank
     rehearsed = order.rehearse and join_error is None
+    leaving = Leaving(shell.user_ns, sampler, link.send)
     if rehearsed:
         rehearse(shell)
     if order.announce:
@@ -91,13 +98,19 @@ def live(order: Fork, descriptors: list[int]) -> int:
     if received is None or not isinstance(received[0], Execute | Prepare):
         return 0
     processes.allow_huge_pages(True)
-    helper = Helper(link, shell, sampler, order.rank, int(rehearsed))
+    helper = Helper(link, shell, sampler, order.rank, int(rehearsed), leaving)
     first = helper.order_of(received[0], received[1])
     try:
-        _Life(link, helper, Standing(order, store_path, join_error)).go_on(first)
+        _Life(link, helper, RankState(order, store_path, join_error), leaving).go_on(first)
     except ConnectionError:
         # the agent is gone
         return 1
+    except Exception as error:
+        # for example, the system refused a thread: report it as an internal failure, not as an exit of the cell
+        text = f"rank {order.rank} could not go on: {type(error).__name__}: {error}"
+        failure = Failure(kind=FailureKind.INTERNAL, message=text, rank=order.rank, at=time.time())
+        link.send(Failed(failure=failure, grouped=False))
+        raise
     return 0
 
 
@@ -108,10 +121,12 @@ class _Life:
         link: Connection to the agent.
         helper: Receives the orders.
         standing: The rank's state between cells.
+        leaving: Finishes what cells have started.
     """
 
-    def __init__(self, link: Link[ToRank], helper: Helper, standing: Standing) -> None:
+    def __init__(self, link: Link[ToRank], helper: Helper, standing: RankState, leaving: Leaving) -> None:
         self._link = link
+        self._leaving = leaving
         self._helper = helper
         self._standing = standing
         self._shell = standing.shell
@@ -128,12 +143,13 @@ class _Life:
             publisher.report = self._report_display
         user_code.early.is_order_waiting = self._helper.has_order
         self._helper.start()
-        self._obey(order)
+        self._handle(order)
         while not isinstance(order.message, Leave):
+            cell_loop.run_until_order(self._helper.orders)
             order = self._helper.orders.get()
-            self._obey(order)
+            self._handle(order)
 
-    def _obey(self, order: Order) -> None:
+    def _handle(self, order: Order) -> None:
         match order.message:
             case Execute() as message:
                 self._execute(message, order)
@@ -145,6 +161,8 @@ class _Life:
                 self._answer(message)
             case CommsHeard():
                 self._hear()
+            case Finish():
+                self._finish()
             case Leave():
                 self._leave()
 
@@ -165,21 +183,27 @@ class _Life:
             # the cell may have failed before the interrupt
             shown = self._shell.shown
             reply = run.failed(error if shown is None else shown.error)
-        in_rank.end()
-        self._tell(reply)
+        finishes = not self._helper.stays and self._leaving.has_work()
+        if finishes:
+            self._leaving.announce()
+        else:
+            in_rank.end()
+        self._tell(reply, rests=not finishes)
         if run.was_out_of_memory:
             diagnosis.free()
         elif isinstance(reply.message, Failed):
-            # objects that drew the traceback
+            # collect the objects that drew the traceback
             gc.collect(1)
         if self._helper.stays and isinstance(reply.message, Failed):
-            # where all ranks failed alike nothing is reconnected, and models may be in the middle of an iteration
+            # if all ranks failed alike, nothing is reconnected, but models may be in the middle of an iteration
             renewal.mend_models()
         if self._helper.stays:
             if reply.buffer is not None:
                 reply.buffer.close()
         else:
             self._last = reply
+        if finishes:
+            self._finish()
 
     def _cell_run(self, message: Execute, order: Order) -> CellRun:
         if message.ray is None:
@@ -202,7 +226,7 @@ class _Life:
                 reply = Reply(Joined())
             finally:
                 user_code.refuse_interrupts()
-        except (KeyboardInterrupt, OSError, RuntimeError, ValueError) as error:
+        except (KeyboardInterrupt, OSError, RuntimeError, ValueError, EnvironmentFailed) as error:
             user_code.refuse_interrupts()
             self._shell.showtraceback((type(error), error, error.__traceback__))
             reply = Reply(Failed(failure=diagnosis.describe(error, self._shell, self._standing.rank), grouped=False))
@@ -214,7 +238,7 @@ class _Life:
         store_path = message.store_path or f"/proc/self/fd/{order.descriptors[0]}"
         try:
             standing = self._standing
-            lost = renewal.renew(standing.rank, standing.ranks, store_path, message.replaced, cuda=standing.cuda)
+            lost = renewal.renew(standing.rank, standing.ranks, store_path, message.replaced, cuda=standing.uses_nccl)
             renewed = Renewed(lost=lost)
         except (RuntimeError, OSError, ValueError) as error:
             renewed = Renewed(problem=f"rank {self._standing.rank}: {error}")
@@ -243,12 +267,27 @@ class _Life:
             widgets.comms.flush()
         self._helper.rest()
 
-    def _tell(self, reply: Reply) -> None:
+    def _finish(self) -> None:
+        """Finish what cells have started, and report the end of it. The group's other ranks may still need this one."""
+        self._leaving.finish()
+        in_rank.end()
+        widgets.comms.end_cell()
+        self._helper.rest()
+        self._link.send(Finishing(leaves_processes=bool(processes.child_pids())))
+
+    def _tell(self, reply: Reply, *, rests: bool = True) -> None:
+        """Send the reply to an order.
+
+        Args:
+            reply: The reply.
+            rests: Whether the main thread is idle afterwards.
+        """
         terminal.flush()
         widgets.comms.end_cell()
         terminal.write_each_line()
-        # before the reply: the next order may come right after it
-        self._helper.rest()
+        if rests:
+            # before the reply: the next order may come right after it
+            self._helper.rest()
         user_code.early.came = False
         self._link.send(reply.message, reply.blobs, [] if reply.buffer is None else [reply.buffer.fd])
 
@@ -264,16 +303,16 @@ class _Life:
             self._link.send(message)
             return
         with self._display_lock:
-            self._helper.in_place.clear()
+            self._helper.installed.clear()
             self._link.send(message)
-            self._helper.in_place.wait(_DISPLAY_TIMEOUT_S)
+            self._helper.installed.wait(_DISPLAY_TIMEOUT_S)
 
     def _report_raised(self) -> None:
         if os.getpid() == self._pid:
             self._link.send(Raised())
 
     def _leave(self) -> None:
-        """Lower all threads to idle priority and run the exit functions that user code has registered.
+        """Finish remaining work, with all threads at idle priority so that it does not delay the run's result.
 
         The caller then ends the process without the interpreter's own exit, which takes 0.4 s after an import of
         torch.
@@ -282,5 +321,5 @@ class _Life:
             # every thread: the last one to end frees the memory, and that may be one of gloo's
             for thread in os.listdir("/proc/self/task"):
                 os.sched_setscheduler(int(thread), os.SCHED_IDLE, os.sched_param(0))
-        atexit._run_exitfuncs()  # pyright: ignore[reportPrivateUsage]
+        self._leaving.finish()
         terminal.flush()

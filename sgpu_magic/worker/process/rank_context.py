@@ -1,7 +1,7 @@
 """What a rank takes over before a cell: the kernel's context and results, its device, its place in the process group.
 
-The kernel's context is its working directory, `sys.path`, environment and umask. Its results are `_`, `Out` and the
-like, which come with a cell that reads them, and what `%store` has stored.
+The kernel's context is its working directory, `sys.path`, environment, umask and process-wide settings. Its results are
+`_`, `Out` and the like, which come with a cell that reads them, and what `%store` has stored.
 """
 
 # IPython's own attributes are only partly typed
@@ -14,6 +14,7 @@ import itertools
 import multiprocessing.process
 import os
 import random
+import socket
 import sys
 from collections.abc import Callable, Generator
 from typing import Any
@@ -21,7 +22,10 @@ from typing import Any
 import torch
 from IPython.paths import get_ipython_dir
 
+from sgpu_magic.errors import EnvironmentFailed
+from sgpu_magic.system.process_settings import Settings
 from sgpu_magic.system.processes import core_count
+from sgpu_magic.wire.devices import is_slice
 from sgpu_magic.wire.rank import Fork
 from sgpu_magic.wire.run import RankContext
 from sgpu_magic.worker.cell.displays import hook_of
@@ -30,6 +34,7 @@ from sgpu_magic.worker.cell.shell import RankShell
 from sgpu_magic.worker.group import rendezvous
 from sgpu_magic.worker.group.renewal import renew
 from sgpu_magic.worker.process import position
+from sgpu_magic.worker.process.patches import after_import
 
 _LAST_RESULTS = ("_", "__", "___")
 _ALL_RESULTS = ("_oh", "Out")
@@ -138,25 +143,51 @@ def remember_path_entries() -> None:
     _newest_of_zygote = next(reversed(sys.path_importer_cache), "")
 
 
-def set_device(kind: str, rank_variables: dict[str, str]) -> torch.device:
+def set_device(kind: str, rank_variables: dict[str, str], *, cpu_stands_in: bool) -> torch.device:
     """Make the rank's own GPU current and return the rank's device.
 
     Args:
         kind: `cpu`, or `cuda` when the rank has its own GPU.
         rank_variables: torchrun's variables of this rank.
+        cpu_stands_in: Whether the rank computes on the CPU if torch can't use its GPU.
+
+    Raises:
+        EnvironmentFailed: torch can't use the rank's GPU.
     """
     if kind == "cpu":
         return torch.device("cpu")
+    index = 0 if has_slice(rank_variables) else int(rank_variables["LOCAL_RANK"])
+    problem = _why_unusable(index)
+    if not problem:
+        device = torch.device("cuda", index)
+        torch.cuda.set_device(device)
+        return device
+    what = f"torch {torch.__version__} can't use the GPU of rank {rank_variables['RANK']} on {socket.gethostname()}"
+    if not cpu_stands_in:
+        raise EnvironmentFailed(
+            f"{what}: {problem}. Install a torch that is built for this machine's driver in the ranks' environment "
+            "(`sgpu doctor` checks both), or run on the CPU: with `--type cpu`, or with SGPU_STAND_IN=cpu."
+        )
+    if rank_variables["LOCAL_RANK"] == "0":
+        sys.stderr.write(f"{what}: {problem}. SGPU_STAND_IN is set, so the ranks compute on the CPU.\n")
+    return torch.device("cpu")
+
+
+def _why_unusable(index: int) -> str:
+    """Return why torch can't use the GPU with this index, "" if it can."""
     if not torch.cuda.is_available():
-        if rank_variables["LOCAL_RANK"] == "0":
-            sys.stderr.write(
-                f"the run has GPUs, but torch {torch.__version__} can't use them: its ranks compute on the CPU. "
-                "`sgpu doctor` says why.\n"
-            )
-        return torch.device("cpu")
-    device = torch.device("cuda", int(rank_variables["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    return device
+        try:
+            torch.cuda.init()
+        except (AssertionError, RuntimeError) as error:
+            return str(error).strip().partition("\n")[0].rstrip(".")
+        return "it finds no GPU"
+    count = torch.cuda.device_count()
+    return f"it finds {count} of the GPUs that the run holds" if index >= count else ""
+
+
+def has_slice(rank_variables: dict[str, str]) -> bool:
+    """Whether the rank's device is a MIG slice, the only device that it sees."""
+    return is_slice(rank_variables["CUDA_VISIBLE_DEVICES"])
 
 
 # ---------------------------------------------------------------- the notebook's results
@@ -175,7 +206,7 @@ def results_received(shell: RankShell) -> Generator[None]:
             namespace[name] = own
     for name, value in before.items():
         if namespace.get(name) is not value:
-            # else the hook takes it for a variable of the user's, and sets it no more
+            # otherwise the display hook treats it as a user's variable and no longer sets it
             setattr(hook_of(shell), name, namespace[name])
 
 
@@ -202,10 +233,10 @@ def share_store(shell: RankShell) -> None:
     shell.register_magic_function(store, "line", "store")  # pyright: ignore[reportArgumentType]
 
 
-# ---------------------------------------------------------------- all of it
+# ---------------------------------------------------------------- the state between cells
 
 
-class Standing:
+class RankState:
     """A rank's state between cells: `take` sets all of it up, `follow` applies what changes from cell to cell.
 
     Args:
@@ -219,6 +250,8 @@ class Standing:
         self.ranks = fork.ranks
         self.shell = RankShell.instance()
         self.cuda = False
+        # NCCL can't connect slices of one GPU; gloo also takes tensors on a GPU
+        self.uses_nccl = False
         self.modules = EditedModules(self.shell)
         self._store_path = store_path
         # reported once in each run of such a rank
@@ -227,6 +260,10 @@ class Standing:
         self._joined = fork.join_early
         self._context: RankContext | None = None
         self._variables: dict[str, str] = {}
+        self._settings = Settings(after_import)
+        self._own_names: dict[str, object] = {}
+        # reported once by the first rank
+        self.settings_refused: list[str] = []
 
     def take(self, context: RankContext, device: str, rank_variables: dict[str, str], *, renewal: bool = False) -> None:
         """Take over the kernel's context, set the device and join the process group.
@@ -239,34 +276,45 @@ class Standing:
 
         Raises:
             OSError: The kernel's directory can't be entered any more.
+            EnvironmentFailed: torch can't use the rank's GPU.
             RuntimeError: A peer is gone.
         """
         stand_where_the_kernel_stands(context, rank_variables)
         rendezvous.late_store.address = rank_variables["MASTER_ADDR"], rank_variables["MASTER_PORT"]
+        rendezvous.late_store.rank, rendezvous.late_store.ranks = self.rank, self.ranks
         set_threads(context.environ, int(rank_variables["LOCAL_WORLD_SIZE"]))
         self._context, self._variables = context, rank_variables
         self.cuda = device != "cpu"
+        self.uses_nccl = self.cuda and not has_slice(rank_variables)
         if self._join_error is not None:
             raise self._join_error
         if context.maps_cuda and not self.cuda:
-            # not in the zygote: only such ranks pay for it
+            # not imported in the zygote, so that only such ranks pay for it
             from sgpu_magic.worker.process import cuda_on_cpu, patches
 
             self.stand_in_note = cuda_on_cpu.NOTE
             patches.map_cuda(int(rank_variables["LOCAL_WORLD_SIZE"]), int(rank_variables["LOCAL_RANK"]))
-        own_device = set_device(device, rank_variables)
+        own_device = set_device(device, rank_variables, cpu_stands_in=context.cpu_stands_in)
         if not self._joined:
             # the kernel's environment has replaced the zygote's, which had the recorder's variable
             position.record_collectives()
             if renewal:
-                renew(self.rank, self.ranks, self._store_path, (self.rank,), cuda=self.cuda)
+                renew(self.rank, self.ranks, self._store_path, (self.rank,), cuda=self.uses_nccl)
             else:
                 several = rank_variables["GROUP_WORLD_SIZE"] != "1"
-                rendezvous.join(self.rank, self.ranks, self._store_path, cuda=self.cuda, several_nodes=several)
+                rendezvous.join(self.rank, self.ranks, self._store_path, cuda=self.uses_nccl, several_nodes=several)
             self._joined = True
-        self.shell.user_ns.update(
-            rank=self.rank, local_rank=int(rank_variables["LOCAL_RANK"]), world_size=self.ranks, device=own_device
-        )
+        # after joining the group: a filter that turns warnings into errors is meant for the cell
+        self.settings_refused = self._settings.follow(context.settings)
+        self._own_names = {
+            "rank": self.rank,
+            "local_rank": int(rank_variables["LOCAL_RANK"]),
+            "world_size": self.ranks,
+            "device": own_device,
+        }
+        self.shell.user_ns.update(self._own_names)
+        # `%cd -` goes back to the directory before
+        self.shell.user_ns["_dh"][:] = [os.getcwd()]
 
     def follow(self, context: RankContext, rank_variables: dict[str, str]) -> None:
         """Take over the kernel's changes since the last cell, and keep the rank's own changes.
@@ -275,8 +323,14 @@ class Standing:
             OSError: The kernel's new directory can't be entered any more.
         """
         old, self._context = self._context or context, context
+        for name, value in self._own_names.items():
+            # a cell may have removed it, with `del` or `%reset`
+            self.shell.user_ns.setdefault(name, value)
         os.environ.update(rank_variables.items() - self._variables.items())
+        # a new process as rank 0 has a port of its own
+        rendezvous.late_store.address = rank_variables["MASTER_ADDR"], rank_variables["MASTER_PORT"]
         self._variables = rank_variables
         follow_kernel(old, context, rank_variables)
+        self.settings_refused = self._settings.follow(context.settings)
         if old.environ.get("OMP_NUM_THREADS") != context.environ.get("OMP_NUM_THREADS"):
             set_threads(context.environ, int(rank_variables["LOCAL_WORLD_SIZE"]))

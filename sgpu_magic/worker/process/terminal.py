@@ -23,9 +23,11 @@ import io
 import os
 import sys
 import time
-from typing import TYPE_CHECKING, NoReturn
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from sgpu_magic.wire.codec import STDERR_BEGIN, STDERR_END
+from sgpu_magic.worker.process import patches
 
 if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
@@ -120,28 +122,44 @@ def write_each_line(on: bool = True) -> None:
 # ---------------------------------------------------------------- no keyboard
 
 
-def refuse_input(shell: InteractiveShell, rank: int) -> None:
-    """Replace `input`, `getpass`, `breakpoint`, `exit` and the debugger's magics."""
+class _Refusals:
+    """What the messages of refused functions name.
+
+    Attributes:
+        rank: This process's rank.
+    """
+
+    rank = 0
+
+
+refusals = _Refusals()
+
+
+def refuse_input(shell: InteractiveShell) -> None:
+    """Replace `input`, `getpass`, `breakpoint`, `exit` and the debugger's magics.
+
+    Called by the zygote: what it does would copy 0.4 MB in each rank. `refusals.rank` is set by the rank.
+    """
     import pdb
 
     from IPython.core.error import StdinNotImplementedError
 
     def no_input(*args: object, **kwargs: object) -> NoReturn:
         raise StdinNotImplementedError(
-            f"input() on rank {rank} has no keyboard to read from. Ask in a plain cell of the notebook and use the "
-            "variable here: it is shipped with the cell."
+            f"input() on rank {refusals.rank} has no keyboard to read from. Ask in a plain cell of the notebook and "
+            "use the variable here: it is shipped with the cell."
         )
 
     def no_breakpoint(*args: object, **kwargs: object) -> NoReturn:
         raise RuntimeError(
-            f"breakpoint() on rank {rank} has no terminal. Print from the rank, call the function in a plain cell of "
-            "the notebook, or run the cell's _air.py from the run's directory under torchrun in a terminal."
+            f"breakpoint() on rank {refusals.rank} has no terminal. Print from the rank, call the function in a plain "
+            "cell of the notebook, or run the cell's _air.py from the run's directory under torchrun in a terminal."
         )
 
     def no_debugger(line: str = "", cell: str | None = None) -> NoReturn:
         raise RuntimeError(
-            f"%debug and %pdb need a terminal, and rank {rank} has none. The notebook has the rank's traceback; "
-            "run the failing function in a plain cell to step through it there."
+            f"%debug and %pdb need a terminal, and rank {refusals.rank} has none. The notebook has the "
+            "rank's traceback; run the failing function in a plain cell to step through it there."
         )
 
     leave = _Leave()
@@ -151,17 +169,20 @@ def refuse_input(shell: InteractiveShell, rank: int) -> None:
 
     def no_kernel(shell: InteractiveShell) -> NoReturn:
         raise AttributeError(
-            f"rank {rank} has no Jupyter kernel, so get_ipython().kernel is missing. Use it in a plain cell of the "
-            "notebook."
+            f"rank {refusals.rank} has no Jupyter kernel, so get_ipython().kernel is missing. Use it in a plain cell "
+            "of the notebook."
         )
 
     type(shell).kernel = property(no_kernel)  # pyright: ignore[reportAttributeAccessIssue]
     builtins.input = no_input
     getpass.getpass = no_input
     sys.breakpointhook = no_breakpoint
-    sys.stdin = _NoKeyboard()
-    for name in ("read", "readline"):
-        setattr(sys.stdin, name, no_input)
+    sys.stdin = _NoKeyboard(no_input)
+
+    def refuse_prompts(module: Any) -> None:
+        module.create_input = no_input
+
+    patches.after_import(("prompt_toolkit.input.defaults",), refuse_prompts)
     for magic in ("debug", "pdb"):
         shell.register_magic_function(no_debugger, "line", magic)  # pyright: ignore[reportArgumentType]
     shell.raw_input = no_input  # pyright: ignore[reportAttributeAccessIssue]
@@ -180,7 +201,32 @@ class _Leave:
 
 
 class _NoKeyboard(io.TextIOBase):
-    """`sys.stdin` of a rank; `refuse_input` sets its methods that read."""
+    """`sys.stdin` of a rank.
+
+    Args:
+        refuse: Raises the error of what reads from it.
+    """
+
+    encoding = "utf-8"
+    errors = "strict"
+
+    def __init__(self, refuse: Callable[..., NoReturn]) -> None:
+        # instance attributes, since they are called with and without a size
+        self.read = self.readline = self.readlines = refuse
+        self.buffer = _NoBytes(refuse)
+
+    def readable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return 0
+
+
+class _NoBytes(io.BufferedIOBase):
+    """`sys.stdin.buffer` of a rank. Takes the arguments of `_NoKeyboard`."""
+
+    def __init__(self, refuse: Callable[..., NoReturn]) -> None:
+        self.read = self.read1 = self.readline = self.readlines = self.readinto = self.readinto1 = self.peek = refuse
 
     def readable(self) -> bool:
         return True

@@ -245,7 +245,7 @@ def in_main_thread(call: Callable[[], None]) -> None:
 
 @functools.cache
 def _call_waiting() -> Any:
-    # made in the rank that needs it: the zygote's forks would share the memory of a callback
+    # created in the rank that needs it: all forks would share the memory of a callback created in the zygote
     @ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
     def call_waiting(_: object) -> int:
         while _waiting:

@@ -41,7 +41,7 @@ from sgpu_magic.worker.cell.results import Reply
 from sgpu_magic.worker.cell.shell import RankShell
 from sgpu_magic.worker.process import user_code
 from sgpu_magic.worker.process.helper import Order
-from sgpu_magic.worker.process.rank_context import Standing
+from sgpu_magic.worker.process.rank_context import RankState
 from sgpu_magic.worker.ray import driver, ray_processes
 from sgpu_magic.worker.ray.driver import Driver, Lines
 from sgpu_magic.worker.ray.node import NodeProcess, NodeStarted, NodeTroubled
@@ -232,7 +232,7 @@ class Guest(Member):
                 self._store.set(f"lines/{asked}/{self._node}", str(written))
                 asked += 1
             if select.select([self._process], [], [], _LOOK_S)[0]:
-                word = self._process.heard()
+                word = self._process.first_report()
                 if isinstance(word, NodeTroubled):
                     log = f"\n{word.log}" if word.log else ""
                     raise EnvironmentFailed(f"{word.text} on the node of rank {self._rank}.{log}")
@@ -286,7 +286,7 @@ class RayRun(CellRun):
     """
 
     def __init__(
-        self, standing: Standing, message: Execute, order: Order, say: Callable[[Record], None], ray: PrivateRay
+        self, standing: RankState, message: Execute, order: Order, say: Callable[[Record], None], ray: PrivateRay
     ) -> None:
         super().__init__(standing, message, order, say)
         self._ray = ray
@@ -297,13 +297,13 @@ class RayRun(CellRun):
         try:
             return super().run() if self._rank == 0 else self._hold()
         finally:
-            # an interrupt must leave nothing behind
+            # an interrupt must not skip the cleanup
             user_code.refuse_interrupts()
             if self._member is not None:
                 self._member.end()
 
     def _prepare(self) -> None:
-        self._take_place()
+        self._enter_context()
         self._member = head = Head(self._ray, self._message, self._shell, self._rank, self._say)
         head.begin()
         # unpickles the cell's variables while Ray starts
@@ -318,7 +318,7 @@ class RayRun(CellRun):
         """Hold the devices until the driver has finished."""
         begin = time.perf_counter()
         try:
-            self._take_place()
+            self._enter_context()
             self._member = guest = Guest(self._ray, self._message, self._shell, self._rank, self._say)
             guest.hold()
         except (SgpuError, OSError, RuntimeError, ValueError) as error:

@@ -38,6 +38,7 @@ from sgpu_magic.errors import EnvironmentFailed
 from sgpu_magic.system import processes
 from sgpu_magic.system.child_process import wait_or_kill
 from sgpu_magic.wire.base import Record
+from sgpu_magic.wire.decoding import JsonDecoder, decode_json
 from sgpu_magic.wire.run import PrivateRay
 
 # more than the sum of Ray's own time limits, also on a machine that swaps
@@ -54,7 +55,7 @@ _FRAME = re.compile(r"\(\+0x[0-9a-f]+\)")
 _VITAL = ("gcs_server", "raylet")
 # custom resource of nodes with simulated GPUs
 _SIMULATED = "simulated"
-# of these ports 0 is any free one
+# for these ports, 0 means any free port
 _ANY_PORT = (
     "node_manager_port", "object_manager_port", "min_worker_port", "max_worker_port", "dashboard_agent_listen_port",
     "metrics_agent_port", "metrics_export_port", "runtime_env_agent_port",
@@ -93,7 +94,7 @@ class NodeTroubled(Record, frozen=True, tag="node-troubled", kw_only=True):
     missing: bool = False
 
 
-_words: msgspec.json.Decoder[NodeStarted | NodeTroubled] = msgspec.json.Decoder(NodeStarted | NodeTroubled)
+_words: JsonDecoder[NodeStarted | NodeTroubled] = JsonDecoder(NodeStarted | NodeTroubled)
 
 
 class NodeProcess:
@@ -135,12 +136,12 @@ class NodeProcess:
                 f"Ray did not start on the rank's node within {_START_S:.0f} s. Its logs are in the run's output; try "
                 "a node with more memory or fewer other programs."
             )
-        word = self.heard()
+        word = self.first_report()
         if isinstance(word, NodeTroubled):
             raise EnvironmentFailed(_why_not(word))
         return word
 
-    def heard(self) -> NodeStarted | NodeTroubled:
+    def first_report(self) -> NodeStarted | NodeTroubled:
         """Return the program's next record. Blocks until there is one."""
         line = self._lines.readline()
         if not line:
@@ -151,7 +152,7 @@ class NodeProcess:
         """Start a thread that calls `troubled` when one of Ray's processes dies."""
 
         def listen() -> None:
-            word = self.heard()
+            word = self.first_report()
             if isinstance(word, NodeTroubled) and not self._ending:
                 troubled(word)
 
@@ -180,7 +181,7 @@ def _why_not(word: NodeTroubled) -> str:
 
 def main() -> None:
     """Run Ray until the rank shuts the socket down or one of Ray's vital processes ends."""
-    order, head = msgspec.json.decode(sys.argv[1], type=PrivateRay), sys.argv[2]
+    order, head = decode_json(sys.argv[1], type=PrivateRay), sys.argv[2]
     # interrupts are for the driver
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda signum, frame: _end(order))
@@ -204,7 +205,7 @@ def main() -> None:
 
 
 def _end(order: PrivateRay) -> NoReturn:
-    processes.kill_descendants()
+    processes.end_children()
     # the agent removes them too, if it is alive
     for directory in (order.directory, order.disk_directory):
         shutil.rmtree(directory, ignore_errors=True)
@@ -232,7 +233,7 @@ def _start_patiently(order: PrivateRay, head: str) -> tuple[Any, NodeStarted]:
         except Exception as error:
             if not re.search("timed out|Timeout after", str(error)):
                 raise
-        processes.kill_descendants()
+        processes.end_children()
     return _start(order, head)
 
 

@@ -20,7 +20,7 @@ for number in range({LINES}):
 while not os.path.exists(ends):
     time.sleep(0.01)
 """
-# it is on the screen long before
+# the lines are shown long before
 _ENDS_AFTER_S = 4.0
 _PATIENCE_S = 60.0
 _REST_S = 0.5

@@ -27,7 +27,7 @@ value = torch.ones(1)
 dist.all_reduce(value)
 value = value.item()
 """
-STANDBY_PAUSE_S = 0.6  # between two cells that a person runs, the standby group is made anew
+STANDBY_PAUSE_S = 0.6  # the standby group is renewed in the time between two cells of a user
 
 
 CLIENT = "at the front end, from the request to the reply"
@@ -184,7 +184,7 @@ def bench_own_mb(pid):
     text = Path(f"/proc/{pid}/smaps_rollup").read_text()
     numbers = re.findall(r"^Private_(?:Clean|Dirty):\\s+(\\d+) kB", text, re.M)
     return sum(map(int, numbers)) * 1024 / 1e6
-bench_pool = json.loads(Path(os.environ["SGPU_RUNTIME_DIR"], "pool.json").read_text())["pid"]
+bench_pool = json.loads(Path(os.environ["SGPU_STATE_DIR"], "pool.json").read_text())["pid"]
 bench_zygotes = [pid for pid in descendants(bench_pool) if bench_is_zygote(pid)]
 idle_mb = [bench_own_mb(pid) for pid in bench_zygotes if bench_is_zygote(bench_parent(pid))]
 """

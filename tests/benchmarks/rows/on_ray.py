@@ -58,7 +58,7 @@ def _ours(client: PoolClient) -> float:
 
 
 def _peer(bench: Bench, address: str, label: str, way: str) -> Series:
-    # in the Python that has the cluster's version of Ray; `Bench.script` would end the cluster, too
+    # with the Python that has the cluster's version of Ray; `Bench.script` would also end the cluster
     command = [bench.python, SCRIPTS / "ray_all_reduce.py", address, way, str(bench.count(7, 2))]
     try:
         found = run_script(command, timeout_s=300, environment=bench.environment(bench.new_folder()))

@@ -1,4 +1,4 @@
-"""Output: 400,000 numbered lines, whole and in order, while the kernel goes on answering."""
+"""Output: 400,000 numbered lines, whole and in order, while the kernel still replies."""
 
 from __future__ import annotations
 

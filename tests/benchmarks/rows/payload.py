@@ -22,7 +22,7 @@ from tests.benchmarks.rows.launch import CLIENT
 
 FLOATS, FLOATS_PER_PAGE, PAGES = 2**28, 1024, 2**18
 
-# one number of each MiB; and of each page, which is bound by the page tables of four processes
+# read one number per MiB, or one per page, which is bound by the page tables of four processes
 SPARSE = "touched = float(big[::262144].sum())\ntouched"
 TOUCH = "touched = float(big[::1024].sum())\ntouched"
 
@@ -84,7 +84,7 @@ def to_all_ranks(bench: Bench) -> Row:
     row.ours.append(Series("again, a number of every page read", tuple(every_page)))
     row.checks = [at_most(row.ours[0], 0.5, what="first"), at_most(row.ours[1], 0.15, what="again")]
     grown = row.ours[2].slowest
-    implausible = not growths or min(growths) < 512  # less than one copy seen: measured the wrong thing
+    implausible = not growths or min(growths) < 512  # less than one copy: the measurement is wrong
     met = None if implausible else grown <= 1.1 * 1024
     row.checks.append(
         Check(

@@ -19,7 +19,7 @@ from sgpu_magic.wire.attachments import Environment
 from tests.benchmarks.environment import Bench
 from tests.benchmarks.measure import MeasurementFailed, Row, Series, at_most, at_most_times, collect
 
-# what it needs is about eighty packages, most of them small, some of them large
+# requires about eighty packages, most of them small, some of them large
 _LOCKED = "jupyterlab"
 _TIMES_UV = 2.0
 _AGAIN_S = 0.01
@@ -71,7 +71,7 @@ class _Node:
                 said = decode_news(line)
                 if isinstance(said, BuildReady):
                     seconds = time.perf_counter() - before
-                    # what comes behind it would take part in the next measurement
+                    # the builder's remaining work would disturb the next measurement
                     builder.terminate()
                     return seconds
                 if isinstance(said, BuildRefused):

@@ -16,7 +16,7 @@ sys.path.append(str(ROOT / "tests"))
 from served_pools import RemoteUser, ServedPool
 from tcp_proxy import Proxy
 
-from sgpu_magic.client.remote_wire import RemoteWire
+from sgpu_magic.client.remote_transport import RemoteTransport
 
 FLOATS = 2**28
 RETURNED = 2**26
@@ -104,7 +104,7 @@ def _sent(pool: ServedPool, user: RemoteUser, big: torch.Tensor) -> int:
             if client.begin(TOUCH, ranks=4, names={"big": big}).values[0] != _touched(big):
                 raise MeasurementFailed("the ranks saw other numbers")
             wire = client.pool.link().wire
-            in_bulk = wire._bulk.sent_bytes if isinstance(wire, RemoteWire) else 0
+            in_bulk = wire._bulk.sent_bytes if isinstance(wire, RemoteTransport) else 0
         finally:
             client.close()
         return line.sent_bytes + in_bulk

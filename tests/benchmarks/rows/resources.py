@@ -98,7 +98,7 @@ def _of_cells(label: str, cell: Callable[[], object], count: int) -> Series:
         before = _processor_s()
         for _ in range(_CELLS):
             cell()
-        # the end of the last cell's processes belongs to it
+        # include the exit of the last cell's processes
         _wait_until_quiet()
         values.append((_processor_s() - before) / _CELLS)
     return Series(label, tuple(values))
@@ -138,7 +138,7 @@ def _wait_until_quiet() -> None:
 
 
 def _processor_s() -> float:
-    """Processor time of all descendants so far; that of ended ones is counted by who waited for them."""
+    """Processor time of all descendants so far; that of ended ones is counted in the process that reaped them."""
     own = psutil.Process()
     total = own.cpu_times().children_user + own.cpu_times().children_system
     for process in own.children(recursive=True):

@@ -236,7 +236,7 @@ class _Client:
 
 def _status_ms(service: _Service, clients: Sequence[_Client]) -> tuple[float, float]:
     """Milliseconds of the service's processor for the first status of a client, and for those that follow."""
-    # not on the clock: what the service reads for the first client of all
+    # not measured: what the service reads only for its first client
     clients[0].pool.status(20)
     before = service.cpu_s()
     for client in clients[1:]:

@@ -23,7 +23,7 @@ from tests.benchmarks.measure import (
 from tests.benchmarks.rows.launch import ALL_REDUCE, CLIENT, STANDBY_PAUSE_S, all_reduce, own_empty_cell
 
 _PEERS = {"ipyparallel %%px": ipyparallel_session, "nbdistributed %%distributed": nbdistributed_session}
-_PEERS_SHARE = {"ipyparallel %%px": 300, "nbdistributed %%distributed": 100}  # of its 120 ms each there are fewer
+_PEERS_SHARE = {"ipyparallel %%px": 300, "nbdistributed %%distributed": 100}  # fewer of its cells, at 120 ms each
 
 
 def empty_cell(bench: Bench) -> Row:

@@ -12,7 +12,7 @@ from tests.benchmarks.measure import MeasurementFailed, Row, Series, at_least_ti
 
 _MOST_S_FOR_100 = 0.05
 _MOST_WARM_S = 0.001
-# the first look of a new process, and the mean of a thousand later ones
+# the first snapshot of a new process, and the mean of a thousand later ones
 _COLD = """
 import time
 from sgpu_magic.packages.snapshot import take_snapshot

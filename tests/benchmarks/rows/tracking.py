@@ -1,4 +1,4 @@
-"""What tracking costs those who do not ask for it: a step loop, a launch, and a cell that does nothing."""
+"""The cost of tracking for users who do not use it: a step loop, a launch, and a cell that does nothing."""
 
 from __future__ import annotations
 

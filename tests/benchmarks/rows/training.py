@@ -65,7 +65,7 @@ def _both(bench: Bench, kernel: BenchKernel) -> Iterator[tuple[socket.socket, so
     body = f"{text}\ntrain_on_request(rank, world_size, {STEPS}, {str(folder / 'ours')!r})\n"
     command = bench.torchrun(2, "training_loop.py", str(STEPS), str(folder / "torchrun"))
     environment = bench.environment(folder)
-    # the sockets close before the threads are waited for
+    # the sockets are closed before the threads are joined
     with ThreadPoolExecutor(2) as threads, contextlib.ExitStack() as ends:
         listeners = [ends.enter_context(_listener(folder / name)) for name in ("ours", "torchrun")]
         threads.submit(distributed, kernel, "--gpus 2", body, timeout_s=300)

@@ -62,6 +62,8 @@ class StubGpu:
         slices: The slices of a GPU in MIG mode; None if it has no such mode.
         error: Code of nvmlReturn_t that every query of the device returns; 0 if it works.
         blocks: NVML function that does not return for this device, "" for none.
+        links: To other GPUs: (UUID, NVML's level of their common ancestor, whether NVLink connects them); each link is
+            given on one of its ends.
     """
 
     uuid: str
@@ -78,6 +80,7 @@ class StubGpu:
     temperature_c: int | None = None
     uses: Sequence[tuple[int, int]] | None = None
     blocks: str = ""
+    links: Sequence[tuple[str, int, bool]] = ()
 
 
 def a10s(count: int) -> list[StubGpu]:
@@ -102,6 +105,7 @@ def describe(devices: Sequence[StubGpu], failures: Mapping[str, int] | None = No
         rows += [] if gpu.temperature_c is None else [("heat", gpu.temperature_c)]
         rows += [] if gpu.uses is None else [("uses",), *(("use", *use) for use in gpu.uses)]
         rows += [("block", gpu.blocks, gpu.uuid)] if gpu.blocks else []
+        rows += [("link", gpu.uuid, other, level, int(nvlink)) for other, level, nvlink in gpu.links]
         for part in gpu.slices or ():
             rows.append(("slice", part.uuid, part.name, part.memory_bytes, part.used_bytes))
             rows += [("process", process.pid, process.used_bytes) for process in part.processes]
@@ -153,6 +157,8 @@ class NvmlStub:
             "LD_LIBRARY_PATH": os.pathsep.join(
                 filter(None, [str(self._directory), os.environ.get("LD_LIBRARY_PATH", "")])
             ),
+            # these GPUs can't compute
+            "SGPU_STAND_IN": "cpu",
             "SGPU_TEST_NVML": str(self._directory / f"machine-{self._machines}.txt"),
         }
         change(environ, a10s(4) if devices is None else devices, failures)

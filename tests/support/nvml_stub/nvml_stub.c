@@ -11,6 +11,7 @@
  *   uses                                                    the last gpu tells how much its processes use it
  *   use     PID  PERCENT                                    one of them
  *   block   FUNCTION  UUID                                  asked of this device the function does not return
+ *   link    UUID  UUID  LEVEL  NVLINK                       two gpus' common ancestor, and 1 for NVLink
  *
  * Sizes are bytes. UTIL is 0 to 100, -1 for "not supported". MIG is 0 or 1, -1 for "not supported". ERROR is
  * what asking for the handle, and any question about what the device does now, answers. The file is read again by
@@ -37,7 +38,7 @@ enum {
     DRIVER_NOT_LOADED = 9,
 };
 
-enum { MAX_GPUS = 16, MAX_SLICES = 8, MAX_PROCESSES = 32, MAX_FAILURES = 16, POLL_US = 20000, TEXT = 96 };
+enum { MAX_GPUS = 16, MAX_SLICES = 8, MAX_PROCESSES = 32, MAX_FAILURES = 16, MAX_LINKS = 128, POLL_US = 20000, TEXT = 96 };
 
 typedef unsigned long long u64;
 
@@ -65,6 +66,8 @@ static struct { char function[TEXT]; int code; } failures[MAX_FAILURES];
 static int failure_count;
 static struct { char function[TEXT]; char uuid[TEXT]; } blocks[MAX_FAILURES];
 static int block_count;
+static struct { char uuids[2][TEXT]; int level, nvlink; } links[MAX_LINKS];
+static int link_count;
 static int initialised;
 static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
 
@@ -90,7 +93,7 @@ static int load(void)
         return DRIVER_NOT_LOADED;
     char line[512];
     Unit *last = NULL;
-    gpu_count = failure_count = block_count = 0;
+    gpu_count = failure_count = block_count = link_count = 0;
     while (fgets(line, sizeof line, file)) {
         Gpu gpu = {.unit = {.power = -1, .heat = -1}};
         Unit slice = {.is_slice = 1, .utilization = -1, .power = -1, .heat = -1};
@@ -102,6 +105,10 @@ static int load(void)
         } else if (block_count < MAX_FAILURES &&
                    sscanf(line, "block\t%95[^\t]\t%95[^\t\n]", blocks[block_count].function, blocks[block_count].uuid) == 2) {
             block_count++;
+        } else if (link_count < MAX_LINKS &&
+                   sscanf(line, "link\t%95[^\t]\t%95[^\t]\t%d\t%d", links[link_count].uuids[0],
+                          links[link_count].uuids[1], &links[link_count].level, &links[link_count].nvlink) == 4) {
+            link_count++;
         } else if (last && sscanf(line, "power\t%d", &last->power) == 1) {
         } else if (last && sscanf(line, "heat\t%d", &last->heat) == 1) {
         } else if (last && !strcmp(line, "uses\n")) {
@@ -272,6 +279,42 @@ int nvmlDeviceGetUUID(Unit *unit, char *uuid, unsigned size)
 {
     FAIL_AS_TOLD;
     return copy(uuid, size, unit->uuid);
+}
+
+int nvmlDeviceGetMinorNumber(Unit *unit, unsigned *number)
+{
+    FAIL_AS_TOLD;
+    *number = (unsigned)((Gpu *)unit - gpus);
+    return OK;
+}
+
+static int link_of(Unit *one, Unit *other)
+{
+    for (int i = 0; i < link_count; i++)
+        for (int j = 0; j < 2; j++)
+            if (!strcmp(links[i].uuids[j], one->uuid) && !strcmp(links[i].uuids[1 - j], other->uuid))
+                return i;
+    return -1;
+}
+
+int nvmlDeviceGetTopologyCommonAncestor(Unit *one, Unit *other, int *level)
+{
+    FAIL_AS_TOLD;
+    int found = link_of(one, other);
+    if (found < 0)
+        return NOT_SUPPORTED;
+    *level = links[found].level;
+    return OK;
+}
+
+int nvmlDeviceGetP2PStatus(Unit *one, Unit *other, int kind, int *status)
+{
+    FAIL_AS_TOLD;
+    int found = link_of(one, other);
+    if (found < 0)
+        return NOT_SUPPORTED;
+    *status = kind == 2 && links[found].nvlink ? 0 : 5; /* NVML_P2P_CAPS_INDEX_NVLINK; not supported */
+    return OK;
 }
 
 typedef struct {

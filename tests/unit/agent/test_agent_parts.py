@@ -1,4 +1,4 @@
-"""The agent's parts by themselves: root cause, marked output, ranks' connections, leftovers, the keeper."""
+"""The agent's parts by themselves: root cause, marked output, rank connections, leftover processes, the keeper."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import resource
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -31,7 +32,7 @@ from sgpu_magic.agent.failures import death, find_root_cause
 from sgpu_magic.agent.ranks import rank_output
 from sgpu_magic.agent.ranks.group import Group
 from sgpu_magic.agent.ranks.rank_output import RankOutput
-from sgpu_magic.agent.ranks.run_processes import RUN_VARIABLE, kill_leftovers
+from sgpu_magic.agent.ranks.run_processes import RUN_VARIABLE, kill_marked, processes_of
 from sgpu_magic.agent.ranks.stop import connections_between
 from sgpu_magic.agent.runs.run_memory import BackgroundCopier, CopyJob
 from sgpu_magic.system.message_stream import MessageStream
@@ -46,8 +47,10 @@ linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 # ---------------------------------------------------------------- the root cause
 
 
-def failure(rank: int, at: float, *, victim: bool = False, message: str = "") -> Failure:
-    return Failure(kind=FailureKind.USER_CODE, message=message, rank=rank, at=at, is_consequence=victim)
+def failure(rank: int, at: float, *, victim: bool = False, stopped: bool = False, message: str = "") -> Failure:
+    return Failure(
+        kind=FailureKind.USER_CODE, message=message, rank=rank, at=at, is_consequence=victim, after_stop=stopped
+    )
 
 
 def died(status: int, rank: int = 0, pid: int | None = None) -> Failure:
@@ -71,6 +74,26 @@ def test_a_victim_is_not_to_blame_although_it_was_first():
 def test_with_victims_only_the_earliest_is_shown():
     one, two = failure(1, 5.0, victim=True), failure(0, 4.0, victim=True)
     assert find_root_cause([one, two]) == (two, (one,))
+
+
+def test_every_combination_of_three_failures():
+    # own failures, consequences of collectives and failures after the stop, in every order of time
+    facts = [(False, False), (False, True), (True, False), (True, True)]
+    for kinds in itertools.product(facts, repeat=3):
+        for times in itertools.permutations((1.0, 2.0, 3.0)):
+            failures = [
+                failure(rank, at, victim=victim, stopped=stopped)
+                for rank, ((stopped, victim), at) in enumerate(zip(kinds, times, strict=True))
+            ]
+            found = find_root_cause(failures)
+            assert found is not None
+            cause, others = found
+            assert sorted([cause, *others], key=lambda one: one.at) == sorted(failures, key=lambda one: one.at)
+            for other in others:
+                # own failures come before failed collectives, and both before failures after the stop
+                assert (cause.after_stop, cause.is_consequence) <= (other.after_stop, other.is_consequence)
+                if (cause.after_stop, cause.is_consequence) == (other.after_stop, other.is_consequence):
+                    assert cause.at < other.at
 
 
 @given(st.lists(st.tuples(st.floats(0, 10), st.booleans()).map(lambda p: failure(0, p[0], victim=p[1])), min_size=1))
@@ -104,6 +127,9 @@ def test_a_death_tells_how(status: int, says: str):
     )
     assert told.message.startswith(says)
     assert "\nits last Python line: Cell In[9], line 6: work()\n" in told.message
+    # no sample is taken while C code holds the interpreter
+    old = death(died(-signal.SIGKILL), 2, last_line="Cell In[9], line 6: work()", line_age_s=1.23)
+    assert "\nits last Python line, 1.2 s before its end: Cell In[9], line 6: work()" in old.message
     assert told.message.endswith("\nits last output: one\n  last words")
     assert (told.kind, told.rank, told.exit_status, told.pid) == (FailureKind.WORKER_DIED, 2, status, 4711)
 
@@ -154,7 +180,7 @@ def text_of(batches: list[OutputWritten], stream: str) -> str:
 
 
 def with_ends(written: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Return what is written, with an end after each line of one stream that the other interrupts."""
+    """Return the expected output, with a line end wherever the other stream interrupts a line."""
     runs = [(stream, "".join(text for _, text in group)) for stream, group in itertools.groupby(written, itemgetter(0))]
     parted: list[tuple[str, str]] = []
     for at, (stream, text) in enumerate(runs):
@@ -171,7 +197,7 @@ pieces = st.lists(st.tuples(st.sampled_from(["stdout", "stderr"]), texts), max_s
 @settings(deadline=None, max_examples=examples(150))
 @given(written=pieces, cuts=st.lists(st.integers(1, 9), min_size=1, max_size=30))
 def test_marked_output_cut_anywhere_is_the_same_text(written: list[tuple[str, str]], cuts: list[int]):
-    # a program that prints a mark itself is not meant
+    # leave out programs that print a mark themselves
     written = [(stream, text) for stream, text in written if "\x1b]sgpu;" not in text]
     marked = b"".join(
         text.encode() if stream == "stdout" else STDERR_BEGIN + text.encode() + STDERR_END for stream, text in written
@@ -317,7 +343,7 @@ def test_what_a_drain_has_taken_is_no_end_of_the_pipe():
         batches: list[OutputWritten] = []
         output = RankOutput(0, 1 << 20, batches.append, fail_on_log_end)
         os.write(output.child_ends[0], b"first\n")
-        # before the loop calls the reader that it finds ready
+        # runs before the loop calls the reader that it has found ready
         asyncio.get_running_loop().call_soon(output.drain)
         await asyncio.sleep(0.01)
         os.write(output.child_ends[0], b"second\n")
@@ -348,7 +374,7 @@ def test_a_child_that_never_stops_writing_stops_nothing():
         return output.total_bytes, slowest, took
 
     read, slowest, took = asyncio.run(run())
-    # back pressure: it waits in its pipe
+    # back pressure: the rest waits in the rank's pipe
     assert read < 200 << 20
     assert max(slowest, took) < 0.5
 
@@ -470,7 +496,7 @@ def test_connections_between_ranks_are_found_and_no_others(address: str):
             theirs, _ = server.accept()
             with theirs:
                 found = connections_between([os.getpid(), rank.pid])
-                # the stranger's connection, the listener and this process's other sockets are left alone
+                # the stranger's connection, the listener and this process's other sockets are not included
                 assert found == {os.getpid(): (ours.fileno(),), rank.pid: (fd,)}
                 assert connections_between([rank.pid, stranger.pid]) == {}
                 assert connections_between([rank.pid]) == {}
@@ -493,66 +519,39 @@ def test_a_process_that_is_gone_has_no_connections():
 
 @contextlib.contextmanager
 def sleeper(*, session: bool, mark: str = "", nested: bool = False) -> Iterator[subprocess.Popen[bytes]]:
-    """A sleeping process, in a session of its own or in ours, marked as a run's or not."""
+    """A sleeping process, in its own session or in ours, optionally marked as part of a run."""
     environ = {**os.environ, **({RUN_VARIABLE: mark} if mark else {})}
     command = ["sleep", "300"]
     if nested:
         command = [sys.executable, "-c", "import subprocess; subprocess.run(['sleep', '300'])"]
     with subprocess.Popen(command, env=environ, start_new_session=session) as process:
         try:
-            # empty for a moment after Popen returns: exec closes the pipe that it waits for before it writes these
+            # empty for a moment after Popen returns: exec closes Popen's error pipe before it writes the environment
             eventually(Path(f"/proc/{process.pid}/environ").read_bytes, 5, "the process's variables")
             yield process
         finally:
             process.kill()
 
 
-def ended(process: subprocess.Popen[bytes], timeout_s: float = 5.0) -> bool:
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(timeout_s)
-    return process.returncode is not None
-
-
 @linux_only
-def test_leftovers_of_a_run_are_killed_and_nobody_else():
+def test_processes_are_a_runs_by_its_mark_where_parentage_is_lost():
     with (
-        sleeper(session=True) as rank_like,
         sleeper(session=True, mark="abcd1234") as marked,
         sleeper(session=True, mark="abcd1235") as of_another_run,
         sleeper(session=True) as stranger,
-        sleeper(session=False) as neighbour,
     ):
-        killed = kill_leftovers("abcd1234", {rank_like.pid})
-        assert set(killed) == {rank_like.pid, marked.pid}
-        assert ended(rank_like)
-        assert ended(marked)
-        assert [of_another_run.poll(), stranger.poll(), neighbour.poll()] == [None, None, None]
+        kill_marked("abcd1234")
+        assert marked.wait(5) == -signal.SIGKILL
+        assert [of_another_run.poll(), stranger.poll()] == [None, None]
 
 
 @linux_only
-def test_the_children_of_a_ranks_session_are_leftovers_too():
-    with sleeper(session=True, nested=True) as rank_like:
-        children = Path(f"/proc/{rank_like.pid}/task/{rank_like.pid}/children")
-        deadline = time.monotonic() + 10
-        while not (found := children.read_text().split()) and time.monotonic() < deadline:
-            select.select([], [], [], 0.01)
-        killed = kill_leftovers("abcd1234", {rank_like.pid})
-        assert set(killed) == {rank_like.pid, int(found[0])}
-        assert ended(rank_like)
-
-
-@linux_only
-def test_who_has_a_dead_ranks_number_now_is_left_alone():
-    with sleeper(session=True) as stranger, sleeper(session=True, mark="abcd1234") as marked:
-        assert kill_leftovers("abcd1234", {stranger.pid}, reaped=True) == [marked.pid]
-        assert stranger.poll() is None
-
-
-@linux_only
-def test_a_run_without_leftovers_kills_nothing():
-    with sleeper(session=True) as stranger:
-        assert kill_leftovers("00000000", set()) == []
-        assert stranger.poll() is None
+def test_processes_are_a_runs_by_parentage():
+    with sleeper(session=True, nested=True) as rank_like, sleeper(session=True):
+        found = eventually(lambda: len(found := processes_of({rank_like.pid})) == 2 and found, 10)
+        assert rank_like.pid in found
+        (child,) = found - {rank_like.pid}
+        os.kill(child, signal.SIGKILL)
 
 
 # ---------------------------------------------------------------- the keeper
@@ -569,7 +568,7 @@ def kept(keeper: BackgroundCopier, job: CopyJob) -> str:
     """Return why nothing was kept."""
     copying = keeper.keep(job)
     assert copying is not None
-    # it copies at idle priority
+    # the keeper copies at idle priority
     return copying.result(60)
 
 
@@ -631,7 +630,7 @@ def test_the_keeper_goes_on_after_a_failure(keeper: BackgroundCopier, tmp_path: 
 
 
 class NothingForked:
-    """Takes orders to fork and leaves the forking to the test."""
+    """Accepts fork orders; the test does the forking."""
 
     def fork(self, order: Fork, descriptors: list[int], listener: Group) -> None: ...
 
@@ -640,12 +639,12 @@ class NothingForked:
 
 @contextlib.contextmanager
 def two_processes() -> Iterator[list[int]]:
-    """The pids of two processes that wait until the block ends."""
+    """The pids of two processes that run until the block ends."""
     with (
         subprocess.Popen(["cat"], stdin=subprocess.PIPE) as one,
         subprocess.Popen(["cat"], stdin=subprocess.PIPE) as two,
     ):
-        # leaving `Popen` closes their standard input, at whose end they exit
+        # leaving `Popen` closes their standard input; both exit at its end
         yield [one.pid, two.pid]
 
 
@@ -723,6 +722,62 @@ def test_ranks_are_paused_once_all_stand_by_and_continued_before_anything_else(t
         asyncio.run(pause_and_resume(pids))
 
 
+# a message with the maximum number of parts, 4 GiB each
+TERABYTES = struct.pack("<I4096Q", 4096, *[4 << 30] * 4096)
+
+
+@linux_only
+@pytest.mark.parametrize("does", ["announces terabytes", "sends files that belong to nothing"])
+def test_a_rank_that_sends_without_bound_fails_its_run_and_costs_the_agent_nothing(tmp_path: Path, does: str):
+    broken: list[tuple[FailureKind, str]] = []
+
+    class Listener:
+        def group_broken(self, kind: FailureKind, message: str) -> None:
+            broken.append((kind, message))
+
+    class HandsOver(NothingForked):
+        def fork(self, order: Fork, descriptors: list[int], listener: Group) -> None:
+            ends.append(socket.socket(fileno=os.dup(descriptors[0])))
+
+    async def flood(pids: list[int]) -> None:
+        before = len(os.listdir("/proc/self/fd"))
+        group = Group(HandsOver(), 2, False, 1000, tmp_path)  # pyright: ignore[reportArgumentType]
+        group.listener = Listener()  # pyright: ignore[reportAttributeAccessIssue]
+        try:
+            for rank, pid in enumerate(pids):
+                group.forked(rank, pid)
+            had = len(os.listdir("/proc/self/fd"))
+            with contextlib.suppress(BrokenPipeError), open(os.devnull) as nothing:
+                if does == "announces terabytes":
+                    ends[1].sendall(TERABYTES)
+                else:
+                    # the message itself is never complete
+                    ends[1].sendall(struct.pack("<IQ", 1, 1 << 20))
+                    for _ in range(20):
+                        socket.send_fds(ends[1], [b"x"], [nothing.fileno()] * 10)
+            deadline = asyncio.get_running_loop().time() + 10
+            while not broken and asyncio.get_running_loop().time() < deadline:
+                await asyncio.sleep(0.01)
+            assert [kind for kind, _ in broken] == [FailureKind.WORKER_DIED]
+            assert "rank 1 was ended: what it sent to the agent can't be read" in broken[0][1]
+            # the connection's own descriptor is closed too
+            assert len(os.listdir("/proc/self/fd")) == had - 1
+            eventually(lambda: not psutil.pid_exists(pids[1]) or is_zombie(pids[1]), 5, "it is killed")
+            assert not is_zombie(pids[0])
+        finally:
+            group.close()
+            for end in ends:
+                end.close()
+        assert len(os.listdir("/proc/self/fd")) == before
+
+    def is_zombie(pid: int) -> bool:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+    ends: list[socket.socket] = []
+    with two_processes() as pids:
+        asyncio.run(flood(pids))
+
+
 @linux_only
 def test_a_group_for_which_there_are_not_enough_descriptors_leaves_none_open(tmp_path: Path):
     def is_made(limit: int) -> bool:
@@ -742,11 +797,11 @@ def test_a_group_for_which_there_are_not_enough_descriptors_leaves_none_open(tmp
         had = os.listdir("/proc/self/fd")
         lowest = os.open(os.devnull, os.O_RDONLY)
         os.close(lowest)
-        # what there is already is not looked through each time
+        # keep existing objects out of each collection
         gc.freeze()
         for more in itertools.count():
             made = is_made(lowest + more)
-            # a socket may still be in the exception's traceback
+            # the exception's traceback may still hold a socket
             gc.collect()
             assert os.listdir("/proc/self/fd") == had, f"with {more} descriptors"
             if made:

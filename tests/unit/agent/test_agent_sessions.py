@@ -1,4 +1,4 @@
-"""Sessions as a real agent has them, with real ranks and no pool: cells, failures, interrupts, dead ranks, the end."""
+"""Sessions in a real agent, with real ranks and no pool: cells, failures, interrupts, dead ranks, the end."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ model = DistributedDataParallel(torch.nn.Linear(4, 1, bias=False))
 part = dist.new_group([0, 1])
 steps = 0
 """
-# every rank sees other data, so equal weights mean that gradients went round
+# each rank gets different data, so equal weights mean that gradients were exchanged
 STEP = """
 loss = model(torch.full((1, 4), float(rank + 1))).sum()
 loss.backward()
@@ -307,7 +307,7 @@ def test_new_processes_stand_by_for_a_session_once_it_has_had_a_fresh_run(agent:
         zygotes = [pid for pid, process in table.items() if process.parent == agent.process.pid]
         return sum(process.parent in zygotes for process in table.values())
 
-    # a session that connected before it would have its group by the time that this run has one
+    # with an earlier session, its standby group would exist by the time this run has one
     agent.wait_until_gone(agent.launch("pass", ranks=1))
     eventually(lambda: ranks() >= 3, what="the group that stands by for runs")
     assert ranks() == 3
@@ -354,7 +354,7 @@ def test_a_session_that_was_ended_takes_no_cell(agent: AgentProcess):
     [
         ("kill -9 $$", "was killed by SIGKILL while it imported torch"),
         ("echo old >&2; exit 1", "says: old"),
-        # in the same log, which has the other's word
+        # the log also has the other process's output
         ("exit 3", "exited with code 3 and printed nothing"),
     ],
 )

@@ -1,12 +1,13 @@
-"""The device inventory: what the driver says, in the words of the protocol."""
+"""The device inventory: the driver's facts as protocol records."""
 
 from __future__ import annotations
 
 import os
 import pwd
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import msgspec
@@ -82,8 +83,11 @@ def me() -> str:
         ("NVIDIA A100-SXM4-80GB", "a100"),
         ("NVIDIA A100 80GB PCIe", "a100"),
         ("A100-PCIE-40GB", "a100"),
-        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "a100"),
-        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb+me", "h100"),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "a100-1g.5gb"),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb+me", "h100-1g.10gb+me"),
+        ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", "h100-3g.40gb"),
+        ("H100-3g.40GB", "h100-3g.40gb"),
+        ("NVIDIA A30 MIG", "a30-mig"),
         ("NVIDIA H100 80GB HBM3", "h100"),
         ("NVIDIA H100 PCIe", "h100"),
         ("NVIDIA H100 NVL", "h100"),
@@ -145,7 +149,7 @@ def test_known_types_have_a_memory_size_and_are_their_own_names() -> None:
         # as nvidia-smi shows them, with ECC where it is the default
         *((15356, "16 GB"), (23028, "24 GB"), (46068, "48 GB"), (81559, "80 GB"), (81920, "80 GB"), (97871, "96 GB")),
         *((143771, "141 GB"), (183359, "180 GB"), (275040, "288 GB"), (11178, "11 GB"), (24220, "24 GB")),
-        # other variants of a model, MIG slices, and a size that is no vendor's
+        # other variants of a model, MIG slices, and a size that no vendor uses
         *((40960, "40 GB"), (32510, "32 GB"), (95830, "94 GB"), (4864, "5 GB"), (9984, "10 GB"), (22528, "22 GB")),
     ],
 )
@@ -231,7 +235,7 @@ def test_a_foreign_process_is_outside_use_and_ours_is_not(nvml_stub: Stub, sleep
         f"process {child} of user {me()} and 1 more use it",
         "",
     ]
-    # a descendant is ours as the parent is; the child's pid alone does not make its parent ours
+    # descendants of the parent count as ours; the child's pid alone does not include its parent
     assert [device.outside_use for device in inventory(environ, [parent]).devices] == ["", "", ""]
     assert [device.outside_use for device in inventory(environ, [child]).devices] == [
         "",
@@ -271,6 +275,25 @@ def test_in_a_container_a_pid_of_the_host_is_outside_use(nvml_stub: Stub, tmp_pa
     assert device.outside_use == "process 4000000 outside this container uses it"
 
 
+@pytest.mark.parametrize("name", ["nvidia-cuda-mps-server", "Xorg", "nv-hostengine", "gnome-shell"])
+def test_a_process_of_the_system_does_not_use_a_gpu(nvml_stub: Stub, tmp_path: Path, name: str) -> None:
+    program = tmp_path / name
+    shutil.copy(shutil.which("sleep") or "/bin/sleep", program)
+    with subprocess.Popen([program, "60"]) as process:
+        try:
+            eventually(lambda: Path(f"/proc/{process.pid}/comm").read_text().strip() == name[:15], 5, "the program")
+            # above the threshold for an idle GPU
+            held = [nvml.StubProcess(process.pid, 3 * GB)]
+            gpus = [nvml.StubGpu(nvml.gpu_uuid(0), used_bytes=3 * GB, processes=held)]
+            (idle,) = inventory(nvml_stub(gpus)).devices
+            gpus = [nvml.StubGpu(nvml.gpu_uuid(0), used_bytes=6 * GB, processes=held)]
+            (busy,) = inventory(nvml_stub(gpus)).devices
+        finally:
+            process.kill()
+    assert idle.outside_use == ""
+    assert busy.outside_use.endswith("are in use")
+
+
 def test_mig_slices_are_devices_of_their_own(nvml_stub: Stub, sleeper: tuple[int, int]) -> None:
     name = "NVIDIA A100-SXM4-40GB MIG 1g.5gb"
     slices = [
@@ -285,10 +308,45 @@ def test_mig_slices_are_devices_of_their_own(nvml_stub: Stub, sleeper: tuple[int
     assert [device.uuid for device in found.devices] == [slices[0].uuid, slices[1].uuid, nvml.gpu_uuid(1)]
     assert [device.index for device in found.devices] == [0, 1, 2]
     first, second, _ = found.devices
-    assert (first.type, first.name, first.memory_bytes) == ("a100", name, 5 * GB)
+    assert (first.type, first.name, first.memory_bytes) == ("a100-1g.5gb", name, 5 * GB)
     assert (first.used_bytes, first.utilization_pct, first.outside_use) == (0, None, "")
     assert second.outside_use == f"process {sleeper[0]} of user {me()} uses it"
     assert found.problem == ""
+
+
+@pytest.mark.parametrize(
+    ("variables", "numbers"),
+    [
+        ({"SLURM_JOB_ID": "7", "CUDA_VISIBLE_DEVICES": "2,5"}, [2, 5]),
+        ({"SLURM_JOB_ID": "7", "CUDA_VISIBLE_DEVICES": f"{nvml.gpu_uuid(6)},{nvml.gpu_uuid(1)}"}, [1, 6]),
+        ({"PBS_JOBID": "7.host", "CUDA_VISIBLE_DEVICES": ""}, []),
+        ({"SLURM_JOB_ID": "7", "CUDA_VISIBLE_DEVICES": "3,NoDevFiles"}, [3]),
+        ({"SLURM_JOB_ID": "7"}, range(8)),
+        # set by a user for one program
+        ({"CUDA_VISIBLE_DEVICES": "2,5"}, range(8)),
+    ],
+)
+def test_in_a_job_the_assigned_gpus_are_the_pools(
+    nvml_stub: Stub, variables: dict[str, str], numbers: Sequence[int]
+) -> None:
+    found = inventory(nvml_stub(nvml.a10s(8)) | variables)
+    assert [device.uuid for device in found.devices] == [nvml.gpu_uuid(number) for number in numbers]
+    assert found.problem == ""
+
+
+def test_gpus_without_a_device_file_are_not_the_pools(nvml_stub: Stub, tmp_path: Path) -> None:
+    for name in ("nvidiactl", "nvidia0", "nvidia3"):
+        (tmp_path / name).touch()
+    code = (
+        "import sys, msgspec\nfrom pathlib import Path\nfrom sgpu_magic.agent.watch import inventory, nvml\n"
+        "devices, problem = inventory._Reader(nvml.open_nvml(), frozenset(), {}, Path(sys.argv[1])).read()\n"
+        "assert not problem, problem\nprint(*(device.uuid for device in devices))"
+    )
+    environ = os.environ | {"PYTHONPATH": str(ROOT)} | nvml_stub(nvml.a10s(4))
+    done = subprocess.run(
+        [sys.executable, "-c", code, tmp_path], env=environ, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == [nvml.gpu_uuid(0), nvml.gpu_uuid(3)]
 
 
 def test_mig_mode_without_slices_is_said(nvml_stub: Stub) -> None:
@@ -408,8 +466,33 @@ def test_nvml_stays_open_for_a_while_after_an_inventory(nvml_stub: Stub) -> None
             keeper.stdin.write("take\n")
             keeper.stdin.flush()
             assert keeper.stdout.readline() == "2\n"
-            # once: an inventory has closed it again for itself
+            # only once: the inventory has closed its own handle again
             assert nvml.times_open(environ, keeper.pid) == 1
         keeper.stdin.close()
         eventually(lambda: nvml.times_open(environ, keeper.pid) == 0, 5, "NVML closed")
         keeper.kill()
+
+
+# ---------------------------------------------------------------- how the GPUs are connected
+
+
+def test_distances_are_those_of_the_topology_in_bus_order(nvml_stub: Stub) -> None:
+    # NVML lists them in another order than the bus; 0 and 2, 1 and 3 are pairs with NVLink
+    ids = [nvml.gpu_uuid(number) for number in range(4)]
+    ends = [[(ids[1], 50, False), (ids[2], 30, True), (ids[3], 50, False)], [(ids[2], 50, False), (ids[3], 30, True)]]
+    ends += [[(ids[3], 40, False)], []]
+    gpus = [nvml.StubGpu(ids[at], bus=at + 1, links=links) for at, links in enumerate(ends)]
+    found = inventory(nvml_stub(devices=[gpus[2], gpus[0], gpus[3], gpus[1]])).devices
+    assert [device.uuid for device in found] == ids
+    assert [device.distances for device in found] == [(0, 50, 0, 50), (50, 0, 50, 0), (0, 50, 0, 40), (50, 0, 40, 0)]
+
+
+@pytest.mark.parametrize("code", [3, 13, 15], ids=["not supported", "old driver", "lost GPU"])
+def test_distances_that_the_driver_does_not_tell_are_unknown(nvml_stub: Stub, code: int) -> None:
+    gpus = nvml.a10s(2)
+    linked = [nvml.StubGpu(gpus[0].uuid, links=[(gpus[1].uuid, 20, False)]), gpus[1]]
+    found = inventory(nvml_stub(devices=linked, failures={"nvmlDeviceGetTopologyCommonAncestor": code}))
+    assert [device.distances for device in found.devices] == [(), ()]
+    assert not found.problem
+    told = inventory(nvml_stub(devices=linked, failures={"nvmlDeviceGetP2PStatus": code})).devices
+    assert [device.distances for device in told] == ([(0, 20), (20, 0)] if code != 15 else [(), ()])

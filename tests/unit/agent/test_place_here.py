@@ -1,4 +1,4 @@
-"""Where ranks stand on a node: the kernel's place in terms of what the node has."""
+"""Where ranks start on a node: the kernel's place translated to the node's paths and variables."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from launches import KERNELS
 from launches import placed_launch as launch
 
-from sgpu_magic.agent.node_context import place_here
+from sgpu_magic.agent.node_context import localize
 from sgpu_magic.packages.node.store import Built
 
 BUILT = Built(
@@ -24,12 +24,12 @@ BUILT = Built(
 
 def test_a_node_that_sees_the_kernel_changes_nothing(tmp_path: Path):
     order = launch(tmp_path, elsewhere=False, A="1")
-    assert place_here(order, None, {}) is order
+    assert localize(order, None, {}) is order
 
 
 def test_with_built_packages_the_users_own_folders_stay(tmp_path: Path):
     order = launch(tmp_path, elsewhere=False, PATH="/venv/bin:/usr/bin", VIRTUAL_ENV="/venv", PYTHONPATH="/x", A="1")
-    placed = place_here(order, BUILT, {}).context
+    placed = localize(order, BUILT, {}).context
     assert placed.sys_path == ("/nb", *BUILT.sys_path, "/shelf")
     assert placed.cwd == "/nb"
     assert placed.environ == {"PATH": "/node/env/venv/bin:/usr/bin", "VIRTUAL_ENV": "/node/env/venv", "A": "1"}
@@ -44,7 +44,7 @@ def test_elsewhere_code_stands_in_place_of_its_entry_and_nothing_else_of_the_cli
     folder = tmp_path / "unpacked"
     folder.mkdir()
     order = launch(tmp_path, elsewhere=True, A="1")
-    placed = place_here(order, BUILT, {"/nb": str(folder)})
+    placed = localize(order, BUILT, {"/nb": str(folder)})
     link, *rest = placed.context.sys_path
     assert os.readlink(link) == str(folder)
     assert Path(link).is_relative_to(tmp_path / "r1" / "code")
@@ -54,22 +54,22 @@ def test_elsewhere_code_stands_in_place_of_its_entry_and_nothing_else_of_the_cli
     environ = placed.context.environ
     assert (environ["OF_THE_NODE"], environ["A"]) == ("yes", "1")
     assert "SGPU_STATE_DIR" not in environ
-    # a launch that an adopted run brings back
-    assert place_here(placed, BUILT, {"/nb": str(folder)}) == placed
+    # the launch of an adopted run, which is already translated
+    assert localize(placed, BUILT, {"/nb": str(folder)}) == placed
 
 
 def test_the_notebooks_folder_stays_between_the_standard_library_and_the_packages(tmp_path: Path):
     order = launch(tmp_path, elsewhere=False)
     library, further, packages = KERNELS
     context = msgspec.structs.replace(order.context, sys_path=(library, further, "/nb", packages))
-    placed = place_here(msgspec.structs.replace(order, context=context), BUILT, {})
+    placed = localize(msgspec.structs.replace(order, context=context), BUILT, {})
     assert placed.context.sys_path == (BUILT.sys_path[0], "/nb", BUILT.sys_path[1])
-    assert place_here(placed, BUILT, {}) == placed
+    assert localize(placed, BUILT, {}) == placed
 
 
 def test_given_variables_go_whatever_they_are(tmp_path: Path):
     order = launch(tmp_path, elsewhere=False, env_names=("PATH", "PYTHONPATH"), PATH="/mine", PYTHONPATH="/x")
-    environ = place_here(order, BUILT, {}).context.environ
+    environ = localize(order, BUILT, {}).context.environ
     assert (environ["PATH"], environ["PYTHONPATH"]) == ("/mine", "/x")
 
 
@@ -78,11 +78,11 @@ def test_a_sessions_cells_find_its_code_under_one_path(tmp_path: Path):
     for folder in (first, second):
         folder.mkdir()
     cell = launch(tmp_path, elsewhere=True, session="s1")
-    one = place_here(cell, BUILT, {"/nb": str(first)}).context
-    two = place_here(cell, BUILT, {"/nb": str(second)}).context
-    later = place_here(cell, BUILT, {}).context
+    one = localize(cell, BUILT, {"/nb": str(first)}).context
+    two = localize(cell, BUILT, {"/nb": str(second)}).context
+    later = localize(cell, BUILT, {}).context
     assert one.sys_path == two.sys_path == later.sys_path
     assert one.cwd == str(tmp_path / "s1" / "work")
     assert os.readlink(one.sys_path[0]) == str(second)
     fresh = msgspec.structs.replace(cell, spec=msgspec.structs.replace(cell.spec, fresh=True))
-    assert place_here(fresh, BUILT, {}).context.cwd == str(tmp_path / "r1" / "work")
+    assert localize(fresh, BUILT, {}).context.cwd == str(tmp_path / "r1" / "work")

@@ -1,4 +1,4 @@
-"""Where ranks are: stack files, faulthandler's text, the flight recorder, and the decision that a run has stalled."""
+"""Rank stacks: stack files, faulthandler's text, the flight recorder, and the decision that a run has stalled."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_the_crashed_thread_counts():
 def test_the_main_thread_counts_where_no_python_crashed():
     text = CRASH_3_11.replace("Current thread", "Thread")
     assert parse(text, 0x7F0AA1FFB640)[0].line == 331
-    # listed last when its ident is not known
+    # without a known ident, the main thread is the one listed last
     assert parse(text) == WANTED
 
 
@@ -127,7 +127,7 @@ def test_the_function_of_torch_that_the_cell_called():
         WANTED[2],
     )
     assert NotebookFrames(CELL).collective(frames) == "all_reduce"
-    # torch below the cell is its own way to the cell, such as a launcher's
+    # torch frames outside the cell, such as a launcher's, do not count
     assert NotebookFrames(CELL).collective((WANTED[1], *frames[:2])) == ""
 
 
@@ -190,12 +190,12 @@ def test_a_crash_leaves_its_own_line_and_says_nothing_on_stderr():
 
 @linux_only
 def test_a_process_that_holds_the_interpreter_answers():
-    # an expression that takes years, and never gives the interpreter away
+    # an expression that takes years and never releases the GIL
     with rank_like("__import__('re').match(r'(a+)+$', 'a' * 60 + 'b')") as (process, stack_file):
         assert catches(process.pid, STACK_SIGNAL) is True
 
         def asked() -> list[tuple[str, int]]:
-            # each answer takes the place of the one before
+            # each answer replaces the previous one
             stack_file.forget()
             process.send_signal(STACK_SIGNAL)
             eventually(lambda: stack_file.written().count("\n") >= 4, 5, stack_file.written)
@@ -240,7 +240,7 @@ def test_py_spys_stack_of_a_stopped_process():
                 pytest.skip(f"py-spy may not look into processes here: {found.stderr.decode()}")
             return functions(parse_py_spy(found.stdout, process.pid))
 
-        # it may be stopped just before it sleeps
+        # the process may be stopped just before it sleeps
         eventually(lambda: stopped_stack() == [("inner", 8), ("outer", 10), ("<module>", 11)], 10, stopped_stack)
         assert parse_py_spy(b"{}", process.pid) == ()
 
@@ -305,9 +305,9 @@ def test_an_empty_recorder_tells_nothing():
 # ---------------------------------------------------------------- stalled
 
 
-def waits(rank: int, number: int = 41, entered_s: float | None = 100.0) -> RankLook:
+def waits(rank: int, number: int = 41, entered_s: float | None = 100.0, idle_s: float = 0.0) -> RankLook:
     collective = Collective(name="all_reduce", seq=number, pending=True)
-    return RankLook(RankStack(rank=rank, collective=collective), "all_reduce", 15, entered_s)
+    return RankLook(RankStack(rank=rank, collective=collective), "all_reduce", 15, entered_s, idle_s)
 
 
 def works(rank: int, idle_s: float = 100.0) -> RankLook:
@@ -321,7 +321,7 @@ def test_a_run_has_stalled_when_some_wait_and_nobody_works():
     assert found.seconds == 30.5
     assert [stack.rank for stack in found.stacks] == [0, 1, 2]
     assert judge.stalled
-    # told once
+    # reported once
     assert judge.look(110, 41.0, [waits(0), works(1), waits(2)]) is None
 
 
@@ -350,6 +350,12 @@ def test_without_a_flight_recorder_the_place_must_stay_the_same():
     assert isinstance(judge.look(150, 250.0, [waits(0, 1, None), works(1)]), Stalled)
 
 
+def test_a_wait_whose_beginning_is_unknown_counts_while_the_rank_uses_nothing():
+    """`recv` and `new_group` are reported as soon as other hangs."""
+    assert isinstance(StallJudge(30).look(100, 31.0, [waits(0, 0, None, idle_s=30.5), works(1)]), Stalled)
+    assert StallJudge(30).look(100, 31.0, [waits(0, 0, None, idle_s=29.0), works(1)]) is None
+
+
 def test_a_changed_picture_is_told_again_and_movement_too():
     judge = StallJudge(30)
     assert isinstance(judge.look(100, 50.0, [waits(0), works(1)]), Stalled)
@@ -366,14 +372,14 @@ def test_idle_time_counts_from_the_last_use():
     watch = CpuWatch()
     assert watch.look(10, {1: 5.0, 2: 5.0}) == {1: 0.0, 2: 0.0}
     assert watch.look(12, {1: 5.05, 2: 6.0}) == {1: 2.0, 2: 0.0}
-    # a child that has ended takes its time along
+    # the total falls when a child has ended
     assert watch.look(14, {1: 5.05, 2: 5.5, 3: 0.0}) == {1: 4.0, 2: 0.0, 3: 0.0}
     assert watch.look(16, {1: 5.1, 2: 5.5}) == {1: 6.0, 2: 2.0}
 
 
 def test_looks_in_quick_succession_see_a_process_that_shares_its_core():
     watch = CpuWatch()
-    # a fifth of a core, of which each look sees less than the system's clock tells apart
+    # a fifth of a core: each interval adds no more than one tick of the system's clock
     idle = [watch.look(0.05 * step, {1: 0.01 * step, 2: 0.002 * step}) for step in range(41)]
     assert max(seen[1] for seen in idle) < 0.3
     assert idle[-1][2] == pytest.approx(2.0)
@@ -412,7 +418,7 @@ def test_a_kill_with_memory_to_spare_was_somebodys():
 def test_a_kill_with_memory_nearly_full_was_most_likely_for_that():
     watch = MemoryWatch(24_000_000_000)
     assert watch.verdict(21_800_000_000, []) == "most likely out of memory (it held 21.8 of 24 GB)"
-    # the run's other ranks take their part
+    # the other ranks' memory counts too
     own = peak_memory(os.getpid())
     watch = MemoryWatch(int(own * 1.5))
     assert watch.verdict(own // 2, [os.getpid()]).startswith("most likely out of memory")

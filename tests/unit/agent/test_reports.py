@@ -1,9 +1,10 @@
-"""Events on their way from the agent to the pool service: none lost, none twice, whatever dies between."""
+"""Events between the agent and the pool service: none lost and none duplicated, whichever process dies."""
 
 from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -34,7 +35,7 @@ from sgpu_magic.wire.devices import Placement
 from sgpu_magic.wire.events import AttemptFailed, EventBody, Noted, RunEnded, Submitted
 from sgpu_magic.wire.files import EVENTS, RunFileStored, StoreRunFile
 from sgpu_magic.wire.node import DevicesFree, RanksGone, RunEvent
-from sgpu_magic.wire.rank_events import Failure, OutputWritten, Sampled
+from sgpu_magic.wire.rank_events import CommMessage, CommsMoved, DisplayPublished, Failure, OutputWritten, Sampled
 from sgpu_magic.wire.run import CellSource, Owner, RunSpec
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ SPEC = RunSpec(
 
 
 class Wire(RuleBasedStateMachine):
-    """An agent, and services that read, keep, confirm and die at any moment."""
+    """An agent, and services that read, store and confirm events and may die at any moment."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,11 +170,46 @@ def test_a_flood_while_no_service_is_there_is_not_kept_for_ever(monkeypatch: pyt
     assert {(body.skipped_bytes, body.skipped_lines) for body in left_out} == {(1000, 1)}
 
 
+def test_figures_and_widgets_while_no_service_is_there_are_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(reports, "_KEPT_BYTES", 10_000)
+    sent: list[tuple[Record, Sequence[bytes]]] = []
+    flooded = Reports(lambda message, frames=(): sent.append((message, frames)))
+    flooded.begin(RUN, 0)
+    flooded.service_lost()
+    figure = DisplayPublished(rank=0, bundle=b'{"image/png": "%s"}' % (b"x" * 1000), display_id="plot", update=True)
+    update = CommMessage(comm_id="bar", kind="msg", data=b"{}", buffers=1)
+    close = CommMessage(comm_id="bar", kind="close")
+    for _ in range(50):
+        flooded.happened(RUN, figure, ())
+        flooded.happened(RUN, CommsMoved(rank=0, messages=(update, close)), (bytes(1000),))
+    flooded.happened(RUN, figure, ())
+    flooded.adopt(RUN, 0)
+    events = [(message, frames) for message, frames in sent if isinstance(message, RunEvent)]
+    assert [event.number for event, _ in events] == list(range(1, 102))
+    displays = [event.body for event, _ in events if isinstance(event.body, DisplayPublished)]
+    whole = [body for body in displays if body == figure]
+    assert displays[-1] in whole, "the newest are those that are wanted"
+    buffers = sum(len(frame) for _, frames in events for frame in frames)
+    assert 0 < sum(len(body.bundle) for body in whole) + buffers <= 10_000
+    left_out = [body for body in displays if body != figure]
+    assert {(body.display_id, body.update) for body in left_out} == {("plot", True)}
+    assert all("was left out" in json.loads(body.bundle)["text/plain"] for body in left_out)
+    moved = [(event.body.messages, frames) for event, frames in events if isinstance(event.body, CommsMoved)]
+    assert all(frames or messages == (close,) for messages, frames in moved)
+    # confirmed events free space
+    flooded.kept(RUN, 101)
+    sent.clear()
+    flooded.service_lost()
+    flooded.happened(RUN, figure, ())
+    flooded.adopt(RUN, 101)
+    assert [message.body for message, _ in sent if isinstance(message, RunEvent)] == [figure]
+
+
 # ---------------------------------------------------------------- runs whose files go to another machine
 
 
 class FarAgent:
-    """The part of an agent that holds one such run, and a pool that takes its files when it is told to."""
+    """The part of an agent that holds such a run, and a pool that accepts its files on demand."""
 
     def __init__(self, state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(run_registry, "_KEEP_DELAY_S", 0.01)
@@ -199,7 +235,7 @@ class FarAgent:
     def send(self, message: Record, frames: Sequence[bytes] = ()) -> None:
         self.sent.append(message)
         if isinstance(message, RunEvent):
-            # the pool has it on disk at once
+            # the pool writes it to disk immediately
             asyncio.get_running_loop().call_soon(self.reports.kept, RUN_THERE, message.number)
         elif isinstance(message, StoreRunFile) and self.takes_files:
             stored = RunFileStored(request=message.request)
@@ -208,13 +244,13 @@ class FarAgent:
             self._waiting.append(message)
 
     def take_files(self) -> None:
-        """The network is there again."""
+        """The network is back."""
         self.takes_files = True
         for message in self._waiting:
             self.requests.answered(RunFileStored(request=message.request), ())
 
     def end(self) -> None:
-        """Its ranks have ended, and left."""
+        """Its ranks have ended and are gone."""
         self.runs.happened(RUN_THERE, RunEnded(state=RunState.SUCCEEDED), ())
         self.runs.run_gone(self.run)
 
@@ -225,7 +261,7 @@ class FarAgent:
 
     @property
     def told(self) -> list[str]:
-        """What the pool was told of the run, other than that files of it come: numbers and kinds."""
+        """What the pool received about the run, other than files: event numbers and record kinds."""
         told = [message for message in self.sent if not isinstance(message, StoreRunFile)]
         return [
             f"{one.number} {type(one.body).__name__}" if isinstance(one, RunEvent) else type(one).__name__
@@ -243,7 +279,7 @@ def test_devices_are_told_free_before_files_are_there_and_the_run_is_kept_until_
         agent.takes_files = False
         agent.end()
         assert agent.told == ["1 Noted", "DevicesFree"]
-        # many times as long as it would be kept if nothing of it were to come
+        # much longer than the run would be kept if it had no files to send
         await asyncio.sleep(0.2)
         assert agent.runs.get(RUN_THERE) is agent.run
         agent.take_files()
@@ -254,7 +290,7 @@ def test_devices_are_told_free_before_files_are_there_and_the_run_is_kept_until_
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("what", ["_send_logs", "list_below", "open_below"])
+@pytest.mark.parametrize("what", ["_send_logs", "contents_below", "open_below"])
 def test_a_fault_of_the_disk_costs_files_and_not_the_runs_end(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -274,7 +310,7 @@ def test_a_fault_of_the_disk_costs_files_and_not_the_runs_end(
         notes = [said.body.text for said in agent.sent if isinstance(said, RunEvent) and isinstance(said.body, Noted)]
         if what != "_send_logs":
             (note,) = notes
-            named = "its directory" if what == "list_below" else "rank-0.log"
+            named = "its directory" if what == "contents_below" else "rank-0.log"
             assert note.startswith("files of the run were not transferred to the pool and are lost: ")
             assert f"{named} (Input/output error)" in note
 
@@ -286,7 +322,7 @@ def test_a_fault_of_the_disk_costs_files_and_not_the_runs_end(
 
 def append(log: RunLog, body: EventBody, at: float, number: int) -> None:
     """As an agent's event comes."""
-    log.append(body, at, told=RunEvent(run_id=RUN, number=number, at=at, body=body))
+    log.append(body, at, report=RunEvent(run_id=RUN, number=number, at=at, body=body))
 
 
 def log_with(directory: Path, count: int) -> RunLog:
@@ -340,7 +376,7 @@ def test_a_log_keeps_what_a_full_disk_does_not_take_and_writes_it_later(tmp_path
     with small_disk(tmp_path / "disk", "tmpfs", megabytes=1) as disk:
         log = log_with(disk.path / "run", 1)
         disk.fill()
-        # what fits into the last page is written; half an event never is
+        # events that fit into the last page are written whole, never in part
         for number in range(2, 102):
             append(log, Noted(text=f"{number} {'x' * 100}"), 3.0, number)
         assert log.problem == "No space left on device"

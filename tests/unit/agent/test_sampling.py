@@ -1,7 +1,8 @@
-"""What the agent measures: processes, GPUs through a stand-in for NVML, samples, idle GPUs."""
+"""The agent's measurements: processes, GPUs through a stand-in for NVML, samples, idle GPUs."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import resource
@@ -25,6 +26,7 @@ from sgpu_magic.agent.ranks.run_processes import ProcessTable, TreeUse
 from sgpu_magic.agent.watch.gpus import IdleWatch, waits_in
 from sgpu_magic.agent.watch.nvml import GpuReading
 from sgpu_magic.agent.watch.sampling import RunSampler, merged
+from sgpu_magic.agent.watch.shared_pages import SharedPages
 from sgpu_magic.files.run_directory import EventFile
 from sgpu_magic.pool.run_log import RunLog
 from sgpu_magic.system.processes import core_count
@@ -49,7 +51,7 @@ SPIN = "import time; end = time.monotonic() + 60\nwhile time.monotonic() < end: 
 
 @pytest.fixture
 def processes() -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
-    """Starts processes in sessions of their own, ended after the test with all that they started."""
+    """Starts processes in their own sessions; they and their descendants are ended after the test."""
     started: list[subprocess.Popen[bytes]] = []
 
     def start(*command: str) -> subprocess.Popen[bytes]:
@@ -85,7 +87,7 @@ def test_a_rank_uses_what_it_and_its_children_use(processes: Callable[..., subpr
 
 @linux_only
 def test_time_of_children_that_have_ended_still_counts(processes: Callable[..., subprocess.Popen[bytes]]):
-    # what the system counts may be a hundredth of a second less for each
+    # the system's count may be a hundredth of a second low for each child
     burn = "import time\nwhile time.process_time() < 0.22: pass"
     code = f"import subprocess, sys\nfor _ in range(2): subprocess.run([sys.executable, '-c', {burn!r}])\ninput()"
     process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, start_new_session=True)
@@ -102,6 +104,43 @@ def test_time_of_children_that_have_ended_still_counts(processes: Callable[..., 
         assert seen == sorted(seen), "it never goes back"
     finally:
         process.communicate(b"\n")
+
+
+# a 200 MB parent with three forked children, each of which writes to a tenth of its pages
+FORKS = """
+import os, signal
+data = bytearray(os.urandom(1 << 20) * 200)
+for _ in range(3):
+    if not os.fork():
+        data[: 20 << 20] = os.urandom(20 << 20)
+        print("written", flush=True)
+        signal.pause()
+signal.pause()
+"""
+
+
+@linux_only
+def test_memory_that_forked_children_share_counts_once():
+    table = ProcessTable()
+
+    async def measured(pid: int) -> TreeUse:
+        pages, deadline = SharedPages(), time.monotonic() + 20
+        while True:
+            tree = pages.counted_once(table.trees([pid]))[pid]
+            assert tree.rss_bytes >= tree.own_rss_bytes
+            if tree.rss_bytes > tree.own_rss_bytes or time.monotonic() > deadline:
+                return tree
+            await asyncio.sleep(0.01)
+
+    with subprocess.Popen([sys.executable, "-c", FORKS], stdout=subprocess.PIPE, start_new_session=True) as process:
+        assert process.stdout is not None
+        for _ in range(3):
+            assert process.stdout.readline() == b"written\n"
+        raw = table.trees([process.pid])[process.pid]
+        assert raw.rss_bytes > 700e6, "four times the same"
+        tree = asyncio.run(measured(process.pid))
+        assert 250e6 < tree.rss_bytes < 320e6
+        os.killpg(process.pid, 9)
 
 
 @linux_only
@@ -306,7 +345,7 @@ def test_a_lost_gpu_says_so_and_the_others_are_read_on(reader: Callable[..., Rea
     assert found[UUIDS[0]]["problem"].startswith("it can't be read: it has fallen off the bus; reset it")
     assert found[UUIDS[0]]["utilization_pct"] is None
     assert found[UUIDS[1]]["utilization_pct"] == 60
-    # somebody has reset it
+    # the GPU was reset
     nvml.change(one.environ, [gpu(1), gpu(0, utilization_pct=5)])
     found = one.read()[UUIDS[0]]
     assert (found["lost"], found["utilization_pct"]) == (False, 5)
@@ -363,14 +402,14 @@ class _Rank:
 
 
 class _Ranks:
-    """What a sampler sees of a group."""
+    """The part of a group that a sampler uses."""
 
     def __init__(self, count: int) -> None:
         self.ranks = [_Rank(rank) for rank in range(count)]
 
 
 class Sampler:
-    """A sampler of a run with a clock of its own, and what it has said."""
+    """A sampler of a run with its own clock, and the samples that it has sent."""
 
     def __init__(
         self,
@@ -393,7 +432,7 @@ class Sampler:
     def _trees(self, cores: float) -> dict[int, TreeUse]:
         self._cpu_s += cores
         return {
-            rank.pid: TreeUse(frozenset({rank.pid, rank.pid + 1000}), self._cpu_s, 400_000_000)
+            rank.pid: TreeUse(frozenset({rank.pid, rank.pid + 1000}), self._cpu_s, 400_000_000, 400_000_000)
             for rank in self.group.ranks
             if rank.alive
         }
@@ -563,7 +602,7 @@ def test_the_log_of_a_day_with_8_ranks_stays_under_10_mb(tmp_path: Path):
             run.step(readings(step), cores=1.234)
         for body in run.said:
             at = 1_763_653_000.123
-            log.append(body, at, told=RunEvent(run_id="0" * 26, number=12_345, at=at, body=body))
+            log.append(body, at, report=RunEvent(run_id="0" * 26, number=12_345, at=at, body=body))
     finally:
         log.close()
     assert len(run.said) == 720
@@ -590,7 +629,7 @@ def test_a_gpu_is_idle_after_a_while_and_told_once():
     assert watch.explain(170, {0: "all_reduce"}) == [DeviceIdle(rank=0, seconds=70, waits_in="all_reduce")]
     assert watch.look(171, {0: 30, 1: 80}) == [DeviceBusy(rank=0)]
     assert watch.look(172, {0: 30, 1: 80}) == []
-    assert watch.told == set()
+    assert watch.reported == set()
 
 
 def test_a_gpu_that_worked_a_moment_is_not_idle():

@@ -1,4 +1,4 @@
-"""The `sgpu` command: real kernels, real runs, the command as a process of its own."""
+"""The `sgpu` command as a separate process, with real kernels and real runs."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from examples import first_rows
 from kernels import Home, Kernel, eventually
 
 from sgpu_magic.cli import doctor
@@ -45,7 +46,7 @@ def output_of(home: Home, *arguments: str) -> str:
 
 
 def only_error(result: tuple[int, str, str], code: int) -> str:
-    """The one paragraph of a failed command, above the pointer to its page of help."""
+    """The only paragraph of a failed command, above the pointer to its help page."""
     assert (result[0], result[1]) == (code, "")
     assert result[2].startswith("sgpu: ")
     paragraph, pointer = result[2].splitlines()
@@ -54,7 +55,7 @@ def only_error(result: tuple[int, str, str], code: int) -> str:
 
 
 def kept_run(home: Home, run_id: str, logs: dict[int, bytes]) -> str:
-    """A run's directory as a pool of an earlier time left it."""
+    """A run's directory as an earlier pool left it."""
     directory = home.run_dir(run_id)
     directory.mkdir(parents=True)
     for rank, data in logs.items():
@@ -64,7 +65,7 @@ def kept_run(home: Home, run_id: str, logs: dict[int, bytes]) -> str:
 
 @pytest.fixture
 def bare_home() -> Iterator[Home]:
-    """A home in which nothing ever ran."""
+    """A home without any runs."""
     made = Home()
     yield made
     made.close()
@@ -115,7 +116,7 @@ def test_without_a_pool_everything_says_so_and_starts_none(bare_home: Home):
 
 @pytest.mark.parametrize(
     ("arguments", "word"),
-    [
+    first_rows([
         (["logs"], "RUN"),
         (["logs", "../../etc/passwd"], "is not a run's id"),
         (["logs", ""], "is not a run's id"),
@@ -129,7 +130,7 @@ def test_without_a_pool_everything_says_so_and_starts_none(bare_home: Home):
         (["stacks", "%"], "is not a run's id"),
         (["detach"], "RUN"),
         (["fly"], "fly"),
-    ],
+    ], 5),
 )  # fmt: skip
 def test_what_means_nothing_is_one_paragraph(bare_home: Home, arguments: list[str], word: str):
     assert word in only_error(sgpu(bare_home, *arguments), 2)
@@ -154,7 +155,7 @@ def test_the_installed_command_is_this_one():
     assert done.stdout.startswith("sgpu-magic 0.")
 
 
-# ------------------------------------------------------------ logs that lie there
+# ------------------------------------------------------------ logs without a pool
 
 
 def test_a_log_is_made_safe_for_a_terminal(bare_home: Home):
@@ -230,7 +231,7 @@ def test_the_doctor_names_the_pool_and_its_version(kernel: Kernel, home: Home, m
     (found,) = doctor.pool(settings)
     assert found.level is Level.OK
     assert found.text.startswith(f"process {home.pool_pid()}, sgpu-magic ")
-    # the notebook is one
+    # the notebook counts as one
     assert re.search(r", [1-9]\d* clients?$", found.text)
     monkeypatch.setattr(doctor, "__version__", "0.0.9")
     (found,) = doctor.pool(settings)

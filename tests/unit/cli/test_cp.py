@@ -1,4 +1,4 @@
-"""`sgpu cp` on the directories of runs: which files are meant, and what is said when there are none."""
+"""`sgpu cp` on run directories: which files are copied, and the message when there are none."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NODES = (NodeShare(node="a", host="ml-1", ranks=2), NodeShare(node="b", host="ml
 
 @pytest.fixture
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[KeptRuns]:
-    """The runs of a state directory, which is the command's; the working directory is empty."""
+    """The runs in the command's state directory; the working directory is empty."""
     for name, value in {"STATE_DIR": "state", "RUNTIME_DIR": "run", "CONFIG": "own/config.toml"}.items():
         monkeypatch.setenv(f"SGPU_{name}", str(tmp_path / value))
     (tmp_path / "here").mkdir()
@@ -98,14 +98,29 @@ def test_a_folder_is_copied_and_then_only_what_changed(kept: KeptRuns, capsys: p
     (directory / "work/out/deep/run.sh").write_bytes(b"#!/bin/sh\n")
     assert cli.main(["cp", "7f3a:out", "."]) == 0
     assert capsys.readouterr().out.splitlines()[-2:] == [
-        "   2.0 kB  out/model.pt  (unchanged)", "2 files, 10 B copied",
+        "     10 B  out/deep/run.sh", "2 files, 10 B copied, 1 unchanged",
     ]  # fmt: skip
-    # a target that is not there becomes the folder itself; one with a slash at its end is a folder for the file
+    # a missing target becomes the folder itself; a target that ends with a slash is a folder for the file
     assert cli.main(["cp", "7f3a:out", "new"]) == 0
     assert sorted(os.listdir("new")) == ["deep", "model.pt"]
     assert cli.main(["cp", "7f3a:out/model.pt", "into/"]) == 0
     assert os.listdir("into") == ["model.pt"]
     assert not list(Path().rglob(".*part"))
+
+
+def test_links_are_left_out_with_a_note(kept: KeptRuns, capsys: pytest.CaptureFixture[str]):
+    directory = kept.add(RUN, files={"work/out/a": b"a", "work/linked": b"b"})
+    (directory / "code").symlink_to("/etc")
+    (directory / "work/out/best").symlink_to("a")
+    (directory / "work/out/folder").symlink_to("/etc")
+    for path, named in (("out", "out/best, out/folder"), ("", "work/out/best, work/out/folder")):
+        assert cli.main(["cp", f"7f3a:{path}", "into/"]) == 0
+        told = " ".join(capsys.readouterr().err.split())
+        assert "symbolic links are not copied" in told
+        assert f"left out: {named}." in told
+    assert not any(file.is_symlink() for file in Path("into").rglob("*"))
+    assert cli.main(["cp", "7f3a:linked", "into/"]) == 0
+    assert capsys.readouterr().err == ""
 
 
 def test_several_folders_of_a_run_keep_their_names(kept: KeptRuns):
@@ -131,7 +146,7 @@ def test_files_that_an_ended_run_does_not_have(
     assert "run 7f3a has no model.pt. `sgpu cp 7f3a:` lists its files." in capsys.readouterr().err
     assert cli.main(["cp", "7f3a/0:", "."]) == 2
     assert "run 7f3a has no files." in capsys.readouterr().err
-    # ranks of this machine wrote to the notebook's own folder
+    # ranks on this machine wrote directly to the notebook's folder
     kept.write_record(RUN, "/data/notebook")
     assert cli.main(["cp", "7f3a:model.pt", "."]) == 2
     assert "Its ranks' working directory was /data/notebook on this machine" in capsys.readouterr().err

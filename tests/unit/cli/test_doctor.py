@@ -1,4 +1,4 @@
-"""`sgpu doctor`: what is wrong is named with its remedy, on machines made wrong on purpose."""
+"""`sgpu doctor`: problems are reported with their remedies, on deliberately broken machines."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ LEVELS = {"ok", "warning", "problem"}
 
 @pytest.fixture
 def bare_home() -> Iterator[Home]:
-    """A home in which nothing ever ran."""
+    """A home without any runs."""
     made = Home()
     yield made
     made.close()
 
 
 class Report:
-    """What the doctor said: its findings by name, each (level, text, remedy)."""
+    """The doctor's findings by name, each (level, text, remedy)."""
 
     def __init__(self, home: Home, variables: dict[str, str] | None = None, shell: str = "") -> None:
         environ = {k: v for k, v in home.environ.items() if not k.startswith(("CUDA_", "GLOO_"))}
@@ -67,7 +67,7 @@ class Report:
                 self.found.append((line[:7].strip(), line[9:29].strip(), line[31:], ""))
         assert {level for level, *_ in self.found} <= LEVELS
         assert "\x1b" not in done.stdout
-        # its own processes and files are gone
+        # its own processes and files are cleaned up
         assert list((home.path / "tmp").iterdir()) == []
         assert home.processes().keys() <= {*home.kernel_pids, *below_pool(home)}
 
@@ -131,7 +131,7 @@ def test_everything_wrong_at_once_is_named_with_its_remedy(bare_home: Home):
     assert report.code == 1
     assert "problems" in report.sum
     assert report.has("ipykernel", "problem", "7.0.1", "pip install -U")
-    # ranks of one machine talk over loopback whatever the environment says
+    # ranks on one machine use loopback whatever the environment says
     assert report.has("all_reduce", "ok")
     assert report.has("settings", "problem", str(config), "Fix it")
     assert report.has("variables", "warning", "SGPU_CPU_SLOT ", "Did you mean SGPU_CPU_SLOTS?")
@@ -262,7 +262,7 @@ def test_which_settings_file_is_read(tmp_path: Path):
     settings, found = doctor.settings_file(environ)
     assert told(found) == [("settings", Level.OK, str(path))]
     assert settings.pool == "team"
-    # the checks go on with the directories that the variables name
+    # the other checks use the directories from the variables
     path.write_text("pool =\n")
     settings, found = doctor.settings_file(environ | {"SGPU_STATE_DIR": "/a", "SGPU_RUNTIME_DIR": "/b"})
     assert [finding.level for finding in found] == [Level.PROBLEM]
@@ -276,7 +276,7 @@ def test_a_check_that_the_system_refuses_is_a_warning_and_the_others_go_on(
         raise OSError(5, "Input/output error", "/data")
 
     monkeypatch.setattr(doctor, "state_directory", refuse)
-    # the probe of torch takes seconds, and is not in question here
+    # the torch probe takes seconds and is not under test here
     monkeypatch.setattr(python_checks, "probe", lambda _: ProbeFacts(numpy="2.3"))
     monkeypatch.setattr(machine_checks, "encryption", lambda: iter(()))
     out = io.StringIO()
@@ -335,7 +335,7 @@ def test_a_ledger_that_was_moved_aside_is_named(tmp_path: Path):
 
 
 def test_a_runtime_directory_that_is_not_private(tmp_path: Path):
-    # short: a socket's path ends at 108 bytes
+    # a short path: socket paths are limited to 108 bytes
     with tempfile.TemporaryDirectory(prefix="sgpu-", dir="/tmp") as folder:
         here, link = Path(folder, "run"), Path(folder, "link")
         here.mkdir(mode=0o700)
@@ -366,7 +366,7 @@ def test_a_pool_that_was_killed_is_no_problem(bare_home: Home):
 
 
 def said_of_pools(home: Home) -> dict[str, Finding]:
-    """What the doctor finds of the list, the key and the pools of a home, by name."""
+    """The doctor's findings about the pools file, the key and the pools of a home, by name."""
     return {found.name: found for found in doctor.listed_pools(load_settings(home.environ))}
 
 
@@ -398,7 +398,7 @@ def test_listed_pools_are_looked_at(user_home: Home, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(doctor, "__version__", "0.0.9")
         assert said_of_pools(user_home)["pool team"].level is Level.WARNING
         assert "and this is 0.0.9" in said_of_pools(user_home)["pool team"].text
-        # a key that was made anew is let in nowhere
+        # a newly created key is not on any pool's list
         (user_home.path / "client.key").unlink()
         found = said_of_pools(user_home)
         assert found["key"].level is Level.PROBLEM

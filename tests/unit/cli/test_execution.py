@@ -1,4 +1,4 @@
-"""Notebooks that `sgpu run` executes in real kernels without a pool: what they are given, and how they end."""
+"""Notebooks that `sgpu run` executes in real kernels without a pool: their environment, and how they end."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def add_kernel(folder: Path, monkeypatch: pytest.MonkeyPatch, argv: list[str]) -> None:
-    """Make the kernel `it` one that is started by `argv`."""
+    """Make `it` a kernel that is started by `argv`."""
     spec = folder / "jupyter" / "kernels" / "it"
     spec.mkdir(parents=True, exist_ok=True)
     (spec / "kernel.json").write_text(json.dumps({"argv": argv, "display_name": "it", "language": "python"}))
@@ -48,7 +48,7 @@ def test_a_terminated_notebook_says_where_and_keeps_its_outputs(folder: Path, ca
     saved(
         folder,
         "import os\nprint(os.environ['SGPU_POOL'], os.environ['SGPU_VARIABLES'], os.environ['A'])\n6 * 7",
-        # the command is this process
+        # the parent process is the command
         "import signal, time\nos.kill(os.getppid(), signal.SIGTERM)\nwhile True: time.sleep(0.01)",
         "print('never')",
     )
@@ -71,9 +71,9 @@ def test_a_terminated_notebook_says_where_and_keeps_its_outputs(folder: Path, ca
 
 def test_the_time_limit_counts_while_the_kernel_starts(folder: Path, monkeypatch: pytest.MonkeyPatch):
     saved(folder, "print('never')")
-    # never answers
+    # this kernel never answers
     add_kernel(folder, monkeypatch, ["sleep", "100"])
-    # a socket's path ends at 108 bytes, so a long folder of temporary files is not used
+    # socket paths are limited to 108 bytes, so a long temporary folder is not used
     long = folder / ("long" * 25)
     long.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(long))

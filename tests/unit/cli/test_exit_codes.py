@@ -7,7 +7,7 @@ import pytest
 from sgpu_magic.cli.headless.outcome import ExitCode, code_of
 from sgpu_magic.errors import see
 
-# as IPython sends them: ours end with the page that helps
+# tracebacks as IPython sends them: our errors end with the pointer to the help page
 OURS = ["UsageError: no", f"{see('usage')}\n"]
 SOMEBODYS = [see("usage"), "UsageError: no"]
 
@@ -21,7 +21,7 @@ SOMEBODYS = [see("usage"), "UsageError: no"]
         ("NodeLost", OURS, ExitCode.POOL),
         ("RunTimeout", OURS, ExitCode.TIMED_OUT),
         ("ZeroDivisionError", OURS, ExitCode.FAILED),
-        # of the same name, but not ours
+        # an error of the same name from another package
         ("UsageError", SOMEBODYS, ExitCode.FAILED),
         ("PoolError", [], ExitCode.FAILED),
     ],

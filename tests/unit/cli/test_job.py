@@ -1,4 +1,4 @@
-"""A job of `sgpu run`: what its target and options mean, and its parameters."""
+"""A job of `sgpu run`: its target, its options and its parameters."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_script_runs_in_the_commands_folder_and_a_notebook_in_its_own(folder: 
     assert from_file.folder == folder / "jobs" / ".."
     assert dict(from_file.variables) == {"A": "true", "B": "1.5", "C": "x"}
     assert job_from("train.ipynb", {}).folder == folder
-    # percent cells are a notebook, unless the file gets arguments or is to be a script
+    # a percent file is a notebook, unless it has arguments or is requested as a script
     assert job_from("cells.py", {}).form is Form.PERCENT
     assert job_from("cells.py", {}, ("1",)).form is Form.SCRIPT
     assert job_from("cells.py", {}, as_script=True).form is Form.SCRIPT

@@ -1,4 +1,4 @@
-"""`sgpu jobs`: the list of jobs, their logs, stopping one, and a job without its terminal."""
+"""`sgpu jobs`: the list of jobs, their logs, stopping one, and detached jobs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NOW = 1_700_000_000.0
 
 @pytest.fixture
 def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
-    """Settings of a state directory in which no job ever ran; the command has the same."""
+    """Settings of a state directory without jobs, which the command shares."""
     monkeypatch.setenv("SGPU_STATE_DIR", str(tmp_path / "state"))
     monkeypatch.setenv("SGPU_CONFIG", str(tmp_path / "config.toml"))
     return load_settings()
@@ -57,9 +57,9 @@ def test_jobs_are_listed_with_their_states_newest_first(settings: Settings, caps
     for number, code in codes.items():
         write(settings, job(number, code=code, ended_at=NOW + number + 65, done=2, cells=3))
     write(settings, begun(job(9, started_at=time.time() - 5, done=1, cells=4, copy="")))
-    # its process is gone, and another one has its number
+    # the process is gone and its pid was reused
     write(settings, job(10, pid=os.getpid(), process_start=process_start(os.getpid()) + 1, started_at=NOW))
-    # it had ended when its number was written down
+    # the process had ended before its pid was recorded
     write(settings, job(12, pid=2**22 + 1, started_at=NOW - 1))
     (folder_of(settings, job(11).job_id)).mkdir()
     (settings.state_path / "jobs" / "notes").mkdir()
@@ -130,7 +130,7 @@ def test_of_ended_jobs_the_newest_are_kept(settings: Settings, monkeypatch: pyte
         write(settings, job(number, ended_at=time.time(), code=0))
     (folder_of(settings, job(2).job_id) / LOG).touch()
     prune(settings)
-    # the oldest still runs
+    # the oldest job is still running
     assert [record.source for record in all_jobs(settings)] == [f"/data/n{number}.ipynb" for number in (5, 4, 1)]
     assert not folder_of(settings, job(2).job_id).exists()
 
@@ -145,10 +145,10 @@ def test_a_record_that_can_not_be_written_does_not_end_its_job(settings: Setting
 def test_a_detached_job_goes_on_without_its_terminal(
     settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    """Its kernel does not start: what that says is in the job's log, and its code in the list."""
+    """Its kernel does not start: the kernel's message is in the job's log, and the exit code in the list."""
     spec = tmp_path / "jupyter" / "kernels" / "broken"
     spec.mkdir(parents=True)
-    # it waits until it may end
+    # the kernel blocks on this until the test lets it end
     os.mkfifo(tmp_path / "go")
     argv = ["sh", "-c", f"read line < {tmp_path / 'go'}; exit 1"]
     (spec / "kernel.json").write_text(json.dumps({"argv": argv, "display_name": "broken", "language": "python"}))
@@ -170,7 +170,7 @@ def test_a_detached_job_goes_on_without_its_terminal(
         assert match is not None, out
         assert (record.pid, record.detached) == (int(match["pid"]), True)
         assert record.job_id.startswith(match["job"])
-        # its own session, so a terminal's Ctrl-C does not reach it; nor does the hang-up
+        # the job has its own session, so neither a terminal's Ctrl-C nor the hang-up ends it
         assert os.getsid(record.pid) == record.pid
         os.kill(record.pid, signal.SIGHUP)
         assert stat.S_IMODE(log.stat().st_mode) == 0o600
@@ -189,7 +189,7 @@ def test_a_detached_job_goes_on_without_its_terminal(
 
 
 def go_on(fifo: Path) -> None:
-    """Let the kernel end, once it reads."""
+    """Let the kernel end once it reads."""
 
     def opened() -> bool:
         try:

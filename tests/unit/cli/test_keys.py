@@ -1,4 +1,4 @@
-"""Key files, the list of whose keys are let in, and the commands that write them."""
+"""Key files, the list of authorized keys, and the commands that write them."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_what_can_be_a_key():
         assert not is_public_key(text), text
 
 
-# ---------------------------------------------------------------- whose keys are let in
+# ---------------------------------------------------------------- authorized keys
 
 
 def test_keys_are_listed_and_taken_away(clients: Path):
@@ -173,7 +173,7 @@ def test_a_key_is_one_users(clients: Path):
         f'ann = {{key = "{ANN}", admin = "yes"}}',
         f'"../ann" = "{ANN}"',
     ],
-    # the keys are new ones each time
+    # the keys differ in each process, so they can't be part of an id
     ids=["broken", "short", "number", "twice", "unknown name", "admin as a text", "a path"],
 )
 def test_a_list_that_means_nothing_lets_in_nobody(clients: Path, text: str):

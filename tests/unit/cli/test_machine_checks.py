@@ -1,4 +1,4 @@
-"""Checks of the system, where a container or sandbox takes something away."""
+"""Checks of the system, where a container or sandbox restricts something."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def by_name(found: Iterator[Finding]) -> dict[str, Finding]:
 # ---------------------------------------------------------------- the host's name
 
 
-# getaddrinfo refuses it without asking a name server; a host's name may have 64 characters
+# getaddrinfo rejects these without asking a name server; a host name may have 64 characters
 @pytest.mark.parametrize("name", ["a" * 64, "two..dots"])
 def test_a_host_name_that_can_not_be_resolved(monkeypatch: pytest.MonkeyPatch, name: str):
     monkeypatch.setattr(socket, "gethostname", lambda: name)
@@ -60,7 +60,7 @@ def test_a_sandbox_without_memory_files(monkeypatch: pytest.MonkeyPatch):
     found = by_name(memory_files())["memory files"]
     assert found.level is Level.WARNING
     assert "Operation not permitted): payloads go through files, which is slower" in found.text
-    # a Python for an older Linux has no such function
+    # Python builds for older Linux versions lack this function
     monkeypatch.delattr(os, "memfd_create")
     assert by_name(memory_files())["memory files"].level is Level.WARNING
 
@@ -132,7 +132,7 @@ def test_too_few_open_files(soft_limit: Callable[[int, int], None], files: int, 
 def test_too_few_processes(
     soft_limit: Callable[[int, int], None], monkeypatch: pytest.MonkeyPatch, most: int, level: Level
 ):
-    # a user who has no process yet, and is not root
+    # a user without processes who is not root
     monkeypatch.setattr(os, "getuid", lambda: 54321)
     soft_limit(resource.RLIMIT_NPROC, most)
     found = by_name(limits())["processes"]

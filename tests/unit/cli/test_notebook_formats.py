@@ -1,4 +1,4 @@
-"""Text forms of notebooks as `sgpu run` reads them, and what is a script."""
+"""Text formats of notebooks that `sgpu run` reads, and which files are scripts."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_a_notebook_that_another_one_runs_is_read_with_it(tmp_path: Path):
     nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("k = 3")]), tmp_path / "nb.ipynb")
     third = file(tmp_path, "c.py", "# Databricks notebook source\n# MAGIC %run ./nb\n")
     assert cells(third) == [("code", "k = 3")]
-    # arguments are for widgets, which only the kernel has
+    # arguments set widgets, which exist only in the kernel
     fourth = file(tmp_path, "d.py", '# Databricks notebook source\n# MAGIC %run ./nb $lr="1 2"\n')
     assert cells(fourth) == [("code", f"%run {tmp_path / 'nb.ipynb'} '$lr=1 2'")]
 

@@ -1,4 +1,4 @@
-"""What the doctor makes of the facts about this Python, its torch and the driver's GPUs."""
+"""The doctor's findings about this Python, its torch and the driver's GPUs."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def test_a_group_that_does_not_work(facts: ProbeFacts, says: str):
 
 
 def test_without_gloo_no_group_is_reported():
-    # the missing gloo is
+    # the missing gloo is reported instead
     assert list(python_checks.group(ProbeFacts(torch="2.9.0"))) == []
-    # it crashed before numpy, too
+    # the probe crashed before numpy, too
     found = list(python_checks.packages(ProbeFacts(last_words="Illegal instruction")))
     assert [(each.name, each.level) for each in found] == [("torch", Level.PROBLEM)]
     assert "can't be imported: Illegal instruction" in found[0].text
@@ -86,7 +86,7 @@ def test_gpus_are_counted_and_those_in_use_are_named(monkeypatch: pytest.MonkeyP
         ({"gpu_build": ""}, "problem", "torch 2.9.0 was built without CUDA", "installation page of PyTorch"),
         ({"gpus": 0}, "problem", "(CUDA 12.8) can use none of the GPUs that the driver lists", "Update the NVIDIA"),
         ({"nccl": False}, "warning", "this torch has no NCCL", "Install a build with NCCL"),
-        # its crash before that is not a GPU without NCCL
+        # a crash before the GPU check does not imply a GPU without NCCL
         ({"gpus": None}, "ok", "built for CUDA 12.8, with NCCL", ""),
     ],
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""`sgpu run`: parameters of its line, what has to be installed, kernels, and retries."""
+"""`sgpu run`: parameters on the command line, required packages, kernels, and retries."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_parameters_of_all_kinds_and_the_last_one_counts(folder: Path):
     words = ["-r", "name=7", "-p", "lr", "0.25", "-y", "{layers: [64, 32], 3: three}", "-f", "a.yaml", "-p", "n=2"]
     made = options(*words)
     assert made["parameters"] == {"lr": 0.25, "name": "7", "layers": [64, 32], "3": "three", "n": 2}
-    # what is not given is left to a job file
+    # options that are not given are left to the job file
     assert made.keys() == {"parameters", "env"}
     assert options("--gpus", "2", "--env", "A=b=c") == {"gpus": 2, "parameters": {}, "env": {"A": "b=c"}}
 
@@ -91,7 +91,7 @@ def test_kernels_that_can_not_be_meant(folder: Path, capsys: pytest.CaptureFixtu
     assert "the kernel 'ir' runs R, and cells for a pool must be Python." in capsys.readouterr().err
     assert cli.main(["run", "train.ipynb", "--kernel", "julia-9"]) == 2
     assert re.search(r"there is no kernel 'julia-9' on this machine\. Available: .*\bir\b", capsys.readouterr().err)
-    # no copy, and no job
+    # neither a copy nor a job was created
     assert [path.name for path in folder.iterdir()] == ["train.ipynb"]
     assert all_jobs(load_settings()) == []
 

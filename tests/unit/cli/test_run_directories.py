@@ -68,7 +68,7 @@ def test_lines_that_do_not_end_are_written_in_pieces(tmp_path: Path, monkeypatch
     monkeypatch.setattr(run_directories, "_READ_BYTES", 8)
     monkeypatch.setattr(run_directories, "_LONGEST_LINE_CHARS", 12)
     path = tmp_path / "rank-0.log"
-    # a bar that draws itself over and over, and a line without an end
+    # a bar that is redrawn repeatedly, and a line without an end
     path.write_bytes(b"1%........\r2%........\r3%........\r\n" + b"x" * 30)
     log, out = RankLog(path, "[0] ", str, lambda _: None), io.StringIO()
     while log.copy_to(out):

@@ -43,7 +43,7 @@ def head(monkeypatch: pytest.MonkeyPatch) -> Iterator[RayJobsApi]:
 
 
 def deployed(head: RayJobsApi) -> tuple[Deployment, dict[str, str]]:
-    """The pool and the other variables of the only job that was submitted."""
+    """The pool and the other variables of the only submitted job."""
     (asked,) = head.submitted
     variables = dict(asked["runtime_env"]["env_vars"])
     return msgspec.json.decode(variables.pop(DEPLOYED), type=Deployment), variables
@@ -69,7 +69,7 @@ def test_deploy_gives_the_command_that_adds_the_pool(
     assert "every user of this pool can read and change the files and memory of others' runs" in out
     what, variables = deployed(head)
     assert what == Deployment("vision", "tcp://0.0.0.0:9100", ((me, own, True), ("ann", ANN, True)))
-    # the pool's settings go along; those of this machine, and its directories, do not
+    # the pool's settings are passed on; this machine's settings and directories are not
     ours = {name: value for name, value in variables.items() if name.startswith("SGPU_")}
     assert ours == {"SGPU_PRICES": "a10=1", "SGPU_RAY_SAME_FILES": "1"}
     assert head.submitted[0]["runtime_env"]["pip"] == ["msgspec"]
@@ -93,7 +93,7 @@ def test_deploy_authorizes_nobody_twice(
     assert deployed(head)[0].clients == ()
     cli.main(["pool", "undeploy", *arguments[2:]])
     head.submitted.clear()
-    # this user's own key is on the list, without an admin's rights
+    # this user's own key is on the list, without admin rights
     assert cli.main(["pool", "keygen"]) == 0
     own = read_key_pair(own_places / "own" / "client.key").public
     authorize(clients, "me", own, admin=False)
@@ -150,7 +150,7 @@ def test_the_job_admits_the_deployments_users_and_keeps_those_that_it_has(
 ):
     clients = own_places / "state" / "pools" / "team" / "clients.toml"
     authorize(clients, "ben", BEN, admin=True)
-    # the address is refused after that, so that no service starts
+    # the invalid address is rejected afterwards, so no service starts
     what = Deployment("team", "nowhere", (("ann", ANN, True), ("another name", BEN, False)))
     monkeypatch.setenv(DEPLOYED, msgspec.json.encode(what).decode())
     with pytest.raises(SystemExit, match=r"^sgpu: --listen takes tcp://"):

@@ -1,4 +1,4 @@
-"""What `sgpu sync` says is left, and which store is shown the shell's credentials."""
+"""The list of pending runs in `sgpu sync`, and which store receives the shell's credentials."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def settings(tmp_path: Path) -> Settings:
 
 @pytest.fixture
 def shown(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """The token that each store has been shown."""
+    """The token that each store has received."""
     found: dict[str, str] = {}
 
     def send(settings: Settings, uri: str, items: Sequence[Left], environ: dict[str, str]) -> list[Sent]:
@@ -40,7 +40,7 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 
 def leave(settings: Settings, uri: str) -> str:
-    """A run of which the pool has written down where it is to go, and no more."""
+    """A run for which the pool has recorded only the destination."""
     directory = settings.runs_path / new_id()
     directory.mkdir()
     save_progress(directory, opening(Tracking(uri=uri, experiment="nb")))
@@ -76,10 +76,10 @@ def test_the_store_that_the_shell_names_sees_the_token_and_no_other(
 @pytest.mark.parametrize(
     ("stores", "expected"),
     [
-        # the one server that there is
+        # there is only one server
         ([ONE], {ONE: "t0ken"}),
         ([ONE, "sqlite:////data/runs.db", ""], {ONE: "t0ken", "sqlite:////data/runs.db": "", "": ""}),
-        # it may be meant for either
+        # ambiguous: the token may belong to either
         ([ONE, OTHER], {ONE: "", OTHER: ""}),
     ],
 )

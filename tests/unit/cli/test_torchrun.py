@@ -1,14 +1,16 @@
-"""`sgpu torchrun`: torchrun's options in the words of `sgpu run`."""
+"""`sgpu torchrun`: torchrun's options translated to those of `sgpu run`."""
 
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 import pytest
+from torch.distributed.run import get_args_parser
 
-from sgpu_magic.cli.main import command_parser
-from sgpu_magic.cli.torchrun import notes, words_for_run
+from sgpu_magic.cli.main import Parser, command_parser
+from sgpu_magic.cli.torchrun import COMMANDS, notes, words_for_run
 from sgpu_magic.errors import UsageError
 
 
@@ -67,3 +69,63 @@ def test_a_module_is_found_as_by_python(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     assert words_for_run(parsed("-m torchrun_package.train 5"))[-3:] == [str(package / "train.py"), "--", "5"]
     assert words_for_run(parsed("-m torchrun_package"))[-2] == str(package / "__main__.py")
+
+
+# ---------------------------------------------------------------- as torchrun reads them
+
+
+def test_every_option_of_torchrun_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And each takes its default from the variable that torchrun takes it from; one that torch adds fails here."""
+    for name in [name for name in os.environ if name.startswith("PET_")]:
+        monkeypatch.delenv(name)
+    parser = Parser(prog="sgpu torchrun")
+    COMMANDS["torchrun"](parser)
+    own = {action.dest: action for action in parser._actions}
+    for theirs in get_args_parser()._actions:
+        if not theirs.option_strings or theirs.dest == "help":
+            continue
+        assert set(theirs.option_strings) <= set(own[theirs.dest].option_strings), theirs.dest
+        if theirs.dest == "standalone":
+            # it has no effect, and is accepted without a note
+            continue
+        alone = getattr(get_args_parser().parse_args(["t.py"]), theirs.dest)
+        monkeypatch.setenv(f"PET_{theirs.dest.upper()}", "7")
+        took = getattr(get_args_parser().parse_args(["t.py"]), theirs.dest)
+        ours = getattr(parsed("t.py"), theirs.dest)
+        monkeypatch.delenv(f"PET_{theirs.dest.upper()}")
+        if took != alone:
+            assert str(ours) == ("True" if took is True else "7"), theirs.dest
+        else:
+            assert not ours, theirs.dest
+
+
+@pytest.mark.parametrize(
+    ("variables", "line", "words"),
+    [
+        ({"PET_NPROC_PER_NODE": "4"}, "t.py", "run --as-script --gpus 4 t.py --"),
+        ({"PET_NPROC_PER_NODE": "4"}, "--nproc-per-node 2 t.py", "run --as-script --gpus 2 t.py --"),
+        (
+            {"PET_NNODES": "2", "PET_NODE_RANK": "0", "PET_MAX_RESTARTS": "3"},
+            "t.py",
+            "run --as-script --gpus 2 --nodes 2 --restarts 3 t.py --",
+        ),
+        ({"PET_MODULE": "0", "PET_NO_PYTHON": "0"}, "--use-env t.py", "run --as-script --gpus 1 t.py --"),
+    ],
+)
+def test_variables_are_defaults(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], line: str, words: str
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert words_for_run(parsed(line)) == words.split()
+
+
+def test_a_variable_that_has_no_effect_or_no_sense_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PET_RDZV_BACKEND", "c10d")
+    assert notes(parsed("t.py")) == ["PET_RDZV_BACKEND has no effect: the pool arranges the rendezvous."]
+    monkeypatch.setenv("PET_RUN_PATH", "1")
+    with pytest.raises(UsageError, match="run-path"):
+        words_for_run(parsed("t.py"))
+    monkeypatch.setenv("PET_RUN_PATH", "yes")
+    with pytest.raises(UsageError, match="PET_RUN_PATH is 'yes'"):
+        parsed("t.py")

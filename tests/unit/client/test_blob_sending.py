@@ -1,4 +1,4 @@
-"""Packed variables cut into regions: what has not changed has the same digests, and regions make the whole again."""
+"""Packed variables cut into regions: unchanged data keeps its digests, and the regions join to the original."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ def test_regions_make_the_whole_again(tmp_path: Path, monkeypatch: pytest.Monkey
     with open(target, "wb+") as file:
         join_parts(file.fileno(), whole.total_bytes, parts)
     assert target.read_bytes() == whole.to_bytes()
-    # what was signed is what arrives
+    # the signature is valid for the received data
     unpack(memoryview(bytearray(target.read_bytes())), whole.layout, KEY, {})
 
 
-# pieces that begin within a page are copied, and so are those that end within one where the next begins
+# pieces that begin within a page are copied, as are pieces that end within one where the next piece begins
 @pytest.mark.parametrize(
     ("piece_bytes", "mapped_bytes"), [(buffers.PIECE_BYTES, 6_400_008), (1 << 20, 5 << 20), (1_100_000, 0)]
 )
@@ -83,7 +83,7 @@ def test_ranks_and_replays_map_the_large_parts_from_the_blobs_themselves(
         mapping = map_private(descriptor, os.fstat(descriptor).st_size)
         for part in mapped:
             map_over(mapping, part.offset, part.descriptor, part.size)
-        # what was changed here changes neither the blobs nor what others map
+        # local writes change neither the blobs nor other mappings of them
         kept = map_kept(tmp_path, whole.layout)
         for each in (mapping, kept):
             assert each[: whole.total_bytes] == whole.to_bytes()
@@ -117,7 +117,7 @@ def test_a_blob_that_became_shorter_kills_no_rank(tmp_path: Path, monkeypatch: p
 
 def test_only_what_has_changed_has_other_digests():
     before, after = digests(names_of(1)), digests(names_of(2))
-    # the large ones are the same, the small ones together have changed
+    # the large ones are unchanged; the blob of the small ones has changed
     assert len(before) == len(after)
     assert sum(one != other for one, other in zip(before, after, strict=True)) == 1
     again = digests(names_of(1) | {"further": "x" * 50})

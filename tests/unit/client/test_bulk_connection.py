@@ -1,4 +1,4 @@
-"""File data over the second connection to a pool on another machine, and over the link where that is not possible."""
+"""File data over the second connection to a remote pool, and over the link where that is not possible."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def stored(pool: FilePool, digest: str) -> bytes:
 
 
 def opened(link: PoolLink) -> None:
-    """Have the second connection opened, by a first upload."""
+    """Open the second connection by a first upload."""
 
     def is_open() -> bool:
         upload(link, os.urandom(1000))
@@ -77,7 +77,7 @@ def opened(link: PoolLink) -> None:
 
 
 def redirected(monkeypatch: pytest.MonkeyPatch, change: Callable[[BulkOffered], BulkOffered]) -> None:
-    """Change each offer before the client sees it."""
+    """Change each offer before the client receives it."""
     offered = BulkConnection.offered
     monkeypatch.setattr(BulkConnection, "offered", lambda self, offer, *rest: offered(self, change(offer), *rest))
 
@@ -118,12 +118,12 @@ def test_a_file_comes_over_the_connection(pool: FilePool, link: PoolLink, tmp_pa
         mirror = Mirror(tmp_path / "mirrors" / "team" / "run", "0badcafe", lambda: link)
         assert mirror.bring("result-0.bin").read_bytes() == data
         assert mirror.bring("empty").read_bytes() == b""
-    # the uploads' side of the connection has the same class, and no data came there
+    # the upload direction uses the same class, but received no data
     assert sum(received) == len(data)
 
 
 def test_the_connection_takes_over_while_an_upload_is_under_way(pool: FilePool, link: PoolLink):
-    """Its chunks arrive in order all the same, so none is sent twice."""
+    """Its chunks still arrive in order, so none is sent twice."""
     data = os.urandom(30 * MB)
     sender = BlobSender(link)
     (digest,) = sender.send([Piece(len(data), lambda: memoryview(data))])
@@ -139,7 +139,7 @@ def test_nothing_overtakes_what_went_over_the_link(pool: FilePool, link: PoolLin
     first = link.ask(question)
     eventually(lambda: lane_of(link).is_open, 20, lambda: link.wire.slow_why)
     second = link.ask(question)
-    # the link's thread has then handled the second question too
+    # by then, the link's thread has handled the second question too
     link.send(Unfollow(run_id="0badcafe"))
     eventually(lambda: "Unfollow" in pool.kinds, 20, "nothing arrives")
     assert lane_of(link).sent_bytes == 0
@@ -193,7 +193,7 @@ def test_a_port_that_nothing_listens_on_costs_no_upload(
     assert stored(pool, upload(link, data)) == data
     eventually(lambda: "Connection refused" in link.wire.slow_why, 20, lambda: link.wire.slow_why)
     asked = pool.kinds.count("AskBulk")
-    # it does not try again at once
+    # there is no immediate retry
     upload(link, os.urandom(3 * MB))
     assert pool.kinds.count("AskBulk") == asked
     told: list[str] = []
@@ -247,7 +247,7 @@ def test_it_is_tried_again_later(pool: FilePool, link: PoolLink, monkeypatch: py
 
 
 def test_another_server_at_the_port_gets_nothing(pool: FilePool, link: PoolLink, monkeypatch: pytest.MonkeyPatch):
-    """It has a certificate of its own, as somebody in between would."""
+    """It has a different certificate, as a man in the middle would."""
     context, _ = server_context()
     got: list[bytes] = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -319,7 +319,7 @@ def test_a_broken_link_ends_the_connection_and_loses_nothing(pool: FilePool):
         answer = link.ask(AskBlobs(request=0, blobs=((blob_digest(memoryview(b"x")), 1),)))
         eventually(lambda: len(pool.held_back) == 1, 20, "the question does not arrive")
         line.reset()
-        # it is asked again, over the new link
+        # the question is repeated over the new link
         eventually(lambda: len(pool.held_back) == 2, 30, "the question is not repeated")
         pool.release()
         assert answer.of(BlobsHeld, 20).bytes == (0,)
@@ -340,11 +340,11 @@ def test_the_port_is_known_beforehand_unless_it_is_taken():
             bulk_port._listener(listen, port)
 
 
-# ---------------------------------------------------------------- who may not
+# ---------------------------------------------------------------- rejected clients
 
 
 class Caller:
-    """A client of the second port that says what the test wants."""
+    """A client of the second port that sends what the test wants."""
 
     def __init__(self, pool: FilePool, offer: BulkOffered | None = None) -> None:
         self.offer = offer or offered(pool)
@@ -367,7 +367,7 @@ class Caller:
             got += more
 
     def hears_nothing(self) -> bool:
-        """Whether the pool ends the connection without a word."""
+        """Whether the pool closes the connection without a reply."""
         self.tls.settimeout(20)
         try:
             return self.tls.recv(1000) == b""
@@ -428,7 +428,7 @@ def test_a_stranger_who_only_stands_there_is_sent_away(pool: FilePool, link: Poo
     made = Caller(pool)
     with socket.create_connection(("127.0.0.1", pool.bulk_port)) as silent:
         eventually(lambda: has_ended(silent), 20, "it still stands there")
-        # nor one that has made the handshake and has no token
+        # nor a client that completes the handshake but sends no token
         assert made.hears_nothing()
     made.tls.close()
     opened(link)
@@ -458,7 +458,7 @@ def test_a_message_that_says_it_is_huge_ends_its_connection(caller: Caller, open
 
 def test_raw_bytes_do_nothing(pool: FilePool, link: PoolLink, monkeypatch: pytest.MonkeyPatch):
     with monkeypatch.context() as patch:
-        # what begins as a record of TLS is waited for
+        # bytes that look like a TLS record make the server wait for the rest
         patch.setattr(bulk_port, "GREETING_S", 0.3)
         said = (b"\x16\x03\x01\x10\x00" + os.urandom(500), b"GET / HTTP/1.1\r\n\r\n", os.urandom(10_000))
         for data in said:
@@ -478,7 +478,7 @@ def test_only_file_requests_are_heard(pool: FilePool, caller: Caller):
 
 
 def test_a_client_that_reads_no_answers_is_not_read_further(pool: FilePool, caller: Caller):
-    """What it asks for waits at its end; else its answers would fill the pool's memory."""
+    """Further requests wait in the client; otherwise the answers would fill the pool's memory."""
     pool.folder.mkdir()
     (pool.folder / "file").write_bytes(bytes(2 * MB))
     caller.open(caller.offer.token)
@@ -500,7 +500,7 @@ def test_a_revoked_user_loses_the_connection(pool: FilePool, caller: Caller):
     caller.open(caller.offer.token)
     caller.is_let_in()
     pool.revoke()
-    # the list is looked at every two seconds
+    # the list of authorized keys is read every two seconds
     assert caller.hears_nothing()
 
 

@@ -1,4 +1,4 @@
-"""A kernel's connection to a pool while somebody is interrupted, or waits for it to be made."""
+"""A kernel's connection to a pool while a user interrupts a call or waits for the connection."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from waiting import eventually
 
 from sgpu_magic.client.connection import Connection
 from sgpu_magic.client.link import PoolLink
-from sgpu_magic.client.wires import Outgoing, Parcel
+from sgpu_magic.client.local_transport import OutboundMessage, SendQueue
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError
 from sgpu_magic.wire import codec
@@ -25,7 +25,7 @@ RUN = "0123456789abcdef0123456789abcdef"
 
 
 class Line:
-    """A way to a pool that the test is at the other end of."""
+    """A transport to a pool whose other end is the test."""
 
     title = "the pool of this test"
     says_hello = False
@@ -35,7 +35,7 @@ class Line:
         self.sent: list[Record] = []
         self.link: PoolLink | None = None
 
-    def carry(self, outgoing: Outgoing, link: PoolLink) -> None:
+    def carry(self, outgoing: SendQueue, link: PoolLink) -> None:
         self.link = link
         self.says(Welcome(protocol_version=4, package_version="0", pid=1))
         while not outgoing.closed:
@@ -47,7 +47,7 @@ class Line:
         assert self.link is not None
         self.link.received([codec.encode(message)])
 
-    def _take(self, parcel: Parcel) -> None:
+    def _take(self, parcel: OutboundMessage) -> None:
         self.sent.append(codec.client_messages.decode(parcel.parts[0]))
 
     def answered(self, request: int) -> None: ...
@@ -101,7 +101,7 @@ def test_an_attach_that_is_given_up_leaves_no_queue(line: Line, link: PoolLink, 
 
 
 class Slow(Connection):
-    """A pool that takes long to be reached."""
+    """A pool that takes a long time to connect to."""
 
     begun = threading.Event()
     go_on = threading.Event()

@@ -13,8 +13,8 @@ import msgspec
 import pytest
 
 from sgpu_magic.client import find_run
-from sgpu_magic.client.find_run import FilesElsewhere, FilesHere, files_of, pool_of, pool_with
-from sgpu_magic.client.pools import Asked
+from sgpu_magic.client.find_run import LocalRunFiles, RemoteRunFiles, files_of, pool_of, pool_with
+from sgpu_magic.client.pools import PoolStatusReply
 from sgpu_magic.client.pools_file import PoolEntry
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError, RunUnknown, UsageError
@@ -80,7 +80,7 @@ class Pool:
         return answer
 
 
-def pools_of(*answers: Asked, pools: dict[str, Pool] | None = None) -> Any:
+def pools_of(*answers: PoolStatusReply, pools: dict[str, Pool] | None = None) -> Any:
     """Pools with these answers; each is its name, unless it is given."""
     local = SimpleNamespace(connected=None, name="local")
     return SimpleNamespace(
@@ -92,15 +92,15 @@ def pools_of(*answers: Asked, pools: dict[str, Pool] | None = None) -> Any:
     )
 
 
-def asked(name: str, *rows: RunSummary) -> Asked:
-    return Asked(name, TEAM, status(*rows))
+def asked(name: str, *rows: RunSummary) -> PoolStatusReply:
+    return PoolStatusReply(name, TEAM, status(*rows))
 
 
 def test_a_run_is_found_by_its_first_digits(settings: Settings):
     pools = pools_of(
         asked("team", row("aa000001"), row("ab000001", RunState.SUCCEEDED, 9.0)),
         asked("cloud", row("ab000002", at=5.0)),
-        # listed under another name too
+        # the same pool under another name
         asked("again", row("ab000002", at=5.0)),
     )
     assert pool_with(pools, settings, "aa") == "team"
@@ -117,7 +117,9 @@ def test_a_run_is_found_by_its_first_digits(settings: Settings):
 
 
 def test_a_run_that_is_nowhere_says_who_was_not_asked(settings: Settings):
-    pools = pools_of(asked("team"), asked("cloud"), Asked("far", CLOUD, problem="the pool far did not answer."))
+    pools = pools_of(
+        asked("team"), asked("cloud"), PoolStatusReply("far", CLOUD, problem="the pool far did not answer.")
+    )
     with pytest.raises(RunUnknown) as raised:
         pool_with(pools, settings, "ab", going_on=True)
     assert raised.value.message == (
@@ -129,7 +131,7 @@ def test_a_run_that_is_nowhere_says_who_was_not_asked(settings: Settings):
 def test_pools_with_long_lists_are_asked_for_older_runs(settings: Settings, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(find_run, "_NEWEST", 1)
     team, cloud = Pool("team"), Pool("cloud", "ab000001")
-    far = Asked("far", TEAM, problem="the pool far did not answer.")
+    far = PoolStatusReply("far", TEAM, problem="the pool far did not answer.")
     pools = pools_of(
         far,
         asked("short"),
@@ -155,7 +157,7 @@ def test_without_any_pool_it_is_said_at_once(settings: Settings):
 
 
 def test_files_here_are_complete_once_nobody_can_write_them(settings: Settings):
-    files = FilesHere(settings, "ab000001")
+    files = LocalRunFiles(settings, "ab000001")
     # the directory was removed
     assert files.is_over(None)
     files.directory.mkdir(parents=True)
@@ -167,7 +169,7 @@ def test_files_here_are_complete_once_nobody_can_write_them(settings: Settings):
 
 def test_files_of_a_run_that_a_pool_is_about_to_list_are_not(settings: Settings, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(find_run, "find_pool", lambda _: object())
-    files = FilesHere(settings, "ab000001")
+    files = LocalRunFiles(settings, "ab000001")
     files.directory.mkdir(parents=True)
     assert not files.is_over(None)
     os.utime(files.directory, (time.time() - 60,) * 2)
@@ -175,7 +177,7 @@ def test_files_of_a_run_that_a_pool_is_about_to_list_are_not(settings: Settings,
 
 
 def test_files_here_are_copied_from_where_the_copy_ends(settings: Settings, tmp_path: Path):
-    files = FilesHere(settings, "ab000001")
+    files = LocalRunFiles(settings, "ab000001")
     files.directory.mkdir(parents=True)
     (files.directory / "rank-0.log").write_bytes(b"0123456789")
     assert [file.name for file in files.list().files] == ["rank-0.log"]
@@ -194,7 +196,7 @@ def test_a_run_elsewhere_is_named_by_its_pool(settings: Settings, monkeypatch: p
     pool = Pool("team", "ab000001")
     pool.answers = [status(row("cc000001")), status(row("ab000001"))]
     # too old for the list
-    files = FilesElsewhere(settings, pool, "ab")  # type: ignore[arg-type]
+    files = RemoteRunFiles(settings, pool, "ab")  # type: ignore[arg-type]
     assert (files.run_id, pool.closed) == ("ab000001", ["ab000001"])
     assert files.row() is None
     assert files.is_over(files.row())
@@ -202,7 +204,7 @@ def test_a_run_elsewhere_is_named_by_its_pool(settings: Settings, monkeypatch: p
     found = files.row()
     assert found is not None
     assert not files.is_over(found)
-    # a link that is interrupted keeps what was known, one that is lost does not
+    # an interrupted link keeps the known row, a lost one does not
     pool.answers = [PoolError("it did not answer."), PoolError("it did not answer.")]
     assert files.row() is found
     pool.connected = None

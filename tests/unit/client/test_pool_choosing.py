@@ -1,4 +1,4 @@
-"""Which of several pools takes a run that names none, and what `--min-memory`, `--nodes`, `--placement` mean."""
+"""Which of several pools takes a run that names none; `--min-memory`, `--nodes` and `--placement`."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import pytest
 
 from sgpu_magic.client.pool_choosing import (
     Choice,
-    Money,
+    DeviceRequest,
+    PriceBook,
     TypeCount,
-    Wanted,
     cheapest_type,
     check_memory,
     choose,
     counts,
     has_words,
 )
-from sgpu_magic.client.pools import Asked
+from sgpu_magic.client.pools import PoolStatusReply
 from sgpu_magic.client.pools_file import PoolEntry
 from sgpu_magic.errors import CapacityError, UsageError
 from sgpu_magic.options.table import in_pythons_words
@@ -27,7 +27,7 @@ from sgpu_magic.wire.devices import Device, Inventory
 from sgpu_magic.wire.pool_status import PoolStatus, RunSummary
 
 GB = 10**9
-MONEY = Money(read_prices("a10=2.00,h100=8.00"), read_prices("a10=1.00"), "USD")
+MONEY = PriceBook(read_prices("a10=2.00,h100=8.00"), read_prices("a10=1.00"), "USD")
 SIZES = {"a10": 24 * GB, "h100": 80 * GB, "t4": 16 * GB}
 
 
@@ -38,7 +38,7 @@ def entry(name: str, *, reserved: bool = False, types: str = "", prices: dict[st
 def status(
     types: str = "", *, slots: int = 4, slots_free: int = 4, held: int = 0, elastic: dict[str, int] | None = None
 ) -> PoolStatus:
-    """A pool with so many of each type (`"a10:4 h100:2"`), the first `held` devices of which one run holds."""
+    """A pool with these device counts (`"a10:4 h100:2"`); one run holds the first `held` devices."""
     devices = [
         Device(uuid=f"{kind}-{number}", type=kind, memory_bytes=SIZES[kind], index=number)
         for kind, _, count in (each.partition(":") for each in types.split())
@@ -55,18 +55,18 @@ def status(
     )  # fmt: skip
 
 
-def asked(pool: PoolEntry | None, types: str = "", **options: object) -> Asked:
-    return Asked("local" if pool is None else pool.name, pool, status(types, **options))  # type: ignore[arg-type]
+def asked(pool: PoolEntry | None, types: str = "", **options: object) -> PoolStatusReply:
+    return PoolStatusReply("local" if pool is None else pool.name, pool, status(types, **options))  # type: ignore[arg-type]
 
 
-def silent(pool: PoolEntry) -> Asked:
-    return Asked(pool.name, pool, problem=f"the pool {pool.name} can't be reached.")
+def silent(pool: PoolEntry) -> PoolStatusReply:
+    return PoolStatusReply(pool.name, pool, problem=f"the pool {pool.name} can't be reached.")
 
 
 TEAM, CLOUD, OTHER = entry("team", reserved=True), entry("cloud"), entry("other", prices={"h100": 5.0})
 
 
-# ---------------------------------------------------------------- what is there
+# ---------------------------------------------------------------- available devices
 
 
 def test_devices_are_counted_with_what_may_come():
@@ -111,75 +111,75 @@ def replace_used(device: Device) -> Device:
 
 def test_reserved_before_on_demand_and_it_says_so():
     answers = [asked(CLOUD, "a10:8"), asked(TEAM, "a10:4")]
-    assert choose(answers, Wanted(2, "a10"), MONEY) == Choice("team", None, "reserved, and has 2 a10 free")
-    # a busy one is paid for too
+    assert choose(answers, DeviceRequest(2, "a10"), MONEY) == Choice("team", None, "reserved, and has 2 a10 free")
+    # a busy reserved pool is paid for too
     busy = [asked(CLOUD, "a10:8"), asked(TEAM, "a10:4", held=4)]
-    chosen = choose(busy, Wanted(2, "a10"), MONEY)
+    chosen = choose(busy, DeviceRequest(2, "a10"), MONEY)
     assert chosen.name == "team"
     assert chosen.why == "reserved, and its a10 are in use: the run waits there (--pool names another)"
 
 
 def test_on_demand_where_the_reserved_ones_lack_the_type():
-    chosen = choose([asked(TEAM, "a10:4"), asked(CLOUD, "h100:8")], Wanted(2, "h100"), MONEY)
+    chosen = choose([asked(TEAM, "a10:4"), asked(CLOUD, "h100:8")], DeviceRequest(2, "h100"), MONEY)
     assert chosen.name == "cloud"
     assert chosen.why == "on demand at $8.00 an hour for each, and has 2 h100 free; team has no 2 h100"
 
 
 def test_of_on_demand_ones_the_free_and_then_the_cheapest():
-    assert choose([asked(CLOUD, "h100:8"), asked(OTHER, "h100:8")], Wanted(2, "h100"), MONEY).name == "other"
+    assert choose([asked(CLOUD, "h100:8"), asked(OTHER, "h100:8")], DeviceRequest(2, "h100"), MONEY).name == "other"
     busy = [asked(CLOUD, "h100:8"), asked(OTHER, "h100:8", held=7)]
-    assert choose(busy, Wanted(2, "h100"), MONEY).name == "cloud"
-    # one that knows no price comes after those that do
+    assert choose(busy, DeviceRequest(2, "h100"), MONEY).name == "cloud"
+    # pools without a known price come after those with one
     unpriced = [asked(entry("first"), "t4:8"), asked(entry("second", prices={"t4": 3.0}), "t4:8")]
-    assert choose(unpriced, Wanted(1, "t4"), MONEY).name == "second"
+    assert choose(unpriced, DeviceRequest(1, "t4"), MONEY).name == "second"
 
 
 def test_this_machines_own_is_for_what_none_has_and_what_is_silent_is_named():
-    chosen = choose([asked(TEAM, "a10:4"), silent(CLOUD)], Wanted(2, "h100"), MONEY)
+    chosen = choose([asked(TEAM, "a10:4"), silent(CLOUD)], DeviceRequest(2, "h100"), MONEY)
     assert chosen == Choice("local", None, "this machine's own: team has no 2 h100; cloud can't be reached")
-    chosen = choose([silent(TEAM), asked(CLOUD, "a10:4")], Wanted(2, "a10"), MONEY)
+    chosen = choose([silent(TEAM), asked(CLOUD, "a10:4")], DeviceRequest(2, "a10"), MONEY)
     assert chosen.name == "cloud"
     assert chosen.why.endswith("; team can't be reached")
 
 
 def test_a_pool_with_too_few_is_none():
-    assert choose([asked(TEAM, "a10:4")], Wanted(5, "a10"), MONEY).name == "local"
-    # but one that an autoscaler makes larger is
-    chosen = choose([asked(TEAM, "a10:4", elastic={"a10": 8})], Wanted(5, "a10"), MONEY)
+    assert choose([asked(TEAM, "a10:4")], DeviceRequest(5, "a10"), MONEY).name == "local"
+    # but an autoscaling pool that can grow enough is chosen
+    chosen = choose([asked(TEAM, "a10:4", elastic={"a10": 8})], DeviceRequest(5, "a10"), MONEY)
     assert chosen.name == "team"
 
 
 def test_types_that_a_pool_is_said_to_have_are_believed():
     only = entry("only", types="h100")
-    assert choose([asked(only, "a10:4")], Wanted(1, "a10"), MONEY).name == "local"
+    assert choose([asked(only, "a10:4")], DeviceRequest(1, "a10"), MONEY).name == "local"
 
 
 def test_any_device_and_pools_without_gpus():
-    assert choose([asked(TEAM), asked(CLOUD, "a10:1")], Wanted(2, None), MONEY).name == "team"
-    assert choose([asked(TEAM, "a10:1"), asked(CLOUD, "a10:4")], Wanted(2, "any"), MONEY).name == "cloud"
-    assert choose([asked(TEAM, "a10:4")], Wanted(2, "cpu"), MONEY).name == "team"
+    assert choose([asked(TEAM), asked(CLOUD, "a10:1")], DeviceRequest(2, None), MONEY).name == "team"
+    assert choose([asked(TEAM, "a10:1"), asked(CLOUD, "a10:4")], DeviceRequest(2, "any"), MONEY).name == "cloud"
+    assert choose([asked(TEAM, "a10:4")], DeviceRequest(2, "cpu"), MONEY).name == "team"
 
 
 @pytest.mark.parametrize("kind", [None, "any"])
 def test_of_several_types_a_run_that_names_none_gets_the_cheapest_that_is_free(kind: str | None):
-    """Not the one of which there are most."""
-    chosen = choose([asked(CLOUD, "a10:4 h100:8", held=3)], Wanted(1, kind), MONEY)
+    """Not the most frequent type."""
+    chosen = choose([asked(CLOUD, "a10:4 h100:8", held=3)], DeviceRequest(1, kind), MONEY)
     assert (chosen.device_type, chosen.why) == ("a10", "on demand at $2.00 an hour for each, and has 1 a10 free")
-    assert chosen.told == "on a10, the cheapest type that is free; --type takes another of a10, h100"
-    busy = choose([asked(CLOUD, "a10:4 h100:8", held=3)], Wanted(2, kind), MONEY)
-    assert (busy.device_type, busy.told[:40]) == ("h100", "on h100, the cheapest type that is free;")
-    assert choose([asked(CLOUD, "a10:4")], Wanted(1, kind), MONEY).told == ""
-    # each pool is weighed by what the run would cost there
+    assert chosen.note == "on a10, the cheapest type that is free; --type takes another of a10, h100"
+    busy = choose([asked(CLOUD, "a10:4 h100:8", held=3)], DeviceRequest(2, kind), MONEY)
+    assert (busy.device_type, busy.note[:40]) == ("h100", "on h100, the cheapest type that is free;")
+    assert choose([asked(CLOUD, "a10:4")], DeviceRequest(1, kind), MONEY).note == ""
+    # pools are compared by the cost of this run
     others = [asked(entry("a"), "h100:8"), asked(entry("b"), "h100:8 a10:1")]
-    assert choose(others, Wanted(1, kind), MONEY).name == "b"
+    assert choose(others, DeviceRequest(1, kind), MONEY).name == "b"
 
 
 @pytest.mark.parametrize(("kind", "taken"), [("reserved", "team"), ("on-demand", "cloud")])
 def test_only_pools_of_a_kind(kind: str, taken: str):
     answers = [asked(TEAM, "a10:4"), asked(CLOUD, "a10:4")]
-    assert choose(answers, Wanted(2, "a10", kind=kind), MONEY).name == taken
+    assert choose(answers, DeviceRequest(2, "a10", kind=kind), MONEY).name == taken
     with pytest.raises(CapacityError) as told:
-        choose([silent(TEAM), silent(CLOUD)], Wanted(2, "a10", kind=kind), MONEY)
+        choose([silent(TEAM), silent(CLOUD)], DeviceRequest(2, "a10", kind=kind), MONEY)
     assert f"no {kind} pool can take the run" in told.value.message
     assert "can't be reached" in told.value.message
 
@@ -189,18 +189,20 @@ def test_only_pools_of_a_kind(kind: str, taken: str):
 
 def test_the_cheapest_free_type_with_so_much_memory():
     pool = asked(CLOUD, "t4:4 a10:4 h100:4")
-    assert cheapest_type(pool, Wanted(2, min_memory_bytes=20 * GB), MONEY) == "a10"
-    assert cheapest_type(pool, Wanted(2, min_memory_bytes=40 * GB), MONEY) == "h100"
-    # a dearer one that is free before a cheaper one that is not
-    assert cheapest_type(asked(CLOUD, "a10:4 h100:4", held=3), Wanted(2, min_memory_bytes=GB), MONEY) == "h100"
-    # a run that was submitted a moment ago holds no devices yet
+    assert cheapest_type(pool, DeviceRequest(2, min_memory_bytes=20 * GB), MONEY) == "a10"
+    assert cheapest_type(pool, DeviceRequest(2, min_memory_bytes=40 * GB), MONEY) == "h100"
+    # a free, more expensive type is preferred to a busy, cheaper one
+    assert cheapest_type(asked(CLOUD, "a10:4 h100:4", held=3), DeviceRequest(2, min_memory_bytes=GB), MONEY) == "h100"
+    # a run that was just submitted holds no devices yet
     before = status("a10:4 h100:4", held=3)
     (run,) = before.runs
     submitted = msgspec.structs.replace(run, state=RunState.QUEUED, device_type="a10", uuids=())
     queued = msgspec.structs.replace(before, runs=(submitted,))
-    assert cheapest_type(Asked("cloud", CLOUD, queued), Wanted(2, min_memory_bytes=GB), MONEY) == "h100"
+    assert (
+        cheapest_type(PoolStatusReply("cloud", CLOUD, queued), DeviceRequest(2, min_memory_bytes=GB), MONEY) == "h100"
+    )
     with pytest.raises(CapacityError) as told:
-        cheapest_type(pool, Wanted(2, min_memory_bytes=90 * GB), MONEY)
+        cheapest_type(pool, DeviceRequest(2, min_memory_bytes=90 * GB), MONEY)
     assert told.value.message == (
         "the pool cloud has no 2 devices of one type with 90.0 GB of memory each. It has: 4 t4 (16 GB), "
         "4 a10 (24 GB), 4 h100 (80 GB), 4 CPU slots. Ask for less with --min-memory, or for fewer with --gpus."
@@ -208,21 +210,21 @@ def test_the_cheapest_free_type_with_so_much_memory():
 
 
 def test_a_choice_by_memory_tells_the_type():
-    chosen = choose([asked(TEAM, "a10:4"), asked(CLOUD, "h100:4")], Wanted(2, None, 40 * GB), MONEY)
+    chosen = choose([asked(TEAM, "a10:4"), asked(CLOUD, "h100:4")], DeviceRequest(2, None, 40 * GB), MONEY)
     assert (chosen.name, chosen.device_type) == ("cloud", "h100")
     assert chosen.why.endswith("team has no 2 devices with 40.0 GB")
 
 
 def test_a_type_that_is_named_is_checked():
     pool = asked(CLOUD, "a10:4")
-    check_memory(pool, Wanted(2, "a10", 20 * GB))
+    check_memory(pool, DeviceRequest(2, "a10", 20 * GB))
     with pytest.raises(CapacityError) as told:
-        check_memory(pool, Wanted(2, "a10", 40 * GB))
+        check_memory(pool, DeviceRequest(2, "a10", 40 * GB))
     assert "the pool cloud has 4 a10 with 24 GB of memory or more, and 0 of them have 40.0 GB; 2 are asked for." in str(
         told.value
     )
     with pytest.raises(CapacityError, match=r"--min-memory 40\.0 GB is GPU memory, and ranks on cpu have none"):
-        check_memory(pool, Wanted(2, "cpu", 40 * GB))
+        check_memory(pool, DeviceRequest(2, "cpu", 40 * GB))
 
 
 # ---------------------------------------------------------------- options
@@ -262,6 +264,11 @@ def test_nodes_and_how_ranks_are_spread():
 
 def test_what_is_chosen_holds_as_the_lists_order_changes():
     answers = [asked(TEAM, "a10:4", held=4), asked(CLOUD, "a10:4"), asked(OTHER, "h100:2")]
-    for wanted in (Wanted(2, "a10"), Wanted(1), Wanted(2, "h100"), Wanted(4, None, 20 * GB)):
+    for wanted in (
+        DeviceRequest(2, "a10"),
+        DeviceRequest(1),
+        DeviceRequest(2, "h100"),
+        DeviceRequest(4, None, 20 * GB),
+    ):
         named = {choose(order, wanted, MONEY).name for order in (answers, answers[::-1])}
         assert len(named) == 1, wanted

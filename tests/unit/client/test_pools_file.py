@@ -1,4 +1,4 @@
-"""`pools.toml`: read with exact errors, written without losing what a person put there."""
+"""`pools.toml`: read with exact errors, and written without losing manual edits."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def written(path: Path, text: str) -> Path:
 
 
 def said(path: Path, text: str) -> str:
-    """What is wrong with this text."""
+    """The error for this text."""
     with pytest.raises(UsageError) as told:
         read_pools(written(path, text))
     assert "\n" not in told.value.message
     return told.value.message
 
 
-# ---------------------------------------------------------------- where it is
+# ---------------------------------------------------------------- location
 
 
 def test_it_lies_beside_the_settings():
@@ -161,7 +161,7 @@ def test_a_folder_that_can_not_be_written_is_told(tmp_path: Path):
         add_pool(TEAM, tmp_path / "file" / "pools.toml")
 
 
-# ---------------------------------------------------------------- what is wrong with it
+# ---------------------------------------------------------------- errors in the file
 
 
 def test_a_slip_is_told_with_its_line(file: Path):

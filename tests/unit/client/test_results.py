@@ -1,4 +1,4 @@
-"""Results that lie in the memory of an agent, which lets go of it when its copy is in the run's directory."""
+"""Results in an agent's memory, which the agent releases once the run's directory has a copy."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_number_that_is_another_files_now_is_not_read(tmp_path: Path):
     path, inode = f"/proc/{os.getpid()}/fd/{number}", os.fstat(number).st_ino
     try:
         assert bytes(map_file(path, inode)) == b"rank 0"
-        # the agent has closed it, and the number is given anew: to another rank's memory, or to a copy being written
+        # the agent closed the descriptor, and another rank's memory or an unfinished copy reused its number
         memory(b"rank 1", number)
         with pytest.raises(FileNotFoundError):
             map_file(path, inode)

@@ -1,4 +1,4 @@
-"""What a notebook shows of a cell's result."""
+"""How a notebook shows a cell's result."""
 
 from __future__ import annotations
 

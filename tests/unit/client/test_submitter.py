@@ -1,4 +1,4 @@
-"""Submitting to a pool whose service dies meanwhile, and the memory that payloads lie in."""
+"""Submission to a pool whose service dies, and the memory that holds payloads."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def memory() -> Iterator[PayloadMemory]:
 
 @pytest.fixture
 def make(tmp_path: Path, memory: PayloadMemory) -> Iterator[Any]:
-    """Makes a submitter to the services that a pool has one after the other."""
+    """Makes a submitter for a pool with these services, one after the other."""
     made: list[Services] = []
 
     def submitter(*pools: ScriptedPool | Exception) -> Submitter:
@@ -85,7 +85,7 @@ def test_a_run_that_the_dead_service_took_is_not_submitted_twice(make: Any, larg
     first, second = ScriptedPool(dies_at_submit), ScriptedPool(has_run)
     run = submit(make(first, second), large)
     assert second.sent[-1].owns
-    # nobody says when its ranks have read the memory, so it is not written again
+    # no message reports when the ranks have read the memory, so it is not reused
     assert memory._slots == []
     assert second.kinds() == ["Attach"]
     assert (run.owned, run.submission, run.link.lost.is_set()) == (True, None, False)
@@ -101,7 +101,7 @@ def test_a_queued_run_is_submitted_again_and_counts_its_events_anew(make: Any):
     submitter.find_again(run)
     assert second.kinds() == ["Attach", "Submit"]
     assert (second.sent[-2].after, run.last_seq, run.link.lost.is_set()) == (5, 0, False)
-    # once it was placed, only its ranks know of it
+    # after placement, only the run's ranks know about it
     run.submission = None
     second.die()
     with pytest.raises(RunUnknown, match=f"there is no run {RUN}"):
@@ -116,7 +116,7 @@ def test_a_run_is_cancelled_at_the_next_service(make: Any, monkeypatch: pytest.M
     make(PoolError("it starts"), PoolError("it still starts"), second).cancel_in_background(run, "it was interrupted")
     eventually(lambda: second.kinds() == ["Attach", "Cancel"], what="it is cancelled")
     assert (second.sent[-1].run, second.sent[-1].reason) == (RUN, "it was interrupted")
-    # it must not be submitted again to be cancelled
+    # the run must not be submitted again just to be cancelled
     assert run.submission is None
 
 
@@ -142,7 +142,7 @@ def test_a_refused_run_leaves_nothing(make: Any, large: Packed, tmp_path: Path, 
         submit(submitter, large)
     eventually(lambda: pool.kinds() == ["Submit", "Cancel"], what="it is cancelled, in case it was accepted after all")
     submitted, cancel = pool.sent[-2:]
-    # without memory the variables were in a file
+    # without shared memory, the variables were in a file
     assert isinstance(submitted.payload.source, FilePayload)
     assert submitted.payload.source.size == large.total_bytes
     assert (type(cancel), cancel.run) == (Cancel, RUN)
@@ -164,7 +164,7 @@ def test_memory_is_used_again_once_its_run_is_over(make: Any, large: Packed, mem
     assert first != second
     pool.tell(PayloadReleased(kept=True))
     assert descriptor() in (first, second)
-    # a refused run's memory is free at once
+    # the memory of a refused run is free immediately
     refusing = ScriptedPool(refuses)
     with pytest.raises(UsageError):
         submit(make(refusing), large)
@@ -180,7 +180,7 @@ def test_unused_memory_is_freed_after_a_while(make: Any, large: Packed, monkeypa
     submitter = Submitter(services, memory, Settings(), "local", None)  # type: ignore[arg-type]
     submit(submitter, large)
     memory.run_over("other", accepted=True)
-    # the run may still read it: it is looked at again and again
+    # the run may still read the memory: a timer checks it repeatedly
     timer = memory._timer  # pyright: ignore[reportPrivateUsage]
     eventually(lambda: memory._timer is not timer, what="it is looked at")  # pyright: ignore[reportPrivateUsage]
     assert len(memory._slots) == 1  # pyright: ignore[reportPrivateUsage]

@@ -1,4 +1,4 @@
-"""Blobs on a pool's disk: whole or not there, under their digests, each user's own, the longest unused go first."""
+"""Blobs on a pool's disk: never partial, named by digest, separate for each user, least recently used removed first."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_any_user_has_a_store(tmp_path: Path):
 
 
 def aged(store: BlobStore, tmp_path: Path, *datas: bytes) -> None:
-    """Put blobs whose last use was so long ago: the first one's longest."""
+    """Store blobs with ages such that the first one is the oldest."""
     for age, data in enumerate(datas):
         put(store, "ann", data)
         at = 1_700_000_000 + age
@@ -191,7 +191,7 @@ def test_what_a_run_needs_never_goes(store: BlobStore, tmp_path: Path):
         put(store, "ann", three)
     assert has(tmp_path, one)
     assert has(tmp_path, two)
-    store.let_go("0a1b2c3d")
+    store.release("0a1b2c3d")
     put(store, "ann", three)
     assert (has(tmp_path, one), has(tmp_path, two), has(tmp_path, three)) == (False, True, True)
 

@@ -1,4 +1,4 @@
-"""The node's cache: whole entries, one filler, a budget, nothing deleted that a living process uses."""
+"""The node's cache: whole entries, one filler, a budget, and no removal of entries that a running process uses."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from waiting import eventually
 from sgpu_magic import runtime
 from sgpu_magic.config import load_settings
 from sgpu_magic.errors import UsageError
-from sgpu_magic.files.kept_folders import NodeCache, node_cache
+from sgpu_magic.files.folder_cache import NodeCache, node_cache
 
 MB = 1_000_000
 
-# says what it does and waits for a line before it goes on
+# prints each step and waits for a line before the next one
 PROCESS = """
 import sys
 from pathlib import Path
-from sgpu_magic.files.kept_folders import NodeCache
+from sgpu_magic.files.folder_cache import NodeCache
 root, budget, kind, name, size = sys.argv[1:]
 cache = NodeCache(Path(root), int(budget))
 def fill(path):
@@ -245,7 +245,7 @@ def test_what_another_process_uses_is_not_taken_out_until_it_is_dead(other: Call
 
 @contextlib.contextmanager
 def held(path: Path) -> Iterator[None]:
-    """Hold a lock of the cache's as another process would."""
+    """Hold one of the cache's locks, as another process would."""
     with path.open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -290,9 +290,9 @@ def test_one_makes_room_at_a_time(other: Callable[..., Other], root: Path):
 
 
 def test_many_processes_at_once_keep_the_budget(root: Path):
-    """Each walks over all entries; what they have together is never above the budget and what they hold."""
+    """Each walks over all entries; the total stays within the budget plus the entries in use."""
     walker = (
-        "import sys, random\nfrom pathlib import Path\nfrom sgpu_magic.files.kept_folders import NodeCache\n"
+        "import sys, random\nfrom pathlib import Path\nfrom sgpu_magic.files.folder_cache import NodeCache\n"
         "cache = NodeCache(Path(sys.argv[1]), 80_000)\n"
         "order = list(range(40)); random.Random(int(sys.argv[2])).shuffle(order)\n"
         "for number in order:\n"

@@ -1,4 +1,4 @@
-"""`serverless_gpu`: found only behind everybody else's, costs nothing until asked for, and means what is documented."""
+"""`serverless_gpu`: found only after all other finders, free until it is used, and behaves as documented."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sgpu_magic.functions.compat import CompatFinder, decorators
 
 
 def python(code: str, *, path: Path | None = None) -> str:
-    """Run a program of its own and return what it prints."""
+    """Run a separate program and return what it prints."""
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, cwd=path, timeout=60)
     assert done.returncode == 0, done.stderr
@@ -103,6 +103,7 @@ def test_the_successors_names_are_there_behind_an_installed_one(tmp_path: Path):
     assert python(code, path=tmp_path) == "databricks.air True"
 
 
+@pytest.mark.slow
 def test_the_successors_data_are_those_of_serverless_gpu():
     code = "import sgpu_magic.functions.compat\nfrom databricks.air.data import UCVolumeDataset\nprint(UCVolumeDataset)"
     assert "serverless_gpu.data.UCVolumeDataset" in python(NOT_INSTALLED + code)

@@ -47,11 +47,11 @@ def test_a_widget_has_its_default_until_somebody_changes_it():
     assert [control.description for control in drawn] == ["learning rate", "size", "name", "days"]
     drawn[0].value, drawn[1].value, drawn[3].value = "0.5", "m", ("we",)
     assert widgets.getAll() == {"lr": "0.5", "size": "m", "name": "other", "days": "we"}
-    # the cell runs again: what was chosen stays, with the same control
+    # the cell runs again: the chosen value and the control are kept
     widgets.dropdown("size", "s", ["s", "m"])
     assert widgets.get("size") == "m"
     assert drawn[4] is drawn[1]
-    # another widget of that name begins anew
+    # a different widget of the same name starts from its default
     widgets.dropdown("size", "s", ["s", "m", "l"])
     assert widgets.get("size") == "s"
     assert drawn[1].comm is None
@@ -240,7 +240,7 @@ def test_a_keyring_that_is_installed_is_asked(monkeypatch: pytest.MonkeyPatch, t
 
 
 class Shell:
-    """What the transformer and `%run` ask of a shell: its line magics, and a line with its variables replaced."""
+    """What the transformer and `%run` use of a shell: its line magics, and variable substitution in a line."""
 
     def __init__(self, *also: str) -> None:
         self.also = also
@@ -336,10 +336,10 @@ def test_a_notebook_runs_in_this_namespace_with_its_arguments(
     shell.user_ns["dbutils_widgets"] = widgets
     magic('./lib/setup $factor="a b"')
     assert shell.user_ns["factor"] == "a b"
-    # the value of its last cell is displayed, and what is relative to it stays so
+    # its last value is displayed, and relative paths in it stay relative to it
     assert "'a ba b'" in capsys.readouterr().out
     assert asked == [f"{tmp_path}/lib/script.py --fast"]
-    # its arguments are its own
+    # its arguments do not reach this notebook's widgets
     assert widgets.getAll() == {}
     magic("it")
     assert (shell.user_ns["b"], shell.user_ns["c"]) == (2, 3)
@@ -398,7 +398,7 @@ def test_another_notebook_is_run_with_its_arguments_and_gives_its_value(
     words = json.loads((jobs / "asked.json").read_text())
     assert words[:4] == ["-m", "sgpu_magic.cli", "run", str(jobs / "child.ipynb")]
     assert words[-4:] == ["-r", "name=ab", "-r", "n=3"]
-    # the child has the job's devices too
+    # the child gets the job's devices too
     assert words[4:-4] == notebook_job.as_words(job)
     assert Notebook().run("child", arguments={"name": "other"}) == ""
 
@@ -455,10 +455,10 @@ def test_python_is_restarted_in_a_kernel_that_goes_on(
     assert shell.user_ns["dbutils"] == 1
     assert not {"model", "_private"} & shell.user_ns.keys()
     assert "get_ipython" in shell.user_ns
-    # told once
+    # reported once
     library.restartPython()
     assert capsys.readouterr().out == ""
-    # a package that is gone, and one without a list of its files
+    # a removed package, and a package without a list of its files
     (site / "fast-2.dist-info" / "RECORD").unlink()
     assert forget_replaced(taken[-1], Snapshot(()), sys.modules) == [
         "restart the kernel to use the change of fast 2 removed: compiled code of it is loaded."
@@ -467,7 +467,7 @@ def test_python_is_restarted_in_a_kernel_that_goes_on(
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder of packages on the import path; what is imported from it is forgotten afterwards."""
+    """A folder of packages on the import path; modules imported from it are removed afterwards."""
     monkeypatch.syspath_prepend(tmp_path)
     before = set(sys.modules)
     yield tmp_path
@@ -510,7 +510,7 @@ def test_replaced_packages_are_imported_anew(site: Path):
     assert sys.modules["samepkg"] is samepkg
     again = __import__("oldnew")
     assert (again.part.value, oldnew.part.value) == (22, 1)
-    # nothing has changed since
+    # no changes since
     assert forget_replaced(snapshot(site), snapshot(site), sys.modules) == []
     assert sys.modules["oldnew"] is again
 
@@ -538,7 +538,7 @@ def test_compiled_packages_need_a_restart_of_the_kernel(site: Path):
     (sentence,) = forget_replaced(before, snapshot(site), sys.modules)
     assert sentence == "restart the kernel to use the change of fast 1 -> 2: compiled code of it is loaded."
     assert sys.modules["fast"] is fast
-    # it has been imported after its change
+    # the module was imported after the package changed
     fast.__version__ = "2"
     assert forget_replaced(before, snapshot(site), sys.modules) == []
 

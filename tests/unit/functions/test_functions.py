@@ -1,4 +1,4 @@
-"""`@distributed`, `Run` and `map` without a pool: options, arguments, what stands in a function's place, types."""
+"""`@distributed`, `Run` and `map` without a pool: options, arguments, stand-ins for functions, types."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ def test_a_decorated_function_is_sent_by_its_name_where_a_module_has_it():
     assert pickle.loads(pickle.dumps(importable_functions.decorated)) is importable_functions.decorated
     assert by_reference(importable_functions.decorated.__sgpu_function__) is importable_functions.decorated
     assert by_reference(importable_functions.times) is importable_functions.times
-    # of other options it is the same function
+    # other options do not change the function
     again = importable_functions.decorated.options(gpus=1)
     assert by_reference(again.__sgpu_function__) is importable_functions.decorated
 
@@ -283,7 +283,7 @@ def test_a_run_has_the_functions_name(function: Callable[..., Any], name: str):
         (train, (5,), {"lr": 0.1}, {"world_size"}),
         (train, (5, 6, 0.1), {}, set()),
         (lambda device, *, local_rank: None, (), {}, {"device", "local_rank"}),
-        # what has a default keeps it, and `**kwargs` asks for nothing
+        # parameters with defaults keep them, and `**kwargs` requests nothing
         (lambda rank=7, **kwargs: None, (), {}, set()),
         (functools.partial(train, lr=0.1), (), {}, {"rank", "world_size"}),
         (Callable_(), (1,), {}, {"rank"}),
@@ -394,7 +394,7 @@ def test_a_terminal_has_one_line_that_is_written_over(monkeypatch: pytest.Monkey
     assert progress.is_due(10.2)
     progress.show(picture(), 10.2)
     assert not progress.is_due(10.3)
-    progress.show(picture(seconds=12.5), 10.4)  # only the clock has moved
+    progress.show(picture(seconds=12.5), 10.4)  # only the elapsed time has changed
     progress.show(picture(done=8), 10.5)
     progress.show(picture(done=20, running=0, failed=0, is_final=True), 11.0)
     text = shown.getvalue()

@@ -2,7 +2,7 @@
 
 The contracts of import-linter in pyproject.toml hold who may import whom. What they can't say is here: what an
 import really loads, that no two modules import each other (their contract for that takes folders, not modules), that
-one place describes a run, and a rule about single modules of two rooms.
+one place describes a run, and a rule about single modules of two packages.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def test_a_wrong_import_would_be_found(tmp_path: Path):
         "agent/ranks/planted.py": "import pynvml\n",
         "wire/planted.py": "import socket\n",
         "client/planted.py": "import pickle\nfrom sgpu_magic import views\n",
-        "planted_room.py": "",
+        "planted_package.py": "",
     }
     for name, code in planted.items():
         (tmp_path / "sgpu_magic" / name).write_text(code)
@@ -56,14 +56,15 @@ def test_a_wrong_import_would_be_found(tmp_path: Path):
         "sgpu_magic.wire.planted -> socket",
         "sgpu_magic.client.planted -> pickle",
         "sgpu_magic.client.planted -> sgpu_magic.views",
-        "sgpu_magic.planted_room",
+        "sgpu_magic.planted_package",
     ):
         assert wrong in done.stdout
 
 
 def test_no_two_modules_import_each_other():
-    house = runpy.run_path(str(ROOT / "scripts" / "house.py"))
-    assert house["circles"](house["imports_of_files"]({path: path.read_text() for path in PACKAGE.rglob("*.py")})) == []
+    structure = runpy.run_path(str(ROOT / "scripts" / "house.py"))
+    imports = structure["imports_of_files"]({path: path.read_text() for path in PACKAGE.rglob("*.py")})
+    assert structure["cycles"](imports) == []
 
 
 def test_one_place_describes_a_run():
@@ -91,7 +92,7 @@ def imports_in(path: Path) -> Iterator[tuple[int, list[str]]]:
 
 def test_what_a_server_takes_of_the_panel_knows_no_kernel():
     served = {
-        "schema", "device_rows", "pool_state", "past_runs", "poll_pool", "watch", "orders",
+        "schema", "device_rows", "pool_state", "past_runs", "poll_pool", "poller", "orders",
     }  # fmt: skip
     widgets = {"live_views", "rank_widgets", "comm", "widgets"}
     wrong: list[str] = []

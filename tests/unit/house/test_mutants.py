@@ -1,4 +1,4 @@
-"""The planted faults of `make mutants` can be planted: nothing is run here."""
+"""The faults of `make mutants` can still be applied; nothing is run here."""
 
 from __future__ import annotations
 

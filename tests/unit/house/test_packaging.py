@@ -1,4 +1,4 @@
-"""What is said twice for packagers is said alike."""
+"""Packaging metadata that exists in two places agrees."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The site's reference is made from the code: nothing in it is without a sentence."""
+"""The site's reference is generated from the code, and each entry in it has a description."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Completion on a magic's line where nothing is listed yet, and a rank's matches beside the kernel's."""
+"""Completion on a magic's line before anything is listed, and a rank's matches merged with the kernel's."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def shell(
 
 
 def offered(shell: InteractiveShell, line: str) -> list[str]:
-    """What our matcher offers at the end of a cell's only line; nothing of others is offered beside it."""
+    """The matches that our matcher offers at the end of a single-line cell; no other matcher adds to them."""
     (match,) = shell.Completer.custom_matchers
     found = match(CompletionContext(token="", full_text=line, cursor_position=len(line), cursor_line=0, limit=None))
     assert found["suppress"]
@@ -77,7 +77,7 @@ def test_pools_and_environments_are_those_of_the_lists(shell: InteractiveShell, 
     assert offered(shell, "%%distributed --pool ") == ["local", "team", "reserved"]
     assert "none" in offered(shell, "%%distributed --env-version ")
     assert "none" not in offered(shell, "%sgpu_env --diff ")
-    # a list that can't be read is told when it is used, not while the user types
+    # an unreadable list is reported when it is used, not while the user types
     (tmp_path / "own" / "pools.toml").write_text("[team\n")
     assert offered(shell, "%%distributed --pool ") == ["local"]
     (tmp_path / "own" / "config.toml").write_text("pool =\n")
@@ -98,7 +98,7 @@ def test_paths_are_completed_folder_by_folder(shell: InteractiveShell):
 def test_without_the_extension_nothing_is_offered(shell: InteractiveShell):
     completion.remove(shell)
     assert shell.Completer.custom_matchers == []
-    # once more does no harm
+    # removing it twice is harmless
     completion.remove(shell)
 
 
@@ -146,7 +146,7 @@ def test_the_kernels_methods_are_restored_unless_somebody_wrapped_them(shell: In
 
     class Kernel:
         def __init__(self) -> None:
-            # an extension before ours has replaced it on the object
+            # an earlier extension has replaced the method on the object
             self.do_complete = do_complete
             self.shell = shell
 
@@ -157,7 +157,7 @@ def test_the_kernels_methods_are_restored_unless_somebody_wrapped_them(shell: In
     auto = AutoMode(SimpleNamespace(input_transformers_cleanup=[]))
     try:
         questions = RankQuestions(kernel, auto)
-        # without a session both only delegate
+        # without a session, both methods only delegate
         assert kernel.do_complete("ab", 2)["matches"] == ["kernel"]
         assert asyncio.run(kernel.do_inspect("ab", 2)) == {"status": "ok", "found": False}
         questions.remove()

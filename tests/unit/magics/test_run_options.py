@@ -1,4 +1,4 @@
-"""Help of magics, settings that follow the environment, and what counts as a run's parameter."""
+"""Help of magics, settings that follow the environment, and which names are parameters of a run."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ def test_settings_of_runs_follow_the_environment(monkeypatch: pytest.MonkeyPatch
         monkeypatch.delenv(name, raising=False)
     given = Settings(state_dir=str(tmp_path), variables="TEAM_*", grace_s=7.0)
     pool = Pool(given)
-    # as long as nothing has changed nothing is read anew
+    # settings are not read again until something changes
     assert pool.settings is given
     monkeypatch.setenv("SGPU_ENV_VERSION", "4")
     monkeypatch.setenv("SGPU_TRACK", "off")
-    # where the pool lives, and what it reads for itself, stays
+    # the pool's location and the pool's own settings do not change
     monkeypatch.setenv("SGPU_STATE_DIR", "/elsewhere")
     monkeypatch.setenv("SGPU_GRACE_S", "1")
     assert pool.settings == msgspec.structs.replace(given, env_version="4", track="off", variables="")
     monkeypatch.setenv("SGPU_VARIABLES", "OTHER_*")
     monkeypatch.setenv("SGPU_TRACK", "")
     assert (pool.settings.variables, pool.settings.track, pool.settings.env_version) == ("OTHER_*", "auto", "4")
-    # the file's value is there again when the variable is gone
+    # without the variable, the value from the file applies again
     (tmp_path / "config.toml").write_text('env_version = "ai-4"\n')
     monkeypatch.delenv("SGPU_ENV_VERSION")
     assert pool.settings.env_version == "ai-4"

@@ -1,4 +1,7 @@
-"""Device locks between real processes: of one user, of two, killed ones, and ones that lay traps."""
+"""Device locks between real processes: of one user, of two users, killed processes, and hostile lock files.
+
+The promises hold for both places of locks: names in the kernel, and files in a directory.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import contextlib
 import os
 import pwd
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -16,19 +20,23 @@ from pathlib import Path
 
 import pytest
 
-from sgpu_magic.errors import CapacityError, PoolError
+from sgpu_magic.config import Settings
+from sgpu_magic.errors import CapacityError
 from sgpu_magic.nodes.device_locks import DeviceLocks, DevicesLocked
+from sgpu_magic.nodes.lock_obstacle import Obstacle
 
 ROOT = Path(__file__).parents[3]
-FIRST = "GPU-00000000-0000-0000-0000-000000000001"
-SECOND = "GPU-00000000-0000-0000-0000-000000000002"
-SLICE = "MIG-00000000-0000-0000-0000-000000000003"
+# kernel names are machine-wide: these belong to this test process alone
+OWN = f"{os.getpid():08x}"
+FIRST = f"GPU-{OWN}-0000-0000-0000-000000000001"
+SECOND = f"GPU-{OWN}-0000-0000-0000-000000000002"
+SLICE = f"MIG-{OWN}-0000-0000-0000-000000000003"
 OTHER_UID = 65534
 
 needs_root = pytest.mark.needs_root
 skip_for_users = pytest.mark.skipif(os.getuid() != 0, reason="another user's process needs root")
 
-# Locks what its arguments name, says what came of it, and waits for the end of its input.
+# Locks the devices in its arguments, prints the result, and runs until the end of its input.
 HOLD = """
 import os, sys
 from pathlib import Path
@@ -40,7 +48,7 @@ if int(uid):
     os.setgid(int(uid))
     os.setuid(int(uid))
 try:
-    locks = DeviceLocks(Path(directory))
+    locks = DeviceLocks(Path(directory) if directory else None)
     locks.acquire(uuids)
     print("held", flush=True)
 except Exception as error:
@@ -50,10 +58,10 @@ sys.stdin.read()
 
 
 @contextlib.contextmanager
-def holder(directory: Path, *uuids: str, uid: int = 0) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Another process that asks for the locks: (process, what it says)."""
+def holder(directory: Path | None, *uuids: str, uid: int = 0) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Another process that requests the locks: (process, its first line of output)."""
     process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(directory), str(uid), *uuids],
+        [sys.executable, "-c", HOLD, str(directory or ""), str(uid), *uuids],
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -69,7 +77,7 @@ def holder(directory: Path, *uuids: str, uid: int = 0) -> Iterator[tuple[subproc
 
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
-    """Where the locks go; other users can reach it."""
+    """The folder of lock files; other users can access it."""
     if os.getuid() == 0:
         for parent in (tmp_path, *tmp_path.parents):
             if parent.name.startswith(("pytest-", "popen-", "test_")):
@@ -77,10 +85,29 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path / "locks"
 
 
+@pytest.fixture(params=["names", "files"])
+def where(request: pytest.FixtureRequest, directory: Path) -> Path | None:
+    """The location of the locks: None for names in the kernel."""
+    return directory if request.param == "files" else None
+
+
 @pytest.fixture
-def locks(directory: Path) -> Iterator[DeviceLocks]:
+def locks(where: Path | None) -> Iterator[DeviceLocks]:
+    with closing(DeviceLocks(where)) as made:
+        yield made
+
+
+@pytest.fixture
+def files(directory: Path) -> Iterator[DeviceLocks]:
     with closing(DeviceLocks(directory)) as made:
         yield made
+
+
+def holders(locks: DeviceLocks, *uuids: str) -> dict[str, str]:
+    """The holder of each device."""
+    found = locks.obstacles(uuids)
+    assert not any(obstacle.problem for obstacle in found.values())
+    return {uuid: obstacle.holder for uuid, obstacle in found.items()}
 
 
 def me() -> str:
@@ -91,13 +118,13 @@ def descriptors() -> set[str]:
     return set(os.listdir("/proc/self/fd"))
 
 
-def test_two_processes_never_hold_one_device(directory: Path, locks: DeviceLocks) -> None:
-    with holder(directory, FIRST) as (other, said):
+def test_two_processes_never_hold_one_device(where: Path | None, locks: DeviceLocks) -> None:
+    with holder(where, FIRST) as (other, said):
         assert said == "held"
         with pytest.raises(DevicesLocked) as caught:
             locks.acquire([FIRST])
-        assert caught.value.uuids == (FIRST,)
-        assert caught.value.holder.startswith(f"process {other.pid} of user {me()} on host ")
+        assert set(caught.value.obstacles) == {FIRST}
+        assert caught.value.obstacles[FIRST].holder.startswith(f"process {other.pid} of user {me()}")
         assert f"{FIRST} is held by process {other.pid}" in caught.value.message
         assert isinstance(caught.value, CapacityError)
         locks.acquire([SECOND])
@@ -105,74 +132,76 @@ def test_two_processes_never_hold_one_device(directory: Path, locks: DeviceLocks
     assert locks.held == {FIRST, SECOND}
 
 
-def test_all_or_nothing(directory: Path, locks: DeviceLocks) -> None:
-    with holder(directory, SECOND, SLICE):
+def test_all_or_nothing(where: Path | None, locks: DeviceLocks) -> None:
+    with holder(where, SECOND, SLICE):
+        locks.obstacles([SECOND, SLICE])
         before = descriptors()
         with pytest.raises(DevicesLocked) as caught:
             locks.acquire([FIRST, SECOND, SLICE])
-        assert caught.value.uuids == (SECOND, SLICE)
+        assert set(caught.value.obstacles) == {SECOND, SLICE}
         assert locks.held == frozenset()
         assert descriptors() == before
-        with holder(directory, FIRST) as (_, said):
+        with holder(where, FIRST) as (_, said):
             assert said == "held"
 
 
-def test_a_killed_holder_leaves_nothing_locked(directory: Path, locks: DeviceLocks) -> None:
-    with holder(directory, FIRST) as (other, said):
+def test_a_killed_holder_leaves_nothing_locked(where: Path | None, locks: DeviceLocks) -> None:
+    with holder(where, FIRST) as (other, said):
         assert said == "held"
         os.kill(other.pid, signal.SIGKILL)
         other.wait()
-        assert locks.locked_elsewhere([FIRST]) == {}
+        assert locks.obstacles([FIRST]) == {}
         locks.acquire([FIRST])
 
 
-def test_release_lets_the_next_in(directory: Path, locks: DeviceLocks) -> None:
+def test_release_lets_the_next_in(where: Path | None, locks: DeviceLocks) -> None:
     locks.acquire([FIRST, SECOND])
     locks.release([FIRST, SLICE])
-    assert (directory / f"{FIRST}.lock").read_text() == ""
-    with holder(directory, FIRST) as (_, said):
+    with holder(where, FIRST) as (_, said):
         assert said == "held"
-    with holder(directory, SECOND) as (_, said):
+    with holder(where, SECOND) as (_, said):
         assert said.startswith(f"DevicesLocked: {SECOND} is held by process {os.getpid()} of user {me()}")
 
 
-def test_close_releases_everything_and_keeps_no_descriptor(directory: Path) -> None:
+def test_close_releases_everything_and_keeps_no_descriptor(where: Path | None) -> None:
     before = descriptors()
-    locks = DeviceLocks(directory)
+    locks = DeviceLocks(where)
     locks.acquire([FIRST, SECOND])
     locks.close()
     locks.close()
     assert descriptors() == before
-    with holder(directory, FIRST, SECOND) as (_, said):
+    with holder(where, FIRST, SECOND) as (_, said):
         assert said == "held"
 
 
-def test_probing_tells_who_and_keeps_nothing(directory: Path, locks: DeviceLocks) -> None:
+def test_probing_tells_who_and_keeps_nothing(where: Path | None, locks: DeviceLocks) -> None:
     locks.acquire([SECOND])
-    assert locks.locked_elsewhere([FIRST, SECOND, SLICE, "SIM-a10-0"]) == {}
-    assert not (directory / f"{FIRST}.lock").exists()
-    with holder(directory, FIRST) as (other, _):
+    assert locks.obstacles([FIRST, SECOND, SLICE, "SIM-a10-0"]) == {}
+    with holder(where, FIRST) as (other, _):
+        # one connection to each holder, whose end shows that the lock was released
+        holders(locks, FIRST, SECOND, SLICE)
         before = descriptors()
-        found = locks.locked_elsewhere([FIRST, SECOND, SLICE])
-        assert list(found) == [FIRST]
-        assert found[FIRST].startswith(f"process {other.pid} of user {me()}")
+        for _ in range(3):
+            found = holders(locks, FIRST, SECOND, SLICE)
+            assert list(found) == [FIRST]
+            assert found[FIRST].startswith(f"process {other.pid} of user {me()}")
         assert descriptors() == before
-    assert locks.locked_elsewhere([FIRST]) == {}
+    assert locks.obstacles([FIRST]) == {}
 
 
-def test_probing_never_refuses_somebody_else_a_free_device(directory: Path, locks: DeviceLocks) -> None:
+def test_probing_never_refuses_somebody_else_a_free_device(where: Path | None, locks: DeviceLocks) -> None:
     locks.acquire([FIRST])
     locks.release([FIRST])
     code = """
 import sys
 from pathlib import Path
 from sgpu_magic.nodes.device_locks import DeviceLocks
-locks = DeviceLocks(Path(sys.argv[1]))
+locks = DeviceLocks(Path(sys.argv[1]) if sys.argv[1] else None)
 print("probing", flush=True)
 while True:
-    locks.locked_elsewhere([sys.argv[2]])
+    locks.obstacles([sys.argv[2]])
 """
-    command = [sys.executable, "-c", code, str(directory), FIRST]
+    command = [sys.executable, "-c", code, str(where or ""), FIRST]
     environ = os.environ | {"PYTHONPATH": str(ROOT)}
     with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) as prober:
         try:
@@ -186,22 +215,22 @@ while True:
             prober.kill()
 
 
-def test_a_started_program_does_not_keep_the_lock(directory: Path, locks: DeviceLocks) -> None:
+def test_a_started_program_does_not_keep_the_lock(where: Path | None, locks: DeviceLocks) -> None:
     locks.acquire([FIRST])
     with subprocess.Popen(["sleep", "300"], close_fds=False) as child:
         locks.release([FIRST])
         try:
-            with holder(directory, FIRST) as (_, said):
+            with holder(where, FIRST) as (_, said):
                 assert said == "held"
         finally:
             child.kill()
 
 
-def test_simulated_devices_are_each_pools_own(directory: Path, locks: DeviceLocks) -> None:
-    locks.acquire(["SIM-a10-0", "SIM-nvidia-gb10-0"])
+def test_simulated_devices_are_each_pools_own(directory: Path, files: DeviceLocks) -> None:
+    files.acquire(["SIM-a10-0", "SIM-nvidia-gb10-0"])
     with holder(directory, "SIM-a10-0") as (_, said):
         assert said == "held"
-    assert list(directory.iterdir()) == []
+    assert not directory.exists()
 
 
 def test_a_device_is_locked_once(locks: DeviceLocks) -> None:
@@ -216,12 +245,12 @@ def test_a_device_is_locked_once(locks: DeviceLocks) -> None:
 @pytest.mark.parametrize(
     "uuid", ["", "GPU-", "../GPU-1", "GPU-../../etc/passwd", "GPU-1/../2", "GPU-1\n", "GPU-1\0", "0"]
 )
-def test_no_path_is_made_of_what_is_no_uuid(directory: Path, locks: DeviceLocks, uuid: str) -> None:
-    for call in (locks.acquire, locks.locked_elsewhere):
+def test_no_path_is_made_of_what_is_no_uuid(directory: Path, files: DeviceLocks, uuid: str) -> None:
+    for call in (files.acquire, files.obstacles):
         with pytest.raises(ValueError, match="is not a device UUID"):
             call([FIRST, uuid])
-    assert locks.held == frozenset()
-    assert list(directory.iterdir()) == []
+    assert files.held == frozenset()
+    assert not directory.exists()
 
 
 def test_modes_are_for_all_users_whatever_the_umask(directory: Path) -> None:
@@ -231,20 +260,21 @@ def test_modes_are_for_all_users_whatever_the_umask(directory: Path) -> None:
         assert stat.S_IMODE((directory / f"{FIRST}.lock").stat().st_mode) == 0o666
 
 
-def test_what_somebody_wrote_into_a_file_is_not_repeated(directory: Path, locks: DeviceLocks) -> None:
+def test_what_somebody_wrote_into_a_file_is_not_repeated(directory: Path, files: DeviceLocks) -> None:
     with holder(directory, FIRST):
         for text in ("", "\x1b[31mred", "1 2", "1 <script> \x1b[0m", "x" * 5000):
             (directory / f"{FIRST}.lock").write_text(text)
-            assert locks.locked_elsewhere([FIRST]) == {FIRST: "another process"}
+            assert holders(files, FIRST) == {FIRST: "another process"}
 
 
-# ---------------------------------------------------------------- traps
+# ---------------------------------------------------------------- hostile lock files
 
 
 @pytest.mark.parametrize("kind", ["symlink", "dangling", "fifo", "directory", "hard link"])
 def test_a_trap_in_the_place_of_a_lock_is_refused_and_left_alone(
-    directory: Path, locks: DeviceLocks, tmp_path: Path, kind: str
+    directory: Path, files: DeviceLocks, tmp_path: Path, kind: str
 ) -> None:
+    assert files.obstacles([SECOND]) == {}
     victim = tmp_path / "victim"
     victim.write_text("precious")
     place = directory / f"{SECOND}.lock"
@@ -260,22 +290,38 @@ def test_a_trap_in_the_place_of_a_lock_is_refused_and_left_alone(
         case _:
             os.link(victim, place)
     before = descriptors()
-    with pytest.raises(PoolError, match="not a regular file with a single link"):
-        locks.acquire([FIRST, SECOND])
-    with pytest.raises(PoolError, match="not a regular file with a single link"):
-        locks.locked_elsewhere([SECOND])
+    with pytest.raises(DevicesLocked) as caught:
+        files.acquire([FIRST, SECOND])
+    for found in (caught.value.obstacles, files.obstacles([FIRST, SECOND, SLICE])):
+        # only that device is affected
+        assert list(found) == [SECOND]
+        assert f"{place} is not a regular file with a single link" in found[SECOND].problem
+        assert "Have its owner or root remove it." in found[SECOND].problem
     assert victim.read_text() == "precious"
     assert not (tmp_path / "made").exists()
     assert descriptors() == before
-    with holder(directory, FIRST) as (_, said):
+    files.acquire([FIRST])
+    with holder(directory, SLICE) as (_, said):
         assert said == "held"
 
 
-def test_a_file_removed_under_the_holder_is_made_anew(directory: Path, locks: DeviceLocks) -> None:
-    locks.acquire([FIRST])
+def test_a_lock_can_be_used_again_when_its_trap_is_gone(
+    directory: Path, files: DeviceLocks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sgpu_magic.nodes.lock_files._TRIED_AGAIN_S", 0.0)
+    assert files.obstacles([FIRST]) == {}
+    (directory / f"{FIRST}.lock").symlink_to("/etc/passwd")
+    assert files.obstacles([FIRST])
     (directory / f"{FIRST}.lock").unlink()
-    locks.release([FIRST])
-    locks.acquire([FIRST])
+    assert files.obstacles([FIRST]) == {}
+    files.acquire([FIRST])
+
+
+def test_a_file_removed_under_the_holder_is_made_anew(directory: Path, files: DeviceLocks) -> None:
+    files.acquire([FIRST])
+    (directory / f"{FIRST}.lock").unlink()
+    files.release([FIRST])
+    files.acquire([FIRST])
     with holder(directory, FIRST) as (_, said):
         assert said.startswith("DevicesLocked")
 
@@ -295,8 +341,14 @@ def test_a_place_that_is_no_shared_directory_is_refused_with_a_remedy(
             directory.mkdir()
             (directory / "something").write_text("")
             directory.chmod(0o777)
-    with pytest.raises(PoolError, match="SGPU_LOCK_DIR"):
-        DeviceLocks(directory)
+    with closing(DeviceLocks(directory)) as locks:
+        # every device is reported as unavailable, with the reason, and the pool keeps running
+        for found in (locks.obstacles([FIRST, SECOND]), locks.obstacles([FIRST, SECOND])):
+            assert list(found) == [FIRST, SECOND]
+            assert all("SGPU_LOCK_DIR" in obstacle.problem for obstacle in found.values())
+        with pytest.raises(DevicesLocked, match="SGPU_LOCK_DIR"):
+            locks.acquire([FIRST])
+        locks.acquire(["SIM-a10-0"])
     assert descriptors() == before
 
 
@@ -316,10 +368,11 @@ def test_a_private_directory_in_use_keeps_its_mode(directory: Path) -> None:
 def test_two_users_share_the_directory_in_either_order(directory: Path) -> None:
     name = pwd.getpwuid(OTHER_UID).pw_name
     with closing(DeviceLocks(directory)) as locks:
+        assert locks.obstacles([FIRST]) == {}
         with holder(directory, FIRST, uid=OTHER_UID) as (other, said):
             assert said == "held"
             assert (directory / f"{FIRST}.lock").stat().st_uid == OTHER_UID
-            assert locks.locked_elsewhere([FIRST])[FIRST].startswith(f"process {other.pid} of user {name} on host ")
+            assert holders(locks, FIRST)[FIRST].startswith(f"process {other.pid} of user {name} on host ")
             with pytest.raises(DevicesLocked, match=f"of user {name}"):
                 locks.acquire([FIRST])
         locks.acquire([FIRST, SECOND])  # FIRST's file belongs to the other user
@@ -356,7 +409,9 @@ def test_an_unwritable_lock_file_is_said_with_its_remedy(directory: Path) -> Non
         locks.release([FIRST])
         (directory / f"{FIRST}.lock").chmod(0o600)
         with holder(directory, FIRST, uid=OTHER_UID) as (_, said):
-            assert said.startswith(f"PoolError: the device lock {directory}/{FIRST}.lock can't be opened by this user.")
+            assert said.startswith(
+                f"DevicesLocked: the device lock {directory}/{FIRST}.lock can't be opened by this user."
+            )
 
 
 @needs_root
@@ -365,33 +420,63 @@ def test_a_directory_of_another_user_that_is_not_shared_is_refused(directory: Pa
     directory.mkdir(mode=0o755)
     (directory / "something").write_text("")
     with holder(directory, FIRST, uid=OTHER_UID) as (_, said):
-        assert said.startswith(f"PoolError: the device lock directory {directory} must let this user create files")
+        assert said.startswith(f"DevicesLocked: the device lock directory {directory} must let this user create files")
         assert "SGPU_LOCK_DIR" in said
+
+
+@needs_root
+@skip_for_users
+def test_names_exclude_another_user_who_is_named() -> None:
+    name = pwd.getpwuid(OTHER_UID).pw_name
+    with closing(DeviceLocks(None)) as locks, holder(None, FIRST, uid=OTHER_UID) as (other, said):
+        assert said == "held"
+        # the kernel supplies the peer's identity, so it can't be forged
+        assert holders(locks, FIRST) == {FIRST: f"process {other.pid} of user {name}"}
+        locks.acquire([SECOND])
+        with holder(None, SECOND, uid=OTHER_UID) as (_, said):
+            assert said.startswith(f"DevicesLocked: {SECOND} is held by process {os.getpid()} of user {me()}")
+
+
+def test_a_name_that_somebody_occupies_without_a_word_is_that_devices_state() -> None:
+    with closing(DeviceLocks(None)) as locks, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as squatter:
+        squatter.bind(f"\0sgpu-magic/device/{FIRST}")
+        with pytest.raises(DevicesLocked) as caught:
+            locks.acquire([FIRST, SECOND])
+        assert caught.value.obstacles == {FIRST: Obstacle(holder="another process")}
+        locks.acquire([SECOND])
+
+
+def test_names_do_not_depend_on_where_temporary_files_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with closing(DeviceLocks(Settings().lock_path)) as locks:
+        locks.acquire([FIRST])
+        monkeypatch.setenv("TMPDIR", str(tmp_path))
+        with holder(Settings().lock_path, FIRST) as (_, said):
+            assert said.startswith("DevicesLocked")
 
 
 # ---------------------------------------------------------------- handed over
 
 
-def test_a_lock_lasts_as_long_as_any_copy_of_its_descriptor(tmp_path: Path):
-    first = DeviceLocks(tmp_path)
+def test_a_lock_lasts_as_long_as_any_copy_of_its_descriptor(where: Path | None):
+    first = DeviceLocks(where)
     first.acquire([FIRST, SECOND])
     copies = [os.dup(descriptor) for descriptor in first.descriptors([FIRST, SECOND])]
-    # a killed process lets go of everything without a word
+    # a killed process releases everything without a message
     for descriptor in first.descriptors([FIRST, SECOND]):
         os.close(descriptor)
-    with closing(DeviceLocks(tmp_path)) as heir:
+    with closing(DeviceLocks(where)) as heir:
         with pytest.raises(DevicesLocked):
             heir.acquire([FIRST])
         heir.take_over([FIRST, SECOND], copies)
         assert heir.held == {FIRST, SECOND}
-        assert heir.locked_elsewhere([FIRST, SECOND]) == {}
-        with holder(tmp_path, FIRST) as (_, said):
+        assert heir.obstacles([FIRST, SECOND]) == {}
+        with holder(where, FIRST) as (_, said):
             assert said.startswith("DevicesLocked")
         heir.release([FIRST])
-        with holder(tmp_path, FIRST) as (_, said):
+        with holder(where, FIRST) as (_, said):
             assert said == "held"
 
 
-def test_taking_over_needs_a_descriptor_for_each_device(tmp_path: Path):
-    with closing(DeviceLocks(tmp_path)) as locks, pytest.raises(ValueError, match="shorter"):
+def test_taking_over_needs_a_descriptor_for_each_device(where: Path | None):
+    with closing(DeviceLocks(where)) as locks, pytest.raises(ValueError, match="shorter"):
         locks.take_over([FIRST, SECOND], [])

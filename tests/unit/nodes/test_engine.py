@@ -1,4 +1,4 @@
-"""What an engine orders of nodes that have not come yet, and when a lease is free again."""
+"""Which orders an engine keeps for nodes that have not joined yet, and when a lease becomes free."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from sgpu_magic.wire.rank_events import Failure, RankFailed
 
 
 class Link:
-    """A `NodeChannel` that keeps what is ordered."""
+    """A `NodeChannel` that records orders."""
 
     def __init__(self, node: str) -> None:
         self.node = node
@@ -50,7 +50,7 @@ class Link:
 
 
 class Service:
-    """An `EngineListener` that writes down what it hears."""
+    """An `EngineListener` that records its calls."""
 
     def __init__(self) -> None:
         self.told: list[EventBody] = []
@@ -67,7 +67,7 @@ class Service:
 
 
 class Nodes(Engine):
-    """Writes down which leases are free again."""
+    """Records which leases have become free."""
 
     def __init__(self, settings: Settings, name: str) -> None:
         super().__init__(settings, name)
@@ -96,7 +96,7 @@ async def engine_with(tmp_path: Path, *there: str) -> tuple[Nodes, Service, dict
 
 
 class Late(Nodes):
-    """Knows its inventory only when it is told, as when a cluster answers late."""
+    """Has no inventory until the test sets it, as when a cluster answers late."""
 
     come_back_s = 0.05
     known: Inventory | None = None
@@ -106,7 +106,7 @@ class Late(Nodes):
 
 
 async def late(tmp_path: Path) -> tuple[Late, Service]:
-    """An engine whose patience for nodes is over before it knew of any; node `a` has come by itself."""
+    """An engine whose time limit for nodes has passed before any was known; node `a` has joined by itself."""
     engine, service = Late(replace(Settings(), state_dir=str(tmp_path)), "cluster"), Service()
     engine.start(cast("EngineListener", service))
     engine.node_came(Link("a"), ready("a"))
@@ -226,7 +226,7 @@ def test_a_launch_is_ordered_again_of_a_node_that_never_heard_it_and_never_twice
             engine.node_said(
                 node, RunEvent(run_id=RUN, number=1, at=100.0, body=RanksStarted(pids=(1, 2), warm="zygote"))
             )
-        # from now on a node without the ranks has lost them
+        # from now on, a node without the ranks counts as having lost them
         last = Link("b")
         engine.node_came(last, ready("b"))
         assert Launch not in last.kinds()

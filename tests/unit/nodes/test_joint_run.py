@@ -1,4 +1,4 @@
-"""One run made of what its nodes say, whatever the order: across lost links, lost nodes, restarted services."""
+"""One run assembled from its nodes' events in any order: across lost links, lost nodes and restarted services."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sgpu_magic.nodes.engine_reports import JointStacks, PartEnd, join_ends, join_releases
-from sgpu_magic.nodes.joint_run import JointRun, JointStalls, Told
+from sgpu_magic.nodes.joint_run import JointRun, JointStalls, MergedEvent
 from sgpu_magic.wire.attachments import InlinePayload, PackedLayout, Payload
 from sgpu_magic.wire.base import FailureKind, RunState
 from sgpu_magic.wire.events import EnvironmentMoved, EventBody, Noted, PayloadReleased, RanksStarted, RunEnded
@@ -43,7 +43,7 @@ def failure(rank: int, at: float, *, victim: bool = False, packed: bool = False)
 
 
 def story(part: int, lines: int, *, builds: bool = False) -> list[EventBody]:
-    """What a node says of its part of a run that succeeds."""
+    """A node's events for its part of a run that succeeds."""
     ranks = range(part * RANKS_EACH, (part + 1) * RANKS_EACH)
     told: list[EventBody] = [EnvironmentMoved(host=f"n{part}", ready=True)] if builds else []
     told.append(RanksStarted(pids=tuple(100 + rank for rank in ranks), warm="zygote" if part else "standby"))
@@ -59,7 +59,7 @@ def numbered(bodies: Sequence[EventBody], at: float = 100.0) -> list[RunEvent]:
 
 
 def newest(log: Sequence[RunEvent]) -> dict[int, int]:
-    """As a pool service reads it from its log."""
+    """The newest event numbers, as a pool service reads them from its log."""
     numbers: dict[int, int] = {}
     for event in log:
         for part, number in ((event.part, event.number), *event.joined):
@@ -72,7 +72,7 @@ def bodies(log: Sequence[RunEvent], kind: type[EventBody]) -> list[EventBody]:
 
 
 class Cluster:
-    """Nodes that tell their stories, and a service that may die and come again."""
+    """Nodes that send their events, and a service that may die and restart."""
 
     def __init__(self, stories: Sequence[Sequence[EventBody]]) -> None:
         self.rest = [list(bodies) for bodies in stories]
@@ -83,7 +83,7 @@ class Cluster:
         self.joint = JointRun(len(stories))
 
     def tell(self, part: int) -> None:
-        """The node's next event arrives, or one that it sends again."""
+        """Deliver the node's next event, or one that it sends again."""
         said = self.said[part]
         if self.at[part] == len(said):
             if not self.rest[part]:
@@ -91,30 +91,30 @@ class Cluster:
             self.say(part, self.rest[part].pop(0))
         event = said[self.at[part]]
         self.at[part] += 1
-        self.keep(self.joint.heard(part, event, (f"{part}".encode(),), now=100.0))
+        self.keep(self.joint.on_event(part, event, (f"{part}".encode(),), now=100.0))
 
     def say(self, part: int, body: EventBody) -> None:
         said = self.said[part]
         said.append(RunEvent(run_id="r", number=len(said) + 1, at=100.0, body=body))
 
-    def keep(self, told: Sequence[Told]) -> None:
+    def keep(self, told: Sequence[MergedEvent]) -> None:
         for event, frames in told:
             self.log.append(event)
             self.frames.append(frames)
 
     def restart_service(self) -> None:
-        """What is not on disk is sent again: the agents have it still."""
+        """The agents still have the events that are not on disk, and send them again."""
         numbers = newest(self.log)
         self.joint = JointRun(len(self.said), numbers)
         for part in range(len(self.said)):
             self.adopt(part, numbers.get(part, 0))
 
     def break_link(self, part: int) -> None:
-        """The node sends again what was not passed on."""
+        """The node sends the events again that were not passed on."""
         self.adopt(part, self.joint.parts[part].passed)
 
     def adopt(self, part: int, number: int) -> None:
-        """As an agent that is adopted, which says again what became of the payload."""
+        """Act as an adopted agent, which reports the state of the payload again."""
         self.at[part] = number
         released = [event.body for event in self.said[part] if isinstance(event.body, PayloadReleased)]
         if released:
@@ -197,12 +197,12 @@ def test_of_a_run_that_lost_a_node_nobody_says_how_it_ended(moves: list[tuple[st
 
 
 def test_what_follows_an_event_that_waits_waits_too():
-    """Else a service that is killed then would never hear the joint one."""
+    """Otherwise a service that is killed at that moment would never get the joint event."""
     joint = JointRun(2)
     first = numbered([RanksStarted(pids=(1,), warm="zygote"), output(0, 0)])
-    assert [told for event in first for told in joint.heard(0, event, (), 100.0)] == []
+    assert [told for event in first for told in joint.on_event(0, event, (), 100.0)] == []
     assert joint.parts[0].passed == 0
-    told = joint.heard(1, numbered([RanksStarted(pids=(2,), warm="zygote")])[0], (), 100.0)
+    told = joint.on_event(1, numbered([RanksStarted(pids=(2,), warm="zygote")])[0], (), 100.0)
     assert [type(event.body) for event, _ in told] == [RanksStarted, OutputWritten]
     assert told[0][0].joined == ((0, 1),)
 
@@ -210,8 +210,8 @@ def test_what_follows_an_event_that_waits_waits_too():
 def test_a_node_whose_ranks_never_met_the_others_ends_the_run_with_them():
     joint = JointRun(2)
     failed = RunEnded(state=RunState.FAILED, failure=failure(1, 100.0))
-    assert joint.heard(1, numbered([failed])[0], (), 100.0) == []
-    (event, _), *rest = joint.heard(0, numbered([RunEnded(state=RunState.FAILED)])[0], (), 100.0)
+    assert joint.on_event(1, numbered([failed])[0], (), 100.0) == []
+    (event, _), *rest = joint.on_event(0, numbered([RunEnded(state=RunState.FAILED)])[0], (), 100.0)
     assert rest == []
     assert isinstance(event.body, RunEnded)
     assert event.body.failure is not None
@@ -221,11 +221,11 @@ def test_a_node_whose_ranks_never_met_the_others_ends_the_run_with_them():
 
 def test_failures_are_told_at_once():
     joint = JointRun(2)
-    told: list[Told] = []
+    told: list[MergedEvent] = []
     for part in (0, 1):
-        told += joint.heard(part, numbered([RanksStarted(pids=(part,), warm="zygote")])[0], (), 100.0)
+        told += joint.on_event(part, numbered([RanksStarted(pids=(part,), warm="zygote")])[0], (), 100.0)
     failed = RunEvent(run_id="r", number=2, at=100.0, body=RankFailed(failure=failure(1, 100.0)))
-    told += joint.heard(1, failed, (), 100.0)
+    told += joint.on_event(1, failed, (), 100.0)
     assert [type(event.body) for event, _ in told] == [RanksStarted, RankFailed]
 
 
@@ -234,7 +234,7 @@ def test_what_all_nodes_remark_is_one_remark():
     told = [
         event.body
         for part in (0, 1)
-        for event, _ in joint.heard(part, numbered([Noted(text="slow disk")])[0], (), 100.0)
+        for event, _ in joint.on_event(part, numbered([Noted(text="slow disk")])[0], (), 100.0)
     ]
     assert told == [Noted(text="slow disk")]
 
@@ -242,8 +242,8 @@ def test_what_all_nodes_remark_is_one_remark():
 def test_the_payload_is_released_once_the_last_node_has_it_no_more():
     joint = JointRun(2)
     (one,), (other,) = numbered([PayloadReleased(kept=False, reason="no room")]), numbered([PayloadReleased(kept=True)])
-    assert joint.heard(0, one, (), 100.0) == []
-    ((event, _),) = joint.heard(1, other, (), 100.0)
+    assert joint.on_event(0, one, (), 100.0) == []
+    ((event, _),) = joint.on_event(1, other, (), 100.0)
     assert event.body == PayloadReleased(kept=True)
     assert join_releases([PayloadReleased(kept=False, reason="no room")] * 2).reason == "no room"
 
@@ -302,16 +302,16 @@ def still(*ranks: int, seconds: float = 5.0) -> Stalled:
 
 def test_a_run_stands_still_where_every_node_does_or_is_done():
     stalls = JointStalls(3)
-    assert stalls.told(0, still(0, 1), ()) is None
-    assert stalls.told(2, still(4, 5, seconds=3.0), ()) is None
-    told = stalls.told(1, still(2, 3), ())
+    assert stalls.merge(0, still(0, 1), ()) is None
+    assert stalls.merge(2, still(4, 5, seconds=3.0), ()) is None
+    told = stalls.merge(1, still(2, 3), ())
     assert isinstance(told, Stalled)
     assert [stack.rank for stack in told.stacks] == [0, 1, 2, 3, 4, 5]
     assert told.seconds == 3.0
-    assert isinstance(stalls.told(1, Resumed(), ()), Resumed)
-    assert stalls.told(0, Resumed(), ()) is None
+    assert isinstance(stalls.merge(1, Resumed(), ()), Resumed)
+    assert stalls.merge(0, Resumed(), ()) is None
     done = JointStalls(2)
-    assert done.told(0, still(0, 1), (1,)) is not None
+    assert done.merge(0, still(0, 1), (1,)) is not None
 
 
 def test_stacks_are_told_once_all_nodes_have_answered_or_are_gone():

@@ -1,4 +1,4 @@
-"""The engine with one node: its devices are locked while any run has them, and its agent is replaced when it dies."""
+"""The single-node engine: its devices are locked while a run has them, and its agent is replaced when it dies."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ A, B, GPU = "aaaa0000", "bbbb0000", "GPU-0"
 
 
 class Agent:
-    """In place of a `LocalAgent`: keeps what it is sent."""
+    """Stands in for a `LocalAgent` and records its messages."""
 
     node = ""
+    is_adopted = False
 
     def __init__(self, *_: object, **__: object) -> None:
         self.orders: list[tuple[ToAgent, int]] = []
@@ -49,15 +50,17 @@ class Agent:
 
     @property
     def launched(self) -> list[tuple[str, int]]:
-        """Runs, and how many locks came along."""
+        """Launched runs, and the number of locks sent with each."""
         return [(order.spec.run_id, count) for order, count in self.orders if isinstance(order, Launch)]
 
-    def clean_up_after(self) -> None: ...
-    def close(self) -> None: ...
+    def clean_up_after(self, done: Callable[[], None]) -> None:
+        done()
+
+    def close(self, grace_s: float = 0.0) -> None: ...
 
 
 class Service:
-    """An `EngineListener` that writes down what it hears, and may do something then."""
+    """An `EngineListener` that records its calls and may act on them."""
 
     def __init__(self) -> None:
         self.heard: list[tuple[str, object]] = []
@@ -79,7 +82,7 @@ def on_gpu(run_id: str) -> Launch:
 
 
 class Pool:
-    """An engine with its agent, its service, and another pool's look at the locks."""
+    """An engine with its agent, its service, and the locks as another pool sees them."""
 
     def __init__(self, settings: Settings, *held: HeldRun, descriptors: Sequence[int] = ()) -> None:
         self.agent, self.service = Agent(), Service()
@@ -92,7 +95,7 @@ class Pool:
 
     @property
     def is_locked(self) -> bool:
-        return bool(self.other.locked_elsewhere([GPU]))
+        return bool(self.other.obstacles([GPU]))
 
     def close(self) -> None:
         self.engine.close()

@@ -1,4 +1,4 @@
-"""A pool as a Ray job: requests of Ray's Jobs API, where the token is found, and what is reported when it fails."""
+"""A pool as a Ray job: requests to Ray's Jobs API, where the token is found, and the errors on failure."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_the_token_is_found_where_ray_finds_it(guarded: RayJobsApi, tmp_path: Pa
     (home / ".ray").mkdir(parents=True)
     (home / ".ray" / "auth_token").write_text(TOKEN)
     JobsApi(guarded.url, {"HOME": str(home)}).check()
-    # the variable comes before the files
+    # the variable has priority over the files
     with pytest.raises(PoolError, match="rejected the token"):
         JobsApi(guarded.url, {"RAY_AUTH_TOKEN": "other", "RAY_AUTH_TOKEN_PATH": str(named), "HOME": str(home)}).check()
 
@@ -107,7 +107,7 @@ def test_a_dashboard_that_is_not_there(head: RayJobsApi):
     (port,) = free_ports(1)
     with pytest.raises(PoolError, match=r"can't be reached: .*refused.*ray start --head --dashboard-host"):
         JobsApi(f"http://127.0.0.1:{port}", NOWHERE).check()
-    # http is spoken there, not TLS
+    # the port serves HTTP without TLS
     with pytest.raises(PoolError, match="can't be reached"):
         JobsApi(head.url.replace("http:", "https:"), NOWHERE).check()
 
@@ -158,7 +158,7 @@ def test_a_pool_is_deployed_as_a_job(head: RayJobsApi):
     variables = environment["env_vars"]
     deployed = variables.pop("SGPU_DEPLOYED")
     assert msgspec.json.decode(deployed, type=Deployment) == TEAM
-    # what is said explicitly for the job comes before this shell's variables
+    # options given for the job have priority over this shell's variables
     assert variables == {
         "RAY_JOB_STOP_WAIT_TIME_S": "60", "HF_HOME": "/hf", "SGPU_PRICES": "a10=2", "SGPU_USER_GPUS": "4",
     }  # fmt: skip

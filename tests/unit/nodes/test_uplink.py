@@ -1,4 +1,4 @@
-"""A node's uplink with a real agent, and the pool's listener: what it waits for, and what goes on meanwhile."""
+"""A node's uplink with a real agent, and the pool's listener: what it awaits, and what continues meanwhile."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from sgpu_magic.wire.events import RunEnded
 from sgpu_magic.wire.node import Adopt, AgentReady, FromAgent, Launch, RunEvent
 from sgpu_magic.wire.rank_events import OutputWritten
 
-# a busy machine's loop may be late; one that waits for its agent is so for 15 s
+# a loop on a busy machine may be late; one that blocks on its agent is late by 15 s
 MOST_WAIT_S = 3.0
-# a third of what the link has: its silence is waited for
+# a third of the link's defaults: a test waits until the link is silent
 BEAT_S, SILENT_S = 0.3, 1.2
 UNTIL_OVER = """
 import os, time
@@ -79,12 +79,12 @@ class Node:
     def between(self) -> int:
         """The process between the uplink and the agent."""
         own = [process for process in process_table().values() if process.parent == os.getpid()]
-        (pid,) = [process.pid for process in own if "on_node.py" in process.command]
+        (pid,) = [process.pid for process in own if "agent_main.py" in process.command]
         return pid
 
     @property
     def printed(self) -> str:
-        """What the run has printed."""
+        """The run's output so far."""
         return "".join(event.body.text for event in self.events if isinstance(event.body, OutputWritten))
 
     def launch(self, body: str) -> str:
@@ -94,7 +94,7 @@ class Node:
         return order.spec.run_id
 
     def adopt(self, run_id: str) -> None:
-        """Take a run over, as the next pool service does; what it has said so far is known."""
+        """Take over a run, as the next pool service does; its events so far are known."""
         self.say(Adopt(run_id=run_id, number=len(self.events)))
 
     def say(self, order: Launch | Adopt, *frames: bytes) -> None:
@@ -102,7 +102,7 @@ class Node:
         self._link.send(order, frames)
 
     def shut(self) -> None:
-        """Nobody listens at the pool."""
+        """Stop listening at the pool."""
         if self._is_open:
             self._is_open = False
             self.listener.close()
@@ -135,7 +135,7 @@ class Node:
             self.longest_s = max(self.longest_s, time.monotonic() - began)
 
     async def silence(self) -> None:
-        """Wait for so long that a side which says nothing is given up."""
+        """Wait long enough that a silent side is considered lost."""
         began = time.monotonic()
         await self.until(lambda: time.monotonic() - began > SILENT_S + 2 * BEAT_S)
 
@@ -151,7 +151,7 @@ def quick_link(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @asynccontextmanager
 async def node_that_is_up() -> AsyncGenerator[Node]:
-    # short: a socket's path ends at 108 bytes
+    # a short path: socket paths are limited to 108 bytes
     place = Path(tempfile.mkdtemp(prefix="sgu"))
     node = Node(place)
     try:
@@ -173,7 +173,7 @@ def test_the_link_goes_on_while_the_end_of_its_agent_is_awaited():
             between, agent = node.between, node.ready[0].pid
             os.kill(between, signal.SIGSTOP)
             try:
-                # its socket is closed, and what it is to the uplink has not ended
+                # its socket is closed, but the uplink's child process has not ended
                 os.kill(agent, signal.SIGKILL)
                 await node.silence()
                 assert node.lost == []

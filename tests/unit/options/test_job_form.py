@@ -1,4 +1,4 @@
-"""Job files: their keys, what contradicts itself, and files that can't be read."""
+"""Job files: their keys, contradictory settings, and files that can't be read."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_the_time_limit():
     assert job_timeout_s(JobFile(), "here") is None
     assert job_timeout_s(JobFile(timeout="1m"), "here") == 60
     assert job_timeout_s(JobFile(timeout_s=5), "here") == 5
-    # the line's overrides the file's, under either name
+    # the option on the command line overrides the file's, under either name
     assert job_timeout_s(with_line(JobFile(timeout_s=5), {"timeout": "2h"}), "here") == 7200
     with pytest.raises(UsageError, match="here: timeout and timeout_s are the same: leave one of them out"):
         job_timeout_s(JobFile(timeout="1m", timeout_s=60), "here")
@@ -115,7 +115,7 @@ def test_mappings_are_read_by_their_suffix(tmp_path: Path):
     assert read_mapping(file(tmp_path, "a.json", '{"lr": 0.1}')) == {"lr": 0.1}
     assert read_mapping(file(tmp_path, "a.toml", "lr = 0.1")) == {"lr": 0.1}
     assert read_mapping(file(tmp_path, "a.yml", "lr: 0.1\nname: on the way")) == {"lr": 0.1, "name": "on the way"}
-    # empty, or only comments
+    # an empty file, or only comments
     assert read_mapping(file(tmp_path, "b.yaml", "# nothing yet\n")) == {}
 
 
@@ -131,7 +131,7 @@ def test_files_that_can_not_be_read(tmp_path: Path):
     (tmp_path / "latin.yaml").write_bytes("name: ü".encode("latin-1"))
     with pytest.raises(UsageError, match=r"latin\.yaml can't be read: "):
         read_mapping(tmp_path / "latin.yaml")
-    # YAML tags make no objects
+    # YAML tags create no objects
     with pytest.raises(UsageError, match="could not determine a constructor"):
         read_mapping(file(tmp_path, "evil.yaml", "a: !!python/object/apply:os.getcwd []"))
 

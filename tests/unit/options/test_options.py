@@ -1,4 +1,4 @@
-"""The table of options, and its forms: a line's, Python's, a job file's and the command's."""
+"""The table of options and its forms: magic lines, Python, job files and commands."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ import pytest
 from sgpu_magic.cli.main import command_parser
 from sgpu_magic.errors import UsageError
 from sgpu_magic.magics import session_magics  # noqa: F401  the parsers of its magics are known then
-from sgpu_magic.options import asked, table
+from sgpu_magic.options import option_records, table
 from sgpu_magic.options.argparse_form import LINE_PARSERS, parse, parser, read_session
-from sgpu_magic.options.asked import Devices, Wishes
 from sgpu_magic.options.job_form import JobFile, defaults_of, with_line
 from sgpu_magic.options.notebook_job import JobDefaults, as_words
+from sgpu_magic.options.option_records import Devices, EnvironmentOptions
 from sgpu_magic.options.python_form import Options, checked
 from sgpu_magic.options.table import OPTIONS, in_python
 from sgpu_magic.runs.sessions import connect
 
 ALL = "--env-version ai-4 --torch mine --allow-build --no-track --max-cost 5"
-ASKED = Wishes(env_version="ai-4", torch_mine=True, allow_build=True, track=False)
+ASKED = EnvironmentOptions(env_version="ai-4", torch_mine=True, allow_build=True, track=False)
 
 
 def fields_of(record: type) -> set[str]:
@@ -30,17 +30,17 @@ def fields_of(record: type) -> set[str]:
 @pytest.mark.parametrize(
     ("form", "record"),
     [
-        (table.CELL, asked.CellOptions),
-        (table.CALL, asked.CallOptions),
-        ([name for name in table.SESSION if name != "ui"], asked.SessionOptions),
-        (table.REPLAY, asked.ReplayOptions),
+        (table.CELL, option_records.CellOptions),
+        (table.CALL, option_records.CallOptions),
+        ([name for name in table.SESSION if name != "ui"], option_records.SessionOptions),
+        (table.REPLAY, option_records.ReplayOptions),
     ],
     ids=["cell", "call", "session", "replay"],
 )
 def test_each_option_of_a_form_asks_for_something(form: tuple[str, ...], record: type):
     assert len(set(form)) == len(form)
     known = fields_of(record) | {f"devices.{name}" for name in fields_of(Devices)}
-    known |= {f"wishes.{name}" for name in fields_of(Wishes)}
+    known |= {f"wishes.{name}" for name in fields_of(EnvironmentOptions)}
     assert {OPTIONS[name].asks for name in form} <= known
 
 
@@ -52,7 +52,7 @@ def test_python_has_the_same_options():
 
 def test_a_job_files_keys_are_options_of_the_command():
     line = vars(command_parser(["run"]).parse_args(["run", "n.ipynb"]))
-    # the file's other names for the same, and those whose plural a line gives one by one
+    # aliases in the file, and plurals that the command line gives one by one
     beside = {"notebook", "hardware_accelerator", "environment", "timeout_s", "parameters"}
     assert set(JobFile.__struct_fields__) - beside <= line.keys()
     assert {name.replace("-", "_") for name in (*table.DEVICES, "env-version", "max-cost")} <= line.keys()
@@ -71,7 +71,7 @@ def test_a_cells_line_is_read():
     options = parse(f"--gpus 2 {ALL} --profile")
     assert (options.wishes, options.max_cost, options.profile) == (ASKED, 5.0, True)
     options = parse("--gpus 2")
-    assert (options.wishes, options.max_cost, options.profile) == (Wishes(), None, False)
+    assert (options.wishes, options.max_cost, options.profile) == (EnvironmentOptions(), None, False)
     assert parse("--env-version 'my files/r.txt'").wishes.env_version == "my files/r.txt"
     assert parse("0 --profile --no-track", "%%rank").profile
 
@@ -87,8 +87,8 @@ def test_a_sessions_line_is_read():
 def test_python_options_mean_the_same():
     options = checked(env_version="ai-4", torch="mine", allow_build=True, track=False, max_cost=5, profile=True)
     assert (options.wishes, options.max_cost, options.profile) == (ASKED, 5.0, True)
-    assert checked().wishes == Wishes()
-    assert checked(torch="node", track=True).wishes == Wishes(track=True)
+    assert checked().wishes == EnvironmentOptions()
+    assert checked(torch="node", track=True).wishes == EnvironmentOptions(track=True)
     assert checked(env_version=4).wishes.env_version == "4"
     assert checked(env_version=Path("r.txt")).wishes.env_version == "r.txt"
 

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from sgpu_magic.cli import environments
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import EnvironmentFailed, UsageError
-from sgpu_magic.packages import named_environments, order
+from sgpu_magic.packages import environment_request, named_environments
 from sgpu_magic.packages.distributions import normalised
 from sgpu_magic.packages.named_environments import BASE_NAMES, BaseList, base_list
 from sgpu_magic.packages.node.store import Built, Store
@@ -26,7 +26,7 @@ from sgpu_magic.packages.uv_command import index_variables, uv_path
 from sgpu_magic.wire.attachments import Environment, Wheel
 
 ROOT = Path(__file__).parents[3]
-# the page that the lists are from, where a copy of it lies beside the repository
+# the page that the lists come from, if a copy is next to the repository
 PAGES = sorted((ROOT.parent / "shared" / "seeds").glob("000_*.txt"))
 COUNTS = {"4": 259, "ai-4": 388}
 HERE = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -45,8 +45,8 @@ def uv(*arguments: str, timeout_s: float = 100, **further: object) -> subprocess
     )  # type: ignore[call-overload]
 
 
-def chosen(settings: Settings, name: object, **how: bool) -> order.Ordered:
-    found = order.chosen(settings, str(name), **how)
+def chosen(settings: Settings, name: object, **how: bool) -> environment_request.Ordered:
+    found = environment_request.chosen(settings, str(name), **how)
     assert found is not None
     return found
 
@@ -55,7 +55,7 @@ def chosen(settings: Settings, name: object, **how: bool) -> order.Ordered:
 
 
 def page_tables() -> dict[str, dict[str, str]]:
-    """The two tables of the page: three pairs of name and version in a row, each in a line of its own."""
+    """The two tables of the page: each row has three pairs of name and version, one value per line."""
     words = [line.strip() for line in PAGES[0].read_text().splitlines() if line.strip()]
     tables: dict[str, dict[str, str]] = {}
     for name, heading in (("4", "Default environment"), ("ai-4", "AI environment")):
@@ -144,19 +144,19 @@ def test_a_small_subset_can_be_installed(tmp_path: Path):
 @pytest.mark.skipif(HERE == "3.12", reason="this Python is the base's own")
 def test_a_base_for_another_python_is_refused_with_both_versions_and_the_remedy(settings: Settings):
     with pytest.raises(EnvironmentFailed) as raised:
-        order.chosen(settings, "4")
+        environment_request.chosen(settings, "4")
     for words in ("Python 3.12", f"Python {HERE}", "kernel of Python 3.12", "--env-version none"):
         assert words in raised.value.message
 
 
 def test_a_base_is_pins_and_says_what_it_leaves_out(settings: Settings, monkeypatch: pytest.MonkeyPatch):
-    """As in a kernel of its Python; `test_a_base_is_pins_without_what_the_node_brings` has one."""
-    monkeypatch.setattr(order, "own_python", lambda: base_list("4").python_minor)
+    """As in a kernel of its Python; `test_a_base_is_pins_without_what_the_node_brings` uses a real one."""
+    monkeypatch.setattr(environment_request, "own_python", lambda: base_list("4").python_minor)
     plain, built = chosen(settings, "4"), chosen(settings, "4", allow_build=True)
     assert (plain.environment.label, plain.environment.own, plain.environment.resolve) == ("4", False, False)
     assert plain.environment.packages == len(plain.environment.requirements)
     assert "torch==2.7.1" in plain.environment.needed
-    # older than what a rank needs
+    # older than the minimum for ranks
     assert "cloudpickle==3.0.0" in plain.environment.needed
     assert {"psutil==5.9.4"} <= set(plain.environment.requirements)
     assert {"psutil==5.9.0", "psycopg2==2.9.3"} <= set(built.environment.requirements)
@@ -165,13 +165,13 @@ def test_a_base_is_pins_and_says_what_it_leaves_out(settings: Settings, monkeypa
     assert other.startswith("environment 4 has versions that need no build: ")
     assert "psutil 5.9.4 for 5.9.0" in other
     assert any(note.startswith("cloudpickle 3.0.0 is too old for sgpu-magic, which needs cloudpickle") for note in old)
-    # with builds, every version is the page's
+    # with builds allowed, every version is the page's
     assert not [note for note in built.notes if "need no build" in note]
     assert plain.environment.digest != built.environment.digest
 
 
 def python_of_the_base(folder: Path) -> str:
-    """A Python 3.12 with this package but no torch, which needs no more to read its lists."""
+    """A Python 3.12 with this package but without torch, which is enough to read its lists."""
     found = [*sorted(Path.home().glob(".pyenv/versions/3.12.*/bin/python")), "3.12"]
     made = uv("venv", "--python", str(found[0]), str(folder))
     if made.returncode != 0:
@@ -187,7 +187,7 @@ def python_of_the_base(folder: Path) -> str:
 _CHOOSE = """
 import msgspec, sys
 from sgpu_magic.config import Settings
-from sgpu_magic.packages.order import chosen
+from sgpu_magic.packages.environment_request import chosen
 for name, mine, build in (("4", 0, 0), ("ai-4", 0, 1), ("4", 1, 0)):
     found = chosen(Settings(state_dir=sys.argv[1]), name, torch_mine=bool(mine), allow_build=bool(build))
     print(msgspec.json.encode([msgspec.structs.asdict(found.environment), found.notes]).decode())
@@ -205,10 +205,10 @@ def test_a_base_is_pins_without_what_the_node_brings(tmp_path: Path):
     names = {line.split("==")[0] for line in plain["requirements"]}
     assert not {name for name in names if name.startswith(("torch", "nvidia-", "triton"))}
     assert {"torch==2.7.1", "torchvision==0.22.1", "nvidia-cudnn-cu12==9.5.1.17"} <= set(plain["needed"])
-    # older than what a rank needs
+    # older than the minimum for ranks
     assert "cloudpickle==3.0.0" in plain["needed"]
     assert "cloudpickle" not in names
-    # without a wheel: the nearest one that has one, or none
+    # without a wheel: the nearest version with one, or none
     assert "psutil==5.9.4" in plain["requirements"]
     assert "psycopg2" not in names
     assert "psutil==5.9.0" in ai["requirements"]
@@ -226,21 +226,21 @@ def test_a_base_is_pins_without_what_the_node_brings(tmp_path: Path):
 
 @pytest.mark.parametrize("name", ["", "none"])
 def test_the_notebooks_own_packages_are_meant(settings: Settings, name: str):
-    assert order.chosen(settings, name) is None
+    assert environment_request.chosen(settings, name) is None
 
 
 def test_the_setting_is_the_default_and_none_is_stronger(settings: Settings, tmp_path: Path):
     (tmp_path / "r.txt").write_text("six==1.16.0\n")
     by_setting = replace(settings, env_version=str(tmp_path / "r.txt"))
     assert chosen(by_setting, "").environment.label == "r.txt"
-    assert order.chosen(by_setting, "none") is None
+    assert environment_request.chosen(by_setting, "none") is None
 
 
 @pytest.mark.parametrize("name", ["5", "ai-5", "there/is/none.txt", "mine", "~nobody-of-that-name/x", "x" * 150])
 def test_an_unknown_name_is_told_what_there_is(settings: Settings, name: str):
     named_environments.save(settings, "kept", Environment(digest="0" * 16, python=HERE, requirements=("six==1.16.0",)))
     with pytest.raises(UsageError) as raised:
-        order.chosen(settings, name)
+        environment_request.chosen(settings, name)
     for words in (name, "4 and ai-4", "none", "kept"):
         assert words in raised.value.message
 
@@ -270,7 +270,7 @@ def test_pins_with_hashes_are_complete(settings: Settings, tmp_path: Path):
 
 
 def test_what_sgpu_magic_has_written_is_complete(settings: Settings, tmp_path: Path):
-    """A run's own requirements.txt, as a replay takes it."""
+    """A run's own requirements.txt, as a replay reads it."""
     file = tmp_path / "requirements.txt"
     file.write_text(snapshot_requirements(take_snapshot(), None))
     environment = chosen(settings, file).environment
@@ -285,7 +285,7 @@ def test_what_sgpu_magic_has_written_is_complete(settings: Settings, tmp_path: P
         assert [wheel.file for wheel in again.wheels] == [wheel.file for wheel in sent.wheels]
     file.write_text(file.read_text().replace(f"# Python {HERE}", "# Python 3.9", 1))
     with pytest.raises(EnvironmentFailed, match=r"is for Python 3\.9"):
-        order.chosen(settings, str(file))
+        environment_request.chosen(settings, str(file))
 
 
 def test_the_digest_is_the_contents(settings: Settings, tmp_path: Path):
@@ -321,7 +321,7 @@ def test_what_another_machine_can_not_have_is_refused(settings: Settings, tmp_pa
     file = tmp_path / "requirements.txt"
     file.write_text(f"idna\n{line}\n")
     with pytest.raises(UsageError) as raised:
-        order.chosen(settings, str(file))
+        environment_request.chosen(settings, str(file))
     assert words in raised.value.message
     assert "hunter2" not in raised.value.message
 
@@ -329,7 +329,7 @@ def test_what_another_machine_can_not_have_is_refused(settings: Settings, tmp_pa
 def test_files_that_include_each_other_end(settings: Settings, tmp_path: Path):
     (tmp_path / "a.txt").write_text("-r a.txt\n")
     with pytest.raises(UsageError, match="nested deeper"):
-        order.chosen(settings, str(tmp_path / "a.txt"))
+        environment_request.chosen(settings, str(tmp_path / "a.txt"))
 
 
 def test_a_wheel_of_this_machine_travels(settings: Settings, tmp_path: Path):
@@ -404,13 +404,13 @@ def test_a_lock_file_that_is_of_no_use_is_refused(
     file = tmp_path / "pylock.toml"
     file.write_text(LOCK.format(python=python, source=source))
     with pytest.raises(error, match=re.escape(words)):
-        order.chosen(settings, str(file))
+        environment_request.chosen(settings, str(file))
 
 
 def test_another_toml_file_is_told_how_to_become_a_lock(settings: Settings, tmp_path: Path):
     (tmp_path / "pyproject.toml").write_text("[project]\n")
     with pytest.raises(UsageError, match=re.escape("uv pip compile pyproject.toml -o pylock.toml")):
-        order.chosen(settings, str(tmp_path / "pyproject.toml"))
+        environment_request.chosen(settings, str(tmp_path / "pyproject.toml"))
 
 
 # ---------------------------------------------------------------- saved ones
@@ -465,14 +465,14 @@ def test_a_name_that_means_something_else_is_refused(settings: Settings, tmp_pat
 def test_a_saved_one_of_another_python_is_refused(settings: Settings, tmp_path: Path):
     named_environments.save(settings, "mine", an_environment(tmp_path / "wheels", python="3.9"))
     with pytest.raises(EnvironmentFailed, match=r"saved environment mine is for Python 3\.9"):
-        order.chosen(settings, "mine")
+        environment_request.chosen(settings, "mine")
 
 
 def test_a_saved_one_that_lost_its_wheel_says_so(settings: Settings, tmp_path: Path):
     kept = named_environments.save(settings, "mine", an_environment(tmp_path / "wheels"))
     shutil.rmtree(kept / "wheels")
     with pytest.raises(EnvironmentFailed, match=r"no longer has its wheel mine-1\.0"):
-        order.chosen(settings, "mine")
+        environment_request.chosen(settings, "mine")
 
 
 # ---------------------------------------------------------------- sgpu env

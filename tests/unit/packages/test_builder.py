@@ -1,4 +1,4 @@
-"""Parts of a build that need no build: wheels by name, the path of an environment's Python, and who builds."""
+"""Parts of the builder that need no build: wheels by name, the path of an environment's Python, and who builds."""
 
 from __future__ import annotations
 
@@ -91,14 +91,14 @@ def test_an_environment_that_was_finished_meanwhile_is_not_built(tmp_path: Path,
         looked.append(1)
         if len(looked) > 1:
             return real(name)
-        # another builder finishes between this look and the claim
+        # another builder finishes between this check and the claim
         store.finish(NAME, store.begin(NAME), built)
         return None
 
     monkeypatch.setattr(store, "open", open_it)
     was_built, lock = builder.build()
     assert (was_built, len(looked), moved) == (False, 2, [])
-    # it is in use, and can't be removed
+    # the environment is in use, so it can't be removed
     assert not store.remove(NAME)
     lock.close()
     assert store.remove(NAME)

@@ -1,4 +1,4 @@
-"""Local code that travels: which it is, how it is packed, and how a node unpacks it."""
+"""Local code that is sent to nodes: which code, how it is packed, and how a node unpacks it."""
 
 from __future__ import annotations
 
@@ -7,21 +7,25 @@ import os
 import stat
 import subprocess
 import sys
+import time
 import types
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
+from waiting import eventually
 
 from sgpu_magic.agent.node_context import CodeBundles, CodeUnusable
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import SerializationError
+from sgpu_magic.files.file_state import FileState
 from sgpu_magic.packages.code_files import Bundles
 from sgpu_magic.packages.local_code import LocalCode, check_size, find_local_code, imports_of
 from sgpu_magic.packages.travel import check_references
+from sgpu_magic.packages.wheels import content_key
 from sgpu_magic.wire.attachments import CodeBundle, Environment
 
 
@@ -34,7 +38,7 @@ def write(folder: Path, files: Mapping[str, str]) -> Path:
 
 
 def names(code: list[LocalCode]) -> dict[str, list[str]]:
-    """Files by entry; the tests' own, which are imported, apart."""
+    """Files by entry, without the tests' own modules, which are imported too."""
     own = str(Path(__file__).parents[3])
     return {each.entry: sorted(file.name for file in each.files) for each in code if not each.entry.startswith(own)}
 
@@ -200,16 +204,17 @@ def test_alike_contents_have_one_digest_and_edits_another(tmp_path: Path, bundle
     assert bundles.bundle(code_in(one)).sha256 != first.sha256
 
 
+def settled(folder: Path) -> None:
+    """Wait until a later change of the files would show in their stat results."""
+    files = list(folder.rglob("*.py"))
+    eventually(lambda: all(FileState.of(path.stat()).is_settled(time.time_ns()) for path in files), 20)
+
+
 def test_an_unchanged_tree_is_not_read_again(tmp_path: Path, bundles: Bundles):
     write(tmp_path, {f"pkg/m{number}.py": f"x = {number}\n" for number in range(300)} | {"pkg/__init__.py": ""})
+    settled(tmp_path)
     first = bundles.bundle(code_in(tmp_path))
-    changed = tmp_path / "pkg/m7.py"
-    status = changed.stat()
-    for text in ("y = 7\n", "x = 7\n"):
-        changed.write_text(text)
-        # only who reads it sees a difference
-        os.utime(changed, ns=(status.st_atime_ns, status.st_mtime_ns))
-        assert bundles.bundle(code_in(tmp_path)) is first
+    assert bundles.bundle(code_in(tmp_path)) is first
     Path(first.path).unlink()
     assert bundles.bundle(code_in(tmp_path)) == first
     assert Path(first.path).exists()
@@ -233,6 +238,51 @@ def test_a_tree_with_too_many_files_is_refused(tmp_path: Path, monkeypatch: pyte
     write(tmp_path, {f"pkg/frames/{number}.txt": "" for number in range(80)} | {"pkg/__init__.py": ""})
     with pytest.raises(SerializationError, match="frames"):
         check_size([code_in(tmp_path)], warn_bytes=1000, limit_bytes=1000)
+
+
+def in_place(file: Path, text: str) -> None:
+    file.write_text(text)
+
+
+def replaced(file: Path, text: str) -> None:
+    """Save as many editors do."""
+    other = file.with_suffix(".new")
+    other.write_text(text)
+    os.replace(other, file)
+
+
+@pytest.mark.parametrize(
+    ("edit", "wait"),
+    [
+        pytest.param(in_place, False, id="in place, just written"),
+        pytest.param(in_place, True, id="in place, settled", marks=pytest.mark.slow),
+        pytest.param(replaced, False, id="replaced, just written", marks=pytest.mark.slow),
+        pytest.param(replaced, True, id="replaced, settled"),
+    ],
+)
+def test_an_edit_that_keeps_size_and_time_counts(
+    tmp_path: Path, bundles: Bundles, edit: Callable[[Path, str], None], wait: bool
+):
+    """Local code, import paths, and the wheel key of an editable project."""
+    texts = {"pkg/__init__.py": "import aaa\n", "aaa.py": "", "bbb.py": "", "pyproject.toml": ""}
+    write(tmp_path, texts)
+    changed = tmp_path / "pkg/__init__.py"
+    status = changed.stat()
+    if wait:
+        settled(tmp_path)
+
+    def seen() -> tuple[str, frozenset[str], str]:
+        code = code_in(tmp_path)
+        return bundles.bundle(code).sha256, frozenset(code.modules), content_key(tmp_path)
+
+    before = seen()
+    assert seen() == before
+    edit(changed, "import bbb\n")
+    os.utime(changed, ns=(status.st_atime_ns, status.st_mtime_ns))
+    after = seen()
+    assert before[1] == {"pkg", "aaa"}
+    assert after[1] == {"pkg", "bbb"}
+    assert all(one != other for one, other in zip(before, after, strict=True))
 
 
 # ---------------------------------------------------------------- on the node
@@ -268,7 +318,7 @@ def test_code_arrives_as_it_was(tmp_path: Path, bundles: Bundles, node: Settings
     (home / "pkg" / "__init__.py").write_text("x = 2\n")
     edited = Path(code.unpack("run", [bundles.bundle(code_in(home))])[str(home)])
     assert edited != folder
-    # as long as before: only its time tells Python that it is another
+    # the same size as before: only the mtime tells Python that the file has changed
     assert (edited / "pkg" / "__init__.py").stat().st_mtime_ns != first
     code.close()
 
@@ -340,7 +390,7 @@ def test_unused_code_goes_when_there_is_no_room_and_used_code_stays(tmp_path: Pa
     code.release("run")
     other.unpack("third", [archive(tmp_path / "last.zip", {"a.py": b"d" * 1000})])
     assert not folder.exists()
-    # asked for again it is there again
+    # it is unpacked again on request
     assert Path(code.unpack("run", [used])["/nb"]).is_dir()
     code.close()
     other.close()

@@ -1,4 +1,4 @@
-"""Environments as a node builds them: what is in them, who builds, what is refused, and that nothing is left."""
+"""Environment builds on a node: contents, locking, refusals, and no leftovers."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ print(torch.ones(2).sum().item(), sys.prefix, sys.base_prefix)
 
     torch = importlib.metadata.version("torch")
     assert versions.split() == ["1.0", "2.0", torch, torch]
-    # in this project sgpu-magic is installed as editable: only the package itself is linked
+    # sgpu-magic is an editable install in this project: only the package itself is linked
     file, version = own.split()
     assert Path(file).resolve() == Path(sgpu_magic.__file__).resolve()
     assert version == sgpu_magic.__version__
@@ -83,7 +83,7 @@ print(torch.ones(2).sum().item(), sys.prefix, sys.base_prefix)
 
 
 def test_what_the_environment_has_itself_is_not_taken_from_the_base_layer(node: Nodes):
-    # a numpy that torch could not even import shows which one is found
+    # a numpy that torch can't even import shows which one is found
     wheel = write_wheel(node.root.parent, "numpy", "99.0")
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
     own = Wheel(file=wheel.name, sha256=digest, size=wheel.stat().st_size, path=str(wheel))
@@ -102,6 +102,7 @@ def test_torch_mine_is_the_torch_that_was_shipped(node: Nodes):
     assert node.run(environment, "import torch, tinyone; print(torch.__version__)") == "9.9"
 
 
+@pytest.mark.slow
 def test_dependencies_of_what_a_person_wrote_are_looked_up_but_torch_is_the_nodes(node: Nodes, index: SmallIndex):
     index.add("tinyneedy", "1.0", needs=("torch>=2", "tinythree>=1", "triton"))
     environment = environment_of("tinyneedy", resolve=True, platform="")
@@ -135,7 +136,7 @@ def test_a_namespace_that_distributions_share_is_linked_part_by_part(tmp_path: P
     assert sorted(entry.name for entry in (tmp_path / "base" / "nvidia").iterdir()) == ["one"]
     assert (tmp_path / "base" / "nvidia" / "one").readlink() == site / "nvidia" / "one"
     assert base_layer({"torch"}, snapshot=read_snapshot([str(site)])) == {}
-    # a base layer that has changed is another environment
+    # a changed base layer is a different environment
     before = layer_tag(read_snapshot([str(site)]))
     assert layer_tag(read_snapshot([str(site)])) == before
     (torch / "METADATA").write_text("Name: torch\nVersion: 2.1\n")
@@ -159,9 +160,9 @@ def test_it_is_built_once_and_then_there_in_less_than_10_ms(node: Nodes, index: 
         took.append(time.perf_counter() - before)
         assert found is not None
         found[1].close()
-    # a busy machine takes the processor away in the middle of some
+    # a busy machine preempts some of them
     assert min(took) < 0.01, took
-    # byte code is made behind it, for itself and not for the base layer
+    # bytecode is compiled in the background, in the environment and not in the base layer
     folder = node.root / node.name(environment)
     assert list(folder.glob("venv/lib/*/site-packages/tinyone/__pycache__/*.pyc"))
     assert int((folder / "size").read_text()) > 1000
@@ -171,7 +172,7 @@ def test_builders_of_the_same_environment_build_it_once(node: Nodes, index: Smal
     environment = environment_of("tinyone==2.0", "tinytwo==1.0")
     index.hold()
     builds = [node.begin(environment) for _ in range(3)]
-    # each is there and waits: one for the index, the others for it
+    # all are running and blocked: one on the index, the others on that one
     for build in builds:
         assert build.link.recv(1, socket.MSG_PEEK)
     index.open.set()
@@ -219,6 +220,7 @@ def test_a_uv_that_is_killed_fails_the_build(node: Nodes, index: SmallIndex):
 # ---------------------------------------------------------------- room
 
 
+@pytest.mark.slow
 def test_the_longest_unused_ones_go_and_never_one_in_use(node: Nodes):
     environments = [environment_of(f"{name}==1.0") for name in ("tinyone", "tinytwo", "tinythree")]
     for age, environment in zip((300, 200, 100), environments, strict=True):
@@ -232,14 +234,14 @@ def test_the_longest_unused_ones_go_and_never_one_in_use(node: Nodes):
     used_at = time.time() - 300
     os.utime(node.root / oldest / "last-used", (used_at, used_at))
     one = int((node.root / newest / "size").read_text())
-    # room for two: the oldest is in use, so the one after it goes
+    # room for two: the oldest is in use, so the second oldest is removed
     before = set(node.store.names())
     node.store.make_room(int(one * 2.5))
     assert before - set(node.store.names()) == {middle}
     assert sorted(node.store.names()) == sorted([oldest, newest])
     assert isinstance(built, Built)
     lock.close()
-    # a build makes the room itself
+    # a build makes room by itself
     assert node.build(environments[1], budget_bytes=int(one * 1.5)) == BuildReady(built=True)
     assert node.store.names() == [middle]
 
@@ -251,7 +253,7 @@ def test_what_is_too_large_is_refused_before_anything_is_downloaded(node: Nodes,
     assert f"tinybig==1.0 (3.0 MB), tinyone==1.0 ({len(small_wheel('tinyone', '1.0'))} B)" in said
     assert "environment_limit" in said
     assert index.downloads() == []
-    # what is known is not asked again
+    # known sizes are not requested again
     index.asked.clear()
     assert "tinybig" in refusal(node.build(environment_of("tinybig==1.0"), limit_bytes=2_000_000))
     assert index.asked == []

@@ -1,4 +1,4 @@
-"""The snapshot against uv and pip on real environments, and what is made of it: digests, wheels, lock files."""
+"""The snapshot compared with uv and pip on real environments, and its uses: digests, wheels, lock files."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ from sgpu_magic.packages.distributions import (
     record_hash,
     without_credentials,
 )
+from sgpu_magic.packages.environment_request import order_of
 from sgpu_magic.packages.lock import Lock, keep_lock, kept_lock, lock_order, make_lock
-from sgpu_magic.packages.order import order_of
 from sgpu_magic.packages.requirement_files import environment_requirements, snapshot_requirements
 from sgpu_magic.packages.uv_command import index_variables
 from sgpu_magic.packages.wheels import build_project, content_key, project_files, repack
@@ -134,7 +134,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installed]:
 
 
 def frozen(text: str) -> dict[str, str]:
-    """What a `freeze` printed, by normalised name."""
+    """The output of a `freeze`, by normalised name."""
     found: dict[str, str] = {}
     for line in text.splitlines():
         if line.startswith("#"):
@@ -147,7 +147,7 @@ def frozen(text: str) -> dict[str, str]:
 
 
 def as_frozen(found: dict[str, Any]) -> str:
-    """A distribution as `uv pip freeze` writes it."""
+    """A distribution as `uv pip freeze` prints it."""
     match found["kind"]:
         case "registry":
             return f"{found['key']}=={found['version']}"
@@ -201,14 +201,14 @@ def test_each_is_classed_by_where_it_came_from(installed: Installed):
 def test_this_interpreters_own_is_what_uv_lists():
     ours = {found.key: found.version for found in snapshots.take_snapshot().distributions}
     listed = uv("pip", "list", "--python", sys.executable, "--format", "freeze")
-    # what a path file of this environment adds, such as the torch of another one, uv does not look at
+    # uv ignores what this environment's path files add, such as another environment's torch
     others = [entry for entry in sys.path if entry.endswith("-packages") and entry not in site.getsitepackages()]
     added = {canonicalize_name(each.name): each.version for each in distributions(path=others)}
     assert ours == added | dict(line.split("==") for line in listed.splitlines())
 
 
 def test_what_a_package_brings_within_itself_is_not_installed(installed: Installed, tmp_path: Path):
-    """As Ray does: importing it puts a folder of its own on the path."""
+    """As Ray does: importing it adds one of its folders to the path."""
     vendored = tmp_path / "bundler" / "thirdparty"
     vendored.mkdir(parents=True)
     uv("pip", "install", "--quiet", "--python", installed.python, "--target", vendored, "six==1.16.0")
@@ -239,7 +239,7 @@ def test_an_editable_with_metadata_beside_its_source_is_there_once(installed: In
     # the project's folder comes after the site directory, through its .pth file
     assert by_name(behind)["an-editable"] == by_name(installed.told)["an-editable"]
     assert [found["key"] for found in behind["shadowed"]] == ["an-editable"]
-    # a notebook in the project's folder sees that first: the same project
+    # a notebook in the project's folder finds it there first: it is the same project
     found = by_name(before)["an-editable"]
     assert (found["kind"], found["url"]) == ("editable", (installed.folder / "editable").as_uri())
 
@@ -247,7 +247,7 @@ def test_an_editable_with_metadata_beside_its_source_is_there_once(installed: In
 @pytest.mark.skipif(not Path("/usr/lib/python3/dist-packages/pip").is_dir(), reason="no Debian system with pip")
 def test_debians_own_packages_are_the_systems():
     told = snapshot_of("/usr/bin/python3")
-    # uv does not look there
+    # uv does not search there
     listed = call("/usr/bin/python3", "-m", "pip", "list", "--format", "freeze")
     ours = {item["name"]: item for item in told["distributions"]}
     assert {name: item["version"] for name, item in ours.items()} == dict(
@@ -340,7 +340,7 @@ def test_what_is_no_digest_is_known(text: str):
 
 
 def test_a_cold_look_takes_less_than_half_a_millisecond_for_each_and_a_warm_one_nothing():
-    # the least of five, in the time of this thread: other work on the machine is not what is measured
+    # the least of five, in this thread's CPU time: other work on the machine is not measured
     cold: list[float] = []
     for _ in range(5):
         began = time.thread_time()
@@ -368,7 +368,7 @@ def test_the_snapshot_is_taken_anew_when_a_site_directory_has_changed(tmp_path: 
     assert snapshots.kept_snapshot() is None
     (info / "METADATA").write_text("Name: newcomer\nVersion: 1.0\n")
     during = snapshots.take_snapshot()
-    # the directory has just changed: more may come into it, which its time of change would not tell
+    # the directory has just changed: a further change might not alter its mtime
     assert snapshots.kept_snapshot() is None
     (info / "RECORD").write_text("newcomer.py,sha256=abc,3\n")
     os.utime(site, ns=(long_ago + 1, long_ago + 1))
@@ -578,7 +578,7 @@ def test_a_lock_is_kept_until_its_wheels_are_gone(lock: Lock, tmp_path: Path):
 
 
 def test_torch_of_an_own_index_is_locked_as_the_one_that_the_index_has():
-    """Without fetching it: the names of its wheels and their hashes are all that is asked for."""
+    """Without a download: only the wheels' names and hashes are requested."""
     found = Snapshot(
         (Distribution("torch", "2.13.0+sgpu.test", Kind.REGISTRY, record="r"),),
         python=f"{sys.version_info.major}.{sys.version_info.minor}",
@@ -593,7 +593,7 @@ def test_torch_of_an_own_index_is_locked_as_the_one_that_the_index_has():
     assert time.monotonic() - began < 30
 
 
-# ------------------------------------------------------------ what a node is told
+# ------------------------------------------------------------ what is sent to a node
 
 
 def test_a_node_is_told_pins_and_wheels_and_what_it_has_itself(installed: Installed, lock: Lock):
@@ -672,7 +672,7 @@ def test_what_a_node_brings_itself(name: str, torch_mine: bool, expected: bool):
     assert is_from_node(name, torch_mine=torch_mine) is expected
 
 
-# ---------------------------------------------------------------- what a pool is told
+# ---------------------------------------------------------------- what is sent to a pool
 
 
 def test_a_fault_costs_one_runs_files_and_the_next_run_is_told(

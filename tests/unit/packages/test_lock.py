@@ -1,4 +1,4 @@
-"""What is written into a lock file without the package index, and why there is none."""
+"""Lock files written without the package index, and the reasons why there is none."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 
 from sgpu_magic.packages import lock
 from sgpu_magic.packages.distributions import Distribution, Kind, Snapshot
+from sgpu_magic.packages.environment_request import order_of
 from sgpu_magic.packages.lock import Lock, lock_order, make_lock
-from sgpu_magic.packages.order import order_of
 from sgpu_magic.wire.attachments import Environment
 
 NOWHERE = {"UV_DEFAULT_INDEX": "http://127.0.0.1:9/simple", "UV_NO_CACHE": "1", "UV_HTTP_RETRIES": "0"}
@@ -84,7 +84,7 @@ def test_why_there_is_no_lock_file(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     looked_up = lock_order(Environment(digest="00", resolve=True), sys.executable, NOWHERE)
     assert looked_up.problem == "the node resolved the dependencies itself"
     assert lock_order(environment, sys.executable, NOWHERE).problem.startswith("uv could not create it: ")
-    # a uv that does not end
+    # a uv that runs into its time limit
     monkeypatch.setattr(lock, "_TIMEOUT_S", 0.0)
     for made in (
         lock_order(environment, sys.executable, NOWHERE),

@@ -1,4 +1,4 @@
-"""Packages that break together are found before the run; changes that are not used yet are told."""
+"""Incompatible packages are found before the run, and changes that are not loaded yet are reported."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from sgpu_magic.errors import EnvironmentFailed
+from sgpu_magic.errors import EnvironmentFailed, SerializationError
 from sgpu_magic.packages.distributions import Snapshot
 from sgpu_magic.packages.mismatches import (
     driver_in,
@@ -25,7 +25,7 @@ from sgpu_magic.packages.mismatches import (
 )
 from sgpu_magic.packages.named_environments import base_list
 from sgpu_magic.packages.snapshot import changes, process_began_at, read_snapshot, stale_modules, versions
-from sgpu_magic.packages.travel import check_before_travel
+from sgpu_magic.packages.travel import check_before_travel, check_versions
 from sgpu_magic.packages.uv_command import index_variables, uv_path
 from sgpu_magic.wire.attachments import Environment
 
@@ -38,7 +38,7 @@ TORCH_NEEDS = (
 
 
 class Site:
-    """A site directory in which distributions have nothing but their metadata."""
+    """A site directory with distributions that consist of metadata only."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "site-packages"
@@ -74,7 +74,7 @@ class Site:
         return read_snapshot([str(self.folder)])
 
     def sentences(self, driver: str = "") -> dict[str, bool]:
-        """What is told, and whether it is sure."""
+        """The reported problems, and whether each is certain."""
         found = find_mismatches(packages_of(self.snapshot), driver=driver)
         return {mismatch.sentence: mismatch.sure for mismatch in found}
 
@@ -338,16 +338,16 @@ def test_a_loaded_module_of_another_version_asks_for_a_restart(site: Site):
     (site.folder / "gone-1.1.dist-info").rmdir()
     found = stale_modules(first, site.snapshot, modules, 0.0)
     assert [stale.words for stale in found] == [
-        "gone 1.0 is loaded and was removed: restart the kernel to do without it",
+        "gone 1.0 was uninstalled but is still imported; restart the kernel to stop using it",
         "restart the kernel to use numpy 2.1.0, 2.0.0 is loaded",
     ]
-    # what was installed before this process began says its version in its own way
+    # a package installed before this process started may write its version in its own way
     assert versions(site.snapshot)["numpy"] == "2.1.0"
     assert [each.name for each in stale_modules(site.snapshot, site.snapshot, modules, time.time() + 60)] == []
 
 
 def test_what_is_loaded_may_be_no_module(site: Site):
-    """None in `sys.modules` forbids an import, as `sgpu run` does for nbformat's sake; others put objects there."""
+    """None in `sys.modules` forbids an import, as `sgpu run` does for nbformat; other packages put objects there."""
     site.install("forbidden", "1.0").install("odd", "1.0")
     modules: dict[str, Any] = {"forbidden": None, "odd": object()}
     assert stale_modules(site.snapshot, site.snapshot, modules, 0.0) == ()
@@ -359,3 +359,52 @@ def test_the_begin_of_this_process_is_known():
     began = float(subprocess.check_output([sys.executable, "-c", script], text=True))
     assert before - 2 <= began <= time.time()
     assert process_began_at() < before
+
+
+# ---------------------------------------------------------------- values that an older version can't read
+
+NUMPY_2 = ModuleType("numpy")
+NUMPY_2.__version__ = "2.3.1"
+PANDAS_3 = ModuleType("pandas")
+PANDAS_3.__version__ = "3.0.6"
+ARRAYS = (("numpy", "dtype"), ("sgpu_magic.payload.unpack", "array_of"), ("numpy._core.multiarray", "scalar"))
+RECORDS = (("numpy._core.multiarray", "_reconstruct"), ("numpy.rec", "recarray"))
+TEXTS = (("numpy._core._internal", "_convert_to_stringdtype_kwargs"),)
+FRAME = (("pandas", "DataFrame"), ("pandas.arrays", "ArrowStringArray"))
+
+
+@pytest.mark.parametrize(
+    ("references", "requirement", "refused"),
+    [
+        (ARRAYS, "numpy==1.26.4", ""),
+        (RECORDS, "numpy==1.26.4", "numpy 2.3.1, and environment old has numpy 1.26.4"),
+        (TEXTS, "numpy==1.26.4 --hash=sha256:00", "numpy 2.3.1, and environment old has numpy 1.26.4"),
+        ((("numpy._core.numeric", "_frombuffer"),), "numpy<2", "numpy 2.3.1, and environment old has numpy <2"),
+        (RECORDS, "numpy==2.0.0", ""),
+        (RECORDS, "numpy>=1.26", ""),
+        (RECORDS, "numpy", ""),
+        (RECORDS, "pandas==2.2.2", ""),
+        (FRAME, "pandas==2.2.2", "pandas 3.0.6, and environment old has pandas 2.2.2"),
+        (FRAME, "pandas>=3", ""),
+    ],
+)
+def test_values_that_the_ranks_older_version_cannot_read(
+    references: tuple[tuple[str, str], ...], requirement: str, refused: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(sys.modules, "numpy", NUMPY_2)
+    monkeypatch.setitem(sys.modules, "pandas", PANDAS_3)
+    environment = Environment(digest="", label="old", requirements=("idna==3.7", requirement))
+    if not refused:
+        check_versions(references, environment)
+        return
+    with pytest.raises(SerializationError, match="Nothing was started") as caught:
+        check_versions(references, environment)
+    assert refused in str(caught.value)
+    assert "--env-version none" in str(caught.value)
+
+
+def test_an_older_notebook_is_read(monkeypatch: pytest.MonkeyPatch):
+    older = ModuleType("numpy")
+    older.__version__ = "1.26.4"
+    monkeypatch.setitem(sys.modules, "numpy", older)
+    check_versions(RECORDS, Environment(digest="", label="new", requirements=("numpy==1.26.4",)))

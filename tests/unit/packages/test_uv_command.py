@@ -1,4 +1,4 @@
-"""uv and pip: where they are configured, and what is said when they are not there or do not end."""
+"""uv and pip: where they are configured, and the errors when they are missing or do not end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_pips_indexes_are_for_a_uv_without_its_own(tmp_path: Path):
     assert (found["UV_DEFAULT_INDEX"], found["UV_FIND_LINKS"]) == ("http://second", "/a,/b")
     found = configured(tmp_path, PIP_EXTRA_INDEX_URL="http://more", UV_INDEX_STRATEGY="first-index")
     assert (found["UV_INDEX"], found["UV_INDEX_STRATEGY"]) == ("http://more", "first-index")
-    # a file that pip itself reports
+    # a broken file, which pip itself reports
     (tmp_path / "own.conf").write_bytes(b"index-url = \xff\n")
     assert configured(tmp_path, PIP_INDEX_URL="http://third")["UV_DEFAULT_INDEX"] == "http://third"
     assert configured(tmp_path, UV_CONFIG_FILE="uv.toml") == {}

@@ -1,4 +1,4 @@
-"""Which environment variables travel to another machine."""
+"""Which environment variables are sent to another machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cache of wheels, and what a project's wheel is known by."""
+"""The cache of wheels, and the key of a project's wheel."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def test_of_two_kernels_that_make_the_same_wheel_the_first_one_counts(tmp_path: 
     others: list[object] = []
 
     def make(folder: Path) -> Path:
-        # another kernel is faster
+        # another kernel finishes first
         others.append(kept_wheel(root, "tiny-1", maker()))
         return maker("2.0")(folder)
 
     assert [kept_wheel(root, "tiny-1", make)] == others
     assert [path.name for path in root.iterdir()] == ["tiny-1"]
-    # what stands in its place is no wheel
+    # something other than a wheel in its place
     (root / "tiny-2").mkdir()
     (root / "tiny-2" / "file").touch()
     with pytest.raises(OSError, match="not empty"):
@@ -96,7 +96,7 @@ def test_a_folder_for_wheels_that_can_not_be_made_is_named(tmp_path: Path):
 
 
 def test_a_projects_wheel_depends_on_its_commit_and_its_files(tmp_path: Path):
-    """A version that is taken from git changes with the commit alone."""
+    """A version that is derived from git changes with the commit alone."""
     project = make_project(tmp_path / "project", "growing")
     keys = [content_key(project)]
     git = project / ".git"
@@ -107,7 +107,7 @@ def test_a_projects_wheel_depends_on_its_commit_and_its_files(tmp_path: Path):
         (git / "refs" / "heads" / "main").write_text(f"{commit}\n")
         keys.append(content_key(project))
     (git / "HEAD").write_text("facade\n")
-    # the same commit, checked out without its branch
+    # the same commit with a detached HEAD
     assert content_key(project) == keys[-1]
     (project / "growing" / "__init__.py").write_text("WHO = 'other'\n")
     assert content_key(project) not in keys

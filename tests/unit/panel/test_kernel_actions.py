@@ -1,4 +1,4 @@
-"""What a panel reads of a notebook: its packages against a base, the bases on offer, and why a request is refused."""
+"""What a panel reads from a notebook: its packages against a base, the available bases, and why a request fails."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from sgpu_magic.packages.distributions import Distribution, Kind, Snapshot
 from sgpu_magic.packages.snapshot import take_snapshot
 from sgpu_magic.panel import kernel_actions, kernel_endpoint, kernel_state
 from sgpu_magic.panel.kernel_actions import KernelActions, accept_choice
-from sgpu_magic.panel.kernel_endpoint import Lane
+from sgpu_magic.panel.kernel_endpoint import SerialExecutor
 from sgpu_magic.panel.kernel_state import panel_text
-from sgpu_magic.panel.watch import Watchers
+from sgpu_magic.panel.poller import Watchers
 from sgpu_magic.runs.choice.keeper import ChoiceKeeper
 from sgpu_magic.runs.choice.schema import Choice, KeptChoice
-from sgpu_magic.runs.workplace import Workplace
+from sgpu_magic.runs.kernel_context import KernelContext
 from sgpu_magic.wire.attachments import Environment
 
 HERE = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -36,16 +36,16 @@ BASE = f"# Python {HERE} on any machine, digest 00\n# Complete: all.\nalpha==1.0
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Makes a process's workplace with these settings, in folders of the test; starts no pool."""
-    made: list[Workplace] = []
+    """Makes a `KernelContext` with these settings, in folders of the test; starts no pool."""
+    made: list[KernelContext] = []
 
-    def place(**settings: str) -> Workplace:
+    def place(**settings: str) -> KernelContext:
         monkeypatch.setenv("SGPU_STATE_DIR", str(tmp_path / "state"))
         monkeypatch.setenv("SGPU_RUNTIME_DIR", str(tmp_path / "run"))
         monkeypatch.setenv("SGPU_CONFIG", str(tmp_path / "config.toml"))
         for name, value in settings.items():
             monkeypatch.setenv(f"SGPU_{name.upper()}", value)
-        made.append(Workplace())
+        made.append(KernelContext())
         return made[-1]
 
     yield place
@@ -60,8 +60,8 @@ def base(tmp_path: Path) -> str:
     return str(file)
 
 
-def picture(place: Workplace, choice: Choice | None = None) -> dict[str, Any]:
-    """The notebook's state, as a page reads it that has this choice in the notebook's metadata."""
+def picture(place: KernelContext, choice: Choice | None = None) -> dict[str, Any]:
+    """The notebook's state, as sent to a page that has this choice in the notebook's metadata."""
     kept = {"choice": msgspec.to_builtins(choice)} if choice is not None else None
     return asked(KernelActions(place), kind="kernel", kept=kept)["picture"]
 
@@ -94,7 +94,7 @@ def test_a_base_is_shown_with_the_changes_of_the_choice(make: Any, base: str):
         ("+", "zeta"),
     ]
     assert all(line["removable"] for line in found["differences"])
-    # alpha is left out, and three come
+    # alpha is removed, and three packages are added
     assert (found["packages"], found["python"]) == (5, f"Python {HERE}")
     assert (found["notes"], found["more_differences"]) == ((), 0)
     unchanged = picture(place, Choice(env_version=base))
@@ -122,7 +122,7 @@ def test_own_packages_are_shown_with_what_changed_since_the_kernel_began(make: A
         ("+", f"packaging {metadata.version('packaging')}"),
         ("~", f"six 0.1 → {metadata.version('six')}"),
     ]
-    # what is installed can be removed here; what changed or is gone is the user's doing
+    # installed packages can be removed here; changed or removed ones are the user's own changes
     assert [line["removable"] for line in found["differences"]] == [False, True, False]
     assert found["packages"] == len(now.distributions)
 
@@ -141,7 +141,7 @@ def test_the_bases_on_offer_are_published_saved_and_chosen(make: Any, base: str)
     assert found["mine"] == (f"mine: a saved environment, Python {HERE}", f"Python {HERE} · 1 package")
     assert found["old"][1] == f"Python {OTHER} · 1 package · needs a kernel of Python {OTHER}"
     assert found[base] == ("team.txt: a file", f"the file {base}")
-    # naming the damaged one says why it is not offered
+    # naming the damaged environment shows why it is not offered
     torn = picture(place, Choice(env_version="torn"))
     assert torn["notes"][0].startswith("The saved environment torn can't be read: ")
     assert torn["notes"][0].endswith("Save it again.")
@@ -202,7 +202,7 @@ def test_a_request_that_is_none_is_refused(make: Any):
 
 
 def test_an_installation_that_takes_long_is_reported_later(make: Any, monkeypatch: pytest.MonkeyPatch):
-    """The page is answered at once, a second choice waits, and a failure is reported once."""
+    """The page gets a reply immediately, a second choice is queued, and a failure is reported once."""
     index = SmallIndex()
     try:
         monkeypatch.setattr(kernel_actions, "ANSWER_S", 0.0)
@@ -224,7 +224,7 @@ def test_an_installation_that_takes_long_is_reported_later(make: Any, monkeypatc
         assert failed["text"].startswith("Sgpu-no-such-thing can't be installed: ")
         after = asked(actions, kind="kernel")
         assert (after["kind"], after["installing"], after["picture"]["choice"]) == ("kernel-answer", False, None)
-        # a failure within the time is the answer
+        # a failure within the time limit is the reply
         monkeypatch.setattr(kernel_actions, "ANSWER_S", 30.0)
         assert asked(actions, kind="apply", choice=choice)["text"] == failed["text"]
     finally:
@@ -238,12 +238,14 @@ def test_accepting_a_choice(make: Any, base: str):
     place = make()
     with pytest.raises(UsageError, match="this notebook's metadata asks for nothing, so there is nothing to confirm"):
         accept_choice(place)
-    place.choice.told(KeptChoice(choice=Choice(env_version="gone"), signed="00"))
+    place.choice.to_report(KeptChoice(choice=Choice(env_version="gone"), signed="00"))
     with pytest.raises(UsageError, match="There is no environment 'gone' here"):
         accept_choice(place)
     assert not place.choice.now().confirmed
     six = f"six=={metadata.version('six')}"
-    place.choice.told(KeptChoice(choice=Choice(gpus=2, dependencies=(six,), removed=("Packaging", "gone")), signed="0"))
+    place.choice.to_report(
+        KeptChoice(choice=Choice(gpus=2, dependencies=(six,), removed=("Packaging", "gone")), signed="0")
+    )
     said = accept_choice(place)
     assert said == (
         "confirmed: this notebook asks for 2 ranks, local, this notebook's packages, six=="
@@ -260,7 +262,7 @@ def test_accepting_a_choice(make: Any, base: str):
 
 
 def test_a_lane_does_one_task_after_the_other_and_none_after_its_end():
-    lane = Lane("sgpu-test-lane")
+    lane = SerialExecutor("sgpu-test-lane")
     begun, go = threading.Event(), threading.Event()
     done: list[int] = []
 
@@ -274,7 +276,7 @@ def test_a_lane_does_one_task_after_the_other_and_none_after_its_end():
     lane.put(lambda: done.append(2))
     assert begun.wait(30)
     assert not lane.is_idle
-    # the running task ends, the waiting one is dropped
+    # the running task finishes, and the queued one is dropped
     threading.Timer(0.05, go.set).start()
     lane.close()
     assert done == [1]
@@ -307,7 +309,7 @@ def test_an_answer_that_can_not_be_sent_costs_nothing(make: Any, monkeypatch: py
 
 
 class Front:
-    """A widget, and the channels that deliver its messages."""
+    """A widget and the channels that deliver its messages."""
 
     def __init__(self) -> None:
         self.comm: object = object()
@@ -343,14 +345,14 @@ def test_a_page_that_says_nothing_for_long_is_told_nothing(make: Any):
     eventually(lambda: view._page.is_watching, what="it is watched")
 
     def after(quiet_s: float) -> bool:
-        """Whether it is watched once its timer is due, so long after the page's last message."""
+        """Whether the pool is still watched when the timer fires, this long after the page's last message."""
         eventually(lambda: view._timer, what="the timer is set").cancel()
-        view._heard_at -= quiet_s
+        view._received_at -= quiet_s
         view._check()
         return view._page.is_watching
 
     assert after(kernel_endpoint.PATIENCE_S / 2)
-    # a page that is there says so
+    # an open page sends this regularly
     front.take({"kind": "here"}, answers.append)
     assert after(kernel_endpoint.PATIENCE_S / 2)
     assert not after(kernel_endpoint.PATIENCE_S / 2)

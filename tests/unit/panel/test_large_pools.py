@@ -1,4 +1,4 @@
-"""What is shown of pools with many nodes and users: types and nodes in few lines, whose runs these are."""
+"""The panel and lists for pools with many nodes and users: types and nodes in few lines, and each run's user."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_the_panel_draws_each_device_of_a_small_pool_and_the_nodes_of_a_large_on
             ("H100 · 2 · host-n0", "free", True),
         ]
     else:
-        # a notebook counts its own devices: they are always there
+        # a notebook's own devices are always listed
         assert [one.kernel for one in picture.devices[:2]] == ["k1", "k1"]
         assert drawn[2] == ("host-n1 · 8 H100", "8 of 8 free", True)
         assert len(drawn) == 2 + 32

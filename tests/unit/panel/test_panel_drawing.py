@@ -1,4 +1,4 @@
-"""A pool's status as the panel draws it: devices, types, rows, words, this month's use."""
+"""A pool's status in the panel: devices, types, rows, texts, this month's use."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import msgspec
 import pytest
 
 from sgpu_magic.client.ledger import Use
-from sgpu_magic.client.pool_choosing import Money
+from sgpu_magic.client.pool_choosing import PriceBook
 from sgpu_magic.config import Settings
 from sgpu_magic.panel.device_rows import Durations
 from sgpu_magic.panel.orders import Said
 from sgpu_magic.panel.past_runs import RunFilesOfPool, SimulatedUse, month_began, month_line, month_sums
+from sgpu_magic.panel.poller import changes
 from sgpu_magic.panel.pool_state import NO_GPU, RunFiles, pool_choices, pool_picture, run_row
 from sgpu_magic.panel.schema import PoolPicture, PoolTold, RunParameter, RunRow, RunsTold
-from sgpu_magic.panel.watch import changes
 from sgpu_magic.pool.run_log import RunLog
 from sgpu_magic.server.panel_handlers import Outbox
 from sgpu_magic.wire.base import RunKind, RunState
@@ -30,7 +30,7 @@ from sgpu_magic.wire.rank_events import RankSample, Sampled
 from sgpu_magic.wire.run import CellSource, Owner, RunSpec
 
 NOW = 1_795_344_000.0
-RATES = Money(read_prices("a10=2.5,h100=7,cpu=0.04"), read_prices("b300=9,a10=1"), "USD")
+RATES = PriceBook(read_prices("a10=2.5,h100=7,cpu=0.04"), read_prices("b300=9,a10=1"), "USD")
 
 
 def run(run_id: str = "00000001", state: RunState = RunState.RUNNING, **others: object) -> RunSummary:
@@ -115,21 +115,29 @@ def test_devices_say_who_uses_them():
     session = run("00000002", kind=RunKind.SESSION, name="main", uuids=("G2",))
     cell = run("00000003", session="00000002", uuids=("G2",))
     drawn = picture(
-        run(), session, cell, devices=(*(device(at) for at in range(4)), device(4, outside_use="process 77 (java)"))
+        run(),
+        session,
+        cell,
+        devices=(
+            *(device(at) for at in range(4)),
+            device(4, outside_use="process 77 (java)"),
+            device(5, unavailable="its lock is a link. Have root remove it."),
+        ),
     )
-    assert [one.label for one in drawn.devices] == [f"A10 · {at}" for at in range(5)]
+    assert [one.label for one in drawn.devices] == [f"A10 · {at}" for at in range(6)]
     assert [one.user for one in drawn.devices] == [
         "train_digits · rank 0",
         "train_digits · rank 1",
         "digits.ipynb",
         "free",
         "in use outside the pool: process 77 (java)",
+        "unavailable: its lock is a link. Have root remove it.",
     ]
-    assert [one.run_id for one in drawn.devices] == ["00000001", "00000001", "00000002", "", ""]
-    assert [one.kernel for one in drawn.devices] == ["k-1", "k-1", "k-1", "", ""]
-    assert [one.free for one in drawn.devices] == [False, False, False, True, False]
+    assert [one.run_id for one in drawn.devices] == ["00000001", "00000001", "00000002", "", "", ""]
+    assert [one.kernel for one in drawn.devices] == ["k-1", "k-1", "k-1", "", "", ""]
+    assert [one.free for one in drawn.devices] == [False, False, False, True, False, False]
     (a10, _) = drawn.types
-    assert (a10.total, a10.free) == (5, 1)
+    assert (a10.total, a10.free) == (6, 1)
 
 
 def test_a_session_without_a_notebook_is_called_by_its_name():
@@ -140,7 +148,7 @@ def test_a_session_without_a_notebook_is_called_by_its_name():
 def test_a_busy_type_says_when_so_many_will_be_free():
     ended = run("00000002", RunState.SUCCEEDED, metered_at=NOW - 1000.0, ended_at=NOW - 100.0)
     (a10, cpu) = picture(run(), ended).types
-    # 900 s as before, 135 of them over, in whole minutes
+    # the former 900 s less the 135 s that have passed, in whole minutes
     assert a10.waits_s == (0.0, 0.0, 780.0, 780.0)
     assert cpu.waits_s == (0.0,) * 12 + (None,) * 4
 
@@ -302,7 +310,7 @@ def test_a_run_whose_directory_is_here_says_so_and_where_it_is_tracked(tmp_path:
     assert places.of(mine, NOW) == RunFiles(here=True)
     clock += 6.0
     assert places.of(mine, NOW) == RunFiles(here=True, tracked_url="https://mlflow/0000000a")
-    # it ended long ago, and was looked at after that
+    # it ended long ago, and its files were looked up after that
     assert places.of(ended, NOW) == RunFiles(here=True, parameters=told)
     (tmp_path / "runs" / mine.run_id / "tracking.json").unlink()
     assert places.of(mine, NOW).tracked_url
@@ -317,7 +325,7 @@ def test_only_web_pages_become_links(tmp_path: Path, url: str):
     assert places.of(run("0000000a"), NOW) == RunFiles(here=True)
 
 
-# ------------------------------------------------------------ what ranks on simulated devices use
+# ------------------------------------------------------------ use of simulated devices
 
 
 def sampled(run_id: str, seq: int, at: float, *samples: RankSample) -> bytes:
@@ -341,7 +349,7 @@ def test_simulated_devices_have_the_latest_use_of_their_ranks(tmp_path: Path):
     with log.open("ab") as file:
         file.write(sampled(session.run_id, 2, NOW - 1, used(0, 0.5, 1_000_000_000)))
     assert use.of([session], 4, NOW) == {"G0": (25.0, 1_000_000_000), "G1": (100.0, 400_000_000)}
-    # rank 1 has reported nothing for too long
+    # rank 1 has not reported for too long
     assert use.of([session], 4, NOW + 13) == {"G0": (25.0, 1_000_000_000)}
     assert use.of([msgspec.structs.replace(session, state=RunState.CANCELLED)], 4, NOW) == {}
 

@@ -1,4 +1,4 @@
-"""What applying a choice would do, said before it is done."""
+"""The effects of applying a choice, shown before it is applied."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SIX = metadata.version("six")
 
 
 def status(types: str = "a10:4,h100:8", taken: tuple[str, ...] = (), outside: tuple[str, ...] = ()) -> PoolStatus:
-    """A pool with these devices; `taken` are held by a run, `outside` by somebody else."""
+    """A pool with these devices; a run holds `taken`, and `outside` are in use outside the pool."""
     devices: list[Device] = []
     for word in filter(None, types.split(",")):
         name, _, count = word.partition(":")
@@ -55,7 +55,7 @@ def status(types: str = "a10:4,h100:8", taken: tuple[str, ...] = (), outside: tu
 
 
 class Place:
-    """What a plan needs of a workplace: settings, and a pool that tells its status."""
+    """The parts of a `KernelContext` that a plan needs: settings, and a pool that reports its status."""
 
     def __init__(self, state: Path, told: PoolStatus | None, **settings: Any) -> None:
         self.settings = Settings(state_dir=str(state), **settings)
@@ -137,7 +137,7 @@ def test_types_that_cpu_stands_in_for_are_possible(tmp_path: Path):
             status("a10:1", outside=("a10-0",)),
             "No A10 is free now: the session waits in the queue.",
         ),
-        # without a type the smallest one that is free
+        # without a type, the smallest one that is free
         (Choice(), status(), A10),
         (Choice(gpus=3), status(), A10),
         (Choice(gpus=3), status(taken=("a10-0", "a10-1")), A10.replace("On a10", "On h100")),
@@ -208,7 +208,7 @@ def test_a_slow_index_does_not_keep_anybody_waiting(place: Place, monkeypatch: p
 
 
 def test_an_index_that_does_not_answer_is_given_up(tmp_path: Path):
-    # no such address; uv tries several times
+    # nothing listens there; uv tries several times
     settings = Settings(state_dir=str(tmp_path), index_url="http://127.0.0.1:9/simple")
     with pytest.raises((TimeoutError, chosen_packages.EnvironmentFailed)):
         chosen_packages.would_install(settings, ("there-is-no-such-thing",), 0.5)

@@ -1,4 +1,4 @@
-"""When devices will be free: a guess that never says less for more, and 0 only for what is free."""
+"""When devices will be free: an estimate that never decreases for more devices, and is 0 only for free ones."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def run(
 def pools(
     draw: st.DrawFn, guesses: st.SearchStrategy[float | None] = GUESSES
 ) -> tuple[int, int, list[Claim], list[Claim]]:
-    """A pool: devices, those that are free, what runs hold (with what is free: all), and who waits."""
+    """A pool: all devices, free ones, claims of runs (which add up with the free ones to all), and the queue."""
     held = draw(st.lists(st.builds(Claim, st.integers(1, 8), guesses), max_size=6))
     free = draw(st.integers(0, 8))
     total = free + sum(one.count for one in held)
@@ -81,15 +81,15 @@ def test_devices_come_back_one_run_after_the_other():
 
 
 def test_those_who_wait_get_theirs_first():
-    # the two that come back after 40 s are for the one that waits, for a minute
+    # the two devices that are free after 40 s go to the queued run, for a minute
     assert waits(2, 0, [Claim(2, 40.0)], [Claim(2, 60.0)]) == (120.0, 120.0)
-    # a request that asks for more than is free lets others pass
+    # a request for more devices than are free lets others pass
     assert waits(4, 1, [Claim(3, 40.0)], [Claim(4, 60.0)])[0] == 0.0
 
 
 def test_devices_of_which_nobody_knows_anything_are_not_waited_for():
     assert waits(3, 1, [Claim(1, None), Claim(1, 25.0)], []) == (0.0, 30.0, None)
-    # somebody else's, outside the pool
+    # in use outside the pool
     assert waits(3, 1, [], []) == (0.0, None, None)
 
 
@@ -102,9 +102,9 @@ def test_a_run_takes_as_long_as_those_of_its_name_took():
     known = Durations([run(took=100.0), run(took=300.0), run(took=200.0), run("eval", took=7.0)])
     assert known.left_s(run(running=0.0), "a10", 0.0) == 200.0
     assert known.left_s(run(running=50.0), "a10", 50.0) == 150.0
-    # half of those that took longer than it has
+    # the median of the runs that took longer than this one has so far
     assert known.left_s(run(running=150.0), "a10", 150.0) == 100.0
-    # it has outlasted them all
+    # it has run for longer than all of them
     assert known.left_s(run(running=400.0), "a10", 400.0) == 400.0
 
 
@@ -127,7 +127,7 @@ def test_an_idle_session_is_over_when_its_idle_time_is():
     session = run("work", running=600.0, kind=RunKind.SESSION, idle_ends_at=NOW + 90.0)
     uuids = frozenset(session.uuids)
     assert holders_of("a10", [session], Durations([]), NOW, uuids) == [Claim(2, 90.0)]
-    # a cell in it holds nothing of its own
+    # a cell in a session holds no devices of its own
     cell = run(running=5.0, session=session.run_id)
     assert holders_of("a10", [session, cell], Durations([]), NOW, uuids) == [Claim(2, 90.0)]
 

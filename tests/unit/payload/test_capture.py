@@ -83,7 +83,7 @@ def read(source: str) -> set[str]:
         ("assert ok, msg", {"ok", "msg"}),
         ("df.query('a > @limit')", {"df", "limit"}),
         ("print('@limit')", set()),
-        # what IPython's transform makes
+        # the output of IPython's transform
         ("%time x = f(y)", {"get_ipython", "f", "y"}),
         ("%timeit -n 3 f(y)", {"get_ipython", "f", "y", "n"}),
         ("r = %timeit -o f(y)", {"get_ipython", "f", "y", "o"}),

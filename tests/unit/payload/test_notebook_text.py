@@ -1,4 +1,4 @@
-"""Magics as Databricks writes them, and which cells use names that a Databricks notebook has without defining them."""
+"""Databricks magics, and cells that use names which a Databricks notebook has without defining them."""
 
 from __future__ import annotations
 

@@ -8,10 +8,10 @@ import asyncio
 import contextlib
 import gc
 import io
-import json
-import linecache
 import mmap
 import os
+import pickle
+import re
 import socket
 import sqlite3
 import subprocess
@@ -20,7 +20,6 @@ import tempfile
 import threading
 import time
 import types
-from collections.abc import Iterator
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -30,6 +29,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from examples import examples
+from far_sides import KEY, FarSide, Notebook
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lazy_modules import pandas as pd
@@ -42,127 +42,6 @@ from sgpu_magic.payload.tensors import own_device
 from sgpu_magic.payload.unpack import map_private, unpack, unpack_namespace
 from sgpu_magic.system import processes
 from sgpu_magic.wire.attachments import PackedLayout
-
-KEY = b"k" * 32
-
-# A rank stand-in: a fork per request, with a namespace of its own; answers what the code leaves in `answer`.
-FAR_SIDE = """
-import json, os, sys, traceback, types
-import msgspec
-from sgpu_magic.payload import unpack, pack
-from sgpu_magic.wire.run import PackedLayout
-KEY = b"k" * 32
-decode = msgspec.msgpack.Decoder(PackedLayout).decode
-def serve(request):
-    main = types.ModuleType("__main__")
-    sys.modules["__main__"] = main
-    namespace = main.__dict__
-    namespace["__builtins__"] = __import__("builtins")
-    try:
-        if request["fd"]:
-            with open(request["data"], "r+b") as file:
-                data = unpack.map_private(file.fileno(), os.fstat(file.fileno()).st_size)
-        else:
-            data = open(request["data"], "rb").read()
-        layout = decode(open(request["layout"], "rb").read())
-        unpack.unpack_namespace(data, layout, KEY, namespace)
-        exec(compile(request["code"], "<far>", "exec"), namespace)
-        answer = {"answer": namespace.get("answer")}
-        if request["back"]:
-            packed = pack.pack_object(namespace["back"], namespace, KEY)
-            with open(request["data"] + ".back", "wb") as file:
-                file.write(packed.to_bytes())
-            with open(request["layout"] + ".back", "wb") as file:
-                file.write(msgspec.msgpack.encode(packed.layout))
-    except BaseException:
-        answer = {"error": traceback.format_exc()}
-    print(json.dumps(answer), flush=True)
-for line in sys.stdin:
-    pid = os.fork()
-    if pid == 0:
-        serve(json.loads(line))
-        os._exit(0)
-    os.waitpid(pid, 0)
-"""
-
-
-class FarSide:
-    """A process that unpacks what was packed here and runs code there."""
-
-    def __init__(self, folder: Path) -> None:
-        script = folder / "far_side.py"
-        script.write_text("import torch\n" + FAR_SIDE)
-        environ = {**os.environ, "PYTHONPATH": os.getcwd(), "OMP_NUM_THREADS": "1"}
-        self._folder = folder
-        self._process = subprocess.Popen(
-            [sys.executable, str(script)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=environ,
-        )
-
-    def run(self, packed: Packed, code: str, *, mapped: bool = True, back: bool = False) -> Any:
-        import msgspec
-
-        data, layout = self._folder / "data", self._folder / "layout"
-        buffers.write_file(packed, data)
-        layout.write_bytes(msgspec.msgpack.encode(packed.layout))
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        request = {"data": str(data), "layout": str(layout), "code": dedent(code), "fd": mapped, "back": back}
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        reply = json.loads(self._process.stdout.readline())
-        assert "error" not in reply, reply["error"]
-        return reply["answer"]
-
-    def back(self, namespace: dict[str, object]) -> Any:
-        """What the last run's `back` was, unpacked here."""
-        import msgspec
-
-        layout = msgspec.msgpack.decode((self._folder / "layout.back").read_bytes(), type=PackedLayout)
-        return unpack((self._folder / "data.back").read_bytes(), layout, KEY, namespace)
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.stdout.close()
-        self._process.wait(10)
-
-
-@pytest.fixture(scope="module")
-def far_side(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FarSide]:
-    side = FarSide(tmp_path_factory.mktemp("far"))
-    yield side
-    side.close()
-
-
-class Notebook:
-    """A `__main__` whose cells are run and whose names are packed."""
-
-    def __init__(self, namespace: dict[str, object]) -> None:
-        self.namespace = namespace
-        self._cells = 0
-
-    def cell(self, source: str) -> None:
-        self._cells += 1
-        source, file = dedent(source), f"<cell-{self._cells}>"
-        linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
-        exec(compile(source, file, "exec", dont_inherit=True), self.namespace)
-
-    def pack(self, *names: str, exclude: frozenset[str] = frozenset(), **options: Any) -> Packed:
-        values = {name: self.namespace[name] for name in names}
-        return pack_namespace(values, self.namespace, KEY, exclude=exclude, **options)
-
-
-@pytest.fixture
-def notebook(monkeypatch: pytest.MonkeyPatch) -> Notebook:
-    main = types.ModuleType("__main__")
-    monkeypatch.setitem(sys.modules, "__main__", main)
-    return Notebook(main.__dict__)
-
 
 # ---------------------------------------------------------------- functions and classes of the notebook
 
@@ -192,7 +71,7 @@ def test_functions_stand_on_the_ranks_namespace(notebook: Notebook, far_side: Fa
 
 
 def test_functions_keep_the_files_of_their_code(notebook: Notebook, far_side: FarSide) -> None:
-    """Tracebacks find the cell by it. cloudpickle 3.1.3 writes the same word in place of all files."""
+    """Tracebacks find the cell by this name. cloudpickle 3.1.3 writes the same name in place of all files."""
     notebook.cell("""
         def outer():
             def inner(): pass
@@ -658,7 +537,7 @@ def test_tensors_that_share_a_storage_still_share_it(notebook: Notebook, far_sid
     assert answer == [-1.0, [1, 1000], -1.0, 142_858, 7.0, 5.0, 0, True]
 
 
-# torch warns of its own quantized tensors, when they are made and when they are rebuilt
+# torch warns about its own quantized tensors, both at creation and when they are rebuilt
 @pytest.mark.filterwarnings("ignore:.*quantize.* are deprecated", "ignore:TypedStorage is deprecated")
 def test_tensors_of_many_kinds() -> None:
     leaf = torch.randn(50, 50, requires_grad=True)
@@ -855,7 +734,7 @@ def test_culprits(notebook: Notebook, source: str, says: str) -> None:
 
 
 def test_to_name_a_culprit_makes_no_copies(notebook: Notebook) -> None:
-    """What a copy does when it comes or goes may concern the original: a widget closes its view."""
+    """A copy's side effects on creation or deletion may affect the original: a widget closes its view."""
     notebook.cell("""
         made = []
         class Held:
@@ -891,7 +770,7 @@ def test_the_search_ends_soon_on_big_and_circular_things(notebook: Notebook) -> 
         big[0]["self"] = big
         big.append({"x": {"y": threading.Lock()}})
     """)
-    # of the processor: the machine may have other work
+    # CPU time, since the machine may be busy
     begin = time.thread_time()
     message = why(notebook, "big")
     assert time.thread_time() - begin < 4
@@ -986,7 +865,7 @@ def test_a_packed_function_can_not_be_read_without_unpack(notebook: Notebook) ->
         pickle.loads(packed.pickle)
 
 
-# ---------------------------------------------------------------- where bytes lie
+# ---------------------------------------------------------------- storage of bytes
 
 
 def sample(size: int = 3_000_000) -> Packed:
@@ -1127,3 +1006,83 @@ def test_cuda_tensors_go_to_a_ranks_gpu_and_to_that_of_a_notebook_only_if_it_use
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     assert str(own_device()) == device
+
+
+# ---------------------------------------------------------------- for other versions of NumPy
+
+
+def numpy_values() -> dict[str, Any]:
+    values: dict[str, Any] = {
+        "numbers": np.arange(10_000.0),
+        "few": np.arange(3),
+        "no dimension": np.array(5.0),
+        "none": np.zeros((0, 3)),
+        "no dates": np.zeros(0, "M8[s]"),
+        "columns": np.asfortranarray(np.ones((30, 50))),
+        "slice": np.arange(10_000)[::2],
+        "backwards": np.arange(9)[::-1],
+        "axes": np.ones((3, 4, 5)).transpose(1, 0, 2),
+        "repeated": np.broadcast_to(np.ones(3), (4, 3)),
+        "records": np.zeros(100, [("a", "f8"), ("b", "M8[s]")]),
+        "dates": np.arange(5000).astype("M8[s]"),
+        "texts": np.array(["a", "bc"]),
+        "bytes": np.ones(3, "S3"),
+        "void": np.zeros(3, "V8"),
+        "big-endian": np.arange(5).astype(">i4"),
+        "complex": np.ones(5, complex),
+        "booleans": np.ones(5, bool),
+        "scalar": np.float64(1.5),
+        "polynomial": np.polynomial.Polynomial([1, 2]),
+        "type": np.dtype("f4"),
+        "function": np.linalg.norm,
+        "read-only": np.arange(9),
+    }
+    values["read-only"].flags.writeable = False
+    return values
+
+
+# names of NumPy 2 that NumPy 1.26 has too
+_IN_NUMPY_1 = re.compile(r"numpy|numpy\.(linalg|polynomial\.\w+|random\.bit_generator|_core\.multiarray)")
+
+
+@pytest.mark.parametrize("name", numpy_values())
+def test_arrays_name_nothing_that_an_older_numpy_lacks(name: str):
+    value = numpy_values()[name]
+    packed = pack_object(value, {}, b"key")
+    assert [module for module, _ in packed.modules if "numpy" in module and not _IN_NUMPY_1.fullmatch(module)] == []
+    stream = pickle.loads(packed.pickle, buffers=[bytearray(view) for view in packed.buffers])
+    if isinstance(value, np.ndarray):
+        assert (stream.dtype, stream.shape) == (value.dtype, value.shape)
+        assert (stream == value).all()
+
+
+@pytest.mark.parametrize("make", [np.random.default_rng, np.random.RandomState, np.random.PCG64, np.random.SFC64])
+def test_random_numbers_go_on_where_they_were(make: Any):
+    generator = make(7)
+    draw: Any = getattr(generator, "normal", None) or generator.random_raw
+    draw()
+    packed = pack_object(generator, {}, b"key")
+    assert "numpy.random._pickle" not in dict(packed.modules)
+    copy = pickle.loads(packed.pickle, buffers=[bytearray(view) for view in packed.buffers])
+    draw_copy: Any = getattr(copy, "normal", None) or copy.random_raw
+    assert [draw_copy() for _ in range(5)] == [draw() for _ in range(5)]
+    if isinstance(generator, np.random.Generator):
+        assert copy.spawn(1)[0].random() == generator.spawn(1)[0].random()
+
+
+def test_memoryviews_stay_memoryviews(notebook: Notebook, far_side: FarSide) -> None:
+    notebook.cell("""
+        import array
+        writable = memoryview(bytearray(b"abc"))
+        fixed = memoryview(b"abc")
+        table = memoryview(array.array("d", range(6))).cast("B").cast("d", (2, 3))
+        large = memoryview(bytearray(100_000))
+    """)
+    answer = far_side.run(
+        notebook.pack("writable", "fixed", "table", "large"),
+        """
+        writable[0] = large[5] = 1
+        answer = [bytes(writable).hex(), fixed.readonly, table.format, list(table.shape), table[1, 2], large.readonly]
+        """,
+    )
+    assert answer == ["016263", True, "d", [2, 3], 5.0, False]

@@ -1,4 +1,4 @@
-"""Events on their way from a run's log to clients: whole, in order, and never more of them waiting than is bounded."""
+"""Events from a run's log to clients: whole, in order, and with a bounded number waiting."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ RUN = "0123abcd"
 
 
 class Reader:
-    """A client whose connection takes so many events, and no more until it is told."""
+    """A client whose connection accepts this many events until the test allows more."""
 
     def __init__(self, takes: int = 1 << 30) -> None:
         self.client = ConnectedClient(b"x", os.getpid())
@@ -175,11 +175,11 @@ def test_a_client_that_does_not_read_fills_no_memory_and_misses_nothing(tmp_path
     in_loop(body)
 
 
-# ---------------------------------------------------------------- who asks for a run
+# ---------------------------------------------------------------- clients that ask for a run
 
 
 class Asking:
-    """What clients ask of a pool that has one run; no rank of it is anywhere.
+    """Requests of clients to a pool that has one run, whose ranks exist nowhere.
 
     Attributes:
         said: To whom what was answered.
@@ -218,7 +218,7 @@ def test_who_follows_a_run_before_it_is_recorded_gets_all_of_it(tmp_path: Path, 
     async def body() -> None:
         reader = Reader()
         asking = Asking(tmp_path, reader)
-        asking.requests.heard(reader.client, Attach(request=1, run=asking.run.run_id), ())
+        asking.requests.on_message(reader.client, Attach(request=1, run=asking.run.run_id), ())
         ((client, answer),) = asking.said
         assert client is reader.client
         assert isinstance(answer, Attached)
@@ -238,11 +238,11 @@ def test_an_answer_of_ranks_that_comes_late_is_for_nobody(tmp_path: Path):
         run, requests = asking.run, asking.requests
         run.placed_at = 1.0
         question = AskStacks(request=7, run=run.run_id)
-        requests.heard(first.client, question, ())
+        requests.on_message(first.client, question, ())
         requests.ranks_gone(run.run_id)
         assert [client for client, _ in asking.said] == [first.client], "it is told that nobody answers"
-        # the group was started again
-        requests.heard(second.client, question, ())
+        # the group was restarted
+        requests.on_message(second.client, question, ())
         late, asked = asking.numbers
         requests.ranks.stacks_taken(late, (RankStack(rank=0, problem="of the first group"),))
         assert len(asking.said) == 1

@@ -1,4 +1,4 @@
-"""Several users share a pool: whose turn it is, what each may have at once, and that nobody waits for ever."""
+"""Several users share a pool: order, quotas, and no starvation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from examples import examples
 from hypothesis import HealthCheck, given, settings
 from simulated_cluster import Driven, cluster, spec
 
-from sgpu_magic.pool.scheduling.capacity import Line
+from sgpu_magic.pool.scheduling.capacity import QueueKey
 from sgpu_magic.pool.scheduling.fair_share import FairShare
 from sgpu_magic.pool.scheduling.run import Run
 from sgpu_magic.pool.scheduling.scheduler import Scheduler
@@ -31,7 +31,7 @@ def runs(user: str, count: int, ranks: int = 1, kind: str = "h100") -> list[RunS
 
 
 def drained(pool: Driven) -> list[str]:
-    """End runs in the order in which they began until none is left; return who began when."""
+    """End runs in the order in which they began until none is left; return the start order."""
     begun = 0
     while begun < len(pool.launched):
         pool.end(pool.launched[begun])
@@ -39,7 +39,7 @@ def drained(pool: Driven) -> list[str]:
     return pool.launched
 
 
-# ---------------------------------------------------------------- whose turn it is
+# ---------------------------------------------------------------- order of users
 
 
 def test_one_run_of_another_comes_before_the_fifty_that_were_there_first() -> None:
@@ -54,7 +54,7 @@ def test_users_take_turns_and_each_of_them_first_come_first_served() -> None:
     pool = driven(gpus=1)
     pool.submit(*runs("alice", 4), *runs("bob", 3))
     order = [run for run, _ in sorted(pool.scheduler.waiting().items(), key=lambda item: item[1][0])]
-    # as if all became free now, while alice has one
+    # computed as if all devices became free now, while alice has one
     assert order == ["bob0000", "bob0001", "alice0001", "bob0002", "alice0002", "alice0003"]
     begun = drained(pool)
     assert [run for run in begun if run.startswith("alice")] == [f"alice{number:04d}" for number in range(4)]
@@ -93,8 +93,8 @@ def test_what_was_used_counts_half_after_the_half_life() -> None:
     lease = Lease(lease_id="l", device_type="h100", ranks=4, uuids=("GPU-0", "GPU-1", "GPU-2", "GPU-3"))
     share.took(run, lease, 0.0)
     share.gave_back(run, lease, 3600.0)
-    assert share.share(Line("h100"), "alice", 3600.0) == pytest.approx(2.0)
-    assert share.share(Line("h100"), "alice", 7200.0) == pytest.approx(1.0)
+    assert share.share(QueueKey("h100"), "alice", 3600.0) == pytest.approx(2.0)
+    assert share.share(QueueKey("h100"), "alice", 7200.0) == pytest.approx(1.0)
 
 
 def test_devices_of_another_type_are_another_matter() -> None:
@@ -204,7 +204,7 @@ def test_settings_are_read() -> None:
     assert (limits.quota("alice"), limits.quota("bob"), limits.quota("alice", "h100")) == (8, 16, 2)
 
 
-# ---------------------------------------------------------------- nobody waits for ever
+# ---------------------------------------------------------------- no starvation
 
 
 def test_a_large_run_gets_its_node_though_small_ones_of_others_keep_coming() -> None:
@@ -216,7 +216,7 @@ def test_a_large_run_gets_its_node_though_small_ones_of_others_keep_coming() -> 
         if "alice0000" in pool.leases:
             break
         pool.end(next(iter(pool.leases)))
-    # it was overtaken soon; so long after that nothing more is given to others
+    # the run was passed over early; after PASS_OVER_S, freed devices are reserved for it
     assert "alice0000" in pool.leases
     assert number < 40
 
@@ -239,7 +239,7 @@ def test_a_large_run_gets_its_node_though_small_ones_of_others_keep_coming() -> 
 def test_everybody_who_waits_begins_whatever_the_others_send(
     asked: list[tuple[str, int, str]], priorities: str, quotas: str, small: int
 ) -> None:
-    """One more user, of the highest priority, sends small runs without end: nobody else may wait for ever."""
+    """One more user, of the highest priority, submits small runs endlessly; no other run may starve."""
     inventory = cluster({"n1": ("h100", 8), "n2": ("h100", 8)})
     limits = read_limits(f"{priorities},eve=99".strip(","), quotas)
     pool = Driven(Scheduler(inventory, pass_over_s=PASS_OVER_S, limits=limits))
@@ -255,7 +255,7 @@ def test_everybody_who_waits_begins_whatever_the_others_send(
             return
         pool.wait(PASS_OVER_S / 2)
         pool.submit(spec(f"eve{number:05d}", small, user="eve"))
-        # every run ends at some time: here the one that has been there for longest
+        # every run ends eventually: here the oldest one
         pool.end(next(iter(pool.leases)))
         in_use = [uuid for lease in pool.leases.values() for uuid in lease.uuids]
         assert len(set(in_use)) == len(in_use)

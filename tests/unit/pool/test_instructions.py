@@ -1,4 +1,4 @@
-"""What a pool service does beside its scheduler: it refuses, starts again, contains faults and takes over runs.
+"""A pool service apart from its scheduler: refusals, retries, contained faults and adopted runs.
 
 Ledger, event logs and runs are real; the nodes, the scheduler and the clients' connections are lists of what they hear.
 """
@@ -127,7 +127,7 @@ class Service:
         return [event.body for event, _ in EventFile(self.active.directory(run_id)).new_events()]
 
     def take(self) -> list[Any]:
-        """Return what was heard since it was last taken."""
+        """Return the records since the last call."""
         heard = list(self.heard)
         self.heard.clear()
         return heard
@@ -140,7 +140,7 @@ def this_host() -> str:
 
 
 def served(folder: Path, story: Callable[[Service], Any]) -> None:
-    """Run a story with a service's parts, in a loop as theirs."""
+    """Run a scenario with a service's parts, in a loop like theirs."""
 
     async def play() -> None:
         service = Service(folder)
@@ -163,9 +163,9 @@ def served(folder: Path, story: Callable[[Service], Any]) -> None:
 def test_a_run_is_recorded_with_its_first_instruction_and_ends_with_its_last(tmp_path: Path):
     def story(service: Service) -> None:
         run = service.run(accepted=False)
-        obey = service.instructions.obey
-        obey(sched.TellQueue(run.run_id, 2, "2 runs before it"))
-        obey(sched.Remark(run.run_id, "it is simulated"))
+        obey = service.instructions.execute
+        obey(sched.PublishQueueStatus(run.run_id, 2, "2 runs before it"))
+        obey(sched.PublishNote(run.run_id, "it is simulated"))
         obey(sched.MoveRun(run.run_id, RunState.QUEUED, ""))
         obey(sched.StopRun(run.run_id, RunState.CANCELLED, "asked"))
         heard = service.take()
@@ -180,8 +180,8 @@ def test_a_run_is_recorded_with_its_first_instruction_and_ends_with_its_last(tmp
         assert isinstance(ended, ev.RunEnded)
         assert ended.failure is not None
         assert (ended.failure.kind, ended.failure.message) == (FailureKind.TIMEOUT, "no device within 5 s")
-        # nothing is done for a run that is over
-        obey(sched.Remark(run.run_id, "late"))
+        # nothing is published for a run that is over
+        obey(sched.PublishNote(run.run_id, "late"))
         assert len(service.events()) == 5
 
     served(tmp_path, story)
@@ -193,10 +193,10 @@ def test_a_run_that_can_not_be_recorded_is_refused_and_started_nowhere(tmp_path:
         service.settings.runs_path.touch()
         for instruction in (
             sched.LaunchRun("000000a1", LEASE),
-            sched.TellQueue("000000a1", 1, ""),
+            sched.PublishQueueStatus("000000a1", 1, ""),
         ):
             run = service.run(accepted=False)
-            service.instructions.obey(instruction)
+            service.instructions.execute(instruction)
             unprepared, (kind, text) = service.take()
             assert (unprepared, kind) == ("unprepare", "PoolError")
             assert text.startswith(f"the pool can't record the run in {service.settings.runs_path}: ")
@@ -215,7 +215,7 @@ def test_the_ranks_are_ordered_first_and_recorded_once_they_have_their_devices(t
             Inventory(host="ml-1", devices=(Device(uuid="GPU-a", index=2, type="a10"),), cpu_slots=4)
         )
         lease = Lease(lease_id="l", device_type="a10", ranks=2, uuids=("GPU-a", "GPU-b"))
-        service.instructions.obey(sched.LaunchRun(run.run_id, lease))
+        service.instructions.execute(sched.LaunchRun(run.run_id, lease))
         _, launch = service.take()
         assert (launch.spec.run_id, launch.lease, launch.attempt) == (run.run_id, lease, 0)
         assert run.placed_at is None
@@ -226,7 +226,7 @@ def test_the_ranks_are_ordered_first_and_recorded_once_they_have_their_devices(t
         placed = service.events()[-1]
         assert isinstance(placed, ev.Placed)
         assert (placed.host, placed.labels) == ("ml-1", ("A10 · 2", "GPU-b"))
-        # the payload's frames are dropped, as no second launch needs them
+        # the payload's frames are dropped, since there is no second launch
         assert run.frames == ()
         service.launches.granted(run.run_id, lease)
         service.launches.granted("000000ff", lease)
@@ -251,11 +251,11 @@ def test_a_group_that_died_is_started_again_as_often_as_was_asked(tmp_path: Path
         again = failed(service, run)
         assert again is not None
         assert (again.attempt, again.attempts, again.failure) == (1, 2, DIED)
-        assert service.launches.goes_on(run)
+        assert service.launches.restart(run)
         launch, moved = service.take()
         assert (launch.attempt, launch.lease) == (1, LEASE)
         assert moved.state is RunState.STARTING
-        assert not service.launches.goes_on(run)
+        assert not service.launches.restart(run)
         assert failed(service, run) is None
         run.spec = msgspec.structs.replace(run.spec, retries=3, retry_any=True)
         assert failed(service, run, users) is not None
@@ -270,7 +270,7 @@ def test_a_run_of_a_lost_node_goes_back_to_the_queue(tmp_path: Path):
         run = service.run(retries=1)
         run.placed_at, run.ordered, run.lost_node = 1.0, True, "node b was lost"
         assert failed(service, run) is not None
-        assert service.launches.goes_on(run)
+        assert service.launches.restart(run)
         assert (run.placed_at, run.ordered, run.lost_node) == (None, False, "")
         await asyncio.sleep(0)
         (queued,) = service.take()
@@ -299,7 +299,7 @@ def test_what_can_not_be_started_again_ends_with_both_reasons(
         run.lease = LEASE
         assert failed(service, run) is not None
         spoil(service, run)
-        assert not service.launches.goes_on(run)
+        assert not service.launches.restart(run)
         ended = service.events()[-1]
         assert isinstance(ended, ev.RunEnded)
         assert ended.failure is not None
@@ -319,7 +319,7 @@ def test_a_run_that_was_stopped_between_two_attempts_is_not_started_again(tmp_pa
         run.lease = LEASE
         assert failed(service, run) is not None
         run.stopping_as = RunState.CANCELLED
-        assert not service.launches.goes_on(run)
+        assert not service.launches.restart(run)
         ended = service.events()[-1]
         assert isinstance(ended, ev.RunEnded)
         assert (ended.state, ended.reason, ended.failure) == (
@@ -347,7 +347,7 @@ def test_another_attempt_finds_the_variables_where_they_are_by_then(tmp_path: Pa
             ):
                 run.submit = with_payload(run, source)
                 assert failed(service, run) is not None
-                assert service.launches.goes_on(run), source
+                assert service.launches.restart(run), source
                 assert service.take()[0].payload.source == source
         finally:
             os.close(own)
@@ -356,7 +356,7 @@ def test_another_attempt_finds_the_variables_where_they_are_by_then(tmp_path: Pa
         kept.write_bytes(b"12345")
         run.submit = with_payload(run, SharedPayload(pid=os.getpid(), fd=own, size=1))
         assert failed(service, run) is not None
-        assert service.launches.goes_on(run)
+        assert service.launches.restart(run)
         assert service.take()[0].payload.source == FilePayload(path=str(kept), size=5)
 
     served(tmp_path, story)
@@ -396,7 +396,7 @@ def test_a_fault_ends_one_run(tmp_path: Path, capfd: pytest.CaptureFixture[str])
         told = {type(each).__name__: [] for each in service.heard}
         for each in service.take():
             told[type(each).__name__].append(each.run_id)
-        # the one whose ranks are ordered is over when they are gone
+        # the run with ordered ranks is over only when they are gone
         assert told == {"RunOver": ["000000a1", "000000a3", "000000a4"], "RunMoved": ["000000a2"]}
         assert [run.run_id for run in service.active.going] == ["000000a2"]
         ended = service.events("000000a2")[-1]
@@ -422,7 +422,7 @@ def test_a_fault_of_a_clients_message_is_its_answer(tmp_path: Path, capfd: pytes
         service.guard.for_client(client, question, wrong)
         service.guard.for_client(client, question, fault)
         assert service.take() == [("UsageError", "there is no such run."), ("InternalError", WORDS)]
-        # a message that submits a run is refused with the run
+        # a fault in a message that submits a run refuses the run
         run = service.run(accepted=False)
         assert run.owner is not None
         service.guard.for_client(run.owner, run.submit, fault)
@@ -451,7 +451,7 @@ def test_an_old_inventory_is_taken_anew_before_real_devices_are_given():
     for call in stock.taken(msgspec.structs.replace(real)):
         call()
     assert called == [1, 2, 3, 4]
-    # the same inventory stays the same object
+    # an unchanged inventory stays the same object
     assert stock.inventory is real
 
 
@@ -471,7 +471,7 @@ def test_a_new_service_takes_over_what_its_nodes_hold(tmp_path: Path):
             service.active.forget(run.run_id)
         service.take()
         adoption = Adoption(service.parts)
-        # the third is a session's cell, of which no event was written yet
+        # the third is a session's cell without any recorded event
         held = [
             HeldRun(launch=service.launch("000000a3", session="000000a1"), state=RunState.RUNNING, started_s=5.0),
             HeldRun(launch=service.launch("000000a1", retries=2), state=RunState.RUNNING, started_s=5.0),
@@ -486,7 +486,7 @@ def test_a_new_service_takes_over_what_its_nodes_hold(tmp_path: Path):
         ]
         adopted = {each.run.run_id: each for each in heard if isinstance(each, sched.RunAdopted)}
         assert adopted.keys() == {"000000a1", "000000a2", "000000a3"}
-        # its next attempt is due, on the devices that it holds
+        # its next attempt is due, on the devices that it still holds
         assert not adopted["000000a2"].freed
         again = service.active.get("000000a2")
         assert again is not None
@@ -526,7 +526,7 @@ def test_what_no_node_holds_is_submitted_again_or_lost(tmp_path: Path, monkeypat
             "000000b2": "the pool service ended while the run waited in its queue, and its notebook did not submit it "
             "again",
             "000000b3": "the pool service and the agent of its ranks ended unexpectedly",
-            # it had ended, but the ledger did not know
+            # the run had ended, but the ledger did not record it
             "000000b4": None,
         }
         states = {run_id: row.state for run_id in (*found, "000000b1") if (row := service.ledger.summary(run_id))}

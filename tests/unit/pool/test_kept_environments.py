@@ -1,4 +1,4 @@
-"""The files of environments that a pool keeps: once on the disk, in every run's directory, gone with the last one."""
+"""Environment files that a pool keeps: stored once, linked into every run's directory, removed with the last one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from waiting import eventually
 
 from sgpu_magic.config import Settings
 from sgpu_magic.pool.retention import Retention
-from sgpu_magic.pool.submissions import KeptEnvironments
+from sgpu_magic.pool.submissions import EnvironmentStore
 from sgpu_magic.wire.base import new_id
 from sgpu_magic.wire.client import KeepEnvironment
 
@@ -21,9 +21,9 @@ FILES = (("requirements.txt", "six==1.17.0\n"), ("pylock.toml", 'lock-version = 
 
 
 @pytest.fixture
-def kept(tmp_path: Path) -> KeptEnvironments:
+def kept(tmp_path: Path) -> EnvironmentStore:
     (tmp_path / "runs").mkdir()
-    return KeptEnvironments(tmp_path / "kept", tmp_path / "runs")
+    return EnvironmentStore(tmp_path / "kept", tmp_path / "runs")
 
 
 def run_directory(tmp_path: Path) -> tuple[str, Path]:
@@ -37,7 +37,7 @@ def text_in(directory: Path) -> dict[str, str]:
     return {path.name: path.read_text() for path in directory.iterdir()}
 
 
-def test_a_hundred_runs_have_the_same_two_files(kept: KeptEnvironments, tmp_path: Path):
+def test_a_hundred_runs_have_the_same_two_files(kept: EnvironmentStore, tmp_path: Path):
     kept.keep(KeepEnvironment(digest=DIGEST, files=FILES), "ann")
     runs = [run_directory(tmp_path) for _ in range(100)]
     for run_id, directory in runs:
@@ -49,7 +49,7 @@ def test_a_hundred_runs_have_the_same_two_files(kept: KeptEnvironments, tmp_path
     assert stat.S_IMODE((tmp_path / "kept").stat().st_mode) == 0o700
 
 
-def test_files_that_come_later_and_better_ones_are_put_there_too(kept: KeptEnvironments, tmp_path: Path):
+def test_files_that_come_later_and_better_ones_are_put_there_too(kept: EnvironmentStore, tmp_path: Path):
     before, early = run_directory(tmp_path)
     other, others = run_directory(tmp_path)
     kept.link(DIGEST, before, "ann")
@@ -62,7 +62,7 @@ def test_files_that_come_later_and_better_ones_are_put_there_too(kept: KeptEnvir
     assert text_in(others) == {}
 
 
-def test_a_user_changes_nothing_in_others_directories(kept: KeptEnvironments, tmp_path: Path):
+def test_a_user_changes_nothing_in_others_directories(kept: EnvironmentStore, tmp_path: Path):
     run_id, directory = run_directory(tmp_path)
     kept.keep(KeepEnvironment(digest=DIGEST, files=FILES, runs=(run_id,)), "ann")
     kept.keep(KeepEnvironment(digest=DIGEST, files=(("requirements.txt", "evil\n"),)), "eve")
@@ -75,7 +75,7 @@ def test_a_user_changes_nothing_in_others_directories(kept: KeptEnvironments, tm
 
 
 def test_a_user_puts_nothing_into_the_directories_of_others_whose_runs_they_name(
-    kept: KeptEnvironments, tmp_path: Path
+    kept: EnvironmentStore, tmp_path: Path
 ):
     evil = (("requirements.txt", "evil\n"),)
     known, ann = run_directory(tmp_path)
@@ -94,13 +94,13 @@ def test_a_user_puts_nothing_into_the_directories_of_others_whose_runs_they_name
     assert text_in(later) == text_in(directory) == dict(FILES)
 
 
-def test_a_run_that_came_before_its_digest_was_known_gets_them(kept: KeptEnvironments, tmp_path: Path):
+def test_a_run_that_came_before_its_digest_was_known_gets_them(kept: EnvironmentStore, tmp_path: Path):
     run_id, directory = run_directory(tmp_path)
     kept.keep(KeepEnvironment(digest=DIGEST, files=FILES, runs=(run_id, "../elsewhere", new_id())), "ann")
     assert text_in(directory) == dict(FILES)
 
 
-def test_a_run_that_was_not_taken_yet_when_its_digest_was_told_gets_them(kept: KeptEnvironments, tmp_path: Path):
+def test_a_run_that_was_not_taken_yet_when_its_digest_was_told_gets_them(kept: EnvironmentStore, tmp_path: Path):
     run_id = new_id()
     kept.keep(KeepEnvironment(digest=DIGEST, files=FILES, runs=(run_id,)), "ann")
     directory = tmp_path / "runs" / run_id
@@ -111,7 +111,7 @@ def test_a_run_that_was_not_taken_yet_when_its_digest_was_told_gets_them(kept: K
 
 
 @pytest.mark.parametrize("digest", ["", "../../outside", "A" * 32, "0" * 8, "a" * 32 + "/b"])
-def test_what_is_no_digest_names_no_file(kept: KeptEnvironments, tmp_path: Path, digest: str):
+def test_what_is_no_digest_names_no_file(kept: EnvironmentStore, tmp_path: Path, digest: str):
     run_id, directory = run_directory(tmp_path)
     kept.keep(KeepEnvironment(digest=digest, files=FILES, runs=(run_id,)), "ann")
     kept.link(digest, run_id, "ann")
@@ -119,7 +119,7 @@ def test_what_is_no_digest_names_no_file(kept: KeptEnvironments, tmp_path: Path,
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]
 
 
-def test_only_the_two_files_are_kept(kept: KeptEnvironments, tmp_path: Path):
+def test_only_the_two_files_are_kept(kept: EnvironmentStore, tmp_path: Path):
     run_id, directory = run_directory(tmp_path)
     kept.keep(
         KeepEnvironment(digest=DIGEST, files=(("../../evil", "x"), ("cell.py", "x"), FILES[0]), runs=(run_id,)), "ann"
@@ -130,7 +130,7 @@ def test_only_the_two_files_are_kept(kept: KeptEnvironments, tmp_path: Path):
 
 
 def test_where_the_disk_knows_no_links_a_run_has_copies(
-    kept: KeptEnvironments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kept: EnvironmentStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     def refuse(*_: object) -> None:
         raise PermissionError(1, "Operation not permitted")
@@ -142,15 +142,15 @@ def test_where_the_disk_knows_no_links_a_run_has_copies(
     assert (directory / "pylock.toml").stat().st_nlink == 1
 
 
-def test_they_go_when_no_run_has_them_and_nobody_may_ask_for_them_again(kept: KeptEnvironments, tmp_path: Path):
+def test_they_go_when_no_run_has_them_and_nobody_may_ask_for_them_again(kept: EnvironmentStore, tmp_path: Path):
     run_id, directory = run_directory(tmp_path)
     kept.keep(KeepEnvironment(digest=DIGEST, files=FILES, runs=(run_id,)), "ann")
-    later = KeptEnvironments(tmp_path / "kept", tmp_path / "runs")
+    later = EnvironmentStore(tmp_path / "kept", tmp_path / "runs")
     later.remove_unlinked()
     assert (tmp_path / "kept" / "ann" / DIGEST).is_dir()
     for path in directory.iterdir():
         path.unlink()
-    # clients of this service have sent the files and will not do so again
+    # this service's clients have sent the files and will not send them again
     kept.remove_unlinked()
     assert (tmp_path / "kept" / "ann" / DIGEST).is_dir()
     later.remove_unlinked()
@@ -160,14 +160,14 @@ def test_they_go_when_no_run_has_them_and_nobody_may_ask_for_them_again(kept: Ke
 def test_retention_removes_them_after_the_last_runs_directory(tmp_path: Path):
     settings = Settings(state_dir=str(tmp_path), keep_days=1)
     (tmp_path / "runs").mkdir()
-    earlier = KeptEnvironments(tmp_path / "kept", tmp_path / "runs")
+    earlier = EnvironmentStore(tmp_path / "kept", tmp_path / "runs")
     run_id, directory = run_directory(tmp_path)
     earlier.keep(KeepEnvironment(digest=DIGEST, files=FILES, runs=(run_id,)), "ann")
     for path in (*directory.iterdir(), directory):
         os.utime(path, (1, 1))
 
     async def look() -> None:
-        kept = KeptEnvironments(tmp_path / "kept", tmp_path / "runs")
+        kept = EnvironmentStore(tmp_path / "kept", tmp_path / "runs")
         retention = Retention(settings, lambda _: False, removed=kept.remove_unlinked, delay_s=0.0)
         retention.schedule()
         while os.listdir(tmp_path / "kept"):

@@ -1,4 +1,4 @@
-"""The ledger: what is written is read again, and damage costs history, not the pool."""
+"""The ledger: written rows are read back, and damage costs history but never the pool."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_an_empty_update_changes_nothing(ledger: Ledger) -> None:
 
 
 def test_recent_is_newest_first_and_limited(ledger: Ledger) -> None:
-    # the same and even a backward time of submission: the order is that of recording
+    # equal and even decreasing submission times: rows are ordered by recording
     for number, at in enumerate((5.0, 5.0, 3.0)):
         ledger.record(spec(f"{number:08x}", at=at), RunState.QUEUED)
     assert [summary.run_id for summary in ledger.recent(2)] == ["00000002", "00000001"]
@@ -261,7 +261,7 @@ def test_an_older_ledger_is_brought_up(path: Path, monkeypatch: pytest.MonkeyPat
         assert database.execute("SELECT later FROM runs").fetchall() == [(0.5,)]
         assert database.execute("PRAGMA user_version").fetchone() == (len(MIGRATIONS) + 1,)
     database.close()
-    Ledger(path).close()  # and once only
+    Ledger(path).close()  # migrated only once
 
 
 def test_runs_of_the_version_before_sessions_are_cells(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,6 +307,36 @@ def test_a_newer_ledger_is_kept_for_the_newer_package(path: Path, monkeypatch: p
     old.close()
 
 
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_newer_ledger_is_taken_back_after_the_upgrade(
+    path: Path, monkeypatch: pytest.MonkeyPatch, damaged: bool
+) -> None:
+    """Two upgrades with a downgrade between: runs of all versions are listed in submission order."""
+    newest = (*MIGRATIONS, ("ALTER TABLE runs ADD COLUMN future TEXT NOT NULL DEFAULT ''",))
+
+    def use(run_id: str, migrations: object) -> list[str]:
+        with monkeypatch.context() as version:
+            version.setattr(ledger_database, "MIGRATIONS", migrations)
+            book = Ledger(path)
+            book.record(spec(run_id), RunState.SUCCEEDED)
+            found = [row.run_id for row in book.recent(9)]
+            book.close()
+        return found
+
+    assert use("0000000a", newest) == ["0000000a"]
+    assert use("0000000b", MIGRATIONS) == ["0000000b"]
+    (aside,) = path.parent.glob("*.schema-*")
+    if damaged:
+        aside.write_bytes(b"x" * 5000)
+        assert use("0000000c", newest) == ["0000000c", "0000000b"]
+        assert aside.exists()
+        return
+    assert use("0000000c", newest) == ["0000000c", "0000000b", "0000000a"]
+    assert use("0000000d", MIGRATIONS) == ["0000000d"]
+    assert use("0000000e", newest) == ["0000000e", "0000000d", "0000000c", "0000000b", "0000000a"]
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+
+
 # ---------------------------------------------------------------- damage
 
 
@@ -343,7 +373,7 @@ def spoil(path: Path) -> None:
 def test_damage_within_a_file_left_by_a_kill_is_seen_at_the_start(path: Path) -> None:
     fill(path)
     spoil(path)
-    path.with_name("ledger.sqlite3-wal").touch()  # what a service that was killed leaves
+    path.with_name("ledger.sqlite3-wal").touch()  # left behind by a killed service
     book = Ledger(path)
     assert "ledger.sqlite3.damaged-1" in damaged_files(path)
     assert "is damaged" in book.problem
@@ -439,13 +469,13 @@ def test_its_log_of_changes_stays_small_while_it_is_written(path: Path) -> None:
     for number in range(1200, 1300):
         book.record(spec(f"{number:08x}"), RunState.QUEUED)
     thread.join()
-    # what was written meanwhile may have to wait for the next one
+    # rows written meanwhile may have to wait for the next checkpoint
     book.checkpoint_beside()
     book.record(spec(f"{1300:08x}"), RunState.QUEUED)
     assert log.stat().st_size <= 1 << 20
     assert (len(book.recent(5000)), book.problem) == (1301, "")
     book.close()
-    # there is none to write to any more, nor is one made
+    # the file no longer exists, and is not created
     path.unlink()
     book.checkpoint_beside()
     assert not path.exists()
@@ -502,7 +532,7 @@ def test_a_cell_in_a_session_is_written_a_moment_later_and_others_at_once(path: 
         assert rows_in(path)["0000000a"] == "succeeded"
         (row,) = [row for row in book.recent(2) if row.run_id == "0000000a"]
         assert (row.started_at, row.ended_at, row.session) == (2.0, 3.0, "5e550000")
-        # what comes after its end is written at once again
+        # changes after its end are written immediately again
         book.update("0000000a", failure="rank 1: ValueError")
         changed = book.summary("0000000a")
         assert changed is not None

@@ -1,4 +1,4 @@
-"""What runs cost: prices, billed seconds, idle sessions, cost limits and budgets, all without a clock."""
+"""What runs cost: prices, billed seconds, idle sessions, cost limits and budgets, without a real clock."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from sgpu_magic.pool.scheduling.stimuli import (
     LaunchRun,
     LeaseFreed,
     MoveRun,
+    PublishNote,
     RefuseRun,
-    Remark,
     RunAdopted,
     RunMoved,
     RunOver,
@@ -45,7 +45,7 @@ from sgpu_magic.wire.pool_status import RunSummary
 from sgpu_magic.wire.run import RunSpec
 
 A, B, C = "aaaa0000", "bbbb0000", "cccc0000"
-# a device and second for 0.01
+# 0.01 per device and second for an a10
 TARIFF = Tariff(read_prices("a10=36,h100=72"))
 
 
@@ -96,7 +96,7 @@ def test_the_settings_file_may_have_tables_of_prices(tmp_path: Path) -> None:
     assert [prices.of(pool, "a10") for pool in ("local", "spot")] == [1.2, 0.4]
     assert prices.of("team", "h100") == 3.9
     assert read_prices(found.reserved_prices).of("local", "a10") == 1.0
-    # a variable goes over the file
+    # the variable overrides the file
     assert settings(tmp_path, toml, SGPU_PRICES="a10=2").prices == "a10=2"
 
 
@@ -156,7 +156,7 @@ def test_a_bill_is_devices_times_seconds_times_the_price() -> None:
     # 4 devices for 90 s at 1.20 an hour each
     assert bill(a_lease(), 4.8, 89.2) == Bill(360.0, pytest.approx(0.12))
     assert bill(a_lease(), None, 89.2) == Bill(360.0, None)
-    # devices that are simulated, or that CPU stands in for, cost what they stand for
+    # simulated devices, and CPU slots that stand in for devices, cost as much as those devices
     assert bill(a_lease(simulated=True, slots=4), 4.8, 90) == Bill(360.0, pytest.approx(0.12))
     # CPU slots are not billed unless they have a price
     assert bill(a_lease("cpu", 2, slots=2), None, 90) == Bill(None, None)
@@ -179,7 +179,7 @@ def test_a_run_that_goes_on_has_cost_what_it_has_cost_so_far() -> None:
     assert (cost_so_far(row, 189.5), gpu_s_so_far(row, 189.5)) == (pytest.approx(0.12), 360.0)
     ended = msgspec.structs.replace(row, state=RunState.SUCCEEDED, cost=0.5, gpu_s=7.0)
     assert (cost_so_far(ended, 1e6), gpu_s_so_far(ended, 1e6)) == (0.5, 7.0)
-    # a row of before there was a meter
+    # a row from before the meter existed
     old = msgspec.structs.replace(row, metered_at=None, hourly=None)
     assert (cost_so_far(old, 200.0), gpu_s_so_far(old, 200.0)) == (None, None)
     on_cpu = msgspec.structs.replace(row, device_type="cpu", hourly=None)
@@ -222,7 +222,7 @@ def test_a_budget_forgets_what_is_long_ago() -> None:
     budget.add(1.5 * DAY_S, 2.0)
     assert budget.spent(1.5 * DAY_S) == 11.0
     assert budget.frees_at(1.5 * DAY_S) == 2 * DAY_S
-    # with 6 more under way the second has to leave it too
+    # with 6 more in progress, the second cost has to leave the window too
     assert budget.frees_at(1.5 * DAY_S, 6.0) == 3 * DAY_S
     assert budget.frees_at(1.5 * DAY_S, 60.0) is None
     assert budget.spent(2 * DAY_S) == 7.0
@@ -254,7 +254,7 @@ def test_rough_lengths_of_time(seconds: float, text: str) -> None:
     assert rough(seconds) == text
 
 
-# ---------------------------------------------------------------- limits, as the scheduler keeps them
+# ---------------------------------------------------------------- limits in the scheduler
 
 
 def scheduler(budget: Budget | None = None, tariff: Tariff = TARIFF, devices: int = 8) -> Scheduler:
@@ -272,14 +272,14 @@ def stops(instructions: Sequence[Instruction]) -> dict[str, str]:
 
 
 def remarks(instructions: Sequence[Instruction]) -> dict[str, str]:
-    return {one.run_id: one.text for one in instructions if isinstance(one, Remark)}
+    return {one.run_id: one.text for one in instructions if isinstance(one, PublishNote)}
 
 
 def test_a_run_is_told_at_80_percent_of_its_cost_limit_and_stopped_at_100() -> None:
     machine = scheduler()
     submit(machine, limited(A), now=5.0)
     assert machine.next_deadline() is None
-    # two devices for a cent a second each: 1.00 in 50 s, of which the queue and the preparing are none
+    # two devices at a cent per second each: 1.00 in 50 s, not counting the queue and the preparation
     running(machine, A, now=100.0)
     assert machine.next_deadline() == pytest.approx(140.0)
     assert machine.handle(TimePassed(), 139.0) == []
@@ -292,7 +292,7 @@ def test_a_run_is_told_at_80_percent_of_its_cost_limit_and_stopped_at_100() -> N
         "--max-cost, or take fewer devices with --gpus or cheaper ones with --type"
     )
     assert MoveRun(A, RunState.CANCELLING, stops(out)[A]) in out
-    # once, and then it is only waited for
+    # stopped once; after that the scheduler only waits
     assert machine.next_deadline() is None
     assert machine.handle(TimePassed(), 200.0) == []
 
@@ -362,7 +362,7 @@ def test_a_budget_warns_every_run_and_stops_all_that_have_a_price() -> None:
     running(machine, B, now=50.0)
     submit(machine, spec(C, 1, "t4"))
     running(machine, C, now=50.0)
-    # 6 of before, 1 of A until B began; from then 3 cents a second
+    # 6 from before, 1 for A until B began, then 3 cents a second
     assert machine.next_deadline() == pytest.approx(50 + 1 / 0.03)
     out = machine.handle(TimePassed(), machine.next_deadline() or 0.0)
     assert remarks(out) == dict.fromkeys(
@@ -413,7 +413,7 @@ def test_runs_that_wait_end_when_the_budget_does() -> None:
     ends = [one for one in out if isinstance(one, EndRun)]
     assert [(one.run_id, one.state, one.kind) for one in ends] == [(B, RunState.FAILED, FailureKind.CAPACITY)]
     assert "is used up" in ends[0].reason
-    # nothing is lost of what it has cost: whole seconds, until it was over
+    # all of its cost is kept: in whole seconds, until it was over
     machine.handle(RunMoved(A, RunState.TIMED_OUT), 52.5)
     machine.handle(RunOver(A, RunState.TIMED_OUT), 53.0)
     (refused,) = submit(machine, spec(C), now=53.0)
@@ -472,12 +472,12 @@ LEASE = Lease(lease_id="l", device_type="a10", ranks=2, uuids=("u", "v"))
 
 
 def metered(wanted: RunSpec, hourly: float | None, since: float) -> Run:
-    """A run on the meter, as the scheduler has it."""
+    """A metered run, as the scheduler holds it."""
     return Run(wanted, RunState.RUNNING, meter=Meter(LEASE, hourly, since))
 
 
 def adopt(billing: Billing, run: Run, launched_at: float, now: float) -> None:
-    """Let the run go on with the meter that the ledger has."""
+    """Continue the run with the meter from the ledger."""
     since, hourly = billing.adopted(run, LEASE, launched_at, now)
     run.meter = Meter(LEASE, hourly, since)
 
@@ -492,7 +492,7 @@ def test_no_step_of_the_wall_clock_changes_what_is_billed(tmp_path: Path, step_s
     ledger.update(A, meter=billing.begun(run, RunState.STARTING, wall, 50.0))
     ended, _ = billing.ended(run, RunEnded(state=RunState.SUCCEEDED), 58.0)
     assert (ended.gpu_s, ended.cost) == (16.0, pytest.approx(0.16))
-    # the next service finds what the ledger has, and a wall clock that was set
+    # the next service reads the ledger, after the wall clock was set
     ledger.update(A, meter=Metered(metered_at=wall + step_s))
     again, later = Run(run.spec, RunState.RUNNING), Billing(ledger, TARIFF)
     adopt(later, again, wall, 55.0)
@@ -525,7 +525,7 @@ def test_a_price_that_was_changed_is_not_that_of_a_run_that_goes_on(tmp_path: Pa
     since, hourly = Billing(ledger, dearer).adopted(again, LEASE, time.time(), 55.0)
     machine.handle(RunAdopted(again, LEASE, since, hourly=hourly), 55.0)
     assert again.meter.bill(58.0) == Bill(16.0, pytest.approx(0.16))
-    # its meter stands still when its devices are free, and nothing is billed twice
+    # its meter stops when its devices are freed, and nothing is billed twice
     machine.handle(LeaseFreed(A), 58.0)
     machine.handle(RunMoved(A, RunState.SUCCEEDED), 70.0)
     assert again.meter.bill(80.0) == Bill(16.0, pytest.approx(0.16))

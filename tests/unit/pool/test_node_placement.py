@@ -1,4 +1,4 @@
-"""Pools of many nodes: which node gives what to whom, what can't ever be, and what those that wait are told."""
+"""Pools of many nodes: how devices are placed, which requests are impossible, and the reasons given to queued runs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def driven(inventory: Inventory, **options: float) -> Driven:
     return Driven(Scheduler(inventory, **options))
 
 
-# ---------------------------------------------------------------- which node gives what
+# ---------------------------------------------------------------- placement on nodes
 
 
 def test_a_run_takes_the_node_where_the_least_is_left_over() -> None:
@@ -54,7 +54,7 @@ def test_what_is_left_of_a_node_is_used_before_an_empty_one() -> None:
 def test_a_packed_run_takes_few_nodes_and_its_largest_part_has_the_first_ranks() -> None:
     pool = driven(cluster(FOUR))
     pool.submit(spec(A, 6), spec(B, 4), spec(C, 18))
-    # 8 and 8 of the two empty ones, and 2 of the node that has just 2
+    # 8 from each of the two empty nodes, and 2 from the node that has exactly 2 free
     assert pool.parts(C) == [("n3", 8), ("n4", 8), ("n1", 2)]
     lease = pool.leases[C]
     assert lease.uuids == tuple(uuid for share in lease.shares for uuid in share.uuids)
@@ -136,7 +136,7 @@ def test_devices_with_less_memory_are_not_taken() -> None:
     assert pool.reason(B) == ("needs 2 A100 with 60 GB; 1 is free of 4, the largest node has 1 free of 4")
 
 
-# ---------------------------------------------------------------- what can't ever be
+# ---------------------------------------------------------------- impossible requests
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def test_a_session_that_asks_for_memory_is_on_one_node_too() -> None:
     assert pool.reason(D).startswith("needs 4 H100 with 40 GB on one node; 4 are free of 16")
 
 
-# ---------------------------------------------------------------- what those that wait are told
+# ---------------------------------------------------------------- reasons given to queued runs
 
 
 def test_who_needs_one_node_is_told_how_full_the_largest_is_and_of_whom() -> None:
@@ -279,7 +279,7 @@ def test_the_one_node_that_is_next_to_be_free_is_kept_for_who_was_passed_for_lon
     pool.submit(spec(E, 2, user="carol"))
     pool.wait(100.0)
     pool.end(D)
-    # three devices are free on the node that the session of bob needs whole
+    # three devices are free, on the node that bob's session needs completely
     assert E not in pool.leases
     assert pool.reason(C) == (
         "needs 8 H100 on one node; 3 are free of 16, the largest node has 3 free of 8 (5 are held by run bbbb); node "
@@ -319,7 +319,7 @@ def test_nothing_is_asked_for_beyond_what_may_come() -> None:
     pool = driven(elastic())
     pool.submit(spec(A, 20), spec(B, 14), spec(C, 33))
     assert pool.refused[C].message.startswith("this pool has up to 32 H100, and the run asks for 33.")
-    # 14 are free as long as those of A have not come, but then its nodes never would
+    # 14 are free while A's nodes have not joined, but if B took them, A's nodes would never be requested
     assert B not in pool.leases
     pool.end(A)
     assert pool.parts(B) == [("n1", 8), ("n2", 6)]
@@ -361,7 +361,7 @@ def test_who_waits_for_nodes_gives_up_in_time_and_tells_the_engine() -> None:
     assert pool.run(A).state is RunState.CANCELLING
 
 
-# ---------------------------------------------------------------- what the engine says later
+# ---------------------------------------------------------------- later reports from the engine
 
 
 def test_other_devices_than_were_proposed_are_those_that_the_run_holds() -> None:

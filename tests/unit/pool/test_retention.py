@@ -1,4 +1,4 @@
-"""What the state directory keeps: ended runs within their budget, uploads and logs that grow. Real directories."""
+"""What a state directory keeps: ended runs within a budget, uploads and growing logs. The directories are real."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sgpu_magic.config import Settings
+from sgpu_magic.pool import retention as retention_module
 from sgpu_magic.pool.retention import (
     JUST_ENDED_S,
     Retention,
@@ -39,7 +41,7 @@ def settings(keep_runs: int = 500, keep_days: float = 30.0, keep_bytes: int = 20
 
 
 def runs(*ages_and_sizes: tuple[float, int]) -> list[RunOnDisk]:
-    """Runs 00000000, 00000001 ... that ended so many seconds ago."""
+    """Runs 00000000, 00000001 ... that ended this many seconds ago."""
     return [RunOnDisk(f"{at:08x}", NOW - age, size) for at, (age, size) in enumerate(ages_and_sizes)]
 
 
@@ -69,7 +71,7 @@ def test_cells_of_sessions_do_not_push_runs_out():
     found = [*runs((5 * HOUR, 1), (6 * HOUR, 1), (7 * HOUR, 1)), *cells]
     gone = choose_removals(found, settings(keep_runs=2), NOW)
     assert gone == [("00000002", Why.COUNT), ("00000067", Why.COUNT), ("00000066", Why.COUNT)]
-    # by age and bytes they are alike
+    # equal in age and bytes
     assert len(choose_removals(found, settings(keep_bytes=3), NOW)) == 4
 
 
@@ -122,7 +124,7 @@ def test_what_stays_is_newer_than_what_goes_and_fits(
 
 
 def make_run(runs_path: Path, run_id: str, age_s: float, size: int = 5000) -> Path:
-    """A directory as a run leaves it, last written `age_s` ago."""
+    """A run's directory, last written `age_s` ago."""
     directory = runs_path / run_id
     (directory / "checkpoints").mkdir(parents=True)
     (directory / "run.json").write_bytes(b"{}")
@@ -183,7 +185,7 @@ def test_directories_that_the_users_code_closed_go_too():
         inner.parent.parent.chmod(0o500)
         pid = os.fork()
         if pid == 0:
-            # root may do anything anyway
+            # root is not restricted by permissions
             os.setresuid(NOBODY, NOBODY, NOBODY)
             done = remove_directory(Path(folder), "00000001")
             os._exit(0 if done and os.listdir(folder) == [] else 1)
@@ -229,7 +231,7 @@ class Place:
         return sorted(os.listdir(self.runs))
 
     @contextlib.contextmanager
-    def retention(self, **options: float) -> Iterator[Retention]:
+    def retention(self, **options: Any) -> Iterator[Retention]:
         made = Retention(self.settings, self.is_live, **options)
         try:
             yield made
@@ -258,9 +260,46 @@ def test_oldest_ended_runs_go_and_live_ones_stay(tmp_path: Path):
             await until(lambda: len(place.left()) == 5, f"two runs are gone; there are {place.left()}")
 
     asyncio.run(pool())
-    # what is no run's is nobody's business here; what an earlier pool began to remove is finished
+    # other files are left alone; a removal that an earlier pool began is completed
     assert place.left() == ["00000000", "00000003", "00000004", "00000005", "notes"]
     assert place.asked_in == {threading.get_ident()}, "the ledger belongs to the pool's own thread"
+
+
+def test_a_cleanup_measures_what_is_new_and_not_every_run_that_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    place = Place(tmp_path, keep_runs=9)
+    for number in range(8):
+        make_run(place.runs, f"{number:08x}", (10 - number) * HOUR)
+    measured: list[str] = []
+    cleanups: list[int] = []
+
+    def counted(directory: Path) -> tuple[int, float]:
+        measured.append(directory.name)
+        return measure(directory)
+
+    monkeypatch.setattr(retention_module, "measure", counted)
+
+    async def pool() -> None:
+        async def look() -> list[str]:
+            measured.clear()
+            before = len(cleanups)
+            retention.schedule()
+            await until(lambda: len(cleanups) > before, "a cleanup")
+            return sorted(measured)
+
+        with place.retention(delay_s=0, removed=lambda: cleanups.append(1)) as retention:
+            assert len(await look()) == 8
+            make_run(place.runs, "0000000a", 1)
+            (place.runs / "00000003" / "added").write_bytes(b"x" * 100)
+            assert await look() == ["00000003", "0000000a"]
+            # recently changed directories may change again
+            assert await look() == ["00000003", "0000000a"]
+            # the budget still applies to all runs
+            make_run(place.runs, "0000000b", HOUR)
+            assert await look() == ["00000003", "0000000a", "0000000b"]
+            assert "00000000" not in place.left()
+            assert len(place.left()) == 9
+
+    asyncio.run(pool())
 
 
 def test_calls_are_one_look_and_those_during_it_one_more(tmp_path: Path):

@@ -1,4 +1,4 @@
-"""The scheduler's rules, one by one, and then all of them at once under random traffic."""
+"""The scheduler's rules, first one by one, then all at once under random traffic."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ import pytest
 from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from msgspec.structs import replace
 from scheduler_requests import gpus, launched, node, refusal, running, spec, submit
 
 from sgpu_magic import errors, pool
-from sgpu_magic.pool.scheduling.capacity import CPU_LINE, Line, Want, line_of
-from sgpu_magic.pool.scheduling.placement import Room
+from sgpu_magic.pool.scheduling.capacity import CPU_LINE, QueueKey, ResourceRequest, line_of
+from sgpu_magic.pool.scheduling.placement import FreeCapacity
 from sgpu_magic.pool.scheduling.run import Run, span
 from sgpu_magic.pool.scheduling.scheduler import Scheduler
 from sgpu_magic.pool.scheduling.stimuli import (
@@ -27,6 +28,8 @@ from sgpu_magic.pool.scheduling.stimuli import (
     LeaseFreed,
     LeaseRefused,
     MoveRun,
+    PublishQueueStatus,
+    RanksRemain,
     RefuseRun,
     RunAdopted,
     RunMoved,
@@ -34,11 +37,11 @@ from sgpu_magic.pool.scheduling.stimuli import (
     RunSubmitted,
     Stimulus,
     StopRun,
-    TellQueue,
     TimePassed,
 )
 from sgpu_magic.wire.base import RunState, can_move, is_valid_id
 from sgpu_magic.wire.devices import Inventory, Lease
+from sgpu_magic.wire.events import RemainingRank
 
 A, B, C, D = "aaaa0000", "bbbb0000", "cccc0000", "dddd0000"
 
@@ -82,7 +85,7 @@ def test_ranks_that_are_done_hold_their_devices_until_they_are_reaped() -> None:
     assert scheduler.holder("GPU-a10-0") == A
     out = scheduler.handle(RunOver(A, RunState.FAILED), 2.0)
     assert list(launched(out)) == [B]
-    assert not [one for one in out if isinstance(one, MoveRun)]  # A ended as it said first
+    assert not [one for one in out if isinstance(one, MoveRun)]  # A ended in the state that it reported first
 
 
 def test_devices_that_are_given_back_before_the_last_word_are_the_next_runs() -> None:
@@ -98,7 +101,7 @@ def test_devices_that_are_given_back_before_the_last_word_are_the_next_runs() ->
     assert scheduler.handle(RunMoved(A, RunState.SUCCEEDED), 3.0) == [MoveRun(A, RunState.SUCCEEDED)]
     assert scheduler.handle(RunOver(A, RunState.FAILED), 4.0) == []
     assert scheduler.holder("GPU-a10-0") == B
-    # both are handed over to another service, the first before its last word
+    # both are adopted by another service, the first before its end was reported
     another = Scheduler(node(*gpus(1)))
     another.handle(RunAdopted(Run(spec(B), RunState.RUNNING), lease[B], 2.0), 5.0)
     another.handle(RunAdopted(Run(spec(A), RunState.RUNNING), lease[B], 0.0, freed=True), 5.0)
@@ -127,7 +130,7 @@ def test_any_is_cpu_where_there_are_no_gpus_and_is_refused_where_they_are_too_fe
 def test_any_waits_for_gpus_that_exist_rather_than_take_cpu() -> None:
     scheduler = Scheduler(node(*gpus(2)))
     submit(scheduler, spec(A, 2))
-    assert submit(scheduler, spec(B, 2, "any")) == [TellQueue(B, 1, "needs 2 more A10")]
+    assert submit(scheduler, spec(B, 2, "any")) == [PublishQueueStatus(B, 1, "needs 2 more A10")]
 
 
 def test_a_type_that_the_pool_lacks_is_refused_with_what_it_has() -> None:
@@ -157,7 +160,7 @@ def test_cpu_stands_in_for_a_missing_type_only_where_it_may() -> None:
     lease = launched(submit(scheduler, spec(A, 4, "h100", stand_in=True)))[A]
     assert (lease.device_type, lease.simulated, lease.cpu_slots, lease.uuids) == ("h100", True, 4, ())
     assert scheduler.cpu_slots_free == 12
-    # a type that is there is used, and too few of it are too few
+    # a type that exists is used, and a run that asks for more of it is refused
     scheduler = Scheduler(node(*gpus(2)))
     assert launched(submit(scheduler, spec(A, 2, stand_in=True)))[A].uuids == ("GPU-a10-0", "GPU-a10-1")
     assert refusal(submit(scheduler, spec(B, 3, stand_in=True))).error == "UsageError"
@@ -165,7 +168,7 @@ def test_cpu_stands_in_for_a_missing_type_only_where_it_may() -> None:
 
 def test_more_gpus_than_exist_are_refused_with_how_many_do() -> None:
     scheduler = Scheduler(node(*gpus(4)))
-    submit(scheduler, spec(A, 4))  # that they are taken does not matter
+    submit(scheduler, spec(A, 4))  # whether they are busy does not matter
     refused = refusal(submit(scheduler, spec(B, 8)))
     assert refused.error == "UsageError"
     assert refused.message.startswith("this pool has 4 A10, and the run asks for 8. Use --gpus 4 or fewer,")
@@ -179,7 +182,7 @@ def test_simulated_devices_are_leased_like_devices_and_marked() -> None:
     scheduler = Scheduler(node(*gpus(2, "h100", simulated=True)))
     lease = launched(submit(scheduler, spec(A, 2, "h100")))[A]
     assert (lease.uuids, lease.simulated, lease.cpu_slots) == (("SIM-h100-0", "SIM-h100-1"), True, 0)
-    assert submit(scheduler, spec(B, 1, "h100")) == [TellQueue(B, 1, "needs 1 more H100 (simulated)")]
+    assert submit(scheduler, spec(B, 1, "h100")) == [PublishQueueStatus(B, 1, "needs 1 more H100 (simulated)")]
 
 
 def test_a_lease_never_mixes_real_and_simulated_devices() -> None:
@@ -199,14 +202,14 @@ def test_cpu_runs_take_slots() -> None:
     scheduler = Scheduler(node(slots=4))
     assert launched(submit(scheduler, spec(A, 3, "cpu")))[A].cpu_slots == 3
     assert scheduler.cpu_slots_free == 1
-    assert submit(scheduler, spec(B, 2, "cpu")) == [TellQueue(B, 1, "needs 1 more CPU slot")]
+    assert submit(scheduler, spec(B, 2, "cpu")) == [PublishQueueStatus(B, 1, "needs 1 more CPU slot")]
     assert list(launched(submit(scheduler, spec(C, 1, "cpu")))) == [C]
 
 
 def test_more_ranks_than_slots_take_them_all_and_the_lease_says_so() -> None:
     scheduler = Scheduler(node(slots=16, cores=2))
     submit(scheduler, spec(A, 1, "cpu"))
-    assert submit(scheduler, spec(B, 64, "cpu")) == [TellQueue(B, 1, "needs 1 more CPU slot")]
+    assert submit(scheduler, spec(B, 64, "cpu")) == [PublishQueueStatus(B, 1, "needs 1 more CPU slot")]
     lease = launched(scheduler.handle(RunOver(A, RunState.FAILED), 1.0))[B]
     assert (lease.ranks, lease.cpu_slots, lease.note) == (64, 16, "64 ranks share 2 cores (16 slots)")
     assert scheduler.cpu_slots_free == 0
@@ -226,7 +229,7 @@ def test_devices_in_use_outside_the_pool_are_left_alone() -> None:
     assert launched(submit(scheduler, spec(A, 2)))[A].uuids == ("GPU-a10-1", "GPU-a10-2")
     told = submit(scheduler, spec(B, 1))
     reason = "needs 1 more A10; 1 is in use outside the pool (python (pid 9) holds 12 GB; --allow-busy takes it)"
-    assert told == [TellQueue(B, 1, reason)]
+    assert told == [PublishQueueStatus(B, 1, reason)]
 
 
 def test_allow_busy_takes_them_last() -> None:
@@ -235,13 +238,24 @@ def test_allow_busy_takes_them_last() -> None:
     assert launched(submit(scheduler, spec(B, 1, allow_busy=True)))[B].uuids == ("GPU-a10-0",)
 
 
+def test_an_unavailable_device_is_for_no_request() -> None:
+    inventory = node(*gpus(2))
+    odd = replace(inventory.devices[0], unavailable="its lock is a link. Have root remove it.")
+    scheduler = Scheduler(replace(inventory, devices=(odd, inventory.devices[1])))
+    why = "1 is unavailable (its lock is a link. Have root remove it)"
+    assert PublishQueueStatus(A, 1, f"needs 1 more A10; {why}") in submit(scheduler, spec(A, 2, allow_busy=True))
+    assert launched(submit(scheduler, spec(B, 1)))[B].uuids == ("GPU-a10-1",)
+    scheduler.handle(RunOver(B, RunState.FAILED), 5.0)
+    assert list(launched(scheduler.handle(InventoryChanged(inventory), 6.0))) == [A]
+
+
 def test_the_pools_own_use_is_no_use_from_outside() -> None:
     scheduler = Scheduler(node(*gpus(2)), pass_over_s=10.0)
     submit(scheduler, spec(A, 1))
     submit(scheduler, spec(B, 2))
     submit(scheduler, spec(C, 1))
     assert scheduler.handle(InventoryChanged(node(*gpus(2, outside=[0, 1]))), 20.0) == [
-        TellQueue(B, 1, "needs 2 more A10; freed ones are reserved for it")
+        PublishQueueStatus(B, 1, "needs 2 more A10; freed ones are reserved for it")
     ]
 
 
@@ -256,14 +270,14 @@ def test_a_refused_lease_goes_back_to_its_place_with_the_devices_barred() -> Non
     submit(scheduler, spec(A, 2))
     submit(scheduler, spec(B, 1, allow_busy=True))
     out = scheduler.handle(LeaseRefused(A, ("GPU-a10-0",), "another user's pool holds it"), 1.0)
-    # B may pass with the device that is left, and not even --allow-busy gets the locked one
+    # B may pass on the remaining device, and even --allow-busy does not get the locked one
     assert launched(out)[B].uuids == ("GPU-a10-1",)
     why = "1 is in use outside the pool (another user's pool holds it)"
-    assert TellQueue(A, 1, f"needs 2 more A10; {why}") in out
-    assert submit(scheduler, spec(C, 1, allow_busy=True)) == [TellQueue(C, 2, f"needs 1 more A10; {why}")]
+    assert PublishQueueStatus(A, 1, f"needs 2 more A10; {why}") in out
+    assert submit(scheduler, spec(C, 1, allow_busy=True)) == [PublishQueueStatus(C, 2, f"needs 1 more A10; {why}")]
     scheduler.handle(CancelRequested(C, ""), 2.0)
     scheduler.handle(RunOver(B, RunState.FAILED), 2.0)
-    # the next look at the devices gives it another try, first in its line
+    # the next inventory retries it, first in its queue
     out = scheduler.handle(InventoryChanged(node(*gpus(2))), 3.0)
     assert launched(out)[A].uuids == ("GPU-a10-0", "GPU-a10-1")
     assert launched(out).keys() == {A}
@@ -274,14 +288,14 @@ def test_a_refusal_that_names_none_of_its_devices_bars_them_all(named: tuple[str
     scheduler = Scheduler(node(*gpus(3)))
     submit(scheduler, spec(A, 2))
     out = scheduler.handle(LeaseRefused(A, named, ""), 1.0)
-    assert out == [TellQueue(A, 1, "needs 1 more A10; 2 are in use outside the pool")]
+    assert out == [PublishQueueStatus(A, 1, "needs 1 more A10; 2 are in use outside the pool")]
 
 
 def test_a_refused_cpu_lease_waits_for_the_next_inventory() -> None:
     scheduler = Scheduler(node())
     submit(scheduler, spec(A, 2, "cpu"))
     out = scheduler.handle(LeaseRefused(A, (), "no memory"), 1.0)
-    assert out == [TellQueue(A, 1, "needs 2 more CPU slots; the engine refuses more: no memory")]
+    assert out == [PublishQueueStatus(A, 1, "needs 2 more CPU slots; the engine refuses more: no memory")]
     assert list(launched(scheduler.handle(InventoryChanged(node()), 2.0))) == [A]
 
 
@@ -310,12 +324,12 @@ def test_a_lease_that_ranks_run_on_can_not_be_refused() -> None:
 def test_first_come_first_served_with_positions_told_once() -> None:
     scheduler = Scheduler(node(*gpus(1)))
     submit(scheduler, spec(A))
-    assert submit(scheduler, spec(B), 1.0) == [TellQueue(B, 1, "needs 1 more A10")]
-    assert submit(scheduler, spec(C), 2.0) == [TellQueue(C, 2, "needs 1 more A10")]
+    assert submit(scheduler, spec(B), 1.0) == [PublishQueueStatus(B, 1, "needs 1 more A10")]
+    assert submit(scheduler, spec(C), 2.0) == [PublishQueueStatus(C, 2, "needs 1 more A10")]
     assert scheduler.handle(TimePassed(), 3.0) == []
     out = scheduler.handle(RunOver(A, RunState.FAILED), 4.0)
     assert list(launched(out)) == [B]
-    assert TellQueue(C, 1, "needs 1 more A10") in out
+    assert PublishQueueStatus(C, 1, "needs 1 more A10") in out
 
 
 def test_each_type_has_a_line_of_its_own() -> None:
@@ -324,7 +338,7 @@ def test_each_type_has_a_line_of_its_own() -> None:
         submit(scheduler, spec(f"0000000{number}", 1 if kind != "cpu" else 2, kind))
     for number, kind in enumerate(("a10", "h100", "cpu")):
         (told,) = submit(scheduler, spec(f"1000000{number}", 1, kind))
-        assert isinstance(told, TellQueue)
+        assert isinstance(told, PublishQueueStatus)
         assert told.position == 1
     assert list(launched(scheduler.handle(RunOver("00000001", RunState.FAILED), 1.0))) == ["10000001"]
 
@@ -332,10 +346,10 @@ def test_each_type_has_a_line_of_its_own() -> None:
 def test_a_later_run_that_fits_passes_one_that_does_not() -> None:
     scheduler = Scheduler(node(*gpus(2)))
     submit(scheduler, spec(A, 1))
-    assert submit(scheduler, spec(B, 2)) == [TellQueue(B, 1, "needs 1 more A10")]
+    assert submit(scheduler, spec(B, 2)) == [PublishQueueStatus(B, 1, "needs 1 more A10")]
     out = submit(scheduler, spec(C, 1))
     assert list(launched(out)) == [C]
-    assert TellQueue(B, 1, "needs 2 more A10") in out
+    assert PublishQueueStatus(B, 1, "needs 2 more A10") in out
 
 
 def test_a_run_passed_over_for_long_keeps_freed_devices() -> None:
@@ -346,22 +360,22 @@ def test_a_run_passed_over_for_long_keeps_freed_devices() -> None:
     assert list(launched(submit(scheduler, spec(C, 1), 200.0))) == [C]
     assert scheduler.next_deadline() == 800.0
     scheduler.handle(RunOver(C, RunState.FAILED), 300.0)
-    assert list(launched(submit(scheduler, spec(C, 1), 799.0))) == [C]  # still passes
+    assert list(launched(submit(scheduler, spec(C, 1), 799.0))) == [C]  # within the limit, it still passes
     assert scheduler.handle(TimePassed(), 800.0) == [
-        TellQueue(B, 1, "needs 2 more A10; freed ones are reserved for it")
+        PublishQueueStatus(B, 1, "needs 2 more A10; freed ones are reserved for it")
     ]
     assert scheduler.next_deadline() is None
     scheduler.handle(RunOver(C, RunState.FAILED), 900.0)
     kept = "the free ones are reserved for run bbbb, which has waited longer"
-    assert submit(scheduler, spec(D, 1), 901.0) == [TellQueue(D, 2, kept)]
-    # other lines do not care
+    assert submit(scheduler, spec(D, 1), 901.0) == [PublishQueueStatus(D, 2, kept)]
+    # other queues are not affected
     assert list(launched(submit(scheduler, spec("eeee0000", 1, "cpu"), 902.0))) == ["eeee0000"]
-    # who would not wait is told the same
+    # a run that does not wait gets the same reason
     refused = refusal(submit(scheduler, spec("ffff0000", 1, wait_s=0.0), 903.0))
     assert f"the run needs 1 A10, 1 is free, and it does not wait: {kept}." in refused.message
     out = scheduler.handle(RunOver(A, RunState.FAILED), 904.0)
     assert list(launched(out)) == [B]
-    assert TellQueue(D, 1, "needs 1 more A10") in out
+    assert PublishQueueStatus(D, 1, "needs 1 more A10") in out
 
 
 def test_when_the_run_that_devices_were_kept_for_is_cancelled_the_next_goes() -> None:
@@ -393,11 +407,11 @@ def test_nothing_is_kept_for_a_run_that_could_not_use_it() -> None:
     submit(scheduler, spec(C, 1))
     scheduler.handle(RunOver(C, RunState.FAILED), 1.0)
     assert launched(submit(scheduler, spec(D, 1), 1.0)) == {}
-    # a device goes away: B can't run now whoever leaves, so it holds up nobody
+    # a device disappears: no ended run would let B start now, so B blocks no other run
     out = scheduler.handle(InventoryChanged(node(*gpus(2)[1:])), 2.0)
     assert list(launched(out)) == [D]
-    assert TellQueue(B, 1, "needs 2 more A10; the pool has only 1 A10 now") in out
-    # it comes back, and B's turn with it
+    assert PublishQueueStatus(B, 1, "needs 2 more A10; the pool has only 1 A10 now") in out
+    # the device returns, and B gets its turn back
     scheduler.handle(InventoryChanged(node(*gpus(2))), 3.0)
     scheduler.handle(RunOver(A, RunState.FAILED), 4.0)
     assert list(launched(scheduler.handle(RunOver(D, RunState.FAILED), 5.0))) == [B]
@@ -409,20 +423,20 @@ def test_a_large_run_gets_its_turn_under_a_stream_of_small_ones() -> None:
     for step in range(100):
         now = step * 30.0
         out = submit(scheduler, spec(A, 4) if step == 5 else spec(f"{step:08x}", 1), now)
-        for run in scheduler.runs:  # each small run lasts 120 s, so that 4 run at any time
+        for run in scheduler.runs:  # each small run lasts 120 s, so 4 run at any time
             if run.lease is not None and run.run_id != A and now >= started.get(run.run_id, now) + 120.0:
                 out += scheduler.handle(RunOver(run.run_id, RunState.FAILED), now)
         started |= dict.fromkeys(launched(out), now)
         if A in started:
             break
-    # passed over first when a device becomes free, 10 min of others passing, then those four run out
+    # first passed over when a device becomes free, then for 10 min, then those four runs finish
     assert 750.0 <= started[A] <= 150.0 + 30.0 + 600.0 + 120.0
 
 
 def test_any_run_that_waits_takes_up_with_the_devices_that_come() -> None:
     scheduler = Scheduler(node(slots=2))
     submit(scheduler, spec(A, 2, "cpu"))
-    assert submit(scheduler, spec(B, 1, "any")) == [TellQueue(B, 1, "needs 1 more CPU slot")]
+    assert submit(scheduler, spec(B, 1, "any")) == [PublishQueueStatus(B, 1, "needs 1 more CPU slot")]
     assert launched(scheduler.handle(InventoryChanged(node(*gpus(1), slots=2)), 1.0))[B].uuids == ("GPU-a10-0",)
 
 
@@ -431,9 +445,9 @@ def test_a_waiting_run_whose_devices_vanish_goes_on_waiting_and_says_why() -> No
     submit(scheduler, spec(A))
     submit(scheduler, spec(B, wait_s=60.0))
     assert scheduler.handle(InventoryChanged(node(problem="NVML: unknown error")), 1.0) == [
-        TellQueue(B, 1, "needs 1 more A10; the pool has only 0 A10 now")
+        PublishQueueStatus(B, 1, "needs 1 more A10; the pool has only 0 A10 now")
     ]
-    assert scheduler.run(A) is not None  # its end is the agent's to tell
+    assert scheduler.run(A) is not None  # the agent reports its end
     moved, ended = scheduler.handle(TimePassed(), 60.0)
     assert (type(moved), type(ended)) == (MoveRun, EndRun)
 
@@ -451,9 +465,9 @@ def test_an_id_is_submitted_once() -> None:
 def test_runs_are_held_until_the_devices_are_known() -> None:
     scheduler = Scheduler()
     looking = "the pool is still looking for its devices"
-    assert submit(scheduler, spec(A)) == [TellQueue(A, 1, looking)]
-    assert submit(scheduler, spec(B, 1, "h100")) == [TellQueue(B, 2, looking)]
-    assert submit(scheduler, spec(C, 1, wait_s=0.0)) == [TellQueue(C, 3, looking)]
+    assert submit(scheduler, spec(A)) == [PublishQueueStatus(A, 1, looking)]
+    assert submit(scheduler, spec(B, 1, "h100")) == [PublishQueueStatus(B, 2, looking)]
+    assert submit(scheduler, spec(C, 1, wait_s=0.0)) == [PublishQueueStatus(C, 3, looking)]
     assert (scheduler.cpu_slots_free, scheduler.holder("GPU-a10-0"), scheduler.next_deadline()) == (
         0,
         None,
@@ -527,7 +541,7 @@ def test_the_time_limit_counts_from_the_start_and_stops_the_run() -> None:
     scheduler = Scheduler(node(*gpus(1)))
     submit(scheduler, spec(A, timeout_s=90.0))
     scheduler.handle(RunMoved(A, RunState.PREPARING), 5.0)
-    assert scheduler.next_deadline() is None  # an environment's build is not on the meter
+    assert scheduler.next_deadline() is None  # building an environment does not count
     running(scheduler, A, 10.0)
     assert scheduler.next_deadline() == 100.0
     assert scheduler.handle(TimePassed(), 99.0) == []
@@ -564,7 +578,7 @@ def test_cancelling_a_queued_run_ends_it_and_moves_up_the_rest() -> None:
     assert scheduler.handle(CancelRequested(B, "interrupted"), 1.0) == [
         MoveRun(B, RunState.CANCELLED, "interrupted"),
         EndRun(B, RunState.CANCELLED, "interrupted"),
-        TellQueue(C, 1, "needs 1 more A10"),
+        PublishQueueStatus(C, 1, "needs 1 more A10"),
     ]
 
 
@@ -578,7 +592,7 @@ def test_cancelling_a_running_run_takes_the_stop_path_once() -> None:
         StopRun(A, RunState.CANCELLED, "interrupted"),
     ]
     assert scheduler.handle(CancelRequested(A, "interrupted again"), 2.0) == []
-    assert scheduler.handle(RunMoved(A, RunState.RUNNING), 2.5) == []  # sent before the stop came
+    assert scheduler.handle(RunMoved(A, RunState.RUNNING), 2.5) == []  # sent before the stop arrived
     out = scheduler.handle(RunOver(A, RunState.CANCELLED), 3.0)
     assert out[0] == MoveRun(A, RunState.CANCELLED)
     assert list(launched(out)) == [B]
@@ -696,7 +710,7 @@ def test_a_group_that_is_started_again_keeps_its_lease_and_its_time() -> None:
 
 def test_a_device_can_not_be_counted_twice() -> None:
     lease = Lease(lease_id="00000000", device_type="a10", ranks=1, uuids=("GPU-a10-0",))
-    room = Room(node(*gpus(1)))
+    room = FreeCapacity(node(*gpus(1)))
     room.take(A, lease)
     with pytest.raises(ValueError, match="takes devices twice"):
         room.take(B, lease)
@@ -705,7 +719,7 @@ def test_a_device_can_not_be_counted_twice() -> None:
 @settings(max_examples=examples(200), deadline=None, database=None)
 @given(
     traffic=st.lists(
-        # ranks, seconds since the submission before, seconds that it runs
+        # ranks, seconds since the previous submission, seconds of run time
         st.tuples(st.sampled_from([1, 1, 1, 2, 4]), st.sampled_from([0.0, 5.0, 10.0]), st.sampled_from([10.0, 30.0])),
         max_size=60,
     )
@@ -719,7 +733,7 @@ def test_nobody_starves(traffic: list[tuple[int, float, float]]) -> None:
         arrivals.append((arrived, f"{number:08x}"))
     ends: list[tuple[float, str]] = []
     started: dict[str, float] = {}
-    passed: dict[str, tuple[float, int]] = {}  # when first, and how many were still before it then
+    passed: dict[str, tuple[float, int]] = {}  # when first, and how many runs were still ahead of it then
     while arrivals or ends:
         if arrivals and (not ends or arrivals[0] < min(ends)):
             now, run_id = arrivals.pop(0)
@@ -737,7 +751,7 @@ def test_nobody_starves(traffic: list[tuple[int, float, float]]) -> None:
                     passed.setdefault(other, (now, place))
     assert len(started) == len(traffic)
     for run_id, (first, ahead) in passed.items():
-        # then nothing passes it: those before it, each in its turn, and the last ranks to leave
+        # afterwards no run passes it: only those ahead of it, each in turn, and the last ranks to leave
         assert started[run_id] <= first + 50.0 + 30.0 * (ahead + 1), run_id
 
 
@@ -748,16 +762,16 @@ TYPES = st.sampled_from(["a10", "h100", "cpu", "any"])
 
 
 class Pool(RuleBasedStateMachine):
-    """A service, an engine and users that do anything at any time; each step is checked."""
+    """A service, an engine and users that act at random times; each step is checked."""
 
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
         self.scheduler = Scheduler(pass_over_s=PASS_OVER_S)
         self.inventory: Inventory | None = None
-        self.states: dict[str, RunState] = {}  # as the instructions told, and nothing else
+        self.states: dict[str, RunState] = {}  # only as the instructions set them
         self.leases: dict[str, Lease] = {}
-        self.freed: dict[str, Lease] = {}  # given back before the last word
+        self.freed: dict[str, Lease] = {}  # freed before the run's end was reported
         self.gone: set[str] = set()
         self.submitted: list[str] = []
         self.reported: set[str] = set()
@@ -786,7 +800,7 @@ class Pool(RuleBasedStateMachine):
                     assert run_id not in self.stopped
                     self.stopped.add(run_id)
                 case RefuseRun(error=error, message=message):
-                    # in answer to its submission, or to the inventory it was held for
+                    # the reply to its submission, or to the inventory that it was held for
                     assert run_id not in before or before[run_id] is None
                     assert issubclass(getattr(errors, error), errors.SgpuError)
                     assert message
@@ -796,16 +810,16 @@ class Pool(RuleBasedStateMachine):
                     assert state.is_final
                     assert run_id not in self.leases
                     self.gone.add(run_id)
-                case TellQueue(position=position, reason=reason):
+                case PublishQueueStatus(position=position, reason=reason):
                     assert position >= 1
                     assert reason
                     assert run_id not in self.leases
         for run in self.scheduler.runs:
             line = run.want and run.want.line
             if before.get(run.run_id) != line and self.first_passed.get(run.run_id, self.now) < self.now:
-                del self.first_passed[run.run_id]  # it changed its line: nobody has passed it there yet
+                del self.first_passed[run.run_id]  # it moved to another queue, where no run has passed it yet
 
-    def launched(self, run_id: str, lease: Lease, before: dict[str, Line | None]) -> None:
+    def launched(self, run_id: str, lease: Lease, before: dict[str, QueueKey | None]) -> None:
         assert self.inventory is not None
         assert run_id not in self.leases
         assert self.states[run_id] is RunState.QUEUED
@@ -826,18 +840,18 @@ class Pool(RuleBasedStateMachine):
                 assert line_of(devices[uuid]) == run.want.line
                 assert uuid not in self.barred
                 assert run.want.allow_busy or not devices[uuid].outside_use
-        # nobody may pass a run of the same line that was first passed long ago and could run here
+        # no run may pass another of the same queue that was first passed long ago and could run here
         for other in self.scheduler.runs:
             if other.run_id == run_id:
                 break
             if other.lease is not None or other.want is None or other.want.line != run.want.line:
                 continue
             if before.get(other.run_id) != other.want.line:
-                self.first_passed[other.run_id] = self.now  # new in this line
+                self.first_passed[other.run_id] = self.now  # new in this queue
             first = self.first_passed.setdefault(other.run_id, self.now)
             assert self.now < first + PASS_OVER_S or not self.could_run(other.want)
 
-    def could_run(self, want: Want) -> bool:
+    def could_run(self, want: ResourceRequest) -> bool:
         assert self.inventory is not None
         if want.line == CPU_LINE:
             return self.inventory.cpu_slots > 0 and "cpu" not in self.barred
@@ -849,7 +863,7 @@ class Pool(RuleBasedStateMachine):
             for device in self.inventory.devices
         )
 
-    # ------------------------------------------------------------ what users, the engine and the world do
+    # ------------------------------------------------------------ actions of users, the engine and the environment
 
     @rule(
         ranks=st.integers(1, 6),
@@ -940,7 +954,7 @@ class Pool(RuleBasedStateMachine):
     @precondition(lambda self: self.inventory is not None)
     @rule()
     def service_is_killed_and_another_takes_over(self) -> None:
-        """Runs with ranks are adopted as the agent has them; those that waited are submitted again."""
+        """Runs with ranks are adopted in the agent's state; queued ones are submitted again."""
         specs = {run.run_id: run.spec for run in self.scheduler.runs}
         self.scheduler = Scheduler(pass_over_s=PASS_OVER_S)
         self.first_passed.clear()
@@ -956,7 +970,7 @@ class Pool(RuleBasedStateMachine):
         assert self.inventory is not None
         self.feed(InventoryChanged(self.inventory))
 
-    # ------------------------------------------------------------ what always holds
+    # ------------------------------------------------------------ invariants
 
     @invariant()
     def no_run_is_lost(self) -> None:
@@ -966,15 +980,15 @@ class Pool(RuleBasedStateMachine):
         for run_id, run in kept.items():
             assert run.state is self.states[run_id]
             assert run.held_lease == self.leases.get(run_id)
-            # whoever waits has been told what for
-            assert (run.told is None) == (run.lease is not None)
+            # each waiting run has been given a reason
+            assert (run.last_published is None) == (run.lease is not None)
 
     @invariant()
     def positions_count_from_one(self) -> None:
         by_line: dict[object, list[int]] = {}
         for run in self.scheduler.runs:
-            if run.told is not None:
-                by_line.setdefault(run.want and run.want.line, []).append(run.told[0])
+            if run.last_published is not None:
+                by_line.setdefault(run.want and run.want.line, []).append(run.last_published[0])
         for positions in by_line.values():
             assert positions == list(range(1, len(positions) + 1))
 
@@ -984,8 +998,8 @@ class Pool(RuleBasedStateMachine):
         for run in self.scheduler.runs:
             if run.lease is None and run.want is not None and run.want.line not in seen:
                 seen.add(run.want.line)
-                assert run.told is not None
-                assert re.match(r"needs [1-9]\d* more ", run.told[1])
+                assert run.last_published is not None
+                assert re.match(r"needs [1-9]\d* more ", run.last_published[1])
 
     @invariant()
     def deadlines_are_not_past(self) -> None:
@@ -993,13 +1007,13 @@ class Pool(RuleBasedStateMachine):
         assert deadline is None or deadline > self.now
 
     def teardown(self) -> None:
-        """With every device back and ranks that end when they are told or done, every run ends."""
+        """With every device back, and ranks that end on request or by themselves, every run ends."""
         self.feed(InventoryChanged(node(*gpus(6), *gpus(6, "h100"), slots=4)))
         for _ in range(len(self.submitted) + 1):
             for run_id in sorted(self.leases | self.freed):
                 self.reap(run_id, RunState.CANCELLED if run_id in self.stopped else RunState.SUCCEEDED)
         waiting = {run.run_id for run in self.scheduler.runs}
-        # types that are only simulated at times are real now, and nothing else can be missing
+        # types that were only simulated at times are real now, and nothing else can be missing
         assert waiting == set()
         assert self.gone == set(self.submitted)
 
@@ -1012,3 +1026,38 @@ TestPool.settings = settings(
     database=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
+
+
+# ---------------------------------------------------------------- killed ranks that do not end
+
+
+def test_a_waiting_run_learns_of_killed_ranks_that_keep_their_devices() -> None:
+    scheduler = Scheduler(node(*gpus(4)))
+    submit(scheduler, spec(A, 3))
+    running(scheduler, A)
+    scheduler.handle(RunMoved(A, RunState.CANCELLED), 1.0)
+    submit(scheduler, spec(B, 2, wait_s=60.0), 2.0)
+    kept = (RemainingRank(rank=2, pid=123, host="here"),)
+    told = [one for one in scheduler.handle(RanksRemain(A, kept), 3.0) if isinstance(one, PublishQueueStatus)]
+    why = "needs 1 more A10; run aaaa still holds 3 A10: rank 2 (process 123) was killed and does not end"
+    assert told == [PublishQueueStatus(B, 1, why)]
+    assert scheduler.held_by_remaining() == {A: "rank 2 (process 123) was killed and does not end"}
+    # a new inventory changes nothing
+    scheduler.handle(InventoryChanged(node(*gpus(4), cores=3)), 4.0)
+    assert scheduler.waiting()[B] == (1, why)
+    (given_up,) = [one for one in scheduler.handle(TimePassed(), 62.0) if isinstance(one, EndRun)]
+    assert "rank 2 (process 123) was killed and does not end" in given_up.reason
+    submit(scheduler, spec(C, 4), 63.0)
+    assert list(launched(scheduler.handle(RunOver(A, RunState.CANCELLED), 64.0))) == [C]
+    assert scheduler.held_by_remaining() == {}
+
+
+def test_killed_ranks_of_several_nodes_are_named_with_their_hosts() -> None:
+    scheduler = Scheduler(node(*gpus(2)))
+    submit(scheduler, spec(A, 2))
+    running(scheduler, A)
+    for rank, host in enumerate(("a", "b")):
+        scheduler.handle(RanksRemain(A, (RemainingRank(rank=rank, pid=7, host=host),)), 1.0)
+    assert scheduler.held_by_remaining() == {
+        A: "rank 0 (process 7 on a), rank 1 (process 7 on b) were killed and do not end"
+    }

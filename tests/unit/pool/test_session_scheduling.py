@@ -1,4 +1,4 @@
-"""Sessions in the scheduler: what cells in them wait for, what they get, and how they end; then all of it at random."""
+"""Sessions in the scheduler: what their cells wait for and get, and how they end; then all of it at random."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ from sgpu_magic.pool.scheduling.stimuli import (
     InventoryChanged,
     LaunchRun,
     MoveRun,
+    PublishQueueStatus,
+    RanksRemain,
     RefuseRun,
     RunAdopted,
     RunMoved,
@@ -31,18 +33,18 @@ from sgpu_magic.pool.scheduling.stimuli import (
     SessionPaused,
     Stimulus,
     StopRun,
-    TellQueue,
     TimePassed,
 )
 from sgpu_magic.wire.base import FailureKind, RunKind, RunState, can_move
 from sgpu_magic.wire.devices import Lease
+from sgpu_magic.wire.events import RemainingRank
 from sgpu_magic.wire.run import RunSpec
 
 A, B, C, D = "aaaa0000", "bbbb0000", "cccc0000", "dddd0000"
 
 
 def connected(ranks: int = 2, devices: int = 4, **fields: Any) -> Scheduler:
-    """A session that is RUNNING since 0.0."""
+    """A session that has been RUNNING since 0.0."""
     scheduler = Scheduler(node(*gpus(devices)))
     assert list(launched(submit(scheduler, session(ranks, **fields)))) == [S]
     running(scheduler, S)
@@ -50,7 +52,7 @@ def connected(ranks: int = 2, devices: int = 4, **fields: Any) -> Scheduler:
 
 
 def waits_for(instructions: Sequence[Instruction], run_id: str) -> tuple[int, str]:
-    (told,) = [one for one in instructions if isinstance(one, TellQueue) and one.run_id == run_id]
+    (told,) = [one for one in instructions if isinstance(one, PublishQueueStatus) and one.run_id == run_id]
     return told.position, told.reason
 
 
@@ -63,7 +65,7 @@ def test_a_cell_gets_the_sessions_lease_and_takes_no_device_of_its_own() -> None
     assert session_run is not None
     assert launched(submit(scheduler, cell(A))) == {A: session_run.lease}
     assert scheduler.holder("GPU-a10-0") == S
-    # the third device is free for anybody
+    # the third device is free for any run
     assert launched(submit(scheduler, spec(D, 1)))[D].uuids == ("GPU-a10-2",)
 
 
@@ -198,7 +200,7 @@ def test_a_session_that_ends_takes_no_cell_and_says_why() -> None:
     assert "session work has ended: %sgpu_disconnect." in refusal(submit(scheduler, cell(B), 2.0)).message
 
 
-# ---------------------------------------------------------------- not to wait
+# ---------------------------------------------------------------- runs that do not wait
 
 
 def test_who_would_not_wait_is_refused_with_what_is_in_the_way() -> None:
@@ -210,7 +212,7 @@ def test_who_would_not_wait_is_refused_with_what_is_in_the_way() -> None:
 
 
 def test_who_would_not_wait_waits_for_a_cell_that_is_ending() -> None:
-    """A cell's end is told before its ranks are idle again; the next one comes in between."""
+    """A cell's end is reported before its ranks are idle again; the next cell is submitted in between."""
     scheduler = connected()
     submit(scheduler, cell(A))
     running(scheduler, A)
@@ -229,7 +231,7 @@ def test_who_would_not_wait_does_not_wait_for_others_that_are_ending() -> None:
 
 
 def test_who_would_not_wait_gives_up_at_once_when_its_session_begins_to_start() -> None:
-    """While runs were ending it waited; its session's ranks are what it waits for from now on."""
+    """It waited while runs were ending; from now on it waits for its session's ranks."""
     scheduler = Scheduler(node(*gpus(2)))
     for one in (C, D):
         submit(scheduler, spec(one, 1))
@@ -279,6 +281,25 @@ def test_a_rank_that_does_not_stop_keeps_the_session_busy_and_is_named() -> None
     assert list(launched(scheduler.handle(RunOver(A, RunState.CANCELLED), 9.0))) == [B]
 
 
+def test_a_killed_rank_that_does_not_end_is_named_to_the_next_cell_until_it_is_replaced() -> None:
+    scheduler = connected(4)
+    submit(scheduler, cell(A, 4))
+    running(scheduler, A)
+    submit(scheduler, cell(B, 4))
+    scheduler.handle(RunMoved(A, RunState.CANCELLED, unstopped=(2,)), 2.0)
+    kept = (RemainingRank(rank=2, pid=123, host="here"),)
+    told = scheduler.handle(RanksRemain(A, kept), 5.0)
+    assert waits_for(told, B)[1] == "rank 2 (process 123) was killed and does not end; it still runs aaaa"
+    assert list(launched(scheduler.handle(RunOver(A, RunState.CANCELLED), 9.0))) == [B]
+    submit(scheduler, cell(C, 4), 10.0)
+    scheduler.handle(SessionPaused(S, "rank 2 is being restarted"), 10.0)
+    scheduler.handle(RunOver(B, RunState.SUCCEEDED), 10.0)
+    told = scheduler.handle(RanksRemain(S, kept), 12.0)
+    assert waits_for(told, C)[1].endswith("; rank 2 (process 123) was killed and does not end")
+    scheduler.handle(RanksRemain(S, ()), 13.0)
+    assert list(launched(scheduler.handle(SessionPaused(S, ""), 13.0))) == [C]
+
+
 def test_several_ranks_that_do_not_stop() -> None:
     scheduler = connected(4)
     submit(scheduler, cell(A, 4))
@@ -318,7 +339,7 @@ def test_cells_that_wait_are_cancelled_with_their_session() -> None:
             FailureKind.SESSION,
         ),
     ]
-    # the one in its ranks ends with them, and the agent tells
+    # the cell in its ranks ends with them, and the agent reports it
     assert scheduler.run(A) is not None
 
 
@@ -376,14 +397,14 @@ def test_the_sessions_time_limit_ends_it_and_fails_what_waits() -> None:
     assert (end.run_id, end.state) == (B, RunState.FAILED)
 
 
-# ---------------------------------------------------------------- nothing runs in it
+# ---------------------------------------------------------------- idle sessions
 
 
 def test_a_session_in_which_nothing_runs_ends() -> None:
     scheduler = connected(idle_s=3600.0)
     assert scheduler.next_deadline() == 3600.0
     submit(scheduler, cell(A), 100.0)
-    assert scheduler.next_deadline() == 7200.0  # its time limit: it is in use
+    assert scheduler.next_deadline() == 7200.0  # only the session's time limit applies: it is in use
     running(scheduler, A, 100.0)
     assert not scheduler.handle(TimePassed(), 4000.0)
     scheduler.handle(RunOver(A, RunState.SUCCEEDED), 5000.0)
@@ -425,7 +446,7 @@ def test_restarting_ranks_is_use() -> None:
     assert scheduler.next_deadline() == 140.0
 
 
-# ---------------------------------------------------------------- taken over
+# ---------------------------------------------------------------- adoption
 
 
 def test_an_adopted_session_and_its_cell_go_on() -> None:
@@ -453,7 +474,7 @@ def test_new_processes_whose_session_nobody_knows_keep_their_devices() -> None:
 
 
 class Sessions(RuleBasedStateMachine):
-    """Users with sessions, cells and runs of their own, an agent that ends them in any order."""
+    """Users with sessions, cells and runs, and an agent that ends them in any order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -486,7 +507,7 @@ class Sessions(RuleBasedStateMachine):
                     assert run_id not in self.leases
                     assert reason
                     self.gone.add(run_id)
-                case TellQueue(position=position, reason=reason):
+                case PublishQueueStatus(position=position, reason=reason):
                     assert position >= 1
                     assert reason
                     assert run_id not in self.leases
@@ -568,7 +589,7 @@ class Sessions(RuleBasedStateMachine):
     def reap(self, run_id: str, state: RunState) -> None:
         del self.leases[run_id]
         if self.specs[run_id].kind is RunKind.SESSION:
-            # the agent tells of the cells in its ranks first
+            # the agent first reports the end of the cells in its ranks
             for other in [o for o in self.leases if self.specs[o].in_session and self.specs[o].session == run_id]:
                 self.feed(RunMoved(run_id, RunState.FAILED))
                 self.reap(other, RunState.FAILED)
@@ -590,7 +611,7 @@ class Sessions(RuleBasedStateMachine):
         kept = [run for run in self.scheduler.runs if not run.gone]
         held_on = {run.run_id for run in self.scheduler.runs if run.gone}
         if held_on:
-            # of a session whose ranks are gone the next service knows nothing: another test's matter
+            # the next service does not know a session whose ranks are gone: another test covers that
             return
         self.scheduler = Scheduler()
         for run in sorted(kept, key=lambda run: bool(run.spec.session)):
@@ -611,13 +632,13 @@ class Sessions(RuleBasedStateMachine):
         for run_id, run in kept.items():
             assert run.state is self.states[run_id]
             assert run.lease == self.leases.get(run_id)
-            assert (run.told is None) == (run.lease is not None)
+            assert (run.last_published is None) == (run.lease is not None)
 
     @invariant()
     def nobody_waits_for_nothing(self) -> None:
         for run in self.scheduler.runs:
-            if run.told is not None:
-                assert re.match(r"needs [1-9]|its session|run |rank", run.told[1])
+            if run.last_published is not None:
+                assert re.match(r"needs [1-9]|its session|run |rank", run.last_published[1])
             if run.gone:
                 assert any(self.specs[o].session == run.run_id and self.specs[o].fresh for o in self.leases)
 
@@ -627,7 +648,7 @@ class Sessions(RuleBasedStateMachine):
         assert deadline is None or deadline > self.now
 
     def teardown(self) -> None:
-        """Ranks that come up and end when they are done: every run ends."""
+        """Ranks start and end normally: every run ends."""
         for run_id in sorted(self.specs):
             self.feed(SessionPaused(run_id, ""))
         for _ in range(2 * len(self.specs) + 1):

@@ -1,4 +1,4 @@
-"""Rows of the status: what the scheduler adds to the ledger's, without new objects where nothing has changed."""
+"""Status rows: what the scheduler adds to the ledger's, without new objects for unchanged rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which runs a pool has written to MLflow and when, what their ranks and notebooks are told, and what stays on disk."""
+"""Which runs a pool has written to MLflow and when, what their ranks and notebooks receive, and what stays on disk."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MLFLOW = TrackedRun(uri="", mlflow_run_id="a" * 32, experiment_id="1", experimen
 
 
 class Writer:
-    """What a store's writer process is told, and its words."""
+    """The messages to and from a store's writer process."""
 
     def __init__(self, heard: Callable[[TrackingReport], None]) -> None:
         self.say = heard
@@ -74,7 +74,7 @@ class Service:
         self.writers: list[Writer] = []
         self._folder = folder
 
-    # the active runs
+    # methods of the active runs
 
     def get(self, run_id: str) -> PoolRun | None:
         return self.runs.get(run_id)
@@ -85,12 +85,12 @@ class Service:
     def tell(self, run: PoolRun, body: EventBody, at: float) -> None:
         self.events.append((run.run_id, body))
 
-    # the engine
+    # methods of the engine
 
     def order(self, order: TrackingKnown) -> None:
         self.ranks.append((order.run_id, order.tracked, order.problem))
 
-    # a test's own
+    # helpers for tests
 
     def run(self, run_id: str, tracking: Tracking | None = ALL, **spec: Any) -> PoolRun:
         launch = placed_launch(self._folder, elsewhere=False)
@@ -113,7 +113,7 @@ class Service:
 
     @property
     def told(self) -> list[str]:
-        """What the writers were told since it was last asked for."""
+        """The writers' messages since the last call."""
         said = [text for writer in self.writers for text in writer.told]
         for writer in self.writers:
             writer.told.clear()
@@ -130,7 +130,7 @@ def service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Service:
 
 
 def played(service: Service, story: Callable[[Tracker], Awaitable[None]]) -> None:
-    """Run a story with a tracker, which is closed at its end."""
+    """Run a scenario with a tracker, which is closed at its end."""
 
     async def play() -> None:
         tracker = Tracker(service.settings, service, service, service.runs.__contains__)  # type: ignore[arg-type]
@@ -141,7 +141,7 @@ def played(service: Service, story: Callable[[Tracker], Awaitable[None]]) -> Non
 
 
 async def later() -> None:
-    """Let what is due be done."""
+    """Let pending callbacks run."""
     for _ in range(5):
         await asyncio.sleep(0)
 
@@ -196,7 +196,7 @@ def test_a_rank_that_asks_is_answered_now_or_once_it_is_known(service: Service):
         tracker.asked("000000a1")
         tracker.asked("000000a2")
         assert service.ranks == [("000000a1", MLFLOW, ""), ("000000a2", None, "it is down")]
-        # a done run stays known while it is active
+        # a run that is done stays known while it is active
         writer.say(TrackingDone(run_id="000000a1", complete=True))
         tracker.over("000000a1")
         assert service.told == []
@@ -234,18 +234,18 @@ def test_short_runs_that_succeed_are_not_written_unless_asked_for(service: Servi
         assert service.told == ["track 00000001"]
         runs["short"].state, runs["cancelled"].state = RunState.SUCCEEDED, RunState.CANCELLED
         runs["lost"].placed_at = runs["cancelled"].placed_at = 1.0
-        # it got no devices
+        # the run got no devices
         runs["unplaced"].state = RunState.QUEUED
         for name in ("short", "lost", "cancelled", "unplaced"):
             tracker.over(runs[name].run_id)
         await later()
-        # its ranks were gone without an end
+        # its ranks disappeared without reporting an end
         assert service.told == ["track 00000002"]
         monkeypatch.setattr(module, "_MATTERS_S", 0.0)
         await later()
-        # it runs for long enough by now
+        # it has run for long enough now
         assert service.told == ["track 00000003"]
-        # the notebook asks for one that has ended
+        # the notebook requests a run that has ended
         del service.runs["00000000"]
         tracker.wanted("00000000", AUTO)
         tracker.wanted("0000abcd", AUTO)
@@ -273,7 +273,7 @@ def test_a_trouble_of_a_run_that_has_ended_is_told_to_the_next(service: Service)
         run.ended_as = RunState.SUCCEEDED
         service.writers[0].say(TrackingTroubled(run_id="000000a1", text="it is down"))
         assert service.events == []
-        # another user's store, and the same store for another run
+        # another user's store, and the first store for another run
         tracker.follow(service.run("000000a2", ALL))
         renamed = msgspec.structs.replace(SERVER, variables={"TOKEN": "t", "MLFLOW_RUN_NAME": "y"})
         tracker.follow(service.run("000000a3", renamed))
@@ -296,7 +296,7 @@ def test_what_an_earlier_service_left_is_written_with_the_credentials_of_the_nex
         save_progress(service.directory(run_id), progress)
 
     async def story(tracker: Tracker) -> None:
-        # it is active
+        # the run is active
         service.runs["000000a4"] = service.run("000000b0", None)
         tracker.look_for_leftovers()
         tracker.look_for_leftovers()

@@ -1,4 +1,4 @@
-"""The process that writes a store's runs, as the pool keeps it: it leaves idle sessions, and comes back for them."""
+"""The process that writes a store's runs: it drops idle sessions and exits, and the pool starts it again on demand."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sgpu_magic.pool.tracker_process import TrackerProcess
 from sgpu_magic.system import child_process
 from sgpu_magic.wire.tracking import Track, Tracking, TrackingReport
 
-# repeats each order to the pool; one that rests leaves the runs that it is named after the first order
+# replies to each order; with run ids as arguments, rests and leaves those runs after the first order
 _REPEATS = """
 import socket, sys
 from sgpu_magic.wire import codec
@@ -41,16 +41,20 @@ class Processes:
     Attributes:
         said: Run and text of each report.
         starts: The number of programs that were started.
+        fails: The number of starts at first that the system refuses.
     """
 
     def __init__(self, rests: tuple[str, ...]) -> None:
         self.said: list[tuple[str, str]] = []
         self.starts = 0
+        self.fails = 0
         self._rests = rests
         self.process = TrackerProcess(Settings(), self._hear)
 
     def start(self, *_: object, **__: object) -> child_process.Started:
         self.starts += 1
+        if self.starts <= self.fails:
+            raise FileNotFoundError(2, "No such file or directory", "/gone/python")
         return _start([sys.executable, "-c", _REPEATS], self._rests if self.starts == 1 else ())
 
     async def until(self, condition: Callable[[], Any]) -> None:
@@ -85,7 +89,7 @@ def played(
 
 
 async def resting(made: Processes) -> None:
-    """Have the session `s` tracked for a waiting rank, and left by the process."""
+    """Track the session `s` for a waiting rank, and let the process leave it."""
     made.process.track(order("s", urgent=True))
     await made.until(lambda: made.process.pid is None)
     assert (made.said, made.starts) == ([("s", "now")], 1)
@@ -95,13 +99,14 @@ def test_an_idle_session_that_ends_has_a_process_again(monkeypatch: pytest.Monke
     async def story(made: Processes) -> None:
         await resting(made)
         made.process.over("s")
-        # nobody waits for it any more
+        # no rank waits for it any more
         await made.until(lambda: made.said[1:] == [("s", "later"), ("s", "done")])
         assert made.starts == 2
 
     played(monkeypatch, ("s",), story)
 
 
+@pytest.mark.slow
 def test_the_next_run_has_a_process_that_also_knows_the_idle_session(monkeypatch: pytest.MonkeyPatch):
     async def story(made: Processes) -> None:
         await resting(made)
@@ -126,8 +131,24 @@ def test_an_order_that_a_leaving_process_has_not_read_is_given_to_the_next(monke
     async def story(made: Processes) -> None:
         made.process.track(order("s"))
         made.process.over("s")
-        # it has left for `s` alone, before it read that `s` is over
+        # it exited because of `s` alone, before it read that `s` is over
         await made.until(lambda: ("s", "done") in made.said)
         assert made.starts == 2
 
     played(monkeypatch, ("s",), story)
+
+
+@pytest.mark.slow
+def test_where_the_process_can_not_be_started_the_runs_say_so_and_are_written_later(monkeypatch: pytest.MonkeyPatch):
+    async def story(made: Processes) -> None:
+        made.fails = 1
+        made.process.track(order("r"))
+        why = made.said[0][1]
+        assert "can't start the process that writes there (No such file or directory: /gone/python)" in why
+        # a run that is tracked before the next attempt
+        made.process.track(order("s"))
+        assert made.said == [("r", why), ("s", why)]
+        await made.until(lambda: sorted(made.said[2:]) == [("r", "later"), ("s", "later")])
+        assert made.starts == 2
+
+    played(monkeypatch, (), story)

@@ -1,4 +1,4 @@
-"""`sgpu usage` against sums made by hand, in all its forms, beside no pool and on ledgers of other versions."""
+"""`sgpu usage` against sums made by hand: in all its forms, without a pool, and on ledgers of other versions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from homes import Home
 from scheduler_requests import spec
 
 from sgpu_magic.cli.runs import as_json, comma_separated, table
-from sgpu_magic.client.ledger import Usage, Use, read_usage, recent_runs, usage
+from sgpu_magic.client.ledger import Usage, Use, recent_runs, usage, usage_within
 from sgpu_magic.config import load_settings
 from sgpu_magic.errors import UsageError
 from sgpu_magic.pool.ledger import Ledger, Metered
@@ -92,7 +92,7 @@ def test_sums_by_hand() -> None:
     assert h100.idle_s == pytest.approx(2400.0)
     assert h100.idle_cost == {"USD": pytest.approx(3.0)}
     assert h100.reserved == pytest.approx(3.0)
-    # 361 seconds have begun
+    # the 361st second has begun, and counts
     assert (simulated.runs, simulated.gpu_s, simulated.simulated_s) == (1, 361.0, 361.0)
     assert simulated.cost == simulated.simulated_cost == {"USD": pytest.approx(361 * 1.2 / 3600)}
     assert (cpu.runs, cpu.gpu_s, cpu.slot_s, cpu.cost, cpu.reserved) == (1, 0.0, 3600.0, {"EUR": 0.04}, None)
@@ -143,7 +143,7 @@ def test_a_clock_that_was_set_changes_no_sums(tmp_path: Path, monkeypatch: pytes
     ledger, now, clock = Ledger(tmp_path / "ledger.sqlite3"), time.time(), time.monotonic()
     session = msgspec.structs.replace(spec("5e550000", 2), kind=RunKind.SESSION)
     ledger.record(session, RunState.RUNNING)
-    # it was connected 100 s ago and idle for all but 40 of them; then the clock was set on by an hour
+    # connected for 100 s and idle for all but 40 of them; then the clock was set forward by an hour
     meter = Metered(metered_at=now - 3700, metered_clock=clock - 100, hourly=7.2, currency="USD")
     ledger.update("5e550000", started_at=now - 3700, meter=meter)
     ledger.update("5e550000", meter=Metered(idle_s=30.0, idle_clock=clock - 30))
@@ -157,11 +157,11 @@ def test_a_clock_that_was_set_changes_no_sums(tmp_path: Path, monkeypatch: pytes
 
     assert total().gpu_s == pytest.approx(200.0, abs=20.0)
     assert total().idle_s == pytest.approx(120.0, abs=20.0)
-    # in a cell it is not idle
+    # not idle during a cell
     ledger.record(msgspec.structs.replace(spec("000000c2"), session="5e550000"), RunState.RUNNING)
     ledger.update("000000c2", started_at=now)
     assert total().idle_s == pytest.approx(60.0, abs=10.0)
-    # and when it has ended, its share is one of what was billed
+    # after its end, the share is one of the billed hours
     bill = Metered(gpu_s=200.0, cost=0.2, idle_s=60.0)
     for run_id in ("000000c2", "5e550000"):
         ledger.update(run_id, state=RunState.CANCELLED, ended_at=now, meter=bill if run_id[0] == "5" else None)
@@ -183,7 +183,7 @@ def test_the_table() -> None:
     assert "simulated: 0.10 of the GPU-hours and $0.12 of the cost; it is not charged" in text
     assert "1 run of an earlier version has no hours" in text
     assert "reserved: what the same hours cost at the reserved prices, for types that have one" in text
-    # quiet: no column without anything in it
+    # empty columns are left out
     plain = table(usage(ROWS[5:7], 0.0, NOW, "user", read_prices(""), "USD"))
     assert plain.splitlines()[0].split() == ["user", "runs", "GPU-hours"]
     assert table(usage((), 0.0, NOW, "user", read_prices(""), "USD")).startswith("no runs since ")
@@ -228,6 +228,7 @@ def sgpu(home: Home, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=home.environ, capture_output=True, text=True, timeout=60, check=False)
 
 
+@pytest.mark.slow
 def test_the_command_reads_the_ledger(kept_home: Home) -> None:
     ledger = Ledger(kept_home.state / "ledger.sqlite3")
     mine = msgspec.structs.replace(spec("000000a1", 2), owner=Owner(pid=1, host="h", user="ann"))
@@ -235,7 +236,7 @@ def test_the_command_reads_the_ledger(kept_home: Home) -> None:
     lease = Lease(lease_id="1", device_type="a10", ranks=2, uuids=("a", "b"))
     ledger.update("000000a1", state=RunState.SUCCEEDED, lease=lease, started_at=1.0, ended_at=time.time() - 60)
     ledger.update("000000a1", meter=Metered(metered_at=1.0, hourly=2.4, currency="USD", gpu_s=1800.0, cost=0.6))
-    # the ledger is open beside it, as a pool has it
+    # the ledger is open at the same time, as in a pool
     done = sgpu(kept_home, "usage", "--by", "user", "--since", "1h", "--format", "json")
     assert (done.returncode, done.stderr) == (0, "")
     total = json.loads(done.stdout)["total"]
@@ -250,7 +251,7 @@ def test_the_command_reads_the_ledger(kept_home: Home) -> None:
         assert (done.returncode, done.stdout) == (2, "")
         assert len(done.stderr.splitlines()) == 2
     with pytest.raises(UsageError, match="--since 'soon' is not a length of time: write one such as 7d, 12h"):
-        read_usage(load_settings(kept_home.environ), "soon", "day")
+        usage_within(load_settings(kept_home.environ), [], "soon", "day")
 
 
 def test_a_ledger_of_the_version_before_is_read_as_it_is(kept_home: Home) -> None:

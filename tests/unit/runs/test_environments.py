@@ -1,4 +1,4 @@
-"""Lock files of a run's packages, made once and not asked for again at once after a failure; `%sgpu_env`'s report."""
+"""Lock files of a run's packages, created once and not retried immediately after a failure; `%sgpu_env`'s report."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_lock_file_is_made_once(state: Path, monkeypatch: pytest.MonkeyPatch):
-    # nothing that an index is asked for
+    # nothing for which the index is queried
     described = Snapshot((Distribution("tool", "1.0", Kind.EDITABLE, url=state.as_uri()),), executable=sys.executable)
     assert lock_of(described, make=False) is None
     made = lock_of(described)

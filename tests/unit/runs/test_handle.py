@@ -1,4 +1,4 @@
-"""The handle of a run: its events across the death of a pool service, its MLflow run, and watching it."""
+"""The handle of a run: its events when a pool service dies, its MLflow run, and watching it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sgpu_magic.client.run import Run as PoolRun
 from sgpu_magic.errors import RunUnknown
 from sgpu_magic.runs import handle
 from sgpu_magic.runs.follow import run_loop
-from sgpu_magic.runs.follow.run_loop import Followed, Follower
+from sgpu_magic.runs.follow.run_loop import Follower, Subscription
 from sgpu_magic.runs.handle import Run
 from sgpu_magic.tracking.store import Progress, save_progress
 from sgpu_magic.views.fold import RunView
@@ -29,7 +29,7 @@ BEGUN, ENDED = ev.StateChanged(state=RunState.RUNNING), ev.RunEnded(state=RunSta
 
 
 class Place:
-    """What a handle uses of a workplace. Its pool has services one after the other, the last one none of the runs.
+    """The parts of a `KernelContext` that a handle uses. Its pool has these services in turn; the last one has no runs.
 
     Attributes:
         services: The services that are still to come.
@@ -48,13 +48,13 @@ class Place:
 
     def pool_of(self, run: PoolRun) -> Any:
         return SimpleNamespace(
-            attach=self._attach, find_again=self._find_again, run_left=lambda _: None, heard_end=lambda *_: None
+            attach=self._attach, find_again=self._find_again, run_left=lambda _: None, on_run_ended=lambda *_: None
         )
 
-    def unseen(self, run: PoolRun) -> Followed:
-        return Followed(run, RunView(run.spec, 10_000), SilentPublisher(), self.pool_of(run))
+    def unseen(self, run: PoolRun) -> Subscription:
+        return Subscription(run, RunView(run.spec, 10_000), SilentPublisher(), self.pool_of(run))
 
-    def followed(self, run: PoolRun, ui: str, *, error_follows: bool) -> Followed:
+    def followed(self, run: PoolRun, ui: str, *, error_follows: bool) -> Subscription:
         return self.unseen(run)
 
     def new_run(self, service: ScriptedPool) -> PoolRun:
@@ -134,7 +134,7 @@ def test_an_end_that_comes_with_the_death_is_the_last_event(
     def late(run: PoolRun, timeout_s: float) -> Any:
         calls.append(timeout_s)
         if len(calls) == 1:
-            # the time is over just before the end and the death
+            # the time-out expires just before the end and the service's death
             services[0].tell(ENDED)
             services[0].die()
             return None
@@ -162,7 +162,7 @@ def test_events_that_were_not_kept_are_not_waited_for(place: Place, monkeypatch:
 def test_the_mlflow_run_is_asked_for_until_it_is_known(place: Place, tmp_path: Path):
     run = handle_of(place)
     asked: list[int] = []
-    # not tracked at all
+    # the run is not tracked
     assert run.mlflow_run_id == ""
     run._followed.run.ask_tracked = lambda: asked.append(1)
     assert (run.mlflow_run_id, run.mlflow_run_id, len(asked)) == ("", "", 2)

@@ -1,4 +1,4 @@
-"""What this process says to its notebook between runs: notices, the progress of uploads, and a restart."""
+"""Messages from this process to its notebook between runs: notices, the progress of uploads, and a restart."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sgpu_magic.runs.notebook import NoticeBoard, SendingBoard, watch_restarts, 
 
 @pytest.fixture
 def shown(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What the front end is told."""
+    """The messages that the front end receives."""
     publisher = CapturingDisplayPublisher()
     shell = InteractiveShell.instance()
     monkeypatch.setattr(shell, "display_pub", publisher)
@@ -42,7 +42,7 @@ def test_a_notice_is_shown_in_one_place_and_taken_away(shown: list[dict[str, Any
     assert shown[2]["data"]["text/html"] == ""
     assert [output["update"] for output in shown] == [False, True, True]
     assert len({output["transient"]["display_id"] for output in shown}) == 1
-    # the next one has its own place
+    # the next notice gets its own output
     board.show("again")
     assert (shown[3]["update"], shown[3]["transient"] != shown[0]["transient"]) == (False, True)
 
@@ -112,7 +112,7 @@ def test_a_restart_is_noticed_before_the_kernel_ends(asynchronous: bool):
     assert (watch.is_asked(), len(detached), told, len(kernel.ended)) == (True, 1, [1], 2)
     watch.remove()
     assert kernel.control_handlers["shutdown_request"] == own
-    # what another extension has put over it stays
+    # a handler that another extension installed on top is kept
     again = watch_restarts(kernel, pools, detaches=False)
     assert again is not None
     kernel.control_handlers["shutdown_request"] = print  # type: ignore[assignment]

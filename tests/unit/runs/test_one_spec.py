@@ -1,4 +1,4 @@
-"""A run is described in one way: what a session changes of it, and what it never may."""
+"""A run has one description: which parts a session changes, and which it never may."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any, cast
 import pytest
 
 from sgpu_magic.errors import UsageError
-from sgpu_magic.options.asked import Devices, RunOptions, check_call, check_cell
+from sgpu_magic.options.option_records import Devices, RunOptions, check_call, check_cell
 from sgpu_magic.payload.call import FunctionCall
 from sgpu_magic.runs.submit.cell_source import check_outputs, pack_cell, read_cell
 from sgpu_magic.runs.submit.pack_call import pack_call
-from sgpu_magic.runs.submit.placing import Found
 from sgpu_magic.runs.submit.spec import describe
+from sgpu_magic.runs.submit.target import ResolvedTarget
 from sgpu_magic.wire.base import RunKind
 from sgpu_magic.wire.devices import Placement
 from sgpu_magic.wire.run import OutputName, RunSpec
 
 PLACE = cast("Any", SimpleNamespace(shell=None, namespace={"x": 1, "y": 2}))
 POOL = cast("Any", SimpleNamespace(name="lab"))
-FOUND = Found(POOL, Placement(ranks=2, device_type="a10"), ("it goes to lab",))
+FOUND = ResolvedTarget(POOL, Placement(ranks=2, device_type="a10"), ("it goes to lab",))
 SESSION = cast(
     "Any",
     SimpleNamespace(
@@ -107,3 +107,22 @@ def test_what_a_session_has_may_be_asked_for():
         check_call(SESSION, RunOptions(devices=Devices(1)))
     with pytest.raises(UsageError, match="--ranks names ranks of a session"):
         check_cell(None, RunOptions(only=(0, 3)), "%%distributed")
+
+
+@pytest.mark.parametrize(
+    ("body", "name"),
+    [
+        ("def train(lr): ...\ntrain(0.1)", "train"),
+        ("class Net: ...\ndef fit(net): ...\nfit(net := Net())", "Net"),
+        ("async def serve(): ...\nawait serve()", "serve"),
+        # a handler, a thread's function and what a later cell uses are not called here
+        ("def save(*_): ...\nsignal.signal(signal.SIGTERM, save)\ndef train(): ...\ntrain()", "train"),
+        ("def save(*_): ...\nsignal.signal(signal.SIGTERM, save)\nx + y", "cell"),
+        ("import torch\nclass Net: ...\ndef later(): ...", "Net"),
+        ("x + y", "cell"),
+    ],
+)
+def test_an_unnamed_cell_is_named_after_what_it_is_about(body: str, name: str):
+    options = RunOptions(exclude=("signal", "net", "train"))
+    cell = read_cell(PLACE, "", body, options)
+    assert describe(PLACE, pack_cell(PLACE, cell, options), options, FOUND).spec.name == name

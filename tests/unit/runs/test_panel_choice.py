@@ -1,4 +1,4 @@
-"""A notebook's choice: read from metadata whatever stands there, signed, kept, and what it adds to options."""
+"""A notebook's choice: read from any metadata, signed, kept, and merged into options."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import EnvironmentFailed, UsageError
 from sgpu_magic.options import notebook_job
-from sgpu_magic.options.asked import Devices, Wishes
 from sgpu_magic.options.notebook_job import JobDefaults
+from sgpu_magic.options.option_records import Devices, EnvironmentOptions
 from sgpu_magic.packages.requirement_files import read_file
 from sgpu_magic.runs.choice.keeper import (
     KEY_FILE,
@@ -38,7 +38,7 @@ from sgpu_magic.runs.choice.keeper import (
 )
 from sgpu_magic.runs.choice.packages import env_version_of, missing, problem_of_requirement
 from sgpu_magic.runs.choice.schema import Choice, KeptChoice, normal, problem_of, read_kept, words_of
-from sgpu_magic.runs.submit.placing import MAGIC_WAYS, PYTHON_WAYS, held_words, with_choice
+from sgpu_magic.runs.submit.target import MAGIC_WAYS, PYTHON_WAYS, held_words, with_choice
 
 KEY = bytes(range(32))
 GB = 10**9
@@ -48,11 +48,11 @@ class Asked(msgspec.Struct, frozen=True):
     """Options of a cell."""
 
     devices: Devices
-    wishes: Wishes
+    wishes: EnvironmentOptions
     pool: str = ""
 
 
-NOTHING_ASKED = Asked(Devices(), Wishes())
+NOTHING_ASKED = Asked(Devices(), EnvironmentOptions())
 
 
 def nowhere() -> str:
@@ -60,7 +60,7 @@ def nowhere() -> str:
 
 
 def notebook(path: Path, metadata: dict[str, Any]) -> None:
-    """Write a notebook, at another time than the last one."""
+    """Write a notebook with a different mtime than the last one."""
     before = path.stat().st_mtime_ns if path.exists() else 0
     path.write_text(json.dumps({"cells": [], "metadata": metadata, "nbformat": 4, "nbformat_minor": 5}))
     if path.stat().st_mtime_ns == before:
@@ -179,7 +179,7 @@ def test_a_signature_is_of_one_choice_and_one_key():
 
 
 def test_the_signature_of_what_is_known_today_stays():
-    """Notebooks outlive versions: of fields to come only those that are set may change it."""
+    """Notebooks outlive versions: of future fields, only those that are set may change the signature."""
     assert sign(Choice(gpus=2, type="a10"), KEY) == "2e9abe7384f58d467c980552b5c6e126e233f504f04915fd3284ac487ac58120"
 
 
@@ -262,42 +262,42 @@ def test_what_a_front_end_tells_comes_before_the_file(tmp_path: Path):
     file = tmp_path / "a.ipynb"
     notebook(file, {"sgpu": {"choice": {"gpus": 2}}})
     keeper = ChoiceKeeper(tmp_path, lambda: str(file))
-    assert keeper.told(KeptChoice(choice=Choice(gpus=4))) is None
+    assert keeper.to_report(KeptChoice(choice=Choice(gpus=4))) is None
     assert keeper.now().choice == Choice(gpus=4)
-    keeper.told(None)
+    keeper.to_report(None)
     assert keeper.now().choice is None
 
 
 def test_a_choice_made_here_stays_until_the_metadata_have_it(tmp_path: Path):
     keeper = ChoiceKeeper(tmp_path, nowhere)
     old = KeptChoice(choice=Choice(gpus=1))
-    keeper.told(old)
+    keeper.to_report(old)
     assert not keeper.now().confirmed
     kept = keeper.confirm(Choice(gpus=2, type="A10"))
     assert keeper.now().choice == Choice(gpus=2, type="a10")
     assert keeper.now().confirmed
-    # asked before it was written
-    assert keeper.told(old) == kept
+    # asked before the choice was written
+    assert keeper.to_report(old) == kept
     assert keeper.now().choice == Choice(gpus=2, type="a10")
-    assert keeper.told(kept) is None
-    # and taken back later
-    assert keeper.told(old) is None
+    assert keeper.to_report(kept) is None
+    # and undone later
+    assert keeper.to_report(old) is None
     assert keeper.now().choice == Choice(gpus=1)
 
 
 def test_another_notebook_of_the_kernel_is_not_told_what_the_first_has_chosen(tmp_path: Path):
     keeper = ChoiceKeeper(tmp_path, nowhere)
-    keeper.told(KeptChoice(choice=Choice(gpus=1)))
+    keeper.to_report(KeptChoice(choice=Choice(gpus=1)))
     keeper.confirm(Choice(gpus=2))
-    assert keeper.told(KeptChoice(choice=Choice(gpus=8))) is None
+    assert keeper.to_report(KeptChoice(choice=Choice(gpus=8))) is None
     assert keeper.now().choice == Choice(gpus=8)
 
 
-# ---------------------------------------------------------------- in which notebook it was made
+# ---------------------------------------------------------------- the notebook it was made in
 
 
 def chosen_in(file: Path, state: Path, choice: Choice) -> dict[str, Any]:
-    """Choose in a notebook's kernel; return the metadata, which the notebook has from now on."""
+    """Choose in a notebook's kernel; return the metadata that the notebook has from now on."""
     notebook(file, {})
     metadata = {"sgpu": msgspec.to_builtins(ChoiceKeeper(state, lambda: str(file)).confirm(choice))}
     notebook(file, metadata)
@@ -305,7 +305,7 @@ def chosen_in(file: Path, state: Path, choice: Choice) -> dict[str, Any]:
 
 
 def opened(file: Path, state: Path) -> tuple[bool, str]:
-    """Whether the choice is in effect in a new kernel of a notebook, and in which other one it was made."""
+    """Whether the choice is in effect in a new kernel of a notebook, and in which other notebook it was made."""
     held = ChoiceKeeper(state, lambda: str(file)).now()
     assert held.choice == Choice(gpus=8, type="h100")
     return held.confirmed, held.elsewhere
@@ -326,8 +326,8 @@ def test_metadata_copied_into_another_notebook_are_not_this_users_choice_there(t
         assert "confirm it in the panel or with `%sgpu_env --accept`" in caught.value.message
         assert f"you chose that in {mine}, not here" in held_words(place.choice.now(), "local")
         if not told:
-            place.choice.told(read_kept(metadata["sgpu"]).kept)
-    # one sentence, once
+            place.choice.to_report(read_kept(metadata["sgpu"]).kept)
+    # a single note
     place.choice.confirm(Choice(gpus=8, type="h100"))
     assert asked(place).devices.ranks == 8
     assert opened(theirs, tmp_path / "state") == opened(mine, tmp_path / "state") == (True, "")
@@ -338,7 +338,7 @@ def test_a_notebook_that_is_renamed_or_saved_anew_keeps_its_choice(tmp_path: Pat
     metadata = chosen_in(first, state, Choice(gpus=8, type="h100"))
     first.rename(second)
     assert opened(second, state) == (True, "")
-    # an editor that writes another file in its place
+    # an editor that replaces the file on each save
     second.unlink()
     first.touch()
     notebook(second, metadata)
@@ -348,7 +348,7 @@ def test_a_notebook_that_is_renamed_or_saved_anew_keeps_its_choice(tmp_path: Pat
 
 
 def test_a_choice_of_before_belongs_to_the_notebook_that_is_opened_first(tmp_path: Path):
-    """Nobody wrote down where it was made."""
+    """No record says where it was made."""
     signed = sign(Choice(gpus=8, type="h100"), own_key(tmp_path / "state"))
     for name in ("old", "copy"):
         notebook(tmp_path / f"{name}.ipynb", {"sgpu": {"choice": {"gpus": 8, "type": "h100"}, "signed": signed}})
@@ -357,7 +357,7 @@ def test_a_choice_of_before_belongs_to_the_notebook_that_is_opened_first(tmp_pat
 
 
 def test_a_job_is_asked_nothing_about_its_users_own_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """`sgpu run` names the notebook, wherever it was checked out to, and nobody is there to be asked."""
+    """`sgpu run` names the notebook, wherever it was checked out, and there is no user to ask."""
     metadata = chosen_in(tmp_path / "mine.ipynb", tmp_path / "state", Choice(gpus=8))
     notebook(tmp_path / "checkout.ipynb", metadata)
     monkeypatch.setenv(notebook_job.VARIABLE, notebook_job.as_variable(JobDefaults()))
@@ -383,11 +383,11 @@ def test_the_list_of_notebooks_stays_small(tmp_path: Path):
     assert ChoiceKeeper(state, lambda: str(tmp_path / "2999.ipynb")).now().confirmed
 
 
-# ---------------------------------------------------------------- what it adds to options
+# ---------------------------------------------------------------- merging with options
 
 
 class Place:
-    """What `with_choice` needs of a workplace."""
+    """What `with_choice` needs of a `KernelContext`."""
 
     def __init__(self, state: Path, notebook: Path | None = None, **settings: Any) -> None:
         self.settings = Settings(state_dir=str(state), **settings)
@@ -407,7 +407,7 @@ def asked(place: Place, options: Asked = NOTHING_ASKED, ways: str = MAGIC_WAYS) 
 
 
 def test_without_a_choice_nothing_is_added(tmp_path: Path):
-    options = Asked(Devices(2), Wishes(env_version="4"))
+    options = Asked(Devices(2), EnvironmentOptions(env_version="4"))
     assert asked(Place(tmp_path), options) == options
 
 
@@ -415,11 +415,11 @@ def test_without_a_choice_nothing_is_added(tmp_path: Path):
     ("options", "expected"),
     [
         (NOTHING_ASKED, (3, "a10", "mine")),
-        (Asked(Devices(1), Wishes()), (1, "a10", "mine")),
-        (Asked(Devices(None, "cpu"), Wishes()), (3, "cpu", "mine")),
-        (Asked(Devices(None, "any"), Wishes()), (3, "any", "mine")),
-        (Asked(Devices(), Wishes(env_version="none", track=False)), (3, "a10", "none")),
-        (Asked(Devices(), Wishes(track=False), "local"), (3, "a10", "mine")),
+        (Asked(Devices(1), EnvironmentOptions()), (1, "a10", "mine")),
+        (Asked(Devices(None, "cpu"), EnvironmentOptions()), (3, "cpu", "mine")),
+        (Asked(Devices(None, "any"), EnvironmentOptions()), (3, "any", "mine")),
+        (Asked(Devices(), EnvironmentOptions(env_version="none", track=False)), (3, "a10", "none")),
+        (Asked(Devices(), EnvironmentOptions(track=False), "local"), (3, "a10", "mine")),
     ],
 )
 def test_each_option_wins_by_itself(tmp_path: Path, options: Asked, expected: tuple[int, str, str]):
@@ -433,7 +433,7 @@ def test_each_option_wins_by_itself(tmp_path: Path, options: Asked, expected: tu
 def test_who_asks_for_memory_leaves_the_type_open(tmp_path: Path):
     place = Place(tmp_path)
     place.choice.confirm(Choice(gpus=3, type="a10"))
-    assert asked(place, Asked(Devices(min_memory_bytes=GB), Wishes())).devices == Devices(3, None, GB)
+    assert asked(place, Asked(Devices(min_memory_bytes=GB), EnvironmentOptions())).devices == Devices(3, None, GB)
 
 
 @pytest.mark.parametrize(
@@ -452,7 +452,7 @@ def test_a_jobs_devices_are_for_cells_that_say_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, job: JobDefaults, cell: Devices, expected: Devices
 ):
     monkeypatch.setenv(notebook_job.VARIABLE, notebook_job.as_variable(job))
-    assert asked(Place(tmp_path), Asked(cell, Wishes())).devices == expected
+    assert asked(Place(tmp_path), Asked(cell, EnvironmentOptions())).devices == expected
 
 
 @pytest.mark.parametrize(("setting", "expected"), [("", ""), ("none", ""), ("4", "none")])
@@ -466,14 +466,14 @@ def test_the_setting_comes_after_the_choice(tmp_path: Path, setting: str, expect
     ("choice", "options", "refused"),
     [
         (Choice(gpus=2), NOTHING_ASKED, True),
-        (Choice(gpus=2), Asked(Devices(1), Wishes()), False),
-        (Choice(type="h100"), Asked(Devices(1), Wishes()), True),
-        (Choice(type="h100"), Asked(Devices(None, "a10"), Wishes()), False),
-        (Choice(env_version="4"), Asked(Devices(1, "a10"), Wishes()), True),
-        (Choice(env_version="4"), Asked(Devices(1, "a10"), Wishes(env_version="none")), False),
-        (Choice(dependencies=("peft",)), Asked(Devices(1, "a10"), Wishes()), True),
-        (Choice(removed=("six",)), Asked(Devices(1, "a10"), Wishes()), True),
-        (Choice(pool="team"), Asked(Devices(1, "a10"), Wishes()), True),
+        (Choice(gpus=2), Asked(Devices(1), EnvironmentOptions()), False),
+        (Choice(type="h100"), Asked(Devices(1), EnvironmentOptions()), True),
+        (Choice(type="h100"), Asked(Devices(None, "a10"), EnvironmentOptions()), False),
+        (Choice(env_version="4"), Asked(Devices(1, "a10"), EnvironmentOptions()), True),
+        (Choice(env_version="4"), Asked(Devices(1, "a10"), EnvironmentOptions(env_version="none")), False),
+        (Choice(dependencies=("peft",)), Asked(Devices(1, "a10"), EnvironmentOptions()), True),
+        (Choice(removed=("six",)), Asked(Devices(1, "a10"), EnvironmentOptions()), True),
+        (Choice(pool="team"), Asked(Devices(1, "a10"), EnvironmentOptions()), True),
         (Choice(pool="local"), NOTHING_ASKED, False),
         (Choice(), NOTHING_ASKED, False),
     ],
@@ -483,7 +483,7 @@ def test_a_strangers_choice_is_refused_where_it_would_matter(
     tmp_path: Path, choice: Choice, options: Asked, refused: bool, ways: str
 ):
     place = Place(tmp_path)
-    place.choice.told(KeptChoice(choice=choice, signed="00"))
+    place.choice.to_report(KeptChoice(choice=choice, signed="00"))
     if not refused:
         assert asked(place, options, ways) in (
             options,
@@ -529,7 +529,7 @@ HERE = f"{sys.version_info.major}.{sys.version_info.minor}"
 
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
-    """A requirements file that says it is whole."""
+    """A requirements file that declares itself complete."""
     file = tmp_path / "team.txt"
     file.write_text(BASE.format(here=HERE))
     return file
@@ -583,7 +583,7 @@ def test_the_choices_file_is_what_a_run_gets(tmp_path: Path, base: Path):
     place.choice.confirm(Choice(env_version=str(base), dependencies=("delta",)))
     first = asked(place).wishes.env_version
     assert "delta" in Path(first).read_text()
-    # somebody has tidied up
+    # the file was deleted
     Path(first).unlink()
     assert asked(place).wishes.env_version == first
     assert Path(first).is_file()

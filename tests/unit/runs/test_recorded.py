@@ -1,4 +1,4 @@
-"""What a run's directory must have to be replayed, and which Python its replay gets."""
+"""What a run's directory needs for a replay, and which Python the replay gets."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SECRET = b"k" * 32
 
 
 class Directory:
-    """A run's directory, written as a pool and its agent write it."""
+    """A run's directory as a pool and its agent write it."""
 
     def __init__(self, folder: Path, **spec: Any) -> None:
         launch = placed_launch(folder, elsewhere=False)
@@ -80,7 +80,7 @@ def test_a_run_is_read_with_its_variables_and_its_tags(tmp_path: Path):
     assert (found.key, found.packed.names, found.requirements) == (SECRET, (), None)
     assert found.packed.to_bytes() == directory.packed.to_bytes()
     assert found.tags == {"mlflow.source.git.commit": "c0ffee"}
-    # of a log that is damaged, what is before the damage counts
+    # events before the damage are still read
     whole = (directory.path / EVENTS).read_bytes()
     (directory.path / EVENTS).write_bytes(whole + b"\xff" * 100)
     assert read_recorded(directory.path).tags == found.tags
@@ -120,7 +120,7 @@ def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_files_that_are_being_written_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """The pool writes them after the result: whoever asks at once gets them all the same."""
+    """The pool writes them after the result: an immediate request still gets them."""
     directory = Directory(tmp_path)
     directory.keep(payload_kept=False, payload_note=UNDER_WAY)
     directory.tell(STARTED, ENDED)
@@ -128,7 +128,7 @@ def test_files_that_are_being_written_are_waited_for(tmp_path: Path, monkeypatch
     assert read_recorded(directory.path).record.payload_kept
 
 
-# ---------------------------------------------------------------- which Python
+# ---------------------------------------------------------------- choice of Python
 
 
 def of(directory: Directory) -> Recorded:
@@ -136,7 +136,7 @@ def of(directory: Directory) -> Recorded:
 
 
 def python(folder: Path, text: str) -> str:
-    """A program that stands where another Python was."""
+    """A program in place of another Python."""
     file = folder / "python"
     file.write_text(f"#!/bin/sh\n{text}\n")
     file.chmod(0o755)
@@ -149,7 +149,7 @@ def test_the_replays_python_has_the_runs_packages(tmp_path: Path, monkeypatch: p
     directory = Directory(tmp_path)
     assert choose(of(directory), own.digest, here=False) == own
     assert choose(of(directory), "", here=False) == own
-    # the run's own Python, which answers for itself: here it is this one by another name
+    # the run's own Python, which is asked directly: here, this one under another name
     directory.record = msgspec.structs.replace(
         directory.record, executable=python(tmp_path, f'exec {sys.executable} "$@"')
     )
@@ -160,10 +160,10 @@ def test_the_replays_python_has_the_runs_packages(tmp_path: Path, monkeypatch: p
     assert (found.interpreter.executable, found.digest) == (sys.executable, own.digest)
     assert path_of(of(directory), found) == directory.record.sys_path
     assert choose(of(directory), "", here=True) == own
-    # one that has other packages, or no longer works, is none
+    # a Python with other packages, or one that no longer works, is not used
     directory.record = msgspec.structs.replace(directory.record, executable=python(tmp_path, "exit 1"))
     assert choose(of(directory), "", here=False) == own
-    # the pins that were written beside it
+    # the pins from the run's directory
     pins = "# Python 3.9.1 on linux_x86_64, digest 0123abcd\nSix==1.16.0 --hash=sha256:00  # why\nodd>=2\n-r other\n"
     (directory.path / REQUIREMENTS).write_text(pins)
     found = choose(of(directory), "0123abcd", here=False)

@@ -1,4 +1,4 @@
-"""What a replay says of the differences."""
+"""How a replay reports differences."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a run ends whose pool service died, or whose last events were not kept."""
+"""How a run ends when its pool service died or its last events were lost."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from waiting import eventually
 from sgpu_magic.client.run import Run
 from sgpu_magic.errors import CapacityError, KeyRefused, PoolError, PoolVersionError, RunUnknown, SgpuError, UsageError
 from sgpu_magic.runs.follow import run_loop
-from sgpu_magic.runs.follow.run_loop import Ending, Followed, Follower, follow
+from sgpu_magic.runs.follow.run_loop import Ending, Follower, Subscription, follow
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.publisher import SilentPublisher
 from sgpu_magic.wire import events as ev
@@ -22,7 +22,7 @@ from sgpu_magic.wire.base import FailureKind, RunState
 
 
 class Found:
-    """A pool's part that finds a run again.
+    """The part of a pool that finds a run again.
 
     Args:
         answers: What each attempt raises; an attempt without one succeeds.
@@ -48,7 +48,7 @@ class Found:
     def run_left(self, run_id: str) -> None:
         self.left.append(run_id)
 
-    def heard_end(self, run_id: str, state: RunState, at: float) -> None:
+    def on_run_ended(self, run_id: str, state: RunState, at: float) -> None:
         self.ended.append(run_id)
 
 
@@ -59,10 +59,10 @@ def pool() -> Iterator[ScriptedPool]:
     made.link.close()
 
 
-def followed_of(pool: ScriptedPool, found: Found, **others: Any) -> Followed:
+def followed_of(pool: ScriptedPool, found: Found, **others: Any) -> Subscription:
     spec = spec_of()
     run = Run(spec, b"k" * 32, pool.link, pool.link.follow(RUN), Path("/runs/0000abcd"))
-    return Followed(run, RunView(spec, 100_000), SilentPublisher(), found, **others)  # type: ignore[arg-type]
+    return Subscription(run, RunView(spec, 100_000), SilentPublisher(), found, **others)  # type: ignore[arg-type]
 
 
 @pytest.fixture(autouse=True)
@@ -122,7 +122,7 @@ def test_why_a_run_could_not_be_found_again_is_its_failure(
     assert (ended.state, tuple(frames)) == (RunState.FAILED, ())
     assert ended.failure is not None
     assert (ended.failure.kind, ended.failure.message) == (kind, message)
-    # the view has it, as if the pool had said it
+    # the view shows it like an end that the pool reported
     assert followed.view.is_final
     assert (found.left, found.ended) == ([RUN], [RUN])
 
@@ -186,9 +186,9 @@ def test_of_many_runs_each_is_delivered_once(pool: ScriptedPool, capsys: pytest.
 
     follower = Follower()
     follower.add(followed_of(pool, Found()), told("first"))
-    follower.add(followed_of(other, Found(), heard=heard), told("faulty"))
+    follower.add(followed_of(other, Found(), on_event=heard), told("faulty"))
     assert len(follower.following) == 2
-    # a fault of one costs the others nothing
+    # a fault in one run does not affect the others
     other.tell(ev.StateChanged(state=RunState.RUNNING))
     pool.tell(ev.RunEnded(state=RunState.SUCCEEDED))
     eventually(lambda: ends == [("first", RunState.SUCCEEDED)], what="the first one's end")
@@ -205,7 +205,7 @@ def test_a_run_that_is_added_while_another_wakes_the_follower_is_not_missed(pool
     ends: list[tuple[str, Ending | None]] = []
 
     class Woken(threading.Event):
-        """Adds a run, whose end comes at once, between the wake-up for the other one and its handling."""
+        """Adds a run that ends immediately, between the wake-up for the other one and its handling."""
 
         has_added = False
 

@@ -1,9 +1,9 @@
-"""Which names go along with a session's cells, told by the values themselves; and how ranks and cells are written."""
+"""Which names are sent with a session's cells, by their values alone; and the text forms of ranks and cells."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -14,19 +14,21 @@ from sgpu_magic.errors import UsageError
 from sgpu_magic.magics.cell_hooks import stays_here
 from sgpu_magic.options.argparse_form import parse
 from sgpu_magic.options.values import format_ranks, parse_ranks, ranks_from
-from sgpu_magic.payload.digest import WHOLE_BYTES, Fingerprint
+from sgpu_magic.payload.digest import Fingerprint
 from sgpu_magic.payload.names import names_bound, names_in
-from sgpu_magic.runs.sessions.namespace_sync import Effects, Plan, Shipping
+from sgpu_magic.payload.namespace import collect
+from sgpu_magic.runs.sessions.comparison import Comparison
+from sgpu_magic.runs.sessions.namespace_sync import Effects, NamespaceTracker, Plan, effects_of
 
 ALL = (0, 1, 2, 3)
 
 
 class Notebook:
-    """A namespace with cells that run in a pretended session: what the ranks say is given by the test."""
+    """A namespace with cells in a simulated session: the test supplies the ranks' replies."""
 
     def __init__(self) -> None:
         self.namespace: dict[str, Any] = {"__name__": "__main__"}
-        self.shipping = Shipping()
+        self.shipping = NamespaceTracker()
         self.there: frozenset[str] | None = frozenset()
 
     def run(self, source: str) -> None:
@@ -42,7 +44,7 @@ class Notebook:
         deletes: Iterable[str] = (),
         succeeded: bool = True,
     ) -> Plan:
-        """A cell in the session; returns what went along."""
+        """Run a cell in the session; return what is sent with it."""
         ranks = tuple(ranks)
         plan = self.shipping.plan([name for name in names if name in self.namespace], self.namespace, ranks)
         for some, group in plan.before:
@@ -50,6 +52,17 @@ class Notebook:
         self.shipping.sent(plan.names, plan.prints, ranks)
         effects = Effects(None if stores is None else frozenset(stores), frozenset(deletes))
         self.shipping.cell_over(effects, plan, self.namespace, succeeded=succeeded, names_of=lambda rank: self.there)
+        return plan
+
+    def runs(self, source: str) -> Plan:
+        """Run a cell with this text in the session; return what is sent with it."""
+        names = names_in(source, transform=str)
+        read = collect(names.read, self.namespace)
+        plan = self.shipping.plan(read, self.namespace, ALL, absent=names.read - read.keys())
+        self.shipping.sent(plan.names, plan.prints, ALL)
+        self.shipping.cell_over(
+            effects_of(names, self.namespace), plan, self.namespace, succeeded=True, names_of=lambda rank: self.there
+        )
         return plan
 
 
@@ -126,11 +139,11 @@ def test_a_cell_that_still_runs_counts_as_having_set_its_names(notebook: Noteboo
     before = notebook.shipping.cell_begun(effects, empty, notebook.namespace)
     assert notebook.shipping.plan(["x", "y"], notebook.namespace, ALL).names == ()
     assert notebook.shipping.own_names(ALL) == {"x", "y"}
-    # it never started
+    # the cell never started
     notebook.shipping.not_begun(before)
     assert notebook.shipping.own_names(ALL) == set()
     assert notebook.reads("x", "y").names == ("x",)
-    # it failed before it set one of them
+    # the cell failed before it set one of them
     notebook.shipping.cell_begun(effects, empty, notebook.namespace)
     notebook.there = frozenset({"x"})
     notebook.shipping.cell_over(effects, empty, notebook.namespace, succeeded=False, names_of=lambda _: notebook.there)
@@ -241,7 +254,7 @@ def test_what_did_not_arrive_goes_again(notebook: Notebook):
     assert notebook.reads("cfg").before == (((2,), ("cfg",)),)
 
 
-# ---------------------------------------------------------------- values that hang together
+# ---------------------------------------------------------------- related values
 
 
 def test_what_shares_objects_with_something_new_goes_along(notebook: Notebook):
@@ -270,50 +283,139 @@ def test_two_models_of_one_class_are_two(monkeypatch: pytest.MonkeyPatch):
     assert first.shares_with(first)
 
 
-# ---------------------------------------------------------------- what values look like
+# ---------------------------------------------------------------- what functions on the ranks read
 
 
-def change_list(values: list[int]) -> None:
-    values[2] = 7
+def test_what_a_function_of_an_earlier_cell_reads_goes_along_when_it_changes(notebook: Notebook):
+    notebook.run("lr, data = 0.1, [1]")
+    notebook.runs("def train():\n    return lr, [len(data) for _ in data]\nstep = 0")
+    notebook.namespace["lr"] = 0.2
+    assert notebook.runs("train()").names == ("lr",)
+    notebook.namespace["data"].append(2)
+    assert notebook.runs("print(lr, rank)").names == ()
+    assert notebook.runs("print(rank, lr, train())").names == ("data",)
+    notebook.namespace["data"].append(3)
+    assert notebook.runs("print(lr, rank)").names == ()
+    assert notebook.runs("train()").names == ("data",)
+    assert notebook.runs("train()").names == ()
 
 
-def change_tensor(tensor: torch.Tensor) -> None:
-    # between the pages that are looked at in a large one
-    tensor[len(tensor) // 7 + 777] = 1
+def test_through_functions_classes_and_objects_of_earlier_cells(notebook: Notebook):
+    notebook.run("lr, seed, scale = 0.1, 1, 2")
+    notebook.runs("class Net:\n    seed = seed\n    def forward(self, x=seed):\n        return x * scale")
+    notebook.runs("net = Net()\nnet.hook = lambda: lr")
+    notebook.runs("def both():\n    return net.forward() + net.hook()")
+    notebook.namespace["scale"] = 3
+    notebook.namespace["seed"] = 2
+    notebook.namespace["lr"] = 0.2
+    # `seed` was read when the class was made
+    assert set(notebook.runs("both()").names) == {"scale", "lr"}
 
 
-def change_array(array: np.ndarray) -> None:
-    array[-1] = 1
+def test_a_function_of_the_notebook_that_calls_one_of_the_ranks(notebook: Notebook):
+    notebook.run("lr = 0.1\ndef twice():\n    return train(), train()")
+    notebook.runs("def train():\n    return lr")
+    notebook.namespace["lr"] = 0.2
+    assert set(notebook.runs("twice()").names) == {"lr", "twice"}
 
 
-@pytest.mark.parametrize(
-    ("make", "change"),
-    [
-        pytest.param(lambda: [1, 2, 3], change_list, id="a list"),
-        pytest.param(lambda: torch.zeros(1000), change_tensor, id="a tensor"),
-        pytest.param(lambda: torch.zeros(WHOLE_BYTES // 4 + 1000), change_tensor, id="a large tensor"),
-        pytest.param(lambda: np.zeros(1000), change_array, id="an array"),
-        pytest.param(lambda: np.zeros(WHOLE_BYTES // 8 + 1000), change_array, id="a large array"),
-    ],
-)
-def test_a_change_in_place_is_seen(make: Callable[[], Any], change: Any):
-    value = make()
-    before = Fingerprint(value, {}).digest
-    assert Fingerprint(value, {}).digest == before
-    change(value)
-    assert Fingerprint(value, {}).digest != before
+# ---------------------------------------------------------------- names that the ranks keep
 
 
-def test_an_equal_large_tensor_elsewhere_is_another():
-    tensor = torch.zeros(WHOLE_BYTES // 4 + 1)
-    assert Fingerprint(tensor, {}).digest != Fingerprint(tensor.clone(), {}).digest
+def test_a_name_that_the_ranks_keep(notebook: Notebook):
+    notebook.run("data = [1]\ndef train():\n    return data")
+    notebook.shipping.keep(["data"])
+    assert set(notebook.reads("train").names) == {"train", "data"}
+    notebook.namespace["data"].append(2)
+    plan = notebook.reads("train")
+    assert (plan.names, plan.stay) == ((), {"train", "data"})
+    notebook.run("data = [3]")
+    assert notebook.reads("train", "data").names == ()
+    # a new rank gets it nevertheless
+    notebook.shipping.restarted((1,))
+    assert set(notebook.reads("data").before) == {((1,), ("data",))}
+    notebook.shipping.unkeep()
+    assert notebook.reads("train").names == ("data",)
+    notebook.namespace["data"].append(2)
+    assert notebook.reads("train").names == ("data",)
+
+
+def test_a_name_that_is_kept_is_not_looked_at(notebook: Notebook):
+    class Costly:
+        pickled = 0
+
+        def __reduce__(self) -> Any:
+            Costly.pickled += 1
+            return int, ()
+
+    notebook.namespace["data"] = Costly()
+    notebook.reads("data")
+    notebook.shipping.keep(["data"])
+    before = Costly.pickled
+    notebook.reads("data", stores=["data"])
+    notebook.shipping.set_on_ranks(["data"], notebook.namespace, ALL)
+    assert Costly.pickled == before
+
+
+# ---------------------------------------------------------------- slow comparisons
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+
+def test_a_long_comparison_is_shown_and_told_once(monkeypatch: pytest.MonkeyPatch):
+    clock = Clock()
+    monkeypatch.setattr("sgpu_magic.runs.sessions.comparison.time.monotonic", lambda: clock.now)
+    shown: list[str] = []
+    known: set[str] = set()
+
+    def compare() -> str:
+        comparison = Comparison("walk", shown.append)
+        comparison.name("lr")
+        comparison.hashed(8)
+        comparison.name("rows")
+        for _ in range(5):
+            clock.now += 0.5
+            comparison.hashed(500_000_000)
+        names, sentence = comparison.done(known)
+        known.update(names)
+        return sentence
+
+    sentence = compare()
+    assert [text[: text.find(".")] for text in shown[:2]] == [
+        "hashing `rows` to find out whether session walk has it as it is now: 1",
+        "hashing `rows` to find out whether session walk has it as it is now: 2",
+    ]
+    assert shown[-1] == ""
+    for text in (shown[0], sentence):
+        assert "--exclude rows" in text
+        assert 'session.keep("rows")' in text
+    assert sentence.startswith("hashing `rows` (2.5 GB) to find changes took 2.5 s before this cell.")
+    assert compare() == ""
+
+
+def test_a_short_comparison_says_nothing(notebook: Notebook):
+    notebook.run("data = [1]")
+    shown: list[str] = []
+    plan = notebook.shipping.plan(["data"], notebook.namespace, ALL, comparison=Comparison("walk", shown.append))
+    assert (shown, plan.notes) == ([], ())
+
+
+# ---------------------------------------------------------------- values
+
+
+def test_an_equal_array_elsewhere_is_the_same():
+    value = np.arange(1_000_000)
+    assert Fingerprint(value, {}).digest == Fingerprint(value.copy(), {}).digest
 
 
 def test_a_value_that_cannot_be_pickled_has_no_digest():
     assert Fingerprint(sys._getframe(), {}).digest is None
 
 
-# ---------------------------------------------------------------- cells and ranks as people write them
+# ---------------------------------------------------------------- text forms of cells and ranks
 
 
 def test_names_that_a_cell_certainly_binds():
@@ -332,7 +434,7 @@ def test_lists_of_ranks(text: str, ranks: tuple[int, ...]):
     assert parse_ranks("--ranks", text) == ranks
 
 
-@pytest.mark.parametrize("text", ["", "a", "3-1", "-1", "1;2", "99999", "1--2"])
+@pytest.mark.parametrize("text", ["", "a", "3-1", "-", "1;2", "99999", "1--2", "[]"])
 def test_what_is_no_list_of_ranks(text: str):
     with pytest.raises(UsageError, match="--ranks"):
         parse_ranks("--ranks", text)
@@ -343,7 +445,7 @@ def test_ranks_from_python(ranks: Any, found: tuple[int, ...]):
     assert ranks_from(ranks, 4, "session s") == found
 
 
-@pytest.mark.parametrize("ranks", [4, [0, 4], "4", [], -1])
+@pytest.mark.parametrize("ranks", [4, [0, 4], "4", [], -5])
 def test_ranks_that_a_session_does_not_have(ranks: Any):
     with pytest.raises(UsageError, match="session s has ranks 0 to 3"):
         ranks_from(ranks, 4, "session s")
@@ -391,3 +493,11 @@ def test_cells_that_stay_in_the_notebook(cell: str):
 @pytest.mark.parametrize("cell", ["x = 1", "%sgpu_status\nx = 1", "%matplotlib inline", "!ls", "\n\nprint('%%')"])
 def test_cells_that_go_to_the_ranks(cell: str):
     assert not stays_here(cell.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("ranks", "found"),
+    [("all", ()), (":", ()), ("-1", (3,)), (-1, (3,)), ("[0, 2]", (0, 2)), ([-1, 0], (0, 3)), ("[-2]", (2,))],
+)
+def test_ranks_as_ipyparallel_names_them(ranks: Any, found: tuple[int, ...]):
+    assert ranks_from(ranks, 4, "session s") == found

@@ -1,4 +1,4 @@
-"""How values are split over ranks and put together again, and which ranks an index selects."""
+"""How values are split over ranks and joined again, and which ranks an index selects."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_arrays_tensors_and_frames_are_split_by_rows_and_joined_again():
     assert [len(part) for part in split(array, 2)] == [3, 2]
     assert (joined(split(array, 2)) == array).all()
     assert torch.equal(joined(split(tensor, 3)), tensor)
-    # what goes to a rank is its part alone
+    # each rank is sent only its own part
     assert [part.untyped_storage().nbytes() for part in split(tensor, 5)] == [16] * 5
     assert joined(split(frame, 2)).equals(frame)
 

@@ -1,4 +1,4 @@
-"""Where a run is tracked, by variables and settings; and the state of a git repository."""
+"""Where a run is tracked, according to variables and settings; and the state of a git repository."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from waiting import eventually
 
 from sgpu_magic.client.result import mlflow_run_id
 from sgpu_magic.config import Settings
-from sgpu_magic.options.asked import Wishes
+from sgpu_magic.options.option_records import EnvironmentOptions
 from sgpu_magic.payload import pack
 from sgpu_magic.pool.active_runs import PoolRun
 from sgpu_magic.pool.run_log import RunLog
 from sgpu_magic.pool.tracker import Tracker
 from sgpu_magic.runs.notebook import Tags, git_tags, tell_git_state
-from sgpu_magic.runs.submit.spec import Submission, place_of
+from sgpu_magic.runs.submit.spec import Submission, tracking_of
 from sgpu_magic.tracking.store import Progress, save_progress
 from sgpu_magic.wire.base import RunKind
 from sgpu_magic.wire.client import Submit
@@ -34,7 +34,7 @@ from sgpu_magic.wire.tracking import Tracking
 
 @pytest.fixture(autouse=True)
 def without_mlflow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """MLflow that another test has imported is not this process's own."""
+    """An MLflow that another test has imported does not count as imported in this process."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "mlflow"]:
         monkeypatch.delitem(sys.modules, name)
 
@@ -59,8 +59,8 @@ def place(
         kind=kind,
     )
     packed = pack.pack_namespace({}, {}, b"k" * 32)
-    submission = Submission(spec, packed, b"k" * 32, dict(environ or {}), Wishes(track=track))
-    found, tracking = place_of(settings or Settings(), spec, submission)
+    submission = Submission(spec, packed, b"k" * 32, dict(environ or {}), EnvironmentOptions(track=track))
+    found, tracking = tracking_of(settings or Settings(), spec, submission)
     assert found.tracked is (tracking is not None)
     return tracking
 
@@ -146,7 +146,7 @@ def test_a_repository_says_commit_branch_and_whether_it_has_changed(tmp_path: Pa
     told: list[tuple[Tags, int]] = []
     tell_git_state(str(tmp_path), lambda tags: told.append((tags, threading.get_ident())))
     eventually(lambda: told, 10, "the repository's state")
-    # known now: told at once, by the caller's own thread
+    # cached now: the callback runs immediately, in the caller's own thread
     tell_git_state(str(tmp_path), lambda tags: told.append((tags, threading.get_ident())))
     assert told[1] == (told[0][0], threading.get_ident())
     assert told[0][1] != threading.get_ident()
@@ -184,7 +184,7 @@ def test_the_next_service_tells_the_same_user_what_is_not_in_the_store(tmp_path:
         )  # fmt: skip
 
     class Book:
-        """Runs' directories, and what their followers are told."""
+        """Run directories, and the events that their followers receive."""
 
         def directory(self, run_id: str) -> Path:
             return settings.runs_path / run_id

@@ -1,4 +1,4 @@
-"""Child processes that speak over a socket: real programs, started, lost, started again and ended."""
+"""Child processes connected by a socket: real programs that are started, lost, restarted and ended."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sgpu_magic.system.child_process import ChildProcess
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.tracking import EndTracker, FromTracker, TrackingDone
 
-# says where it was started and with what, then waits for the end of its socket, or ends at once
+# reports its working directory and arguments, then runs until its socket ends, or ends at once
 _SAYS = """
 import os, socket, sys
 from sgpu_magic.wire.codec import frame
@@ -64,7 +64,7 @@ def test_what_cannot_be_started_leaves_no_descriptor():
 
 
 class Kept:
-    """A child process and what it has said."""
+    """A child process and its messages."""
 
     def __init__(self, *arguments: str, pauses_s: tuple[float, ...] = (0.01, 30.0)) -> None:
         self.said: list[FromTracker] = []
@@ -105,7 +105,7 @@ def test_one_that_ends_is_started_again_after_growing_pauses():
         assert kept.process.pid == kept.started[2].pid
         await until(lambda: len(kept.said) == 3)
         kept.process.end(EndTracker(), 10.0)
-        # one that has left by itself is killed, and dead soon
+        # a child that has ended by itself is reaped soon
         await until(lambda: all(child.poll() is not None for child in kept.started))
 
     asyncio.run(story())
@@ -134,5 +134,22 @@ def test_the_end_is_said_and_waited_for():
         stays.process.end(EndTracker(), 0.05)
         assert obeys.started[0].returncode == 0
         assert stays.started[0].returncode == -signal.SIGKILL
+
+    asyncio.run(story())
+
+
+def test_one_that_can_not_be_started_is_tried_again():
+    async def story() -> None:
+        failed: list[OSError] = []
+        kept = Kept()
+        kept.process.failed = failed.append
+        real, kept.process.start = kept.process.start, lambda: child_process.start(["/no/such/program"])
+        kept.process.begin()
+        assert [error.filename for error in failed] == ["/no/such/program"]
+        assert (kept.process.pid, kept.begun) == (None, 0)
+        kept.process.start = real
+        await until(lambda: kept.said)
+        assert kept.begun == 1
+        kept.process.end(EndTracker(), 10.0)
 
     asyncio.run(story())

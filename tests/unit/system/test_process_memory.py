@@ -1,4 +1,4 @@
-"""What a process does about its memory before others are forked from it."""
+"""How a process prepares its memory before other processes are forked from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What MLflow of a tracked cell reads, logs and may not do, with a real store and no rank; what reaches the agent."""
+"""MLflow in a tracked cell, with a real store and no rank: reads, logged data, forbidden calls, agent messages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sgpu_magic.wire.tracking import MetricPoint, TrackedRun, Tracking
 
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[Record]:
-    """What the rank sends to its agent; remarks begin anew."""
+    """The messages from the rank to its agent; remarks are forgotten first."""
     monkeypatch.setattr(in_rank_cell, "_remarked", set())
     return []
 
@@ -124,7 +124,7 @@ def test_a_forked_child_tells_its_parent_and_asks_for_nothing(said: list[Record]
 
 
 class Here:
-    """A tracked cell's store, a real one behind it, and what the agent is told."""
+    """A tracked cell's store, the real one behind it, and the messages to the agent."""
 
     def __init__(self, folder: Path, uri: str, said: list[Record], *, leads: bool = True) -> None:
         from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
@@ -200,10 +200,10 @@ def test_the_run_itself_is_read_but_not_deleted(here: Here):
         assert here.store.get_run(run_id).info.run_id == here.tracked.mlflow_run_id
         with pytest.raises(MlflowException, match="the MLflow run of the cell itself, which can't be deleted"):
             here.store.delete_run(run_id)
-    # everything else of the real store gets the id instead of the placeholder
+    # the real store always gets the id instead of the placeholder
     assert here.store.get_metric_history(here.cell.alias, "loss") == []
     assert here.store.artifact_root_uri == here.real.artifact_root_uri
-    # a name that Lightning's logger has by default is the run's own experiment
+    # the default experiment name of Lightning's logger stands for the run's own experiment
     assert here.store.get_experiment_by_name("lightning_logs").name == "nb"
     assert here.store.get_experiment_by_name("nothing") is None
 

@@ -1,11 +1,11 @@
-"""What a tracked cell's own code does with MLflow, in real ranks against a real store; the test is their agent."""
+"""A tracked cell's own MLflow calls, in real ranks with a real store; the test acts as their agent."""
 
 from __future__ import annotations
 
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from ranks import Session, Zygote
 from tracking_writers import quiet_mlflow
 
 from sgpu_magic.wire.rank import AskTracking, Failed, FromRank, MetricsReported, Remarked, TrackingAnswered
-from sgpu_magic.wire.tracking import TrackedRun, Tracking, absolute_uri
+from sgpu_magic.wire.tracking import MetricPoint, TrackedRun, Tracking, absolute_uri
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory files")
 
@@ -28,7 +28,7 @@ class Place(NamedTuple):
     tracked: TrackedRun
 
     def ask(self, value: str, body: str = "") -> Any:
-        """The value of an expression over `client`, beside the ranks."""
+        """The value of an expression over `client`, evaluated outside the ranks."""
         with quiet_mlflow() as mlflow:
             names = {"client": mlflow.MlflowClient(self.uri), "mlflow": mlflow}
             exec(body, names)
@@ -76,7 +76,7 @@ class Tracked:
         self.problem = ""
 
     def run(self, body: str, *, answers: bool = True, **options: Any) -> list[Any]:
-        """Run a cell and return each rank's value; what they have reported is there afterwards."""
+        """Run a cell and return each rank's value; the ranks' reports have arrived when it returns."""
         self.begin(body, answers=answers, **options)
         return [self.session.result(rank)["value"] for rank in options.get("only") or range(self.session.size)]
 
@@ -92,8 +92,11 @@ class Tracked:
         return [message for message, _ in self.session.ranks[rank].others]
 
     def metrics(self, rank: int) -> list[tuple[str, float, int]]:
-        """(key, value, step) in the order in which the rank has told them."""
+        """(key, value, step) in the order in which the rank reported them."""
         return [(p.key, p.value, p.step) for m in self._reported(rank) for p in m.metrics]
+
+    def points(self, rank: int) -> list[MetricPoint]:
+        return [point for message in self._reported(rank) for point in message.metrics]
 
     def params(self, rank: int) -> dict[str, str]:
         return dict(pair for message in self._reported(rank) for pair in message.params)
@@ -117,7 +120,7 @@ def zygote() -> Iterator[Zygote]:
 
 @pytest.fixture(scope="module")
 def shared(zygote: Zygote, place: Place) -> Iterator[Tracked]:
-    """Two ranks that have imported MLflow: that takes a second each time."""
+    """Two ranks that have imported MLflow, which takes a second per rank."""
     session = Session(zygote, 2, cwd=str(place.folder)).connect()
     made = Tracked(session, place)
     made.run("import mlflow\nfrom mlflow.entities import Metric")
@@ -138,7 +141,7 @@ def new_ranks(zygote: Zygote, place: Place) -> Iterator[Tracked]:
     session.leave()
 
 
-# ---------------------------------------------------------------- nothing before user code wants it
+# ---------------------------------------------------------------- nothing before user code uses it
 
 
 def test_no_cell_imports_or_asks_for_mlflow_by_itself(new_ranks: Tracked):
@@ -150,7 +153,7 @@ def test_no_cell_imports_or_asks_for_mlflow_by_itself(new_ranks: Tracked):
 def test_a_cell_that_is_not_tracked_has_plain_mlflow(new_ranks: Tracked):
     body = "import mlflow\n(mlflow.active_run(), mlflow.start_run.__module__, hasattr(mlflow.start_run, '__wrapped__'))"
     assert new_ranks.run(body, tracking=None) == [(None, "mlflow.tracking.fluent", False)] * 2
-    # it is in use by then: the next cell is tracked all the same
+    # MLflow has been imported by then: the next cell is tracked nevertheless
     assert new_ranks.run("mlflow.active_run().info.run_id") == [new_ranks.place.tracked.mlflow_run_id] * 2
 
 
@@ -186,7 +189,8 @@ mlflow.end_run()
     assert ranks.run(body) == [(run_id, run_id, None, run_id)] * 2
     assert [value for _, value, _ in ranks.metrics(1)] == [1.0, 2.0, 3.0]
     assert ranks.tags(0) == {"team": "x", "mlflow.note.content": "why", "mlflow.runName": "night"}
-    assert ranks.tags(1) == {}
+    # the first rank names the run; other tags are treated like those of `set_tag`
+    assert ranks.tags(1) == {"team": "x"}
     assert ranks.place.ask(f"client.get_run({run_id!r}).info.status") == "RUNNING"
 
 
@@ -219,6 +223,7 @@ child.info.run_id
     child, joined = ranks.run(body)
     run_id = ranks.place.tracked.mlflow_run_id
     assert joined == run_id
+    assert any("creates a run on the first rank only" in text for text in ranks.remarks(1))
     assert ranks.metrics(0) == []
     assert ranks.metrics(1) == [("c", 1.0, 0)]
     value = "[run.info.status, run.info.experiment_id, run.data.tags['mlflow.parentRunId'], run.data.metrics]"
@@ -274,6 +279,7 @@ loaded and float(loaded.predict([[3.0]])[0, 0])
     assert ranks.place.ask(source) == ranks.place.tracked.mlflow_run_id
 
 
+@pytest.mark.slow
 def test_autolog_works_on_the_first_rank_and_is_silent_on_others(ranks: Tracked):
     body = """
 import numpy as np
@@ -287,15 +293,16 @@ mlflow.active_run().info.run_id
     run_id = ranks.place.tracked.mlflow_run_id
     assert ranks.run(body) == [run_id] * 2
     assert ranks.params(0)["fit_intercept"] == "True"
-    # they belong to a dataset too, which only the store can say
+    # they also belong to a dataset, which only the store can return
     assert "training_r2_score" in ranks.place.ask(f"client.get_run({run_id!r}).data.metrics")
     assert ranks.params(1) == {}
     assert ranks.metrics(1) == []
 
 
-# ---------------------------------------------------------------- the way of what is logged
+# ---------------------------------------------------------------- the path of logged data
 
 
+@pytest.mark.slow
 def test_none_of_many_metrics_is_lost_and_their_order_stays(ranks: Tracked):
     ranks.run("for step in range(2500):\n    mlflow.log_metric('x', step, step=step)")
     for rank in (0, 1):
@@ -348,7 +355,7 @@ def test_each_cell_of_a_session_has_a_run_of_its_own(ranks: Tracked):
     ranks.known = TrackedRun(
         uri=ranks.place.uri, mlflow_run_id=other, experiment_id="1", artifact_uri=ranks.place.tracked.artifact_uri
     )
-    # one that was left active is not in the way of the next cell's
+    # a run that was left active does not block the next cell's
     assert ranks.run("with mlflow.start_run() as r:\n    mlflow.log_metric('a', 2)\nr.info.run_id") == [other] * 2
     assert ranks.metrics(1) == [("a", 2.0, 0)]
     assert [m for m in ranks.said(0) if isinstance(m, AskTracking)] != []
@@ -365,7 +372,7 @@ def test_the_first_of_the_ranks_that_take_part_leads(ranks: Tracked):
 def test_what_the_user_sets_counts(new_ranks: Tracked, tmp_path: Path):
     ranks = new_ranks
     run_id = ranks.place.tracked.mlflow_run_id
-    # what is the run's place already changes nothing
+    # values that match the run's own place change nothing
     same = "import mlflow\nmlflow.set_tracking_uri('sqlite:///mlflow.db')\nmlflow.set_experiment('notebook')\n"
     assert ranks.run(same + "mlflow.active_run().info.run_id") == [run_id] * 2
     assert ranks.remarks(0) == []
@@ -391,7 +398,7 @@ found
     assert "MLflow's tracking URI" in ranks.remarks(0)[0]
     mine = ranks.place._replace(uri=other)
     assert mine.ask(f"client.get_run({own!r}).data.metrics") == {"own": 2.0}
-    # and stays so, without a further word
+    # this persists, without a second remark
     assert ranks.run("mlflow.active_run()")[0] is None
     assert ranks.remarks(0) == []
 
@@ -414,19 +421,277 @@ if rank == 0:
 (joined.run_id, joined.artifact_uri, found)
 """
     artifacts = ranks.place.tracked.artifact_uri
-    # what is the run's place already changes nothing
+    # values that match the run's own place change nothing
     assert ranks.run(body) == [(run_id, artifacts, None), (run_id, artifacts, None)]
     assert [key for key, _, _ in ranks.metrics(0)] == ["ours"]
     assert ranks.place.ask(f"client.get_run({other!r}).data.metrics") == {"theirs": 1.0}
     (remark,) = [text for text in ranks.remarks(0) if "the cell has set" in text]
     assert remark.startswith("the cell has set MLflow's experiment: from then on MLflow follows the cell")
-    # the choice stays for later cells until it is taken back
+    # the choice applies to later cells until it is reverted
     body = "found = mlflow.active_run()\nmlflow.set_experiment('notebook')\nfound is None"
     assert ranks.run(body) == [True, False]
     assert ranks.run("mlflow.active_run().info.run_id") == [run_id] * 2
 
 
-# ---------------------------------------------------------------- no store, no answer
+# ---------------------------------------------------------------- every parameter of a replaced function
+
+
+def told_anew(ranks: Tracked, body: str) -> list[Any]:
+    """Run a cell that knows its run; its remarks are shown even if an earlier cell had them."""
+    known = "from sgpu_magic.tracking import in_rank_cell\nmlflow.active_run().info.run_id\n"
+    anew = "in_rank_cell._remarked.clear()\n"
+    return ranks.run(f"{known}{anew}{body}\n{anew}found")
+
+
+def remarked(ranks: Tracked, rank: int, words: str) -> bool:
+    return any(words in text for text in ranks.remarks(rank))
+
+
+def a_start_with_an_id_continues_that_run(ranks: Tracked) -> None:
+    other = ranks.place.ask("client.create_run('1').info.run_id")
+    ids = [ranks.place.tracked.mlflow_run_id, other]
+    body = f"found = []\nfor each in {ids!r}:\n    with mlflow.start_run(run_id=each) as r: found.append(r.info.run_id)"
+    assert told_anew(ranks, body) == [ids, ids]
+    assert ranks.remarks(1) == []
+
+
+def a_start_elsewhere_or_below_is_a_run_of_the_first_rank(ranks: Tracked) -> None:
+    elsewhere = ranks.place.ask(
+        "client.create_experiment('e' + __import__('uuid').uuid4().hex, artifact_location='/dev/null/none')"
+    )
+    run_id = ranks.place.tracked.mlflow_run_id
+    for options, experiment in (
+        (f"experiment_id={elsewhere!r}", elsewhere),
+        ("nested=True", ranks.place.tracked.experiment_id),
+        (f"parent_run_id={run_id!r}", ranks.place.tracked.experiment_id),
+    ):
+        start = f"mlflow.start_run({options}, tags={{'of': 'a child'}})"
+        made, joined = told_anew(ranks, f"with {start} as r: found = r.info.run_id")
+        assert ranks.tags(0) == ranks.tags(1) == {}
+        assert made != run_id
+        assert joined == run_id
+        assert ranks.place.ask(f"client.get_run({made!r}).info.experiment_id") == experiment
+        assert not ranks.remarks(0)
+        assert remarked(ranks, 1, "creates a run on the first rank only")
+
+
+def a_start_describes_the_run(ranks: Tracked) -> None:
+    told_anew(
+        ranks, "mlflow.start_run(run_name='n', description='d', tags={f'of{rank}': 'x'})\nfound = mlflow.end_run()"
+    )
+    # otherwise several ranks would overwrite each other's names
+    assert ranks.tags(0) == {"of0": "x", "mlflow.runName": "n", "mlflow.note.content": "d"}
+    assert ranks.tags(1) == {"of1": "x"}
+
+
+def system_metrics_are_the_pools(ranks: Tracked) -> None:
+    told_anew(ranks, "mlflow.start_run(log_system_metrics=True)\nfound = mlflow.end_run()")
+    assert remarked(ranks, 0, "log_system_metrics has no effect here")
+
+
+def another_status_is_remarked(ranks: Tracked) -> None:
+    run_id = ranks.place.tracked.mlflow_run_id
+    for call in ("mlflow.end_run()", "mlflow.end_run('FINISHED')", f"mlflow.MlflowClient().set_terminated({run_id!r})"):
+        told_anew(ranks, f"mlflow.start_run()\nfound = {call}")
+        assert ranks.remarks(0) == []
+    for call in (
+        "mlflow.end_run('FAILED')",
+        f"mlflow.MlflowClient().set_terminated({run_id!r}, 'FAILED')",
+        f"mlflow.MlflowClient().update_run({run_id!r}, status='FAILED')",
+    ):
+        told_anew(ranks, f"mlflow.start_run()\n{call}\nfound = 0")
+        assert remarked(ranks, 1, "the status FAILED is not set")
+    assert ranks.place.ask(f"client.get_run({run_id!r}).info.status") == "RUNNING"
+
+
+def an_experiment_is_chosen(ranks: Tracked) -> None:
+    other = ranks.place.ask("client.create_experiment('chosen')")
+    for options in ("'chosen'", f"experiment_id={other!r}"):
+        body = f"found = mlflow.set_experiment({options}).name\nmlflow.set_experiment('notebook')"
+        assert told_anew(ranks, body) == ["chosen"] * 2
+        assert remarked(ranks, 1, "the cell has set MLflow's experiment")
+    # only Databricks supports trace locations; MLflow accesses the argument
+    body = "found = ''\ntry: mlflow.set_experiment('notebook', trace_location=5)\n"
+    assert told_anew(ranks, body + "except AttributeError as error: found = error.name") == ["table_prefix"] * 2
+
+
+def a_store_is_chosen(ranks: Tracked) -> None:
+    body = f"mlflow.set_tracking_uri('sqlite:///other.db')\nfound = 0\nmlflow.set_tracking_uri({ranks.place.uri!r})"
+    told_anew(ranks, body)
+    assert remarked(ranks, 0, "the cell has set MLflow's tracking URI")
+
+
+def all_reaches_mlflow_on_the_first_rank(ranks: Tracked) -> None:
+    for replacement in ("_register_model", "_log_model"):
+        body = (
+            "from sgpu_magic.tracking import in_rank_fluent\n"
+            f"call = in_rank_fluent._instead_of(lambda *args, **named: (args, named), in_rank_fluent.{replacement})\n"
+            "found = call('a', 2, c=3)"
+        )
+        assert told_anew(ranks, body) == [(("a", 2), {"c": 3}), None]
+        assert remarked(ranks, 1, "models are logged and registered for the run by the first rank")
+
+
+def a_logger_gets_the_run_and_describes_it(ranks: Tracked) -> None:
+    body = """
+client = mlflow.MlflowClient()
+made = [client.create_run({here!r}, tags={{f"of{{rank}}": "x"}}, run_name="logger", start_time={start})]
+made.append(client.create_run({here!r}))
+made.append(client.create_run({there!r}))
+found = [run.info.run_id for run in made]
+"""
+    there = ranks.place.ask("client.create_experiment('there')")
+    here, run_id = ranks.place.tracked.experiment_id, ranks.place.tracked.mlflow_run_id
+    first, second = told_anew(ranks, body.format(here=here, there=there, start=None))
+    assert first[0] == second[0] == second[1] == run_id
+    assert first[1] != run_id
+    assert ranks.place.ask(f"client.get_run({first[1]!r}).data.tags['mlflow.parentRunId']") == run_id
+    assert ranks.place.ask(f"client.get_run({second[2]!r}).info.experiment_id") == there
+    assert ranks.tags(0) == {"of0": "x", "mlflow.runName": "logger"}
+    assert ranks.tags(1) == {"of1": "x"}
+    assert ranks.remarks(0) == []
+    assert remarked(ranks, 1, "create_run creates further runs on the first rank only")
+    told_anew(ranks, body.format(here=here, there=there, start=1))
+    assert remarked(ranks, 0, "start and end times are not set")
+
+
+def every_rank_renames_the_run(ranks: Tracked) -> None:
+    run_id = ranks.place.tracked.mlflow_run_id
+    told_anew(ranks, f"found = mlflow.MlflowClient().update_run({run_id!r}, name=f'by{{rank}}') and 0")
+    assert [ranks.tags(rank) for rank in (0, 1)] == [{"mlflow.runName": "by0"}, {"mlflow.runName": "by1"}]
+
+
+def another_end_is_remarked(ranks: Tracked) -> None:
+    run_id = ranks.place.tracked.mlflow_run_id
+    told_anew(ranks, f"found = mlflow.MlflowClient().set_terminated({run_id!r}, end_time=1)")
+    assert remarked(ranks, 0, "start and end times are not set")
+
+
+def what_is_logged_goes_to_its_run(ranks: Tracked) -> None:
+    other = ranks.place.ask("client.create_run('1').info.run_id")
+    run_id = ranks.place.tracked.mlflow_run_id
+    body = f"""
+from mlflow.entities import Param, RunTag
+client = mlflow.MlflowClient()
+# two processes that log a parameter to one run at the same time hinder each other in SQLite
+for each in {[run_id, other]!r}[: 2 - rank]:
+    for wait in (True, False):
+        params, tags = [Param(f"p{{wait}}", "v")], [RunTag("t", "u")]
+        client.log_batch(each, [Metric("m", 1.5, 7, 3)], params, tags, synchronous=wait)
+        client.log_metric(each, "m", 2.5, 8, 4, synchronous=wait)
+        client.log_param(each, f"q{{wait}}", "v", synchronous=wait)
+        client.set_tag(each, "w", "u", synchronous=wait)
+mlflow.flush_async_logging()
+found = client.get_run({other!r}).data.metrics
+"""
+    assert told_anew(ranks, body)[0] == {"m": 2.5}
+    for rank in (0, 1):
+        assert ranks.metrics(rank) == [("m", 1.5, 3), ("m", 2.5, 4)] * 2
+        assert {point.at_ms for point in ranks.points(rank)} == {7, 8}
+        assert ranks.params(rank) == dict.fromkeys(("pTrue", "qTrue", "pFalse", "qFalse"), "v")
+        assert ranks.tags(rank) == {"t": "u", "w": "u"}
+
+
+def runs_are_looked_up_by_their_id(ranks: Tracked) -> None:
+    other = ranks.place.ask("client.create_run('1').info.run_id")
+    ids = [ranks.place.tracked.mlflow_run_id, other]
+    assert told_anew(ranks, f"found = [mlflow.get_run(each).info.run_id for each in {ids!r}]") == [ids, ids]
+
+
+def the_runs_own_is_not_deleted(ranks: Tracked) -> None:
+    other = ranks.place.ask("client.create_run('1').info.run_id")
+    body = (
+        f"client = mlflow.MlflowClient()\nif rank == 0: client.delete_run({other!r})\n"
+        f"try: client.delete_run({ranks.place.tracked.mlflow_run_id!r})\n"
+        "except mlflow.exceptions.MlflowException as error: found = error.message"
+    )
+    assert "can't be deleted while it runs" in told_anew(ranks, body)[1]
+    assert ranks.place.ask(f"client.get_run({other!r}).info.lifecycle_stage") == "deleted"
+
+
+def experiments_are_looked_up_by_their_name(ranks: Tracked) -> None:
+    body = "found = [mlflow.get_experiment_by_name(n).name for n in ('lightning_logs', 'Default')]"
+    assert told_anew(ranks, body) == [["notebook", "Default"]] * 2
+
+
+def same(names: str, check: Callable[[Tracked], None]) -> dict[str, Callable[[Tracked], None]]:
+    return dict.fromkeys(names.split(), check)
+
+
+LOGGED = what_is_logged_goes_to_its_run
+# parameters by function, each with a test of its documented behaviour
+PARAMETERS: dict[str, dict[str, Callable[[Tracked], None]]] = {
+    "start_run": {
+        "run_id": a_start_with_an_id_continues_that_run,
+        "experiment_id": a_start_elsewhere_or_below_is_a_run_of_the_first_rank,
+        "run_name": a_start_describes_the_run,
+        "nested": a_start_elsewhere_or_below_is_a_run_of_the_first_rank,
+        "parent_run_id": a_start_elsewhere_or_below_is_a_run_of_the_first_rank,
+        **same("tags description", a_start_describes_the_run),
+        "log_system_metrics": system_metrics_are_the_pools,
+    },
+    "end_run": {"status": another_status_is_remarked},
+    "active_run": {},
+    "_get_or_start_run": {},
+    "_get_experiment_id": {},
+    "set_experiment": same("experiment_name experiment_id trace_location", an_experiment_is_chosen),
+    "set_tracking_uri": {"uri": a_store_is_chosen},
+    "register_model": same("model_uri name await_registration_for tags env_pack", all_reaches_mlflow_on_the_first_rank),
+    "Model.log": same(
+        "artifact_path flavor registered_model_name await_registration_for metadata run_id resources auth_policy "
+        "prompts name model_type params tags step model_id kwargs",
+        all_reaches_mlflow_on_the_first_rank,
+    ),
+    "store.log_batch": same("run_id metrics params tags", LOGGED),
+    "store.log_batch_async": same("run_id metrics params tags", LOGGED),
+    **{f"store.log_metric{kind}": same("run_id metric", LOGGED) for kind in ("", "_async")},
+    **{f"store.log_param{kind}": same("run_id param", LOGGED) for kind in ("", "_async")},
+    **{f"store.set_tag{kind}": same("run_id tag", LOGGED) for kind in ("", "_async")},
+    # the user is the one that MLflow finds on the rank; the writer has set the notebook's user
+    "store.create_run": same("experiment_id user_id start_time tags run_name", a_logger_gets_the_run_and_describes_it),
+    "store.get_experiment_by_name": {"experiment_name": experiments_are_looked_up_by_their_name},
+    "store.update_run_info": {
+        "run_id": another_status_is_remarked,
+        "run_status": another_status_is_remarked,
+        "end_time": another_end_is_remarked,
+        "run_name": every_rank_renames_the_run,
+    },
+    "store.get_run": {"run_id": runs_are_looked_up_by_their_id},
+    "store.delete_run": {"run_id": the_runs_own_is_not_deleted},
+}
+REPLACED = """
+import inspect, sys
+from mlflow.models.model import Model
+from mlflow.store.tracking.abstract_store import AbstractStore
+from sgpu_magic.tracking import in_rank_fluent, in_rank_store
+here = in_rank_fluent.__file__
+replaced = {"Model.log": Model.log}
+for module in [module for name, module in sys.modules.items() if name.partition(".")[0] == "mlflow"]:
+    for name, function in vars(module).items():
+        if inspect.isfunction(function) and function.__code__.co_filename == here:
+            replaced[name] = function
+for name in vars(in_rank_store.RunStore):
+    if not name.startswith("_"):
+        replaced["store." + name] = getattr(AbstractStore, name)
+{name: [each for each in inspect.signature(f).parameters if each != "self"] for name, f in replaced.items()}
+"""
+
+
+def test_every_parameter_of_what_is_replaced_in_mlflow_is_known(ranks: Tracked) -> None:
+    """A replaced function, or a parameter that MLflow adds, needs a row in the table, and a decision."""
+    assert ranks.run(REPLACED)[0] == {name: list(parameters) for name, parameters in PARAMETERS.items()}
+
+
+@pytest.mark.parametrize(
+    "check",
+    dict.fromkeys(check for parameters in PARAMETERS.values() for check in parameters.values()),
+    ids=lambda check: check.__name__,
+)
+def test_a_parameter_takes_effect_or_is_remarked(ranks: Tracked, check: Callable[[Tracked], None]) -> None:
+    check(ranks)
+
+
+# ---------------------------------------------------------------- no store, no reply
 
 
 def test_without_a_store_the_cell_goes_on_and_artifacts_are_kept(new_ranks: Tracked):
@@ -454,7 +719,7 @@ with mlflow.start_run(run_name="x") as run:
 
 @pytest.mark.slow
 def test_an_answer_that_does_not_come_is_given_up(new_ranks: Tracked):
-    # the patience is 20 s: the test has less
+    # the time limit is 20 s: the test shortens it
     shorter = "from sgpu_magic.tracking import in_rank_cell\nin_rank_cell._PATIENCE_S = 0.5\n"
     first, second = new_ranks.run(f"{shorter}import mlflow\nmlflow.active_run().info.run_id", answers=False)
     assert first != second

@@ -1,4 +1,4 @@
-"""The process that writes runs to MLflow, driven as the pool drives it; run directories and stores are real."""
+"""The process that writes runs to MLflow, driven as a pool does; run directories and stores are real."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from waiting import eventually
 import sgpu_magic
 from sgpu_magic.cli.run_directories import sync
 from sgpu_magic.config import Settings
-from sgpu_magic.files.whole_file import locked
+from sgpu_magic.files.atomic_file import locked
 from sgpu_magic.pool.retention import RunOnDisk, Why, choose_removals
 from sgpu_magic.tracking.runs import Batch, RunFold, SystemMetrics, key
 from sgpu_magic.tracking.store import Progress, is_unsent, opening, save_progress
@@ -198,7 +198,7 @@ def test_unsent_runs_stay_as_long_as_any_run_may():
 def test_the_default_stores_address_is_public_and_what_lies_there_is_private(
     empty_store: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    # `empty_store` has asked for it where none was
+    # `empty_store` has already asked for it when there was none
     folder = empty_store.parent
     monkeypatch.setenv("SGPU_STATE_DIR", str(folder.parent))
     uri = sgpu_magic.tracking_uri()
@@ -245,7 +245,7 @@ def remove(settings: Settings) -> None:
 @pytest.fixture(scope="module")
 def module_writer(settings: Settings) -> Iterator[WriterProcess]:
     made = WriterProcess(settings)
-    # imports MLflow, and has the store's tables read
+    # imports MLflow and loads the store's tables
     first = ToldRun(settings)
     first.end()
     made.track(first)
@@ -256,7 +256,7 @@ def module_writer(settings: Settings) -> Iterator[WriterProcess]:
 
 @pytest.fixture
 def writer(module_writer: WriterProcess) -> WriterProcess:
-    """A writer of the default store; the module's tests share it."""
+    """A writer of the default store, shared by the module's tests."""
     module_writer.start_if_ended()
     return module_writer
 
@@ -346,6 +346,7 @@ def test_how_it_ended_is_said(
         assert failure.message in found.data.tags["sgpu.failure"]
 
 
+@pytest.mark.slow
 def test_of_eight_ranks_no_metric_is_lost(settings: Settings, writer: WriterProcess, store: Runs):
     run = ToldRun(settings, ranks=8)
     writer.track(run)
@@ -424,6 +425,7 @@ def test_traces_that_are_written_after_the_end_are_there_too(settings: Settings,
     assert found == {f"profile/{name}" for name in traces}
 
 
+@pytest.mark.slow
 def test_a_log_without_a_last_word_ends_as_failed(settings: Settings, writer: WriterProcess, store: Runs):
     run = ToldRun(settings)
     run.start()
@@ -461,7 +463,7 @@ def test_a_killed_writer_is_gone_on_after_and_end_of_file_ends_it(settings: Sett
         writer.until(lambda: all(writer.started(run) for run in runs))
         for run in runs:
             run.metric(0, "loss", *(float(step) for step in range(200)))
-        # somewhere between what it has written and what it remembers of it
+        # some of the written data is not recorded as written yet
         writer.until(lambda: any(run.progress.seq > 4 for run in runs if run.progress))
         writer.kill()
         for run in runs:
@@ -507,7 +509,7 @@ def test_two_pools_make_the_store_at_once_and_it_is_private(tmp_path: Path):
 
 @pytest.mark.slow
 def test_a_store_that_met_a_full_disk_is_made_once_there_is_room(tmp_path: Path):
-    """MLflow keeps its connection to a store, and so to a file of it that was thrown away."""
+    """MLflow caches its connection to a store, and so to a deleted file."""
     with small_disk(tmp_path, "tmpfs", megabytes=4) as disk:
         settings = Settings(state_dir=str(disk.path / "state"))
         filler = disk.path / "filler"
@@ -535,9 +537,74 @@ print("made")
 """
 
 
+# ---------------------------------------------------------------- a notebook's own store
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Tracking:
+    """The store of a notebook that has imported MLflow and has used nothing of it yet."""
+    return Tracking(uri=f"sqlite:///{tmp_path}/mlflow.db", directory=str(tmp_path), experiment="nb")
+
+
+@pytest.fixture
+def own_settings() -> Iterator[Settings]:
+    made = new_settings()
+    yield made
+    remove(made)
+
+
+def test_a_writer_that_is_killed_while_it_creates_a_store_leaves_none(
+    own: Tracking, own_settings: Settings, tmp_path: Path
+):
+    run = ToldRun(own_settings)
+    run.metric(0, "loss", 0.5)
+    run.end()
+    writer = WriterProcess(own_settings)
+    try:
+        writer.track(run, own)
+        writer.until(lambda: any(file.stat().st_size for file in own_settings.state_path.glob("mlflow/.own-*/*.db")))
+        writer.kill()
+        assert not list(tmp_path.iterdir())
+        writer.start()
+        writer.track(run, own)
+        writer.until_done(run)
+        assert writer.end() == ""
+    finally:
+        writer.close()
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["mlflow.db", "mlruns"]
+    assert [entry.name for entry in (own_settings.state_path / "mlflow").iterdir()] == [".making"]
+    found = Runs(own.uri).one(run.run_id)
+    assert found.info.artifact_uri.startswith(f"{tmp_path}/mlruns/{found.info.experiment_id}/")
+    assert "run.html" in Runs(own.uri).artifacts(found.info.run_id)
+
+
+_USE = "import mlflow\nprint(len(mlflow.MlflowClient(sys.argv[1]).search_experiments()))"
+
+
+@pytest.mark.slow
+def test_a_store_that_mlflow_is_creating_is_awaited(own: Tracking, own_settings: Settings, tmp_path: Path):
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("MLFLOW_")}
+    command = [sys.executable, "-c", f"import sys\n{_USE}", own.uri]
+    run = ToldRun(own_settings)
+    run.end()
+    writer = WriterProcess(own_settings)
+    with subprocess.Popen(command, cwd=tmp_path, env=environ, stdout=subprocess.PIPE, text=True) as other:
+        try:
+            writer.track(run, own)
+            writer.until_done(run)
+            said, _ = other.communicate(timeout=100)
+            assert (other.returncode, said) in ((0, "1\n"), (0, "2\n"))
+            assert writer.end() == ""
+            assert writer.troubles(run) == []
+        finally:
+            other.kill()
+            writer.close()
+    assert Runs(own.uri).one(run.run_id).info.status == "FINISHED"
+
+
 def test_sync_sends_what_no_writer_has(settings: Settings, store: Runs):
     run = ToldRun(settings)
-    # as the pool leaves it
+    # the state in which the pool leaves it
     save_progress(run.directory, opening(Tracking(experiment="nb")))
     run.start()
     run.metric(0, "loss", 0.5)
@@ -560,7 +627,7 @@ def test_sync_sends_what_no_writer_has(settings: Settings, store: Runs):
 
 @pytest.fixture
 def another_mlflows(empty_store: Path) -> Iterator[tuple[WriterProcess, ToldRun]]:
-    """A writer whose store another version of MLflow has laid, and a run of which it has told troubles."""
+    """A writer whose store was created by another version of MLflow, and a run for which it has reported troubles."""
     settings = new_settings()
     with contextlib.closing(sqlite3.connect(lay_store(empty_store, settings.state_path))) as store:
         store.execute("UPDATE alembic_version SET version_num = 'feedbeef0000'")
@@ -603,7 +670,7 @@ def many_runs(settings: Settings, count: int) -> list[ToldRun]:
 def test_many_runs_are_one_each(settings: Settings, writer: WriterProcess, store: Runs, count: int):
     first, *others = runs = many_runs(settings, count)
     writer.track(first, Tracking(experiment=f"many {count}"))
-    # its store is open from now on
+    # its store stays open from now on
     writer.until_done(first)
     before = len(os.listdir(f"/proc/{writer.pid}/fd"))
     for run in others:
@@ -650,7 +717,7 @@ def test_a_writer_without_work_ends_and_takes_what_is_removed_out_of_the_store_u
         from sgpu_magic.tracking.client import Store
 
         monkeypatch.setattr(writer_queue, "IDLE_S", 0.2)
-        # the pool says nothing, and its own `Inbox` would end this process with the socket
+        # the pool sends nothing, and a real `Inbox` would end this process when the socket closes
         messages: queue.SimpleQueue[None] = queue.SimpleQueue()
         idle = writer_queue.WriterQueue(settings, Tracking(), lambda _: None)
         work = threading.Thread(target=process._work, args=(idle, messages), daemon=True)

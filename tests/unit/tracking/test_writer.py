@@ -1,4 +1,4 @@
-"""The writer of one run and the queue of a store, in this process: what they do about everything that goes wrong."""
+"""The writer of one run and the queue of a store, in this process: how they handle failures."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mlflow_stores import lay_store
 from tracking_writers import Runs, ToldRun, quiet_mlflow
 
 from sgpu_magic.config import Settings
-from sgpu_magic.files.whole_file import locked
+from sgpu_magic.files.atomic_file import locked
 from sgpu_magic.tracking.runs import Batch
 from sgpu_magic.tracking.store import Progress, save_progress
 from sgpu_magic.wire import events as ev
@@ -81,7 +81,7 @@ def written(writer: Any) -> Progress:
 
 
 def test_a_run_that_the_store_has_already_is_not_there_twice(settings: Settings, store: Any, runs: Runs):
-    """The answer to the request that created it was lost, and the request was repeated."""
+    """The reply to the request that created it was lost, and the request was repeated."""
     run = ToldRun(settings)
     experiment_id = store.find_experiment("nb")
     lost = [
@@ -99,7 +99,7 @@ def test_a_run_that_the_store_has_already_is_not_there_twice(settings: Settings,
     assert written(writer).complete
     assert runs.one(run.run_id).info.run_id == kept
     assert [value for _, value in runs.history(kept, "loss")] == [1.0, 0.5]
-    # a step more writes nothing
+    # a further step writes nothing
     before = writer.progress
     assert not writer.step()
     assert writer.progress == before
@@ -116,7 +116,7 @@ def test_two_processes_write_a_run_in_turn(settings: Settings, store: Any, runs:
         first.step()
     first.step()
     run.metric(0, "loss", 2.0, step=1)
-    # the second one finds what the first one has written
+    # the second writer finds what the first one wrote
     second.step()
     first.trouble("this is no longer its business")
     assert run.progress == second.progress
@@ -203,7 +203,7 @@ def test_a_run_of_a_deleted_experiment_is_let_go(settings: Settings, store: Any)
     experiment_id = store.find_experiment("gone")
     store.client.delete_experiment(experiment_id)
     run, tracking = ToldRun(settings), Tracking(experiment="gone")
-    # the store still knows the experiment's id
+    # the store still returns the experiment's id
     assert not writer_of(settings, store, run, tracking).step()
     assert run.progress is not None
     assert run.progress.complete
@@ -247,7 +247,7 @@ def test_a_parameter_that_an_old_store_finds_too_long_is_cut():
 
 
 class Queue:
-    """A store's queue, and what it sends to the pool."""
+    """A store's queue, and its messages to the pool."""
 
     def __init__(self, settings: Settings, tracking: Tracking) -> None:
         from sgpu_magic.tracking.writer_queue import WriterQueue
@@ -280,7 +280,7 @@ def test_a_store_that_does_not_answer_is_asked_once_for_all_its_runs(
     queue.real.step()
     began = time.monotonic()
     queue.real.step()
-    # all that is due was told; the next attempt is a while away, and closing does not wait for the store either
+    # all due runs were processed; the next attempt is later, and closing does not wait for the store either
     assert queue.real.wait_s() > 0.5
     queue.real.close()
     assert time.monotonic() - began < 5
@@ -317,7 +317,7 @@ def test_a_run_that_is_written_elsewhere_or_removed_is_left_to_others(settings: 
         queue.real.step()
         assert queue.sent == []
         assert 0.0 < queue.real.wait_s() <= 1.0
-        # told again meanwhile, it is still one run
+        # tracked again meanwhile, it is still one run
         queue.track(busy)
         queue.real.hurry(busy.run_id)
         assert queue.real.wait_s() == 0.0
@@ -358,5 +358,5 @@ def test_a_run_whose_progress_can_not_be_kept_is_tried_again(settings: Settings)
     assert queue.real.wait_s() > 0.5
     with contextlib.suppress(OSError):
         queue.real.close()
-    # of the same trouble the pool is told once
+    # the pool gets the same trouble only once
     assert len(queue.sent) == 1

@@ -1,4 +1,4 @@
-"""What is said of cost, packages and MLflow: nothing where there is nothing to say."""
+"""Costs, packages and MLflow in the views: nothing is shown where there is nothing to report."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from stories import FORMS, IN_A_FILE, STUCK, TRACKED, Run, cell_in_session, rend
 
 from sgpu_magic.cli.runs import runs_table
 from sgpu_magic.views.bundle import run_record, summary_line
+from sgpu_magic.views.format_run import packages_text, tracked_link, tracked_text
+from sgpu_magic.views.format_summary import billed_text, cost_text
 from sgpu_magic.views.html import render_html
 from sgpu_magic.views.live.feed import Feed
 from sgpu_magic.views.live.snapshot import snapshot_of
 from sgpu_magic.views.pool_tables import status_html, status_text
-from sgpu_magic.views.summary_words import billed_text, cost_text
-from sgpu_magic.views.words import packages_text, tracked_link, tracked_text
 from sgpu_magic.wire import events as ev
 from sgpu_magic.wire.base import FailureKind, RunKind, RunState
 from sgpu_magic.wire.devices import Inventory, Lease
@@ -81,7 +81,7 @@ def test_no_step_of_the_wall_clock_changes_what_a_run_costs_so_far(
         assert (drawn.elapsed_s < 60.0, drawn.cost.seconds < 60.0) == (True, True)
         assert re.fullmatch(r"\d+ s left", drawn.meta[0]), "its 90 seconds"
         assert feed.hello(1).snapshot.elapsed_s < 60.0
-        # another attempt's time begins after the step
+        # the next attempt starts after the time step
         run.tell(ev.AttemptFailed(attempt=1, attempts=2, failure=Failure(kind=FailureKind.WORKER_DIED, message="")))
         again = (ev.StateChanged(state=RunState.STARTING), ev.RanksStarted(pids=(1, 2, 3, 4), warm="zygote"))
         run.tell(*again, at=time.time())
@@ -134,7 +134,7 @@ def test_cost_and_mlflow_stand_in_the_static_output() -> None:
     assert "7 min 29 s</span> · <span>$</span>2.40 for 0.50 GPU h" in html
     assert f'<a href="{TRACKED.url}" target="_blank" rel="noopener noreferrer"' in html
     assert ">MLflow run digits/train_digits</a>" in html
-    # no server: its id, for mlflow.get_run
+    # without a server, the id for mlflow.get_run is shown
     html = render_html(FORMS["priced_in_a_file_store"]().view)
     assert "<a " not in html
     assert f"MLflow run digits/{IN_A_FILE.mlflow_run_id}" in html
@@ -236,7 +236,7 @@ def test_the_status_shows_what_runs_cost_by_its_own_clock() -> None:
     assert len(free) < at
     assert "<td" in status_html(a_status(), now=283.2)
     assert "><span>$</span>0.37</td>" in status_html(a_status(), now=283.2)
-    # without prices there is no such column
+    # without prices there is no cost column
     assert "cost" not in status_text(a_status(ROWS[2:]), now=283.2)
     assert "cost" not in status_html(a_status(ROWS[2:]), now=283.2)
 
@@ -266,7 +266,7 @@ def test_sums_of_money_are_no_mathematics() -> None:
         status_html(a_status(budget=BudgetState(limit=50.0, days=30.0, spent=12.4, currency="USD")), now=283.2),
     ]
     for html in htmls:
-        # preformatted text is left alone
+        # preformatted text is not typeset
         html = re.sub(r"<pre.*?</pre>", "", html, flags=re.S)
         texts = re.split(r"<[^>]*>", html)
         assert "$" in texts

@@ -1,4 +1,4 @@
-"""The views in the browser: their records are Python's, and the built files are what the sources give."""
+"""The browser views: their records match Python's, and the built files match the sources."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from npm_packages import ROOT, SOURCES, npm
 
 STATIC = ROOT / "sgpu_magic" / "static"
-# every widget carries its view to the page: with the table of an out-of-memory 67 kB, a third of that compressed
+# every widget sends its view to the page: with the out-of-memory table 67 kB, a third of that compressed
 MOST_BYTES = {"run_view.js": 76_000, "panel.js": 94_000}
 
 

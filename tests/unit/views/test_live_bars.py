@@ -1,4 +1,4 @@
-"""Progress bars as the programs themselves draw them, read back."""
+"""Progress bars as programs draw them, parsed from the output."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sgpu_magic.wire.rank_events import OutputWritten
 
 
 def drawn(draw: Callable[[io.StringIO], object]) -> list[str]:
-    """Return what stands in the unfinished line after each write, as a view sees it."""
+    """Return the content of the unfinished line after each write, as a view sees it."""
     seen: list[str] = []
 
     class Stream(io.StringIO):
@@ -87,14 +87,14 @@ def test_of_nested_bars_each_line_is_one() -> None:
         # transformers' and Lightning's
         (" 62%|██████▏   | 61/98 [00:02<00:01, 25.11it/s]", 61 / 98, "61/98 · 62 %"),
         ("Epoch 7:  62%|██████▏   | 61/98 [00:02<00:01, 25.11it/s, v_num=0]", 61 / 98, "Epoch 7 · 62 %"),
-        # of several on one line the first
+        # of several on one line, the first
         ("a:  50%|█████     | 1/2 [00:00<00:00]b:  10%|█  | 1/10 [00:00<00:00]", 0.5, "a · 50 %"),
         ("epoch 7/10 62%|███", 0.62, "epoch 7/10 · 62 %"),
         # rich's, Keras 3's, Keras 2's
         ("Training ━━━━━━━━━━━━━━━━╸━━━━━━━━━━━━━━━━━━━━━━━  41% 0:00:12", 0.41, "Training · 41 %"),
         ("61/98 ━━━━━━━━━━━━━━━━━━━━ 3s 50ms/step - loss: 0.31", 61 / 98, "61/98 · 62 %"),
         ("61/98 [=================>............] - ETA: 3s - loss: 0.31", 61 / 98, "61/98 · 62 %"),
-        # words
+        # plain text
         ("epoch 7/10", 0.7, "epoch 7/10"),
         ("Epoch [3/4], Step [100/600], Loss: 0.25", 0.75, "epoch 3/4"),
         ("[2024-01-01 10:00:00] INFO step 30 of 120: loss 0.3", 0.25, "step 30/120"),
@@ -148,7 +148,7 @@ def test_a_bars_own_text_stays_without_the_drawn_bar(line: str, text: str) -> No
 
 
 class Ranks:
-    """Ranks that write, and how far the run is after each write."""
+    """Ranks that write, and the run's progress after each write."""
 
     def __init__(self, ranks: int = 1) -> None:
         self.progress = RunProgress()

@@ -1,4 +1,4 @@
-"""What a front end is told without asking: little, seldom, and at once when it matters."""
+"""Messages that a front end gets unrequested: small, rare, and immediate when it matters."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MOST_BYTES = 64_000
 
 
 class Clock:
-    """Asks the feed for what is to be told, in virtual time, and keeps all of it with its time."""
+    """Collects the feed's messages in virtual time, each with its time."""
 
     def __init__(self, run: LiveRun) -> None:
         self.run = run
@@ -48,7 +48,9 @@ class Clock:
         self.told: list[tuple[float, NewLines | Snapshot]] = []
 
     def tick(self) -> list[NewLines | Snapshot]:
-        fresh: list[NewLines | Snapshot] = [each for each in self.run.feed.told(self.now) if isinstance(each, NewLines)]
+        fresh: list[NewLines | Snapshot] = [
+            each for each in self.run.feed.updates(self.now) if isinstance(each, NewLines)
+        ]
         snapshot = self.run.feed.snapshot(self.now)
         fresh += [snapshot] if snapshot is not None else []
         self.told += [(self.now, message) for message in fresh]
@@ -79,7 +81,7 @@ class Clock:
         assert seqs == sorted(set(seqs))
 
 
-@pytest.mark.parametrize("ranks", [4, 64])
+@pytest.mark.parametrize("ranks", [4, pytest.param(64, marks=pytest.mark.slow)])
 def test_a_flood_of_400_000_lines_is_at_most_ten_small_messages_a_second(ranks: int, tmp_path: Path) -> None:
     run = LiveRun(tmp_path, ranks).start()
     clock = Clock(run)
@@ -119,17 +121,17 @@ def test_a_flood_that_nobody_is_told_of_costs_no_memory(tmp_path: Path) -> None:
     tracemalloc.stop()
     assert run.feed.totals == (125_000,) * 4
     assert peak < 2_000_000
-    (message,) = run.feed.told(0.0)
+    (message,) = run.feed.updates(0.0)
     assert json_bytes(message) <= MOST_BYTES
 
 
 def test_what_is_skipped_in_too_many_places_is_not_told_at_all(tmp_path: Path) -> None:
     run = LiveRun(tmp_path).start().write(0, b"first\n")
-    assert run.feed.told(0.0)
+    assert run.feed.updates(0.0)
     for step in range(40_000):
         body = rank_events.OutputWritten(rank=step % 4, stream="stdout", text="x\n", start=0, end=2)
         run.view.log.write(body)
-    (message,) = run.feed.told(1.0)
+    (message,) = run.feed.updates(1.0)
     assert isinstance(message, NewLines)
     assert json_bytes(message) <= MOST_BYTES
     assert 1 < message.first < 40_001
@@ -200,13 +202,13 @@ def test_hello_and_what_is_told_next_fit_together(tmp_path: Path) -> None:
     run.write(1, b"one\n")
     assert run.feed.hello(8).snapshot.lines == (25, 26, 25, 25), "nobody was told of any line yet"
     run.write(1, b"two\n")
-    (message,) = run.feed.told(1.0)
+    (message,) = run.feed.updates(1.0)
     assert isinstance(message, NewLines)
     assert (message.first, message.rows) == (101, ((1, 26, "two"),))
     run.write(1, b"three\n")
     later = run.feed.hello(9)
     assert (later.seq, later.snapshot.lines) == (1, (25, 27, 25, 25)), "the third line is told by the next message"
-    (message,) = run.feed.told(2.0)
+    (message,) = run.feed.updates(2.0)
     assert isinstance(message, NewLines)
     assert (message.seq, message.first) == (2, 102)
     assert later.snapshot.seq > hello.snapshot.seq
@@ -234,11 +236,11 @@ def test_pages_that_ask_again_and_again_get_what_they_lack(tmp_path: Path) -> No
     assert other.rows == (*first.rows, *second.rows)
 
 
-# ------------------------------------------------------------ questions
+# ------------------------------------------------------------ requests
 
 
 def ask(run: LiveRun, kind: str, **fields: object) -> Answer:
-    """Ask as a front end does, and check the answer's number and size."""
+    """Send a request as a front end does, and check the number and size of the reply."""
     question = msgspec.convert({"kind": kind, "n": 5, **fields}, Question)
     answer = run.answers.answer(question)
     assert answer.n == 5
@@ -383,7 +385,7 @@ def test_answers_in_other_threads_are_right_while_events_come(tmp_path: Path) ->
             written[rank] += len(lines)
             run.write(rank, "".join(lines).encode(), skip=3 if step % 5 == 0 else 0)
             now += 0.01
-            run.feed.told(now)
+            run.feed.updates(now)
             run.feed.snapshot(now)
     finally:
         over.set()

@@ -1,4 +1,4 @@
-"""The lines of a run: what a front end is told and what it asks for are together exactly the logs."""
+"""The lines of a run: the messages to a front end and the replies to its requests together equal the logs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PARTS = st.sampled_from(
      b"\t", b"x" * 30, b"\xff", b"\x1b[A\n\r", b"step 17\n", b"one\ntwo\nthree\n"]
 )  # fmt: skip
 DATA = st.lists(PARTS, min_size=1, max_size=8).map(b"".join)
-# rank; what it writes; how much of it is left out of the event; whether the front end is told afterwards
+# rank, written data, number of bytes left out of the event, whether the front end gets a message afterwards
 WRITES = st.lists(
     st.tuples(st.integers(0, 2), DATA, st.one_of(st.just(0), st.just(0), st.integers(1, 60)), st.booleans()),
     max_size=40,
@@ -58,10 +58,10 @@ def test_what_is_told_and_what_is_fetched_are_the_logs(small: bool, writes: list
             run.write(rank, data, skip)
             if told:
                 now += 0.2
-                for message in run.feed.told(now):
+                for message in run.feed.updates(now):
                     front.take(message)
         run.end()
-        for message in run.feed.told(now + 0.2):
+        for message in run.feed.updates(now + 0.2):
             front.take(message)
         expected = run.all_lines()
         assert sum(run.feed.totals) == len(expected) == sum(front.ranks)
@@ -102,7 +102,7 @@ def test_the_whole_log_comes_in_pieces(writes: list[tuple[int, bytes, int, bool]
                 pieces.append(text)
                 offset = following
             if b"\xff" not in run.log(rank):
-                # where bytes are no text, how many marks stand for them may differ at a cut
+                # for invalid UTF-8, the number of replacement characters may differ at a cut
                 assert "".join(pieces) == run.log(rank).decode("utf-8", "replace")
         answer = run.answers.answer(AskLog(n=3, offset=0))
         assert isinstance(answer, LogAnswer)
@@ -111,7 +111,7 @@ def test_the_whole_log_comes_in_pieces(writes: list[tuple[int, bytes, int, bool]
 
 
 def test_an_agents_own_batches_give_the_log_back(tmp_path: Path) -> None:
-    """What the real reader of a rank's pipes sends, tails of floods and marked stderr among it, counts as its log."""
+    """The batches of a rank's real pipe reader, including ends of floods and marked stderr, count as its log."""
     bodies: list[rank_events.OutputWritten] = []
 
     async def write() -> None:
@@ -135,10 +135,10 @@ def test_an_agents_own_batches_give_the_log_back(tmp_path: Path) -> None:
     front = FrontEnd(run)
     for at, body in enumerate(bodies):
         run.tell(body)
-        for message in run.feed.told(at * 0.2):
+        for message in run.feed.updates(at * 0.2):
             front.take(message)
     run.tell(ev.RunEnded(state=run.view.state))
-    for message in run.feed.told(len(bodies) * 0.2):
+    for message in run.feed.updates(len(bodies) * 0.2):
         front.take(message)
     lines = run.log_lines(0)
     assert run.feed.totals == (len(lines),)
@@ -172,9 +172,9 @@ def test_tqdm_and_print_have_lines_of_their_own_in_the_log_and_in_the_final_form
     front = FrontEnd(run)
     for at, body in enumerate(bodies):
         run.tell(body)
-        for message in run.feed.told(at * 0.2):
+        for message in run.feed.updates(at * 0.2):
             front.take(message)
-    for message in run.end().feed.told(len(bodies) * 0.2):
+    for message in run.end().feed.updates(len(bodies) * 0.2):
         front.take(message)
     lines = run.log_lines(0)
     steps = [f"step {step} loss 1.9" for step in range(0, 100, 25)]
@@ -218,7 +218,7 @@ def test_of_a_line_of_many_megabytes_only_its_beginning_is_read(tmp_path: Path) 
     run.write(0, b"before\n" + "é".encode() * 3_000_000)
     run.write(0, b"\nprogress 1\r" + b"progress 2\r" * 400_000 + b"\r\nafter\n")
     front = FrontEnd(run)
-    (message,) = run.feed.told(1.0)
+    (message,) = run.feed.updates(1.0)
     front.take(message)
     tracemalloc.start()
     lines = lines_of(LogReader(tmp_path), 0, 0, 10)
@@ -239,7 +239,7 @@ def test_a_line_that_grows_in_many_batches_costs_no_memory(tmp_path: Path) -> No
         run.write(0, b"." * 20_000)
     assert len(run.feed._recent._begun[0] or "") <= MAX_RAW_CHARS
     run.write(0, b"\nnext\n")
-    (message,) = run.feed.told(1.0)
+    (message,) = run.feed.updates(1.0)
     assert message.rows == ((0, 0, 1), (0, 1, "next"))
 
 
@@ -268,7 +268,7 @@ def test_the_order_of_a_million_alternating_lines_is_small() -> None:
     assert alone.locate(5, 10) == [(0, 5, 10)]
 
 
-# ------------------------------------------------------------ looking for a text
+# ------------------------------------------------------------ search
 
 
 def test_find_sees_what_a_person_sees(tmp_path: Path) -> None:
@@ -291,7 +291,7 @@ def test_find_is_what_looking_at_every_line_finds(writes: list[tuple[int, bytes,
     with tempfile.TemporaryDirectory() as directory, mock.patch.object(log_reader, "_FIND_BYTES", 50):
         run = LiveRun(Path(directory), 3).start()
         for rank, data, _, _ in writes:
-            # what a backspace takes away is found all the same; no rank writes nothing
+            # text that a backspace removes is still found; empty writes do not occur
             if left := data.replace(b"\b", b""):
                 run.write(rank, left)
         run.end()
@@ -335,7 +335,7 @@ def test_a_log_of_the_same_inode_on_another_disk_is_another_log(
     assert lines_of(reader, 0, 49_999, 1) == ["short"]
     (tmp_path / "rank-0.log").write_text("a longer line\n" * 50_000)
     true, inode = os.fstat, (tmp_path / "rank-0.log").stat().st_ino
-    # as after a run directory was moved, or a file system mounted over it
+    # as after a run directory was moved, or another file system was mounted over it
     monkeypatch.setattr(
         log_reader.os, "fstat", lambda file: mock.Mock(st_ino=inode, st_dev=-1, st_size=true(file).st_size)
     )

@@ -1,4 +1,4 @@
-"""What is drawn of a run but its lines, in every state, and that it always fits into a message."""
+"""Everything shown of a run except its lines, in every state, and that it always fits into a message."""
 
 from __future__ import annotations
 
@@ -123,7 +123,9 @@ def failed(directory: Path) -> LiveRun:
 def died(directory: Path) -> LiveRun:
     message = "was killed by SIGKILL: most likely out of memory (it held 21.8 of 24 GB)"
     failure = Failure(kind=FailureKind.WORKER_DIED, message=message, rank=2, line=4, where="load_batch", exit_status=-9)
-    stopped = Failure(kind=FailureKind.USER_CODE, message="", rank=3, type_name="builtins.KeyboardInterrupt", line=7)
+    stopped = Failure(
+        kind=FailureKind.USER_CODE, message="", rank=3, type_name="builtins.KeyboardInterrupt", line=7, after_stop=True
+    )
     run = LiveRun(directory).start().write(2, b"step 1180  loss 0.22\n")
     return run.end(RunState.FAILED, failure=failure, others=(*released(0, 1), stopped))
 
@@ -239,7 +241,7 @@ STATES = {
 
 @pytest.fixture(autouse=True)
 def _in_utc(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A session says since what time of day it is idle."""
+    """A session shows the time of day since when it has been idle."""
     monkeypatch.setenv("TZ", "UTC")
     time.tzset()
     yield
@@ -329,7 +331,7 @@ def test_notes_that_ask_for_something_are_apart(tmp_path: Path) -> None:
     run = LiveRun(
         tmp_path, shipped=Shipped(notes=("on a10, the cheapest type", as_warning("`rank` is hidden")))
     ).start()
-    run.view.not_heard("reconnecting")
+    run.view.set_silence("reconnecting")
     snapshot = drawn(run)
     assert snapshot.warnings == ("`rank` is hidden",)
     assert snapshot.notes == ("on a10, the cheapest type", "reconnecting")

@@ -1,4 +1,4 @@
-"""The hint of errors for want of CUDA: torch words them in many ways, and each is where somebody's code stops first."""
+"""The hint for errors from missing CUDA: torch words them in many ways, each where some user code fails first."""
 
 from __future__ import annotations
 

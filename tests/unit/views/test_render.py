@@ -1,4 +1,4 @@
-"""What a person sees of a run: the view, its text, its HTML, its errors."""
+"""What a user sees of a run: the view, its text, its HTML, its errors."""
 
 from __future__ import annotations
 
@@ -51,15 +51,16 @@ from stories import (
 
 from sgpu_magic import errors
 from sgpu_magic.config import host_name
-from sgpu_magic.files.whole_file import format_bytes
+from sgpu_magic.files.atomic_file import format_bytes
 from sgpu_magic.runs.follow.outcome import deliver
-from sgpu_magic.runs.follow.run_loop import Followed
+from sgpu_magic.runs.follow.run_loop import Subscription
 from sgpu_magic.server.runs import cell_outputs
 from sgpu_magic.views import ansi, units
 from sgpu_magic.views.bundle import RUN_MIME, caption_bundle, mime_bundle, summary_line
 from sgpu_magic.views.cell_outputs import OutputSlots
 from sgpu_magic.views.failure import failure_html
 from sgpu_magic.views.html import render_html
+from sgpu_magic.views.live.snapshot import snapshot_of
 from sgpu_magic.views.output import Caption, LineAssembler, ShownDisplay, TextSegment, segments
 from sgpu_magic.views.output_buffer import DisplayItem, GapItem, LineItem, trim
 from sgpu_magic.views.pool_tables import away_html, status_html, status_text
@@ -81,7 +82,7 @@ from sgpu_magic.wire.base import FailureKind, RunState
 from sgpu_magic.wire.devices import Device, Inventory, NodeShare
 from sgpu_magic.wire.events import as_warning
 from sgpu_magic.wire.pool_status import PoolStatus, RunSummary
-from sgpu_magic.wire.rank_events import Failure, RankStack, StackFrame
+from sgpu_magic.wire.rank_events import Collective, CollectiveTimeout, Failure, RankStack, StackFrame
 from sgpu_magic.wire.run import CellSource, RunSpec, Shipped
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -110,7 +111,7 @@ def raised_for(
     names: Container[str] = (),
     stacks: tuple[RankStack, ...] = (),
 ) -> Any:
-    """Return what a run raises in the notebook that has ended so."""
+    """Return the exception that a run with this ending raises in the notebook."""
     run = run or Run()
     ended = ev.RunEnded(
         state=RunState.FAILED, failure=failure, others=others, running_s=seconds, total_s=seconds, stacks=stacks
@@ -171,7 +172,7 @@ def test_stacks_as_html_are_escaped() -> None:
         (RankStack(rank=0, problem="it did not answer within 2 s"), "can't be inspected"),
         (waiting(0), "waits in all_reduce #41"),
         (waiting(0, pending=False), "is in backward"),
-        # called asynchronously: the rank goes on, unless a device executes it
+        # an asynchronous call: the rank continues, unless a device executes the collective
         (loading(0, seq=41, pending=True), "is in load_batch"),
         (loading(0, seq=41, pending=True, queued=True), "waits in all_reduce #41"),
     ],
@@ -252,15 +253,15 @@ def test_a_cell_that_begins_with_another_magic_counts_its_lines_without_ours() -
     ("stacks", "told"),
     [
         (STUCK, ["rank 1 has not reached all_reduce #41"]),
-        # it has none on record, and its stack says that it is elsewhere
+        # it has no collective on record, and its stack shows that it is elsewhere
         ((waiting(0), loading(1, seq=0)), ["rank 1 has not reached all_reduce #41"]),
-        # it is ahead
+        # it is ahead of the others
         ((waiting(0), loading(1, seq=41)), []),
         ((waiting(0), waiting(1)), ["all ranks are in all_reduce #41"]),
         ((waiting(0), waiting(1, name="broadcast")),
          ["rank 0 in all_reduce #41, rank 1 in broadcast #41: they wait for each other, because their collectives "
           "differ"]),
-        # nothing is known of it
+        # its position is unknown
         ((waiting(0), RankStack(rank=1, problem="it did not answer")), []),
         ((loading(0), loading(1)), []),
     ],
@@ -320,6 +321,73 @@ def test_a_stall_is_told_once_where_nothing_can_be_taken_back() -> None:
     publisher.tick(3.0, final=True)
     assert stream.getvalue().count("no progress for 30 s") == 1
     assert "progress resumed\nsucceeded" in stream.getvalue()
+
+
+def unfinished(rank: int, *names: str) -> rank_events.RankUnfinished:
+    work = tuple(rank_events.Unfinished(kind=rank_events.WorkKind.THREAD, name=name) for name in names)
+    return rank_events.RankUnfinished(rank=rank, work=work)
+
+
+def test_what_ranks_finish_after_their_cell_is_shown_while_it_lasts(front_end: _Captured) -> None:
+    run = Run(ranks=4).start()
+    publisher = NotebookPublisher(run.view)
+    publisher.tick(0.0)
+    ranks = (unfinished(0), *(unfinished(rank, "upload") for rank in (1, 2)), unfinished(3, *map(str, range(6))))
+    run.tell(rank_events.RanksFinishing(ranks=ranks))
+    publisher.tick(1.0)
+    (output,) = front_end.outputs.values()
+    said = (
+        "rank 0 exits; ranks 1, 2 finish thread upload; rank 3 finishes thread 0, thread 1, thread 2, thread 3, 2 more"
+    )
+    assert said in str(output["text/plain"])
+    assert "finishing" in str(output["text/plain"])
+    assert said in read(str(output["text/html"])).text
+    assert said in snapshot_of(run.view, 1, []).meta
+    run.tell(rank_events.RanksFinishing(ranks=(unfinished(1, "<b>other"),)))
+    publisher.tick(2.0)
+    (output,) = front_end.outputs.values()
+    assert "rank 1 finishes thread <b>other" in str(output["text/plain"])
+    assert "<b>other" not in str(output["text/html"])
+    run.end()
+    publisher.tick(3.0, final=True)
+    (output,) = front_end.outputs.values()
+    assert "finish" not in str(output["text/plain"])
+
+
+def test_what_was_cut_off_is_never_plain_success() -> None:
+    run = Run(ranks=2).start()
+    run.tell(rank_events.RanksFinishing(ranks=(unfinished(1, "upload"),)))
+    run.tell(ev.RunEnded(state=RunState.SUCCEEDED, cut_off=(unfinished(1, "upload"),), finish_s=300.0))
+    snapshot = snapshot_of(run.view, 1, [])
+    assert (snapshot.state, snapshot.tone) == ("succeeded, cut off", "warn")
+    assert snapshot.warnings[0].startswith("cut off after 5 min 00 s: thread upload of rank 1. ")
+    assert "finish_timeout_s" in snapshot.warnings[0]
+    assert "· cut off after 5 min 00 s: thread upload of rank 1 ·" in summary_line(run.view)
+    assert "cut off after 5 min 00 s" in render_html(run.view)
+
+
+def test_a_collective_that_timed_out_is_headed_by_who_has_not_reached_it() -> None:
+    run = Run(ranks=3).start()
+    reduce = Collective(name="all_reduce", seq=7, pending=True, queued=True)
+    died = Failure(
+        kind=FailureKind.WORKER_DIED,
+        message="rank 0 of 3 (process 7) was killed by SIGABRT: torch aborted it",
+        rank=0,
+        is_consequence=True,
+        collective_timeout=CollectiveTimeout(collective=reduce, seconds=600.0),
+    )
+    stacks = (
+        RankStack(rank=0, collective=reduce),
+        RankStack(rank=1, frames=(StackFrame(file="<ipython-input-7-1>", line=14, function="load"),)),
+        RankStack(rank=2, collective=reduce),
+    )
+    run.end(RunState.FAILED, failure=died, stacks=stacks)
+    heading = "rank 1 has not reached all_reduce #7: rank 0 of 3 (process 7) was killed by SIGABRT"
+    shown = render_text(run.view)
+    assert heading in shown
+    assert "when all_reduce #7 timed out:" in shown
+    assert run.view.ended is not None
+    assert heading in str(run_exception(run.view, run.view.ended, died))
 
 
 def test_the_stacks_of_a_timeout_are_in_its_error() -> None:
@@ -663,7 +731,7 @@ def test_only_notes_that_ask_for_something_are_warnings() -> None:
     hides = "the notebook's variable rank hides the rank's own"
     run = Run(shipped=Shipped(notes=("on a10, the cheapest type", as_warning(hides)))).start()
     run.tell(ev.Noted(text="4 ranks share 2 cores"), ev.Noted(text=as_warning("the disk is full")))
-    run.view.not_heard("reconnecting: the pool team has been silent since 14:05:10")
+    run.view.set_silence("reconnecting: the pool team has been silent since 14:05:10")
     said = re.findall(r'<span style="([^"]*)">([^<]*)</span></div>', render_html(run.view).split("<pre")[0])
     drawn = {unescape(text): "--jp-warn" in style for style, text in said}
     levels = {
@@ -683,7 +751,7 @@ def test_a_silent_link_is_reported_once() -> None:
     wire = SimpleNamespace(silent_s=20.0)
     silent = SimpleNamespace(link=SimpleNamespace(title="the pool team", wire=wire))
     view = Run().start().view
-    followed = Followed(silent, view, SilentPublisher(), SimpleNamespace())  # type: ignore[arg-type]
+    followed = Subscription(silent, view, SilentPublisher(), SimpleNamespace())  # type: ignore[arg-type]
     followed.look_at_link()
     said, version = view.silence, view.version
     assert re.match(r"reconnecting: the pool team has been silent since \d\d:\d\d:\d\d; the run continues there", said)
@@ -736,25 +804,25 @@ def test_ansi_colours_become_spans() -> None:
         ("37;41", "color:#ffffff;background:#e75c58"),
         ("97;41", "color:#ffffff;background:#e75c58"),
         ("37", "color:#a09c90"),
-        # inverse exchanges both, with colours for those that are not set
+        # inverse swaps both colours, with defaults for unset ones
         ("7", "color:#ffffff;background:#6b7280"),
         ("31;7", "color:#ffffff;background:#e75c58"),
         ("31;42;7", "color:#00a250;background:#e75c58"),
-        # underlined and crossed out are one property
+        # underline and strikethrough share one property
         ("4", "text-decoration:underline"),
         ("4;9", "text-decoration:line-through"),
         ("2;3", "opacity:.65;font-style:italic"),
-        # what ends one thing leaves the others
+        # an end code leaves the other attributes in place
         ("1;3;31;22", "color:#e75c58;font-style:italic"),
         ("31;42;39", "background:#00a250"),
         ("31;42;49", "color:#e75c58"),
         ("31;7;27", "color:#e75c58"),
         ("31;4;24", "color:#e75c58"),
-        # nothing is left
+        # no attribute is left
         ("31;1;0", ""),
         ("31;", ""),
         ("3;23", ""),
-        # unknown codes, and colours that are cut off or unknown, are ignored
+        # unknown codes, and truncated or unknown colours, are ignored
         ("31;58", "color:#e75c58"),
         ("1;38;9;31", "font-weight:bold"),
         ("1;48;2;3", "font-weight:bold"),
@@ -917,7 +985,7 @@ def test_bundle_has_html_text_and_the_record_once() -> None:
 
 
 class _Captured(DisplayPublisher):
-    """Plays the front end: outputs in order, updates by display id."""
+    """Acts as the front end: outputs in order, updates by display id."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -1080,7 +1148,7 @@ def test_failed_run_ends_with_one_line_in_a_terminal() -> None:
 
 
 def _screen(text: str) -> list[str]:
-    """Play a terminal: the lines that stay on its screen."""
+    """Emulate a terminal: return the lines that stay on its screen."""
     rows, row, column = [""], 0, 0
     for token in re.findall(r"\x1b\[\d*[A-Za-z]|.|\n|\r", text):
         if token == "\n":
@@ -1107,7 +1175,7 @@ def test_terminal_with_tty_keeps_live_lines_below() -> None:
             while data := os.read(main, 65536):
                 read_back.append(data)
         except OSError:
-            pass  # the side was closed
+            pass  # the other side was closed
 
     thread = threading.Thread(target=drain)
     thread.start()
@@ -1216,7 +1284,7 @@ def test_a_traceback_is_cut_at_output_limit_by_the_kernel_and_by_the_server(kind
     view = Run(limit=2000).tell(rank_events.RankFailed(failure=failure), ended).view
     run: Any = SimpleNamespace(run_id=RUN_ID, spec=view.spec, load_exception=lambda *_: None)
     with pytest.raises(Exception, match="NaN") as caught:
-        deliver(Followed(run, view, SilentPublisher(), None), (ended, ()), {})
+        deliver(Subscription(run, view, SilentPublisher(), None), (ended, ()), {})
     assert caught.value.remote_traceback == long, "all of it is there for who asks"  # type: ignore[attr-defined]
     of_kernel = "\n".join(caught.value._render_traceback_())  # type: ignore[attr-defined]
     output = next(one for one in cell_outputs(view, tmp_path) if one["output_type"] == "error")
@@ -1295,6 +1363,23 @@ def test_a_name_the_notebook_has_gives_a_hint() -> None:
     assert hint not in silent._render_traceback_()  # type: ignore[attr-defined]
 
 
+def test_a_module_that_only_the_notebook_has_gives_a_hint() -> None:
+    def hints(module: str, environment: str) -> str:
+        failure = Failure(
+            kind=FailureKind.USER_CODE, message="No module named 'x'", rank=0, type_name="ModuleNotFoundError",
+            missing_module=module,
+        )  # fmt: skip
+        run = Run(environment=environment, environment_label="ai-4")
+        raised = raised_for(failure, run=run, original=ModuleNotFoundError("No module named 'x'"))
+        return "\n".join(raised._render_traceback_())  # type: ignore[attr-defined]
+
+    hint = "The notebook has `msgspec`, but the packages of the ranks (ai-4) lack it: add it to them"
+    assert hint in hints("msgspec.json", "digest")
+    # the ranks use the notebook's own packages, or neither side has the module
+    assert "lack it" not in hints("msgspec", "")
+    assert "lack it" not in hints("there_is_no_such_module", "digest")
+
+
 def cuda_error(words: str, rank: int = 2) -> Failure:
     message = (
         f"CUDA error: {words}\nCUDA kernel errors might be asynchronously reported at some other API call, so the "
@@ -1304,7 +1389,7 @@ def cuda_error(words: str, rank: int = 2) -> Failure:
 
 
 def hint_of(failure: Failure, *others: Failure, spec: RunSpec | None = None) -> list[str]:
-    """What a failure's traceback says of a lost CUDA context."""
+    """Return the hint in a failure's traceback for a lost CUDA context."""
     run = Run()
     run.view.spec = spec or run.view.spec
     raised = raised_for(failure, *others, run=run, original=RuntimeError("CUDA error"))
@@ -1331,7 +1416,7 @@ def test_a_cuda_error_that_destroys_the_context_is_told_as_such(words: str) -> N
     restart = "`%sgpu_restart --rank 2` starts a new process in its place; what rank 2 had in GPU memory is lost."
     blocking = "in a session connected with `%sgpu_connect --env CUDA_LAUNCH_BLOCKING=1` the line is exact."
     assert hint_of(cuda_error(words), spec=spec_in_session()) == [f"{lost} {restart} {late} {blocking}"]
-    # its processes wait for it with their contexts made
+    # its standby processes have already created their contexts
     assert hint_of(cuda_error(words), spec=spec_in_session(fresh=True)) == [f"{lost} {again} {late} {blocking}"]
 
 
@@ -1448,7 +1533,7 @@ def test_status_says_once_that_devices_are_simulated() -> None:
         text = drawn(msgspec.structs.replace(status, inventory=inventory, runs=runs), now=144.0)
         assert text.count("simulated") == 1
         assert "4 A10, 1 H100 (simulated) · " in text
-    # beside real ones each of them is marked
+    # among real devices, each simulated one is marked
     real = msgspec.structs.replace(h100, simulated=False)
     inventory = msgspec.structs.replace(inventory, devices=(*devices[:2], real))
     mixed = status_text(msgspec.structs.replace(status, inventory=inventory), now=144.0)
@@ -1527,11 +1612,11 @@ def test_units() -> None:
 
 @pytest.mark.parametrize(("wall", "heard"), [(100.0, 50.0), (100.03, 50.0), (200.03, -50.0), (40.03, 110.0)])
 def test_only_a_clock_that_was_set_moves_an_event(monkeypatch: pytest.MonkeyPatch, wall: float, heard: float):
-    # 30 ms in which another process ran
+    # another process ran for 30 ms
     steady = iter([100.0, 100.03])
     monkeypatch.setattr(units, "steady_time", lambda: next(steady))
     monkeypatch.setattr(units, "time", SimpleNamespace(time=lambda: wall))
-    assert units.heard_at(50.0) == pytest.approx(heard)
+    assert units.to_steady_time(50.0) == pytest.approx(heard)
 
 
 def test_a_start_is_as_long_as_its_node_has_measured_even_if_the_lease_was_noted_late():

@@ -35,7 +35,7 @@ def test_stacks_begin_at_the_script() -> None:
     assert last_python_line(FRAMES, SCRIPT) == f"{'train.py'}, line 3, in step: os._exit(4)"
     assert NotebookFrames(SCRIPT).upwards(FRAMES) == FRAMES[:2]
     assert NotebookFrames(SCRIPT).describe(FRAMES[0]) == f"{FILE}, line 3, in step: os._exit(4)"
-    # in a cell, the same file is one of many
+    # for a cell, the same file is an ordinary module
     assert NotebookFrames(CellSource(body="step()")).innermost(FRAMES) is None
 
 

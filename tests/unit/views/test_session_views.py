@@ -1,4 +1,4 @@
-"""What a person sees of sessions: cells on some ranks, renewed groups, pushes and pulls, dead ranks, memory."""
+"""What a user sees of sessions: cells on some ranks, renewed groups, pushes and pulls, dead ranks, memory."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ SESSIONS = [name for name in FORMS if "session" in name]
 
 @pytest.fixture(autouse=True)
 def _in_utc(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A session says since what time of day it is idle."""
+    """A session shows the time of day since when it has been idle."""
     monkeypatch.setenv("TZ", "UTC")
     time.tzset()
     yield
@@ -476,6 +476,8 @@ def test_what_status_says_of_a_session() -> None:
     waiting = msgspec.structs.replace(WORK, state=RunState.QUEUED, uuids=(), position=1, waiting_for="needs 1 more A10")
     assert "waiting: session work, 2 ranks, needs 1 more A10, position 1" in said(waiting)
     assert "waits for devices" in said(waiting)
+    kept = msgspec.structs.replace(waiting, state=RunState.CANCELLED, waiting_for="rank 1 (process 9) does not end")
+    assert "session work: rank 1 (process 9) does not end, its devices stay leased" in said(kept)
     ended = msgspec.structs.replace(WORK, state=RunState.CANCELLED, uuids=(), ended_at=140.0)
     assert re.search(rf"session work +2 {TIMES} A10 +ended", said(ended))
     orphan = said(*CELLS)

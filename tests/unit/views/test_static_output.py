@@ -1,4 +1,4 @@
-"""What is saved of a run: the same picture as the live view, read also by renderers that strip most of it."""
+"""The saved output of a run: it matches the live view, and renderers that strip most of it can still show it."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ STORIES = {
 
 
 class Stripped(HTMLParser):
-    """What a renderer leaves that knows few tags and no attributes at all, as lines of text.
+    """Return the text lines that remain in a renderer with few tags and no attributes.
 
     The tags are those of GitHub's renderer and JupyterLab's that both keep; of others the text stays, but for style
     sheets, which both drop.
@@ -191,7 +191,7 @@ def test_it_stays_within_its_limit_and_says_where_the_rest_is(ranks: int) -> Non
     assert len(html.encode()) + len(plain.encode()) <= 100_000
     assert html.count("<details style") == ranks
     text = stripped(html)
-    # with so many ranks there is no room for what was measured
+    # with this many ranks there is no room for the measurements
     assert ("power: 200 W on average" in text) == (ranks == 16)
     assert f"lines of {ranks} ranks in the run's log: sgpu logs 7f3a · {DIRECTORY}/rank-*.log" in text
     assert f"lines of {ranks} ranks in the run's log: sgpu logs 7f3a · {DIRECTORY}/rank-*.log" in plain
@@ -303,13 +303,13 @@ def test_the_record_is_small_and_complete() -> None:
     assert "mean_utilization_pct" not in str(run_record(measured_on_cpu().view))
 
 
-# ------------------------------------------------------------ what ranks say stays text
+# ------------------------------------------------------------ output of ranks stays text
 
 EVIL = "<script>alert(1)</script><img src=x onerror=alert(1)>&amp;\"'"
 
 
 class Elements(HTMLParser):
-    """Every tag and attribute there is."""
+    """Every tag and attribute in the HTML."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -411,7 +411,7 @@ def test_the_bundle_of_the_last_segment_has_the_record() -> None:
 
 
 def heights(svg: str) -> list[list[int]]:
-    """Of the line's stretches, from the bottom: 3 is nothing, 33 the top."""
+    """The heights of the line's segments from the bottom: 3 is nothing, 33 the top."""
     path = re.search(r'<path d="([^"]*)" fill="none"', svg)
     assert path is not None
     return [[36 - int(point.split(",")[1]) for point in part.split()] for part in path[1].split("M") if part]

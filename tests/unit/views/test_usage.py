@@ -1,4 +1,4 @@
-"""What ranks use: curves that stay small and true, and the words for what was measured."""
+"""Resource use of ranks: curves that stay small and accurate, and the texts for measurements."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def test_curves_begin_when_their_first_value_was_told():
     assert began["GPU"] == (0.0, (94.0,) * 3)
 
 
-# ---------------------------------------------------------------- words
+# ---------------------------------------------------------------- texts
 
 
 @pytest.mark.parametrize(

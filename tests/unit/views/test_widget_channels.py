@@ -1,4 +1,4 @@
-"""Questions that come to a kernel by comm and over the control channel."""
+"""Requests to a kernel by comm and over the control channel."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_widgets_order_that_comes_on_both_ways_is_obeyed_once():
             order = {"n": number, "kind": "apply"}
             by_comm[0](widget, order, [])
             await kernel.control_handlers[REQUEST](None, None, {"content": {"model_id": "panel", "question": order}})
-        # a page that is loaded again counts anew
+        # a reloaded page restarts its numbering
         for _ in range(2):
             asked = {"model_id": "sidebar", "question": {"n": 1}}
             await kernel.control_handlers[REQUEST](None, None, {"content": asked})

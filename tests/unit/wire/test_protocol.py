@@ -1,4 +1,4 @@
-"""The wire: every message's shape, its way through the codec, its way over a stream in pieces."""
+"""The wire: the shape of each message, encoding and decoding, and framing on a stream read in pieces."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def shapes() -> str:
 
 
 def test_every_message_has_its_declared_shape():
-    """Whoever changes the wire changes this list, and thinks of the version."""
+    """A change of the wire also changes this list, and may need a new protocol version."""
     if os.environ.get("SGPU_UPDATE_GOLDEN"):
         GOLDEN.write_text(shapes())
     assert shapes() == GOLDEN.read_text()
@@ -145,12 +145,12 @@ def test_every_tagged_record_travels_on_some_link():
     assert tagged - {member for _, member in IN_A_UNION} - within == set()
 
 
-# ---------------------------------------------------------------- any value comes back
+# ---------------------------------------------------------------- any value survives a round trip
 
 
 @functools.cache
 def values(hint: Any) -> st.SearchStrategy[Any]:
-    """Everything that a field of this type may hold."""
+    """Every value that a field of this type may hold."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return st.one_of(*map(values, inner))

@@ -1,4 +1,4 @@
-"""Changes of a status: with the status before, they give the new one, whatever has changed."""
+"""Changes of a status: applied to the previous status, they give the new one, whatever has changed."""
 
 from __future__ import annotations
 

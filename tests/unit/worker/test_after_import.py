@@ -1,4 +1,4 @@
-"""Changes to modules of other packages at their import."""
+"""Patches to other packages' modules at import."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sgpu_magic.worker.process.patches import after_import, refuse_launchers
 
 @pytest.fixture
 def launchers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package of accelerate's name."""
+    """A package with accelerate's name."""
     package = tmp_path / "accelerate"
     package.mkdir()
     (package / "__init__.py").write_text("from .launchers import notebook_launcher\n")

@@ -1,4 +1,4 @@
-"""Code that says cuda, on a rank whose CPU stands in for a GPU. In a process of its own: the mapping stays."""
+"""Code for CUDA on a rank whose CPU stands in for a GPU. In a separate process, since the mapping is permanent."""
 
 from __future__ import annotations
 
@@ -161,6 +161,10 @@ compiled = torch.compile(nn.Linear(2, 1).cuda(), backend="eager")
 assert compiled(torch.ones(1, 2, device="cuda")).device == cpu
 mesh = init_device_mesh("cuda", (1,))
 assert mesh.device_type == "cpu"
+from torch.distributed.fsdp import FullyShardedDataParallel
+for options in ({}, {"device_id": 0}, {"device_id": torch.device("cuda", 0)}):
+    sharded = FullyShardedDataParallel(nn.Linear(16, 8).to(0), **options)
+    sharded(torch.rand(4, 16, device="cuda")).sum().backward()
 dist.destroy_process_group()
 """
 
@@ -168,9 +172,9 @@ dist.destroy_process_group()
 @pytest.mark.parametrize(
     "code",
     [
-        # importing torch is most of what a process takes
+        # these share a process, since most of its time is spent importing torch
         pytest.param(DEVICES + FUNCTIONS, id="devices, functions"),
-        pytest.param(ACCELERATOR, id="accelerator"),
+        pytest.param(ACCELERATOR, id="accelerator", marks=pytest.mark.slow),
         pytest.param(CHILDREN, id="children", marks=pytest.mark.slow),
         pytest.param(TRAINING, id="training", marks=pytest.mark.slow),
         pytest.param(GROUP, id="group", marks=pytest.mark.slow),

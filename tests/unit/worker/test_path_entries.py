@@ -1,4 +1,4 @@
-"""Path entries that did not exist when the import system first looked at them."""
+"""Path entries that did not exist when the import system first checked them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def as_in_a_zygote(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def missed(folder: Path) -> str:
-    """Look for a module in a folder that does not exist, which the import system remembers."""
+    """Look for a module in a missing folder, which the import system caches."""
     sys.path.append(str(folder))
     with pytest.raises(ImportError):
         importlib.import_module(f"{folder.name}_has_it")
@@ -41,7 +41,7 @@ def test_a_folder_that_appears_later_is_looked_at_again(tmp_path: Path) -> None:
 
 
 def test_the_zygotes_entries_are_not_read_again(tmp_path: Path) -> None:
-    """Reading them copies their pages. The zygote itself has forgotten the missing ones."""
+    """Reading the entries copies their pages. The zygote itself has dropped the missing ones."""
     of_zygote = missed(tmp_path / "zygotes")
     rank_context.remember_path_entries()
     assert of_zygote not in sys.path_importer_cache

@@ -1,4 +1,4 @@
-"""The parts of `@ray_launch` that need no Ray: its place on a node, its numbers, its variables, Ray Serve's refusal."""
+"""The parts of `@ray_launch` that need no Ray: its directories, ports and variables, and the refusal of Ray Serve."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def settings(tmp_path: Path) -> Iterator[Settings]:
     (tmp_path / "r").mkdir()
     made = Settings(state_dir=str(tmp_path / "s"), runtime_dir=str(tmp_path / "r"))
     yield made
-    # the directory of a test can be too long for sockets: they have another one then
+    # the test's directory can be too long for sockets, which then have another one
     sweep_ray_directories(made, [])
 
 
@@ -110,7 +110,7 @@ def test_its_directories_are_private_and_go(settings: Settings, launch: Launch):
     made = make_ray_directories(launch, settings)
     for directory in (made.directory, made.disk_directory):
         assert os.stat(directory).st_mode & 0o777 == 0o700
-    # what a run's attempt before has left is no obstacle
+    # leftovers of the run's previous attempt do not matter
     Path(made.directory, "session").mkdir()
     assert make_ray_directories(launch, settings) == made
     assert not Path(made.directory, "session").exists()
@@ -139,7 +139,7 @@ def test_sockets_have_short_paths_wherever_the_runtime_directory_is(settings: Se
     settings = replace(settings, runtime_dir=str(deep))
     found = Path(make_ray_directories(launch, settings).directory)
     assert len(f"{found}/r/session_2026-11-22_18-41-05_080720_1234567/sockets/dash_MetricsHead") <= 107
-    # and there too nothing stays of a run whose agent was killed
+    # nothing is left there either of a run whose agent was killed
     sweep_ray_directories(settings, [launch.spec.run_id])
     assert found.is_dir()
     sweep_ray_directories(settings, [])
@@ -169,7 +169,7 @@ def test_tasks_are_no_ranks_and_another_clusters_variables_are_not_theirs():
         "RAY_JOB_ID": "7",
         "HOME": "/h",
         "HF_TOKEN": "t",
-        # the user's own
+        # set by the user
         "RAY_DASHBOARD_STARTUP_TIMEOUT_S": "300",
     }
     ray = {"RAY_AUTH_MODE": "token"}
@@ -208,8 +208,12 @@ except BaseException as error:
 
 @pytest.mark.parametrize(
     ("init", "kind"),
-    [("from .api import run", "UsageError"), ("raise ImportError('no grpc_reflection')", "ImportError")],
-    ids=["installed", "without its packages"],
+    [
+        pytest.param("from .api import run", "UsageError", id="installed"),
+        pytest.param(
+            "raise ImportError('no grpc_reflection')", "ImportError", id="without packages", marks=pytest.mark.slow
+        ),
+    ],
 )
 def test_serve_is_refused_in_a_sentence(tmp_path: Path, init: str, kind: str):
     package = tmp_path / "ray" / "serve"
@@ -245,7 +249,7 @@ def test_a_tasks_frames_have_their_lines_again():
             (name, 5, "check"),
             ("/gone.py", 3, "<lambda>"),
         ]
-        # what IPython shows of a cell is looked for from where its function begins
+        # IPython looks up a cell's source from the function's first line
         assert error.__traceback__.tb_frame.f_code.co_firstlineno == 6
         assert error.__traceback__.tb_next.tb_frame.f_code.co_firstlineno == 3
         assert (

@@ -1,4 +1,4 @@
-"""Widgets of ranks without processes: what a rank sends of them, their ids, and what they leave behind."""
+"""Widgets of ranks without processes: the messages that a rank sends, widget ids, and what remains afterwards."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sgpu_magic.worker.cell import widgets
 
 
 class Rank:
-    """What a rank's widgets have said, folded as a notebook folds it."""
+    """The messages of a rank's widgets, merged as a notebook merges them."""
 
     def __init__(self) -> None:
         self.messages: list[CommMessage] = []
@@ -31,7 +31,7 @@ class Rank:
         self.models.apply(CommsMoved(rank=0, messages=message.messages), blobs)
 
     def static(self, widget: ipywidgets.Widget) -> dict[str, Any]:
-        """What a notebook has of the widget after the run."""
+        """The notebook's state of the widget after the run."""
         widgets.comms.flush()
         return self.models.static(0, widget._repr_mimebundle_())
 
@@ -119,7 +119,7 @@ def test_the_front_end_is_heard_by_the_widget(rank: Rank):
     seen: list[int] = []
     slider.observe(lambda change: seen.append(change["new"]), "value")
     data = json.dumps({"method": "update", "state": {"value": 5}, "buffer_paths": []}).encode()
-    widgets.comms.heard((CommMessage(comm_id=slider.model_id, kind="msg", data=data),), ())
+    widgets.comms.on_messages((CommMessage(comm_id=slider.model_id, kind="msg", data=data),), ())
     widgets.comms.hear()
     assert seen == [5]
     assert rank.static(slider)["text/plain"] == "5"

@@ -1,4 +1,4 @@
-"""Completion and inspection on an idle rank: what it answers, how fast, and what it never does."""
+"""Completion and inspection on an idle rank: replies, speed, and forbidden side effects."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Process groups that go on: models and groups train on after ranks failed while others sat in collectives."""
+"""Renewed process groups: models and groups train on after ranks failed while others waited in collectives."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def values(session: Session, body: str, **options: object) -> list[object]:
 
 
 def break_off(session: Session, body: str, culprit: int = 1) -> list[str]:
-    """Execute a cell in which one rank fails and the others wait for it; return what these say."""
+    """Execute a cell in which one rank fails and the others wait for it; return the messages of the others."""
     session.execute(body)
     assert session.failure(culprit).failure.message == "broken off"
     others = [rank for rank in range(session.size) if rank != culprit]
@@ -49,7 +49,7 @@ def break_off(session: Session, body: str, culprit: int = 1) -> list[str]:
 
 
 def waits(session: Session, rank: int) -> bool:
-    """The rank has come to its last line, and its main thread sleeps there: in a collective, or in the store."""
+    """The rank has reached its last line, and its main thread sleeps there: in a collective, or in the store."""
     return "MARK" in session.ranks[rank].printed.rpartition("BEGIN")[2] and is_asleep(session.ranks[rank].pid)
 
 
@@ -142,7 +142,7 @@ def test_models_and_groups_train_on_over_renewals(session: Session):
         break_off(session, body)
         assert session.renew() == ["", "", ""]
         assert values(session, "check()") == GOOD, body
-    # numbers of groups agree again, and new ones can be made
+    # group numbers agree again, and new groups can be created
     made = "late = dist.new_group([1, 2])\nt = torch.ones(1)\nif rank: dist.all_reduce(t, group=late)\nt.item()"
     assert values(session, made) == [1.0, 2.0, 2.0]
     assert session.renew() == ["", "", ""]
@@ -184,7 +184,7 @@ def test_a_replaced_rank_joins_and_the_others_keep_their_names(session: Session)
         values(session, "import torch, torch.distributed as dist\nt = torch.ones(1)\ndist.all_reduce(t)\nt.item()")
         == [3.0] * 3
     )
-    # all make everything anew, over the same numbers
+    # all ranks create everything again, with the same numbers
     session.run(SETUP)
     assert values(session, "check()") == GOOD
     assert session.renew() == ["", "", ""]
@@ -235,11 +235,11 @@ def test_collectives_keep_sane_numbers_over_renewals(session: Session):
         "dist.all_reduce(torch.ones(1))",
     )
     session.renew()
-    # the old one never ends, and is not what the rank is in
+    # the old collective never ends, and is not the current one
     assert [current(rank) for rank in range(3)] == [None] * 3
     session.run("dist.barrier()\ndist.all_reduce(torch.ones(1))")
     over = Collective(name="all_reduce", seq=2, pending=False)
-    # torch notes the end of a collective in a thread of its own, after the call has returned
+    # torch records the end of a collective in a separate thread, after the call has returned
     eventually(lambda: {current(rank) for rank in range(3)} == {over}, 5, "it is not over on every rank")
     session.execute("if rank: dist.all_reduce(torch.ones(1))", only=[1, 2])
     for rank in (1, 2):
@@ -251,6 +251,7 @@ def test_collectives_keep_sane_numbers_over_renewals(session: Session):
         session.result(rank)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("busy", [False, True], ids=["at once", "before it has begun"])
 def test_a_renewal_whose_peer_does_not_come_can_be_released(session: Session, busy: bool):
     if busy:
@@ -267,3 +268,102 @@ def test_a_renewal_whose_peer_does_not_come_can_be_released(session: Session, bu
         assert answer.problem.startswith(f"rank {rank}: ")
     session.renew()
     assert values(session, SUM) == [3.0] * 3
+
+
+# ---------------------------------------------------------------- groups that are lost
+
+MESH = """
+import torch, torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel as DDP
+def build():
+    global mesh, group, model
+    # a mesh of all ranks that torch makes itself has the default group, which is never lost
+    mesh = DeviceMesh.from_group(dist.new_group([0, 1, 2]), 'cpu', mesh_dim_names=('dp',))
+    group = dist.new_group([0, 1, 2])
+    model = DDP(torch.nn.Linear(2, 1), process_group=group)
+def total():
+    # computed with the mesh that DTensor has for such a tensor, also from its caches
+    doubled = distribute_tensor(torch.arange(6.), mesh, [Shard(0)]) * 2
+    return doubled.full_tensor().sum().item()
+"""
+USES = {
+    "a collective": "dist.all_reduce(torch.ones(1), group=group)",
+    "a mesh": "dist.barrier(mesh.get_group())",
+    "a sharded tensor": "total()",
+    "a model": "model(torch.ones(1, 2))",
+}
+
+
+def replace_rank_1(session: Session) -> None:
+    session.ranks[1].kill()
+    session.release()
+    session.renew([1])
+
+
+@pytest.mark.slow
+def test_what_a_lost_group_was_used_by_says_so_and_can_be_made_again(session: Session):
+    session.run(MESH + "build()\ntotal()")
+    replace_rank_1(session)
+    for use in USES.values():
+        session.execute(use, only=[0, 2])
+        for rank in (0, 2):
+            failure = session.failure(rank).failure
+            assert failure.message == (
+                "the process group of ranks (0, 1, 2) was lost: rank 1 is a new process. Create it again."
+            ), use
+    assert values(session, MESH + "build()\nloss = model(torch.ones(1, 2)).sum().backward()\ntotal()") == [30.0] * 3
+
+
+def test_ranks_name_their_next_groups_alike_after_a_restart(session: Session):
+    """Also groups that only their members create, and a group over `MASTER_ADDR`."""
+    names = "import torch.distributed as dist\nimport torch.distributed.distributed_c10d as c10d\n"
+    local = "g = dist.new_group([0, 1, 2], use_local_synchronization=True)\ndist.barrier(g)\n"
+    again = "dist.destroy_process_group()\ndist.init_process_group('gloo')\ndist.barrier()\n"
+    session.run(names + again + "some = [dist.new_group([0, 1, 2]) for _ in range(3)]\n" + local)
+    # torch itself would give the next common group a different name on this rank
+    session.run("alone = dist.new_group([0], use_local_synchronization=True)", only=[0])
+    replace_rank_1(session)
+    assert values(session, names + "len(c10d._world.pg_names), c10d._world.group_count")[1] == (1, 4)
+    for _ in range(2):
+        found = values(
+            session, names + local + "h = dist.new_group([0, 1, 2])\nmore = [g.group_name, h.group_name]\nmore"
+        )
+        assert found[0] == found[1] == found[2]
+    values(session, names + again)
+
+
+def test_names_of_local_groups_are_alike_where_ranks_have_other_groups(session: Session):
+    code = (
+        "import torch.distributed as dist\n"
+        "if rank == 0: mine = dist.new_group([0], use_local_synchronization=True)\n"
+        "ours = [dist.new_group([0, 1, 2], use_local_synchronization=True) for _ in range(2)]\n"
+        "for group in ours: dist.barrier(group)\n"
+        "[group.group_name for group in ours]"
+    )
+    found = values(session, code)
+    assert found[0] == found[1] == found[2]
+    assert len(set(found[0])) == 2  # type: ignore[arg-type]
+
+
+def test_a_new_process_has_the_time_limit_of_the_group_that_it_joins(session: Session):
+    limit = (
+        "import datetime, torch, torch.distributed as dist\n"
+        "dist.group.WORLD._get_backend(torch.device('cpu')).options._timeout.total_seconds()"
+    )
+    session.run(
+        "import datetime, torch.distributed as dist\ndist.init_process_group(timeout=datetime.timedelta(seconds=77))"
+    )
+    replace_rank_1(session)
+    assert values(session, limit) == [77.0] * 3
+
+
+@pytest.mark.slow
+def test_a_group_is_reconnected_as_often_as_torch_can_count_for_each(session: Session):
+    """Backend types that torch can distinguish are counted per group, not for all groups together."""
+    session.run("import torch, torch.distributed as dist\nmany = [dist.new_group([0, 1, 2]) for _ in range(60)]")
+    for _ in range(5):
+        assert session.renew() == ["", "", ""]
+    code = "t = torch.ones(1) * rank\nfor group in many: dist.all_reduce(t, dist.ReduceOp.MAX, group)\nt.item()"
+    assert values(session, code) == [2.0] * 3

@@ -1,4 +1,4 @@
-"""A rank that stays: cell after cell, interrupts, failures that hold nothing, what travels and what does not."""
+"""A rank of a session: successive cells, interrupts, failures that hold no memory, and values that are sent or not."""
 
 from __future__ import annotations
 
@@ -71,8 +71,18 @@ def test_no_garbage_is_collected_while_a_stack_is_looked_at(session: Session):
         "(seen[:3], gc.isenabled())"
     )
     assert values(session, body, only=(0,)) == [([False, False, False], True)]
-    # as the cell has set it
+    # as the cell set it
     assert values(session, f"import gc\ngc.disable()\n{body}", only=(0,)) == [([False, False, False], False)]
+
+
+def test_a_stack_is_as_old_as_the_code_that_kept_the_rank_from_sampling(zygote: Zygote, tmp_path: Path):
+    session = Session(zygote, 1, cwd=str(tmp_path)).connect()
+    rank = session.ranks[0]
+    session.execute("import ctypes, time\ntime.sleep(0.5)\nctypes.PyDLL(None).sleep(5)")
+    eventually(lambda: 0 < rank.stack_file.sample_age_s() < 0.2, 5, "the stack is sampled")
+    eventually(lambda: rank.stack_file.sample_age_s() > 0.6, 5, "the stack gets old")
+    rank.kill()
+    session.leave()
 
 
 # ---------------------------------------------------------------- cell after cell
@@ -190,7 +200,7 @@ def test_the_rank_follows_the_kernel_and_keeps_what_it_has_changed_itself(sessio
     inner = tmp_path / "inner"
     inner.mkdir()
     session.run("os.environ['OWN'] = 'mine'\nos.environ['MODE'] = 'slow'\nos.chdir('inner')")
-    # the kernel has not changed: the rank's own changes stay
+    # the kernel's state is unchanged: the rank's own changes stay
     assert values(session, look)[0] == (str(inner), "slow", "mine", "0")
     session.environ["RANK"] = "7"
     del session.environ["MODE"]
@@ -342,7 +352,7 @@ def test_an_interrupt_ends_the_cell_and_keeps_every_name(session: Session):
     session.run("import time\ndone = 0")
     session.execute("while True:\n    done += 1\n    time.sleep(0.01)")
     for rank in session.ranks:
-        # it may not even have seen the cell yet
+        # the rank may not have received the cell yet
         rank.interrupt()
     for rank in range(2):
         failure = session.failure(rank).failure
@@ -380,13 +390,13 @@ def test_an_interrupt_within_ipythons_callbacks_ends_the_cell(session: Session, 
 def test_interrupts_of_an_idle_rank_do_nothing(session: Session):
     for _ in range(20):
         session.ranks[0].interrupt()
-    # its main thread has heard them by then
+    # by the time it replies, the main thread has handled the interrupts
     session.ranks[0].ask("names")
     assert values(session, "rank") == [0, 1]
 
 
 def test_interrupts_at_any_moment_leave_the_rank_alive(session: Session):
-    """Many come where a cell begins and ends: each cell finishes or is interrupted, and the next one runs."""
+    """Many arrive where a cell begins and ends: each cell finishes or is interrupted, and the next one runs."""
     import threading
 
     stop = threading.Event()
@@ -411,7 +421,7 @@ def test_interrupts_at_any_moment_leave_the_rank_alive(session: Session):
 
 
 def test_programs_that_a_rank_starts_hear_interrupts(session: Session):
-    """A rank that ignored them would hand that on."""
+    """A rank that ignored them would pass that on to its children."""
     code = (
         "import subprocess, sys\n"
         "program = 'import signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)'\n"
@@ -443,7 +453,7 @@ def test_an_interrupt_during_unpacking_is_the_cells(session: Session, tmp_path: 
     assert values(session, "rank") == [0, 1]
 
 
-# ---------------------------------------------------------------- failures hold nothing
+# ---------------------------------------------------------------- failures hold no memory
 
 HOLD = """
 import weakref, torch
@@ -540,7 +550,7 @@ def test_out_of_memory_tells_what_held_it_and_gives_it_back(session: Session):
     assert [use.name for use in failure.memory.largest].count("view") == 0
     assert failure.memory.largest[0].name == "hidden[0] (in train, line 12)"
     assert failure.memory.largest[0].dtype == "float32"
-    # the memory is there again for who needs it
+    # the memory is available again
     limit = (
         "now = int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize()\n"
         "resource.setrlimit(resource.RLIMIT_AS, (now + 100_000_000, -1))\n"
@@ -570,7 +580,7 @@ def test_an_error_of_the_user_s_is_not_about_memory(session: Session):
 
 
 def edit(path: Path, text: str) -> None:
-    """Write a module with another time of change, whatever the clock's steps are."""
+    """Write a module with a different mtime, whatever the clock's resolution is."""
     before = path.stat().st_mtime_ns if path.exists() else 0
     path.write_text(text)
     if before:
@@ -612,6 +622,14 @@ def test_an_edited_module_is_told_of_once_for_each_edit(with_modules: Session, t
     assert remarks(session, 1) == [
         "rank 1 has older versions of training.py and utils.py, edited since: --reload reloads them."
     ]
+
+
+def test_what_autoreload_reloads_is_no_remark(with_modules: Session, tmp_path: Path):
+    session = with_modules
+    session.run("%load_ext autoreload\n%autoreload 2")
+    edit(tmp_path / "utils.py", NEW_UTILS)
+    assert values(session, "scale(1)") == [7, 7]
+    assert remarks(session) == []
 
 
 def test_reload_reaches_functions_instances_and_values_that_were_imported_by_name(
@@ -666,6 +684,29 @@ def test_installed_modules_are_not_the_users(session: Session, tmp_path: Path):
     session.run("pass")
     assert remarks(session) == []
     assert values(session, "library.x", reload=True) == [1, 1]
+
+
+# ---------------------------------------------------------------- the event loop
+
+
+def test_cells_have_a_running_loop_as_in_a_notebook(zygote: Zygote, tmp_path: Path):
+    session = Session(zygote, 1, cwd=str(tmp_path)).connect()
+    made = (
+        "import asyncio\nasync def later(n):\n    await asyncio.sleep(0.01)\n    done.append(n)\n    return n\n"
+        "done = []\ntask = asyncio.create_task(later(33))\nloop = asyncio.get_running_loop()\ntask.done()"
+    )
+    assert values(session, made) == [False]
+    # tasks continue between cells
+    eventually(lambda: values(session, "done") == [[33]], 5, "the task did not go on between cells")
+    assert values(session, "await task") == [33]
+    assert values(session, "loop is asyncio.get_running_loop() and await later(2)") == [2]
+    # a notebook rejects these; they worked on ranks before ranks had a loop
+    assert values(session, "asyncio.run(later(3))") == [3]
+    assert values(session, "own = asyncio.new_event_loop()\nown.run_until_complete(later(4))") == [4]
+    assert values(session, "own.close()\nasyncio.get_running_loop() is loop") == [True]
+    session.run("task = asyncio.create_task(later(5))\nraising = asyncio.create_task(asyncio.sleep(0, 1 / 1))")
+    assert values(session, "await task") == [5]
+    session.leave()
 
 
 # ---------------------------------------------------------------- its end
@@ -773,7 +814,7 @@ def test_a_display_that_fails_is_shown_and_the_cell_goes_on(single: Session):
     assert "no html" in single.ranks[0].printed
 
 
-# ---------------------------------------------------------------- exceptions that do harm when they are described
+# ---------------------------------------------------------------- exceptions with harmful descriptions
 
 
 @pytest.mark.parametrize("name", ["__str___exits", "has_5000_causes", "has_300_MB", "has_surrogates_all_over"])
@@ -816,7 +857,7 @@ def test_an_interrupt_ends_a_loop_in_an_exceptions_text(single: Session, name: s
     assert values(single, "keep") == [8]
 
 
-# ---------------------------------------------------------------- what means the same as in a program
+# ---------------------------------------------------------------- same behaviour as in a program
 
 
 def test_exit_and_quit_end_the_cell(single: Session):
@@ -882,7 +923,7 @@ def test_a_child_process_that_would_wait_for_the_runs_own_ranks_is_told_so(singl
 
 @pytest.mark.slow
 def test_a_spawned_process_finds_the_script_of_a_relative_path(single: Session, files: Path):
-    """As in the kernel, whose directory was the process's first one too."""
+    """As in the kernel, whose directory was also the process's first one."""
     (files / "script.py").write_text("import os\nif __name__ == '__mp_main__':\n    open('found', 'w').close()\n")
     single.run(
         "import multiprocessing, os\n%run -i script.py\n"
@@ -906,7 +947,7 @@ def test_child_processes_of_a_rank_make_a_group_of_their_own(single: Session, fi
     )
     single.ranks[0]._text = b""
     single.run(
-        # what `%run -i` has left there is run by a spawned process
+        # a spawned process runs what `%run -i` has left there
         "globals().pop('__file__', None)\n"
         "import sys, torch, torch.distributed as dist, torch.multiprocessing as mp\n"
         "sys.path.insert(0, '')\n"

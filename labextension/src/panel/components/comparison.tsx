@@ -5,7 +5,7 @@ import type { RunRow } from "../messages";
 import { costWords, formatMoment, rankWords, runLabel, runSpan } from "../words";
 
 interface Props {
-  /** One run, to which another is to be chosen, or two. */
+  /** Two runs, or one while the other is still to be chosen. */
   readonly runs: readonly RunRow[];
   readonly now: number;
   readonly onClose: () => void;
@@ -17,7 +17,7 @@ export function Comparison({ runs, now, onClose }: Props) {
   const t = useTranslate();
   const [first, second] = runs;
   const box = useRef<HTMLDivElement>(null);
-  // the rows whose buttons were pressed may be far below
+  // the row whose button was pressed may be far below the table
   useLayoutEffect(() => box.current?.scrollIntoView({ block: "nearest" }), [second?.run_id]);
   if (!first) return null;
   const close = (

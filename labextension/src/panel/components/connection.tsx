@@ -3,7 +3,7 @@ import type { RunRow } from "../messages";
 import { costWords, formatMoment, formatSpan, rankWords, reasonOf, sessionLine, stageOf } from "../words";
 import { HeldBy } from "./held_by";
 
-/** Whether the notebook in front has a session, in one line; below it what can be said and done about it. */
+/** Whether the active notebook has a session, in one line; below it details and actions. */
 export function Connection() {
   const { session, endedSession } = usePanel();
   const t = useTranslate();
@@ -51,7 +51,7 @@ function Active({ session }: { session: RunRow }) {
   );
 }
 
-/** What became of the last session, and a button that connects one like it. */
+/** How the last session ended, and a button that connects one like it. */
 function Ended({ session }: { session: RunRow }) {
   const model = usePanel();
   const t = useTranslate();

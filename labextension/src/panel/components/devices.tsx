@@ -4,12 +4,12 @@ import type { DevicePicture, TypePicture } from "../messages";
 import { formatUsed } from "../words";
 import { Section } from "./section";
 
-/** Types with more devices have a bar in the place of the squares. */
+/** Types with more devices have a bar instead of squares. */
 const MOST_SQUARES = 64;
-/** So many devices of a type are unfolded by themselves where this notebook holds some. */
+/** Up to this many devices of a type are expanded by default if this notebook holds some. */
 const FEW = 8;
 
-/** How many devices of each type are free, this notebook's and others'; unfolded, how busy each is and who uses it. */
+/** How many devices of each type are free, this notebook's and others'; expanded, each device's load and user. */
 export function Devices() {
   const { pool, notebook } = usePanel();
   const t = useTranslate();
@@ -17,7 +17,7 @@ export function Devices() {
   if (!picture || (picture.devices.length === 0 && picture.cpu_slots === 0 && picture.notes.length === 0)) return null;
   const kernel = notebook?.link.kernel ?? "";
   const types = picture.types.filter(({ type }) => type !== CPU);
-  // as wide as the longest needs, so that what stands beside them begins below one another
+  // as wide as the longest label, so that the columns beside the labels align
   const widest = Math.max(...types.map(({ label }) => label.length), 0);
   return (
     <Section title={t("Devices")} name="devices">
@@ -46,7 +46,7 @@ export function Devices() {
 
 interface OfTypeProps {
   readonly type: TypePicture;
-  /** Each device, or where there are many: this notebook's and a row for each node. */
+  /** Every device or, if there are many, this notebook's and a row for each node. */
   readonly devices: readonly DevicePicture[];
   readonly kernel: string;
 }
@@ -58,7 +58,7 @@ function DevicesOfType({ type, devices, kernel }: OfTypeProps) {
   const own = devices.filter(isOwn).length;
   const free = Math.min(type.free, type.total - own);
   const others = type.total - free - own;
-  // what nobody has folded or unfolded shows by itself what this notebook's devices do
+  // until the user folds or unfolds it, expanded if it is short and this notebook holds some of the devices
   const [kept, keep] = useMemory(`devices ${type.type}`, "");
   const isOpen = kept === "" ? own > 0 && type.total <= FEW : kept === "true";
   const words = t("%1 of %2 free", type.free, type.total);
@@ -95,7 +95,7 @@ function DevicesOfType({ type, devices, kernel }: OfTypeProps) {
   );
 }
 
-/** A square for each device, this notebook's first and free ones last; a bar where they are many. */
+/** A square for each device, this notebook's first and free ones last; a bar if there are many. */
 function Strip({ own, others, free }: { own: number; others: number; free: number }) {
   const parts = [
     ["own", own],

@@ -4,7 +4,7 @@ import { usePanel, useTranslate } from "../context";
 import type { RunRow } from "../messages";
 import { runLabel } from "../words";
 
-/** Ends a run or a session, after a question. `words` are the button's, which name what it ends. */
+/** Ends a run or a session after a confirmation. `words` label the button. */
 export function EndRun({ run, words }: { run: RunRow; words: string }) {
   const model = usePanel();
   const t = useTranslate();
@@ -36,13 +36,13 @@ export function EndRun({ run, words }: { run: RunRow; words: string }) {
   );
 }
 
-/** What had the focus goes away: its row or its part of the panel has it next. */
+/** Moves the focus to the row or section, because the focused button is removed. */
 function toNeighbour(element: Element): void {
   const row = element.closest(".sgpu-run-row")?.querySelector<HTMLElement>(".sgpu-run-head");
   (row ?? element.closest<HTMLElement>("section"))?.focus();
 }
 
-/** The question takes the focus from the button that it stands for. */
+/** Moves the focus to the confirmation, which replaces the pressed button. */
 function focused(button: HTMLButtonElement | null): void {
   button?.focus();
 }

@@ -6,7 +6,7 @@ import type { FormLine } from "../form";
 import type { NotebookModel } from "../notebook_model";
 import { Section } from "./section";
 
-/** The packages that ranks have: a base, and the differences to it. */
+/** The ranks' packages: a base, and the differences from it. */
 export function Environment({ notebook }: { notebook: NotebookModel }) {
   const t = useTranslate();
   const id = useOwnId();
@@ -71,7 +71,7 @@ function PackageRow({ line, notebook }: { line: FormLine; notebook: NotebookMode
     <li class={`sgpu-package sgpu-${kind}${line.pending ? ` sgpu-${line.pending}` : ""}`}>
       <span title={line.words}>
         <span aria-hidden="true">{line.sign} </span>
-        {/* what the colour and the line through it say */}
+        {/* the meaning of the colour and the strikethrough, in words */}
         <span class="sgpu-hidden">{`${t(line.pending === "dropped" ? "will be undone" : WORDS[line.sign])}: `}</span>
         {line.words}
       </span>

@@ -1,7 +1,7 @@
 import { useTranslate } from "../context";
 import type { NotebookModel } from "../notebook_model";
 
-/** The notebook asks for something that somebody else has chosen: it waits for a word of this user. */
+/** Asks the user to confirm a choice that someone else made. */
 export function Foreign({ notebook }: { notebook: NotebookModel }) {
   const t = useTranslate();
   const { kernel, plan, isPlanning, doing, installing, refusal } = notebook;

@@ -7,10 +7,10 @@ import type { NotebookModel } from "../notebook_model";
 import { formatEstimate } from "../words";
 import { RadioGroup } from "./radio_group";
 
-/** More than these have a field for their number. */
+/** Above this many devices, a number field replaces the buttons. */
 const MOST_BUTTONS = 8;
 
-/** How many devices of the chosen type, and when so many will be free. */
+/** How many devices of the chosen type, and when that many will be free. */
 export function Gpus({ notebook }: { notebook: NotebookModel }) {
   const { pool } = usePanel();
   const t = useTranslate();
@@ -20,7 +20,7 @@ export function Gpus({ notebook }: { notebook: NotebookModel }) {
   const label = type.type === CPU ? t("Ranks") : t("GPUs");
   const tooMany = form.gpus > type.total ? t("this pool has %1 %2", type.total, type.label) : "";
   const choose = (gpus: number) => notebook.choose({ ...notebook.form, gpus });
-  // this notebook's own session gives its devices back before it is connected again
+  // this notebook's own session frees its devices before it is connected again
   const own = pool.picture?.devices.filter((device) => device.type === type.type && isOf(device.kernel, notebook)).length ?? 0;
   const free = type.free + own;
   const numbers = Array.from({ length: type.total }, (_, index) => index + 1);

@@ -6,7 +6,7 @@ import { EndRun } from "./end_run";
 
 const MOST = 4;
 
-/** Who holds what a run waits for; what is this user's can be ended here. */
+/** The runs that a queued run waits for; this user's own can be ended here. */
 export function HeldBy({ run, now }: { run: RunRow; now: number }) {
   const model = usePanel();
   const t = useTranslate();

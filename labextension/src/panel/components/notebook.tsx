@@ -7,7 +7,7 @@ import { Plan } from "./plan";
 import { Pools } from "./pools";
 import { StateCard } from "./state_card";
 
-/** What concerns the notebook in front: its kernel's state, and what it asks for. */
+/** The active notebook: its kernel's state, and what it asks for. */
 export function Notebook() {
   const { notebook, host } = usePanel();
   const t = useTranslate();
@@ -117,7 +117,7 @@ function Asking({ notebook }: { notebook: NotebookModel }) {
   );
 }
 
-/** The form; below a session it is folded away until it is wanted. */
+/** The form; folded by default while there is a session. */
 function Choosing({ notebook }: { notebook: NotebookModel }) {
   const { session } = usePanel();
   const t = useTranslate();

@@ -1,7 +1,7 @@
 import { usePanel, useTranslate } from "../context";
 import { StateCard } from "./state_card";
 
-/** What is wrong with the pool, or with the way to it; nothing when all is well. */
+/** What is wrong with the pool or the connection to it; empty if nothing is. */
 export function PoolState() {
   const model = usePanel();
   const t = useTranslate();

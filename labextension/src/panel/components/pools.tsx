@@ -1,7 +1,7 @@
 import { useOwnId, usePanel, useTranslate } from "../context";
 import type { PoolChoice } from "../messages";
 
-/** Which pool is used and looked at. */
+/** Selects the pool that is used and shown. */
 export function Pools() {
   const model = usePanel();
   const t = useTranslate();

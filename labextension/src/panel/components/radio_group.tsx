@@ -20,7 +20,7 @@ interface Props<T> {
 
 const STEPS: Readonly<Record<string, number>> = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 };
 
-/** Buttons of which one is chosen: Tab goes to the chosen one, arrows choose the next. */
+/** Buttons of which one is chosen: Tab focuses the chosen one, the arrow keys choose the next. */
 export function RadioGroup<T extends string | number>({ label, class: name, value, options, onChange }: Props<T>) {
   const box = useRef<HTMLDivElement>(null);
   const possible = options.filter(({ reason }) => reason === "");
@@ -30,7 +30,7 @@ export function RadioGroup<T extends string | number>({ label, class: name, valu
     const step = STEPS[event.key];
     if (step === undefined || event.ctrlKey || event.metaKey || event.altKey || possible.length === 0) return;
     event.preventDefault();
-    // from where the focus is: nothing may be chosen yet
+    // start at the focused button: possibly none is chosen yet
     const focused = (event.target as HTMLElement).dataset["value"];
     const at = possible.findIndex((option) => String(option.value) === focused);
     const next = possible[(at + step + possible.length) % possible.length];

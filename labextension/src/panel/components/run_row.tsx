@@ -12,19 +12,19 @@ interface Props {
   readonly isOwn: boolean;
   /** It is one of the runs that are compared. */
   readonly isCompared: boolean;
-  /** Who holds what it waits for, "" for nobody. */
+  /** Names the runs that hold the devices it waits for, "" for none. */
   readonly heldBy: string;
-  /** Tab comes here. */
+  /** It is the list's tab stop. */
   readonly isStop: boolean;
   readonly at: number;
   readonly count: number;
-  /** Shows or hides what can be done with it. */
+  /** Shows or hides its actions. */
   readonly onOpen: () => void;
   readonly onCompare: () => void;
   readonly onFocus: () => void;
 }
 
-/** One run of the list: a click opens its view, where there is a place for that; the button beside it its actions. */
+/** One run of the list: a click opens its view if the host can show it; the button beside it opens its actions. */
 export function RunRow({ run, now, isOpen, isOwn, isCompared, heldBy, isStop, at, count, onOpen, onCompare, onFocus }: Props) {
   const { host } = usePanel();
   const t = useTranslate();

@@ -12,15 +12,15 @@ import { RunRow } from "./run_row";
 import { Section } from "./section";
 
 const ROW_PX = 44;
-/** A line more, of a run that waits. */
+/** Height of the extra line of a run that waits for held devices. */
 const LINE_PX = 16;
 /** Rows that are drawn above and below those in view. */
 const BEYOND = 6;
-/** What an opened row takes more, before it has been measured. */
+/** Extra height of an opened row until it is measured. */
 const ACTIONS_PX = 60;
-/** So many runs are compared. */
+/** Number of runs in a comparison. */
 const COMPARED = 2;
-/** Fewer runs are looked through with the eyes. */
+/** Show the search field only above this many runs. */
 const FEW = 5;
 
 /** The pool's queue, and its running and recent runs, newest first. */
@@ -100,7 +100,7 @@ function Filter({ filter, onChange, hasNotebook }: FilterProps) {
   );
 }
 
-/** Only the rows in view are in the page, whatever their number; the panel scrolls. */
+/** A virtual list: only the rows in view are in the DOM; the panel is the scroll container. */
 function RunList({ runs, notebook, kernel }: { runs: readonly Run[]; notebook: string; kernel: string }) {
   const { pool } = usePanel();
   const t = useTranslate();
@@ -198,7 +198,7 @@ function RunList({ runs, notebook, kernel }: { runs: readonly Run[]; notebook: s
   );
 }
 
-/** Returns a function that says who holds what a run waits for, "" for nobody; runs that wait for the same are asked once. */
+/** Returns a function that names the holders of a run's devices, "" for none; cached by type, user and kernel. */
 function heldWords(runs: readonly Run[], now: number, t: ReturnType<typeof useTranslate>): (run: Run) => string {
   const found = new Map<string, string>();
   return (run) => {
@@ -216,7 +216,7 @@ function heldWords(runs: readonly Run[], now: number, t: ReturnType<typeof useTr
   };
 }
 
-/** Returns the row at a height, of rows that begin at `tops`. */
+/** Returns the index of the row at an offset; `tops` are the rows' own offsets. */
 function rowAt(tops: readonly number[], px: number): number {
   let [low, high] = [0, Math.max(0, tops.length - 2)];
   while (low < high) {

@@ -4,13 +4,13 @@ import { useMemory, useOwnId } from "../context";
 
 interface Props {
   readonly title: string;
-  /** Remembers under this name whether it is closed; without one it can't be. */
+  /** The key under which the host keeps whether it is folded; without one it can't be folded. */
   readonly name?: string;
   readonly open?: boolean;
   readonly children: ComponentChildren;
 }
 
-/** A part of the panel with its heading, which may close it. */
+/** A part of the panel with a heading, which may fold it. */
 export function Section({ title, name, open = true, children }: Props) {
   const id = useOwnId();
   const [isOpen, setOpen] = useMemory(`section ${name ?? ""}`, String(open));

@@ -1,12 +1,12 @@
 import { usePanel, useTranslate } from "../context";
 
-/** What the month has used, and which pool this is. */
+/** The month's usage, and the pool's description. */
 export function Usage() {
   const { pool } = usePanel();
   const t = useTranslate();
   const { picture } = pool;
   if (!picture) return null;
-  // the sentence of a pool that is not up stands above
+  // `PoolState` shows the sentence of a pool that is not up
   const sentence = picture.state === "up" ? picture.sentence : "";
   const lines = [picture.usage, sentence, picture.about].filter(Boolean);
   if (lines.length === 0) return null;

@@ -1,6 +1,6 @@
 import type { Bar } from "../messages";
 
-/** A thin progress bar; without a known total it is drawn as a track that says so. */
+/** A thin progress bar; indeterminate without a known total. */
 export function ProgressBar({ bar, label }: { bar: Bar | null; label: string }) {
   if (!bar) return <div class="sgpu-bar" />;
   const percent = bar.fraction === null ? undefined : Math.round(Math.max(0, Math.min(bar.fraction, 1)) * 1000) / 10;

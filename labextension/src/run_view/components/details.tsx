@@ -13,9 +13,9 @@ interface Box {
 }
 
 /**
- * Where a card's details stand: above the card where there is room in the output, else beside it, ending where it ends.
+ * Places a card's details above the card if there is room in the output, else beside it with aligned bottom edges.
  *
- * All boxes have the same origin. The details stay inside the output, from its top on if they are taller.
+ * All boxes have the same origin. The details stay inside the output, and start at its top if they are taller.
  */
 export function placeDetails(card: Box, size: { width: number; height: number }, output: Box): { left: number; top: number } {
   const right = output.left + output.width - MARGIN_PX - size.width;

@@ -3,7 +3,7 @@ import { useState } from "preact/hooks";
 import type { FailureBlock, FailureLine } from "../messages";
 import { Memory } from "./memory";
 
-/** The exception's type at the start of a line, which is coloured; a sentence has none and is coloured whole. */
+/** The exception's type at the start of a line, which is coloured; a title without one is coloured whole. */
 const TYPES = { title: /^[\w.]+(?= on rank \d| ·|$)/, error: /^[A-Za-z_][\w.]*(?=:)/ };
 
 function Line({ line }: { line: FailureLine }) {
@@ -18,7 +18,7 @@ function Line({ line }: { line: FailureLine }) {
   );
 }
 
-/** The first failure, its cell's lines first; the whole traceback when asked for. */
+/** The first failure: the cell's lines, or the whole traceback on request. */
 export function Failure({ failure }: { failure: FailureBlock }) {
   const [open, setOpen] = useState(false);
   const lines = open && failure.whole.length ? failure.whole : failure.lines;

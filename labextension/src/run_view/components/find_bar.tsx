@@ -7,7 +7,7 @@ import { MAX_MATCHES } from "../messages";
 import { textOf } from "../run_model";
 import type { RunModel } from "../run_model";
 
-/** How long typing must pause before it is looked for. */
+/** How long typing must pause before the search starts. */
 const PAUSE_MS = 250;
 
 interface Props {
@@ -20,7 +20,7 @@ interface Props {
   readonly onClose: () => void;
 }
 
-/** Looks for a text in the whole log, which is searched where it lies. */
+/** Searches for a text in the whole log; the search runs where the log is stored. */
 export function FindBar({ model, tab, top, onQuery, onLine, onClose }: Props) {
   const [text, setText] = useState("");
   const [found, setFound] = useState<FindAnswer | null>(null);
@@ -56,7 +56,7 @@ export function FindBar({ model, tab, top, onQuery, onLine, onClose }: Props) {
   };
   const step = (by: -1 | 1) => {
     if (text === "") return;
-    // lines have come since: look again from where we are
+    // new lines have arrived: search again from the current match
     const isOld = searched.current.text !== text || searched.current.total !== model.log.lines(tab).total;
     if (isOld || !found) void search(searched.current.text === text ? by : 0);
     else go(found, at + by);

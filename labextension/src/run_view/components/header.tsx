@@ -6,7 +6,7 @@ import type { RunModel } from "../run_model";
 import { ProgressBar } from "./bar";
 import { Icon } from "./icon";
 
-/** How long the run's ranks have run and took to start, and what it costs; it runs only while somebody can see it. */
+/** How long the ranks have run and took to start, and the run's cost; ticks only while the view is visible. */
 function Clock({ model, activity, signal }: { model: RunModel; activity: Activity; signal: AbortSignal }) {
   const [, redraw] = useState(0);
   const ticking = model.isTicking;
@@ -17,7 +17,7 @@ function Clock({ model, activity, signal }: { model: RunModel; activity: Activit
       timer = undefined;
       if (!model.isTicking || !activity.active || signal.aborted) return;
       redraw((count) => count + 1);
-      // at the second's turn, so that no second is shown twice or left out
+      // just after the second changes, so that no second is shown twice or left out
       timer = setTimeout(tick, 1000 - ((model.clock_s * 1000) % 1000) + 5);
     };
     const forget = activity.onChange(tick);

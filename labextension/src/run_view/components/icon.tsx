@@ -29,7 +29,7 @@ const TONES: Readonly<Record<Tone, Sign>> = {
   bad: "cross",
   warn: "triangle",
 };
-/** A state's shape; its word always stands beside it. */
+/** A state's shape; its word is always shown beside it. */
 export function Icon({ state, tone }: { state: string; tone: Tone }) {
   return <Shape sign={SIGNS[state] ?? TONES[tone]} />;
 }

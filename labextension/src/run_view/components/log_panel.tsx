@@ -21,7 +21,7 @@ interface Props {
   readonly signal: AbortSignal;
 }
 
-/** The log: tabs, what can be done with it, its lines. */
+/** The log: its tabs, tools and lines. */
 export function LogPanel({ model, tab, onTab, ranks, dense, id, signal }: Props) {
   const [following, setFollowing] = useState(true);
   const [finding, setFinding] = useState(false);
@@ -35,7 +35,7 @@ export function LogPanel({ model, tab, onTab, ranks, dense, id, signal }: Props)
   const rows = useRef(0);
   const dragged = useRef("");
   const total = model.log.lines(tab).total;
-  // of the tab with the most lines so far, so that no change of tabs moves what is below
+  // sized for the longest tab so far, so that changing tabs does not move the content below
   rows.current = grownRows(rows.current, total, dense);
 
   useEffect(() => {
@@ -64,7 +64,7 @@ export function LogPanel({ model, tab, onTab, ranks, dense, id, signal }: Props)
     setBusy(false);
   };
   const onKey = (event: KeyboardEvent) => {
-    // the browser's own search sees only the lines in view
+    // the browser's own search finds only the lines in view
     if ((event.ctrlKey || event.metaKey) && event.key === "f") {
       event.preventDefault();
       event.stopPropagation();

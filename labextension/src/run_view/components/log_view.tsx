@@ -23,19 +23,19 @@ interface Props {
   readonly following: boolean;
   readonly onFollow: (following: boolean) => void;
   readonly query: string;
-  /** The line that is to be in view and is marked, null without one; a new object brings it into view again. */
+  /** The line to mark and scroll to, null for none; a new object scrolls to it again. */
   readonly target: { readonly line: number } | null;
   /** Kept up to date with the first line in view. */
   readonly top: { current: number };
   /** The rows to show at least. */
   readonly rows: number;
-  /** The log has its whole height: more lines scroll, and a drag of its corner changes it. */
+  /** The log has its full height: further lines scroll, and its corner can be dragged. */
   readonly isFull: boolean;
-  /** The height that its corner was dragged to, "" for none: the next tab has it too. */
+  /** The height that its corner was dragged to, "" for none; all tabs share it. */
   readonly dragged: { current: string };
 }
 
-/** The lines of one tab: only those in view are in the page, whatever their number. */
+/** The lines of one tab as a virtual list: only those in view are in the DOM. */
 export function LogView({ model, tab, following, onFollow, query, target, top, rows: shownRows, isFull, dragged }: Props) {
   const least_px = shownRows * ROW_PX;
   const [height_px, setHeight] = useState(least_px);
@@ -46,7 +46,7 @@ export function LogView({ model, tab, following, onFollow, query, target, top, r
   const shown = useRef<{ readonly line: number } | null>(null);
   const lines = model.log.lines(tab);
 
-  // the browser reports a height that has grown only after it was drawn
+  // a grown height is reported by the ResizeObserver only after it was drawn
   map.resize(lines.total, isFull ? height_px : Math.max(height_px, least_px));
   if (target && target !== shown.current) map.show(target.line);
   else if (following) map.toEnd();
@@ -62,7 +62,7 @@ export function LogView({ model, tab, following, onFollow, query, target, top, r
   useEffect(() => model.log.ensure(tab, first, count));
 
   const settling = useRef<ReturnType<typeof setTimeout> | undefined>(undefined);
-  // a layout effect: its end comes with the view's, not after the next frame
+  // a layout effect: its cleanup runs when the view is removed, not after the next frame
   useLayoutEffect(() => {
     const element = scroller.current;
     if (!element) return;
@@ -71,7 +71,7 @@ export function LogView({ model, tab, following, onFollow, query, target, top, r
       typeof ResizeObserver === "undefined"
         ? null
         : new ResizeObserver(() => {
-            // no height: the cell was taken off the page, and its scroll position with it
+            // no height: the cell was detached from the page and lost its scroll position
             if (element.clientHeight > 0) setHeight(element.clientHeight);
             place();
           });
@@ -90,7 +90,7 @@ export function LogView({ model, tab, following, onFollow, query, target, top, r
   const onScroll = () => {
     const element = scroller.current;
     if (!element || element.clientHeight === 0 || Math.abs(element.scrollTop - map.scroll_px) < 1) return;
-    // the browser's own, after a change of the height that its observer is about to report
+    // the browser scrolled after a resize that the observer is about to report
     if (element.clientHeight !== height_px && typeof ResizeObserver !== "undefined") return;
     map.scrolled(element.scrollTop);
     moved();

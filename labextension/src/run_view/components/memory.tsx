@@ -1,6 +1,6 @@
 import type { MemoryBlock } from "../messages";
 
-/** Of a bar's parts: what tensors hold, what torch's allocator keeps besides, what others hold. */
+/** Titles of a bar's parts: memory of tensors, memory that torch's allocator holds unused, and other processes'. */
 const PARTS = ["used", "reserved, unused", "other processes"];
 
 function Cells({ texts }: { texts: readonly string[] }) {
@@ -13,7 +13,7 @@ function Cells({ texts }: { texts: readonly string[] }) {
   );
 }
 
-/** What held the memory when an allocation failed: the ranks, then the culprit's largest tensors. */
+/** Memory use when an allocation failed: by rank, then the culprit's largest tensors. */
 export function Memory({ memory }: { memory: MemoryBlock }) {
   return (
     <div class="sgpu-memory" aria-label={memory.title} role="group">

@@ -1,7 +1,7 @@
 import { copyText } from "../clipboard";
 import type { RunModel } from "../run_model";
 
-/** Closes what stands beside it. */
+/** Closes the notice beside it. */
 function Close({ onClick }: { onClick: () => void }) {
   return (
     <button type="button" class="sgpu-close" aria-label="close" onClick={onClick}>
@@ -10,7 +10,7 @@ function Close({ onClick }: { onClick: () => void }) {
   );
 }
 
-/** Why nothing comes any more, and the command that brings the run back. */
+/** Why the link has ended, and the command that shows the run again. */
 function Ended({ model }: { model: RunModel }) {
   const run = model.snapshot;
   const reason = model.link.ended;
@@ -35,7 +35,7 @@ function Ended({ model }: { model: RunModel }) {
   );
 }
 
-/** What the link, the kernel and the buttons have to say. */
+/** Messages about the link, the kernel and the buttons' actions. */
 export function Notices({ model }: { model: RunModel }) {
   const { link, notice, snapshot } = model;
   const over = snapshot?.final === true;

@@ -9,13 +9,13 @@ import { Sparkline } from "./sparkline";
 
 /** From this many ranks on the cards are small, eight in a row. */
 export const DENSE_FROM = 9;
-/** Above this many the grid scrolls. */
+/** From this many ranks on the grid scrolls. */
 export const SCROLL_FROM = 65;
 
 /** How long the pointer rests on a card before its details are shown. */
 const REST_MS = 400;
 
-/** States that a card's curve and use say without a word. */
+/** States that need no label, because the card's curve and use show them. */
 const SAID_BY_USE = new Set(["running", "alive"]);
 
 interface CardProps {
@@ -23,7 +23,7 @@ interface CardProps {
   readonly dense: boolean;
   readonly isOpen: boolean;
   readonly isStop: boolean;
-  /** Told which card the pointer or the focus is on, and after how long its details are shown; null when it left. */
+  /** Receives the card under the pointer or the focus, and the delay of its details; null when it left. */
   readonly onOpen: (element: HTMLElement | null, delay_ms?: number) => void;
   readonly onShow: (rank: number) => void;
 }
@@ -32,7 +32,7 @@ function Card({ card, dense, isOpen, isStop, onOpen, onShow }: CardProps) {
   const [reading, setReading] = useState("");
   const curve = card.curves[0];
   const idle = card.idle !== "";
-  // a rank that runs says so by its curve and its last line; any other state is a word
+  // a running rank is recognized by its use, curve and last line; any other state is labelled
   const word = idle ? "idle" : SAID_BY_USE.has(card.state) && card.use ? "" : card.state;
   const tone = idle ? "warn" : card.tone;
   const labelled = `rank ${card.rank}, ${card.state}${idle ? `, idle: ${card.idle}` : ""}`;
@@ -55,7 +55,7 @@ function Card({ card, dense, isOpen, isStop, onOpen, onShow }: CardProps) {
       }}
     >
       <div class="sgpu-card-head">
-        {/* the log's tabs are the keyboard's way to a rank's lines */}
+        {/* no tab stop: the keyboard reaches a rank's lines by the log's tabs */}
         <button type="button" class="sgpu-rank" tabIndex={-1} title={`the lines of rank ${card.rank}`} onClick={() => onShow(card.rank)}>
           <span class={`sgpu-${tone}`}>
             <Icon state={idle ? "idle" : card.state} tone={tone} />
@@ -82,10 +82,10 @@ function Card({ card, dense, isOpen, isStop, onOpen, onShow }: CardProps) {
   );
 }
 
-/** All ranks: state, use, progress, last line; more of one under the pointer or the keyboard's focus. */
+/** All ranks: state, use, progress, last line; details of the one under the pointer or the focus. */
 export function RankGrid({ ranks, onShow }: { ranks: readonly RankCard[]; onShow: (rank: number) => void }) {
   const [open, setOpen] = useState<{ rank: number; element: HTMLElement } | null>(null);
-  // one stop for the Tab key however many ranks there are: Up and Down go from one to the next
+  // a single tab stop for all ranks: Up and Down move between them
   const [stop, setStop] = useState(ranks[0]?.rank);
   const grid = useRef<HTMLDivElement>(null);
   const opening = useRef<ReturnType<typeof setTimeout> | undefined>(undefined);
@@ -142,7 +142,7 @@ export function RankGrid({ ranks, onShow }: { ranks: readonly RankCard[]; onShow
   );
 }
 
-/** The parts of a text that may be left out from its end, where the card is narrow. */
+/** Splits a text into parts; a narrow card leaves out the last ones. */
 function parts(text: string): string[] {
   return text.split(" · ");
 }
@@ -151,7 +151,7 @@ function columns(ranks: number): number {
   return ranks >= DENSE_FROM ? 8 : Math.min(Math.max(ranks, 1), 4);
 }
 
-/** The columns where four cards have no room side by side. */
+/** The number of columns where four cards do not fit side by side. */
 function narrowColumns(ranks: number): number {
   return ranks === 4 ? 2 : ranks <= 6 ? Math.min(columns(ranks), 3) : columns(ranks);
 }

@@ -5,10 +5,10 @@ import type { Curve } from "../messages";
 
 const WIDTH = 100;
 const HEIGHT = 26;
-/** Kept free above and below, so that a line at either end is drawn whole. */
+/** Space above and below, so that a line at either end is not clipped. */
 const MARGIN = 2;
 
-/** Smaller values are drawn as 0, whatever the axis: they are read as `0.0`. */
+/** Smaller values count as 0, whatever the axis: they are formatted as `0.0`. */
 const NEXT_TO_ZERO = 0.05;
 
 /** Whether a curve would be a line at the bottom. */
@@ -16,7 +16,7 @@ export function isFlatZero(curve: Curve): boolean {
   return curve.values.every((value) => (value ?? 0) < NEXT_TO_ZERO);
 }
 
-/** The lines of a curve and the areas under them: one of each between two gaps; none of a flat zero. */
+/** The lines of a curve and the areas under them: one of each between two gaps; none for a flat zero. */
 export function paths(curve: Curve): { line: string; area: string } {
   if (isFlatZero(curve)) return { line: "", area: "" };
   const { values } = curve;
@@ -34,14 +34,14 @@ export function paths(curve: Curve): { line: string; area: string } {
       points.push(`${x(at)} ${y(value)}`);
     }
     if (points.length === 0) continue;
-    // a lone value is a line of no length, which round caps make a dot
+    // a single value is a line of zero length, which round caps render as a dot
     line += `M${points.join("L")}${points.length === 1 ? "h0" : ""}`;
     area += `M${x(first)} ${HEIGHT}L${points.join("L")}L${x(at - 1)} ${HEIGHT}Z`;
   }
   return { line, area };
 }
 
-/** What a curve says at one of its values. */
+/** Describes one value of a curve. */
 export function describe(curve: Curve, at: number): string {
   const value = curve.values[at];
   const ago_s = Math.round((curve.values.length - 1 - at) * curve.step_s);
@@ -49,7 +49,7 @@ export function describe(curve: Curve, at: number): string {
   return `${what} · ${ago_s === 0 ? "now" : `${ago_s} s ago`}`;
 }
 
-/** A curve that is only looked at. */
+/** A curve without interaction. */
 export function StillSparkline({ curve }: { curve: Curve }) {
   return (
     <svg class="sgpu-spark" viewBox={`0 0 ${WIDTH} ${HEIGHT}`} preserveAspectRatio="none" aria-hidden="true">
@@ -74,7 +74,7 @@ interface Props {
   readonly warn?: boolean;
   /** Whether the Tab key stops here. */
   readonly isStop?: boolean;
-  /** Told what stands under the pointer or the cursor, "" when it has left. */
+  /** Receives a description of the value under the pointer or the cursor, "" when it has left. */
   readonly onRead?: (text: string) => void;
 }
 
@@ -115,7 +115,7 @@ export function Sparkline({ curve, label, warn = false, isStop = true, onRead }:
       aria-valuenow={at ?? Math.max(last, 0)}
       aria-valuetext={`${curve.name} ${describe(curve, at ?? last)}`}
       aria-readonly={true}
-      // attributes of SVG keep their case, and only this one is known
+      // SVG attributes are case-sensitive: `tabIndex` would be ignored
       tabindex={isStop ? 0 : -1}
       onPointerMove={onPointer}
       onPointerLeave={() => read(null)}

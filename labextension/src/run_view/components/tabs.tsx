@@ -9,12 +9,12 @@ interface Props {
   readonly id: string;
 }
 
-/** Share of the tabs in view by which a button moves them. */
+/** Share of the visible width that a button scrolls by. */
 const PAGE = 0.8;
 /** Width in which tabs fade out, as in the style sheet. */
 const FADE_PX = 24;
 
-/** The log's tabs: all ranks, then each; arrow keys go from one to the next, buttons to those beyond the width. */
+/** The log's tabs: all ranks, then each; arrow keys select the next one, buttons scroll to those out of view. */
 export function Tabs({ tab, ranks, onTab, id }: Props) {
   const list = useRef<HTMLDivElement>(null);
   const [beyond, setBeyond] = useState({ left: false, right: false });
@@ -38,7 +38,7 @@ export function Tabs({ tab, ranks, onTab, id }: Props) {
     if (box) box.scrollLeft += by * PAGE * box.clientWidth;
   };
   useLayoutEffect(() => {
-    // only sideways: the page stays where it is
+    // scroll the strip only: `scrollIntoView` could scroll the page too
     const box = list.current;
     const chosen = box?.querySelector<HTMLElement>('[aria-selected="true"]');
     if (!box || !chosen || box.clientWidth === 0) return;
@@ -95,7 +95,7 @@ export function Tabs({ tab, ranks, onTab, id }: Props) {
   );
 }
 
-/** A pointer's way to tabs beyond the width; the keyboard's are the arrow keys. */
+/** Scrolls to tabs out of view, for pointers only; the keyboard has the arrow keys. */
 function Turn({ label, sign, onTurn }: { label: string; sign: string; onTurn: () => void }) {
   return (
     <button type="button" class="sgpu-turn" aria-label={label} title={label} tabIndex={-1} onClick={onTurn}>

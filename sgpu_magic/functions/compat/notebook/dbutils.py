@@ -76,7 +76,7 @@ def _parameters(member: object) -> str:
 
 # ---------------------------------------------------------------- `dbutils.widgets`
 
-# A parameter of `sgpu run` takes precedence over what the notebook shows; the default is used where there is neither.
+# A parameter of `sgpu run` takes precedence over the displayed widget; without either, the default is used.
 # All values are text, as Databricks documents.
 
 Show = Callable[[Any], None]
@@ -188,7 +188,7 @@ class Widgets(Utility):
             )
         before = self._widgets.get(name)
         if before is not None and (before.kind, before.choices) == (kind, possible):
-            # a cell that runs again keeps what a person has chosen
+            # a cell that runs again keeps the user's choice
             if before.control is not None and self._show is not None:
                 self._show(before.control)
             return
@@ -200,7 +200,7 @@ class Widgets(Utility):
 
 
 def _control(kind: str, label: str, value: str, choices: tuple[str, ...]) -> Any:
-    # needed here only, and not at all by `sgpu run`
+    # imported here: only needed for displayed widgets, which `sgpu run` does not have
     import ipywidgets
 
     given: dict[str, Any] = {"description": label, "style": {"description_width": "initial"}}
@@ -216,7 +216,7 @@ def _control(kind: str, label: str, value: str, choices: tuple[str, ...]) -> Any
 # ---------------------------------------------------------------- `dbutils.secrets`
 
 # The variable of the key `hf-token` in the scope `team` is `SGPU_SECRET_TEAM__HF_TOKEN`: scope and key in capitals,
-# with an underscore for every character that is no letter or digit, and two between them.
+# with an underscore for every character that is not a letter or digit, and two between them.
 _PREFIX = "SGPU_SECRET_"
 _BETWEEN = "__"
 

@@ -9,7 +9,6 @@ import ast
 import gc
 import importlib
 import importlib.metadata
-import json
 import linecache
 import shlex
 import subprocess
@@ -28,6 +27,7 @@ from sgpu_magic.packages.snapshot import Change, changes, loaded_version, take_s
 from sgpu_magic.payload.namespace import is_ipythons
 from sgpu_magic.payload.notebook_text import databricks_cells, is_databricks_source
 from sgpu_magic.runs.notebook import future_flags
+from sgpu_magic.wire.decoding import load_json
 
 _SUFFIXES = ("", ".py", ".ipynb")
 _TIMED_OUT = 124
@@ -65,7 +65,7 @@ class Notebook(Utility):
             raise RuntimeError(f"{found.name} failed: `sgpu run` ended with code {code}.\n{said}")
         copy = out.splitlines()[-1] if out.strip() else ""
         print(f"sgpu: {found.name} has run; its executed copy is {copy}")  # noqa: T201
-        metadata: dict[str, Any] = json.loads(Path(copy).read_bytes()).get("metadata", {}) if copy else {}
+        metadata: dict[str, Any] = load_json(Path(copy).read_bytes()).get("metadata", {}) if copy else {}
         return str(metadata.get("sgpu", {}).get("exit_value", ""))
 
 
@@ -161,10 +161,10 @@ def _cells_of(path: Path) -> list[tuple[int, str]] | None:
     """Return the code cells of a notebook, each with its number; None for what IPython's own `%run` runs."""
     if path.suffix == ".ipynb":
         try:
-            cells: list[dict[str, Any]] = json.loads(path.read_bytes())["cells"]
+            cells: list[dict[str, Any]] = load_json(path.read_bytes())["cells"]
+            return [(at, "".join(cell["source"])) for at, cell in enumerate(cells, 1) if cell["cell_type"] == "code"]
         except (ValueError, KeyError, TypeError):
             raise UsageError(f"{path} is not a notebook: it is not valid notebook JSON.") from None
-        return [(at, "".join(cell["source"])) for at, cell in enumerate(cells, 1) if cell["cell_type"] == "code"]
     text = path.read_text(encoding="utf-8-sig", errors="replace")
     if not is_databricks_source(text):
         return None
@@ -191,7 +191,7 @@ def _run_cell(shell: Any, source: str, name: str) -> None:
 # extension was loaded are imported again by the next import. Compiled modules can't be imported twice in a process and
 # need a restart of the kernel.
 
-# the kernel itself runs on these
+# packages that the kernel itself uses
 _KERNELS_OWN = frozenset((
     "anywidget", "comm", "ipykernel", "ipython", "ipywidgets", "jupyter-client", "jupyter-core", "msgspec", "packaging",
     "platformdirs", "psutil", "pyzmq", "sgpu-magic", "tornado", "traitlets",
@@ -272,7 +272,7 @@ def _is_loaded_already(found: Distribution, change: Change, modules: Mapping[str
     version = loaded_version(found.module_names, modules)
     if version:
         return version == change.now
-    # installed since, and so imported since
+    # a package that was not installed before must have been imported after its installation
     return not change.before and any(_is_compiled(modules[name]) for name in _loaded(_tops(found), modules))
 
 

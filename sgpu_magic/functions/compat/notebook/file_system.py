@@ -188,7 +188,7 @@ def _info(folder: str, entry: Path) -> FileInfo:
     )
 
 
-# ---------------------------------------------------------------- where Databricks' paths are on this machine
+# ---------------------------------------------------------------- Databricks' paths on this machine
 
 _VOLUMES = "/Volumes"
 _DBFS = "/dbfs"

@@ -121,7 +121,7 @@ class CellMagics:
             return lines
         name, rest = found[1], found[2]
         if name == "fs":
-            # a line magic, but for commands below it
+            # a line magic, unless commands follow below it
             below = any(line.strip() for line in lines[begin + 1 :])
             return ["%%fs\n" if not rest else f"%%fs {rest}\n", *lines[begin + 1 :]] if below else lines
         if name.lower() not in CELL_MAGIC_NAMES or self._shell.find_line_magic(name) is not None:
@@ -165,8 +165,8 @@ def _unregister(shell: Any, name: str, function: object, original: object = None
 
 # ---------------------------------------------------------------- `spark` and `%sql`
 
-# pyspark's session where pyspark is installed, else a sentence that helps. Without pyspark,
-# `spark.sql("SELECT current_user()")` answers all the same: notebooks build paths from it.
+# pyspark's session if pyspark is installed, else an error with a remedy. `spark.sql("SELECT current_user()")` works
+# without pyspark too, because notebooks build paths from its result.
 _MISSING = (
     "there is no Spark here, because pyspark is not installed. Read the data with pandas, pyarrow or datasets, or "
     "install pyspark: `spark` is then a local session, and `%sql` runs in it."
@@ -203,7 +203,7 @@ class Spark:
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
-            # what IPython and inspect look for
+            # IPython and inspect probe such names, which must not start the session
             raise AttributeError(name)
         return getattr(self._session(), name)
 

@@ -80,7 +80,7 @@ class UCVolumeDataset(torch_data.IterableDataset[str]):
         if not files.exists(root):
             raise FileNotFoundError(f"{self.path}: there is no such file or folder ({root})")
         names = sorted(files.find(root))
-        rank, ranks = _place()
+        rank, ranks = _shard()
         worker = torch_data.get_worker_info()
         number, workers = (worker.id, worker.num_workers) if worker is not None else (0, 1)
         for name in islice(names, rank * workers + number, None, ranks * workers):
@@ -100,23 +100,23 @@ class UCVolumeDataset(torch_data.IterableDataset[str]):
             yield name
         else:
             with runtime.cached(_entry(files, name), lambda path: files.get_file(name, str(path))) as path:
-                # the entry stays for as long as the caller is at this file
+                # the cache entry is kept until the caller requests the next file
                 yield str(path)
 
 
-def _place() -> tuple[int, int]:
+def _shard() -> tuple[int, int]:
     """Return this process's rank and the number of ranks."""
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank(), distributed.get_world_size()
-    # a worker of a DataLoader has no process group, but its rank's variables
+    # a worker of a DataLoader has no process group, but has its rank's environment variables
     return runtime.get_global_rank(), runtime.get_world_size()
 
 
 def _entry(files: Any, name: str) -> str:
     """Return the name of a file's copy, another one when the file changes."""
-    told = files.info(name)
-    changed = next((told[key] for key in ("mtime", "LastModified", "ETag") if told.get(key)), "")
-    seen = f"{files.protocol}:{name}:{told.get('size')}:{changed}"
+    info = files.info(name)
+    changed = next((info[key] for key in ("mtime", "LastModified", "ETag") if info.get(key)), "")
+    seen = f"{files.protocol}:{name}:{info.get('size')}:{changed}"
     return f"{hashlib.sha256(seen.encode()).hexdigest()[:24]}-{PurePosixPath(name).name[-80:]}"
 
 
