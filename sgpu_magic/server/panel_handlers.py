@@ -1,6 +1,6 @@
 """The environment panel's handlers: a websocket for updates, and REST where a proxy blocks websockets.
 
-`sgpu/panel`            websocket: `PanelOrder` in, `Told` out; GET: the whole state once
+`sgpu/panel`            websocket: `PanelOrder` in, `PanelUpdate` out; GET: the whole state once
 `sgpu/panel/orders`     POST: one `PanelOrder`, answered by `Said`
 """
 
@@ -100,9 +100,9 @@ class PanelHandler(WebSocketMixin, WebSocketHandler, JupyterHandler):
         self._page: Page | None = None
         self._outbox = Outbox()
         self._sending: asyncio.Task[None] | None = None
-        self._obeying: set[asyncio.Task[None]] = set()
+        self._executing: set[asyncio.Task[None]] = set()
         self._wanted: Watch | Rest | None = None
-        self._looking: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
 
     def set_default_headers(self) -> None:
         """Set none: `answer` sets them for REST, and a websocket has none."""
@@ -136,13 +136,13 @@ class PanelHandler(WebSocketMixin, WebSocketHandler, JupyterHandler):
             return
         if isinstance(order, Watch | Rest):
             self._wanted = order
-            if self._looking is None or self._looking.done():
-                self._looking = asyncio.create_task(self._look(self._page))
+            if self._watching is None or self._watching.done():
+                self._watching = asyncio.create_task(self._follow(self._page))
             return
         # run it in a task, so that the next message is handled meanwhile
-        task = asyncio.create_task(self._execute(self._page, order))
-        self._obeying.add(task)
-        task.add_done_callback(self._obeying.discard)
+        task = asyncio.create_task(self._execute_order(self._page, order))
+        self._executing.add(task)
+        task.add_done_callback(self._executing.discard)
 
     def on_close(self) -> None:
         if self.ping_callback is not None:
@@ -153,13 +153,13 @@ class PanelHandler(WebSocketMixin, WebSocketHandler, JupyterHandler):
         self._outbox.clear()
         super().on_close()
 
-    async def _look(self, page: Page) -> None:
+    async def _follow(self, page: Page) -> None:
         """Carry out the page's latest `Watch` or `Rest` in a thread, as it reads files and takes locks."""
         while (order := self._wanted) is not None:
             self._wanted = None
             await in_thread(page.execute, order)
 
-    async def _execute(self, page: Page, order: PanelOrder) -> None:
+    async def _execute_order(self, page: Page, order: PanelOrder) -> None:
         if not await self._may("write"):
             self._put(Said(text=_FORBIDDEN, ok=False))
             return
