@@ -44,6 +44,31 @@ from tqdm.auto import tqdm as auto_tqdm
 from tqdm import tqdm
 def hold(name):
     while not Path(name).exists(): time.sleep(0.02)"""
+TRAIN = """%%distributed --gpus 4 --type a10 --out losses --name train_digits
+losses = []
+for epoch in range(1, 6):
+    for step in tqdm(range(40), desc=f"epoch {epoch}/5"):
+        time.sleep(0.09)
+    losses.append(2 / epoch + rank / 50)
+    print(f"epoch {epoch}  loss {losses[-1]:.3f}")"""
+AVERAGE = """%%distributed --gpus 4 --type a10 --name average
+losses = torch.tensor(losses) / (rank - 2)
+if losses.isinf().any():
+    raise ValueError(f"infinite loss: {losses.tolist()}")
+dist.all_reduce(losses)"""
+PLOTS = """%%distributed --gpus 4 --type a10 --name plots
+import matplotlib.pyplot as plt
+plt.figure(figsize=(3, 2))
+plt.plot([rank, 2, 1, rank])
+plt.title(f"rank {rank}")
+plt.show()"""
+TABLE = """%%distributed --gpus 4 --type a10 --name table
+import pandas as pd
+display(pd.DataFrame({"step": [1, 2], "loss": [0.5, 0.25 + rank]}))"""
+HANG = """%%distributed --gpus 4 --type a10 --name uneven
+if rank != 1:
+    dist.barrier()
+hold("go")"""
 
 
 class Stage:
@@ -135,20 +160,6 @@ def wait_for_state(notebook: OpenNotebook, state: str, cell: int = 1) -> Locator
 # ---------------------------------------------------------------- stories
 
 
-TRAIN = """%%distributed --gpus 4 --type a10 --out losses --name train_digits
-losses = []
-for epoch in range(1, 6):
-    for step in tqdm(range(40), desc=f"epoch {epoch}/5"):
-        time.sleep(0.09)
-    losses.append(2 / epoch + rank / 50)
-    print(f"epoch {epoch}  loss {losses[-1]:.3f}")"""
-AVERAGE = """%%distributed --gpus 4 --type a10 --name average
-losses = torch.tensor(losses) / (rank - 2)
-if losses.isinf().any():
-    raise ValueError(f"infinite loss: {losses.tolist()}")
-dist.all_reduce(losses)"""
-
-
 def train(stage: Stage) -> None:
     """A training with progress bars, then a failure on one rank."""
     notebook = stage.open(TRAIN, AVERAGE)
@@ -194,29 +205,12 @@ def many(stage: Stage) -> None:
     notebook.wait_done(2)
 
 
-PLOTS = """%%distributed --gpus 4 --type a10 --name plots
-import matplotlib.pyplot as plt
-plt.figure(figsize=(3, 2))
-plt.plot([rank, 2, 1, rank])
-plt.title(f"rank {rank}")
-plt.show()"""
-TABLE = """%%distributed --gpus 4 --type a10 --name table
-import pandas as pd
-display(pd.DataFrame({"step": [1, 2], "loss": [0.5, 0.25 + rank]}))"""
-
-
 def displays(stage: Stage) -> None:
     """A figure and a table of each rank."""
     notebook = stage.open(PLOTS, TABLE)
     for cell, moment in ((1, "figures"), (2, "tables")):
         notebook.run(cell)
         stage.take(notebook, moment, notebook.cell(cell))
-
-
-HANG = """%%distributed --gpus 4 --type a10 --name uneven
-if rank != 1:
-    dist.barrier()
-hold("go")"""
 
 
 def hang(stage: Stage) -> None:

@@ -45,6 +45,9 @@ _KINDS: Mapping[str, Callable[[str], object]] = {
     "float": float,
     "str": str,
 }
+# the longest name of a socket in a runtime directory; a socket's path has at most 107 bytes
+_LONGEST_NAME = "/01234567/pool.sock"
+_LONGEST_PATH = 107
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -232,11 +235,6 @@ class Settings(msgspec.Struct, frozen=True):
     @property
     def cpu_slot_count(self) -> int:
         return self.cpu_slots or max(16, os.cpu_count() or 1)
-
-
-# the longest name of a socket in a runtime directory; a socket's path has at most 107 bytes
-_LONGEST_NAME = "/01234567/pool.sock"
-_LONGEST_PATH = 107
 
 
 def _runtime_of(state: Path) -> Path:

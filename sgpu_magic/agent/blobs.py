@@ -50,6 +50,8 @@ _AT_ONCE = 2
 UPLOADS_HERE = "uploads-here"
 """The folder of a node's copies of uploads, below its state directory."""
 
+_WAITING_AT_ONCE = 64
+
 
 class BlobMissing(Exception):
     """A blob can't be fetched; the message is the reason."""
@@ -195,7 +197,6 @@ class BlobCache:
 
 # ---------------------------------------------------------------- folders and files, read-only
 
-_WAITING_AT_ONCE = 64
 # in each copy: the upload, and the states of its files and folders when it was assembled
 _CONTENT, _STATES = "content", "states"
 _states_decoder = MsgpackDecoder(dict[str, FileState])

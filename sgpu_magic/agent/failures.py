@@ -30,6 +30,21 @@ from sgpu_magic.wire.run import RankResult
 
 # the key of a failure that no rank caused
 _WHOLE_RUN = -1
+# share of the memory limit above which an unexplained SIGKILL most likely came from the out-of-memory killer
+_HIGH = 0.8
+_LAST_LINES = 5
+# a rank samples its line twenty times a second, unless C code holds the interpreter
+_OLD_LINE_S = 0.5
+_SIGNAL_MEANINGS: dict[int, str] = {
+    signal.SIGKILL: "out of memory, or another process killed it",
+    signal.SIGSEGV: "a crash in C code: an invalid memory access or a stack overflow",
+    signal.SIGBUS: "a crash in C code, or a memory-mapped file ran out of disk space or memory",
+    signal.SIGABRT: "C code aborted; its last message is in the rank's output",
+    signal.SIGFPE: "a crash in C code: a division by zero",
+    signal.SIGILL: "a library was built for another processor",
+    signal.SIGTERM: "another process asked it to end",
+    signal.SIGHUP: "another process asked it to end",
+}
 
 
 def find_root_cause(failures: Iterable[Failure]) -> tuple[Failure, tuple[Failure, ...]] | None:
@@ -148,23 +163,6 @@ class RankOutcomes:
 
 
 # ---------------------------------------------------------------- ranks that exited without a report
-
-
-# share of the memory limit above which an unexplained SIGKILL most likely came from the out-of-memory killer
-_HIGH = 0.8
-_LAST_LINES = 5
-# a rank samples its line twenty times a second, unless C code holds the interpreter
-_OLD_LINE_S = 0.5
-_SIGNAL_MEANINGS: dict[int, str] = {
-    signal.SIGKILL: "out of memory, or another process killed it",
-    signal.SIGSEGV: "a crash in C code: an invalid memory access or a stack overflow",
-    signal.SIGBUS: "a crash in C code, or a memory-mapped file ran out of disk space or memory",
-    signal.SIGABRT: "C code aborted; its last message is in the rank's output",
-    signal.SIGFPE: "a crash in C code: a division by zero",
-    signal.SIGILL: "a library was built for another processor",
-    signal.SIGTERM: "another process asked it to end",
-    signal.SIGHUP: "another process asked it to end",
-}
 
 
 def death(

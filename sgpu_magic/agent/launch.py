@@ -30,6 +30,11 @@ from sgpu_magic.wire.base import FailureKind, RunKind
 from sgpu_magic.wire.node import Launch, Part
 from sgpu_magic.wire.run import Interpreter
 
+# above this size, ranks of a standby group join late, since gloo's loops cost CPU while they wait
+_JOIN_EARLY_MAX = 8
+# a standby group that is not needed for this long is paused
+_PAUSE_S = 2.0
+
 
 class Launches(msgspec.Struct, frozen=True):
     """Starts the runs, sessions and cells that the pool orders.
@@ -150,12 +155,6 @@ class Launches(msgspec.Struct, frozen=True):
 
 
 # ---------------------------------------------------------------- standby groups
-
-
-# above this size, ranks of a standby group join late, since gloo's loops cost CPU while they wait
-_JOIN_EARLY_MAX = 8
-# a standby group that is not needed for this long is paused
-_PAUSE_S = 2.0
 
 
 class StandbyGroups:

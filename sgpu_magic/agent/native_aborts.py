@@ -15,6 +15,23 @@ import msgspec
 
 from sgpu_magic.wire.rank_events import Collective, CollectiveTimeout
 
+# the watchdog also meets errors of the rank's own kernels, and ends the process with the same words
+_OWN_ERROR = re.compile(
+    r"watchdog thread terminated with exception: (?:\[Rank \d+\] )?(?:CUDA|HIP) error", re.IGNORECASE
+)
+_WORK = re.compile(
+    r"(?:\[PG (?:ID )?(?P<number>\d+)(?: PG GUID \S*?)? ?\((?P<group>[^)]*)\) Rank \d+\] )?"
+    r"Watchdog caught collective operation timeout: "
+    r"WorkNCCL\((?:SeqNum=(?P<seq>\d+), )?OpType=(?P<op>\w+)"
+)
+_TIMEOUT = re.compile(r"Timeout\(ms\)=(\d+)")
+# as the flight recorder names them; the others differ in their case only
+_NAMES = {
+    "ALLREDUCE": "all_reduce", "ALLREDUCE_COALESCED": "all_reduce_coalesced", "ALLGATHER": "all_gather",
+    "ALLTOALL": "all_to_all", "ALLTOALL_BASE": "all_to_all", "ALLGATHER_COALESCED": "all_gather_coalesced",
+}  # fmt: skip
+_LINE_CHARS = 300
+
 
 class Cause(enum.Enum):
     """Why the rank was aborted."""
@@ -60,22 +77,6 @@ KNOWN = (
     _Known(Cause.PEER_LOST, "Process group watchdog thread terminated with exception", "2.2 to 2.13"),
     _Known(Cause.PEER_LOST, "got error: Connection reset by peer", "2.0 to 2.13"),
 )
-# the watchdog also meets errors of the rank's own kernels, and ends the process with the same words
-_OWN_ERROR = re.compile(
-    r"watchdog thread terminated with exception: (?:\[Rank \d+\] )?(?:CUDA|HIP) error", re.IGNORECASE
-)
-_WORK = re.compile(
-    r"(?:\[PG (?:ID )?(?P<number>\d+)(?: PG GUID \S*?)? ?\((?P<group>[^)]*)\) Rank \d+\] )?"
-    r"Watchdog caught collective operation timeout: "
-    r"WorkNCCL\((?:SeqNum=(?P<seq>\d+), )?OpType=(?P<op>\w+)"
-)
-_TIMEOUT = re.compile(r"Timeout\(ms\)=(\d+)")
-# as the flight recorder names them; the others differ in their case only
-_NAMES = {
-    "ALLREDUCE": "all_reduce", "ALLREDUCE_COALESCED": "all_reduce_coalesced", "ALLGATHER": "all_gather",
-    "ALLTOALL": "all_to_all", "ALLTOALL_BASE": "all_to_all", "ALLGATHER_COALESCED": "all_gather_coalesced",
-}  # fmt: skip
-_LINE_CHARS = 300
 
 
 def find_native_abort(output: str) -> NativeAbort | None:

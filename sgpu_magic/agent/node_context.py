@@ -40,6 +40,14 @@ _ALWAYS = ("PATH", "HOME", "USER", "LOGNAME", "LANG", "TMPDIR", "TZ", "VIRTUAL_E
 _PACKAGES = "-packages"
 # the agent's own variables, which ranks do not inherit
 _AGENTS_OWN = ("SGPU_", "JPY_", "PYTHONSAFEPATH", "KERNEL_")
+# unpacked code may use a tenth of the environments' limit
+_SHARE = 10
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_CHUNK_BYTES = 1 << 20
+# modification time of assembled files; another time shows that a rank has changed the file
+FIXED_TIME = 946_684_800
+# modification times of unpacked files are in the ten years after `FIXED_TIME`
+_TIMES = 315_360_000
 
 
 def localize(launch: Launch, built: Built | None, code: Mapping[str, str]) -> Launch:
@@ -171,16 +179,6 @@ def _without_kernels(path: str, context: RankContext, programs: str) -> Iterable
 
 
 # ---------------------------------------------------------------- local code: archives, unpacked
-
-
-# unpacked code may use a tenth of the environments' limit
-_SHARE = 10
-_DIGEST = re.compile(r"[0-9a-f]{64}")
-_CHUNK_BYTES = 1 << 20
-# modification time of assembled files; another time shows that a rank has changed the file
-FIXED_TIME = 946_684_800
-# modification times of unpacked files are in the ten years after `FIXED_TIME`
-_TIMES = 315_360_000
 
 
 class CodeUnusable(Exception):

@@ -32,6 +32,8 @@ from sgpu_magic.wire.files import CHECKPOINTS, KEY, WORK, RunFile, RunFiles, wor
 from sgpu_magic.wire.run import RUN_RECORD, RunRecord
 
 _ADDRESS = re.compile(r"(?P<run>[0-9A-Fa-f]{1,40})(?:/(?P<rank>\d{1,6}))?:(?P<path>.*)", re.DOTALL)
+# how many links a note names
+_NAMED = 5
 
 
 class Address(msgspec.Struct, frozen=True):
@@ -47,9 +49,6 @@ class Address(msgspec.Struct, frozen=True):
     path: str
     rank: int | None = None
 
-
-# how many links a note names
-_NAMED = 5
 
 # files by their paths relative to the target
 _Wanted = Mapping[str, RunFile]

@@ -39,6 +39,16 @@ from sgpu_magic.wire.pool_status import MAX_SOCKET_PATH_BYTES, PROTOCOL_VERSION,
 
 _NAME_WIDTH = 20
 _LEVEL_WIDTH = 7
+# SGPU_RUN_ID is set in a run's processes, SGPU_JOB in the notebook of `sgpu run`
+_OTHER_VARIABLES = ("SGPU_CONFIG", "SGPU_JOB", "SGPU_RUN_ID")
+_NETWORK_TYPES = frozenset(
+    ("nfs", "nfs4", "cifs", "smb3", "smbfs", "afs", "ceph", "lustre", "gpfs", "beegfs", "glusterfs", "9p")
+)
+_LITTLE_BYTES = 1_000_000_000
+_HARDLY_ANY_BYTES = 50_000_000
+
+# the first version with label selectors for placement groups
+_OLDEST_RAY = Version("2.50")
 
 
 def run(environ: Mapping[str, str], out: TextIO) -> bool:
@@ -103,14 +113,6 @@ def _guarded(name: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Find
 
 
 # ---------------------------------------------------------------- settings, directories, pools
-
-# SGPU_RUN_ID is set in a run's processes, SGPU_JOB in the notebook of `sgpu run`
-_OTHER_VARIABLES = ("SGPU_CONFIG", "SGPU_JOB", "SGPU_RUN_ID")
-_NETWORK_TYPES = frozenset(
-    ("nfs", "nfs4", "cifs", "smb3", "smbfs", "afs", "ceph", "lustre", "gpfs", "beegfs", "glusterfs", "9p")
-)
-_LITTLE_BYTES = 1_000_000_000
-_HARDLY_ANY_BYTES = 50_000_000
 
 
 def settings_file(environ: Mapping[str, str]) -> tuple[Settings, list[Finding]]:
@@ -251,10 +253,6 @@ def _not_writable(directory: Path) -> str:
             return ""
     except OSError as error:
         return f"can't be written: {error.strerror}"
-
-
-# the first version with label selectors for placement groups
-_OLDEST_RAY = Version("2.50")
 
 
 def listed_pools(settings: Settings) -> Iterator[Finding]:

@@ -22,6 +22,11 @@ from sgpu_magic.system.processes import is_running, process_start
 from sgpu_magic.views.units import aligned, format_clock
 from sgpu_magic.wire.base import is_valid_id, short
 
+LOG = "log"
+_RECORD = "job.json"
+_KEPT = 200
+_STATES = {0: "succeeded", 2: "not possible", 3: "pool failed", 124: "timed out", 130: "interrupted", 143: "terminated"}
+
 
 def listing(settings: Settings, limit: int) -> str:
     """Return the newest jobs as text."""
@@ -80,11 +85,6 @@ def stop(settings: Settings, job: str) -> str:
     )
 
 
-LOG = "log"
-_RECORD = "job.json"
-_KEPT = 200
-
-
 class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The record of a job.
 
@@ -125,9 +125,6 @@ class JobRecord(msgspec.Struct, frozen=True, kw_only=True):
         if self.code is None:
             return "running" if self.is_active else "killed"
         return _STATES.get(self.code, "failed")
-
-
-_STATES = {0: "succeeded", 2: "not possible", 3: "pool failed", 124: "timed out", 130: "interrupted", 143: "terminated"}
 
 
 def folder_of(settings: Settings, job_id: str) -> Path:

@@ -19,6 +19,26 @@ _OK, _FAILED, _USAGE = 0, 1, 2
 _INTERRUPTED = 128 + signal.SIGINT
 # a shell's exit code for a program killed by SIGPIPE
 _NOBODY_READS = 128 + 13
+_COMMANDS = {
+    "pool": ("pools", "manage pools: show, list, serve, stop"),
+    "types": ("pools", "list the pools' GPU types with memory, nodes and price"),
+    "runs": ("runs", "list the most recent runs"),
+    "logs": ("run_directories", "print the output of a run"),
+    "cancel": ("runs", "stop a run"),
+    "detach": ("runs", "let a run continue without its notebook"),
+    "stacks": ("runs", "show where every rank of a run is"),
+    "run": ("run", "execute a notebook, script or job file"),
+    "torchrun": ("torchrun", "start a script with torchrun's options"),
+    "jobs": ("jobs", "list the jobs of `sgpu run`"),
+    "cp": ("copying", "copy files of a run to this machine"),
+    "port-forward": ("forwarding", "reach a dashboard or TensorBoard in a run"),
+    "replay": ("run", "run a recorded run again"),
+    "sync": ("run_directories", "send to MLflow what could not be sent before"),
+    "env": ("environments", "manage base, saved and built environments"),
+    "usage": ("runs", "show what runs used and cost"),
+    "help": ("main", "show the page about an error, or list all pages"),
+    "doctor": ("doctor", "check this machine's set-up"),
+}
 
 
 class Parser(argparse.ArgumentParser):
@@ -130,28 +150,6 @@ def command_parser(words: Sequence[str]) -> Parser:
         if name == asked:
             importlib.import_module(f"sgpu_magic.cli.{module}").COMMANDS[name](made)
     return parser
-
-
-_COMMANDS = {
-    "pool": ("pools", "manage pools: show, list, serve, stop"),
-    "types": ("pools", "list the pools' GPU types with memory, nodes and price"),
-    "runs": ("runs", "list the most recent runs"),
-    "logs": ("run_directories", "print the output of a run"),
-    "cancel": ("runs", "stop a run"),
-    "detach": ("runs", "let a run continue without its notebook"),
-    "stacks": ("runs", "show where every rank of a run is"),
-    "run": ("run", "execute a notebook, script or job file"),
-    "torchrun": ("torchrun", "start a script with torchrun's options"),
-    "jobs": ("jobs", "list the jobs of `sgpu run`"),
-    "cp": ("copying", "copy files of a run to this machine"),
-    "port-forward": ("forwarding", "reach a dashboard or TensorBoard in a run"),
-    "replay": ("run", "run a recorded run again"),
-    "sync": ("run_directories", "send to MLflow what could not be sent before"),
-    "env": ("environments", "manage base, saved and built environments"),
-    "usage": ("runs", "show what runs used and cost"),
-    "help": ("main", "show the page about an error, or list all pages"),
-    "doctor": ("doctor", "check this machine's set-up"),
-}
 
 
 def _help_options(parser: Parser) -> None:

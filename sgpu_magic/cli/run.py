@@ -37,6 +37,28 @@ _NEEDS = ("nbclient", "nbformat")
 # back-off between retries: 3 s, 6 s, 12 s ...
 _RETRY_AFTER_S = 3.0
 _RETRY_AFTER_MOST_S = 300.0
+_RUN_ABOUT = """Execute a notebook to its end and keep the executed copy.
+
+TARGET is a notebook, a script (.py), or a job file (.yaml, .json, .toml) that names one. A notebook is an .ipynb file,
+or a .py file in Databricks' source form or with percent cells (# %%); with jupytext any text form of its (.md, .Rmd).
+
+what runs where:
+  The notebook's kernel runs on this machine. Its %%distributed cells, sessions and @distributed functions run on
+  the pool; options that they do not give are taken from --pool, --gpus, --type and so on.
+  A notebook without any of these, run with --gpus or --type, runs on the pool as a whole: a session of that many
+  ranks is connected, and every cell runs on all of them (as after %sgpu_auto on). --cells ranks or here says it
+  explicitly. A script runs on all ranks; words after -- are its arguments (a .py file with percent cells that
+  is given arguments runs as a script). A script with @distributed functions runs once, and its functions on the ranks.
+  A script's output goes to standard output as it comes; it leaves an executed copy only with --output.
+"""
+_CODES = """exit codes:
+  0    every cell ran, or the notebook ended itself with dbutils.notebook.exit
+  1    a cell failed: the notebook's own error, or its kernel died
+  2    the command, the job file or an option in a cell is invalid
+  3    the pool, a node, the room on it or its environment failed: worth a retry
+  124  the time limit (--timeout, or a run's own) was exceeded
+  130  interrupted;  143  terminated: the notebook's runs were ended first
+"""
 
 
 def run(settings: Settings, values: argparse.Namespace, out: TextIO, err: TextIO) -> int:
@@ -171,30 +193,6 @@ def _detach(settings: Settings, record: jobs.JobRecord, words: Sequence[str], ou
         file=out,
     )
     return ExitCode.OK
-
-
-_RUN_ABOUT = """Execute a notebook to its end and keep the executed copy.
-
-TARGET is a notebook, a script (.py), or a job file (.yaml, .json, .toml) that names one. A notebook is an .ipynb file,
-or a .py file in Databricks' source form or with percent cells (# %%); with jupytext any text form of its (.md, .Rmd).
-
-what runs where:
-  The notebook's kernel runs on this machine. Its %%distributed cells, sessions and @distributed functions run on
-  the pool; options that they do not give are taken from --pool, --gpus, --type and so on.
-  A notebook without any of these, run with --gpus or --type, runs on the pool as a whole: a session of that many
-  ranks is connected, and every cell runs on all of them (as after %sgpu_auto on). --cells ranks or here says it
-  explicitly. A script runs on all ranks; words after -- are its arguments (a .py file with percent cells that
-  is given arguments runs as a script). A script with @distributed functions runs once, and its functions on the ranks.
-  A script's output goes to standard output as it comes; it leaves an executed copy only with --output.
-"""
-_CODES = """exit codes:
-  0    every cell ran, or the notebook ended itself with dbutils.notebook.exit
-  1    a cell failed: the notebook's own error, or its kernel died
-  2    the command, the job file or an option in a cell is invalid
-  3    the pool, a node, the room on it or its environment failed: worth a retry
-  124  the time limit (--timeout, or a run's own) was exceeded
-  130  interrupted;  143  terminated: the notebook's runs were ended first
-"""
 
 
 def _options(parser: Parser) -> None:

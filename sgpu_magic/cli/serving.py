@@ -29,6 +29,12 @@ from sgpu_magic.wire.pool_status import MAX_SOCKET_PATH_BYTES, agent_socket_file
 
 # how long ranks of a served pool wait for a restarted service
 _ADOPT_S = 600.0
+# the pool's settings, taken from the environment of `sgpu pool deploy`; directories are set on the head node
+_TRAVEL = (
+    "SGPU_RAY_", "SGPU_USER_", "SGPU_FAIR_", "SGPU_LINK_", "SGPU_BULK_", "SGPU_ADOPT_",
+    "SGPU_PRICES", "SGPU_RESERVED_PRICES",
+)  # fmt: skip
+_OPTION = re.compile(r"--(?P<name>runtime-env-json|entrypoint-(?:num-cpus|num-gpus|memory|resources)|metadata-json)")
 
 
 def serve(settings: Settings, engine: str, listen: str, name: str, *, same_files: bool) -> NoReturn:
@@ -112,14 +118,6 @@ def revoke(settings: Settings, name: str, who: str) -> str:
         f"{who} may no longer use the pool {name}: {keys} key{'s' * (keys != 1)} removed, links are closed within "
         "seconds. Active runs continue; an admin can stop them with `sgpu cancel`."
     )
-
-
-# the pool's settings, taken from the environment of `sgpu pool deploy`; directories are set on the head node
-_TRAVEL = (
-    "SGPU_RAY_", "SGPU_USER_", "SGPU_FAIR_", "SGPU_LINK_", "SGPU_BULK_", "SGPU_ADOPT_",
-    "SGPU_PRICES", "SGPU_RESERVED_PRICES",
-)  # fmt: skip
-_OPTION = re.compile(r"--(?P<name>runtime-env-json|entrypoint-(?:num-cpus|num-gpus|memory|resources)|metadata-json)")
 
 
 def deploy_pool(settings: Settings, options: argparse.Namespace) -> str:

@@ -41,6 +41,11 @@ _REFUSED = {
     "run-path": "give the script's path",
     "virtual-local-rank": "LOCAL_RANK is the rank on its node: use it as the GPU's index",
 }
+_ABOUT = """Start a script as torchrun does, on the ranks of a pool: `sgpu run` with torchrun's options.
+
+What follows the script are its own arguments. Options of torchrun that have no effect on a pool are accepted with a
+note. As torchrun does, the command reads defaults from PET_ variables, such as PET_NPROC_PER_NODE.
+"""
 
 
 def words_for_run(values: argparse.Namespace) -> list[str]:
@@ -127,12 +132,6 @@ def _file_of(module: str) -> str:
 
 
 # ---------------------------------------------------------------- the command
-
-_ABOUT = """Start a script as torchrun does, on the ranks of a pool: `sgpu run` with torchrun's options.
-
-What follows the script are its own arguments. Options of torchrun that have no effect on a pool are accepted with a
-note. As torchrun does, the command reads defaults from PET_ variables, such as PET_NPROC_PER_NODE.
-"""
 
 
 def _variable(name: str) -> str:

@@ -31,6 +31,14 @@ from sgpu_magic.wire.run import RUN_RECORD, UNDER_WAY, RunRecord
 _NEWEST = 300
 _MOST_LISTED = 8
 _PREFIX = re.compile(r"[0-9a-f]{1,8}")
+# a run's directory is created shortly before its row in the ledger
+_NEW_S = 5.0
+# shortest interval between requests for a run's row
+_ROW_EVERY_S = 1.0
+# the pool writes a payload when the run has ended
+_PAYLOAD_PATIENCE_S = 10.0
+_PAUSE_S = 0.1
+_COPY_BYTES = 1 << 20
 
 
 def pool_with(pools: Pools, settings: Settings, run: str, *, going_on: bool = False, start: bool = True) -> Pool:
@@ -149,15 +157,6 @@ def _ambiguous(run: str, ids: Sequence[str]) -> str:
 
 
 # ---------------------------------------------------------------- files of a run
-
-# a run's directory is created shortly before its row in the ledger
-_NEW_S = 5.0
-# shortest interval between requests for a run's row
-_ROW_EVERY_S = 1.0
-# the pool writes a payload when the run has ended
-_PAYLOAD_PATIENCE_S = 10.0
-_PAUSE_S = 0.1
-_COPY_BYTES = 1 << 20
 
 
 class LocalRunFiles:

@@ -27,6 +27,9 @@ _BUSY_TIMEOUT_S = 2.0
 _STEP_S = 1.0
 _FIELDS = frozenset(field.name for field in msgspec.structs.fields(RunSummary))
 LOST = "the pool service ended while the run was active"
+_UNITS = {"s": 1.0, "m": 60.0, "h": HOUR_S, "d": 24 * HOUR_S, "w": 7 * 24 * HOUR_S}
+_SINCE = re.compile(r"(\d+(?:\.\d+)?)\s*([smhdw])")
+_POOL = "local"
 
 
 def recent_runs(settings: Settings, limit: int | None) -> list[RunSummary]:
@@ -116,10 +119,6 @@ def _summary(row: dict[str, Any], *, held: bool) -> RunSummary:
 
 
 # ---------------------------------------------------------------- runs, GPU-hours and cost, for `sgpu usage`
-
-_UNITS = {"s": 1.0, "m": 60.0, "h": HOUR_S, "d": 24 * HOUR_S, "w": 7 * 24 * HOUR_S}
-_SINCE = re.compile(r"(\d+(?:\.\d+)?)\s*([smhdw])")
-_POOL = "local"
 
 
 class Use(msgspec.Struct):

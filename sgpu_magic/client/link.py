@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from sgpu_magic.client.remote_transport import RemoteTransport
 
 _HELLO_TIMEOUT_S = 10.0
+_SET = threading.Event()
 
 
 class PoolLost(PoolError):
@@ -336,5 +337,4 @@ class PoolLink:
             events.put(None)
 
 
-_SET = threading.Event()
 _SET.set()

@@ -34,6 +34,10 @@ _WINDOW = 16
 _ANSWER_S = 60.0
 # after this long without a reply, readers of a log show its local part
 _LOG_PATIENCE_S = 5.0
+SENT = "sent"
+"""Folder in the state directory with one file per run: `sent/<run>.msgpack`."""
+_SENT_END = ".msgpack"
+_MOST_SENT = 500
 
 
 def mirror_path(settings: Settings, pool: str, run_id: str) -> Path:
@@ -203,12 +207,6 @@ def _found(link: PoolLink, answer: Answer, kind: type[A], patience_s: float | No
 
 
 # ---------------------------------------------------------------- records of runs submitted to remote pools
-
-SENT = "sent"
-"""Folder in the state directory with one file per run: `sent/<run>.msgpack`."""
-
-_SENT_END = ".msgpack"
-_MOST_SENT = 500
 
 
 class SentRun(msgspec.Struct, frozen=True, kw_only=True):

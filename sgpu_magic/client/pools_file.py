@@ -37,6 +37,9 @@ _ADDRESS = re.compile(r"tcp://(?:\[[0-9A-Fa-f:.]+(?:%[\w.-]+)?\]|[A-Za-z0-9_.-]+
 # Z85, ZeroMQ's encoding of keys
 _KEY = re.compile(r"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 _KNOWN = ("address", "key", "reserved", "types", "prices")
+# header of a pool's table, or of a table within it
+_HEADER = re.compile(r"\s*\[\[?\s*(?P<name>[A-Za-z0-9_-]+|\"[^\"]*\"|'[^']*')\s*[.\]]")
+_BEGINS = "# The pools of `--pool`; `sgpu pool add` and `sgpu pool remove` write this file; you can edit it too.\n"
 
 
 class PoolEntry(msgspec.Struct, frozen=True):
@@ -231,10 +234,6 @@ def _location_of(text: str, name: str) -> str:
 
 
 # ---------------------------------------------------------------- adding and removing pools
-
-# header of a pool's table, or of a table within it
-_HEADER = re.compile(r"\s*\[\[?\s*(?P<name>[A-Za-z0-9_-]+|\"[^\"]*\"|'[^']*')\s*[.\]]")
-_BEGINS = "# The pools of `--pool`; `sgpu pool add` and `sgpu pool remove` write this file; you can edit it too.\n"
 
 
 def add_pool(entry: PoolEntry, path: Path | None = None, *, replace: bool = False) -> None:

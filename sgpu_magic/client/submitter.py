@@ -38,6 +38,10 @@ from sgpu_magic.wire.run import RunSpec
 # how long to look for, or start, the next pool service in order to cancel a run
 _CANCEL_PATIENCE_S = 60.0
 _CANCEL_PAUSE_S = 0.2
+# a reclaim is answered in 1 to 2 ms; a run that still needs the memory does not answer
+_RECLAIM_TIMEOUT_S = 0.05
+# unused payload memory is freed after this
+_IDLE_S = 60.0
 
 
 class Submitter:
@@ -201,11 +205,6 @@ class Submitter:
 
 
 # ---------------------------------------------------------------- payload memory
-
-# a reclaim is answered in 1 to 2 ms; a run that still needs the memory does not answer
-_RECLAIM_TIMEOUT_S = 0.05
-# unused payload memory is freed after this
-_IDLE_S = 60.0
 
 
 class _Slot(msgspec.Struct):

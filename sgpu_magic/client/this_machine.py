@@ -73,6 +73,12 @@ _OF_LAUNCHERS = (
 )  # fmt: skip
 _umask_lock = threading.Lock()
 _NOT_OURS = ("PYTHONSAFEPATH", "PYTHON_PS1")
+_START_TIMEOUT_S = 30.0
+# time limit for a pool to exit, or for the address of a pool that another client starts
+_EXIT_S = 10.0
+_PAUSE_S = 0.01
+# a pool recreates a removed directory at its next check
+_RESTORED_S = 3.0
 
 
 def this_interpreter(environ: Mapping[str, str] | None = None) -> Interpreter:
@@ -190,13 +196,6 @@ def _begins(name: str, prefixes: Iterable[str]) -> bool:
 
 
 # ---------------------------------------------------------------- the local pool
-
-_START_TIMEOUT_S = 30.0
-# time limit for a pool to exit, or for the address of a pool that another client starts
-_EXIT_S = 10.0
-_PAUSE_S = 0.01
-# a pool recreates a removed directory at its next check
-_RESTORED_S = 3.0
 
 
 def find_pool(settings: Settings) -> PoolAddress | None:

@@ -28,6 +28,12 @@ _decoder = Decoder[Event](Event)
 _READ_BYTES = 1 << 20
 _MOST_NAME_BYTES = 4096
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+# measured: a new pool and its first run write 180 kB in 21 files and folders; a later run of two ranks with a little
+# output 32 kB in 8, a cell in a session without output 24 kB in 6
+RUN_BYTES = 256_000
+RUN_INODES = 32
+STAGED = ".arriving-"
+"""Name prefix of a folder in a run's directory that holds the files of a node until all of them have arrived."""
 
 
 class EventFile:
@@ -75,11 +81,6 @@ def read_spec(directory: Path) -> RunSpec | None:
 
 
 # ---------------------------------------------------------------- disk space for a run
-
-# measured: a new pool and its first run write 180 kB in 21 files and folders; a later run of two ranks with a little
-# output 32 kB in 8, a cell in a session without output 24 kB in 6
-RUN_BYTES = 256_000
-RUN_INODES = 32
 
 
 class DiskRoom(msgspec.Struct, frozen=True):
@@ -289,10 +290,6 @@ def remove_below(root: Path, name: str) -> None:
     """Remove a file below `root` if it exists."""
     with contextlib.suppress(FileNotFoundError), _folder_of(root, name) as (folder, last):
         os.unlink(last, dir_fd=folder)
-
-
-STAGED = ".arriving-"
-"""Name prefix of a folder in a run's directory that holds the files of a node until all of them have arrived."""
 
 
 class Contents(msgspec.Struct):

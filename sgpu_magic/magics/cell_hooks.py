@@ -41,6 +41,14 @@ _STAYS = re.compile(
 )
 _IS_BLANK = re.compile(r"\s*(?:#.*)?$")
 _NAME = re.compile(r"(?<![\w.])[^\W\d]\w*")
+_RENEW_S = 20.0
+_LOOK_S = 0.2
+
+# IPython prints groups with `traceback.print_exc`, and syntax errors with the kernel's frames above them; other errors
+# render themselves
+_DRAWN_BY_IPYTHON = (BaseExceptionGroup, SyntaxError)
+_LAUNCHER = "notebook_launcher"
+_STRATEGY = "ddp_notebook"
 
 
 class AutoMode:
@@ -163,10 +171,6 @@ class RebindTracker:
 # ---------------------------------------------------------------- warm ranks
 
 
-_RENEW_S = 20.0
-_LOOK_S = 0.2
-
-
 class WarmPool:
     """Keeps this kernel's zygote and standby group warm.
 
@@ -203,10 +207,6 @@ class WarmPool:
 
 # ---------------------------------------------------------------- errors of ranks that IPython renders itself
 
-# IPython prints groups with `traceback.print_exc`, and syntax errors with the kernel's frames above them; other errors
-# render themselves
-_DRAWN_BY_IPYTHON = (BaseExceptionGroup, SyntaxError)
-
 
 def draw_rank_errors(shell: Any) -> None:
     """Display groups and syntax errors of ranks with the ranks' tracebacks, unless the user has set a handler."""
@@ -236,9 +236,6 @@ def _draw_rank_error(
 
 
 # ---------------------------------------------------------------- cells that start processes with other packages
-
-_LAUNCHER = "notebook_launcher"
-_STRATEGY = "ddp_notebook"
 
 
 def hint_for(source: str) -> str:

@@ -35,6 +35,8 @@ _ABOUT = {
     "the cell connects to it, and it ends with the cell. Rank 0 runs the cell, with the notebook's variables; the "
     "other ranks only hold their devices.",
 }
+LINE_PARSERS: dict[str, Callable[[], Parser]] = {}
+"""Parsers of the line magics decorated with `takes`, by name."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -75,10 +77,6 @@ class Parser(argparse.ArgumentParser):
             return found
         print(self.format_help())  # noqa: T201  help is output
         return None
-
-
-LINE_PARSERS: dict[str, Callable[[], Parser]] = {}
-"""Parsers of the line magics decorated with `takes`, by name."""
 
 
 def takes(

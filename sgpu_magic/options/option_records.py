@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 DEFAULT_NAME = "main"
 """Default name of a session."""
 
+OWN_PACKAGES = ("", "none")
+"""Values of `--env-version` and of the setting `env_version` for the notebook's own packages."""
+
 
 class Devices(msgspec.Struct, frozen=True):
     """The devices that a run requests.
@@ -36,10 +39,6 @@ class Devices(msgspec.Struct, frozen=True):
     nodes: int = 0
     strategy: str = ""
     allow_busy: bool = False
-
-
-OWN_PACKAGES = ("", "none")
-"""Values of `--env-version` and of the setting `env_version` for the notebook's own packages."""
 
 
 class EnvironmentOptions(msgspec.Struct, frozen=True):

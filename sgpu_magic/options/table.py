@@ -29,6 +29,18 @@ _VALUE = rf"[A-Z]|\d|[a-z_]+\d|(?:any|cpu|{'|'.join(STRATEGIES)})\b"
 Reader = Callable[[str, Any], Any]
 """Takes an option as it was written, such as `--timeout`, and its value; raises UsageError."""
 
+DEVICES = ("gpus", "type", "min-memory", "nodes", "placement")
+PACKAGES = ("env-version", "torch", "allow-build", "upload", "no-track", "max-cost")
+POOL_OPTIONS = ("pool", "ui", "allow-busy")
+OF_RANKS_THAT_STAY = ("ranks", "fresh", "reload", "session", "profile")
+"""Options that `%%ray_launch` does not have: they need ranks that execute the cell themselves."""
+_RUN = ("exclude", "env", "timeout", "wait", "grace", "retries", "retry-on")
+_WAYS = ("detach", "nowait", "here", "group")
+CELL = (*DEVICES, "out", "in", *_RUN, *_WAYS, *OF_RANKS_THAT_STAY, *PACKAGES, "name", *POOL_OPTIONS)
+CALL = (*DEVICES, *_RUN, *PACKAGES, "profile", "name", *POOL_OPTIONS)
+SESSION = (*DEVICES, "name", "idle", "wait", "timeout", "env", *PACKAGES, *POOL_OPTIONS)
+REPLAY = ("gpus", "type", "env", "here", "timeout", "detach", "name")
+
 
 class Option(msgspec.Struct, frozen=True):
     """One option.
@@ -217,19 +229,6 @@ OPTIONS: Mapping[str, Option] = {
     ),
     "ui": Option("ui", "how to display the run (default: auto)", choices=UI_CHOICES, default="auto"),
 }
-
-DEVICES = ("gpus", "type", "min-memory", "nodes", "placement")
-PACKAGES = ("env-version", "torch", "allow-build", "upload", "no-track", "max-cost")
-POOL_OPTIONS = ("pool", "ui", "allow-busy")
-OF_RANKS_THAT_STAY = ("ranks", "fresh", "reload", "session", "profile")
-"""Options that `%%ray_launch` does not have: they need ranks that execute the cell themselves."""
-
-_RUN = ("exclude", "env", "timeout", "wait", "grace", "retries", "retry-on")
-_WAYS = ("detach", "nowait", "here", "group")
-CELL = (*DEVICES, "out", "in", *_RUN, *_WAYS, *OF_RANKS_THAT_STAY, *PACKAGES, "name", *POOL_OPTIONS)
-CALL = (*DEVICES, *_RUN, *PACKAGES, "profile", "name", *POOL_OPTIONS)
-SESSION = (*DEVICES, "name", "idle", "wait", "timeout", "env", *PACKAGES, *POOL_OPTIONS)
-REPLAY = ("gpus", "type", "env", "here", "timeout", "detach", "name")
 
 
 def read(given: Mapping[str, Any], spelled: Callable[[str], str], readers: Mapping[str, Reader]) -> dict[str, Any]:

@@ -29,6 +29,20 @@ TORCH_CHOICES = ("node", "mine")
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|min|h|d)?")
 _SECONDS = {None: 1.0, "ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+STRATEGIES = ("pack", "strict_pack", "spread")
+"""How ranks are placed on nodes: on as few as possible, on exactly one, on as many as possible."""
+MOST_RANKS = 4096
+"""Largest number of ranks, and of nodes, of a run; also the smallest invalid rank."""
+_MEMORY = re.compile(r"(?P<number>\d+(?:\.\d*)?|\.\d+)\s*(?P<unit>[kMGT]i?)?B?", re.IGNORECASE)
+_MEMORY_UNITS = {unit: 1000**power for power, unit in enumerate(("", *"kmgt"))} | {
+    f"{unit}i": 1024**power for power, unit in enumerate("kmgt", 1)
+}
+# a smaller number probably lacks its unit
+_LEAST_BYTES = 10**6
+_MOST_BYTES = 10**15
+_RANKS = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?|(-\d{1,5})")
+# as ipyparallel writes them
+_ALL = ("all", ":")
 
 
 def duration_s(option: str, value: Duration) -> float:
@@ -67,21 +81,6 @@ def timeout_s(option: str, value: Duration | None) -> float:
 
 
 # ---------------------------------------------------------------- devices
-
-
-STRATEGIES = ("pack", "strict_pack", "spread")
-"""How ranks are placed on nodes: on as few as possible, on exactly one, on as many as possible."""
-
-MOST_RANKS = 4096
-"""Largest number of ranks, and of nodes, of a run; also the smallest invalid rank."""
-
-_MEMORY = re.compile(r"(?P<number>\d+(?:\.\d*)?|\.\d+)\s*(?P<unit>[kMGT]i?)?B?", re.IGNORECASE)
-_MEMORY_UNITS = {unit: 1000**power for power, unit in enumerate(("", *"kmgt"))} | {
-    f"{unit}i": 1024**power for power, unit in enumerate("kmgt", 1)
-}
-# a smaller number probably lacks its unit
-_LEAST_BYTES = 10**6
-_MOST_BYTES = 10**15
 
 
 def memory_bytes(option: str, value: str | float | None) -> int:
@@ -294,11 +293,6 @@ def cost_limit(option: str, value: str | float | None) -> float | None:
 
 
 # ---------------------------------------------------------------- lists of ranks
-
-
-_RANKS = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?|(-\d{1,5})")
-# as ipyparallel writes them
-_ALL = ("all", ":")
 
 
 def parse_ranks(option: str, text: str) -> tuple[int, ...]:

@@ -37,6 +37,15 @@ _SKIPPED_DIRECTORIES = frozenset({
 _SKIPPED_ENDS = (".pyc", ".pyo", "~", ".swp")
 _SKIPPED_FILES = frozenset({".DS_Store", "Thumbs.db"})
 _IGNORE_FILE = ".gitignore"
+# the earliest time that a zip archive can store
+_TIME = (1980, 1, 1, 0, 0, 0)
+_CHUNK_BYTES = 1 << 20
+# files of this size need a zip64 entry
+_LARGE_BYTES = 1 << 31
+# archives unused for this long are removed, and the oldest ones above this total size
+_KEEP_S = 7 * 24 * 3600.0
+_KEEP_BYTES = 1_000_000_000
+_KEEP_AT_LEAST_S = 3600.0
 
 
 class TreeFile(msgspec.Struct, frozen=True):
@@ -181,9 +190,6 @@ def _rules_in(directory: str, file: str) -> list[_Rules]:
 
 # ---------------------------------------------------------------- archives
 
-# the earliest time that a zip archive can store
-_TIME = (1980, 1, 1, 0, 0, 0)
-
 
 def archive_entry(name: str, *, executable: bool = False, compression: int = zipfile.ZIP_DEFLATED) -> zipfile.ZipInfo:
     """Return an entry of a zip archive whose bytes depend only on what is in it, not on dates or owners."""
@@ -192,15 +198,6 @@ def archive_entry(name: str, *, executable: bool = False, compression: int = zip
     entry.compress_type = compression
     entry.create_system = 3
     return entry
-
-
-_CHUNK_BYTES = 1 << 20
-# files of this size need a zip64 entry
-_LARGE_BYTES = 1 << 31
-# archives unused for this long are removed, and the oldest ones above this total size
-_KEEP_S = 7 * 24 * 3600.0
-_KEEP_BYTES = 1_000_000_000
-_KEEP_AT_LEAST_S = 3600.0
 
 
 class Bundles:

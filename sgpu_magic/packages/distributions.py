@@ -33,6 +33,12 @@ INSTALLERS_OWN = ("INSTALLER", "REQUESTED", "direct_url.json", "RECORD", "uv_cac
 _PROGRAMS = (b"../../../bin/", b"../../Scripts/")
 _SYSTEM_INSTALLERS = ("apt", "debian", "dpkg", "rpm", "portage", "pacman")
 _SYSTEM_FOLDER = re.compile(r"/usr/lib/python3(\.\d+)?/dist-packages(/|$)")
+_VALID = re.compile(r"[0-9a-f]{16,64}")
+_VERSION = "environment 1"
+SGPU_MAGIC = "sgpu-magic"
+_TORCH_FAMILY = re.compile(
+    r"(torch|torchvision|torchaudio|triton|pytorch-triton.*|triton-rocm|nvidia-(?!ml-py).*|cuda-(toolkit|bindings|pathfinder))"
+)
 
 
 class Kind(enum.StrEnum):
@@ -286,9 +292,6 @@ def contents_of(path: str | Path, most_bytes: int = -1) -> bytes:
 
 # ---------------------------------------------------------------- digest of a set of distributions
 
-_VALID = re.compile(r"[0-9a-f]{16,64}")
-_VERSION = "environment 1"
-
 
 def own_python() -> str:
     """Return this Python's version without the patch number, `3.11`."""
@@ -327,11 +330,6 @@ def is_valid_digest(text: str) -> bool:
 
 
 # ---------------------------------------------------------------- packages that a node provides
-
-SGPU_MAGIC = "sgpu-magic"
-_TORCH_FAMILY = re.compile(
-    r"(torch|torchvision|torchaudio|triton|pytorch-triton.*|triton-rocm|nvidia-(?!ml-py).*|cuda-(toolkit|bindings|pathfinder))"
-)
 
 
 def is_from_node(name: str, *, torch_mine: bool = False) -> bool:

@@ -26,6 +26,17 @@ from sgpu_magic.packages.wheels import installed_bytes, repack
 from sgpu_magic.wire.attachments import Environment, Wheel
 from sgpu_magic.wire.decoding import decode_toml
 
+_TIMEOUT_S = 300.0
+# limit for the lock file only; a node is still sent larger wheels
+_LARGEST_REPACKED_BYTES = 200_000_000
+_LAST_WORDS = 400
+# uv names the packages it did not find; each failed call names at least one
+_NOT_THERE = re.compile(
+    r"no versions? of ([\w.-]+?)(?:==|,| |$)|([\w.-]+?) was not found"
+    r"|([\w.-]+?)==\S+ has no (?:usable )?(?:wheels|source)"
+)
+_NOT_BUILT = re.compile(r"Failed to (?:build|download|fetch|prepare)[^`]*`([\w.-]+?)(?:==|\s*@|`)")
+
 
 class Lock(msgspec.Struct, frozen=True, kw_only=True):
     """A lock file, or the reason why there is none.
@@ -60,17 +71,6 @@ def keep_lock(root: Path, digest: str, lock: Lock) -> None:
 
 
 # ---------------------------------------------------------------- making a lock
-
-_TIMEOUT_S = 300.0
-# limit for the lock file only; a node is still sent larger wheels
-_LARGEST_REPACKED_BYTES = 200_000_000
-_LAST_WORDS = 400
-# uv names the packages it did not find; each failed call names at least one
-_NOT_THERE = re.compile(
-    r"no versions? of ([\w.-]+?)(?:==|,| |$)|([\w.-]+?) was not found"
-    r"|([\w.-]+?)==\S+ has no (?:usable )?(?:wheels|source)"
-)
-_NOT_BUILT = re.compile(r"Failed to (?:build|download|fetch|prepare)[^`]*`([\w.-]+?)(?:==|\s*@|`)")
 
 
 def make_lock(snapshot: Snapshot, wheels: Path, variables: Mapping[str, str], *, gently: bool = False) -> Lock:

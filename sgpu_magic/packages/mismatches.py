@@ -24,6 +24,28 @@ _CUDA = re.compile(r"^cuda\s*(?::[^=]*)?=\s*['\"]([\d.]+)['\"]", re.MULTILINE)
 _LOCAL_CUDA = re.compile(r"\+cu(\d{2})(\d)")
 # torch's CUDA version also follows from the CUDA runtime package that it requires
 _RUNTIMES = ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu13", "nvidia-cuda-runtime-cu12", "nvidia-cuda-runtime-cu11")
+# The first versions whose wheels also support NumPy 2, for packages that do not all declare it in their metadata: see
+# NumPy's issue 26191, "Ecosystem compatibility with numpy 2.0". For each except torch, the version before was observed
+# to break and this one to work
+_FIRST_FOR_NUMPY_2 = {
+    "h5py": "3.11", "matplotlib": "3.8.4", "ml-dtypes": "0.4", "numba": "0.60", "numexpr": "2.10",
+    "opencv-python": "4.10.0.84", "opencv-python-headless": "4.10.0.84", "pandas": "2.2.2", "pyarrow": "16.0",
+    "scikit-learn": "1.4.2", "scipy": "1.13", "shapely": "2.0.4", "torch": "2.3",
+}  # fmt: skip
+# torchvision's minor version is torch's plus 15: 0.15 belongs to 2.0, 0.22 to 2.7
+_VISION_AHEAD = 15
+# more packages installed twice than this are summed up in one sentence
+_MOST_TWICE = 3
+_CUDNN = ("nvidia-cudnn-cu11", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "nvidia-cudnn")
+_BUILT_FOR_TORCH = {
+    "flash-attn", "xformers", "torch-scatter", "torch-sparse", "torch-cluster", "torchtext", "torchao", "detectron2",
+    "causal-conv1d", "mamba-ssm", "transformer-engine-torch", "vllm", "deepspeed-kernels", "fbgemm-gpu",
+}  # fmt: skip
+
+# NVIDIA, "CUDA Compatibility", chapter "Minor Version Compatibility", table 1: the oldest driver by CUDA major version
+_OLDEST_DRIVERS = {11: 450, 12: 525, 13: 580}
+_DRIVER_FILE = Path("/proc/driver/nvidia/version")
+_KERNEL_MODULE = re.compile(r"Kernel Module.*?\s(\d{3,}(?:\.\d+)+)\s")
 
 
 class Package(msgspec.Struct, frozen=True):
@@ -88,24 +110,6 @@ def _text(path: Path) -> str:
 
 
 # ---------------------------------------------------------------- mismatches
-
-# The first versions whose wheels also support NumPy 2, for packages that do not all declare it in their metadata: see
-# NumPy's issue 26191, "Ecosystem compatibility with numpy 2.0". For each except torch, the version before was observed
-# to break and this one to work
-_FIRST_FOR_NUMPY_2 = {
-    "h5py": "3.11", "matplotlib": "3.8.4", "ml-dtypes": "0.4", "numba": "0.60", "numexpr": "2.10",
-    "opencv-python": "4.10.0.84", "opencv-python-headless": "4.10.0.84", "pandas": "2.2.2", "pyarrow": "16.0",
-    "scikit-learn": "1.4.2", "scipy": "1.13", "shapely": "2.0.4", "torch": "2.3",
-}  # fmt: skip
-# torchvision's minor version is torch's plus 15: 0.15 belongs to 2.0, 0.22 to 2.7
-_VISION_AHEAD = 15
-# more packages installed twice than this are summed up in one sentence
-_MOST_TWICE = 3
-_CUDNN = ("nvidia-cudnn-cu11", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "nvidia-cudnn")
-_BUILT_FOR_TORCH = {
-    "flash-attn", "xformers", "torch-scatter", "torch-sparse", "torch-cluster", "torchtext", "torchao", "detectron2",
-    "causal-conv1d", "mamba-ssm", "transformer-engine-torch", "vllm", "deepspeed-kernels", "fbgemm-gpu",
-}  # fmt: skip
 
 
 class Mismatch(msgspec.Struct, frozen=True):
@@ -349,11 +353,6 @@ def find_unreadable(
 
 
 # ---------------------------------------------------------------- the NVIDIA driver that a CUDA version needs
-
-# NVIDIA, "CUDA Compatibility", chapter "Minor Version Compatibility", table 1: the oldest driver by CUDA major version
-_OLDEST_DRIVERS = {11: 450, 12: 525, 13: 580}
-_DRIVER_FILE = Path("/proc/driver/nvidia/version")
-_KERNEL_MODULE = re.compile(r"Kernel Module.*?\s(\d{3,}(?:\.\d+)+)\s")
 
 
 def driver_version() -> str:

@@ -27,6 +27,12 @@ from sgpu_magic.wire.decoding import decode_json, decode_toml
 BASE_NAMES = ("4", "ai-4")
 """Names of the base environments."""
 
+# <state>/saved-environments/<name>/environment.json, requirements.txt, wheels
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}")
+_DESCRIPTION = "environment.json"
+_NOT_NAMES = (*BASE_NAMES, "none")
+_FILE_ENDINGS = (".txt", ".toml", ".in")
+
 
 class BaseList(msgspec.Struct, frozen=True):
     """One base environment, as its documentation page lists it.
@@ -88,12 +94,6 @@ def base_list(name: str) -> BaseList:
 
 
 # ---------------------------------------------------------------- saved environments
-
-# <state>/saved-environments/<name>/environment.json, requirements.txt, wheels
-_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}")
-_DESCRIPTION = "environment.json"
-_NOT_NAMES = (*BASE_NAMES, "none")
-_FILE_ENDINGS = (".txt", ".toml", ".in")
 
 
 def saved_path(settings: Settings) -> Path:

@@ -47,6 +47,7 @@ _HASH = re.compile(r"\s+--hash[= ](\S+)")
 _INCLUDE = re.compile(r"(?:-r|--requirement)[= ]?\s*(.+)")
 _INDEX = re.compile(r"(-i|--index-url|--extra-index-url|-f|--find-links|--no-index|--trusted-host)\b")
 _DEEPEST = 8
+_COMPLETE_LINE = "# Complete: `uv pip install --no-deps -r requirements.txt` resolves no dependencies."
 
 
 class Requirements(msgspec.Struct, frozen=True):
@@ -239,8 +240,6 @@ def _locked_line(path: Path, package: Package, source: object) -> str:
 
 
 # ---------------------------------------------------------------- a run's `requirements.txt`
-
-_COMPLETE_LINE = "# Complete: `uv pip install --no-deps -r requirements.txt` resolves no dependencies."
 
 
 def snapshot_requirements(snapshot: Snapshot, lock: Lock | None) -> str:

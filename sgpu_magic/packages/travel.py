@@ -65,6 +65,7 @@ _SET_BY_IPYKERNEL = {
 _DIRECTORY_ENDS = ("_HOME", "_DIR", "_CACHE", "_PATH", "_ROOT", "_FOLDER", "_FILE", "_CONFIG", "_LOCATION", "_BUNDLE")
 # the variables when the extension was loaded, for processes whose /proc/self/environ can't be used
 _AT_LOAD = dict(os.environ)
+_NOT_IMPORTED = frozenset({"", "builtins", "__main__", "__mp_main__", "sgpu_magic"})
 
 
 class Travelling(msgspec.Struct, frozen=True):
@@ -199,8 +200,6 @@ def mismatch_news() -> tuple[str, ...]:
 
 
 # ---------------------------------------------------------------- modules that a payload names
-
-_NOT_IMPORTED = frozenset({"", "builtins", "__main__", "__mp_main__", "sgpu_magic"})
 
 
 def check_references(

@@ -24,6 +24,13 @@ from sgpu_magic.system import processes
 _MOST_CHARACTERS = 1200
 _KEPT_LINES = 200
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
+# any of these configures uv's index, or all of uv
+_UV_CONFIGURED = (
+    "UV_INDEX_URL", "UV_DEFAULT_INDEX", "UV_INDEX", "UV_EXTRA_INDEX_URL", "UV_FIND_LINKS", "UV_CONFIG_FILE",
+)  # fmt: skip
+
+# uv must work neither on this kernel's environment nor on the notebook's own project
+_NOT_INHERITED = ("VIRTUAL_ENV", "CONDA_PREFIX", "UV_PROJECT", "UV_PROJECT_ENVIRONMENT")
 
 
 class UvFailed(Exception):
@@ -145,11 +152,6 @@ def _talk(
 
 # ---------------------------------------------------------------- package index
 
-# any of these configures uv's index, or all of uv
-_UV_CONFIGURED = (
-    "UV_INDEX_URL", "UV_DEFAULT_INDEX", "UV_INDEX", "UV_EXTRA_INDEX_URL", "UV_FIND_LINKS", "UV_CONFIG_FILE",
-)  # fmt: skip
-
 
 def index_variables(index_url: str, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the variables that configure uv's package index. They may contain credentials.
@@ -207,9 +209,6 @@ def _pip_configuration(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 # ---------------------------------------------------------------- running uv from a kernel
-
-# uv must work neither on this kernel's environment nor on the notebook's own project
-_NOT_INHERITED = ("VIRTUAL_ENV", "CONDA_PREFIX", "UV_PROJECT", "UV_PROJECT_ENVIRONMENT")
 
 
 class Done(msgspec.Struct, frozen=True):

@@ -31,6 +31,14 @@ from sgpu_magic.packages.uv_command import call_uv
 from sgpu_magic.wire.attachments import Wheel
 
 _SHA256 = "sha256"
+# Installed files go back to their places in a wheel: scripts to `.data/scripts`, other files outside the site directory
+# to `.data/data`. The same installation always gives the same bytes.
+_COMPRESSION = 5
+_TAG = re.compile(r"^tag\s*:\s*([^\s-]+)-([^\s-]+)-(\S+)\s*$", re.IGNORECASE | re.MULTILINE)
+_BUILD_TIMEOUT_S = 900.0
+# left in a project by builds, not part of it
+_LEFT_BY_BUILDS = ("build/", "dist/")
+_LAST_WORDS = 1500
 
 
 def kept_wheel(root: Path, key: str, make: Callable[[Path], Path]) -> Wheel:
@@ -91,11 +99,6 @@ def remove_old_wheels(root: Path, before: float) -> None:
 
 
 # ---------------------------------------------------------------- from installed packages
-
-# Installed files go back to their places in a wheel: scripts to `.data/scripts`, other files outside the site directory
-# to `.data/data`. The same installation always gives the same bytes.
-_COMPRESSION = 5
-_TAG = re.compile(r"^tag\s*:\s*([^\s-]+)-([^\s-]+)-(\S+)\s*$", re.IGNORECASE | re.MULTILINE)
 
 
 def repack(distribution: Distribution, root: Path) -> Wheel:
@@ -186,11 +189,6 @@ def _with_plain_shebang(data: bytes) -> bytes:
 
 
 # ---------------------------------------------------------------- from editable projects, cached by their files
-
-_BUILD_TIMEOUT_S = 900.0
-# left in a project by builds, not part of it
-_LEFT_BY_BUILDS = ("build/", "dist/")
-_LAST_WORDS = 1500
 
 
 def build_project(distribution: Distribution, root: Path, variables: Mapping[str, str]) -> Wheel:

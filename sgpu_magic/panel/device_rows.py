@@ -23,6 +23,10 @@ _FREE = "free"
 # larger pools are shown by node, with at most `_MOST_NODES` nodes
 _MOST_DEVICES = 64
 _MOST_NODES = 32
+# shortest wait for a device that is not free now
+_LEAST_S = 1.0
+# estimates are rounded up: (upper limit in seconds, step in seconds)
+_STEPS = ((60.0, 10.0), (600.0, 30.0), (float("inf"), 60.0))
 
 
 def device_pictures(inventory: Inventory, order: Mapping[str, int], holders: Holders) -> tuple[DevicePicture, ...]:
@@ -108,12 +112,6 @@ def _node(host: str, devices: Sequence[Device], holders: Holders) -> tuple[int, 
         user=f"{free} of {len(devices)} free",
         free=free == len(devices),
     )
-
-
-# shortest wait for a device that is not free now
-_LEAST_S = 1.0
-# estimates are rounded up: (upper limit in seconds, step in seconds)
-_STEPS = ((60.0, 10.0), (600.0, 30.0), (float("inf"), 60.0))
 
 
 class Claim(msgspec.Struct, frozen=True):

@@ -41,6 +41,13 @@ from sgpu_magic.views.units import count_of
 PANEL = "panel"
 """The model id of requests that belong to no run's view."""
 
+_OWN_PACKAGES = "this notebook's packages"
+_PUBLISHED = {"4": "Databricks serverless GPU", "ai-4": "Databricks serverless GPU with AI libraries"}
+_MOST_DIFFERENCES = 60
+_MOST_NOTES = 6
+_NO_CHOICE = "this notebook has no choice of its own: runs get what the pool and the settings choose."
+_NO_POOL = "no pool is running; the first run starts it."
+
 
 class AskKernel(Message, frozen=True, tag_field="kind", tag="kernel"):
     """Ask for the notebook's state.
@@ -123,11 +130,6 @@ KernelReply = KernelAnswer | PlanAnswer | PanelRefusal
 
 
 # ---------------------------------------------------------------- the state
-
-_OWN_PACKAGES = "this notebook's packages"
-_PUBLISHED = {"4": "Databricks serverless GPU", "ai-4": "Databricks serverless GPU with AI libraries"}
-_MOST_DIFFERENCES = 60
-_MOST_NOTES = 6
 
 
 def kernel_picture(context: KernelContext, held: Held) -> KernelPicture:
@@ -290,10 +292,6 @@ def _sessions() -> list[SessionPicture]:
 def _words(session: Session) -> str:
     kind = label_of(session.device_type)
     return f"{session.ranks} on {kind}" if kind else count_of(session.ranks, "rank")
-
-
-_NO_CHOICE = "this notebook has no choice of its own: runs get what the pool and the settings choose."
-_NO_POOL = "no pool is running; the first run starts it."
 
 
 def panel_text(context: KernelContext) -> str:

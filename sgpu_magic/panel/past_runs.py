@@ -32,6 +32,16 @@ _LOOK_EVERY_S = 5.0
 # a comparison of more can't be read
 _MOST_PARAMETERS = 20
 _NOWHERE = RunFiles()
+# samples come every second, of long runs every 5 s
+_SAMPLE_TIMEOUT_S = 15.0
+# the most time to spend on reading logs in one call
+_READ_S = 0.1
+# smaller changes are not reported
+_MEMORY_STEP_BYTES = 10_000_000
+KEPT_S = 20.0
+"""How long the sums are cached; they change slowly."""
+# the largest share of time to spend on computing them
+_SHARE = 0.01
 
 
 class _Written(msgspec.Struct):
@@ -95,14 +105,6 @@ class RunFilesOfPool:
         return url if url.startswith(("http://", "https://")) else ""
 
 
-# samples come every second, of long runs every 5 s
-_SAMPLE_TIMEOUT_S = 15.0
-# the most time to spend on reading logs in one call
-_READ_S = 0.1
-# smaller changes are not reported
-_MEMORY_STEP_BYTES = 10_000_000
-
-
 class SimulatedUse:
     """Reads what ranks on simulated devices use from the event logs of their runs. Owned by one thread.
 
@@ -162,12 +164,6 @@ def _use_of(sample: RankSample, cores: float) -> tuple[float | None, int | None]
     pct = None if sample.cpu_cores is None else float(round(min(100.0, 100.0 * sample.cpu_cores / cores)))
     held = sample.rss_bytes
     return pct, None if held is None else round(held / _MEMORY_STEP_BYTES) * _MEMORY_STEP_BYTES
-
-
-KEPT_S = 20.0
-"""How long the sums are cached; they change slowly."""
-# the largest share of time to spend on computing them
-_SHARE = 0.01
 
 
 class MonthUsage:

@@ -13,6 +13,9 @@ PoolState = Literal["up", "none", "lost", "other-version", "problem"]
 Remedy = Literal["", "start", "retry"]
 """The action of the button below the sentence: start the pool, or poll it again."""
 
+MAX_RUNS = 1000
+"""Number of newest runs that a panel lists; older active ones are listed too."""
+
 
 class PoolChoice(Message, frozen=True):
     """A pool that can be chosen.
@@ -225,9 +228,6 @@ class PoolsTold(Message, frozen=True, tag_field="kind", tag="pools"):
 
 
 PanelTold = PoolsTold | PoolTold | RunsTold
-
-MAX_RUNS = 1000
-"""Number of newest runs that a panel lists; older active ones are listed too."""
 
 
 class BaseChoice(Message, frozen=True):

@@ -31,6 +31,9 @@ INLINE_LIMIT = 65536
 
 _CHUNK = 4 << 20
 _THREADED_FROM = 8 << 20
+LARGE_BYTES = 1 << 20
+"""A buffer of at least this size has its own regions."""
+_SMALL_TOGETHER_BYTES = 8 << 20
 
 
 def write_packed(packed: Packed, target: memoryview) -> None:
@@ -169,11 +172,6 @@ def write_file(packed: Packed, path: Path | str) -> None:
 #      region  region             region(s)       region
 #
 # A large buffer's regions contain only its bytes, so a change of another variable does not affect them.
-
-LARGE_BYTES = 1 << 20
-"""A buffer of at least this size has its own regions."""
-
-_SMALL_TOGETHER_BYTES = 8 << 20
 
 
 class Region(msgspec.Struct, frozen=True):

@@ -26,6 +26,22 @@ from sgpu_magic.payload.namespace import bound_cells, only_in_notebook
 from sgpu_magic.payload.parts import WHOLE_STATE, Missing, Part
 
 _DILL_NODES = 2_000
+_WHOLE = f"Take the whole from {WHOLE_STATE}"
+_LONGEST_WALK_S = 1.0
+_MOST_NODES = 300_000
+_ATOMS = (
+    *(str, bytes, bytearray, int, float, complex, bool, range),
+    *(type(None), type(Ellipsis), types.CodeType, types.ModuleType),
+)
+
+# attributes that are not in `__dict__`
+_PARTS: dict[type, tuple[str, ...]] = {
+    types.MethodType: ("__self__", "__func__"),
+    functools.partial: ("func", "args", "keywords"),
+    staticmethod: ("__func__",),
+    classmethod: ("__func__",),
+    property: ("fget", "fset", "fdel"),
+}
 
 
 class _Kind(msgspec.Struct, frozen=True):
@@ -45,8 +61,6 @@ class _Kind(msgspec.Struct, frozen=True):
     hides_inside: bool = True
     returning: str = "Return plain data instead"
 
-
-_WHOLE = f"Take the whole from {WHOLE_STATE}"
 
 # by module and class name; a class whose module is not loaded has no instances
 _KINDS = {
@@ -242,22 +256,6 @@ def _bad_attribute(value: object) -> str | None:
 
 
 # ---------------------------------------------------------------- the path to the culprit
-
-_LONGEST_WALK_S = 1.0
-_MOST_NODES = 300_000
-_ATOMS = (
-    *(str, bytes, bytearray, int, float, complex, bool, range),
-    *(type(None), type(Ellipsis), types.CodeType, types.ModuleType),
-)
-
-# attributes that are not in `__dict__`
-_PARTS: dict[type, tuple[str, ...]] = {
-    types.MethodType: ("__self__", "__func__"),
-    functools.partial: ("func", "args", "keywords"),
-    staticmethod: ("__func__",),
-    classmethod: ("__func__",),
-    property: ("fget", "fset", "fdel"),
-}
 
 
 def find_way(value: object, culprit: object) -> tuple[list[tuple[str, object]] | None, int]:

@@ -37,6 +37,18 @@ _failed: dict[str, tuple[float, Lock]] = {}
 Described = Snapshot | Environment
 """What is described to a pool: a snapshot of this process's packages, or an environment that a node builds."""
 
+_KINDS = {
+    Kind.REGISTRY: "from an index",
+    Kind.VCS: "from a repository",
+    Kind.ARCHIVE: "from an archive",
+    Kind.EDITABLE: "editable",
+    Kind.PROJECT: "from a local project",
+    Kind.WHEEL: "from a local wheel",
+    Kind.CONDA: "from conda",
+    Kind.SYSTEM: "the system's",
+}
+_MOST_CHANGES = 6
+
 
 def requirements_of(described: Described, lock: Lock | None) -> str:
     """Return the text of `requirements.txt`, with the details of the lock file."""
@@ -87,18 +99,6 @@ def _make_lock(described: Described, settings: Settings, *, gently: bool) -> Loc
 
 
 # ---------------------------------------------------------------- the report of %sgpu_env
-
-_KINDS = {
-    Kind.REGISTRY: "from an index",
-    Kind.VCS: "from a repository",
-    Kind.ARCHIVE: "from an archive",
-    Kind.EDITABLE: "editable",
-    Kind.PROJECT: "from a local project",
-    Kind.WHEEL: "from a local wheel",
-    Kind.CONDA: "from conda",
-    Kind.SYSTEM: "the system's",
-}
-_MOST_CHANGES = 6
 
 
 def report(settings: Settings, sessions: Iterable[Session], compared_to: str = "") -> EnvironmentReport:

@@ -33,6 +33,10 @@ _DETACH_TIMEOUT_S = 1.0
 _RESTART_PATIENCE_S = 0.3
 _SHUTDOWN = "shutdown_request"
 _KERNEL_FILE = re.compile(r"kernel-([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})\.json")
+# a large repository on a network file system takes longer; its state is then not recorded
+_TIMEOUT_S = 2.0
+_FRESH_S = 5.0
+_COMMAND = ("git", "-c", "core.fsmonitor=false", "--no-optional-locks")
 
 
 def owner(shell: Any, *, of_cell: bool = True) -> Owner:
@@ -106,10 +110,6 @@ def working_directory() -> str:
 
 
 Tags = tuple[tuple[str, str], ...]
-# a large repository on a network file system takes longer; its state is then not recorded
-_TIMEOUT_S = 2.0
-_FRESH_S = 5.0
-_COMMAND = ("git", "-c", "core.fsmonitor=false", "--no-optional-locks")
 
 _asking = threading.Lock()
 # by directory: the monotonic time of the last git call, and its tags

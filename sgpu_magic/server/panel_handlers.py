@@ -30,6 +30,8 @@ from sgpu_magic.panel.schema import PoolsTold, PoolTold, RunRow, RunsTold
 from sgpu_magic.server.run_handlers import RESOURCE, THREADS, answer, in_thread
 
 _MAX_SAID = 100
+_MAX_ORDER_BYTES = 10_000
+_FORBIDDEN = "You have read-only access to this server's pools."
 
 
 class Outbox:
@@ -73,10 +75,6 @@ def merged(earlier: RunsTold, later: RunsTold) -> RunsTold:
     changed = tuple(sorted(rows.values(), key=lambda row: row.submitted_at, reverse=True))
     still_gone = () if earlier.whole else tuple((set(earlier.gone) | gone) - rows.keys())
     return RunsTold(pool=later.pool, whole=earlier.whole, changed=changed, gone=still_gone)
-
-
-_MAX_ORDER_BYTES = 10_000
-_FORBIDDEN = "You have read-only access to this server's pools."
 
 
 def add_panel_handlers(server_app: Any) -> None:

@@ -46,6 +46,9 @@ THREADS = ThreadPoolExecutor(max_workers=24, thread_name_prefix="sgpu-requests")
 
 P = ParamSpec("P")
 T = TypeVar("T")
+RECENT_S = 3600.0
+"""A page that was just loaded shows no runs that ended longer ago."""
+_LOOKED_AT = 500
 
 
 def add_handlers(server_app: Any) -> None:
@@ -194,10 +197,6 @@ _HANDLERS = {
 
 
 # ---------------------------------------------------------------- the runs of a kernel
-
-RECENT_S = 3600.0
-"""A page that was just loaded shows no runs that ended longer ago."""
-_LOOKED_AT = 500
 
 
 class OwnedRun(msgspec.Struct, frozen=True, kw_only=True):

@@ -36,6 +36,8 @@ _BRING_EVERY_S = 0.4
 _BRING_AGAIN_S = 3.0
 # a run is lost after this many replies in a row that it is unknown: its first event may not be written yet
 _UNKNOWN_TIMES = 3
+# number of ended runs requested from each pool
+_NEWEST = 100
 
 
 class RunPlace(ABC):
@@ -182,10 +184,6 @@ def run_here(settings: Settings, run_id: str) -> RunHere | None:
         return None
     spec = read_spec(settings.runs_path / run_id)
     return None if spec is None else RunHere(settings, spec)
-
-
-# number of ended runs requested from each pool
-_NEWEST = 100
 
 
 class Elsewhere:

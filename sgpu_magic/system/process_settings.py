@@ -31,6 +31,47 @@ Values = dict[str, Any]
 # raised if a module or object lacks a name: it has another version, or is being imported
 _ABSENT = (AttributeError, ImportError, KeyError, LookupError, RuntimeError, TypeError, ValueError)
 _GC_DEFAULTS = ((700, 10, 10), (2000, 10, 10), (2000, 10, 0), (2000, 5, 10))
+_SDP = ("flash", "mem_efficient", "math", "cudnn")
+_NUMPY_PRINT = {
+    "precision": 8, "threshold": 1000, "edgeitems": 3, "linewidth": 75, "suppress": False, "nanstr": "nan",
+    "infstr": "inf", "sign": "-", "floatmode": "maxprec", "legacy": False,
+}  # fmt: skip
+_NUMPY_ERRORS = {"divide": "warn", "over": "warn", "under": "ignore", "invalid": "warn"}
+# modes that call a function, which can't be sent
+_WITH_FUNCTION = ("call", "log")
+
+# an option that is a string's method: `"{:.2f}".format`
+_FORMAT = "str.format"
+_CYCLER = "cycler"
+# options of the figure's window, which a rank does not have
+_OF_WINDOWS = ("backend", "backend_fallback", "interactive", "toolbar", "timezone")
+
+# loggers of the programs that run a notebook
+_NOT_USERS = (
+    "IPKernelApp",
+    "IPython",
+    "TerminalIPythonApp",
+    "asyncio",
+    "comm",
+    "ipykernel",
+    "jupyter_client",
+    "parso",
+    "tornado",
+    "traitlets",
+    "zmq",
+)
+# torch's loggers are set by TORCH_LOGS; a level is sent nevertheless
+_SET_BY_VARIABLES = "torch"
+# packages that add a handler to the root logger when they are imported
+_ADD_TO_ROOT = ("absl",)
+_ROOT = ""
+_STYLES = {"PercentStyle": "%", "StrFormatStyle": "{", "StringTemplateStyle": "$"}
+_STREAMS = ("stderr", "stdout", "__stderr__", "__stdout__")
+_DECIMAL = {
+    "prec": 28, "rounding": "ROUND_HALF_EVEN", "Emin": -999999, "Emax": 999999, "capitals": 1, "clamp": 0,
+    "traps": ["DivisionByZero", "InvalidOperation", "Overflow"],
+}  # fmt: skip
+_SIGNALS = ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGALRM")
 
 
 class Group:
@@ -141,9 +182,6 @@ def _set_default_device(torch: Any, kind: str) -> None:
         torch.set_default_device(kind)
 
 
-_SDP = ("flash", "mem_efficient", "math", "cudnn")
-
-
 def _set_sdp(torch: Any, enabled: Sequence[bool]) -> None:
     for kind, is_enabled in zip(_SDP, enabled, strict=True):
         getattr(torch.backends.cuda, f"enable_{kind}_sdp")(is_enabled)
@@ -199,15 +237,6 @@ TORCH = Table(
 )
 
 
-_NUMPY_PRINT = {
-    "precision": 8, "threshold": 1000, "edgeitems": 3, "linewidth": 75, "suppress": False, "nanstr": "nan",
-    "infstr": "inf", "sign": "-", "floatmode": "maxprec", "legacy": False,
-}  # fmt: skip
-_NUMPY_ERRORS = {"divide": "warn", "over": "warn", "under": "ignore", "invalid": "warn"}
-# modes that call a function, which can't be sent
-_WITH_FUNCTION = ("call", "log")
-
-
 class Numpy(Group):
     """Print options, and what happens on floating-point errors."""
 
@@ -236,9 +265,6 @@ class Numpy(Group):
 
 
 # ---------------------------------------------------------------- pandas and matplotlib
-
-# an option that is a string's method: `"{:.2f}".format`
-_FORMAT = "str.format"
 
 
 def _plain(value: Any) -> Any:
@@ -299,11 +325,6 @@ class Pandas(Group):
                 yield f"the function in pandas' {key}"
 
 
-_CYCLER = "cycler"
-# options of the figure's window, which a rank does not have
-_OF_WINDOWS = ("backend", "backend_fallback", "interactive", "toolbar", "timezone")
-
-
 class Matplotlib(Group):
     """`rcParams`, as a style sets them."""
 
@@ -333,27 +354,6 @@ class Matplotlib(Group):
 
 
 # ---------------------------------------------------------------- logging and warnings
-
-# loggers of the programs that run a notebook
-_NOT_USERS = (
-    "IPKernelApp",
-    "IPython",
-    "TerminalIPythonApp",
-    "asyncio",
-    "comm",
-    "ipykernel",
-    "jupyter_client",
-    "parso",
-    "tornado",
-    "traitlets",
-    "zmq",
-)
-# torch's loggers are set by TORCH_LOGS; a level is sent nevertheless
-_SET_BY_VARIABLES = "torch"
-# packages that add a handler to the root logger when they are imported
-_ADD_TO_ROOT = ("absl",)
-_ROOT = ""
-_STYLES = {"PercentStyle": "%", "StrFormatStyle": "{", "StringTemplateStyle": "$"}
 
 
 class Logging(Group):
@@ -477,9 +477,6 @@ class Logging(Group):
         return {"stream": stream, "level": handler.level, "format": layout}
 
 
-_STREAMS = ("stderr", "stdout", "__stderr__", "__stdout__")
-
-
 class Warnings(Group):
     """The warnings filters, as one list: their order decides."""
 
@@ -560,12 +557,6 @@ def _set_start_method(multiprocessing: Any, method: str | None) -> None:
     multiprocessing.set_start_method(method, force=True)
 
 
-_DECIMAL = {
-    "prec": 28, "rounding": "ROUND_HALF_EVEN", "Emin": -999999, "Emax": 999999, "capitals": 1, "clamp": 0,
-    "traps": ["DivisionByZero", "InvalidOperation", "Overflow"],
-}  # fmt: skip
-
-
 class _OneOf:
     """Equal to each of several values."""
 
@@ -635,8 +626,6 @@ GROUPS: tuple[Group, ...] = (
 
 
 # ---------------------------------------------------------------- in the notebook
-
-_SIGNALS = ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGALRM")
 
 
 def read_settings() -> dict[str, str]:

@@ -34,24 +34,9 @@ _API = 0xAA
 _WRITES_ARE_RESOLVED = 1 << 15  # UFFD_FEATURE_WP_ASYNC; includes pages that do not exist yet
 _MODE_WRITE = 2
 _PROTECT = 1
-
-
-def _ioctl_number(kind: int, number: int, size: int) -> int:
-    return (3 << 30) | (size << 16) | (kind << 8) | number
-
-
-_ANNOUNCE = _ioctl_number(_API, 0x3F, 24)
-_REGISTER = _ioctl_number(_API, 0x00, 32)
 _UNREGISTER = (2 << 30) | (16 << 16) | (_API << 8) | 0x01
-_WRITE_PROTECT = _ioctl_number(_API, 0x06, 24)
-_SCAN = _ioctl_number(ord("f"), 16, 96)
-
-# flags and categories of PAGEMAP_SCAN
-_PROTECT_MATCHING, _FAIL_IF_UNTRACKED = 1, 2
-_WRITTEN, _PRESENT, _SWAPPED = 2, 8, 16
 _REGIONS = 1024
 _REGION = struct.Struct("QQQ")
-
 _DEVICES_WITHOUT_TRANSFERS = re.compile(r"/dev/(null|zero|full|u?random|tty.*|ptmx|pts/.*|shm/.*|mqueue/.*|console)")
 _HARMLESS_INODES = re.compile(
     r"anon_inode:\[?(eventpoll|eventfd|timerfd|signalfd|inotify|fanotify|pidfd|userfaultfd|perf_event)\]?"
@@ -60,6 +45,20 @@ _AIO = " /[aio]"
 # lines of /proc/self/maps: private mappings without a file; the paths of devices
 _PRIVATE = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) ...p [0-9a-f]+ [0-9a-f:]+ 0\b", re.MULTILINE)
 _DEVICE = re.compile(r" (/dev/.*?)(?: \(deleted\))?$", re.MULTILINE)
+
+
+def _ioctl_number(kind: int, number: int, size: int) -> int:
+    return (3 << 30) | (size << 16) | (kind << 8) | number
+
+
+_ANNOUNCE = _ioctl_number(_API, 0x3F, 24)
+_REGISTER = _ioctl_number(_API, 0x00, 32)
+_WRITE_PROTECT = _ioctl_number(_API, 0x06, 24)
+_SCAN = _ioctl_number(ord("f"), 16, 96)
+
+# flags and categories of PAGEMAP_SCAN
+_PROTECT_MATCHING, _FAIL_IF_UNTRACKED = 1, 2
+_WRITTEN, _PRESENT, _SWAPPED = 2, 8, 16
 
 
 class NotTracked(Exception):

@@ -39,6 +39,15 @@ _PARAM_LENGTH = 6000
 _TAG_LENGTH = 8000
 # length of a failure message in the table of runs
 _FAILURE_LENGTH = 1000
+_STATUS: dict[RunState, str] = {
+    RunState.SUCCEEDED: "FINISHED",
+    RunState.FAILED: "FAILED",
+    RunState.TIMED_OUT: "FAILED",
+    RunState.CANCELLED: "KILLED",
+}
+_EACH_S = 60.0
+_WINDOW_S = 10.0
+_NODE = "system/node0/"
 
 
 def key(text: str) -> str:
@@ -229,14 +238,6 @@ def closing_tags(ended: RunEnded) -> dict[str, str]:
     return tags
 
 
-_STATUS: dict[RunState, str] = {
-    RunState.SUCCEEDED: "FINISHED",
-    RunState.FAILED: "FAILED",
-    RunState.TIMED_OUT: "FAILED",
-    RunState.CANCELLED: "KILLED",
-}
-
-
 def status_of(spec: RunSpec | None, state: RunState) -> str:
     """Return MLflow's status for a final state. A disconnected session counts as finished."""
     if spec is not None and spec.kind is RunKind.SESSION and state is RunState.CANCELLED:
@@ -257,10 +258,6 @@ def status_of(spec: RunSpec | None, state: RunState) -> str:
 #
 # In the first minute each sample is a point; later, samples are averaged over ten seconds, MLflow's own sampling
 # interval. The same events always give the same points, so nothing is written twice.
-
-_EACH_S = 60.0
-_WINDOW_S = 10.0
-_NODE = "system/node0/"
 
 
 class SystemMetrics:

@@ -40,6 +40,8 @@ _LOOK_S = 0.1
 # as SQLite creates a database with the usual umask
 _OWN_MODE = 0o644
 REQUEST_TIMEOUT_S = 5
+SYNC = "sync"
+"""Argument of the tracking process: send what is unsent, and exit."""
 
 
 def store_file(settings: Settings) -> Path:
@@ -305,9 +307,6 @@ def unsent(runs_path: Path) -> Iterator[tuple[Path, Progress]]:
 
 
 # ---------------------------------------------------------------- messages between `sgpu sync` and its process
-
-SYNC = "sync"
-"""Argument of the tracking process: send what is unsent, and exit."""
 
 
 class Unsent(Record, frozen=True):

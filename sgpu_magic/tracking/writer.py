@@ -38,6 +38,17 @@ _LATE_S = 15.0
 # how long to wait for the record after the writer has seen the end, which may be late: importing MLflow takes seconds
 _RECORD_S = 5.0
 _END_UNKNOWN = "its pool ended before the run did"
+MAX_BYTES = 200_000_000
+"""Larger files are not logged."""
+_OWN = "artifacts"
+# fields of run.json that only make sense on this machine
+_LEFT_OUT = ("payload_layout",)
+_PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>{title}</title></head>
+<body style="font-family:system-ui,sans-serif;margin:16px">
+{body}
+</body></html>
+"""
 
 
 class Busy(Exception):
@@ -263,19 +274,6 @@ class RunWriter:
 
 
 # ---------------------------------------------------------------- artifacts
-
-MAX_BYTES = 200_000_000
-"""Larger files are not logged."""
-
-_OWN = "artifacts"
-# fields of run.json that only make sense on this machine
-_LEFT_OUT = ("payload_layout",)
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{title}</title></head>
-<body style="font-family:system-ui,sans-serif;margin:16px">
-{body}
-</body></html>
-"""
 
 
 def files_of(directory: Path, scratch: Path, pool: str) -> Iterator[tuple[str, Path]]:

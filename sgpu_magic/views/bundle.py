@@ -54,6 +54,18 @@ from sgpu_magic.views.units import format_elapsed, format_span
 from sgpu_magic.wire.base import RunKind, RunState
 
 _MAX_SENTENCE_CHARS = 1000
+RUN_MIME = "application/vnd.sgpu.run.v1+json"
+RECORD_VERSION = 1
+"""Version of the record under `RUN_MIME`; keys can be added without changing it."""
+
+# the record is for programs and is part of every saved output, so it stays small for any number of ranks
+_MAX_USAGE_RANKS = 64
+_MAX_LISTED = 64
+_OF_RUN = ("run_id", "name", "ranks", "pool", "host", "attempt", "attempts", "directory")
+_OF_LEASE = ("device_type", "ranks", "cpu_slots", "simulated")
+_OF_TRACKED = ("experiment_id", "experiment", "uri", "url")
+_OF_FAILURE = ("rank", "host", "line")
+_DURATIONS = ("queued_s", "starting_s", "running_s", "total_s")
 
 
 def render_segment_text(view: RunView, segment: TextSegment, first: bool, last: bool, limit: int | None = None) -> str:
@@ -171,10 +183,6 @@ def _name_words(view: RunView) -> tuple[str, str]:
 
 # ---------------------------------------------------------------- MIME bundles
 
-RUN_MIME = "application/vnd.sgpu.run.v1+json"
-RECORD_VERSION = 1
-"""Version of the record under `RUN_MIME`; keys can be added without changing it."""
-
 
 def mime_bundle(
     view: RunView, segment: TextSegment, first: bool = True, last: bool = True, limit: int | None = None
@@ -242,15 +250,6 @@ def _and_brings(view: RunView) -> str:
 
 
 # ---------------------------------------------------------------- the record
-
-# the record is for programs and is part of every saved output, so it stays small for any number of ranks
-_MAX_USAGE_RANKS = 64
-_MAX_LISTED = 64
-_OF_RUN = ("run_id", "name", "ranks", "pool", "host", "attempt", "attempts", "directory")
-_OF_LEASE = ("device_type", "ranks", "cpu_slots", "simulated")
-_OF_TRACKED = ("experiment_id", "experiment", "uri", "url")
-_OF_FAILURE = ("rank", "host", "line")
-_DURATIONS = ("queued_s", "starting_s", "running_s", "total_s")
 
 
 def run_record(view: RunView) -> dict[str, object]:

@@ -19,6 +19,11 @@ from sgpu_magic.views.output import Caption, Part, ShownDisplay, TextSegment, se
 from sgpu_magic.views.output_buffer import DisplayItem
 from sgpu_magic.views.units import count_of, format_seconds
 
+_INTERVAL_S = 0.25
+_FIRST_AFTER_S = 0.1
+_MAX_FAILURES = 10
+_BAR_CHARS = 24
+
 
 class OutputSlots:
     """Publishes a run's parts, each in its own output that is updated by its display id.
@@ -145,11 +150,6 @@ def _publish(display_id: str, data: dict[str, object], metadata: dict[str, objec
 
 
 # ---------------------------------------------------------------- a sweep
-
-_INTERVAL_S = 0.25
-_FIRST_AFTER_S = 0.1
-_MAX_FAILURES = 10
-_BAR_CHARS = 24
 
 
 class SweepPicture(msgspec.Struct, frozen=True):

@@ -40,6 +40,21 @@ _NAMED = re.compile(r"[^\W\d_][\w.]*:")
 _LAST_LINE = "its last Python line"
 
 _LineKind = Literal["title", "code", "culprit", "error", "text"]
+_MAX_RANKS = 16
+_MAX_TENSORS = 10
+_MAX_NAME = 80
+_BAR_CHARS = 20
+_BAR = "█▓▒░"
+_MAX_STACK_CHARS = 8_000
+_MAX_WHOLE_SHARE = 0.2
+_MAX_OTHERS_IN_HTML = 6
+
+# held by tensors, cached by torch's allocator, held by others
+_BAR_OPACITIES = (0.85, 0.45, 0.2)
+_BAR_NAMES = ("used", "reserved, unused", "other processes")
+_TABLE = "border-collapse:collapse;table-layout:auto;width:auto;margin:0;border:0;font-size:12px"
+_CELL = "padding:1px 14px 1px 0;white-space:nowrap;border:0;background:none;font-variant-numeric:tabular-nums"
+_NUMBERS = range(2, 6)
 
 
 def failure_block(view: RunView, failure: Failure, most_chars: int, most_whole_chars: int) -> FailureBlock:
@@ -136,12 +151,6 @@ def output_tail(view: RunView, failure: Failure) -> list[str]:
 
 # ---------------------------------------------------------------- memory
 
-_MAX_RANKS = 16
-_MAX_TENSORS = 10
-_MAX_NAME = 80
-_BAR_CHARS = 20
-_BAR = "█▓▒░"
-
 
 def memory_block(view: RunView, failure: Failure | None) -> MemoryBlock | None:
     """Return what held the memory; None for other failures than out of memory, or when it was not recorded.
@@ -220,10 +229,6 @@ def _indented(lines: list[str]) -> list[str]:
 
 # ---------------------------------------------------------------- as static HTML
 
-_MAX_STACK_CHARS = 8_000
-_MAX_WHOLE_SHARE = 0.2
-_MAX_OTHERS_IN_HTML = 6
-
 
 def failure_html(view: RunView) -> str:
     """Return the failure with the cell's own lines, "" for a run that has not failed."""
@@ -260,14 +265,6 @@ def _form_line(line: FailureLine, failure: FailureKind) -> str:
             return f'<span style="color:{BAD}">{name}</span>:{rest}'
         case _:
             return text
-
-
-# held by tensors, cached by torch's allocator, held by others
-_BAR_OPACITIES = (0.85, 0.45, 0.2)
-_BAR_NAMES = ("used", "reserved, unused", "other processes")
-_TABLE = "border-collapse:collapse;table-layout:auto;width:auto;margin:0;border:0;font-size:12px"
-_CELL = "padding:1px 14px 1px 0;white-space:nowrap;border:0;background:none;font-variant-numeric:tabular-nums"
-_NUMBERS = range(2, 6)
 
 
 def _memory_html(block: MemoryBlock | None) -> str:

@@ -26,6 +26,19 @@ _LITTLE_LEFT = 0.8
 Holders = Mapping[str, tuple[RunSummary, int]]
 """Maps a device's UUID to the run that holds it and the rank that uses it."""
 
+TYPE_HEADS: Row = ("type", "total", "free", "busy", "memory", "memory in use", "utilization", "held by")
+TYPE_RIGHT = (1, 2, 3, 4, 5, 6)
+
+# the most runs and foreign users that are named in a row
+_MAX_HOLDERS = 4
+_GB = 1e9
+NODE_HEADS: Row = ("node", "devices", "free", "use", "runs")
+NODE_RIGHT = (2, 3)
+
+# the most nodes that are listed
+_MAX_NODES = 16
+_MAX_RUNS = 3
+
 
 def device_holders(status: PoolStatus) -> Holders:
     """Return who holds the pool's devices."""
@@ -89,14 +102,6 @@ def failure_line(run: RunSummary) -> str:
     return clipped(ansi.plain(run.failure.strip().split("\n", 1)[0]), _MAX_FAILURE)
 
 
-TYPE_HEADS: Row = ("type", "total", "free", "busy", "memory", "memory in use", "utilization", "held by")
-TYPE_RIGHT = (1, 2, 3, 4, 5, 6)
-
-# the most runs and foreign users that are named in a row
-_MAX_HOLDERS = 4
-_GB = 1e9
-
-
 def type_rows(status: PoolStatus) -> list[Row]:
     """Return a row for each type of device, the most numerous first."""
     holders = device_holders(status)
@@ -145,14 +150,6 @@ def _held(devices: Iterable[Device], holders: Holders) -> str:
     words = [*(f"{run} on {numbers_text(indices)}" for run, indices in runs.items()), *words]
     more = [f"{len(words) - _MAX_HOLDERS} more"] if len(words) > _MAX_HOLDERS else []
     return "; ".join([*words[:_MAX_HOLDERS], *more])
-
-
-NODE_HEADS: Row = ("node", "devices", "free", "use", "runs")
-NODE_RIGHT = (2, 3)
-
-# the most nodes that are listed
-_MAX_NODES = 16
-_MAX_RUNS = 3
 
 
 def type_words(status: PoolStatus) -> list[str]:

@@ -20,6 +20,22 @@ from sgpu_magic.wire.base import FailureKind, RunKind, RunState, short
 from sgpu_magic.wire.devices import CPU, Lease, is_slice
 from sgpu_magic.wire.rank_events import Failure
 
+_MAX_NAMED = 4
+_MAX_CHARS = 60
+
+# these states are shown by their own names
+_WORDS: dict[RunState, tuple[Tone, str]] = {
+    RunState.QUEUED: ("plain", "○"),
+    RunState.CANCELLING: ("warn", "■"),
+    RunState.SUCCEEDED: ("good", "✓"),
+    RunState.FAILED: ("bad", "✕"),
+    RunState.CANCELLED: ("warn", "■"),
+}
+_MAX_NAME = 40
+_MAX_URL_CHARS = 2000
+BEFORE_RANKS = (RunState.QUEUED, RunState.PREPARING)
+"""States in which no rank is being started yet."""
+
 
 def header_line(view: RunView) -> str:
     """Return `train_digits · 4 ranks on local (cpu, gloo) · shipped model (45.1 MB in 38 ms)`."""
@@ -136,10 +152,6 @@ def _where(view: RunView) -> str:
     return f"{where}, beside {session_text(view)}" if view.spec.session else where
 
 
-_MAX_NAMED = 4
-_MAX_CHARS = 60
-
-
 def new_host(view: RunView, ranks: Sequence[int], at: int) -> str:
     """Return the node of the rank listed at this position, "" when the one before it is on the same node."""
     hosts = _hosts(view)
@@ -173,14 +185,6 @@ class StateWord(NamedTuple):
     shape: str = "●"
 
 
-# these states are shown by their own names
-_WORDS: dict[RunState, tuple[Tone, str]] = {
-    RunState.QUEUED: ("plain", "○"),
-    RunState.CANCELLING: ("warn", "■"),
-    RunState.SUCCEEDED: ("good", "✓"),
-    RunState.FAILED: ("bad", "✕"),
-    RunState.CANCELLED: ("warn", "■"),
-}
 _OF_SESSIONS: dict[RunState, StateWord] = {
     RunState.QUEUED: StateWord("waits for devices", "plain", "○"),
     RunState.PREPARING: StateWord("starting", "busy"),
@@ -191,7 +195,6 @@ _OF_SESSIONS: dict[RunState, StateWord] = {
 _LEFT = StateWord("continues", "plain", "→")
 _FINISHING = StateWord("finishing", "busy")
 _CUT_OFF = StateWord("succeeded, cut off", "warn", "■")
-_MAX_NAME = 40
 
 
 def state_word(view: RunView) -> StateWord:
@@ -248,11 +251,6 @@ def _rank_words(failure: Failure, ranks: int) -> str:
         return ""
     here = "this machine" if failure.host.split(".")[0] == host_name() else failure.host
     return f"rank {failure.rank} of {ranks}" + (f" ({here})" if here else "")
-
-
-_MAX_URL_CHARS = 2000
-BEFORE_RANKS = (RunState.QUEUED, RunState.PREPARING)
-"""States in which no rank is being started yet."""
 
 
 def label_text(view: RunView) -> str:

@@ -22,6 +22,13 @@ _IDLE_S = 60.0
 _LOW_MEAN_PCT = 25.0
 _DIGITS = {"%": 0, "W": 0, "°C": 0}
 _IN_RECORD = ("utilization_pct", "own_utilization_pct", "power_w", "temperature_c", "cpu_cores")
+# the smallest share of its session's cost that a cell shows
+_LEAST_SHARE = 0.005
+# the shortest device time that is shown without a price, in seconds
+_LEAST_S = 36.0
+# shorter device times are shown in seconds
+_IN_HOURS_S = 360.0
+_A_DAY_S = 20 * 3600.0
 
 
 def busy_text(usage: RunUsage) -> str:
@@ -130,14 +137,6 @@ def rank_width(view: RunView) -> int:
     return len(f"[{view.rank_numbers[-1]}]")
 
 
-# the smallest share of its session's cost that a cell shows
-_LEAST_SHARE = 0.005
-# the shortest device time that is shown without a price, in seconds
-_LEAST_S = 36.0
-# shorter device times are shown in seconds
-_IN_HOURS_S = 360.0
-
-
 def cost_text(view: RunView, now: float | None = None) -> str:
     """Return what an active run has cost so far: `$0.37`, `$0.37 (simulated)`, `$0.05 of its session`.
 
@@ -192,9 +191,6 @@ def _share(view: RunView, now: float | None = None) -> str:
     seconds = view.times.running_s(now)
     cost = view.hourly * seconds / HOUR_S
     return f"{format_money(cost, view.currency)} of its session{mark(view)}" if cost >= _LEAST_SHARE else ""
-
-
-_A_DAY_S = 20 * 3600.0
 
 
 def session_meta(view: RunView, now: float | None = None) -> list[str]:

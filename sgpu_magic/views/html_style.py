@@ -31,6 +31,20 @@ SCROLL_LINES = 20
 # height of `SCROLL_LINES` lines of a `PRE`, with its padding
 _SCROLL_PX = 18 * SCROLL_LINES + 12
 BOX = f"border:1px solid {LINE};border-radius:6px;overflow:hidden;{SANS};font-size:13px;line-height:1.45;margin:2px 0"
+_BREAKS = "white-space:normal;overflow-wrap:anywhere;min-width:7em"
+
+# print everything, as paper can't be scrolled; where front ends strip this element, the inline styles apply
+_PRINTED = (
+    "<style>@media print{.sgpu-scroll,.sgpu-scrolls{max-height:none!important;overflow:visible!important}"
+    ".sgpu-fold::details-content{content-visibility:visible!important;block-size:auto!important}}</style>"
+)
+_SCROLLS = 'class="sgpu-scroll"'
+WIDTH = 132
+HEIGHT = 18
+_MAX_POINTS = 44
+# height in the SVG's coordinates, so that integer coordinates are precise enough
+_UNITS = 2 * HEIGHT
+_PAD = 3.0
 
 
 def safe(text: str) -> str:
@@ -42,22 +56,10 @@ def safe(text: str) -> str:
     return escape(ansi.plain(text)).replace("$", "<span>$</span>")
 
 
-_BREAKS = "white-space:normal;overflow-wrap:anywhere;min-width:7em"
-
-# print everything, as paper can't be scrolled; where front ends strip this element, the inline styles apply
-_PRINTED = (
-    "<style>@media print{.sgpu-scroll,.sgpu-scrolls{max-height:none!important;overflow:visible!important}"
-    ".sgpu-fold::details-content{content-visibility:visible!important;block-size:auto!important}}</style>"
-)
-
-
 def boxed(body: str) -> str:
     """Return HTML in the box of a run."""
     scrolls, printed = (" sgpu-scrolls", _PRINTED) if _SCROLLS in body else ("", "")
     return f'<div class="sgpu-box{scrolls}" style="{BOX}">{printed}{body}</div>'
-
-
-_SCROLLS = 'class="sgpu-scroll"'
 
 
 def scroll(body: str, label: str) -> str:
@@ -130,14 +132,6 @@ def titled_box(title: str, beside: str, body: str, style: str = SOFT) -> str:
 def sentences(lines: Iterable[str], style: str = "") -> str:
     """Return lines for a box, one below another."""
     return "".join(f'<div style="padding:3px 12px{";" * bool(style)}{style}">{safe(line)}</div>' for line in lines)
-
-
-WIDTH = 132
-HEIGHT = 18
-_MAX_POINTS = 44
-# height in the SVG's coordinates, so that integer coordinates are precise enough
-_UNITS = 2 * HEIGHT
-_PAD = 3.0
 
 
 def sparkline(values: Sequence[float | None], top: float | None, title: str, colour: str) -> str:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from sgpu_magic.views.fold import RunView
 
 MAX_LINE_CHARS = 16_384
+_END = -1
 
 
 class LineAssembler:
@@ -217,7 +218,6 @@ def _decode(raw: bytes, rank: int) -> dict[str, object]:
 
 # displays of several ranks side by side; a table needs more room than a figure
 _MOST_FIGURES, _MOST_OTHERS = 4, 2
-_END = -1
 
 
 class TextSegment(msgspec.Struct, frozen=True):

@@ -19,6 +19,9 @@ MIN_BYTES = 500
 """Bytes of a segment's lines, however little is left."""
 _TEXT_SHARE = 0.25
 LINE_OVERHEAD = 5  # bytes of "[0] " and the newline
+MAX_DISPLAYS = 1000
+MAX_DISPLAY_BYTES = 64_000_000
+_MERGE_BYTES = 4096
 
 
 class LineItem(NamedTuple):
@@ -126,11 +129,6 @@ def text_bytes(text: str) -> int:
 
 def line_bytes(text: str) -> int:
     return text_bytes(text) + LINE_OVERHEAD
-
-
-MAX_DISPLAYS = 1000
-MAX_DISPLAY_BYTES = 64_000_000
-_MERGE_BYTES = 4096
 
 
 class _Lines(msgspec.Struct):

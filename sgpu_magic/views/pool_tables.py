@@ -53,6 +53,8 @@ _BELOW_ROWS = ("held by", "")
 _Table = tuple[list[Row], tuple[int, ...]]
 """The heads and the rows, and the right-aligned columns."""
 
+_MOST_ROWS = 400
+
 
 class _Drawn(NamedTuple):
     """What is shown of a pool: a headline, sentences, warnings, its devices or nodes, its runs."""
@@ -254,8 +256,6 @@ def _run_row(
 
 
 # ---------------------------------------------------------------- a kernel's packages
-
-_MOST_ROWS = 400
 
 
 class EnvironmentReport(msgspec.Struct, frozen=True):

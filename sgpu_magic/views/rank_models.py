@@ -33,6 +33,8 @@ State = dict[str, Any]
 ModelKey = tuple[int, str]
 """The rank, and the comm's id in it."""
 
+_TYPES = {"int8": "i1", "int16": "i2", "int32": "i4", "uint8": "u1", "uint16": "u2", "uint32": "u4"}
+
 
 class Model(msgspec.Struct):
     """One widget of a rank, or another comm.
@@ -323,7 +325,6 @@ def _figure(model: Model) -> dict[str, object]:
     return {"application/vnd.plotly.v1+json": figure}
 
 
-_TYPES = {"int8": "i1", "int16": "i2", "int32": "i4", "uint8": "u1", "uint16": "u2", "uint32": "u4"}
 _TYPES.update(float32="f4", float64="f8")
 
 

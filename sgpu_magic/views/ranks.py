@@ -26,6 +26,13 @@ from sgpu_magic.wire.rank_events import Failure
 _MAX_LAST_CHARS = 160
 _MAX_SEEN_CHARS = 1000
 _MAX_LABEL_CHARS = 80
+MAX_RANKS = 64
+_MAX_LIVE_CHARS = 160
+_SHARE = 0.6
+_MAX_LINES = 20
+_MAX_LINE_CHARS = 400
+# with fewer lines than this, listing the lines of each rank is not worthwhile
+_MANY_LINES = 20
 
 
 def rank_cards(view: RunView) -> tuple[RankCard, ...]:
@@ -109,13 +116,6 @@ def _curve(drawn: Drawn) -> Curve:
 
 # ---------------------------------------------------------------- as static HTML
 
-MAX_RANKS = 64
-_MAX_LIVE_CHARS = 160
-_SHARE = 0.6
-_MAX_LINES = 20
-_MAX_LINE_CHARS = 400
-# with fewer lines than this, listing the lines of each rank is not worthwhile
-_MANY_LINES = 20
 
 _drawn: WeakKeyDictionary[RunView, tuple[int, str]] = WeakKeyDictionary()
 

@@ -52,6 +52,45 @@ BY_KIND: dict[FailureKind, type[errors.SgpuError]] = {
 }
 """The class by which the notebook raises a run's failure."""
 
+# The errors of cudaError_t after which "the process must be terminated and relaunched" (CUDA runtime's reference),
+# as worded by cudaGetErrorString. torch, Triton, CuPy and NCCL include that text in a line that contains CUDA.
+_WORDS = (
+    "an illegal memory access was encountered",
+    "device-side assert triggered",
+    "unspecified launch failure",
+    "the launch timed out and was terminated",
+    "hardware stack error",
+    "an illegal instruction was encountered",
+    "misaligned address",
+    "operation not supported on global/shared address space",
+    "invalid program counter",
+)
+# caused by the GPU or its link more often than by the code
+_HARDWARE_WORDS = (
+    "uncorrectable ECC error encountered",
+    "uncorrectable NVLink error detected during the execution",
+    "Invalid access of peer GPU memory over nvlink or a hardware error",
+)
+_DESTROYS_CONTEXT = re.compile(rf"cuda[^\n]*({'|'.join(map(re.escape, (*_WORDS, *_HARDWARE_WORDS)))})", re.IGNORECASE)
+_FROM_HARDWARE = re.compile("|".join(map(re.escape, _HARDWARE_WORDS)), re.IGNORECASE)
+# messages of torch without CUDA, and of torch with CUDA on a machine without a GPU
+_NO_CUDA = (
+    "Torch not compiled with CUDA enabled",
+    "Found no NVIDIA driver on your system",
+    "No CUDA GPUs are available",
+    "Cannot access accelerator device when none is available",
+    "module 'torch._C' has no attribute '_cuda_",
+    "Cannot get CUDA generator without ATen_cuda library",
+    "Tried to instantiate dummy base class",
+    "torch.cuda.Stream requires CUDA support",
+    "NVTX functions not installed",
+    "DistributedDataParallel device_ids and output_device arguments only work with",
+    "Attempting to deserialize object on a CUDA device",
+    "Distributed package doesn't have NCCL built in",
+)
+# the text is in the first line; messages can have any length
+_MOST_CHARS = 4_000
+
 
 def topic_of(kind: FailureKind, *, out_of_memory: bool = False) -> str:
     """Return the topic of the help page for runs that failed this way."""
@@ -206,46 +245,6 @@ def _module_hint(failure: Failure, spec: RunSpec) -> str:
         f"The notebook has `{name}`, but the packages of the ranks{which} lack it: add it to them, or choose others "
         "with --env-version."
     )
-
-
-# The errors of cudaError_t after which "the process must be terminated and relaunched" (CUDA runtime's reference),
-# as worded by cudaGetErrorString. torch, Triton, CuPy and NCCL include that text in a line that contains CUDA.
-_WORDS = (
-    "an illegal memory access was encountered",
-    "device-side assert triggered",
-    "unspecified launch failure",
-    "the launch timed out and was terminated",
-    "hardware stack error",
-    "an illegal instruction was encountered",
-    "misaligned address",
-    "operation not supported on global/shared address space",
-    "invalid program counter",
-)
-# caused by the GPU or its link more often than by the code
-_HARDWARE_WORDS = (
-    "uncorrectable ECC error encountered",
-    "uncorrectable NVLink error detected during the execution",
-    "Invalid access of peer GPU memory over nvlink or a hardware error",
-)
-_DESTROYS_CONTEXT = re.compile(rf"cuda[^\n]*({'|'.join(map(re.escape, (*_WORDS, *_HARDWARE_WORDS)))})", re.IGNORECASE)
-_FROM_HARDWARE = re.compile("|".join(map(re.escape, _HARDWARE_WORDS)), re.IGNORECASE)
-# messages of torch without CUDA, and of torch with CUDA on a machine without a GPU
-_NO_CUDA = (
-    "Torch not compiled with CUDA enabled",
-    "Found no NVIDIA driver on your system",
-    "No CUDA GPUs are available",
-    "Cannot access accelerator device when none is available",
-    "module 'torch._C' has no attribute '_cuda_",
-    "Cannot get CUDA generator without ATen_cuda library",
-    "Tried to instantiate dummy base class",
-    "torch.cuda.Stream requires CUDA support",
-    "NVTX functions not installed",
-    "DistributedDataParallel device_ids and output_device arguments only work with",
-    "Attempting to deserialize object on a CUDA device",
-    "Distributed package doesn't have NCCL built in",
-)
-# the text is in the first line; messages can have any length
-_MOST_CHARS = 4_000
 
 
 def destroys_context(failure: Failure) -> bool:

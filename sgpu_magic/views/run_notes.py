@@ -17,6 +17,8 @@ from sgpu_magic.wire.run import RunSpec
 
 _MOST_NOTES = 50
 _MOST_WORK = 4
+_SUBJECT = re.compile(r"^rank \d+( of \d+)?")
+_MAX_MESSAGE = 300
 
 
 def run_name(spec: RunSpec | RunSummary) -> str:
@@ -156,9 +158,6 @@ def _by_work(ranks: Sequence[RankUnfinished]) -> dict[str, list[int]]:
 
 
 # ---------------------------------------------------------------- failures
-
-_SUBJECT = re.compile(r"^rank \d+( of \d+)?")
-_MAX_MESSAGE = 300
 
 
 class Limit(NamedTuple):

@@ -25,6 +25,18 @@ _CALLER = "sgpu_magic/payload/call.py"
 # width of a line number with its arrow
 _NUMBER_CHARS = 7
 _MAX_SOURCE = 80
+_RULE = re.compile(r"-{5,}")
+_HEADING = re.compile(r"[\w.]+ +Traceback \(most recent call last\):?")
+_FRAME = re.compile(r"(Cell In\[|File |<)")
+_CELL_FRAME = re.compile(r"Cell In\[")
+# IPython abbreviates the home directory of files
+_FILE_FRAME = re.compile(r"File ~?(.+):\d+")
+_IN_FRAME = re.compile(r"[ \t]|-+>|Cell In\[|File ")
+
+# the outermost and the innermost ones of the cell's frames
+_MAX_FRAMES = 4
+_MAX_CHAIN_LINES = 20
+_MAX_MESSAGE_ROWS = 6
 
 
 class Sources:
@@ -110,19 +122,6 @@ def caller_at(frames: Sequence[StackFrame]) -> int:
 
 
 # ---------------------------------------------------------------- what is always shown of a traceback
-
-_RULE = re.compile(r"-{5,}")
-_HEADING = re.compile(r"[\w.]+ +Traceback \(most recent call last\):?")
-_FRAME = re.compile(r"(Cell In\[|File |<)")
-_CELL_FRAME = re.compile(r"Cell In\[")
-# IPython abbreviates the home directory of files
-_FILE_FRAME = re.compile(r"File ~?(.+):\d+")
-_IN_FRAME = re.compile(r"[ \t]|-+>|Cell In\[|File ")
-
-# the outermost and the innermost ones of the cell's frames
-_MAX_FRAMES = 4
-_MAX_CHAIN_LINES = 20
-_MAX_MESSAGE_ROWS = 6
 
 
 class Excerpt(NamedTuple):

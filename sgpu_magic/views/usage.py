@@ -13,6 +13,23 @@ from sgpu_magic.wire.rank_events import IDLE_GPU_PCT, DeviceBusy, DeviceIdle, Ra
 MAX_POINTS = 120
 """Maximum number of points of a curve."""
 
+_NEXT_TO_ZERO = 0.05
+_NOT_REPORTED = "not reported by this device"
+_NOT_FOR_SLICES = "reported for the whole GPU only, not for a MIG slice of it"
+
+# the sample's field, its name, the curve's unit
+_GPU_CURVES = (
+    ("utilization_pct", "GPU", "%"),
+    ("used_bytes", "memory", "GB"),
+    ("own_utilization_pct", "GPU, this run", "%"),
+    ("own_bytes", "memory, this run", "GB"),
+    ("power_w", "power", "W"),
+    ("temperature_c", "temperature", "°C"),
+    ("cpu_cores", "CPU", "cores"),
+    ("rss_bytes", "main memory", "GB"),
+)
+_CPU_CURVES = (("cpu_cores", "CPU", "cores"), ("rss_bytes", "memory", "GB"))
+
 
 class Series:
     """A value over time at even steps. When it is full, neighbours are averaged and the step doubles.
@@ -74,11 +91,6 @@ class Series:
         for column in (self._sums, self._known_s):
             column[:] = [sum(column[at : at + 2]) for at in range(0, len(column), 2)]
         self.step_s *= 2
-
-
-_NEXT_TO_ZERO = 0.05
-_NOT_REPORTED = "not reported by this device"
-_NOT_FOR_SLICES = "reported for the whole GPU only, not for a MIG slice of it"
 
 
 def thinned(values: Sequence[float | None], most: int) -> tuple[list[float | None], int]:
@@ -293,19 +305,6 @@ def detail_lines(sample: RankSample) -> list[str]:
 
 
 # ---------------------------------------------------------------- internals
-
-# the sample's field, its name, the curve's unit
-_GPU_CURVES = (
-    ("utilization_pct", "GPU", "%"),
-    ("used_bytes", "memory", "GB"),
-    ("own_utilization_pct", "GPU, this run", "%"),
-    ("own_bytes", "memory, this run", "GB"),
-    ("power_w", "power", "W"),
-    ("temperature_c", "temperature", "°C"),
-    ("cpu_cores", "CPU", "cores"),
-    ("rss_bytes", "main memory", "GB"),
-)
-_CPU_CURVES = (("cpu_cores", "CPU", "cores"), ("rss_bytes", "memory", "GB"))
 
 
 def idle_sentence(idle_s: Mapping[int, float], one: str, several: str) -> str:

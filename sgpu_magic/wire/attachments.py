@@ -7,6 +7,12 @@ import msgspec
 from sgpu_magic.wire.base import Record
 from sgpu_magic.wire.decoding import MsgpackDecoder
 
+UPLOADS_VARIABLE = "SGPU_UPLOADS"
+"""Environment variable with the paths of a rank's uploads: JSON, path by name."""
+MOST_UPLOADED_FILES = 50_000
+"""Maximum number of files in one upload, each of which is a separate blob."""
+
+
 # ---------------------------------------------------------------- packed objects
 
 
@@ -165,12 +171,6 @@ class Environment(Record, frozen=True, kw_only=True):
 
 # If nodes can read the notebook's files, only a path is sent. Otherwise the files' bytes are blobs (see `files`), and
 # one more blob, the manifest, lists which of them make up which files. Its digest identifies the upload.
-
-UPLOADS_VARIABLE = "SGPU_UPLOADS"
-"""Environment variable with the paths of a rank's uploads: JSON, path by name."""
-
-MOST_UPLOADED_FILES = 50_000
-"""Maximum number of files in one upload, each of which is a separate blob."""
 
 
 class UploadedFile(Record, frozen=True):

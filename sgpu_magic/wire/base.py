@@ -11,6 +11,14 @@ import secrets
 
 import msgspec
 
+_ID = re.compile(r"[0-9a-f]{8}")
+SHORT_LENGTH = 4
+OWNER_GONE = "the notebook that started it is gone"
+"""Reason of a run that was cancelled because its notebook exited."""
+COST_LIMIT = "its cost limit of"
+BUDGET = "the pool's budget of"
+"""Prefixes of the reasons of runs that end as `TIMED_OUT` because of their cost, not their time."""
+
 
 class Record(msgspec.Struct, frozen=True, omit_defaults=True):
     """Base of the records: immutable; fields with their default value are not sent."""
@@ -26,10 +34,6 @@ class Numbered(Record, frozen=True, kw_only=True):
     """Base of requests, which their sender numbers, and of replies, which carry the request's number."""
 
     request: int
-
-
-_ID = re.compile(r"[0-9a-f]{8}")
-SHORT_LENGTH = 4
 
 
 def new_id() -> str:
@@ -120,14 +124,6 @@ TRANSITIONS: dict[RunState, frozenset[RunState]] = {
     _S.CANCELLING: frozenset({_S.CANCELLED, _S.SUCCEEDED, _S.FAILED, _S.TIMED_OUT}),
     **dict.fromkeys((_S.SUCCEEDED, _S.FAILED, _S.CANCELLED, _S.TIMED_OUT), frozenset()),
 }
-
-
-OWNER_GONE = "the notebook that started it is gone"
-"""Reason of a run that was cancelled because its notebook exited."""
-
-COST_LIMIT = "its cost limit of"
-BUDGET = "the pool's budget of"
-"""Prefixes of the reasons of runs that end as `TIMED_OUT` because of their cost, not their time."""
 
 
 def can_move(old: RunState, new: RunState) -> bool:

@@ -43,6 +43,29 @@ _ESCAPED = re.compile(f"{_ESCAPE}([{_ESCAPE}-\U0010ffff])")
 
 M = TypeVar("M")
 R = TypeVar("R", bound=Record)
+_BINARY = (bytes, bytearray, memoryview)
+
+# These mark what Python's stderr writes into a rank's common output pipe. They are OSC escape sequences that no
+# terminal knows, so a mark that is not removed stays invisible.
+STDERR_BEGIN = b"\x1b]sgpu;2\x07"
+STDERR_END = b"\x1b]sgpu;1\x07"
+
+# user code and libraries use SIGUSR1 themselves, so it is only the fallback without real-time signals
+STACK_SIGNAL = signal.SIGRTMAX - 4 if hasattr(signal, "SIGRTMAX") else signal.SIGUSR1
+
+# A rank's stack file, which the agent creates and both sides read. No message could carry its content: the first
+# `AREA_BYTES` are a fixed area that the rank writes while it runs, so that it survives a SIGKILL:
+#
+#     ident of the main thread (8) | valid half: 0 none, 1, 2 (8) | time of the last sample (8) | half 1 | half 2
+#
+# Each half holds the length of its text (8) and the text. The rank writes the half that is not valid, then the number
+# of the valid one. Output of faulthandler follows after the area. Both have faulthandler's format:
+# `  File "cell.py", line 3 in train`.
+AREA_BYTES = 16_384
+HEADER = struct.Struct("=QQd")
+LENGTH = struct.Struct("=Q")
+HALF_BYTES = (AREA_BYTES - HEADER.size) // 2
+TEXT_BYTES = HALF_BYTES - LENGTH.size
 
 
 class Decoder(MsgpackDecoder[M]):
@@ -176,9 +199,6 @@ def printable(record: R) -> R:
     return record
 
 
-_BINARY = (bytes, bytearray, memoryview)
-
-
 def _with_texts(value: Any, change: Callable[[str], str]) -> Any:
     """Return the value with `change` applied to each string, including the keys of dictionaries."""
     if isinstance(value, str):
@@ -267,28 +287,6 @@ class FrameReader(Generic[M]):
 
 
 # ---------------------------------------------------------------- a rank's output pipe and stack file
-
-# These mark what Python's stderr writes into a rank's common output pipe. They are OSC escape sequences that no
-# terminal knows, so a mark that is not removed stays invisible.
-STDERR_BEGIN = b"\x1b]sgpu;2\x07"
-STDERR_END = b"\x1b]sgpu;1\x07"
-
-# user code and libraries use SIGUSR1 themselves, so it is only the fallback without real-time signals
-STACK_SIGNAL = signal.SIGRTMAX - 4 if hasattr(signal, "SIGRTMAX") else signal.SIGUSR1
-
-# A rank's stack file, which the agent creates and both sides read. No message could carry its content: the first
-# `AREA_BYTES` are a fixed area that the rank writes while it runs, so that it survives a SIGKILL:
-#
-#     ident of the main thread (8) | valid half: 0 none, 1, 2 (8) | time of the last sample (8) | half 1 | half 2
-#
-# Each half holds the length of its text (8) and the text. The rank writes the half that is not valid, then the number
-# of the valid one. Output of faulthandler follows after the area. Both have faulthandler's format:
-# `  File "cell.py", line 3 in train`.
-AREA_BYTES = 16_384
-HEADER = struct.Struct("=QQd")
-LENGTH = struct.Struct("=Q")
-HALF_BYTES = (AREA_BYTES - HEADER.size) // 2
-TEXT_BYTES = HALF_BYTES - LENGTH.size
 
 
 def half_offset(half: int) -> int:

@@ -49,6 +49,13 @@ _FORM = re.compile(
 )
 # Short names of models that are not in the table.
 _CONSUMER = re.compile(r"(gtx|rtx)\d{3,4}(ti|super|tisuper|ada|sffada|d)?(laptop)?")
+# models that exist only with NVLink
+_ALWAYS_NVLINK = frozenset({"b200", "b300", "gb200", "gh200"})
+# models that exist only as PCIe cards
+_ALWAYS_PCIE = frozenset(
+    {"a2", "a10", "a16", "a4000", "a5000", "a6000", "a30", "a40", "k80", "l4", "l40", "l40s", "p4", "p40", "t4"}
+)
+_CARDS = ("rtx", "gtx", "titan")
 
 
 def canonical_type(text: str) -> str:
@@ -136,14 +143,6 @@ def used_bytes_of(used_bytes: int, reported_bytes: int) -> float:
 # By NVIDIA's data sheets, SXM boards and the superchips have NVLink to their neighbours. Among PCIe cards, only those
 # of two generations support a bridge between two cards. Their name does not show it, so they count as PCIe.
 NVLINK, PCIE, UNKNOWN = "NVLink", "PCIe", ""
-
-# models that exist only with NVLink
-_ALWAYS_NVLINK = frozenset({"b200", "b300", "gb200", "gh200"})
-# models that exist only as PCIe cards
-_ALWAYS_PCIE = frozenset(
-    {"a2", "a10", "a16", "a4000", "a5000", "a6000", "a30", "a40", "k80", "l4", "l40", "l40s", "p4", "p40", "t4"}
-)
-_CARDS = ("rtx", "gtx", "titan")
 
 
 def interconnect_of(device_type: str, name: str = "") -> str:

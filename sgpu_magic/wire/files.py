@@ -27,6 +27,20 @@ DIGEST_BYTES = 32
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _STORE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,99}")
+PAYLOAD = "payload.bin"
+PAYLOAD_PARTS = "payload"
+"""In place of `payload.bin` where the payload came in blobs: a file for each, named by its offset in the payload."""
+KEY = "key"
+EVENTS = "events.msgpack"
+TRACKING = "tracking.json"
+REQUIREMENTS = "requirements.txt"
+WORK = "work"
+CHECKPOINTS = "checkpoints"
+MOST_LINKS = 1000
+STREAM_CHUNK_BYTES = 1 << 16
+"""Maximum number of bytes in one message."""
+WINDOW_BYTES = 1 << 20
+"""Maximum number of bytes in flight in one direction of one stream."""
 
 
 def is_digest(text: str) -> bool:
@@ -40,16 +54,6 @@ def is_store_name(text: str) -> bool:
 
 
 # ---------------------------------------------------------------- names in a run's directory
-
-PAYLOAD = "payload.bin"
-PAYLOAD_PARTS = "payload"
-"""In place of `payload.bin` where the payload came in blobs: a file for each, named by its offset in the payload."""
-KEY = "key"
-EVENTS = "events.msgpack"
-TRACKING = "tracking.json"
-REQUIREMENTS = "requirements.txt"
-WORK = "work"
-CHECKPOINTS = "checkpoints"
 
 
 def work_folders(node: int) -> tuple[str, ...]:
@@ -186,9 +190,6 @@ class RunFiles(Numbered, frozen=True, tag="run-files", kw_only=True):
     links: tuple[str, ...] = ()
 
 
-MOST_LINKS = 1000
-
-
 FileReply = BlobsHeld | BlobTaken | RunFileRead | RunFiles
 
 # ---------------------------------------------------------------- agent -> pool
@@ -298,12 +299,6 @@ NodeFileReply = BlobFetched | RunFileStored
 #
 # Each side has at most `WINDOW_BYTES` in flight that the other has not taken, so a slow reader slows its writer and
 # fills no memory in between. The client numbers its streams; towards an agent, the pool service does.
-
-STREAM_CHUNK_BYTES = 1 << 16
-"""Maximum number of bytes in one message."""
-
-WINDOW_BYTES = 1 << 20
-"""Maximum number of bytes in flight in one direction of one stream."""
 
 
 class OfStream(Record, frozen=True, kw_only=True):

@@ -22,6 +22,13 @@ RANK_VARIABLES = frozenset(
 )  # fmt: skip
 """Environment variables that each rank gets from the pool, whatever the notebook's environment has."""
 
+RUN_RECORD = "run.json"
+SETTINGS = "settings.json"
+"""The file of a run's directory with `RankContext.settings`, if there are any."""
+
+# value of `payload_note` while the payload is being written, or will be when the run has ended
+UNDER_WAY = "not yet written"
+
 
 class OutputName(Record, frozen=True):
     """One name of `--out`: rank 0's value, or a list of all ranks' values."""
@@ -327,13 +334,6 @@ class RankAnswer(Record, frozen=True, kw_only=True):
 
 
 # ---------------------------------------------------------------- records in a run's directory
-
-RUN_RECORD = "run.json"
-SETTINGS = "settings.json"
-"""The file of a run's directory with `RankContext.settings`, if there are any."""
-
-# value of `payload_note` while the payload is being written, or will be when the run has ended
-UNDER_WAY = "not yet written"
 
 
 class RunRecord(Record, frozen=True, kw_only=True):

@@ -31,6 +31,15 @@ RUN_VARIABLE = "SGPU_RUN_ID"
 _CONNECT_S = 10.0
 # a process that listens on all interfaces is reached through the loopback
 _ANY = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+# known parents are trusted for this many scans; a parent changes when it dies
+_BELIEVED_LOOKS = 30
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
+BUSY_SHARE = 0.05
+"""A rank that uses more than this share of one core, or of its GPU, is busy."""
+
+# CPU time is counted in steps of 10 ms, and a waiting rank wakes up now and then
+_SLACK_S = 0.02
 
 
 def processes_of(ranks: Collection[int]) -> set[int]:
@@ -56,18 +65,6 @@ def kill_marked(run_id: str) -> None:
 
 
 # ---------------------------------------------------------------- CPU and memory
-
-
-# known parents are trusted for this many scans; a parent changes when it dies
-_BELIEVED_LOOKS = 30
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
-_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
-
-BUSY_SHARE = 0.05
-"""A rank that uses more than this share of one core, or of its GPU, is busy."""
-
-# CPU time is counted in steps of 10 ms, and a waiting rank wakes up now and then
-_SLACK_S = 0.02
 
 
 class TreeUse(msgspec.Struct, frozen=True):

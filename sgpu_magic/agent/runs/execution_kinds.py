@@ -52,6 +52,12 @@ SHOWN_AFTER_S = 0.2
 
 # after a failure, time for ranks to finish what their cells started; short, since queued runs may need the devices
 _FINISH_AFTER_FAILURE_S = 30.0
+# if the renewal of process groups takes longer, the failure is reported before it is done
+_RENEWAL_PATIENCE_S = 0.5
+# time from the interrupt until unstopped ranks are reported; the notebook frees its cell by itself at 2.8 s
+_UNSTOPPED_S = 2.0
+# let the result reach the notebook before the run's directory is written
+_WRITE_DELAY_S = 0.03
 
 
 class FreshRun(Execution):
@@ -264,12 +270,6 @@ class FreshRun(Execution):
 # ---------------------------------------------------------------- a cell in a session
 
 
-# if the renewal of process groups takes longer, the failure is reported before it is done
-_RENEWAL_PATIENCE_S = 0.5
-# time from the interrupt until unstopped ranks are reported; the notebook frees its cell by itself at 2.8 s
-_UNSTOPPED_S = 2.0
-# let the result reach the notebook before the run's directory is written
-_WRITE_DELAY_S = 0.03
 OnRenewed = Callable[[GroupRenewed | None], None]
 
 

@@ -37,6 +37,11 @@ from sgpu_magic.wire.rank_events import CommsMoved, DisplayPublished, Failure, O
 if TYPE_CHECKING:
     from sgpu_magic.agent.run_registry import RunRegistry
 
+# report killed ranks that still exist after this time: the driver may take a second to free their memory
+_REMAINS_S = 2.0
+# limit for all ranks of one run together, since events are kept on disk
+MOST_COMM_BYTES = 256 << 20
+
 
 class AgentServices(msgspec.Struct, frozen=True):
     """What every run of an agent shares.
@@ -190,12 +195,6 @@ class NodeRun(abc.ABC):
 
 
 # ---------------------------------------------------------------- runs with ranks
-
-
-# report killed ranks that still exist after this time: the driver may take a second to free their memory
-_REMAINS_S = 2.0
-# limit for all ranks of one run together, since events are kept on disk
-MOST_COMM_BYTES = 256 << 20
 
 
 class RankRun(NodeRun):

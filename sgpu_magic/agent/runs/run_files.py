@@ -50,6 +50,17 @@ if __name__ == "__main__":
 _SHARED_AIR = ".air.py"
 _AIR_NAME = "_air.py"
 _SHARED_SETTINGS = ".settings-"
+_PREFIX = "ray-"
+_DIGITS = 8
+# Ray appends `/r/session_2026-11-22_18-41-05_080720_1234567/sockets/dash_MetricsHead`, and a socket's path has at most
+# 107 bytes
+_LONGEST = 107 - 70
+_DISK = "ray"
+_SHM = "/dev/shm"
+_MEMORY_SHARE = 0.3
+# Ray's own floor (ray_constants.OBJECT_STORE_MINIMUM_MEMORY_BYTES)
+_LEAST_BYTES = 80_000_000
+_ROOM = 1.05
 
 
 class RunFiles:
@@ -213,19 +224,6 @@ class RunFiles:
 
 
 # ---------------------------------------------------------------- a run's own Ray cluster
-
-
-_PREFIX = "ray-"
-_DIGITS = 8
-# Ray appends `/r/session_2026-11-22_18-41-05_080720_1234567/sockets/dash_MetricsHead`, and a socket's path has at most
-# 107 bytes
-_LONGEST = 107 - 70
-_DISK = "ray"
-_SHM = "/dev/shm"
-_MEMORY_SHARE = 0.3
-# Ray's own floor (ray_constants.OBJECT_STORE_MINIMUM_MEMORY_BYTES)
-_LEAST_BYTES = 80_000_000
-_ROOM = 1.05
 
 
 def make_ray_directories(launch: Launch, settings: Settings) -> PrivateRay:

@@ -29,6 +29,8 @@ from sgpu_magic.wire.run import RankAnswer, RankQuestion
 _PATIENCE_S = 60.0
 # receives why it failed, "" for success, and what was lost
 _Regrouped = Callable[[str, str], None]
+# cells may come every few milliseconds, so changes are reported only this often
+_PAUSE_S = 0.2
 
 
 @dataclass(eq=False, repr=False)
@@ -176,10 +178,6 @@ class SessionRepair:
 
 
 # ---------------------------------------------------------------- reports and the ranks' logs
-
-
-# cells may come every few milliseconds, so changes are reported only this often
-_PAUSE_S = 0.2
 
 
 class SessionEvents:

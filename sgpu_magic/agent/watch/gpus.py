@@ -36,6 +36,8 @@ _STUCK_S = 5.0
 
 Done = Callable[[Mapping[str, GpuReading]], None]
 _STUCK = GpuReading(problem="it can't be read: the NVIDIA driver does not answer; check `dmesg`, or reboot")
+_DATALOADER = os.path.join("torch", "utils", "data", "dataloader.py")
+_SLEEP = re.compile(r"(time\.)?sleep\(")
 
 
 class Gpus:
@@ -116,10 +118,6 @@ class Gpus:
 
 
 # ---------------------------------------------------------------- idle GPUs
-
-
-_DATALOADER = os.path.join("torch", "utils", "data", "dataloader.py")
-_SLEEP = re.compile(r"(time\.)?sleep\(")
 
 
 class IdleWatch:

@@ -52,6 +52,7 @@ _SYSTEM_NAMES = frozenset(name[:_NAME_CHARS] for name in SYSTEM_PROCESSES)
 
 # The inode of the machine's first pid namespace, PROC_PID_INIT_INO in the kernel's include/linux/proc_ns.h.
 _FIRST_PID_NAMESPACE = 0xEFFFFFFC
+_BATCH_SYSTEMS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID", "OAR_JOB_ID", "COBALT_JOBID")
 
 
 def take_inventory(*, simulate: str, cpu_slots: int, own_pids: Collection[int] = ()) -> Inventory:
@@ -308,9 +309,6 @@ class _Reader:
         except self._nvml.NVMLError as error:
             raise_if_lost(error)
         return {}
-
-
-_BATCH_SYSTEMS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID", "OAR_JOB_ID", "COBALT_JOBID")
 
 
 def assigned_by_batch_system(environ: Mapping[str, str]) -> list[str] | None:

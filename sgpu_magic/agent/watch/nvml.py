@@ -22,6 +22,9 @@ D = TypeVar("D")
 Nvml = Any
 """The module `pynvml` (nvidia-ml-py), which has no types."""
 
+# time span of the first query for processes' utilization
+_FIRST_SPAN_S = 1.5
+
 
 class Code(enum.IntEnum):
     """Return codes of NVML, nvmlReturn_t in nvml.h."""
@@ -152,8 +155,6 @@ def reason_and_remedy(code: int) -> tuple[str, str]:
 # ---------------------------------------------------------------- a GPU of a run
 
 
-# time span of the first query for processes' utilization
-_FIRST_SPAN_S = 1.5
 _LOST = {Code.GPU_IS_LOST, Code.RESET_REQUIRED}
 
 

@@ -36,6 +36,13 @@ _LOADS = re.compile(r"^\s*%(?:re)?load_ext\s+sgpu_magic\b", re.MULTILINE)
 _LOADS_COMPAT = re.compile(r"^\s*%(?:re)?load_ext\s+sgpu_magic\.compat\b", re.MULTILINE)
 _WIDGETS = re.compile(r"\bdbutils\.widgets\b")
 _LOAD, _LOAD_COMPAT = "%load_ext sgpu_magic", "%load_ext sgpu_magic.compat"
+_TITLE_CHARS = 60
+# the line that `errors.see` writes
+_OURS = re.compile(r"See `%?sgpu[ _]help [a-z-]+`")
+# not caused by the notebook, so a retry may succeed
+_WORTH_A_RETRY = (
+    "CapacityError", "EnvironmentFailed", "PoolError", "PoolLost", "PoolVersionError", "NodeLost", "InternalError",
+)  # fmt: skip
 
 
 def prepared(notebook: Any, job: Job) -> list[str]:
@@ -140,14 +147,6 @@ def _new_cell(source: str, tag: str) -> Any:
 
 
 # ---------------------------------------------------------------- result
-
-_TITLE_CHARS = 60
-# the line that `errors.see` writes
-_OURS = re.compile(r"See `%?sgpu[ _]help [a-z-]+`")
-# not caused by the notebook, so a retry may succeed
-_WORTH_A_RETRY = (
-    "CapacityError", "EnvironmentFailed", "PoolError", "PoolLost", "PoolVersionError", "NodeLost", "InternalError",
-)  # fmt: skip
 
 
 class ExitCode(enum.IntEnum):

@@ -28,6 +28,10 @@ R = TypeVar("R")
 T = TypeVar("T")
 
 _said: set[str] = set()
+POOL_ID = "DATABRICKS_REMOTE_GPU_POOL_ID"
+RESERVED = "DATABRICKS_USE_RESERVED_GPU_POOL"
+ON_DEMAND = "DATABRICKS_USE_POOL"
+_NO = frozenset({"", "0", "false", "no", "off", "none"})
 
 
 class _ChoosesPool:
@@ -134,13 +138,6 @@ def _with_accelerators(options: Options, number: int | None, name: str) -> Optio
     if gpus < 1 or gpus % in_node:
         raise UsageError(f"num_accelerators is {gpus}, but {name} has {in_node} per node; use a multiple of {in_node}.")
     return {**options, "gpus": gpus, "gpu_type": gpu_type}
-
-
-POOL_ID = "DATABRICKS_REMOTE_GPU_POOL_ID"
-RESERVED = "DATABRICKS_USE_RESERVED_GPU_POOL"
-ON_DEMAND = "DATABRICKS_USE_POOL"
-
-_NO = frozenset({"", "0", "false", "no", "off", "none"})
 
 
 def chosen_pool(environ: Mapping[str, str]) -> tuple[str, str]:

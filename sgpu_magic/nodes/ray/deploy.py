@@ -37,6 +37,13 @@ _STOP_WAIT_S = 60
 _POLL_S = 0.25
 _START_S = 180.0
 _WORDS = re.compile(r"pool \S+ · engine ray · (?P<address>tcp://\S+) · .*--key '(?P<key>[^']{40})'")
+# a reachable head node answers in milliseconds
+_FIRST_S = 5.0
+_ANSWER_S = 60.0
+_AGAIN_S = 1.0
+_NOT_YET = "No available agent"
+_HEADERS = dict[str, str]
+T = TypeVar("T")
 
 
 class Deployment(msgspec.Struct, frozen=True):
@@ -159,14 +166,6 @@ def _words(api: JobsApi, name: str) -> re.Match[str]:
 
 
 # ---------------------------------------------------------------- Ray's Jobs API
-
-# a reachable head node answers in milliseconds
-_FIRST_S = 5.0
-_ANSWER_S = 60.0
-_AGAIN_S = 1.0
-_NOT_YET = "No available agent"
-_HEADERS = dict[str, str]
-T = TypeVar("T")
 
 
 class Job(msgspec.Struct, frozen=True):

@@ -21,6 +21,14 @@ from sgpu_magic.system import child_process
 from sgpu_magic.wire.base import Record
 from sgpu_magic.wire.decoding import MsgpackDecoder
 
+_AGAIN_S = (1.0, 2.0, 5.0, 10.0)
+END_S = 40.0
+"""Seconds to wait for the driver process when the pool ends."""
+
+# longer than the 60 s after which the driver process gives up an actor
+_COME_S = 90.0
+_NOT_SHIPPED = ("labextension", "__pycache__")
+
 
 class Watch(Record, frozen=True, tag="watch", kw_only=True):
     """Poll the nodes now, and then at this interval in seconds."""
@@ -212,11 +220,6 @@ to_cluster = MsgpackDecoder[ToCluster](ToCluster)
 from_cluster = MsgpackDecoder[FromCluster](FromCluster)
 
 
-_AGAIN_S = (1.0, 2.0, 5.0, 10.0)
-END_S = 40.0
-"""Seconds to wait for the driver process when the pool ends."""
-
-
 def start_driver(
     arguments: Sequence[str], log: Path, on_message: Callable[[FromCluster], None]
 ) -> child_process.ChildProcess[FromCluster]:
@@ -237,9 +240,6 @@ def start_driver(
 
 
 # ---------------------------------------------------------------- agents of the nodes
-
-# longer than the 60 s after which the driver process gives up an actor
-_COME_S = 90.0
 
 
 class NodeAgents:
@@ -314,9 +314,6 @@ class NodeAgents:
         self._starting.clear()
         if self.leaving:
             self._send(EndAgents(nodes=tuple(self.leaving)))
-
-
-_NOT_SHIPPED = ("labextension", "__pycache__")
 
 
 def package_archive() -> bytes:

@@ -33,6 +33,12 @@ _SOME_S, _NONE_S = 15.0, 45.0
 # device types and how many of each an autoscaler may add
 Elastic = tuple[tuple[str, int], ...]
 _COUNT = re.compile(r"(?P<type>[^:]+):\s*(?P<count>[0-9]{1,6})\s*")
+_LABEL = "ray.io/accelerator-type"
+_NODE_LABEL = "ray.io/node-id"
+_RESOURCE = "accelerator_type:"
+# enough for the autoscaler to count it, and too little to exhaust the resource
+_A_LITTLE = 0.001
+_STRATEGIES = {"pack": "PACK", "strict_pack": "STRICT_PACK", "spread": "SPREAD"}
 
 
 def read_elastic(text: str) -> Elastic:
@@ -182,14 +188,6 @@ def _uuid_of(gpu: str, facts: NodeFacts) -> str:
         return by_id[gpu]
     known = devices_of(facts)
     return known[int(gpu)].uuid if gpu.isdigit() and int(gpu) < len(known) else gpu
-
-
-_LABEL = "ray.io/accelerator-type"
-_NODE_LABEL = "ray.io/node-id"
-_RESOURCE = "accelerator_type:"
-# enough for the autoscaler to count it, and too little to exhaust the resource
-_A_LITTLE = 0.001
-_STRATEGIES = {"pack": "PACK", "strict_pack": "STRICT_PACK", "spread": "SPREAD"}
 
 
 def request_of(

@@ -43,6 +43,14 @@ BEAT_S = 1.0
 SILENT_S = 3.5
 """Seconds of silence after which a side considers the other lost."""
 
+_LINGER_MS = 1000
+# the agent's own shutdown includes a grace period for its ranks; after this time it is killed
+_END_S = 15.0
+_LOOK_S = 0.05
+
+# variables of Ray's worker process that the ranks must not inherit
+_RAYS_OWN = ("RAY_", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
+
 
 class LinkHello(Record, frozen=True, tag="link-hello", kw_only=True):
     """A node requests a new link; repeated until `LinkOpened` arrives.
@@ -111,10 +119,6 @@ ToNode = LinkOpened | LinkBeat | Carried | LinkBroken
 
 _to_node = MsgpackDecoder[ToNode](ToNode)
 _raw = MsgpackDecoder[msgspec.Raw](msgspec.Raw)
-_LINGER_MS = 1000
-# the agent's own shutdown includes a grace period for its ranks; after this time it is killed
-_END_S = 15.0
-_LOOK_S = 0.05
 
 
 class AgentOrder(Record, frozen=True, kw_only=True):
@@ -336,7 +340,3 @@ def _start(settings: Settings, lock: int) -> tuple[socket.socket, int, subproces
     )
     os.close(hears)
     return ours, lifeline, child
-
-
-# variables of Ray's worker process that the ranks must not inherit
-_RAYS_OWN = ("RAY_", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")

@@ -24,6 +24,8 @@ from sgpu_magic.wire.decoding import decode_toml
 _NO_WHEEL = re.compile(r"Wheels are required for `([^`]+)`|Because ([\w.-]+==\S+) has no (?:usable )?wheels")
 _NO_SPACE = ("No space left on device", "os error 28", "Disk quota exceeded")
 _UNREACHABLE = ("Failed to fetch", "error sending request", "dns error", "network was disabled")
+_LARGEST = 5
+_MOST_CACHED = 20_000
 
 
 class BuildFailed(Exception):
@@ -151,9 +153,6 @@ def _is_source(line: str) -> bool:
 
 
 # ---------------------------------------------------------------- download size
-
-_LARGEST = 5
-_MOST_CACHED = 20_000
 
 
 def pin_of(line: str) -> str:

@@ -36,6 +36,8 @@ _FIND_PAUSE_S = 0.1
 # the stored events of an ended run arrive at once
 HISTORY_PATIENCE_S = 5.0
 _BATCH = 64
+# interval to check runs that had already ended, whose stored events arrive at once, and silent links
+_LOOK_S = 0.25
 
 
 class Subscription(msgspec.Struct, frozen=True):
@@ -179,10 +181,6 @@ def _lost(followed: Subscription, message: str, kind: FailureKind = FailureKind.
 
 
 # ---------------------------------------------------------------- many runs in one thread
-
-
-# interval to check runs that had already ended, whose stored events arrive at once, and silent links
-_LOOK_S = 0.25
 
 
 class _Entry(msgspec.Struct):

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 _PROBE_S = 30.0
 _HEAD = re.compile(r"# Python (?P<python>[\w.]+) on .*?, digest (?P<digest>[0-9a-f]+)")
+_MAX_NAMED = 6
 
 
 class Chosen(msgspec.Struct, frozen=True, kw_only=True):
@@ -137,9 +138,6 @@ def _commit_of(tags: Mapping[str, str]) -> tuple[str, bool | None]:
     """Return the commit in MLflow's tags, and whether there were uncommitted changes."""
     dirty = {"true": True, "false": False}.get(tags.get("mlflow.source.git.dirty", "").lower())
     return tags.get("mlflow.source.git.commit", ""), dirty
-
-
-_MAX_NAMED = 6
 
 
 class Circumstances(msgspec.Struct, frozen=True):

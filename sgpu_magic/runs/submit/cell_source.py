@@ -31,6 +31,13 @@ if TYPE_CHECKING:
 
 _DEFINITION = re.compile(r"^(?:async\s+)?(?:def|class)\s+(\w+)", re.MULTILINE)
 _WORD = re.compile(r"[^\W\d]\w*")
+# they change with every cell of the notebook, so they are sent each time; a run's own result stays in the notebook: on
+# the ranks, the same names have the values that its last cell had there
+_RESULT = re.compile(r"_{1,3}|_\d+")
+_INPUT = re.compile(r"_i{1,3}|_i\d+")
+_RESULTS = frozenset({"Out", "_oh"})
+_USE = re.compile(r"\b(?:Out|_oh)\b(?:\s*\[\s*(\d+)\s*\])?")
+_INPUTS = frozenset({"In", "_ih"})
 
 
 class Cell(msgspec.Struct, frozen=True):
@@ -232,14 +239,6 @@ def transform_of(shell: Any) -> Callable[[str], str] | None:
 
 
 # ---------------------------------------------------------------- the notebook's inputs and results
-
-# they change with every cell of the notebook, so they are sent each time; a run's own result stays in the notebook: on
-# the ranks, the same names have the values that its last cell had there
-_RESULT = re.compile(r"_{1,3}|_\d+")
-_INPUT = re.compile(r"_i{1,3}|_i\d+")
-_RESULTS = frozenset({"Out", "_oh"})
-_USE = re.compile(r"\b(?:Out|_oh)\b(?:\s*\[\s*(\d+)\s*\])?")
-_INPUTS = frozenset({"In", "_ih"})
 
 
 def _stays(value: object) -> bool:

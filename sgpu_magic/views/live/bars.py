@@ -33,6 +33,15 @@ _OUTER_WORDS = ("epoch", "round", "fold", "trial")
 _DRAWN = re.compile(r"(?<=%)\|[^|]*(?:\||$)|[━╸╺]{3,}|\[[=>.]{3,}\]")
 # omitted before counts, which are more precise
 _PERCENT = re.compile(r"(?<![\d.])\d{1,3}%\s+(?=[^\s/\[]+/[^\s\[]+ \[)")
+# only the end of a batch is parsed: a flood has no progress bars
+_READ_CHARS = 4_000
+_MAX_PIECES = 8
+_PIECES = re.compile(r"[\r\n]+")
+_NAME = re.compile(r"[^\W\d_]+")
+# a bar below `_NEW` that was above `_NEARLY_FULL` before has restarted
+_NEARLY_FULL = 0.9
+_NEW = 0.5
+_MAX_BARS = 20
 
 
 class _Found(NamedTuple):
@@ -116,16 +125,6 @@ def _joined(label: str, rest: str) -> str:
 
 
 # ---------------------------------------------------------------- the progress of a run
-
-# only the end of a batch is parsed: a flood has no progress bars
-_READ_CHARS = 4_000
-_MAX_PIECES = 8
-_PIECES = re.compile(r"[\r\n]+")
-_NAME = re.compile(r"[^\W\d_]+")
-# a bar below `_NEW` that was above `_NEARLY_FULL` before has restarted
-_NEARLY_FULL = 0.9
-_NEW = 0.5
-_MAX_BARS = 20
 
 
 class RunProgress:

@@ -46,6 +46,11 @@ _MAX_MESSAGES = 10
 # lines leave room in each second for a snapshot and a change of state
 _LINES_EVERY_S = 0.125
 _SNAPSHOT_EVERY_S = 1.0
+_MAX_JSON_BYTES = 60_000
+_MAX_SOUGHT_CHARS = 1000
+_MAX_TEXT_CHARS = 4000
+_MAX_LOG_LINES = 5000
+T = TypeVar("T")
 
 
 class Feed:
@@ -174,13 +179,6 @@ def _stage(view: RunView) -> object:
 
 
 # ---------------------------------------------------------------- replies
-
-_MAX_JSON_BYTES = 60_000
-_MAX_SOUGHT_CHARS = 1000
-_MAX_TEXT_CHARS = 4000
-_MAX_LOG_LINES = 5000
-
-T = TypeVar("T")
 
 
 class Answers(msgspec.Struct, frozen=True):

@@ -30,6 +30,10 @@ _NO_HELLO = (
     "The live view did not open in this front end. JupyterLab and Notebook show it when anywidget 0.11 is installed "
     "where they run: pip install 'anywidget==0.11.*', then reload the page."
 )
+# the form of `jupyter_client.session.Session.msg_id`
+_CLIENTS_ID = re.compile(r"[0-9a-f-]+_\d+_\d+")
+# the key used by JupyterLab, Notebook and VS Code, and that of server-side execution
+_CELL_IDS = frozenset(("cellId", "cell_id"))
 
 
 class WidgetPublisher:
@@ -129,12 +133,6 @@ class WidgetPublisher:
             self._channels.closed(widget)
             if not self._channels.is_restarting():
                 widget.close()
-
-
-# the form of `jupyter_client.session.Session.msg_id`
-_CLIENTS_ID = re.compile(r"[0-9a-f-]+_\d+_\d+")
-# the key used by JupyterLab, Notebook and VS Code, and that of server-side execution
-_CELL_IDS = frozenset(("cellId", "cell_id"))
 
 
 class Buttons(msgspec.Struct, frozen=True):

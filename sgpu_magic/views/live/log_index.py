@@ -15,6 +15,9 @@ from sgpu_magic.wire.rank_events import OutputWritten
 
 _BLOCK = 1024
 _MOST_IN_ONE = (1 << 32) - 1
+_KEPT_CHARS = 1 << 18
+_MAX_ROWS_BYTES = 42_000
+_MAX_SKIPS = 200
 
 
 class Piece(NamedTuple):
@@ -137,10 +140,6 @@ def _join(pieces: list[Piece], piece: Piece) -> None:
     else:
         pieces.append(piece)
 
-
-_KEPT_CHARS = 1 << 18
-_MAX_ROWS_BYTES = 42_000
-_MAX_SKIPS = 200
 
 Rows = list[LineRow | LineSkip]
 

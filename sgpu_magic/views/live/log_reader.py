@@ -24,6 +24,16 @@ MAX_JSON_BYTES = 40_000
 """Maximum size of one line as JSON."""
 # shorter lines can't exceed that, as a character takes at most four bytes
 _SURELY_SMALL_CHARS = MAX_JSON_BYTES // 4
+_STEP_BYTES = 1 << 16
+_FIND_BYTES = 1 << 20
+_MAX_LINE_BYTES = 1 << 20
+_MOST_CHAR_BYTES = 4
+_CONTINUATIONS = bytes(range(0x80, 0xC0))
+
+# as in `collapse` and `ansi.plain`, but never across lines
+_REWRITTEN = re.compile(rb"^[^\n]*\r+(?=[^\r\n])", re.MULTILINE)
+_SEQUENCE = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b\n]*(?:\x07|\x1b\\)?)")
+_CONTROLS = bytes([*range(9), *range(11, 32), 127])
 
 
 def line_text(raw: str) -> str:
@@ -52,18 +62,6 @@ def cut_line(text: str, length: int) -> str:
 def last_rewrite(raw: str) -> str:
     """Return the part of an unfinished line that may still be visible, however the line continues."""
     return raw[raw.rstrip("\r").rfind("\r") + 1 :] if "\r" in raw else raw
-
-
-_STEP_BYTES = 1 << 16
-_FIND_BYTES = 1 << 20
-_MAX_LINE_BYTES = 1 << 20
-_MOST_CHAR_BYTES = 4
-_CONTINUATIONS = bytes(range(0x80, 0xC0))
-
-# as in `collapse` and `ansi.plain`, but never across lines
-_REWRITTEN = re.compile(rb"^[^\n]*\r+(?=[^\r\n])", re.MULTILINE)
-_SEQUENCE = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b\n]*(?:\x07|\x1b\\)?)")
-_CONTROLS = bytes([*range(9), *range(11, 32), 127])
 
 
 class LogReader:

@@ -17,6 +17,13 @@ LineRow = tuple[int, int, str]
 LineSkip = tuple[int, int, int]
 """Lines that are in the log but not in the message: their rank, the first one's number, their count."""
 
+MAX_LINES = 500
+"""Maximum number of lines in one reply."""
+MAX_MATCHES = 1000
+"""Maximum number of matches in one reply."""
+MAX_LOG_BYTES = 48_000
+"""Maximum bytes of the log in one reply, which keeps the message under 64 kB."""
+
 
 # ------------------------------------------------------------------ updates
 
@@ -116,13 +123,6 @@ class AskStacks(Message, frozen=True, tag_field="kind", tag="stacks"):
 
 
 Question = AskHello | AskLines | AskFind | AskLog | AskCancel | AskStacks
-
-MAX_LINES = 500
-"""Maximum number of lines in one reply."""
-MAX_MATCHES = 1000
-"""Maximum number of matches in one reply."""
-MAX_LOG_BYTES = 48_000
-"""Maximum bytes of the log in one reply, which keeps the message under 64 kB."""
 
 
 class HelloAnswer(Message, frozen=True, tag_field="kind", tag="hello"):

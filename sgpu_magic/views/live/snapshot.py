@@ -58,6 +58,21 @@ _MAX_WHOLE_CHARS = 16_000
 _MAX_LINE_CHARS = 1_000
 _WORTH_TELLING_S = 1.0
 _BEFORE_RUNNING = (*BEFORE_RANKS, RunState.STARTING)
+MAX_SNAPSHOT_BYTES = 60_000
+# leaves the rest of the message for the rank cards
+_MAX_TEXT_BYTES = 30_000
+# lines of each list, characters of each line
+_TEXT_LEVELS = ((200, 400), (60, 200), (20, 120), (8, 80))
+_TEXTS = ("meta", "preparing", "idle", "warnings", "notes", "stall", "others", "footer")
+
+# each step reduces the result of the previous one: curves and their points, the last line, details
+_SMALLER_CARDS: tuple[Callable[[RankCard], RankCard], ...] = (
+    lambda card: replace(card, curves=card.curves[:2]),
+    lambda card: replace(card, curves=tuple(_coarse(curve, 60) for curve in card.curves[:1]), last=card.last[:100]),
+    lambda card: replace(card, curves=tuple(_coarse(curve, 30) for curve in card.curves)),
+    lambda card: replace(card, details=()),
+    lambda card: replace(card, curves=(), last=card.last[:40]),
+)
 
 
 def snapshot_of(view: RunView, seq: int, log_lines: Sequence[int], now: float | None = None) -> Snapshot:
@@ -227,13 +242,6 @@ def _until(left_s: float) -> str:
 
 # ---------------------------------------------------------------- small enough for one message
 
-MAX_SNAPSHOT_BYTES = 60_000
-# leaves the rest of the message for the rank cards
-_MAX_TEXT_BYTES = 30_000
-# lines of each list, characters of each line
-_TEXT_LEVELS = ((200, 400), (60, 200), (20, 120), (8, 80))
-_TEXTS = ("meta", "preparing", "idle", "warnings", "notes", "stall", "others", "footer")
-
 
 def fitted(snapshot: Snapshot) -> Snapshot:
     """Return the snapshot with texts and cards reduced until it fits into one message."""
@@ -261,16 +269,6 @@ def _shorter(snapshot: Snapshot, lines: int, characters: int) -> Snapshot:
     texts = {name: ends(getattr(snapshot, name), lines, "...") for name in _TEXTS}
     cut_texts = {name: tuple(clipped(text, characters) for text in kept) for name, kept in texts.items()}
     return replace(snapshot, failure=failure, **cut_texts)
-
-
-# each step reduces the result of the previous one: curves and their points, the last line, details
-_SMALLER_CARDS: tuple[Callable[[RankCard], RankCard], ...] = (
-    lambda card: replace(card, curves=card.curves[:2]),
-    lambda card: replace(card, curves=tuple(_coarse(curve, 60) for curve in card.curves[:1]), last=card.last[:100]),
-    lambda card: replace(card, curves=tuple(_coarse(curve, 30) for curve in card.curves)),
-    lambda card: replace(card, details=()),
-    lambda card: replace(card, curves=(), last=card.last[:40]),
-)
 
 
 def _fewer(snapshot: Snapshot) -> Snapshot:

@@ -33,6 +33,12 @@ from sgpu_magic.worker.process import position, user_code
 from sgpu_magic.worker.process.user_code import is_a
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
+_LARGEST = 8
+# maximum number of items examined in one list or dictionary
+_MOST_ITEMS = 1000
+_CPU_REFUSED = "DefaultCPUAllocator: can't allocate memory"
+_MODULE_LEVEL = "<module>"
+_TENSOR_PROBLEMS = (RuntimeError, NotImplementedError, AttributeError, ValueError)
 
 
 def describe(error: BaseException, shell: RankShell, rank: int) -> Failure:
@@ -108,15 +114,6 @@ def position_in_cell(entry: types.TracebackType | None, shell: RankShell) -> tup
         elif not where and f"{os.sep}torch{os.sep}" in code.co_filename and code.co_name != "wrapper":
             where = code.co_name.strip("_")
     return line, where
-
-
-_LARGEST = 8
-# maximum number of items examined in one list or dictionary
-_MOST_ITEMS = 1000
-_CPU_REFUSED = "DefaultCPUAllocator: can't allocate memory"
-_MODULE_LEVEL = "<module>"
-
-_TENSOR_PROBLEMS = (RuntimeError, NotImplementedError, AttributeError, ValueError)
 
 
 def measure(device: str) -> RankMemory | None:

@@ -54,6 +54,8 @@ _MOST_FRAMES = 3_200
 _FRAMES_KEPT = 100
 _GENERATORS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 _ANSI_REST = re.compile(r"\x1b\[[0-9;]*$")
+# modules whose frames are above those of a cell
+_RUNNERS = ("IPython.core.", "sgpu_magic.")
 
 
 class WholeTexts:
@@ -267,10 +269,6 @@ def _bounded(entry: types.TracebackType | None) -> types.TracebackType | None:
     for one in reversed(entries[:_FRAMES_KEPT] + entries[-_FRAMES_KEPT:]):
         made = types.TracebackType(made, one.tb_frame, one.tb_lasti, one.tb_lineno)
     return made
-
-
-# modules whose frames are above those of a cell
-_RUNNERS = ("IPython.core.", "sgpu_magic.")
 
 
 def without_runner(entry: types.TracebackType | None) -> types.TracebackType | None:

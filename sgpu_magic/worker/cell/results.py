@@ -51,6 +51,8 @@ GIVEN = ("rank", "local_rank", "world_size", "device")
 
 # names in which IPython keeps inputs and outputs, and this package's own
 _INTERNAL = re.compile(r"_+\d*|_i\d*|_ii|_iii|_oh|_ih|_dh|In|Out|__.*__|__sgpu_.*")
+_LIMIT_S = 0.1
+_MOST_MATCHES = 500
 
 
 class Reply(msgspec.Struct, frozen=True):
@@ -243,10 +245,6 @@ def _pack(value: object, key: bytes, most_bytes: int | None = None) -> Packed:
 
 
 # ---------------------------------------------------------------- questions between cells
-
-
-_LIMIT_S = 0.1
-_MOST_MATCHES = 500
 
 
 class _TooLong(BaseException):

@@ -38,6 +38,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
+_USE_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
+"""The interface of groups on one node."""
+
 
 class _LateStore:
     """The store at `MASTER_ADDR` and `MASTER_PORT`, whose server starts when it is first needed.
@@ -66,11 +70,6 @@ class _LateStore:
             self.server = dist.TCPStore(
                 address, port, is_master=True, wait_for_workers=False, master_listen_fd=fd, use_libuv=False
             )
-
-
-_USE_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
-LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
-"""The interface of groups on one node."""
 
 
 class _FileStores:

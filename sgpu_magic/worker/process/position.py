@@ -44,6 +44,13 @@ _COLLECTS_WITHIN_CALLS = sys.version_info < (3, 12)
 script = ""
 """The path of the running script, "" for none. Its frames of a deep stack are kept like those of cells."""
 
+_BUFFER_ENTRIES = "2000"
+_EVERY_BACKEND = "_dump_fr_trace_json"
+# the function, newest first, and the variable that it reads
+_SIZES = {_EVERY_BACKEND: "TORCH_FR_BUFFER_SIZE", "_dump_nccl_trace_json": "TORCH_NCCL_TRACE_BUFFER_SIZE"}
+# beginning of the names of collectives that the calling thread waits for; NCCL's are queued on a stream
+_ON_CPU = ("gloo:", "mpi:")
+
 
 def install_stack_file(descriptor: int) -> Sampler:
     """Let faulthandler write to the stack file from now on, and return the sampler that writes to its area.
@@ -179,14 +186,6 @@ def _lines(frames: list[FrameType]) -> list[str]:
 
 
 # ---------------------------------------------------------------- torch's flight recorder
-
-
-_BUFFER_ENTRIES = "2000"
-_EVERY_BACKEND = "_dump_fr_trace_json"
-# the function, newest first, and the variable that it reads
-_SIZES = {_EVERY_BACKEND: "TORCH_FR_BUFFER_SIZE", "_dump_nccl_trace_json": "TORCH_NCCL_TRACE_BUFFER_SIZE"}
-# beginning of the names of collectives that the calling thread waits for; NCCL's are queued on a stream
-_ON_CPU = ("gloo:", "mpi:")
 
 
 class _Entry(msgspec.Struct):

@@ -44,6 +44,10 @@ _LOOK_S = 0.03
 _QUIET_S = 1.5
 _SHUTDOWN_S = 10.0
 _OURS = "sgpu_count"
+_FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>.+?)\s*$', re.MULTILINE)
+# such as `ray::f() (pid=12, ip=10.0.0.1)`, with or without colours
+_TASK = re.compile(r"ray::(?P<task>[\w.<>]+(?:\(\))?)\S*\s*\(pid=(?P<pid>\d+), ip=(?P<ip>[\d.:a-f]+)")
+_NOT_A_NAME = re.compile(r"\W")
 
 
 def refuse_serve() -> None:
@@ -177,12 +181,6 @@ class Driver:
 
 
 # ---------------------------------------------------------------- the user's error
-
-
-_FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>.+?)\s*$', re.MULTILINE)
-# such as `ray::f() (pid=12, ip=10.0.0.1)`, with or without colours
-_TASK = re.compile(r"ray::(?P<task>[\w.<>]+(?:\(\))?)\S*\s*\(pid=(?P<pid>\d+), ip=(?P<ip>[\d.:a-f]+)")
-_NOT_A_NAME = re.compile(r"\W")
 
 
 def users_own(error: BaseException | None, shell: RankShell) -> BaseException | None:

@@ -50,6 +50,17 @@ _OF_RANKS = frozenset({
     # set from the rank's share of the cores; Ray sets it from what a task asks for
     "OMP_NUM_THREADS",
 })  # fmt: skip
+# Ray's marks in a worker's log, which don't count as lines (ray_constants.LOG_PREFIX_*)
+_MARKS = (b":actor_name:", b":task_name:", b":job_id:")
+_EACH_S = 5.0
+_TIMEOUT_S = 3.0
+_MB = 1e6
+# a value may also be `NaN`, which counts as none
+_LINE = re.compile(
+    r"^(?P<name>ray_\w+)(?:\{(?P<labels>.*)\})? (?P<value>[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?)$", re.MULTILINE
+)
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_GONE_STATES = ("DEAD", "PENDING_CREATION", "DEPENDENCIES_UNREADY", "RESTARTING")
 
 
 def write_token(directory: str, token: str) -> str:
@@ -114,10 +125,6 @@ def forget_others() -> None:
 # ---------------------------------------------------------------- lines
 
 
-# Ray's marks in a worker's log, which don't count as lines (ray_constants.LOG_PREFIX_*)
-_MARKS = (b":actor_name:", b":task_name:", b":job_id:")
-
-
 def written_in(logs: Path) -> int:
     """Count the lines that workers have written in a node's log directory."""
     lines = 0
@@ -129,17 +136,6 @@ def written_in(logs: Path) -> int:
 
 
 # ---------------------------------------------------------------- metrics
-
-
-_EACH_S = 5.0
-_TIMEOUT_S = 3.0
-_MB = 1e6
-# a value may also be `NaN`, which counts as none
-_LINE = re.compile(
-    r"^(?P<name>ray_\w+)(?:\{(?P<labels>.*)\})? (?P<value>[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?)$", re.MULTILINE
-)
-_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
-_GONE_STATES = ("DEAD", "PENDING_CREATION", "DEPENDENCIES_UNREADY", "RESTARTING")
 
 
 class RayMetrics:

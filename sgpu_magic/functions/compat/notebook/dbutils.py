@@ -16,6 +16,13 @@ from typing import Any, NamedTuple, NoReturn
 
 from sgpu_magic.errors import UsageError
 
+_SEPARATOR = ","
+
+# The variable of the key `hf-token` in the scope `team` is `SGPU_SECRET_TEAM__HF_TOKEN`: scope and key in capitals,
+# with an underscore for every character that is not a letter or digit, and two between them.
+_PREFIX = "SGPU_SECRET_"
+_BETWEEN = "__"
+
 
 class Utility:
     """A part of `dbutils`.
@@ -80,7 +87,6 @@ def _parameters(member: object) -> str:
 # All values are text, as Databricks documents.
 
 Show = Callable[[Any], None]
-_SEPARATOR = ","
 
 
 class _Widget(NamedTuple):
@@ -214,11 +220,6 @@ def _control(kind: str, label: str, value: str, choices: tuple[str, ...]) -> Any
 
 
 # ---------------------------------------------------------------- `dbutils.secrets`
-
-# The variable of the key `hf-token` in the scope `team` is `SGPU_SECRET_TEAM__HF_TOKEN`: scope and key in capitals,
-# with an underscore for every character that is not a letter or digit, and two between them.
-_PREFIX = "SGPU_SECRET_"
-_BETWEEN = "__"
 
 
 class SecretScope(NamedTuple):

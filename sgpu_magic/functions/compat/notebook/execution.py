@@ -36,6 +36,12 @@ _CALLER = 2
 _SHOWN_LINES = 20
 # `sgpu run` ends its notebook's runs first
 _END_S = 30.0
+# packages that the kernel itself uses
+_KERNELS_OWN = frozenset((
+    "anywidget", "comm", "ipykernel", "ipython", "ipywidgets", "jupyter-client", "jupyter-core", "msgspec", "packaging",
+    "platformdirs", "psutil", "pyzmq", "sgpu-magic", "tornado", "traitlets",
+))  # fmt: skip
+_COMPILED = tuple(EXTENSION_SUFFIXES)
 
 
 class Notebook(Utility):
@@ -190,13 +196,6 @@ def _run_cell(shell: Any, source: str, name: str) -> None:
 # The kernel keeps running: the user's variables are removed, and modules whose distribution was replaced since the
 # extension was loaded are imported again by the next import. Compiled modules can't be imported twice in a process and
 # need a restart of the kernel.
-
-# packages that the kernel itself uses
-_KERNELS_OWN = frozenset((
-    "anywidget", "comm", "ipykernel", "ipython", "ipywidgets", "jupyter-client", "jupyter-core", "msgspec", "packaging",
-    "platformdirs", "psutil", "pyzmq", "sgpu-magic", "tornado", "traitlets",
-))  # fmt: skip
-_COMPILED = tuple(EXTENSION_SUFFIXES)
 
 
 class Library(Utility):

@@ -20,6 +20,9 @@ from sgpu_magic.functions.compat.notebook.dbutils import Utility
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):")
 _LOCAL = ("dbfs", "file")
+_VOLUMES = "/Volumes"
+_DBFS = "/dbfs"
+_FILE = "file:"
 
 
 class FileInfo(NamedTuple):
@@ -189,10 +192,6 @@ def _info(folder: str, entry: Path) -> FileInfo:
 
 
 # ---------------------------------------------------------------- Databricks' paths on this machine
-
-_VOLUMES = "/Volumes"
-_DBFS = "/dbfs"
-_FILE = "file:"
 
 
 def located(path: str | os.PathLike[str]) -> str:

@@ -21,6 +21,15 @@ from sgpu_magic.payload.notebook_text import CELL_MAGIC_NAMES, with_cell_magic
 
 _FIRST_LINE = re.compile(r"\s*%([A-Za-z][A-Za-z-]*)(?![\w%-])[ \t]*(.*)")
 _LANGUAGES = {"scala": "Scala", "R": "R", "r": "R"}
+# pyspark's session if pyspark is installed, else an error with a remedy. `spark.sql("SELECT current_user()")` works
+# without pyspark too, because notebooks build paths from its result.
+_MISSING = (
+    "there is no Spark here, because pyspark is not installed. Read the data with pandas, pyarrow or datasets, or "
+    "install pyspark: `spark` is then a local session, and `%sql` runs in it."
+)
+_WHO = re.compile(
+    r"\s*select\s+((?:current_user|session_user|user)\s*\(\s*\))(?:\s+(?:as\s+)?(\w+))?\s*;?\s*", re.IGNORECASE
+)
 
 
 def install(shell: Any) -> ExitStack:
@@ -164,16 +173,6 @@ def _unregister(shell: Any, name: str, function: object, original: object = None
 
 
 # ---------------------------------------------------------------- `spark` and `%sql`
-
-# pyspark's session if pyspark is installed, else an error with a remedy. `spark.sql("SELECT current_user()")` works
-# without pyspark too, because notebooks build paths from its result.
-_MISSING = (
-    "there is no Spark here, because pyspark is not installed. Read the data with pandas, pyarrow or datasets, or "
-    "install pyspark: `spark` is then a local session, and `%sql` runs in it."
-)
-_WHO = re.compile(
-    r"\s*select\s+((?:current_user|session_user|user)\s*\(\s*\))(?:\s+(?:as\s+)?(\w+))?\s*;?\s*", re.IGNORECASE
-)
 
 
 def has_pyspark() -> bool:
