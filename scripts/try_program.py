@@ -19,6 +19,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from sgpu_magic.worker.process import stand_in
+
 TRAINED = re.compile(r"trained: .*")
 # what differs between two runs of the same program: processes, times, speeds, folders
 VOLATILE = re.compile(
@@ -29,9 +31,7 @@ VOLATILE = re.compile(
 def as_program(arguments: list[str], *, seeded: bool, cuda: bool) -> None:
     """Run the program in this process, a rank, as `python PROGRAM` does."""
     if cuda:
-        from sgpu_magic.worker.process import patches
-
-        patches.map_cuda(int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]))
+        stand_in.map_cuda(int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]))
     sys.argv = arguments
     sys.path[0] = os.path.dirname(os.path.abspath(arguments[0]))
     if not seeded:

@@ -30,10 +30,11 @@ tracking/   runs in MLflow
 payload/    serialization of Python objects
 packages/   the notebook's Python packages on the ranks
 files/      files on disk, and their transfer over a connection
-config      the settings
+config/     the settings
 system/     the operating system: processes, streams, sockets, keys
 errors      the exceptions that users can catch
 wire/       the messages between the processes
+formatting  numbers, amounts and lists as people read them
 """
 
 from __future__ import annotations

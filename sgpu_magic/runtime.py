@@ -100,7 +100,7 @@ def cache_dir() -> Path:
     Raises:
         UsageError: The folder is not yours, or can't be created.
     """
-    from sgpu_magic.files.folder_cache import node_cache
+    from sgpu_magic.files.node_cache import node_cache
 
     return node_cache().folder()
 
@@ -122,7 +122,7 @@ def cached(name: str, fill: Callable[[Path], object]) -> AbstractContextManager[
     Raises:
         UsageError: The name is invalid, or `fill` wrote nothing.
     """
-    from sgpu_magic.files.folder_cache import node_cache
+    from sgpu_magic.files.node_cache import node_cache
 
     return node_cache().entry(name, fill)
 

@@ -2,20 +2,23 @@
 
 An agent lives across runs.
 
-__main__       the process's entry point: connects to its pool, then runs `service`
-service        dispatches the pool's messages
-survive        survives restarts of the pool service: announces itself, waits for the next service, accepts it
-reports        events for the pool, kept until it confirms that they are on disk; requests for files at the pool
-run_registry   the runs that the agent holds
-launch         turns a launch into ranks: those of a standby group, or new ones; prepares inputs first
-node_context   the kernel's context on this node: directory, path, variables, and its local code
-blobs          fetches blobs from the pool's store, and assembles uploaded folders and files from them
-environments   the environments that runs need, and the processes that build them
-failures       failures and exits of ranks, redaction of secrets, and the root cause
-native_aborts  what torch's C++ code writes before it aborts a rank because of a collective
-faults         limits an exception in a callback to the run it serves; background work
+__main__        the process's entry point: connects to its pool, then runs `service`
+service         dispatches the pool's messages
+survive         survives restarts of the pool service: announces itself, waits for the next service, accepts it
+reports         events for the pool, kept until it confirms that they are on disk; requests for files at the pool
+run_registry    the runs that the agent holds
+launch          turns a launch into ranks: those of a standby group, or new ones; prepares inputs first
+standby_groups  groups of ranks that have started before a run needs them
+node_context    the kernel's context on this node: directory, path, variables, and its local code
+blobs           fetches blobs from the pool's store, and assembles uploaded folders and files from them
+environments    the environments that runs need, and the processes that build them
+failures        failures and exits of ranks, redaction of secrets, and the root cause
+rank_deaths     how a rank died that exited without a report
+memory_watch    the memory that runs use, and kills by the kernel's out-of-memory killer
+native_aborts   what torch's C++ code writes before it aborts a rank because of a collective
+faults          limits an exception in a callback to the run it serves; background work
 
-runs/            a run and its state besides its ranks
-ranks/           rank processes: forking, orders, messages, stopping
-watch/           stacks, stalls, CPU and GPU usage, devices
+runs/           a run and its state besides its ranks
+ranks/          rank processes: forking, orders, messages, stopping
+watch/          stacks, stalls, CPU and GPU usage, devices
 """

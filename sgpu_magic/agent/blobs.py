@@ -24,8 +24,9 @@ from sgpu_magic.agent.faults import call_in_background
 from sgpu_magic.agent.node_context import FIXED_TIME, point_link
 from sgpu_magic.agent.reports import FileAnswer, FileRequests
 from sgpu_magic.config import Settings, private_dir
-from sgpu_magic.files.atomic_file import appearing, evict, used_entries, write_at
+from sgpu_magic.files.atomic_file import appearing, write_at
 from sgpu_magic.files.content_store import blob_path, is_intact, join_blobs, piece_sizes
+from sgpu_magic.files.disk_usage import evict, used_entries
 from sgpu_magic.files.file_state import FileState
 from sgpu_magic.files.folder_cache import FolderCache
 from sgpu_magic.files.run_directory import make_folder_below, make_link_below, parts_of

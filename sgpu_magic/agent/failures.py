@@ -14,37 +14,18 @@ Only on Linux, the kernel's counters and the run's memory show whether the out-o
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 
 import msgspec
 
-from sgpu_magic.agent.native_aborts import Cause, NativeAbort, find_native_abort
 from sgpu_magic.packages.secrets import Blanker, hidden_values
-from sgpu_magic.system.processes import memory_groups, memory_limit, number_in, signal_name
 from sgpu_magic.wire.base import RunState
 from sgpu_magic.wire.events import RunEnded
-from sgpu_magic.wire.rank_events import CollectiveTimeout, Failure
+from sgpu_magic.wire.rank_events import Failure
 from sgpu_magic.wire.run import RankResult
 
 # the key of a failure that no rank caused
 _WHOLE_RUN = -1
-# share of the memory limit above which an unexplained SIGKILL most likely came from the out-of-memory killer
-_HIGH = 0.8
-_LAST_LINES = 5
-# a rank samples its line twenty times a second, unless C code holds the interpreter
-_OLD_LINE_S = 0.5
-_SIGNAL_MEANINGS: dict[int, str] = {
-    signal.SIGKILL: "out of memory, or another process killed it",
-    signal.SIGSEGV: "a crash in C code: an invalid memory access or a stack overflow",
-    signal.SIGBUS: "a crash in C code, or a memory-mapped file ran out of disk space or memory",
-    signal.SIGABRT: "C code aborted; its last message is in the rank's output",
-    signal.SIGFPE: "a crash in C code: a division by zero",
-    signal.SIGILL: "a library was built for another processor",
-    signal.SIGTERM: "another process asked it to end",
-    signal.SIGHUP: "another process asked it to end",
-}
 
 
 def find_root_cause(failures: Iterable[Failure]) -> tuple[Failure, tuple[Failure, ...]] | None:
@@ -160,126 +141,3 @@ class RankOutcomes:
             frames = [self._result_frames[rank] for rank in sorted(self._result_frames)]
             return msgspec.structs.replace(ended, results=results), frames
         return ended, []
-
-
-# ---------------------------------------------------------------- ranks that exited without a report
-
-
-def death(
-    failure: Failure,
-    ranks: int,
-    *,
-    meaning: str = "",
-    last_line: str = "",
-    line_age_s: float = 0.0,
-    last_output: str = "",
-    finishing: bool = False,
-) -> Failure:
-    """Describe a rank whose process exited without a report.
-
-    An abort by torch, because of a collective that timed out or lost a peer, is a consequence.
-
-    Args:
-        failure: The failure without a message; its exit status is negative for a signal.
-        ranks: The number of ranks in the run.
-        meaning: A diagnosis of the signal; "" for its usual meaning.
-        last_line: The last Python line that it executed, "" when unknown.
-        line_age_s: The time from that line to its end, as far as it is known to have passed.
-        last_output: The end of its output.
-        finishing: Whether its cell had ended, and it finished what the cell has started.
-    """
-    abort = find_native_abort(last_output) if failure.exit_status == -signal.SIGABRT else None
-    tail = "\n".join(last_output.splitlines()[-_LAST_LINES:])
-    if abort is not None:
-        # below it are frames of C++ code
-        tail = abort.line
-        meaning = meaning or _why_aborted(abort)
-        failure = msgspec.structs.replace(failure, is_consequence=True, collective_timeout=abort.timeout)
-    status, pid = failure.exit_status or 0, failure.pid
-    who = f"rank {failure.rank} of {ranks}" + (f" (process {pid})" if pid is not None else "")
-    if status < 0:
-        meaning = meaning or _SIGNAL_MEANINGS.get(-status, "")
-        when = " after its cell had ended, while it finished threads and exit functions" if finishing else ""
-        message = f"{who} was killed by {signal_name(-status)}{when}" + (f": {meaning}" if meaning else "")
-    elif finishing:
-        message = (
-            f"{who} exited with code {status} after its cell had ended: a thread or an exit function of it called "
-            "os._exit or ended the process"
-        )
-    else:
-        message = (
-            f"{who} exited with code {status} before its cell ended: something in it "
-            "called os._exit or ended the process"
-        )
-    if last_line:
-        age = f", {line_age_s:.1f} s before its end" if line_age_s >= _OLD_LINE_S else ""
-        message += f"\nits last Python line{age}: {last_line}"
-    if tail.strip():
-        message += "\nits last output: " + "\n  ".join(tail.strip().splitlines())
-    return msgspec.structs.replace(failure, message=message)
-
-
-def _why_aborted(abort: NativeAbort) -> str:
-    if abort.cause is Cause.PEER_LOST:
-        return "torch aborted it, because it lost the connection to another rank"
-    timeout = abort.timeout or CollectiveTimeout()
-    which = "a collective" if timeout.collective is None else timeout.collective.label
-    limit = "in time" if timeout.seconds is None else f"within {timeout.seconds:g} s"
-    return f"torch aborted it, because {which} was not complete {limit}"
-
-
-class MemoryWatch:
-    """Counts out-of-memory kills of the machine and of this process's memory cgroups since a run began.
-
-    Args:
-        limit_bytes: The memory limit; None asks the system.
-    """
-
-    def __init__(self, limit_bytes: int | None = None) -> None:
-        self._limit_bytes = limit_bytes
-        self._before: dict[str, int] = {}
-
-    def begin(self) -> None:
-        """Record the counters' current values. Costs 0.3 ms."""
-        self._before = _kill_counts()
-
-    def killed_since(self) -> bool:
-        """Whether the out-of-memory killer has killed a process here since the run began."""
-        return any(count > self._before.get(name, count) for name, count in _kill_counts().items())
-
-    def verdict(self, peak_bytes: int, other_pids: Iterable[int]) -> str:
-        """Return the likely cause of a SIGKILL that the agent did not send.
-
-        Args:
-            peak_bytes: The dead rank's peak memory; 0 when unknown.
-            other_pids: Process ids of the run's other ranks, whose memory counts too.
-        """
-        limit = memory_limit() if self._limit_bytes is None else self._limit_bytes
-        held = _held(peak_bytes, limit)
-        if self.killed_since():
-            return "the system's out-of-memory killer ended it" + held
-        together = peak_bytes + sum(peak_memory(pid) for pid in other_pids)
-        if limit and together > _HIGH * limit:
-            return "most likely out of memory" + held
-        return "another process or the system killed it" + held
-
-
-def _held(peak_bytes: int, limit_bytes: int) -> str:
-    if not peak_bytes:
-        return ""
-    if not limit_bytes:
-        return f" (it held {peak_bytes / 1e9:.1f} GB)"
-    return f" (it held {peak_bytes / 1e9:.1f} of {limit_bytes / 1e9:.0f} GB)"
-
-
-def peak_memory(pid: int) -> int:
-    """Return a live process's peak memory in bytes, 0 when unknown."""
-    return (number_in(Path(f"/proc/{pid}/status"), "VmHWM:") or 0) * 1024
-
-
-def _kill_counts() -> dict[str, int]:
-    files = [Path("/proc/vmstat")]
-    for group in memory_groups():
-        files += [group / "memory.events", group / "memory.oom_control"]
-    counts = {str(file): number_in(file, "oom_kill") for file in files}
-    return {name: count for name, count in counts.items() if count is not None}

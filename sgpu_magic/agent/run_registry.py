@@ -27,7 +27,7 @@ from sgpu_magic.wire.node import Launch
 from sgpu_magic.wire.rank_events import Failure
 
 if TYPE_CHECKING:
-    from sgpu_magic.agent.launch import StandbyGroups
+    from sgpu_magic.agent.standby_groups import StandbyGroups
 
 T = TypeVar("T")
 _REPLENISH_DELAY_S = 0.15

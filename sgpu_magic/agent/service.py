@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from sgpu_magic.agent import faults
 from sgpu_magic.agent.environments import Environments
-from sgpu_magic.agent.launch import Launches, StandbyGroups
+from sgpu_magic.agent.launch import Launches
 from sgpu_magic.agent.ranks.run_processes import RunPorts
 from sgpu_magic.agent.ranks.stop import catches
 from sgpu_magic.agent.ranks.zygotes import raise_open_files_limit
@@ -20,10 +20,11 @@ from sgpu_magic.agent.run_registry import RunRegistry
 from sgpu_magic.agent.runs.execution_kinds import FreshRun, SessionCell
 from sgpu_magic.agent.runs.node_run import AgentServices, NodeRun
 from sgpu_magic.agent.runs.preparing import LaunchInputs
-from sgpu_magic.agent.runs.run_files import remove_ray_directories
+from sgpu_magic.agent.runs.ray_directories import remove_ray_directories
 from sgpu_magic.agent.runs.run_memory import BackgroundCopier
 from sgpu_magic.agent.runs.send_files_to_pool import FilesToPool
 from sgpu_magic.agent.runs.session import Session
+from sgpu_magic.agent.standby_groups import StandbyGroups
 from sgpu_magic.agent.survive import Introduction, Orphaned, ServiceSocket, Successor
 from sgpu_magic.agent.watch.sampling import Sampling
 from sgpu_magic.config import Settings
@@ -32,15 +33,7 @@ from sgpu_magic.system.processes import signal_name
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.base import Record, RunState
 from sgpu_magic.wire.codec import Order, UnreadableLaunch
-from sgpu_magic.wire.files import (
-    BlobFetched,
-    OpenStream,
-    RunFileStored,
-    StreamClosed,
-    StreamData,
-    StreamEnded,
-    StreamTaken,
-)
+from sgpu_magic.wire.files import BlobFetched, RunFileStored
 from sgpu_magic.wire.node import (
     Adopt,
     Answered,
@@ -60,6 +53,7 @@ from sgpu_magic.wire.node import (
 )
 from sgpu_magic.wire.pool_status import agent_socket_file, lock_file
 from sgpu_magic.wire.run import RankAnswer
+from sgpu_magic.wire.streams import OpenStream, StreamClosed, StreamData, StreamEnded, StreamTaken
 
 _HOUSEKEEPING_S = 5.0
 # pauses after failed introductions

@@ -23,7 +23,7 @@ import msgspec
 from sgpu_magic.agent import faults
 from sgpu_magic.agent.reports import Send
 from sgpu_magic.agent.run_registry import RunRegistry
-from sgpu_magic.agent.runs.run_files import sweep_ray_directories
+from sgpu_magic.agent.runs.ray_directories import sweep_ray_directories
 from sgpu_magic.agent.watch.inventory import KeptOpen, take_inventory
 from sgpu_magic.config import Settings
 from sgpu_magic.system import child_process, processes

@@ -22,10 +22,8 @@ from sgpu_magic.client.find_run import FilesOfRun, LocalRunFiles, files_of
 from sgpu_magic.client.this_machine import this_umask
 from sgpu_magic.config import load_settings
 from sgpu_magic.errors import RunFileUnknown, UsageError
-from sgpu_magic.files.atomic_file import format_bytes
 from sgpu_magic.files.run_directory import BadName, open_below, parts_of, replace_below
-from sgpu_magic.packages.distributions import some_of
-from sgpu_magic.views.units import count_of
+from sgpu_magic.formatting import count_of, format_bytes, names_text
 from sgpu_magic.wire.base import short
 from sgpu_magic.wire.decoding import decode_json
 from sgpu_magic.wire.files import CHECKPOINTS, KEY, WORK, RunFile, RunFiles, work_folders
@@ -67,7 +65,7 @@ def copy(options: argparse.Namespace) -> int:
         wanted, links = _find(files, address)
         if links:
             note(
-                f"symbolic links are not copied: {count_of(len(links), 'link')} left out: {some_of(links, _NAMED)}. "
+                f"symbolic links are not copied: {count_of(len(links), 'link')} left out: {names_text(links, _NAMED)}. "
                 "Let the run write copies to get what they lead to."
             )
         if not target:

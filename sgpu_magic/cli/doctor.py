@@ -29,12 +29,11 @@ from sgpu_magic.client.pools_file import pools_path, read_pools
 from sgpu_magic.client.this_machine import find_pool, left_by_pool, own_key_path
 from sgpu_magic.config import Settings, config_path, load_settings
 from sgpu_magic.errors import PoolError, UsageError
-from sgpu_magic.files.atomic_file import format_bytes
 from sgpu_magic.files.run_directory import disk_room
 from sgpu_magic.files.run_directory import remedy as remedy_for_disk
+from sgpu_magic.formatting import count_of, format_bytes
 from sgpu_magic.system.secure_sockets import read_key_pair
 from sgpu_magic.views import ansi
-from sgpu_magic.views.units import count_of
 from sgpu_magic.wire.pool_status import MAX_SOCKET_PATH_BYTES, PROTOCOL_VERSION, socket_file
 
 _NAME_WIDTH = 20

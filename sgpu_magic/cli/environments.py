@@ -11,11 +11,11 @@ from pathlib import Path
 from sgpu_magic.cli.main import Parser
 from sgpu_magic.config import Settings, load_settings
 from sgpu_magic.errors import UsageError
-from sgpu_magic.files.atomic_file import format_bytes
+from sgpu_magic.formatting import count_of, format_bytes, format_clock
 from sgpu_magic.packages import named_environments
 from sgpu_magic.packages.named_environments import BASE_NAMES, BaseList, base_list
 from sgpu_magic.packages.node.store import Store, read_built
-from sgpu_magic.views.units import aligned, count_of, format_clock
+from sgpu_magic.views.units import aligned
 
 _DAY_S = 24 * 3600.0
 _SHORTEST_PREFIX = 4

@@ -20,7 +20,8 @@ from sgpu_magic.errors import PoolError, RunUnknown, UsageError
 from sgpu_magic.system.byte_stream import ByteStream
 from sgpu_magic.system.message_stream import Pending
 from sgpu_magic.wire.base import Record, short
-from sgpu_magic.wire.files import OpenStream, StreamClosed, StreamMessage, StreamOpened
+from sgpu_magic.wire.files import StreamMessage
+from sgpu_magic.wire.streams import OpenStream, StreamClosed, StreamOpened
 
 _LOOPBACK = "127.0.0.1"
 _PORTS = re.compile(r"(?:(?P<local>[0-9]{1,5}):)?(?P<remote>[0-9]{1,5})")

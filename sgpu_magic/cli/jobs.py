@@ -18,8 +18,9 @@ from sgpu_magic.cli.main import Parser, positive
 from sgpu_magic.config import Settings, load_settings, private_dir
 from sgpu_magic.errors import UsageError
 from sgpu_magic.files.atomic_file import read_json, write_whole
+from sgpu_magic.formatting import format_clock
 from sgpu_magic.system.processes import is_running, process_start
-from sgpu_magic.views.units import aligned, format_clock
+from sgpu_magic.views.units import aligned
 from sgpu_magic.wire.base import is_valid_id, short
 
 LOG = "log"

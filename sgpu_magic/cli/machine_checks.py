@@ -20,10 +20,9 @@ import psutil
 import zmq
 
 from sgpu_magic.agent.watch.inventory import assigned_by_batch_system
-from sgpu_magic.files.atomic_file import format_bytes
+from sgpu_magic.formatting import format_bytes, format_seconds
 from sgpu_magic.system.processes import IS_LINUX
 from sgpu_magic.system.secure_sockets import new_key_pair
-from sgpu_magic.views.units import format_seconds
 
 _SLOW_LOOKUP_S = 1.0
 _LOOKUP_DEADLINE_S = 10.0

@@ -16,10 +16,10 @@ from sgpu_magic.client.pools_file import LOCAL, PoolEntry, add_pool, new_entry, 
 from sgpu_magic.client.this_machine import find_pool
 from sgpu_magic.config import Settings, host_name, load_settings
 from sgpu_magic.errors import PoolError, SgpuError
+from sgpu_magic.formatting import format_money
 from sgpu_magic.runs import pools_status
 from sgpu_magic.views.pool_tables import status_text
 from sgpu_magic.views.units import aligned
-from sgpu_magic.wire.costs import format_money
 from sgpu_magic.wire.devices import CPU, interconnect_of, memory_bytes, memory_of, memory_text
 from sgpu_magic.wire.pool_status import PoolStatus
 

@@ -26,11 +26,11 @@ from sgpu_magic.cli.main import Parser, positive, script_arguments
 from sgpu_magic.client.find_run import recorded_directory
 from sgpu_magic.config import Settings, load_settings
 from sgpu_magic.errors import UsageError
+from sgpu_magic.formatting import format_seconds
 from sgpu_magic.options.argparse_form import add_option, add_replay, read_replay
 from sgpu_magic.options.job_form import EXTRA, JobFile, read_mapping, read_yaml
 from sgpu_magic.options.option_records import ReplayOptions
 from sgpu_magic.options.values import STRATEGIES, key_values
-from sgpu_magic.views.units import format_seconds
 from sgpu_magic.wire.base import RunState, new_id, short
 
 _NEEDS = ("nbclient", "nbformat")

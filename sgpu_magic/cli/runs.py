@@ -21,11 +21,12 @@ from sgpu_magic.client.pools import Pools
 from sgpu_magic.client.pools_file import LOCAL
 from sgpu_magic.config import Settings, load_settings
 from sgpu_magic.errors import PoolError
+from sgpu_magic.formatting import clipped, format_money
 from sgpu_magic.views.pool_tables import run_duration
 from sgpu_magic.views.stacks import stacks_text
-from sgpu_magic.views.units import TIMES, aligned, clipped
+from sgpu_magic.views.units import TIMES, aligned
 from sgpu_magic.wire.base import RunKind, short
-from sgpu_magic.wire.costs import HOUR_S, cost_so_far, format_money
+from sgpu_magic.wire.costs import HOUR_S, cost_so_far
 from sgpu_magic.wire.pool_status import RunSummary
 
 _MAX_FAILURE = 100

@@ -11,6 +11,7 @@ local_transport   queues to and from that thread; transport to the local pool's 
 remote_transport  transport to a pool on another machine
 bulk_connection   its second connection, for file data
 submitter         submits runs to a pool and resubmits them to its successor; payload memory
+payload_memory    shared memory in which payloads reach the pool, reused from run to run
 upload_files      uploads to pools on other machines; files of a folder and their digests
 blob_sender       sends the blobs that a pool lacks
 run               the handle of a submitted run; the attachments of a submission

@@ -19,8 +19,8 @@ import msgspec
 from sgpu_magic.client.link import PoolLink
 from sgpu_magic.client.local_transport import A, Answer, Tell
 from sgpu_magic.errors import SerializationError
-from sgpu_magic.files.atomic_file import format_bytes
 from sgpu_magic.files.content_store import blob_digest
+from sgpu_magic.formatting import format_bytes
 from sgpu_magic.payload.buffers import regions_of
 from sgpu_magic.payload.pack import Packed
 from sgpu_magic.wire.attachments import StoredPart, StoredPayload

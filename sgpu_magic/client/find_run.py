@@ -19,8 +19,8 @@ from sgpu_magic.client.pools_file import LOCAL, read_pools
 from sgpu_magic.client.this_machine import find_pool
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError, RunUnknown, UsageError
-from sgpu_magic.files.atomic_file import format_bytes
 from sgpu_magic.files.run_directory import links_below, list_below, open_below
+from sgpu_magic.formatting import format_bytes
 from sgpu_magic.wire.base import check_id, is_valid_id, short
 from sgpu_magic.wire.decoding import decode_json
 from sgpu_magic.wire.files import EVENTS, KEY, PAYLOAD, PAYLOAD_PARTS, REQUIREMENTS, RunFiles

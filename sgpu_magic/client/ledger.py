@@ -15,9 +15,10 @@ import msgspec
 
 from sgpu_magic.client.this_machine import agent_path, find_pool
 from sgpu_magic.config import Settings
+from sgpu_magic.config.pool_terms import read_prices
 from sgpu_magic.errors import PoolError, UsageError
 from sgpu_magic.wire.base import RunKind, RunState, short
-from sgpu_magic.wire.costs import HOUR_S, Prices, cost_so_far, gpu_s_so_far, idle_seconds, read_prices
+from sgpu_magic.wire.costs import HOUR_S, Prices, cost_so_far, gpu_s_so_far, idle_seconds
 from sgpu_magic.wire.decoding import convert, load_json
 from sgpu_magic.wire.devices import CPU
 from sgpu_magic.wire.pool_status import RunSummary

@@ -33,17 +33,9 @@ from sgpu_magic.wire import codec
 from sgpu_magic.wire.base import Record
 from sgpu_magic.wire.client import Attach, Attached, Notice, Pong, PoolMessage, Refused, Unfollow
 from sgpu_magic.wire.events import Event, PayloadReleased
-from sgpu_magic.wire.files import (
-    FileRequest,
-    RunFileRead,
-    StreamClosed,
-    StreamData,
-    StreamEnded,
-    StreamMessage,
-    StreamOpened,
-    StreamTaken,
-)
+from sgpu_magic.wire.files import FileRequest, RunFileRead, StreamMessage
 from sgpu_magic.wire.pool_status import BulkOffered, Welcome
+from sgpu_magic.wire.streams import StreamClosed, StreamData, StreamEnded, StreamOpened, StreamTaken
 
 if TYPE_CHECKING:
     from sgpu_magic.client.remote_transport import RemoteTransport

@@ -18,7 +18,8 @@ from sgpu_magic.client.link import PoolLink
 from sgpu_magic.client.local_transport import A, Answer, FilePart
 from sgpu_magic.config import Settings, private_dir
 from sgpu_magic.errors import PoolError, RunFileUnknown, UsageError
-from sgpu_magic.files.atomic_file import appearing, keep_newest, write_at, write_whole
+from sgpu_magic.files.atomic_file import appearing, write_at, write_whole
+from sgpu_magic.files.disk_usage import keep_newest
 from sgpu_magic.files.run_directory import open_below, parts_of
 from sgpu_magic.system.processes import fits_memory
 from sgpu_magic.wire.base import RunState, is_valid_id

@@ -18,9 +18,10 @@ from sgpu_magic.client.connection import (
 from sgpu_magic.client.link import PoolLink
 from sgpu_magic.client.local_transport import Tell
 from sgpu_magic.client.mirror import note_end
+from sgpu_magic.client.payload_memory import PayloadMemory
 from sgpu_magic.client.pools_file import LOCAL, PoolEntry
 from sgpu_magic.client.run import Attachments, Run
-from sgpu_magic.client.submitter import PayloadMemory, Submitter
+from sgpu_magic.client.submitter import Submitter
 from sgpu_magic.client.this_machine import find_pool
 from sgpu_magic.config import Settings, load_settings
 from sgpu_magic.errors import CapacityError, PoolError, SessionError, SgpuError, UsageError

@@ -13,9 +13,10 @@ import msgspec
 
 from sgpu_magic.client.pools_file import LOCAL, PoolEntry
 from sgpu_magic.config import Settings
+from sgpu_magic.config.pool_terms import read_prices
 from sgpu_magic.errors import CapacityError
-from sgpu_magic.files.atomic_file import format_bytes
-from sgpu_magic.wire.costs import Prices, format_money, read_prices
+from sgpu_magic.formatting import format_bytes, format_money
+from sgpu_magic.wire.costs import Prices
 from sgpu_magic.wire.devices import ANY, CPU, memory_bytes, memory_of, memory_text
 from sgpu_magic.wire.pool_status import PoolStatus
 

@@ -23,9 +23,11 @@ from typing import cast
 import msgspec
 
 from sgpu_magic.config import config_path
+from sgpu_magic.config.pool_terms import prices_text, read_prices
 from sgpu_magic.errors import UsageError
-from sgpu_magic.files.atomic_file import locked, read_trusted, write_whole
-from sgpu_magic.wire.costs import Prices, prices_text, read_prices
+from sgpu_magic.files.atomic_file import read_trusted, write_whole
+from sgpu_magic.files.locks import locked
+from sgpu_magic.wire.costs import Prices
 from sgpu_magic.wire.decoding import decode_toml
 from sgpu_magic.wire.devices import ANY, canonical_type
 

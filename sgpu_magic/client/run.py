@@ -18,7 +18,7 @@ from sgpu_magic.client.local_transport import EventQueue
 from sgpu_magic.client.mirror import Mirror
 from sgpu_magic.config import host_name
 from sgpu_magic.errors import PoolError, RunFileUnknown, SerializationError
-from sgpu_magic.files.atomic_file import format_bytes
+from sgpu_magic.formatting import format_bytes
 from sgpu_magic.payload import unpack
 from sgpu_magic.wire.attachments import (
     CodeBundle,

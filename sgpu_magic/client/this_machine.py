@@ -28,7 +28,8 @@ from sgpu_magic.config import (
     settings_in_file,
 )
 from sgpu_magic.errors import PoolError
-from sgpu_magic.files.atomic_file import is_locked, read_json
+from sgpu_magic.files.atomic_file import read_json
+from sgpu_magic.files.locks import is_locked
 from sgpu_magic.files.run_directory import why_no_run
 from sgpu_magic.packages.local_code import installed_entries
 from sgpu_magic.system.process_settings import read_settings

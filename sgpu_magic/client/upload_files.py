@@ -21,8 +21,10 @@ from sgpu_magic.client.blob_sender import BlobSender, Piece, Sending, pieces_of
 from sgpu_magic.client.link import PoolLink
 from sgpu_magic.config import private_dir
 from sgpu_magic.errors import SerializationError, UsageError
-from sgpu_magic.files.atomic_file import format_bytes, keep_newest, write_whole
+from sgpu_magic.files.atomic_file import write_whole
+from sgpu_magic.files.disk_usage import keep_newest
 from sgpu_magic.files.file_state import FileState
+from sgpu_magic.formatting import format_bytes
 from sgpu_magic.wire.attachments import (
     MOST_UPLOADED_FILES,
     CodeBundle,

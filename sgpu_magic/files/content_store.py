@@ -19,7 +19,8 @@ import msgspec
 from blake3 import blake3
 
 from sgpu_magic.config import private_dir
-from sgpu_magic.files.atomic_file import evict, write_at
+from sgpu_magic.files.atomic_file import write_at
+from sgpu_magic.files.disk_usage import evict
 from sgpu_magic.wire.attachments import StoredPart
 from sgpu_magic.wire.files import DIGEST_BYTES, PIECE_BYTES, is_digest, is_store_name
 

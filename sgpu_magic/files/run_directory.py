@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from sgpu_magic.config import SET_IN_NOTEBOOK
-from sgpu_magic.files.atomic_file import format_bytes
+from sgpu_magic.formatting import format_bytes
 from sgpu_magic.wire.codec import Decoder, FrameReader
 from sgpu_magic.wire.events import Event, Submitted
 from sgpu_magic.wire.files import EVENTS, MOST_LINKS, RunFile

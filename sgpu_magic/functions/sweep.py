@@ -8,7 +8,7 @@ from typing import Any, Generic, Literal, TypeVar, Unpack, cast, overload
 import msgspec
 
 from sgpu_magic.errors import UsageError
-from sgpu_magic.functions.launch import Sweeping, Task
+from sgpu_magic.functions.sweeping import Sweeping, Task
 from sgpu_magic.options.python_form import SharedOptions, checked
 from sgpu_magic.options.values import rank_count
 from sgpu_magic.runs.handle import Run, frames_left_out

@@ -22,7 +22,7 @@ from sgpu_magic.client.pool_choosing import KINDS, RESERVED
 from sgpu_magic.client.pools_file import LOCAL, read_pools
 from sgpu_magic.config import load_settings
 from sgpu_magic.errors import SgpuError
-from sgpu_magic.magics.cell_hooks import AutoMode
+from sgpu_magic.magics.auto_mode import AutoMode
 from sgpu_magic.options import argparse_form
 from sgpu_magic.options.argparse_form import LINE_PARSERS, NO_SESSION, parser
 from sgpu_magic.options.table import OPTIONS

@@ -12,8 +12,11 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics
 
 from sgpu_magic.magics import completion
-from sgpu_magic.magics.cell_hooks import AutoMode, LauncherHints, RebindTracker, draw_no_rank_errors, draw_rank_errors
+from sgpu_magic.magics.auto_mode import AutoMode
+from sgpu_magic.magics.cell_hooks import LauncherHints
 from sgpu_magic.magics.completion import RankQuestions
+from sgpu_magic.magics.rank_errors import draw_no_rank_errors, draw_rank_errors
+from sgpu_magic.magics.rebind_tracker import RebindTracker
 from sgpu_magic.magics.run_magics import DistributedMagics
 from sgpu_magic.magics.session_magics import SessionMagics
 from sgpu_magic.panel.kernel_endpoint import KernelEndpoint

@@ -17,7 +17,8 @@ from msgspec.structs import replace
 from sgpu_magic.client.find_run import check_prefix, recorded_directory
 from sgpu_magic.client.result import RunResult
 from sgpu_magic.errors import RunCancelled, UsageError
-from sgpu_magic.magics.cell_hooks import AutoMode, WarmPool
+from sgpu_magic.magics.auto_mode import AutoMode
+from sgpu_magic.magics.warm_pool import WarmPool
 from sgpu_magic.options import argparse_form
 from sgpu_magic.options.argparse_form import NO_SESSION, RAY, Parser, add_option, add_replay, read_replay, takes
 from sgpu_magic.options.option_records import RunOptions, check_cell

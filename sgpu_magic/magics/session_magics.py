@@ -13,11 +13,13 @@ from IPython.core.magic import Magics, line_magic, magics_class
 from msgspec.structs import replace
 
 from sgpu_magic.errors import UsageError
-from sgpu_magic.magics.cell_hooks import AutoMode
+from sgpu_magic.formatting import count_of
+from sgpu_magic.magics.auto_mode import AutoMode
 from sgpu_magic.magics.run_magics import interrupted
 from sgpu_magic.options.argparse_form import Parser, add_option, add_session, read_session, takes
 from sgpu_magic.options.option_records import is_same
-from sgpu_magic.options.values import names, outputs_from, parse_ranks
+from sgpu_magic.options.rank_lists import parse_ranks
+from sgpu_magic.options.values import names, outputs_from
 from sgpu_magic.panel.kernel_endpoint import KernelEndpoint
 from sgpu_magic.runs import packages
 from sgpu_magic.runs.environments import report
@@ -29,7 +31,6 @@ from sgpu_magic.runs.sessions.registry import begin
 from sgpu_magic.runs.sessions.session import Session
 from sgpu_magic.runs.submit import target
 from sgpu_magic.views.pool_tables import environment_html, environment_text
-from sgpu_magic.views.units import count_of
 
 T = TypeVar("T")
 

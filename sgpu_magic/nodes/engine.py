@@ -19,16 +19,7 @@ from sgpu_magic.wire.attachments import Environment
 from sgpu_magic.wire.base import RunState
 from sgpu_magic.wire.client import Warm
 from sgpu_magic.wire.devices import Inventory
-from sgpu_magic.wire.files import (
-    FetchBlob,
-    FetchRunFile,
-    StoreRunFile,
-    StreamClosed,
-    StreamData,
-    StreamEnded,
-    StreamOpened,
-    StreamTaken,
-)
+from sgpu_magic.wire.files import FetchBlob, FetchRunFile, StoreRunFile
 from sgpu_magic.wire.node import (
     Adopt,
     AgentReady,
@@ -52,6 +43,7 @@ from sgpu_magic.wire.node import (
     WarmZygote,
 )
 from sgpu_magic.wire.run import Interpreter
+from sgpu_magic.wire.streams import StreamClosed, StreamData, StreamEnded, StreamOpened, StreamTaken
 
 # wait for nodes that had runs when the last pool service ended; nodes still missing after it are lost
 _COME_BACK_S = 10.0

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from sgpu_magic.agent.ranks import run_processes
-from sgpu_magic.agent.runs.run_files import remove_ray_directories, sweep_ray_directories
+from sgpu_magic.agent.runs.ray_directories import remove_ray_directories, sweep_ray_directories
 from sgpu_magic.config import Settings
 from sgpu_magic.nodes.device_locks import DeviceLocks, DevicesLocked
 from sgpu_magic.nodes.distributed_run import HERE

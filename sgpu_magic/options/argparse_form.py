@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn, TypeVar
 
 from sgpu_magic.errors import UsageError
-from sgpu_magic.options import table, values
+from sgpu_magic.options import rank_lists, table, values
 from sgpu_magic.options.option_records import CellOptions, ReplayOptions, SessionOptions
 from sgpu_magic.options.table import OF_RANKS_THAT_STAY, OPTIONS, Reader
 
@@ -184,7 +184,7 @@ def parse(line: str, prog: str = "%%distributed") -> CellOptions | None:
         if found.fresh:
             raise UsageError("%%rank runs on existing ranks, and --fresh starts new ones. Leave one of them out.")
         found.ranks = found.list
-        readers["ranks"] = lambda _, given: values.parse_ranks(prog, given)
+        readers["ranks"] = lambda _, given: rank_lists.parse_ranks(prog, given)
     if found.detach and found.nowait:
         raise UsageError(
             "--nowait keeps the run with this notebook, and --detach lets it go on without. Leave one of them out."

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from sgpu_magic.options import values
+from sgpu_magic.options import rank_lists, values
 from sgpu_magic.options.option_records import Devices, EnvironmentOptions
 from sgpu_magic.options.values import MOST_RANKS, STRATEGIES, TORCH_CHOICES
 from sgpu_magic.wire.devices import KNOWN_TYPES
@@ -184,7 +184,9 @@ OPTIONS: Mapping[str, Option] = {
     ),
     "here": Option("here", "run the cell in the notebook first, then on the ranks", switch=True),
     "group": Option("group", "show what the ranks printed rank by rank at the end", switch=True),
-    "ranks": Option("only", "run on these ranks of the session only (default: all)", "0,2-3", read=values.parse_ranks),
+    "ranks": Option(
+        "only", "run on these ranks of the session only (default: all)", "0,2-3", read=rank_lists.parse_ranks
+    ),
     "fresh": Option("fresh", "run in new processes on the session's devices, beside its ranks", switch=True),
     "reload": Option("reload", "reload edited local modules in the session first", switch=True),
     "session": Option("session", "session to run in (default: the last one connected)", "NAME|none", default=""),

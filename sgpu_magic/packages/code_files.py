@@ -20,7 +20,7 @@ from typing import IO, TYPE_CHECKING, NamedTuple
 
 import msgspec
 
-from sgpu_magic.files.atomic_file import used_entries
+from sgpu_magic.files.disk_usage import used_entries
 from sgpu_magic.files.file_state import FileState
 from sgpu_magic.packages.distributions import contents_of
 from sgpu_magic.wire.attachments import CodeBundle

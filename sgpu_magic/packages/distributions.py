@@ -12,14 +12,14 @@ import hashlib
 import json
 import os
 import re
-import sys
-import sysconfig
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
+
+from sgpu_magic.packages.environment_digest import environment_digest
 
 if TYPE_CHECKING:
     from sgpu_magic.wire.attachments import Wheel
@@ -33,8 +33,6 @@ INSTALLERS_OWN = ("INSTALLER", "REQUESTED", "direct_url.json", "RECORD", "uv_cac
 _PROGRAMS = (b"../../../bin/", b"../../Scripts/")
 _SYSTEM_INSTALLERS = ("apt", "debian", "dpkg", "rpm", "portage", "pacman")
 _SYSTEM_FOLDER = re.compile(r"/usr/lib/python3(\.\d+)?/dist-packages(/|$)")
-_VALID = re.compile(r"[0-9a-f]{16,64}")
-_VERSION = "environment 1"
 SGPU_MAGIC = "sgpu-magic"
 _TORCH_FAMILY = re.compile(
     r"(torch|torchvision|torchaudio|triton|pytorch-triton.*|triton-rocm|nvidia-(?!ml-py).*|cuda-(toolkit|bindings|pathfinder))"
@@ -167,12 +165,6 @@ def normalised(name: str) -> str:
     return _SEPARATORS.sub("-", name).lower()
 
 
-def some_of(names: Sequence[str], most: int = 8) -> str:
-    """Return the first names as text, with the number of the others."""
-    more = len(names) - most
-    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
-
-
 def distribution_name(wheel: Wheel) -> str:
     """Return the normalised name of the distribution in a wheel."""
     return normalised(wheel.file.partition("-")[0])
@@ -288,45 +280,6 @@ def contents_of(path: str | Path, most_bytes: int = -1) -> bytes:
     with contextlib.suppress(OSError), open(path, "rb", buffering=0) as file:
         return file.read(most_bytes) or b""
     return b""
-
-
-# ---------------------------------------------------------------- digest of a set of distributions
-
-
-def own_python() -> str:
-    """Return this Python's version without the patch number, `3.11`."""
-    return f"{sys.version_info.major}.{sys.version_info.minor}"
-
-
-def own_platform() -> str:
-    """Return this platform's name, `linux_x86_64`."""
-    return re.sub(r"[-.]", "_", sysconfig.get_platform())
-
-
-def environment_digest(
-    parts: Iterable[str], python: str, platform: str, *, torch_mine: bool = False, allow_build: bool = False
-) -> str:
-    """Digest a set of packages and the options for installing them.
-
-    Args:
-        parts: Pins and hashes, in any order.
-        python: Interpreter tag, `cp311`.
-        platform: Platform, `linux_x86_64`.
-        torch_mine: Whether `--torch mine` is set.
-        allow_build: Whether `--allow-build` is set.
-
-    Returns:
-        32 hexadecimal digits.
-    """
-    digest = hashlib.sha256()
-    for part in (_VERSION, python, platform, f"{torch_mine=}", f"{allow_build=}", *sorted(parts)):
-        digest.update(os.fsencode(part) + b"\0")
-    return digest.hexdigest()[:32]
-
-
-def is_valid_digest(text: str) -> bool:
-    """Whether a text has the form of a digest, and so is safe as a file name."""
-    return _VALID.fullmatch(text) is not None
 
 
 # ---------------------------------------------------------------- packages that a node provides

@@ -15,19 +15,18 @@ from packaging.requirements import Requirement
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import EnvironmentFailed, UsageError
 from sgpu_magic.files.atomic_file import sha256_of
+from sgpu_magic.formatting import names_text
 from sgpu_magic.packages import named_environments
 from sgpu_magic.packages.distributions import (
     SGPU_MAGIC,
     Distribution,
     Kind,
     Snapshot,
-    environment_digest,
     has_project_file,
     is_from_node,
     normalised,
-    own_python,
-    some_of,
 )
+from sgpu_magic.packages.environment_digest import environment_digest, own_python
 from sgpu_magic.packages.lock import Lock
 from sgpu_magic.packages.named_environments import BASE_NAMES, BaseList, base_list
 from sgpu_magic.packages.requirement_files import key_of, read_file, version_of
@@ -170,7 +169,9 @@ def _from_base(base: BaseList, asked: Environment) -> Ordered:
     made = _completed(replace(asked, label=base.name), base.pins(allow_build=asked.allow_build))
     replaced: Mapping[str, str] = {} if asked.allow_build else base.wheels
     left_out = sorted({*base.left_out, *(name for name, version in replaced.items() if not version)})
-    notes = [f"left out of environment {base.name}, as no package index has them for this Python: {some_of(left_out)}"]
+    notes = [
+        f"left out of environment {base.name}, as no package index has them for this Python: {names_text(left_out)}"
+    ]
     other = [f"{name} {version} for {base.public[name]}" for name, version in sorted(replaced.items()) if version]
     if other:
         notes.append(f"environment {base.name} has versions that need no build: {', '.join(other)}")

@@ -23,10 +23,10 @@ from typing import cast
 import msgspec
 
 from sgpu_magic.errors import SerializationError
-from sgpu_magic.files.atomic_file import format_bytes
 from sgpu_magic.files.file_state import ByFile
+from sgpu_magic.formatting import format_bytes, names_text
 from sgpu_magic.packages.code_files import TreeFile, Walk, walk
-from sgpu_magic.packages.distributions import contents_of, some_of
+from sgpu_magic.packages.distributions import contents_of
 from sgpu_magic.packages.snapshot import current_directory
 
 # never sent: the node has it
@@ -259,7 +259,7 @@ def check_size(codes: Sequence[LocalCode], *, warn_bytes: int, limit_bytes: int)
         )
     unreadable = [path for code in codes for path in code.walked.unreadable]
     if unreadable:
-        notes.append(f"local files that can't be read were not sent: {some_of(unreadable, _NAMED)}")
+        notes.append(f"local files that can't be read were not sent: {names_text(unreadable, _NAMED)}")
     return tuple(notes)
 
 

@@ -16,14 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-from sgpu_magic.packages.distributions import (
-    Distribution,
-    Snapshot,
-    normalised,
-    own_platform,
-    own_python,
-    read_distribution,
-)
+from sgpu_magic.packages.distributions import Distribution, Snapshot, normalised, read_distribution
+from sgpu_magic.packages.environment_digest import own_platform, own_python
 
 Key = tuple[tuple[str, int], ...]
 

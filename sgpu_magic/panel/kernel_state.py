@@ -18,8 +18,10 @@ from sgpu_magic import __version__
 from sgpu_magic.client.pools import PATIENCE_S
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import SgpuError
+from sgpu_magic.formatting import count_of
 from sgpu_magic.packages import environment_request, named_environments, snapshot
-from sgpu_magic.packages.distributions import Snapshot, normalised, own_python
+from sgpu_magic.packages.distributions import Snapshot, normalised
+from sgpu_magic.packages.environment_digest import own_python
 from sgpu_magic.packages.mismatches import driver_version, find_mismatches, packages_of
 from sgpu_magic.packages.named_environments import BASE_NAMES, base_list
 from sgpu_magic.packages.requirement_files import key_of, version_of
@@ -36,7 +38,6 @@ from sgpu_magic.runs.sessions.session import Session
 from sgpu_magic.runs.submit import target
 from sgpu_magic.views.live.schema import Message
 from sgpu_magic.views.pool_tables import environment_text, status_text
-from sgpu_magic.views.units import count_of
 
 PANEL = "panel"
 """The model id of requests that belong to no run's view."""

@@ -15,12 +15,13 @@ from sgpu_magic.client.ledger import Use, usage
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError
 from sgpu_magic.files.run_directory import EventFile, read_spec
+from sgpu_magic.formatting import format_money
 from sgpu_magic.panel.device_rows import Use as DeviceUse
 from sgpu_magic.panel.pool_state import RunFiles
 from sgpu_magic.panel.schema import RunParameter
 from sgpu_magic.views.format_pool import HOLDING
 from sgpu_magic.wire.base import is_valid_id
-from sgpu_magic.wire.costs import HOUR_S, Prices, format_money
+from sgpu_magic.wire.costs import HOUR_S, Prices
 from sgpu_magic.wire.decoding import decode_json
 from sgpu_magic.wire.files import TRACKING
 from sgpu_magic.wire.pool_status import BudgetState, RunSummary

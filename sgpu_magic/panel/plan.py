@@ -13,6 +13,7 @@ from sgpu_magic.client.pools import PATIENCE_S, PoolStatusReply
 from sgpu_magic.client.pools_file import LOCAL
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError, SgpuError, UsageError
+from sgpu_magic.formatting import count_of, names_text
 from sgpu_magic.options.option_records import DEFAULT_NAME, OWN_PACKAGES, Devices, has_devices
 from sgpu_magic.packages import environment_request, snapshot
 from sgpu_magic.packages.distributions import normalised
@@ -32,8 +33,6 @@ from sgpu_magic.runs.choice.schema import Choice, label_of, normal, problem_of
 from sgpu_magic.runs.kernel_context import KernelContext
 from sgpu_magic.runs.sessions import registry
 from sgpu_magic.runs.sessions.session import Session
-from sgpu_magic.views.format_run import names_text
-from sgpu_magic.views.units import count_of
 from sgpu_magic.wire.base import RunState
 from sgpu_magic.wire.devices import CPU
 from sgpu_magic.wire.pool_status import PoolStatus

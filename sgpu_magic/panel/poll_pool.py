@@ -15,6 +15,7 @@ from sgpu_magic.client.pools_file import LOCAL, PoolEntry, default_pool, pools_p
 from sgpu_magic.client.this_machine import find_pool
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError, PoolVersionError, SgpuError
+from sgpu_magic.formatting import format_span
 from sgpu_magic.panel.device_rows import Durations
 from sgpu_magic.panel.past_runs import MonthUsage, RunFilesOfPool, SimulatedUse
 from sgpu_magic.panel.pool_state import (
@@ -27,7 +28,6 @@ from sgpu_magic.panel.pool_state import (
     run_row,
 )
 from sgpu_magic.panel.schema import MAX_RUNS, PoolPicture, PoolState, PoolsTold, Remedy, RunRow
-from sgpu_magic.views.units import format_span
 from sgpu_magic.wire.pool_status import PoolStatus, RunSummary, address_file
 
 if TYPE_CHECKING:

@@ -15,6 +15,7 @@ from sgpu_magic.client.pool_choosing import PriceBook, money_of
 from sgpu_magic.client.pools_file import LOCAL, PoolEntry, default_pool
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import SgpuError
+from sgpu_magic.formatting import count_of, format_money
 from sgpu_magic.panel.device_rows import (
     Durations,
     Use,
@@ -37,9 +38,8 @@ from sgpu_magic.views.format_pool import (
     problem_words,
 )
 from sgpu_magic.views.run_notes import run_name
-from sgpu_magic.views.units import count_of
 from sgpu_magic.wire.base import RunKind, RunState, short
-from sgpu_magic.wire.costs import Prices, format_money
+from sgpu_magic.wire.costs import Prices
 from sgpu_magic.wire.devices import CPU, Device, memory_bytes, vendor_bytes
 from sgpu_magic.wire.pool_status import PoolStatus, RunSummary
 

@@ -7,6 +7,8 @@ serving            starts a pool for clients on other machines
 lifecycle          one pool per user and machine: lock, address file, shutdown when idle
 service            assembles the parts
 parts              what all parts of the service share, how faults are contained, how a new service adopts runs
+adoption           runs of an earlier service that this one takes over
+health             whether the service works in full: its faults, kept until their cause is gone
 server             receives clients' messages, sends replies and events
 remote_clients     connections of clients on other machines, and their limits
 bulk_port          their second connections, for file data, in a thread
@@ -17,6 +19,7 @@ status             the pool's status, or its changes since a client asked
 rank_requests      clients' requests to ranks, and streams to their ports
 file_requests      uploads, payloads, and files of runs
 submissions        checks and holds submitted runs; the files that describe their packages
+environment_store  the files that describe environments, kept by the pool
 instructions       executes the scheduler's instructions: starts groups of ranks, and restarts failed ones
 reports            handles the nodes' reports about their runs
 active_runs        the active runs, up to their final events

@@ -72,7 +72,7 @@ def _run(settings: Settings, presence: PoolPresence, first_order: bytes) -> None
     async def serve() -> None:
         from sgpu_magic.errors import SgpuError
         from sgpu_magic.nodes.local import LocalEngine
-        from sgpu_magic.pool.parts import ServiceFault
+        from sgpu_magic.pool.health import ServiceFault
         from sgpu_magic.pool.service import EARLIER_FAULT, PoolService
 
         engine = LocalEngine(settings, agent, warm)

@@ -23,7 +23,7 @@ from sgpu_magic.files.run_directory import EventFile, disk_room, links_below, li
 from sgpu_magic.pool.parts import PoolParts
 from sgpu_magic.pool.permissions import Permissions
 from sgpu_magic.pool.server import ConnectedClient
-from sgpu_magic.system.child_process import FileThread
+from sgpu_magic.system.file_thread import FileThread
 from sgpu_magic.wire.attachments import (
     CodeBundle,
     FilePayload,

@@ -11,10 +11,11 @@ import msgspec
 
 from sgpu_magic.files.content_store import store_name
 from sgpu_magic.pool.active_runs import PoolRun, submitted_fields
+from sgpu_magic.pool.environment_store import EnvironmentStore
 from sgpu_magic.pool.file_requests import needed_blobs
 from sgpu_magic.pool.parts import PoolParts
 from sgpu_magic.pool.scheduling import stimuli as sched
-from sgpu_magic.pool.submissions import EnvironmentStore, Submissions
+from sgpu_magic.pool.submissions import Submissions
 from sgpu_magic.pool.tracker import Tracker
 from sgpu_magic.wire.attachments import FilePayload, InlinePayload, SharedPayload, StoredPayload
 from sgpu_magic.wire.base import FailureKind, RunState

@@ -15,7 +15,8 @@ import msgspec
 from sgpu_magic import __version__
 from sgpu_magic.config import SET_IN_NOTEBOOK, Settings, host_name, private_dir
 from sgpu_magic.errors import UsageError
-from sgpu_magic.files.atomic_file import HeldLock, read_json, take_lock_or_none, write_whole
+from sgpu_magic.files.atomic_file import read_json, write_whole
+from sgpu_magic.files.locks import HeldLock, take_lock_or_none
 from sgpu_magic.system.processes import boot_id, process_start
 from sgpu_magic.wire.pool_status import (
     PROTOCOL_VERSION,

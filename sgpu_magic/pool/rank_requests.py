@@ -21,10 +21,11 @@ from sgpu_magic.pool.server import ConnectedClient
 from sgpu_magic.system.message_stream import Pending
 from sgpu_magic.wire.base import RunKind, RunState, short
 from sgpu_magic.wire.client import Accepted, AskRank, AskStacks, RankAnswered, RestartRanks, Stacks
-from sgpu_magic.wire.files import OpenStream, StreamClosed, StreamEnded, StreamMessage, StreamOpened
+from sgpu_magic.wire.files import StreamMessage
 from sgpu_magic.wire.node import Question, RestartSessionRanks
 from sgpu_magic.wire.rank_events import RankStack
 from sgpu_magic.wire.run import CellSource, RankAnswer
+from sgpu_magic.wire.streams import OpenStream, StreamClosed, StreamEnded, StreamOpened
 
 _REMEDY = "Start another with %sgpu_connect."
 _MOST_OF_CLIENT = 256

@@ -13,6 +13,7 @@ from sgpu_magic import __version__
 from sgpu_magic.config import pool_settings
 from sgpu_magic.errors import PoolError, RunUnknown, UsageError
 from sgpu_magic.files.run_directory import read_spec
+from sgpu_magic.pool.environment_store import EnvironmentStore
 from sgpu_magic.pool.file_requests import FileRequests
 from sgpu_magic.pool.lifecycle import Idleness
 from sgpu_magic.pool.parts import STATUS_FRESH_S, PoolParts
@@ -21,7 +22,7 @@ from sgpu_magic.pool.rank_requests import Forwarding, RankRequests
 from sgpu_magic.pool.scheduling import stimuli as sched
 from sgpu_magic.pool.server import ConnectedClient
 from sgpu_magic.pool.status import StatusReports
-from sgpu_magic.pool.submissions import EnvironmentStore, Submissions, ends_with_notebook
+from sgpu_magic.pool.submissions import Submissions, ends_with_notebook
 from sgpu_magic.pool.tracker import Tracker
 from sgpu_magic.wire.base import OWNER_GONE, RunState, short
 from sgpu_magic.wire.client import (
@@ -48,18 +49,7 @@ from sgpu_magic.wire.client import (
     Warm,
 )
 from sgpu_magic.wire.events import Described, Detached
-from sgpu_magic.wire.files import (
-    KEY,
-    AskBlobs,
-    ListRunFiles,
-    OpenStream,
-    PutBlob,
-    ReadRunFile,
-    StreamClosed,
-    StreamData,
-    StreamEnded,
-    StreamTaken,
-)
+from sgpu_magic.wire.files import KEY, AskBlobs, ListRunFiles, PutBlob, ReadRunFile
 from sgpu_magic.wire.node import DetachRun, KillRanks
 from sgpu_magic.wire.pool_status import (
     OLDEST_PROTOCOL_VERSION,
@@ -69,6 +59,7 @@ from sgpu_magic.wire.pool_status import (
     Hello,
     Welcome,
 )
+from sgpu_magic.wire.streams import OpenStream, StreamClosed, StreamData, StreamEnded, StreamTaken
 
 # delay of a pool's stop, so that its reply is sent first
 _ANSWER_FIRST_S = 0.05

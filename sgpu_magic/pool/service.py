@@ -15,15 +15,19 @@ from typing import Any, NoReturn
 import msgspec
 
 from sgpu_magic.config import Settings
+from sgpu_magic.config.pool_terms import read_limits
 from sgpu_magic.nodes.engine import Engine
 from sgpu_magic.nodes.engine_reports import NodeMessage
 from sgpu_magic.pool.active_runs import ActiveRuns, PoolRun
+from sgpu_magic.pool.adoption import Adoption
 from sgpu_magic.pool.billing import Billing, budget_of
+from sgpu_magic.pool.environment_store import EnvironmentStore
 from sgpu_magic.pool.file_requests import FileRequests
+from sgpu_magic.pool.health import Guard, Health, ServiceFault
 from sgpu_magic.pool.instructions import Instructions, Launches
 from sgpu_magic.pool.ledger import Ledger
 from sgpu_magic.pool.lifecycle import Idleness, PoolPresence
-from sgpu_magic.pool.parts import Adoption, FreshInventory, Guard, Health, PoolParts, ServiceFault
+from sgpu_magic.pool.parts import FreshInventory, PoolParts
 from sgpu_magic.pool.permissions import Permissions
 from sgpu_magic.pool.remote_clients import Listening
 from sgpu_magic.pool.reports import Reports
@@ -33,12 +37,10 @@ from sgpu_magic.pool.scheduling import stimuli as sched
 from sgpu_magic.pool.scheduling.costs import tariff_of
 from sgpu_magic.pool.scheduling.scheduler import Scheduler
 from sgpu_magic.pool.server import ConnectedClient, Server
-from sgpu_magic.pool.submissions import EnvironmentStore
 from sgpu_magic.pool.tracker import Tracker
 from sgpu_magic.system.processes import write_log
 from sgpu_magic.wire.base import FailureKind, RunState
 from sgpu_magic.wire.client import ClientMessage, Goodbye
-from sgpu_magic.wire.costs import read_limits
 from sgpu_magic.wire.devices import Inventory, Lease
 from sgpu_magic.wire.node import Answered, HeldRun, RunEvent, SessionRanksRestarted, TrackingAsked
 from sgpu_magic.wire.pool_status import AskStatus, Hello

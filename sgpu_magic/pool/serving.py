@@ -23,8 +23,8 @@ from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError, SgpuError, UsageError
 from sgpu_magic.nodes.engine import Engine
 from sgpu_magic.pool.clients import AuthorizedClients
+from sgpu_magic.pool.health import ServiceFault
 from sgpu_magic.pool.lifecycle import AlreadyRunning, PoolPresence, placed
-from sgpu_magic.pool.parts import ServiceFault
 from sgpu_magic.pool.remote_clients import Listening
 from sgpu_magic.pool.service import EARLIER_FAULT, PoolService
 from sgpu_magic.system import processes

@@ -24,7 +24,9 @@ from sgpu_magic.runs.choice.keeper import keeper_of
 from sgpu_magic.runs.follow import outcome
 from sgpu_magic.runs.follow.outcome import Interrupts, Names
 from sgpu_magic.runs.follow.run_loop import Follower, Settle, Subscription
-from sgpu_magic.runs.notebook import Background, NoticeBoard, SendingBoard, publish, watch_restarts
+from sgpu_magic.runs.kernel_restarts import watch_restarts
+from sgpu_magic.runs.notebook import publish
+from sgpu_magic.runs.notices import Background, NoticeBoard, SendingBoard
 from sgpu_magic.runs.submit import target
 from sgpu_magic.runs.submit.spec import Submission
 from sgpu_magic.runs.submit.submit import interrupted, release

@@ -17,7 +17,7 @@ from sgpu_magic.views.html_style import SANS, SOFT, safe
 from sgpu_magic.views.pool_tables import away_html, status_html, status_text
 
 if TYPE_CHECKING:
-    from sgpu_magic.runs.notebook import Background
+    from sgpu_magic.runs.notices import Background
 
 RECENT = 20
 NOT_RUNNING = "not running; the first run in it starts it"
@@ -164,7 +164,7 @@ class _LiveStatus:
     def start(self) -> None:
         """Keep the output up to date in a thread."""
         # imported here, as below: `sgpu pool status` does not need it
-        from sgpu_magic.runs.notebook import Background
+        from sgpu_magic.runs.notices import Background
 
         self._background = Background("sgpu-status", self._watch)
 

@@ -17,7 +17,8 @@ from sgpu_magic.files.run_directory import EventFile
 from sgpu_magic.server.run_places import Elsewhere, RunPlace, run_here
 from sgpu_magic.views.bundle import caption_bundle, mime_bundle
 from sgpu_magic.views.fold import RunView
-from sgpu_magic.views.live.feed import Answers, Feed
+from sgpu_magic.views.live.answers import Answers
+from sgpu_magic.views.live.feed import Feed
 from sgpu_magic.views.live.log_reader import LogReader
 from sgpu_magic.views.live.messages import Answer, NewLines, Question
 from sgpu_magic.views.live.schema import Snapshot

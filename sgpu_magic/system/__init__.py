@@ -1,12 +1,13 @@
 """Operating system interfaces: processes, memory, streams between processes, sockets and keys.
 
-processes       prctl, threads and cores, descendants, peers of a socket, the log of a service; available memory
-write_tracking  which pages of this process's memory have been written, exactly
-child_process   child processes that exchange messages over a socket, restarted when they exit; a thread for file I/O
-message_stream  messages over a Unix socket, with file descriptors; requests that await an answer
-byte_stream     one end of a forwarded TCP connection
-secure_sockets  keys, and ZeroMQ sockets that admit only their holders
-collector       pauses of the garbage collector
+processes         prctl, threads and cores, descendants, peers of a socket, the log of a service; available memory
+write_tracking    which pages of this process's memory have been written, exactly
+child_process     child processes that exchange messages over a socket, restarted when they exit; a thread for file I/O
+file_thread       A thread for work on files, in order
+message_stream    messages over a Unix socket, with file descriptors; requests that await an answer
+byte_stream       one end of a forwarded TCP connection
+secure_sockets    keys, and ZeroMQ sockets that admit only their holders
+collector         pauses of the garbage collector
 process_settings  dtypes, print options, logging, warnings and other settings that a rank takes over from the notebook
-bulk_stream     messages over TLS between two sides that know each other from a secure socket
+bulk_stream       messages over TLS between two sides that know each other from a secure socket
 """

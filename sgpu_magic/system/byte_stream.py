@@ -8,15 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from sgpu_magic.wire.base import Record
-from sgpu_magic.wire.files import (
-    STREAM_CHUNK_BYTES,
-    WINDOW_BYTES,
-    StreamClosed,
-    StreamData,
-    StreamEnded,
-    StreamMessage,
-    StreamTaken,
-)
+from sgpu_magic.wire.files import STREAM_CHUNK_BYTES, WINDOW_BYTES, StreamMessage
+from sgpu_magic.wire.streams import StreamClosed, StreamData, StreamEnded, StreamTaken
 
 # acknowledge after this many bytes: one acknowledgment per chunk would double the number of messages
 _ACKNOWLEDGE_BYTES = WINDOW_BYTES // 4

@@ -26,7 +26,8 @@ import msgspec
 
 from sgpu_magic.config import Settings, load_settings, private_dir
 from sgpu_magic.errors import PoolError
-from sgpu_magic.files.atomic_file import LOCK_FILE, locked, read_json, write_whole
+from sgpu_magic.files.atomic_file import read_json, write_whole
+from sgpu_magic.files.locks import LOCK_FILE, locked
 from sgpu_magic.wire.base import Record, is_valid_id
 from sgpu_magic.wire.decoding import convert
 from sgpu_magic.wire.files import TRACKING

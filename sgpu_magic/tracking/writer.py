@@ -6,27 +6,22 @@ that may have been created without an answer before it creates another.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import tempfile
 import time
-from collections.abc import Iterator
-from html import escape
 from pathlib import Path
 
 import msgspec
 
 from sgpu_magic.config import Settings
-from sgpu_magic.files.atomic_file import locked, read_json
+from sgpu_magic.files.locks import locked
 from sgpu_magic.files.run_directory import EventFile
-from sgpu_magic.tracking.client import PLAIN_FILES, Gone, Rejected, Store, StoreTroubled
+from sgpu_magic.tracking.artifacts import files_of
+from sgpu_magic.tracking.client import Gone, Rejected, Store, StoreTroubled
 from sgpu_magic.tracking.runs import NAME_TAG, PARENT_TAG, Batch, RunFold, closing_tags, opening_tags, status_of
 from sgpu_magic.tracking.store import load_progress, opening, save_progress
-from sgpu_magic.views.fold import RunView
-from sgpu_magic.views.html import render_html
-from sgpu_magic.views.run_notes import run_name
 from sgpu_magic.wire.base import FailureKind, RunKind, RunState, short
-from sgpu_magic.wire.events import RunEnded, Submitted
+from sgpu_magic.wire.events import RunEnded
 from sgpu_magic.wire.rank_events import Failure
 from sgpu_magic.wire.run import RUN_RECORD, RunSpec
 from sgpu_magic.wire.tracking import Tracking
@@ -40,15 +35,6 @@ _RECORD_S = 5.0
 _END_UNKNOWN = "its pool ended before the run did"
 MAX_BYTES = 200_000_000
 """Larger files are not logged."""
-_OWN = "artifacts"
-# fields of run.json that only make sense on this machine
-_LEFT_OUT = ("payload_layout",)
-_PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{title}</title></head>
-<body style="font-family:system-ui,sans-serif;margin:16px">
-{body}
-</body></html>
-"""
 
 
 class Busy(Exception):
@@ -271,55 +257,3 @@ class RunWriter:
     def _keep(self, **changes: object) -> None:
         self.progress = msgspec.structs.replace(self.progress, **changes)
         save_progress(self.directory, self.progress)
-
-
-# ---------------------------------------------------------------- artifacts
-
-
-def files_of(directory: Path, scratch: Path, pool: str) -> Iterator[tuple[str, Path]]:
-    """Yield each file to log, with its path among the artifacts: never the payload, the run's key or its results.
-
-    Those of `PLAIN_FILES`, `run.json`, `run.html`, `logs/`, `profile/` and artifacts that ranks could not log.
-    Generated files are written just before they are yielded.
-
-    Args:
-        directory: The run's directory.
-        scratch: An empty directory for generated files.
-        pool: The pool's name, shown in `run.html`.
-    """
-    yield from ((name, path) for name in PLAIN_FILES if (path := directory / name).is_file())
-    if _write_record(directory / RUN_RECORD, scratch / RUN_RECORD):
-        yield RUN_RECORD, scratch / RUN_RECORD
-    if _write_page(directory, scratch / "run.html", pool):
-        yield "run.html", scratch / "run.html"
-    # skip empty logs, of ranks that printed nothing
-    yield from ((f"logs/{path.name}", path) for path in sorted(directory.glob("rank-*.log")) if path.stat().st_size)
-    for top, base in ((directory / "profile", directory), (directory / _OWN, directory / _OWN)):
-        files = (path for path in sorted(top.rglob("*")) if path.is_file() and not path.name.startswith("."))
-        yield from ((path.relative_to(base).as_posix(), path) for path in files)
-
-
-def _write_record(source: Path, target: Path) -> bool:
-    """Copy `run.json` without fields of this machine. Returns False if there is none."""
-    record = read_json(source, dict[str, msgspec.Raw])
-    if record is None:
-        return False
-    kept = {name: value for name, value in record.items() if name not in _LEFT_OUT}
-    target.write_bytes(msgspec.json.format(msgspec.json.encode(kept), indent=2))
-    return True
-
-
-def _write_page(directory: Path, target: Path, pool: str) -> bool:
-    """Render the run's final view as HTML, as its notebook shows it. Returns False if the event log has no run."""
-    view: RunView | None = None
-    with contextlib.suppress(OSError, ValueError):
-        for event, _ in EventFile(directory).new_events():
-            if view is None and isinstance(event.body, Submitted):
-                view = RunView(event.body.spec, pool=pool)
-            if view is not None:
-                view.apply(event)
-    if view is None:
-        return False
-    body = render_html(view)
-    target.write_text(_PAGE.format(title=escape(run_name(view.spec)), body=body), encoding="utf-8")
-    return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from sgpu_magic.formatting import format_elapsed, format_span
 from sgpu_magic.views import ansi
 from sgpu_magic.views.failure import failure_lines
 from sgpu_magic.views.fold import RunView
@@ -50,7 +51,6 @@ from sgpu_magic.views.output_buffer import (
 )
 from sgpu_magic.views.run_notes import cut_off_text, error_line, finishing_text, other_lines
 from sgpu_magic.views.stacks import stall_lines
-from sgpu_magic.views.units import format_elapsed, format_span
 from sgpu_magic.wire.base import RunKind, RunState
 
 _MAX_SENTENCE_CHARS = 1000

@@ -11,13 +11,13 @@ from typing import TextIO
 import msgspec
 from msgspec.structs import replace
 
+from sgpu_magic.formatting import count_of, format_seconds
 from sgpu_magic.views import ansi
 from sgpu_magic.views.bundle import caption_bundle, mime_bundle
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.html_style import BAD, BOX, GOOD, LINE, MONO, SANS, SOFT
 from sgpu_magic.views.output import Caption, Part, ShownDisplay, TextSegment, segments
 from sgpu_magic.views.output_buffer import DisplayItem
-from sgpu_magic.views.units import count_of, format_seconds
 
 _INTERVAL_S = 0.25
 _FIRST_AFTER_S = 0.1

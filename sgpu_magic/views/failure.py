@@ -8,7 +8,7 @@ from html import escape
 from itertools import accumulate
 from typing import Literal
 
-from sgpu_magic.files.atomic_file import format_bytes
+from sgpu_magic.formatting import clipped, count_of, ends, format_bytes, format_gb
 from sgpu_magic.views import ansi
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.format_run import failed_line, failure_sentence
@@ -27,7 +27,7 @@ from sgpu_magic.views.tracebacks import (
     stack_of,
     traceback_body,
 )
-from sgpu_magic.views.units import aligned, clipped, count_of, ends, format_gb
+from sgpu_magic.views.units import aligned
 from sgpu_magic.wire.base import FailureKind, RunState
 from sgpu_magic.wire.rank_events import Failure, RankMemory, TensorUse
 

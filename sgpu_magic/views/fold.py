@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from sgpu_magic.files.atomic_file import format_bytes
+from sgpu_magic.formatting import format_bytes
 from sgpu_magic.views import run_notes
 from sgpu_magic.views.live.bars import RunProgress
 from sgpu_magic.views.output import RunOutput

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
+from sgpu_magic.formatting import clipped, count_of, format_money, format_seconds, numbers_text
 from sgpu_magic.views import ansi
 from sgpu_magic.views.run_notes import run_name
-from sgpu_magic.views.units import Row, clipped, count_of, format_seconds, numbers_text
+from sgpu_magic.views.units import Row
 from sgpu_magic.wire.base import RunState, short
-from sgpu_magic.wire.costs import format_money
 from sgpu_magic.wire.devices import Device, memory_bytes, memory_text, used_bytes_of, vendor_bytes
 from sgpu_magic.wire.pool_status import PoolStatus, RunSummary
 

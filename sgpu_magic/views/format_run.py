@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from sgpu_magic.config import host_name
-from sgpu_magic.files.atomic_file import format_bytes
+from sgpu_magic.formatting import clipped, count_of, format_bytes, format_seconds, names_text
 from sgpu_magic.views import ansi
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.live.schema import Link, Tone
 from sgpu_magic.views.run_notes import death_sentence, error_line, limit_of, timeout_sentence
 from sgpu_magic.views.stacks import hang_heading
-from sgpu_magic.views.units import TIMES, clipped, count_of, format_seconds
+from sgpu_magic.views.units import TIMES
 from sgpu_magic.wire.base import FailureKind, RunKind, RunState, short
 from sgpu_magic.wire.devices import CPU, Lease, is_slice
 from sgpu_magic.wire.rank_events import Failure
@@ -131,13 +131,6 @@ def returned_bytes(view: RunView) -> int:
 def attempt_text(view: RunView) -> str:
     """Return `attempt 2 of 3`, "" for the first."""
     return f"attempt {view.attempt} of {view.attempts}" if view.attempt > 1 else ""
-
-
-def names_text(names: Iterable[str], most: int = 8) -> str:
-    """Return `model, loader, cfg`; for many names the first ones and the number of others."""
-    listed = list(names)
-    more = f" and {len(listed) - most} more" if len(listed) > most else ""
-    return ", ".join(listed[:most]) + more
 
 
 def _where(view: RunView) -> str:

@@ -5,14 +5,22 @@ from __future__ import annotations
 import shlex
 import time
 
-from sgpu_magic.files.atomic_file import format_bytes
+from sgpu_magic.formatting import (
+    count_of,
+    format_bytes,
+    format_gb,
+    format_money,
+    format_ranks,
+    format_seconds,
+    format_span,
+    names_text,
+)
 from sgpu_magic.views.fold import RunView
-from sgpu_magic.views.format_run import names_text, returned_bytes, session_text, tracked_text
+from sgpu_magic.views.format_run import returned_bytes, session_text, tracked_text
 from sgpu_magic.views.run_notes import restart_command
-from sgpu_magic.views.units import count_of, format_gb, format_ranks, format_seconds, format_span
 from sgpu_magic.views.usage import Drawn, RankUsage, RunUsage, device_line, idle_sentence, use_words
 from sgpu_magic.wire.base import RunKind, RunState
-from sgpu_magic.wire.costs import HOUR_S, cost_of, format_money
+from sgpu_magic.wire.costs import HOUR_S, cost_of
 from sgpu_magic.wire.devices import CPU
 from sgpu_magic.wire.rank_events import IDLE_GPU_PCT
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
+from sgpu_magic.formatting import count_of
 from sgpu_magic.views import ansi
 from sgpu_magic.views.failure import failure_html
 from sgpu_magic.views.fold import RunView
@@ -74,7 +75,7 @@ from sgpu_magic.views.output_buffer import (
 from sgpu_magic.views.ranks import ended_ranks_html, live_ranks_html
 from sgpu_magic.views.run_notes import finishing_text, other_lines
 from sgpu_magic.views.stacks import stall_html
-from sgpu_magic.views.units import ROW_CHARS, count_of
+from sgpu_magic.views.units import ROW_CHARS
 from sgpu_magic.wire.base import RunState
 
 _COLOURS: dict[Tone, str] = {"plain": "inherit", "busy": ACCENT, "good": GOOD, "bad": BAD, "warn": WARN}

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from sgpu_magic.views.units import count_of
+from sgpu_magic.formatting import count_of
 
 HEAD_SHARE = 0.4
 SHOWN_LINES = 40

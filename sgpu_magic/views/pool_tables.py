@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from sgpu_magic.formatting import count_of, format_duration, format_money
 from sgpu_magic.views.format_pool import (
     HOLDING,
     NODE_HEADS,
@@ -28,9 +29,9 @@ from sgpu_magic.views.format_pool import (
 )
 from sgpu_magic.views.format_summary import idle_since
 from sgpu_magic.views.html_style import BAD, SOFT, WARN, safe, sentences, table, titled_box
-from sgpu_magic.views.units import TIMES, Row, aligned, count_of, format_duration
+from sgpu_magic.views.units import TIMES, Row, aligned
 from sgpu_magic.wire.base import RunKind, RunState, short
-from sgpu_magic.wire.costs import cost_so_far, format_money
+from sgpu_magic.wire.costs import cost_so_far
 from sgpu_magic.wire.pool_status import PoolStatus, RunSummary
 
 # number of newest cells that are listed for a session

@@ -9,6 +9,7 @@ from itertools import groupby
 from operator import attrgetter
 from typing import NamedTuple, Protocol, TextIO
 
+from sgpu_magic.formatting import count_of
 from sgpu_magic.views import ansi
 from sgpu_magic.views.bundle import live_line, summary_line, unfinished_lines
 from sgpu_magic.views.cell_outputs import OutputSlots
@@ -19,7 +20,6 @@ from sgpu_magic.views.format_summary import is_quiet, log_files, rank_label, ran
 from sgpu_magic.views.output_buffer import DisplayItem, GapItem, LineItem, count_fitting, display_text, gap_lines
 from sgpu_magic.views.run_notes import finishing_text
 from sgpu_magic.views.stacks import ending_stacks, stall_lines
-from sgpu_magic.views.units import count_of
 
 FIRST_AFTER_S = 0.1
 MESSAGE_INTERVAL_S = 0.1

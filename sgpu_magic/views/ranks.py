@@ -9,6 +9,7 @@ from html import escape
 from pathlib import PurePath
 from weakref import WeakKeyDictionary
 
+from sgpu_magic.formatting import count_of
 from sgpu_magic.views import ansi
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.format_run import BEFORE_RANKS, new_host
@@ -18,7 +19,6 @@ from sgpu_magic.views.live.bars import bar_of, without_bar
 from sgpu_magic.views.live.schema import Curve, RankCard, Tone
 from sgpu_magic.views.output_buffer import DisplayItem, LineItem, count_fitting, html_limit
 from sgpu_magic.views.run_notes import died_of, error_line, last_part, restart_command
-from sgpu_magic.views.units import count_of
 from sgpu_magic.views.usage import Drawn, RankUsage, detail_lines, use_text
 from sgpu_magic.wire.base import FailureKind, RunState
 from sgpu_magic.wire.rank_events import Failure

@@ -11,6 +11,7 @@ from collections.abc import Container, Iterable, Sequence
 import msgspec
 
 from sgpu_magic import errors
+from sgpu_magic.formatting import clipped, format_ranks, format_seconds
 from sgpu_magic.views.failure import output_tail
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.run_notes import (
@@ -23,7 +24,6 @@ from sgpu_magic.views.run_notes import (
 )
 from sgpu_magic.views.stacks import group_sentences, hang_heading, stack_lines, stacks_text, verdict
 from sgpu_magic.views.tracebacks import cut_lines, line_of_cell, source_of, traceback_body
-from sgpu_magic.views.units import clipped, format_ranks, format_seconds
 from sgpu_magic.wire.base import FailureKind
 from sgpu_magic.wire.events import RunEnded
 from sgpu_magic.wire.rank_events import Failure

@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from sgpu_magic.formatting import clipped, format_ranks, format_seconds
 from sgpu_magic.system.processes import signal_name
 from sgpu_magic.views import ansi
-from sgpu_magic.views.units import clipped, format_ranks, format_seconds
 from sgpu_magic.wire.base import BUDGET, COST_LIMIT, FailureKind, RunKind, short
 from sgpu_magic.wire.events import WARNING, AttemptFailed, GroupRenewed, RanksRestarted, RunEnded, SessionMoved
 from sgpu_magic.wire.pool_status import RunSummary

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from sgpu_magic.formatting import ends, format_ranks, format_seconds
 from sgpu_magic.views import ansi
 from sgpu_magic.views.html_style import BOX, LINE, MONO, PANEL, PRE, SOFT, WARN, safe, sentences
 from sgpu_magic.views.run_notes import limit_of
 from sgpu_magic.views.tracebacks import NO_FUNCTION, Sources, caller_at, cut_lines
-from sgpu_magic.views.units import aligned, ends, format_ranks, format_seconds
+from sgpu_magic.views.units import aligned
 from sgpu_magic.wire.base import short
 from sgpu_magic.wire.rank_events import Collective, Failure, RankStack, StackFrame, Stalled
 from sgpu_magic.wire.run import CellSource

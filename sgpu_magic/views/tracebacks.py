@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
+from sgpu_magic.formatting import clipped, ends
 from sgpu_magic.views.run_notes import error_text, last_part
-from sgpu_magic.views.units import ROW_CHARS, clipped, ends
+from sgpu_magic.views.units import ROW_CHARS
 from sgpu_magic.wire.base import FailureKind, RunKind
 from sgpu_magic.wire.rank_events import Failure, StackFrame
 from sgpu_magic.wire.run import CellSource, RunSpec

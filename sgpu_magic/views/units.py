@@ -8,16 +8,13 @@ event from before a step that is received after it, as by `%sgpu_attach`, the wa
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
-from itertools import groupby
-from typing import TypeVar
+from collections.abc import Sequence
 
+from sgpu_magic.formatting import format_duration
 from sgpu_magic.views import ansi
 from sgpu_magic.wire.base import RunState
 from sgpu_magic.wire.events import RunEnded
 from sgpu_magic.wire.rank_events import Failure
-
-T = TypeVar("T")
 
 TIMES = "\u00d7"  # the multiplication sign of a number of devices
 ROW_CHARS = 85
@@ -25,10 +22,6 @@ ROW_CHARS = 85
 
 # maximum difference between readings of the two clocks, unless one was set
 _STEP_S = 0.01
-# shorter start times are omitted beside a duration
-_WORTH_TELLING_S = 1.0
-# shorter durations are omitted, such as that of a refused run
-_LEAST_S = 0.0005
 
 _began = time.time() - time.monotonic()
 
@@ -122,91 +115,6 @@ class RunTimes:
 
 def _or_now(now: float | None) -> float:
     return steady_time() if now is None else now
-
-
-def format_gb(count: float) -> str:
-    """Return `18.2 GB`, `0.4 GB`: always in the same unit, for numbers that keep changing."""
-    return f"{count / 1e9:.1f} GB"
-
-
-def format_seconds(seconds: float) -> str:
-    """Return `38 ms`, `12.4 s`, `31 s`, `2 min 14 s`, `1 h 05 min`."""
-    if seconds < 0.0995:
-        return f"{max(seconds, 0) * 1000:.0f} ms"
-    if seconds < 0.995:
-        return f"{seconds:.2f} s"
-    if seconds < 19.95:
-        return f"{seconds:.1f} s"
-    return _in_seconds(round(seconds))
-
-
-def _in_seconds(whole: int) -> str:
-    if whole < 100:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
-
-
-def format_elapsed(seconds: float) -> str:
-    """Return `38 ms`, `0.31 s`, `12 s`, `2 min 14 s`, `1 h 05 min`: the whole seconds of a time that may go on."""
-    return format_seconds(seconds) if seconds < 0.995 else _in_seconds(max(int(seconds), 1))
-
-
-def format_duration(running_s: float, starting_s: float = 0.0) -> str:
-    """Return `12 s · start 25 s`: how long a run's ranks ran, and how long they took to start.
-
-    Args:
-        running_s: Seconds since they had started; 0 if they never did.
-        starting_s: Seconds from the lease until then. Less than a second is left out.
-    """
-    parts = [format_elapsed(running_s)] if running_s >= _LEAST_S else []
-    if starting_s >= _WORTH_TELLING_S or (starting_s >= _LEAST_S and not parts):
-        parts.append(f"start {format_elapsed(starting_s)}")
-    return " · ".join(parts)
-
-
-def format_span(seconds: float) -> str:
-    """Return `31 s`, `12 min`, `1 h 05 min`: a duration without seconds from 100 s on."""
-    return f"{round(seconds / 60)} min" if 100 <= seconds < 3570 else format_seconds(seconds)
-
-
-def format_clock(seconds: float) -> str:
-    """Return `02:14`, from an hour on `1:02:14`: for running times."""
-    hours, rest = divmod(int(max(seconds, 0)), 3600)
-    return (f"{hours}:" if hours else "") + f"{rest // 60:02d}:{rest % 60:02d}"
-
-
-def format_ranks(ranks: Iterable[int]) -> str:
-    """Return `rank 1`, `ranks 0, 2, 3`, `ranks 0-14, 16`."""
-    ranks = frozenset(ranks)
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {numbers_text(ranks)}"
-
-
-def numbers_text(numbers: Iterable[int]) -> str:
-    """Return `1`, `0, 2, 3`, `0-14, 16`."""
-    pieces: list[str] = []
-    # consecutive numbers have the same difference to their positions
-    for _, pairs in groupby(enumerate(sorted(set(numbers))), lambda pair: pair[1] - pair[0]):
-        found = [number for _, number in pairs]
-        pieces += [f"{found[0]}-{found[-1]}"] if len(found) > 3 else map(str, found)
-    return ", ".join(pieces)
-
-
-def ends(items: Sequence[T], most: int, between: T) -> list[T]:
-    """Return at most `most` items: of more, the first and the last half with `between` in place of the others."""
-    half = most // 2
-    return list(items) if len(items) <= most else [*items[:half], between, *items[-half:]]
-
-
-def clipped(text: str, most: int = 200) -> str:
-    """Return the beginning of a text, at most `most` characters."""
-    return text if len(text) <= most else f"{text[:most]} ..."
-
-
-def count_of(number: int, noun: str) -> str:
-    """Return `1 rank`, `4 ranks`, `204,816 lines`."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 Row = tuple[str, ...]

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from sgpu_magic.views.units import format_gb, format_ranks, format_seconds
+from sgpu_magic.formatting import format_gb, format_ranks, format_seconds
 from sgpu_magic.wire.rank_events import IDLE_GPU_PCT, DeviceBusy, DeviceIdle, RankSample, Sampled
 
 MAX_POINTS = 120

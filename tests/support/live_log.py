@@ -8,7 +8,8 @@ from itertools import islice
 from pathlib import Path
 
 from sgpu_magic.views.fold import RunView
-from sgpu_magic.views.live.feed import Answers, Feed
+from sgpu_magic.views.live.answers import Answers
+from sgpu_magic.views.live.feed import Feed
 from sgpu_magic.views.live.log_reader import LogReader, line_text
 from sgpu_magic.views.live.messages import AskLines, LineRow, LinesAnswer, NewLines
 from sgpu_magic.wire import events as ev

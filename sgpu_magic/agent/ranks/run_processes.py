@@ -22,7 +22,8 @@ from sgpu_magic.agent.faults import call_in_background
 from sgpu_magic.system import processes
 from sgpu_magic.system.byte_stream import ByteStream, Send
 from sgpu_magic.wire.base import short
-from sgpu_magic.wire.files import OpenStream, StreamClosed, StreamMessage, StreamOpened
+from sgpu_magic.wire.files import StreamMessage
+from sgpu_magic.wire.streams import OpenStream, StreamClosed, StreamOpened
 
 if TYPE_CHECKING:
     from sgpu_magic.agent.runs.node_run import NodeRun

@@ -29,7 +29,7 @@ from sgpu_magic.agent.ranks.group import Group
 from sgpu_magic.agent.ranks.orders import Rendezvous, RendezvousPoint, order_of, send_cells
 from sgpu_magic.agent.runs.execution import Execution
 from sgpu_magic.agent.runs.node_run import AgentServices, Attempt
-from sgpu_magic.agent.runs.run_files import make_ray_directories
+from sgpu_magic.agent.runs.ray_directories import make_ray_directories
 from sgpu_magic.wire.base import FailureKind, RunState
 from sgpu_magic.wire.codec import Order
 from sgpu_magic.wire.events import GroupRenewed, Noted

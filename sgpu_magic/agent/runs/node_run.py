@@ -17,12 +17,14 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from sgpu_magic.agent.failures import MemoryWatch, death
+from sgpu_magic.agent.memory_watch import MemoryWatch
+from sgpu_magic.agent.rank_deaths import death
 from sgpu_magic.agent.ranks import shared_memory
 from sgpu_magic.agent.ranks.group import Group, RunRanks
 from sgpu_magic.agent.ranks.rank_process import NotebookFrames
 from sgpu_magic.agent.reports import Reports
-from sgpu_magic.agent.runs.run_files import RunFiles, remove_ray_directories
+from sgpu_magic.agent.runs.ray_directories import remove_ray_directories
+from sgpu_magic.agent.runs.run_files import RunFiles
 from sgpu_magic.agent.runs.run_memory import BackgroundCopier
 from sgpu_magic.agent.runs.send_files_to_pool import FilesToPool
 from sgpu_magic.agent.watch.sampling import Sampling

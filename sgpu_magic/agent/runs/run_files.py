@@ -5,10 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import shutil
-import tempfile
-import zlib
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,17 +13,15 @@ import msgspec
 
 from sgpu_magic import __version__
 from sgpu_magic.agent.runs.run_memory import RunMemory
-from sgpu_magic.config import Settings, host_name
+from sgpu_magic.config import host_name
 from sgpu_magic.files.atomic_file import has_content, link_or_copy, write_whole
 from sgpu_magic.system.message_stream import MessageStream
-from sgpu_magic.system.processes import core_count, memory_limit
 from sgpu_magic.wire.attachments import FilePayload, InlinePayload, Payload, SharedPayload, StoredPayload
 from sgpu_magic.wire.base import RunState, check_id
 from sgpu_magic.wire.codec import printable
 from sgpu_magic.wire.events import EventBody, Noted, PayloadReleased
 from sgpu_magic.wire.files import KEY, PAYLOAD
-from sgpu_magic.wire.node import Launch
-from sgpu_magic.wire.rank import FromRank, PrivateRay
+from sgpu_magic.wire.rank import FromRank
 from sgpu_magic.wire.run import RUN_RECORD, SETTINGS, UNDER_WAY, RankResult, RunRecord
 
 if TYPE_CHECKING:
@@ -50,17 +45,6 @@ if __name__ == "__main__":
 _SHARED_AIR = ".air.py"
 _AIR_NAME = "_air.py"
 _SHARED_SETTINGS = ".settings-"
-_PREFIX = "ray-"
-_DIGITS = 8
-# Ray appends `/r/session_2026-11-22_18-41-05_080720_1234567/sockets/dash_MetricsHead`, and a socket's path has at most
-# 107 bytes
-_LONGEST = 107 - 70
-_DISK = "ray"
-_SHM = "/dev/shm"
-_MEMORY_SHARE = 0.3
-# Ray's own floor (ray_constants.OBJECT_STORE_MINIMUM_MEMORY_BYTES)
-_LEAST_BYTES = 80_000_000
-_ROOM = 1.05
 
 
 class RunFiles:
@@ -221,108 +205,3 @@ class RunFiles:
         """Report the payload's release again: the last service may have died while it waited for other nodes."""
         if self._released is not None:
             self._say(self._released)
-
-
-# ---------------------------------------------------------------- a run's own Ray cluster
-
-
-def make_ray_directories(launch: Launch, settings: Settings) -> PrivateRay:
-    """Make the directories of a run's Ray cluster on this node and return them with the cluster's limits.
-
-    Args:
-        launch: The run, or this node's part of it.
-        settings: The pool's settings.
-
-    Raises:
-        OSError: A directory can't be made.
-    """
-    remove_ray_directories(launch.spec.run_id, settings)
-    directory = ray_directory(launch.spec.run_id, settings)
-    directory.mkdir(mode=0o700)
-    disk = settings.state_path / _DISK / launch.spec.run_id
-    disk.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    disk.mkdir(mode=0o700)
-    part, lease = launch.part, launch.lease
-    ranks = part.ranks if part is not None else launch.spec.placement.ranks
-    gpus = ranks if lease.uuids else 0
-    # a CPU rank's slot is one core; a GPU run gets its GPUs' share of the cores
-    share = _share(gpus) if gpus and not lease.simulated else min(1.0, ranks / core_count())
-    cpus = max(ranks, int(core_count() * share))
-    objects = _object_bytes(settings.ray_object_bytes, share)
-    return PrivateRay(
-        directory=str(directory),
-        disk_directory=str(disk),
-        address=part.address if part is not None and part.nodes > 1 else "127.0.0.1",
-        gpus=gpus,
-        cpus=cpus,
-        simulated=lease.simulated,
-        object_store_bytes=objects,
-        objects_on_disk=_shm_free() < objects * _ROOM,
-        dashboard=settings.ray_dashboard,
-    )
-
-
-def ray_directory(run_id: str, settings: Settings) -> Path:
-    """Return the directory for the sockets of a run's Ray cluster. Deterministic."""
-    check_id(run_id)
-    found = settings.runtime_path / f"{_PREFIX}{run_id[:_DIGITS]}"
-    if len(os.fsencode(found)) <= _LONGEST:
-        return found
-    return Path(tempfile.gettempdir()) / f"sgpu-{_PREFIX}{_own_mark(settings)}-{run_id[:_DIGITS]}"
-
-
-def remove_ray_directories(run_id: str, settings: Settings) -> None:
-    """Remove the directories of a run's Ray cluster, if it had one. Its processes must be dead."""
-    check_id(run_id)
-    for directory in (ray_directory(run_id, settings), settings.state_path / _DISK / run_id):
-        with contextlib.suppress(OSError):
-            # leave links and other users' directories alone
-            if directory.lstat().st_uid == os.getuid() and not directory.is_symlink():
-                shutil.rmtree(directory, ignore_errors=True)
-
-
-def sweep_ray_directories(settings: Settings, held: Collection[str]) -> None:
-    """Remove Ray directories of runs that no longer exist because their agent was killed.
-
-    Args:
-        settings: The pool's settings.
-        held: Ids of the runs that the agent holds.
-    """
-    keep = {ray_directory(run_id, settings).name for run_id in held}
-    places = (
-        (settings.runtime_path, _PREFIX, keep),
-        (Path(tempfile.gettempdir()), f"sgpu-{_PREFIX}{_own_mark(settings)}-", keep),
-        (settings.state_path / _DISK, "", set(held)),
-    )
-    for folder, prefix, kept in places:
-        with contextlib.suppress(OSError):
-            for entry in folder.iterdir():
-                if entry.name.startswith(prefix) and entry.name not in kept and not entry.is_symlink():
-                    shutil.rmtree(entry, ignore_errors=True)
-
-
-def _own_mark(settings: Settings) -> str:
-    """Return a mark that distinguishes the agents and users of one machine."""
-    return f"{zlib.crc32(os.fsencode(settings.runtime_path)):08x}"
-
-
-def _share(gpus: int) -> float:
-    """Return the run's share of this node's GPUs, which is also its share of the cores."""
-    there = sum(entry.name.removeprefix("nvidia").isdigit() for entry in Path("/dev").glob("nvidia*"))
-    return min(1.0, gpus / max(there, gpus))
-
-
-def _object_bytes(asked: int, share: float) -> int:
-    memory = memory_limit()
-    if not memory:
-        return max(asked, _LEAST_BYTES)
-    most = int(memory * _MEMORY_SHARE)
-    return max(_LEAST_BYTES, min(asked or int(most * share), most))
-
-
-def _shm_free() -> int:
-    try:
-        room = os.statvfs(_SHM)
-    except OSError:
-        return 0
-    return room.f_bavail * room.f_frsize

@@ -18,7 +18,10 @@ from sgpu_magic.agent.ranks.orders import prepare
 from sgpu_magic.agent.ranks.stop import EXIT_HANDLERS_S
 from sgpu_magic.agent.runs.execution_kinds import SHOWN_AFTER_S, OnRenewed, SessionCell
 from sgpu_magic.agent.runs.node_run import AgentServices, Attempt, RankRun
-from sgpu_magic.agent.runs.session_repair import Questions, SessionEvents, SessionLogs, SessionRepair
+from sgpu_magic.agent.runs.rank_questions import Questions
+from sgpu_magic.agent.runs.session_events import SessionEvents
+from sgpu_magic.agent.runs.session_logs import SessionLogs
+from sgpu_magic.agent.runs.session_repair import SessionRepair
 from sgpu_magic.agent.watch.sampling import RunSampler
 from sgpu_magic.wire.base import OWNER_GONE, FailureKind, RunState
 from sgpu_magic.wire.client import ReclaimPayload, TellComms

@@ -7,30 +7,23 @@ place over a new store, so that the user's models and groups keep working. New r
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
 import signal
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from sgpu_magic.agent.ranks.group import Group
 from sgpu_magic.agent.ranks.orders import prepare
 from sgpu_magic.agent.ranks.rank_process import GroupStore
-from sgpu_magic.agent.runs.run_files import RunFiles
-from sgpu_magic.system.message_stream import Pending
-from sgpu_magic.wire.events import GroupRenewed, RanksRestarted, SessionMoved
+from sgpu_magic.agent.runs.session_events import SessionEvents
+from sgpu_magic.wire.events import GroupRenewed, RanksRestarted
 from sgpu_magic.wire.node import Launch
-from sgpu_magic.wire.rank import AnswerQuestion, Renew, Renewed
-from sgpu_magic.wire.rank_events import OutputWritten
-from sgpu_magic.wire.run import RankAnswer, RankQuestion
+from sgpu_magic.wire.rank import Renew, Renewed
 
 # gloo's own limit on the ranks is shorter
 _PATIENCE_S = 60.0
 # receives why it failed, "" for success, and what was lost
 _Regrouped = Callable[[str, str], None]
-# cells may come every few milliseconds, so changes are reported only this often
-_PAUSE_S = 0.2
 
 
 @dataclass(eq=False, repr=False)
@@ -175,169 +168,3 @@ class SessionRepair:
             self.say(RanksRestarted(ranks=ranks, pids=pids, lost=lost))
             self.news.replaced(ranks)
         done(problem)
-
-
-# ---------------------------------------------------------------- reports and the ranks' logs
-
-
-class SessionEvents:
-    """Reports the number of cells, the running cell and the dead ranks.
-
-    Args:
-        say: Reports an event.
-    """
-
-    def __init__(self, say: Callable[[SessionMoved], None]) -> None:
-        self._say = say
-        self._loop = asyncio.get_running_loop()
-        self._cells = 0
-        self._running = ""
-        self._dead: set[int] = set()
-        self._last_reported = SessionMoved(cells=0)
-        self._timer: asyncio.TimerHandle | None = None
-
-    def began(self, name: str) -> None:
-        """Note that a cell has started."""
-        self._cells += 1
-        self._running = name
-        self._changed()
-
-    def over(self) -> None:
-        """Note that the cell is over."""
-        self._running = ""
-        self._changed()
-
-    def died(self, rank: int) -> None:
-        """Report that a rank is dead."""
-        self._dead.add(rank)
-        self._tell_now()
-
-    def replaced(self, ranks: Sequence[int]) -> None:
-        """Report that ranks were replaced."""
-        self._dead -= set(ranks)
-        self._tell_now()
-
-    def close(self) -> None:
-        """Report the pending change, if any."""
-        if self._timer is not None:
-            self._tell_now()
-
-    def _tell_now(self) -> None:
-        """Report without delay, since it affects what the user can do."""
-        if self._timer is not None:
-            self._timer.cancel()
-        self._tell()
-
-    def _changed(self) -> None:
-        if self._timer is None:
-            self._timer = self._loop.call_later(_PAUSE_S, self._tell)
-
-    def _tell(self) -> None:
-        self._timer = None
-        running = (self._running,) if self._running else ()
-        news = SessionMoved(cells=self._cells, running=running, dead=tuple(sorted(self._dead)))
-        if news != self._last_reported:
-            self._last_reported = news
-            self._say(news)
-
-
-class SessionLogs:
-    """Switches the ranks between the session's logs and those of a cell.
-
-    Args:
-        group: The ranks.
-        files: The session's files.
-    """
-
-    def __init__(self, group: Group, files: RunFiles) -> None:
-        self._group = group
-        self._files = files
-        # lines and bytes in the session's logs of ranks that are lent to a cell
-        self._written: dict[int, tuple[int, int]] = {}
-        # the files of the last cell of each rank
-        self._last: dict[int, RunFiles] = {}
-
-    def begin(self, ranks: Iterable[int]) -> None:
-        """Let new processes append to the session's logs."""
-        for rank in ranks:
-            path = self._files.log_path(rank)
-            self._open(rank, 0, os.path.getsize(path) if os.path.exists(path) else 0)
-
-    def lend(self, ranks: Iterable[int], files: RunFiles) -> None:
-        """Write pending output to the session's logs before a cell sets its own.
-
-        Args:
-            ranks: The ranks that run the cell.
-            files: The cell's files.
-        """
-        for rank in ranks:
-            self._last[rank] = files
-            output = self._group.rank(rank).output
-            output.drain()
-            self._written[rank] = (output.lines, output.total_bytes)
-
-    def add_late(self, batch: OutputWritten) -> None:
-        """Add what a rank prints between cells to the log of its last cell, whose threads have most likely printed it.
-
-        The session's own log and view have it too.
-        """
-        if (files := self._last.get(batch.rank)) is not None and batch.text:
-            # the directory may be removed by now
-            with contextlib.suppress(OSError), open(files.log_path(batch.rank), "a", encoding="utf-8") as log:
-                log.write(batch.text)
-
-    def take_back(self, ranks: Iterable[int]) -> None:
-        """Switch the ranks back to the session's logs after a cell."""
-        for rank in ranks:
-            lines, size = self._written.pop(rank, (0, 0))
-            if self._group.rank(rank).alive:
-                self._open(rank, lines, size)
-
-    def _open(self, rank: int, lines: int, size: int) -> None:
-        self._group.rank(rank).output.switch_log(self._files.log_path(rank), lines, size)
-
-
-# ---------------------------------------------------------------- questions to idle ranks
-
-
-Answered = Callable[[RankAnswer], None]
-
-
-class Questions:
-    """Sends questions to idle ranks of a session and delivers the answers.
-
-    Args:
-        group: The session's ranks.
-    """
-
-    def __init__(self, group: Group) -> None:
-        self._group = group
-        self._asked = Pending[int, tuple[int, Answered]]()
-
-    def ask(self, request: int, question: RankQuestion, done: Answered, *, busy: bool) -> None:
-        """Ask a rank; `done` is called with its answer, or with the reason why there is none.
-
-        Args:
-            request: The question's number.
-            question: The question and its rank.
-            done: Receives the answer.
-            busy: Whether the ranks can't answer now.
-        """
-        rank = question.rank
-        if not 0 <= rank < len(self._group.ranks) or not self._group.rank(rank).alive:
-            done(RankAnswer(problem=f"there is no rank {rank}"))
-        elif busy:
-            done(RankAnswer(problem=f"rank {rank} is busy"))
-        else:
-            self._asked[request] = rank, done
-            self._group.order(rank, AnswerQuestion(request=request, question=question))
-
-    def answered(self, request: int, answer: RankAnswer) -> None:
-        """Deliver a rank's answer."""
-        if (asked := self._asked.pop(request, None)) is not None:
-            asked[1](answer)
-
-    def died(self, rank: int) -> None:
-        """Answer the dead rank's pending questions with a problem."""
-        for _, done in self._asked.take_all(lambda asked: asked[0] == rank):
-            done(RankAnswer(problem=f"rank {rank} has died"))

@@ -29,9 +29,9 @@ from sgpu_magic.agent.watch.nvml import (
     value_or,
 )
 from sgpu_magic.config import host_name
+from sgpu_magic.config.pool_terms import read_simulated
 from sgpu_magic.packages.mismatches import driver_version
 from sgpu_magic.system.processes import core_count
-from sgpu_magic.wire.costs import read_simulated
 from sgpu_magic.wire.devices import Device, Inventory, is_slice, memory_of, memory_text, type_named, used_bytes_of
 
 BUSY_MEMORY_SHARE = 0.05

@@ -35,10 +35,10 @@ from sgpu_magic.cli.headless.outcome import (
     title_of,
     traceback_of,
 )
+from sgpu_magic.formatting import format_seconds
 from sgpu_magic.options import notebook_job
 from sgpu_magic.options.notebook_job import VARIABLE, as_variable
 from sgpu_magic.views import ansi
-from sgpu_magic.views.units import format_seconds
 
 # saves the output so far of a cell that runs for hours
 _SAVE_EVERY_S = 20.0

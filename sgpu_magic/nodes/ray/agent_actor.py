@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from sgpu_magic.config import Settings, private_dir
-from sgpu_magic.files.atomic_file import LOCK_FILE, HeldLock, take_lock
+from sgpu_magic.files.locks import LOCK_FILE, HeldLock, take_lock
 from sgpu_magic.nodes.ray.cluster import ray, remove_groups_on
 from sgpu_magic.nodes.ray.uplink import AgentOrder, Uplink
 from sgpu_magic.system import processes

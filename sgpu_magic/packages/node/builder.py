@@ -19,7 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from sgpu_magic.files.atomic_file import sha256_of
-from sgpu_magic.packages.distributions import distribution_name, normalised, own_python
+from sgpu_magic.packages.distributions import distribution_name, normalised
+from sgpu_magic.packages.environment_digest import own_python
 from sgpu_magic.packages.node import refusals
 from sgpu_magic.packages.node.base_layer import base_layer, link_layer
 from sgpu_magic.packages.node.refusals import BuildFailed, estimate

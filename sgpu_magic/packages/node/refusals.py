@@ -13,8 +13,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from sgpu_magic.files.atomic_file import format_bytes, read_json, write_whole
-from sgpu_magic.packages.distributions import normalised, own_platform, own_python, some_of
+from sgpu_magic.files.atomic_file import read_json, write_whole
+from sgpu_magic.formatting import format_bytes, names_text
+from sgpu_magic.packages.distributions import normalised
+from sgpu_magic.packages.environment_digest import own_platform, own_python
 from sgpu_magic.packages.requirement_files import key_of, version_of
 from sgpu_magic.packages.secrets import without_url_credentials
 from sgpu_magic.packages.uv_command import UvFailed
@@ -54,9 +56,9 @@ def refuse_unfit(environment: Environment) -> None:
         )
     if environment.conda:
         raise BuildFailed(
-            f"conda has installed some of the notebook's packages ({some_of(environment.conda)}), and the node {host} "
-            "can't get these from a registry of wheels. Install them with pip in the notebook's environment, choose "
-            "other packages with --env-version, or a pool on the notebook's own machine."
+            f"conda has installed some of the notebook's packages ({names_text(environment.conda)}), and the node "
+            f"{host} can't get these from a registry of wheels. Install them with pip in the notebook's environment, "
+            "choose other packages with --env-version, or a pool on the notebook's own machine."
         )
     sources = [line for line in environment.requirements if _is_source(line)]
     if sources and not environment.allow_build:
@@ -137,7 +139,7 @@ def of_disk(root: Path) -> BuildFailed:
 
 
 def _not_built(host: str, names: list[str]) -> BuildFailed:
-    which = f" ({some_of(list(map(without_url_credentials, names)))})" if names else ""
+    which = f" ({names_text(list(map(without_url_credentials, names)))})" if names else ""
     return BuildFailed(
         f"some of the run's packages{which} have no wheel for Python {own_python()} on {own_platform()}, and the node "
         f"{host} builds nothing from source by default. --allow-build permits it, if the node has the compilers; "

@@ -21,7 +21,9 @@ from pathlib import Path
 import msgspec
 
 from sgpu_magic.config import Settings
-from sgpu_magic.files.atomic_file import LOCK_FILE, HeldLock, evict, folder_bytes, locked, read_json, take_lock
+from sgpu_magic.files.atomic_file import read_json
+from sgpu_magic.files.disk_usage import evict, folder_bytes
+from sgpu_magic.files.locks import LOCK_FILE, HeldLock, locked, take_lock
 from sgpu_magic.wire.attachments import Environment
 from sgpu_magic.wire.base import Record
 from sgpu_magic.wire.decoding import JsonDecoder

@@ -16,12 +16,14 @@ import msgspec
 from msgspec.structs import replace
 
 from sgpu_magic.config import Settings
+from sgpu_magic.config.pool_terms import read_prices
+from sgpu_magic.formatting import format_money
 from sgpu_magic.pool.scheduling.capacity import Refusal, ResourceRequest
 from sgpu_magic.pool.scheduling.run import WARN_SHARE, Meter, Run, rough, span
 from sgpu_magic.pool.scheduling.run_table import RunTable
 from sgpu_magic.pool.scheduling.stimuli import Instruction, PublishNote
 from sgpu_magic.wire.base import BUDGET, COST_LIMIT, RunState
-from sgpu_magic.wire.costs import HOUR_S, Prices, device_count, format_money, read_prices
+from sgpu_magic.wire.costs import HOUR_S, Prices, device_count
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.run import RunSpec
 

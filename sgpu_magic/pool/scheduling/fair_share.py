@@ -12,10 +12,10 @@ import heapq
 import math
 from collections.abc import Iterable, Sequence
 
+from sgpu_magic.config.pool_terms import UserLimits, quota_types
 from sgpu_magic.pool.scheduling.capacity import QueueKey, Refusal, ResourceRequest, amount, line_of_lease
 from sgpu_magic.pool.scheduling.run import Run
 from sgpu_magic.wire.base import short
-from sgpu_magic.wire.costs import UserLimits, quota_types
 from sgpu_magic.wire.devices import CPU, Lease
 from sgpu_magic.wire.run import RunSpec
 

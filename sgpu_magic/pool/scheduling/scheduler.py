@@ -20,6 +20,7 @@ from collections.abc import Mapping
 
 from msgspec.structs import replace
 
+from sgpu_magic.config.pool_terms import UserLimits
 from sgpu_magic.pool.scheduling.capacity import ResourceRequest
 from sgpu_magic.pool.scheduling.costs import Budget, CostRules, Tariff
 from sgpu_magic.pool.scheduling.fair_share import NO_LIMITS, FairShare
@@ -55,7 +56,6 @@ from sgpu_magic.pool.scheduling.stimuli import (
     TimePassed,
 )
 from sgpu_magic.wire.base import RunState
-from sgpu_magic.wire.costs import UserLimits
 from sgpu_magic.wire.devices import Inventory, Lease
 from sgpu_magic.wire.run import RunSpec
 

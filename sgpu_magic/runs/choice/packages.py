@@ -22,7 +22,8 @@ from sgpu_magic.config import Settings, private_dir
 from sgpu_magic.errors import EnvironmentFailed, UsageError
 from sgpu_magic.files.atomic_file import write_whole
 from sgpu_magic.packages import environment_request, named_environments
-from sgpu_magic.packages.distributions import distribution_name, environment_digest, normalised, own_python
+from sgpu_magic.packages.distributions import distribution_name, normalised
+from sgpu_magic.packages.environment_digest import environment_digest, own_python
 from sgpu_magic.packages.named_environments import BASE_NAMES, base_list
 from sgpu_magic.packages.requirement_files import key_of, name_of, read_file, version_of
 from sgpu_magic.packages.secrets import without_url_credentials

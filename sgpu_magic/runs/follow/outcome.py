@@ -21,7 +21,7 @@ from sgpu_magic.client.result import RunResult
 from sgpu_magic.client.run import Run
 from sgpu_magic.errors import NodeLost, RunCancelled, SgpuError
 from sgpu_magic.runs.follow.run_loop import HISTORY_PATIENCE_S, Ending, Subscription, follow
-from sgpu_magic.runs.notebook import RestartWatch
+from sgpu_magic.runs.kernel_restarts import RestartWatch
 from sgpu_magic.views.remote_error import run_exception
 from sgpu_magic.views.run_notes import unstopped_note
 from sgpu_magic.wire.base import RunKind, RunState, short

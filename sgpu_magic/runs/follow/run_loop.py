@@ -13,7 +13,7 @@ import msgspec
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.client.run import Run
 from sgpu_magic.errors import CapacityError, KeyRefused, PoolError, PoolVersionError, RunUnknown, SgpuError
-from sgpu_magic.runs.notebook import JOIN_S
+from sgpu_magic.runs.notices import JOIN_S
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.publisher import Publisher
 from sgpu_magic.wire.base import FailureKind, short

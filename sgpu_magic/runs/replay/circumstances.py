@@ -18,10 +18,10 @@ from packaging.utils import canonicalize_name
 from sgpu_magic import __version__
 from sgpu_magic.client.this_machine import this_interpreter
 from sgpu_magic.config import host_name, load_settings
+from sgpu_magic.formatting import names_text
 from sgpu_magic.packages.local_code import installed_entries
 from sgpu_magic.packages.snapshot import take_snapshot
-from sgpu_magic.runs.notebook import git_tags
-from sgpu_magic.views.format_run import names_text
+from sgpu_magic.runs.git_state import git_tags
 from sgpu_magic.wire.decoding import decode_json
 from sgpu_magic.wire.run import Interpreter
 

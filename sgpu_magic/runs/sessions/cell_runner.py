@@ -12,8 +12,8 @@ import msgspec
 from sgpu_magic.client.result import RunResult
 from sgpu_magic.client.run import Run
 from sgpu_magic.errors import RunCancelled, SessionError
+from sgpu_magic.formatting import format_ranks
 from sgpu_magic.options.option_records import RunOptions
-from sgpu_magic.options.values import format_ranks
 from sgpu_magic.payload.call import FunctionCall
 from sgpu_magic.payload.digest import Fingerprint
 from sgpu_magic.payload.namespace import collect

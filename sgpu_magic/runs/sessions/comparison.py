@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection
 
-from sgpu_magic.files.atomic_file import format_bytes
-from sgpu_magic.views.format_run import names_text
+from sgpu_magic.formatting import format_bytes, names_text
 
 Show = Callable[[str], None]
 """Shows a sentence below the cell in place of the last one; "" removes it."""

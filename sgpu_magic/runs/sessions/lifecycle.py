@@ -13,11 +13,13 @@ from msgspec.structs import replace
 
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.errors import SessionError
-from sgpu_magic.options.values import Duration, duration_s, format_ranks
+from sgpu_magic.formatting import format_ranks
+from sgpu_magic.options.values import Duration, duration_s
 from sgpu_magic.runs.follow import outcome
 from sgpu_magic.runs.follow.run_loop import Subscription
 from sgpu_magic.runs.kernel_context import KernelContext
-from sgpu_magic.runs.notebook import Background, cell_number
+from sgpu_magic.runs.notebook import cell_number
+from sgpu_magic.runs.notices import Background
 from sgpu_magic.runs.submit.target import ResolvedTarget
 from sgpu_magic.views.run_notes import SessionState, finishing_text
 from sgpu_magic.wire.base import RunState, short

@@ -14,7 +14,7 @@ from types import ModuleType
 
 import msgspec
 
-from sgpu_magic.options.values import format_ranks
+from sgpu_magic.formatting import format_ranks
 from sgpu_magic.payload.call import RANK_NAMES
 from sgpu_magic.payload.digest import Fingerprint
 from sgpu_magic.payload.memory_digests import MemoryDigests, shared_digests

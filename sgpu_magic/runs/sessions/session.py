@@ -12,8 +12,10 @@ from msgspec.structs import replace
 
 from sgpu_magic.client.result import RunResult
 from sgpu_magic.errors import SerializationError, UsageError
+from sgpu_magic.formatting import format_ranks, names_text
 from sgpu_magic.options.option_records import EnvironmentOptions, RunOptions
-from sgpu_magic.options.values import Duration, Ranks, check_name, format_ranks, outputs_from, ranks_from, timeout_s
+from sgpu_magic.options.rank_lists import Ranks, ranks_from
+from sgpu_magic.options.values import Duration, check_name, outputs_from, timeout_s
 from sgpu_magic.packages.distributions import Snapshot
 from sgpu_magic.payload.call import FunctionCall
 from sgpu_magic.runs.follow.outcome import Interrupts
@@ -25,7 +27,6 @@ from sgpu_magic.runs.sessions.cell_runner import names_on, push
 from sgpu_magic.runs.sessions.lifecycle import SessionLifecycle
 from sgpu_magic.runs.sessions.namespace_sync import NamespaceTracker
 from sgpu_magic.runs.sessions.some_ranks import RankCollection
-from sgpu_magic.views.format_run import names_text
 from sgpu_magic.wire.run import OutputName
 
 # how many names a sentence lists

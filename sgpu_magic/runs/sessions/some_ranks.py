@@ -8,7 +8,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, cast, overload
 
 from sgpu_magic.client.result import RunResult
-from sgpu_magic.options.values import check_name, format_ranks
+from sgpu_magic.formatting import format_ranks
+from sgpu_magic.options.values import check_name
 from sgpu_magic.payload.parts import is_dtensor
 from sgpu_magic.payload.parts import joined as joined_shards
 

@@ -6,21 +6,21 @@ import ast
 import re
 import shlex
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Collection, Iterable
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from msgspec.structs import replace
 
-from sgpu_magic.client.result import RunResult
 from sgpu_magic.errors import CellSyntaxError, UsageError
 from sgpu_magic.options import notebook_job
 from sgpu_magic.options.option_records import RunOptions
 from sgpu_magic.payload.call import RANK_NAMES
 from sgpu_magic.payload.names import CellNames, names_in
-from sgpu_magic.payload.namespace import collect, only_in_notebook, submodules_read
+from sgpu_magic.payload.namespace import collect, submodules_read
 from sgpu_magic.runs.notebook import cell_number, future_flags
 from sgpu_magic.runs.submit import spec
+from sgpu_magic.runs.submit.history import history
 from sgpu_magic.runs.submit.spec import PackedCode
 from sgpu_magic.wire.base import RunKind
 from sgpu_magic.wire.events import as_warning
@@ -31,13 +31,6 @@ if TYPE_CHECKING:
 
 _DEFINITION = re.compile(r"^(?:async\s+)?(?:def|class)\s+(\w+)", re.MULTILINE)
 _WORD = re.compile(r"[^\W\d]\w*")
-# they change with every cell of the notebook, so they are sent each time; a run's own result stays in the notebook: on
-# the ranks, the same names have the values that its last cell had there
-_RESULT = re.compile(r"_{1,3}|_\d+")
-_INPUT = re.compile(r"_i{1,3}|_i\d+")
-_RESULTS = frozenset({"Out", "_oh"})
-_USE = re.compile(r"\b(?:Out|_oh)\b(?:\s*\[\s*(\d+)\s*\])?")
-_INPUTS = frozenset({"In", "_ih"})
 
 
 class Cell(msgspec.Struct, frozen=True):
@@ -236,42 +229,3 @@ def transform_of(shell: Any) -> Callable[[str], str] | None:
         return "".join(lines)
 
     return transform
-
-
-# ---------------------------------------------------------------- the notebook's inputs and results
-
-
-def _stays(value: object) -> bool:
-    """Whether it is one of this package's handles, such as the session that `%sgpu_connect` returns."""
-    return isinstance(value, RunResult) or bool(only_in_notebook(value))
-
-
-def history(
-    names: Iterable[str], source: str, namespace: Mapping[str, object], exclude: Collection[str] = ()
-) -> dict[str, object]:
-    """Return the values to send of the names in which IPython keeps inputs and results.
-
-    Args:
-        names: Names that the cell reads.
-        source: The cell. If it reads results by number only, as `Out[3]`, no others are sent.
-        namespace: The notebook's namespace.
-        exclude: Names that are not sent.
-    """
-    found: dict[str, object] = {}
-    for name in names:
-        if name in exclude or name not in namespace:
-            continue
-        value = namespace[name]
-        if name in _RESULTS and isinstance(value, dict):
-            outputs = cast("dict[Any, object]", value)
-            uses: list[str] = _USE.findall(source)
-            found[name] = {
-                number: each
-                for number, each in outputs.items()
-                if not _stays(each) and ("" in uses or str(number) in uses)
-            }
-        elif name in _INPUTS and isinstance(value, list):
-            found[name] = list(cast("list[object]", value))
-        elif _INPUT.fullmatch(name) or (_RESULT.fullmatch(name) and not _stays(value)):
-            found[name] = value
-    return found

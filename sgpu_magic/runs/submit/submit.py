@@ -22,18 +22,16 @@ from sgpu_magic.config import Settings
 from sgpu_magic.errors import RunCancelled, UsageError
 from sgpu_magic.options import notebook_job
 from sgpu_magic.options.option_records import OWN_PACKAGES, EnvironmentOptions
+from sgpu_magic.packages.environment_variables import travelling
+from sgpu_magic.packages.module_references import check_references, check_versions
 from sgpu_magic.packages.secrets import SecretsOf, blanked_settings
 from sgpu_magic.packages.snapshot import take_snapshot
-from sgpu_magic.packages.travel import (
-    check_before_travel,
-    check_references,
-    check_versions,
-    mismatch_news,
-    travelling,
-)
+from sgpu_magic.packages.travel import check_before_travel, mismatch_news
 from sgpu_magic.runs import packages
-from sgpu_magic.runs.notebook import tell_git_state, working_directory
-from sgpu_magic.runs.submit.spec import MOVE_NAMES, Submission, tracking_of
+from sgpu_magic.runs.git_state import tell_git_state
+from sgpu_magic.runs.notebook import working_directory
+from sgpu_magic.runs.submit.spec import Submission
+from sgpu_magic.runs.submit.tracking_target import MOVE_NAMES, tracking_of
 from sgpu_magic.wire.attachments import CodeBundle, Environment, Upload
 from sgpu_magic.wire.base import RunKind, short
 from sgpu_magic.wire.client import Describe, TrackRun

@@ -4,6 +4,7 @@ schema        everything a live view shows except log lines, as JSON
 messages      updates, requests and replies, as JSON
 
 feed          updates for one front end, at most 10 messages a second, and replies to its requests
+answers       replies to requests of the view
 
 snapshot      `RunView` -> `Snapshot`: everything shown except log lines, small enough for one message
 bars          progress bars parsed from text, and the progress of the run

@@ -15,8 +15,9 @@ from sgpu_magic.views.bundle import interrupted_bundle
 from sgpu_magic.views.cell_outputs import OutputSlots
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.format_summary import is_quiet
+from sgpu_magic.views.live.answers import Answers
 from sgpu_magic.views.live.comm import Channels, Taker
-from sgpu_magic.views.live.feed import Answers, Feed
+from sgpu_magic.views.live.feed import Feed
 from sgpu_magic.views.live.log_reader import LogReader
 from sgpu_magic.views.live.messages import Answer, Question
 from sgpu_magic.views.live.rank_widgets import RankWidgets, SessionWidgets, Tell

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from msgspec.structs import replace
 
 from sgpu_magic.config import SEVEN_DAYS_S
+from sgpu_magic.formatting import clipped, ends, format_elapsed, format_seconds
 from sgpu_magic.views import ansi
 from sgpu_magic.views.failure import failure_block
 from sgpu_magic.views.fold import RunView
@@ -44,7 +45,7 @@ from sgpu_magic.views.ranks import rank_cards
 from sgpu_magic.views.run_notes import finishing_text, other_lines
 from sgpu_magic.views.stacks import stall_lines
 from sgpu_magic.views.tracebacks import cut_lines
-from sgpu_magic.views.units import clipped, ends, format_elapsed, format_seconds, steady_time
+from sgpu_magic.views.units import steady_time
 from sgpu_magic.views.usage import thinned
 from sgpu_magic.wire.base import RunState
 from sgpu_magic.wire.costs import HOUR_S

@@ -1,7 +1,9 @@
 """A cell on a rank: preparation, execution, display, failures and results.
 
 cell_run           executes one order: prepare, run, reply; runs torch's profiler around the cell
+cell_trace         traces the lines of a cell
 diagnosis          describes a failure: traceback, line of the cell, memory use; notices training on one rank alone
+lone_training      detects that each rank trains alone, without exchanging gradients
 shell              the rank's IPython shell, which runs cells and scripts
 shell_commands     runs `!command` without a keyboard
 event_loop         the event loop of cells, and the tasks in it

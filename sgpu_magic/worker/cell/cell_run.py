@@ -5,15 +5,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import gzip
 import os
-import shutil
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +21,8 @@ from sgpu_magic.wire.base import Record, RunKind
 from sgpu_magic.wire.events import as_warning
 from sgpu_magic.wire.rank import Execute, Joined, Remarked
 from sgpu_magic.wire.run import CellSource
-from sgpu_magic.worker.cell import diagnosis, results
+from sgpu_magic.worker.cell import diagnosis, lone_training, results
+from sgpu_magic.worker.cell.cell_trace import CellTrace
 from sgpu_magic.worker.cell.displays import hook_of
 from sgpu_magic.worker.cell.results import Reply, pack_names
 from sgpu_magic.worker.cell.shell import RankShell, Script, enter_script
@@ -35,12 +31,6 @@ from sgpu_magic.worker.process import position, user_code
 from sgpu_magic.worker.process.helper import Order
 from sgpu_magic.worker.process.rank_context import RankState, results_received
 from sgpu_magic.worker.process.user_code import encodable
-
-# at 100,000 small operations a second, each of which takes half a kilobyte, a longer trace may not fit in the rank's
-# memory, and no viewer opens it
-LONGEST_TRACE_S = 20.0
-
-_LOG_LEVEL, _SILENT = "KINETO_LOG_LEVEL", "99"
 
 
 def rehearse(shell: RankShell) -> None:
@@ -145,7 +135,7 @@ class CellRun:
         kind = self._message.kind
         seconds = 0.0
         if kind in (RunKind.CELL, RunKind.CALL):
-            training = diagnosis.LoneTraining(self._rank, len(self._message.only) or self._standing.ranks)
+            training = lone_training.LoneTraining(self._rank, len(self._message.only) or self._standing.ranks)
             if self._shell.is_first and self._standing.stand_in_note:
                 self._say(Remarked(text=self._standing.stand_in_note))
             error, seconds = self._run_cell()
@@ -261,77 +251,3 @@ class CellRun:
             in_rank.begin(message, message.tracking, self._rank, self._say)
         with results_received(self._shell):
             unpack.unpack_namespace(data, message.layout, message.context.key, self._shell.user_ns)
-
-
-# ---------------------------------------------------------------- trace
-
-
-class CellTrace:
-    """`--profile`: a trace of torch's profiler around the cell, for chrome://tracing and ui.perfetto.dev.
-
-    Traces the main thread and torch's threads from the creation of this object on.
-
-    Args:
-        run_dir: The run's directory.
-        rank: This rank.
-    """
-
-    def __init__(self, run_dir: str, rank: int) -> None:
-        from torch import profiler
-
-        self._directory = os.path.join(run_dir, "profile")
-        self._name = f"rank-{rank}.pt.trace.json.gz"
-        self._over = threading.Event()
-        self._stopped_after: float | None = None
-        activities = [profiler.ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            activities.append(profiler.ProfilerActivity.CUDA)
-        # one cycle has nothing to clear, but without the setting torch 2.11 warns that it clears
-        self._profiler: Any = profiler.profile(activities=activities, acc_events=True)
-        # Kineto logs each of its steps to the rank's stderr unless it starts with this setting
-        said = os.environ.setdefault(_LOG_LEVEL, _SILENT)
-        try:
-            self._profiler.start()
-        finally:
-            if said == _SILENT:
-                del os.environ[_LOG_LEVEL]
-        self._began = time.monotonic()
-        threading.Thread(target=self._limit, name="sgpu-profile", daemon=True).start()
-
-    def end(self) -> str:
-        """Write the trace and return a remark for the user."""
-        self._over.set()
-        try:
-            if self._stopped_after is None:
-                self._profiler.stop()
-            self._write()
-        except (OSError, RuntimeError) as error:
-            return f"the profiler's trace could not be written: {error}"
-        text = f"the profiler's traces are in {self._directory}, one for each rank; ui.perfetto.dev opens them."
-        if self._stopped_after is not None:
-            text += f" They end after {self._stopped_after:.0f} s: what the cell did later is not in them."
-        return text
-
-    def _limit(self) -> None:
-        if not self._over.wait(LONGEST_TRACE_S):
-            user_code.in_main_thread(self._stop_early)
-
-    def _stop_early(self) -> None:
-        if not self._over.is_set():
-            self._stopped_after = time.monotonic() - self._began
-            self._profiler.stop()
-
-    def _write(self) -> None:
-        os.makedirs(self._directory, mode=0o700, exist_ok=True)
-        # hidden, since MLflow's writer may list the directory meanwhile
-        text, packed = (os.path.join(self._directory, f".{self._name}.{kind}") for kind in ("json", "tmp"))
-        try:
-            self._profiler.export_chrome_trace(text)
-            # torch compresses at the slowest level: three times as long for a file a tenth smaller
-            with open(text, "rb") as plain, gzip.open(packed, "wb", compresslevel=3) as file:
-                shutil.copyfileobj(plain, file, 1 << 20)
-            os.replace(packed, os.path.join(self._directory, self._name))
-        finally:
-            for left in (text, packed):
-                with contextlib.suppress(OSError):
-                    os.unlink(left)

@@ -20,7 +20,6 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from sgpu_magic.errors import EnvironmentFailed, SerializationError
 from sgpu_magic.system.processes import memory_available_bytes
@@ -29,7 +28,7 @@ from sgpu_magic.wire.rank_events import Failure, RankMemory, TensorUse
 from sgpu_magic.worker.cell import failures
 from sgpu_magic.worker.cell.collective_errors import find_collective_error, is_raised_by_c
 from sgpu_magic.worker.cell.shell import RankShell
-from sgpu_magic.worker.process import position, user_code
+from sgpu_magic.worker.process import user_code
 from sgpu_magic.worker.process.user_code import is_a
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -242,53 +241,3 @@ def free() -> None:
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
-
-
-# ---------------------------------------------------------------- training alone
-
-
-class _Steps:
-    """Number of optimizer steps in this process."""
-
-    count = 0
-
-
-def count_optimizer_steps() -> None:
-    """Count optimizer steps from now on. Called in the zygote."""
-    register_optimizer_step_post_hook(_stepped)
-
-
-def _stepped(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-    # a compiled step would be recompiled for each count
-    if not torch.compiler.is_compiling():
-        _Steps.count += 1
-
-
-class LoneTraining:
-    """Detects a rank of several that trains without the others, which is rarely intended and never an error.
-
-    Covers one cell, from the creation of this object on.
-
-    Args:
-        rank: This rank.
-        ranks: Number of ranks that run the cell.
-    """
-
-    def __init__(self, rank: int, ranks: int) -> None:
-        self._rank = rank
-        self._ranks = ranks
-        self._steps = _Steps.count
-        self._began_at = time.time()
-
-    def remark(self) -> str:
-        """Return a remark for the user, "" if this rank has not trained or has called a collective."""
-        if self._ranks == 1 or _Steps.count == self._steps or not position.records_every_backend():
-            return ""
-        _, entered_at = position.current_collective()
-        if entered_at >= self._began_at:
-            return ""
-        return (
-            f"rank {self._rank} has trained by itself: an optimizer made steps there, but it called no collective. One "
-            f"model on all {self._ranks} ranks needs DistributedDataParallel or a framework that uses the ranks; "
-            "accelerate on CPU ranks needs Accelerator(cpu=True)."
-        )

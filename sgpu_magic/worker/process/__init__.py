@@ -10,6 +10,8 @@ user_code         when an interrupt reaches the user's code, and calls of it tha
 terminal          stdout and stderr at descriptor level, refused keyboard input, and `exit`
 position          where the rank is: its stack, readable from outside and after its death, and its collective
 patches           changes to other packages in a rank and in the processes that it starts
+notebook_classes  classes of the notebook in child processes of a rank
+stand_in          CUDA devices that stand for the CPU, on machines without a GPU
 cuda_on_cpu       maps cuda to the CPU on a rank without a GPU
 cuda_functions    the functions of `torch.cuda` and `torch.accelerator` there
 """

@@ -17,19 +17,14 @@ there. All these children import this module, so it imports little.
 from __future__ import annotations
 
 import functools
-import multiprocessing.spawn
-import operator
 import os
 import sys
-import types
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
-from multiprocessing.reduction import ForkingPickler
 from types import ModuleType
 from typing import Any
 
-_KEY = "sgpu_cuda_on_cpu"
 Execute = Callable[[ModuleType], None]
 
 
@@ -121,107 +116,3 @@ def _apply_time_limit(owner: Any, name: str) -> None:
         return result
 
     setattr(owner, name, call)
-
-
-# ---------------------------------------------------------------- the notebook's classes in child processes
-
-
-def teach_multiprocessing() -> None:
-    """Make multiprocessing pickle classes and functions of `__main__` by value."""
-    ForkingPickler.reducer_override = _reduce_by_value  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def load(data: bytes) -> object:
-    """In the child, rebuild a class or function, and pickle such objects by value from then on."""
-    import cloudpickle
-
-    teach_multiprocessing()
-    return cloudpickle.loads(data)
-
-
-def _reduce_by_value(self: ForkingPickler, obj: object) -> Any:
-    if (
-        isinstance(obj, type | types.FunctionType)
-        and getattr(obj, "__module__", None) == "__main__"
-        and not _is_imported(obj)
-    ):
-        import cloudpickle
-
-        # multiprocessing's pickler can't pickle code objects, so cloudpickle's stream is nested in its own
-        return load, (cloudpickle.dumps(obj),)
-    return NotImplemented
-
-
-def _is_imported(obj: type | types.FunctionType) -> bool:
-    """Whether the child finds the object in the file that it imports for `__main__`."""
-    main = sys.modules["__main__"]
-    if not getattr(main, "__file__", None) or getattr(main, "__package__", None):
-        # a cell; or a module of a package, whose relative imports fail in the child
-        return False
-    try:
-        return operator.attrgetter(obj.__qualname__)(main) is obj
-    except AttributeError:
-        return False
-
-
-# ---------------------------------------------------------------- cuda on the CPU
-
-
-class _Mapping:
-    """Unpickles as a call of `map_cuda`."""
-
-    def __init__(self, devices: int) -> None:
-        self._devices = devices
-
-    def __reduce__(self) -> tuple[Callable[[int], str], tuple[int]]:
-        return map_cuda, (self._devices,)
-
-
-def _prepare_children(devices: int) -> None:
-    """Let processes that this one starts map cuda.
-
-    Args:
-        devices: Number of devices that they see.
-    """
-    spawn: Any = multiprocessing.spawn
-    if hasattr(spawn.get_preparation_data, "__wrapped__"):
-        return
-    original: Callable[[str], dict[str, Any]] = spawn.get_preparation_data
-
-    @functools.wraps(original)
-    def get_preparation_data(name: str) -> dict[str, Any]:
-        return original(name) | {_KEY: _Mapping(devices)}
-
-    spawn.get_preparation_data = get_preparation_data
-
-
-def map_cuda(devices: int, current: int = 0) -> str:
-    """Map cuda in this process, as soon as it imports torch, and in those that it starts.
-
-    Args:
-        devices: Number of devices that it sees.
-        current: Index of the current device.
-
-    Returns:
-        A value for the data that is read.
-    """
-    # a child of this process may import torch although this one does not
-    _prepare_children(devices)
-    if "torch" in sys.modules:
-        _install(current, devices)
-    else:
-        after_import(("torch",), lambda module: _install(current, devices))
-    return "mapped"
-
-
-def map_cuda_in_task() -> None:
-    """Map cuda in a process of Ray's that runs tasks or an actor, which has one device."""
-    map_cuda(1)
-
-
-def _install(current: int, devices: int) -> None:
-    from sgpu_magic.worker.process import cuda_on_cpu
-
-    if cuda_on_cpu.install(current, devices):
-        after_import(cuda_on_cpu.LIGHTNING, cuda_on_cpu.accept_cpu)
-        after_import((cuda_on_cpu.FSDP,), cuda_on_cpu.accept_fsdp)

@@ -33,7 +33,7 @@ from sgpu_magic.worker.cell.edited_modules import EditedModules
 from sgpu_magic.worker.cell.shell import RankShell
 from sgpu_magic.worker.group import rendezvous
 from sgpu_magic.worker.group.renewal import renew
-from sgpu_magic.worker.process import position
+from sgpu_magic.worker.process import position, stand_in
 from sgpu_magic.worker.process.patches import after_import
 
 _LAST_RESULTS = ("_", "__", "___")
@@ -290,10 +290,10 @@ class RankState:
             raise self._join_error
         if context.maps_cuda and not self.cuda:
             # not imported in the zygote, so that only such ranks pay for it
-            from sgpu_magic.worker.process import cuda_on_cpu, patches
+            from sgpu_magic.worker.process import cuda_on_cpu
 
             self.stand_in_note = cuda_on_cpu.NOTE
-            patches.map_cuda(int(rank_variables["LOCAL_WORLD_SIZE"]), int(rank_variables["LOCAL_RANK"]))
+            stand_in.map_cuda(int(rank_variables["LOCAL_WORLD_SIZE"]), int(rank_variables["LOCAL_RANK"]))
         own_device = set_device(device, rank_variables, cpu_stands_in=context.cpu_stands_in)
         if not self._joined:
             # the kernel's environment has replaced the zygote's, which had the recorder's variable

@@ -39,7 +39,8 @@ from sgpu_magic.wire.rank import (
     ZygoteFailed,
     ZygoteReady,
 )
-from sgpu_magic.worker.process import orphans, terminal
+from sgpu_magic.worker.cell import lone_training
+from sgpu_magic.worker.process import notebook_classes, orphans, terminal
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that may reach all processes of a service at once. The agent alone handles them: it lets ranks end."""
@@ -99,7 +100,7 @@ def _preload() -> str:
             with contextlib.suppress(ImportError):
                 importlib.import_module(name)
         from sgpu_magic.tracking import in_rank
-        from sgpu_magic.worker.cell import diagnosis, edited_modules, event_loop, results, shell, widgets
+        from sgpu_magic.worker.cell import edited_modules, event_loop, results, shell, widgets
         from sgpu_magic.worker.group import local_names, rendezvous
         from sgpu_magic.worker.process import leaving, patches, position, rank_context
 
@@ -108,13 +109,13 @@ def _preload() -> str:
         rendezvous.accept_second_rendezvous()
         local_names.count_by_members()
         orphans.install()
-        patches.teach_multiprocessing()
+        notebook_classes.teach_multiprocessing()
         patches.refuse_launchers()
         event_loop.run_other_loops()
         patches.apply_time_limits()
         patches.around_import(("mlflow",), in_rank.around_import)
         edited_modules.note_imports()
-        diagnosis.count_optimizer_steps()
+        lone_training.count_optimizer_steps()
         widgets.install()
     compat.install()
     # outside `catch_warnings`: the filters that the shell sets stay, as in the notebook

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from sgpu_magic.wire.rank import MetricsReported, PrivateRay
 from sgpu_magic.wire.tracking import MetricPoint
-from sgpu_magic.worker.process.patches import map_cuda_in_task
+from sgpu_magic.worker.process.stand_in import map_cuda_in_task
 
 LOOPBACK = "127.0.0.1"
 

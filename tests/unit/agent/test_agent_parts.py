@@ -28,7 +28,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from waiting import eventually
 
-from sgpu_magic.agent.failures import death, find_root_cause
+from sgpu_magic.agent.failures import find_root_cause
+from sgpu_magic.agent.rank_deaths import death
 from sgpu_magic.agent.ranks import rank_output
 from sgpu_magic.agent.ranks.group import Group
 from sgpu_magic.agent.ranks.rank_output import RankOutput

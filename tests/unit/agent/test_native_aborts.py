@@ -6,8 +6,9 @@ import signal
 
 import pytest
 
-from sgpu_magic.agent.failures import death, find_root_cause
+from sgpu_magic.agent.failures import find_root_cause
 from sgpu_magic.agent.native_aborts import Cause, find_native_abort
+from sgpu_magic.agent.rank_deaths import death
 from sgpu_magic.wire.base import FailureKind
 from sgpu_magic.wire.rank_events import Collective, CollectiveTimeout, Failure
 

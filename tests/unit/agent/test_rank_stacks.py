@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from kernels import eventually
 
-from sgpu_magic.agent.failures import MemoryWatch, peak_memory
+from sgpu_magic.agent.memory_watch import MemoryWatch, peak_memory
 from sgpu_magic.agent.ranks.rank_process import NotebookFrames, StackFile, parse
 from sgpu_magic.agent.ranks.run_processes import CpuWatch, ProcessTable
 from sgpu_magic.agent.ranks.stop import catches

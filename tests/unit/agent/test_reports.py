@@ -39,8 +39,8 @@ from sgpu_magic.wire.rank_events import CommMessage, CommsMoved, DisplayPublishe
 from sgpu_magic.wire.run import CellSource, Owner, RunSpec
 
 if TYPE_CHECKING:
-    from sgpu_magic.agent.launch import StandbyGroups
     from sgpu_magic.agent.runs.node_run import NodeRun
+    from sgpu_magic.agent.standby_groups import StandbyGroups
 
 RUN = "0123abcd"
 SPEC = RunSpec(

@@ -24,7 +24,7 @@ from sgpu_magic.client.this_machine import (
 )
 from sgpu_magic.config import Settings, private_dir
 from sgpu_magic.errors import PoolError
-from sgpu_magic.files.atomic_file import LOCK_FILE, is_locked, take_lock, take_lock_or_none
+from sgpu_magic.files.locks import LOCK_FILE, is_locked, take_lock, take_lock_or_none
 from sgpu_magic.system.processes import process_start
 from sgpu_magic.wire.client import Warm
 from sgpu_magic.wire.pool_status import PoolAddress, address_file, lock_file

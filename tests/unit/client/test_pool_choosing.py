@@ -18,11 +18,11 @@ from sgpu_magic.client.pool_choosing import (
 )
 from sgpu_magic.client.pools import PoolStatusReply
 from sgpu_magic.client.pools_file import PoolEntry
+from sgpu_magic.config.pool_terms import read_prices
 from sgpu_magic.errors import CapacityError, UsageError
 from sgpu_magic.options.table import in_pythons_words
 from sgpu_magic.options.values import check_spread, memory_bytes, node_count, strategy_of
 from sgpu_magic.wire.base import RunState, new_id
-from sgpu_magic.wire.costs import read_prices
 from sgpu_magic.wire.devices import Device, Inventory
 from sgpu_magic.wire.pool_status import PoolStatus, RunSummary
 

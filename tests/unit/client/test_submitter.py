@@ -12,9 +12,10 @@ from scripted_pools import RUN, ScriptedPool, Services, has_run, lacks_runs, spe
 from waiting import eventually
 
 from sgpu_magic.client import submitter as module
+from sgpu_magic.client.payload_memory import PayloadMemory
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.client.run import Attachments
-from sgpu_magic.client.submitter import PayloadMemory, Submitter
+from sgpu_magic.client.submitter import Submitter
 from sgpu_magic.config import Settings, load_settings
 from sgpu_magic.errors import PoolError, RunUnknown, UsageError
 from sgpu_magic.payload.buffers import INLINE_LIMIT

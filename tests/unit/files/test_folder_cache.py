@@ -15,9 +15,11 @@ from sgpu_magic.agent.reports import FileRequests
 from sgpu_magic.agent.runs import run_memory
 from sgpu_magic.agent.runs.preparing import LaunchInputs
 from sgpu_magic.config import load_settings
-from sgpu_magic.files.atomic_file import appearing, evict, locked, take_lock
+from sgpu_magic.files.atomic_file import appearing
 from sgpu_magic.files.content_store import blob_path
+from sgpu_magic.files.disk_usage import evict
 from sgpu_magic.files.folder_cache import FolderCache
+from sgpu_magic.files.locks import locked, take_lock
 from sgpu_magic.wire.attachments import StoredPart, StoredPayload
 
 

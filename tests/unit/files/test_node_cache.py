@@ -19,7 +19,7 @@ from waiting import eventually
 from sgpu_magic import runtime
 from sgpu_magic.config import load_settings
 from sgpu_magic.errors import UsageError
-from sgpu_magic.files.folder_cache import NodeCache, node_cache
+from sgpu_magic.files.node_cache import NodeCache, node_cache
 
 MB = 1_000_000
 

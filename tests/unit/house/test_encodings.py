@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[3] / "sgpu_magic"
-ROOMS = ["client", "packages", "files", "system", "agent", "nodes", "config.py", "worker/process"]
+ROOMS = ["client", "packages", "files", "system", "agent", "nodes", "config", "worker/process"]
 # receivers without system names: digests, keys in base 85, JSON, texts of the package itself
 _PLAIN = ("hexdigest", "json", "dumps", "base64", "secret", "public", "server_key", "key", "text", "new", "data")
 

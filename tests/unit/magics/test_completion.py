@@ -16,7 +16,7 @@ from IPython.core.interactiveshell import InteractiveShell
 
 from sgpu_magic.client.pools_file import PoolEntry, add_pool
 from sgpu_magic.magics import completion
-from sgpu_magic.magics.cell_hooks import AutoMode
+from sgpu_magic.magics.auto_mode import AutoMode
 from sgpu_magic.magics.completion import RankQuestions
 from sgpu_magic.views import help as help_pages
 from sgpu_magic.wire.run import Match, RankAnswer

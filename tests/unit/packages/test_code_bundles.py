@@ -24,7 +24,7 @@ from sgpu_magic.errors import SerializationError
 from sgpu_magic.files.file_state import FileState
 from sgpu_magic.packages.code_files import Bundles
 from sgpu_magic.packages.local_code import LocalCode, check_size, find_local_code, imports_of
-from sgpu_magic.packages.travel import check_references
+from sgpu_magic.packages.module_references import check_references
 from sgpu_magic.packages.wheels import content_key
 from sgpu_magic.wire.attachments import CodeBundle, Environment
 

@@ -41,13 +41,12 @@ from sgpu_magic.packages.distributions import (
     Distribution,
     Kind,
     Snapshot,
-    environment_digest,
     is_from_node,
-    is_valid_digest,
     read_distribution,
     record_hash,
     without_credentials,
 )
+from sgpu_magic.packages.environment_digest import environment_digest, is_valid_digest
 from sgpu_magic.packages.environment_request import order_of
 from sgpu_magic.packages.lock import Lock, keep_lock, kept_lock, lock_order, make_lock
 from sgpu_magic.packages.requirement_files import environment_requirements, snapshot_requirements

@@ -23,9 +23,10 @@ from sgpu_magic.packages.mismatches import (
     packages_of,
     packages_of_pins,
 )
+from sgpu_magic.packages.module_references import check_versions
 from sgpu_magic.packages.named_environments import base_list
 from sgpu_magic.packages.snapshot import changes, process_began_at, read_snapshot, stale_modules, versions
-from sgpu_magic.packages.travel import check_before_travel, check_versions
+from sgpu_magic.packages.travel import check_before_travel
 from sgpu_magic.packages.uv_command import index_variables, uv_path
 from sgpu_magic.wire.attachments import Environment
 

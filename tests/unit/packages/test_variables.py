@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
+from sgpu_magic.packages.environment_variables import travelling
 from sgpu_magic.packages.secrets import SecretsOf, blanked_settings
-from sgpu_magic.packages.travel import travelling
 
 START = {
     "PATH": "/usr/bin",

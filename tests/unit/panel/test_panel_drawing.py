@@ -12,6 +12,7 @@ import pytest
 from sgpu_magic.client.ledger import Use
 from sgpu_magic.client.pool_choosing import PriceBook
 from sgpu_magic.config import Settings
+from sgpu_magic.config.pool_terms import read_prices
 from sgpu_magic.panel.device_rows import Durations
 from sgpu_magic.panel.orders import Said
 from sgpu_magic.panel.past_runs import RunFilesOfPool, SimulatedUse, month_began, month_line, month_sums
@@ -22,7 +23,6 @@ from sgpu_magic.pool.run_log import RunLog
 from sgpu_magic.server.panel_handlers import Outbox
 from sgpu_magic.wire.base import RunKind, RunState
 from sgpu_magic.wire.codec import frame
-from sgpu_magic.wire.costs import read_prices
 from sgpu_magic.wire.devices import Device, Inventory, Placement
 from sgpu_magic.wire.events import Event, Submitted
 from sgpu_magic.wire.pool_status import BudgetState, PoolStatus, RunSummary

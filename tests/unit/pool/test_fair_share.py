@@ -8,11 +8,11 @@ from examples import examples
 from hypothesis import HealthCheck, given, settings
 from simulated_cluster import Driven, cluster, spec
 
+from sgpu_magic.config.pool_terms import read_limits, read_priorities, read_quotas
 from sgpu_magic.pool.scheduling.capacity import QueueKey
 from sgpu_magic.pool.scheduling.fair_share import FairShare
 from sgpu_magic.pool.scheduling.run import Run
 from sgpu_magic.pool.scheduling.scheduler import Scheduler
-from sgpu_magic.wire.costs import read_limits, read_priorities, read_quotas
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.run import RunSpec
 

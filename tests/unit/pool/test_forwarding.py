@@ -9,7 +9,7 @@ from sgpu_magic.pool.clients import ConnectedClient
 from sgpu_magic.pool.parts import PoolParts
 from sgpu_magic.pool.rank_requests import Forwarding
 from sgpu_magic.wire.base import RunState
-from sgpu_magic.wire.files import OpenStream, StreamClosed
+from sgpu_magic.wire.streams import OpenStream, StreamClosed
 
 RUN = "aaaa0000"
 

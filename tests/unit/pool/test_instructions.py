@@ -21,10 +21,12 @@ from sgpu_magic.config import Settings
 from sgpu_magic.errors import UsageError
 from sgpu_magic.files.run_directory import EventFile
 from sgpu_magic.pool.active_runs import ActiveRuns, PoolRun
+from sgpu_magic.pool.adoption import Adoption
 from sgpu_magic.pool.billing import Billing
+from sgpu_magic.pool.health import Guard
 from sgpu_magic.pool.instructions import Instructions, Launches
 from sgpu_magic.pool.ledger import Ledger
-from sgpu_magic.pool.parts import Adoption, FreshInventory, Guard
+from sgpu_magic.pool.parts import FreshInventory
 from sgpu_magic.pool.scheduling import stimuli as sched
 from sgpu_magic.pool.scheduling.costs import Tariff
 from sgpu_magic.pool.server import ConnectedClient

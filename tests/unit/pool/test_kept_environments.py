@@ -11,8 +11,8 @@ import pytest
 from waiting import eventually
 
 from sgpu_magic.config import Settings
+from sgpu_magic.pool.environment_store import EnvironmentStore
 from sgpu_magic.pool.retention import Retention
-from sgpu_magic.pool.submissions import EnvironmentStore
 from sgpu_magic.wire.base import new_id
 from sgpu_magic.wire.client import KeepEnvironment
 

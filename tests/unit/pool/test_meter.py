@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 from scheduler_requests import gpus, launched, node, running, spec, submit
 
 from sgpu_magic.config import load_settings
+from sgpu_magic.config.pool_terms import read_prices
 from sgpu_magic.errors import UsageError
+from sgpu_magic.formatting import format_money
 from sgpu_magic.pool.billing import Billing, IdleMeter, budget_of, budget_state
 from sgpu_magic.pool.ledger import Ledger, Metered
 from sgpu_magic.pool.ledger_database import MIGRATIONS, migrate
@@ -38,7 +40,7 @@ from sgpu_magic.pool.scheduling.stimuli import (
 )
 from sgpu_magic.pool.submissions import unfit
 from sgpu_magic.wire.base import FailureKind, RunKind, RunState
-from sgpu_magic.wire.costs import Prices, billed_s, cost_so_far, format_money, gpu_s_so_far, idle_seconds, read_prices
+from sgpu_magic.wire.costs import Prices, billed_s, cost_so_far, gpu_s_so_far, idle_seconds
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.events import RunEnded
 from sgpu_magic.wire.pool_status import RunSummary

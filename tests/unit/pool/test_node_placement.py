@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from simulated_cluster import Driven, cluster, spec
 
+from sgpu_magic.config.pool_terms import read_prices
 from sgpu_magic.pool.scheduling.costs import Tariff
 from sgpu_magic.pool.scheduling.scheduler import Scheduler
 from sgpu_magic.pool.scheduling.stimuli import (
@@ -20,7 +21,6 @@ from sgpu_magic.pool.scheduling.stimuli import (
     RunRequeued,
 )
 from sgpu_magic.wire.base import RunKind, RunState
-from sgpu_magic.wire.costs import read_prices
 from sgpu_magic.wire.devices import Inventory, NodeShare
 from sgpu_magic.wire.run import RunSpec
 

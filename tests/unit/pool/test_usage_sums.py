@@ -22,11 +22,11 @@ from scheduler_requests import spec
 from sgpu_magic.cli.runs import as_json, comma_separated, table
 from sgpu_magic.client.ledger import Usage, Use, recent_runs, usage, usage_within
 from sgpu_magic.config import load_settings
+from sgpu_magic.config.pool_terms import read_prices
 from sgpu_magic.errors import UsageError
 from sgpu_magic.pool.ledger import Ledger, Metered
 from sgpu_magic.pool.ledger_database import MIGRATIONS, migrate
 from sgpu_magic.wire.base import RunKind, RunState
-from sgpu_magic.wire.costs import read_prices
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.pool_status import RunSummary
 from sgpu_magic.wire.run import Owner

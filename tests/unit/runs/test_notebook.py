@@ -14,7 +14,9 @@ from IPython.core.interactiveshell import InteractiveShell
 from waiting import eventually
 
 from sgpu_magic.runs import notebook
-from sgpu_magic.runs.notebook import NoticeBoard, SendingBoard, watch_restarts, working_directory
+from sgpu_magic.runs.kernel_restarts import watch_restarts
+from sgpu_magic.runs.notebook import working_directory
+from sgpu_magic.runs.notices import NoticeBoard, SendingBoard
 
 
 @pytest.fixture

@@ -28,7 +28,6 @@ from sgpu_magic.packages.requirement_files import read_file
 from sgpu_magic.runs.choice.keeper import (
     KEY_FILE,
     MAX_FILE_BYTES,
-    NOTEBOOKS_FILE,
     ChoiceKeeper,
     is_signed,
     keeper_of,
@@ -36,6 +35,7 @@ from sgpu_magic.runs.choice.keeper import (
     read_key,
     sign,
 )
+from sgpu_magic.runs.choice.known_notebooks import NOTEBOOKS_FILE
 from sgpu_magic.runs.choice.packages import env_version_of, missing, problem_of_requirement
 from sgpu_magic.runs.choice.schema import Choice, KeptChoice, normal, problem_of, read_kept, words_of
 from sgpu_magic.runs.submit.target import MAGIC_WAYS, PYTHON_WAYS, held_words, with_choice

@@ -11,9 +11,10 @@ import pytest
 from lazy_modules import torch
 
 from sgpu_magic.errors import UsageError
-from sgpu_magic.magics.cell_hooks import stays_here
+from sgpu_magic.formatting import format_ranks
+from sgpu_magic.magics.auto_mode import stays_here
 from sgpu_magic.options.argparse_form import parse
-from sgpu_magic.options.values import format_ranks, parse_ranks, ranks_from
+from sgpu_magic.options.rank_lists import parse_ranks, ranks_from
 from sgpu_magic.payload.digest import Fingerprint
 from sgpu_magic.payload.names import names_bound, names_in
 from sgpu_magic.payload.namespace import collect

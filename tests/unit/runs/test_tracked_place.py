@@ -21,8 +21,9 @@ from sgpu_magic.payload import pack
 from sgpu_magic.pool.active_runs import PoolRun
 from sgpu_magic.pool.run_log import RunLog
 from sgpu_magic.pool.tracker import Tracker
-from sgpu_magic.runs.notebook import Tags, git_tags, tell_git_state
-from sgpu_magic.runs.submit.spec import Submission, tracking_of
+from sgpu_magic.runs.git_state import Tags, git_tags, tell_git_state
+from sgpu_magic.runs.submit.spec import Submission
+from sgpu_magic.runs.submit.tracking_target import tracking_of
 from sgpu_magic.tracking.store import Progress, save_progress
 from sgpu_magic.wire.base import RunKind
 from sgpu_magic.wire.client import Submit

@@ -25,7 +25,7 @@ from waiting import eventually
 import sgpu_magic
 from sgpu_magic.cli.run_directories import sync
 from sgpu_magic.config import Settings
-from sgpu_magic.files.atomic_file import locked
+from sgpu_magic.files.locks import locked
 from sgpu_magic.pool.retention import RunOnDisk, Why, choose_removals
 from sgpu_magic.tracking.runs import Batch, RunFold, SystemMetrics, key
 from sgpu_magic.tracking.store import Progress, is_unsent, opening, save_progress

@@ -14,7 +14,7 @@ from mlflow_stores import lay_store
 from tracking_writers import Runs, ToldRun, quiet_mlflow
 
 from sgpu_magic.config import Settings
-from sgpu_magic.files.atomic_file import locked
+from sgpu_magic.files.locks import locked
 from sgpu_magic.tracking.runs import Batch
 from sgpu_magic.tracking.store import Progress, save_progress
 from sgpu_magic.wire import events as ev

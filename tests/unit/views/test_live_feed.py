@@ -12,7 +12,7 @@ import pytest
 from live_log import FrontEnd, LiveRun
 
 from sgpu_magic.errors import PoolError
-from sgpu_magic.views.live.feed import Answers
+from sgpu_magic.views.live.answers import Answers
 from sgpu_magic.views.live.log_reader import LogReader
 from sgpu_magic.views.live.messages import (
     Answer,

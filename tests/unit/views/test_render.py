@@ -51,7 +51,14 @@ from stories import (
 
 from sgpu_magic import errors
 from sgpu_magic.config import host_name
-from sgpu_magic.files.atomic_file import format_bytes
+from sgpu_magic.formatting import (
+    format_bytes,
+    format_clock,
+    format_duration,
+    format_elapsed,
+    format_ranks,
+    format_seconds,
+)
 from sgpu_magic.runs.follow.outcome import deliver
 from sgpu_magic.runs.follow.run_loop import Subscription
 from sgpu_magic.server.runs import cell_outputs
@@ -68,14 +75,7 @@ from sgpu_magic.views.publisher import NotebookPublisher, SilentPublisher, Termi
 from sgpu_magic.views.ranks import ended_ranks_html, live_ranks_html, rank_cards
 from sgpu_magic.views.remote_error import run_exception
 from sgpu_magic.views.stacks import group_stacks, last_python_line, stacks_html, stacks_text, verdict
-from sgpu_magic.views.units import (
-    RunTimes,
-    format_clock,
-    format_duration,
-    format_elapsed,
-    format_ranks,
-    format_seconds,
-)
+from sgpu_magic.views.units import RunTimes
 from sgpu_magic.wire import events as ev
 from sgpu_magic.wire import rank_events
 from sgpu_magic.wire.base import FailureKind, RunState

@@ -40,7 +40,7 @@ from sgpu_magic.panel import kernel_actions, orders, past_runs
 from sgpu_magic.payload import notebook_text
 from sgpu_magic.pool import clients
 from sgpu_magic.pool import ledger as pool_ledger
-from sgpu_magic.runs.choice import keeper, schema
+from sgpu_magic.runs.choice import keeper, known_notebooks, schema
 from sgpu_magic.runs.replay import recorded
 from sgpu_magic.system import secure_sockets
 from sgpu_magic.tracking import in_rank_cell
@@ -271,7 +271,7 @@ READERS: dict[str, Reader] = {
         hostile_msgpack,
     ),
     "client/pools_file.py:parse": Reader(of_file(pools_file.read_pools), hostile_toml, (UsageError,)),
-    "config.py:settings_in_file": Reader(in_config(this_machine.stated_settings), hostile_toml, (UsageError,)),
+    "config/__init__.py:settings_in_file": Reader(in_config(this_machine.stated_settings), hostile_toml, (UsageError,)),
     "client/upload_files.py:_decoder": decoder(upload_files._decoder),
     "files/run_directory.py:_decoder": Reader(feed_events, hostile_msgpack),
     "files/atomic_file.py:read_json": Reader(
@@ -340,7 +340,9 @@ READERS: dict[str, Reader] = {
     "pool/clients.py:_clients": Reader(of_file(clients.read_clients), hostile_toml, (UsageError,)),
     "pool/ledger.py:_summary_of": Reader(lambda data, _: pool_ledger._summary_of(row(data)), hostile_json),
     "runs/choice/keeper.py:KnownNotebooks._read": Reader(
-        of_file(lambda file: keeper.KnownNotebooks(file.parent)._read(), keeper.NOTEBOOKS_FILE), hostile_json, ()
+        of_file(lambda file: known_notebooks.KnownNotebooks(file.parent)._read(), known_notebooks.NOTEBOOKS_FILE),
+        hostile_json,
+        (),
     ),
     "runs/choice/keeper.py:_notebooks": Reader(of_file(lambda file: keeper.read_notebook(file, 1)), hostile_json, ()),
     "runs/choice/keeper.py:read_notebook": Reader(

@@ -33,6 +33,7 @@ from sgpu_magic.wire import (
     rank,
     rank_events,
     run,
+    streams,
     tracking,
 )
 from sgpu_magic.wire.base import TRANSITIONS, Numbered, OfRun, Record, RunState, can_move, check_id, is_valid_id, new_id
@@ -50,7 +51,7 @@ MODULES = (
     run,
     tracking,
 )
-BASES = (Record, Numbered, OfRun, files.OfStream, rank.OfFork, rank_events.OfRank)
+BASES = (Record, Numbered, OfRun, streams.OfStream, rank.OfFork, rank_events.OfRank)
 GOLDEN = Path(__file__).parents[2] / "golden" / "protocol_shapes.txt"
 
 UNIONS: dict[str, tuple[Any, codec.Decoder[Any]]] = {

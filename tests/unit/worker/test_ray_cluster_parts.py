@@ -21,7 +21,7 @@ import pytest
 from launches import placed_launch
 from msgspec.structs import replace
 
-from sgpu_magic.agent.runs.run_files import make_ray_directories, remove_ray_directories, sweep_ray_directories
+from sgpu_magic.agent.runs.ray_directories import make_ray_directories, remove_ray_directories, sweep_ray_directories
 from sgpu_magic.config import Settings
 from sgpu_magic.wire.base import new_id
 from sgpu_magic.wire.devices import Lease
@@ -183,7 +183,7 @@ def test_tasks_are_no_ranks_and_another_clusters_variables_are_not_theirs():
         "RAY_DASHBOARD_SUBPROCESS_MODULE_WAIT_READY_TIMEOUT": "75",
     }
     found = ray_processes.of_processes(rank, ray, ["/code"], "/package", maps_cuda=True)
-    assert "sgpu_magic.worker.process.patches.map_cuda_in_task" in found.values()
+    assert "sgpu_magic.worker.process.stand_in.map_cuda_in_task" in found.values()
 
 
 def test_lines_of_workers_are_counted_without_rays_marks(tmp_path: Path):

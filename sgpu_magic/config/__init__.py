@@ -2,6 +2,8 @@
 
 Also the locations of files: state on local disk, in a directory for each host because machines may share a home
 directory, and sockets in a runtime directory with a short path.
+
+pool_terms  a pool's terms: parsers of prices, priorities, quotas and simulated devices
 """
 
 from __future__ import annotations
@@ -19,8 +21,9 @@ from typing import cast
 import msgspec
 from platformdirs import user_config_path, user_state_path
 
+from sgpu_magic.config.pool_terms import prices_text, read_prices, read_priorities, read_quotas, read_simulated
 from sgpu_magic.errors import UsageError
-from sgpu_magic.wire.costs import is_currency, prices_text, read_prices, read_priorities, read_quotas, read_simulated
+from sgpu_magic.wire.costs import is_currency
 from sgpu_magic.wire.decoding import decode_toml
 
 # suffix of remedies that change a pool's directories: a kernel reads these settings when it loads the extension

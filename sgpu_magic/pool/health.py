@@ -1,0 +1,123 @@
+"""Whether the service works in full: its faults, kept until their cause is gone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from sgpu_magic.errors import PoolError, SgpuError
+from sgpu_magic.pool.active_runs import ActiveRuns, PoolRun
+from sgpu_magic.pool.server import ConnectedClient, Server
+from sgpu_magic.system.processes import write_log
+from sgpu_magic.wire.client import ClientMessage, Submit
+
+
+class ServiceFault(Exception):
+    """A fault of the service that belongs to no run."""
+
+
+class Health:
+    """Why this service starts no new runs. It still follows and ends existing ones.
+
+    Attributes:
+        problems: Sentences without a full stop, by the part of the service that each is about.
+    """
+
+    def __init__(self) -> None:
+        self.problems: dict[str, str] = {}
+
+    @property
+    def problem(self) -> str:
+        """All problems in one text; "" without any."""
+        return "; ".join(self.problems.values())
+
+    def report(self, part: str, problem: str) -> None:
+        """Record a part's problem; "" clears it."""
+        if not problem:
+            self.problems.pop(part, None)
+        elif self.problems.get(part) != problem:
+            self.problems[part] = problem
+            write_log(f"sgpu: no new run is started: {problem}\n")
+
+    def check(self) -> None:
+        """Refuse a new run while there is a problem.
+
+        Raises:
+            PoolError: There is one.
+        """
+        if self.problems:
+            raise PoolError(
+                f"the pool starts no new runs: {self.problem}. Its active runs continue. It accepts runs again when "
+                "this is over; to restart it, run `sgpu pool stop` (a served pool's operator restarts it)."
+            )
+
+
+class Guard:
+    """Makes calls, and attributes a fault to the run or client that the call is for.
+
+    Args:
+        server: Where the clients are connected.
+        active: The active runs.
+        where: Where faults are logged, as the end of a sentence.
+
+    Attributes:
+        end: Ends a run after a fault. Takes the run, a sentence, and whether its ranks are gone.
+    """
+
+    def __init__(self, server: Server, active: ActiveRuns, where: str) -> None:
+        self._server = server
+        self._active = active
+        self._where = where
+        self.end: Callable[[PoolRun, str, bool], None] = lambda _run, _why, _gone: None
+
+    def for_run(self, run_id: str, call: Callable[[], None], *, gone: bool = False) -> None:
+        """Make a call for a run; a fault ends the run.
+
+        Args:
+            run_id: The run.
+            call: The call.
+            gone: Whether its ranks are gone.
+        """
+        run = self._active.get(run_id)
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001
+            self.log(f"run {run_id} ends because of it", error)
+            if (run := self._active.get(run_id) or run) is not None:
+                self.end(run, self._words_of(error), gone)
+
+    def for_client(self, client: ConnectedClient, message: ClientMessage, call: Callable[[], None]) -> None:
+        """Make a call for a client's message.
+
+        An `SgpuError` becomes the reply and refuses the request. After a fault the request is refused with an
+        `InternalError`, and a run that the message submitted ends.
+        """
+        try:
+            call()
+        except SgpuError as error:
+            self._server.refuse(client, getattr(message, "request", 0), error.message, type(error).__name__)
+        except Exception as error:  # noqa: BLE001
+            self.log(f"a message of process {client.pid} was dropped ({type(message).__name__})", error)
+            run = self._active.get(message.spec.run_id) if isinstance(message, Submit) else None
+            if run is not None and run.owner is client:
+                self.end(run, self._words_of(error), False)
+            elif request := getattr(message, "request", 0):
+                self._server.refuse(client, request, self._words_of(error), "InternalError")
+
+    def for_nobody(self, call: Callable[[], None], what: str = "a node's reply was dropped") -> None:
+        """Make a call that belongs to no run, such as passing on a node's reply, which clients await with a deadline.
+
+        Args:
+            call: The call.
+            what: What a fault costs, for the log.
+        """
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001
+            self.log(what, error)
+
+    def log(self, what: str, error: BaseException) -> None:
+        """Write a fault into the service's log."""
+        write_log(f"an internal error in the pool service: {what}\n", error)
+
+    def _words_of(self, error: Exception) -> str:
+        return f"an internal error in the pool service ({type(error).__name__}: {error}); {self._where}"
