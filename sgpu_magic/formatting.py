@@ -120,9 +120,14 @@ def clipped(text: str, most: int = 200) -> str:
     return text if len(text) <= most else f"{text[:most]} ..."
 
 
+def plural(number: int, noun: str) -> str:
+    """Return `rank` for one, `ranks` for any other number."""
+    return noun if number == 1 else f"{noun}s"
+
+
 def count_of(number: int, noun: str) -> str:
     """Return `1 rank`, `4 ranks`, `204,816 lines`."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+    return f"{number:,} {plural(number, noun)}"
 
 
 def names_text(names: Iterable[str], most: int = 8) -> str:

@@ -33,7 +33,7 @@ describe("a message that is not what it should be", () => {
   });
 
   it("is no choice when a notebook's metadata has it", () => {
-    const kept = { choice: choice(), signed: "ab", version: messages.VERSION };
+    const kept = { choice: choice(), version: messages.VERSION };
     expect(messages.readKept({ ...kept, later: 1 })).toMatchObject(kept);
     for (const none of [undefined, null, "a10", { ...kept, choice: { gpus: "2" } }, { ...kept, version: 99 }]) {
       expect(messages.readKept(none)).toBeNull();

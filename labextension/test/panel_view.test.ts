@@ -287,7 +287,7 @@ describe("applying", () => {
   it("says before what it will do, and connects", async () => {
     const { el, notebook } = await ready(kernelPicture({ choice: choice() }));
     await shows(el, "2 packages will be installed, about 20 s. Nothing is running.");
-    const kept = { choice: choice(), signed: "ab", version: 1 };
+    const kept = { choice: choice(), version: 1 };
     notebook.answer = () => kernelAnswer(kernelPicture({ choice: choice() }), { kept, said: "Connecting main." });
     button(el, "Apply and connect").click();
     await shows(el, "Connecting main.");
@@ -980,7 +980,7 @@ describe("the kernel", () => {
   });
 
   it("is told what the notebook keeps", async () => {
-    const kept = { choice: choice(), signed: "", version: 1 };
+    const kept = { choice: choice(), version: 1 };
     const notebook = new TestNotebook();
     notebook.kept = kept;
     mounted(new TestHost(notebook));

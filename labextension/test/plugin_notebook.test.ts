@@ -17,7 +17,6 @@ import { KERNEL, kernelAnswer, kernelPicture, NOW, poolPicture, SESSION } from "
 
 const KEPT: KeptChoice = {
   choice: { gpus: 2, type: "a10", pool: "", env_version: "", dependencies: [], removed: [] },
-  signed: "0123",
   version: 1,
 };
 
@@ -457,9 +456,9 @@ describe("a notebook's kept choice", () => {
     session.setStatus("idle");
     await pass();
     expect(kernel.asked).toHaveLength(3);
-    model.setMetadata(CHOICE_KEY, { ...KEPT, signed: "4567" });
+    model.setMetadata(CHOICE_KEY, { ...KEPT, choice: { ...KEPT.choice, gpus: 3 } });
     await pass();
-    expect(kernel.asked.at(-1)?.kept?.signed).toBe("4567");
+    expect(kernel.asked.at(-1)?.kept?.choice.gpus).toBe(3);
   });
 
   it("is not told by a notebook that has none: its kernel may have nothing to do with pools", async () => {
@@ -487,12 +486,12 @@ describe("a notebook's kept choice", () => {
   });
 
   it("is written when the kernel says so", async () => {
-    const signed = { ...KEPT, signed: "by this user" };
+    const chosen = { ...KEPT, choice: { ...KEPT.choice, gpus: 3 } };
     model.metadata.set(CHOICE_KEY, KEPT);
-    kernel.reply = ({ n }) => answer({ n, kept: signed });
+    kernel.reply = ({ n }) => answer({ n, kept: chosen });
     const notebook = link();
     await pass();
-    expect(notebook.kept).toEqual(signed);
+    expect(notebook.kept).toEqual(chosen);
     expect(kernel.asked).toHaveLength(1);
   });
 });

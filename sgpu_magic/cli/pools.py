@@ -72,7 +72,9 @@ def listing(settings: Settings) -> str:
     rows = [("pool", "kind", "address", "now", "free/total")]
     for answer in answers:
         kind, address = ("this machine", "") if answer.entry is None else (answer.entry.kind, answer.entry.address)
-        state = "can't be reached" if answer.problem else _NOT_RUNNING if answer.status is None else "up"
+        state = _NOT_RUNNING if answer.status is None else "up"
+        if answer.problem:
+            state = "can't be reached"
         there = {} if answer.status is None else counts(answer.status)
         free = ", ".join(f"{count.free}/{count.total} {kind}" for kind, count in there.items())
         rows.append((answer.name, kind, address, state, free))

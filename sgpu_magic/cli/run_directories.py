@@ -70,7 +70,9 @@ def _show(files: FilesOfRun, rank: int | None, follow: bool, out: TextIO) -> Non
             files.list()
     ranks = row.ranks if row is not None else _ranks_with_logs(files)
     if rank is not None and not 0 <= rank < ranks:
-        has = f"ranks 0 to {ranks - 1}" if ranks > 1 else "only rank 0" if ranks else "no rank that has started"
+        has = f"ranks 0 to {ranks - 1}" if ranks > 1 else "only rank 0"
+        if not ranks:
+            has = "no rank that has started"
         raise UsageError(f"run {short(run_id)} has {has}, not {rank}.")
     has_colours = out.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     clean = ansi.colours_only if has_colours else ansi.plain

@@ -19,6 +19,7 @@ import msgspec
 from sgpu_magic.client.this_machine import own_key_path
 from sgpu_magic.config import Settings, load_settings, private_dir
 from sgpu_magic.errors import PoolError, SgpuError, UsageError
+from sgpu_magic.formatting import count_of
 from sgpu_magic.nodes.ray.deploy import DEPLOYED, Deployment, JobsApi, deploy, undeploy
 from sgpu_magic.pool import clients
 from sgpu_magic.pool.clients import read_clients
@@ -115,7 +116,7 @@ def revoke(settings: Settings, name: str, who: str) -> str:
     path = served_settings(settings, checked_name(name)).state_path / CLIENTS
     keys = clients.revoke(path, who)
     return (
-        f"{who} may no longer use the pool {name}: {keys} key{'s' * (keys != 1)} removed, links are closed within "
+        f"{who} may no longer use the pool {name}: {count_of(keys, 'key')} removed, links are closed within "
         "seconds. Active runs continue; an admin can stop them with `sgpu cancel`."
     )
 

@@ -20,7 +20,7 @@ from sgpu_magic.client.this_machine import find_pool
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError, RunUnknown, UsageError
 from sgpu_magic.files.run_directory import links_below, list_below, open_below
-from sgpu_magic.formatting import format_bytes
+from sgpu_magic.formatting import format_bytes, plural
 from sgpu_magic.wire.base import check_id, is_valid_id, short
 from sgpu_magic.wire.decoding import decode_json
 from sgpu_magic.wire.files import EVENTS, KEY, PAYLOAD, PAYLOAD_PARTS, REQUIREMENTS, RunFiles
@@ -80,8 +80,9 @@ def pool_with(pools: Pools, settings: Settings, run: str, *, going_on: bool = Fa
                 return pools.of(answer.name)
     asked = [answer.name for answer in answers if not answer.problem] or [LOCAL]
     silent = ", ".join(answer.name for answer in answers if answer.problem)
+    what = "active run" if going_on else "run"
     raise RunUnknown(
-        f"no {'active ' * going_on}run has an id that begins with {run!r} in the pool{'s' * (len(asked) > 1)} "
+        f"no {what} has an id that begins with {run!r} in the {plural(len(asked), 'pool')} "
         f"{', '.join(asked)}. %sgpu_status and `sgpu runs` list them."
         + (f" Not asked, because it can't be reached: {silent}." if silent else "")
     )

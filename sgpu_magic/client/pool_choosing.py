@@ -15,7 +15,7 @@ from sgpu_magic.client.pools_file import LOCAL, PoolEntry
 from sgpu_magic.config import Settings
 from sgpu_magic.config.pool_terms import read_prices
 from sgpu_magic.errors import CapacityError
-from sgpu_magic.formatting import format_bytes, format_money
+from sgpu_magic.formatting import count_of, format_bytes, format_money, plural
 from sgpu_magic.wire.costs import Prices
 from sgpu_magic.wire.devices import ANY, CPU, memory_bytes, memory_of, memory_text
 from sgpu_magic.wire.pool_status import PoolStatus
@@ -152,7 +152,7 @@ def cheapest_type(asked: PoolStatusReply, wanted: DeviceRequest, money: PriceBoo
     ranks = wanted.ranks or 1
     if not (enough := [kind for kind, count in fitting.items() if count.total >= ranks]):
         raise CapacityError(
-            f"the pool {asked.name} has no {ranks} device{'s' * (ranks > 1)} of one type with "
+            f"the pool {asked.name} has no {count_of(ranks, 'device')} of one type with "
             f"{format_bytes(wanted.min_memory_bytes)} of memory each. It has: {has_words(asked.status)}. Ask for "
             "less with --min-memory, or for fewer with --gpus."
         )
@@ -313,4 +313,5 @@ def _what(wanted: DeviceRequest) -> str:
     kind = wanted.device_type
     many = f"{wanted.ranks} " if wanted.ranks else ""
     memory = f" with {format_bytes(wanted.min_memory_bytes)}" if wanted.min_memory_bytes else ""
-    return f"{many}{'device' + 's' * (wanted.ranks != 1) if kind in (None, ANY) else kind}{memory}"
+    noun = plural(wanted.ranks or 0, "device") if kind in (None, ANY) else kind
+    return f"{many}{noun}{memory}"

@@ -14,6 +14,7 @@ import msgspec
 from sgpu_magic.client.mirror import Mirror
 from sgpu_magic.errors import PoolError, UsageError
 from sgpu_magic.files.atomic_file import read_json
+from sgpu_magic.formatting import count_of, format_ranks
 from sgpu_magic.wire.base import short
 from sgpu_magic.wire.events import RunEnded
 from sgpu_magic.wire.files import TRACKING
@@ -141,12 +142,12 @@ class RunResult:
         raise IndexError(f"run {short(self.run_id)} has ranks 0 to {len(self.values) - 1}, not {rank}")
 
     def _which(self) -> str:
-        return f"rank{'s' * (len(self.ranks) > 1)} {', '.join(map(str, self.ranks))}"
+        return format_ranks(self.ranks)
 
     def __repr__(self) -> str:
         head = f"run {short(self.run_id)}{f' on {self._which()}' if self._only else ''}: "
         if not any(self._texts):
-            return head + ("no value" if self._only else f"{len(self.values)} rank{'s' * (len(self) > 1)}, no value")
+            return head + ("no value" if self._only else f"{count_of(len(self.values), 'rank')}, no value")
         texts = [_one_line(text) if text else "None" for text in self._texts]
         if len(set(texts)) == 1 and len(texts) > 1:
             shown = f"{texts[0]} on each of {len(texts)} ranks"

@@ -344,7 +344,9 @@ def _read(setting: str, name: str, kind: str, value: object, where: str) -> obje
         if setting == "track":
             # earlier versions used true and false, which mean all and off
             word = text.lower()
-            return word if word in ("auto", "all") else "all" if _TRUTHS[word] else "off"
+            if word in ("auto", "all"):
+                return word
+            return "all" if _TRUTHS[word] else "off"
         return _KINDS[kind](text)
     except (KeyError, ValueError) as error:
         why = f"is {value!r}; a value of type {kind} is needed"

@@ -13,7 +13,6 @@ from IPython.core.magic import Magics
 
 from sgpu_magic.magics import completion
 from sgpu_magic.magics.auto_mode import AutoMode
-from sgpu_magic.magics.cell_hooks import LauncherHints
 from sgpu_magic.magics.completion import RankQuestions
 from sgpu_magic.magics.rank_errors import draw_no_rank_errors, draw_rank_errors
 from sgpu_magic.magics.rebind_tracker import RebindTracker
@@ -48,12 +47,14 @@ def load(shell: InteractiveShell) -> None:
         undo.callback(_unregister, shell, each)
     draw_rank_errors(shell)
     undo.callback(draw_no_rank_errors, shell)
-    assignments, hints = RebindTracker(shell, auto), LauncherHints(shell, auto)
-    before, after = (assignments.before_cell, hints.before_cell), (assignments.after_cell, magics.warmth.after_cell)
-    for event, calls in (("pre_run_cell", before), ("post_run_cell", after)):
-        for call in calls:
-            shell.events.register(event, call)
-            undo.callback(shell.events.unregister, event, call)
+    assignments = RebindTracker(shell, auto)
+    for event, call in (
+        ("pre_run_cell", assignments.before_cell),
+        ("post_run_cell", assignments.after_cell),
+        ("post_run_cell", magics.warmth.after_cell),
+    ):
+        shell.events.register(event, call)
+        undo.callback(shell.events.unregister, event, call)
     # before the sessions end, so that no message says that %sgpu_auto is off
     undo.callback(auto.remove)
     kernel = getattr(shell, "kernel", None)

@@ -70,7 +70,7 @@ def _add_arguments(made: Parser) -> None:
     made.add_argument("name", nargs="?", metavar="NAME", help="name of the environment")
     what = "also show differences from a base environment, a requirements or pylock file, or a saved environment"
     made.add_argument("--diff", default="", metavar="4|ai-4|FILE|NAME", help=what)
-    what = "confirm choices that somebody else saved in this notebook, so that a bare %%%%distributed uses them"
+    what = "confirm the choice that came with this notebook, so that a bare %%%%distributed uses them"
     made.add_argument("--accept", action="store_true", help=what)
     what = "open a panel to choose GPUs and packages, connect, and follow runs"
     made.add_argument("--panel", action="store_true", help=what)

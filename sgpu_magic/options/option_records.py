@@ -9,6 +9,7 @@ import msgspec
 
 from sgpu_magic.config import SEVEN_DAYS_S
 from sgpu_magic.errors import UsageError
+from sgpu_magic.formatting import count_of
 from sgpu_magic.wire.run import OutputName
 
 if TYPE_CHECKING:
@@ -188,7 +189,7 @@ def check_cell(session: Session | None, options: RunOptions, magic: str) -> None
                 f"--gpus {max(options.only) + 1}, or leave {option} out."
             )
         return
-    has = f"session {session.name} has {session.ranks} rank{'s' * (session.ranks > 1)} on {session.device_type}"
+    has = f"session {session.name} has {count_of(session.ranks, 'rank')} on {session.device_type}"
     ways = "--session none gives the cell a lease of its own"
     if not options.fresh:
         ways = f"--ranks runs it on some of them, --fresh in new processes on the session's devices, and {ways}"

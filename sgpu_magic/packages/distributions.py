@@ -112,7 +112,8 @@ class Distribution:
             head = f"{self.key} @ {self.vcs}+{self.url}@{self.commit}"
         elif self.kind is Kind.ARCHIVE:
             head = f"{self.key} @ {self.url}"
-            parts = [f"sha256={self.sha256}"] * bool(self.sha256) + parts
+            if self.sha256:
+                parts.insert(0, f"sha256={self.sha256}")
         else:
             return ""
         return f"{head}#{'&'.join(parts)}" if parts else head

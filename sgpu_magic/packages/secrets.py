@@ -280,7 +280,8 @@ def _is_random(value: str) -> bool:
     if _ALPHABET.fullmatch(value) is None or value.startswith("/"):
         return False
     runs = _CLASSES.findall(value)
-    if len({"a" if run.islower() else "A" if run.isupper() else "0" for run in runs}) < 3:
+    # a run of characters is lower case, upper case, or digits
+    if len({(run.islower(), run.isupper()) for run in runs}) < 3:
         return False
     return len(runs) / len(value) >= _RANDOM_CHANGES
 

@@ -232,7 +232,8 @@ def holders_of(
     for run in runs:
         if run.state not in HOLDING or run.session:
             continue
-        count = len(uuids.intersection(run.uuids)) if uuids else 0 if run.uuids else run.ranks
+        # a run without devices has slots, as many as ranks
+        count = len(uuids.intersection(run.uuids)) if uuids or run.uuids else run.ranks
         if not count:
             continue
         began = run.metered_at if run.metered_at is not None else run.started_at

@@ -229,7 +229,9 @@ def _python(version: str, packages: Mapping[str, str]) -> str:
 
 
 def _line(change: Change) -> PackageLine:
-    sign = "+" if not change.before else "~" if change.now else "-"
+    sign = "~" if change.now else "-"
+    if not change.before:
+        sign = "+"
     words = f"{change.name} {' → '.join(filter(None, (change.before, change.now)))}"
     return PackageLine(sign=sign, name=change.name, words=words, removable=sign == "+")
 

@@ -124,7 +124,9 @@ def fits(session: Session, choice: Choice) -> bool:
 
 
 def _button(connect: bool, known: bool) -> str:
-    return "Apply" if not connect else "Connect" if known else "Apply and connect"
+    if not connect:
+        return "Apply"
+    return "Connect" if known else "Apply and connect"
 
 
 def _asked(context: KernelContext, choice: Choice, words: list[str], *, connect: bool) -> PoolStatusReply | None:

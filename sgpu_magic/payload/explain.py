@@ -21,6 +21,7 @@ from typing import Any, cast
 
 import msgspec
 
+from sgpu_magic.formatting import format_ranks
 from sgpu_magic.payload.call import FunctionCall
 from sgpu_magic.payload.namespace import bound_cells, only_in_notebook
 from sgpu_magic.payload.parts import WHOLE_STATE, Missing, Part
@@ -124,8 +125,7 @@ def explain_parts(label: str, name: str, lacking: Missing, world_size: int) -> s
     """
     part = lacking.part
     there = part.path if name and part.path else "a part of it"
-    owners = ", ".join(map(str, lacking.has))
-    whose = f"rank{'s' * (len(lacking.has) != 1)} {owners}" if owners else "an unknown rank"
+    whose = format_ranks(lacking.has) if lacking.has else "an unknown rank"
     if part.selects:
         return (
             f"{label} can't go to the ranks: {there} is {part.kind} of {whose}, made for {lacking.of} ranks, and the "

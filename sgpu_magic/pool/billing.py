@@ -159,7 +159,9 @@ class Billing:
         currency = "" if due.cost is None else self._tariff.currency
         ended = msgspec.structs.replace(ended, gpu_s=due.gpu_s, cost=due.cost, currency=currency)
         # a session that never started was never idle
-        idle_s = None if not run.is_session else 0.0 if idle is None else idle.seconds(now)
+        idle_s = 0.0 if idle is None else idle.seconds(now)
+        if not run.is_session:
+            idle_s = None
         return ended, Metered(gpu_s=due.gpu_s, cost=due.cost, idle_s=idle_s)
 
     def _write_idle(self, session: str, now: float) -> None:

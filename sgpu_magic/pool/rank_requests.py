@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from sgpu_magic.errors import SessionError, UsageError
+from sgpu_magic.formatting import format_ranks
 from sgpu_magic.pool.active_runs import PoolRun
 from sgpu_magic.pool.parts import PoolParts
 from sgpu_magic.pool.scheduling import stimuli as sched
@@ -160,7 +161,7 @@ class RankRequests:
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" if ranks else "all ranks"
+    return format_ranks(ranks) if ranks else "all ranks"
 
 
 def _are(ranks: tuple[int, ...]) -> str:

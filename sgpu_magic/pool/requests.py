@@ -13,6 +13,7 @@ from sgpu_magic import __version__
 from sgpu_magic.config import pool_settings
 from sgpu_magic.errors import PoolError, RunUnknown, UsageError
 from sgpu_magic.files.run_directory import read_spec
+from sgpu_magic.formatting import plural
 from sgpu_magic.pool.environment_store import EnvironmentStore
 from sgpu_magic.pool.file_requests import FileRequests
 from sgpu_magic.pool.lifecycle import Idleness
@@ -220,7 +221,9 @@ class Requests:
                 f"the output and results of run {short(run_id)} are no longer kept. `sgpu runs` still lists it."
             )
         summary = self._pool.ledger.summary(run_id)
-        state = run.state if run is not None else summary.state if summary is not None else RunState.FAILED
+        state = RunState.FAILED if summary is None else summary.state
+        if run is not None:
+            state = run.state
         try:
             key = (directory / KEY).read_bytes()
         except OSError:
@@ -257,7 +260,7 @@ class Requests:
                 self._pool.active.tell(run, Detached(reason="it was detached"), time.time())
         names = ", ".join(short(run.run_id) for run in runs)
         verb = "continues" if len(runs) == 1 else "continue"
-        text = f"run{'s' * (len(runs) > 1)} {names} {verb} without a notebook" if runs else "no run to detach"
+        text = f"{plural(len(runs), 'run')} {names} {verb} without a notebook" if runs else "no run to detach"
         first = runs[0].run_id if runs else ""
         self._pool.server.send(client, Accepted(request=message.request, run_id=first, text=text))
 

@@ -132,8 +132,9 @@ def live_line(view: RunView) -> str:
         position = f", position {view.position}" if view.position else ""
         return _joined(f"{word}{position}", view.waiting_for or view.reason, packages_text(view), run)
     elapsed, starting_s = view.times.running_s(), view.times.starting_s()
-    lasts = view.times.text() if elapsed else format_elapsed(starting_s) if starting_s else ""
-    since = f" for {lasts}" if lasts else ""
+    since = f" for {format_elapsed(starting_s)}" if starting_s else ""
+    if elapsed:
+        since = f" for {view.times.text()}"
     if view.session is not None:
         # no "for": the time counts from its start, not from this state
         since = f" · {format_span(elapsed)}" if elapsed else ""

@@ -131,7 +131,7 @@ def titled_box(title: str, beside: str, body: str, style: str = SOFT) -> str:
 
 def sentences(lines: Iterable[str], style: str = "") -> str:
     """Return lines for a box, one below another."""
-    return "".join(f'<div style="padding:3px 12px{";" * bool(style)}{style}">{safe(line)}</div>' for line in lines)
+    return "".join(f'<div style="padding:3px 12px;{style}">{safe(line)}</div>' for line in lines)
 
 
 def sparkline(values: Sequence[float | None], top: float | None, title: str, colour: str) -> str:

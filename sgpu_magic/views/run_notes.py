@@ -231,7 +231,9 @@ def other_lines(others: Iterable[Failure], culprit: int | None = None) -> list[s
             ways.setdefault(_way(other), []).append(other.rank)
     lines: list[str] = []
     for way, ranks in ways.items():
-        verb = "" if way.startswith(":") else " was " if len(set(ranks)) == 1 else " were "
+        verb = " was " if len(set(ranks)) == 1 else " were "
+        if way.startswith(":"):
+            verb = ""
         lines.append(f"{format_ranks(ranks)}{verb}{way}")
     return lines
 

@@ -94,7 +94,7 @@ def activity_of(stack: RankStack, sources: Sources) -> Activity:
     if at is not None and 0 < caller < at:
         # the innermost notebook frame only calls into a file: use the innermost frame of that file
         at = next(at for at, frame in enumerate(frames) if frame.file == frames[caller - 1].file)
-    frame = frames[at] if at is not None else frames[0] if frames else None
+    frame = frames[at or 0] if frames else None
     collective = stack.collective
     called = list(reversed(frames[:at])) if at is not None else []
     in_torch = not frames or any(map(_is_torch, called))

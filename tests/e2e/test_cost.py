@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import time
@@ -100,6 +101,12 @@ def times(run: RunSummary) -> tuple[float, float, float]:
     return run.metered_at, run.started_at, run.ended_at
 
 
+def billed_s(client: PoolClient, run_id: str) -> int:
+    """The whole seconds from the start of a run's meter to its end."""
+    metered_at, _, ended_at = times(final_row(client, run_id))
+    return math.ceil(ended_at - metered_at)
+
+
 def notes(run: object) -> list[str]:
     return [event.text for event in run.events if isinstance(event, Noted)]  # pyright: ignore
 
@@ -119,12 +126,15 @@ def test_a_run_is_billed_whole_seconds_of_its_devices(client: PoolClient) -> Non
     assert found.submitted_at <= metered_at <= started_at
     # the ranks begin before the pool receives their start
     assert metered_at <= ended_at - 1.2
-    assert seconds == -(-(ended_at - metered_at) // 1)
+    assert seconds == billed_s(client, run.run_id)
     # a type without a price has seconds and no cost; CPU slots have a price here
-    other = client.begin("1", ranks=1, device_type="t4").ended()
-    assert (other.gpu_s, other.cost, other.currency) == (1.0, None, "")
-    on_cpu = client.begin("1", ranks=2, device_type="cpu").ended()
-    assert (on_cpu.gpu_s, on_cpu.cost) == (2.0, pytest.approx(0.002))
+    run = client.begin("1", ranks=1, device_type="t4")
+    other = run.ended()
+    assert (other.gpu_s, other.cost, other.currency) == (billed_s(client, run.run_id), None, "")
+    run = client.begin("1", ranks=2, device_type="cpu")
+    on_cpu = run.ended()
+    seconds = billed_s(client, run.run_id)
+    assert (on_cpu.gpu_s, on_cpu.cost) == (2 * seconds, pytest.approx(seconds * 0.001))
 
 
 @pytest.mark.slow

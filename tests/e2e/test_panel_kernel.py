@@ -20,8 +20,7 @@ from kernels import Cell, Home, Kernel, eventually
 from small_index import SmallIndex
 
 from sgpu_magic.packages.uv_command import uv_path
-from sgpu_magic.runs.choice.keeper import KEY_FILE, sign
-from sgpu_magic.runs.choice.schema import Choice
+from sgpu_magic.runs.choice.known_notebooks import NOTEBOOKS_FILE
 
 HOME_VARIABLES = {"SGPU_SIMULATE": "a10:4,h100:8", "SGPU_CPU_SLOTS": "16"}
 TELL = "if rank == 0: print('ranks', world_size)"
@@ -116,7 +115,7 @@ def choice(**fields: object) -> dict[str, Any]:
 
 def foreign(**fields: object) -> dict[str, Any]:
     """A choice of another user, as stored in a notebook's metadata."""
-    return {"choice": dict(fields), "signed": "00" * 32, "version": 1}
+    return {"choice": dict(fields), "version": 1}
 
 
 # ---------------------------------------------------------------- what the kernel tells
@@ -215,8 +214,7 @@ def test_a_bare_cell_uses_the_choice_and_each_option_wins_by_itself(panel: Panel
     answer = panel.apply(choice(gpus=3, type="A10"))
     kept = answer["kept"]
     assert kept["choice"]["type"] == "a10"
-    assert stat.S_IMODE(os.stat(home.state / KEY_FILE).st_mode) == 0o600
-    assert kept["signed"] == sign(Choice(gpus=3, type="a10"), (home.state / KEY_FILE).read_bytes())
+    assert stat.S_IMODE(os.stat(home.state / NOTEBOOKS_FILE).st_mode) == 0o600
     picture = panel.state(kept)["picture"]
     assert (picture["confirmed"], picture["choice_words"]) == (True, "3 on A10, local, this notebook's packages")
     reply = kernel.check(f"%%distributed --name bare\n{TELL}")
@@ -258,7 +256,7 @@ def test_a_strangers_choice_is_refused_until_it_is_confirmed(panel: Panel, home:
         reply = kernel.run(code)
         assert reply.ename == "UsageError", reply.story
         assert "2 on H100" in reply.evalue
-        assert "somebody else has chosen that" in reply.evalue
+        assert "you have not chosen that on this machine" in reply.evalue
         assert "%sgpu_env --accept" in reply.evalue
     reply = kernel.run("import sgpu_magic; sgpu_magic.connect()")
     assert reply.ename == "UsageError"
@@ -267,13 +265,11 @@ def test_a_strangers_choice_is_refused_until_it_is_confirmed(panel: Panel, home:
     assert set(home.runs) == before
     # a cell that names everything does not use the choice
     assert "ranks 1" in kernel.check(f"%%distributed --gpus 1 --type a10\n{TELL}").text
-    assert "somebody else has chosen that" in kernel.check("%sgpu_env").text
+    assert "you have not chosen that on this machine" in kernel.check("%sgpu_env").text
     assert "confirmed: this notebook asks for 2 on H100" in kernel.check("%sgpu_env --accept").text
     assert "ranks 2" in kernel.check(f"%%distributed\n{TELL}").text
-    # the next page that asks gets the signature to store
-    kept = panel.state(strange)["kept"]
-    assert kept["signed"] == sign(Choice(gpus=2, type="h100"), (home.state / KEY_FILE).read_bytes())
-    assert panel.state(kept)["picture"]["confirmed"]
+    answer = panel.state(strange)
+    assert (answer["kept"], answer["picture"]["confirmed"]) == (None, True)
 
 
 def test_a_choice_that_asks_for_nothing_needs_no_confirmation(panel: Panel, kernel: Kernel):
@@ -378,16 +374,15 @@ def test_devices_that_others_have_are_told_before(panel: Panel, kernel: Kernel):
 def test_the_notebooks_file_is_read_where_no_front_end_tells(
     home: Home, kernel: Kernel, new_kernel: Callable[..., Kernel]
 ):
-    panel = Panel(kernel)
-    panel.state(panel.apply({})["kept"])
-    key = (home.state / KEY_FILE).read_bytes()
+    Panel(kernel).apply({})
     file = home.work / "mine.ipynb"
 
     def write(kept: object) -> None:
         file.write_text(json.dumps({"cells": [], "metadata": {"sgpu": kept}, "nbformat": 4, "nbformat_minor": 5}))
 
-    write({"choice": {"gpus": 3, "type": "a10"}, "signed": sign(Choice(gpus=3, type="a10"), key), "version": 1})
+    write(foreign(gpus=3, type="a10"))
     other = new_kernel(variables={"JPY_SESSION_NAME": str(file)})
+    other.check("%sgpu_env --accept")
     assert "ranks 3" in other.check(f"%%distributed\n{TELL}").text
     # the same metadata in another user's notebook
     copied = file.with_name("copied.ipynb")
@@ -397,7 +392,7 @@ def test_the_notebooks_file_is_read_where_no_front_end_tells(
     copy.check("%sgpu_env --accept")
     assert "ranks 3" in copy.check(f"%%distributed\n{TELL}").text
     write(foreign(gpus=4, type="a10"))
-    assert "somebody else has chosen that" in other.run(f"%%distributed\n{TELL}").evalue
+    assert "you have not chosen that on this machine" in other.run(f"%%distributed\n{TELL}").evalue
     write({"choice": {"gpus": "many"}})
     reply = other.run(f"%%distributed --gpus 1 --type cpu\n{TELL}")
     assert "ranks 1" in reply.text

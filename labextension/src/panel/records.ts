@@ -26,7 +26,7 @@ export const choice = record({
 });
 export type Choice = Of<typeof choice>;
 
-export const keptChoice = record({ choice, signed: str, version: num });
+export const keptChoice = record({ choice, version: num });
 export type KeptChoice = Of<typeof keptChoice>;
 
 export const poolState = oneOf("up", "none", "lost", "other-version", "problem");
@@ -34,6 +34,8 @@ export type PoolState = Of<typeof poolState>;
 
 export const remedy = oneOf("", "start", "retry");
 export type Remedy = Of<typeof remedy>;
+
+export const MAX_RUNS = 1000;
 
 export const poolChoice = record({ name: str, about: str, reserved: bool, default: bool });
 export type PoolChoice = Of<typeof poolChoice>;
@@ -139,8 +141,6 @@ export const panelTold = kinds({
   runs: runsTold,
 });
 export type PanelTold = Of<typeof panelTold>;
-
-export const MAX_RUNS = 1000;
 
 export const baseChoice = record({ name: str, label: str, about: str });
 export type BaseChoice = Of<typeof baseChoice>;

@@ -120,6 +120,12 @@ export type LineRow = Of<typeof lineRow>;
 export const lineSkip = triple(num, num, num);
 export type LineSkip = Of<typeof lineSkip>;
 
+export const MAX_LINES = 500;
+
+export const MAX_MATCHES = 1000;
+
+export const MAX_LOG_BYTES = 48000;
+
 export const newLines = record({
   kind: oneOf("lines"),
   seq: num,
@@ -165,12 +171,6 @@ export const question = kinds({
   stacks: askStacks,
 });
 export type Question = Of<typeof question>;
-
-export const MAX_LINES = 500;
-
-export const MAX_MATCHES = 1000;
-
-export const MAX_LOG_BYTES = 48000;
 
 export const helloAnswer = record({ kind: oneOf("hello"), n: num, snapshot, seq: num });
 export type HelloAnswer = Of<typeof helloAnswer>;

@@ -197,9 +197,12 @@ def is_success(name: str, message: str) -> bool:
 def title_of(source: str) -> str:
     """Return a one-line title of a cell."""
     lines = [line for line in source.splitlines() if line.strip()]
-    # below a cell magic, add the first line of code
-    shown = lines[1] if len(lines) > 1 and lines[0].startswith("%%") else lines[0] if lines else "(empty)"
-    shown = f"{lines[0].split()[0]} {shown.strip()}" if shown is not (lines or [""])[0] else shown.strip()
+    if not lines:
+        return "(empty)"
+    shown = lines[0].strip()
+    if len(lines) > 1 and shown.startswith("%%"):
+        # add the first line of code
+        shown = f"{lines[0].split()[0]} {lines[1].strip()}"
     return shown if len(shown) <= _TITLE_CHARS else f"{shown[: _TITLE_CHARS - 3]}..."
 
 

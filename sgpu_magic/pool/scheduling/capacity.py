@@ -190,7 +190,9 @@ class Stock:
         parts: list[str] = []
         for line in self.all_lines():
             count, most = self.counts[line], self.elastic(line)
-            words = str(count) if most <= count else f"{count} of up to {most}" if count else f"up to {most}"
+            words = str(count)
+            if most > count:
+                words = f"{count} of up to {most}" if count else f"up to {most}"
             parts.append(f"{words} {line.device_type}{' (simulated)' if line.simulated else ''}")
         if self.inventory.cpu_slots > 0:
             parts.append(f"cpu ({self.inventory.cpu_slots} slots)")

@@ -1,18 +1,10 @@
-"""Signs and verifies the choice in a notebook's metadata, and records in which notebooks it was made.
-
-A choice is copied with its notebook. One that this user did not make in this notebook takes effect only when confirmed,
-because it may take devices, cost money or install packages.
-"""
+"""The choice in a notebook's metadata: whether there is one, and whether it is in effect."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
-import hmac
 import os
-import secrets
-import stat
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -20,80 +12,15 @@ from typing import Any
 
 import msgspec
 
-from sgpu_magic.config import private_dir
-from sgpu_magic.files.atomic_file import write_whole
 from sgpu_magic.options import notebook_job
 from sgpu_magic.runs.choice.known_notebooks import KnownNotebooks
 from sgpu_magic.runs.choice.schema import VERSION, Choice, KeptChoice, Read, normal, read_kept
 from sgpu_magic.runs.notebook import notebook_path
 from sgpu_magic.wire.decoding import JsonDecoder, decode_json
 
-KEY_FILE = "choice.key"
 MAX_FILE_BYTES = 20_000_000
 
-_KEY_BYTES = 32
-_MARK = b"sgpu-choice:"
 _NOTHING = Choice()
-
-
-# ---------------------------------------------------------------- signing
-
-
-def sign(choice: Choice, key: bytes) -> str:
-    """Return a choice's signature: HMAC-SHA-256, hexadecimal.
-
-    Only fields that differ from an empty choice are signed, so that versions with more fields compute the same.
-    """
-    said = {
-        name: getattr(choice, name)
-        for name in choice.__struct_fields__
-        if getattr(choice, name) != getattr(_NOTHING, name)
-    }
-    text = _MARK + msgspec.json.encode(said, order="deterministic")
-    return hmac.new(key, text, hashlib.sha256).hexdigest()
-
-
-def is_signed(kept: KeptChoice, key: bytes | None) -> bool:
-    """Whether the choice is signed with the key."""
-    return key is not None and kept.signed.isascii() and hmac.compare_digest(sign(kept.choice, key), kept.signed)
-
-
-def read_key(state: Path) -> bytes | None:
-    """Return this user's key; None if there is none, or its file is not private."""
-    file = state / KEY_FILE
-    try:
-        descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
-        return None
-    with open(descriptor, "rb") as opened:
-        status = os.fstat(descriptor)
-        # anyone who can read or write the key could sign for this user
-        is_private = status.st_uid == os.getuid() and not stat.S_IMODE(status.st_mode) & 0o077
-        key = opened.read(_KEY_BYTES + 1) if stat.S_ISREG(status.st_mode) and is_private else b""
-    return key if len(key) == _KEY_BYTES else None
-
-
-def own_key(state: Path) -> bytes:
-    """Return this user's key; create it if there is none. Concurrent processes get the same key.
-
-    Raises:
-        OSError: The key can't be written.
-        UsageError: The directory belongs to another user.
-    """
-    if (key := read_key(state)) is not None:
-        return key
-    file = private_dir(state) / KEY_FILE
-    made = secrets.token_bytes(_KEY_BYTES)
-    try:
-        write_whole(file, made, replace=False)
-    except FileExistsError:
-        # replace a key that is invalid or not private, unless another process did; its signatures become invalid
-        if read_key(state) is None:
-            write_whole(file, made)
-    return read_key(state) or made
-
-
-# ---------------------------------------------------------------- the current choice
 
 
 class Held(msgspec.Struct, frozen=True):
@@ -103,7 +30,7 @@ class Held(msgspec.Struct, frozen=True):
         choice: The choice; None if there is none.
         confirmed: Whether it is in effect: this user made it in this notebook, or it is empty.
         problem: A sentence about metadata that can't be read; "" if there is no problem.
-        elsewhere: Another notebook in which this user made it; "" if another user made it.
+        elsewhere: Another notebook in which this user made it; "" if the user has never made it on this machine.
     """
 
     choice: Choice | None = None
@@ -118,7 +45,7 @@ class ChoiceKeeper:
     Thread-safe.
 
     Args:
-        state: The state directory, with the key.
+        state: The state directory, with the list of this user's choices.
         notebook: Returns the notebook's path, "" if unknown.
         any_notebook: Also accept choices that this user made in another notebook.
     """
@@ -162,15 +89,14 @@ class ChoiceKeeper:
             return None
 
     def confirm(self, choice: Choice) -> KeptChoice:
-        """Put a choice of this user into effect and return the signed choice for the metadata.
+        """Put a choice of this user into effect and return what the metadata have to hold.
 
         Raises:
-            OSError: The key can't be written.
             UsageError: The state directory belongs to another user.
         """
         choice = normal(choice)
-        kept = KeptChoice(choice=choice, signed=sign(choice, own_key(self._state)), version=VERSION)
-        self._known.add(kept.signed, self._notebook())
+        kept = KeptChoice(choice=choice, version=VERSION)
+        self._known.add(choice, self._notebook())
         with self._lock:
             self._pending, self._held = kept, Held(choice, True)
         return kept
@@ -191,12 +117,12 @@ class ChoiceKeeper:
     def _checked(self, read: Read) -> Held:
         if read.kept is None:
             return Held(problem=read.problem)
-        signed, choice = is_signed(read.kept, read_key(self._state)), normal(read.kept.choice)
-        if choice == _NOTHING or not signed or self._any_notebook:
-            # an empty choice needs no confirmation
-            return Held(choice, signed or choice == _NOTHING, read.problem)
-        elsewhere = self._known.other_than(read.kept.signed, self._notebook())
-        return Held(choice, not elsewhere, read.problem, elsewhere)
+        choice = normal(read.kept.choice)
+        if choice == _NOTHING:
+            # it takes nothing, so it needs no confirmation
+            return Held(choice, True, read.problem)
+        made = self._known.find(choice, "" if self._any_notebook else self._notebook())
+        return Held(choice, made.here, read.problem, made.elsewhere)
 
 
 def keeper_of(state: Path, shell: Any) -> ChoiceKeeper:

@@ -1,25 +1,33 @@
-"""Notebooks in which this user has made a choice."""
+"""Which choices this user has made in which notebooks: a choice travels with its notebook's metadata.
+
+One that was not made here takes effect only when confirmed, because it may take devices, cost money or install
+packages. The list is in the state directory, which only this user can write; several kernels may use it at once.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 from pathlib import Path
 
 import msgspec
 
 from sgpu_magic.config import private_dir
-from sgpu_magic.files.atomic_file import write_whole
+from sgpu_magic.errors import UsageError
+from sgpu_magic.files.atomic_file import read_trusted, write_whole
+from sgpu_magic.runs.choice.schema import Choice
 from sgpu_magic.wire.decoding import decode_json
 
 NOTEBOOKS_FILE = "choice.notebooks"
 _MOST_BYTES = 400_000
+_EMPTY = Choice()
 
 
 class _Chosen(msgspec.Struct, frozen=True, array_like=True):
-    """A line of the file: a choice's signature and a notebook in which it was made."""
+    """A line of the file: the digest of a choice, and the notebook in which it was made; "" if that is unknown."""
 
-    signed: str
+    digest: str
     path: str
     device: int = 0
     inode: int = 0
@@ -30,11 +38,20 @@ class _Chosen(msgspec.Struct, frozen=True, array_like=True):
         return self.path == other.path or same_file
 
 
-class KnownNotebooks(msgspec.Struct, frozen=True):
-    """Records in which notebooks this user made which choice, as metadata may be copied to another notebook.
+class MadeIn(msgspec.Struct, frozen=True):
+    """Where this user made a choice.
 
-    A signature identifies the user, but is copied with the metadata. The notebook is identified by its path, or by its
-    inode, which a rename keeps. The list is in the state directory; several kernels may use it at once.
+    Args:
+        here: In this notebook, or in one that is unknown.
+        elsewhere: Otherwise the path of the last notebook in which the user made it; "" if the user never did.
+    """
+
+    here: bool
+    elsewhere: str = ""
+
+
+class KnownNotebooks(msgspec.Struct, frozen=True):
+    """The choices that this user has made. A notebook is known by its path, or by its inode, which a rename keeps.
 
     Args:
         state: The state directory.
@@ -42,27 +59,32 @@ class KnownNotebooks(msgspec.Struct, frozen=True):
 
     state: Path
 
-    def add(self, signed: str, notebook: str) -> None:
-        """Record that this user made a choice in a notebook. Write errors are ignored."""
-        if notebook:
-            self._append(_chosen(signed, notebook))
+    def add(self, choice: Choice, notebook: str) -> None:
+        """Record that this user made a choice in a notebook, "" if unknown. Write errors are ignored."""
+        self._append(_chosen(choice, notebook))
 
-    def other_than(self, signed: str, notebook: str) -> str:
-        """Return another notebook in which a choice was made; "" if it was made in this one, or that is unknown."""
-        if not notebook:
-            return ""
-        here = _chosen(signed, notebook)
-        known = [each for each in self._read() if each.signed == signed]
-        if known and not any(each.is_in(here) for each in known):
-            return known[-1].path
-        if here not in known:
+    def find(self, choice: Choice, notebook: str) -> MadeIn:
+        """Return where this user made a choice. If that is known of no notebook, it was in the one that asks first."""
+        here = _chosen(choice, notebook)
+        known = [each for each in self._read() if each.digest == here.digest]
+        if not known or not notebook:
+            return MadeIn(bool(known))
+        if any(each.is_in(here) for each in known):
+            if here not in known:
+                # it was renamed, or saved as a new file
+                self._append(here)
+            return MadeIn(True)
+        placed = [each.path for each in known if each.path]
+        if not placed:
             self._append(here)
-        return ""
+        return MadeIn(not placed, placed[-1] if placed else "")
 
     def _read(self) -> list[_Chosen]:
+        file = self.state / NOTEBOOKS_FILE
         found: list[_Chosen] = []
-        with contextlib.suppress(OSError):
-            for line in (self.state / NOTEBOOKS_FILE).read_bytes().splitlines():
+        # others who could write the list could confirm choices for this user
+        with contextlib.suppress(UsageError):
+            for line in read_trusted(file, "the list of notebooks", f"others may write {file}").splitlines():
                 with contextlib.suppress(msgspec.DecodeError):
                     found.append(decode_json(line, type=_Chosen))
         return found
@@ -82,11 +104,23 @@ class KnownNotebooks(msgspec.Struct, frozen=True):
             write_whole(file, b"".join(msgspec.json.encode(each) + b"\n" for each in newest))
 
 
-def _chosen(signed: str, notebook: str) -> _Chosen:
+def _chosen(choice: Choice, notebook: str) -> _Chosen:
+    if not notebook:
+        return _Chosen(_digest(choice), "")
     # the path comes from the front end and may be any text
     path = os.path.realpath(notebook).encode(errors="backslashreplace").decode() if "\0" not in notebook else ""
     device = inode = 0
     with contextlib.suppress(OSError, ValueError):
         status = os.stat(notebook)
         device, inode = status.st_dev, status.st_ino
-    return _Chosen(signed, path, device, inode)
+    return _Chosen(_digest(choice), path, device, inode)
+
+
+def _digest(choice: Choice) -> str:
+    """Return a digest of the fields that differ from an empty choice, so that versions with more fields compute it."""
+    made = {
+        name: getattr(choice, name)
+        for name in choice.__struct_fields__
+        if getattr(choice, name) != getattr(_EMPTY, name)
+    }
+    return hashlib.sha256(msgspec.json.encode(made, order="deterministic")).hexdigest()

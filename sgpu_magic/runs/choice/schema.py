@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from sgpu_magic.formatting import count_of
 from sgpu_magic.options.values import MOST_RANKS
 from sgpu_magic.views.live.schema import Message
 from sgpu_magic.wire.decoding import convert
@@ -45,12 +46,10 @@ class KeptChoice(Message, frozen=True):
 
     Args:
         choice: The choice.
-        signed: Its signature with the user's key (HMAC-SHA-256, hexadecimal); "" if it is not signed.
         version: `VERSION`.
     """
 
     choice: Choice
-    signed: str = ""
     version: int = 1
 
 
@@ -135,7 +134,7 @@ def words_of(choice: Choice, pool: str) -> str:
     """
     kind = label_of(choice.type)
     if choice.gpus:
-        devices = f"{choice.gpus} on {kind}" if kind else f"{choice.gpus} rank{'s' * (choice.gpus > 1)}"
+        devices = f"{choice.gpus} on {kind}" if kind else count_of(choice.gpus, "rank")
     else:
         devices = kind or "the pool's devices"
     return ", ".join((devices, choice.pool or pool, packages_words(choice)))

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.errors import SessionError
-from sgpu_magic.formatting import format_ranks
+from sgpu_magic.formatting import count_of, format_ranks
 from sgpu_magic.options.values import Duration, duration_s
 from sgpu_magic.runs.follow import outcome
 from sgpu_magic.runs.follow.run_loop import Subscription
@@ -150,7 +150,7 @@ class SessionLifecycle:
 
     def __repr__(self) -> str:
         kind = self.device_type if self.device_type != "any" else "devices of any type"
-        count = f"{self.ranks} rank{'s' * (self.ranks > 1)}"
+        count = count_of(self.ranks, "rank")
         return f"<Session {self.name}: {count} on {kind}, {self.state}, run {short(self.run_id)}>"
 
     def _ipython_display_(self) -> None:

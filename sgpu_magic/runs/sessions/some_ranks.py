@@ -153,7 +153,10 @@ def ranks_at(key: int | slice | Iterable[int], ranks: Sequence[int]) -> tuple[in
     Raises:
         IndexError: There is no such rank.
     """
-    chosen = range(len(ranks))[key] if isinstance(key, slice) else [key] if isinstance(key, int) else list(key)
+    if isinstance(key, slice):
+        chosen = range(len(ranks))[key]
+    else:
+        chosen = [key] if isinstance(key, int) else list(key)
     absent = [at for at in chosen if not -len(ranks) <= at < len(ranks)]
     if absent:
         raise IndexError(f"there is no rank at {absent[0]}: there are {len(ranks)}")

@@ -205,7 +205,9 @@ def _does_not_compile(error: SyntaxError, source: str, number: int | None, file:
     text = lines[line - 1] if line <= len(lines) else ""
     column = max((error.offset or 1) - 1, 0) - (len(text) - len(text.lstrip()))
     excerpt = f"    {text.strip()}\n    {' ' * max(column, 0)}^" if text.strip() else ""
-    cell = f"File {file}" if file else "the code" if number is None else f"Cell In[{number}]"
+    cell = "the code" if number is None else f"Cell In[{number}]"
+    if file:
+        cell = f"File {file}"
     return CellSyntaxError(error.msg, f"{cell}, line {line}", excerpt)
 
 

@@ -68,9 +68,13 @@ def pack_call(
     except SerializationError as error:
         raise SerializationError(_in_the_calls_words(error.message, name, function)) from error
     names = [label for label in code.packed.names if label != CALL_NAME]
+    if name not in names:
+        names.insert(0, name)
+    if call.args or call.kwargs:
+        names.append("its arguments")
     shipped = replace(
         code.shipped,
-        names=(*[name] * (name not in names), *names, *["its arguments"] * bool(call.args or call.kwargs)),
+        names=tuple(names),
         heavy=tuple(
             (f"the arguments of {name}" if label == CALL_NAME else label, size) for label, size in code.shipped.heavy
         ),

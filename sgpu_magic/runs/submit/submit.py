@@ -208,7 +208,8 @@ def _without_secrets(
 
 def _without_effect(wishes: EnvironmentOptions) -> tuple[str, ...]:
     """Return a note about package options that have no effect because the ranks use the notebook's own Python."""
-    asked = [*["--torch mine"] * wishes.torch_mine, *["--allow-build"] * wishes.allow_build]
+    given = {"--torch mine": wishes.torch_mine, "--allow-build": wishes.allow_build}
+    asked = [option for option, is_given in given.items() if is_given]
     if not asked:
         return ()
     have = "have" if len(asked) > 1 else "has"

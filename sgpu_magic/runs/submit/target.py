@@ -184,7 +184,7 @@ def with_choice(context: KernelContext, asked: R, ways: str) -> R:
         ways: How to give the options instead, for error messages: `MAGIC_WAYS` or `PYTHON_WAYS`.
 
     Raises:
-        UsageError: The choice was made by another user or in another notebook and is not confirmed, or it names a pool
+        UsageError: This user did not make the choice in this notebook and has not confirmed it, or it names a pool
             or environment that does not exist.
         EnvironmentFailed: Its packages are for another Python.
     """
@@ -268,8 +268,9 @@ def _changed_ns(name: str) -> int:
 
 
 def _foreign(context: KernelContext, held: Held, choice: Choice, ways: str, *, packages: bool) -> str:
-    env = ', env_version="none"' if ways is PYTHON_WAYS else " --env-version none"
-    said = ways + env * packages
+    said = ways
+    if packages:
+        said += ', env_version="none"' if ways is PYTHON_WAYS else " --env-version none"
     return (
         f"this notebook asks for {words_of(choice, pool_name(context))}, and {_who(held)}, so nothing was started. "
         "If it is what you want, confirm it in the panel or with `%sgpu_env --accept`. Otherwise say "
@@ -278,7 +279,11 @@ def _foreign(context: KernelContext, held: Held, choice: Choice, ways: str, *, p
 
 
 def _who(held: Held) -> str:
-    return f"you chose that in {held.elsewhere}, not here" if held.elsewhere else "somebody else has chosen that"
+    return (
+        f"you chose that in {held.elsewhere}, not here"
+        if held.elsewhere
+        else "you have not chosen that on this machine"
+    )
 
 
 def held_words(held: Held, pool: str) -> str:

@@ -27,7 +27,9 @@ _FALLBACK_NAME = "notebook"
 def tracking_of(settings: Settings, spec: RunSpec, submission: Submission) -> tuple[RunSpec, Tracking | None]:
     """Return the run's spec, marked as tracked if it is, and its tracking target; None if it is not tracked."""
     asked = submission.wishes.track
-    track = settings.track if asked is None else "all" if asked else "off"
+    track = settings.track
+    if asked is not None:
+        track = "all" if asked else "off"
     if spec.kind in MOVE_NAMES or track == "off":
         return spec, None
     environ = submission.environ

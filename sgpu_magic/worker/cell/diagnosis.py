@@ -70,7 +70,10 @@ def describe(error: BaseException, shell: RankShell, rank: int) -> Failure:
     # a rank is interrupted after its release, on top of the error for a lost peer
     collective_error = find_collective_error(error)
     if collective_error is not None and collective_error is not error:
-        where = position_in_cell(user_code.traceback_of(collective_error), shell)[1] or where
+        # if that came after the cell's last line, only the error has the cell's frames
+        released_line, released_where = position_in_cell(user_code.traceback_of(collective_error), shell)
+        line = released_line if line is None else line
+        where = released_where or where
     is_consequence = collective_error is not None
     held: RankMemory | None = None
     if out_of_memory:

@@ -27,7 +27,7 @@ MB = 1_000_000
 PROCESS = """
 import sys
 from pathlib import Path
-from sgpu_magic.files.folder_cache import NodeCache
+from sgpu_magic.files.node_cache import NodeCache
 root, budget, kind, name, size = sys.argv[1:]
 cache = NodeCache(Path(root), int(budget))
 def fill(path):
@@ -292,7 +292,7 @@ def test_one_makes_room_at_a_time(other: Callable[..., Other], root: Path):
 def test_many_processes_at_once_keep_the_budget(root: Path):
     """Each walks over all entries; the total stays within the budget plus the entries in use."""
     walker = (
-        "import sys, random\nfrom pathlib import Path\nfrom sgpu_magic.files.folder_cache import NodeCache\n"
+        "import sys, random\nfrom pathlib import Path\nfrom sgpu_magic.files.node_cache import NodeCache\n"
         "cache = NodeCache(Path(sys.argv[1]), 80_000)\n"
         "order = list(range(40)); random.Random(int(sys.argv[2])).shuffle(order)\n"
         "for number in order:\n"

@@ -90,7 +90,7 @@ def test_what_a_process_was_started_with_is_read_from_the_system():
     code = (
         "import os\n"
         "os.environ['SET_LATER'] = 'a'\n"
-        "from sgpu_magic.packages.travel import start_variables, travelling\n"
+        "from sgpu_magic.packages.environment_variables import start_variables, travelling\n"
         "os.environ['SET_LATEST'] = 'b'\n"
         "assert start_variables()['GIVEN'] == 'x'\n"
         "print(*sorted(travelling(os.environ).values))\n"

@@ -238,14 +238,12 @@ def test_accepting_a_choice(make: Any, base: str):
     place = make()
     with pytest.raises(UsageError, match="this notebook's metadata asks for nothing, so there is nothing to confirm"):
         accept_choice(place)
-    place.choice.to_report(KeptChoice(choice=Choice(env_version="gone"), signed="00"))
+    place.choice.to_report(KeptChoice(choice=Choice(env_version="gone")))
     with pytest.raises(UsageError, match="There is no environment 'gone' here"):
         accept_choice(place)
     assert not place.choice.now().confirmed
     six = f"six=={metadata.version('six')}"
-    place.choice.to_report(
-        KeptChoice(choice=Choice(gpus=2, dependencies=(six,), removed=("Packaging", "gone")), signed="0")
-    )
+    place.choice.to_report(KeptChoice(choice=Choice(gpus=2, dependencies=(six,), removed=("Packaging", "gone"))))
     said = accept_choice(place)
     assert said == (
         "confirmed: this notebook asks for 2 ranks, local, this notebook's packages, six=="

@@ -1,4 +1,4 @@
-"""A notebook's choice: read from any metadata, signed, kept, and merged into options."""
+"""A notebook's choice: read from any metadata, kept, and merged into options."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import json
 import os
 import stat
 import sys
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,22 +23,12 @@ from sgpu_magic.options import notebook_job
 from sgpu_magic.options.notebook_job import JobDefaults
 from sgpu_magic.options.option_records import Devices, EnvironmentOptions
 from sgpu_magic.packages.requirement_files import read_file
-from sgpu_magic.runs.choice.keeper import (
-    KEY_FILE,
-    MAX_FILE_BYTES,
-    ChoiceKeeper,
-    is_signed,
-    keeper_of,
-    own_key,
-    read_key,
-    sign,
-)
+from sgpu_magic.runs.choice.keeper import MAX_FILE_BYTES, ChoiceKeeper, keeper_of
 from sgpu_magic.runs.choice.known_notebooks import NOTEBOOKS_FILE
 from sgpu_magic.runs.choice.packages import env_version_of, missing, problem_of_requirement
 from sgpu_magic.runs.choice.schema import Choice, KeptChoice, normal, problem_of, read_kept, words_of
 from sgpu_magic.runs.submit.target import MAGIC_WAYS, PYTHON_WAYS, held_words, with_choice
 
-KEY = bytes(range(32))
 GB = 10**9
 
 
@@ -75,7 +63,7 @@ def notebook(path: Path, metadata: dict[str, Any]) -> None:
     [
         (None, None),
         ({"choice": {}}, Choice()),
-        ({"choice": {"gpus": 2, "type": "a10"}, "signed": "ab", "version": 1}, Choice(gpus=2, type="a10")),
+        ({"choice": {"gpus": 2, "type": "a10"}, "version": 1}, Choice(gpus=2, type="a10")),
         ({"choice": {"gpus": 2, "colour": "red"}, "more": [1]}, Choice(gpus=2)),
         ({"choice": {"dependencies": ["peft"], "removed": ["six"]}}, Choice(dependencies=("peft",), removed=("six",))),
     ],
@@ -94,7 +82,7 @@ def test_a_choice_is_read(found: object, expected: Choice | None):
         {"choice": {"type": "toaster"}}, {"choice": {"dependencies": "peft"}}, {"choice": {"dependencies": [1]}},
         {"choice": {"dependencies": ["-r /etc/passwd"]}}, {"choice": {"dependencies": ["x"] * 501}},
         {"choice": {"dependencies": ["peft", "PEFT>1"]}}, {"choice": {"removed": ["--all"]}},
-        {"choice": {"env_version": "x" * 1001}}, {"choice": {"pool": "\x1b[31m"}}, {"choice": {}, "signed": 5},
+        {"choice": {"env_version": "x" * 1001}}, {"choice": {"pool": "\x1b[31m"}}, {"choice": {}, "version": "1"},
         {"choice": {}, "version": "new"},
     ],
 )  # fmt: skip
@@ -108,7 +96,7 @@ def test_what_can_not_be_read_is_a_sentence(found: object):
 anything = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text() | st.sampled_from(
-        ["choice", "signed", "version", "gpus", "type", "pool", "env_version", "dependencies", "removed"]
+        ["choice", "version", "gpus", "type", "pool", "env_version", "dependencies", "removed"]
     ), inner, max_size=4),
     max_leaves=12,
 )  # fmt: skip
@@ -164,58 +152,6 @@ def test_a_choice_in_words(choice: Choice, words: str):
     assert words_of(choice, "local") == words
 
 
-# ---------------------------------------------------------------- signing
-
-
-def test_a_signature_is_of_one_choice_and_one_key():
-    choice = Choice(gpus=2, type="a10")
-    kept = KeptChoice(choice=choice, signed=sign(choice, KEY))
-    assert is_signed(kept, KEY)
-    assert not is_signed(kept, bytes(32))
-    assert not is_signed(kept, None)
-    assert not is_signed(msgspec.structs.replace(kept, choice=Choice(gpus=8, type="a10")), KEY)
-    assert not is_signed(msgspec.structs.replace(kept, signed=""), KEY)
-    assert not is_signed(msgspec.structs.replace(kept, signed="ü" * 64), KEY)
-
-
-def test_the_signature_of_what_is_known_today_stays():
-    """Notebooks outlive versions: of future fields, only those that are set may change the signature."""
-    assert sign(Choice(gpus=2, type="a10"), KEY) == "2e9abe7384f58d467c980552b5c6e126e233f504f04915fd3284ac487ac58120"
-
-
-def test_the_key_is_made_once_and_is_private(tmp_path: Path):
-    state = tmp_path / "state"
-    assert read_key(state) is None
-    with ThreadPoolExecutor(8) as threads:
-        ready = threading.Barrier(8)
-
-        def make(_: int) -> bytes:
-            ready.wait()
-            return own_key(state)
-
-        keys = set(threads.map(make, range(8)))
-    assert len(keys) == 1
-    file = state / KEY_FILE
-    assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    assert file.read_bytes() in keys
-    assert os.listdir(state) == [KEY_FILE]
-
-
-def test_a_key_that_others_can_read_or_that_is_none_is_made_anew(tmp_path: Path):
-    first = own_key(tmp_path)
-    (tmp_path / KEY_FILE).chmod(0o644)
-    assert read_key(tmp_path) is None
-    second = own_key(tmp_path)
-    assert second != first
-    (tmp_path / KEY_FILE).write_bytes(b"short")
-    assert own_key(tmp_path) not in (first, second, b"short")
-    (tmp_path / KEY_FILE).unlink()
-    (tmp_path / "other").write_bytes(KEY)
-    (tmp_path / KEY_FILE).symlink_to(tmp_path / "other")
-    assert read_key(tmp_path) is None
-    assert own_key(tmp_path) != KEY
-
-
 # ---------------------------------------------------------------- keeping
 
 
@@ -223,16 +159,16 @@ def test_nothing_is_chosen_where_nothing_is_told(tmp_path: Path):
     keeper = ChoiceKeeper(tmp_path, nowhere)
     assert keeper.now().choice is None
     assert ChoiceKeeper(tmp_path, lambda: str(tmp_path / "gone.ipynb")).now().choice is None
-    assert not (tmp_path / KEY_FILE).exists()
+    assert not (tmp_path / NOTEBOOKS_FILE).exists()
 
 
 def test_the_notebooks_file_is_read_again_when_it_changes(tmp_path: Path):
     file = tmp_path / "a.ipynb"
     keeper = ChoiceKeeper(tmp_path, lambda: str(file))
-    key = own_key(tmp_path)
-    notebook(file, {"sgpu": {"choice": {"gpus": 2}, "signed": sign(Choice(gpus=2), key)}})
+    ChoiceKeeper(tmp_path, lambda: str(file)).confirm(Choice(gpus=2))
+    notebook(file, {"sgpu": {"choice": {"gpus": 2}}})
     assert (keeper.now().choice, keeper.now().confirmed) == (Choice(gpus=2), True)
-    notebook(file, {"sgpu": {"choice": {"gpus": 8}, "signed": sign(Choice(gpus=2), key)}})
+    notebook(file, {"sgpu": {"choice": {"gpus": 8}}})
     assert (keeper.now().choice, keeper.now().confirmed) == (Choice(gpus=8), False)
     notebook(file, {"sgpu": {"choice": {"gpus": "x"}}})
     assert keeper.now().choice is None
@@ -322,7 +258,7 @@ def test_metadata_copied_into_another_notebook_are_not_this_users_choice_there(t
         assert caught.value.message.startswith(
             f"this notebook asks for 8 on H100, local, this notebook's packages, and you chose that in {mine}, not here"
         )
-        assert "somebody else" not in caught.value.message
+        assert "on this machine" not in caught.value.message
         assert "confirm it in the panel or with `%sgpu_env --accept`" in caught.value.message
         assert f"you chose that in {mine}, not here" in held_words(place.choice.now(), "local")
         if not told:
@@ -347,13 +283,16 @@ def test_a_notebook_that_is_renamed_or_saved_anew_keeps_its_choice(tmp_path: Pat
     assert opened(tmp_path / "link.ipynb", state) == (True, "")
 
 
-def test_a_choice_of_before_belongs_to_the_notebook_that_is_opened_first(tmp_path: Path):
-    """No record says where it was made."""
-    signed = sign(Choice(gpus=8, type="h100"), own_key(tmp_path / "state"))
+def test_a_choice_made_where_the_notebook_is_unknown_belongs_to_the_one_that_is_opened_first(tmp_path: Path):
+    state, choice = tmp_path / "state", Choice(gpus=8, type="h100")
+    kept = ChoiceKeeper(state, nowhere).confirm(choice)
+    again = ChoiceKeeper(state, nowhere)
+    again.to_report(kept)
+    assert again.now().confirmed
     for name in ("old", "copy"):
-        notebook(tmp_path / f"{name}.ipynb", {"sgpu": {"choice": {"gpus": 8, "type": "h100"}, "signed": signed}})
-    assert opened(tmp_path / "old.ipynb", tmp_path / "state") == (True, "")
-    assert opened(tmp_path / "copy.ipynb", tmp_path / "state") == (False, str(tmp_path / "old.ipynb"))
+        notebook(tmp_path / f"{name}.ipynb", {"sgpu": msgspec.to_builtins(kept)})
+    assert opened(tmp_path / "old.ipynb", state) == (True, "")
+    assert opened(tmp_path / "copy.ipynb", state) == (False, str(tmp_path / "old.ipynb"))
 
 
 def test_a_job_is_asked_nothing_about_its_users_own_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -364,14 +303,28 @@ def test_a_job_is_asked_nothing_about_its_users_own_choice(tmp_path: Path, monke
     assert asked(Place(tmp_path / "state", tmp_path / "checkout.ipynb")).devices.ranks == 8
 
 
-def test_a_list_of_notebooks_that_is_damaged_or_can_not_be_written_costs_nothing(tmp_path: Path):
-    state = tmp_path / "state"
-    chosen_in(tmp_path / "mine.ipynb", state, Choice(gpus=8, type="h100"))
-    (state / NOTEBOOKS_FILE).write_bytes(b"\xff{}\n[1]\n")
-    assert opened(tmp_path / "mine.ipynb", state) == (True, "")
+def test_without_a_readable_list_a_choice_is_confirmed_again(tmp_path: Path):
+    state, mine = tmp_path / "state", tmp_path / "mine.ipynb"
+    chosen_in(mine, state, Choice(gpus=8, type="h100"))
+    (state / NOTEBOOKS_FILE).write_bytes(b"{}\n[1]\n")
+    assert opened(mine, state) == (False, "")
+    chosen_in(mine, state, Choice(gpus=8, type="h100"))
+    assert opened(mine, state) == (True, "")
+    (state / NOTEBOOKS_FILE).write_bytes(b"\xff\n")
+    assert opened(mine, state) == (False, "")
     (state / NOTEBOOKS_FILE).unlink()
     (state / NOTEBOOKS_FILE).mkdir()
-    assert opened(tmp_path / "mine.ipynb", state) == (True, "")
+    keeper = ChoiceKeeper(state, lambda: str(mine))
+    keeper.confirm(Choice(gpus=8, type="h100"))
+    assert keeper.now().confirmed
+
+
+def test_a_list_that_others_can_write_confirms_nothing(tmp_path: Path):
+    state, mine = tmp_path / "state", tmp_path / "mine.ipynb"
+    chosen_in(mine, state, Choice(gpus=8, type="h100"))
+    assert stat.S_IMODE((state / NOTEBOOKS_FILE).stat().st_mode) == 0o600
+    (state / NOTEBOOKS_FILE).chmod(0o666)
+    assert opened(mine, state) == (False, "")
 
 
 def test_the_list_of_notebooks_stays_small(tmp_path: Path):
@@ -379,7 +332,7 @@ def test_the_list_of_notebooks_stays_small(tmp_path: Path):
     for number in range(3000):
         ChoiceKeeper(state, partial(str, tmp_path / f"{number}.ipynb")).confirm(Choice(gpus=1))
     assert (state / NOTEBOOKS_FILE).stat().st_size < 500_000
-    notebook(tmp_path / "2999.ipynb", {"sgpu": {"choice": {"gpus": 1}, "signed": sign(Choice(gpus=1), own_key(state))}})
+    notebook(tmp_path / "2999.ipynb", {"sgpu": {"choice": {"gpus": 1}}})
     assert ChoiceKeeper(state, lambda: str(tmp_path / "2999.ipynb")).now().confirmed
 
 
@@ -483,7 +436,7 @@ def test_a_strangers_choice_is_refused_where_it_would_matter(
     tmp_path: Path, choice: Choice, options: Asked, refused: bool, ways: str
 ):
     place = Place(tmp_path)
-    place.choice.to_report(KeptChoice(choice=choice, signed="00"))
+    place.choice.to_report(KeptChoice(choice=choice))
     if not refused:
         assert asked(place, options, ways) in (
             options,
@@ -493,7 +446,7 @@ def test_a_strangers_choice_is_refused_where_it_would_matter(
     with pytest.raises(UsageError) as caught:
         asked(place, options, ways)
     message = caught.value.message
-    assert "somebody else has chosen that" in message
+    assert "you have not chosen that on this machine" in message
     assert ways in message
     assert "%sgpu_env --accept" in message
     assert "\n" not in message
@@ -509,8 +462,9 @@ def test_a_pool_that_is_not_there_is_named(tmp_path: Path):
 def test_it_costs_a_submission_next_to_nothing(tmp_path: Path):
     file = tmp_path / "a.ipynb"
     place = Place(tmp_path, file)
-    key = own_key(tmp_path)
-    notebook(file, {"sgpu": {"choice": {"gpus": 2}, "signed": sign(Choice(gpus=2), key)}})
+    place.choice.confirm(Choice(gpus=2))
+    notebook(file, {"sgpu": {"choice": {"gpus": 2}}})
+    place = Place(tmp_path, file)
     assert asked(place).devices.ranks == 2
     times: list[float] = []
     for _ in range(200):

@@ -339,7 +339,7 @@ READERS: dict[str, Reader] = {
     ),
     "pool/clients.py:_clients": Reader(of_file(clients.read_clients), hostile_toml, (UsageError,)),
     "pool/ledger.py:_summary_of": Reader(lambda data, _: pool_ledger._summary_of(row(data)), hostile_json),
-    "runs/choice/keeper.py:KnownNotebooks._read": Reader(
+    "runs/choice/known_notebooks.py:KnownNotebooks._read": Reader(
         of_file(lambda file: known_notebooks.KnownNotebooks(file.parent)._read(), known_notebooks.NOTEBOOKS_FILE),
         hostile_json,
         (),
