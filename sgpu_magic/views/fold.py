@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from sgpu_magic.formatting import format_bytes
 from sgpu_magic.views import run_notes
-from sgpu_magic.views.live.bars import RunProgress
+from sgpu_magic.views.live.run_progress import RunProgress
 from sgpu_magic.views.output import RunOutput
 from sgpu_magic.views.output_buffer import Item
 from sgpu_magic.views.rank_models import RankModels

@@ -277,7 +277,7 @@ def test_arguments_are_checked_before_anything_starts(kernel: Kernel):
     [
         ("takes.distributed(threading.Lock())", "of takes can't leave this process: x is a _thread.lock. Create it"),
         ("takes.distributed({'deep': [threading.Lock()]})", "x['deep'][0] is a _thread.lock"),
-        ("with open(os.devnull) as f: takes.distributed(1, 2, f)", "rest[1] is an open file (/dev/null). Open it inside takes."),
+        ("with open(os.devnull) as f: takes.distributed(1, 2, f)", "rest[1] is an open file (/dev/null)."),
         ("takes.distributed(1, key=(i for i in ()))", "key is a generator. Make it a list or create it inside takes."),
         ("uses.distributed()", "uses uses `held`, which can't leave the notebook: held is a _thread.lock"),
     ],

@@ -7,7 +7,8 @@ feed          updates for one front end, at most 10 messages a second, and repli
 answers       replies to requests of the view
 
 snapshot      `RunView` -> `Snapshot`: everything shown except log lines, small enough for one message
-bars          progress bars parsed from text, and the progress of the run
+bars          progress bars parsed from text
+run_progress  how far the ranks are, by the last progress bar of each
 
 log_index     maps the n-th line of the run to a rank and its line; holds the newest lines
 log_reader    reads any lines of a run's logs without reading whole files
