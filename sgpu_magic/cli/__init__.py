@@ -9,7 +9,8 @@ copying          `sgpu cp`
 environments     `sgpu env`
 pools            `sgpu pool status`, `stop`, `add`, `list`, `remove`, and `sgpu types`
 serving          `sgpu pool serve`, `deploy`, `undeploy`, `keygen`, `authorize`, `revoke`
-run              `sgpu run`, `sgpu replay`
+run              `sgpu run`
+replay           `sgpu replay`: launches a run again from its directory
 torchrun         `sgpu torchrun`: torchrun's options for `sgpu run`
 jobs             `sgpu jobs`, and the records of the jobs that `sgpu run` executes
 headless/        executing a notebook without a front end

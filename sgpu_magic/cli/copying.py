@@ -18,7 +18,7 @@ from typing import BinaryIO, TextIO
 import msgspec
 
 from sgpu_magic.cli.main import Parser, note
-from sgpu_magic.client.find_run import FilesOfRun, LocalRunFiles, files_of
+from sgpu_magic.client.run_files import FilesOfRun, LocalRunFiles, files_of
 from sgpu_magic.client.this_machine import this_umask
 from sgpu_magic.config import load_settings
 from sgpu_magic.errors import RunFileUnknown, UsageError

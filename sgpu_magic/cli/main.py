@@ -32,7 +32,7 @@ _COMMANDS = {
     "jobs": ("jobs", "list the jobs of `sgpu run`"),
     "cp": ("copying", "copy files of a run to this machine"),
     "port-forward": ("forwarding", "reach a dashboard or TensorBoard in a run"),
-    "replay": ("run", "run a recorded run again"),
+    "replay": ("replay", "run a recorded run again"),
     "sync": ("run_directories", "send to MLflow what could not be sent before"),
     "env": ("environments", "manage base, saved and built environments"),
     "usage": ("runs", "show what runs used and cost"),

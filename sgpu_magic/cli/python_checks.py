@@ -19,7 +19,9 @@ import msgspec
 from sgpu_magic.agent.watch.inventory import take_inventory
 from sgpu_magic.cli.machine_checks import Finding, ok, problem, warning
 from sgpu_magic.formatting import count_of, format_seconds
-from sgpu_magic.packages.mismatches import driver_version, find_mismatches, packages_of
+from sgpu_magic.packages.mismatches import find_mismatches
+from sgpu_magic.packages.nvidia_driver import driver_version
+from sgpu_magic.packages.package_metadata import packages_of
 from sgpu_magic.packages.snapshot import take_snapshot
 from sgpu_magic.wire.decoding import convert, load_json
 

@@ -23,7 +23,8 @@ import msgspec
 
 from sgpu_magic.cli.main import Parser, note, rank
 from sgpu_magic.client import ledger
-from sgpu_magic.client.find_run import FilesOfRun, RemoteRunFiles, files_of, find_directory
+from sgpu_magic.client.find_run import find_directory
+from sgpu_magic.client.run_files import FilesOfRun, RemoteRunFiles, files_of
 from sgpu_magic.client.this_machine import find_pool
 from sgpu_magic.config import Settings, load_settings
 from sgpu_magic.errors import PoolError, RunFileUnknown, UsageError

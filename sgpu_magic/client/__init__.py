@@ -8,6 +8,7 @@ this_machine      describes this process to the pool and the ranks; finds and st
 connection        one connection per pool: made on first use, remade when the pool dies
 link              the thread that owns the socket; routes replies and events
 local_transport   queues to and from that thread; transport to the local pool's socket
+send_queue        queues to and from the thread that owns a connection
 remote_transport  transport to a pool on another machine
 bulk_connection   its second connection, for file data
 submitter         submits runs to a pool and resubmits them to its successor; payload memory
@@ -17,6 +18,7 @@ blob_sender       sends the blobs that a pool lacks
 run               the handle of a submitted run; the attachments of a submission
 result            what a finished run returns
 find_run          finds a run by the first digits of its id, and its files, local or remote
+run_files         A run's files, read from its directory on this machine or through its pool
 mirror            local copies of remote runs' files; which runs were submitted to remote pools
 ledger            the local ledger, read only: runs, GPU-hours and cost
 """

@@ -17,7 +17,8 @@ from typing import cast
 import msgspec
 
 from sgpu_magic.client.link import PoolLink
-from sgpu_magic.client.local_transport import A, Answer, Tell
+from sgpu_magic.client.local_transport import Tell
+from sgpu_magic.client.send_queue import A, Answer
 from sgpu_magic.errors import SerializationError
 from sgpu_magic.files.content_store import blob_digest
 from sgpu_magic.formatting import format_bytes

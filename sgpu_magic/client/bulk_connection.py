@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import msgspec
 import zmq
 
-from sgpu_magic.client.local_transport import OutboundMessage
+from sgpu_magic.client.send_queue import OutboundMessage
 from sgpu_magic.system.bulk_stream import BulkStream, client_context
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.pool_status import AskBulk, BulkOffered, BulkOpened, OpenBulk

@@ -15,9 +15,10 @@ from typing import TypeVar
 
 from sgpu_magic import __version__
 from sgpu_magic.client.link import PoolLink, PoolLost
-from sgpu_magic.client.local_transport import A, LocalTransport, Tell
+from sgpu_magic.client.local_transport import LocalTransport, Tell
 from sgpu_magic.client.pools_file import PoolEntry
 from sgpu_magic.client.remote_transport import RemoteTransport
+from sgpu_magic.client.send_queue import A
 from sgpu_magic.client.this_machine import (
     agent_path,
     agent_pid,

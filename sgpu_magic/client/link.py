@@ -16,16 +16,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from sgpu_magic import errors
-from sgpu_magic.client.local_transport import (
-    Answer,
-    EventQueue,
-    FilePart,
-    LocalTransport,
-    OutboundMessage,
-    Reply,
-    SendQueue,
-    Tell,
-)
+from sgpu_magic.client.local_transport import LocalTransport, Tell
+from sgpu_magic.client.send_queue import Answer, EventQueue, FilePart, OutboundMessage, Reply, SendQueue
 from sgpu_magic.client.this_machine import this_hello
 from sgpu_magic.errors import PoolError, UsageError
 from sgpu_magic.system.secure_sockets import MAX_FRAME_BYTES

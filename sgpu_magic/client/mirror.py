@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from sgpu_magic.client.link import PoolLink
-from sgpu_magic.client.local_transport import A, Answer, FilePart
+from sgpu_magic.client.send_queue import A, Answer, FilePart
 from sgpu_magic.config import Settings, private_dir
 from sgpu_magic.errors import PoolError, RunFileUnknown, UsageError
 from sgpu_magic.files.atomic_file import appearing, write_at, write_whole

@@ -18,7 +18,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from sgpu_magic.client.bulk_connection import BulkConnection
-from sgpu_magic.client.local_transport import OutboundMessage, SendQueue
+from sgpu_magic.client.send_queue import OutboundMessage, SendQueue
 from sgpu_magic.errors import KeyRefused, PoolError
 from sgpu_magic.system.secure_sockets import Endpoint, KeyPair, secure_client
 from sgpu_magic.wire import codec

@@ -14,8 +14,8 @@ from typing import Any, cast
 import msgspec
 
 from sgpu_magic.client.link import PoolLink
-from sgpu_magic.client.local_transport import EventQueue
 from sgpu_magic.client.mirror import Mirror
+from sgpu_magic.client.send_queue import EventQueue
 from sgpu_magic.config import host_name
 from sgpu_magic.errors import PoolError, RunFileUnknown, SerializationError
 from sgpu_magic.formatting import format_bytes

@@ -15,10 +15,11 @@ import msgspec
 from sgpu_magic.client.blob_sender import Sending
 from sgpu_magic.client.connection import Connection, ask
 from sgpu_magic.client.link import PoolLink, PoolLost
-from sgpu_magic.client.local_transport import EventQueue, Tell
+from sgpu_magic.client.local_transport import Tell
 from sgpu_magic.client.mirror import mirror_path, note_sent
 from sgpu_magic.client.payload_memory import PayloadMemory
 from sgpu_magic.client.run import Attachments, Run, Submitted
+from sgpu_magic.client.send_queue import EventQueue
 from sgpu_magic.client.this_machine import this_context, this_interpreter
 from sgpu_magic.client.upload_files import sent
 from sgpu_magic.config import Settings

@@ -14,8 +14,9 @@ from IPython.core.interactiveshell import InteractiveShell
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 from msgspec.structs import replace
 
-from sgpu_magic.client.find_run import check_prefix, recorded_directory
+from sgpu_magic.client.find_run import check_prefix
 from sgpu_magic.client.result import RunResult
+from sgpu_magic.client.run_files import recorded_directory
 from sgpu_magic.errors import RunCancelled, UsageError
 from sgpu_magic.magics.auto_mode import AutoMode
 from sgpu_magic.magics.warm_pool import WarmPool

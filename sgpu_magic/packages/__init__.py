@@ -15,6 +15,8 @@ travel                 the environment variables that travel with a run; checks 
 module_references      modules that a payload names, and whether ranks have them
 environment_variables  environment variables that travel to ranks
 mismatches             packages known to break together; the NVIDIA driver that a CUDA version needs
+nvidia_driver          the NVIDIA driver that a CUDA version needs
+package_metadata       metadata of installed packages that decide whether they work together
 secrets                detecting secrets, and redacting them in text
 node/                  the node's side: the environments it has built, and the process that builds a missing one
 """

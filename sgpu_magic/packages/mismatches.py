@@ -5,25 +5,20 @@ The metadata says what a package requires, whether it is compiled, and for which
 
 from __future__ import annotations
 
-import functools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from sgpu_magic.packages.distributions import Distribution, Snapshot, contents_of, normalised
-from sgpu_magic.packages.requirement_files import needed_by
+from sgpu_magic.packages.distributions import Distribution
+from sgpu_magic.packages.nvidia_driver import is_driver_too_old, oldest_driver
+from sgpu_magic.packages.package_metadata import Package, Packages
 
 # ---------------------------------------------------------------- metadata of the packages
 
-_CUDA = re.compile(r"^cuda\s*(?::[^=]*)?=\s*['\"]([\d.]+)['\"]", re.MULTILINE)
-_LOCAL_CUDA = re.compile(r"\+cu(\d{2})(\d)")
-# torch's CUDA version also follows from the CUDA runtime package that it requires
-_RUNTIMES = ("nvidia-cuda-runtime", "nvidia-cuda-runtime-cu13", "nvidia-cuda-runtime-cu12", "nvidia-cuda-runtime-cu11")
 # The first versions whose wheels also support NumPy 2, for packages that do not all declare it in their metadata: see
 # NumPy's issue 26191, "Ecosystem compatibility with numpy 2.0". For each except torch, the version before was observed
 # to break and this one to work
@@ -41,72 +36,6 @@ _BUILT_FOR_TORCH = {
     "flash-attn", "xformers", "torch-scatter", "torch-sparse", "torch-cluster", "torchtext", "torchao", "detectron2",
     "causal-conv1d", "mamba-ssm", "transformer-engine-torch", "vllm", "deepspeed-kernels", "fbgemm-gpu",
 }  # fmt: skip
-
-# NVIDIA, "CUDA Compatibility", chapter "Minor Version Compatibility", table 1: the oldest driver by CUDA major version
-_OLDEST_DRIVERS = {11: 450, 12: 525, 13: 580}
-_DRIVER_FILE = Path("/proc/driver/nvidia/version")
-_KERNEL_MODULE = re.compile(r"Kernel Module.*?\s(\d{3,}(?:\.\d+)+)\s")
-
-
-class Package(msgspec.Struct, frozen=True):
-    """One package.
-
-    Args:
-        version: Its version.
-        requires: Its requirements on this platform, by normalised name.
-        compiled: Whether it has binary modules; None if unknown.
-        cuda: The CUDA version that it was built with, "" for none. Only set for torch.
-    """
-
-    version: str
-    requires: Mapping[str, Requirement]
-    compiled: bool | None = None
-    cuda: str = ""
-
-
-Packages = Mapping[str, Package]
-"""Packages by normalised name."""
-
-
-@functools.lru_cache(maxsize=1)
-def packages_of(snapshot: Snapshot) -> Packages:
-    """Read the metadata of a snapshot's packages, cached for the last snapshot. Takes under 0.5 ms per package."""
-    return {found.key: _read(found) for found in snapshot.distributions}
-
-
-def packages_of_pins(pins: Mapping[str, str]) -> dict[str, Package]:
-    """Return packages of which only the versions are known.
-
-    Args:
-        pins: Versions by normalised name.
-    """
-    packages = {name: Package(version, {}) for name, version in pins.items()}
-    if "torch" in packages:
-        runtime = next((pins[name] for name in _RUNTIMES if name in pins), "")
-        cuda = _local_cuda(pins["torch"]) or ".".join(runtime.split(".")[:2])
-        packages["torch"] = Package(pins["torch"], {}, compiled=True, cuda=cuda)
-    return packages
-
-
-def _read(found: Distribution) -> Package:
-    info = Path(found.location)
-    requires = {normalised(requirement.name): requirement for requirement in needed_by(info)}
-    pure = re.search(r"^Root-Is-Purelib:\s*(\w+)", _text(info / "WHEEL"), re.MULTILINE)
-    compiled = None if pure is None else pure[1].lower() == "false"
-    cuda = ""
-    if found.key == "torch":
-        built_with = _CUDA.search(_text(info.parent / "torch" / "version.py"))
-        cuda = built_with[1] if built_with is not None else _local_cuda(found.version)
-    return Package(found.version, requires, compiled, cuda)
-
-
-def _local_cuda(version: str) -> str:
-    found = _LOCAL_CUDA.search(version)
-    return f"{found[1]}.{found[2]}" if found is not None else ""
-
-
-def _text(path: Path) -> str:
-    return contents_of(path).decode(errors="replace")
 
 
 # ---------------------------------------------------------------- mismatches
@@ -350,38 +279,3 @@ def find_unreadable(
         newer = (str(own), each.since, f"{each.since}.9999")
         if not any(allowed.contains(version, prereleases=True) for version in newer):
             yield each.package, each.what, allowed
-
-
-# ---------------------------------------------------------------- the NVIDIA driver that a CUDA version needs
-
-
-def driver_version() -> str:
-    """Return the version of this machine's NVIDIA driver, "" without one. Reads one small file."""
-    return driver_in(_text(_DRIVER_FILE))
-
-
-def driver_in(text: str) -> str:
-    """Return the driver's version from the text of `/proc/driver/nvidia/version`, "" if it has none."""
-    found = _KERNEL_MODULE.search(text)
-    return found[1] if found is not None else ""
-
-
-def oldest_driver(cuda: str) -> int | None:
-    """Return the oldest major driver version that supports a CUDA version; None if unknown.
-
-    Args:
-        cuda: CUDA version, `12.6`.
-    """
-    major = cuda.partition(".")[0]
-    return _OLDEST_DRIVERS.get(int(major)) if major.isdigit() else None
-
-
-def is_driver_too_old(cuda: str, driver: str) -> bool:
-    """Whether a driver is too old for a CUDA version. False if one of them is unknown.
-
-    Args:
-        cuda: CUDA version, `12.6`, "" for none.
-        driver: Driver version, `535.183.01`, "" for none.
-    """
-    oldest, major = oldest_driver(cuda), driver.partition(".")[0]
-    return oldest is not None and major.isdigit() and int(major) < oldest

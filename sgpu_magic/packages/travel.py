@@ -41,7 +41,8 @@ def check_before_travel(environment: Environment, snapshot: Snapshot | None = No
         EnvironmentFailed: The packages would certainly break.
     """
     # `packaging` takes 20 ms to import, too long for loading the magics
-    from sgpu_magic.packages.mismatches import find_left_behind, find_mismatches, packages_of, packages_of_pins
+    from sgpu_magic.packages.mismatches import find_left_behind, find_mismatches
+    from sgpu_magic.packages.package_metadata import packages_of, packages_of_pins
     from sgpu_magic.packages.requirement_files import key_of, version_of
 
     if snapshot is not None:
@@ -80,7 +81,9 @@ def look_for_mismatches(snapshot: Snapshot) -> None:
     if snapshot.digest == _looked_at:
         return
     # not needed by `mismatch_news`
-    from sgpu_magic.packages.mismatches import driver_version, find_mismatches, packages_of
+    from sgpu_magic.packages.mismatches import find_mismatches
+    from sgpu_magic.packages.nvidia_driver import driver_version
+    from sgpu_magic.packages.package_metadata import packages_of
 
     # packages installed twice are only listed by %sgpu_env: many Pythons have dozens
     found = find_mismatches(packages_of(snapshot), driver=driver_version())

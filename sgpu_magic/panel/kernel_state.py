@@ -22,8 +22,10 @@ from sgpu_magic.formatting import count_of
 from sgpu_magic.packages import environment_request, named_environments, snapshot
 from sgpu_magic.packages.distributions import Snapshot, normalised
 from sgpu_magic.packages.environment_digest import own_python
-from sgpu_magic.packages.mismatches import driver_version, find_mismatches, packages_of
+from sgpu_magic.packages.mismatches import find_mismatches
 from sgpu_magic.packages.named_environments import BASE_NAMES, base_list
+from sgpu_magic.packages.nvidia_driver import driver_version
+from sgpu_magic.packages.package_metadata import packages_of
 from sgpu_magic.packages.requirement_files import key_of, version_of
 from sgpu_magic.packages.snapshot import Change, changes, versions
 from sgpu_magic.panel.pool_state import as_sentence

@@ -10,6 +10,7 @@ parts              what all parts of the service share, how faults are contained
 adoption           runs of an earlier service that this one takes over
 health             whether the service works in full: its faults, kept until their cause is gone
 server             receives clients' messages, sends replies and events
+event_feed         events of runs, sent to the clients that follow them
 remote_clients     connections of clients on other machines, and their limits
 bulk_port          their second connections, for file data, in a thread
 clients            authorized and connected clients

@@ -18,10 +18,11 @@ from msgspec.structs import replace
 
 from sgpu_magic.files.run_directory import disk_room, why_no_run
 from sgpu_magic.pool.billing import Billing
+from sgpu_magic.pool.event_feed import EventFeed, Offer
 from sgpu_magic.pool.ledger import Ledger
 from sgpu_magic.pool.run_log import RunLog
 from sgpu_magic.pool.scheduling.run import Run
-from sgpu_magic.pool.server import ConnectedClient, EventFeed, Offer
+from sgpu_magic.pool.server import ConnectedClient
 from sgpu_magic.wire.attachments import FilePayload, InlinePayload, SharedPayload
 from sgpu_magic.wire.base import FailureKind, Record, RunState
 from sgpu_magic.wire.client import Accepted, Submit

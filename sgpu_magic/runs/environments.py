@@ -22,7 +22,7 @@ from sgpu_magic.views.units import Row
 from sgpu_magic.wire.attachments import Environment
 
 if TYPE_CHECKING:
-    from sgpu_magic.packages.mismatches import Package
+    from sgpu_magic.packages.package_metadata import Package
     from sgpu_magic.runs.sessions.session import Session
 
 # below the state directory
@@ -113,7 +113,9 @@ def report(settings: Settings, sessions: Iterable[Session], compared_to: str = "
         UsageError: There is no such environment or file.
     """
     # imported here, as below: a kernel does not need these at its start
-    from sgpu_magic.packages.mismatches import driver_version, find_mismatches, packages_of
+    from sgpu_magic.packages.mismatches import find_mismatches
+    from sgpu_magic.packages.nvidia_driver import driver_version
+    from sgpu_magic.packages.package_metadata import packages_of
 
     now = snapshot.take_snapshot()
     installed = packages_of(now)

@@ -5,6 +5,8 @@ writer_queue    the runs of one store, and the schedule of their steps
 writer          writes one run to its store, step by step, with the files of its directory as artifacts
 artifacts       files of a run that become artifacts
 runs            converts a run's events to MLflow's params, tags, metrics and system metrics
+system_metrics  system metrics of a run, under the names that MLflow gives them
+keys            names that MLflow accepts as keys of metrics, parameters and tags
 client          the writer's client of an MLflow store
 store           on disk: the default store, and in `tracking.json` how far a run's events have been written
 in_rank         start and end of a tracked cell in a rank; patches MLflow when it is imported

@@ -5,11 +5,10 @@ Names and values are cut to MLflow's limits, so that no run is refused for a lon
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Sequence
-
 import msgspec
 
+from sgpu_magic.tracking.keys import mlflow_key
+from sgpu_magic.tracking.system_metrics import SystemMetrics
 from sgpu_magic.views.run_notes import run_name
 from sgpu_magic.wire.base import RunKind, RunState
 from sgpu_magic.wire.events import (
@@ -22,7 +21,7 @@ from sgpu_magic.wire.events import (
     StateChanged,
     Submitted,
 )
-from sgpu_magic.wire.rank_events import MetricsLogged, RankSample, Sampled
+from sgpu_magic.wire.rank_events import MetricsLogged, Sampled
 from sgpu_magic.wire.run import RunSpec
 from sgpu_magic.wire.tracking import MetricPoint
 
@@ -32,9 +31,6 @@ LOGGED_TAG = "sgpu.logged"
 NAME_TAG = "mlflow.runName"
 PARENT_TAG = "mlflow.parentRunId"
 
-# characters in keys and maximum lengths, from mlflow.utils.validation
-_NOT_IN_KEYS = re.compile(r"[^\w./: -]", re.ASCII)
-_KEY_LENGTH = 250
 _PARAM_LENGTH = 6000
 _TAG_LENGTH = 8000
 # length of a failure message in the table of runs
@@ -45,15 +41,6 @@ _STATUS: dict[RunState, str] = {
     RunState.TIMED_OUT: "FAILED",
     RunState.CANCELLED: "KILLED",
 }
-_EACH_S = 60.0
-_WINDOW_S = 10.0
-_NODE = "system/node0/"
-
-
-def key(text: str) -> str:
-    """Return a name as a valid MLflow key: other characters become `_`, and parts such as `..` are removed."""
-    parts = [part for part in _NOT_IN_KEYS.sub("_", text).strip().split("/") if part not in ("", ".", "..")]
-    return "/".join(parts)[:_KEY_LENGTH].rstrip("/ ") or "_"
 
 
 class Batch(msgspec.Struct):
@@ -157,11 +144,11 @@ class RunFold:
     def _logged(self, body: MetricsLogged) -> None:
         self._tags({LOGGED_TAG: "true"})
         self.batch.metrics += [
-            MetricPoint(key(point.key), point.value, point.at_ms, point.step) for point in body.metrics
+            MetricPoint(mlflow_key(point.key), point.value, point.at_ms, point.step) for point in body.metrics
         ]
         for name, value in body.params:
             self._param(name, value)
-            if self._params[key(name)] != value[:_PARAM_LENGTH]:
+            if self._params[mlflow_key(name)] != value[:_PARAM_LENGTH]:
                 self._tags({f"sgpu.param.{name}": value})
         for name, value in body.tags:
             if name == NAME_TAG:
@@ -190,12 +177,12 @@ class RunFold:
 
     def _param(self, name: str, value: str) -> None:
         """Set a parameter, once: MLflow does not allow another value later."""
-        name = key(name)
+        name = mlflow_key(name)
         if name not in self._params:
             self._params[name] = self.batch.params[name] = value[:_PARAM_LENGTH]
 
     def _tags(self, tags: dict[str, str]) -> None:
-        self.batch.tags.update({key(name): value[:_TAG_LENGTH] for name, value in tags.items() if value})
+        self.batch.tags.update({mlflow_key(name): value[:_TAG_LENGTH] for name, value in tags.items() if value})
 
 
 def opening_tags(spec: RunSpec, pool: str) -> dict[str, str]:
@@ -258,81 +245,3 @@ def status_of(spec: RunSpec | None, state: RunState) -> str:
 #
 # In the first minute each sample is a point; later, samples are averaged over ten seconds, MLflow's own sampling
 # interval. The same events always give the same points, so nothing is written twice.
-
-
-class SystemMetrics:
-    """Converts one run's samples to metric points; `cores` is the node's number of cores, None if unknown."""
-
-    def __init__(self, cores: int | None) -> None:
-        self._cores = cores
-        self._devices: tuple[str, ...] = ()
-        self._uuids: dict[int, str] = {}
-        self._totals: dict[int, int] = {}
-        self._sums: dict[str, list[float]] = {}
-        self._gathered_s = 0.0
-        self._passed_s = 0.0
-        self._step = 0
-        self._at_ms = 0
-
-    def placed(self, uuids: Sequence[str]) -> None:
-        """Set the run's devices, in rank order."""
-        self._devices = tuple(dict.fromkeys(uuids))
-
-    def started_again(self) -> None:
-        """Forget the ranks' devices after a restart: the first sample of each new process names its device again."""
-        self._uuids, self._totals = {}, {}
-
-    def take(self, sampled: Sampled, at: float) -> list[MetricPoint]:
-        """Add samples and return the points that are due; `at` is their time in seconds since the epoch."""
-        for sample in sampled.samples:
-            if sample.uuid:
-                self._uuids[sample.rank] = sample.uuid
-            if sample.total_bytes:
-                self._totals[sample.rank] = sample.total_bytes
-        # ranks on one device have the same key
-        values = {key: value for key, value in self._readings(sampled.samples) if value is not None}
-        for key, value in values.items():
-            self._sums.setdefault(key, []).append(value)
-        self._gathered_s += sampled.seconds
-        self._passed_s += sampled.seconds
-        self._at_ms = int(at * 1000)
-        if self._passed_s > _EACH_S and self._gathered_s < _WINDOW_S:
-            return []
-        return self.rest()
-
-    def rest(self) -> list[MetricPoint]:
-        """Return the points for the samples since the last points."""
-        points = [
-            MetricPoint(_NODE + key, round(sum(values) / len(values), 1), self._at_ms, self._step)
-            for key, values in self._sums.items()
-        ]
-        self._step += bool(points)
-        self._sums, self._gathered_s = {}, 0.0
-        return points
-
-    def _readings(self, samples: Sequence[RankSample]) -> Iterator[tuple[str, float | None]]:
-        for sample in samples:
-            rank, gpu = f"rank_{sample.rank}", f"gpu_{self._index_of(sample.rank)}"
-            if sample.kind != "cpu":
-                yield f"{gpu}_utilization_percentage", sample.utilization_pct
-                yield f"{gpu}_memory_usage_megabytes", _megabytes(sample.used_bytes)
-                yield f"{gpu}_memory_usage_percentage", _percent(sample.used_bytes, self._totals.get(sample.rank))
-                yield f"{gpu}_power_usage_watts", sample.power_w
-            yield f"{rank}_cpu_utilization_percentage", _percent(sample.cpu_cores, 1)
-            yield f"{rank}_memory_usage_megabytes", _megabytes(sample.rss_bytes)
-        cores = [sample.cpu_cores for sample in samples if sample.cpu_cores is not None]
-        yield "cpu_utilization_percentage", _percent(sum(cores) if cores else None, self._cores)
-        held = [sample.rss_bytes for sample in samples if sample.rss_bytes is not None]
-        yield "system_memory_usage_megabytes", _megabytes(sum(held) if held else None)
-
-    def _index_of(self, rank: int) -> int:
-        uuid = self._uuids.get(rank, "")
-        return self._devices.index(uuid) if uuid in self._devices else rank
-
-
-def _percent(part: float | None, whole: float | None) -> float | None:
-    return 100 * part / whole if part is not None and whole else None
-
-
-def _megabytes(count: int | None) -> float | None:
-    return count / 1e6 if count is not None else None

@@ -25,10 +25,10 @@ from waiting import eventually
 from sgpu_magic.client import blob_sender, remote_transport
 from sgpu_magic.client.blob_sender import BlobSender, Piece
 from sgpu_magic.client.connection import REPLY_TIMEOUT_S
-from sgpu_magic.client.find_run import recorded_directory
 from sgpu_magic.client.link import PoolLink
-from sgpu_magic.client.local_transport import FilePart, Reply
 from sgpu_magic.client.remote_transport import RemoteTransport
+from sgpu_magic.client.run_files import recorded_directory
+from sgpu_magic.client.send_queue import FilePart, Reply
 from sgpu_magic.errors import RunFileUnknown, RunUnknown, UsageError
 from sgpu_magic.files.atomic_file import write_whole
 from sgpu_magic.files.content_store import blob_digest

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import real_gpus
 
-from sgpu_magic.packages.mismatches import driver_version
+from sgpu_magic.packages.nvidia_driver import driver_version
 from tests.benchmarks.measure import Series, show
 from tests.benchmarks.report import machine
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from sgpu_magic.client.link import PoolLink
-from sgpu_magic.client.local_transport import SendQueue
+from sgpu_magic.client.send_queue import SendQueue
 from sgpu_magic.errors import PoolError
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.base import Record, RunState

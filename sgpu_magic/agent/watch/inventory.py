@@ -30,7 +30,7 @@ from sgpu_magic.agent.watch.nvml import (
 )
 from sgpu_magic.config import host_name
 from sgpu_magic.config.pool_terms import read_simulated
-from sgpu_magic.packages.mismatches import driver_version
+from sgpu_magic.packages.nvidia_driver import driver_version
 from sgpu_magic.system.processes import core_count
 from sgpu_magic.wire.devices import Device, Inventory, is_slice, memory_of, memory_text, type_named, used_bytes_of
 

@@ -39,8 +39,7 @@ from sgpu_magic.wire.rank import (
     ZygoteFailed,
     ZygoteReady,
 )
-from sgpu_magic.worker.cell import lone_training
-from sgpu_magic.worker.process import notebook_classes, orphans, terminal
+from sgpu_magic.worker.process import orphans, terminal
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that may reach all processes of a service at once. The agent alone handles them: it lets ranks end."""
@@ -100,9 +99,9 @@ def _preload() -> str:
             with contextlib.suppress(ImportError):
                 importlib.import_module(name)
         from sgpu_magic.tracking import in_rank
-        from sgpu_magic.worker.cell import edited_modules, event_loop, results, shell, widgets
+        from sgpu_magic.worker.cell import edited_modules, event_loop, lone_training, results, shell, widgets
         from sgpu_magic.worker.group import local_names, rendezvous
-        from sgpu_magic.worker.process import leaving, patches, position, rank_context
+        from sgpu_magic.worker.process import leaving, notebook_classes, patches, position, rank_context
 
         position.record_collectives()
         rendezvous.accept_second_init()

@@ -11,7 +11,7 @@ from waiting import eventually
 
 from sgpu_magic.client.connection import Connection
 from sgpu_magic.client.link import PoolLink
-from sgpu_magic.client.local_transport import OutboundMessage, SendQueue
+from sgpu_magic.client.send_queue import OutboundMessage, SendQueue
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError
 from sgpu_magic.wire import codec

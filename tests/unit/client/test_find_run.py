@@ -13,9 +13,10 @@ import msgspec
 import pytest
 
 from sgpu_magic.client import find_run
-from sgpu_magic.client.find_run import LocalRunFiles, RemoteRunFiles, files_of, pool_of, pool_with
+from sgpu_magic.client.find_run import pool_of, pool_with
 from sgpu_magic.client.pools import PoolStatusReply
 from sgpu_magic.client.pools_file import PoolEntry
+from sgpu_magic.client.run_files import LocalRunFiles, RemoteRunFiles, files_of
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError, RunUnknown, UsageError
 from sgpu_magic.wire.base import RunState

@@ -21,7 +21,8 @@ from sgpu_magic.functions.compat.notebook import execution
 from sgpu_magic.functions.compat.notebook.dbutils import Secrets, Widgets, variable_of
 from sgpu_magic.functions.compat.notebook.execution import Library, Notebook, RunMagic, find_notebook, forget_replaced
 from sgpu_magic.functions.compat.notebook.file_system import FileSystem, run_line
-from sgpu_magic.functions.compat.notebook.names import CellMagics, Spark, run_sql
+from sgpu_magic.functions.compat.notebook.names import CellMagics
+from sgpu_magic.functions.compat.notebook.spark import Spark, run_sql
 from sgpu_magic.options import notebook_job
 from sgpu_magic.packages.distributions import Snapshot
 from sgpu_magic.packages.snapshot import read_snapshot

@@ -14,17 +14,11 @@ import pytest
 
 from sgpu_magic.errors import EnvironmentFailed, SerializationError
 from sgpu_magic.packages.distributions import Snapshot
-from sgpu_magic.packages.mismatches import (
-    driver_in,
-    find_left_behind,
-    find_mismatches,
-    is_driver_too_old,
-    oldest_driver,
-    packages_of,
-    packages_of_pins,
-)
+from sgpu_magic.packages.mismatches import find_left_behind, find_mismatches
 from sgpu_magic.packages.module_references import check_versions
 from sgpu_magic.packages.named_environments import base_list
+from sgpu_magic.packages.nvidia_driver import driver_in, is_driver_too_old, oldest_driver
+from sgpu_magic.packages.package_metadata import packages_of, packages_of_pins
 from sgpu_magic.packages.snapshot import changes, process_began_at, read_snapshot, stale_modules, versions
 from sgpu_magic.packages.travel import check_before_travel
 from sgpu_magic.packages.uv_command import index_variables, uv_path

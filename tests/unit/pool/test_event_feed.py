@@ -17,12 +17,13 @@ from launches import launch
 from sgpu_magic.pool.active_runs import ActiveRuns, PoolRun
 from sgpu_magic.pool.billing import Billing
 from sgpu_magic.pool.clients import ConnectedClient
+from sgpu_magic.pool.event_feed import EventFeed
 from sgpu_magic.pool.ledger import Ledger
 from sgpu_magic.pool.permissions import Permissions
 from sgpu_magic.pool.requests import Requests
 from sgpu_magic.pool.run_log import RunLog
 from sgpu_magic.pool.scheduling.costs import Tariff
-from sgpu_magic.pool.server import EventFeed, Server
+from sgpu_magic.pool.server import Server
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.client import AskStacks, Attach, Attached, Notice, Stacks, Submit
 from sgpu_magic.wire.events import Event, Noted

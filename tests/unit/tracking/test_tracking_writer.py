@@ -27,8 +27,10 @@ from sgpu_magic.cli.run_directories import sync
 from sgpu_magic.config import Settings
 from sgpu_magic.files.locks import locked
 from sgpu_magic.pool.retention import RunOnDisk, Why, choose_removals
-from sgpu_magic.tracking.runs import Batch, RunFold, SystemMetrics, key
+from sgpu_magic.tracking.keys import mlflow_key
+from sgpu_magic.tracking.runs import Batch, RunFold
 from sgpu_magic.tracking.store import Progress, is_unsent, opening, save_progress
+from sgpu_magic.tracking.system_metrics import SystemMetrics
 from sgpu_magic.wire import events as ev
 from sgpu_magic.wire import rank_events
 from sgpu_magic.wire.base import FailureKind, RunKind, RunState, short
@@ -58,7 +60,7 @@ from sgpu_magic.wire.tracking import (
     ],
 )
 def test_names_are_what_mlflow_takes(given: str, kept: str):
-    assert key(given) == kept
+    assert mlflow_key(given) == kept
 
 
 def test_a_batch_goes_in_parts_that_one_request_takes():

@@ -26,8 +26,8 @@ from sgpu_magic.agent import blobs
 from sgpu_magic.agent.watch import stack_taking
 from sgpu_magic.cli import copying
 from sgpu_magic.cli.headless import formats
-from sgpu_magic.client import find_run, mirror, pools_file, this_machine, upload_files
 from sgpu_magic.client import ledger as client_ledger
+from sgpu_magic.client import mirror, pools_file, run_files, this_machine, upload_files
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import SgpuError, UsageError
 from sgpu_magic.files import atomic_file, run_directory
@@ -260,7 +260,7 @@ READERS: dict[str, Reader] = {
     "cli/headless/formats.py:kernel_name": Reader(
         of_file(lambda file: formats.kernel_name(file, formats.Form.IPYNB)), hostile_json, (UsageError,)
     ),
-    "client/find_run.py:_bring_record": Reader(fed_run(find_run._bring_record), hostile_json),
+    "client/run_files.py:_bring_record": Reader(fed_run(run_files._bring_record), hostile_json),
     "client/ledger.py:_summary": Reader(
         lambda data, _: client_ledger._summary(row(data), held=True), hostile_json, (msgspec.DecodeError, ValueError)
     ),
