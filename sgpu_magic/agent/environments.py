@@ -24,8 +24,8 @@ from sgpu_magic.packages.node.store import (
     BuildReady,
     BuildRefused,
     Built,
+    BuiltEnvironments,
     HeldLock,
-    Store,
     decode_news,
     encode,
     needs_build,
@@ -139,7 +139,7 @@ class Environments:
     def __init__(self, settings: Settings, used_keys: Callable[[], Iterable[str]]) -> None:
         self._settings = settings
         self._used_keys = used_keys
-        self._store = Store(settings.environments_path)
+        self._store = BuiltEnvironments(settings.environments_path)
         self._host = host_name()
         self._wanted: dict[str, _Wanted] = {}
         # includes builders that no run waits for: they compile or clean up

@@ -18,13 +18,13 @@ from sgpu_magic.agent.run_registry import RunRegistry
 from sgpu_magic.agent.runs.execution_kinds import FreshRun, SessionCell
 from sgpu_magic.agent.runs.node_run import AgentServices, Attempt, NodeRun
 from sgpu_magic.agent.runs.preparing import LaunchInputs, PreparingRun, travels_by_blobs
-from sgpu_magic.agent.runs.session import Session, SessionRefuses
+from sgpu_magic.agent.runs.session import NodeSession, SessionRefuses
 from sgpu_magic.packages.node.store import Built
 from sgpu_magic.wire.base import FailureKind, RunKind
 from sgpu_magic.wire.node import Launch
 
 
-class Launches(msgspec.Struct, frozen=True):
+class RunLauncher(msgspec.Struct, frozen=True):
     """Starts the runs, sessions and cells that the pool orders.
 
     Args:
@@ -102,7 +102,9 @@ class Launches(msgspec.Struct, frozen=True):
     def _start(self, attempt: Attempt, built: Built | None, code: Mapping[str, str]) -> None:
         self._begin(attempt.launch, lambda: self._with_ranks(attempt, built, code))
 
-    def _with_ranks(self, attempt: Attempt, built: Built | None, code: Mapping[str, str]) -> FreshRun | Session | None:
+    def _with_ranks(
+        self, attempt: Attempt, built: Built | None, code: Mapping[str, str]
+    ) -> FreshRun | NodeSession | None:
         launch = self._placed(attempt.launch, built, code)
         try:
             group, warm = self.runs.groups.take(launch)
@@ -110,7 +112,7 @@ class Launches(msgspec.Struct, frozen=True):
             text = f"{launch.interpreter.executable} can't be started: {error}"
             self.runs.say_over(launch.spec.run_id, text, FailureKind.ENVIRONMENT)
             return None
-        kind = Session if launch.spec.kind is RunKind.SESSION else FreshRun
+        kind = NodeSession if launch.spec.kind is RunKind.SESSION else FreshRun
         try:
             return kind(replace(attempt, launch=launch), group, warm, self.here)
         except BaseException:
@@ -130,7 +132,7 @@ class Launches(msgspec.Struct, frozen=True):
         name = self.environments.name(placed.environment)
         return replace(placed, interpreter=built_interpreter(name, built, placed))
 
-    def _placed_in(self, session: Session, launch: Launch) -> Launch:
+    def _placed_in(self, session: NodeSession, launch: Launch) -> Launch:
         """Give a cell the context of its session."""
         built = None
         environment = session.launch.environment

@@ -62,7 +62,7 @@ class _ReportedRun(msgspec.Struct):
     ranks: DevicesFree | RanksGone | None = None
 
 
-class Reports:
+class EventReports:
     """Reports events to the pool service.
 
     Args:

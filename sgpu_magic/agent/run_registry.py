@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from sgpu_magic.agent import faults
-from sgpu_magic.agent.reports import Reports
+from sgpu_magic.agent.reports import EventReports
 from sgpu_magic.agent.runs.execution import Execution
 from sgpu_magic.agent.runs.execution_kinds import FreshRun
 from sgpu_magic.agent.runs.node_run import NodeRun
 from sgpu_magic.agent.runs.send_files_to_pool import FilesToPool
-from sgpu_magic.agent.runs.session import Session
+from sgpu_magic.agent.runs.session import NodeSession
 from sgpu_magic.wire.base import FailureKind, RunState
 from sgpu_magic.wire.codec import UnreadableLaunch
 from sgpu_magic.wire.events import EventBody, RunEnded
@@ -53,7 +53,7 @@ class RunRegistry:
     """
 
     groups: StandbyGroups
-    reports: Reports
+    reports: EventReports
     has_service: Callable[[], bool]
     drop: Callable[[str], None]
     far: FilesToPool
@@ -77,10 +77,10 @@ class RunRegistry:
     def get(self, run_id: str) -> NodeRun | None:
         return self._runs.get(run_id)
 
-    def session(self, run_id: str) -> Session | None:
+    def session(self, run_id: str) -> NodeSession | None:
         """Return the session with that id, or None."""
         run = self._runs.get(run_id)
-        return run if isinstance(run, Session) else None
+        return run if isinstance(run, NodeSession) else None
 
     def add(self, run: NodeRun) -> None:
         """Register a run; a new attempt replaces the previous one."""
@@ -96,7 +96,7 @@ class RunRegistry:
     def end(self, run: NodeRun, state: RunState, reason: str) -> None:
         """Stop a run by the stop path. The pool service itself ends fresh runs on a session's lease."""
         run.end_as(state, reason)
-        if isinstance(run, Session):
+        if isinstance(run, NodeSession):
             self.groups.drop(run.run_id)
 
     def ranks_gone(self, run_id: str) -> None:
@@ -150,7 +150,7 @@ class RunRegistry:
         with faults.charging(None):
             if run.gone:
                 self.say_over(run.run_id, words)
-            elif self._loop.time() > until or (isinstance(run, FreshRun | Session) and run.group.is_dead()):
+            elif self._loop.time() > until or (isinstance(run, FreshRun | NodeSession) and run.group.is_dead()):
                 self._abandon(run, words)
             else:
                 self._loop.call_later(_FAULT_LOOK_S, self._see_it_end, run, words, until)
@@ -163,7 +163,7 @@ class RunRegistry:
                 session.fail_whole(FailureKind.INTERNAL, words)
             with faults.guarded(None):
                 run.abandon()
-            if isinstance(run, FreshRun | Session):
+            if isinstance(run, FreshRun | NodeSession):
                 run.group.listener = None
                 for process in run.group.ranks:
                     process.signal(signal.SIGKILL, whole_session=True)
@@ -190,7 +190,7 @@ class RunRegistry:
     def run_gone(self, run: NodeRun) -> None:
         self.ranks_gone(run.run_id)
         spec = run.launch.spec
-        if isinstance(run, Session):
+        if isinstance(run, NodeSession):
             self._end_fresh_runs(run)
         elif spec.session:
             session = self.session(spec.session)
@@ -212,7 +212,7 @@ class RunRegistry:
         """Whether ranks compute, so that background work would slow them down."""
         return any(_computes(run) for run in self._runs.values())
 
-    def _end_fresh_runs(self, session: Session) -> None:
+    def _end_fresh_runs(self, session: NodeSession) -> None:
         """End the fresh runs that use the session's lease."""
         self.groups.drop(session.run_id)
         for run in list(self._runs.values()):
@@ -224,7 +224,7 @@ class RunRegistry:
         if not self.busy:
             self.groups.replenish_after(launch)
 
-    def _keep_for_session(self, session: Session) -> None:
+    def _keep_for_session(self, session: NodeSession) -> None:
         if not session.connected:
             return
         if self.busy:
@@ -255,6 +255,6 @@ class RunRegistry:
 
 
 def _computes(run: NodeRun) -> bool:
-    if isinstance(run, Session):
+    if isinstance(run, NodeSession):
         return run.busy
     return not run.gone and run.state is not RunState.PREPARING

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 
 from sgpu_magic.agent import faults
 from sgpu_magic.agent.environments import Environments
-from sgpu_magic.agent.launch import Launches
+from sgpu_magic.agent.launch import RunLauncher
 from sgpu_magic.agent.ranks.run_processes import RunPorts
 from sgpu_magic.agent.ranks.stop import catches
 from sgpu_magic.agent.ranks.zygotes import raise_open_files_limit
-from sgpu_magic.agent.reports import FileRequests, Reports
+from sgpu_magic.agent.reports import EventReports, FileRequests
 from sgpu_magic.agent.run_registry import RunRegistry
 from sgpu_magic.agent.runs.execution_kinds import FreshRun, SessionCell
 from sgpu_magic.agent.runs.node_run import AgentServices, NodeRun
@@ -23,7 +23,7 @@ from sgpu_magic.agent.runs.preparing import LaunchInputs
 from sgpu_magic.agent.runs.ray_directories import remove_ray_directories
 from sgpu_magic.agent.runs.run_memory import BackgroundCopier
 from sgpu_magic.agent.runs.send_files_to_pool import FilesToPool
-from sgpu_magic.agent.runs.session import Session
+from sgpu_magic.agent.runs.session import NodeSession
 from sgpu_magic.agent.standby_groups import StandbyGroups
 from sgpu_magic.agent.survive import Introduction, Orphaned, ServiceSocket, Successor
 from sgpu_magic.agent.watch.sampling import Sampling
@@ -84,7 +84,7 @@ class Agent:
         self._groups = StandbyGroups(settings)
         self._copier = BackgroundCopier()
         self._sampling = Sampling()
-        self._reports = Reports(self._send)
+        self._reports = EventReports(self._send)
         self._file_requests = FileRequests(self._send)
         self._inputs = LaunchInputs(settings, self._file_requests)
         self._far = FilesToPool(settings, self._file_requests, self._reports)
@@ -96,7 +96,7 @@ class Agent:
         self._here = AgentServices(self._copier, settings, self._sampling, self._reports, self._runs, self._far)
         self._run_ports = RunPorts(self._runs.get, self._send)
         self._environments = Environments(settings, self._groups.zygotes.keys)
-        self._launches = Launches(self._runs, self._here, self._environments, self._inputs)
+        self._launches = RunLauncher(self._runs, self._here, self._environments, self._inputs)
         self._introduction = Introduction(settings, self._runs, self._send)
         self._successor = Successor(settings.state_path / "pool.log")
         self._orphaned = Orphaned(
@@ -199,7 +199,7 @@ class Agent:
     def _relay(self, number: int) -> None:
         """Send a signal to the ranks that handle it: for others, its default action is their end."""
         for run in self._runs.all():
-            if isinstance(run, FreshRun | Session) and not run.gone:
+            if isinstance(run, FreshRun | NodeSession) and not run.gone:
                 for process in run.group.ranks:
                     if process.alive and process.pid is not None and catches(process.pid, number):
                         process.signal(number)

@@ -9,7 +9,7 @@ from sgpu_magic.agent.ranks.group import Group
 from sgpu_magic.agent.ranks.orders import device_of, prepare
 from sgpu_magic.agent.ranks.zygotes import Zygotes
 from sgpu_magic.config import Settings
-from sgpu_magic.wire.node import Launch, Part
+from sgpu_magic.wire.node import Launch, NodePart
 from sgpu_magic.wire.run import Interpreter
 
 # above this size, ranks of a standby group join late, since gloo's loops cost CPU while they wait
@@ -113,7 +113,12 @@ class StandbyGroups:
         self.zygotes.retire()
 
     def _make(
-        self, interpreter: Interpreter, ranks: int, join_early: bool, rehearse: bool = False, part: Part | None = None
+        self,
+        interpreter: Interpreter,
+        ranks: int,
+        join_early: bool,
+        rehearse: bool = False,
+        part: NodePart | None = None,
     ) -> Group:
         return Group(
             self.zygotes.get(interpreter),

@@ -17,7 +17,7 @@ from typing import BinaryIO, TextIO
 
 import msgspec
 
-from sgpu_magic.cli.main import Parser, note
+from sgpu_magic.cli.main import CommandParser, note
 from sgpu_magic.client.run_files import FilesOfRun, LocalRunFiles, files_of
 from sgpu_magic.client.this_machine import this_umask
 from sgpu_magic.config import load_settings
@@ -243,7 +243,7 @@ def _one(files: FilesOfRun, file: RunFile, folder: Path, name: str) -> int | Non
     return size - begin
 
 
-def _options(parser: Parser) -> None:
+def _options(parser: CommandParser) -> None:
     parser.add_argument(
         "source", metavar="RUN[/RANK]:PATH", help="path in the ranks' working directory or the run's directory"
     )

@@ -21,7 +21,7 @@ from packaging.version import InvalidVersion, Version
 from sgpu_magic import __version__
 from sgpu_magic.cli import machine_checks, python_checks
 from sgpu_magic.cli.machine_checks import Finding, Level, ok, problem, warning
-from sgpu_magic.cli.main import Parser
+from sgpu_magic.cli.main import CommandParser
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.client.pool_choosing import has_words
 from sgpu_magic.client.pools import Pools, PoolStatusReply
@@ -308,7 +308,7 @@ def _said(answer: PoolStatusReply) -> Finding:
     return ok(name, text)
 
 
-def _options(parser: Parser) -> None:
+def _options(parser: CommandParser) -> None:
     parser.does(lambda _: 0 if run(os.environ, sys.stdout) else 1)
 
 

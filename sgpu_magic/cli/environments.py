@@ -8,13 +8,13 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from sgpu_magic.cli.main import Parser
+from sgpu_magic.cli.main import CommandParser
 from sgpu_magic.config import Settings, load_settings
 from sgpu_magic.errors import UsageError
 from sgpu_magic.formatting import count_of, format_bytes, format_clock
 from sgpu_magic.packages import named_environments
 from sgpu_magic.packages.named_environments import BASE_NAMES, BaseList, base_list
-from sgpu_magic.packages.node.store import Store, read_built
+from sgpu_magic.packages.node.store import BuiltEnvironments, read_built
 from sgpu_magic.views.units import aligned
 
 _DAY_S = 24 * 3600.0
@@ -32,7 +32,7 @@ def listing(settings: Settings, now: float | None = None) -> str:
     kept = [_saved_row(settings, name) for name in named_environments.saved_names(settings)]
     lines += ["", "saved" if kept else "nothing saved (%sgpu_env save NAME saves a notebook's packages)"]
     lines += _indented(aligned(kept, right=(2,))) if kept else []
-    store = Store(settings.environments_path)
+    store = BuiltEnvironments(settings.environments_path)
     names = sorted(store.names(), key=store.last_used, reverse=True)
     if not names:
         return "\n".join([*lines, "", f"none built on this machine in {settings.environments_path}"])
@@ -93,7 +93,7 @@ def remove(settings: Settings, name: str) -> str:
     """
     if named_environments.remove(settings, name):
         return f"the saved environment {name} was removed."
-    store = Store(settings.environments_path)
+    store = BuiltEnvironments(settings.environments_path)
     found = [each for each in store.names() if len(name) >= _SHORTEST_PREFIX and each.startswith(name)]
     if not found:
         raise UsageError(
@@ -117,14 +117,14 @@ def prune(settings: Settings, days: float, now: float | None = None) -> str:
         now: Wall-clock time. Default: the current time.
     """
     now = time.time() if now is None else now
-    store = Store(settings.environments_path)
+    store = BuiltEnvironments(settings.environments_path)
     sizes = {name: store.size(name) or 0 for name in store.names() if now - store.last_used(name) >= days * _DAY_S}
     gone = [size for name, size in sizes.items() if store.remove(name)]
     left = f"; {len(sizes) - len(gone)} in use" if len(gone) < len(sizes) else ""
     return f"{count_of(len(gone), 'environment')} removed, {format_bytes(sum(gone))} freed{left}."
 
 
-def _built_row(store: Store, name: str, now: float) -> tuple[str, ...]:
+def _built_row(store: BuiltEnvironments, name: str, now: float) -> tuple[str, ...]:
     built, size = read_built(store.folder(name)), store.size(name)
     packages = count_of(built.packages, "package") if built is not None else "unreadable"
     used = f"used {format_clock(max(0.0, now - store.last_used(name)))} ago"
@@ -147,7 +147,7 @@ def _indented(lines: list[str]) -> list[str]:
     return [f"  {line}" for line in lines]
 
 
-def _options(parser: Parser) -> None:
+def _options(parser: CommandParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     made = actions.add_parser("list", help="list environments with size and last use")
     made.does(lambda _: listing(load_settings()))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from sgpu_magic.cli.main import Parser, note, rank
+from sgpu_magic.cli.main import CommandParser, note, rank
 from sgpu_magic.client.find_run import check_prefix, pool_of
 from sgpu_magic.client.link import PoolLink
 from sgpu_magic.config import load_settings
@@ -211,7 +211,7 @@ def _read_ports(text: str) -> tuple[int | None, int]:
     return (int(found["local"]) if found["local"] else None), int(found["remote"])
 
 
-def _options(parser: Parser) -> None:
+def _options(parser: CommandParser) -> None:
     parser.add_argument("run", metavar="RUN", help="ID of the run, or its first digits")
     parser.add_argument("ports", metavar="[LOCAL:]PORT", help="port in the run, and the local port if it differs")
     parser.add_argument("--rank", type=rank, default=0, metavar="N", help="rank whose node has the port (default: 0)")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from sgpu_magic.cli.main import Parser, positive
+from sgpu_magic.cli.main import CommandParser, positive
 from sgpu_magic.config import Settings, load_settings, private_dir
 from sgpu_magic.errors import UsageError
 from sgpu_magic.files.atomic_file import read_json, write_whole
@@ -209,7 +209,7 @@ def start_detached(settings: Settings, record: JobRecord, arguments: Sequence[st
     return started
 
 
-def _options(parser: Parser) -> None:
+def _options(parser: CommandParser) -> None:
     parser.add_argument(
         "-n", dest="number", type=positive, default=20, metavar="N", help="how many to show (default: 20)"
     )

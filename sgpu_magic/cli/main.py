@@ -41,7 +41,7 @@ _COMMANDS = {
 }
 
 
-class Parser(argparse.ArgumentParser):
+class CommandParser(argparse.ArgumentParser):
     """An argument parser that raises `UsageError`, and accepts no abbreviated options."""
 
     def __init__(self, **options: Any) -> None:
@@ -131,13 +131,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _INTERRUPTED
 
 
-def command_parser(words: Sequence[str]) -> Parser:
+def command_parser(words: Sequence[str]) -> CommandParser:
     """Return the top-level parser, with the options of the command that the words name.
 
     Only that command's module is imported. Its `COMMANDS` maps the command's name to a function that adds the options
-    and calls `Parser.does`.
+    and calls `CommandParser.does`.
     """
-    parser = Parser(
+    parser = CommandParser(
         prog="sgpu",
         description="Manage the pool behind %%distributed, its runs, and this machine's set-up.",
         epilog="RUN is the ID of a run, or its first digits, as listed by `sgpu runs`.",
@@ -152,7 +152,7 @@ def command_parser(words: Sequence[str]) -> Parser:
     return parser
 
 
-def _help_options(parser: Parser) -> None:
+def _help_options(parser: CommandParser) -> None:
     about = "topic named by an error (default: list them)"
     parser.add_argument("topic", metavar="TOPIC", nargs="?", default="", help=about)
     parser.does(_help)

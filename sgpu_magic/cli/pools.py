@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
-from sgpu_magic.cli.main import Parser
+from sgpu_magic.cli.main import CommandParser
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.client.pool_choosing import PriceBook, counts, has_words, money_of
 from sgpu_magic.client.pools import PATIENCE_S, Pools, PoolStatusReply
@@ -197,7 +197,7 @@ def stop(settings: Settings, *, force: bool) -> str:
     return f"the local pool (process {address.pid}) is stopped"
 
 
-def _pool_options(parser: Parser) -> None:
+def _pool_options(parser: CommandParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
     made = actions.add_parser("status", help="show devices, queue and runs; starts no pool")
     made.add_argument("--pool", default="", metavar="NAME", help="only this pool (default: all in the list)")
@@ -228,7 +228,7 @@ def _add(it: argparse.Namespace) -> str:
     return add(load_settings(), entry, check=not it.no_check, replace=it.replace)
 
 
-def _serving_options(add: Callable[..., Parser]) -> None:
+def _serving_options(add: Callable[..., CommandParser]) -> None:
     serve = add("serve", help="serve a pool to other machines, in the foreground")
     serve.add_argument("--engine", choices=("local", "ray"), default="local", help="where ranks run (default: local)")
     serve.add_argument("--listen", required=True, metavar="tcp://0.0.0.0:PORT", help="address to listen on for clients")
@@ -274,15 +274,15 @@ def _serving() -> Any:
     return serving
 
 
-def _add_ray(parser: Parser) -> None:
+def _add_ray(parser: CommandParser) -> None:
     parser.add_argument("--ray", required=True, metavar="http://HEAD:8265", help="address of Ray's dashboard")
 
 
-def _add_name(parser: Parser) -> None:
+def _add_name(parser: CommandParser) -> None:
     parser.add_argument("--name", default="team", metavar="NAME", help="name of the served pool (default: team)")
 
 
-def _types_options(parser: Parser) -> None:
+def _types_options(parser: CommandParser) -> None:
     parser.add_argument("--pool", default="", metavar="NAME", help="only this pool (default: all)")
     parser.does(lambda options: types(load_settings(), options.pool))
 

@@ -6,7 +6,7 @@ import sys
 import threading
 from typing import TextIO
 
-from sgpu_magic.cli.main import Parser, positive
+from sgpu_magic.cli.main import CommandParser, positive
 from sgpu_magic.client.run_files import recorded_directory
 from sgpu_magic.config import Settings, load_settings
 from sgpu_magic.options.argparse_form import add_replay, read_replay
@@ -64,7 +64,7 @@ def replay(settings: Settings, run: str, options: ReplayOptions, out: TextIO) ->
         close_kernel_context()
 
 
-def _options(parser: Parser) -> None:
+def _options(parser: CommandParser) -> None:
     parser.add_argument("run", metavar="RUN", help="ID of the run, or its first digits")
     own = {
         "gpus": {"type": positive, "help": "ranks (default: as many as it had)"},

@@ -19,9 +19,9 @@ import msgspec
 
 from sgpu_magic.cli import jobs
 from sgpu_magic.cli.headless import formats
-from sgpu_magic.cli.headless.job import Job, job_from, read_pair, typed
+from sgpu_magic.cli.headless.job import HeadlessJob, job_from, read_pair, typed
 from sgpu_magic.cli.headless.outcome import ExitCode, copy_of
-from sgpu_magic.cli.main import Parser, positive, script_arguments
+from sgpu_magic.cli.main import CommandParser, positive, script_arguments
 from sgpu_magic.config import Settings, load_settings
 from sgpu_magic.errors import UsageError
 from sgpu_magic.formatting import format_seconds
@@ -129,7 +129,7 @@ def _yaml_mapping(text: str) -> dict[str, object]:
 
 
 def _attempts(
-    settings: Settings, job: Job, record: jobs.JobRecord, out: TextIO | None, err: TextIO
+    settings: Settings, job: HeadlessJob, record: jobs.JobRecord, out: TextIO | None, err: TextIO
 ) -> tuple[ExitCode, jobs.JobRecord]:
     """Execute the job, and retry it after failures of the pool."""
     # nbclient takes half a second to import, so check the command first
@@ -192,7 +192,7 @@ def _detach(settings: Settings, record: jobs.JobRecord, words: Sequence[str], ou
     return ExitCode.OK
 
 
-def _options(parser: Parser) -> None:
+def _options(parser: CommandParser) -> None:
     parser.description, parser.epilog = _RUN_ABOUT, _CODES
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument

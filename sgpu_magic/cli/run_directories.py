@@ -21,7 +21,7 @@ from typing import TextIO
 
 import msgspec
 
-from sgpu_magic.cli.main import Parser, note, rank
+from sgpu_magic.cli.main import CommandParser, note, rank
 from sgpu_magic.client import ledger
 from sgpu_magic.client.find_run import find_directory
 from sgpu_magic.client.run_files import FilesOfRun, RemoteRunFiles, files_of
@@ -195,7 +195,7 @@ def _why_none(run_id: str, row: RunSummary | None) -> str:
     return f"{name} {row.state.value} before its ranks started{why}, so there are no logs"
 
 
-def _logs_options(parser: Parser) -> None:
+def _logs_options(parser: CommandParser) -> None:
     parser.add_argument("run", metavar="RUN", help="ID of the run, or its first digits")
     parser.add_argument("--rank", type=rank, metavar="N", help="only this rank")
     parser.add_argument("-f", "--follow", action="store_true", help="follow until the run has ended")
@@ -297,7 +297,7 @@ def _table(left: Sequence[Left], going: Collection[str]) -> str:
     return "\n".join(aligned(rows))
 
 
-def _sync_options(parser: Parser) -> None:
+def _sync_options(parser: CommandParser) -> None:
     parser.add_argument("run", metavar="RUN", nargs="?", default="", help="only this run")
     parser.add_argument("--list", action="store_true", help="only list what is unsent")
     parser.does(_sync)

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 
-from sgpu_magic.cli.main import Parser, note, positive
+from sgpu_magic.cli.main import CommandParser, note, positive
 from sgpu_magic.client import ledger
 from sgpu_magic.client.find_run import check_prefix, pool_of
 from sgpu_magic.client.ledger import Usage, Use, usage_within
@@ -148,7 +148,7 @@ def _remark(run: RunSummary) -> str:
     return clipped(run.waiting_for or run.failure.strip().partition("\n")[0] or in_session, _MAX_FAILURE)
 
 
-def _list_options(parser: Parser) -> None:
+def _list_options(parser: CommandParser) -> None:
     parser.add_argument("--pool", default="", metavar="NAME", help="only this pool (default: all)")
     how_many = parser.add_mutually_exclusive_group()
     how_many.add_argument(
@@ -166,7 +166,7 @@ def _list(options: argparse.Namespace) -> int:
     return 0
 
 
-def _one_options(parser: Parser) -> None:
+def _one_options(parser: CommandParser) -> None:
     parser.add_argument("run", metavar="RUN", help="ID of the run, or its first digits")
     parser.does(lambda options: of_one(load_settings(), options.command, options.run))
 
@@ -288,7 +288,7 @@ def _date(at: float) -> str:
 _FORMATS: Mapping[str, Callable[[Usage], str]] = {"table": table, "csv": comma_separated, "json": as_json}
 
 
-def _usage_options(parser: Parser) -> None:
+def _usage_options(parser: CommandParser) -> None:
     parser.add_argument("--since", default="7d", metavar="7d", help="how far back, such as 12h, 7d or 4w (default: 7d)")
     groups = ("day", "user", "session", "notebook", "type")
     parser.add_argument("--by", choices=groups, default="day", help="what to group by (default: day)")

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from sgpu_magic.cli import run as run_command
-from sgpu_magic.cli.main import Parser, command_parser, note, plain_words, whole_number
+from sgpu_magic.cli.main import CommandParser, command_parser, note, plain_words, whole_number
 from sgpu_magic.config import load_settings
 from sgpu_magic.errors import UsageError
 from sgpu_magic.options.argparse_form import add_option
@@ -161,7 +161,7 @@ def _flags(name: str) -> list[str]:
     return [*_SHORT.get(name, []), *both]
 
 
-def _options(parser: Parser) -> None:
+def _options(parser: CommandParser) -> None:
     parser.description = _ABOUT
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument

@@ -47,7 +47,7 @@ _FIRST_S = 1.0
 _EVERY_S = 1.0
 
 
-class Piece(msgspec.Struct, frozen=True):
+class BlobContent(msgspec.Struct, frozen=True):
     """The content of one blob.
 
     Args:
@@ -61,7 +61,7 @@ class Piece(msgspec.Struct, frozen=True):
     digest: str = ""
 
 
-def pieces_of(path: Path | str, size: int) -> Iterator[Piece]:
+def pieces_of(path: Path | str, size: int) -> Iterator[BlobContent]:
     """Yield the pieces of a file.
 
     Args:
@@ -70,7 +70,7 @@ def pieces_of(path: Path | str, size: int) -> Iterator[Piece]:
     """
     for begin in range(0, size, PIECE_BYTES):
         part = min(PIECE_BYTES, size - begin)
-        yield Piece(part, lambda begin=begin, part=part: _read(path, begin, part))
+        yield BlobContent(part, lambda begin=begin, part=part: _read(path, begin, part))
 
 
 class BlobSender:
@@ -92,7 +92,7 @@ class BlobSender:
         self._window = _FIRST_WINDOW
         self.sent_bytes = 0
 
-    def send(self, pieces: Iterable[Piece]) -> list[str]:
+    def send(self, pieces: Iterable[BlobContent]) -> list[str]:
         """Send the pieces that the pool lacks and return the digests of all pieces in order.
 
         A thread hashes ahead, on all cores, while missing pieces are sent.
@@ -105,7 +105,7 @@ class BlobSender:
         digests: list[str] = []
         # two equal files in one request are both reported as missing
         sent: set[str] = set()
-        hashing: deque[tuple[Piece, Future[str]]] = deque()
+        hashing: deque[tuple[BlobContent, Future[str]]] = deque()
         waiting = iter(pieces)
         with ThreadPoolExecutor(1, "sgpu-hash") as threads:
             try:
@@ -135,7 +135,7 @@ class BlobSender:
 
     # ------------------------------------------------------------ internals
 
-    def _send_piece(self, piece: Piece, digest: str, held: int) -> None:
+    def _send_piece(self, piece: BlobContent, digest: str, held: int) -> None:
         data: memoryview | None = None
         while held < piece.size:
             data = piece.load() if data is None else data
@@ -194,7 +194,7 @@ def _found(answer: Answer, kind: type[A]) -> A | None:
     return None
 
 
-def _digest(piece: Piece) -> str:
+def _digest(piece: BlobContent) -> str:
     return piece.digest or blob_digest(piece.load())
 
 
@@ -255,7 +255,7 @@ def send_packed(packed: Packed, link: PoolLink, sending: Sending) -> StoredPaylo
     """Send a remote pool the regions of a payload that it lacks."""
     regions = list(regions_of(packed))
     sender = BlobSender(link, sending.part("variables", packed.total_bytes))
-    digests = sender.send(Piece(region.size, region.load) for region in regions)
+    digests = sender.send(BlobContent(region.size, region.load) for region in regions)
     parts = (
         StoredPart(digest=digest, offset=region.offset, size=region.size)
         for digest, region in zip(digests, regions, strict=True)

@@ -20,7 +20,7 @@ from sgpu_magic.client.local_transport import Tell
 from sgpu_magic.client.mirror import note_end
 from sgpu_magic.client.payload_memory import PayloadMemory
 from sgpu_magic.client.pools_file import LOCAL, PoolEntry
-from sgpu_magic.client.run import Attachments, Run
+from sgpu_magic.client.run import Attachments, ClientRun
 from sgpu_magic.client.submitter import Submitter
 from sgpu_magic.client.this_machine import find_pool
 from sgpu_magic.config import Settings, load_settings
@@ -109,7 +109,7 @@ class Pool(Submitter):
 
     def submit(
         self, spec: RunSpec, packed: Packed, key: bytes, environ: dict[str, str], along: Attachments = _NOTHING
-    ) -> Run:
+    ) -> ClientRun:
         """Send the payload and queue the run; returns when the pool has accepted it.
 
         Raises:
@@ -169,7 +169,7 @@ class Pool(Submitter):
         """Give up a run that continues without this process, or is lost: its payload memory is never written again."""
         self._memory.forget(run_id)
 
-    def attach(self, run: str) -> tuple[Run, RunState]:
+    def attach(self, run: str) -> tuple[ClientRun, RunState]:
         """Attach to a run and receive its events from the first one.
 
         Args:

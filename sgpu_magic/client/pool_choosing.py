@@ -89,7 +89,7 @@ class TypeCount(msgspec.Struct, frozen=True):
     memory_bytes: int
 
 
-class Choice(msgspec.Struct, frozen=True):
+class PoolSelection(msgspec.Struct, frozen=True):
     """The pool chosen for a run.
 
     Args:
@@ -205,7 +205,7 @@ def check_memory(asked: PoolStatusReply, wanted: DeviceRequest) -> None:
         )
 
 
-def choose(answers: Sequence[PoolStatusReply], wanted: DeviceRequest, money: PriceBook) -> Choice:
+def choose(answers: Sequence[PoolStatusReply], wanted: DeviceRequest, money: PriceBook) -> PoolSelection:
     """Choose the pool for a run that names none.
 
     Args:
@@ -244,9 +244,9 @@ def choose(answers: Sequence[PoolStatusReply], wanted: DeviceRequest, money: Pri
     if unreached:
         why += f"; {', '.join(unreached)} can't be reached"
     if wanted.min_memory_bytes:
-        return Choice(chosen.name, kind if wanted.device_type is None else None, why)
+        return PoolSelection(chosen.name, kind if wanted.device_type is None else None, why)
     several, note = one_of_several(chosen, wanted, money) if wanted.device_type in (None, ANY) else (None, "")
-    return Choice(chosen.name, several, why, note)
+    return PoolSelection(chosen.name, several, why, note)
 
 
 def has_words(status: PoolStatus) -> str:
@@ -278,7 +278,7 @@ def _for_local(
     asks: str,
     without: Sequence[str],
     unreached: Sequence[str],
-) -> Choice:
+) -> PoolSelection:
     reasons = [f"no pool of {', '.join(without)} has {asks}"] if len(without) > 1 else []
     reasons += [f"{without[0]} has no {asks}"] if len(without) == 1 else []
     reasons += [f"{', '.join(unreached)} can't be reached"] if unreached else []
@@ -288,7 +288,7 @@ def _for_local(
         raise CapacityError(
             f"no {wanted.kind} pool can take the run: {why}. `sgpu pool list` shows the pools. {problems}".strip()
         )
-    return Choice(LOCAL, None, f"this machine's own: {'; '.join(reasons)}")
+    return PoolSelection(LOCAL, None, f"this machine's own: {'; '.join(reasons)}")
 
 
 def _why(

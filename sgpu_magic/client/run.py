@@ -75,7 +75,7 @@ Submitted = tuple[Submit, Sequence[bytes]]
 """The message and frames that a run was submitted with."""
 
 
-class Run:
+class ClientRun:
     """A run that a pool has accepted.
 
     Args:

@@ -18,7 +18,7 @@ from sgpu_magic.client.link import PoolLink, PoolLost
 from sgpu_magic.client.local_transport import Tell
 from sgpu_magic.client.mirror import mirror_path, note_sent
 from sgpu_magic.client.payload_memory import PayloadMemory
-from sgpu_magic.client.run import Attachments, Run, Submitted
+from sgpu_magic.client.run import Attachments, ClientRun, Submitted
 from sgpu_magic.client.send_queue import EventQueue
 from sgpu_magic.client.this_machine import this_context, this_interpreter
 from sgpu_magic.client.upload_files import sent
@@ -61,7 +61,9 @@ class Submitter:
         self._submitting = 0
         self._lock = threading.Lock()
 
-    def submit(self, spec: RunSpec, packed: Packed, key: bytes, environ: dict[str, str], along: Attachments) -> Run:
+    def submit(
+        self, spec: RunSpec, packed: Packed, key: bytes, environ: dict[str, str], along: Attachments
+    ) -> ClientRun:
         """As `Pool.submit`."""
         with self._lock:
             self._submitting += 1
@@ -89,7 +91,7 @@ class Submitter:
             if not self._submitting:
                 act()
 
-    def find_again(self, run: Run) -> None:
+    def find_again(self, run: ClientRun) -> None:
         """Attach to a run again after its pool service died, through the next service, which is started if needed.
 
         A run that was still queued is submitted again.
@@ -117,9 +119,9 @@ class Submitter:
 
     def run_of(
         self, spec: RunSpec, key: bytes, link: PoolLink, events: EventQueue, submission: Submitted | None = None
-    ) -> Run:
-        """Return the handle of a run of this pool; arguments as for `Run`."""
-        run = Run(spec, key, link, events, self._directory(link, spec.run_id), submission)
+    ) -> ClientRun:
+        """Return the handle of a run of this pool; arguments as for `ClientRun`."""
+        run = ClientRun(spec, key, link, events, self._directory(link, spec.run_id), submission)
         run.pool = self.name
         return run
 
@@ -130,7 +132,7 @@ class Submitter:
             return msgspec.structs.replace(self._settings, state_dir=state_dir).runs_path / run_id
         return mirror_path(self._settings, self.name, run_id)
 
-    def cancel_in_background(self, run: Run, reason: str) -> None:
+    def cancel_in_background(self, run: ClientRun, reason: str) -> None:
         """Cancel a run whose pool service died, through the next service, in a background thread."""
 
         # a run that was still queued ended with its pool
@@ -153,7 +155,7 @@ class Submitter:
 
         threading.Thread(target=work, name="sgpu-cancel", daemon=True).start()
 
-    def _taken_before(self, link: PoolLink, spec: RunSpec, key: bytes) -> Run:
+    def _taken_before(self, link: PoolLink, spec: RunSpec, key: bytes) -> ClientRun:
         answer = ask(link, Attach(request=0, run=spec.run_id, owns=True), Attached)
         self._memory.forget(spec.run_id)
         run = self.run_of(spec, key, link, link.attached(answer.request, spec.run_id))
@@ -162,7 +164,7 @@ class Submitter:
 
     def _submit_once(
         self, link: PoolLink, spec: RunSpec, packed: Packed, key: bytes, environ: dict[str, str], along: Attachments
-    ) -> Run:
+    ) -> ClientRun:
         with Sending(self.name, link, self._on_sending) as sending:
             payload, frames = self._memory.put(packed, spec.run_id, link, self._settings, sending)
             along, notes = sent(along, link, self._settings.state_path, sending)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from msgspec.structs import replace
 
-from sgpu_magic.client.blob_sender import BlobSender, Piece, Sending, pieces_of
+from sgpu_magic.client.blob_sender import BlobContent, BlobSender, Sending, pieces_of
 from sgpu_magic.client.link import PoolLink
 from sgpu_magic.config import private_dir
 from sgpu_magic.errors import SerializationError, UsageError
@@ -304,7 +304,7 @@ def _send(upload: Upload, link: PoolLink, state: Path, sending: Sending) -> tupl
     manifest = manifest_bytes(Manifest(files=files, folders=found.folders, single=found.single))
     if len(manifest) > PIECE_BYTES:
         raise UsageError(f"--upload {upload.name} has too many files: pack them into an archive.")
-    (digest,) = sender.send([Piece(len(manifest), lambda: memoryview(manifest))])
+    (digest,) = sender.send([BlobContent(len(manifest), lambda: memoryview(manifest))])
     made = replace(upload, path="", manifest=digest, manifest_size=len(manifest))
     count = "1 file" if len(found.files) == 1 else f"{len(found.files):,} files"
     return made, (
@@ -312,8 +312,8 @@ def _send(upload: Upload, link: PoolLink, state: Path, sending: Sending) -> tupl
     )
 
 
-def _pieces(files: Iterable[FoundFile], known: KnownDigests) -> Iterator[Piece]:
+def _pieces(files: Iterable[FoundFile], known: KnownDigests) -> Iterator[BlobContent]:
     for file in files:
         digests = known.of(file.path, file.status) or ()
         for at, piece in enumerate(pieces_of(file.path, file.status.st_size)):
-            yield Piece(piece.size, piece.load, digests[at] if digests else "")
+            yield BlobContent(piece.size, piece.load, digests[at] if digests else "")

@@ -21,7 +21,7 @@ from sgpu_magic.errors import RunCancelled, UsageError
 from sgpu_magic.magics.auto_mode import AutoMode
 from sgpu_magic.magics.warm_pool import WarmPool
 from sgpu_magic.options import argparse_form
-from sgpu_magic.options.argparse_form import NO_SESSION, RAY, Parser, add_option, add_replay, read_replay, takes
+from sgpu_magic.options.argparse_form import NO_SESSION, RAY, OptionParser, add_option, add_replay, read_replay, takes
 from sgpu_magic.options.option_records import RunOptions, check_cell
 from sgpu_magic.runs.follow import outcome
 from sgpu_magic.runs.handle import Run
@@ -44,22 +44,22 @@ Launched = RunResult | Run[Any] | None
 _NOT_SUBMITTED = "before the run was submitted; nothing was started."
 
 
-def _add_run(made: Parser) -> None:
+def _add_run(made: OptionParser) -> None:
     made.add_argument("run", nargs="?", default="", metavar="RUN", help="ID of the run, or its first digits")
 
 
-def _add_attached(made: Parser) -> None:
+def _add_attached(made: OptionParser) -> None:
     _add_run(made)
     add_option(made, "ui")
 
 
-def _add_replayed(made: Parser) -> None:
+def _add_replayed(made: OptionParser) -> None:
     _add_run(made)
     add_replay(made)
     add_option(made, "ui")
 
 
-def _add_shown(made: Parser) -> None:
+def _add_shown(made: OptionParser) -> None:
     what = "the first digits of its id, or a session's name"
     made.add_argument("run", nargs="?", default="", metavar="RUN", help=what)
     made.add_argument("--pool", default="", metavar="NAME", help="only this pool (default: all)")

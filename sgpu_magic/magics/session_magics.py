@@ -16,7 +16,7 @@ from sgpu_magic.errors import UsageError
 from sgpu_magic.formatting import count_of
 from sgpu_magic.magics.auto_mode import AutoMode
 from sgpu_magic.magics.run_magics import interrupted
-from sgpu_magic.options.argparse_form import Parser, add_option, add_session, read_session, takes
+from sgpu_magic.options.argparse_form import OptionParser, add_option, add_session, read_session, takes
 from sgpu_magic.options.option_records import is_same
 from sgpu_magic.options.rank_lists import parse_ranks
 from sgpu_magic.options.values import names, outputs_from
@@ -35,37 +35,37 @@ from sgpu_magic.views.pool_tables import environment_html, environment_text
 T = TypeVar("T")
 
 
-def _add_name(made: Parser) -> None:
+def _add_name(made: OptionParser) -> None:
     made.add_argument("name", nargs="?", default="", metavar="NAME", help="session (default: the current one)")
 
 
-def _add_pulled(made: Parser) -> None:
+def _add_pulled(made: OptionParser) -> None:
     what = "rank 0's value, or with :all a list of every rank's"
     made.add_argument("names", nargs="*", metavar="NAME[:all]", help=what)
     _add_ranks(made)
 
 
-def _add_pushed(made: Parser) -> None:
+def _add_pushed(made: OptionParser) -> None:
     made.add_argument("names", nargs="*", metavar="NAME", help="names in the notebook")
     _add_ranks(made)
 
 
-def _add_ranks(made: Parser) -> None:
+def _add_ranks(made: OptionParser) -> None:
     add_option(made, "ranks", help="only these ranks (default: all)")
     add_option(made, "session", metavar="NAME")
     add_option(made, "ui")
 
 
-def _add_restarted(made: Parser) -> None:
+def _add_restarted(made: OptionParser) -> None:
     made.add_argument("--rank", "--ranks", dest="ranks", metavar="1,2", help="ranks to restart (default: all)")
     add_option(made, "session", metavar="NAME")
 
 
-def _add_switch(made: Parser) -> None:
+def _add_switch(made: OptionParser) -> None:
     made.add_argument("switch", nargs="?", choices=("on", "off"), help="on or off (default: show which)")
 
 
-def _add_arguments(made: Parser) -> None:
+def _add_arguments(made: OptionParser) -> None:
     made.add_argument("action", nargs="?", metavar="save", help="save the packages under NAME")
     made.add_argument("name", nargs="?", metavar="NAME", help="name of the environment")
     what = "also show differences from a base environment, a requirements or pylock file, or a saved environment"

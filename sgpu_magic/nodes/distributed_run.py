@@ -29,7 +29,7 @@ from sgpu_magic.wire.node import (
     Launch,
     MasterBound,
     MasterKnown,
-    Part,
+    NodePart,
     PartsOver,
     PeerFailed,
     TakeStacks,
@@ -210,7 +210,7 @@ def part_of(launch: Launch, index: int) -> Launch:
     if len(shares) < 2:
         return launch
     share = shares[index]
-    part = Part(
+    part = NodePart(
         index=index,
         nodes=len(shares),
         first_rank=sum(other.ranks for other in shares[:index]),

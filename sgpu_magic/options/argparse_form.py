@@ -35,11 +35,11 @@ _ABOUT = {
     "the cell connects to it, and it ends with the cell. Rank 0 runs the cell, with the notebook's variables; the "
     "other ranks only hold their devices.",
 }
-LINE_PARSERS: dict[str, Callable[[], Parser]] = {}
+LINE_PARSERS: dict[str, Callable[[], OptionParser]] = {}
 """Parsers of the line magics decorated with `takes`, by name."""
 
 
-class Parser(argparse.ArgumentParser):
+class OptionParser(argparse.ArgumentParser):
     """The argument parser of a magic; errors raise `UsageError`."""
 
     def __init__(self, prog: str, description: str = "", epilog: str = "") -> None:
@@ -80,7 +80,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def takes(
-    about: str, add: Callable[[Parser], object], epilog: str = ""
+    about: str, add: Callable[[OptionParser], object], epilog: str = ""
 ) -> Callable[[Callable[[Any, argparse.Namespace], T]], Callable[..., T | None]]:
     """Decorate a line magic's method to take the parsed values of its line. `-h` prints the help instead.
 
@@ -91,8 +91,8 @@ def takes(
     """
 
     def decorate(method: Callable[[Any, argparse.Namespace], T]) -> Callable[..., T | None]:
-        def line_parser() -> Parser:
-            made = Parser(f"%{method.__name__}", about, epilog)
+        def line_parser() -> OptionParser:
+            made = OptionParser(f"%{method.__name__}", about, epilog)
             add(made)
             made.offer_help()
             return made
@@ -141,9 +141,9 @@ def fields(
 
 
 @functools.cache
-def parser(prog: str = "%%distributed") -> Parser:
+def parser(prog: str = "%%distributed") -> OptionParser:
     """Return the parser of a magic that runs a cell."""
-    made = Parser(prog, _ABOUT[prog], (_IN_DRIVER if prog == RAY else _IN_CELL) + _VALUE)
+    made = OptionParser(prog, _ABOUT[prog], (_IN_DRIVER if prog == RAY else _IN_CELL) + _VALUE)
     if prog == "%%rank":
         made.add_argument("list", nargs="?", metavar="RANKS", help="ranks, such as 0,2-3")
     for name in table.CELL:
@@ -222,7 +222,7 @@ def _check_for_ray(found: argparse.Namespace) -> None:
 # ---------------------------------------------------------------- sessions and replays
 
 
-def add_session(made: Parser) -> None:
+def add_session(made: OptionParser) -> None:
     """Add the options of `%sgpu_connect` to a parser."""
     own = {
         "name": {"metavar": "S", "default": "main", "help": "name of the session (default: main)"},

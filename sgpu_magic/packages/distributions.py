@@ -120,7 +120,7 @@ class Distribution:
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class InstalledPackages:
     """The distributions installed for an interpreter.
 
     Args:

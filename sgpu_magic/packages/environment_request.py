@@ -20,8 +20,8 @@ from sgpu_magic.packages import named_environments
 from sgpu_magic.packages.distributions import (
     SGPU_MAGIC,
     Distribution,
+    InstalledPackages,
     Kind,
-    Snapshot,
     has_project_file,
     is_from_node,
     normalised,
@@ -59,7 +59,7 @@ class Ordered(msgspec.Struct, frozen=True):
 
 
 def order_of(
-    snapshot: Snapshot,
+    snapshot: InstalledPackages,
     lock: Lock,
     *,
     torch_mine: bool,

@@ -19,7 +19,14 @@ import msgspec
 from sgpu_magic.config import private_dir
 from sgpu_magic.errors import EnvironmentFailed
 from sgpu_magic.files.atomic_file import read_json, write_whole
-from sgpu_magic.packages.distributions import Distribution, Kind, Snapshot, distribution_name, is_from_node, normalised
+from sgpu_magic.packages.distributions import (
+    Distribution,
+    InstalledPackages,
+    Kind,
+    distribution_name,
+    is_from_node,
+    normalised,
+)
 from sgpu_magic.packages.secrets import without_url_credentials
 from sgpu_magic.packages.uv_command import Done, call_uv
 from sgpu_magic.packages.wheels import installed_bytes, repack
@@ -73,7 +80,7 @@ def keep_lock(root: Path, digest: str, lock: Lock) -> None:
 # ---------------------------------------------------------------- making a lock
 
 
-def make_lock(snapshot: Snapshot, wheels: Path, variables: Mapping[str, str], *, gently: bool = False) -> Lock:
+def make_lock(snapshot: InstalledPackages, wheels: Path, variables: Mapping[str, str], *, gently: bool = False) -> Lock:
     """Make the lock file of the installed packages by querying the package index with uv. Takes minutes at most.
 
     Args:
@@ -167,7 +174,7 @@ def _named_in(words: str, pattern: re.Pattern[str]) -> set[str]:
     return {normalised(name.strip(".")) for match in found for name in match.groups() if name}
 
 
-def _repacked(snapshot: Snapshot, keys: set[str], root: Path) -> tuple[dict[str, Wheel], dict[str, str]]:
+def _repacked(snapshot: InstalledPackages, keys: set[str], root: Path) -> tuple[dict[str, Wheel], dict[str, str]]:
     """Return wheels of what the index does not have, and why some can't be repacked."""
     wheels: dict[str, Wheel] = {}
     left_out: dict[str, str] = {}
@@ -192,7 +199,7 @@ def _head(origin: str, digest: str, left_out: Mapping[str, str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _own_entries(snapshot: Snapshot, wheels: Mapping[str, Wheel], asked: Mapping[str, str]) -> Iterator[str]:
+def _own_entries(snapshot: InstalledPackages, wheels: Mapping[str, Wheel], asked: Mapping[str, str]) -> Iterator[str]:
     """Yield lock entries for packages that are in no package index."""
     for distribution in snapshot.distributions:
         key, version = distribution.key, distribution.version

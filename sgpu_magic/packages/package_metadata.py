@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 from packaging.requirements import Requirement
 
-from sgpu_magic.packages.distributions import Distribution, Snapshot, contents_of, normalised
+from sgpu_magic.packages.distributions import Distribution, InstalledPackages, contents_of, normalised
 from sgpu_magic.packages.requirement_files import needed_by
 
 _CUDA = re.compile(r"^cuda\s*(?::[^=]*)?=\s*['\"]([\d.]+)['\"]", re.MULTILINE)
@@ -40,7 +40,7 @@ Packages = Mapping[str, Package]
 
 
 @functools.lru_cache(maxsize=1)
-def packages_of(snapshot: Snapshot) -> Packages:
+def packages_of(snapshot: InstalledPackages) -> Packages:
     """Read the metadata of a snapshot's packages, cached for the last snapshot. Takes under 0.5 ms per package."""
     return {found.key: _read(found) for found in snapshot.distributions}
 

@@ -29,7 +29,14 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
 
 from sgpu_magic.errors import EnvironmentFailed, UsageError
-from sgpu_magic.packages.distributions import Distribution, Kind, Snapshot, contents_of, distribution_name, normalised
+from sgpu_magic.packages.distributions import (
+    Distribution,
+    InstalledPackages,
+    Kind,
+    contents_of,
+    distribution_name,
+    normalised,
+)
 from sgpu_magic.packages.secrets import without_url_credentials
 from sgpu_magic.wire.attachments import Environment
 from sgpu_magic.wire.decoding import decode_toml
@@ -242,7 +249,7 @@ def _locked_line(path: Path, package: Package, source: object) -> str:
 # ---------------------------------------------------------------- a run's `requirements.txt`
 
 
-def snapshot_requirements(snapshot: Snapshot, lock: Lock | None) -> str:
+def snapshot_requirements(snapshot: InstalledPackages, lock: Lock | None) -> str:
     """Return the text of a `requirements.txt` for the packages of an interpreter.
 
     Args:

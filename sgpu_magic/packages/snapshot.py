@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-from sgpu_magic.packages.distributions import Distribution, Snapshot, normalised, read_distribution
+from sgpu_magic.packages.distributions import Distribution, InstalledPackages, normalised, read_distribution
 from sgpu_magic.packages.environment_digest import own_platform, own_python
 
 Key = tuple[tuple[str, int], ...]
@@ -40,15 +40,15 @@ class _Kept:
 
     key: Key
     others: frozenset[str]
-    snapshot: Snapshot
+    snapshot: InstalledPackages
     is_whole: bool
 
 
 _kept: _Kept | None = None
-_first: Snapshot | None = None
+_first: InstalledPackages | None = None
 
 
-def take_snapshot() -> Snapshot:
+def take_snapshot() -> InstalledPackages:
     """Return the distributions installed for this interpreter now. Thread-safe.
 
     Returns the cached object, within microseconds, while `sys.path` and the modification times of the site directories
@@ -69,18 +69,18 @@ def take_snapshot() -> Snapshot:
         return snapshot
 
 
-def first_snapshot() -> Snapshot | None:
+def first_snapshot() -> InstalledPackages | None:
     """Return the first snapshot taken in this process, None if there was none yet."""
     return _first
 
 
-def kept_snapshot() -> Snapshot | None:
+def kept_snapshot() -> InstalledPackages | None:
     """Return the cached snapshot if it is still valid, else None. Never blocks."""
     kept = _kept
     return kept.snapshot if kept is not None and kept.is_whole and kept.key == _site_key(kept.others) else None
 
 
-def read_snapshot(path: list[str]) -> Snapshot:
+def read_snapshot(path: list[str]) -> InstalledPackages:
     """Read the distributions installed in the entries of `path`, in order."""
     first: dict[str, Distribution] = {}
     shadowed: list[Distribution] = []
@@ -91,7 +91,7 @@ def read_snapshot(path: list[str]) -> Snapshot:
             before = first.setdefault(distribution.key, distribution)
             if before is not distribution:
                 shadowed.append(distribution)
-    return Snapshot(
+    return InstalledPackages(
         distributions=tuple(sorted(first.values(), key=lambda found: found.key)),
         shadowed=tuple(shadowed),
         python=own_python(),
@@ -230,13 +230,13 @@ def changes(before: Mapping[str, str], now: Mapping[str, str]) -> tuple[Change, 
     )
 
 
-def versions(snapshot: Snapshot) -> dict[str, str]:
+def versions(snapshot: InstalledPackages) -> dict[str, str]:
     """Return the snapshot's versions by normalised name."""
     return {found.key: found.version for found in snapshot.distributions}
 
 
 def stale_modules(
-    first: Snapshot, now: Snapshot, modules: Mapping[str, ModuleType], started_at: float
+    first: InstalledPackages, now: InstalledPackages, modules: Mapping[str, ModuleType], started_at: float
 ) -> tuple[Stale, ...]:
     """Find packages whose modules this process loaded before another version was installed.
 

@@ -10,7 +10,7 @@ import threading
 from typing import TYPE_CHECKING
 
 from sgpu_magic.errors import EnvironmentFailed
-from sgpu_magic.packages.distributions import Snapshot, is_from_node
+from sgpu_magic.packages.distributions import InstalledPackages, is_from_node
 from sgpu_magic.wire.attachments import Environment
 
 if TYPE_CHECKING:
@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 # ---------------------------------------------------------------- incompatible packages
 
 
-def check_before_travel(environment: Environment, snapshot: Snapshot | None = None, *, driver: str = "") -> list[str]:
+def check_before_travel(
+    environment: Environment, snapshot: InstalledPackages | None = None, *, driver: str = ""
+) -> list[str]:
     """Check the packages that a node will install for known mismatches.
 
     Args:
@@ -75,7 +77,7 @@ _reported: set[str] = set()
 _found: tuple[str, ...] = ()
 
 
-def look_for_mismatches(snapshot: Snapshot) -> None:
+def look_for_mismatches(snapshot: InstalledPackages) -> None:
     """Check a snapshot for mismatches, once for each. Takes about 50 ms for 100 packages: call it in the background."""
     global _looked_at, _found
     if snapshot.digest == _looked_at:

@@ -20,7 +20,7 @@ from sgpu_magic.config import Settings
 from sgpu_magic.errors import SgpuError
 from sgpu_magic.formatting import count_of
 from sgpu_magic.packages import environment_request, named_environments, snapshot
-from sgpu_magic.packages.distributions import Snapshot, normalised
+from sgpu_magic.packages.distributions import InstalledPackages, normalised
 from sgpu_magic.packages.environment_digest import own_python
 from sgpu_magic.packages.mismatches import find_mismatches
 from sgpu_magic.packages.named_environments import BASE_NAMES, base_list
@@ -30,7 +30,7 @@ from sgpu_magic.packages.requirement_files import key_of, version_of
 from sgpu_magic.packages.snapshot import Change, changes, versions
 from sgpu_magic.panel.pool_state import as_sentence
 from sgpu_magic.panel.schema import BaseChoice, KernelPicture, PackageLine, PlanPicture, SessionPicture
-from sgpu_magic.runs.choice.keeper import Held
+from sgpu_magic.runs.choice.keeper import CurrentChoice
 from sgpu_magic.runs.choice.packages import Base, base_of, base_versions, problem_of_base
 from sgpu_magic.runs.choice.schema import VERSION, Choice, KeptChoice, label_of, words_of
 from sgpu_magic.runs.environments import report, since_connected, stale_words
@@ -135,7 +135,7 @@ KernelReply = KernelAnswer | PlanAnswer | PanelRefusal
 # ---------------------------------------------------------------- the state
 
 
-def kernel_picture(context: KernelContext, held: Held) -> KernelPicture:
+def kernel_picture(context: KernelContext, held: CurrentChoice) -> KernelPicture:
     """Return the kernel's current state.
 
     Args:
@@ -180,7 +180,7 @@ def kernel_picture(context: KernelContext, held: Held) -> KernelPicture:
 
 
 @functools.lru_cache(1)
-def _broken(now: Snapshot) -> tuple[str, ...]:
+def _broken(now: InstalledPackages) -> tuple[str, ...]:
     """Return the known incompatibilities; takes 50 ms after packages have changed."""
     return tuple(mismatch.sentence for mismatch in find_mismatches(packages_of(now), driver=driver_version()))
 
@@ -192,7 +192,7 @@ def _default(settings: Settings) -> str:
 # ---------------------------------------------------------------- packages
 
 
-def _own(now: Snapshot) -> tuple[str, int, list[PackageLine]]:
+def _own(now: InstalledPackages) -> tuple[str, int, list[PackageLine]]:
     here = versions(now)
     first = snapshot.first_snapshot() or now
     lines = [_line(change) for change in changes(versions(first), here)]
@@ -238,7 +238,7 @@ def _line(change: Change) -> PackageLine:
     return PackageLine(sign=sign, name=change.name, words=words, removable=sign == "+")
 
 
-def _bases(settings: Settings, now: Snapshot, choice: Choice) -> tuple[BaseChoice, ...]:
+def _bases(settings: Settings, now: InstalledPackages, choice: Choice) -> tuple[BaseChoice, ...]:
     """Return this notebook's packages, the published bases, the saved environments, and the chosen one."""
     own = _about(own_python(), len(now.distributions))
     found = [BaseChoice(name="", label=_label(_OWN_PACKAGES, "", own_python()), about=own)]

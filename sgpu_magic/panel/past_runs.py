@@ -17,7 +17,7 @@ from sgpu_magic.errors import PoolError
 from sgpu_magic.files.run_directory import EventFile, read_spec
 from sgpu_magic.formatting import format_money
 from sgpu_magic.panel.device_rows import Use as DeviceUse
-from sgpu_magic.panel.pool_state import RunFiles
+from sgpu_magic.panel.pool_state import RunDirectoryInfo
 from sgpu_magic.panel.schema import RunParameter
 from sgpu_magic.views.format_pool import HOLDING
 from sgpu_magic.wire.base import is_valid_id
@@ -32,7 +32,7 @@ _LATE_S = 60.0
 _LOOK_EVERY_S = 5.0
 # a comparison of more can't be read
 _MOST_PARAMETERS = 20
-_NOWHERE = RunFiles()
+_NOWHERE = RunDirectoryInfo()
 # samples come every second, of long runs every 5 s
 _SAMPLE_TIMEOUT_S = 15.0
 # the most time to spend on reading logs in one call
@@ -63,7 +63,7 @@ class RunFilesOfPool:
         self._listed_at = 0
         self._here: frozenset[str] = frozenset()
         # what is known of each run, and when to read it again, as its MLflow page may still appear
-        self._known: dict[str, tuple[RunFiles, float]] = {}
+        self._known: dict[str, tuple[RunDirectoryInfo, float]] = {}
 
     def look(self) -> None:
         """Update the list of directories."""
@@ -76,7 +76,7 @@ class RunFilesOfPool:
         except OSError:
             self._here, self._listed_at = frozenset(), 0
 
-    def of(self, run: RunSummary, now: float) -> RunFiles:
+    def of(self, run: RunSummary, now: float) -> RunDirectoryInfo:
         """Return what is known of a run; `now` in seconds since the epoch."""
         run_id, clock = run.run_id, self._clock()
         if run_id not in self._here:
@@ -85,7 +85,7 @@ class RunFilesOfPool:
         if clock >= due:
             # parameters never change
             parameters = self._parameters(run_id) if location.parameters is None else location.parameters
-            location = RunFiles(here=True, tracked_url=self._url(run_id), parameters=parameters)
+            location = RunDirectoryInfo(here=True, tracked_url=self._url(run_id), parameters=parameters)
             over = run.state.is_final and now - (run.ended_at or run.submitted_at) > _LATE_S
             self._known[run_id] = location, float("inf") if over or location.tracked_url else clock + _LOOK_EVERY_S
         return location

@@ -20,7 +20,7 @@ from sgpu_magic.packages.distributions import normalised
 from sgpu_magic.packages.snapshot import versions
 from sgpu_magic.panel.pool_state import as_sentence
 from sgpu_magic.panel.schema import PlanPicture
-from sgpu_magic.runs.choice.keeper import Held
+from sgpu_magic.runs.choice.keeper import CurrentChoice
 from sgpu_magic.runs.choice.packages import (
     base_of,
     base_versions,
@@ -58,7 +58,7 @@ class Plan(msgspec.Struct, frozen=True):
     connects: bool = False
 
 
-def plan(context: KernelContext, held: Held, choice: Choice, *, connect: bool, resolve: bool = True) -> Plan:
+def plan(context: KernelContext, held: CurrentChoice, choice: Choice, *, connect: bool, resolve: bool = True) -> Plan:
     """Return what applying a choice would do. Takes at most 2 s besides a pool's answer, and changes nothing.
 
     Args:

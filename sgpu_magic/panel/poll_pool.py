@@ -19,7 +19,7 @@ from sgpu_magic.formatting import format_span
 from sgpu_magic.panel.device_rows import Durations
 from sgpu_magic.panel.past_runs import MonthUsage, RunFilesOfPool, SimulatedUse
 from sgpu_magic.panel.pool_state import (
-    RunFiles,
+    RunDirectoryInfo,
     as_sentence,
     away_picture,
     pool_choices,
@@ -86,7 +86,7 @@ class PoolPoller:
         self._ledger_changed: tuple[int, ...] = ()
         self._durations = Durations(())
         self._ended: frozenset[str] = frozenset()
-        self._rows: dict[str, tuple[RunSummary, RunFiles, RunRow]] = {}
+        self._rows: dict[str, tuple[RunSummary, RunDirectoryInfo, RunRow]] = {}
 
     @property
     def is_outdated(self) -> bool:
@@ -216,7 +216,7 @@ class PoolPoller:
         if ended != self._ended:
             self._ended, self._durations = ended, Durations(runs)
         self._places.look()
-        drawn: dict[str, tuple[RunSummary, RunFiles, RunRow]] = {}
+        drawn: dict[str, tuple[RunSummary, RunDirectoryInfo, RunRow]] = {}
         for run in runs:
             location = self._places.of(run, now)
             known = self._rows.get(run.run_id)

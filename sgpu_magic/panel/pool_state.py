@@ -62,7 +62,7 @@ _IN_OTHER_WORDS = ("name", "kind", "state", "notebook")
 _AS_IN_SUMMARY = frozenset(RunRow.__struct_fields__).intersection(RunSummary.__struct_fields__) - {*_IN_OTHER_WORDS}
 
 
-class RunFiles(msgspec.Struct, frozen=True):
+class RunDirectoryInfo(msgspec.Struct, frozen=True):
     """What is known from a run's directory on this machine.
 
     Args:
@@ -190,7 +190,7 @@ def _words_of(entry: PoolEntry, answer: PoolStatusReply | None, rates: PriceBook
     return " · ".join(parts)
 
 
-def run_row(run: RunSummary, location: RunFiles) -> RunRow:
+def run_row(run: RunSummary, location: RunDirectoryInfo) -> RunRow:
     """Return one row of the list; it depends only on the run and its directory."""
     tone = _TONES.get(run.state, "going")
     return RunRow(

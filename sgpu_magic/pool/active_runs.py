@@ -21,7 +21,7 @@ from sgpu_magic.pool.billing import Billing
 from sgpu_magic.pool.event_feed import EventFeed, Offer
 from sgpu_magic.pool.ledger import Ledger
 from sgpu_magic.pool.run_log import RunLog
-from sgpu_magic.pool.scheduling.run import Run
+from sgpu_magic.pool.scheduling.run import ScheduledRun
 from sgpu_magic.pool.server import ConnectedClient
 from sgpu_magic.wire.attachments import FilePayload, InlinePayload, SharedPayload
 from sgpu_magic.wire.base import FailureKind, Record, RunState
@@ -51,10 +51,10 @@ def submitted_fields(message: Submit | Launch) -> dict[str, Any]:
     return {name: getattr(message, name) for name in _SUBMITTED}
 
 
-class PoolRun(Run):
+class PoolRun(ScheduledRun):
     """A run from its submission until its ranks are gone.
 
-    Only the scheduler changes the fields of `Run`.
+    Only the scheduler changes the fields of `ScheduledRun`.
 
     Args:
         submit: The client's message; the run's `spec` may change later.

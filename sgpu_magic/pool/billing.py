@@ -14,7 +14,7 @@ import msgspec
 from sgpu_magic.config import Settings
 from sgpu_magic.pool.ledger import Ledger, Metered
 from sgpu_magic.pool.scheduling.costs import DAY_S, Budget, Tariff
-from sgpu_magic.pool.scheduling.run import Run
+from sgpu_magic.pool.scheduling.run import ScheduledRun
 from sgpu_magic.wire.base import RunState
 from sgpu_magic.wire.costs import idle_seconds
 from sgpu_magic.wire.devices import Lease
@@ -67,7 +67,7 @@ class Billing:
         # idle meters of started sessions, by run ID
         self._idle: dict[str, IdleMeter] = {}
 
-    def placed(self, run: Run, lease: Lease) -> Metered | None:
+    def placed(self, run: ScheduledRun, lease: Lease) -> Metered | None:
         """Return the ledger's entry for the price of a run's lease; None without a price or in a session."""
         hourly = None if run.spec.session else self._tariff.hourly(lease)
         return None if hourly is None else Metered(hourly=hourly, currency=self._tariff.currency)
@@ -78,7 +78,7 @@ class Billing:
         currency = "" if hourly is None else self._tariff.currency
         return Placed(lease=lease, host=host, labels=labels, hourly=hourly, currency=currency)
 
-    def begun(self, run: Run, state: RunState, wall: float, now: float) -> Metered | None:
+    def begun(self, run: ScheduledRun, state: RunState, wall: float, now: float) -> Metered | None:
         """Return the ledger's entry if the run's meter starts with its move to `state`, else None.
 
         Args:
@@ -92,7 +92,7 @@ class Billing:
             return None
         return Metered(metered_at=wall - (now - since), metered_clock=since)
 
-    def ranks_started(self, run: Run, now: float) -> None:
+    def ranks_started(self, run: ScheduledRun, now: float) -> None:
         """Start a session's idle meter when its ranks have started; pause it when a cell starts in the session."""
         if run.is_session:
             self._idle[run.run_id] = IdleMeter(now)
@@ -101,7 +101,7 @@ class Billing:
             self._idle[run.spec.session].began(run.run_id, now)
             self._write_idle(run.spec.session, now)
 
-    def adopted(self, run: Run, lease: Lease, launched_at: float, now: float) -> tuple[float, float | None]:
+    def adopted(self, run: ScheduledRun, lease: Lease, launched_at: float, now: float) -> tuple[float, float | None]:
         """Continue the meter that an earlier service started. Returns its start, and its hourly price.
 
         Args:
@@ -141,7 +141,7 @@ class Billing:
             self._ledger.update(run.run_id, meter=Metered(metered_at=launched_at, metered_clock=launched))
         return launched, hourly
 
-    def ended(self, run: Run, ended: RunEnded, now: float) -> tuple[RunEnded, Metered | None]:
+    def ended(self, run: ScheduledRun, ended: RunEnded, now: float) -> tuple[RunEnded, Metered | None]:
         """Return a run's final event with its bill, and the ledger's entry for it.
 
         Args:
@@ -183,7 +183,7 @@ def budget_of(settings: Settings, ledger: Ledger, now: float, wall: float) -> Bu
     return Budget(settings.budget, settings.budget_days, [(now - (wall - at), cost) for at, cost in spent])
 
 
-def budget_state(budget: Budget | None, runs: Iterable[Run], currency: str, now: float) -> BudgetState | None:
+def budget_state(budget: Budget | None, runs: Iterable[ScheduledRun], currency: str, now: float) -> BudgetState | None:
     """Return the budget's state, including the running cost of the active `runs`."""
     if budget is None:
         return None

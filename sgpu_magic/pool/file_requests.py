@@ -62,7 +62,7 @@ _MOST_KNOWN = 100
 _Answer = tuple[Record, Sequence[bytes]]
 
 
-class FileRequests:
+class FileRequestHandler:
     """Handles clients' uploads and reads of files.
 
     Args:

@@ -39,7 +39,7 @@ class Instructions:
         tracker: Has accepted runs written to MLflow.
     """
 
-    def __init__(self, pool: PoolParts, launches: Launches, submissions: Submissions, tracker: Tracker) -> None:
+    def __init__(self, pool: PoolParts, launches: LaunchHandler, submissions: Submissions, tracker: Tracker) -> None:
         self._pool = pool
         self._launches = launches
         self._submissions = submissions
@@ -68,7 +68,7 @@ class Instructions:
                 self._pool.active.tell(run, Noted(text=text), time.time())
             case sched.StopRun(state=state, reason=reason):
                 self._pool.engine.end_run(instruction.run_id, state, reason)
-            case sched.EndRun(state=state, reason=reason):
+            case sched.EndUnstartedRun(state=state, reason=reason):
                 self._submissions.unprepare(run)
                 kind = instruction.kind if state is RunState.FAILED else FailureKind.TIMEOUT
                 self._pool.active.end_without_ranks(run, state, reason, kind)
@@ -99,7 +99,7 @@ class Instructions:
         if not gone:
             self._submissions.unprepare(run)
         self._pool.active.forget(run.run_id)
-        self._loop.call_soon(self._pool.feed, sched.RunOver(run.run_id, state))
+        self._loop.call_soon(self._pool.feed, sched.RanksReaped(run.run_id, state))
 
     # ------------------------------------------------------------ internals
 
@@ -108,7 +108,7 @@ class Instructions:
         self._pool.active.resubmittable.pop(run.run_id, None)
         if why := self._pool.active.accept(run):
             self._refuse(run, why, "PoolError")
-            self._loop.call_soon(self._pool.feed, sched.RunOver(run.run_id, RunState.FAILED))
+            self._loop.call_soon(self._pool.feed, sched.RanksReaped(run.run_id, RunState.FAILED))
             return False
         self._tracker.follow(run)
         return True
@@ -120,7 +120,7 @@ class Instructions:
             self._pool.server.refuse(run.owner, run.submit.request, message, error)
 
 
-class Launches:
+class LaunchHandler:
     """Orders groups of ranks from the engine, and reports to the scheduler what became of them.
 
     Args:

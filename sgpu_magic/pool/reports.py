@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import msgspec
 
 from sgpu_magic.pool.active_runs import PoolRun
-from sgpu_magic.pool.instructions import Launches
+from sgpu_magic.pool.instructions import LaunchHandler
 from sgpu_magic.pool.ledger import in_one_line
 from sgpu_magic.pool.parts import PoolParts
 from sgpu_magic.pool.scheduling import stimuli as sched
@@ -34,7 +34,7 @@ class Reports:
         launches: Decides whether a failed group is restarted.
     """
 
-    def __init__(self, pool: PoolParts, launches: Launches) -> None:
+    def __init__(self, pool: PoolParts, launches: LaunchHandler) -> None:
         self._pool = pool
         self._launches = launches
         self._unconfirmed: set[str] = set()
@@ -130,7 +130,7 @@ class Reports:
             self._pool.active.ranks_gone(run)
 
     def _over(self, run: PoolRun) -> None:
-        self._pool.feed(sched.RunOver(run.run_id, run.ended_as or RunState.FAILED))
+        self._pool.feed(sched.RanksReaped(run.run_id, run.ended_as or RunState.FAILED))
 
     def _end_cells_of(self, session: PoolRun) -> None:
         """End the cells in a session whose ranks are gone."""

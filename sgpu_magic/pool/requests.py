@@ -15,7 +15,7 @@ from sgpu_magic.errors import PoolError, RunUnknown, UsageError
 from sgpu_magic.files.run_directory import read_spec
 from sgpu_magic.formatting import plural
 from sgpu_magic.pool.environment_store import EnvironmentStore
-from sgpu_magic.pool.file_requests import FileRequests
+from sgpu_magic.pool.file_requests import FileRequestHandler
 from sgpu_magic.pool.lifecycle import Idleness
 from sgpu_magic.pool.parts import STATUS_FRESH_S, PoolParts
 from sgpu_magic.pool.permissions import Permissions
@@ -87,7 +87,7 @@ class Requests:
         pool: PoolParts,
         permissions: Permissions,
         kept_environments: EnvironmentStore,
-        files: FileRequests,
+        files: FileRequestHandler,
         tracker: Tracker,
         idleness: Idleness,
         stop: Callable[[], None],

@@ -22,9 +22,9 @@ from sgpu_magic.pool.active_runs import ActiveRuns, PoolRun
 from sgpu_magic.pool.adoption import Adoption
 from sgpu_magic.pool.billing import Billing, budget_of
 from sgpu_magic.pool.environment_store import EnvironmentStore
-from sgpu_magic.pool.file_requests import FileRequests
+from sgpu_magic.pool.file_requests import FileRequestHandler
 from sgpu_magic.pool.health import Guard, Health, ServiceFault
-from sgpu_magic.pool.instructions import Instructions, Launches
+from sgpu_magic.pool.instructions import Instructions, LaunchHandler
 from sgpu_magic.pool.ledger import Ledger
 from sgpu_magic.pool.lifecycle import Idleness, PoolPresence
 from sgpu_magic.pool.parts import FreshInventory, PoolParts
@@ -130,11 +130,11 @@ class PoolService:
             self.feed,
         )
         self._kept = EnvironmentStore(settings.state_path / "environment-files", settings.runs_path)
-        self._launches = Launches(parts, self._kept)
+        self._launches = LaunchHandler(parts, self._kept)
         self._reports = Reports(parts, self._launches)
         self._adoption = Adoption(parts)
         permissions = Permissions(parts)
-        self._files = FileRequests(parts, permissions)
+        self._files = FileRequestHandler(parts, permissions)
         self._tracker = Tracker(settings, self._active, engine, self._is_live)
         idle_s = settings.pool_idle_s if listening is None else math.inf
         self._idleness = Idleness(idle_s, lambda: bool(self._active.going), server.notify, self.stop)

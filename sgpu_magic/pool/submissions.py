@@ -21,7 +21,7 @@ from sgpu_magic.config import SEVEN_DAYS_S
 from sgpu_magic.errors import PoolError, SessionError, UsageError
 from sgpu_magic.files.run_directory import why_no_run
 from sgpu_magic.pool.active_runs import PoolRun
-from sgpu_magic.pool.file_requests import FileRequests, names_files
+from sgpu_magic.pool.file_requests import FileRequestHandler, names_files
 from sgpu_magic.pool.parts import PoolParts
 from sgpu_magic.pool.scheduling import stimuli as sched
 from sgpu_magic.pool.server import ConnectedClient
@@ -95,7 +95,7 @@ class Submissions:
         files: Holds what runs need of their users' uploads.
     """
 
-    def __init__(self, pool: PoolParts, no_session: Callable[[str], str], files: FileRequests) -> None:
+    def __init__(self, pool: PoolParts, no_session: Callable[[str], str], files: FileRequestHandler) -> None:
         self._pool = pool
         self._files = files
         self._no_session = no_session

@@ -13,7 +13,7 @@ from sgpu_magic.config import Settings, load_settings
 from sgpu_magic.errors import UsageError
 from sgpu_magic.options.option_records import OWN_PACKAGES
 from sgpu_magic.packages import named_environments, snapshot
-from sgpu_magic.packages.distributions import Kind, Snapshot, normalised
+from sgpu_magic.packages.distributions import InstalledPackages, Kind, normalised
 from sgpu_magic.packages.lock import Lock, keep_lock, kept_lock, lock_order, make_lock
 from sgpu_magic.packages.named_environments import BASE_NAMES, base_list
 from sgpu_magic.packages.snapshot import changes, process_began_at, stale_modules, versions
@@ -34,7 +34,7 @@ _FAILED_STAYS_S = 600.0
 _failed: dict[str, tuple[float, Lock]] = {}
 
 
-Described = Snapshot | Environment
+Described = InstalledPackages | Environment
 """What is described to a pool: a snapshot of this process's packages, or an environment that a node builds."""
 
 _KINDS = {
@@ -147,13 +147,13 @@ def _torch_words(torch: Package | None) -> str:
     return f"torch {torch.version}" + (f" (CUDA {torch.cuda})" if torch.cuda else " (no CUDA)")
 
 
-def stale_words(now: Snapshot) -> list[str]:
+def stale_words(now: InstalledPackages) -> list[str]:
     """Return a sentence for each package that this process has loaded in another version than the installed one."""
     first = snapshot.first_snapshot() or now
     return [found.words for found in stale_modules(first, now, dict(sys.modules), process_began_at())]
 
 
-def since_connected(now: Snapshot, sessions: Iterable[Session]) -> list[str]:
+def since_connected(now: InstalledPackages, sessions: Iterable[Session]) -> list[str]:
     """Return a sentence for each session that was connected before packages changed: its ranks keep loaded modules."""
     lines: list[str] = []
     for session in sessions:
@@ -170,7 +170,7 @@ def since_connected(now: Snapshot, sessions: Iterable[Session]) -> list[str]:
     return lines
 
 
-def _differences(settings: Settings, now: Snapshot, name: str) -> tuple[Row, ...]:
+def _differences(settings: Settings, now: InstalledPackages, name: str) -> tuple[Row, ...]:
     there, remarks = _versions_of(settings, name)
     here = versions(now)
     python = remarks.pop("", "")

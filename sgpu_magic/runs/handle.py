@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar, cast
 
 from sgpu_magic.client.find_run import check_prefix
 from sgpu_magic.client.result import mlflow_run_id
-from sgpu_magic.client.run import Run as PoolRun
+from sgpu_magic.client.run import ClientRun as PoolRun
 from sgpu_magic.errors import RunCancelled
 from sgpu_magic.runs.follow import outcome, run_loop
 from sgpu_magic.runs.follow.run_loop import Ending, Settle, Subscription

@@ -15,7 +15,7 @@ from sgpu_magic.client.pool_choosing import KINDS
 from sgpu_magic.client.pools import Pools
 from sgpu_magic.client.pools_file import LOCAL
 from sgpu_magic.client.result import RunResult
-from sgpu_magic.client.run import Run
+from sgpu_magic.client.run import ClientRun
 from sgpu_magic.config import Settings, load_settings
 from sgpu_magic.options import notebook_job
 from sgpu_magic.options.option_records import Devices
@@ -23,7 +23,7 @@ from sgpu_magic.runs import packages
 from sgpu_magic.runs.choice.keeper import keeper_of
 from sgpu_magic.runs.follow import outcome
 from sgpu_magic.runs.follow.outcome import Interrupts, Names
-from sgpu_magic.runs.follow.run_loop import Follower, Settle, Subscription
+from sgpu_magic.runs.follow.run_loop import EventPump, Settle, Subscription
 from sgpu_magic.runs.kernel_restarts import watch_restarts
 from sgpu_magic.runs.notebook import publish
 from sgpu_magic.runs.notices import Background, NoticeBoard, SendingBoard
@@ -68,7 +68,7 @@ class KernelContext:
         # views of active runs that no cell waits for
         self._windows: dict[str, Background] = {}
         self.detached: set[str] = set()
-        self.follower = Follower()
+        self.follower = EventPump()
         self.restarts = watch_restarts(kernel, self.pools, detaches=self.settings.detach_on_restart)
         if self.restarts is not None and self.live_views.channels is not None:
             self.live_views.channels.is_restarting = self.restarts.asked.is_set
@@ -123,7 +123,7 @@ class KernelContext:
         """Read the settings again, since `%env` may have changed them."""
         return load_settings()
 
-    def pool_of(self, run: Run | Submission) -> Pool:
+    def pool_of(self, run: ClientRun | Submission) -> Pool:
         """Return the pool that a run of this process is in, or goes to."""
         return self.pools.of(run.pool)
 
@@ -149,11 +149,11 @@ class KernelContext:
         """Return the pool that has a run, by the first digits of its id; as `find_run.pool_with`."""
         return find_run.pool_with(self.pools, self.settings, run, going_on=going_on)
 
-    def attach(self, run: str) -> tuple[Run, RunState]:
+    def attach(self, run: str) -> tuple[ClientRun, RunState]:
         """Attach to a run of any pool; as `Pool.attach`."""
         return self.pool_with(run).attach(run)
 
-    def followed(self, run: Run, ui: str = "auto", *, error_follows: bool = True) -> Subscription:
+    def followed(self, run: ClientRun, ui: str = "auto", *, error_follows: bool = True) -> Subscription:
         """Return a run with its view and the publisher that shows it.
 
         Args:
@@ -171,7 +171,7 @@ class KernelContext:
 
     def collect(
         self,
-        run: Run,
+        run: ClientRun,
         ui: str,
         *,
         interrupts: Interrupts | None = None,
@@ -210,12 +210,12 @@ class KernelContext:
         finally:
             release(self.pool_of(run), run)
 
-    def open_view(self, run: Run, state: RunState, ui: str) -> None:
+    def open_view(self, run: ClientRun, state: RunState, ui: str) -> None:
         """Show a run that this process attached to, without waiting for its end."""
         followed = self.followed(run, ui, error_follows=False)
         self._open(followed, state, live=self.live_views.is_watched and ui != "text")
 
-    def widget_of(self, run: Run, state: RunState) -> Any:
+    def widget_of(self, run: ClientRun, state: RunState) -> Any:
         """Return an ipywidget that shows a run that this process attached to, and goes on showing it."""
         # imported here: it takes 50 ms, and only front ends without a Jupyter kernel need it
         from sgpu_magic.views.live.widgets import WidgetAsValue
@@ -246,11 +246,11 @@ class KernelContext:
             finally:
                 followed.run.close()
 
-    def unseen(self, run: Run) -> Subscription:
+    def unseen(self, run: ClientRun) -> Subscription:
         """Return a run with a view that is not shown."""
         return Subscription(run, _view(run, self.settings), SilentPublisher(), self.pool_of(run))
 
-    def _buttons(self, run: Run) -> Buttons:
+    def _buttons(self, run: ClientRun) -> Buttons:
         """Return the actions of a view's buttons, which are called in other threads than the cell's."""
 
         def cancel() -> str:
@@ -266,7 +266,7 @@ class KernelContext:
         return Buttons(run.directory, cancel, stacks, bring, run.tell_comms, run.owned)
 
 
-def _view(run: Run, settings: Settings, *, error_follows: bool = False) -> RunView:
+def _view(run: ClientRun, settings: Settings, *, error_follows: bool = False) -> RunView:
     view = RunView(run.spec, settings.output_limit, pool=run.pool, error_follows=error_follows)
     view.directory = "" if run.mirror is not None else str(run.directory)
     return view

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.config import load_settings
 from sgpu_magic.packages import snapshot as snapshots
-from sgpu_magic.packages.distributions import Snapshot
+from sgpu_magic.packages.distributions import InstalledPackages
 from sgpu_magic.packages.lock import Lock
 from sgpu_magic.packages.travel import look_for_mismatches
 from sgpu_magic.runs.environments import WHEELS, Described, lock_of, requirements_of
@@ -205,7 +205,7 @@ class Packages:
                     self._looker = None
                     return
 
-    def _tell_owed(self, snapshot: Snapshot) -> None:
+    def _tell_owed(self, snapshot: InstalledPackages) -> None:
         """Report the packages that runs still lack."""
         with self._lock:
             late = tuple(self._late)

@@ -97,7 +97,7 @@ class RunPlace(ABC):
         return stacks_text(answer.run_id, answer.stacks, answer.cell).splitlines()
 
 
-class RunHere(RunPlace):
+class LocalRun(RunPlace):
     """A run in this machine's pool.
 
     Args:
@@ -177,13 +177,13 @@ class RunElsewhere(RunPlace):
         return nullcontext(self._ask())
 
 
-def run_here(settings: Settings, run_id: str) -> RunHere | None:
+def run_here(settings: Settings, run_id: str) -> LocalRun | None:
     """Return the run of that id in this machine's pool, None when it has no directory."""
     # ids become parts of paths: accept nothing else
     if not is_valid_id(run_id) or (settings.runs_path / run_id).is_symlink():
         return None
     spec = read_spec(settings.runs_path / run_id)
-    return None if spec is None else RunHere(settings, spec)
+    return None if spec is None else LocalRun(settings, spec)
 
 
 class Elsewhere:

@@ -287,7 +287,7 @@ def _take(descriptors: _Descriptors, count: int) -> list[int]:
 # ---------------------------------------------------------------- blocking
 
 
-class Link(Generic[M]):
+class StreamConnection(Generic[M]):
     """A blocking end of a socketpair. Call `send` from any thread, `receive` from one only.
 
     Args:

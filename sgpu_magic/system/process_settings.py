@@ -1,7 +1,7 @@
 """Settings of a process that code sets by calls: dtypes, print options, logging, warnings ...
 
-A rank takes over the notebook's, as it takes over its directory and environment. Each `Group` belongs to a module and
-reads and sets that module's settings by key. Only modules that the notebook has imported are read, only values that
+A rank takes over the notebook's, as it takes over its directory and environment. Each `SettingGroup` belongs to a module
+and reads and sets that module's settings by key. Only modules that the notebook has imported are read, only values that
 differ from the defaults are sent, and a rank applies those of a module once it has imported the module.
 
 Importing this module imports none of the modules that it reads.
@@ -74,7 +74,7 @@ _DECIMAL = {
 _SIGNALS = ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGALRM")
 
 
-class Group:
+class SettingGroup:
     """The settings of one module.
 
     Attributes:
@@ -131,7 +131,7 @@ class Setting(NamedTuple):
     default: Any
 
 
-class Table(Group):
+class Table(SettingGroup):
     """A group whose settings are independent of each other."""
 
     def __init__(self, module: str, settings: Mapping[str, Setting]) -> None:
@@ -237,7 +237,7 @@ TORCH = Table(
 )
 
 
-class Numpy(Group):
+class Numpy(SettingGroup):
     """Print options, and what happens on floating-point errors."""
 
     name = module = "numpy"
@@ -286,7 +286,7 @@ def _from_plain(value: Any) -> Any:
     return value[_FORMAT].format if isinstance(value, dict) and _FORMAT in value else value
 
 
-class Pandas(Group):
+class Pandas(SettingGroup):
     """The options of `pandas.set_option`."""
 
     name = module = "pandas"
@@ -325,7 +325,7 @@ class Pandas(Group):
                 yield f"the function in pandas' {key}"
 
 
-class Matplotlib(Group):
+class Matplotlib(SettingGroup):
     """`rcParams`, as a style sets them."""
 
     name = module = "matplotlib"
@@ -356,7 +356,7 @@ class Matplotlib(Group):
 # ---------------------------------------------------------------- logging and warnings
 
 
-class Logging(Group):
+class Logging(SettingGroup):
     """Levels of loggers, and handlers that write to the standard streams, as `basicConfig` sets them.
 
     The keys are the names of loggers, "" for the root, and the names of two functions.
@@ -477,7 +477,7 @@ class Logging(Group):
         return {"stream": stream, "level": handler.level, "format": layout}
 
 
-class Warnings(Group):
+class Warnings(SettingGroup):
     """The warnings filters, as one list: their order decides."""
 
     name = module = "warnings"
@@ -569,7 +569,7 @@ class _OneOf:
     __hash__ = None  # pyright: ignore[reportAssignmentType]
 
 
-GROUPS: tuple[Group, ...] = (
+GROUPS: tuple[SettingGroup, ...] = (
     TORCH,
     Numpy(),
     Pandas(),
@@ -659,7 +659,7 @@ def left_behind() -> list[str]:
 # ---------------------------------------------------------------- on a rank
 
 
-class Settings:
+class ProcessSettings:
     """The notebook's settings on a rank. Those that the rank's code changes stay until the notebook's change.
 
     Args:
@@ -685,7 +685,7 @@ class Settings:
     def _apply(self, changed: Iterable[str]) -> list[str]:
         problems: list[str] = []
         awaited: set[str] = set()
-        found: list[tuple[str, Group, Any, str]] = []
+        found: list[tuple[str, SettingGroup, Any, str]] = []
         for full in changed:
             name, _, key = full.partition("/")
             # a setting from a newer version has no group here

@@ -143,7 +143,7 @@ def sync() -> None:
     order = decode_json(sys.stdin.buffer.read(), type=Unsent)
     variables = {name: value for name, value in os.environ.items() if is_store_variable(name)}
     store.stand_in(variables)
-    from sgpu_magic.tracking.client import Store, StoreTroubled
+    from sgpu_magic.tracking.client import StoreTroubled, TrackingStore
     from sgpu_magic.tracking.writer import Busy, RunWriter
 
     progress = (load_progress(Path(directory)) for directory in order.directories)
@@ -152,7 +152,7 @@ def sync() -> None:
         variables=variables,
         directory=next((found.directory for found in progress if found is not None), ""),
     )
-    target = Store(order.settings, tracking)
+    target = TrackingStore(order.settings, tracking)
     down = ""
     for directory in order.directories:
         writer = RunWriter(order.settings, target, Path(directory), tracking)

@@ -1,7 +1,7 @@
 """The writer's client of one MLflow store. Imports MLflow, in a process whose environment belongs to this store.
 
 Every error becomes one of three: the store is unreachable or failing (`StoreTroubled`), it refuses the data
-(`Rejected`), or the run or experiment was deleted (`Gone`).
+(`Rejected`), or the run or experiment was deleted (`DeletedFromStore`).
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ class Rejected(Exception):
     """The store refuses the data permanently."""
 
 
-class Gone(Exception):
+class DeletedFromStore(Exception):
     """The run or experiment was deleted from the store."""
 
 
-class Store:
+class TrackingStore:
     """Client of one store.
 
     Args:
@@ -111,7 +111,7 @@ class Store:
                         raise
                 found = self.client.get_experiment_by_name(name)
         if found is None or found.lifecycle_stage != "active":
-            raise Gone(f"the experiment {name!r} was deleted there; restore it, or name another one")
+            raise DeletedFromStore(f"the experiment {name!r} was deleted there; restore it, or name another one")
         self._experiments[name] = str(found.experiment_id)
         return self._experiments[name]
 
@@ -126,7 +126,7 @@ class Store:
         try:
             with self._translated():
                 return self.client.create_run(experiment_id, start_time=began_ms, tags=dict(tags), run_name=name)
-        except (Gone, Rejected):
+        except (DeletedFromStore, Rejected):
             self._experiments.pop(experiment, None)
             raise
 
@@ -247,7 +247,7 @@ class Store:
         # a reply that is not MLflow's comes from a proxy or another program and implies nothing about the run
         answered = "failed with error code" not in text
         if _DELETED in text or (answered and error.error_code == "RESOURCE_DOES_NOT_EXIST"):
-            raise Gone(self._said(text)) from None
+            raise DeletedFromStore(self._said(text)) from None
         if answered and error.error_code == "INVALID_PARAMETER_VALUE":
             raise Rejected(self._said(text)) from None
         unanswered = "failed with exception" in text or "failed with timeout" in text

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable
 from types import ModuleType
 
-from sgpu_magic.tracking.in_rank_cell import CellHere, Reports, current, hold
+from sgpu_magic.tracking.in_rank_cell import CellHere, LogCollector, current, hold
 from sgpu_magic.wire.base import Record
 from sgpu_magic.wire.rank import Execute, TrackingAnswered
 from sgpu_magic.wire.tracking import Tracking
@@ -27,7 +27,7 @@ _HTTP = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": 
 
 # ---------------------------------------------------------------- start and end of a cell
 
-_reports: Reports | None = None
+_reports: LogCollector | None = None
 
 
 def begin(order: Execute, tracking: Tracking, rank: int, say: Callable[[Record], None]) -> None:
@@ -40,7 +40,7 @@ def begin(order: Execute, tracking: Tracking, rank: int, say: Callable[[Record],
         say: Sends a message to the agent.
     """
     global _reports
-    _reports = _reports or Reports(say)
+    _reports = _reports or LogCollector(say)
     _reports.begin()
     leads = rank == min(order.only, default=0)
     cell = CellHere(order.run_id, tracking, leads=leads, run_dir=order.run_dir, say=say, reports=_reports)

@@ -39,7 +39,7 @@ Pair = tuple[str, str]
 T = TypeVar("T")
 
 
-class Reports:
+class LogCollector:
     """Collects what is logged and sends it about ten times a second. Used by all threads and forked children.
 
     A forked child must not write to the agent's connection, which its parent uses. It sends datagrams to its parent,
@@ -219,7 +219,7 @@ class CellHere:
     leads: bool
     run_dir: str
     say: Callable[[Record], None]
-    reports: Reports
+    reports: LogCollector
 
     def __post_init__(self) -> None:
         self.alias = uuid.uuid4().hex

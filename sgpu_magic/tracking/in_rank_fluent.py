@@ -150,7 +150,7 @@ class RunInfoHere(RunInfo):
         return tracked.artifact_uri if tracked is not None else f"file://{self._cell.kept_artifacts}"
 
 
-class RunHere(fluent.ActiveRun):
+class CellsActiveRun(fluent.ActiveRun):
     """The cell's own MLflow run as an active run."""
 
     def __init__(self, cell: CellHere, *, waits: bool = True) -> None:
@@ -168,16 +168,16 @@ class RunHere(fluent.ActiveRun):
 
 
 @functools.lru_cache(maxsize=1)
-def _run_of(cell: CellHere) -> RunHere:
+def _run_of(cell: CellHere) -> CellsActiveRun:
     """Return the run shared by all threads: logged models are recorded in it."""
-    return RunHere(cell)
+    return CellsActiveRun(cell)
 
 
 def _stack() -> list[Any]:
     """Return this thread's active runs, without those of cells that have ended or have chosen another place."""
     stack: list[Any] = fluent._active_run_stack.get()
     cell = _active_cell()
-    stack[:] = [run for run in stack if not isinstance(run, RunHere) or run.cell is cell]
+    stack[:] = [run for run in stack if not isinstance(run, CellsActiveRun) or run.cell is cell]
     return stack
 
 
@@ -191,7 +191,7 @@ def _start_run(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     stack = _stack()
     cell = _active_cell()
     _left.cell = None
-    if cell is None or not (nested or all(isinstance(run, RunHere) for run in stack)):
+    if cell is None or not (nested or all(isinstance(run, CellsActiveRun) for run in stack)):
         return original(**options)
     # MLflow refuses a second active run unless it is nested
     options["nested"] = True
@@ -213,7 +213,7 @@ def _start_run(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         _describe(cell, options)
     if options.get("log_system_metrics") is not None:
         cell.remark("system-metrics", _NO_SYSTEM_METRICS)
-    run = RunHere(cell) if stack and stack[-1] is _run_of(cell) else _run_of(cell)
+    run = CellsActiveRun(cell) if stack and stack[-1] is _run_of(cell) else _run_of(cell)
     stack.append(run)
     return run
 
@@ -228,7 +228,7 @@ def _describe(cell: CellHere, options: Mapping[str, Any]) -> None:
 
 def _end_run(original: Callable[..., Any], status: str = "FINISHED") -> None:
     stack = _stack()
-    if stack and isinstance(stack[-1], RunHere):
+    if stack and isinstance(stack[-1], CellsActiveRun):
         cell = stack.pop().cell
         in_rank_store.remark_status(cell, status)
         fluent._last_active_run_id.set(cell.known_id)
@@ -250,7 +250,7 @@ def _get_or_start_run(original: Callable[..., Any]) -> Any:
     """Return the active run for MLflow's logging functions, without waiting for its id."""
     stack = _stack()
     cell = _active_cell()
-    if cell is None or (stack and not isinstance(stack[-1], RunHere)):
+    if cell is None or (stack and not isinstance(stack[-1], CellsActiveRun)):
         return original()
     _left.cell = None
     if not stack:
@@ -258,7 +258,7 @@ def _get_or_start_run(original: Callable[..., Any]) -> Any:
     if cell.known is not None:
         return _run_of(cell)
     cell.ask()
-    return RunHere(cell, waits=False)
+    return CellsActiveRun(cell, waits=False)
 
 
 def _get_experiment_id(original: Callable[..., Any]) -> Any:

@@ -17,7 +17,7 @@ from sgpu_magic.config import Settings
 from sgpu_magic.files.locks import locked
 from sgpu_magic.files.run_directory import EventFile
 from sgpu_magic.tracking.artifacts import files_of
-from sgpu_magic.tracking.client import Gone, Rejected, Store, StoreTroubled
+from sgpu_magic.tracking.client import DeletedFromStore, Rejected, StoreTroubled, TrackingStore
 from sgpu_magic.tracking.runs import NAME_TAG, PARENT_TAG, Batch, RunFold, closing_tags, opening_tags, status_of
 from sgpu_magic.tracking.store import load_progress, opening, save_progress
 from sgpu_magic.wire.base import FailureKind, RunKind, RunState, short
@@ -61,7 +61,7 @@ class RunWriter:
     """
 
     def __init__(
-        self, settings: Settings, store: Store, directory: Path, tracking: Tracking, parent_run: str = ""
+        self, settings: Settings, store: TrackingStore, directory: Path, tracking: Tracking, parent_run: str = ""
     ) -> None:
         self.directory = directory
         self.run_id = directory.name
@@ -106,7 +106,7 @@ class RunWriter:
                 return False
             try:
                 return self._step()
-            except Gone as gone:
+            except DeletedFromStore as gone:
                 self._keep(complete=True, problem=f"{gone}")
                 return False
 
@@ -178,7 +178,7 @@ class RunWriter:
             try:
                 made = self._store.create_run(experiment_id, now.experiment, self._fold.name, began_ms, tags)
             except Rejected as refused:
-                raise Gone(f"the store rejects the run: {refused}") from None
+                raise DeletedFromStore(f"the store rejects the run: {refused}") from None
         self._keep(**self._store.where(made), creating=now.creating, problem="")
 
     def _session(self, run_id: str) -> str:

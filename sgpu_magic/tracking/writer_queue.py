@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from sgpu_magic.config import Settings
-from sgpu_magic.tracking.client import Store, StoreTroubled
+from sgpu_magic.tracking.client import StoreTroubled, TrackingStore
 from sgpu_magic.tracking.writer import Busy, RunWriter
 from sgpu_magic.wire.base import short
 from sgpu_magic.wire.tracking import (
@@ -43,7 +43,7 @@ class WriterQueue:
 
     def __init__(self, settings: Settings, tracking: Tracking, send: Callable[[FromTracker], None]) -> None:
         self._settings = settings
-        self._store = Store(settings, tracking)
+        self._store = TrackingStore(settings, tracking)
         self._send = send
         self._runs: dict[str, RunWriter] = {}
         self._failures = 0

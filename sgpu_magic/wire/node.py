@@ -20,7 +20,7 @@ class WarmZygote(Record, frozen=True, tag="warm-zygote", kw_only=True):
     ranks: int = 0
 
 
-class Part(Record, frozen=True, kw_only=True):
+class NodePart(Record, frozen=True, kw_only=True):
     """A node's part of a multi-node run.
 
     Args:
@@ -72,7 +72,7 @@ class Launch(Record, frozen=True, tag="launch", kw_only=True):
     environment: Environment | None = None
     code: tuple[CodeBundle, ...] = ()
     tracking: Tracking | None = None
-    part: Part | None = None
+    part: NodePart | None = None
     store: str = ""
     far: bool = False
     uploads: tuple[Upload, ...] = ()

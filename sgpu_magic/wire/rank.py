@@ -166,7 +166,7 @@ class Renewed(Record, frozen=True, tag="renewed", kw_only=True):
 
 
 class Raised(Record, frozen=True, tag="raised", kw_only=True):
-    """The cell has raised. `Failed` follows once its traceback is formatted, which takes 0.1 s for large files.
+    """The cell has raised. `CellFailed` follows once its traceback is formatted, which takes 0.1 s for large files.
 
     Only a hint: code that itself runs cells may continue afterwards.
     """
@@ -217,7 +217,7 @@ class Finished(Record, frozen=True, tag="finished", kw_only=True):
     grouped: bool = True
 
 
-class Failed(Record, frozen=True, tag="failed", kw_only=True):
+class CellFailed(Record, frozen=True, tag="failed", kw_only=True):
     """The cell raised. The pickled exception, if any, is the first raw frame. `grouped` as in `Finished`."""
 
     failure: Failure
@@ -225,7 +225,7 @@ class Failed(Record, frozen=True, tag="failed", kw_only=True):
 
 
 class Finishing(Record, frozen=True, tag="finishing", kw_only=True):
-    """The rank finishes what its cell has started. The first one comes before `Finished` or `Failed`, if any does.
+    """The rank finishes what its cell has started. The first one comes before `Finished` or `CellFailed`, if any does.
 
     Args:
         work: What has not ended; None once everything has.
@@ -267,7 +267,7 @@ class MetricsReported(Record, frozen=True, tag="metrics-reported", kw_only=True)
 
 
 ShownByCell = Displayed | Cleared | CommsSaid
-CellReport = Joined | Renewed | Raised | Remarked | QuestionAnswered | ShownByCell | Finished | Failed | Finishing
+CellReport = Joined | Renewed | Raised | Remarked | QuestionAnswered | ShownByCell | Finished | CellFailed | Finishing
 FromRank = StandsBy | CellReport | Collectives | AskTracking | MetricsReported
 
 # ---------------------------------------------------------------- agent <-> zygote

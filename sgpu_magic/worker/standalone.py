@@ -12,7 +12,7 @@ from pathlib import Path
 from sgpu_magic import runtime
 from sgpu_magic.functions import compat
 from sgpu_magic.payload import unpack
-from sgpu_magic.system.process_settings import Settings
+from sgpu_magic.system.process_settings import ProcessSettings
 from sgpu_magic.wire.base import RunKind
 from sgpu_magic.wire.decoding import decode_json
 from sgpu_magic.wire.run import SETTINGS, RunRecord
@@ -56,7 +56,7 @@ def run(directory: Path) -> None:
     rendezvous.accept_second_init()
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     shell = InteractiveShell.instance()
-    Settings(after_import).follow(_settings(directory))
+    ProcessSettings(after_import).follow(_settings(directory))
     # as in a rank: libraries take the prompts as a sign of an interactive session
     del sys.ps1, sys.ps2, sys.ps3  # pyright: ignore[reportAttributeAccessIssue]
     rank = runtime.get_global_rank()

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 
-from sgpu_magic.pool.scheduling.run import Run
+from sgpu_magic.pool.scheduling.run import ScheduledRun
 from sgpu_magic.pool.scheduling.scheduler import Scheduler
-from sgpu_magic.pool.scheduling.stimuli import Instruction, LaunchRun, RunMoved, RunOver, RunSubmitted, Stimulus
+from sgpu_magic.pool.scheduling.stimuli import Instruction, LaunchRun, RanksReaped, RunMoved, RunSubmitted, Stimulus
 from sgpu_magic.wire.base import RunState
 from sgpu_magic.wire.devices import Device, Inventory, Node, Placement
 from sgpu_magic.wire.run import CellSource, Owner, RunSpec
@@ -76,7 +76,7 @@ class Traffic:
 
     def submit(self, spec: RunSpec) -> Sequence[Instruction]:
         self.now += 0.01
-        return self.feed(RunSubmitted(Run(spec)))
+        return self.feed(RunSubmitted(ScheduledRun(spec)))
 
     def begin(self, run_id: str) -> None:
         """The run's ranks start, and work."""
@@ -87,4 +87,4 @@ class Traffic:
     def end(self, run_id: str) -> Sequence[Instruction]:
         self.now += 0.01
         self.running.remove(run_id)
-        return self.feed(RunOver(run_id, RunState.SUCCEEDED))
+        return self.feed(RanksReaped(run_id, RunState.SUCCEEDED))

@@ -14,10 +14,10 @@ from pathlib import Path
 import nvml_stub as nvml
 import pytest
 from kernels import Cell, Home, Kernel, eventually, is_alive, wait_gone
-from pool_client import ClientRun, PoolClient
+from pool_client import FollowedRun, PoolClient
 from process_table import memory_files
 
-from sgpu_magic.client.run import Run
+from sgpu_magic.client.run import ClientRun
 from sgpu_magic.errors import RunUnknown
 from sgpu_magic.wire.base import RunState, new_id
 from sgpu_magic.wire.events import RanksStarted, RunEnded, Submitted
@@ -514,7 +514,7 @@ def test_a_run_that_is_not_accepted_yet_is_followed_from_its_beginning(
     """It is accepted when its node has said which GPUs are free; until then it has no log that could be read."""
     home = new_home(nvml_stub(devices=nvml.a10s(1)))
     client, other = PoolClient(home), PoolClient(home)
-    begun: list[ClientRun] = []
+    begun: list[FollowedRun] = []
     try:
         client.begin("pass", ranks=1, device_type="cpu").ended()
         bystander = client.begin(UNTIL_TOLD.format(name=str(home.work / "word")), ranks=1, device_type="cpu")
@@ -531,7 +531,7 @@ def test_a_run_that_is_not_accepted_yet_is_followed_from_its_beginning(
         try:
             submit.start()
 
-            def attached() -> tuple[Run, RunState] | None:
+            def attached() -> tuple[ClientRun, RunState] | None:
                 try:
                     return other.pool.attach(run_id)
                 except RunUnknown:
@@ -543,7 +543,7 @@ def test_a_run_that_is_not_accepted_yet_is_followed_from_its_beginning(
             assert begun == []
         finally:
             os.kill(agent, signal.SIGCONT)
-        follower = ClientRun(other, found)
+        follower = FollowedRun(other, found)
         for run in (follower, *(submit.join(30) or begun)):
             assert run.ended(60).state is RunState.SUCCEEDED
             assert run.printed == {0: "whole\n"}

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from homes import Home
 from many_agents import ManyAgents
-from pool_client import ClientRun, PoolClient
+from pool_client import FollowedRun, PoolClient
 from process_table import is_alive
 from waiting import eventually
 
@@ -36,7 +36,7 @@ class Cluster:
         self.client = PoolClient(self.home)
         self.client.begin("pass", ranks=6).ended()
 
-    def begin(self, body: str = "", ranks: int = RANKS, **fields: Any) -> ClientRun:
+    def begin(self, body: str = "", ranks: int = RANKS, **fields: Any) -> FollowedRun:
         return self.client.begin(body, ranks=ranks, **fields)
 
     def bring_back(self) -> None:
@@ -78,18 +78,18 @@ def cluster(one_cluster: Cluster) -> Iterator[Cluster]:
     one_cluster.home.check_leaks()
 
 
-def nodes_of(run: ClientRun) -> list[int]:
+def nodes_of(run: FollowedRun) -> list[int]:
     """The numbers of the nodes that its lease is on, of the newest."""
     placed = [event for event in run.events if isinstance(event, Placed)]
     return [int(share.node[-1]) for share in placed[-1].lease.shares]
 
 
-def queue_moves(run: ClientRun) -> int:
+def queue_moves(run: FollowedRun) -> int:
     """How often it was told its place so far: once before it began where another run's ranks were still leaving."""
     return sum(isinstance(event, QueueMoved) for event in run.events)
 
 
-def pids_of(run: ClientRun) -> tuple[int, ...]:
+def pids_of(run: FollowedRun) -> tuple[int, ...]:
     started = [event for event in run.events if isinstance(event, RanksStarted)]
     return started[-1].pids
 
@@ -270,7 +270,7 @@ def test_samples_are_of_the_ranks_of_all_nodes(cluster: Cluster):
     assert run.ended().state is RunState.CANCELLED
 
 
-def _count(run: ClientRun) -> int:
+def _count(run: FollowedRun) -> int:
     return len([event for event in run.events if isinstance(event, Sampled)])
 
 

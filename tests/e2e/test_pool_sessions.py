@@ -16,7 +16,7 @@ import msgspec
 import pytest
 from homes import Home
 from lasting_ranks import Lasting
-from pool_client import ClientRun, ClientSession, PoolClient
+from pool_client import ClientSession, FollowedRun, PoolClient
 from process_table import is_alive
 from waiting import eventually
 
@@ -69,7 +69,7 @@ def session(client: PoolClient) -> Iterator[ClientSession]:
         made.end()
 
 
-def waits(run: ClientRun) -> str:
+def waits(run: FollowedRun) -> str:
     moved: QueueMoved = run.wait_for(QueueMoved)
     return moved.reason
 
@@ -468,7 +468,7 @@ def test_a_client_that_goes_takes_its_session_along(home: Home, client: PoolClie
     session.do("1")
     other.close()
     watched, _ = client.pool.attach(session.run_id)
-    run = ClientRun(client, watched)
+    run = FollowedRun(client, watched)
     assert run.ended().state is RunState.CANCELLED
     states = [event.state for event in run.events if isinstance(event, StateChanged)]
     assert RunState.CANCELLING in states

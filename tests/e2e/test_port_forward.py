@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from kernels import Cell, Home, Kernel, eventually
 from many_agents import ManyAgents
-from pool_client import ClientRun, PoolClient
+from pool_client import FollowedRun, PoolClient
 from served_pools import served_pool
 from tcp_proxy import Proxy
 
@@ -257,7 +257,7 @@ while not os.path.exists(stop):
 """
 
 
-def echo_ports(run: ClientRun, *ranks: int) -> list[int]:
+def echo_ports(run: FollowedRun, *ranks: int) -> list[int]:
     """Where the ranks' servers of a run listen."""
     count = 0
     while not all(run.printed.get(rank, "").endswith("\n") for rank in ranks):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pool_client import ClientRun, PoolClient
+from pool_client import FollowedRun, PoolClient
 from process_table import is_alive, process_table
 from ray_clusters import FakeCluster, RayPool, ray_pool
 from waiting import eventually
@@ -66,7 +66,7 @@ def client(shared: tuple[RayPool, PoolClient]) -> PoolClient:
     return shared[1]
 
 
-def reason_of(run: ClientRun, *words: str) -> str:
+def reason_of(run: FollowedRun, *words: str) -> str:
     """Wait until the run says why it waits, with these words."""
     for count in range(1, 20):
         told: QueueMoved = run.wait_for(QueueMoved, count)

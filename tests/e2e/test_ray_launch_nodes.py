@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 from homes import Home
 from many_agents import ManyAgents
-from pool_client import ClientRun, PoolClient
+from pool_client import FollowedRun, PoolClient
 from process_table import listening
 from ray_clusters import FakeCluster, RayPool
 from ray_traces import check_gone, directories, ray_processes
@@ -161,7 +161,7 @@ def test_in_a_pool_on_ray_the_outer_cluster_is_another_one():
         cluster.close()
 
 
-def _has_ended(run: ClientRun) -> bool:
+def _has_ended(run: FollowedRun) -> bool:
     item = run.run.next_event(0.05)
     if item is not None:
         run.events.append(item[0].body)
@@ -170,7 +170,7 @@ def _has_ended(run: ClientRun) -> bool:
     return any(isinstance(event, RunEnded) for event in run.events)
 
 
-def _wait_for_file(run: ClientRun, home: Home, path: str) -> None:
+def _wait_for_file(run: FollowedRun, home: Home, path: str) -> None:
     def there() -> bool:
         assert not _has_ended(run), (run.events[-1].failure, run.printed)
         return os.path.exists(path)
@@ -178,7 +178,7 @@ def _wait_for_file(run: ClientRun, home: Home, path: str) -> None:
     eventually(there, PATIENCE_S, lambda: f"{run.events} {run.printed} {ray_processes(home)}")
 
 
-def _ended(run: ClientRun) -> RunEnded:
+def _ended(run: FollowedRun) -> RunEnded:
     return run.wait_for(RunEnded)
 
 

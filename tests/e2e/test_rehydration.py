@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 from builds import environment_of
 from homes import Home
-from pool_client import PATIENCE_S, ClientRun, PoolClient
+from pool_client import PATIENCE_S, FollowedRun, PoolClient
 from process_table import stop_process
 from small_index import SmallIndex
 from waiting import eventually
 
 from sgpu_magic.client.run import Attachments
 from sgpu_magic.client.this_machine import this_owner
-from sgpu_magic.packages.node.store import Store
+from sgpu_magic.packages.node.store import BuiltEnvironments
 from sgpu_magic.pool.scheduling import stimuli as sched
-from sgpu_magic.pool.scheduling.run import Run
+from sgpu_magic.pool.scheduling.run import ScheduledRun
 from sgpu_magic.pool.scheduling.scheduler import Scheduler
 from sgpu_magic.wire.attachments import Environment
 from sgpu_magic.wire.base import FailureKind, RunKind, RunState
@@ -73,15 +73,15 @@ def tiny(version: int, **fields: Any) -> Environment:
     return environment_of(f"tinyone=={version}.0", **fields)
 
 
-def begin(client: PoolClient, environment: Environment, body: str = SHOW, **fields: Any) -> ClientRun:
+def begin(client: PoolClient, environment: Environment, body: str = SHOW, **fields: Any) -> FollowedRun:
     return client.begin(body, along=Attachments(environment=environment), **fields)
 
 
-def states(run: ClientRun) -> list[RunState]:
+def states(run: FollowedRun) -> list[RunState]:
     return [event.state for event in run.events if isinstance(event, StateChanged)]
 
 
-def moves(run: ClientRun) -> list[EnvironmentMoved]:
+def moves(run: FollowedRun) -> list[EnvironmentMoved]:
     return [event for event in run.events if isinstance(event, EnvironmentMoved)]
 
 
@@ -155,7 +155,7 @@ def test_what_travels_goes_over_the_kernels_own_place(client: PoolClient):
 def test_packages_are_made_while_the_run_waits(client: PoolClient, home: Home):
     holder = client.begin(along=Attachments(environment=tiny(1)), body="import time; time.sleep(60)", ranks=3)
     holder.wait_for(RanksStarted)
-    store = Store(home.state / "environments")
+    store = BuiltEnvironments(home.state / "environments")
     before = len(store.names())
     run = begin(client, tiny(3))
     run.wait_for(QueueMoved)
@@ -217,7 +217,9 @@ def test_the_time_limit_counts_from_the_start():
         timeout_s=10.0,
     )
     scheduler = Scheduler(Inventory(host="here", cpu_slots=2))
-    assert any(isinstance(one, sched.LaunchRun) for one in scheduler.handle(sched.RunSubmitted(Run(spec)), 0.0))
+    assert any(
+        isinstance(one, sched.LaunchRun) for one in scheduler.handle(sched.RunSubmitted(ScheduledRun(spec)), 0.0)
+    )
     scheduler.handle(sched.RunMoved(spec.run_id, RunState.PREPARING), 0.0)
     assert not any(isinstance(one, sched.StopRun) for one in scheduler.handle(sched.TimePassed(), 1000.0))
     scheduler.handle(sched.RunMoved(spec.run_id, RunState.STARTING), 1000.0)
@@ -306,7 +308,7 @@ def test_a_run_goes_on_when_the_pool_is_killed_while_its_packages_are_made(
     eventually(lambda: home.ledger()[run.run_id].state == "succeeded", 10, "the ledger's word")
 
 
-def client_again(client: PoolClient, run: ClientRun) -> bool:
+def client_again(client: PoolClient, run: FollowedRun) -> bool:
     client.find_again(run.run)
     return True
 

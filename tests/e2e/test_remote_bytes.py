@@ -17,13 +17,13 @@ import pytest
 from kernels import Kernel
 from lazy_modules import torch
 from live_log import lines_of
-from pool_client import ClientRun, PoolClient, set_environ
+from pool_client import FollowedRun, PoolClient, set_environ
 from served_pools import RemoteUser, ServedPool
 from tcp_proxy import Proxy
 from waiting import eventually
 
 from sgpu_magic.client import blob_sender, remote_transport
-from sgpu_magic.client.blob_sender import BlobSender, Piece
+from sgpu_magic.client.blob_sender import BlobContent, BlobSender
 from sgpu_magic.client.connection import REPLY_TIMEOUT_S
 from sgpu_magic.client.link import PoolLink
 from sgpu_magic.client.remote_transport import RemoteTransport
@@ -93,9 +93,9 @@ def data(seed: int, megabytes: int) -> np.ndarray[Any, np.dtype[np.float64]]:
 
 def sent_in_background(
     client: PoolClient, array: np.ndarray[Any, np.dtype[np.float64]]
-) -> tuple[threading.Thread, list[ClientRun]]:
+) -> tuple[threading.Thread, list[FollowedRun]]:
     """Submit a run that sums the array; the list has the run when the thread has ended."""
-    runs: list[ClientRun] = []
+    runs: list[FollowedRun] = []
     sending = threading.Thread(
         target=lambda: runs.append(client.begin("float(array.sum())", ranks=1, names={"array": array}))
     )
@@ -103,7 +103,7 @@ def sent_in_background(
     return sending, runs
 
 
-def blobs_of(run: ClientRun) -> StoredPayload:
+def blobs_of(run: FollowedRun) -> StoredPayload:
     """Where the payload of a run lies, as the client told the pool."""
     submission = run.run.submission
     assert submission is not None
@@ -283,7 +283,7 @@ def test_bytes_of_another_digest_are_refused(ann: RemoteUser, served: ServedPool
 
 def test_nobody_learns_of_anothers_bytes(ann: RemoteUser, ben: RemoteUser):
     whole = os.urandom(1000)
-    (digest,) = BlobSender(ann.client.pool.link()).send([Piece(len(whole), lambda: memoryview(whole))])
+    (digest,) = BlobSender(ann.client.pool.link()).send([BlobContent(len(whole), lambda: memoryview(whole))])
     question = ((digest, len(whole)),)
     assert held(ann, question) == (1000,)
     assert held(ben, question) == (0,)
@@ -457,7 +457,7 @@ def test_a_detached_runs_results_are_fetched_by_another_program(ann: RemoteUser)
     run.wait_for(RanksStarted)
     client.close()
     found, _ = ann.client.pool.attach(run.run_id)
-    again = ClientRun(ann.client, found)
+    again = FollowedRun(ann.client, found)
     for values in again.names():
         np.testing.assert_array_equal(values["y"], data(4, 3) * 3)  # type: ignore[arg-type]
 

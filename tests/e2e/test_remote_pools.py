@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from pool_client import ClientRun, PoolClient
+from pool_client import FollowedRun, PoolClient
 from served_pools import SGPU, RemoteUser, ServedPool, served_pool
 from stories import render_text
 from tcp_proxy import Proxy
@@ -58,7 +58,7 @@ def line(served: ServedPool) -> Iterator[Proxy]:
     made.close()
 
 
-def numbers(run: ClientRun) -> list[int]:
+def numbers(run: FollowedRun) -> list[int]:
     return [int(word) for word in run.printed.get(0, "").split()]
 
 

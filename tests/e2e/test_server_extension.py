@@ -30,7 +30,7 @@ from waiting import eventually
 from sgpu_magic.config import Settings
 from sgpu_magic.files.run_directory import EventFile
 from sgpu_magic.pool.run_log import RunLog
-from sgpu_magic.server.run_places import Elsewhere, RunHere, run_here
+from sgpu_magic.server.run_places import Elsewhere, LocalRun, run_here
 from sgpu_magic.server.runs import IDLE_S, Followers, RunNotHere
 from sgpu_magic.wire.events import Noted, Submitted
 
@@ -342,7 +342,7 @@ def test_a_run_whose_files_are_read_slowly_keeps_nobody_waiting(tmp_path: Path, 
         log.close()
     reading, go = threading.Event(), threading.Event()
 
-    def slowly(settings: Settings, run_id: str) -> RunHere | None:
+    def slowly(settings: Settings, run_id: str) -> LocalRun | None:
         if run_id == "0123abcd":
             reading.set()
             assert go.wait(30)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 from homes import Home
-from pool_client import ClientRun, PoolClient
+from pool_client import FollowedRun, PoolClient
 from waiting import eventually
 
 from sgpu_magic.client.connection import ask
@@ -42,7 +42,7 @@ def client(home: Home) -> Iterator[PoolClient]:
     home.check_leaks()
 
 
-def begin(client: PoolClient, user: str, body: str = WAIT, ranks: int = 2) -> ClientRun:
+def begin(client: PoolClient, user: str, body: str = WAIT, ranks: int = 2) -> FollowedRun:
     owner = msgspec.structs.replace(this_owner(), user=user)
     return client.begin(body, ranks=ranks, owner=owner, name=f"{user}s")
 
@@ -94,7 +94,7 @@ def test_the_one_run_of_another_user_is_next_and_priorities_come_before_turns(cl
     first.run.cancel("over")
     ended: list[str] = []
 
-    def note(run: ClientRun) -> None:
+    def note(run: FollowedRun) -> None:
         run.ended()
         ended.append(run.run_id)
 

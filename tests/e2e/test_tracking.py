@@ -14,7 +14,7 @@ from homes import Home
 from kernels import Kernel
 from mlflow_servers import Gateway, RestServer
 from mlflow_stores import lay_store
-from pool_client import ClientRun, PoolClient
+from pool_client import FollowedRun, PoolClient
 from process_table import is_alive, stop_process
 from tracking_writers import Runs
 from waiting import eventually
@@ -41,13 +41,13 @@ class TrackedPool:
     def store(self) -> Runs:
         return Runs(f"sqlite:///{self.home.state}/mlflow/mlflow.db")
 
-    def begin(self, body: str = "", tracking: Tracking | None = NB, **fields: Any) -> ClientRun:
+    def begin(self, body: str = "", tracking: Tracking | None = NB, **fields: Any) -> FollowedRun:
         return self.client.begin(body, along=Attachments(tracking=tracking), tracked=tracking is not None, **fields)
 
     def writers(self) -> list[int]:
         return [pid for pid, found in self.home.processes().items() if "-m sgpu_magic.tracking" in found.command]
 
-    def complete(self, run: ClientRun) -> Any:
+    def complete(self, run: FollowedRun) -> Any:
         """The run's MLflow run, once all of it is there."""
         directory = self.home.run_dir(run.run_id)
 
@@ -199,7 +199,7 @@ def test_credentials_of_one_notebook_reach_no_other_server(pool: TrackedPool, em
         for run in runs:
             run.ended()
 
-        def sent(run: ClientRun) -> bool:
+        def sent(run: FollowedRun) -> bool:
             return not is_unsent(pool.home.run_dir(run.run_id))
 
         eventually(

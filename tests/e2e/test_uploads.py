@@ -10,7 +10,7 @@ import pytest
 from homes import Home
 from kernels import Kernel, eventually
 from many_agents import ManyAgents
-from pool_client import ClientRun, PoolClient
+from pool_client import FollowedRun, PoolClient
 from served_pools import RemoteUser, ServedPool
 
 from sgpu_magic.client import blob_sender
@@ -177,7 +177,7 @@ def ann(served: ServedPool) -> RemoteUser:
     return served.user("ann")
 
 
-def listed(run: ClientRun, rank: int = 0) -> tuple[Path, dict[str, tuple[int, bool]]]:
+def listed(run: FollowedRun, rank: int = 0) -> tuple[Path, dict[str, tuple[int, bool]]]:
     """What a run with `LISTED` has found."""
     import json
 
@@ -286,9 +286,9 @@ def test_no_name_leads_out(served: ServedPool, ann: RemoteUser, name: str):
     link = ann.client.pool.link()
     sender = blob_sender.BlobSender(link)
     text = b"evil"
-    (blob,) = sender.send([blob_sender.Piece(len(text), lambda: memoryview(text))])
+    (blob,) = sender.send([blob_sender.BlobContent(len(text), lambda: memoryview(text))])
     manifest = manifest_bytes(Manifest(files=(UploadedFile(name, len(text), (blob,)),)))
-    (digest,) = sender.send([blob_sender.Piece(len(manifest), lambda: memoryview(manifest))])
+    (digest,) = sender.send([blob_sender.BlobContent(len(manifest), lambda: memoryview(manifest))])
     made = Upload(name="data", manifest=digest, manifest_size=len(manifest))
     with pytest.MonkeyPatch.context() as patch:
         from sgpu_magic.client import upload_files

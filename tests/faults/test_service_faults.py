@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from homes import Home
-from pool_client import ClientRun, PoolClient
+from pool_client import FollowedRun, PoolClient
 from pool_faults import Plants
 from served_pools import ServedPool
 from waiting import eventually
@@ -77,10 +77,10 @@ class Scene:
     home: Home
     client: PoolClient
     plants: Plants
-    bystander: ClientRun
-    victim: ClientRun | None = None
+    bystander: FollowedRun
+    victim: FollowedRun | None = None
 
-    def begin(self, name: str) -> ClientRun:
+    def begin(self, name: str) -> FollowedRun:
         run = self.client.begin(WAITS.format(go=str(self.home.work / name)), ranks=1)
         run.wait_for(OutputWritten)
         return run
@@ -210,7 +210,7 @@ _IN_SHORT = {
 }
 
 
-def _ended_of_it(run: ClientRun) -> None:
+def _ended_of_it(run: FollowedRun) -> None:
     ended = run.ended()
     assert (ended.state, ended.failure and ended.failure.kind) == (RunState.FAILED, FailureKind.INTERNAL)
     assert ended.failure is not None

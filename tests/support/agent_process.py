@@ -20,7 +20,7 @@ import planted_faults
 from sgpu_magic.client.this_machine import this_context, this_interpreter, this_owner
 from sgpu_magic.config import Settings
 from sgpu_magic.payload.pack import pack_namespace
-from sgpu_magic.system.message_stream import Link
+from sgpu_magic.system.message_stream import StreamConnection
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.attachments import InlinePayload, Payload
 from sgpu_magic.wire.base import Record, RunKind, RunState, new_id
@@ -114,7 +114,7 @@ class AgentProcess:
         assert self.process.stdin is not None
         with self.process.stdin as stdin:
             stdin.write(msgspec.json.encode(settings))
-        self._link = Link(ours, codec.from_agent)
+        self._link = StreamConnection(ours, codec.from_agent)
         self.events: dict[str, list[Any]] = {}
         self.gone: set[str] = set()
         self._others: list[Record] = []

@@ -18,7 +18,15 @@ from waiting import eventually
 
 from sgpu_magic.packages.node.base_layer import layer_tag
 from sgpu_magic.packages.node.refusals import own_platform, own_python
-from sgpu_magic.packages.node.store import BuildMoved, BuildOrder, BuildReady, BuildRefused, Store, decode_news, encode
+from sgpu_magic.packages.node.store import (
+    BuildMoved,
+    BuildOrder,
+    BuildReady,
+    BuildRefused,
+    BuiltEnvironments,
+    decode_news,
+    encode,
+)
 from sgpu_magic.system import child_process
 from sgpu_magic.wire.attachments import Environment
 
@@ -44,7 +52,7 @@ class Nodes:
         self.root = folder / "environments"
         self.cache = folder / "uv-cache"
         self.index_url = index_url
-        self.store = Store(self.root)
+        self.store = BuiltEnvironments(self.root)
 
     def name(self, environment: Environment) -> str:
         return f"{environment.digest}-{layer_tag()}"

@@ -12,7 +12,7 @@ from waiting import eventually
 
 from sgpu_magic.client.link import PoolLost
 from sgpu_magic.client.pool import Pool
-from sgpu_magic.client.run import Attachments, Run
+from sgpu_magic.client.run import Attachments, ClientRun
 from sgpu_magic.client.this_machine import this_owner
 from sgpu_magic.config import load_settings
 from sgpu_magic.payload.pack import new_key, pack_namespace
@@ -48,7 +48,7 @@ class PoolClient:
         names: Mapping[str, object] | None = None,
         out: Sequence[str] = (),
         **fields: Any,
-    ) -> ClientRun:
+    ) -> FollowedRun:
         """Submit a run; `out` as in `--out`, `along` are its attachments."""
         key = new_key()
         along = fields.pop("along", Attachments())
@@ -69,7 +69,7 @@ class PoolClient:
             timeout_s=fields.pop("timeout_s", 600.0),
             **fields,
         )
-        return ClientRun(self, self.pool.submit(spec, packed, key, dict(self.home.environ), along))
+        return FollowedRun(self, self.pool.submit(spec, packed, key, dict(self.home.environ), along))
 
     def connect(self, ranks: int = 2, **fields: Any) -> ClientSession:
         """Start a session and wait until its ranks are ready."""
@@ -77,7 +77,7 @@ class PoolClient:
         run.wait_for(RanksStarted)
         return ClientSession(self, run, ranks)
 
-    def find_again(self, run: Run) -> None:
+    def find_again(self, run: ClientRun) -> None:
         """Connect to the pool's successor; the link may not have noticed the death yet."""
 
         def found() -> bool:
@@ -101,14 +101,14 @@ def set_environ(variables: Mapping[str, str]) -> None:
     os.environ.update(wanted)
 
 
-class ClientRun:
+class FollowedRun:
     """A submitted run and its events.
 
     Attributes:
         events: The events so far.
     """
 
-    def __init__(self, client: PoolClient, run: Run) -> None:
+    def __init__(self, client: PoolClient, run: ClientRun) -> None:
         self.run = run
         self.run_id = run.run_id
         self.events: list[EventBody] = []
@@ -169,11 +169,11 @@ class ClientSession:
         self.run_id = run.run_id
         self.ranks = ranks
 
-    def begin(self, body: str = "", **fields: Any) -> ClientRun:
+    def begin(self, body: str = "", **fields: Any) -> FollowedRun:
         """Submit a cell."""
         return self.client.begin(body, ranks=fields.pop("ranks", self.ranks), session=self.run_id, **fields)
 
-    def do(self, body: str, **fields: Any) -> ClientRun:
+    def do(self, body: str, **fields: Any) -> FollowedRun:
         """Run a cell to its end."""
         run = self.begin(body, **fields)
         run.ended()

@@ -19,19 +19,19 @@ from typing import Any, TypeVar
 from sgpu_magic.agent.ranks.rank_process import StackFile
 from sgpu_magic.agent.ranks.stop import connections_between
 from sgpu_magic.payload import pack, unpack
-from sgpu_magic.system.message_stream import Link
+from sgpu_magic.system.message_stream import StreamConnection
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.attachments import InlinePayload
 from sgpu_magic.wire.base import Record, RunKind, new_id
 from sgpu_magic.wire.rank import (
     AnswerQuestion,
     AskTracking,
+    CellFailed,
     Cleared,
     DescendantsEnded,
     Displayed,
     Execute,
     Exited,
-    Failed,
     Finished,
     Fork,
     Forked,
@@ -67,7 +67,7 @@ class Zygote:
         )
         theirs.close()
         self.socket = ours
-        self.link: Link[FromZygote] = Link(ours, codec.from_zygote)
+        self.link: StreamConnection[FromZygote] = StreamConnection(ours, codec.from_zygote)
         assert isinstance(self.receive(60)[0], ZygoteReady)
         self.exits: dict[int, int] = {}
         self.ended: dict[int, DescendantsEnded] = {}
@@ -115,7 +115,7 @@ class Rank:
         err_read, err_write = os.pipe()
         self.rank = order.rank
         self.stack_file = StackFile(scratch)
-        self.link: Link[FromRank] = Link(ours, codec.from_rank)
+        self.link: StreamConnection[FromRank] = StreamConnection(ours, codec.from_rank)
         self.zygote = zygote
         self.pid = zygote.fork(order, [theirs.fileno(), out_write, err_write, self.stack_file.fd, store_fd])
         for descriptor in (out_write, err_write):
@@ -163,7 +163,7 @@ class Rank:
                 continue
             if isinstance(message, AskTracking) and self.answer is not None:
                 self.send(self.answer)
-            assert not isinstance(message, Failed), (
+            assert not isinstance(message, CellFailed), (
                 f"{message.failure.traceback_text or message.failure.message}\nit printed {self.printed}"
             )
             self.others.append((message, frames))
@@ -327,8 +327,8 @@ class Session:
         self.execute(body, **options)
         return [self.result(rank) for rank in options.get("only") or range(self.size)]
 
-    def failure(self, rank: int, deadline_s: float = 60) -> Failed:
-        return self.ranks[rank].expect(Failed, deadline_s=deadline_s)
+    def failure(self, rank: int, deadline_s: float = 60) -> CellFailed:
+        return self.ranks[rank].expect(CellFailed, deadline_s=deadline_s)
 
     def release(self) -> None:
         """Shut the connections between the ranks down."""

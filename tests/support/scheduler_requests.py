@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sgpu_magic import errors
-from sgpu_magic.pool.scheduling.run import Run
+from sgpu_magic.pool.scheduling.run import ScheduledRun
 from sgpu_magic.pool.scheduling.scheduler import Scheduler
 from sgpu_magic.pool.scheduling.stimuli import Instruction, LaunchRun, MoveRun, RefuseRun, RunMoved, RunSubmitted
 from sgpu_magic.wire.base import RunKind, RunState
@@ -56,7 +56,7 @@ def spec(
 
 
 def submit(scheduler: Scheduler, wanted: RunSpec, now: float = 0.0) -> list[Instruction]:
-    return scheduler.handle(RunSubmitted(Run(wanted)), now)
+    return scheduler.handle(RunSubmitted(ScheduledRun(wanted)), now)
 
 
 def launched(instructions: Sequence[Instruction]) -> dict[str, Lease]:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from sgpu_magic.pool.scheduling.run import Run
+from sgpu_magic.pool.scheduling.run import ScheduledRun
 from sgpu_magic.pool.scheduling.scheduler import Scheduler
 from sgpu_magic.pool.scheduling.stimuli import (
     CancelRequested,
     Instruction,
     LaunchRun,
+    RanksReaped,
     RefuseRun,
     RunMoved,
-    RunOver,
     RunSubmitted,
     Stimulus,
     TimePassed,
@@ -122,7 +122,7 @@ class Driven:
     def submit(self, *specs: RunSpec) -> None:
         for one in specs:
             self.now += 1.0
-            self.feed(RunSubmitted(Run(one)))
+            self.feed(RunSubmitted(ScheduledRun(one)))
 
     def begin(self, run_id: str) -> None:
         for state in (RunState.STARTING, RunState.RUNNING):
@@ -132,7 +132,7 @@ class Driven:
         for run_id in run_ids:
             self.now += 1.0
             self.leases.pop(run_id, None)
-            self.feed(RunOver(run_id, RunState.SUCCEEDED))
+            self.feed(RanksReaped(run_id, RunState.SUCCEEDED))
 
     def cancel(self, run_id: str) -> None:
         self.now += 1.0
@@ -142,7 +142,7 @@ class Driven:
         self.now += seconds
         return self.feed(TimePassed())
 
-    def run(self, run_id: str) -> Run:
+    def run(self, run_id: str) -> ScheduledRun:
         found = self.scheduler.run(run_id)
         assert found is not None
         return found

@@ -37,7 +37,7 @@ from sgpu_magic.wire.rank_events import OutputWritten
 
 if TYPE_CHECKING:
     from sgpu_magic.agent.runs.execution_kinds import FreshRun
-    from sgpu_magic.agent.runs.session import Session
+    from sgpu_magic.agent.runs.session import NodeSession
 
 
 RANK_LIMITS = Limits(message_bytes=1 << 30, descriptors=64)
@@ -72,7 +72,7 @@ class Group:
     def __post_init__(self) -> None:
         self.group_id = new_id()
         self.world_size = self.world_size or self.size
-        self.listener: FreshRun | Session | None = None
+        self.listener: FreshRun | NodeSession | None = None
         self.broken = ""
         self.broken_kind = FailureKind.ENVIRONMENT
         self.wanted_at = asyncio.get_running_loop().time()

@@ -17,12 +17,12 @@ import psutil
 
 from sgpu_magic.agent.ranks.group import Group, RunRanks
 from sgpu_magic.agent.ranks.run_processes import RUN_VARIABLE
-from sgpu_magic.agent.reports import Reports
-from sgpu_magic.agent.runs.run_files import RunFiles
+from sgpu_magic.agent.reports import EventReports
+from sgpu_magic.agent.runs.run_files import AttemptFiles
 from sgpu_magic.wire.base import RunKind
 from sgpu_magic.wire.devices import is_slice
 from sgpu_magic.wire.files import CHECKPOINTS
-from sgpu_magic.wire.node import Launch, MasterBound, MasterKnown, Part
+from sgpu_magic.wire.node import Launch, MasterBound, MasterKnown, NodePart
 from sgpu_magic.wire.rank import Execute, Prepare
 from sgpu_magic.wire.run import PrivateRay
 
@@ -67,7 +67,9 @@ class Rendezvous:
         OSError: The node's address can't be bound.
     """
 
-    def __init__(self, run_id: str, part: Part, reports: Reports, known: Callable[[RendezvousPoint], None]) -> None:
+    def __init__(
+        self, run_id: str, part: NodePart, reports: EventReports, known: Callable[[RendezvousPoint], None]
+    ) -> None:
         self._part = part
         self._reports = reports
         self._known = known
@@ -197,7 +199,7 @@ def _exactly(interface: str) -> str:
     return f"={interface}" if interface else ""
 
 
-def order_of(launch: Launch, files: RunFiles, default_store: str, ray: PrivateRay | None = None) -> Execute:
+def order_of(launch: Launch, files: AttemptFiles, default_store: str, ray: PrivateRay | None = None) -> Execute:
     """Return the order to execute a cell, without the variables of a rank.
 
     Args:
@@ -231,7 +233,7 @@ def order_of(launch: Launch, files: RunFiles, default_store: str, ray: PrivateRa
 
 
 def send_cells(
-    order: Execute, launch: Launch, run_ranks: RunRanks, files: RunFiles, meeting: RendezvousPoint | None = None
+    order: Execute, launch: Launch, run_ranks: RunRanks, files: AttemptFiles, meeting: RendezvousPoint | None = None
 ) -> None:
     """Send every rank of a run its cell and the payload.
 

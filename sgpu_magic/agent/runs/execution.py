@@ -28,11 +28,11 @@ from sgpu_magic.wire.events import Noted, RunEnded
 from sgpu_magic.wire.node import Adopt, KillRanks, TrackingAsked, TrackingKnown
 from sgpu_magic.wire.rank import (
     AskTracking,
+    CellFailed,
     Cleared,
     Collectives,
     CommsSaid,
     Displayed,
-    Failed,
     Finished,
     FromRank,
     MetricsReported,
@@ -119,7 +119,7 @@ class Execution(RankRun):
                     self._take_comms(rank, message, frames)
             case Finished():
                 self._take_result(rank, message.result, frames)
-            case Failed():
+            case CellFailed():
                 self._take_failure(message.failure, frames)
             case Raised():
                 self._drawing.add(rank)

@@ -34,11 +34,11 @@ from sgpu_magic.wire.base import FailureKind, RunState
 from sgpu_magic.wire.codec import Order
 from sgpu_magic.wire.events import GroupRenewed, Noted
 from sgpu_magic.wire.node import Adopt, MasterKnown, PartsOver, PeerFailed
-from sgpu_magic.wire.rank import Failed, Finished, Finishing, FromRank, Joined
+from sgpu_magic.wire.rank import CellFailed, Finished, Finishing, FromRank, Joined
 from sgpu_magic.wire.rank_events import RanksFinishing, RankUnfinished, Unfinished
 
 if TYPE_CHECKING:
-    from sgpu_magic.agent.runs.session import Session
+    from sgpu_magic.agent.runs.session import NodeSession
 
 # let the result reach the notebook before the ranks' exits compete for the CPU
 _LEAVE_DELAY_S = 0.03
@@ -282,7 +282,7 @@ class SessionCell(Execution):
         here: What all runs of the agent share.
     """
 
-    def __init__(self, attempt: Attempt, session: Session, here: AgentServices) -> None:
+    def __init__(self, attempt: Attempt, session: NodeSession, here: AgentServices) -> None:
         super().__init__(attempt, session.group, "session", here)
         self._session = session
         self._ungrouped = False
@@ -305,7 +305,7 @@ class SessionCell(Execution):
     # ------------------------------------------------------------ from the group
 
     def rank_said(self, rank: int, message: FromRank, frames: Sequence[bytes]) -> None:
-        if isinstance(message, Finished | Failed) and not message.grouped:
+        if isinstance(message, Finished | CellFailed) and not message.grouped:
             self._ungrouped = True
         super().rank_said(rank, message, frames)
 

@@ -22,9 +22,9 @@ from sgpu_magic.agent.rank_deaths import death
 from sgpu_magic.agent.ranks import shared_memory
 from sgpu_magic.agent.ranks.group import Group, RunRanks
 from sgpu_magic.agent.ranks.rank_process import NotebookFrames
-from sgpu_magic.agent.reports import Reports
+from sgpu_magic.agent.reports import EventReports
 from sgpu_magic.agent.runs.ray_directories import remove_ray_directories
-from sgpu_magic.agent.runs.run_files import RunFiles
+from sgpu_magic.agent.runs.run_files import AttemptFiles
 from sgpu_magic.agent.runs.run_memory import BackgroundCopier
 from sgpu_magic.agent.runs.send_files_to_pool import FilesToPool
 from sgpu_magic.agent.watch.sampling import Sampling
@@ -60,7 +60,7 @@ class AgentServices(msgspec.Struct, frozen=True):
     copier: BackgroundCopier
     settings: Settings
     sampling: Sampling
-    reports: Reports
+    reports: EventReports
     listener: RunRegistry
     far: FilesToPool
 
@@ -109,7 +109,7 @@ class NodeRun(abc.ABC):
         self._final_state = RunState.FAILED
         self.ended = False
         self.gone = False
-        self.files = RunFiles(attempt, here, self._say)
+        self.files = AttemptFiles(attempt, here, self._say)
 
     # ------------------------------------------------------------ the agent's interface
 

@@ -38,7 +38,7 @@ from sgpu_magic.wire.node import Launch, PeerFailed
 from sgpu_magic.wire.rank_events import Failure, RankStack
 
 if TYPE_CHECKING:
-    from sgpu_magic.agent.launch import Launches
+    from sgpu_magic.agent.launch import RunLauncher
 
 
 class PreparingRun(NodeRun):
@@ -52,7 +52,7 @@ class PreparingRun(NodeRun):
         OSError: The run's directory can't be made.
     """
 
-    def __init__(self, attempt: Attempt, launches: Launches) -> None:
+    def __init__(self, attempt: Attempt, launches: RunLauncher) -> None:
         super().__init__(attempt, launches.here)
         self.frames = attempt.frames
         self._launches = launches

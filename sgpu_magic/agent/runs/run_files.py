@@ -47,7 +47,7 @@ _AIR_NAME = "_air.py"
 _SHARED_SETTINGS = ".settings-"
 
 
-class RunFiles:
+class AttemptFiles:
     """The directory and memory of one attempt of a run. A new attempt reuses the previous attempt's payload.
 
     Args:

@@ -25,7 +25,7 @@ import msgspec
 from sgpu_magic.agent import faults
 from sgpu_magic.agent.blobs import UPLOADS_HERE
 from sgpu_magic.agent.faults import call_in_background
-from sgpu_magic.agent.reports import FileAnswer, FileRequests, Reports
+from sgpu_magic.agent.reports import EventReports, FileAnswer, FileRequests
 from sgpu_magic.config import Settings
 from sgpu_magic.files.run_directory import contents_below, open_below
 from sgpu_magic.wire.events import EventBody, Noted, RunEnded
@@ -100,7 +100,7 @@ class FilesToPool:
         reports: Reports events to the pool service.
     """
 
-    def __init__(self, settings: Settings, requests: FileRequests, reports: Reports) -> None:
+    def __init__(self, settings: Settings, requests: FileRequests, reports: EventReports) -> None:
         self._reports = reports
         self._runs_path = settings.runs_path
         self._most_bytes = settings.run_files_bytes

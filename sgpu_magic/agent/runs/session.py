@@ -29,11 +29,11 @@ from sgpu_magic.wire.codec import Order
 from sgpu_magic.wire.events import Noted, RunEnded
 from sgpu_magic.wire.node import KillRanks
 from sgpu_magic.wire.rank import (
+    CellFailed,
     Cleared,
     CommsSaid,
     DescendantsEnded,
     Displayed,
-    Failed,
     Finish,
     Finishing,
     FromRank,
@@ -53,7 +53,7 @@ class SessionRefuses(Exception):
     """The session can't take a cell; the message says why and what to do."""
 
 
-class Session(RankRun):
+class NodeSession(RankRun):
     """One session's ranks. Takes the arguments of `RankRun`."""
 
     def __init__(self, attempt: Attempt, group: Group, warm: str, here: AgentServices) -> None:
@@ -174,7 +174,7 @@ class Session(RankRun):
                 self._take_comms(rank, message, frames)
             case Remarked(text=text):
                 self._say(Noted(text=text))
-            case Failed(failure=failure):
+            case CellFailed(failure=failure):
                 self._could_not_prepare(failure)
             case _:
                 pass

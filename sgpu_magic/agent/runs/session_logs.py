@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable
 
 from sgpu_magic.agent.ranks.group import Group
-from sgpu_magic.agent.runs.run_files import RunFiles
+from sgpu_magic.agent.runs.run_files import AttemptFiles
 from sgpu_magic.wire.rank_events import OutputWritten
 
 
@@ -19,13 +19,13 @@ class SessionLogs:
         files: The session's files.
     """
 
-    def __init__(self, group: Group, files: RunFiles) -> None:
+    def __init__(self, group: Group, files: AttemptFiles) -> None:
         self._group = group
         self._files = files
         # lines and bytes in the session's logs of ranks that are lent to a cell
         self._written: dict[int, tuple[int, int]] = {}
         # the files of the last cell of each rank
-        self._last: dict[int, RunFiles] = {}
+        self._last: dict[int, AttemptFiles] = {}
 
     def begin(self, ranks: Iterable[int]) -> None:
         """Let new processes append to the session's logs."""
@@ -33,7 +33,7 @@ class SessionLogs:
             path = self._files.log_path(rank)
             self._open(rank, 0, os.path.getsize(path) if os.path.exists(path) else 0)
 
-    def lend(self, ranks: Iterable[int], files: RunFiles) -> None:
+    def lend(self, ranks: Iterable[int], files: AttemptFiles) -> None:
         """Write pending output to the session's logs before a cell sets its own.
 
         Args:

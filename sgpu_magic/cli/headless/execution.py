@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 
-from sgpu_magic.cli.headless.job import Job
+from sgpu_magic.cli.headless.job import HeadlessJob
 from sgpu_magic.cli.headless.outcome import (
     ExecutedCopy,
     ExitCode,
@@ -64,7 +64,12 @@ class NotebookRun:
     """
 
     def __init__(
-        self, job: Job, copy: Path | None, out: TextIO | None, err: TextIO, on_progress: Callable[[int, int], None]
+        self,
+        job: HeadlessJob,
+        copy: Path | None,
+        out: TextIO | None,
+        err: TextIO,
+        on_progress: Callable[[int, int], None],
     ) -> None:
         self._job = job
         self._err = err

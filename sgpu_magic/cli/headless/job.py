@@ -36,7 +36,7 @@ _WORDS: dict[str, object] = {"True": True, "true": True, "False": False, "false"
 _NUMBER = re.compile(r"[+-]?(\d[\d_]*(\.\d*)?|\.\d+)([eE][+-]?\d+)?|[+-]?inf|nan")
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True):
+class HeadlessJob(msgspec.Struct, frozen=True, kw_only=True):
     """A notebook or script to run.
 
     Args:
@@ -74,7 +74,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         return self.form is Form.SCRIPT
 
 
-def job_from(target: str, line: Mapping[str, Any], arguments: tuple[str, ...] = (), *, as_script: bool = False) -> Job:
+def job_from(
+    target: str, line: Mapping[str, Any], arguments: tuple[str, ...] = (), *, as_script: bool = False
+) -> HeadlessJob:
     """Return the job for a target and the options of the command line.
 
     Args:
@@ -102,7 +104,9 @@ def job_from(target: str, line: Mapping[str, Any], arguments: tuple[str, ...] = 
     return _job(_existing(source), with_line(file, line), str(path), arguments)
 
 
-def _job(source: Path, file: JobFile, where: str, arguments: tuple[str, ...], *, as_script: bool = False) -> Job:
+def _job(
+    source: Path, file: JobFile, where: str, arguments: tuple[str, ...], *, as_script: bool = False
+) -> HeadlessJob:
     check_values(where, file.parameters)
     form = form_of(source)
     if as_script and source.suffix != ".py":
@@ -125,7 +129,7 @@ def _job(source: Path, file: JobFile, where: str, arguments: tuple[str, ...], *,
     for name in file.env:
         if _VARIABLE.fullmatch(name) is None:
             raise UsageError(f"{where}: {name!r} is not the name of an environment variable.")
-    return Job(
+    return HeadlessJob(
         source=source,
         form=form,
         file=file,

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from sgpu_magic.cli.headless.formats import NOTEBOOK, read_notebook, submits_runs
-from sgpu_magic.cli.headless.job import INJECTED_TAG, TAG, Job, declared, has_tag, source_of
+from sgpu_magic.cli.headless.job import INJECTED_TAG, TAG, HeadlessJob, declared, has_tag, source_of
 from sgpu_magic.errors import UsageError
 from sgpu_magic.files.atomic_file import write_whole
 from sgpu_magic.options.notebook_job import NotebookExit, as_words
@@ -45,7 +45,7 @@ _WORTH_A_RETRY = (
 )  # fmt: skip
 
 
-def prepared(notebook: Any, job: Job) -> list[str]:
+def prepared(notebook: Any, job: HeadlessJob) -> list[str]:
     """Insert the job's setup and parameters into a notebook, in place. Replaces those of an earlier `sgpu run`.
 
     Args:
@@ -69,7 +69,7 @@ def prepared(notebook: Any, job: Job) -> list[str]:
     return notes
 
 
-def notebook_of(job: Job) -> Any:
+def notebook_of(job: HeadlessJob) -> Any:
     """Read the job's notebook; a script becomes a notebook of one cell."""
     if not job.is_script:
         return read_notebook(job.source, job.form)
@@ -79,7 +79,7 @@ def notebook_of(job: Job) -> Any:
     return nbformat.v4.new_notebook(cells=[cell])
 
 
-def _as_cell(source: str, job: Job) -> str:
+def _as_cell(source: str, job: HeadlessJob) -> str:
     """Return a script as a cell that runs on the ranks, or in the kernel if the script submits runs itself."""
     text = f"{source.rstrip()}\n"
     on_pool = job.cells == "ranks" or (job.cells == "auto" and not submits_runs(source))
@@ -89,7 +89,7 @@ def _as_cell(source: str, job: Job) -> str:
     return f"%%distributed --name {shlex.quote(job.module or job.source.name)}{again}\n{text}"
 
 
-def kernel_lines(job: Job) -> list[str]:
+def kernel_lines(job: HeadlessJob) -> list[str]:
     """Return the options that make a kernel execute a script's cell as `python script` would."""
     # `python -m` searches the working directory
     folder = job.folder if job.module else job.source.parent
@@ -99,7 +99,7 @@ def kernel_lines(job: Job) -> list[str]:
     return [f"--IPKernelApp.exec_lines={imported}.run_as_script(get_ipython(), {arguments})"]
 
 
-def on_ranks(sources: list[str], job: Job) -> bool:
+def on_ranks(sources: list[str], job: HeadlessJob) -> bool:
     """Whether plain cells run on the ranks."""
     if job.is_script:
         return False
@@ -109,7 +109,7 @@ def on_ranks(sources: list[str], job: Job) -> bool:
     return asks and not any(_CHOOSES.search(source) for source in sources)
 
 
-def _setup(sources: list[str], job: Job) -> str:
+def _setup(sources: list[str], job: HeadlessJob) -> str:
     loads_compat = any(_LOADS_COMPAT.search(source) for source in sources)
     # `sgpu_magic.compat` loads `sgpu_magic` too
     load = _LOAD_COMPAT if any(map(uses_databricks_names, sources)) and not loads_compat else ""
@@ -122,7 +122,7 @@ def _setup(sources: list[str], job: Job) -> str:
     return _LOAD if any(_OUR_CELLS.search(source) for source in sources) else ""
 
 
-def _with_parameters(cells: list[Any], job: Job) -> tuple[list[Any], list[str]]:
+def _with_parameters(cells: list[Any], job: HeadlessJob) -> tuple[list[Any], list[str]]:
     """Insert the parameters after the cell tagged `parameters`, or else first. Removes cells injected earlier."""
     notes: list[str] = []
     cells = [cell for cell in cells if not has_tag(cell, INJECTED_TAG)]
@@ -242,7 +242,7 @@ class ExecutedCopy:
         self._notebook = notebook
         self._say = say
 
-    def begin(self, job: Job) -> None:
+    def begin(self, job: HeadlessJob) -> None:
         """Write the copy with papermill's metadata, for tools that read it."""
         self._notebook.metadata["papermill"] = {
             "default_parameters": {},
@@ -289,7 +289,7 @@ def _now() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")
 
 
-def copy_of(job: Job) -> Path | None:
+def copy_of(job: HeadlessJob) -> Path | None:
     """Create the empty file of the executed copy and return its path; None for a script without `--output`.
 
     Raises:

@@ -47,7 +47,7 @@ class ChoosingFunction(_ChoosesPool, DistributedFunction[P, R, T]):
     """A distributed function whose pool is chosen by the documented variables."""
 
 
-class RayFunction(_ChoosesPool, decorator.RayFunction[P, R]):
+class ChoosingRayFunction(_ChoosesPool, decorator.RayFunction[P, R]):
     """A Ray driver whose pool is chosen by the documented variables."""
 
 
@@ -89,7 +89,7 @@ def ray_launch(function: Callable[..., Any] | None = None, /, **options: Unpack[
         TypeError: There is no option of that name.
     """
     decorator.check_ray_options(options)
-    decorate = functools.partial(RayFunction[..., Any], options=options)
+    decorate = functools.partial(ChoosingRayFunction[..., Any], options=options)
     return decorate if function is None else decorate(function)
 
 

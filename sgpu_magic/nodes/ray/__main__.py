@@ -36,7 +36,7 @@ from sgpu_magic.nodes.ray.driver import (
     NodesSeen,
     StartAgent,
     ToCluster,
-    Watch,
+    WatchNodes,
     to_cluster,
 )
 from sgpu_magic.system.message_stream import MessageStream
@@ -113,7 +113,7 @@ class ClusterProcess:
 
     def _execute(self, message: ToCluster, frames: Sequence[bytes]) -> None:
         match message:
-            case Watch(every_s=every_s):
+            case WatchNodes(every_s=every_s):
                 self._every_s = every_s
                 self._seen_by.set()
             case AskLease():

@@ -142,7 +142,7 @@ def _table(value: object) -> dict[str, object]:
     return cast("dict[str, object]", value) if isinstance(value, dict) else {}
 
 
-def _going(api: JobsApi, name: str) -> list[Job]:
+def _going(api: JobsApi, name: str) -> list[RayJob]:
     return [job for job in api.jobs() if not job.is_over and (job.metadata or {}).get(POOL) == name]
 
 
@@ -168,7 +168,7 @@ def _words(api: JobsApi, name: str) -> re.Match[str]:
 # ---------------------------------------------------------------- Ray's Jobs API
 
 
-class Job(msgspec.Struct, frozen=True):
+class RayJob(msgspec.Struct, frozen=True):
     """Some fields of Ray's description of a job.
 
     Args:
@@ -230,11 +230,11 @@ class JobsApi:
                     raise
             time.sleep(_AGAIN_S)
 
-    def jobs(self) -> list[Job]:
-        return self._decoded(self._ask("GET", "/api/jobs/"), list[Job])
+    def jobs(self) -> list[RayJob]:
+        return self._decoded(self._ask("GET", "/api/jobs/"), list[RayJob])
 
-    def job(self, name: str) -> Job:
-        return self._decoded(self._ask("GET", f"/api/jobs/{name}"), Job)
+    def job(self, name: str) -> RayJob:
+        return self._decoded(self._ask("GET", f"/api/jobs/{name}"), RayJob)
 
     def logs(self, name: str) -> str:
         """The job's output; "" while there is none."""

@@ -30,7 +30,7 @@ _COME_S = 90.0
 _NOT_SHIPPED = ("labextension", "__pycache__")
 
 
-class Watch(Record, frozen=True, tag="watch", kw_only=True):
+class WatchNodes(Record, frozen=True, tag="watch", kw_only=True):
     """Poll the nodes now, and then at this interval in seconds."""
 
     every_s: float
@@ -88,7 +88,7 @@ class EndAll(Record, frozen=True, tag="end-all", kw_only=True):
     """The pool ends: remove all its actors and placement groups, then exit."""
 
 
-ToCluster = Watch | AskLease | DropLease | StartAgent | EndAgents | EndAll
+ToCluster = WatchNodes | AskLease | DropLease | StartAgent | EndAgents | EndAll
 
 
 class ClusterFound(Record, frozen=True, tag="cluster-found", kw_only=True):

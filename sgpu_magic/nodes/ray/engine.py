@@ -32,7 +32,7 @@ from sgpu_magic.nodes.ray.driver import (
     NodeFacts,
     NodesSeen,
     ToCluster,
-    Watch,
+    WatchNodes,
     start_driver,
 )
 from sgpu_magic.nodes.ray.uplink import AgentOrder
@@ -336,7 +336,7 @@ class RayEngine(Engine):
 
     def _watch(self) -> None:
         going = any(not run.over for run in self._runs.values())
-        self._tell(Watch(every_s=_BUSY_S if going or self._asked else _IDLE_S))
+        self._tell(WatchNodes(every_s=_BUSY_S if going or self._asked else _IDLE_S))
 
     def _tend(self) -> None:
         self._tending = self._loop.call_later(_TEND_S, self._tend)

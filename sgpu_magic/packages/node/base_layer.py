@@ -14,7 +14,7 @@ import sys
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
-from sgpu_magic.packages.distributions import SGPU_MAGIC, Distribution, Kind, Snapshot, normalised, record_of
+from sgpu_magic.packages.distributions import SGPU_MAGIC, Distribution, InstalledPackages, Kind, normalised, record_of
 from sgpu_magic.packages.requirement_files import needed_by
 from sgpu_magic.packages.snapshot import take_snapshot
 
@@ -26,7 +26,7 @@ _FOLDERS_AS_ONE = (".dist-info", ".libs", ".data")
 
 
 def base_layer(
-    without: Collection[str] = (), further: Iterable[str] = (), *, snapshot: Snapshot | None = None
+    without: Collection[str] = (), further: Iterable[str] = (), *, snapshot: InstalledPackages | None = None
 ) -> dict[str, Distribution]:
     """Return the distributions that the base layer adds to an environment, by name.
 
@@ -48,10 +48,10 @@ def base_layer(
     return found
 
 
-_tag: tuple[Snapshot, str] | None = None
+_tag: tuple[InstalledPackages, str] | None = None
 
 
-def layer_tag(snapshot: Snapshot | None = None) -> str:
+def layer_tag(snapshot: InstalledPackages | None = None) -> str:
     """Return eight hexadecimal digits that change with the base layer. Cached until a site directory changes."""
     global _tag
     snapshot = snapshot or take_snapshot()

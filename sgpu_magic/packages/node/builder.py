@@ -24,7 +24,7 @@ from sgpu_magic.packages.environment_digest import own_python
 from sgpu_magic.packages.node import refusals
 from sgpu_magic.packages.node.base_layer import base_layer, link_layer
 from sgpu_magic.packages.node.refusals import BuildFailed, estimate
-from sgpu_magic.packages.node.store import BuildMoved, BuildOrder, Built, HeldLock, Store
+from sgpu_magic.packages.node.store import BuildMoved, BuildOrder, Built, BuiltEnvironments, HeldLock
 from sgpu_magic.packages.requirement_files import key_of
 from sgpu_magic.packages.uv_command import UvFailed, index_variables, run_uv
 from sgpu_magic.system import processes
@@ -49,7 +49,7 @@ class Builder:
         self._order = order
         self._environment = order.environment
         self._root = Path(order.root)
-        self._store = Store(self._root)
+        self._store = BuiltEnvironments(self._root)
         self._moved = moved
         self._packages = len(self._environment.requirements) + len(self._environment.wheels)
         self._index = index_variables(order.index_url)

@@ -58,7 +58,7 @@ def read_built(folder: Path) -> Built | None:
     return read_json(folder / _DESCRIPTION, Built)
 
 
-class Store:
+class BuiltEnvironments:
     """The folder of all environments on a node.
 
     Args:

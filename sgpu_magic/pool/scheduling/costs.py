@@ -19,7 +19,7 @@ from sgpu_magic.config import Settings
 from sgpu_magic.config.pool_terms import read_prices
 from sgpu_magic.formatting import format_money
 from sgpu_magic.pool.scheduling.capacity import Refusal, ResourceRequest
-from sgpu_magic.pool.scheduling.run import WARN_SHARE, Meter, Run, rough, span
+from sgpu_magic.pool.scheduling.run import WARN_SHARE, Meter, ScheduledRun, rough, span
 from sgpu_magic.pool.scheduling.run_table import RunTable
 from sgpu_magic.pool.scheduling.stimuli import Instruction, PublishNote
 from sgpu_magic.wire.base import BUDGET, COST_LIMIT, RunState
@@ -147,7 +147,7 @@ class CostRules:
             f'SGPU_PRICES="{want.device_type}=1.20" for one device and hour, and restart the pool.'
         )
 
-    def adopted(self, run: Run) -> None:
+    def adopted(self, run: ScheduledRun) -> None:
         """Don't repeat the warning of an adopted run, which an earlier service has sent."""
         if run.cost_warning is not None and self._table.now >= run.cost_warning:
             self._table.change(run, cost_reported=True)
@@ -192,7 +192,7 @@ class CostRules:
 
     # ------------------------------------------------------------ internals
 
-    def _by_max_cost(self, run: Run) -> list[Instruction]:
+    def _by_max_cost(self, run: ScheduledRun) -> list[Instruction]:
         limit, max_cost, meter, now = run.cost_limit, run.spec.max_cost, run.meter, self._table.now
         if limit is None or max_cost is None or meter.since is None or meter.hourly is None:
             return []
@@ -241,7 +241,7 @@ class CostRules:
         return f"{BUDGET} {self.tariff.money(budget.limit)} in {span(budget.days * 86400)}"
 
 
-def _what(run: Run) -> str:
+def _what(run: ScheduledRun) -> str:
     if (lease := run.lease) is None:
         return "it"
     return f"{lease.ranks} {lease.device_type}" + (" (simulated)" if lease.simulated else "")

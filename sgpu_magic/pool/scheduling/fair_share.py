@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 
 from sgpu_magic.config.pool_terms import UserLimits, quota_types
 from sgpu_magic.pool.scheduling.capacity import QueueKey, Refusal, ResourceRequest, amount, line_of_lease
-from sgpu_magic.pool.scheduling.run import Run
+from sgpu_magic.pool.scheduling.run import ScheduledRun
 from sgpu_magic.wire.base import short
 from sgpu_magic.wire.devices import CPU, Lease
 from sgpu_magic.wire.run import RunSpec
@@ -38,13 +38,13 @@ class FairShare:
         # by user and run: the type and number of its devices
         self._leases: dict[str, dict[str, tuple[str, int]]] = {}
 
-    def took(self, run: Run, lease: Lease, now: float) -> None:
+    def took(self, run: ScheduledRun, lease: Lease, now: float) -> None:
         """Count a run's lease as in use."""
         count, user = _count(lease), run.spec.owner.user
         self._use(lease, user).add(count, now, self._rate)
         self._leases.setdefault(user, {})[run.run_id] = (CPU if lease.cpu_slots else lease.device_type, count)
 
-    def gave_back(self, run: Run, lease: Lease, now: float) -> None:
+    def gave_back(self, run: ScheduledRun, lease: Lease, now: float) -> None:
         """Count a run's lease as past use."""
         user = run.spec.owner.user
         self._use(lease, user).add(-_count(lease), now, self._rate)
@@ -74,7 +74,7 @@ class FairShare:
                 )
         return None
 
-    def over_quota(self, run: Run, want: ResourceRequest) -> str:
+    def over_quota(self, run: ScheduledRun, want: ResourceRequest) -> str:
         """Return why the run must wait for other runs of its user; "" when it need not."""
         user = run.spec.owner.user
         for kind in quota_types(want.line.device_type) if self._limits.quotas else ():
@@ -97,11 +97,11 @@ class FairShare:
     def in_order(
         self,
         line: QueueKey,
-        runs: Sequence[tuple[Run, ResourceRequest]],
+        runs: Sequence[tuple[ScheduledRun, ResourceRequest]],
         first: Iterable[str],
         now: float,
         most: int | None = None,
-    ) -> list[Run]:
+    ) -> list[ScheduledRun]:
         """Return a line's waiting runs in the order in which they would start if its devices became free.
 
         Args:
@@ -115,8 +115,8 @@ class FairShare:
             return [run for run, _ in runs[:most]]
         by_id = {run.run_id: run for run, _ in runs}
         ordered = [by_id.pop(run_id) for run_id in first if run_id in by_id]
-        groups: dict[str, list[tuple[Run, ResourceRequest]]] = {}
-        last: list[Run] = []
+        groups: dict[str, list[tuple[ScheduledRun, ResourceRequest]]] = {}
+        last: list[ScheduledRun] = []
         for run, want in runs:
             if run.run_id in by_id and self.over_quota(run, want):
                 last.append(run)

@@ -17,7 +17,7 @@ from sgpu_magic.pool.scheduling.capacity import (
     Stock,
     amount,
 )
-from sgpu_magic.pool.scheduling.run import Run, named
+from sgpu_magic.pool.scheduling.run import ScheduledRun, named
 from sgpu_magic.wire.base import short
 from sgpu_magic.wire.devices import ANY, CPU, Placement, memory_bytes, memory_text
 from sgpu_magic.wire.run import RunSpec
@@ -59,7 +59,7 @@ def resolve(
 # ---------------------------------------------------------------- requests for sessions and their cells
 
 
-def session_refusal(spec: RunSpec, session: Run | None) -> str:
+def session_refusal(spec: RunSpec, session: ScheduledRun | None) -> str:
     """Return why the session will never accept this cell; "" when it will."""
     if session is None or not session.is_session:
         return f"there is no session {short(spec.session)} in this pool. Start one with %sgpu_connect."

@@ -22,13 +22,13 @@ from sgpu_magic.pool.scheduling.costs import CostRules
 from sgpu_magic.pool.scheduling.fair_share import FairShare
 from sgpu_magic.pool.scheduling.placement import FreeCapacity
 from sgpu_magic.pool.scheduling.placement_request import on_nodes, resolve, too_large
-from sgpu_magic.pool.scheduling.queue_status import Blockers, Held, by_line, waited_in_vain
-from sgpu_magic.pool.scheduling.run import Run
+from sgpu_magic.pool.scheduling.queue_status import Blockers, UnfreedDevices, by_line, waited_in_vain
+from sgpu_magic.pool.scheduling.run import ScheduledRun
 from sgpu_magic.pool.scheduling.run_table import RunTable
 from sgpu_magic.pool.scheduling.stimuli import Instruction, LaunchRun
 from sgpu_magic.wire.devices import ANY, Inventory, Lease, Placement, memory_of
 
-Waiting = list[tuple[Run, ResourceRequest]]
+Waiting = list[tuple[ScheduledRun, ResourceRequest]]
 
 
 class _Round(msgspec.Struct):
@@ -83,7 +83,7 @@ class QueueRules:
         # requests resolved against the current inventory; sessions have separate entries
         self._meant: dict[tuple[Placement, bool], ResourceRequest | Refusal] = {}
 
-    def leased(self, run: Run, had: Lease | None, has: Lease | None) -> None:
+    def leased(self, run: ScheduledRun, had: Lease | None, has: Lease | None) -> None:
         """Update the accounts after a run's lease changed from `had` to `has`."""
         if had is not None:
             self._fair.gave_back(run, had, self._table.now)
@@ -103,7 +103,7 @@ class QueueRules:
                 self._take(run, run.held_lease)
         return True
 
-    def resolve(self, run: Run) -> ResourceRequest | Refusal:
+    def resolve(self, run: ScheduledRun) -> ResourceRequest | Refusal:
         """Return what a run takes in this pool, or why it can't be placed. Call it once the devices are known."""
         room, placement = self.room, run.spec.placement
         is_session = room.stock.many and run.is_session
@@ -178,7 +178,7 @@ class QueueRules:
 
     # ------------------------------------------------------------ internals
 
-    def _take(self, run: Run, lease: Lease) -> None:
+    def _take(self, run: ScheduledRun, lease: Lease) -> None:
         self.room.take(run.run_id, lease, run.number, shared=run.orphaned)
 
     def _start_waiting(self) -> list[Instruction]:
@@ -223,11 +223,13 @@ class QueueRules:
             line.kept.add(node)
         return True
 
-    def _head(self, runs: Iterable[tuple[Run, ResourceRequest]]) -> tuple[Run, ResourceRequest] | None:
+    def _head(
+        self, runs: Iterable[tuple[ScheduledRun, ResourceRequest]]
+    ) -> tuple[ScheduledRun, ResourceRequest] | None:
         """Return the first of a user's runs that is within the user's quota."""
         return next(((run, want) for run, want in runs if not self._fair.over_quota(run, want)), None)
 
-    def _long_overtaken(self, users: Iterable[Iterable[tuple[Run, ResourceRequest]]]) -> Waiting:
+    def _long_overtaken(self, users: Iterable[Iterable[tuple[ScheduledRun, ResourceRequest]]]) -> Waiting:
         """Return the users' first runs that other users overtook more than `pass_over_s` ago, longest ago first.
 
         Args:
@@ -254,7 +256,7 @@ class QueueRules:
                 runs.clear()
         return False
 
-    def _give(self, line: _Round, run: Run, want: ResourceRequest) -> bool:
+    def _give(self, line: _Round, run: ScheduledRun, want: ResourceRequest) -> bool:
         if want in line.unfit:
             return False
         # deterministic: the same stimuli yield the same IDs
@@ -292,7 +294,7 @@ class QueueRules:
         waiting = [(run, run.want) for run in self._table.waiting() if run.want is not None]
         due = [(run, want) for run, want in waiting if self._table.waited_in_vain(run)]
         keepers = self.keepers(self.waiting()) if due else Blockers()
-        held = Held(self._table)
+        held = UnfreedDevices(self._table)
         given_up = [self._table.give_up(run, waited_in_vain(run, want, self.room, keepers, held)) for run, want in due]
         return [instruction for instructions in given_up for instruction in instructions]
 

@@ -15,7 +15,7 @@ import msgspec
 from sgpu_magic.pool.scheduling.capacity import CPU_LINE, SPREAD, QueueKey, ResourceRequest, amount, line_of_lease
 from sgpu_magic.pool.scheduling.fair_share import FairShare
 from sgpu_magic.pool.scheduling.placement import FreeCapacity
-from sgpu_magic.pool.scheduling.run import Run, span
+from sgpu_magic.pool.scheduling.run import ScheduledRun, span
 from sgpu_magic.pool.scheduling.run_table import RunTable
 from sgpu_magic.pool.scheduling.stimuli import Instruction, PublishQueueStatus
 from sgpu_magic.wire.base import RunState, short
@@ -32,9 +32,9 @@ _RESTART_OR_KILL = "interrupt again within 5 s, or %sgpu_restart --rank {ranks},
 Published = tuple[int, str]
 
 
-def by_line(runs: Iterable[Run]) -> dict[QueueKey, list[tuple[Run, ResourceRequest]]]:
+def by_line(runs: Iterable[ScheduledRun]) -> dict[QueueKey, list[tuple[ScheduledRun, ResourceRequest]]]:
     """Return the runs whose requests are resolved, by the line in which they wait."""
-    lines: dict[QueueKey, list[tuple[Run, ResourceRequest]]] = {}
+    lines: dict[QueueKey, list[tuple[ScheduledRun, ResourceRequest]]] = {}
     for run in runs:
         if run.want is not None:
             lines.setdefault(run.want.line, []).append((run, run.want))
@@ -54,12 +54,12 @@ class Blockers(msgspec.Struct, frozen=True):
     of_lines: Mapping[QueueKey, tuple[str, ...]] = msgspec.field(default_factory=dict[QueueKey, tuple[str, ...]])
     nodes: Mapping[str, str] = msgspec.field(default_factory=dict[str, str])
 
-    def before(self, run: Run, want: ResourceRequest) -> str:
+    def before(self, run: ScheduledRun, want: ResourceRequest) -> str:
         """Return the run that free devices are kept for; this run itself if there is no other."""
         others = [one for one in self.of_lines.get(want.line, ()) if one not in self.nodes]
         return next(iter(others), self.of_users.get((want.line, run.spec.owner.user), run.run_id))
 
-    def keeps(self, run: Run, want: ResourceRequest) -> bool:
+    def keeps(self, run: ScheduledRun, want: ResourceRequest) -> bool:
         """Whether devices are kept for this run."""
         own = self.of_users.get((want.line, run.spec.owner.user)) == run.run_id
         return own or run.run_id in self.of_lines.get(want.line, ())
@@ -110,7 +110,7 @@ class QueueStatus:
         return self._published_at + self._table.count_waiting() / PER_S if self._behind else None
 
 
-class Held:
+class UnfreedDevices:
     """What runs still hold because ranks of theirs were killed and have not ended.
 
     Args:
@@ -130,7 +130,7 @@ class Held:
         ]
 
 
-def remaining_ranks(run: Run) -> str:
+def remaining_ranks(run: ScheduledRun) -> str:
     """Return which ranks of the run were killed and have not ended."""
     hosts = {each.host for each in run.remaining}
     of_process = [f"process {each.pid}" + (f" on {each.host}" if len(hosts) > 1 else "") for each in run.remaining]
@@ -147,16 +147,16 @@ class _Moment:
         self._room = queue.room
         self._lines = queue.waiting()
         self._keepers = queue.keepers(self._lines)
-        self._held = Held(table)
+        self._held = UnfreedDevices(table)
         self._found: dict[tuple[ResourceRequest, str], str] = {}
 
-    def places(self, *, only_first: bool = False) -> list[tuple[Run, QueueKey | str | None, int]]:
+    def places(self, *, only_first: bool = False) -> list[tuple[ScheduledRun, QueueKey | str | None, int]]:
         """Return the waiting runs, each with its line or session and its position there; cells after their sessions.
 
         Args:
             only_first: Whether to return only the first runs of lines in which all runs know their positions.
         """
-        found: list[tuple[Run, QueueKey | str | None, int]] = []
+        found: list[tuple[ScheduledRun, QueueKey | str | None, int]] = []
         asked = by_line(self._table.asked())
         for line in [*self._lines, *(line for line in asked if line not in self._lines)]:
             first = self._keepers.of_lines.get(line, ())
@@ -176,7 +176,7 @@ class _Moment:
             found.append((cell, session, places[session]))
         return found
 
-    def reason(self, run: Run) -> str:
+    def reason(self, run: ScheduledRun) -> str:
         """Return what a run waits for."""
         room, want = self._room, run.want
         if run.spec.session:
@@ -197,7 +197,9 @@ class _Moment:
 # ---------------------------------------------------------------- one run's reason
 
 
-def waits_for(run: Run, want: ResourceRequest, room: FreeCapacity, keepers: Blockers, held: Held) -> str:
+def waits_for(
+    run: ScheduledRun, want: ResourceRequest, room: FreeCapacity, keepers: Blockers, held: UnfreedDevices
+) -> str:
     """Return what a run in the queue waits for."""
     if room.stock.many:
         return _on_nodes(run, want, room, keepers, held)
@@ -214,7 +216,9 @@ def asked_for(want: ResourceRequest, room: FreeCapacity) -> str:
     return "; ".join([f"{_need(want)}, {_there(want, room)}", "the cluster was asked for more nodes", *_coming(room)])
 
 
-def waited_in_vain(run: Run, want: ResourceRequest, room: FreeCapacity, keepers: Blockers, held: Held) -> str:
+def waited_in_vain(
+    run: ScheduledRun, want: ResourceRequest, room: FreeCapacity, keepers: Blockers, held: UnfreedDevices
+) -> str:
     """Return the message for a run whose waiting time is over."""
     need, free = room.amount(want), room.free(want)
     if room.stock.many:
@@ -231,14 +235,14 @@ def waited_in_vain(run: Run, want: ResourceRequest, room: FreeCapacity, keepers:
     return f"{waited}: {why}. {remedy}, ask for fewer with --gpus, or choose another pool with --pool."
 
 
-def kept_for(keepers: Blockers, run: Run, want: ResourceRequest) -> str:
+def kept_for(keepers: Blockers, run: ScheduledRun, want: ResourceRequest) -> str:
     return f"the free ones are reserved for run {short(keepers.before(run, want))}, which has waited longer"
 
 
 # ---------------------------------------------------------------- cells in sessions
 
 
-def obstacle(table: RunTable, cell: Run) -> str:
+def obstacle(table: RunTable, cell: ScheduledRun) -> str:
     """Return what a cell of an open session waits for; "" when it may start. Call it in order of submission."""
     session = table.runs[cell.spec.session]
     if session.lease is None:
@@ -255,7 +259,7 @@ def obstacle(table: RunTable, cell: Run) -> str:
     return "" if inside is None else _busy_with(inside)
 
 
-def _busy_with(cell: Run) -> str:
+def _busy_with(cell: ScheduledRun) -> str:
     run, ranks = short(cell.run_id), cell.unstopped
     if cell.remaining:
         return f"{remaining_ranks(cell)}; it still runs {run}"
@@ -272,11 +276,11 @@ def _busy_with(cell: Run) -> str:
     return f"run {titled(cell)} is still running in its session"
 
 
-def titled(run: Run) -> str:
+def titled(run: ScheduledRun) -> str:
     return f"{short(run.run_id)} ({run.spec.name})" if run.spec.name else short(run.run_id)
 
 
-def cell_waited_in_vain(cell: Run, why: str) -> str:
+def cell_waited_in_vain(cell: ScheduledRun, why: str) -> str:
     """Return the message for a cell whose waiting time is over."""
     if cell.spec.wait_s:
         return f"it has waited for {span(cell.spec.wait_s)}: {why}. Wait longer with --wait."
@@ -286,7 +290,9 @@ def cell_waited_in_vain(cell: Run, why: str) -> str:
 # ---------------------------------------------------------------- many nodes
 
 
-def _on_nodes(run: Run, want: ResourceRequest, room: FreeCapacity, keepers: Blockers, held: Held) -> str:
+def _on_nodes(
+    run: ScheduledRun, want: ResourceRequest, room: FreeCapacity, keepers: Blockers, held: UnfreedDevices
+) -> str:
     if room.fits(want):
         kept = {node: one for one, node in keepers.nodes.items() if one != run.run_id}
         if keepers.before(run, want) == run.run_id and kept:

@@ -85,7 +85,7 @@ def bill(lease: Lease, hourly: float | None, seconds: float) -> Bill:
 
 
 @dataclass(eq=False, slots=True)
-class Run:
+class ScheduledRun:
     """The scheduler's view of a run. The service's `PoolRun` extends it.
 
     Any part may read it. Only `RunTable` changes it, except for `spec`.

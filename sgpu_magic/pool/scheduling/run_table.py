@@ -12,8 +12,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from sgpu_magic.pool.scheduling.run import Run, named
-from sgpu_magic.pool.scheduling.stimuli import EndRun, Instruction, MoveRun, RefuseRun, StopRun
+from sgpu_magic.pool.scheduling.run import ScheduledRun, named
+from sgpu_magic.pool.scheduling.stimuli import EndUnstartedRun, Instruction, MoveRun, RefuseRun, StopRun
 from sgpu_magic.wire.base import FailureKind, RunState, can_move
 from sgpu_magic.wire.devices import Lease
 
@@ -34,40 +34,40 @@ class RunTable:
     """
 
     def __init__(
-        self, spent: Callable[[float, float], None], leased: Callable[[Run, Lease | None, Lease | None], None]
+        self, spent: Callable[[float, float], None], leased: Callable[[ScheduledRun, Lease | None, Lease | None], None]
     ) -> None:
         self._spent = spent
         self._leased = leased
-        self.runs: dict[str, Run] = {}
+        self.runs: dict[str, ScheduledRun] = {}
         self.now = float("-inf")
         self._submitted = 0
         # keyed by the run's number
-        self._waiting: dict[int, Run] = {}
-        self._waiting_cells: dict[int, Run] = {}
-        self._asked: dict[int, Run] = {}
-        self._sessions: dict[int, Run] = {}
-        self._final: dict[int, Run] = {}
-        self._costly: dict[int, Run] = {}
-        self._limited: dict[int, Run] = {}
-        self._cells: dict[str, dict[int, Run]] = {}
+        self._waiting: dict[int, ScheduledRun] = {}
+        self._waiting_cells: dict[int, ScheduledRun] = {}
+        self._asked: dict[int, ScheduledRun] = {}
+        self._sessions: dict[int, ScheduledRun] = {}
+        self._final: dict[int, ScheduledRun] = {}
+        self._costly: dict[int, ScheduledRun] = {}
+        self._limited: dict[int, ScheduledRun] = {}
+        self._cells: dict[str, dict[int, ScheduledRun]] = {}
         # heap of (time limit, run's number); may have outdated entries
         self._limits: list[tuple[float, int]] = []
 
     # ------------------------------------------------------------ queries
 
-    def waiting(self) -> list[Run]:
+    def waiting(self) -> list[ScheduledRun]:
         """Return the runs that wait for devices."""
         return _in_order(self._waiting)
 
-    def waiting_cells(self) -> list[Run]:
+    def waiting_cells(self) -> list[ScheduledRun]:
         """Return the cells that wait for their sessions."""
         return _in_order(self._waiting_cells)
 
-    def asked(self) -> list[Run]:
+    def asked(self) -> list[ScheduledRun]:
         """Return the runs for which an engine asked the cluster for nodes that have not come yet."""
         return _in_order(self._asked)
 
-    def asked_too_long(self) -> list[Run]:
+    def asked_too_long(self) -> list[ScheduledRun]:
         """Return the runs for which no node came within their waiting time."""
         runs = [run for run in self.asked() if run.stopping_as is None]
         return [run for run in runs if run.queue_deadline is not None and self.now >= run.queue_deadline]
@@ -76,14 +76,14 @@ class RunTable:
         """Return how many runs wait for devices, sessions or nodes."""
         return len(self._waiting) + len(self._waiting_cells) + len(self._asked)
 
-    def cells_of(self, session: str) -> list[Run]:
+    def cells_of(self, session: str) -> list[ScheduledRun]:
         """Return all runs in the session, in order of submission."""
         return [*self._cells.get(session, {}).values()]
 
-    def sessions(self) -> list[Run]:
+    def sessions(self) -> list[ScheduledRun]:
         return _in_order(self._sessions)
 
-    def on_meter(self) -> list[Run]:
+    def on_meter(self) -> list[ScheduledRun]:
         """Return the runs with a price whose meters run and that are not being stopped."""
         return [run for run in _in_order(self._costly) if run.is_on_meter]
 
@@ -93,7 +93,7 @@ class RunTable:
 
     # ------------------------------------------------------------ times
 
-    def over_time(self) -> list[Run]:
+    def over_time(self) -> list[ScheduledRun]:
         """Return the runs past their time limit, in order of submission. Each is returned once."""
         due: set[int] = set()
         while self._limits and self._limits[0][0] <= self.now:
@@ -110,18 +110,18 @@ class RunTable:
             heapq.heappop(self._limits)
         return None
 
-    def queue_deadline(self, run: Run) -> float | None:
+    def queue_deadline(self, run: ScheduledRun) -> float | None:
         """Return when a waiting run gives up; None for one that does not wait, or waits forever."""
         if (deadline := run.queue_deadline) is None or not self._leaving_before(run):
             return deadline
         return max(deadline, run.queued_at + _LEAVING_S)
 
-    def waited_in_vain(self, run: Run) -> bool:
+    def waited_in_vain(self, run: ScheduledRun) -> bool:
         """Whether a waiting run gives up now."""
         deadline = self.queue_deadline(run)
         return deadline is not None and self.now >= deadline
 
-    def quiet_until(self, session: Run) -> float | None:
+    def quiet_until(self, session: ScheduledRun) -> float | None:
         """Return when the session ends for being idle; None while it has cells or is paused, or without a limit."""
         since, idle_s = session.quiet_since, session.spec.idle_s
         if since is None or idle_s is None or session.state is not RunState.RUNNING or session.paused:
@@ -130,7 +130,7 @@ class RunTable:
 
     # ------------------------------------------------------------ changes
 
-    def add(self, run: Run) -> None:
+    def add(self, run: ScheduledRun) -> None:
         """Add a submitted or adopted run."""
         self._submitted += 1
         self.change(run, number=self._submitted)
@@ -139,7 +139,7 @@ class RunTable:
             self._cells.setdefault(run.spec.session, {})[run.number] = run
         self._index(run, None, None)
 
-    def change(self, run: Run, **changes: Any) -> None:
+    def change(self, run: ScheduledRun, **changes: Any) -> None:
         """Set attributes of a run. No other code sets them."""
         had, limit = run.held_lease, run.time_limit
         for name, value in changes.items():
@@ -157,7 +157,7 @@ class RunTable:
         if not cells:
             self._cells.pop(run.spec.session, None)
 
-    def move(self, run: Run, state: RunState, reason: str = "") -> list[Instruction]:
+    def move(self, run: ScheduledRun, state: RunState, reason: str = "") -> list[Instruction]:
         """Change a run's state, the only place that does. A move without a transition is an outdated report."""
         out: list[Instruction] = []
         if not can_move(run.state, state):
@@ -172,7 +172,7 @@ class RunTable:
             self.stop_meter(run)
         return [*out, MoveRun(run.run_id, state, reason)]
 
-    def requeue(self, run: Run, reason: str) -> list[Instruction]:
+    def requeue(self, run: ScheduledRun, reason: str) -> list[Instruction]:
         """Requeue a run whose devices are gone, in its old place; its time and cost so far still count."""
         if not can_move(run.state, RunState.QUEUED):
             return []
@@ -180,19 +180,19 @@ class RunTable:
         self.change(run, state=RunState.QUEUED, queued_at=self.now, lease=None, begun=False, asked=False)
         return [MoveRun(run.run_id, RunState.QUEUED, reason)]
 
-    def free(self, run: Run) -> None:
+    def free(self, run: ScheduledRun) -> None:
         """Free a run's devices for the next run, and stop its meter."""
         if run.lease is not None and not run.freed:
             self.stop_meter(run)
             self.change(run, freed=True)
 
-    def stop_meter(self, run: Run) -> None:
+    def stop_meter(self, run: ScheduledRun) -> None:
         """Stop a run's meter. Its cost so far counts towards its own limit and the pool's budget."""
         if cost := run.meter.billed_cost(self.now):
             self._spent(self.now, cost)
         self.change(run, meter=run.meter.stopped(self.now))
 
-    def stop(self, run: Run, state: RunState, reason: str) -> list[Instruction]:
+    def stop(self, run: ScheduledRun, state: RunState, reason: str) -> list[Instruction]:
         """End a waiting run; stop the ranks of one that has a lease, once."""
         if run.lease is None:
             return self.end(run, state, reason)
@@ -202,26 +202,26 @@ class RunTable:
         return [*self.move(run, RunState.CANCELLING, reason), StopRun(run.run_id, state, reason)]
 
     def end(
-        self, run: Run, state: RunState, reason: str, kind: FailureKind = FailureKind.CAPACITY
+        self, run: ScheduledRun, state: RunState, reason: str, kind: FailureKind = FailureKind.CAPACITY
     ) -> list[Instruction]:
         """End a run without ranks."""
         moves = self.move(run, state, reason)
         self.change(run, reason=reason)
-        return [*moves, EndRun(run.run_id, state, reason, kind), *self.remove(run)]
+        return [*moves, EndUnstartedRun(run.run_id, state, reason, kind), *self.remove(run)]
 
     def give_up(
-        self, run: Run, message: str, error: str = "CapacityError", kind: FailureKind = FailureKind.CAPACITY
+        self, run: ScheduledRun, message: str, error: str = "CapacityError", kind: FailureKind = FailureKind.CAPACITY
     ) -> list[Instruction]:
         """Fail a run that will not get what it waits for, or refuse it if it was not accepted yet."""
         if run.accepted:
             return self.end(run, RunState.FAILED, message, kind)
         return self.refuse(run, error, message)
 
-    def refuse(self, run: Run, error: str, message: str) -> list[Instruction]:
+    def refuse(self, run: ScheduledRun, error: str, message: str) -> list[Instruction]:
         self.change(run, reason=message)
         return [RefuseRun(run.run_id, error, message), *self.remove(run)]
 
-    def over(self, run: Run, state: RunState) -> list[Instruction]:
+    def over(self, run: ScheduledRun, state: RunState) -> list[Instruction]:
         """Remove a run whose own ranks are gone; a session stays while `--fresh` cells use its devices."""
         moves = self.move(run, state)
         if _on_its_devices(self.cells_of(run.run_id)):
@@ -236,12 +236,12 @@ class RunTable:
             self.change(session, quiet_since=self.now)
         return moves
 
-    def remove(self, run: Run) -> list[Instruction]:
+    def remove(self, run: ScheduledRun) -> list[Instruction]:
         """Forget a run, and end the cells of a session."""
         self.drop(run.run_id)
         return self.end_cells(run) if run.is_session else []
 
-    def end_cells(self, session: Run) -> list[Instruction]:
+    def end_cells(self, session: ScheduledRun) -> list[Instruction]:
         """End the waiting cells of a session that ends, and stop its `--fresh` cells."""
         out: list[Instruction] = []
         cancelled = (session.stopping_as or session.state) is RunState.CANCELLED
@@ -257,13 +257,13 @@ class RunTable:
 
     # ------------------------------------------------------------ internals
 
-    def _leaving_before(self, run: Run) -> bool:
+    def _leaving_before(self, run: ScheduledRun) -> bool:
         """Whether a run that is over still holds what a waiting run waits for."""
         if (session := self.runs.get(run.spec.session)) is None or session.lease is None:
             return bool(self._final)
         return any(cell.spec.in_session and cell.state.is_final for cell in self.cells_of(session.run_id))
 
-    def _index(self, run: Run, had: Lease | None, limit_before: float | None) -> None:
+    def _index(self, run: ScheduledRun, had: Lease | None, limit_before: float | None) -> None:
         """Update the indexes for a run that was added, changed or dropped.
 
         Args:
@@ -293,17 +293,17 @@ class RunTable:
                 members.pop(run.number, None)
 
 
-def _in_order(runs: Mapping[int, Run]) -> list[Run]:
+def _in_order(runs: Mapping[int, ScheduledRun]) -> list[ScheduledRun]:
     return [runs[number] for number in sorted(runs)]
 
 
-def _end_of_cell(cell: Run, session: Run) -> str:
+def _end_of_cell(cell: ScheduledRun, session: ScheduledRun) -> str:
     """Return why a cell ends with its session: a waiting cell, or one with its own processes on its devices."""
     why = f": {session.reason}" if session.reason else ""
     ended = " ended before the run could start" if cell.lease is None else ", whose devices it uses, ended"
     return f"{named(session.spec)}{ended}{why}"
 
 
-def _on_its_devices(cells: Sequence[Run]) -> bool:
+def _on_its_devices(cells: Sequence[ScheduledRun]) -> bool:
     """Whether `--fresh` cells use the session's devices."""
     return any(cell.spec.fresh and cell.lease is not None for cell in cells)

@@ -4,9 +4,10 @@ Pure: no clock (`handle` takes the time of each stimulus, seconds of any one clo
 feeds it stimuli and executes its instructions. In the style of distributed's `worker_state_machine`.
 
     - `placement_request` interprets a request in this pool. `queue_rules` and `fair_share` decide which run gets
-      devices first. `words` tells the others why they wait.
-    - `LaunchRun` grants the lease. `RunOver` frees it, or `LeaseFreed` if the run's final event comes later. The run
-      stays queued until the agent's first `RunMoved`; until then the engine may return the lease with `LeaseRefused`.
+      devices first. `queue_status` tells the others why they wait.
+    - `LaunchRun` grants the lease. `RanksReaped` frees it, or `LeaseFreed` if the run's final event comes later. The
+      run stays queued until the agent's first `RunMoved`; until then the engine may return the lease with
+      `LeaseRefused`.
     - A state changes only with a `MoveRun`, and only along `wire.base.TRANSITIONS`.
     - Cells in a session's own ranks take turns, first come, first served; `--fresh` cells start at once beside them.
       They hold no devices: the session does, until its own ranks and all `--fresh` processes on them are gone. When a
@@ -33,7 +34,7 @@ from sgpu_magic.pool.scheduling.queue_status import (
     obstacle,
     remaining_ranks,
 )
-from sgpu_magic.pool.scheduling.run import Meter, Run, span
+from sgpu_magic.pool.scheduling.run import Meter, ScheduledRun, span
 from sgpu_magic.pool.scheduling.run_table import RunTable
 from sgpu_magic.pool.scheduling.stimuli import (
     CancelRequested,
@@ -43,11 +44,11 @@ from sgpu_magic.pool.scheduling.stimuli import (
     LeaseFreed,
     LeaseGranted,
     LeaseRefused,
+    RanksReaped,
     RanksRemain,
     RefuseRun,
     RunAdopted,
     RunMoved,
-    RunOver,
     RunRequeued,
     RunSubmitted,
     SessionPaused,
@@ -101,7 +102,7 @@ class Scheduler:
         self._waiting: Mapping[str, Published] | None = None
 
     @property
-    def runs(self) -> tuple[Run, ...]:
+    def runs(self) -> tuple[ScheduledRun, ...]:
         """Every run that waits or holds a lease, in order of submission."""
         return tuple(self._runs.values())
 
@@ -132,14 +133,14 @@ class Scheduler:
         self._waiting = None
         self._table.drop(run_id)
 
-    def run(self, run_id: str) -> Run | None:
+    def run(self, run_id: str) -> ScheduledRun | None:
         return self._runs.get(run_id)
 
     def holder(self, uuid: str) -> str | None:
         """Return the ID of the run that holds the device `uuid`, None when it is free."""
         return self._queue.room.holder(uuid)
 
-    def quiet_until(self, session: Run) -> float | None:
+    def quiet_until(self, session: ScheduledRun) -> float | None:
         """Return when the session ends for being idle; None while it has cells or is paused, or without a limit."""
         return self._table.quiet_until(session)
 
@@ -158,7 +159,7 @@ class Scheduler:
         Stimuli for unknown runs and outdated reports change nothing.
 
         Raises:
-            ValueError: `RunOver` with a state that is not final.
+            ValueError: `RanksReaped` with a state that is not final.
         """
         self._table.now = max(self._table.now, now)
         self._waiting = None
@@ -179,7 +180,7 @@ class Scheduler:
 
     # ------------------------------------------------------------ stimuli
 
-    def _submit(self, run: Run) -> list[Instruction]:
+    def _submit(self, run: ScheduledRun) -> list[Instruction]:
         spec = run.spec
         if spec.run_id in self._runs:
             message = f"run {spec.run_id} was already submitted; each run needs its own ID."
@@ -214,7 +215,7 @@ class Scheduler:
                 self._table.stop_meter(run)
         return []
 
-    def _judge(self, run: Run) -> list[Instruction]:
+    def _judge(self, run: ScheduledRun) -> list[Instruction]:
         """Put a waiting run into its queue, or into another one if the pool's devices have changed."""
         want = self._queue.resolve(run)
         if not isinstance(want, ResourceRequest):
@@ -230,13 +231,13 @@ class Scheduler:
         self._table.change(run, want=want)
         return []
 
-    def _happened(self, run: Run, stimulus: StimulusOfRun) -> list[Instruction]:
+    def _happened(self, run: ScheduledRun, stimulus: StimulusOfRun) -> list[Instruction]:
         match stimulus:
             case RunMoved():
                 return self._moved(run, stimulus)
             case CancelRequested(reason=reason):
                 return self._table.stop(run, RunState.CANCELLED, reason)
-            case RunOver(state=state):
+            case RanksReaped(state=state):
                 if not state.is_final:
                     raise ValueError(f"run {run.run_id} can't end as {state!r}: a final state is needed")
                 return self._table.over(run, state)
@@ -259,7 +260,7 @@ class Scheduler:
                 self._table.change(run, paused=reason, quiet_since=None if run.quiet_since is None else self._table.now)
         return []
 
-    def _moved(self, run: Run, moved: RunMoved) -> list[Instruction]:
+    def _moved(self, run: ScheduledRun, moved: RunMoved) -> list[Instruction]:
         if run.lease is None or moved.state is RunState.QUEUED:
             return []
         quiet_since = self._table.now if moved.state is RunState.RUNNING else run.quiet_since
@@ -276,14 +277,14 @@ class Scheduler:
         self._table.change(run, begun=True, asked=False, **changes)
         return self._table.move(run, moved.state)
 
-    def _lease_refused(self, run: Run, refused: LeaseRefused) -> list[Instruction]:
+    def _lease_refused(self, run: ScheduledRun, refused: LeaseRefused) -> list[Instruction]:
         if run.lease is None or run.begun:
             return []
         self._queue.room.refuse(run.lease, refused.uuids, refused.why)
         self._table.change(run, lease=None, asked=False)
         return [] if run.stopping_as is None else self._table.end(run, run.stopping_as, "")
 
-    def _requeued(self, run: Run, why: str) -> list[Instruction]:
+    def _requeued(self, run: ScheduledRun, why: str) -> list[Instruction]:
         if run.lease is None or run.spec.session:
             return []
         if run.state.is_final:

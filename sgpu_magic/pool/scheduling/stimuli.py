@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from sgpu_magic.pool.scheduling.run import Run
+from sgpu_magic.pool.scheduling.run import ScheduledRun
 from sgpu_magic.wire.base import FailureKind, RunState
 from sgpu_magic.wire.devices import Inventory, Lease
 from sgpu_magic.wire.events import RemainingRank
@@ -20,7 +20,7 @@ class _OfRun(msgspec.Struct, frozen=True):
 class RunSubmitted(msgspec.Struct, frozen=True):
     """A client submitted this run. `RefuseRun` follows, now or at the first inventory, if it can't be placed."""
 
-    run: Run
+    run: ScheduledRun
 
 
 class RunAdopted(msgspec.Struct, frozen=True):
@@ -34,7 +34,7 @@ class RunAdopted(msgspec.Struct, frozen=True):
         hourly: Their hourly price when the run was placed; None for the current price.
     """
 
-    run: Run
+    run: ScheduledRun
     lease: Lease
     metered_at: float
     freed: bool = False
@@ -68,7 +68,7 @@ class CancelRequested(_OfRun, frozen=True):
     reason: str
 
 
-class RunOver(_OfRun, frozen=True):
+class RanksReaped(_OfRun, frozen=True):
     """The ranks are gone and reaped: the lease is free. `state` is final; ignored if one was already reported."""
 
     state: RunState
@@ -124,7 +124,7 @@ class TimePassed(msgspec.Struct, frozen=True):
 StimulusOfRun = (
     RunMoved
     | CancelRequested
-    | RunOver
+    | RanksReaped
     | LeaseFreed
     | LeaseRefused
     | LeaseGranted
@@ -138,7 +138,7 @@ Stimulus = RunSubmitted | RunAdopted | InventoryChanged | TimePassed | StimulusO
 
 
 class LaunchRun(_OfRun, frozen=True):
-    """Lock the lease's devices and start the ranks. Answer with `RunMoved`, `LeaseRefused` or `RunOver`.
+    """Lock the lease's devices and start the ranks. Answer with `RunMoved`, `LeaseRefused` or `RanksReaped`.
 
     In a pool of many nodes the lease is a proposal: `LeaseGranted` replaces it. A lease without devices requests nodes
     from an autoscaler.
@@ -186,7 +186,7 @@ class RefuseRun(_OfRun, frozen=True):
     message: str
 
 
-class EndRun(_OfRun, frozen=True):
+class EndUnstartedRun(_OfRun, frozen=True):
     """A run without ranks is over, and the scheduler has forgotten it; its `MoveRun` came just before.
 
     Args:
@@ -199,4 +199,4 @@ class EndRun(_OfRun, frozen=True):
     kind: FailureKind = FailureKind.CAPACITY
 
 
-Instruction = LaunchRun | MoveRun | PublishQueueStatus | PublishNote | StopRun | RefuseRun | EndRun
+Instruction = LaunchRun | MoveRun | PublishQueueStatus | PublishNote | StopRun | RefuseRun | EndUnstartedRun

@@ -23,7 +23,7 @@ MAX_FILE_BYTES = 20_000_000
 _NOTHING = Choice()
 
 
-class Held(msgspec.Struct, frozen=True):
+class CurrentChoice(msgspec.Struct, frozen=True):
     """The current choice of a notebook.
 
     Args:
@@ -60,10 +60,10 @@ class ChoiceKeeper:
         self._last_reported: KeptChoice | None = None
         # chosen in this process, and not known to be in the metadata yet
         self._pending: KeptChoice | None = None
-        self._held = Held()
+        self._held = CurrentChoice()
         self._looked_at: tuple[str, int, int] | None = None
 
-    def now(self) -> Held:
+    def now(self) -> CurrentChoice:
         """Return the current choice. Takes one `stat` of the notebook's file if no front end reports the choice."""
         if not self._is_reported and self._pending is None:
             # the path comes from the front end and may be any text
@@ -92,13 +92,14 @@ class ChoiceKeeper:
         """Put a choice of this user into effect and return what the metadata have to hold.
 
         Raises:
+            OSError: The list of this user's choices can't be written.
             UsageError: The state directory belongs to another user.
         """
         choice = normal(choice)
         kept = KeptChoice(choice=choice, version=VERSION)
         self._known.add(choice, self._notebook())
         with self._lock:
-            self._pending, self._held = kept, Held(choice, True)
+            self._pending, self._held = kept, CurrentChoice(choice, True)
         return kept
 
     def _look(self) -> None:
@@ -114,15 +115,15 @@ class ChoiceKeeper:
             self._held = self._checked(read_notebook(Path(path), status.st_size))
             self._looked_at = seen
 
-    def _checked(self, read: Read) -> Held:
+    def _checked(self, read: Read) -> CurrentChoice:
         if read.kept is None:
-            return Held(problem=read.problem)
+            return CurrentChoice(problem=read.problem)
         choice = normal(read.kept.choice)
         if choice == _NOTHING:
             # it takes nothing, so it needs no confirmation
-            return Held(choice, True, read.problem)
+            return CurrentChoice(choice, True, read.problem)
         made = self._known.find(choice, "" if self._any_notebook else self._notebook())
-        return Held(choice, made.here, read.problem, made.elsewhere)
+        return CurrentChoice(choice, made.here, read.problem, made.elsewhere)
 
 
 def keeper_of(state: Path, shell: Any) -> ChoiceKeeper:

@@ -60,7 +60,12 @@ class KnownNotebooks(msgspec.Struct, frozen=True):
     state: Path
 
     def add(self, choice: Choice, notebook: str) -> None:
-        """Record that this user made a choice in a notebook, "" if unknown. Write errors are ignored."""
+        """Record that this user made a choice in a notebook, "" if unknown.
+
+        Raises:
+            OSError: The list can't be written.
+            UsageError: The state directory belongs to another user.
+        """
         self._append(_chosen(choice, notebook))
 
     def find(self, choice: Choice, notebook: str) -> MadeIn:
@@ -72,11 +77,11 @@ class KnownNotebooks(msgspec.Struct, frozen=True):
         if any(each.is_in(here) for each in known):
             if here not in known:
                 # it was renamed, or saved as a new file
-                self._append(here)
+                self._append_if_possible(here)
             return MadeIn(True)
         placed = [each.path for each in known if each.path]
         if not placed:
-            self._append(here)
+            self._append_if_possible(here)
         return MadeIn(not placed, placed[-1] if placed else "")
 
     def _read(self) -> list[_Chosen]:
@@ -89,19 +94,21 @@ class KnownNotebooks(msgspec.Struct, frozen=True):
                     found.append(decode_json(line, type=_Chosen))
         return found
 
+    def _append_if_possible(self, chosen: _Chosen) -> None:
+        with contextlib.suppress(OSError, UsageError):
+            self._append(chosen)
+
     def _append(self, chosen: _Chosen) -> None:
-        line = msgspec.json.encode(chosen) + b"\n"
-        with contextlib.suppress(OSError):
-            file = private_dir(self.state) / NOTEBOOKS_FILE
-            # a single write, so that lines of several kernels do not interleave
-            descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-            with open(descriptor, "ab", buffering=0) as opened:
-                opened.write(line)
-                if opened.tell() <= _MOST_BYTES:
-                    return
-            known = self._read()
-            newest = known[len(known) // 2 :]
-            write_whole(file, b"".join(msgspec.json.encode(each) + b"\n" for each in newest))
+        file = private_dir(self.state) / NOTEBOOKS_FILE
+        # a single write, so that lines of several kernels do not interleave
+        descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        with open(descriptor, "ab", buffering=0) as opened:
+            opened.write(msgspec.json.encode(chosen) + b"\n")
+            if opened.tell() <= _MOST_BYTES:
+                return
+        known = self._read()
+        newest = known[len(known) // 2 :]
+        write_whole(file, b"".join(msgspec.json.encode(each) + b"\n" for each in newest))
 
 
 def _chosen(choice: Choice, notebook: str) -> _Chosen:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sgpu_magic.client.result import RunResult
-from sgpu_magic.client.run import Run
+from sgpu_magic.client.run import ClientRun
 from sgpu_magic.errors import NodeLost, RunCancelled, SgpuError
 from sgpu_magic.runs.follow.run_loop import HISTORY_PATIENCE_S, Ending, Subscription, follow
 from sgpu_magic.runs.kernel_restarts import RestartWatch
@@ -181,15 +181,15 @@ class Interrupts:
     """Remembers the last interrupted cell of a session while its ranks have not stopped."""
 
     def __init__(self) -> None:
-        self._run: Run | None = None
+        self._run: ClientRun | None = None
         self._at = 0.0
         self._killed = False
 
-    def interrupted(self, run: Run) -> None:
+    def interrupted(self, run: ClientRun) -> None:
         """Record an interrupted cell whose ranks may not have stopped yet."""
         self._run, self._at = run, time.monotonic()
 
-    def stopped(self, run: Run) -> None:
+    def stopped(self, run: ClientRun) -> None:
         """Record that the ranks of an interrupted cell have stopped."""
         if self._run is run:
             self._run = None
@@ -205,7 +205,7 @@ class Interrupts:
         """Whether the last interrupt is so recent that another one comes from the same press of the stop button."""
         return time.monotonic() - self._at < _SAME_PRESS_S
 
-    def kill(self, run: Run) -> None:
+    def kill(self, run: ClientRun) -> None:
         """Kill the ranks of a run that have not stopped."""
         self._killed = True
         run.cancel(_AGAIN, kill=True)
@@ -216,7 +216,7 @@ class Interrupts:
         return killed
 
 
-def _cancel(run: Run) -> None:
+def _cancel(run: ClientRun) -> None:
     """Cancel a run, even if interrupted again meanwhile; otherwise it would continue unattended."""
     while True:
         with contextlib.suppress(KeyboardInterrupt):
@@ -260,7 +260,7 @@ def _after_interrupt(followed: Subscription, interrupts: Interrupts | None) -> E
     return ending
 
 
-def _not_yet_stopped(run: Run) -> str:
+def _not_yet_stopped(run: ClientRun) -> str:
     """Return the message for a cancelled run that has not ended in time."""
     if not run.spec.in_session:
         return f"run {short(run.run_id)} is being stopped; it holds its devices until its ranks have exited."
@@ -306,7 +306,7 @@ def deliver(followed: Subscription, ending: Ending, namespace: Names, into: Name
     raise run_exception(followed.view, ended, failure, exception, namespace) from None
 
 
-def _result(run: Run, ended: RunEnded, frames: Sequence[bytes], namespace: Names, into: Names) -> RunResult:
+def _result(run: ClientRun, ended: RunEnded, frames: Sequence[bytes], namespace: Names, into: Names) -> RunResult:
     returned = run.load_results(ended, frames, namespace)
     if run.spec.kind is RunKind.CALL:
         # a call returns one value per rank and sets no names

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from sgpu_magic.client.pool import Pool
-from sgpu_magic.client.run import Run
+from sgpu_magic.client.run import ClientRun
 from sgpu_magic.errors import CapacityError, KeyRefused, PoolError, PoolVersionError, RunUnknown, SgpuError
 from sgpu_magic.runs.notices import JOIN_S
 from sgpu_magic.views.fold import RunView
@@ -51,7 +51,7 @@ class Subscription(msgspec.Struct, frozen=True):
         on_event: Called after each event.
     """
 
-    run: Run
+    run: ClientRun
     view: RunView
     publisher: Publisher
     pool: Pool
@@ -189,7 +189,7 @@ class _Entry(msgspec.Struct):
     until: float | None
 
 
-class Follower:
+class EventPump:
     """Processes the events of runs that no one waits for, in a thread that exists only while there are such runs.
 
     The end of each run is delivered in a thread of its own.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from sgpu_magic.client.result import RunResult
-from sgpu_magic.client.run import Run
+from sgpu_magic.client.run import ClientRun
 from sgpu_magic.errors import RunCancelled, SessionError
 from sgpu_magic.formatting import format_ranks
 from sgpu_magic.options.option_records import RunOptions
@@ -20,7 +20,7 @@ from sgpu_magic.payload.namespace import collect
 from sgpu_magic.runs.follow.outcome import Names
 from sgpu_magic.runs.handle import Run as Handle
 from sgpu_magic.runs.sessions.comparison import Comparison
-from sgpu_magic.runs.sessions.namespace_sync import Effects, Plan, effects_of
+from sgpu_magic.runs.sessions.namespace_sync import Effects, ShippingPlan, effects_of
 from sgpu_magic.runs.submit.cell_source import pack_cell, read_cell
 from sgpu_magic.runs.submit.pack_call import pack_call
 from sgpu_magic.runs.submit.spec import PackedCode, Submission, describe, nothing_packed, pack
@@ -51,7 +51,7 @@ class Prepared(msgspec.Struct, frozen=True):
     """
 
     submission: Submission
-    plan: Plan
+    plan: ShippingPlan
     effects: Effects
 
 
@@ -164,7 +164,7 @@ def _comparison(session: Session) -> Comparison:
 
 
 def _prepared(
-    session: Session, code: PackedCode, options: RunOptions, plan: Plan, effects: Effects | None = None
+    session: Session, code: PackedCode, options: RunOptions, plan: ShippingPlan, effects: Effects | None = None
 ) -> Prepared:
     submission = describe(session.context, code, options, session.lends(None), session)
     return Prepared(submission, plan, effects or Effects())
@@ -230,7 +230,7 @@ def begin_in(session: Session, prepare: Callable[[], Prepared], ui: str = "auto"
     return Handle(session.context, run, RunState.QUEUED, settled, ui)
 
 
-def _brought_back(session: Session, run: Run) -> None:
+def _brought_back(session: Session, run: ClientRun) -> None:
     """Record that the notebook's values of the run's outputs now equal the ranks' own."""
     if run.spec.outputs and run.spec.kind is not RunKind.CALL:
         names = [output.name for output in run.spec.outputs]
@@ -242,7 +242,7 @@ def _note_reported_end(session: Session) -> None:
     session.end_reported = session.wait_for_end(_END_PATIENCE_S)
 
 
-def start_in(session: Session, prepare: Callable[[], Prepared]) -> tuple[Run, Prepared]:
+def start_in(session: Session, prepare: Callable[[], Prepared]) -> tuple[ClientRun, Prepared]:
     """Submit a run to a session's ranks; the caller must call `settle` when it is done with the run.
 
     Args:

@@ -47,7 +47,7 @@ class _Held(msgspec.Struct, frozen=True):
 Assigned = Mapping[str, dict[int, _Held]]
 
 
-class Plan(msgspec.Struct, frozen=True):
+class ShippingPlan(msgspec.Struct, frozen=True):
     """The names to send for one cell.
 
     Args:
@@ -121,7 +121,7 @@ class NamespaceTracker:
         *,
         absent: Iterable[str] = (),
         comparison: Comparison | None = None,
-    ) -> Plan:
+    ) -> ShippingPlan:
         """Decide which names to send for a cell.
 
         Args:
@@ -150,7 +150,7 @@ class NamespaceTracker:
         stay = kept.union(name for group in groups.values() for name in group)
         groups.pop((), None)
         before = tuple((some, tuple(group)) for some, group in groups.items())
-        return Plan(ranks, whole, before, stay, tuple(notes), prints)
+        return ShippingPlan(ranks, whole, before, stay, tuple(notes), prints)
 
     def sent(self, names: Iterable[str], prints: Mapping[str, Fingerprint], ranks: Iterable[int]) -> None:
         """Record that the ranks receive the notebook's values of these names."""
@@ -167,7 +167,7 @@ class NamespaceTracker:
             for name in names:
                 self._drop(name, ranks)
 
-    def cell_begun(self, effects: Effects, plan: Plan, namespace: dict[str, object]) -> Assigned:
+    def cell_begun(self, effects: Effects, plan: ShippingPlan, namespace: dict[str, object]) -> Assigned:
         """Record the start of a cell that no caller waits for: later cells find the names that it sets on the ranks.
 
         Returns:
@@ -187,7 +187,7 @@ class NamespaceTracker:
             self._held.update({name: dict(held) for name, held in before.items()})
 
     def cell_over(
-        self, effects: Effects, plan: Plan, namespace: dict[str, object], *, succeeded: bool, names_of: NamesOf
+        self, effects: Effects, plan: ShippingPlan, namespace: dict[str, object], *, succeeded: bool, names_of: NamesOf
     ) -> None:
         """Record that a cell has run: the names that it set have the ranks' own values.
 

@@ -16,7 +16,7 @@ from sgpu_magic.formatting import format_ranks, names_text
 from sgpu_magic.options.option_records import EnvironmentOptions, RunOptions
 from sgpu_magic.options.rank_lists import Ranks, ranks_from
 from sgpu_magic.options.values import Duration, check_name, outputs_from, timeout_s
-from sgpu_magic.packages.distributions import Snapshot
+from sgpu_magic.packages.distributions import InstalledPackages
 from sgpu_magic.payload.call import FunctionCall
 from sgpu_magic.runs.follow.outcome import Interrupts
 from sgpu_magic.runs.follow.run_loop import Subscription
@@ -58,7 +58,7 @@ class Session(SessionLifecycle, RankCollection):
         followed: Subscription,
         variables: Mapping[str, str],
         wishes: EnvironmentOptions,
-        packages: Snapshot,
+        packages: InstalledPackages,
     ) -> None:
         self.wishes = wishes
         self.packages = packages

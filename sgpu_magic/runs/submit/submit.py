@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from sgpu_magic.client.pool import Pool
-from sgpu_magic.client.run import Attachments, Run
+from sgpu_magic.client.run import Attachments, ClientRun
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import RunCancelled, UsageError
 from sgpu_magic.options import notebook_job
@@ -56,7 +56,7 @@ _sent: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {}
 _environments: dict[str, Environment] = {}
 
 
-def submit(pool: Pool, submission: Submission) -> Run:
+def submit(pool: Pool, submission: Submission) -> ClientRun:
     """Submit a run to its pool, with the packages, code, variables and files that it needs there.
 
     Raises:
@@ -93,13 +93,13 @@ def submit(pool: Pool, submission: Submission) -> Run:
     return run
 
 
-def interrupted(run: Run) -> RunCancelled:
+def interrupted(run: ClientRun) -> RunCancelled:
     """Cancel a run that was interrupted before it was followed; return the exception to raise."""
     run.cancel("it was interrupted")
     return RunCancelled(f"run {short(run.run_id)} was interrupted as it started.", run_id=run.run_id)
 
 
-def release(pool: Pool, run: Run) -> None:
+def release(pool: Pool, run: ClientRun) -> None:
     """Release a run that this process is done with: stop following it and free its payload memory for reuse.
 
     Ranks of a session keep their payloads mapped, so that memory is never written again.

@@ -32,7 +32,7 @@ from sgpu_magic.wire.devices import Placement
 from sgpu_magic.wire.events import as_warning
 
 if TYPE_CHECKING:
-    from sgpu_magic.runs.choice.keeper import Held
+    from sgpu_magic.runs.choice.keeper import CurrentChoice
     from sgpu_magic.runs.kernel_context import KernelContext
 
 R = TypeVar("R", bound=RunOptions)
@@ -81,7 +81,7 @@ def resolve_target(pools: Pools, settings: Settings, name: str, devices: Devices
     """
     check_spread(devices.ranks, devices.nodes, devices.strategy)
     entries = pools.entries() if name != LOCAL else ()
-    choice: pool_choosing.Choice | None = None
+    choice: pool_choosing.PoolSelection | None = None
     if name in KINDS or (not name and entries):
         choice = _chosen(pools, settings, entries, devices, name)
         name = choice.name
@@ -135,7 +135,7 @@ def default_ranks(pool: Pool, entry: PoolEntry | None, device_type: str | None) 
 
 def _chosen(
     pools: Pools, settings: Settings, entries: tuple[PoolEntry, ...], devices: Devices, kind: str
-) -> pool_choosing.Choice:
+) -> pool_choosing.PoolSelection:
     """Ask all pools that may have the devices, and choose one."""
     if kind and not entries:
         raise UsageError(
@@ -267,7 +267,7 @@ def _changed_ns(name: str) -> int:
         return 0
 
 
-def _foreign(context: KernelContext, held: Held, choice: Choice, ways: str, *, packages: bool) -> str:
+def _foreign(context: KernelContext, held: CurrentChoice, choice: Choice, ways: str, *, packages: bool) -> str:
     said = ways
     if packages:
         said += ', env_version="none"' if ways is PYTHON_WAYS else " --env-version none"
@@ -278,7 +278,7 @@ def _foreign(context: KernelContext, held: Held, choice: Choice, ways: str, *, p
     )
 
 
-def _who(held: Held) -> str:
+def _who(held: CurrentChoice) -> str:
     return (
         f"you chose that in {held.elsewhere}, not here"
         if held.elsewhere
@@ -286,7 +286,7 @@ def _who(held: Held) -> str:
     )
 
 
-def held_words(held: Held, pool: str) -> str:
+def held_words(held: CurrentChoice, pool: str) -> str:
     """Return the line of `%sgpu_env` about the choice; "" if there is none."""
     if held.choice is None:
         return held.problem

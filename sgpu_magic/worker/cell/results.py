@@ -33,7 +33,7 @@ from sgpu_magic.system.processes import fits_memory
 from sgpu_magic.wire.attachments import FilePayload, InlinePayload, Payload, SharedPayload
 from sgpu_magic.wire.base import Record, RunKind
 from sgpu_magic.wire.events import as_warning
-from sgpu_magic.wire.rank import Execute, Failed, Finished, RankAnswer, RankQuestion
+from sgpu_magic.wire.rank import CellFailed, Execute, Finished, RankAnswer, RankQuestion
 from sgpu_magic.wire.rank_events import Failure
 from sgpu_magic.wire.run import Match, RankResult
 from sgpu_magic.worker.cell.displays import hook_of
@@ -59,7 +59,7 @@ class Reply(msgspec.Struct, frozen=True):
     """The rank's reply to an order.
 
     Args:
-        message: `Joined`, `Finished` or `Failed`.
+        message: `Joined`, `Finished` or `CellFailed`.
         blobs: Its raw frames.
         buffer: The memory file whose descriptor is sent along; ours until the message is sent.
     """
@@ -84,9 +84,9 @@ def failed(failure: Failure, error: BaseException, shell: RankShell, key: bytes)
         # the type, message and traceback are in `failure` anyway
         packed = user_code.ask(_pack, error, key, buffers.INLINE_LIMIT, default=None)
     if packed is None or packed.total_bytes > buffers.INLINE_LIMIT:
-        return Reply(Failed(failure=failure, grouped=grouped))
+        return Reply(CellFailed(failure=failure, grouped=grouped))
     failure = msgspec.structs.replace(failure, exception=packed.layout)
-    return Reply(Failed(failure=failure, grouped=grouped), [packed.to_bytes()])
+    return Reply(CellFailed(failure=failure, grouped=grouped), [packed.to_bytes()])
 
 
 def finished(packed: Packed | None, rank: int, run_dir: str, *, text: str, problem: str, seconds: float) -> Reply:

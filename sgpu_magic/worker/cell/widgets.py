@@ -46,7 +46,7 @@ _BASES = ("IPython.core.", "sgpu_magic.payload.call")
 _UNSAFE = ("sgpu_magic", "threading", "logging", "queue", "importlib", "comm", "ipywidgets", "traitlets", "concurrent")
 
 
-class Send(Protocol):
+class SendToAgent(Protocol):
     """Sends a message to the agent, from any thread."""
 
     def __call__(self, message: Record, blobs: Sequence[bytes] = (), /) -> None: ...
@@ -116,7 +116,7 @@ class _Comms:
     def __init__(self) -> None:
         self.manager: Any = None
         self._pid = 0
-        self._send: Send | None = None
+        self._send: SendToAgent | None = None
         self._is_helped: Callable[[], bool] = lambda: False
         self._lock = threading.RLock()
         self._said: list[_Said] = []
@@ -128,7 +128,7 @@ class _Comms:
 
     # ------------------------------------------------------------ to the front end
 
-    def begin(self, send: Send | None, is_helped: Callable[[], bool]) -> None:
+    def begin(self, send: SendToAgent | None, is_helped: Callable[[], bool]) -> None:
         """Send widgets' messages from now on. To be called in the main thread.
 
         Args:

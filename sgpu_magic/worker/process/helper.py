@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from sgpu_magic.system.message_stream import Link
+from sgpu_magic.system.message_stream import StreamConnection
 from sgpu_magic.tracking import in_rank
 from sgpu_magic.wire.rank import (
     AnswerQuestion,
@@ -80,7 +80,13 @@ class Helper:
     """
 
     def __init__(
-        self, link: Link[ToRank], shell: RankShell, sampler: Sampler, rank: int, rehearsed: int, leaving: Leaving
+        self,
+        link: StreamConnection[ToRank],
+        shell: RankShell,
+        sampler: Sampler,
+        rank: int,
+        rehearsed: int,
+        leaving: Leaving,
     ) -> None:
         self.orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
         self.installed = threading.Event()

@@ -20,15 +20,15 @@ import torch
 
 from sgpu_magic.errors import EnvironmentFailed
 from sgpu_magic.system import processes
-from sgpu_magic.system.message_stream import Link
+from sgpu_magic.system.message_stream import StreamConnection
 from sgpu_magic.tracking import in_rank
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.base import FailureKind, Record
 from sgpu_magic.wire.rank import (
     AnswerQuestion,
+    CellFailed,
     CommsHeard,
     Execute,
-    Failed,
     Finish,
     Finishing,
     Fork,
@@ -74,7 +74,7 @@ def live(order: Fork, descriptors: list[int]) -> int:
     processes.allow_huge_pages(False)
     terminal.install(descriptors[1], descriptors[2])
     sampler = position.install_stack_file(descriptors[3])
-    link = Link(socket.socket(fileno=descriptors[0]), codec.to_rank)
+    link = StreamConnection(socket.socket(fileno=descriptors[0]), codec.to_rank)
     store_path = order.store_path or f"/proc/self/fd/{descriptors[4]}"
     reseed()
     # gloo's and torch's own pools: a fork is safe only when the first parallel operation finds a fresh setting
@@ -109,7 +109,7 @@ def live(order: Fork, descriptors: list[int]) -> int:
         # for example, the system refused a thread: report it as an internal failure, not as an exit of the cell
         text = f"rank {order.rank} could not go on: {type(error).__name__}: {error}"
         failure = Failure(kind=FailureKind.INTERNAL, message=text, rank=order.rank, at=time.time())
-        link.send(Failed(failure=failure, grouped=False))
+        link.send(CellFailed(failure=failure, grouped=False))
         raise
     return 0
 
@@ -124,7 +124,7 @@ class _Life:
         leaving: Finishes what cells have started.
     """
 
-    def __init__(self, link: Link[ToRank], helper: Helper, standing: RankState, leaving: Leaving) -> None:
+    def __init__(self, link: StreamConnection[ToRank], helper: Helper, standing: RankState, leaving: Leaving) -> None:
         self._link = link
         self._leaving = leaving
         self._helper = helper
@@ -191,10 +191,10 @@ class _Life:
         self._tell(reply, rests=not finishes)
         if run.was_out_of_memory:
             diagnosis.free()
-        elif isinstance(reply.message, Failed):
+        elif isinstance(reply.message, CellFailed):
             # collect the objects that drew the traceback
             gc.collect(1)
-        if self._helper.stays and isinstance(reply.message, Failed):
+        if self._helper.stays and isinstance(reply.message, CellFailed):
             # if all ranks failed alike, nothing is reconnected, but models may be in the middle of an iteration
             renewal.mend_models()
         if self._helper.stays:
@@ -229,7 +229,9 @@ class _Life:
         except (KeyboardInterrupt, OSError, RuntimeError, ValueError, EnvironmentFailed) as error:
             user_code.refuse_interrupts()
             self._shell.showtraceback((type(error), error, error.__traceback__))
-            reply = Reply(Failed(failure=diagnosis.describe(error, self._shell, self._standing.rank), grouped=False))
+            reply = Reply(
+                CellFailed(failure=diagnosis.describe(error, self._shell, self._standing.rank), grouped=False)
+            )
         self._tell(reply)
 
     def _renew(self, message: Renew, order: Order) -> None:

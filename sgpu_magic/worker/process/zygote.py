@@ -26,7 +26,7 @@ import warnings
 from types import FrameType
 
 from sgpu_magic.system import processes
-from sgpu_magic.system.message_stream import Link
+from sgpu_magic.system.message_stream import StreamConnection
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.pool_status import PROTOCOL_VERSION
 from sgpu_magic.wire.rank import (
@@ -55,7 +55,7 @@ _MOST_NAMED = 10
 
 
 def main() -> None:
-    link = Link(socket.socket(fileno=int(sys.argv[1])), codec.to_zygote)
+    link = StreamConnection(socket.socket(fileno=int(sys.argv[1])), codec.to_zygote)
     processes.become_subreaper()
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
@@ -141,7 +141,7 @@ class _Ranks:
         link: The connection to the agent.
     """
 
-    def __init__(self, link: Link[ToZygote]) -> None:
+    def __init__(self, link: StreamConnection[ToZygote]) -> None:
         self._link = link
         self._living: set[int] = set()
         # dead ranks whose descendants are being ended, and when these are killed and given up
@@ -240,7 +240,7 @@ class _Ranks:
 
 
 def _become_rank(
-    link: Link[ToZygote], order: Fork, descriptors: list[int], inherited: tuple[socket.socket, ...]
+    link: StreamConnection[ToZygote], order: Fork, descriptors: list[int], inherited: tuple[socket.socket, ...]
 ) -> None:
     """Turn the forked child into a rank. Never returns."""
     parent = os.getppid()

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 
 from sgpu_magic.packages.node.base_layer import layer_tag
-from sgpu_magic.packages.node.store import BuildOrder, BuildReady, BuildRefused, Store, decode_news, encode
+from sgpu_magic.packages.node.store import BuildOrder, BuildReady, BuildRefused, BuiltEnvironments, decode_news, encode
 from sgpu_magic.packages.uv_command import UvFailed, index_variables, run_uv, uv_path
 from sgpu_magic.system import child_process
 from sgpu_magic.wire.attachments import Environment
@@ -42,7 +42,7 @@ class _Node:
         digest = hashlib.sha256(lock.encode()).hexdigest()[:32]
         self.environment = Environment(digest=digest, requirements=self.lines, packages=len(self.lines))
         self.name = f"{self.environment.digest}-{layer_tag()}"
-        self.store = Store(self.root)
+        self.store = BuiltEnvironments(self.root)
 
     def cold(self, sample: Callable[[], float]) -> float:
         """Take a sample on a machine that has seen nothing of it."""

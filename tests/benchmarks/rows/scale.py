@@ -16,7 +16,7 @@ import msgspec
 import psutil
 
 from sgpu_magic.client.pool import Pool
-from sgpu_magic.client.run import Run
+from sgpu_magic.client.run import ClientRun
 from sgpu_magic.client.this_machine import this_owner
 from sgpu_magic.config import load_settings
 from sgpu_magic.payload.pack import new_key, pack_namespace
@@ -199,7 +199,7 @@ class _Client:
         self.begun = self.lines = 0
         self._variables = {"PATH": os.environ["PATH"]}
         self._owner = msgspec.structs.replace(this_owner(), user=f"user{number:03d}")
-        self._runs: list[Run] = []
+        self._runs: list[ClientRun] = []
         self._closed = threading.Event()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()

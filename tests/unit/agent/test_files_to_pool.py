@@ -14,7 +14,7 @@ from launches import launch as launch_of
 from msgspec.structs import replace
 
 from sgpu_magic.agent.blobs import BlobCache
-from sgpu_magic.agent.reports import FileRequests, Reports
+from sgpu_magic.agent.reports import EventReports, FileRequests
 from sgpu_magic.agent.runs.send_files_to_pool import FilesToPool
 from sgpu_magic.config import Settings
 from sgpu_magic.files.run_directory import STAGED, contents_below, links_below, list_below
@@ -22,7 +22,7 @@ from sgpu_magic.nodes.node_files import NodeFiles
 from sgpu_magic.wire.base import Record
 from sgpu_magic.wire.events import Noted
 from sgpu_magic.wire.files import CHECKPOINTS, NodeFileReply, NodeFileRequest, Store, StoreRunFile
-from sgpu_magic.wire.node import Part, RanksGone, RunEvent
+from sgpu_magic.wire.node import NodePart, RanksGone, RunEvent
 
 
 class TwoMachines:
@@ -44,10 +44,10 @@ class TwoMachines:
         # called with each request before the pool gets it; False loses it
         self.before: Callable[[StoreRunFile], bool] = lambda _: True
         self.requests = FileRequests(self.send)
-        self.sender = FilesToPool(node, self.requests, Reports(self.send))
+        self.sender = FilesToPool(node, self.requests, EventReports(self.send))
         self.blobs = BlobCache(node, self.requests)
         checkpoints = tuple(contents_below(self.there, CHECKPOINTS).files) if attempt else ()
-        part = Part(index=index, nodes=3, first_rank=index, ranks=1, address="") if index else None
+        part = NodePart(index=index, nodes=3, first_rank=index, ranks=1, address="") if index else None
         launch = msgspec.structs.replace(
             launch_of(), far=True, run_dir=str(self.there), part=part, attempt=attempt, checkpoints=checkpoints
         )

@@ -8,10 +8,10 @@ from launches import launch
 
 from sgpu_magic.agent.ranks.orders import LOOPBACK, RendezvousPoint, torchrun_variables
 from sgpu_magic.wire.base import RunKind
-from sgpu_magic.wire.node import Part
+from sgpu_magic.wire.node import NodePart
 from sgpu_magic.wire.run import RANK_VARIABLES
 
-ON_NODES = Part(first_rank=0, ranks=2, index=0, nodes=2, address="10.0.0.1")
+ON_NODES = NodePart(first_rank=0, ranks=2, index=0, nodes=2, address="10.0.0.1")
 MEETING = RendezvousPoint(29500, "10.0.0.1", "eth0")
 
 
@@ -19,7 +19,7 @@ def variables(
     *,
     kind: RunKind = RunKind.CELL,
     device: str = "cuda",
-    part: Part | None = None,
+    part: NodePart | None = None,
     environ: dict[str, str] | None = None,
 ) -> dict[str, str]:
     made = launch()

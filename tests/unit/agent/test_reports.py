@@ -23,7 +23,7 @@ from msgspec.structs import replace
 from small_disks import small_disk
 
 from sgpu_magic.agent import reports, run_registry
-from sgpu_magic.agent.reports import FileRequests, Reports
+from sgpu_magic.agent.reports import EventReports, FileRequests
 from sgpu_magic.agent.run_registry import RunRegistry
 from sgpu_magic.agent.runs import send_files_to_pool
 from sgpu_magic.agent.runs.send_files_to_pool import FilesToPool
@@ -59,7 +59,7 @@ class Wire(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.reports = Reports(self.send)
+        self.reports = EventReports(self.send)
         self.reports.begin(RUN, 0)
         self.in_flight: list[Record] = []
         self.kept: list[str] = []
@@ -144,7 +144,7 @@ TestWire.settings = settings(max_examples=examples(150), stateful_step_count=30,
 
 def test_an_agent_that_takes_a_run_over_from_a_dead_one_goes_on_counting():
     sent: list[Record] = []
-    counting = Reports(lambda message, frames=(): sent.append(message))
+    counting = EventReports(lambda message, frames=(): sent.append(message))
     counting.begin(RUN, 41)
     counting.happened(RUN, Noted(text="on"), ())
     assert [message.number for message in sent if isinstance(message, RunEvent)] == [42]
@@ -153,7 +153,7 @@ def test_an_agent_that_takes_a_run_over_from_a_dead_one_goes_on_counting():
 def test_a_flood_while_no_service_is_there_is_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(reports, "_KEPT_BYTES", 10_000)
     sent: list[Record] = []
-    flooded = Reports(lambda message, frames=(): sent.append(message))
+    flooded = EventReports(lambda message, frames=(): sent.append(message))
     flooded.begin(RUN, 0)
     flooded.service_lost()
     line = "x" * 999 + "\n"
@@ -173,7 +173,7 @@ def test_a_flood_while_no_service_is_there_is_not_kept_for_ever(monkeypatch: pyt
 def test_figures_and_widgets_while_no_service_is_there_are_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(reports, "_KEPT_BYTES", 10_000)
     sent: list[tuple[Record, Sequence[bytes]]] = []
-    flooded = Reports(lambda message, frames=(): sent.append((message, frames)))
+    flooded = EventReports(lambda message, frames=(): sent.append((message, frames)))
     flooded.begin(RUN, 0)
     flooded.service_lost()
     figure = DisplayPublished(rank=0, bundle=b'{"image/png": "%s"}' % (b"x" * 1000), display_id="plot", update=True)
@@ -217,7 +217,7 @@ class FarAgent:
         self.sent: list[Record] = []
         self.takes_files = True
         self._waiting: list[StoreRunFile] = []
-        self.reports = Reports(self.send)
+        self.reports = EventReports(self.send)
         chosen = replace(Settings(), state_dir=str(state))
         self.requests = FileRequests(self.send)
         self.far = FilesToPool(chosen, self.requests, self.reports)

@@ -14,7 +14,7 @@ from kept_runs import KeptRuns
 
 from sgpu_magic.cli import main as cli
 from sgpu_magic.cli.copying import Address, read_address
-from sgpu_magic.client import find_run
+from sgpu_magic.client import run_files
 from sgpu_magic.config import load_settings
 from sgpu_magic.errors import UsageError
 from sgpu_magic.files.run_directory import list_below
@@ -178,7 +178,7 @@ def test_a_target_that_can_not_be_written(kept: KeptRuns, capsys: pytest.Capture
 def test_a_folder_with_too_many_files_is_refused(
     kept: KeptRuns, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(find_run, "list_below", functools.partial(list_below, most=3))
+    monkeypatch.setattr(run_files, "list_below", functools.partial(list_below, most=3))
     kept.add(RUN, files={f"work/out/{number}": b"" for number in range(4)} | {"work/few/1": b""})
     assert cli.main(["cp", "7f3a:few", "."]) == 0
     assert cli.main(["cp", "7f3a:out", "."]) == 2

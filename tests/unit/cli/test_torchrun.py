@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import get_args_parser
 
-from sgpu_magic.cli.main import Parser, command_parser
+from sgpu_magic.cli.main import CommandParser, command_parser
 from sgpu_magic.cli.torchrun import COMMANDS, notes, words_for_run
 from sgpu_magic.errors import UsageError
 
@@ -78,7 +78,7 @@ def test_every_option_of_torchrun_is_known(monkeypatch: pytest.MonkeyPatch) -> N
     """And each takes its default from the variable that torchrun takes it from; one that torch adds fails here."""
     for name in [name for name in os.environ if name.startswith("PET_")]:
         monkeypatch.delenv(name)
-    parser = Parser(prog="sgpu torchrun")
+    parser = CommandParser(prog="sgpu torchrun")
     COMMANDS["torchrun"](parser)
     own = {action.dest: action for action in parser._actions}
     for theirs in get_args_parser()._actions:

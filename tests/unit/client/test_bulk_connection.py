@@ -16,7 +16,7 @@ from tcp_proxy import Proxy
 from waiting import eventually
 
 from sgpu_magic.client import bulk_connection
-from sgpu_magic.client.blob_sender import BlobSender, Piece, Sending
+from sgpu_magic.client.blob_sender import BlobContent, BlobSender, Sending
 from sgpu_magic.client.bulk_connection import BulkConnection
 from sgpu_magic.client.link import PoolLink
 from sgpu_magic.client.mirror import Mirror
@@ -58,7 +58,7 @@ def lane_of(link: PoolLink) -> BulkConnection:
 
 
 def upload(link: PoolLink, data: bytes) -> str:
-    (digest,) = BlobSender(link).send([Piece(len(data), lambda: memoryview(data))])
+    (digest,) = BlobSender(link).send([BlobContent(len(data), lambda: memoryview(data))])
     return digest
 
 
@@ -126,7 +126,7 @@ def test_the_connection_takes_over_while_an_upload_is_under_way(pool: FilePool, 
     """Its chunks still arrive in order, so none is sent twice."""
     data = os.urandom(30 * MB)
     sender = BlobSender(link)
-    (digest,) = sender.send([Piece(len(data), lambda: memoryview(data))])
+    (digest,) = sender.send([BlobContent(len(data), lambda: memoryview(data))])
     assert stored(pool, digest) == data
     assert sender.sent_bytes == len(data)
     assert lane_of(link).is_open, link.wire.slow_why

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from sgpu_magic.client import find_run
+from sgpu_magic.client import find_run, run_files
 from sgpu_magic.client.find_run import pool_of, pool_with
 from sgpu_magic.client.pools import PoolStatusReply
 from sgpu_magic.client.pools_file import PoolEntry
@@ -130,7 +130,7 @@ def test_a_run_that_is_nowhere_says_who_was_not_asked(settings: Settings):
 
 
 def test_pools_with_long_lists_are_asked_for_older_runs(settings: Settings, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(find_run, "_NEWEST", 1)
+    monkeypatch.setattr(find_run, "NEWEST_RUNS", 1)
     team, cloud = Pool("team"), Pool("cloud", "ab000001")
     far = PoolStatusReply("far", TEAM, problem="the pool far did not answer.")
     pools = pools_of(
@@ -169,7 +169,7 @@ def test_files_here_are_complete_once_nobody_can_write_them(settings: Settings):
 
 
 def test_files_of_a_run_that_a_pool_is_about_to_list_are_not(settings: Settings, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(find_run, "find_pool", lambda _: object())
+    monkeypatch.setattr(run_files, "find_pool", lambda _: object())
     files = LocalRunFiles(settings, "ab000001")
     files.directory.mkdir(parents=True)
     assert not files.is_over(None)
@@ -201,7 +201,7 @@ def test_a_run_elsewhere_is_named_by_its_pool(settings: Settings, monkeypatch: p
     assert (files.run_id, pool.closed) == ("ab000001", ["ab000001"])
     assert files.row() is None
     assert files.is_over(files.row())
-    monkeypatch.setattr(find_run, "_ROW_EVERY_S", 0.0)
+    monkeypatch.setattr(run_files, "_ROW_EVERY_S", 0.0)
     found = files.row()
     assert found is not None
     assert not files.is_over(found)

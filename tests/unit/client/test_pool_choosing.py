@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from sgpu_magic.client.pool_choosing import (
-    Choice,
     DeviceRequest,
+    PoolSelection,
     PriceBook,
     TypeCount,
     cheapest_type,
@@ -111,7 +111,9 @@ def replace_used(device: Device) -> Device:
 
 def test_reserved_before_on_demand_and_it_says_so():
     answers = [asked(CLOUD, "a10:8"), asked(TEAM, "a10:4")]
-    assert choose(answers, DeviceRequest(2, "a10"), MONEY) == Choice("team", None, "reserved, and has 2 a10 free")
+    assert choose(answers, DeviceRequest(2, "a10"), MONEY) == PoolSelection(
+        "team", None, "reserved, and has 2 a10 free"
+    )
     # a busy reserved pool is paid for too
     busy = [asked(CLOUD, "a10:8"), asked(TEAM, "a10:4", held=4)]
     chosen = choose(busy, DeviceRequest(2, "a10"), MONEY)
@@ -136,7 +138,7 @@ def test_of_on_demand_ones_the_free_and_then_the_cheapest():
 
 def test_this_machines_own_is_for_what_none_has_and_what_is_silent_is_named():
     chosen = choose([asked(TEAM, "a10:4"), silent(CLOUD)], DeviceRequest(2, "h100"), MONEY)
-    assert chosen == Choice("local", None, "this machine's own: team has no 2 h100; cloud can't be reached")
+    assert chosen == PoolSelection("local", None, "this machine's own: team has no 2 h100; cloud can't be reached")
     chosen = choose([silent(TEAM), asked(CLOUD, "a10:4")], DeviceRequest(2, "a10"), MONEY)
     assert chosen.name == "cloud"
     assert chosen.why.endswith("; team can't be reached")

@@ -11,6 +11,7 @@ import pytest
 from scripted_pools import RUN, ScriptedPool, Services, has_run, lacks_runs, spec_of
 from waiting import eventually
 
+from sgpu_magic.client import payload_memory
 from sgpu_magic.client import submitter as module
 from sgpu_magic.client.payload_memory import PayloadMemory
 from sgpu_magic.client.pool import Pool
@@ -136,7 +137,7 @@ def test_a_run_that_no_service_has_needs_no_cancelling(make: Any):
 
 
 def test_a_refused_run_leaves_nothing(make: Any, large: Packed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(module, "fits_memory", lambda _: False)
+    monkeypatch.setattr(payload_memory, "fits_memory", lambda _: False)
     pool = ScriptedPool(refuses)
     submitter = make(pool)
     with pytest.raises(UsageError, match="not like this"):
@@ -174,7 +175,7 @@ def test_memory_is_used_again_once_its_run_is_over(make: Any, large: Packed, mem
 
 
 def test_unused_memory_is_freed_after_a_while(make: Any, large: Packed, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(module, "_IDLE_S", 0.01)
+    monkeypatch.setattr(payload_memory, "_IDLE_S", 0.01)
     memory = PayloadMemory()
     pool = ScriptedPool()
     services = Services(pool)

@@ -24,7 +24,7 @@ from sgpu_magic.functions.compat.notebook.file_system import FileSystem, run_lin
 from sgpu_magic.functions.compat.notebook.names import CellMagics
 from sgpu_magic.functions.compat.notebook.spark import Spark, run_sql
 from sgpu_magic.options import notebook_job
-from sgpu_magic.packages.distributions import Snapshot
+from sgpu_magic.packages.distributions import InstalledPackages
 from sgpu_magic.packages.snapshot import read_snapshot
 from sgpu_magic.payload.namespace import only_in_notebook
 
@@ -461,7 +461,7 @@ def test_python_is_restarted_in_a_kernel_that_goes_on(
     assert capsys.readouterr().out == ""
     # a removed package, and a package without a list of its files
     (site / "fast-2.dist-info" / "RECORD").unlink()
-    assert forget_replaced(taken[-1], Snapshot(()), sys.modules) == [
+    assert forget_replaced(taken[-1], InstalledPackages(()), sys.modules) == [
         "restart the kernel to use the change of fast 2 removed: compiled code of it is loaded."
     ]
 
@@ -494,7 +494,7 @@ def installed(site: Path, name: str, version: str, **files: str) -> None:
     (info / "RECORD").write_text("\n".join(record) + "\n")
 
 
-def snapshot(site: Path) -> Snapshot:
+def snapshot(site: Path) -> InstalledPackages:
     return read_snapshot([str(site)])
 
 

@@ -19,7 +19,7 @@ from sgpu_magic.errors import EnvironmentFailed, UsageError
 from sgpu_magic.packages import environment_request, named_environments
 from sgpu_magic.packages.distributions import normalised
 from sgpu_magic.packages.named_environments import BASE_NAMES, BaseList, base_list
-from sgpu_magic.packages.node.store import Built, Store
+from sgpu_magic.packages.node.store import Built, BuiltEnvironments
 from sgpu_magic.packages.requirement_files import environment_requirements, read_file, snapshot_requirements
 from sgpu_magic.packages.snapshot import take_snapshot
 from sgpu_magic.packages.uv_command import index_variables, uv_path
@@ -492,7 +492,7 @@ def test_export_writes_the_files_that_the_page_names(tmp_path: Path):
 
 
 def build(settings: Settings, name: str, size: int, used_at: float) -> Path:
-    store = Store(settings.environments_path)
+    store = BuiltEnvironments(settings.environments_path)
     lock = store.claim(name)
     assert lock is not None
     building = store.begin(name)
@@ -540,7 +540,7 @@ def test_remove_takes_a_saved_name_or_the_first_digits(settings: Settings, tmp_p
         environments.remove(settings, "0123")
     with pytest.raises(UsageError, match="no environment"):
         environments.remove(settings, "01")
-    lock = Store(settings.environments_path).open(one.name)
+    lock = BuiltEnvironments(settings.environments_path).open(one.name)
     assert lock is not None
     with pytest.raises(UsageError, match="in use"):
         environments.remove(settings, "01234")
@@ -554,7 +554,7 @@ def test_prune_removes_what_nobody_uses(settings: Settings):
     old = build(settings, "0123456789abcdef-00000000", 5000, 1000.0)
     used = build(settings, "1123456789abcdef-00000000", 5000, 1000.0)
     new = build(settings, "2123456789abcdef-00000000", 5000, 1000.0 + 86400 * 3)
-    lock = Store(settings.environments_path).open(used.name)
+    lock = BuiltEnvironments(settings.environments_path).open(used.name)
     assert lock is not None
     os.utime(used / "last-used", (1000.0, 1000.0))
     told = environments.prune(settings, days=2, now=1000.0 + 86400 * 4)

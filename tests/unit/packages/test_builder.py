@@ -16,7 +16,7 @@ from small_index import write_wheel
 from sgpu_magic.packages.node import builder as module
 from sgpu_magic.packages.node.builder import Builder
 from sgpu_magic.packages.node.refusals import BuildFailed
-from sgpu_magic.packages.node.store import BuildMoved, BuildOrder, Built, Store
+from sgpu_magic.packages.node.store import BuildMoved, BuildOrder, Built, BuiltEnvironments
 from sgpu_magic.wire.attachments import Environment, Wheel
 
 NAME = "0" * 32 + "-" + "1" * 8
@@ -82,7 +82,7 @@ def test_a_node_without_torch_can_not_build(tmp_path: Path, monkeypatch: pytest.
 
 def test_an_environment_that_was_finished_meanwhile_is_not_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     builder, moved = builder_of(tmp_path, environment_of())
-    store: Store = builder._store
+    store: BuiltEnvironments = builder._store
     built = Built(prefix="/p", executable="/p/bin/python", sys_path=(), digest="00", packages=0)
     looked: list[int] = []
     real = store.open

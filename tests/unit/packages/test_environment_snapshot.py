@@ -39,8 +39,8 @@ from sgpu_magic.errors import EnvironmentFailed
 from sgpu_magic.packages import snapshot as snapshots
 from sgpu_magic.packages.distributions import (
     Distribution,
+    InstalledPackages,
     Kind,
-    Snapshot,
     is_from_node,
     read_distribution,
     record_hash,
@@ -78,7 +78,7 @@ class Installed:
         return snapshot_of(self.python)
 
     @property
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> InstalledPackages:
         fields = (
             "name",
             "version",
@@ -90,7 +90,7 @@ class Installed:
             "record",
             "location",
         )
-        return Snapshot(
+        return InstalledPackages(
             distributions=tuple(
                 Distribution(kind=Kind(found["kind"]), **{name: found[name] for name in fields})
                 for found in self.told["distributions"]
@@ -560,7 +560,7 @@ def test_where_no_index_is_reached_there_is_no_lock_file_and_the_requirements_sa
 
 def test_what_makes_no_valid_lock_file_costs_the_file_and_nothing_else(tmp_path: Path):
     odd = Distribution("odd", "not a version", Kind.VCS, url="https://host/x.git", commit="c0ffee", vcs="git")
-    lock = make_lock(Snapshot((odd,), executable=sys.executable), tmp_path, index_variables(""))
+    lock = make_lock(InstalledPackages((odd,), executable=sys.executable), tmp_path, index_variables(""))
     assert lock.pylock == ""
     assert "not a valid pylock.toml" in lock.problem
 
@@ -578,7 +578,7 @@ def test_a_lock_is_kept_until_its_wheels_are_gone(lock: Lock, tmp_path: Path):
 
 def test_torch_of_an_own_index_is_locked_as_the_one_that_the_index_has():
     """Without a download: only the wheels' names and hashes are requested."""
-    found = Snapshot(
+    found = InstalledPackages(
         (Distribution("torch", "2.13.0+sgpu.test", Kind.REGISTRY, record="r"),),
         python=f"{sys.version_info.major}.{sys.version_info.minor}",
         executable=sys.executable,
@@ -608,7 +608,7 @@ def test_a_node_is_told_pins_and_wheels_and_what_it_has_itself(installed: Instal
     debian = Distribution("python-apt", "2.6.0", Kind.SYSTEM)
     conda = Distribution("mkl-service", "2.4", Kind.CONDA)
     pip = Distribution("pip", "24.0", Kind.CONDA, record="p")
-    found = Snapshot((*installed.snapshot.distributions, torch, cuda, own, debian, conda, pip), tag="cp311")
+    found = InstalledPackages((*installed.snapshot.distributions, torch, cuda, own, debian, conda, pip), tag="cp311")
     known = Lock(unpublished=lock.unpublished | {"python-apt"})
     ordered = order_of(found, known, torch_mine=False, allow_build=False, build=wheel, repack=wheel)
     environment = ordered.environment
@@ -679,9 +679,9 @@ def test_a_fault_costs_one_runs_files_and_the_next_run_is_told(
 ):
     told: list[KeepEnvironment] = []
     pool: Any = SimpleNamespace(connected=object(), tell=told.append)
-    found, faults = Snapshot(()), ["the disk", "the disk", ""]
+    found, faults = InstalledPackages(()), ["the disk", "the disk", ""]
 
-    def take() -> Snapshot:
+    def take() -> InstalledPackages:
         if fault := faults.pop(0):
             raise OSError(fault)
         return found

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sgpu_magic.packages import lock
-from sgpu_magic.packages.distributions import Distribution, Kind, Snapshot
+from sgpu_magic.packages.distributions import Distribution, InstalledPackages, Kind
 from sgpu_magic.packages.environment_request import order_of
 from sgpu_magic.packages.lock import Lock, lock_order, make_lock
 from sgpu_magic.wire.attachments import Environment
@@ -33,7 +33,7 @@ def installed(site: Path, name: str, *, record: bool = True, size: int = 0) -> D
 def test_each_source_has_its_entry_and_what_is_not_in_the_file_is_said(tmp_path: Path):
     gone = installed(tmp_path / "site", "gone")
     (tmp_path / "site" / "gone" / "__init__.py").unlink()
-    found = Snapshot(
+    found = InstalledPackages(
         (
             installed(tmp_path / "site", "packed"),
             installed(tmp_path / "site", "bare", record=False),
@@ -68,7 +68,7 @@ def test_each_source_has_its_entry_and_what_is_not_in_the_file_is_said(tmp_path:
 def test_a_folder_on_the_path_without_a_project_travels_as_code(tmp_path: Path):
     odd = Distribution("odd", "1.0", Kind.EDITABLE, url=tmp_path.as_uri())
     ordered = order_of(
-        Snapshot((odd,)),
+        InstalledPackages((odd,)),
         Lock(),
         torch_mine=False,
         allow_build=False,
@@ -88,7 +88,7 @@ def test_why_there_is_no_lock_file(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(lock, "_TIMEOUT_S", 0.0)
     for made in (
         lock_order(environment, sys.executable, NOWHERE),
-        make_lock(Snapshot((), executable=sys.executable), tmp_path, NOWHERE),
+        make_lock(InstalledPackages((), executable=sys.executable), tmp_path, NOWHERE),
     ):
         assert made.problem.startswith("`uv pip compile` was stopped after 0 s.")
         assert made.pylock == ""

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from sgpu_magic.errors import EnvironmentFailed, SerializationError
-from sgpu_magic.packages.distributions import Snapshot
+from sgpu_magic.packages.distributions import InstalledPackages
 from sgpu_magic.packages.mismatches import find_left_behind, find_mismatches
 from sgpu_magic.packages.module_references import check_versions
 from sgpu_magic.packages.named_environments import base_list
@@ -65,7 +65,7 @@ class Site:
         return self.install("nvidia-cuda-runtime-cu12", "12.6.77", pure=False)
 
     @property
-    def snapshot(self) -> Snapshot:
+    def snapshot(self) -> InstalledPackages:
         return read_snapshot([str(self.folder)])
 
     def sentences(self, driver: str = "") -> dict[str, bool]:

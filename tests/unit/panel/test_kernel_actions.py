@@ -17,7 +17,7 @@ from waiting import eventually
 
 from sgpu_magic.errors import UsageError
 from sgpu_magic.packages import named_environments
-from sgpu_magic.packages.distributions import Distribution, Kind, Snapshot
+from sgpu_magic.packages.distributions import Distribution, InstalledPackages, Kind
 from sgpu_magic.packages.snapshot import take_snapshot
 from sgpu_magic.panel import kernel_actions, kernel_endpoint, kernel_state
 from sgpu_magic.panel.kernel_actions import KernelActions, accept_choice
@@ -111,7 +111,7 @@ def test_more_differences_than_a_panel_has_room_for_are_counted(make: Any, base:
 def test_own_packages_are_shown_with_what_changed_since_the_kernel_began(make: Any, monkeypatch: pytest.MonkeyPatch):
     place, now = make(), take_snapshot()
     before = [found for found in now.distributions if found.key not in ("six", "packaging")]
-    first = Snapshot(
+    first = InstalledPackages(
         (*before, Distribution("gone", "1.0", Kind.REGISTRY), Distribution("six", "0.1", Kind.REGISTRY)),
         python=now.python,
     )

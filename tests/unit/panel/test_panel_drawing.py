@@ -17,7 +17,7 @@ from sgpu_magic.panel.device_rows import Durations
 from sgpu_magic.panel.orders import Said
 from sgpu_magic.panel.past_runs import RunFilesOfPool, SimulatedUse, month_began, month_line, month_sums
 from sgpu_magic.panel.poller import changes
-from sgpu_magic.panel.pool_state import NO_GPU, RunFiles, pool_choices, pool_picture, run_row
+from sgpu_magic.panel.pool_state import NO_GPU, RunDirectoryInfo, pool_choices, pool_picture, run_row
 from sgpu_magic.panel.schema import PoolPicture, PoolTold, RunParameter, RunRow, RunsTold
 from sgpu_magic.pool.run_log import RunLog
 from sgpu_magic.server.panel_handlers import Outbox
@@ -81,8 +81,8 @@ def picture(*runs: RunSummary, notice: str = "", **others: object) -> PoolPictur
     return pool_picture(asked, RATES, NOW, durations=Durations(runs), notice=notice)
 
 
-def row(of: RunSummary, place: RunFiles | None = None) -> RunRow:
-    return run_row(of, place or RunFiles())
+def row(of: RunSummary, place: RunDirectoryInfo | None = None) -> RunRow:
+    return run_row(of, place or RunDirectoryInfo())
 
 
 # ------------------------------------------------------------ devices and their types
@@ -224,7 +224,7 @@ def test_a_row_says_what_its_run_does(of: RunSummary, tone: str, words: str):
 
 
 def test_a_row_has_what_its_clock_and_its_buttons_need():
-    drawn = row(run(idle_ends_at=NOW + 60), RunFiles(here=True, tracked_url="https://mlflow/1"))
+    drawn = row(run(idle_ends_at=NOW + 60), RunDirectoryInfo(here=True, tracked_url="https://mlflow/1"))
     assert (drawn.short_id, drawn.name, drawn.kind) == ("0000", "train_digits", "cell")
     assert (drawn.submitted_at, drawn.started_at, drawn.metered_at) == (NOW - 200, NOW - 134, NOW - 135)
     assert (drawn.hourly, drawn.cost, drawn.currency) == (5.0, None, "USD")
@@ -232,7 +232,7 @@ def test_a_row_has_what_its_clock_and_its_buttons_need():
     assert (drawn.here, drawn.tracked_url, drawn.idle_ends_at) == (True, "https://mlflow/1", NOW + 60)
     assert row(run(state=RunState.SUCCEEDED, cost=0.3)).cost == 0.3
     told = (RunParameter(name="lr", value="0.1"),)
-    assert row(run(), RunFiles(here=True, parameters=told)).parameters == told
+    assert row(run(), RunDirectoryInfo(here=True, parameters=told)).parameters == told
     assert drawn.parameters == ()
 
 
@@ -284,7 +284,7 @@ def test_a_run_whose_directory_is_here_says_so_and_where_it_is_tracked(tmp_path:
     places = RunFilesOfPool(tmp_path / "runs", lambda: clock)
     mine, ended = run("0000000a"), run("0000000b", RunState.SUCCEEDED, ended_at=NOW - 3600)
     places.look()
-    assert places.of(mine, NOW) == RunFiles()
+    assert places.of(mine, NOW) == RunDirectoryInfo()
     for made in (mine, ended):
         (tmp_path / "runs" / made.run_id).mkdir(parents=True)
     log = RunLog(tmp_path / "runs" / ended.run_id, ended.run_id)
@@ -302,16 +302,16 @@ def test_a_run_whose_directory_is_here_says_so_and_where_it_is_tracked(tmp_path:
     log.close()
     places.look()
     told = (RunParameter(name="lr", value="0.1"),)
-    assert places.of(mine, NOW) == RunFiles(here=True)
-    assert places.of(ended, NOW) == RunFiles(here=True, parameters=told)
+    assert places.of(mine, NOW) == RunDirectoryInfo(here=True)
+    assert places.of(ended, NOW) == RunDirectoryInfo(here=True, parameters=told)
     for made in (mine, ended):
         written = json.dumps({"url": f"https://mlflow/{made.run_id}", "more": 1})
         (tmp_path / "runs" / made.run_id / "tracking.json").write_text(written)
-    assert places.of(mine, NOW) == RunFiles(here=True)
+    assert places.of(mine, NOW) == RunDirectoryInfo(here=True)
     clock += 6.0
-    assert places.of(mine, NOW) == RunFiles(here=True, tracked_url="https://mlflow/0000000a")
+    assert places.of(mine, NOW) == RunDirectoryInfo(here=True, tracked_url="https://mlflow/0000000a")
     # it ended long ago, and its files were looked up after that
-    assert places.of(ended, NOW) == RunFiles(here=True, parameters=told)
+    assert places.of(ended, NOW) == RunDirectoryInfo(here=True, parameters=told)
     (tmp_path / "runs" / mine.run_id / "tracking.json").unlink()
     assert places.of(mine, NOW).tracked_url
 
@@ -322,7 +322,7 @@ def test_only_web_pages_become_links(tmp_path: Path, url: str):
     (tmp_path / "0000000a" / "tracking.json").write_text(json.dumps({"url": url}))
     places = RunFilesOfPool(tmp_path)
     places.look()
-    assert places.of(run("0000000a"), NOW) == RunFiles(here=True)
+    assert places.of(run("0000000a"), NOW) == RunDirectoryInfo(here=True)
 
 
 # ------------------------------------------------------------ use of simulated devices

@@ -13,7 +13,7 @@ import pytest
 from sgpu_magic.config import Settings
 from sgpu_magic.panel.plan import Plan, plan
 from sgpu_magic.runs.choice import packages as chosen_packages
-from sgpu_magic.runs.choice.keeper import Held
+from sgpu_magic.runs.choice.keeper import CurrentChoice
 from sgpu_magic.runs.choice.schema import Choice
 from sgpu_magic.wire.base import RunState
 from sgpu_magic.wire.devices import Device, Inventory
@@ -77,8 +77,8 @@ class Place:
 A10 = "On a10, the smallest type that is free; --type takes another of a10, h100."
 
 
-def planned(place: Place, choice: Choice, *, connect: bool = False, held: Held | None = None) -> Plan:
-    return plan(place, held or Held(), choice, connect=connect)  # type: ignore[arg-type]
+def planned(place: Place, choice: Choice, *, connect: bool = False, held: CurrentChoice | None = None) -> Plan:
+    return plan(place, held or CurrentChoice(), choice, connect=connect)  # type: ignore[arg-type]
 
 
 @pytest.fixture
@@ -168,14 +168,14 @@ def test_waiting_is_told_before(tmp_path: Path, choice: Choice, told: PoolStatus
 @pytest.mark.parametrize(
     ("held", "connect", "button"),
     [
-        (Held(), False, "Apply"),
-        (Held(), True, "Apply and connect"),
-        (Held(Choice(gpus=2, type="a10"), True), True, "Connect"),
-        (Held(Choice(gpus=2, type="a10"), False), True, "Apply and connect"),
-        (Held(Choice(gpus=1, type="a10"), True), True, "Apply and connect"),
+        (CurrentChoice(), False, "Apply"),
+        (CurrentChoice(), True, "Apply and connect"),
+        (CurrentChoice(Choice(gpus=2, type="a10"), True), True, "Connect"),
+        (CurrentChoice(Choice(gpus=2, type="a10"), False), True, "Apply and connect"),
+        (CurrentChoice(Choice(gpus=1, type="a10"), True), True, "Apply and connect"),
     ],
 )
-def test_the_button_says_what_is_done(place: Place, held: Held, connect: bool, button: str):
+def test_the_button_says_what_is_done(place: Place, held: CurrentChoice, connect: bool, button: str):
     assert planned(place, Choice(gpus=2, type="A10"), connect=connect, held=held).picture.button == button
 
 

@@ -16,7 +16,7 @@ import zmq
 from file_pool import STORE, FilePool
 from strangers import has_ended
 
-from sgpu_magic.client.blob_sender import BlobSender, Piece
+from sgpu_magic.client.blob_sender import BlobContent, BlobSender
 from sgpu_magic.errors import PoolError
 from sgpu_magic.pool import remote_clients
 from sgpu_magic.pool.remote_clients import ConnectionLimit
@@ -97,6 +97,6 @@ def test_a_client_too_many_of_a_user_is_told_so(tmp_path: Path, monkeypatch: pyt
         with pytest.raises(PoolError, match=f"User {STORE} has 2 notebooks and commands connected"):
             pool.link()
         # existing clients are not affected, nor is a new one once there is room again
-        assert BlobSender(first).send([Piece(4, lambda: memoryview(b"data"))])
+        assert BlobSender(first).send([BlobContent(4, lambda: memoryview(b"data"))])
         pool.do(lambda: pool.remote.drop(pool.remote.clients[-1]))
         links.callback(pool.link().close)

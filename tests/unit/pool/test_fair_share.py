@@ -11,7 +11,7 @@ from simulated_cluster import Driven, cluster, spec
 from sgpu_magic.config.pool_terms import read_limits, read_priorities, read_quotas
 from sgpu_magic.pool.scheduling.capacity import QueueKey
 from sgpu_magic.pool.scheduling.fair_share import FairShare
-from sgpu_magic.pool.scheduling.run import Run
+from sgpu_magic.pool.scheduling.run import ScheduledRun
 from sgpu_magic.pool.scheduling.scheduler import Scheduler
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.run import RunSpec
@@ -89,7 +89,7 @@ def test_what_was_used_lately_counts_and_is_forgotten_with_time() -> None:
 
 def test_what_was_used_counts_half_after_the_half_life() -> None:
     share = FairShare(half_life_s=3600.0)
-    run = Run(spec("alice0000", 4, user="alice"))
+    run = ScheduledRun(spec("alice0000", 4, user="alice"))
     lease = Lease(lease_id="l", device_type="h100", ranks=4, uuids=("GPU-0", "GPU-1", "GPU-2", "GPU-3"))
     share.took(run, lease, 0.0)
     share.gave_back(run, lease, 3600.0)

@@ -24,7 +24,7 @@ from sgpu_magic.pool.active_runs import ActiveRuns, PoolRun
 from sgpu_magic.pool.adoption import Adoption
 from sgpu_magic.pool.billing import Billing
 from sgpu_magic.pool.health import Guard
-from sgpu_magic.pool.instructions import Instructions, Launches
+from sgpu_magic.pool.instructions import Instructions, LaunchHandler
 from sgpu_magic.pool.ledger import Ledger
 from sgpu_magic.pool.parts import FreshInventory
 from sgpu_magic.pool.scheduling import stimuli as sched
@@ -95,7 +95,7 @@ class Service:
             feed=self.heard.append,
         )
         kept: Any = SimpleNamespace(link=lambda *_: None)
-        self.launches = Launches(self.parts, kept)
+        self.launches = LaunchHandler(self.parts, kept)
         submissions: Any = SimpleNamespace(unprepare=lambda run: self.heard.append("unprepare"))
         tracker: Any = SimpleNamespace(follow=lambda run: self.heard.append(f"track {run.run_id}"))
         self.instructions = Instructions(self.parts, self.launches, submissions, tracker)
@@ -173,7 +173,7 @@ def test_a_run_is_recorded_with_its_first_instruction_and_ends_with_its_last(tmp
         heard = service.take()
         assert [type(each).__name__ for each in heard] == ["Accepted", "str", "tuple"]
         assert heard[1:] == ["track 000000a1", (run.run_id, RunState.CANCELLED, "asked")]
-        obey(sched.EndRun(run.run_id, RunState.TIMED_OUT, "no device within 5 s"))
+        obey(sched.EndUnstartedRun(run.run_id, RunState.TIMED_OUT, "no device within 5 s"))
         assert service.take() == ["unprepare"]
         assert service.active.get(run.run_id) is None
         kinds = [type(body).__name__ for body in service.events()]
@@ -204,7 +204,7 @@ def test_a_run_that_can_not_be_recorded_is_refused_and_started_nowhere(tmp_path:
             assert text.startswith(f"the pool can't record the run in {service.settings.runs_path}: ")
             await asyncio.sleep(0)
             (over,) = service.take()
-            assert isinstance(over, sched.RunOver)
+            assert isinstance(over, sched.RanksReaped)
             assert (over.run_id, over.state) == (run.run_id, RunState.FAILED)
 
     served(tmp_path, story)
@@ -399,7 +399,7 @@ def test_a_fault_ends_one_run(tmp_path: Path, capfd: pytest.CaptureFixture[str])
         for each in service.take():
             told[type(each).__name__].append(each.run_id)
         # the run with ordered ranks is over only when they are gone
-        assert told == {"RunOver": ["000000a1", "000000a3", "000000a4"], "RunMoved": ["000000a2"]}
+        assert told == {"RanksReaped": ["000000a1", "000000a3", "000000a4"], "RunMoved": ["000000a2"]}
         assert [run.run_id for run in service.active.going] == ["000000a2"]
         ended = service.events("000000a2")[-1]
         assert isinstance(ended, ev.RunEnded)

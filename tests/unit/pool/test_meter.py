@@ -22,19 +22,19 @@ from sgpu_magic.pool.billing import Billing, IdleMeter, budget_of, budget_state
 from sgpu_magic.pool.ledger import Ledger, Metered
 from sgpu_magic.pool.ledger_database import MIGRATIONS, migrate
 from sgpu_magic.pool.scheduling.costs import DAY_S, Budget, Tariff, tariff_of
-from sgpu_magic.pool.scheduling.run import Bill, Meter, Run, bill, rough
+from sgpu_magic.pool.scheduling.run import Bill, Meter, ScheduledRun, bill, rough
 from sgpu_magic.pool.scheduling.scheduler import Scheduler
 from sgpu_magic.pool.scheduling.stimuli import (
-    EndRun,
+    EndUnstartedRun,
     Instruction,
     LaunchRun,
     LeaseFreed,
     MoveRun,
     PublishNote,
+    RanksReaped,
     RefuseRun,
     RunAdopted,
     RunMoved,
-    RunOver,
     StopRun,
     TimePassed,
 )
@@ -350,7 +350,7 @@ def test_a_run_has_a_bounded_number_of_ranks() -> None:
 def test_a_run_that_was_taken_over_is_not_told_twice_and_is_stopped_in_time() -> None:
     machine = scheduler()
     lease = Lease(lease_id="1", device_type="a10", ranks=2, uuids=("GPU-a10-0", "GPU-a10-1"))
-    out = machine.handle(RunAdopted(Run(limited(A), RunState.RUNNING), lease, metered_at=0.0), 45.0)
+    out = machine.handle(RunAdopted(ScheduledRun(limited(A), RunState.RUNNING), lease, metered_at=0.0), 45.0)
     assert remarks(out) == {}
     assert machine.next_deadline() == pytest.approx(50.0)
     assert A in stops(machine.handle(TimePassed(), 50.0))
@@ -412,12 +412,12 @@ def test_runs_that_wait_end_when_the_budget_does() -> None:
     submit(machine, spec(B, 2), now=1.0)
     out = machine.handle(TimePassed(), 50.0)
     assert stops(out).keys() == {A}
-    ends = [one for one in out if isinstance(one, EndRun)]
+    ends = [one for one in out if isinstance(one, EndUnstartedRun)]
     assert [(one.run_id, one.state, one.kind) for one in ends] == [(B, RunState.FAILED, FailureKind.CAPACITY)]
     assert "is used up" in ends[0].reason
     # all of its cost is kept: in whole seconds, until it was over
     machine.handle(RunMoved(A, RunState.TIMED_OUT), 52.5)
-    machine.handle(RunOver(A, RunState.TIMED_OUT), 53.0)
+    machine.handle(RanksReaped(A, RunState.TIMED_OUT), 53.0)
     (refused,) = submit(machine, spec(C), now=53.0)
     assert isinstance(refused, RefuseRun)
     assert "have cost $1.06 in that time. There is room again in 1 d;" in refused.message
@@ -473,12 +473,12 @@ def test_runs_of_the_version_before_the_meter_have_none(tmp_path: Path) -> None:
 LEASE = Lease(lease_id="l", device_type="a10", ranks=2, uuids=("u", "v"))
 
 
-def metered(wanted: RunSpec, hourly: float | None, since: float) -> Run:
+def metered(wanted: RunSpec, hourly: float | None, since: float) -> ScheduledRun:
     """A metered run, as the scheduler holds it."""
-    return Run(wanted, RunState.RUNNING, meter=Meter(LEASE, hourly, since))
+    return ScheduledRun(wanted, RunState.RUNNING, meter=Meter(LEASE, hourly, since))
 
 
-def adopt(billing: Billing, run: Run, launched_at: float, now: float) -> None:
+def adopt(billing: Billing, run: ScheduledRun, launched_at: float, now: float) -> None:
     """Continue the run with the meter from the ledger."""
     since, hourly = billing.adopted(run, LEASE, launched_at, now)
     run.meter = Meter(LEASE, hourly, since)
@@ -496,7 +496,7 @@ def test_no_step_of_the_wall_clock_changes_what_is_billed(tmp_path: Path, step_s
     assert (ended.gpu_s, ended.cost) == (16.0, pytest.approx(0.16))
     # the next service reads the ledger, after the wall clock was set
     ledger.update(A, meter=Metered(metered_at=wall + step_s))
-    again, later = Run(run.spec, RunState.RUNNING), Billing(ledger, TARIFF)
+    again, later = ScheduledRun(run.spec, RunState.RUNNING), Billing(ledger, TARIFF)
     adopt(later, again, wall, 55.0)
     ended, meter = later.ended(again, RunEnded(state=RunState.SUCCEEDED), 58.0)
     assert (ended.gpu_s, ended.cost) == (16.0, pytest.approx(0.16))
@@ -510,7 +510,7 @@ def test_what_was_begun_before_the_machine_was_started_anew_goes_by_the_wall_clo
     run, billing = metered(spec(A, 2), 72.0, 90_000.0), Billing(ledger, TARIFF)
     ledger.record(run.spec, RunState.QUEUED)
     ledger.update(A, meter=billing.begun(run, RunState.STARTING, time.time() - 100.0, 90_000.0))
-    again = Run(run.spec, RunState.RUNNING)
+    again = ScheduledRun(run.spec, RunState.RUNNING)
     adopt(billing, again, time.time(), 20.0)
     assert again.meter.since == pytest.approx(-80.0, abs=5.0)
     ledger.close()
@@ -522,7 +522,7 @@ def test_a_price_that_was_changed_is_not_that_of_a_run_that_goes_on(tmp_path: Pa
     ledger.record(run.spec, RunState.QUEUED)
     ledger.update(A, meter=billing.placed(run, LEASE))
     ledger.update(A, meter=billing.begun(run, RunState.STARTING, time.time(), 50.0))
-    again, dearer = Run(run.spec, RunState.RUNNING), Tariff(read_prices("a10=360"))
+    again, dearer = ScheduledRun(run.spec, RunState.RUNNING), Tariff(read_prices("a10=360"))
     machine = scheduler(tariff=dearer)
     since, hourly = Billing(ledger, dearer).adopted(again, LEASE, time.time(), 55.0)
     machine.handle(RunAdopted(again, LEASE, since, hourly=hourly), 55.0)
@@ -537,12 +537,12 @@ def test_a_price_that_was_changed_is_not_that_of_a_run_that_goes_on(tmp_path: Pa
 def test_what_had_ended_before_another_service_came_is_not_paid_for_twice() -> None:
     budget = Budget(100.0, 1, [(0.0, 2.0)])
     machine = scheduler(budget)
-    machine.handle(RunAdopted(Run(spec(A, 2), RunState.SUCCEEDED), LEASE, 0.0), 50.0)
+    machine.handle(RunAdopted(ScheduledRun(spec(A, 2), RunState.SUCCEEDED), LEASE, 0.0), 50.0)
     for now in (60.0, 70.0):
         state = budget_state(budget, machine.runs, "USD", now)
         assert state is not None
         assert state.spent == 2.0
-    machine.handle(RunOver(A, RunState.SUCCEEDED), 80.0)
+    machine.handle(RanksReaped(A, RunState.SUCCEEDED), 80.0)
     assert budget.spent(80.0) == 2.0
 
 
@@ -564,7 +564,7 @@ def test_no_step_of_the_wall_clock_changes_a_sessions_idle_time(
         billing.ended(cell, RunEnded(state=RunState.SUCCEEDED), 65.0)
         ledger.update(B, ended_at=true() + 5)
     monkeypatch.setattr(time, "time", lambda: true() + step_s)
-    session, cell = Run(session.spec, RunState.RUNNING), Run(cell.spec, RunState.RUNNING)
+    session, cell = ScheduledRun(session.spec, RunState.RUNNING), ScheduledRun(cell.spec, RunState.RUNNING)
     later = Billing(ledger, TARIFF)
     adopt(later, session, true(), 70.0)
     if runs_on:

@@ -12,7 +12,7 @@ from sgpu_magic.config.pool_terms import read_prices
 from sgpu_magic.pool.scheduling.costs import Tariff
 from sgpu_magic.pool.scheduling.scheduler import Scheduler
 from sgpu_magic.pool.scheduling.stimuli import (
-    EndRun,
+    EndUnstartedRun,
     InventoryChanged,
     LaunchRun,
     LeaseGranted,
@@ -408,6 +408,6 @@ def test_a_run_that_was_being_cancelled_when_its_node_was_lost_does_not_come_bac
     pool.begin(A)
     pool.cancel(A)
     out = pool.feed(RunRequeued(A, "node host-n1 was lost"))
-    assert any(isinstance(one, EndRun) and one.state is RunState.CANCELLED for one in out)
+    assert any(isinstance(one, EndUnstartedRun) and one.state is RunState.CANCELLED for one in out)
     assert pool.scheduler.runs == ()
     assert pool.scheduler.holder("GPU-n1-0") is None

@@ -18,22 +18,22 @@ from scheduler_requests import gpus, launched, node, refusal, running, spec, sub
 from sgpu_magic import errors, pool
 from sgpu_magic.pool.scheduling.capacity import CPU_LINE, QueueKey, ResourceRequest, line_of
 from sgpu_magic.pool.scheduling.placement import FreeCapacity
-from sgpu_magic.pool.scheduling.run import Run, span
+from sgpu_magic.pool.scheduling.run import ScheduledRun, span
 from sgpu_magic.pool.scheduling.scheduler import Scheduler
 from sgpu_magic.pool.scheduling.stimuli import (
     CancelRequested,
-    EndRun,
+    EndUnstartedRun,
     InventoryChanged,
     LaunchRun,
     LeaseFreed,
     LeaseRefused,
     MoveRun,
     PublishQueueStatus,
+    RanksReaped,
     RanksRemain,
     RefuseRun,
     RunAdopted,
     RunMoved,
-    RunOver,
     RunSubmitted,
     Stimulus,
     StopRun,
@@ -71,7 +71,7 @@ def test_two_runs_never_share_a_device_and_a_freed_one_is_used_again() -> None:
     assert first.lease_id != second.lease_id
     assert scheduler.holder("GPU-a10-2") == B
     running(scheduler, A)
-    assert scheduler.handle(RunOver(A, RunState.SUCCEEDED), 1.0) == [MoveRun(A, RunState.SUCCEEDED)]
+    assert scheduler.handle(RanksReaped(A, RunState.SUCCEEDED), 1.0) == [MoveRun(A, RunState.SUCCEEDED)]
     assert scheduler.holder("GPU-a10-0") is None
     assert launched(submit(scheduler, spec(C, 2)))[C].uuids == first.uuids
 
@@ -83,7 +83,7 @@ def test_ranks_that_are_done_hold_their_devices_until_they_are_reaped() -> None:
     running(scheduler, A)
     assert scheduler.handle(RunMoved(A, RunState.SUCCEEDED), 1.0) == [MoveRun(A, RunState.SUCCEEDED)]
     assert scheduler.holder("GPU-a10-0") == A
-    out = scheduler.handle(RunOver(A, RunState.FAILED), 2.0)
+    out = scheduler.handle(RanksReaped(A, RunState.FAILED), 2.0)
     assert list(launched(out)) == [B]
     assert not [one for one in out if isinstance(one, MoveRun)]  # A ended in the state that it reported first
 
@@ -99,14 +99,14 @@ def test_devices_that_are_given_back_before_the_last_word_are_the_next_runs() ->
     assert scheduler.next_deadline() is None, "no process of it is left that could be stopped"
     running(scheduler, B, 2.0)
     assert scheduler.handle(RunMoved(A, RunState.SUCCEEDED), 3.0) == [MoveRun(A, RunState.SUCCEEDED)]
-    assert scheduler.handle(RunOver(A, RunState.FAILED), 4.0) == []
+    assert scheduler.handle(RanksReaped(A, RunState.FAILED), 4.0) == []
     assert scheduler.holder("GPU-a10-0") == B
     # both are adopted by another service, the first before its end was reported
     another = Scheduler(node(*gpus(1)))
-    another.handle(RunAdopted(Run(spec(B), RunState.RUNNING), lease[B], 2.0), 5.0)
-    another.handle(RunAdopted(Run(spec(A), RunState.RUNNING), lease[B], 0.0, freed=True), 5.0)
+    another.handle(RunAdopted(ScheduledRun(spec(B), RunState.RUNNING), lease[B], 2.0), 5.0)
+    another.handle(RunAdopted(ScheduledRun(spec(A), RunState.RUNNING), lease[B], 0.0, freed=True), 5.0)
     assert another.holder("GPU-a10-0") == B
-    another.handle(RunOver(A, RunState.SUCCEEDED), 6.0)
+    another.handle(RanksReaped(A, RunState.SUCCEEDED), 6.0)
     assert another.holder("GPU-a10-0") == B
 
 
@@ -210,7 +210,7 @@ def test_more_ranks_than_slots_take_them_all_and_the_lease_says_so() -> None:
     scheduler = Scheduler(node(slots=16, cores=2))
     submit(scheduler, spec(A, 1, "cpu"))
     assert submit(scheduler, spec(B, 64, "cpu")) == [PublishQueueStatus(B, 1, "needs 1 more CPU slot")]
-    lease = launched(scheduler.handle(RunOver(A, RunState.FAILED), 1.0))[B]
+    lease = launched(scheduler.handle(RanksReaped(A, RunState.FAILED), 1.0))[B]
     assert (lease.ranks, lease.cpu_slots, lease.note) == (64, 16, "64 ranks share 2 cores (16 slots)")
     assert scheduler.cpu_slots_free == 0
     lease = launched(submit(Scheduler(node(slots=1, cores=1)), spec(A, 2, "cpu")))[A]
@@ -245,7 +245,7 @@ def test_an_unavailable_device_is_for_no_request() -> None:
     why = "1 is unavailable (its lock is a link. Have root remove it)"
     assert PublishQueueStatus(A, 1, f"needs 1 more A10; {why}") in submit(scheduler, spec(A, 2, allow_busy=True))
     assert launched(submit(scheduler, spec(B, 1)))[B].uuids == ("GPU-a10-1",)
-    scheduler.handle(RunOver(B, RunState.FAILED), 5.0)
+    scheduler.handle(RanksReaped(B, RunState.FAILED), 5.0)
     assert list(launched(scheduler.handle(InventoryChanged(inventory), 6.0))) == [A]
 
 
@@ -276,7 +276,7 @@ def test_a_refused_lease_goes_back_to_its_place_with_the_devices_barred() -> Non
     assert PublishQueueStatus(A, 1, f"needs 2 more A10; {why}") in out
     assert submit(scheduler, spec(C, 1, allow_busy=True)) == [PublishQueueStatus(C, 2, f"needs 1 more A10; {why}")]
     scheduler.handle(CancelRequested(C, ""), 2.0)
-    scheduler.handle(RunOver(B, RunState.FAILED), 2.0)
+    scheduler.handle(RanksReaped(B, RunState.FAILED), 2.0)
     # the next inventory retries it, first in its queue
     out = scheduler.handle(InventoryChanged(node(*gpus(2))), 3.0)
     assert launched(out)[A].uuids == ("GPU-a10-0", "GPU-a10-1")
@@ -303,7 +303,7 @@ def test_a_refused_lease_of_a_run_that_would_not_wait_ends_it() -> None:
     scheduler = Scheduler(node(*gpus(1)))
     submit(scheduler, spec(A, wait_s=0.0))
     moved, ended = scheduler.handle(LeaseRefused(A, ("GPU-a10-0",), "locked"), 1.0)
-    assert isinstance(ended, EndRun)
+    assert isinstance(ended, EndUnstartedRun)
     assert moved == MoveRun(A, RunState.FAILED, ended.reason)
     assert ended.reason.startswith("the run needs 1 A10, 0 are free, and it does not wait: 1 is in use outside")
     assert ended.reason.count("the pool (locked). Queue it with --wait 10m")
@@ -327,7 +327,7 @@ def test_first_come_first_served_with_positions_told_once() -> None:
     assert submit(scheduler, spec(B), 1.0) == [PublishQueueStatus(B, 1, "needs 1 more A10")]
     assert submit(scheduler, spec(C), 2.0) == [PublishQueueStatus(C, 2, "needs 1 more A10")]
     assert scheduler.handle(TimePassed(), 3.0) == []
-    out = scheduler.handle(RunOver(A, RunState.FAILED), 4.0)
+    out = scheduler.handle(RanksReaped(A, RunState.FAILED), 4.0)
     assert list(launched(out)) == [B]
     assert PublishQueueStatus(C, 1, "needs 1 more A10") in out
 
@@ -340,7 +340,7 @@ def test_each_type_has_a_line_of_its_own() -> None:
         (told,) = submit(scheduler, spec(f"1000000{number}", 1, kind))
         assert isinstance(told, PublishQueueStatus)
         assert told.position == 1
-    assert list(launched(scheduler.handle(RunOver("00000001", RunState.FAILED), 1.0))) == ["10000001"]
+    assert list(launched(scheduler.handle(RanksReaped("00000001", RunState.FAILED), 1.0))) == ["10000001"]
 
 
 def test_a_later_run_that_fits_passes_one_that_does_not() -> None:
@@ -359,13 +359,13 @@ def test_a_run_passed_over_for_long_keeps_freed_devices() -> None:
     assert scheduler.next_deadline() is None  # waiting alone is not being passed over
     assert list(launched(submit(scheduler, spec(C, 1), 200.0))) == [C]
     assert scheduler.next_deadline() == 800.0
-    scheduler.handle(RunOver(C, RunState.FAILED), 300.0)
+    scheduler.handle(RanksReaped(C, RunState.FAILED), 300.0)
     assert list(launched(submit(scheduler, spec(C, 1), 799.0))) == [C]  # within the limit, it still passes
     assert scheduler.handle(TimePassed(), 800.0) == [
         PublishQueueStatus(B, 1, "needs 2 more A10; freed ones are reserved for it")
     ]
     assert scheduler.next_deadline() is None
-    scheduler.handle(RunOver(C, RunState.FAILED), 900.0)
+    scheduler.handle(RanksReaped(C, RunState.FAILED), 900.0)
     kept = "the free ones are reserved for run bbbb, which has waited longer"
     assert submit(scheduler, spec(D, 1), 901.0) == [PublishQueueStatus(D, 2, kept)]
     # other queues are not affected
@@ -373,7 +373,7 @@ def test_a_run_passed_over_for_long_keeps_freed_devices() -> None:
     # a run that does not wait gets the same reason
     refused = refusal(submit(scheduler, spec("ffff0000", 1, wait_s=0.0), 903.0))
     assert f"the run needs 1 A10, 1 is free, and it does not wait: {kept}." in refused.message
-    out = scheduler.handle(RunOver(A, RunState.FAILED), 904.0)
+    out = scheduler.handle(RanksReaped(A, RunState.FAILED), 904.0)
     assert list(launched(out)) == [B]
     assert PublishQueueStatus(D, 1, "needs 1 more A10") in out
 
@@ -383,7 +383,7 @@ def test_when_the_run_that_devices_were_kept_for_is_cancelled_the_next_goes() ->
     submit(scheduler, spec(A, 1))
     submit(scheduler, spec(B, 2))
     submit(scheduler, spec(C, 1))
-    scheduler.handle(RunOver(C, RunState.FAILED), 1.0)
+    scheduler.handle(RanksReaped(C, RunState.FAILED), 1.0)
     assert launched(submit(scheduler, spec(D, 1), 1.0)) == {}
     assert list(launched(scheduler.handle(CancelRequested(B, "enough"), 2.0))) == [D]
 
@@ -393,10 +393,10 @@ def test_when_the_run_that_devices_were_kept_for_gives_up_the_next_goes() -> Non
     submit(scheduler, spec(A, 1))
     submit(scheduler, spec(B, 2, wait_s=10.0))
     submit(scheduler, spec(C, 1))
-    scheduler.handle(RunOver(C, RunState.FAILED), 1.0)
+    scheduler.handle(RanksReaped(C, RunState.FAILED), 1.0)
     submit(scheduler, spec(D, 1), 1.0)
     out = scheduler.handle(TimePassed(), 10.0)
-    assert [type(one) for one in out] == [MoveRun, EndRun, LaunchRun]
+    assert [type(one) for one in out] == [MoveRun, EndUnstartedRun, LaunchRun]
     assert list(launched(out)) == [D]
 
 
@@ -405,7 +405,7 @@ def test_nothing_is_kept_for_a_run_that_could_not_use_it() -> None:
     submit(scheduler, spec(A, 1))
     submit(scheduler, spec(B, 2))
     submit(scheduler, spec(C, 1))
-    scheduler.handle(RunOver(C, RunState.FAILED), 1.0)
+    scheduler.handle(RanksReaped(C, RunState.FAILED), 1.0)
     assert launched(submit(scheduler, spec(D, 1), 1.0)) == {}
     # a device disappears: no ended run would let B start now, so B blocks no other run
     out = scheduler.handle(InventoryChanged(node(*gpus(2)[1:])), 2.0)
@@ -413,8 +413,8 @@ def test_nothing_is_kept_for_a_run_that_could_not_use_it() -> None:
     assert PublishQueueStatus(B, 1, "needs 2 more A10; the pool has only 1 A10 now") in out
     # the device returns, and B gets its turn back
     scheduler.handle(InventoryChanged(node(*gpus(2))), 3.0)
-    scheduler.handle(RunOver(A, RunState.FAILED), 4.0)
-    assert list(launched(scheduler.handle(RunOver(D, RunState.FAILED), 5.0))) == [B]
+    scheduler.handle(RanksReaped(A, RunState.FAILED), 4.0)
+    assert list(launched(scheduler.handle(RanksReaped(D, RunState.FAILED), 5.0))) == [B]
 
 
 def test_a_large_run_gets_its_turn_under_a_stream_of_small_ones() -> None:
@@ -425,7 +425,7 @@ def test_a_large_run_gets_its_turn_under_a_stream_of_small_ones() -> None:
         out = submit(scheduler, spec(A, 4) if step == 5 else spec(f"{step:08x}", 1), now)
         for run in scheduler.runs:  # each small run lasts 120 s, so 4 run at any time
             if run.lease is not None and run.run_id != A and now >= started.get(run.run_id, now) + 120.0:
-                out += scheduler.handle(RunOver(run.run_id, RunState.FAILED), now)
+                out += scheduler.handle(RanksReaped(run.run_id, RunState.FAILED), now)
         started |= dict.fromkeys(launched(out), now)
         if A in started:
             break
@@ -449,7 +449,7 @@ def test_a_waiting_run_whose_devices_vanish_goes_on_waiting_and_says_why() -> No
     ]
     assert scheduler.run(A) is not None  # the agent reports its end
     moved, ended = scheduler.handle(TimePassed(), 60.0)
-    assert (type(moved), type(ended)) == (MoveRun, EndRun)
+    assert (type(moved), type(ended)) == (MoveRun, EndUnstartedRun)
 
 
 def test_an_id_is_submitted_once() -> None:
@@ -485,7 +485,7 @@ def test_a_held_run_can_be_cancelled() -> None:
     scheduler = Scheduler()
     submit(scheduler, spec(A))
     out = scheduler.handle(CancelRequested(A, "enough"), 0.5)
-    assert out == [MoveRun(A, RunState.CANCELLED, "enough"), EndRun(A, RunState.CANCELLED, "enough")]
+    assert out == [MoveRun(A, RunState.CANCELLED, "enough"), EndUnstartedRun(A, RunState.CANCELLED, "enough")]
 
 
 # ---------------------------------------------------------------- times
@@ -520,7 +520,7 @@ def test_waiting_ends_at_its_time_as_a_failure_of_capacity() -> None:
     assert scheduler.next_deadline() == 610.0
     assert scheduler.handle(TimePassed(), 609.9) == []
     moved, ended = scheduler.handle(TimePassed(), 610.0)
-    assert isinstance(ended, EndRun)
+    assert isinstance(ended, EndUnstartedRun)
     assert (ended.run_id, ended.state) == (B, RunState.FAILED)
     assert ended.reason == (
         "1 A10 did not become free within 10 min: 1 is held by run aaaa. Wait longer with --wait, ask for "
@@ -534,7 +534,7 @@ def test_devices_that_come_at_the_last_moment_are_taken() -> None:
     scheduler = Scheduler(node(*gpus(1)))
     submit(scheduler, spec(A))
     submit(scheduler, spec(B, wait_s=600.0))
-    assert list(launched(scheduler.handle(RunOver(A, RunState.FAILED), 600.0))) == [B]
+    assert list(launched(scheduler.handle(RanksReaped(A, RunState.FAILED), 600.0))) == [B]
 
 
 def test_the_time_limit_counts_from_the_start_and_stops_the_run() -> None:
@@ -553,7 +553,7 @@ def test_the_time_limit_counts_from_the_start_and_stops_the_run() -> None:
     assert scheduler.next_deadline() is None
     assert scheduler.handle(TimePassed(), 200.0) == []
     assert scheduler.holder("GPU-a10-0") == A  # until its ranks are gone
-    assert scheduler.handle(RunOver(A, RunState.TIMED_OUT), 201.0) == [MoveRun(A, RunState.TIMED_OUT)]
+    assert scheduler.handle(RanksReaped(A, RunState.TIMED_OUT), 201.0) == [MoveRun(A, RunState.TIMED_OUT)]
 
 
 def test_spans_are_exact() -> None:
@@ -577,7 +577,7 @@ def test_cancelling_a_queued_run_ends_it_and_moves_up_the_rest() -> None:
         submit(scheduler, spec(run_id))
     assert scheduler.handle(CancelRequested(B, "interrupted"), 1.0) == [
         MoveRun(B, RunState.CANCELLED, "interrupted"),
-        EndRun(B, RunState.CANCELLED, "interrupted"),
+        EndUnstartedRun(B, RunState.CANCELLED, "interrupted"),
         PublishQueueStatus(C, 1, "needs 1 more A10"),
     ]
 
@@ -593,7 +593,7 @@ def test_cancelling_a_running_run_takes_the_stop_path_once() -> None:
     ]
     assert scheduler.handle(CancelRequested(A, "interrupted again"), 2.0) == []
     assert scheduler.handle(RunMoved(A, RunState.RUNNING), 2.5) == []  # sent before the stop arrived
-    out = scheduler.handle(RunOver(A, RunState.CANCELLED), 3.0)
+    out = scheduler.handle(RanksReaped(A, RunState.CANCELLED), 3.0)
     assert out[0] == MoveRun(A, RunState.CANCELLED)
     assert list(launched(out)) == [B]
 
@@ -603,7 +603,7 @@ def test_a_run_that_a_cancel_overtook_may_have_succeeded() -> None:
     submit(scheduler, spec(A))
     running(scheduler, A)
     scheduler.handle(CancelRequested(A, ""), 1.0)
-    assert scheduler.handle(RunOver(A, RunState.SUCCEEDED), 1.1) == [MoveRun(A, RunState.SUCCEEDED)]
+    assert scheduler.handle(RanksReaped(A, RunState.SUCCEEDED), 1.1) == [MoveRun(A, RunState.SUCCEEDED)]
 
 
 def test_cancel_between_launch_and_a_refused_lease() -> None:
@@ -614,7 +614,7 @@ def test_cancel_between_launch_and_a_refused_lease() -> None:
         StopRun(A, RunState.CANCELLED, "enough"),
     ]
     out = scheduler.handle(LeaseRefused(A, ("GPU-a10-0",), "locked"), 2.0)
-    assert out == [MoveRun(A, RunState.CANCELLED), EndRun(A, RunState.CANCELLED, "")]
+    assert out == [MoveRun(A, RunState.CANCELLED), EndUnstartedRun(A, RunState.CANCELLED, "")]
 
 
 def test_cancelling_a_run_that_is_done_changes_nothing() -> None:
@@ -633,7 +633,7 @@ def test_reports_that_skip_the_start_still_follow_the_table() -> None:
     assert scheduler.handle(RunMoved(A, RunState.RUNNING), 1.0) == both
     assert scheduler.next_deadline() == 51.0
     over = [MoveRun(B, RunState.STARTING), MoveRun(B, RunState.SUCCEEDED)]
-    assert scheduler.handle(RunOver(B, RunState.SUCCEEDED), 2.0) == over
+    assert scheduler.handle(RanksReaped(B, RunState.SUCCEEDED), 2.0) == over
 
 
 @pytest.mark.parametrize("state", [RunState.QUEUED, RunState.PREPARING, RunState.RUNNING])
@@ -647,7 +647,7 @@ def test_reports_that_lead_back_are_ignored(state: RunState) -> None:
 def test_a_launch_that_failed_frees_the_lease() -> None:
     scheduler = Scheduler(node(*gpus(1)))
     submit(scheduler, spec(A))
-    assert scheduler.handle(RunOver(A, RunState.FAILED), 1.0) == [MoveRun(A, RunState.FAILED)]
+    assert scheduler.handle(RanksReaped(A, RunState.FAILED), 1.0) == [MoveRun(A, RunState.FAILED)]
     assert scheduler.runs == ()
 
 
@@ -656,7 +656,7 @@ def test_what_is_said_of_unknown_runs_changes_nothing() -> None:
     stimuli: list[Stimulus] = [
         RunMoved(A, RunState.RUNNING),
         CancelRequested(A, ""),
-        RunOver(A, RunState.FAILED),
+        RanksReaped(A, RunState.FAILED),
         LeaseRefused(A, (), ""),
     ]
     for stimulus in stimuli:
@@ -667,11 +667,11 @@ def test_a_run_is_over_in_a_final_state_only() -> None:
     scheduler = Scheduler(node(*gpus(1)))
     submit(scheduler, spec(A))
     with pytest.raises(ValueError, match="final state is needed"):
-        scheduler.handle(RunOver(A, RunState.RUNNING), 1.0)
+        scheduler.handle(RanksReaped(A, RunState.RUNNING), 1.0)
 
 
 def test_nobody_but_the_table_changes_what_the_scheduler_knows_of_a_run() -> None:
-    names = {field.name for field in dataclasses.fields(Run)} - {"spec"}
+    names = {field.name for field in dataclasses.fields(ScheduledRun)} - {"spec"}
     for path in Path(pool.__file__).parent.rglob("*.py"):
         for found in ast.walk(ast.parse(path.read_text())):
             if isinstance(found, ast.Attribute) and isinstance(found.ctx, ast.Store) and found.attr in names:
@@ -685,7 +685,7 @@ def test_an_adopted_run_keeps_its_devices_and_its_time() -> None:
     scheduler = Scheduler()
     lease = Lease(lease_id="l", device_type="a10", ranks=2, uuids=("GPU-a10-0", "GPU-a10-1"))
     adopted = spec("aaaaaaaa", 2, "a10", timeout_s=100.0)
-    assert not launched(scheduler.handle(RunAdopted(Run(adopted, RunState.RUNNING), lease, 0.0), 40.0))
+    assert not launched(scheduler.handle(RunAdopted(ScheduledRun(adopted, RunState.RUNNING), lease, 0.0), 40.0))
     out = scheduler.handle(InventoryChanged(node(*gpus(2))), 40.0)
     out += submit(scheduler, spec("bbbbbbbb", 1, "a10"), 41.0)
     assert not launched(out)
@@ -693,7 +693,7 @@ def test_an_adopted_run_keeps_its_devices_and_its_time() -> None:
     assert StopRun("aaaaaaaa", RunState.TIMED_OUT, "its time limit of 100 s is reached") in scheduler.handle(
         TimePassed(), 100.0
     )
-    assert list(launched(scheduler.handle(RunOver("aaaaaaaa", RunState.TIMED_OUT), 101.0))) == ["bbbbbbbb"]
+    assert list(launched(scheduler.handle(RanksReaped("aaaaaaaa", RunState.TIMED_OUT), 101.0))) == ["bbbbbbbb"]
 
 
 def test_a_group_that_is_started_again_keeps_its_lease_and_its_time() -> None:
@@ -741,7 +741,7 @@ def test_nobody_starves(traffic: list[tuple[int, float, float]]) -> None:
         else:
             now, run_id = min(ends)
             ends.remove((now, run_id))
-            out = scheduler.handle(RunOver(run_id, RunState.FAILED), now)
+            out = scheduler.handle(RanksReaped(run_id, RunState.FAILED), now)
         for launch in launched(out):
             started[launch] = now
             ends.append((now + traffic[int(launch, 16)][2], launch))
@@ -805,7 +805,7 @@ class Pool(RuleBasedStateMachine):
                     assert issubclass(getattr(errors, error), errors.SgpuError)
                     assert message
                     self.gone.add(run_id)
-                case EndRun(state=state):
+                case EndUnstartedRun(state=state):
                     assert state is self.states[run_id]
                     assert state.is_final
                     assert run_id not in self.leases
@@ -880,7 +880,7 @@ class Pool(RuleBasedStateMachine):
         self.submitted.append(run_id)
         self.states[run_id] = RunState.QUEUED
         wanted = spec(run_id, ranks, kind, wait_s=wait_s, timeout_s=timeout_s, allow_busy=allow_busy, stand_in=stand_in)
-        self.feed(RunSubmitted(Run(wanted)))
+        self.feed(RunSubmitted(ScheduledRun(wanted)))
 
     @initialize(late=st.booleans())
     def first_look(self, late: bool) -> None:
@@ -924,7 +924,7 @@ class Pool(RuleBasedStateMachine):
 
     def reap(self, run_id: str, state: RunState) -> None:
         del (self.leases if run_id in self.leases else self.freed)[run_id]
-        self.feed(RunOver(run_id, state))
+        self.feed(RanksReaped(run_id, state))
         assert self.states[run_id].is_final
         self.gone.add(run_id)
 
@@ -964,9 +964,9 @@ class Pool(RuleBasedStateMachine):
                 if self.states[run_id] is RunState.QUEUED:
                     self.states[run_id] = RunState.STARTING
                 freed = run_id in self.freed
-                self.feed(RunAdopted(Run(specs[run_id], self.states[run_id]), lease, self.now, freed))
+                self.feed(RunAdopted(ScheduledRun(specs[run_id], self.states[run_id]), lease, self.now, freed))
             else:
-                self.feed(RunSubmitted(Run(specs[run_id])))
+                self.feed(RunSubmitted(ScheduledRun(specs[run_id])))
         assert self.inventory is not None
         self.feed(InventoryChanged(self.inventory))
 
@@ -1045,10 +1045,10 @@ def test_a_waiting_run_learns_of_killed_ranks_that_keep_their_devices() -> None:
     # a new inventory changes nothing
     scheduler.handle(InventoryChanged(node(*gpus(4), cores=3)), 4.0)
     assert scheduler.waiting()[B] == (1, why)
-    (given_up,) = [one for one in scheduler.handle(TimePassed(), 62.0) if isinstance(one, EndRun)]
+    (given_up,) = [one for one in scheduler.handle(TimePassed(), 62.0) if isinstance(one, EndUnstartedRun)]
     assert "rank 2 (process 123) was killed and does not end" in given_up.reason
     submit(scheduler, spec(C, 4), 63.0)
-    assert list(launched(scheduler.handle(RunOver(A, RunState.CANCELLED), 64.0))) == [C]
+    assert list(launched(scheduler.handle(RanksReaped(A, RunState.CANCELLED), 64.0))) == [C]
     assert scheduler.held_by_remaining() == {}
 
 

@@ -14,21 +14,21 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from scheduler_requests import SESSION as S
 from scheduler_requests import cell, changed, gpus, launched, node, refusal, running, session, spec, submit
 
-from sgpu_magic.pool.scheduling.run import Run
+from sgpu_magic.pool.scheduling.run import ScheduledRun
 from sgpu_magic.pool.scheduling.scheduler import Scheduler
 from sgpu_magic.pool.scheduling.stimuli import (
     CancelRequested,
-    EndRun,
+    EndUnstartedRun,
     Instruction,
     InventoryChanged,
     LaunchRun,
     MoveRun,
     PublishQueueStatus,
+    RanksReaped,
     RanksRemain,
     RefuseRun,
     RunAdopted,
     RunMoved,
-    RunOver,
     RunSubmitted,
     SessionPaused,
     Stimulus,
@@ -83,7 +83,7 @@ def test_cells_take_turns_and_say_who_is_before_them() -> None:
     running(scheduler, A)
     moved = scheduler.handle(RunMoved(A, RunState.SUCCEEDED), 2.0)
     assert waits_for(moved, B) == (1, "run aaaa (train) is ending in its session")
-    out = scheduler.handle(RunOver(A, RunState.SUCCEEDED), 2.1)
+    out = scheduler.handle(RanksReaped(A, RunState.SUCCEEDED), 2.1)
     assert list(launched(out)) == [B]
     assert waits_for(out, C) == (1, "run bbbb (train) is still running in its session")
 
@@ -129,7 +129,7 @@ def test_a_cell_waits_with_its_session_for_devices() -> None:
     submit(scheduler, spec(D, 2))
     submit(scheduler, session(2))
     assert waits_for(submit(scheduler, cell(A)), A) == (1, "its session waits for devices: needs 2 more A10")
-    out = scheduler.handle(RunOver(D, RunState.SUCCEEDED), 1.0)
+    out = scheduler.handle(RanksReaped(D, RunState.SUCCEEDED), 1.0)
     assert list(launched(out)) == [S]
     assert waits_for(out, A) == (1, "its session's ranks are starting")
     scheduler.handle(RunMoved(S, RunState.STARTING), 2.0)
@@ -150,9 +150,9 @@ def test_a_session_whose_devices_do_not_exist_takes_its_cells_along() -> None:
     submit(scheduler, session(8))
     submit(scheduler, cell(A, 8))
     out = scheduler.handle(InventoryChanged(node(*gpus(2))), 1.0)
-    assert [type(one) for one in out] == [RefuseRun, MoveRun, EndRun]
+    assert [type(one) for one in out] == [RefuseRun, MoveRun, EndUnstartedRun]
     end = out[-1]
-    assert isinstance(end, EndRun)
+    assert isinstance(end, EndUnstartedRun)
     assert (end.run_id, end.state, end.kind) == (A, RunState.FAILED, FailureKind.SESSION)
     assert scheduler.runs == ()
 
@@ -218,7 +218,7 @@ def test_who_would_not_wait_waits_for_a_cell_that_is_ending() -> None:
     running(scheduler, A)
     scheduler.handle(RunMoved(A, RunState.SUCCEEDED), 1.0)
     assert waits_for(submit(scheduler, cell(B, wait_s=0.0), 1.0), B)[1] == "run aaaa (train) is ending in its session"
-    assert list(launched(scheduler.handle(RunOver(A, RunState.SUCCEEDED), 1.1))) == [B]
+    assert list(launched(scheduler.handle(RanksReaped(A, RunState.SUCCEEDED), 1.1))) == [B]
 
 
 def test_who_would_not_wait_does_not_wait_for_others_that_are_ending() -> None:
@@ -239,9 +239,9 @@ def test_who_would_not_wait_gives_up_at_once_when_its_session_begins_to_start() 
     submit(scheduler, session(1))
     scheduler.handle(RunMoved(D, RunState.SUCCEEDED), 1.0)
     waits_for(submit(scheduler, cell(A, 1, wait_s=0.0), 1.0), A)
-    out = scheduler.handle(RunOver(C, RunState.SUCCEEDED), 1.1)
+    out = scheduler.handle(RanksReaped(C, RunState.SUCCEEDED), 1.1)
     assert list(launched(out)) == [S]
-    assert [one.run_id for one in out if isinstance(one, EndRun)] == [A]
+    assert [one.run_id for one in out if isinstance(one, EndUnstartedRun)] == [A]
     assert (scheduler.next_deadline() or 9.0) > 1.1
 
 
@@ -253,7 +253,7 @@ def test_waiting_ends_at_its_time() -> None:
     out = scheduler.handle(TimePassed(), 35.0)
     assert out == [
         MoveRun(B, RunState.FAILED, out[0].reason if isinstance(out[0], MoveRun) else ""),
-        EndRun(
+        EndUnstartedRun(
             B,
             RunState.FAILED,
             "it has waited for 30 s: run aaaa (train) is still running in its session. Wait longer with --wait.",
@@ -278,7 +278,7 @@ def test_a_rank_that_does_not_stop_keeps_the_session_busy_and_is_named() -> None
         "rank 2 still runs aaaa, which was interrupted: interrupt again within 5 s, or %sgpu_restart --rank 2, "
         "kills it",
     )
-    assert list(launched(scheduler.handle(RunOver(A, RunState.CANCELLED), 9.0))) == [B]
+    assert list(launched(scheduler.handle(RanksReaped(A, RunState.CANCELLED), 9.0))) == [B]
 
 
 def test_a_killed_rank_that_does_not_end_is_named_to_the_next_cell_until_it_is_replaced() -> None:
@@ -290,10 +290,10 @@ def test_a_killed_rank_that_does_not_end_is_named_to_the_next_cell_until_it_is_r
     kept = (RemainingRank(rank=2, pid=123, host="here"),)
     told = scheduler.handle(RanksRemain(A, kept), 5.0)
     assert waits_for(told, B)[1] == "rank 2 (process 123) was killed and does not end; it still runs aaaa"
-    assert list(launched(scheduler.handle(RunOver(A, RunState.CANCELLED), 9.0))) == [B]
+    assert list(launched(scheduler.handle(RanksReaped(A, RunState.CANCELLED), 9.0))) == [B]
     submit(scheduler, cell(C, 4), 10.0)
     scheduler.handle(SessionPaused(S, "rank 2 is being restarted"), 10.0)
-    scheduler.handle(RunOver(B, RunState.SUCCEEDED), 10.0)
+    scheduler.handle(RanksReaped(B, RunState.SUCCEEDED), 10.0)
     told = scheduler.handle(RanksRemain(S, kept), 12.0)
     assert waits_for(told, C)[1].endswith("; rank 2 (process 123) was killed and does not end")
     scheduler.handle(RanksRemain(S, ()), 13.0)
@@ -316,7 +316,7 @@ def test_cancelling_a_waiting_cell_leaves_the_others() -> None:
     for run_id in (A, B, C):
         submit(scheduler, cell(run_id))
     out = scheduler.handle(CancelRequested(B, "interrupted"), 1.0)
-    assert EndRun(B, RunState.CANCELLED, "interrupted") in out
+    assert EndUnstartedRun(B, RunState.CANCELLED, "interrupted") in out
     assert waits_for(out, C) == (1, "run aaaa (train) is still running in its session")
 
 
@@ -332,7 +332,7 @@ def test_cells_that_wait_are_cancelled_with_their_session() -> None:
         MoveRun(S, RunState.CANCELLING, "%sgpu_disconnect"),
         StopRun(S, RunState.CANCELLED, "%sgpu_disconnect"),
         MoveRun(B, RunState.CANCELLED, "session work ended before the run could start: %sgpu_disconnect"),
-        EndRun(
+        EndUnstartedRun(
             B,
             RunState.CANCELLED,
             "session work ended before the run could start: %sgpu_disconnect",
@@ -348,7 +348,7 @@ def test_cells_that_wait_fail_with_a_session_that_failed() -> None:
     submit(scheduler, cell(A))
     submit(scheduler, cell(B))
     out = scheduler.handle(RunMoved(S, RunState.FAILED, "the agent on this machine ended unexpectedly"), 1.0)
-    end = next(one for one in out if isinstance(one, EndRun))
+    end = next(one for one in out if isinstance(one, EndUnstartedRun))
     assert (end.run_id, end.state, end.kind) == (B, RunState.FAILED, FailureKind.SESSION)
     assert "session work ended before the run could start: the agent on this machine ended unexpectedly" in end.reason
 
@@ -359,7 +359,7 @@ def test_cells_of_a_queued_session_end_with_it() -> None:
     submit(scheduler, session(2, wait_s=10.0))
     submit(scheduler, cell(A))
     out = scheduler.handle(TimePassed(), 10.0)
-    assert [one.run_id for one in out if isinstance(one, EndRun)] == [S, A]
+    assert [one.run_id for one in out if isinstance(one, EndUnstartedRun)] == [S, A]
     assert [run.run_id for run in scheduler.runs] == [D]
 
 
@@ -371,10 +371,10 @@ def test_a_session_keeps_its_devices_until_the_last_fresh_process_on_them_is_gon
     out = scheduler.handle(CancelRequested(S, "%sgpu_disconnect"), 1.0)
     why = "session work, whose devices it uses, ended: %sgpu_disconnect"
     assert StopRun(A, RunState.CANCELLED, why) in out
-    assert not launched(scheduler.handle(RunOver(S, RunState.CANCELLED), 2.0))
+    assert not launched(scheduler.handle(RanksReaped(S, RunState.CANCELLED), 2.0))
     assert scheduler.holder("GPU-a10-0") == S
     assert "has ended" in refusal(submit(scheduler, cell(B), 2.0)).message
-    assert list(launched(scheduler.handle(RunOver(A, RunState.CANCELLED), 3.0))) == [D]
+    assert list(launched(scheduler.handle(RanksReaped(A, RunState.CANCELLED), 3.0))) == [D]
     assert scheduler.run(S) is None
 
 
@@ -383,8 +383,8 @@ def test_a_cell_that_is_still_told_of_holds_no_device_of_a_session_that_is_gone(
     submit(scheduler, cell(A))
     submit(scheduler, spec(D, 2))
     scheduler.handle(CancelRequested(S, ""), 1.0)
-    assert list(launched(scheduler.handle(RunOver(S, RunState.CANCELLED), 2.0))) == [D]
-    assert scheduler.handle(RunOver(A, RunState.FAILED), 2.0) == [MoveRun(A, RunState.FAILED)]
+    assert list(launched(scheduler.handle(RanksReaped(S, RunState.CANCELLED), 2.0))) == [D]
+    assert scheduler.handle(RanksReaped(A, RunState.FAILED), 2.0) == [MoveRun(A, RunState.FAILED)]
 
 
 def test_the_sessions_time_limit_ends_it_and_fails_what_waits() -> None:
@@ -393,7 +393,7 @@ def test_the_sessions_time_limit_ends_it_and_fails_what_waits() -> None:
     submit(scheduler, cell(B))
     out = scheduler.handle(TimePassed(), 100.0)
     assert StopRun(S, RunState.TIMED_OUT, "its time limit of 100 s is reached") in out
-    end = next(one for one in out if isinstance(one, EndRun))
+    end = next(one for one in out if isinstance(one, EndUnstartedRun))
     assert (end.run_id, end.state) == (B, RunState.FAILED)
 
 
@@ -407,11 +407,11 @@ def test_a_session_in_which_nothing_runs_ends() -> None:
     assert scheduler.next_deadline() == 7200.0  # only the session's time limit applies: it is in use
     running(scheduler, A, 100.0)
     assert not scheduler.handle(TimePassed(), 4000.0)
-    scheduler.handle(RunOver(A, RunState.SUCCEEDED), 5000.0)
+    scheduler.handle(RanksReaped(A, RunState.SUCCEEDED), 5000.0)
     assert scheduler.next_deadline() == 7200.0
     scheduler = connected(idle_s=3600.0, timeout_s=100_000.0)
     submit(scheduler, cell(A, fresh=True), 100.0)
-    scheduler.handle(RunOver(A, RunState.SUCCEEDED), 5000.0)
+    scheduler.handle(RanksReaped(A, RunState.SUCCEEDED), 5000.0)
     assert scheduler.next_deadline() == 8600.0
     assert StopRun(S, RunState.CANCELLED, "nothing ran in it for 1 h (--idle)") in scheduler.handle(
         TimePassed(), 8600.0
@@ -424,7 +424,7 @@ def test_a_session_that_still_waits_or_starts_is_not_idle() -> None:
     submit(scheduler, spec(D, timeout_s=1e6))
     submit(scheduler, session(1, idle_s=60.0))
     assert not scheduler.handle(TimePassed(), 1000.0)
-    scheduler.handle(RunOver(D, RunState.SUCCEEDED), 1000.0)
+    scheduler.handle(RanksReaped(D, RunState.SUCCEEDED), 1000.0)
     scheduler.handle(RunMoved(S, RunState.STARTING), 1000.0)
     assert not scheduler.handle(TimePassed(), 1100.0)
     scheduler.handle(RunMoved(S, RunState.RUNNING), 1100.0)
@@ -452,13 +452,13 @@ def test_restarting_ranks_is_use() -> None:
 def test_an_adopted_session_and_its_cell_go_on() -> None:
     scheduler = Scheduler()
     lease = Lease(lease_id="l", device_type="a10", ranks=2, uuids=("GPU-a10-0", "GPU-a10-1"))
-    scheduler.handle(RunAdopted(Run(session(2, idle_s=60.0), RunState.RUNNING), lease, 0.0), 40.0)
-    scheduler.handle(RunAdopted(Run(cell(A), RunState.RUNNING), lease, 30.0), 40.0)
+    scheduler.handle(RunAdopted(ScheduledRun(session(2, idle_s=60.0), RunState.RUNNING), lease, 0.0), 40.0)
+    scheduler.handle(RunAdopted(ScheduledRun(cell(A), RunState.RUNNING), lease, 30.0), 40.0)
     scheduler.handle(InventoryChanged(node(*gpus(3))), 40.0)
     assert scheduler.holder("GPU-a10-1") == S
     assert not launched(submit(scheduler, cell(B), 41.0))
-    assert list(launched(scheduler.handle(RunOver(A, RunState.SUCCEEDED), 50.0))) == [B]
-    scheduler.handle(RunOver(B, RunState.SUCCEEDED), 51.0)
+    assert list(launched(scheduler.handle(RanksReaped(A, RunState.SUCCEEDED), 50.0))) == [B]
+    scheduler.handle(RanksReaped(B, RunState.SUCCEEDED), 51.0)
     assert scheduler.next_deadline() == 111.0
 
 
@@ -466,7 +466,7 @@ def test_new_processes_whose_session_nobody_knows_keep_their_devices() -> None:
     scheduler = Scheduler(node(*gpus(2)))
     lease = Lease(lease_id="l", device_type="a10", ranks=1, uuids=("GPU-a10-0",))
     for run_id in (A, B):
-        scheduler.handle(RunAdopted(Run(cell(run_id, 1, fresh=True), RunState.RUNNING), lease, 0.0), 1.0)
+        scheduler.handle(RunAdopted(ScheduledRun(cell(run_id, 1, fresh=True), RunState.RUNNING), lease, 0.0), 1.0)
     assert launched(submit(scheduler, spec(D)))[D].uuids == ("GPU-a10-1",)
 
 
@@ -502,7 +502,7 @@ class Sessions(RuleBasedStateMachine):
                     assert message
                     assert run_id not in self.leases
                     self.gone.add(run_id)
-                case EndRun(state=state, reason=reason):
+                case EndUnstartedRun(state=state, reason=reason):
                     assert state is self.states[run_id]
                     assert run_id not in self.leases
                     assert reason
@@ -536,7 +536,7 @@ class Sessions(RuleBasedStateMachine):
     def add(self, wanted: RunSpec) -> None:
         self.specs[wanted.run_id] = wanted
         self.states[wanted.run_id] = RunState.QUEUED
-        self.feed(RunSubmitted(Run(wanted)))
+        self.feed(RunSubmitted(ScheduledRun(wanted)))
 
     @initialize()
     def begin(self) -> None:
@@ -593,7 +593,7 @@ class Sessions(RuleBasedStateMachine):
             for other in [o for o in self.leases if self.specs[o].in_session and self.specs[o].session == run_id]:
                 self.feed(RunMoved(run_id, RunState.FAILED))
                 self.reap(other, RunState.FAILED)
-        self.feed(RunOver(run_id, state))
+        self.feed(RanksReaped(run_id, state))
         assert self.states[run_id].is_final
         self.gone.add(run_id)
 
@@ -618,11 +618,11 @@ class Sessions(RuleBasedStateMachine):
             if run.run_id in self.leases:
                 if self.states[run.run_id] is RunState.QUEUED:
                     self.states[run.run_id] = RunState.STARTING
-                adopted = RunAdopted(Run(run.spec, self.states[run.run_id]), self.leases[run.run_id], self.now)
+                adopted = RunAdopted(ScheduledRun(run.spec, self.states[run.run_id]), self.leases[run.run_id], self.now)
                 self.feed(adopted)
         for run in kept:
             if run.run_id not in self.leases:
-                self.feed(RunSubmitted(Run(run.spec)))
+                self.feed(RunSubmitted(ScheduledRun(run.spec)))
         self.feed(InventoryChanged(node(*gpus(4), slots=4)))
 
     @invariant()

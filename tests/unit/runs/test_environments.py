@@ -11,7 +11,7 @@ import pytest
 
 from sgpu_magic.config import load_settings
 from sgpu_magic.errors import UsageError
-from sgpu_magic.packages.distributions import Distribution, Kind, Snapshot
+from sgpu_magic.packages.distributions import Distribution, InstalledPackages, Kind
 from sgpu_magic.packages.snapshot import take_snapshot
 from sgpu_magic.runs import environments
 from sgpu_magic.runs.environments import lock_of, report, requirements_of, since_connected
@@ -38,7 +38,9 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_lock_file_is_made_once(state: Path, monkeypatch: pytest.MonkeyPatch):
     # nothing for which the index is queried
-    described = Snapshot((Distribution("tool", "1.0", Kind.EDITABLE, url=state.as_uri()),), executable=sys.executable)
+    described = InstalledPackages(
+        (Distribution("tool", "1.0", Kind.EDITABLE, url=state.as_uri()),), executable=sys.executable
+    )
     assert lock_of(described, make=False) is None
     made = lock_of(described)
     assert made is not None
@@ -88,10 +90,10 @@ def test_the_report_names_the_setting_and_compares_with_a_file(tmp_path: Path, m
 
 
 def test_a_session_is_told_what_changed_since_unless_it_has_its_own_packages():
-    before = Snapshot((Distribution("six", "0.1", Kind.REGISTRY), *[_tool(n) for n in range(9)]))
-    now = Snapshot((Distribution("six", "0.2", Kind.REGISTRY),))
+    before = InstalledPackages((Distribution("six", "0.1", Kind.REGISTRY), *[_tool(n) for n in range(9)]))
+    now = InstalledPackages((Distribution("six", "0.2", Kind.REGISTRY),))
 
-    def session(label: str, packages: Snapshot) -> Any:
+    def session(label: str, packages: InstalledPackages) -> Any:
         return SimpleNamespace(name="train", packages=packages, spec=SimpleNamespace(environment_label=label))
 
     assert since_connected(now, [session("4", before), session("", now)]) == []

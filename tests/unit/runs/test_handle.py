@@ -12,11 +12,11 @@ import pytest
 from scripted_pools import RUN, ScriptedPool, spec_of
 from waiting import eventually
 
-from sgpu_magic.client.run import Run as PoolRun
+from sgpu_magic.client.run import ClientRun as PoolRun
 from sgpu_magic.errors import RunUnknown
 from sgpu_magic.runs import handle
 from sgpu_magic.runs.follow import run_loop
-from sgpu_magic.runs.follow.run_loop import Follower, Subscription
+from sgpu_magic.runs.follow.run_loop import EventPump, Subscription
 from sgpu_magic.runs.handle import Run
 from sgpu_magic.tracking.store import Progress, save_progress
 from sgpu_magic.views.fold import RunView
@@ -43,7 +43,7 @@ class Place:
         self.services = list(services)
         self.state = RunState.RUNNING
         self.runs: list[PoolRun] = []
-        self.follower = Follower()
+        self.follower = EventPump()
         self._folder = folder
 
     def pool_of(self, run: PoolRun) -> Any:

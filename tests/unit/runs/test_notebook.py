@@ -13,7 +13,7 @@ from IPython.core.displaypub import CapturingDisplayPublisher
 from IPython.core.interactiveshell import InteractiveShell
 from waiting import eventually
 
-from sgpu_magic.runs import notebook
+from sgpu_magic.runs import notices
 from sgpu_magic.runs.kernel_restarts import watch_restarts
 from sgpu_magic.runs.notebook import working_directory
 from sgpu_magic.runs.notices import NoticeBoard, SendingBoard
@@ -68,7 +68,7 @@ def test_uploads_are_few_lines_in_a_terminal(capsys: pytest.CaptureFixture[str],
     for text in ("10 of 20 MB", "11 of 20 MB", ""):
         board.show(text)
     assert capsys.readouterr().err == "sgpu: 10 of 20 MB\n"
-    monkeypatch.setattr(notebook, "_LINE_EVERY_S", 0.0)
+    monkeypatch.setattr(notices, "_LINE_EVERY_S", 0.0)
     other = SendingBoard(False)
     other.show("1")
     other.show("2")

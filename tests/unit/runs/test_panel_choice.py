@@ -315,8 +315,9 @@ def test_without_a_readable_list_a_choice_is_confirmed_again(tmp_path: Path):
     (state / NOTEBOOKS_FILE).unlink()
     (state / NOTEBOOKS_FILE).mkdir()
     keeper = ChoiceKeeper(state, lambda: str(mine))
-    keeper.confirm(Choice(gpus=8, type="h100"))
-    assert keeper.now().confirmed
+    with pytest.raises(IsADirectoryError):
+        keeper.confirm(Choice(gpus=8, type="h100"))
+    assert not keeper.now().confirmed
 
 
 def test_a_list_that_others_can_write_confirms_nothing(tmp_path: Path):

@@ -11,10 +11,10 @@ import pytest
 from scripted_pools import RUN, ScriptedPool, spec_of
 from waiting import eventually
 
-from sgpu_magic.client.run import Run
+from sgpu_magic.client.run import ClientRun
 from sgpu_magic.errors import CapacityError, KeyRefused, PoolError, PoolVersionError, RunUnknown, SgpuError, UsageError
 from sgpu_magic.runs.follow import run_loop
-from sgpu_magic.runs.follow.run_loop import Ending, Follower, Subscription, follow
+from sgpu_magic.runs.follow.run_loop import Ending, EventPump, Subscription, follow
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.publisher import SilentPublisher
 from sgpu_magic.wire import events as ev
@@ -37,7 +37,7 @@ class Found:
         self.left: list[str] = []
         self.ended: list[str] = []
 
-    def find_again(self, run: Run) -> None:
+    def find_again(self, run: ClientRun) -> None:
         if self.answers:
             raise self.answers.pop(0)
         after = ScriptedPool()
@@ -61,7 +61,7 @@ def pool() -> Iterator[ScriptedPool]:
 
 def followed_of(pool: ScriptedPool, found: Found, **others: Any) -> Subscription:
     spec = spec_of()
-    run = Run(spec, b"k" * 32, pool.link, pool.link.follow(RUN), Path("/runs/0000abcd"))
+    run = ClientRun(spec, b"k" * 32, pool.link, pool.link.follow(RUN), Path("/runs/0000abcd"))
     return Subscription(run, RunView(spec, 100_000), SilentPublisher(), found, **others)  # type: ignore[arg-type]
 
 
@@ -184,7 +184,7 @@ def test_of_many_runs_each_is_delivered_once(pool: ScriptedPool, capsys: pytest.
 
         return end
 
-    follower = Follower()
+    follower = EventPump()
     follower.add(followed_of(pool, Found()), told("first"))
     follower.add(followed_of(other, Found(), on_event=heard), told("faulty"))
     assert len(follower.following) == 2
@@ -201,7 +201,7 @@ def test_of_many_runs_each_is_delivered_once(pool: ScriptedPool, capsys: pytest.
 
 
 def test_a_run_that_is_added_while_another_wakes_the_follower_is_not_missed(pool: ScriptedPool):
-    other, follower = ScriptedPool(), Follower()
+    other, follower = ScriptedPool(), EventPump()
     ends: list[tuple[str, Ending | None]] = []
 
     class Woken(threading.Event):
@@ -230,7 +230,7 @@ def test_an_ended_run_without_an_end_is_given_up(pool: ScriptedPool, monkeypatch
     monkeypatch.setattr(run_loop, "HISTORY_PATIENCE_S", 0.0)
     monkeypatch.setattr(run_loop, "_LOOK_S", 0.01)
     ends: list[Ending | None] = []
-    follower = Follower()
+    follower = EventPump()
     follower.add(followed_of(pool, Found()), ends.append, has_ended=True)
     eventually(lambda: ends, what="it is given up")
     assert ends[0] is not None

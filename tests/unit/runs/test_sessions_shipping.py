@@ -19,7 +19,7 @@ from sgpu_magic.payload.digest import Fingerprint
 from sgpu_magic.payload.names import names_bound, names_in
 from sgpu_magic.payload.namespace import collect
 from sgpu_magic.runs.sessions.comparison import Comparison
-from sgpu_magic.runs.sessions.namespace_sync import Effects, NamespaceTracker, Plan, effects_of
+from sgpu_magic.runs.sessions.namespace_sync import Effects, NamespaceTracker, ShippingPlan, effects_of
 
 ALL = (0, 1, 2, 3)
 
@@ -44,7 +44,7 @@ class Notebook:
         stores: Iterable[str] | None = (),
         deletes: Iterable[str] = (),
         succeeded: bool = True,
-    ) -> Plan:
+    ) -> ShippingPlan:
         """Run a cell in the session; return what is sent with it."""
         ranks = tuple(ranks)
         plan = self.shipping.plan([name for name in names if name in self.namespace], self.namespace, ranks)
@@ -55,7 +55,7 @@ class Notebook:
         self.shipping.cell_over(effects, plan, self.namespace, succeeded=succeeded, names_of=lambda rank: self.there)
         return plan
 
-    def runs(self, source: str) -> Plan:
+    def runs(self, source: str) -> ShippingPlan:
         """Run a cell with this text in the session; return what is sent with it."""
         names = names_in(source, transform=str)
         read = collect(names.read, self.namespace)

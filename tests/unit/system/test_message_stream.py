@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from sgpu_magic.system.message_stream import Link, MessageStream
+from sgpu_magic.system.message_stream import MessageStream, StreamConnection
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.rank import FromRank, Remarked
 
@@ -66,7 +66,10 @@ def taken(take: Callable[[int], list[int]], count: int) -> list[int] | str:
 @pytest.mark.skipif(sys.platform != "linux", reason="MSG_CTRUNC for descriptors is as on Linux")
 def test_a_link_gives_no_message_the_descriptors_of_another(tmp_path: Path):
     ours, theirs = socket.socketpair()
-    writer, reader = Link[FromRank](ours, codec.from_rank), Link[FromRank](theirs, codec.from_rank)
+    writer, reader = (
+        StreamConnection[FromRank](ours, codec.from_rank),
+        StreamConnection[FromRank](theirs, codec.from_rank),
+    )
     with files(tmp_path) as sent, contextlib.closing(writer), contextlib.closing(reader):
         for number, descriptors in enumerate(sent):
             writer.send(Remarked(text=str(number)), (), descriptors)
@@ -85,7 +88,7 @@ def test_a_stream_gives_no_message_the_descriptors_of_another(tmp_path: Path):
 
     async def run(sent: list[list[int]]) -> None:
         ours, theirs = socket.socketpair()
-        writer = Link[FromRank](ours, codec.from_rank)
+        writer = StreamConnection[FromRank](ours, codec.from_rank)
         for number, descriptors in enumerate(sent):
             writer.send(Remarked(text=str(number)), [bytes(1000)], descriptors)
 

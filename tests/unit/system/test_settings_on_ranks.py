@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from sgpu_magic.system.process_settings import Settings, read_settings
+from sgpu_magic.system.process_settings import ProcessSettings, read_settings
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def cleared(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_what_is_set_already_is_left_alone(logger: logging.Logger, cleared: list[str]):
     wanted = read_settings()
-    settings = Settings(lambda *_: None)
+    settings = ProcessSettings(lambda *_: None)
     assert settings.follow(wanted) == []
     assert cleared == []
     changed = read_settings() | {f"logging/{logger.name}": wanted[f"logging/{logger.name}"].replace("7", "8")}

@@ -13,7 +13,7 @@ from mlflow_stores import copy_store
 from tracking_writers import quiet_mlflow
 
 from sgpu_magic.tracking import in_rank_cell
-from sgpu_magic.tracking.in_rank_cell import CellHere, Reports, hold
+from sgpu_magic.tracking.in_rank_cell import CellHere, LogCollector, hold
 from sgpu_magic.wire.base import Record
 from sgpu_magic.wire.rank import AskTracking, MetricsReported, Remarked, TrackingAnswered
 from sgpu_magic.wire.tracking import MetricPoint, TrackedRun, Tracking
@@ -28,7 +28,7 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[Record]:
 
 def cell_of(said: list[Record], folder: Path, uri: str = "sqlite:///here.db", *, leads: bool = True) -> CellHere:
     return CellHere(
-        "run-1", Tracking(uri=uri), leads=leads, run_dir=str(folder), say=said.append, reports=Reports(said.append)
+        "run-1", Tracking(uri=uri), leads=leads, run_dir=str(folder), say=said.append, reports=LogCollector(said.append)
     )
 
 
@@ -84,7 +84,7 @@ def test_the_users_own_choice_is_remarked_once(said: list[Record], tmp_path: Pat
 
 
 def test_a_full_batch_is_sent_at_once_and_none_after_the_cells_end(said: list[Record]):
-    reports = Reports(said.append)
+    reports = LogCollector(said.append)
     reports.end()
     points = [MetricPoint("loss", float(step), 0, step) for step in range(2500)]
     reports.add(points)

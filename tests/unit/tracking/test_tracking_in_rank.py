@@ -14,7 +14,7 @@ from mlflow_stores import copy_store
 from ranks import Session, Zygote
 from tracking_writers import quiet_mlflow
 
-from sgpu_magic.wire.rank import AskTracking, Failed, FromRank, MetricsReported, Remarked, TrackingAnswered
+from sgpu_magic.wire.rank import AskTracking, CellFailed, FromRank, MetricsReported, Remarked, TrackingAnswered
 from sgpu_magic.wire.tracking import MetricPoint, TrackedRun, Tracking, absolute_uri
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory files")
@@ -313,7 +313,7 @@ def test_none_of_many_metrics_is_lost_and_their_order_stays(ranks: Tracked):
 def test_what_was_logged_before_an_error_comes_before_it(ranks: Tracked):
     ranks.begin("mlflow.log_metric('last', 1)\n1 / 0")
     for rank in (0, 1):
-        ranks.session.ranks[rank].expect(Failed)
+        ranks.session.ranks[rank].expect(CellFailed)
         assert ranks.metrics(rank) == [("last", 1.0, 0)]
 
 

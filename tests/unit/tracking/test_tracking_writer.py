@@ -83,9 +83,9 @@ def test_a_batch_goes_in_parts_that_one_request_takes():
 def test_what_a_database_says_is_told_without_its_statement():
     from sqlalchemy import create_engine, text
 
-    from sgpu_magic.tracking.client import Store, StoreTroubled
+    from sgpu_magic.tracking.client import StoreTroubled, TrackingStore
 
-    store = Store(Settings(), Tracking(uri="sqlite://"))
+    store = TrackingStore(Settings(), Tracking(uri="sqlite://"))
     with (
         pytest.raises(StoreTroubled) as told,
         store._translated(),  # pyright: ignore[reportPrivateUsage]
@@ -716,7 +716,7 @@ def test_a_writer_without_work_ends_and_takes_what_is_removed_out_of_the_store_u
     with quiet_mlflow():
         from sgpu_magic.tracking import __main__ as process
         from sgpu_magic.tracking import writer_queue
-        from sgpu_magic.tracking.client import Store
+        from sgpu_magic.tracking.client import TrackingStore
 
         monkeypatch.setattr(writer_queue, "IDLE_S", 0.2)
         # the pool sends nothing, and a real `Inbox` would end this process when the socket closes
@@ -726,7 +726,7 @@ def test_a_writer_without_work_ends_and_takes_what_is_removed_out_of_the_store_u
         work.start()
         work.join(30)
         assert not work.is_alive(), "it does not end"
-        assert Store(settings, Tracking()).prune() == 0, "it has pruned the store"
+        assert TrackingStore(settings, Tracking()).prune() == 0, "it has pruned the store"
     assert store.of(removed.run_id) == []
     assert all(len(store.of(run.run_id)) == 1 for run in (kept, logged))
     folders = {run_id: Path(info.artifact_uri.removeprefix("file://")) for run_id, info in found.items()}

@@ -53,9 +53,9 @@ def settings(empty_store: Path, tmp_path_factory: pytest.TempPathFactory) -> Set
 
 @pytest.fixture(scope="module")
 def store(settings: Settings) -> Any:
-    from sgpu_magic.tracking.client import Store
+    from sgpu_magic.tracking.client import TrackingStore
 
-    return Store(settings, NB)
+    return TrackingStore(settings, NB)
 
 
 @pytest.fixture

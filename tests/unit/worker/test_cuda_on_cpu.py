@@ -10,8 +10,8 @@ import pytest
 BEGIN = """
 import threading, torch
 from torch import nn
-from sgpu_magic.worker.process import cuda_on_cpu, patches
-patches.map_cuda(4, 1)
+from sgpu_magic.worker.process import cuda_on_cpu, stand_in
+stand_in.map_cuda(4, 1)
 cpu = torch.device("cpu")
 """
 DEVICES = """

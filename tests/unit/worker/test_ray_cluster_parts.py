@@ -25,7 +25,7 @@ from sgpu_magic.agent.runs.ray_directories import make_ray_directories, remove_r
 from sgpu_magic.config import Settings
 from sgpu_magic.wire.base import new_id
 from sgpu_magic.wire.devices import Lease
-from sgpu_magic.wire.node import Launch, Part
+from sgpu_magic.wire.node import Launch, NodePart
 from sgpu_magic.worker.ray import ray_processes
 from sgpu_magic.worker.ray.driver import with_frames
 from sgpu_magic.worker.ray.ray_processes import values_in, written_in
@@ -155,7 +155,7 @@ def test_objects_take_what_is_asked_but_never_more_than_their_share(settings: Se
 
 def test_simulated_devices_are_said_to_be_that(settings: Settings, launch: Launch):
     lease = Lease(lease_id="l", device_type="a10", ranks=2, uuids=("SIM-1", "SIM-2"), simulated=True)
-    part = Part(index=1, nodes=2, first_rank=2, ranks=2, address="10.0.0.2")
+    part = NodePart(index=1, nodes=2, first_rank=2, ranks=2, address="10.0.0.2")
     made = make_ray_directories(msgspec.structs.replace(launch, lease=lease, part=part), settings)
     assert (made.simulated, made.gpus, made.address) == (True, 2, "10.0.0.2")
     assert made.cpus >= 2

@@ -15,7 +15,7 @@ from ranks import Session, Zygote
 from waiting import eventually
 
 from sgpu_magic.wire.base import FailureKind, RunKind
-from sgpu_magic.wire.rank import Displayed, Failed, Finished, Joined, Leave, Remarked
+from sgpu_magic.wire.rank import CellFailed, Displayed, Finished, Joined, Leave, Remarked
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory files")
 
@@ -168,7 +168,7 @@ def test_the_group_that_a_cell_destroys_is_told(session: Session):
     session.execute("import torch.distributed as dist\ndist.destroy_process_group()")
     assert [rank.expect(Finished).grouped for rank in session.ranks] == [False, False]
     session.execute("1 / 0")
-    assert [rank.expect(Failed).grouped for rank in session.ranks] == [False, False]
+    assert [rank.expect(CellFailed).grouped for rank in session.ranks] == [False, False]
 
 
 def test_a_rank_sleeps_until_it_is_asked(session: Session):
@@ -410,8 +410,8 @@ def test_interrupts_at_any_moment_leave_the_rank_alive(session: Session):
     try:
         for _ in range(200):
             session.execute("x = [n for n in range(2000)]", only=[0])
-            answer = session.ranks[0].expect(Finished, Failed)
-            if isinstance(answer, Failed):
+            answer = session.ranks[0].expect(Finished, CellFailed)
+            if isinstance(answer, CellFailed):
                 assert answer.failure.type_name == "builtins.KeyboardInterrupt", answer
     finally:
         stop.set()

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 from sgpu_magic.errors import UsageError
 from sgpu_magic.functions.compat.notebook.dbutils import Utility, Widgets
 from sgpu_magic.options.notebook_job import NotebookExit, as_words, of_process
-from sgpu_magic.packages.distributions import Distribution, Snapshot
+from sgpu_magic.packages.distributions import Distribution, InstalledPackages
 from sgpu_magic.packages.snapshot import Change, changes, loaded_version, take_snapshot, versions
 from sgpu_magic.payload.namespace import is_ipythons
 from sgpu_magic.payload.notebook_text import databricks_cells, is_databricks_source
@@ -236,7 +236,7 @@ def _forget_variables(shell: Any, keep: Collection[str]) -> None:
     gc.collect()
 
 
-def forget_replaced(before: Snapshot, now: Snapshot, modules: dict[str, ModuleType]) -> list[str]:
+def forget_replaced(before: InstalledPackages, now: InstalledPackages, modules: dict[str, ModuleType]) -> list[str]:
     """Remove the loaded modules of distributions whose version has changed, so that they are imported anew.
 
     Args:
