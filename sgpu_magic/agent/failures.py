@@ -55,8 +55,17 @@ def without_secrets(
     # the pickled exception contains the class name too
     if type_name != failure.type_name or any(blanker.is_in(frame) for frame in frames):
         exception, frames = None, ()
+    death = failure.death
+    if death is not None:
+        death = msgspec.structs.replace(
+            death,
+            what=blanker.clear(death.what),
+            last_line=blanker.clear(death.last_line),
+            last_output=tuple(map(blanker.clear, death.last_output)),
+        )
     cleared = msgspec.structs.replace(
         failure,
+        death=death,
         type_name=type_name,
         message=blanker.clear(failure.message),
         traceback_text=blanker.clear(failure.traceback_text),

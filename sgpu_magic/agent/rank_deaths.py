@@ -8,7 +8,7 @@ import msgspec
 
 from sgpu_magic.agent.native_aborts import Cause, NativeAbort, find_native_abort
 from sgpu_magic.system.processes import signal_name
-from sgpu_magic.wire.rank_events import CollectiveTimeout, Failure
+from sgpu_magic.wire.rank_events import CollectiveTimeout, Death, Failure
 
 _LAST_LINES = 5
 # a rank samples its line twenty times a second, unless C code holds the interpreter
@@ -25,7 +25,7 @@ _SIGNAL_MEANINGS: dict[int, str] = {
 }
 
 
-def death(
+def describe_death(
     failure: Failure,
     ranks: int,
     *,
@@ -60,23 +60,21 @@ def death(
     if status < 0:
         meaning = meaning or _SIGNAL_MEANINGS.get(-status, "")
         when = " after its cell had ended, while it finished threads and exit functions" if finishing else ""
-        message = f"{who} was killed by {signal_name(-status)}{when}" + (f": {meaning}" if meaning else "")
+        what = f"was killed by {signal_name(-status)}{when}" + (f": {meaning}" if meaning else "")
     elif finishing:
-        message = (
-            f"{who} exited with code {status} after its cell had ended: a thread or an exit function of it called "
-            "os._exit or ended the process"
+        what = (
+            f"exited with code {status} after its cell had ended: a thread or an exit function of it called os._exit "
+            "or ended the process"
         )
     else:
-        message = (
-            f"{who} exited with code {status} before its cell ended: something in it "
-            "called os._exit or ended the process"
-        )
-    if last_line:
-        age = f", {line_age_s:.1f} s before its end" if line_age_s >= _OLD_LINE_S else ""
-        message += f"\nits last Python line{age}: {last_line}"
-    if tail.strip():
-        message += "\nits last output: " + "\n  ".join(tail.strip().splitlines())
-    return msgspec.structs.replace(failure, message=message)
+        what = f"exited with code {status} before its cell ended: something in it called os._exit or ended the process"
+    death = Death(
+        what=what,
+        last_line=last_line,
+        line_age_s=line_age_s if line_age_s >= _OLD_LINE_S else 0.0,
+        last_output=tuple(tail.strip().splitlines()),
+    )
+    return msgspec.structs.replace(failure, message=f"{who} {what}", death=death)
 
 
 def _why_aborted(abort: NativeAbort) -> str:

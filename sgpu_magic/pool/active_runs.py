@@ -302,6 +302,7 @@ class ActiveRuns:
             state=state,
             failure=failure,
             reason=reason if cancelled else "",
+            limit=run.limit if state is RunState.TIMED_OUT else None,
             queued_s=total_s - running_s,
             running_s=running_s,
             total_s=total_s,

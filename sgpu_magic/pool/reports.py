@@ -75,7 +75,9 @@ class Reports:
                 # the report may be late if there was no pool service for a while
                 ended_at = now - max(0.0, time.time() - at)
                 queued_s = (run.placed_at or ended_at) - run.submitted_at
-                body = msgspec.structs.replace(body, queued_s=queued_s, total_s=ended_at - run.submitted_at)
+                limit = run.limit if body.state is RunState.TIMED_OUT else None
+                total_s = ended_at - run.submitted_at
+                body = msgspec.structs.replace(body, limit=limit, queued_s=queued_s, total_s=total_s)
                 body, meter = self._pool.active.billing.ended(run, body, now)
                 run.ended_as = body.state
                 self._pool.active.tell(run, body, at, frames, event)

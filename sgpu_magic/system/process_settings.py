@@ -1,8 +1,8 @@
 """Settings of a process that code sets by calls: dtypes, print options, logging, warnings ...
 
-A rank takes over the notebook's, as it takes over its directory and environment. Each `SettingGroup` belongs to a module
-and reads and sets that module's settings by key. Only modules that the notebook has imported are read, only values that
-differ from the defaults are sent, and a rank applies those of a module once it has imported the module.
+A rank takes over the notebook's, as it takes over its directory and environment. Each `SettingGroup` belongs to a
+module and reads and sets that module's settings by key. Only modules that the notebook has imported are read, only
+values that differ from the defaults are sent, and a rank applies those of a module once it has imported the module.
 
 Importing this module imports none of the modules that it reads.
 """

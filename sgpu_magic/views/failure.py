@@ -141,10 +141,11 @@ def output_tail(view: RunView, failure: Failure) -> list[str]:
         return []
     lines: list[str] = []
     cell, last_line = view.spec.cell, ansi.plain(view.output.last_lines.get(failure.rank, "")).strip()
-    if "last Python line" not in failure.message:
+    known = failure.death
+    if known is None or not known.last_line:
         at = last_python_line(stack_of(failure, cell, failure.where), cell)
         lines += [f"{_LAST_LINE}: {at}"] if at else []
-    if last_line and "last output" not in failure.message:
+    if last_line and (known is None or not known.last_output):
         lines.append(f"its last output: {last_line}")
     return lines
 

@@ -15,7 +15,7 @@ from sgpu_magic.views.run_notes import Notes, SessionState
 from sgpu_magic.views.stacks import stall_note
 from sgpu_magic.views.units import RunTimes, to_steady_time
 from sgpu_magic.views.usage import RunUsage
-from sgpu_magic.wire.base import OWNER_GONE, RunKind, RunState, short
+from sgpu_magic.wire.base import OWNER_GONE, RunKind, RunLimit, RunState, short
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.events import (
     AttemptFailed,
@@ -271,6 +271,11 @@ class RunView:
     def past_stall(self) -> list[str]:
         """After the run's end, where its ranks waited in the last stall that was reported and is over."""
         return [self._last_stall] if self._last_stall and self.is_final else []
+
+    @property
+    def limit(self) -> RunLimit | None:
+        """The limit that ended the run; None if none did or it is unknown."""
+        return self.ended.limit if self.ended else None
 
     @property
     def failure(self) -> Failure | None:

@@ -195,7 +195,7 @@ def state_word(view: RunView) -> StateWord:
     if view.left:
         return _LEFT
     if view.state is RunState.TIMED_OUT:
-        return StateWord(limit_of(view.failure).word, "bad", "✕")
+        return StateWord(limit_of(view.failure, view.limit).word, "bad", "✕")
     if view.finishing:
         return _FINISHING
     if view.ended is not None and view.ended.cut_off and view.state is RunState.SUCCEEDED:
@@ -216,7 +216,7 @@ def failed_line(view: RunView, brief: bool = False) -> str:
     # a refused run has no duration
     after = f" after {duration}" if (duration := view.times.text()) else ""
     failure = view.failure
-    word = limit_of(failure).word if view.state is RunState.TIMED_OUT else view.state
+    word = limit_of(failure, view.limit).word if view.state is RunState.TIMED_OUT else view.state
     start = f"{view.name} · {word}{after}"
     if view.state is RunState.CANCELLED or failure is None:
         return f"{start} · {view.reason}" if view.reason else start

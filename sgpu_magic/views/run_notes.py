@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from sgpu_magic.formatting import clipped, format_ranks, format_seconds
 from sgpu_magic.system.processes import signal_name
 from sgpu_magic.views import ansi
-from sgpu_magic.wire.base import BUDGET, COST_LIMIT, FailureKind, RunKind, short
+from sgpu_magic.wire.base import FailureKind, RunKind, RunLimit, short
 from sgpu_magic.wire.events import WARNING, AttemptFailed, GroupRenewed, RanksRestarted, RunEnded, SessionMoved
 from sgpu_magic.wire.pool_status import RunSummary
-from sgpu_magic.wire.rank_events import Failure, RankUnfinished
+from sgpu_magic.wire.rank_events import Death, Failure, RankUnfinished
 from sgpu_magic.wire.run import RunSpec
 
 _MOST_NOTES = 50
 _MOST_WORK = 4
-_SUBJECT = re.compile(r"^rank \d+( of \d+)?")
 _MAX_MESSAGE = 300
 
 
@@ -167,20 +165,24 @@ class Limit(NamedTuple):
     then: str
 
 
-_TIME = Limit("timed out", "when its time limit was reached:")
-_COSTS = {
-    COST_LIMIT: Limit("cost limit reached", "when its cost limit was reached:"),
-    BUDGET: Limit("budget used up", "when the pool's budget was used up:"),
+_LIMITS = {
+    RunLimit.TIME: Limit("timed out", "when its time limit was reached:"),
+    RunLimit.COST: Limit("cost limit reached", "when its cost limit was reached:"),
+    RunLimit.BUDGET: Limit("budget used up", "when the pool's budget was used up:"),
 }
 
 
-def limit_of(failure: Failure | None) -> Limit:
-    """Return which limit ended a run: that of a collective; for a `TIMED_OUT` run its time, cost, or pool's budget."""
+def limit_of(failure: Failure | None, limit: RunLimit | None) -> Limit:
+    """Return the words for the limit that ended a run: that of a collective, else the run's or the pool's.
+
+    Args:
+        failure: The run's failure.
+        limit: `RunEnded.limit`.
+    """
     if failure is not None and failure.collective_timeout is not None:
         collective = failure.collective_timeout.collective
         return Limit("timed out", f"when {'a collective' if collective is None else collective.label} timed out:")
-    message = failure.message if failure is not None else ""
-    return next((limit for start, limit in _COSTS.items() if message.startswith(start)), _TIME)
+    return _LIMITS[limit or RunLimit.TIME]
 
 
 def last_part(type_name: str) -> str:
@@ -212,15 +214,26 @@ def died_of(failure: Failure) -> str:
 def death_sentence(failure: Failure, ranks: int) -> str:
     """Return `rank 2 of 4 was killed by SIGKILL: most likely out of memory`."""
     message = failure.message.strip()
-    pid = f" (process {failure.pid})" if failure.pid and f"{failure.pid}" not in message else ""
-    if message.startswith(("rank ", "the ")):
-        return _SUBJECT.sub(lambda found: f"{found[0]}{pid}", message)
-    subject = f"rank {failure.rank} of {ranks}{pid}" if failure.rank is not None else ""
-    if failure.kind is not FailureKind.WORKER_DIED:
-        return f"{subject}: {message}" if subject and message else message or subject or f"{failure.kind}"
-    if not message.startswith(("was ", "died", "ended", "exited")):
-        message = died_of(failure) + (f": {message}" if message else "")
-    return f"{subject} {message}".strip()
+    if failure.rank is None:
+        return message or f"{failure.kind}"
+    subject = f"rank {failure.rank} of {ranks}" + (f" (process {failure.pid})" if failure.pid else "")
+    if failure.death is not None:
+        return "\n".join([f"{subject} {failure.death.what}", *_last_of(failure.death)])
+    if failure.kind is FailureKind.WORKER_DIED:
+        return f"{subject} {died_of(failure)}" + (f": {message}" if message else "")
+    return f"{subject}: {message}" if message else subject
+
+
+def _last_of(death: Death) -> list[str]:
+    """Return the last Python line and the last output of a rank that died, one for each line of text."""
+    lines: list[str] = []
+    if death.last_line:
+        age = f", {death.line_age_s:.1f} s before its end" if death.line_age_s else ""
+        lines.append(f"its last Python line{age}: {death.last_line}")
+    if death.last_output:
+        first, *rest = death.last_output
+        lines += [f"its last output: {first}", *(f"  {line}" for line in rest)]
+    return lines
 
 
 def other_lines(others: Iterable[Failure], culprit: int | None = None) -> list[str]:
@@ -257,9 +270,7 @@ def _way(other: Failure) -> str:
         # the stop path interrupts ranks that are not blocked in a collective
         return f"stopped{at}"
     if other.kind is FailureKind.WORKER_DIED:
-        first, _, _ = other.message.strip().partition("\n")
-        said = re.sub(r"^rank \d+ of \d+ (\(process \d+\) )?", "", first)
-        return f": {said or died_of(other)}{at}"
+        return f": {died_of(other) if other.death is None else other.death.what}{at}"
     return f": {error_line(other)}{at}"
 
 

@@ -273,7 +273,7 @@ def ending_stacks(view: RunView) -> list[str]:
     if view.ended is None:
         return []
     if view.ended.stacks:
-        return [limit_of(view.failure).then, *summary(view.ended.stacks, view.spec.cell)]
+        return [limit_of(view.failure, view.ended.limit).then, *summary(view.ended.stacks, view.spec.cell)]
     return [] if view.stalled is None else [stall_note(view.stalled, view.spec.cell)]
 
 

@@ -15,9 +15,6 @@ _ID = re.compile(r"[0-9a-f]{8}")
 SHORT_LENGTH = 4
 OWNER_GONE = "the notebook that started it is gone"
 """Reason of a run that was cancelled because its notebook exited."""
-COST_LIMIT = "its cost limit of"
-BUDGET = "the pool's budget of"
-"""Prefixes of the reasons of runs that end as `TIMED_OUT` because of their cost, not their time."""
 
 
 class Record(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -78,6 +75,15 @@ class RunState(enum.StrEnum):
     @property
     def is_final(self) -> bool:
         return not TRANSITIONS[self]
+
+
+class RunLimit(enum.StrEnum):
+    """A limit that ends a run as `TIMED_OUT`."""
+
+    TIME = "time"
+    COST = "cost"
+    BUDGET = "budget"
+    """The pool's budget."""
 
 
 class RunKind(enum.StrEnum):

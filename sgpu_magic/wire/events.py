@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sgpu_magic.wire.base import OfRun, Record, RunState
+from sgpu_magic.wire.base import OfRun, Record, RunLimit, RunState
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.rank_events import Failure, MetricsLogged, RankSaid, RankStack, RankUnfinished, RankWatched
 from sgpu_magic.wire.run import RankResult, RunSpec
@@ -204,6 +204,7 @@ class RunEnded(Record, frozen=True, tag="ended", kw_only=True):
         state: The final state.
         failure: The root cause; None if the run succeeded or was cancelled.
         reason: Who or what cancelled it; "" otherwise.
+        limit: The limit that ended it, if it is `TIMED_OUT` and the service knows which.
         others: Failures of further ranks, in order of time.
         results: Results by rank; empty unless the run succeeded.
         stacks: Where the ranks were when the run timed out; empty otherwise.
@@ -223,6 +224,7 @@ class RunEnded(Record, frozen=True, tag="ended", kw_only=True):
     state: RunState
     failure: Failure | None = None
     reason: str = ""
+    limit: RunLimit | None = None
     others: tuple[Failure, ...] = ()
     results: tuple[RankResult, ...] = ()
     stacks: tuple[RankStack, ...] = ()

@@ -116,6 +116,22 @@ class RankMemory(Record, frozen=True, kw_only=True):
     largest: tuple[TensorUse, ...] = ()
 
 
+class Death(Record, frozen=True, kw_only=True):
+    """How a rank's process ended that did not report why.
+
+    Args:
+        what: What happened to it, without the rank: `was killed by SIGKILL: out of memory`.
+        last_line: The last Python line that it executed; "" if unknown.
+        line_age_s: Seconds from that line to its end; 0 if they were not more than a sampling interval.
+        last_output: The last lines of its output.
+    """
+
+    what: str
+    last_line: str = ""
+    line_age_s: float = 0.0
+    last_output: tuple[str, ...] = ()
+
+
 class Failure(Record, frozen=True, kw_only=True):
     """Why one rank, or the run, failed.
 
@@ -132,6 +148,7 @@ class Failure(Record, frozen=True, kw_only=True):
         where: Operation that the rank was in, such as `all_reduce`; "" if unknown.
         exit_status: Exit code of the process, negative for a signal.
         pid: Process that died; None if none did.
+        death: How it died, if it did not report why; None for other failures.
         stack: Its last stack, innermost frame first; empty if unknown or contained in `traceback_text`.
         is_consequence: A collective raised it, as after the loss of a peer. It is the root cause only if no rank failed
             by itself.
@@ -157,6 +174,7 @@ class Failure(Record, frozen=True, kw_only=True):
     where: str = ""
     exit_status: int | None = None
     pid: int | None = None
+    death: Death | None = None
     stack: tuple[StackFrame, ...] = ()
     is_consequence: bool = False
     after_stop: bool = False

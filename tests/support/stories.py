@@ -16,9 +16,18 @@ from sgpu_magic.views.output_buffer import LineItem, display_text
 from sgpu_magic.wire import events as ev
 from sgpu_magic.wire import rank_events
 from sgpu_magic.wire.attachments import InlinePayload, PackedLayout, Payload
-from sgpu_magic.wire.base import FailureKind, RunKind, RunState
+from sgpu_magic.wire.base import FailureKind, RunKind, RunLimit, RunState
 from sgpu_magic.wire.devices import Lease, NodeShare, Placement
-from sgpu_magic.wire.rank_events import Collective, Failure, RankMemory, RankSample, RankStack, StackFrame, TensorUse
+from sgpu_magic.wire.rank_events import (
+    Collective,
+    Death,
+    Failure,
+    RankMemory,
+    RankSample,
+    RankStack,
+    StackFrame,
+    TensorUse,
+)
 from sgpu_magic.wire.run import CellSource, OutputName, Owner, RankResult, RunSpec, Shipped
 from sgpu_magic.wire.tracking import TrackedRun
 
@@ -223,7 +232,15 @@ def failed() -> Run:
 
 def died() -> Run:
     message = "was killed by SIGKILL: most likely out of memory (it held 21.8 of 24 GB)"
-    failure = Failure(kind=FailureKind.WORKER_DIED, message=message, rank=2, line=6, where="build", exit_status=-9)
+    failure = Failure(
+        kind=FailureKind.WORKER_DIED,
+        message=message,
+        death=Death(what=message),
+        rank=2,
+        line=6,
+        where="build",
+        exit_status=-9,
+    )
     run = Run().start("a10").say(2, "step 1180  loss 0.22\n")
     return run.end(RunState.FAILED, 31, failure, released(0, 1, 3))
 
@@ -303,7 +320,13 @@ def failed_when_stalled() -> Run:
 
 
 def started_again() -> Run:
-    failure = Failure(kind=FailureKind.WORKER_DIED, message="was killed by SIGKILL", rank=2, exit_status=-9)
+    failure = Failure(
+        kind=FailureKind.WORKER_DIED,
+        message="was killed by SIGKILL",
+        death=Death(what="was killed by SIGKILL"),
+        rank=2,
+        exit_status=-9,
+    )
     run = Run(retries=2).start().say(2, "step 7")
     run.tell(ev.AttemptFailed(attempt=1, attempts=3, failure=failure), at=109.0)
     return run.start(at=110.0).say(2, "from step 5\n")
@@ -422,7 +445,13 @@ def session_working() -> Run:
 
 def session_with_a_dead_rank() -> Run:
     run = session().start("a10", labels=LABELS).sample(60)
-    killed = Failure(kind=FailureKind.WORKER_DIED, message="was killed by SIGKILL", rank=2, exit_status=-9)
+    killed = Failure(
+        kind=FailureKind.WORKER_DIED,
+        message="was killed by SIGKILL",
+        death=Death(what="was killed by SIGKILL"),
+        rank=2,
+        exit_status=-9,
+    )
     run.tell(ev.SessionMoved(cells=14, running=("train",)), at=150.0)
     run.tell(rank_events.RankFailed(failure=killed), ev.SessionMoved(cells=14, dead=(2,)), at=160.0)
     return run.say(1, "a thread says this between two cells\n")
@@ -493,6 +522,7 @@ def out_of_memory_on_cpu() -> Run:
     failure = Failure(
         kind=FailureKind.WORKER_DIED,
         message="was killed by SIGKILL: most likely out of memory",
+        death=Death(what="was killed by SIGKILL: most likely out of memory"),
         rank=0,
         exit_status=-9,
         out_of_memory=True,
@@ -545,7 +575,8 @@ def too_dear() -> Run:
     )
     failure = Failure(kind=FailureKind.TIMEOUT, message=message)
     run = with_price(max_cost=0.02).tell(ev.Noted(text="80 % of its cost limit of $0.02 is used (--max-cost 0.02)"))
-    return run.end(RunState.TIMED_OUT, 15.2, failure, gpu_s=64.0, cost=64 * 1.2 / 3600, currency="USD")
+    priced = {"gpu_s": 64.0, "cost": 64 * 1.2 / 3600, "currency": "USD"}
+    return run.end(RunState.TIMED_OUT, 15.2, failure, limit=RunLimit.COST, **priced)
 
 
 def making_packages() -> Run:

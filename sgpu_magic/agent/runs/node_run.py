@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from sgpu_magic.agent.memory_watch import MemoryWatch
-from sgpu_magic.agent.rank_deaths import death
+from sgpu_magic.agent.rank_deaths import describe_death
 from sgpu_magic.agent.ranks import shared_memory
 from sgpu_magic.agent.ranks.group import Group, RunRanks
 from sgpu_magic.agent.ranks.rank_process import NotebookFrames
@@ -251,7 +251,7 @@ class RankRun(NodeRun):
         if status == -signal.SIGKILL:
             others = [other.pid for other in self.run_ranks.ranks if other.alive and other.pid is not None]
             meaning = self._memory.verdict(process.peak_bytes, others)
-        return death(
+        return describe_death(
             Failure(
                 kind=FailureKind.WORKER_DIED,
                 message="",

@@ -22,7 +22,7 @@ from sgpu_magic.pool.scheduling.capacity import Refusal, ResourceRequest
 from sgpu_magic.pool.scheduling.run import WARN_SHARE, Meter, ScheduledRun, rough, span
 from sgpu_magic.pool.scheduling.run_table import RunTable
 from sgpu_magic.pool.scheduling.stimuli import Instruction, PublishNote
-from sgpu_magic.wire.base import BUDGET, COST_LIMIT, RunState
+from sgpu_magic.wire.base import RunLimit, RunState
 from sgpu_magic.wire.costs import HOUR_S, Prices, device_count
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.run import RunSpec
@@ -199,11 +199,11 @@ class CostRules:
         if now >= limit:
             cost = self.tariff.money(meter.stopped(now).spent)
             reason = (
-                f"{COST_LIMIT} {self.tariff.money(max_cost)} is reached (--max-cost {max_cost:g}): {_what(run)} "
+                f"its cost limit of {self.tariff.money(max_cost)} is reached (--max-cost {max_cost:g}): {_what(run)} "
                 f"at {self.tariff.money(meter.hourly)} an hour cost {cost} in {rough(now - meter.since)}. Raise "
                 "--max-cost, or take fewer devices with --gpus or cheaper ones with --type"
             )
-            return self._table.stop(run, RunState.TIMED_OUT, reason)
+            return self._table.stop(run, RunState.TIMED_OUT, reason, RunLimit.COST)
         warning = run.cost_warning
         if run.cost_reported or warning is None or now < warning:
             return []
@@ -228,7 +228,7 @@ class CostRules:
                     f"{self._named(budget)} is used up: its runs have cost {self.tariff.money(spent)}, this one {own} "
                     "of it. Raise the setting budget and restart the pool, or take devices without a price"
                 )
-                out += self._table.stop(run, RunState.TIMED_OUT, reason)
+                out += self._table.stop(run, RunState.TIMED_OUT, reason, RunLimit.BUDGET)
         elif spent >= WARN_SHARE * budget.limit * _EXACT:
             for run in runs:
                 if not run.budget_reported:
@@ -238,7 +238,7 @@ class CostRules:
         return out
 
     def _named(self, budget: Budget) -> str:
-        return f"{BUDGET} {self.tariff.money(budget.limit)} in {span(budget.days * 86400)}"
+        return f"the pool's budget of {self.tariff.money(budget.limit)} in {span(budget.days * 86400)}"
 
 
 def _what(run: ScheduledRun) -> str:

@@ -8,7 +8,7 @@ import msgspec
 from msgspec.structs import replace
 
 from sgpu_magic.pool.scheduling.capacity import ResourceRequest
-from sgpu_magic.wire.base import RunKind, RunState, short
+from sgpu_magic.wire.base import RunKind, RunLimit, RunState, short
 from sgpu_magic.wire.costs import HOUR_S, billed_s, cost_of, device_count
 from sgpu_magic.wire.devices import CPU, Lease
 from sgpu_magic.wire.events import RemainingRank
@@ -105,6 +105,7 @@ class ScheduledRun:
         overtaken_at: When a later run of another user first got devices of its line while it was its user's first
             there; None when none has.
         stopping_as: The final state of a stop in progress; None otherwise.
+        limit: The limit that ends it; None if none does.
         last_published: The last position and reason sent to its followers; None when it does not wait.
         reason: Why it is ending or has ended; "" otherwise, or without a known reason.
         unstopped: Ranks of its session that still run it after its end.
@@ -133,6 +134,7 @@ class ScheduledRun:
     passed_at: float | None = None
     overtaken_at: float | None = None
     stopping_as: RunState | None = None
+    limit: RunLimit | None = None
     last_published: tuple[int, str] | None = None
     reason: str = ""
     unstopped: tuple[int, ...] = ()

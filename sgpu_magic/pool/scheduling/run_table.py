@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from sgpu_magic.pool.scheduling.run import ScheduledRun, named
 from sgpu_magic.pool.scheduling.stimuli import EndUnstartedRun, Instruction, MoveRun, RefuseRun, StopRun
-from sgpu_magic.wire.base import FailureKind, RunState, can_move
+from sgpu_magic.wire.base import FailureKind, RunLimit, RunState, can_move
 from sgpu_magic.wire.devices import Lease
 
 # a run that is over holds its devices until its ranks have exited; even a run with `wait_s=0` waits this long for that
@@ -192,8 +192,16 @@ class RunTable:
             self._spent(self.now, cost)
         self.change(run, meter=run.meter.stopped(self.now))
 
-    def stop(self, run: ScheduledRun, state: RunState, reason: str) -> list[Instruction]:
-        """End a waiting run; stop the ranks of one that has a lease, once."""
+    def stop(self, run: ScheduledRun, state: RunState, reason: str, limit: RunLimit | None = None) -> list[Instruction]:
+        """End a waiting run; stop the ranks of one that has a lease, once.
+
+        Args:
+            run: The run.
+            state: Its final state.
+            reason: Why it ends, a sentence.
+            limit: The limit that ends it.
+        """
+        self.change(run, limit=limit)
         if run.lease is None:
             return self.end(run, state, reason)
         if not can_move(run.state, RunState.CANCELLING):

@@ -56,7 +56,7 @@ from sgpu_magic.pool.scheduling.stimuli import (
     StimulusOfRun,
     TimePassed,
 )
-from sgpu_magic.wire.base import RunState
+from sgpu_magic.wire.base import RunLimit, RunState
 from sgpu_magic.wire.devices import Inventory, Lease
 from sgpu_magic.wire.run import RunSpec
 
@@ -309,16 +309,17 @@ class Scheduler:
 
     def _settle_times(self) -> list[Instruction]:
         now = self._table.now
-        due = [
-            (run, RunState.TIMED_OUT, f"its time limit of {span(run.spec.timeout_s)} is reached")
+        due: list[tuple[ScheduledRun, RunState, str, RunLimit | None]] = [
+            (run, RunState.TIMED_OUT, f"its time limit of {span(run.spec.timeout_s)} is reached", RunLimit.TIME)
             for run in self._table.over_time()
         ]
         for session in self._table.sessions():
             if (until := self._table.quiet_until(session)) is not None and now >= until:
                 reason = f"nothing ran in it for {span(session.spec.idle_s or 0.0)} (--idle)"
-                due.append((session, RunState.CANCELLED, reason))
+                due.append((session, RunState.CANCELLED, reason, None))
         for run in self._table.asked_too_long():
-            due.append((run, RunState.FAILED, f"the cluster added nothing within {span(run.spec.wait_s or 0.0)}"))
+            reason = f"the cluster added nothing within {span(run.spec.wait_s or 0.0)}"
+            due.append((run, RunState.FAILED, reason, None))
         due.sort(key=lambda one: one[0].number)
         return [instruction for one in due for instruction in self._table.stop(*one)]
 

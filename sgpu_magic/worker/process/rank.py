@@ -107,7 +107,7 @@ def live(order: Fork, descriptors: list[int]) -> int:
         return 1
     except Exception as error:
         # for example, the system refused a thread: report it as an internal failure, not as an exit of the cell
-        text = f"rank {order.rank} could not go on: {type(error).__name__}: {error}"
+        text = f"it could not go on: {type(error).__name__}: {error}"
         failure = Failure(kind=FailureKind.INTERNAL, message=text, rank=order.rank, at=time.time())
         link.send(CellFailed(failure=failure, grouped=False))
         raise

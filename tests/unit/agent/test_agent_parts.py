@@ -29,7 +29,7 @@ from hypothesis import strategies as st
 from waiting import eventually
 
 from sgpu_magic.agent.failures import find_root_cause
-from sgpu_magic.agent.rank_deaths import death
+from sgpu_magic.agent.rank_deaths import describe_death
 from sgpu_magic.agent.ranks import rank_output
 from sgpu_magic.agent.ranks.group import Group
 from sgpu_magic.agent.ranks.rank_output import RankOutput
@@ -123,26 +123,28 @@ def test_the_culprit_is_never_a_victim_when_there_is_another(failures: list[Fail
     ],
 )
 def test_a_death_tells_how(status: int, says: str):
-    told = death(
+    told = describe_death(
         died(status, rank=2, pid=4711), 4, last_line="Cell In[9], line 6: work()", last_output="one\nlast words\n"
     )
     assert told.message.startswith(says)
-    assert "\nits last Python line: Cell In[9], line 6: work()\n" in told.message
+    assert told.death is not None
+    assert (told.death.last_line, told.death.line_age_s) == ("Cell In[9], line 6: work()", 0.0)
+    assert told.death.last_output == ("one", "last words")
     # no sample is taken while C code holds the interpreter
-    old = death(died(-signal.SIGKILL), 2, last_line="Cell In[9], line 6: work()", line_age_s=1.23)
-    assert "\nits last Python line, 1.2 s before its end: Cell In[9], line 6: work()" in old.message
-    assert told.message.endswith("\nits last output: one\n  last words")
+    old = describe_death(died(-signal.SIGKILL), 2, last_line="Cell In[9], line 6: work()", line_age_s=1.23)
+    assert old.death is not None
+    assert old.death.line_age_s == 1.23
     assert (told.kind, told.rank, told.exit_status, told.pid) == (FailureKind.WORKER_DIED, 2, status, 4711)
 
 
 def test_a_death_of_which_nothing_is_known_says_nothing_more():
-    assert death(died(-signal.SIGTERM), 1).message == (
+    assert describe_death(died(-signal.SIGTERM), 1).message == (
         "rank 0 of 1 was killed by SIGTERM: another process asked it to end"
     )
 
 
 def test_what_is_known_of_a_signal_takes_the_place_of_what_it_usually_means():
-    told = death(died(-signal.SIGKILL), 1, meaning="the system's out-of-memory killer ended it")
+    told = describe_death(died(-signal.SIGKILL), 1, meaning="the system's out-of-memory killer ended it")
     assert told.message == "rank 0 of 1 was killed by SIGKILL: the system's out-of-memory killer ended it"
 
 

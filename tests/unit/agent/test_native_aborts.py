@@ -8,7 +8,7 @@ import pytest
 
 from sgpu_magic.agent.failures import find_root_cause
 from sgpu_magic.agent.native_aborts import Cause, find_native_abort
-from sgpu_magic.agent.rank_deaths import death
+from sgpu_magic.agent.rank_deaths import describe_death
 from sgpu_magic.wire.base import FailureKind
 from sgpu_magic.wire.rank_events import Collective, CollectiveTimeout, Failure
 
@@ -54,7 +54,7 @@ LOST = [
 
 def aborted(rank: int, output: str, at: float = 1.0, status: int = -signal.SIGABRT) -> Failure:
     failure = Failure(kind=FailureKind.WORKER_DIED, message="", rank=rank, at=at, exit_status=status, pid=4000 + rank)
-    return death(failure, 3, last_output=output)
+    return describe_death(failure, 3, last_output=output)
 
 
 @pytest.mark.parametrize("version", TIMEOUTS)
@@ -89,7 +89,8 @@ def test_other_aborts_are_the_ranks_own(output: str):
     assert find_native_abort(f"{output}\n{FRAMES}") is None
     failure = aborted(0, output)
     assert not failure.is_consequence
-    assert output[:200] in failure.message
+    assert failure.death is not None
+    assert output[:200] in "".join(failure.death.last_output)
 
 
 def test_only_of_an_abort_is_the_output_read():
@@ -102,11 +103,12 @@ def test_only_of_an_abort_is_the_output_read():
 def test_the_abort_of_a_rank_that_waited_is_a_consequence_and_says_for_what():
     waited = aborted(0, TIMEOUTS["2.9"][0], at=1.0)
     assert waited.is_consequence
-    assert waited.message.startswith(
-        "rank 0 of 3 (process 4000) was killed by SIGABRT: torch aborted it, because all_reduce #7 was not complete "
-        "within 600 s\nits last output: what():  [PG ID 0 "
+    assert waited.death is not None
+    assert waited.death.what == (
+        "was killed by SIGABRT: torch aborted it, because all_reduce #7 was not complete within 600 s"
     )
     # C++ frames are omitted
-    assert "frame #" not in waited.message
+    (line,) = waited.death.last_output
+    assert line.startswith("what():  [PG ID 0 ")
     own = Failure(kind=FailureKind.USER_CODE, message="NaN", rank=1, at=2.0)
     assert find_root_cause([waited, own]) == (own, (waited,))

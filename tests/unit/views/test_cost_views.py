@@ -18,7 +18,7 @@ from sgpu_magic.views.live.feed import Feed
 from sgpu_magic.views.live.snapshot import snapshot_of
 from sgpu_magic.views.pool_tables import status_html, status_text
 from sgpu_magic.wire import events as ev
-from sgpu_magic.wire.base import FailureKind, RunKind, RunState
+from sgpu_magic.wire.base import FailureKind, RunKind, RunLimit, RunState
 from sgpu_magic.wire.devices import Inventory, Lease
 from sgpu_magic.wire.pool_status import BudgetState, PoolStatus, RunSummary
 from sgpu_magic.wire.rank_events import Failure
@@ -96,26 +96,30 @@ def test_a_session_that_has_ended_says_what_it_cost() -> None:
 
 
 @pytest.mark.parametrize(
-    ("message", "word", "then"),
+    ("limit", "message", "word", "then"),
     [
         (
+            RunLimit.COST,
             "its cost limit of $0.02 is reached (--max-cost 0.02): 4 a10 cost $0.02 in 15 s",
             "cost limit reached",
             "when its cost limit was reached:",
         ),
         (
+            RunLimit.BUDGET,
             "the pool's budget of $50.00 in 30 d is used up: its runs have cost $50.00",
             "budget used up",
             "when the pool's budget was used up:",
         ),
-        ("its time limit of 90 s is reached", "timed out", "when its time limit was reached:"),
-        ("", "timed out", "when its time limit was reached:"),
+        (RunLimit.TIME, "its time limit of 90 s is reached", "timed out", "when its time limit was reached:"),
+        (None, "", "timed out", "when its time limit was reached:"),
     ],
 )
 @pytest.mark.parametrize("kind", [RunKind.CELL, RunKind.SESSION])
-def test_a_run_that_a_limit_ended_is_headed_by_that_limit(kind: RunKind, message: str, word: str, then: str) -> None:
+def test_a_run_that_a_limit_ended_is_headed_by_that_limit(
+    kind: RunKind, limit: RunLimit | None, message: str, word: str, then: str
+) -> None:
     run = with_price(kind=kind)
-    run.end(RunState.TIMED_OUT, 15.2, Failure(kind=FailureKind.TIMEOUT, message=message), stacks=STUCK)
+    run.end(RunState.TIMED_OUT, 15.2, Failure(kind=FailureKind.TIMEOUT, message=message), stacks=STUCK, limit=limit)
     text, html, live = render_text(run.view), render_html(run.view), snapshot_of(run.view, 1, ())
     assert f" · {word} after " in text
     assert f"\n{then}\n" in text

@@ -24,7 +24,16 @@ from sgpu_magic.wire.attachments import InlinePayload, PackedLayout, Payload
 from sgpu_magic.wire.base import FailureKind, RunKind, RunState
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.events import as_warning
-from sgpu_magic.wire.rank_events import Collective, Failure, RankMemory, RankSample, RankStack, StackFrame, TensorUse
+from sgpu_magic.wire.rank_events import (
+    Collective,
+    Death,
+    Failure,
+    RankMemory,
+    RankSample,
+    RankStack,
+    StackFrame,
+    TensorUse,
+)
 from sgpu_magic.wire.run import CellSource, OutputName, RankResult, Shipped
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "snapshots.json"
@@ -122,7 +131,15 @@ def failed(directory: Path) -> LiveRun:
 
 def died(directory: Path) -> LiveRun:
     message = "was killed by SIGKILL: most likely out of memory (it held 21.8 of 24 GB)"
-    failure = Failure(kind=FailureKind.WORKER_DIED, message=message, rank=2, line=4, where="load_batch", exit_status=-9)
+    failure = Failure(
+        kind=FailureKind.WORKER_DIED,
+        message=message,
+        death=Death(what=message),
+        rank=2,
+        line=4,
+        where="load_batch",
+        exit_status=-9,
+    )
     stopped = Failure(
         kind=FailureKind.USER_CODE, message="", rank=3, type_name="builtins.KeyboardInterrupt", line=7, after_stop=True
     )
@@ -148,7 +165,13 @@ def succeeded(directory: Path) -> LiveRun:
 
 
 def started_again(directory: Path) -> LiveRun:
-    failure = Failure(kind=FailureKind.WORKER_DIED, message="was killed by SIGKILL", rank=2, exit_status=-9)
+    failure = Failure(
+        kind=FailureKind.WORKER_DIED,
+        message="was killed by SIGKILL",
+        death=Death(what="was killed by SIGKILL"),
+        rank=2,
+        exit_status=-9,
+    )
     run = LiveRun(directory, retries=2).start("cpu").write(2, b"step 7\n")
     run.tell(ev.AttemptFailed(attempt=1, attempts=3, failure=failure), at=1009.0)
     return run.start("cpu", at=1010.0)
@@ -182,7 +205,13 @@ def session_with_a_dead_rank(directory: Path) -> LiveRun:
     run = LiveRun(directory, name="work", kind=RunKind.SESSION, shipped=Shipped(), idle_s=3600.0)
     run.start(labels=LABELS).tell(ev.SessionMoved(cells=14, running=("train",)), at=1700.0)
     run.tell(rank_events.Sampled(seconds=1.0, samples=tuple(gpu(rank) for rank in range(4))), at=1701.0)
-    killed = Failure(kind=FailureKind.WORKER_DIED, message="was killed by SIGKILL", rank=2, exit_status=-9)
+    killed = Failure(
+        kind=FailureKind.WORKER_DIED,
+        message="was killed by SIGKILL",
+        death=Death(what="was killed by SIGKILL"),
+        rank=2,
+        exit_status=-9,
+    )
     run.tell(rank_events.DeviceIdle(rank=3, seconds=60.0), rank_events.RankFailed(failure=killed))
     return run.write(1, b"said between two cells\n").tell(ev.SessionMoved(cells=14, dead=(2,)), at=1720.0)
 

@@ -82,7 +82,7 @@ from sgpu_magic.wire.base import FailureKind, RunState
 from sgpu_magic.wire.devices import Device, Inventory, NodeShare
 from sgpu_magic.wire.events import as_warning
 from sgpu_magic.wire.pool_status import PoolStatus, RunSummary
-from sgpu_magic.wire.rank_events import Collective, CollectiveTimeout, Failure, RankStack, StackFrame
+from sgpu_magic.wire.rank_events import Collective, CollectiveTimeout, Death, Failure, RankStack, StackFrame
 from sgpu_magic.wire.run import CellSource, RunSpec, Shipped
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -372,6 +372,8 @@ def test_a_collective_that_timed_out_is_headed_by_who_has_not_reached_it() -> No
     died = Failure(
         kind=FailureKind.WORKER_DIED,
         message="rank 0 of 3 (process 7) was killed by SIGABRT: torch aborted it",
+        pid=7,
+        death=Death(what="was killed by SIGABRT: torch aborted it"),
         rank=0,
         is_consequence=True,
         collective_timeout=CollectiveTimeout(collective=reduce, seconds=600.0),
@@ -402,7 +404,15 @@ def test_the_stacks_of_a_timeout_are_in_its_error() -> None:
 
 def test_a_death_tells_where_it_was_and_what_it_had_said() -> None:
     message = "was killed by SIGKILL: out of memory"
-    failure = Failure(kind=FailureKind.WORKER_DIED, message=message, rank=1, exit_status=-9, pid=4711, stack=IN_LOAD)
+    failure = Failure(
+        kind=FailureKind.WORKER_DIED,
+        message=message,
+        death=Death(what=message),
+        rank=1,
+        exit_status=-9,
+        pid=4711,
+        stack=IN_LOAD,
+    )
     run = Run(cell=CELL).start().say(1, "step 1180  loss 0.22\n").end(RunState.FAILED, 31, failure)
     assert render_text(run.view).splitlines()[-4:] == [
         "train_digits · failed after 31 s · rank 1 of 4 (process 4711) was killed by SIGKILL: out of memory",
@@ -932,7 +942,15 @@ def test_chained_exceptions_are_shown_if_they_are_short(long: bool) -> None:
 
 def test_a_dead_ranks_box_has_the_lines_around_its_last_one() -> None:
     message = "was killed by SIGKILL: out of memory"
-    failure = Failure(kind=FailureKind.WORKER_DIED, message=message, rank=1, exit_status=-9, pid=4711, stack=IN_LOAD)
+    failure = Failure(
+        kind=FailureKind.WORKER_DIED,
+        message=message,
+        death=Death(what=message),
+        rank=1,
+        exit_status=-9,
+        pid=4711,
+        stack=IN_LOAD,
+    )
     assert boxed(failure)[0] == [
         "rank 1 of 4 (process 4711) was killed by SIGKILL: out of memory",
         "its last Python line: Cell In[7], line 4, in load_batch",
