@@ -169,6 +169,7 @@ def _figures(packages: Graph, files: Graph, sources: Mapping[Path, str]) -> list
         ("statements a code line", f"{statement_count / code_lines:.2f}"),
         ("nested conditional expressions", f"{sum(map(_nested_conditionals, trees.values()))}"),
         ("modules with constants after their first function", f"{sum(map(_has_late_constants, trees.values()))}"),
+        ("`# fmt: skip`", f"{sum(source.count('# fmt: skip') for source in sources.values())}"),
         ("public class names in several modules", f"{len(shared)}"),
     ]
     found = [f"{figure:>8}  {name}" for name, figure in rows]

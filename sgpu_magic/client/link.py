@@ -22,7 +22,7 @@ from sgpu_magic.client.this_machine import this_hello
 from sgpu_magic.errors import PoolError, UsageError
 from sgpu_magic.system.secure_sockets import MAX_FRAME_BYTES
 from sgpu_magic.wire import codec
-from sgpu_magic.wire.base import Record
+from sgpu_magic.wire.base import ErrorKind, Record
 from sgpu_magic.wire.client import Attach, Attached, Notice, Pong, PoolMessage, Refused, Unfollow
 from sgpu_magic.wire.events import Event, PayloadReleased
 from sgpu_magic.wire.files import FileRequest, RunFileRead, StreamMessage
@@ -34,6 +34,17 @@ if TYPE_CHECKING:
 
 _HELLO_TIMEOUT_S = 10.0
 _SET = threading.Event()
+_ERRORS: dict[ErrorKind, type[errors.SgpuError]] = {
+    ErrorKind.USAGE: errors.UsageError,
+    ErrorKind.CAPACITY: errors.CapacityError,
+    ErrorKind.SESSION: errors.SessionError,
+    ErrorKind.ENVIRONMENT: errors.EnvironmentFailed,
+    ErrorKind.SERIALIZATION: errors.SerializationError,
+    ErrorKind.RUN_UNKNOWN: errors.RunUnknown,
+    ErrorKind.RUN_FILE_UNKNOWN: errors.RunFileUnknown,
+    ErrorKind.POOL: errors.PoolError,
+    ErrorKind.INTERNAL: errors.InternalError,
+}
 
 
 class PoolLost(PoolError):
@@ -253,8 +264,7 @@ class PoolLink:
                 if self._on_notice is not None:
                     self._on_notice(text)
             case Refused(request=request):
-                kind = getattr(errors, message.error, PoolError)
-                self._reply(request, exception=kind(message.message))
+                self._reply(request, exception=_ERRORS[message.error](message.message))
             case Attached(spec=spec, request=request):
                 with self._lock:
                     after = self._after.pop(request, 0)

@@ -34,7 +34,7 @@ from sgpu_magic.wire.attachments import (
     Wheel,
     manifest_in,
 )
-from sgpu_magic.wire.base import Record, short
+from sgpu_magic.wire.base import ErrorKind, Record, short
 from sgpu_magic.wire.client import Submit
 from sgpu_magic.wire.events import RunEnded
 from sgpu_magic.wire.files import (
@@ -165,17 +165,19 @@ class FileRequestHandler:
 
         return put
 
-    def _why_not(self, message: AskBlobs | PutBlob | ReadRunFile | ListRunFiles, error: OSError) -> tuple[str, str]:
-        """Return why a request failed in the thread, and the name of the error."""
+    def _why_not(
+        self, message: AskBlobs | PutBlob | ReadRunFile | ListRunFiles, error: OSError
+    ) -> tuple[str, ErrorKind]:
+        """Return why a request failed in the thread, and which error that is."""
         why = error.strerror or str(error)
         match message:
             case ReadRunFile(name=name) | ListRunFiles(under=name):
                 file = name[:200] or "its directory"
-                return f"{file} of the run can't be read at the pool: {why}.", "RunFileUnknown"
+                return f"{file} of the run can't be read at the pool: {why}.", ErrorKind.RUN_FILE_UNKNOWN
             case _ if isinstance(error, BlobRefused):
-                return f"the pool refused the run's variables: {error}", "UsageError"
+                return f"the pool refused the run's variables: {error}", ErrorKind.USAGE
             case _:
-                return f"the pool can't keep the run's variables: {why}. {self._room()}", "UsageError"
+                return f"the pool can't keep the run's variables: {why}. {self._room()}", ErrorKind.USAGE
 
     def _room(self) -> str:
         with contextlib.suppress(OSError):

@@ -8,6 +8,7 @@ from sgpu_magic.errors import PoolError, SgpuError
 from sgpu_magic.pool.active_runs import ActiveRuns, PoolRun
 from sgpu_magic.pool.server import ConnectedClient, Server
 from sgpu_magic.system.processes import write_log
+from sgpu_magic.wire.base import ErrorKind
 from sgpu_magic.wire.client import ClientMessage, Submit
 
 
@@ -94,14 +95,14 @@ class Guard:
         try:
             call()
         except SgpuError as error:
-            self._server.refuse(client, getattr(message, "request", 0), error.message, type(error).__name__)
+            self._server.refuse(client, getattr(message, "request", 0), error.message, kind_of(error))
         except Exception as error:  # noqa: BLE001
             self.log(f"a message of process {client.pid} was dropped ({type(message).__name__})", error)
             run = self._active.get(message.spec.run_id) if isinstance(message, Submit) else None
             if run is not None and run.owner is client:
                 self.end(run, self._words_of(error), False)
             elif request := getattr(message, "request", 0):
-                self._server.refuse(client, request, self._words_of(error), "InternalError")
+                self._server.refuse(client, request, self._words_of(error), ErrorKind.INTERNAL)
 
     def for_nobody(self, call: Callable[[], None], what: str = "a node's reply was dropped") -> None:
         """Make a call that belongs to no run, such as passing on a node's reply, which clients await with a deadline.
@@ -121,3 +122,9 @@ class Guard:
 
     def _words_of(self, error: Exception) -> str:
         return f"an internal error in the pool service ({type(error).__name__}: {error}); {self._where}"
+
+
+def kind_of(error: SgpuError) -> ErrorKind:
+    """Return the kind of an error for the client: that of its class, or of the nearest class above it."""
+    kinds = {kind.value: kind for kind in ErrorKind}
+    return next((kinds[cls.__name__] for cls in type(error).__mro__ if cls.__name__ in kinds), ErrorKind.POOL)

@@ -18,7 +18,7 @@ from sgpu_magic.pool.scheduling import stimuli as sched
 from sgpu_magic.pool.submissions import Submissions
 from sgpu_magic.pool.tracker import Tracker
 from sgpu_magic.wire.attachments import FilePayload, InlinePayload, SharedPayload, StoredPayload
-from sgpu_magic.wire.base import FailureKind, RunState
+from sgpu_magic.wire.base import ErrorKind, FailureKind, RunState
 from sgpu_magic.wire.devices import Inventory, Lease
 from sgpu_magic.wire.events import AttemptFailed, Noted, QueueMoved, RunEnded, StateChanged
 from sgpu_magic.wire.files import PAYLOAD
@@ -87,7 +87,7 @@ class Instructions:
         """
         if run.log is None:
             self._pool.active.resubmittable.pop(run.run_id, None)
-            self._refuse(run, why, "InternalError")
+            self._refuse(run, why, ErrorKind.INTERNAL)
         elif not run.ended:
             self._pool.active.end_without_ranks(run, RunState.FAILED, why, FailureKind.INTERNAL)
         state = run.ended_as or RunState.FAILED
@@ -107,13 +107,13 @@ class Instructions:
         """Record the run. Returns False if that failed and the run was refused."""
         self._pool.active.resubmittable.pop(run.run_id, None)
         if why := self._pool.active.accept(run):
-            self._refuse(run, why, "PoolError")
+            self._refuse(run, why, ErrorKind.POOL)
             self._loop.call_soon(self._pool.feed, sched.RanksReaped(run.run_id, RunState.FAILED))
             return False
         self._tracker.follow(run)
         return True
 
-    def _refuse(self, run: PoolRun, message: str, error: str) -> None:
+    def _refuse(self, run: PoolRun, message: str, error: ErrorKind) -> None:
         self._submissions.unprepare(run)
         self._pool.active.forget(run.run_id)
         if run.owner is not None:

@@ -20,7 +20,7 @@ from sgpu_magic.pool.scheduling.queue_status import titled
 from sgpu_magic.pool.scheduling.run import named
 from sgpu_magic.pool.server import ConnectedClient
 from sgpu_magic.system.message_stream import Pending
-from sgpu_magic.wire.base import RunKind, RunState, short
+from sgpu_magic.wire.base import ErrorKind, RunKind, RunState, short
 from sgpu_magic.wire.client import Accepted, AskRank, AskStacks, RankAnswered, RestartRanks, Stacks
 from sgpu_magic.wire.files import StreamMessage
 from sgpu_magic.wire.node import Question, RestartSessionRanks
@@ -105,7 +105,7 @@ class RankRequests:
             return
         client, message = asked[0], asked[1]
         if problem:
-            self._pool.server.refuse(client, message.request, problem, "SessionError")
+            self._pool.server.refuse(client, message.request, problem, ErrorKind.SESSION)
             return
         run = self._session(session)
         name = named(run.spec) if run is not None else f"session {short(session)}"
@@ -123,7 +123,7 @@ class RankRequests:
             if isinstance(message, AskRank):
                 self._answer(client, message, RankAnswer(problem=ended))
             elif isinstance(message, RestartRanks):
-                self._pool.server.refuse(client, message.request, ended, "SessionError")
+                self._pool.server.refuse(client, message.request, ended, ErrorKind.SESSION)
             else:
                 text = f"run {short(run_id)} ended before its ranks could be asked."
                 self._pool.server.refuse(client, message.request, text)

@@ -23,7 +23,7 @@ from sgpu_magic.pool.clients import AuthorizedClients, ConnectedClient, Gone, He
 from sgpu_magic.system.processes import write_log
 from sgpu_magic.system.secure_sockets import Admission, KeyPair, bound_to, secure_server, sender_of
 from sgpu_magic.wire import codec
-from sgpu_magic.wire.base import Record
+from sgpu_magic.wire.base import ErrorKind, Record
 from sgpu_magic.wire.client import Cancel, ClientMessage, Detach, Ping, Pong, Refused, RestartRanks, StopPool, Submit
 from sgpu_magic.wire.files import FileRequest
 from sgpu_magic.wire.pool_status import AskBulk, Hello
@@ -224,7 +224,7 @@ class RemoteClients(Router):
     def _refuse(self, identity: bytes, hello: Hello, why: str) -> None:
         """Answer a greeting with a refusal. The client closes its connection, which stays an unknown one until then."""
         client = ConnectedClient(identity, hello.pid, same_host=False)
-        self._taken(client, [codec.encode(Refused(request=0, error="PoolError", message=why))])
+        self._taken(client, [codec.encode(Refused(request=0, error=ErrorKind.POOL, message=why))])
 
     # ------------------------------------------------------------ gone and revoked clients
 

@@ -22,7 +22,7 @@ from sgpu_magic.pool.clients import ConnectedClient, Gone, Heard, Router
 from sgpu_magic.pool.remote_clients import Listening, RemoteClients
 from sgpu_magic.system.processes import Peer, is_alive, peer_of
 from sgpu_magic.wire import codec
-from sgpu_magic.wire.base import Record
+from sgpu_magic.wire.base import ErrorKind, Record
 from sgpu_magic.wire.client import ClientMessage, Notice, Refused
 from sgpu_magic.wire.events import Event
 from sgpu_magic.wire.pool_status import Hello
@@ -106,8 +106,8 @@ class Server(Router):
         for client in self.clients:
             self.send(client, Notice(text=text))
 
-    def refuse(self, client: ConnectedClient, request: int, message: str, error: str = "UsageError") -> None:
-        """Refuse a client's request. `error` names the class in `errors`."""
+    def refuse(self, client: ConnectedClient, request: int, message: str, error: ErrorKind = ErrorKind.USAGE) -> None:
+        """Refuse a client's request."""
         self.send(client, Refused(request=request, error=error, message=message))
 
     def close(self) -> None:

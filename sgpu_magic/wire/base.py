@@ -77,6 +77,20 @@ class RunState(enum.StrEnum):
         return not TRANSITIONS[self]
 
 
+class ErrorKind(enum.StrEnum):
+    """Why a request is refused: which class of `sgpu_magic.errors` the client raises."""
+
+    USAGE = "UsageError"
+    CAPACITY = "CapacityError"
+    SESSION = "SessionError"
+    ENVIRONMENT = "EnvironmentFailed"
+    SERIALIZATION = "SerializationError"
+    RUN_UNKNOWN = "RunUnknown"
+    RUN_FILE_UNKNOWN = "RunFileUnknown"
+    POOL = "PoolError"
+    INTERNAL = "InternalError"
+
+
 class RunLimit(enum.StrEnum):
     """A limit that ends a run as `TIMED_OUT`."""
 

@@ -13,7 +13,7 @@ The handshake (`Hello`, `Welcome`) and the pool's status are in pool_status.
 from __future__ import annotations
 
 from sgpu_magic.wire.attachments import CodeBundle, Environment, Payload, Upload
-from sgpu_magic.wire.base import Numbered, OfRun, Record, RunState
+from sgpu_magic.wire.base import ErrorKind, Numbered, OfRun, Record, RunState
 from sgpu_magic.wire.events import Event
 from sgpu_magic.wire.files import FileReply, FileRequest, FromStream, ToStream
 from sgpu_magic.wire.pool_status import (
@@ -234,9 +234,9 @@ class RankAnswered(Numbered, frozen=True, tag="rank-answered", kw_only=True):
 
 
 class Refused(Numbered, frozen=True, tag="refused", kw_only=True):
-    """A request was refused. `error` names a class of `sgpu_magic.errors`."""
+    """A request was refused."""
 
-    error: str
+    error: ErrorKind
     message: str
 
 

@@ -201,7 +201,7 @@ def test_the_hang_is_named_that_ended_the_ranks_which_waited(agent: AgentProcess
         f"{IMPORTS}dist.barrier()\n"
         "if rank == 1:\n    time.sleep(60)\n"
         f"os.write(2, {text!r}.replace('{{rank}}', str(rank)).encode() + b'\\n')\n"
-        "time.sleep(0.02 * rank)\nos.abort()"
+        "time.sleep(0.3 + 0.02 * rank)\nos.abort()"
     )
     ended = end(agent, cell, ranks=3)
     cause = ended.failure

@@ -81,9 +81,9 @@ def test_cells_of_a_session_leave_theirs(kernel: Kernel):
 @pytest.mark.slow
 def test_a_long_cell_is_traced_at_its_beginning(kernel: Kernel):
     body = (
-        "from sgpu_magic.worker.cell import cell_run\n"
+        "from sgpu_magic.worker.cell import cell_trace\n"
         # this cell configures the next one, on the same ranks
-        "cell_run.LONGEST_TRACE_S = 0.5"
+        "cell_trace.LONGEST_TRACE_S = 0.5"
     )
     kernel.check("%sgpu_connect -n 2", 90)
     try:

@@ -330,10 +330,10 @@ import os, pickle
 import sgpu_magic.client.run as run
 class Bomb:
     def __reduce__(self): return (os.mkdir, ("exploded",))
-load_results = run.Run.load_results
+load_results = run.ClientRun.load_results
 def forged(self, ended, frames, namespace):
     return load_results(self, ended, [pickle.dumps(Bomb()).ljust(len(frame), b".") for frame in frames], namespace)
-run.Run.load_results = forged
+run.ClientRun.load_results = forged
 """
 
 
@@ -344,7 +344,7 @@ def test_a_result_that_was_changed_on_its_way_is_not_unpickled(home: Home, new_k
     assert (reply.status, reply.ename) == ("error", "SerializationError"), reply.story
     assert "signature" in reply.evalue
     assert not (home.work / "exploded").exists()
-    kernel.check("run.Run.load_results = load_results")
+    kernel.check("run.ClientRun.load_results = load_results")
     works(kernel)
 
 

@@ -739,7 +739,7 @@ def test_the_next_run_takes_the_memory_back(new_kernel: Callable[..., Kernel], h
 def test_a_file_carries_the_payload_when_memory_is_short(new_kernel: Callable[..., Kernel], home: Home):
     kernel = new_kernel()
     kernel.check(
-        "import sgpu_magic.client.submitter as uploads\n"
+        "import sgpu_magic.client.payload_memory as uploads\n"
         "uploads.fits_memory = lambda size: False\n"
         "import torch; big = torch.arange(1_000_000)"
     )
@@ -757,7 +757,7 @@ def test_a_payload_larger_than_the_disk(new_kernel: Callable[..., Kernel], home:
     kernel = new_kernel()
     kernel.check(
         "import shutil, types, torch\n"
-        "import sgpu_magic.client.submitter as uploads\n"
+        "import sgpu_magic.client.payload_memory as uploads\n"
         "uploads.fits_memory = lambda size: False\n"
         "shutil.disk_usage = lambda path: types.SimpleNamespace(free=1_000_000)\n"
         "big = torch.ones(1_000_000)"

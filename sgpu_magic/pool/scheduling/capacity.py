@@ -12,9 +12,11 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 
+from sgpu_magic.wire.base import ErrorKind
 from sgpu_magic.wire.devices import CPU, Device, Inventory, Lease, Node, memory_bytes
 
 PACK, STRICT_PACK, SPREAD = STRATEGIES = ("pack", "strict_pack", "spread")
@@ -23,8 +25,11 @@ Parts = list[tuple[str, int]]
 """A node and how many ranks it gets, for each node of a lease; "" is the machine of a one-machine pool."""
 
 
-Refusal = tuple[str, str]
-"""Why a request can't be placed: the name of a class in `errors`, and the message."""
+class Refusal(NamedTuple):
+    """Why a request can't be placed."""
+
+    error: ErrorKind
+    message: str
 
 
 class QueueKey(msgspec.Struct, frozen=True):

@@ -22,7 +22,7 @@ from sgpu_magic.pool.scheduling.capacity import Refusal, ResourceRequest
 from sgpu_magic.pool.scheduling.run import WARN_SHARE, Meter, ScheduledRun, rough, span
 from sgpu_magic.pool.scheduling.run_table import RunTable
 from sgpu_magic.pool.scheduling.stimuli import Instruction, PublishNote
-from sgpu_magic.wire.base import RunLimit, RunState
+from sgpu_magic.wire.base import ErrorKind, RunLimit, RunState
 from sgpu_magic.wire.costs import HOUR_S, Prices, device_count
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.run import RunSpec
@@ -141,10 +141,11 @@ class CostRules:
         """Return why a run's cost limit can't be enforced; None when it can, or the run has none."""
         if spec.max_cost is None or spec.session or self.tariff.of(want.device_type) is not None:
             return None
-        return "UsageError", (
+        return Refusal(
+            ErrorKind.USAGE,
             f"--max-cost {spec.max_cost:g} can't be enforced: this pool has no price for {want.device_type} (it has "
             f"one for {self.tariff.priced()}). Leave --max-cost out, or set the price in the settings, such as "
-            f'SGPU_PRICES="{want.device_type}=1.20" for one device and hour, and restart the pool.'
+            f'SGPU_PRICES="{want.device_type}=1.20" for one device and hour, and restart the pool.',
         )
 
     def adopted(self, run: ScheduledRun) -> None:

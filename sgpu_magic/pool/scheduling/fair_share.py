@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from sgpu_magic.config.pool_terms import UserLimits, quota_types
 from sgpu_magic.pool.scheduling.capacity import QueueKey, Refusal, ResourceRequest, amount, line_of_lease
 from sgpu_magic.pool.scheduling.run import ScheduledRun
-from sgpu_magic.wire.base import short
+from sgpu_magic.wire.base import ErrorKind, short
 from sgpu_magic.wire.devices import CPU, Lease
 from sgpu_magic.wire.run import RunSpec
 
@@ -67,10 +67,11 @@ class FairShare:
         for kind in quota_types(want.line.device_type):
             if (quota := self._limits.quota(user, kind)) is not None and ranks > quota:
                 remedy = f"Ask for {quota} or fewer with --gpus" if quota else "Ask for another type with --type"
-                return "CapacityError", (
+                return Refusal(
+                    ErrorKind.CAPACITY,
                     f"user {user} may have {_of(quota, kind)} at once in this pool (its setting user_quotas), and the "
                     f"run asks for {ranks}. {remedy}, choose another pool with --pool, or ask this pool's operator "
-                    "for more."
+                    "for more.",
                 )
         return None
 

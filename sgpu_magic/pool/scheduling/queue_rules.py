@@ -26,6 +26,7 @@ from sgpu_magic.pool.scheduling.queue_status import Blockers, UnfreedDevices, by
 from sgpu_magic.pool.scheduling.run import ScheduledRun
 from sgpu_magic.pool.scheduling.run_table import RunTable
 from sgpu_magic.pool.scheduling.stimuli import Instruction, LaunchRun
+from sgpu_magic.wire.base import ErrorKind
 from sgpu_magic.wire.devices import ANY, Inventory, Lease, Placement, memory_of
 
 Waiting = list[tuple[ScheduledRun, ResourceRequest]]
@@ -108,7 +109,7 @@ class QueueRules:
         room, placement = self.room, run.spec.placement
         is_session = room.stock.many and run.is_session
         if is_session and (refusal := on_nodes(run.spec)):
-            return "SessionError", refusal
+            return Refusal(ErrorKind.SESSION, refusal)
         key = (placement, is_session)
         if key in self._meant:
             return self._meant[key]
@@ -129,11 +130,11 @@ class QueueRules:
             return free < want.ranks, price is None, price or 0.0, want.simulated, size, -free
 
         found = resolve(placement, room.stock, choose)
-        meant: ResourceRequest | Refusal = ("UsageError", found) if isinstance(found, str) else found
+        meant = Refusal(ErrorKind.USAGE, found) if isinstance(found, str) else found
         if is_session and isinstance(found, str):
             anywhere = resolve(run.spec.placement, room.stock, choose)
             if isinstance(anywhere, ResourceRequest):
-                meant = "SessionError", too_large(anywhere, room.stock)
+                meant = Refusal(ErrorKind.SESSION, too_large(anywhere, room.stock))
         # `any` is not cached: which type is free changes with every run
         if placement.device_type != ANY and not placement.min_memory_bytes:
             self._meant[key] = meant

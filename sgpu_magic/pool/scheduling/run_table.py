@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from sgpu_magic.pool.scheduling.run import ScheduledRun, named
 from sgpu_magic.pool.scheduling.stimuli import EndUnstartedRun, Instruction, MoveRun, RefuseRun, StopRun
-from sgpu_magic.wire.base import FailureKind, RunLimit, RunState, can_move
+from sgpu_magic.wire.base import ErrorKind, FailureKind, RunLimit, RunState, can_move
 from sgpu_magic.wire.devices import Lease
 
 # a run that is over holds its devices until its ranks have exited; even a run with `wait_s=0` waits this long for that
@@ -218,14 +218,18 @@ class RunTable:
         return [*moves, EndUnstartedRun(run.run_id, state, reason, kind), *self.remove(run)]
 
     def give_up(
-        self, run: ScheduledRun, message: str, error: str = "CapacityError", kind: FailureKind = FailureKind.CAPACITY
+        self,
+        run: ScheduledRun,
+        message: str,
+        error: ErrorKind = ErrorKind.CAPACITY,
+        kind: FailureKind = FailureKind.CAPACITY,
     ) -> list[Instruction]:
         """Fail a run that will not get what it waits for, or refuse it if it was not accepted yet."""
         if run.accepted:
             return self.end(run, RunState.FAILED, message, kind)
         return self.refuse(run, error, message)
 
-    def refuse(self, run: ScheduledRun, error: str, message: str) -> list[Instruction]:
+    def refuse(self, run: ScheduledRun, error: ErrorKind, message: str) -> list[Instruction]:
         self.change(run, reason=message)
         return [RefuseRun(run.run_id, error, message), *self.remove(run)]
 
@@ -260,7 +264,7 @@ class RunTable:
             elif cell.accepted and cancelled:
                 out += self.end(cell, RunState.CANCELLED, why, FailureKind.SESSION)
             else:
-                out += self.give_up(cell, f"{why}.", "SessionError", FailureKind.SESSION)
+                out += self.give_up(cell, f"{why}.", ErrorKind.SESSION, FailureKind.SESSION)
         return out
 
     # ------------------------------------------------------------ internals

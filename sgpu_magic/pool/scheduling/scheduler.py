@@ -56,7 +56,7 @@ from sgpu_magic.pool.scheduling.stimuli import (
     StimulusOfRun,
     TimePassed,
 )
-from sgpu_magic.wire.base import RunLimit, RunState
+from sgpu_magic.wire.base import ErrorKind, RunLimit, RunState
 from sgpu_magic.wire.devices import Inventory, Lease
 from sgpu_magic.wire.run import RunSpec
 
@@ -184,9 +184,9 @@ class Scheduler:
         spec = run.spec
         if spec.run_id in self._runs:
             message = f"run {spec.run_id} was already submitted; each run needs its own ID."
-            return [RefuseRun(spec.run_id, "UsageError", message)]
+            return [RefuseRun(spec.run_id, ErrorKind.USAGE, message)]
         if spec.session and (refusal := session_refusal(spec, self._runs.get(spec.session))):
-            return [RefuseRun(spec.run_id, "SessionError", refusal)]
+            return [RefuseRun(spec.run_id, ErrorKind.SESSION, refusal)]
         self._table.change(run, queued_at=self._table.now)
         self._table.add(run)
         return [] if spec.session or not self._queue.knows_devices else self._judge(run)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from sgpu_magic.pool.scheduling.run import ScheduledRun
-from sgpu_magic.wire.base import FailureKind, RunState
+from sgpu_magic.wire.base import ErrorKind, FailureKind, RunState
 from sgpu_magic.wire.devices import Inventory, Lease
 from sgpu_magic.wire.events import RemainingRank
 
@@ -180,9 +180,9 @@ class StopRun(_OfRun, frozen=True):
 
 
 class RefuseRun(_OfRun, frozen=True):
-    """The run is refused, and the scheduler has forgotten it. `error` names the class in `errors`."""
+    """The run is refused, and the scheduler has forgotten it."""
 
-    error: str
+    error: ErrorKind
     message: str
 
 

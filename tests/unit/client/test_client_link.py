@@ -9,14 +9,16 @@ from collections.abc import Iterator
 import pytest
 from waiting import eventually
 
+from sgpu_magic import errors
 from sgpu_magic.client.connection import Connection
 from sgpu_magic.client.link import PoolLink
 from sgpu_magic.client.send_queue import OutboundMessage, SendQueue
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError
+from sgpu_magic.pool.health import kind_of
 from sgpu_magic.wire import codec
-from sgpu_magic.wire.base import Record, RunState
-from sgpu_magic.wire.client import Attach, Attached, Unfollow
+from sgpu_magic.wire.base import ErrorKind, Record, RunState
+from sgpu_magic.wire.client import Attach, Attached, Refused, Unfollow
 from sgpu_magic.wire.devices import Placement
 from sgpu_magic.wire.pool_status import Welcome
 from sgpu_magic.wire.run import CellSource, Owner, RunSpec
@@ -98,6 +100,21 @@ def test_an_attach_that_is_given_up_leaves_no_queue(line: Line, link: PoolLink, 
     assert eventually(lambda: [each for each in line.sent if isinstance(each, Unfollow)]) == [Unfollow(run_id=RUN)]
     assert not link._followers
     assert not link._attached
+
+
+@pytest.mark.parametrize("kind", ErrorKind)
+def test_a_refusal_is_raised_as_the_class_that_it_names(line: Line, link: PoolLink, kind: ErrorKind):
+    request, reply = link.new_request()
+    link.send(Attach(request=request, run=RUN))
+    line.says(Refused(request=request, error=kind, message="because."))
+    error = reply.exception(5)
+    assert type(error) is getattr(errors, kind)
+    assert kind_of(error) is kind
+
+
+def test_each_error_is_refused_as_the_nearest_class_that_a_client_knows():
+    found = {cls.__name__: kind_of(cls.__new__(cls)) for cls in (errors.NoSuchName, errors.PoolVersionError)}
+    assert found == {"NoSuchName": ErrorKind.USAGE, "PoolVersionError": ErrorKind.POOL}
 
 
 class Slow(Connection):

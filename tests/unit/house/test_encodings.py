@@ -1,7 +1,7 @@
 """What the system names need not be UTF-8: paths, environment variables, users, hosts.
 
-Python decodes such bytes to lone surrogates, for which `text.encode()` raises. So the rooms that handle names of the
-system say how they encode: with `os.fsencode`, or with the encoding's name where a text can be no such name.
+Python decodes such bytes to lone surrogates, for which `text.encode()` raises. So the packages that handle names of
+the system say how they encode: with `os.fsencode`, or with the encoding's name where a text can be no such name.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[3] / "sgpu_magic"
-ROOMS = ["client", "packages", "files", "system", "agent", "nodes", "config", "worker/process"]
+PACKAGES = ["client", "packages", "files", "system", "agent", "nodes", "config", "worker/process"]
 # receivers without system names: digests, keys in base 85, JSON, texts of the package itself
 _PLAIN = ("hexdigest", "json", "dumps", "base64", "secret", "public", "server_key", "key", "text", "new", "data")
 
@@ -38,8 +38,8 @@ def _is_plain(value: ast.expr) -> bool:
 
 
 def modules() -> Iterator[Path]:
-    for room in ROOMS:
-        yield from [PACKAGE / room] if room.endswith(".py") else (PACKAGE / room).rglob("*.py")
+    for package in PACKAGES:
+        yield from (PACKAGE / package).rglob("*.py")
 
 
 @pytest.mark.parametrize("path", list(modules()), ids=lambda path: str(path.relative_to(PACKAGE)))

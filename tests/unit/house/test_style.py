@@ -1,0 +1,92 @@
+"""Rules of style that no linter has: plain conditional expressions, no arithmetic with booleans, constants on top."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+MODULES = sorted([*(ROOT / "sgpu_magic").rglob("*.py"), *(ROOT / "scripts").glob("*.py")])
+_CONSTANT = re.compile(r"_?[A-Z][A-Z0-9_]*")
+_BOOLEAN_CALLS = ("all", "any", "bool", "callable", "hasattr", "isinstance", "issubclass")
+
+
+def nested_conditionals(tree: ast.Module) -> Iterator[int]:
+    """Yield the line of each conditional expression that is the condition or a branch of another."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.IfExp):
+            for part in (node.test, node.body, node.orelse):
+                if isinstance(part, ast.IfExp):
+                    yield part.lineno
+
+
+def boolean_products(tree: ast.Module) -> Iterator[int]:
+    """Yield the line of each text or list that is multiplied by a condition, as in `"s" * (count != 1)`."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.BinOp(left=left, op=ast.Mult(), right=right) if (_is_sequence(left) and _is_condition(right)) or (
+                _is_sequence(right) and _is_condition(left)
+            ):
+                yield node.lineno
+
+
+def _is_sequence(node: ast.expr) -> bool:
+    is_text = isinstance(node, ast.Constant) and isinstance(node.value, str | bytes)
+    return is_text or isinstance(node, ast.JoinedStr | ast.List | ast.ListComp | ast.Tuple)
+
+
+def _is_condition(node: ast.expr) -> bool:
+    match node:
+        case ast.Compare() | ast.BoolOp() | ast.UnaryOp(op=ast.Not()):
+            return True
+        case ast.Call(func=ast.Name(id=name)):
+            return name in _BOOLEAN_CALLS
+    return False
+
+
+def late_constants(tree: ast.Module) -> Iterator[int]:
+    """Yield the line of each constant below the first function or class that uses none of them."""
+    defined: set[str] = set()
+    for node in tree.body:
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                defined.add(name)
+            case (
+                ast.Assign(targets=[ast.Name(id=name)], value=value)
+                | ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value)
+            ):
+                used = {part.id for part in ast.walk(value) if isinstance(part, ast.Name)}
+                if used & defined:
+                    # a later constant may be made from this one
+                    defined.add(name)
+                elif defined and _CONSTANT.fullmatch(name):
+                    yield node.lineno
+
+
+RULES = {rule.__name__: rule for rule in (nested_conditionals, boolean_products, late_constants)}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_no_module_breaks_the_rule(name: str):
+    found = {
+        str(path.relative_to(ROOT)): lines
+        for path in MODULES
+        if (lines := list(RULES[name](ast.parse(path.read_text()))))
+    }
+    assert found == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "lines"),
+    [
+        ("nested_conditionals", "a = 1 if b else 2\nc = 1 if b else 2 if d else 3\ne = (1 if b else 2) + 1", [2]),
+        ("boolean_products", "'s' * (n != 1)\n[a] * bool(b)\n'-' * n\n2 * (a > b)\n(not a) * 's'", [1, 2, 5]),
+        ("late_constants", "A = 1\ndef f(): ...\nB = 2\nC = f()\nD = C + 1\n_e = 3\nT = list[int]", [3, 7]),
+    ],
+)
+def test_a_rule_finds_what_it_is_for(name: str, code: str, lines: list[int]):
+    assert list(RULES[name](ast.parse(code))) == lines
