@@ -106,7 +106,7 @@ class WriteTracking:
         self._close()
 
     def track(self, part: Range) -> None:
-        """Begin to track a range of whole pages. The caller checks with `private_memory` that it can be tracked.
+        """Begin to track a range of whole pages. The caller checks with `is_private` that it can be tracked.
 
         Raises:
             NotTracked: The kernel refuses.

@@ -19,7 +19,6 @@ from planted_table import (
     CELLS,
     FAILING,
     FRESH,
-    OF_SESSION,
     SESSIONS,
     SPARED,
     STACKS,
@@ -197,7 +196,7 @@ def test_a_fault_while_a_run_fails(agent: AgentProcess, strike: Callable[..., st
 def test_a_fault_in_a_cells_callback_ends_the_cell(agent: AgentProcess, strike: Callable[..., str], callback: str):
     session = agent.connect(2)
     run_id = new_id()
-    strike(callback, session.run_id if callback in OF_SESSION else run_id)
+    strike(callback, run_id)
     session.begin(VICTIM, run_id=run_id)
     ended = agent.wait_for(run_id, RunEnded)
     agent.wait_until_gone(run_id)

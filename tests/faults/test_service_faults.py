@@ -10,12 +10,23 @@ from pathlib import Path
 
 import pytest
 from homes import Home
+from planted_faults import at
 from pool_client import FollowedRun, PoolClient
 from pool_faults import Plants
 from served_pools import ServedPool
 from waiting import eventually
 
 from sgpu_magic.errors import InternalError, PoolError
+from sgpu_magic.pool.active_runs import ActiveRuns
+from sgpu_magic.pool.billing import Billing
+from sgpu_magic.pool.instructions import LaunchHandler
+from sgpu_magic.pool.ledger import Ledger
+from sgpu_magic.pool.reports import Reports
+from sgpu_magic.pool.requests import Requests
+from sgpu_magic.pool.scheduling.scheduler import Scheduler
+from sgpu_magic.pool.status import StatusReports
+from sgpu_magic.pool.submissions import Submissions
+from sgpu_magic.pool.tracker import Tracker
 from sgpu_magic.wire.base import FailureKind, RunState
 from sgpu_magic.wire.events import RanksStarted, RunEnded
 from sgpu_magic.wire.rank_events import OutputWritten
@@ -137,11 +148,11 @@ def harmless(scene: Scene, method: str) -> None:
 def asked(scene: Scene, method: str) -> None:
     """The client that sent the request gets the error."""
     ask: dict[str, Callable[[], object]] = {
-        "_attach": lambda: scene.client.pool.attach(scene.bystander.run_id),
-        "_cancel": lambda: scene.client.pool.cancel(scene.bystander.run_id, "test"),
-        "_detach": lambda: scene.client.pool.detach(scene.bystander.run_id),
-        "_ask_stacks": lambda: scene.client.pool.stacks(scene.bystander.run_id),
-        "tell": scene.client.pool.status,
+        Requests._attach.__name__: lambda: scene.client.pool.attach(scene.bystander.run_id),
+        Requests._cancel.__name__: lambda: scene.client.pool.cancel(scene.bystander.run_id, "test"),
+        Requests._detach.__name__: lambda: scene.client.pool.detach(scene.bystander.run_id),
+        Requests._ask_stacks.__name__: lambda: scene.client.pool.stacks(scene.bystander.run_id),
+        StatusReports.tell.__name__: scene.client.pool.status,
     }
     scene.plants.arm(method)
     with pytest.raises(InternalError, match="planted"):
@@ -180,33 +191,33 @@ def leaves(scene: Scene, method: str) -> None:
 
 
 PLANTS: list[tuple[str, Callable[[Scene, str], None]]] = [
-    ("reports:Reports.run_happened", running),
-    ("active_runs:ActiveRuns.tell", running),
-    ("billing:Billing.ended", running),
-    ("reports:Reports.ranks_gone", over),
-    ("active_runs:ActiveRuns.ranks_gone", over),
-    ("submissions:Submissions.submit", starting),
-    ("scheduling.scheduler:Scheduler._submit", starting),
-    ("active_runs:ActiveRuns.accept", starting),
-    ("active_runs:ActiveRuns.placed", starting),
-    ("active_runs:ActiveRuns.move", starting),
-    ("instructions:Launches.order", starting),
-    ("instructions:Launches.launched", starting),
-    ("tracker:Tracker.follow", starting),
-    ("requests:Requests._attach", asked),
-    ("requests:Requests._cancel", asked),
-    ("requests:Requests._detach", asked),
-    ("requests:Requests._ask_stacks", asked),
-    ("status:StatusReports.tell", asked),
-    ("requests:Requests.client_gone", unasked),
-    ("reports:Reports._confirm", leaves),
-    ("ledger:Ledger._write_due", leaves),
+    (at(Reports, Reports.run_happened), running),
+    (at(ActiveRuns, ActiveRuns.tell), running),
+    (at(Billing, Billing.ended), running),
+    (at(Reports, Reports.ranks_gone), over),
+    (at(ActiveRuns, ActiveRuns.ranks_gone), over),
+    (at(Submissions, Submissions.submit), starting),
+    (at(Scheduler, Scheduler._submit), starting),
+    (at(ActiveRuns, ActiveRuns.accept), starting),
+    (at(ActiveRuns, ActiveRuns.placed), starting),
+    (at(ActiveRuns, ActiveRuns.move), starting),
+    (at(LaunchHandler, LaunchHandler.order), starting),
+    (at(LaunchHandler, LaunchHandler.launched), starting),
+    (at(Tracker, Tracker.follow), starting),
+    (at(Requests, Requests._attach), asked),
+    (at(Requests, Requests._cancel), asked),
+    (at(Requests, Requests._detach), asked),
+    (at(Requests, Requests._ask_stacks), asked),
+    (at(StatusReports, StatusReports.tell), asked),
+    (at(Requests, Requests.client_gone), unasked),
+    (at(Reports, Reports._confirm), leaves),
+    (at(Ledger, Ledger._write_due), leaves),
 ]
 _IN_SHORT = {
-    "reports:Reports.run_happened",
-    "instructions:Launches.order",
-    "requests:Requests._attach",
-    "reports:Reports._confirm",
+    at(Reports, Reports.run_happened),
+    at(LaunchHandler, LaunchHandler.order),
+    at(Requests, Requests._attach),
+    at(Reports, Reports._confirm),
 }
 
 
@@ -289,7 +300,7 @@ def _meant(home: Home) -> None:
 def test_a_service_that_fails_soon_after_its_start_is_followed_by_one_that_only_finishes_runs(
     tmp_path: Path, new_home: Callable[..., Home]
 ):
-    method = "reports:Reports._confirm"
+    method = at(Reports, Reports._confirm)
     plants = Plants(tmp_path, [method])
     home = new_home({"PYTHONPATH": str(tmp_path), "SGPU_CPU_SLOTS": "8"})
     client = PoolClient(home)
@@ -328,7 +339,7 @@ def test_a_service_that_fails_soon_after_its_start_is_followed_by_one_that_only_
 
 
 def test_a_fault_while_no_process_can_be_started_ends_no_run(tmp_path: Path, new_home: Callable[..., Home]):
-    method, gate = "reports:Reports._confirm", tmp_path / "gate"
+    method, gate = at(Reports, Reports._confirm), tmp_path / "gate"
     plants = Plants(tmp_path, [method])
     with open(tmp_path / "sitecustomize.py", "a") as site:
         site.write(NO_PROCESS.format(gate=str(gate)))
@@ -356,7 +367,7 @@ def test_a_fault_while_no_process_can_be_started_ends_no_run(tmp_path: Path, new
 
 @pytest.mark.slow
 def test_a_served_pool_takes_its_own_place(tmp_path: Path):
-    method = "reports:Reports._confirm"
+    method = at(Reports, Reports._confirm)
     plants = Plants(tmp_path, [method])
     served = ServedPool({"PYTHONPATH": str(tmp_path)})
     try:

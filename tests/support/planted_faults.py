@@ -25,12 +25,23 @@ def arm(armed: Path, callback: str, run: str = "-", mode: str = "once") -> None:
     part.replace(armed)
 
 
+def at(cls: type | None, function: Callable[..., Any]) -> str:
+    """Return a callback's name: `module:Class.method`, or `module:function` without a class.
+
+    Tests refer to callbacks as objects, so that a tool that renames one renames it here.
+    """
+    if cls is None:
+        return f"{function.__module__}:{function.__name__}"
+    # a method may be inherited; the fault is planted in this class
+    return f"{cls.__module__}:{cls.__name__}.{function.__name__}"
+
+
 def plant(armed: Path, callbacks: tuple[str, ...]) -> None:
-    """Replace each callback (`module:Class.method` or `module:function`, below `sgpu_magic.agent`)."""
+    """Replace each callback, as named by `at`."""
     for callback in callbacks:
         module_name, _, path = callback.partition(":")
         *parents, name = path.split(".")
-        owner: Any = importlib.import_module(f"sgpu_magic.agent.{module_name}")
+        owner: Any = importlib.import_module(module_name)
         for parent in parents:
             owner = getattr(owner, parent)
         setattr(owner, name, _planted(armed, callback, getattr(owner, name)))

@@ -1,94 +1,120 @@
 """The callbacks of the agent in which faults are planted, by what triggers them."""
 
+from planted_faults import at
+
+from sgpu_magic.agent.failures import RankOutcomes
+from sgpu_magic.agent.launch import RunLauncher
+from sgpu_magic.agent.memory_watch import MemoryWatch
+from sgpu_magic.agent.ranks.group import Group
+from sgpu_magic.agent.ranks.orders import send_cells
+from sgpu_magic.agent.ranks.rank_output import RankOutput
+from sgpu_magic.agent.ranks.stop import Terminator
+from sgpu_magic.agent.reports import EventReports
+from sgpu_magic.agent.run_registry import RunRegistry
+from sgpu_magic.agent.runs.execution import Execution
+from sgpu_magic.agent.runs.execution_kinds import FreshRun, SessionCell
+from sgpu_magic.agent.runs.rank_questions import Questions
+from sgpu_magic.agent.runs.run_files import AttemptFiles
+from sgpu_magic.agent.runs.run_memory import RunMemory
+from sgpu_magic.agent.runs.session import NodeSession
+from sgpu_magic.agent.runs.session_logs import SessionLogs
+from sgpu_magic.agent.runs.session_repair import SessionRepair
+from sgpu_magic.agent.standby_groups import StandbyGroups
+from sgpu_magic.agent.watch.sampling import RunSampler, Sampling
+from sgpu_magic.agent.watch.stack_taking import StackTaker
+
 FRESH = (
-    "launch:Launches.launch",
-    "launch:Launches._start",
-    "launch:StandbyGroups.take",
-    "ranks.group:Group.forked",
-    "ranks.group:Group._said",
-    "ranks.group:Group._wrote",
-    "runs.execution_kinds:FreshRun.start",
-    "runs.execution_kinds:FreshRun.rank_said",
-    "runs.execution:Execution._all_there",
-    "runs.execution:Execution._take_result",
-    "runs.execution:Execution._end",
-    "ranks.rank_output:RankOutput.flush",
-    "ranks.rank_output:RankOutput.drain",
-    "failures:MemoryWatch.begin",
-    "failures:RankOutcomes.last_word",
-    "runs.run_files:RunFiles.describe",
-    "runs.run_files:RunFiles.take_result",
-    "reports:Reports.happened",
+    at(RunLauncher, RunLauncher.launch),
+    at(RunLauncher, RunLauncher._start),
+    at(StandbyGroups, StandbyGroups.take),
+    at(Group, Group.forked),
+    at(Group, Group._said),
+    at(Group, Group._wrote),
+    at(FreshRun, FreshRun.start),
+    at(FreshRun, FreshRun.rank_said),
+    at(Execution, Execution._all_there),
+    at(Execution, Execution._take_result),
+    at(Execution, Execution._end),
+    at(RankOutput, RankOutput.flush),
+    at(RankOutput, RankOutput.drain),
+    at(MemoryWatch, MemoryWatch.begin),
+    at(RankOutcomes, RankOutcomes.last_word),
+    at(AttemptFiles, AttemptFiles.describe),
+    at(AttemptFiles, AttemptFiles.take_result),
+    at(EventReports, EventReports.happened),
 )
 # of these, the one that may be called after a short run has ended
-WHILE_IT_GOES_ON = ("failures:MemoryWatch.begin",)
+WHILE_IT_GOES_ON = (at(MemoryWatch, MemoryWatch.begin),)
 # called after the run's end is reported
 AFTER = (
-    "ranks.group:Group.exited",
-    "runs.execution_kinds:FreshRun.rank_exited",
-    "runs.execution_kinds:FreshRun._release_ranks",
-    "runs.execution_kinds:FreshRun._finish_if_gone",
-    "runs.run_files:RunFiles.ended",
-    "reports:Reports.gone",
-    "run_registry:RunRegistry.run_gone",
-    "run_registry:RunRegistry.ranks_gone",
+    at(Group, Group.exited),
+    at(FreshRun, FreshRun.rank_exited),
+    at(FreshRun, FreshRun._release_ranks),
+    at(FreshRun, FreshRun._finish_if_gone),
+    at(AttemptFiles, AttemptFiles.ended),
+    at(EventReports, EventReports.gone),
+    at(RunRegistry, RunRegistry.run_gone),
+    at(RunRegistry, RunRegistry.ranks_gone),
 )
 # called while the run goes on; a fault in these does not end the run
 WATCHING = (
-    "watch.sampling:RunSampler.begin",
-    "watch.sampling:RunSampler.sample",
-    "watch.sampling:Sampling._tick",
-    "launch:StandbyGroups.tend",
+    at(RunSampler, RunSampler.begin),
+    at(RunSampler, RunSampler.sample),
+    at(Sampling, Sampling._tick),
+    at(StandbyGroups, StandbyGroups.tend),
 )
 # the same, called after the run
 SPARED = (
-    "run_registry:RunRegistry._replenish",
-    "run_registry:RunRegistry._keep",
-    "runs.run_memory:RunMemory.keep",
+    at(RunRegistry, RunRegistry._replenish),
+    at(RunRegistry, RunRegistry._keep),
+    at(RunMemory, RunMemory.keep),
 )
 FAILING = (
-    "runs.execution:Execution._take_failure",
-    "runs.execution:Execution._decide",
-    "ranks.stop:Terminator.begin",
-    "ranks.stop:Terminator.end",
+    at(Execution, Execution._take_failure),
+    at(Execution, Execution._decide),
+    at(Terminator, Terminator.begin),
+    at(Terminator, Terminator.end),
 )
 CELLS = (
-    "runs.execution_kinds:SessionCell.start",
-    "runs.execution_kinds:SessionCell.rank_said",
-    "runs.execution_kinds:SessionCell._settle",
-    "runs.execution_kinds:SessionCell._write_down",
-    "runs.session:Session.execute",
-    "runs.session:Session.cell_over",
-    "runs.session_repair:SessionLogs.lend",
-    "runs.session_repair:SessionLogs.take_back",
-    "ranks.orders:send_cells",
+    at(SessionCell, SessionCell.start),
+    at(SessionCell, SessionCell.rank_said),
+    at(SessionCell, SessionCell._settle),
+    at(SessionCell, SessionCell._write_down),
+    at(NodeSession, NodeSession.execute),
+    at(NodeSession, NodeSession.cell_over),
+    at(SessionLogs, SessionLogs.lend),
+    at(SessionLogs, SessionLogs.take_back),
+    at(None, send_cells),
 )
 SESSIONS = (
-    "runs.session:Session.start",
-    "runs.session:Session._connected",
-    "runs.session:Session._say_end",
-    "runs.session:Session._finish_if_gone",
-    "runs.session_repair:SessionRepair.fail",
+    at(NodeSession, NodeSession.start),
+    at(NodeSession, NodeSession._connected),
+    at(NodeSession, NodeSession._say_end),
+    at(NodeSession, NodeSession._finish_if_gone),
+    at(SessionRepair, SessionRepair.fail),
 )
-ASKED = ("runs.session:Session.ask", "runs.session_repair:Questions.answered", "runs.session:Session.restart")
+ASKED = (at(NodeSession, NodeSession.ask), at(Questions, Questions.answered), at(NodeSession, NodeSession.restart))
 STACKS = (
-    "watch.stack_taking:StackTaker._ask",
-    "watch.stack_taking:StackTaker._look",
-    "watch.stack_taking:StackTaker._finish",
+    at(StackTaker, StackTaker._ask),
+    at(StackTaker, StackTaker._look),
+    at(StackTaker, StackTaker._finish),
 )
 CALLBACKS = (*FRESH, *AFTER, *WATCHING, *SPARED, *FAILING, *CELLS, *SESSIONS, *ASKED, *STACKS)
 # only these report to the pool
-TOLD = ("reports:Reports.happened", "reports:Reports.gone", "run_registry:RunRegistry.ranks_gone")
-OF_SESSION = tuple(name for name in CELLS if name.startswith("session"))
+TOLD = (
+    at(EventReports, EventReports.happened),
+    at(EventReports, EventReports.gone),
+    at(RunRegistry, RunRegistry.ranks_gone),
+)
 AT_ITS_END = (
-    "runs.session:Session._say_end",
-    "runs.session:Session._finish_if_gone",
-    "runs.session_repair:SessionRepair.fail",
+    at(NodeSession, NodeSession._say_end),
+    at(NodeSession, NodeSession._finish_if_gone),
+    at(SessionRepair, SessionRepair.fail),
 )
 # these do not know their run
 UNNAMED = (
-    "failures:MemoryWatch.begin",
-    "failures:RankOutcomes.last_word",
-    "watch.sampling:Sampling._tick",
-    "launch:StandbyGroups.tend",
+    at(MemoryWatch, MemoryWatch.begin),
+    at(RankOutcomes, RankOutcomes.last_word),
+    at(Sampling, Sampling._tick),
+    at(StandbyGroups, StandbyGroups.tend),
 )

@@ -63,7 +63,7 @@ class Plants:
 
     Args:
         folder: An empty folder, to be put on the home's PYTHONPATH.
-        methods: Methods as `module:Class.method`, with the module below `sgpu_magic.pool`.
+        methods: Methods as named by `planted_faults.at`.
     """
 
     def __init__(self, folder: Path, methods: list[str]) -> None:
@@ -71,7 +71,7 @@ class Plants:
         plants: dict[str, list[str]] = {}
         for method in methods:
             module, qualified = method.split(":")
-            plants.setdefault(f"sgpu_magic.pool.{module}", []).append(qualified)
+            plants.setdefault(module, []).append(qualified)
         (folder / "sitecustomize.py").write_text(_SITE.format(plants=plants))
 
     def arm(self, method: str, run_id: str = "") -> None:

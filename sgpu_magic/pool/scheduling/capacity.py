@@ -25,7 +25,7 @@ Parts = list[tuple[str, int]]
 """A node and how many ranks it gets, for each node of a lease; "" is the machine of a one-machine pool."""
 
 
-class Refusal(NamedTuple):
+class PlacementRefusal(NamedTuple):
     """Why a request can't be placed."""
 
     error: ErrorKind

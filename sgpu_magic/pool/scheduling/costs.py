@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from sgpu_magic.config import Settings
 from sgpu_magic.config.pool_terms import read_prices
 from sgpu_magic.formatting import format_money
-from sgpu_magic.pool.scheduling.capacity import Refusal, ResourceRequest
+from sgpu_magic.pool.scheduling.capacity import PlacementRefusal, ResourceRequest
 from sgpu_magic.pool.scheduling.run import WARN_SHARE, Meter, ScheduledRun, rough, span
 from sgpu_magic.pool.scheduling.run_table import RunTable
 from sgpu_magic.pool.scheduling.stimuli import Instruction, PublishNote
@@ -137,11 +137,11 @@ class CostRules:
         self.tariff = tariff
         self._budget = budget if tariff else None
 
-    def refusal(self, spec: RunSpec, want: ResourceRequest) -> Refusal | None:
+    def refusal(self, spec: RunSpec, want: ResourceRequest) -> PlacementRefusal | None:
         """Return why a run's cost limit can't be enforced; None when it can, or the run has none."""
         if spec.max_cost is None or spec.session or self.tariff.of(want.device_type) is not None:
             return None
-        return Refusal(
+        return PlacementRefusal(
             ErrorKind.USAGE,
             f"--max-cost {spec.max_cost:g} can't be enforced: this pool has no price for {want.device_type} (it has "
             f"one for {self.tariff.priced()}). Leave --max-cost out, or set the price in the settings, such as "

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from sgpu_magic.config.pool_terms import UserLimits, quota_types
-from sgpu_magic.pool.scheduling.capacity import QueueKey, Refusal, ResourceRequest, amount, line_of_lease
+from sgpu_magic.pool.scheduling.capacity import PlacementRefusal, QueueKey, ResourceRequest, amount, line_of_lease
 from sgpu_magic.pool.scheduling.run import ScheduledRun
 from sgpu_magic.wire.base import ErrorKind, short
 from sgpu_magic.wire.devices import CPU, Lease
@@ -61,13 +61,13 @@ class FairShare:
 
     # ------------------------------------------------------------ quotas
 
-    def refusal(self, spec: RunSpec, want: ResourceRequest) -> Refusal | None:
+    def refusal(self, spec: RunSpec, want: ResourceRequest) -> PlacementRefusal | None:
         """Return why the request exceeds the user's quota by itself; None when it does not."""
         user, ranks = spec.owner.user, want.ranks
         for kind in quota_types(want.line.device_type):
             if (quota := self._limits.quota(user, kind)) is not None and ranks > quota:
                 remedy = f"Ask for {quota} or fewer with --gpus" if quota else "Ask for another type with --type"
-                return Refusal(
+                return PlacementRefusal(
                     ErrorKind.CAPACITY,
                     f"user {user} may have {_of(quota, kind)} at once in this pool (its setting user_quotas), and the "
                     f"run asks for {ranks}. {remedy}, choose another pool with --pool, or ask this pool's operator "

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from sgpu_magic.pool.scheduling.capacity import STRICT_PACK, QueueKey, Refusal, ResourceRequest
+from sgpu_magic.pool.scheduling.capacity import STRICT_PACK, PlacementRefusal, QueueKey, ResourceRequest
 from sgpu_magic.pool.scheduling.costs import CostRules
 from sgpu_magic.pool.scheduling.fair_share import FairShare
 from sgpu_magic.pool.scheduling.placement import FreeCapacity
@@ -82,7 +82,7 @@ class QueueRules:
         self.room = FreeCapacity(inventory or Inventory(host="", cpu_slots=0))
         self.knows_devices = inventory is not None
         # requests resolved against the current inventory; sessions have separate entries
-        self._meant: dict[tuple[Placement, bool], ResourceRequest | Refusal] = {}
+        self._meant: dict[tuple[Placement, bool], ResourceRequest | PlacementRefusal] = {}
 
     def leased(self, run: ScheduledRun, had: Lease | None, has: Lease | None) -> None:
         """Update the accounts after a run's lease changed from `had` to `has`."""
@@ -104,12 +104,12 @@ class QueueRules:
                 self._take(run, run.held_lease)
         return True
 
-    def resolve(self, run: ScheduledRun) -> ResourceRequest | Refusal:
+    def resolve(self, run: ScheduledRun) -> ResourceRequest | PlacementRefusal:
         """Return what a run takes in this pool, or why it can't be placed. Call it once the devices are known."""
         room, placement = self.room, run.spec.placement
         is_session = room.stock.many and run.is_session
         if is_session and (refusal := on_nodes(run.spec)):
-            return Refusal(ErrorKind.SESSION, refusal)
+            return PlacementRefusal(ErrorKind.SESSION, refusal)
         key = (placement, is_session)
         if key in self._meant:
             return self._meant[key]
@@ -130,11 +130,11 @@ class QueueRules:
             return free < want.ranks, price is None, price or 0.0, want.simulated, size, -free
 
         found = resolve(placement, room.stock, choose)
-        meant = Refusal(ErrorKind.USAGE, found) if isinstance(found, str) else found
+        meant = PlacementRefusal(ErrorKind.USAGE, found) if isinstance(found, str) else found
         if is_session and isinstance(found, str):
             anywhere = resolve(run.spec.placement, room.stock, choose)
             if isinstance(anywhere, ResourceRequest):
-                meant = Refusal(ErrorKind.SESSION, too_large(anywhere, room.stock))
+                meant = PlacementRefusal(ErrorKind.SESSION, too_large(anywhere, room.stock))
         # `any` is not cached: which type is free changes with every run
         if placement.device_type != ANY and not placement.min_memory_bytes:
             self._meant[key] = meant

@@ -226,7 +226,7 @@ def with_target(context: KernelContext, asked: R, ways: str) -> tuple[R, Resolve
         ways: As in `with_choice`.
 
     Raises:
-        SgpuError: As `with_choice` and `find_place`.
+        SgpuError: As `with_choice` and `resolve_target`.
     """
     asked = with_choice(context, asked, ways)
     return asked, context.resolve_target(context.wanted_pool(asked.pool), asked.devices)
