@@ -51,7 +51,9 @@ def module_pool(request: pytest.FixtureRequest) -> Iterator[PoolUnderTest]:
     try:
         eventually(has_room, 60, "not all nodes of the pool are there")
         # a first run, for what the service starts only when it is needed
-        client.begin("blob = blob[::-1]", ranks=_RANKS, names={"blob": os.urandom(200_000)}, out=["blob:all"]).ended()
+        client.begin("blob = blob[::-1]", ranks=_RANKS, names={"blob": os.urandom(200_000)}, out=["blob:all"]).ended(
+            120
+        )
         yield PoolUnderTest(home, service, client)
     finally:
         client.close()
