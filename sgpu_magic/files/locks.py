@@ -59,6 +59,9 @@ def take_lock(path: Path, *, shared: bool = False, wait: bool = True, flags: int
     Raises:
         OSError: The path can't be opened.
     """
+    operation = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+    if not wait:
+        operation |= fcntl.LOCK_NB
     while True:
         try:
             descriptor = os.open(path, flags | os.O_CLOEXEC, 0o600)
@@ -68,7 +71,7 @@ def take_lock(path: Path, *, shared: bool = False, wait: bool = True, flags: int
         with contextlib.ExitStack() as not_held:
             not_held.callback(os.close, descriptor)
             try:
-                fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
+                fcntl.flock(descriptor, operation)
             except BlockingIOError:
                 return None
             # otherwise the previous holder has removed the file: try again with the new one
