@@ -26,7 +26,7 @@ from sgpu_magic.packages.node.store import (
     Built,
     BuiltEnvironments,
     HeldLock,
-    decode_news,
+    decode_update,
     encode,
     needs_build,
 )
@@ -64,8 +64,8 @@ class _Builder:
         command = [sys.executable, "-m", "sgpu_magic.packages.node"]
         self._socket, self._process = child_process.start(command, [str(os.getpid())], log=log)
 
-    async def talk(self, on_news: Callable[[BuildNews], None]) -> None:
-        """Send the build order and pass each reply to `on_news` until the process ends."""
+    async def talk(self, on_update: Callable[[BuildNews], None]) -> None:
+        """Send the build order and pass each reply to `on_update` until the process ends."""
         reader, writer = await asyncio.open_connection(sock=self._socket, limit=_MOST_BYTES)
         try:
             # a dead builder shows as end of file below
@@ -75,7 +75,7 @@ class _Builder:
                 async for line in reader:
                     # a killed process may leave half a line
                     with contextlib.suppress(msgspec.DecodeError):
-                        on_news(decode_news(line))
+                        on_update(decode_update(line))
         finally:
             writer.close()
             self._alive = False
@@ -229,7 +229,7 @@ class Environments:
                 faults.in_background(self._build(name, wanted))
         wanted.users[run_id] = waiter
         if waiter is not None and wanted.moved.step:
-            waiter.environment_moved(self._news(wanted))
+            waiter.environment_moved(self._progress(wanted))
 
     async def _build(self, name: str, wanted: _Wanted) -> None:
         """Build the environment in a process, and start another one when that is killed."""
@@ -255,7 +255,7 @@ class Environments:
                 self._fail(name, wanted, text)
                 return
             self._builders.add(builder)
-            await builder.talk(lambda news: self._on_news(name, wanted, news))
+            await builder.talk(lambda update: self._on_update(name, wanted, update))
             self._builders.discard(builder)
             if wanted.refused:
                 break
@@ -271,20 +271,20 @@ class Environments:
         """Whether the environment is ready or no longer needed."""
         return wanted.held is not None or self._wanted.get(name) is not wanted
 
-    def _on_news(self, name: str, wanted: _Wanted, news: BuildNews) -> None:
+    def _on_update(self, name: str, wanted: _Wanted, update: BuildNews) -> None:
         if self._is_done(name, wanted):
             return
-        match news:
+        match update:
             case BuildMoved():
-                wanted.moved = news
-                self._tell_soon(name, wanted)
+                wanted.moved = update
+                self._report_later(name, wanted)
             case BuildRefused(message=message):
                 wanted.refused = message
             case BuildReady(built=built):
                 wanted.was_built = built
-                self._take(name, wanted)
+                self._deliver(name, wanted)
 
-    def _take(self, name: str, wanted: _Wanted) -> None:
+    def _deliver(self, name: str, wanted: _Wanted) -> None:
         """Hold the built environment and notify the waiters; the builder goes on to compile it."""
         try:
             wanted.held = self._store.open(name)
@@ -293,7 +293,7 @@ class Environments:
         if wanted.held is None:
             # removed by another pool, or unreadable; handled when the builder ends
             return
-        built, ready = wanted.held[0], self._news(wanted, ready=True)
+        built, ready = wanted.held[0], self._progress(wanted, ready=True)
         for waiter in wanted.waiters:
             waiter.environment_ready(built, ready)
 
@@ -305,20 +305,20 @@ class Environments:
         for waiter in waiters:
             waiter.environment_failed(message)
 
-    def _tell_soon(self, name: str, wanted: _Wanted) -> None:
+    def _report_later(self, name: str, wanted: _Wanted) -> None:
         """Report progress to the waiters, at most twice a second."""
         if wanted.telling is None:
             delay = max(0.0, wanted.reported_at + _TELL_S - time.monotonic())
-            wanted.telling = asyncio.get_running_loop().call_later(delay, self._tell, name, wanted)
+            wanted.telling = asyncio.get_running_loop().call_later(delay, self._report, name, wanted)
 
-    def _tell(self, name: str, wanted: _Wanted) -> None:
+    def _report(self, name: str, wanted: _Wanted) -> None:
         wanted.telling = None
         wanted.reported_at = time.monotonic()
         if not self._is_done(name, wanted):
             for waiter in wanted.waiters:
-                waiter.environment_moved(self._news(wanted))
+                waiter.environment_moved(self._progress(wanted))
 
-    def _news(self, wanted: _Wanted, *, ready: bool = False) -> EnvironmentMoved:
+    def _progress(self, wanted: _Wanted, *, ready: bool = False) -> EnvironmentMoved:
         packages = wanted.moved.packages or wanted.environment.packages
         if ready and wanted.held is not None:
             packages = wanted.held[0].packages

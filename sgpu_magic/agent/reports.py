@@ -109,7 +109,7 @@ class EventReports:
         """Report that every process of the run is dead and reaped; call `gone` when its files are at the pool."""
         self._ranks_are(DevicesFree(run_id=run_id))
 
-    def gone(self, run_id: str) -> None:
+    def ranks_exited(self, run_id: str) -> None:
         """Report that every process of the run is dead and reaped, and that its files are at the pool."""
         self._ranks_are(RanksGone(run_id=run_id))
 
@@ -159,15 +159,15 @@ class EventReports:
         reported = self._runs.get(run_id)
         if reported is None:
             return False
-        is_gone = isinstance(reported.ranks, RanksGone)
-        return not is_gone or any(not isinstance(event.body, PayloadReleased) for event, _ in reported.unkept)
+        have_exited = isinstance(reported.ranks, RanksGone)
+        return not have_exited or any(not isinstance(event.body, PayloadReleased) for event, _ in reported.unkept)
 
     def has_ended(self, run_id: str) -> bool:
         """Whether the run's `RunEnded` was reported, or the run is unknown."""
         reported = self._runs.get(run_id)
         return reported is None or reported.ended
 
-    def is_gone(self, run_id: str) -> bool:
+    def have_ranks_exited(self, run_id: str) -> bool:
         """Whether the run's ranks are gone, or the run is unknown."""
         reported = self._runs.get(run_id)
         return reported is None or isinstance(reported.ranks, RanksGone)

@@ -99,17 +99,17 @@ class RunRegistry:
         if isinstance(run, NodeSession):
             self.groups.drop(run.run_id)
 
-    def ranks_gone(self, run_id: str) -> None:
+    def ranks_exited(self, run_id: str) -> None:
         """Release the run's locks and inputs: its processes are dead and reaped, or it never had any."""
         for descriptor in self._locks.pop(run_id, ()):
             os.close(descriptor)
         with faults.guarded(None):
             self.drop(run_id)
-        self.far.gone(run_id)
+        self.far.ranks_exited(run_id)
 
     # ------------------------------------------------------------ faults of the agent
 
-    def words_of(self, error: Exception) -> str:
+    def fault_message(self, error: Exception) -> str:
         """Return the message that users read about a fault."""
         where = f"{self.log} on {socket.gethostname()}" if self.log is not None else "the node's log"
         text = str(error)[:_FAULT_CHARS]
@@ -130,8 +130,8 @@ class RunRegistry:
 
     def faulted(self, run_id: str, error: Exception) -> None:
         """End the run, and no other, after an exception in a callback that served it."""
-        run, words = self._runs.get(run_id), self.words_of(error)
-        if run is None or run.gone:
+        run, words = self._runs.get(run_id), self.fault_message(error)
+        if run is None or run.has_exited:
             self.say_over(run_id, words)
         elif run_id in self._struck:
             self._abandon(run, words)
@@ -148,7 +148,7 @@ class RunRegistry:
 
     def _see_it_end(self, run: NodeRun, words: str, until: float) -> None:
         with faults.charging(None):
-            if run.gone:
+            if run.has_exited:
                 self.say_over(run.run_id, words)
             elif self._loop.time() > until or (isinstance(run, FreshRun | NodeSession) and run.group.is_dead()):
                 self._abandon(run, words)
@@ -159,7 +159,7 @@ class RunRegistry:
         """End a run by force when a fault prevents it from ending normally."""
         with faults.charging(None):
             session = self.session(run.launch.spec.session) if run.launch.spec.in_session else None
-            if session is not None and not session.gone:
+            if session is not None and not session.has_exited:
                 session.fail_whole(FailureKind.INTERNAL, words)
             with faults.guarded(None):
                 run.abandon()
@@ -177,8 +177,8 @@ class RunRegistry:
             failure = Failure(kind=kind, message=words, host=socket.gethostname(), at=time.time())
             with faults.guarded(None):
                 self.reports.happened(run_id, RunEnded(state=RunState.FAILED, failure=failure), ())
-        if not self.reports.is_gone(run_id):
-            self.ranks_gone(run_id)
+        if not self.reports.have_ranks_exited(run_id):
+            self.ranks_exited(run_id)
             if (run := self._runs.get(run_id)) is not None:
                 self._loop.call_later(_KEEP_DELAY_S, self._keep, run)
 
@@ -187,8 +187,8 @@ class RunRegistry:
     def happened(self, run_id: str, body: EventBody, frames: Iterable[bytes]) -> None:
         self.far.happened(run_id, body, tuple(frames))
 
-    def run_gone(self, run: NodeRun) -> None:
-        self.ranks_gone(run.run_id)
+    def run_exited(self, run: NodeRun) -> None:
+        self.ranks_exited(run.run_id)
         spec = run.launch.spec
         if isinstance(run, NodeSession):
             self._end_fresh_runs(run)
@@ -257,4 +257,4 @@ class RunRegistry:
 def _computes(run: NodeRun) -> bool:
     if isinstance(run, NodeSession):
         return run.busy
-    return not run.gone and run.state is not RunState.PREPARING
+    return not run.has_exited and run.state is not RunState.PREPARING

@@ -113,7 +113,7 @@ class Agent:
         self._pool: MessageStream[Order] | None = None
         self._connect(sock)
         if lifeline >= 0:
-            self._loop.add_reader(lifeline, self._parent_gone, lifeline)
+            self._loop.add_reader(lifeline, self._on_parent_exit, lifeline)
         self._stopping = False
         self._stop_by = 0.0
         self._loop.add_signal_handler(signal.SIGCHLD, self._reap)
@@ -165,7 +165,7 @@ class Agent:
             with faults.guarded(None):
                 leave()
 
-    def _parent_gone(self, lifeline: int) -> None:
+    def _on_parent_exit(self, lifeline: int) -> None:
         self._loop.remove_reader(lifeline)
         if not self._stopping:
             self._stop(f"the process that had started the agent on {socket.gethostname()} ended")
@@ -181,7 +181,7 @@ class Agent:
         self._stopping = True
         grace_s = 0.0
         for run in self._runs.all():
-            if not run.gone:
+            if not run.has_exited:
                 with faults.guarded(functools.partial(self._runs.faulted, run.run_id)):
                     grace_s = max(grace_s, run.grace_s)
                     # the cells of a session end with it
@@ -191,7 +191,7 @@ class Agent:
         self._await_ends()
 
     def _await_ends(self) -> None:
-        if all(run.gone for run in self._runs.all()) or self._loop.time() > self._stop_by:
+        if all(run.has_exited for run in self._runs.all()) or self._loop.time() > self._stop_by:
             self._finish()
         else:
             self._loop.call_later(_STOP_LOOK_S, self._await_ends)
@@ -199,7 +199,7 @@ class Agent:
     def _relay(self, number: int) -> None:
         """Send a signal to the ranks that handle it: for others, its default action is their end."""
         for run in self._runs.all():
-            if isinstance(run, FreshRun | NodeSession) and not run.gone:
+            if isinstance(run, FreshRun | NodeSession) and not run.has_exited:
                 for process in run.group.ranks:
                     if process.alive and process.pid is not None and catches(process.pid, number):
                         process.signal(number)
@@ -224,7 +224,7 @@ class Agent:
             case Launch(spec=spec):
                 run_id = spec.run_id
             case Question() | RestartSessionRanks() | OpenStream():
-                return lambda error: self._reply(message, self._runs.words_of(error))
+                return lambda error: self._reply(message, self._runs.fault_message(error))
             case _:
                 run_id = getattr(message, "run_id", "")
         return functools.partial(self._runs.faulted, run_id) if run_id else None

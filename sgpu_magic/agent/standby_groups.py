@@ -117,7 +117,7 @@ class StandbyGroups:
         interpreter: Interpreter,
         ranks: int,
         join_early: bool,
-        rehearse: bool = False,
+        warm_up: bool = False,
         part: NodePart | None = None,
     ) -> Group:
         return Group(
@@ -126,7 +126,7 @@ class StandbyGroups:
             join_early,
             self._settings.output_limit,
             self._settings.runtime_path,
-            rehearse=rehearse,
+            warm_up=warm_up,
             first_rank=0 if part is None else part.first_rank,
             world_size=ranks,
         )
@@ -142,7 +142,7 @@ class StandbyGroups:
             self.drop(key)
         with contextlib.suppress(OSError):
             join_early = ranks <= _JOIN_EARLY_MAX and not on_gpus
-            self._standbys[key] = self._make(interpreter, ranks, join_early, rehearse=join_early)
+            self._standbys[key] = self._make(interpreter, ranks, join_early, warm_up=join_early)
 
 
 def _fits(group: Group, interpreter: Interpreter, ranks: int, on_gpus: bool) -> bool:

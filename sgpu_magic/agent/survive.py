@@ -58,14 +58,14 @@ class Introduction(msgspec.Struct, frozen=True):
     async def ready(self) -> None:
         """Send the agent's first message to a service, as soon as the driver has listed the devices."""
         sweep_ray_directories(self.settings, [run.run_id for run in self.runs.all()])
-        inventory = await self._take()
+        inventory = await self._receive_inventory()
         runs = self.runs.all()
         held = [
             HeldRun(
                 launch=self.runs.far.as_ordered(run.launch),
                 state=run.state,
                 started_s=run.age_s,
-                gone=run.gone,
+                have_ranks_exited=run.has_exited,
                 locks=len(self.runs.locks(run.run_id)),
             )
             for run in runs
@@ -76,9 +76,9 @@ class Introduction(msgspec.Struct, frozen=True):
 
     async def inventory_again(self) -> None:
         """Report the node's current devices."""
-        self.send(InventoryTaken(inventory=await self._take()))
+        self.send(InventoryTaken(inventory=await self._receive_inventory()))
 
-    async def _take(self) -> Inventory:
+    async def _receive_inventory(self) -> Inventory:
         simulate, slots = self.settings.simulate, self.settings.cpu_slot_count
         own = [pid for run in self.runs.all() for pid in run.pids] + self.runs.groups.zygotes.pids()
         take = functools.partial(take_inventory, simulate=simulate, cpu_slots=slots, own_pids=own)
@@ -162,7 +162,7 @@ class Orphaned:
         """Start waiting: the service is gone."""
         self._since = self._loop.time()
         self._until = self._since + self.timeout_s
-        self._look()
+        self._check_service()
 
     def over(self) -> None:
         """Stop waiting: another service has connected, or the agent ends."""
@@ -170,18 +170,18 @@ class Orphaned:
             self._timer.cancel()
             self._timer = None
 
-    def _look(self) -> None:
+    def _check_service(self) -> None:
         # scheduled first: the agent ends in time even if the code below raises
-        self._timer = self._loop.call_later(_LOOK_S, self._look)
+        self._timer = self._loop.call_later(_LOOK_S, self._check_service)
         wanted = False
         for run in self.runs.all():
             spec = run.launch.spec
             if spec.detach or may_be_alive(spec.owner.pid, spec.owner.host, spec.owner.namespace):
-                wanted |= not run.gone or run.files.memory.in_use or self.runs.reports.has_unkept(run.run_id)
+                wanted |= not run.has_exited or run.files.memory.in_use or self.runs.reports.has_unkept(run.run_id)
             elif not run.ended:
                 with faults.guarded(run.faulted):
                     run.end_as(RunState.CANCELLED, OWNER_GONE)
-        still_there = any(not run.gone for run in self.runs.all())
+        still_there = any(not run.has_exited for run in self.runs.all())
         if not still_there and not any(run.launch.spec.detach for run in self.runs.all()):
             self._until = min(self._until, self._loop.time() + _OVER_S)
         if self._loop.time() > self._until or not (wanted or still_there):
@@ -189,7 +189,7 @@ class Orphaned:
             self.end()
             return
         is_due = self._loop.time() > self._since + _SUCCESSOR_S
-        is_needed = any(run.launch.spec.detach and not run.gone for run in self.runs.all())
+        is_needed = any(run.launch.spec.detach and not run.has_exited for run in self.runs.all())
         if self.successor is not None and is_due and is_needed:
             self._since = self._loop.time()
             # if the system can't start a process, the timeout ends the runs

@@ -266,7 +266,7 @@ def listed_pools(settings: Settings) -> Iterator[Finding]:
     yield from _key()
     yield from machine_checks.encryption()
     with closing(Pools(settings)) as pools:
-        yield from map(_said, pools.asked(entries, local=False, again=True))
+        yield from map(_pool_finding, pools.asked(entries, local=False, again=True))
 
 
 def ray_version() -> Iterator[Finding]:
@@ -295,7 +295,7 @@ def _key() -> Iterator[Finding]:
         yield ok("key", str(path))
 
 
-def _said(answer: PoolStatusReply) -> Finding:
+def _pool_finding(answer: PoolStatusReply) -> Finding:
     name = f"pool {answer.name}"[:20]
     status = answer.status
     if status is None:

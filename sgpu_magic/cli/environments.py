@@ -119,9 +119,9 @@ def prune(settings: Settings, days: float, now: float | None = None) -> str:
     now = time.time() if now is None else now
     store = BuiltEnvironments(settings.environments_path)
     sizes = {name: store.size(name) or 0 for name in store.names() if now - store.last_used(name) >= days * _DAY_S}
-    gone = [size for name, size in sizes.items() if store.remove(name)]
-    left = f"; {len(sizes) - len(gone)} in use" if len(gone) < len(sizes) else ""
-    return f"{count_of(len(gone), 'environment')} removed, {format_bytes(sum(gone))} freed{left}."
+    removed = [size for name, size in sizes.items() if store.remove(name)]
+    left = f"; {len(sizes) - len(removed)} in use" if len(removed) < len(sizes) else ""
+    return f"{count_of(len(removed), 'environment')} removed, {format_bytes(sum(removed))} freed{left}."
 
 
 def _built_row(store: BuiltEnvironments, name: str, now: float) -> tuple[str, ...]:

@@ -121,7 +121,7 @@ class Forwarder:
                 writer.transport.abort()
             return
         self._streams[number] = ByteStream(
-            number, reader, writer, self._send, lambda problem: self._gone(number, problem)
+            number, reader, writer, self._send, lambda problem: self._on_closed(number, problem)
         )
 
     async def _opened(self, order: OpenStream) -> StreamOpened | StreamClosed:
@@ -137,7 +137,7 @@ class Forwarder:
         finally:
             self._opening.pop(order.stream, None)
 
-    def _gone(self, number: int, problem: str) -> None:
+    def _on_closed(self, number: int, problem: str) -> None:
         self._streams.pop(number, None)
         if problem and not self._over.done():
             self._say(f"a connection was ended: {problem.rstrip('.')}.")

@@ -76,7 +76,7 @@ def hostname() -> Iterator[Finding]:
     problems: list[str] = []
     seconds: list[float] = []
 
-    def look_up() -> None:
+    def resolve() -> None:
         start = time.monotonic()
         try:
             socket.getaddrinfo(name, None)
@@ -85,7 +85,7 @@ def hostname() -> Iterator[Finding]:
             problems.append(getattr(error, "strerror", "") or str(error))
         seconds.append(time.monotonic() - start)
 
-    thread = threading.Thread(target=look_up, daemon=True)
+    thread = threading.Thread(target=resolve, daemon=True)
     thread.start()
     thread.join(_LOOKUP_DEADLINE_S)
     remedy = f"Add a line `127.0.1.1 {name}` to /etc/hosts, or fix the name servers in /etc/resolv.conf."

@@ -41,15 +41,15 @@ def add(settings: Settings, entry: PoolEntry, *, check: bool, replace: bool = Fa
         PoolError: The pool can't be reached, has another key, or does not know the user's key. Nothing was written.
         UsageError: There is a pool of that name, or the file can't be written.
     """
-    said = "It was not contacted."
+    answer = "It was not contacted."
     if check:
         status = _checked(settings, entry)
-        said = f"It answers, and has {has_words(status)}."
+        answer = f"It answers, and has {has_words(status)}."
         lacking = [kind for kind in entry.types if kind not in counts(status)]
         if lacking:
-            said += f" It has no {', '.join(lacking)} now, although --types names it."
+            answer += f" It has no {', '.join(lacking)} now, although --types names it."
     add_pool(entry, replace=replace)
-    return f"the pool {entry.name} ({entry.kind}) is listed in {pools_path()}. {said} `--pool {entry.name}` uses it."
+    return f"the pool {entry.name} ({entry.kind}) is listed in {pools_path()}. {answer} `--pool {entry.name}` uses it."
 
 
 def remove(name: str) -> str:

@@ -98,7 +98,7 @@ class ProbeFacts(msgspec.Struct, frozen=True, kw_only=True):
         reduce_s: Seconds for the first `all_reduce`.
         right: Whether the reduced tensor has the right values.
         gpus: Number of GPUs that torch can use; None if unknown.
-        last_words: Last line on standard error, or how the process ended.
+        error_output: Last line on standard error, or how the process ended.
     """
 
     numpy: str = ""
@@ -115,7 +115,7 @@ class ProbeFacts(msgspec.Struct, frozen=True, kw_only=True):
     right: bool = False
     group_error: str = ""
     gpus: int | None = None
-    last_words: str = ""
+    error_output: str = ""
 
 
 def probe(environ: Mapping[str, str]) -> ProbeFacts:
@@ -137,18 +137,18 @@ def probe(environ: Mapping[str, str]) -> ProbeFacts:
             ranks.append(stack.enter_context(process))
             stack.callback(process.kill)
         try:
-            said, errors = ranks[0].communicate(timeout=_PROBE_TIMEOUT_S)
-            last_words = _last_words(ranks[0].returncode, errors)
+            printed, errors = ranks[0].communicate(timeout=_PROBE_TIMEOUT_S)
+            error_output = _last_line_of(ranks[0].returncode, errors)
         except subprocess.TimeoutExpired as error:
-            said, last_words = error.stdout or b"", f"it took longer than {_PROBE_TIMEOUT_S:.0f} s"
-    facts: dict[str, object] = {"last_words": last_words}
-    for line in said.decode(errors="replace").splitlines():
+            printed, error_output = error.stdout or b"", f"it took longer than {_PROBE_TIMEOUT_S:.0f} s"
+    facts: dict[str, object] = {"error_output": error_output}
+    for line in printed.decode(errors="replace").splitlines():
         if line.startswith("{"):
             facts |= load_json(line)
     return convert(facts, ProbeFacts)
 
 
-def _last_words(returncode: int, errors: bytes) -> str:
+def _last_line_of(returncode: int, errors: bytes) -> str:
     lines = errors.decode(errors="replace").strip().splitlines()
     if returncode < 0:
         return f"its process was ended by signal {-returncode}"
@@ -180,7 +180,7 @@ def packages(facts: ProbeFacts) -> Iterator[Finding]:
     elif facts.numpy_error:
         yield problem("numpy", f"can't be imported: {facts.numpy_error}", "`pip install -U numpy`.")
     if not facts.torch:
-        why = facts.torch_error or facts.last_words
+        why = facts.torch_error or facts.error_output
         remedy = "`pip install torch` into this Python, or fix the one that is there."
         yield problem("torch", f"can't be imported: {why}", remedy)
         return
@@ -210,7 +210,7 @@ def group(facts: ProbeFacts) -> Iterator[Finding]:
         return
     name = "all_reduce"
     if facts.group_s is None:
-        why = facts.group_error or facts.last_words
+        why = facts.group_error or facts.error_output
         remedy = "Loopback (127.0.0.1) must be up and open: see `ip addr show lo` and local firewall rules."
         yield problem(name, f"two gloo ranks on this machine could not reduce a tensor: {why}", remedy)
     elif not facts.right:

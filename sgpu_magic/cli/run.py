@@ -114,8 +114,8 @@ def options_from(values: argparse.Namespace) -> dict[str, Any]:
     parameters |= {name: typed(value) for name, value in (read_pair("-p", text) for text in values.parameter)}
     parameters |= dict(read_pair("-r", text) for text in values.raw_parameter)
     keys = JobFile.__struct_fields__
-    said = {key: value for key, value in vars(values).items() if key in keys and value not in (None, "", [])}
-    return said | {"parameters": parameters, "env": key_values(values.env)}
+    given = {key: value for key, value in vars(values).items() if key in keys and value not in (None, "", [])}
+    return given | {"parameters": parameters, "env": key_values(values.env)}
 
 
 def _yaml_mapping(text: str) -> dict[str, object]:

@@ -229,13 +229,13 @@ def sync(settings: Settings, run: str = "", *, only_list: bool = False) -> tuple
     found = _send_all(settings, ready)
     failed = {sent.run_id: sent.problem for sent in found if sent.problem}
     sent = [item for item in ready if item[0].name not in failed]
-    said = [f"sent: {', '.join(short(directory.name) for directory, _ in sent)}"] if sent else []
+    lines = [f"sent: {', '.join(short(directory.name) for directory, _ in sent)}"] if sent else []
     for problem in dict.fromkeys(failed.values()):
         names = ", ".join(short(run_id) for run_id, why in failed.items() if why == problem)
-        said.append(f"not sent: {names}: {problem}")
+        lines.append(f"not sent: {names}: {problem}")
     if going:
-        said.append(f"still active, and written by their pool: {', '.join(short(run_id) for run_id in sorted(going))}")
-    return "\n".join(said), not failed
+        lines.append(f"still active, and written by their pool: {', '.join(short(run_id) for run_id in sorted(going))}")
+    return "\n".join(lines), not failed
 
 
 def _left(settings: Settings, run: str) -> list[Left]:
@@ -282,8 +282,10 @@ def _send(settings: Settings, uri: str, items: Sequence[Left], environ: dict[str
     done = subprocess.run(command, input=msgspec.json.encode(order), capture_output=True, env=environ)
     found = [decode_json(line, type=Sent) for line in done.stdout.splitlines() if line.startswith(b"{")]
     if done.returncode:
-        said = done.stderr.decode(errors="replace").strip().splitlines()
-        raise PoolError(f"the process that sends to {uri or _DEFAULT} failed: {said[-1] if said else done.returncode}")
+        lines = done.stderr.decode(errors="replace").strip().splitlines()
+        raise PoolError(
+            f"the process that sends to {uri or _DEFAULT} failed: {lines[-1] if lines else done.returncode}"
+        )
     return found
 
 

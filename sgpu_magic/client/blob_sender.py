@@ -17,7 +17,7 @@ from typing import cast
 import msgspec
 
 from sgpu_magic.client.link import PoolLink
-from sgpu_magic.client.local_transport import Tell
+from sgpu_magic.client.local_transport import OnNotice
 from sgpu_magic.client.send_queue import A, Answer
 from sgpu_magic.errors import SerializationError
 from sgpu_magic.files.content_store import blob_digest
@@ -143,7 +143,7 @@ class BlobSender:
                 # a reply was lost with the link, or another client is sending the same blob
                 (held,) = self._ask([(digest, piece.size)])
         self._there += piece.size
-        self._tell(0)
+        self._report(0)
 
     def _send_rest(self, data: memoryview, digest: str, begin: int) -> int:
         """Send everything from `begin` on; return how many bytes the pool has, not all if it stopped answering."""
@@ -166,7 +166,7 @@ class BlobSender:
                     return taken
                 under_way.popleft()
                 taken = end
-                self._tell(taken)
+                self._report(taken)
                 slow = time.monotonic() - sent_at > _SLOW_S
                 self._window = max(1, self._window - 1) if slow else min(WINDOW, self._window + 1)
             return taken
@@ -180,9 +180,9 @@ class BlobSender:
                 found = _found(answer, BlobsHeld)
             if found is not None and len(found.bytes) == len(blobs):
                 return found.bytes
-            self._tell(0)
+            self._report(0)
 
-    def _tell(self, of_this_piece: int) -> None:
+    def _report(self, of_this_piece: int) -> None:
         if self._on_progress is not None:
             self._on_progress(self._there + of_this_piece)
 
@@ -212,13 +212,14 @@ class Sending:
     Args:
         pool: The pool's name.
         link: The link to it.
-        tell: Called with a sentence about once a second, and with "" at the end if there was one; None for no reports.
+        on_notice: Called with a sentence about once a second, and with "" at the end if there was one; None for no
+            reports.
     """
 
-    def __init__(self, pool: str, link: PoolLink, tell: Tell | None) -> None:
+    def __init__(self, pool: str, link: PoolLink, on_notice: OnNotice | None) -> None:
         self._pool = pool
         self._link = link
-        self._tell = tell
+        self._on_notice = on_notice
         self._due = time.monotonic() + _FIRST_S
         self._announced = False
 
@@ -226,8 +227,8 @@ class Sending:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._announced and self._tell is not None:
-            self._tell("")
+        if self._announced and self._on_notice is not None:
+            self._on_notice("")
 
     def part(self, what: str, total: int) -> Callable[[int], None]:
         """Return a callback that takes the number of bytes of one part that the pool has.
@@ -240,13 +241,13 @@ class Sending:
 
         def progress(there: int) -> None:
             now = time.monotonic()
-            if self._tell is None or now < self._due:
+            if self._on_notice is None or now < self._due:
                 return
             self._due, self._announced = now + _EVERY_S, True
             sent = f"sending {what} to {self._pool}: {format_bytes(there)} of {format_bytes(total)} sent"
             if wire.silent_s:
                 sent += f"; the link has been silent for {wire.silent_s:.0f} s, sending continues when it is back"
-            self._tell(f"{sent}; it takes the slower way: {wire.slow_why}" if wire.slow_why else sent)
+            self._on_notice(f"{sent}; it takes the slower way: {wire.slow_why}" if wire.slow_why else sent)
 
         return progress
 

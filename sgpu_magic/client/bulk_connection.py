@@ -75,19 +75,19 @@ class BulkConnection:
         """Note the requests with file data that are still awaited; those not carried here went over the link again."""
         self._over_link = {number for number in requests if number not in self._here}
 
-    def send(self, parcel: OutboundMessage, over_link: Send) -> None:
+    def send(self, message: OutboundMessage, over_link: Send) -> None:
         """Send a request with file data over the connection if it is open, else over the link; request it if due."""
         if self.is_open:
-            self._here[parcel.request] = parcel
-            self._held.append(parcel)
+            self._here[message.request] = message
+            self._held.append(message)
             self._release()
             return
         now = time.monotonic()
         if self.port and self._asked_at is None and now >= self._retry_at:
             self._asked_at = now
             over_link([codec.encode(AskBulk())])
-        self._over_link.add(parcel.request)
-        over_link(parcel.parts)
+        self._over_link.add(message.request)
+        over_link(message.parts)
 
     def answered(self, request: int) -> None:
         self._here.pop(request, None)
@@ -204,9 +204,9 @@ class BulkConnection:
             if len(self._held) == len(self._here):
                 # no request was in flight on this connection, so the silence begins now
                 self._received_at = time.monotonic()
-            for parcel in self._held:
-                self._stream.put(parcel.parts)
-                self.sent_bytes += sum(map(len, parcel.parts))
+            for message in self._held:
+                self._stream.put(message.parts)
+                self.sent_bytes += sum(map(len, message.parts))
             self._held.clear()
 
     def _failed(self, why: str, over_link: Send) -> None:
@@ -217,8 +217,8 @@ class BulkConnection:
         self.problem = f"port {self.port} of the pool {self._pool} can't be used: {why}"
         self._retry_at = time.monotonic() + self._pause_s
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
-        for parcel in begun:
-            over_link(parcel.parts)
+        for message in begun:
+            over_link(message.parts)
 
 
 def _words(error: Exception) -> str:

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from sgpu_magic import __version__
 from sgpu_magic.client.link import PoolLink, PoolLost
-from sgpu_magic.client.local_transport import LocalTransport, Tell
+from sgpu_magic.client.local_transport import LocalTransport, OnNotice
 from sgpu_magic.client.pools_file import PoolEntry
 from sgpu_magic.client.remote_transport import RemoteTransport
 from sgpu_magic.client.send_queue import A
@@ -59,7 +59,7 @@ class Connection(ABC):
         on_notice: Called in a link's thread with each notice of the pool.
     """
 
-    def __init__(self, settings: Settings, on_lost: Callable[[], None], on_notice: Tell) -> None:
+    def __init__(self, settings: Settings, on_lost: Callable[[], None], on_notice: OnNotice) -> None:
         self._settings = settings
         self._on_lost = on_lost
         self._on_notice = on_notice
@@ -264,7 +264,7 @@ class RemotePoolConnection(Connection):
         entry: The pool's entry in `pools.toml`.
     """
 
-    def __init__(self, settings: Settings, on_lost: Callable[[], None], on_notice: Tell, entry: PoolEntry) -> None:
+    def __init__(self, settings: Settings, on_lost: Callable[[], None], on_notice: OnNotice, entry: PoolEntry) -> None:
         super().__init__(settings, on_lost, on_notice)
         self._entry = entry
         self._key_path = own_key_path()

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from sgpu_magic import errors
-from sgpu_magic.client.local_transport import LocalTransport, Tell
+from sgpu_magic.client.local_transport import LocalTransport, OnNotice
 from sgpu_magic.client.send_queue import Answer, EventQueue, FilePart, OutboundMessage, Reply, SendQueue
 from sgpu_magic.client.this_machine import this_hello
 from sgpu_magic.errors import PoolError, UsageError
@@ -67,7 +67,7 @@ class PoolLink:
         PoolError: The pool does not answer, or does not admit this user.
     """
 
-    def __init__(self, wire: LocalTransport | RemoteTransport, on_notice: Tell | None = None) -> None:
+    def __init__(self, wire: LocalTransport | RemoteTransport, on_notice: OnNotice | None = None) -> None:
         self.wire = wire
         self.title = wire.title
         self._on_notice = on_notice

@@ -23,7 +23,7 @@ _LINGER_MS = 200
 
 # ---------------------------------------------------------------- queues to and from the link's thread
 
-Tell = Callable[[str], None]
+OnNotice = Callable[[str], None]
 """Takes a sentence for the user, "" to withdraw the last one."""
 
 
@@ -89,8 +89,8 @@ class LocalTransport:
                     self._receive(dealer, link)
                     return
                 if outgoing.fileno() in ready:
-                    for parcel in outgoing.take():
-                        dealer.send_multipart(parcel.parts, copy=True)
+                    for message in outgoing.take():
+                        dealer.send_multipart(message.parts, copy=True)
                     if outgoing.closed:
                         return
                 if dealer in ready:

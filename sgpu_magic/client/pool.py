@@ -16,7 +16,7 @@ from sgpu_magic.client.connection import (
     ask_this_or_next,
 )
 from sgpu_magic.client.link import PoolLink
-from sgpu_magic.client.local_transport import Tell
+from sgpu_magic.client.local_transport import OnNotice
 from sgpu_magic.client.mirror import note_end
 from sgpu_magic.client.payload_memory import PayloadMemory
 from sgpu_magic.client.pools_file import LOCAL, PoolEntry
@@ -69,9 +69,9 @@ class Pool(Submitter):
     def __init__(
         self,
         settings: Settings,
-        on_notice: Tell | None = None,
+        on_notice: OnNotice | None = None,
         entry: PoolEntry | None = None,
-        on_sending: Tell | None = None,
+        on_sending: OnNotice | None = None,
     ) -> None:
         self._current = settings
         self._variables = _variables_of_runs()
@@ -151,7 +151,7 @@ class Pool(Submitter):
         """An object that identifies the link: a different one after a reconnection to another service, None without."""
         return self._connection.alive
 
-    def tell(self, message: KeepEnvironment | Describe | TrackRun | Warm) -> None:
+    def notify(self, message: KeepEnvironment | Describe | TrackRun | Warm) -> None:
         """Send a message without waiting for a reply; dropped if there is no link."""
         if (link := self._connection.alive) is not None:
             link.send(message)

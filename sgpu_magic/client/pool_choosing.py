@@ -300,13 +300,13 @@ def _why(
 ) -> str:
     on_demand, busy, _, _ = order
     price = money.of(asked.entry, kind or "")
-    said = "on demand" if on_demand else "reserved"
+    text = "on demand" if on_demand else "reserved"
     if price is not None and on_demand:
-        said += f" at {format_money(price, money.currency)} an hour for each"
+        text += f" at {format_money(price, money.currency)} an hour for each"
     name = kind or "device"
     if busy:
-        return f"{said}, and its {name} are in use: the run waits there (--pool names another)"
-    return f"{said}, and has {f'{wanted.ranks} ' if wanted.ranks else ''}{name} free"
+        return f"{text}, and its {name} are in use: the run waits there (--pool names another)"
+    return f"{text}, and has {f'{wanted.ranks} ' if wanted.ranks else ''}{name} free"
 
 
 def _what(wanted: DeviceRequest) -> str:

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 
 import msgspec
 
-from sgpu_magic.client.local_transport import Tell
+from sgpu_magic.client.local_transport import OnNotice
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.client.pools_file import LOCAL, PoolEntry, read_pools, unknown_pool
 from sgpu_magic.config import Settings
@@ -51,7 +51,9 @@ class Pools:
         local: The local pool.
     """
 
-    def __init__(self, settings: Settings, on_notice: Tell | None = None, on_sending: Tell | None = None) -> None:
+    def __init__(
+        self, settings: Settings, on_notice: OnNotice | None = None, on_sending: OnNotice | None = None
+    ) -> None:
         self._settings = settings
         self._on_notice = on_notice
         self._on_sending = on_sending

@@ -167,12 +167,12 @@ class RemoteTransport:
                         self._bulk.offered(message, connection.address, connection.send)
                     elif isinstance(message, Pong) and message.behind:
                         self._send_again(connection, link)
-            for parcel in outgoing.take():
-                self._remember(parcel)
-                if welcomed and parcel.is_bulk:
-                    self._bulk.send(parcel, connection.send)
+            for outbound in outgoing.take():
+                self._remember(outbound)
+                if welcomed and outbound.is_bulk:
+                    self._bulk.send(outbound, connection.send)
                 elif welcomed:
-                    connection.send(parcel.parts)
+                    connection.send(outbound.parts)
                     self._others.clear()
             now = time.monotonic()
             self._silent_s = now - self._received_at
@@ -192,25 +192,25 @@ class RemoteTransport:
         for question in link.questions_after_gap():
             connection.send([codec.encode(question)])
         wanted = link.awaited()
-        self._requests = {number: parcel for number, parcel in self._requests.items() if number in wanted}
+        self._requests = {number: message for number, message in self._requests.items() if number in wanted}
         for number in sorted(self._requests):
             if not self._bulk.carries(number):
                 connection.send(self._requests[number].parts)
-        self._bulk.asked_again([number for number, parcel in self._requests.items() if parcel.is_bulk])
+        self._bulk.asked_again([number for number, message in self._requests.items() if message.is_bulk])
         for parts in self._others:
             connection.send(parts)
         self._others.clear()
 
     def _has_ended(self, outgoing: SendQueue) -> bool:
-        for parcel in outgoing.take():
-            self._remember(parcel)
+        for message in outgoing.take():
+            self._remember(message)
         return outgoing.closed
 
-    def _remember(self, parcel: OutboundMessage) -> None:
-        if parcel.request:
-            self._requests[parcel.request] = parcel
+    def _remember(self, message: OutboundMessage) -> None:
+        if message.request:
+            self._requests[message.request] = message
         elif len(self._others) < _MOST_KEPT:
-            self._others.append(parcel.parts)
+            self._others.append(message.parts)
 
     def _pause(self, outgoing: SendQueue, pause_s: float) -> None:
         until = time.monotonic() + pause_s

@@ -83,14 +83,14 @@ class RunResult:
 
         Reading it creates the MLflow run, which `track = "auto"` does not do for every run: that takes some seconds.
         """
-        if not self._look_for_mlflow_run() and self._ask_tracked is not None:
+        if not self._find_mlflow_run() and self._ask_tracked is not None:
             self._ask_tracked()
             until = time.monotonic() + _TRACKED_S
-            while not self._look_for_mlflow_run() and time.monotonic() < until:
+            while not self._find_mlflow_run() and time.monotonic() < until:
                 time.sleep(_LOOK_S)
         return self._mlflow_run_id
 
-    def _look_for_mlflow_run(self) -> str:
+    def _find_mlflow_run(self) -> str:
         if not self._mlflow_run_id and self._mirror is not None:
             with contextlib.suppress(UsageError, PoolError, OSError):
                 self._mirror.bring(TRACKING)

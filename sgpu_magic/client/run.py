@@ -31,7 +31,7 @@ from sgpu_magic.wire.attachments import (
     Upload,
 )
 from sgpu_magic.wire.base import short
-from sgpu_magic.wire.client import Cancel, ResultsReceived, Submit, TellComms, Unfollow
+from sgpu_magic.wire.client import Cancel, ResultsReceived, SendComms, Submit, Unfollow
 from sgpu_magic.wire.events import Event, Placed, RunEnded
 from sgpu_magic.wire.run import CellSource, Interpreter, RunSpec
 from sgpu_magic.wire.tracking import Tracking
@@ -55,7 +55,7 @@ class Attachments(msgspec.Struct, frozen=True):
         code: Bundles of local code.
         tracking: Where the run is tracked.
         interpreter: The ranks' Python; None means this process's.
-        stand: The ranks' working directory and `sys.path`; None means this process's.
+        working_context: The ranks' working directory and `sys.path`; None means this process's.
         elsewhere: The pool's nodes do not see this machine's files.
         cell: As `RankContext.cell`.
         uploads: Folders and files of this machine.
@@ -65,7 +65,7 @@ class Attachments(msgspec.Struct, frozen=True):
     code: tuple[CodeBundle, ...] = ()
     tracking: Tracking | None = None
     interpreter: Interpreter | None = None
-    stand: WorkingContext | None = None
+    working_context: WorkingContext | None = None
     elsewhere: bool = False
     cell: CellSource | None = None
     uploads: tuple[Upload, ...] = ()
@@ -163,7 +163,7 @@ class ClientRun:
         """
         self.link.ask(Cancel(request=0, run=self.run_id, reason=reason, kill=kill))
 
-    def tell_comms(self, message: TellComms, frames: Sequence[bytes]) -> None:
+    def send_comms(self, message: SendComms, frames: Sequence[bytes]) -> None:
         """Forward a front-end message to a rank's widgets, without waiting for a reply."""
         self.link.send(message, frames)
 
@@ -216,7 +216,7 @@ class ClientRun:
         source = payload.source
         if isinstance(source, InlinePayload):
             if (data := next(inline, None)) is None:
-                raise self._results_gone(rank)
+                raise self._results_lost(rank)
             return unpack.unpack(memoryview(bytearray(data)), payload.layout, self._key, namespace)
         if self.mirror is not None:
             return unpack.unpack(self._brought(rank, self.mirror), payload.layout, self._key, namespace)
@@ -238,14 +238,14 @@ class ClientRun:
                 continue
             if self.owned or _is_signed(data, payload.layout, self._key):
                 return unpack.unpack(data, payload.layout, self._key, namespace)
-        raise self._results_gone(rank)
+        raise self._results_lost(rank)
 
     def _brought(self, rank: int, mirror: Mirror) -> memoryview:
         """Fetch a rank's result from a pool on another machine."""
         try:
             descriptor = mirror.in_memory(f"result-{rank}.bin")
         except RunFileUnknown:
-            raise self._results_gone(rank) from None
+            raise self._results_lost(rank) from None
         except OSError as error:
             raise SerializationError(
                 f"there is no room here for the result of rank {rank} of run {short(self.run_id)}: {error.strerror}. "
@@ -256,7 +256,7 @@ class ClientRun:
         finally:
             os.close(descriptor)
 
-    def _results_gone(self, rank: int) -> SerializationError:
+    def _results_lost(self, rank: int) -> SerializationError:
         return SerializationError(
             f"the result of rank {rank} of run {short(self.run_id)} is no longer available: it was fetched by another "
             f"notebook or its pool was stopped, and {self.directory} has no copy (the setting keep_results limits what "

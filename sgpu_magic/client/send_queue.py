@@ -38,7 +38,7 @@ class SendQueue:
     """A queue that any thread can put into and one thread can poll, through `fileno`."""
 
     def __init__(self) -> None:
-        self._parcels: queue.SimpleQueue[OutboundMessage | None] = queue.SimpleQueue()
+        self._messages: queue.SimpleQueue[OutboundMessage | None] = queue.SimpleQueue()
         self._reader, self._writer = socket.socketpair()
         self._reader.setblocking(False)
         self._writer.setblocking(False)
@@ -46,9 +46,9 @@ class SendQueue:
 
     # ------------------------------------------------------------ for any thread
 
-    def put(self, parcel: OutboundMessage | None) -> None:
+    def put(self, message: OutboundMessage | None) -> None:
         """Queue a message; None marks the end of the queue."""
-        self._parcels.put(parcel)
+        self._messages.put(message)
         # a full buffer also wakes the reader
         with contextlib.suppress(OSError):
             self._writer.send(b"x")
@@ -64,11 +64,11 @@ class SendQueue:
             self._reader.recv(4096)
         with contextlib.suppress(queue.Empty):
             while not self.closed:
-                parcel = self._parcels.get_nowait()
-                if parcel is None:
+                message = self._messages.get_nowait()
+                if message is None:
                     self.closed = True
                 else:
-                    yield parcel
+                    yield message
 
     def close(self) -> None:
         self._reader.close()

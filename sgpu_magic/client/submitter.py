@@ -15,7 +15,7 @@ import msgspec
 from sgpu_magic.client.blob_sender import Sending
 from sgpu_magic.client.connection import Connection, ask
 from sgpu_magic.client.link import PoolLink, PoolLost
-from sgpu_magic.client.local_transport import Tell
+from sgpu_magic.client.local_transport import OnNotice
 from sgpu_magic.client.mirror import mirror_path, note_sent
 from sgpu_magic.client.payload_memory import PayloadMemory
 from sgpu_magic.client.run import Attachments, ClientRun, Submitted
@@ -51,7 +51,7 @@ class Submitter:
     """
 
     def __init__(
-        self, connection: Connection, memory: PayloadMemory, settings: Settings, name: str, on_sending: Tell | None
+        self, connection: Connection, memory: PayloadMemory, settings: Settings, name: str, on_sending: OnNotice | None
     ) -> None:
         self.name = name
         self._on_sending = on_sending
@@ -172,13 +172,13 @@ class Submitter:
         events = link.follow(spec.run_id)
         try:
             self._memory.submitted(spec.run_id, link)
-            stand = msgspec.structs.asdict(along.stand) if along.stand is not None else {}
+            working_context = msgspec.structs.asdict(along.working_context) if along.working_context is not None else {}
             message = Submit(
                 request=0,
                 spec=spec,
                 interpreter=along.interpreter or this_interpreter(environ),
                 context=msgspec.structs.replace(
-                    this_context(environ, key), elsewhere=along.elsewhere, cell=along.cell, **stand
+                    this_context(environ, key), elsewhere=along.elsewhere, cell=along.cell, **working_context
                 ),
                 payload=payload,
                 environment=along.environment,

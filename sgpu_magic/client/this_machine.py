@@ -204,13 +204,13 @@ def find_pool(settings: Settings) -> PoolAddress | None:
 
     A pool runs while it holds its lock, wherever its process is and whether or not it can be seen from here.
     """
-    for directory in _places(settings):
+    for directory in _directories(settings):
         if is_locked(lock_file(directory)) and (address := read_json(address_file(directory), PoolAddress)) is not None:
             return address
     return None
 
 
-def _places(settings: Settings) -> tuple[Path, Path]:
+def _directories(settings: Settings) -> tuple[Path, Path]:
     """Return where a pool's lock and address may be: the state directory, or the runtime directory in its place."""
     return settings.state_path, settings.runtime_path
 
@@ -320,7 +320,7 @@ def _wait_for_address(settings: Settings, deadline: float, is_own: bool) -> Pool
 
 
 def _is_held(settings: Settings) -> bool:
-    return any(is_locked(lock_file(directory)) for directory in _places(settings))
+    return any(is_locked(lock_file(directory)) for directory in _directories(settings))
 
 
 def _start(settings: Settings, warm: Warm | None) -> bool:
@@ -355,8 +355,8 @@ def _start(settings: Settings, warm: Warm | None) -> bool:
             "looks for the reason."
         )
     if answer.strip() not in (b"ready", b"already running"):
-        said = answer.decode(errors="replace").strip() or _last_line(log_path)
-        raise PoolError(f"the local pool could not be started: {said} Its log is {log_path}.")
+        text = answer.decode(errors="replace").strip() or _last_line(log_path)
+        raise PoolError(f"the local pool could not be started: {text} Its log is {log_path}.")
     return answer.strip() == b"ready"
 
 

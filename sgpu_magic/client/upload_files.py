@@ -92,7 +92,7 @@ def find_files(root: Path) -> FoundFiles:
             _check_kind(real, status.st_mode)
             return FoundFiles((FoundFile(real.name, str(real), status),), single=True)
         walk = _Walk(real)
-        walk.look()
+        walk.scan()
     except OSError as error:
         raise SerializationError(
             f"--upload {root}: {error.filename or real} can't be read: {error.strerror or error}. Make it readable, or "
@@ -119,15 +119,15 @@ class _Walk:
         self.files: list[FoundFile] = []
         self.folders: list[str] = []
 
-    def look(self) -> None:
+    def scan(self) -> None:
         waiting = [("", self._root)]
         while waiting:
             prefix, folder = waiting.pop()
             with os.scandir(folder) as entries:
                 for entry in entries:
-                    waiting.extend(self._take(prefix, entry))
+                    waiting.extend(self._scan_entry(prefix, entry))
 
-    def _take(self, prefix: str, entry: os.DirEntry[str]) -> Iterator[tuple[str, str]]:
+    def _scan_entry(self, prefix: str, entry: os.DirEntry[str]) -> Iterator[tuple[str, str]]:
         """Record a file; yield a folder to be searched."""
         name = f"{prefix}{entry.name}"
         is_link = entry.is_symlink()

@@ -46,11 +46,11 @@ class AutoMode:
         # behind the one of `sgpu_magic.compat`, also when this extension is loaded again
         before = [at for at, each in enumerate(cleanup) if getattr(each, "comes_first", False)]
         cleanup.insert(before[-1] + 1 if before else 0, self)
-        registry.when_dropped.append(self._session_gone)
+        registry.when_dropped.append(self._on_session_end)
 
     def remove(self) -> None:
         """Remove the transformer from the shell."""
-        registry.when_dropped.remove(self._session_gone)
+        registry.when_dropped.remove(self._on_session_end)
         self.is_on = False
         if self in self._shell.input_transformers_cleanup:
             self._shell.input_transformers_cleanup.remove(self)
@@ -87,7 +87,7 @@ class AutoMode:
         # `sgpu_magic.compat` has already removed `%python` from a cell
         return source.splitlines() in (code.splitlines(), with_cell_magic(code).source.splitlines())
 
-    def _session_gone(self) -> None:
+    def _on_session_end(self) -> None:
         was_on, self.is_on = self.is_on, self.is_on and bool(registry.names())
         # otherwise no cell ended the session, so there is no cell to print below
         if was_on and not self.is_on and threading.current_thread() is threading.main_thread():

@@ -67,12 +67,12 @@ def _add_shown(made: OptionParser) -> None:
 
 
 @contextlib.contextmanager
-def interrupted(said: str) -> Generator[None]:
+def interrupted(text: str) -> Generator[None]:
     """Raise `RunCancelled` with this sentence when the user interrupts."""
     try:
         yield
     except KeyboardInterrupt:
-        raise RunCancelled(f"interrupted {said}") from None
+        raise RunCancelled(f"interrupted {text}") from None
 
 
 def _id_of(magic: str, run: str) -> str:

@@ -44,5 +44,5 @@ class WarmPool:
         interpreter, self._looked_at = this_interpreter(), now
         if interpreter.key != self._key or (self._ranks and now - self._renewed_at > _RENEW_S):
             self._key, self._renewed_at = interpreter.key, now
-            self._pool.tell(Warm(interpreter=interpreter, ranks=self._ranks))
+            self._pool.notify(Warm(interpreter=interpreter, ranks=self._ranks))
         packages.of(self._pool).begin()

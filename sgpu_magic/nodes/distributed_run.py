@@ -166,7 +166,7 @@ class DistributedRun:
             if known not in self._standing:
                 self.order(known)
 
-    def tell_others(self, index: int, body: EventBody) -> None:
+    def forward_event(self, index: int, body: EventBody) -> None:
         """End the other parts if an event of one part requires it."""
         if len(self.nodes) == 1:
             return
@@ -259,7 +259,7 @@ class HeldRunParts(msgspec.Struct):
             launch=msgspec.structs.replace(first.launch, part=None),
             state=going[0] if going else first.state,
             started_s=max(one.started_s for one in held),
-            gone=all(one.gone for one in held),
+            gone=all(one.have_ranks_exited for one in held),
             locks=0,
         )
 

@@ -1,6 +1,6 @@
 """An engine of nodes, each with an agent that connects, disconnects, and reconnects with the runs that it holds.
 
-Subclasses decide where nodes come from and when a node is dead: they call `node_came`, `node_said` and `node_lost`,
+Subclasses decide where nodes come from and when a node is dead: they call `node_came`, `on_node_message` and `node_lost`,
 and may place each run themselves (`start_run`).
 """
 
@@ -58,7 +58,7 @@ _OfRun = RunEvent | PartEnded | DevicesFree | RanksGone | MasterBound
 class Engine(EngineRuns):
     """The common base of all engines: executes runs on the nodes that its subclass provides.
 
-    The subclass calls, from the loop's thread: `node_came`, `node_said`, `node_lost`, `inventory_changed`,
+    The subclass calls, from the loop's thread: `node_came`, `on_node_message`, `node_lost`, `inventory_changed`,
     `start_parts`, `refuse_lease`. It overrides as needed: `start_run`, `withdraw`, `lease_free`, `inventory`, `close`,
     and `start`, which must call `super().start(listener)` last.
 
@@ -127,7 +127,7 @@ class Engine(EngineRuns):
             self._patience.cancel()
         self._patience = self._loop.call_later(self.come_back_s, self._settle)
 
-    def node_said(self, node: str, message: FromAgent, frames: Sequence[bytes] = ()) -> None:
+    def on_node_message(self, node: str, message: FromAgent, frames: Sequence[bytes] = ()) -> None:
         """Handle a message of an agent other than its first. A fault costs the run that the message is about."""
         try:
             self._handle(node, message, frames)
@@ -137,7 +137,7 @@ class Engine(EngineRuns):
     def _handle(self, node: str, message: FromAgent, frames: Sequence[bytes]) -> None:
         match message:
             case RunEvent() | PartEnded() | DevicesFree() | RanksGone() | MasterBound():
-                self._run_said(node, message, frames)
+                self._on_run_message(node, message, frames)
             case InventoryTaken(inventory=inventory):
                 self._inventories[node] = inventory
                 self.inventory_changed()
@@ -148,19 +148,19 @@ class Engine(EngineRuns):
                 if joined is not None:
                     self._listener.stacks_taken(request, joined)
             case SessionRanksRestarted() | Answered() | TrackingAsked():
-                self._listener.node_said(message, frames)
+                self._listener.on_node_message(message, frames)
             case StreamOpened() | StreamData() | StreamTaken() | StreamEnded() | StreamClosed():
-                self._listener.node_said(message, frames)
+                self._listener.on_node_message(message, frames)
             case FetchBlob() | FetchRunFile() | StoreRunFile():
-                self._files.said(message, frames, lambda answer, data: self._send(node, answer, data))
+                self._files.on_request(message, frames, lambda answer, data: self._send(node, answer, data))
             case AgentReady():
                 pass
 
-    def _run_said(self, node: str, message: _OfRun, frames: Sequence[bytes]) -> None:
+    def _on_run_message(self, node: str, message: _OfRun, frames: Sequence[bytes]) -> None:
         run_id = message.run_id
         if run_id in self._stale.get(node, ()):
             if isinstance(message, RanksGone):
-                self._stale_gone(node, run_id)
+                self._on_stale_exited(node, run_id)
             return
         run = self._runs.get(run_id)
         part = None if run is None else run.part_on(node)
@@ -173,9 +173,9 @@ class Engine(EngineRuns):
                 run.part_ended(part)
             case DevicesFree():
                 run.joint.parts[part].free = True
-                self._look_if_over(run)
+                self._finish_if_over(run)
             case RanksGone():
-                self._part_gone(run, part)
+                self._part_exited(run, part)
             case MasterBound():
                 run.master_bound(part, message)
 
@@ -333,7 +333,7 @@ class Engine(EngineRuns):
         ):
             self._send(node, order, ())
 
-    def _stale_gone(self, node: str, run_id: str) -> None:
+    def _on_stale_exited(self, node: str, run_id: str) -> None:
         self._send(node, EventsKept(run_id=run_id, number=_ALL_EVENTS), ())
         self._stale[node].discard(run_id)
         if not self._stale[node]:

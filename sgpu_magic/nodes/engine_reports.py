@@ -38,19 +38,19 @@ class EngineListener(Protocol):
     def run_happened(self, event: RunEvent, frames: Sequence[bytes]) -> None: ...
 
     def devices_free(self, run_id: str) -> None:
-        """All processes of the run have exited, but files are still being transferred: `ranks_gone` follows.
+        """All processes of the run have exited, but files are still being transferred: `ranks_exited` follows.
 
         May be called repeatedly. Answer with `Engine.give_back` if the run does not need the devices again.
         """
         ...
 
-    def ranks_gone(self, run_id: str) -> None:
+    def ranks_exited(self, run_id: str) -> None:
         """All processes of the run have exited on every node, and its files have arrived."""
         ...
 
     def stacks_taken(self, request: int, stacks: tuple[RankStack, ...]) -> None: ...
 
-    def node_said(self, message: NodeMessage, frames: Sequence[bytes]) -> None:
+    def on_node_message(self, message: NodeMessage, frames: Sequence[bytes]) -> None:
         """A node has answered a request, or asks for a run's MLflow target: answer with `TrackingKnown`."""
         ...
 
@@ -70,7 +70,7 @@ class EngineListener(Protocol):
     def runs_lost(self, run_ids: Sequence[str], why: str, host: str) -> None:
         """A node died or is unreachable for good, so these runs lost all or some of their ranks.
 
-        Their ranks on other nodes are being ended: `ranks_gone` of each run follows.
+        Their ranks on other nodes are being ended: `ranks_exited` of each run follows.
 
         Args:
             run_ids: The runs.

@@ -17,7 +17,7 @@ from sgpu_magic.nodes.distributed_run import BusyNodes, DistributedRun, nodes_of
 from sgpu_magic.nodes.engine_reports import EngineListener, JointStacks, NodeChannel
 from sgpu_magic.nodes.joint_run import MergedEvent
 from sgpu_magic.wire.base import FailureKind, RunKind, RunState
-from sgpu_magic.wire.client import ReclaimPayload, ResultsReceived, TellComms
+from sgpu_magic.wire.client import ReclaimPayload, ResultsReceived, SendComms
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.events import RunEnded
 from sgpu_magic.wire.files import CHECKPOINTS, RunFile, ToStream
@@ -168,7 +168,7 @@ class EngineRuns:
             else:
                 run.order(EndRun(run_id=run_id, state=state, reason=reason))
                 for part in never:
-                    self._part_gone(run, part)
+                    self._part_exited(run, part)
         if launch is not None:
             # deferred: the caller is still changing its own state
             self._loop.call_soon(self._end_unstarted, launch, RunEnded(state=state, reason=reason))
@@ -190,7 +190,7 @@ class EngineRuns:
             self._listener.stacks_taken(request, tuple(RankStack(rank=rank, problem=_NOT_STARTED) for rank in ranks))
 
     def ask_session(self, order: RestartSessionRanks | Question) -> None:
-        """Pass a request to the ranks of a session; `EngineListener.node_said` reports the answer."""
+        """Pass a request to the ranks of a session; `EngineListener.on_node_message` reports the answer."""
         run = self._runs.get(order.session)
         if run is not None:
             run.order(order)
@@ -199,10 +199,10 @@ class EngineRuns:
                 answer = Answered(request=order.request, answer=RankAnswer(problem=_NO_SESSION))
             else:
                 answer = SessionRanksRestarted(request=order.request, session=order.session, problem=_NO_SESSION)
-            self._listener.node_said(answer, ())
+            self._listener.on_node_message(answer, ())
 
-    def forward(self, run_id: str, rank: int, message: ToStream | TellComms, frames: Sequence[bytes]) -> None:
-        """Forward a message of a stream or to widgets to the node of a run's rank; `node_said` reports the answers."""
+    def forward(self, run_id: str, rank: int, message: ToStream | SendComms, frames: Sequence[bytes]) -> None:
+        """Forward a message of a stream or to widgets to the node of a run's rank; `on_node_message` reports the answers."""
         run = self._runs.get(run_id)
         if run is not None:
             self._send(run.node_of(rank), message, frames)
@@ -213,15 +213,15 @@ class EngineRuns:
         ended = run.joint.ended
         run.note_launched(part)
         merged = run.joint.on_event(part, event, frames, time.time())
-        run.tell_others(part, event.body)
+        run.forward_event(part, event.body)
         self._pass_on(merged)
         if run.joint.ended and not ended:
             run.all_ended()
 
-    def _part_gone(self, run: DistributedRun, part: int) -> None:
-        self._pass_on(run.joint.part_gone(part))
+    def _part_exited(self, run: DistributedRun, part: int) -> None:
+        self._pass_on(run.joint.part_exited(part))
         self._part_silent(run, part)
-        self._look_if_over(run)
+        self._finish_if_over(run)
 
     def _lose(self, node: str, runs: Sequence[DistributedRun], why: str, host: str) -> None:
         """These runs have lost the node."""
@@ -236,7 +236,7 @@ class EngineRuns:
             run.part_failed(run.nodes.index(node))
             # parts that have finished wait for the others
             run.all_ended()
-            self._look_if_over(run)
+            self._finish_if_over(run)
 
     def _pass_on(self, events: Sequence[MergedEvent]) -> None:
         for event, frames in events:
@@ -246,10 +246,10 @@ class EngineRuns:
         for request, stacks in self._stacks.part_silent(run.run_id, part):
             self._listener.stacks_taken(request, stacks)
 
-    def _look_if_over(self, run: DistributedRun) -> None:
+    def _finish_if_over(self, run: DistributedRun) -> None:
         if run.over:
             return
-        if not run.joint.gone:
+        if not run.joint.has_exited:
             if run.joint.free:
                 self._listener.devices_free(run.run_id)
             return
@@ -259,7 +259,7 @@ class EngineRuns:
         if run.joint.lost:
             # before the run is placed elsewhere
             self.give_back(run_id)
-        self._listener.ranks_gone(run_id)
+        self._listener.ranks_exited(run_id)
         if self._runs.get(run_id) is run and run_id not in self._placing:
             # otherwise it was restarted on its lease
             self.give_back(run_id)
@@ -281,7 +281,7 @@ class EngineRuns:
         event = RunEvent(run_id=run_id, number=launch.number + 1, at=time.time(), body=ended)
         self._listener.run_happened(event, ())
         self.give_back(run_id)
-        self._listener.ranks_gone(run_id)
+        self._listener.ranks_exited(run_id)
 
     def _send(self, node: str, order: ToAgent, frames: Sequence[bytes]) -> None:
         channel = self._channels.get(node)

@@ -36,7 +36,7 @@ class PartOfRun(msgspec.Struct):
         released: What became of the payload there.
         end_reported: It has ended, even if its `RunEnded` still waits for its results.
         free: Its processes have exited; files may still arrive.
-        gone: Its ranks have exited, and nothing more will arrive.
+        has_exited: Its ranks have exited, and nothing more will arrive.
         lost: Its node is lost.
     """
 
@@ -48,13 +48,13 @@ class PartOfRun(msgspec.Struct):
     released: PayloadReleased | None = None
     end_reported: bool = False
     free: bool = False
-    gone: bool = False
+    has_exited: bool = False
     lost: bool = False
 
     @property
     def is_over(self) -> bool:
         """Whether its ranks have exited or can't be reached any more."""
-        return self.gone or self.lost
+        return self.has_exited or self.lost
 
 
 class JointRun:
@@ -92,7 +92,7 @@ class JointRun:
         return all(part.free or part.is_over for part in self.parts)
 
     @property
-    def gone(self) -> bool:
+    def has_exited(self) -> bool:
         """Whether its ranks have exited on every node and nothing more will arrive."""
         return all(part.is_over for part in self.parts)
 
@@ -126,9 +126,9 @@ class JointRun:
         part.waiting.append((msgspec.structs.replace(event, part=index), frames))
         return self._pass_on()
 
-    def part_gone(self, index: int) -> list[MergedEvent]:
+    def part_exited(self, index: int) -> list[MergedEvent]:
         """The ranks of a part have exited: only its `PayloadReleased` may follow. Returns the events to pass on."""
-        self.parts[index].gone = True
+        self.parts[index].has_exited = True
         return self._pass_on()
 
     def part_lost(self, index: int) -> list[MergedEvent]:
@@ -184,7 +184,7 @@ class JointRun:
         if not levels:
             return None
         level = min(levels.values())
-        at = [self._take(index) for index, own in levels.items() if own == level]
+        at = [self._next_event(index) for index, own in levels.items() if own == level]
         if level == _READY:
             return [(self._with_joined(event, event.body), frames) for event, frames in at]
         self._joined += [(event.part, event.number) for event, _ in at]
@@ -196,7 +196,7 @@ class JointRun:
         # some part skipped this level, or is lost: these events neither start nor end the run
         return []
 
-    def _take(self, index: int) -> MergedEvent:
+    def _next_event(self, index: int) -> MergedEvent:
         part = self.parts[index]
         event, frames = part.waiting.popleft()
         part.passed = event.number

@@ -84,7 +84,7 @@ class LocalEngine(Engine):
 
     def start(self, listener: EngineListener) -> None:
         super().start(listener)
-        self._agent.listen(self._said, self._agent_lost)
+        self._agent.listen(self._on_message, self._agent_lost)
         if self._agent.is_adopted:
             asyncio.get_running_loop().call_later(_ANSWER_S, self._replace_if_silent, self._agent)
 
@@ -158,7 +158,7 @@ class LocalEngine(Engine):
 
     # ------------------------------------------------------------ the agent
 
-    def _said(self, message: FromAgent, frames: Sequence[bytes]) -> None:
+    def _on_message(self, message: FromAgent, frames: Sequence[bytes]) -> None:
         match message:
             case AgentReady(protocol_version=version) if version != PROTOCOL_VERSION:
                 # the agent was left by a service of another version: its runs can't be adopted
@@ -168,19 +168,19 @@ class LocalEngine(Engine):
             case AgentReady(runs=runs):
                 for held in runs:
                     locks = self._agent.take_descriptors(held.locks)
-                    if locks and not held.gone:
+                    if locks and not held.have_ranks_exited:
                         self._locks.take_over(held.launch.lease.uuids, locks)
                 self.node_came(self._agent, message)
             case RunEvent(body=RanksStarted()):
                 self._agent_has_worked = True
-                self.node_said(HERE, message, frames)
+                self.on_node_message(HERE, message, frames)
             case _:
-                self.node_said(HERE, message, frames)
+                self.on_node_message(HERE, message, frames)
 
     def _agent_lost(self) -> None:
-        self._agent.clean_up_after(self._agent_gone)
+        self._agent.clean_up_after(self._on_agent_exit)
 
-    def _agent_gone(self) -> None:
+    def _on_agent_exit(self) -> None:
         lost = [run for run in self._runs.values() if not run.over]
         for run in lost:
             if not run.launch.spec.in_session:
@@ -209,7 +209,7 @@ class LocalEngine(Engine):
         """Start another agent; if the system can't start one, report that and try again."""
         self._again = None
         try:
-            self._agent = LocalAgent(self._settings, self._warm, look=False)
+            self._agent = LocalAgent(self._settings, self._warm, find_earlier=False)
         except OSError as error:
             why = (
                 f"the agent, which starts the ranks on this machine, can't be started ({child_process.words_of(error)})"
@@ -223,7 +223,7 @@ class LocalEngine(Engine):
         self._listener.degraded("")
         self._agent_since = time.monotonic()
         self._agent_has_worked = False
-        self._agent.listen(self._said, self._agent_lost)
+        self._agent.listen(self._on_message, self._agent_lost)
 
 
 def _marked(device: Device, obstacle: Obstacle) -> Device:
@@ -238,14 +238,14 @@ class LocalAgent:
     Args:
         settings: The pool's settings.
         warm: The interpreter that a new agent prewarms, None for none.
-        look: Look for an agent that outlived a killed service first.
+        find_earlier: Look for an agent that outlived a killed service first.
     """
 
     node = HERE
 
-    def __init__(self, settings: Settings, warm: Warm | None = None, *, look: bool = True) -> None:
+    def __init__(self, settings: Settings, warm: Warm | None = None, *, find_earlier: bool = True) -> None:
         self._settings = settings
-        found = _find(settings) if look else None
+        found = _find(settings) if find_earlier else None
         self._stream: MessageStream[FromAgent] | None = None
         self._child: subprocess.Popen[bytes] | None = None
         if found is None:
@@ -258,14 +258,14 @@ class LocalAgent:
         else:
             self._socket, self.pid = found
 
-    def listen(self, said: Callable[[FromAgent, Sequence[bytes]], None], lost: Callable[[], None]) -> None:
+    def listen(self, on_message: Callable[[FromAgent, Sequence[bytes]], None], lost: Callable[[], None]) -> None:
         """Start to deliver messages. Needs a running loop.
 
         Args:
-            said: Called with each message of the agent and its raw frames.
+            on_message: Called with each message of the agent and its raw frames.
             lost: Called when the agent's socket is closed.
         """
-        self._stream = MessageStream[FromAgent](self._socket, codec.from_agent, said, lost)
+        self._stream = MessageStream[FromAgent](self._socket, codec.from_agent, on_message, lost)
 
     @property
     def is_adopted(self) -> bool:

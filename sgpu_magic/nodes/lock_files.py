@@ -121,7 +121,7 @@ class LockFiles:
         self._refused[name] = why, time.monotonic() + _TRIED_AGAIN_S
         return _Unusable(why)
 
-    def _look_if_refused(self, name: str) -> None:
+    def _check_if_refused(self, name: str) -> None:
         """Raise the known reason why something can't be opened, until it is time to try it again."""
         if name in self._refused:
             why, until = self._refused[name]
@@ -132,7 +132,7 @@ class LockFiles:
     def _open_directory(self) -> int:
         """Return a descriptor of the directory; make the directory if there is none."""
         if self._directory_fd < 0:
-            self._look_if_refused("")
+            self._check_if_refused("")
             try:
                 self._directory_fd = _open_directory(self._directory)
             except _Unusable as error:
@@ -177,7 +177,7 @@ class LockFiles:
         A second name would mean that another user hard-linked a file here to have this process write into it.
         """
         directory = self._open_directory()
-        self._look_if_refused(uuid)
+        self._check_if_refused(uuid)
         path = self._path(uuid)
         deadline = time.monotonic() + _SETTLE_S
         while True:

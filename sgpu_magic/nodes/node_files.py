@@ -68,7 +68,7 @@ class NodeFiles:
         self._runs = settings.runs_path
         self._thread = FileThread("sgpu-node-files")
 
-    def said(self, message: NodeFileRequest, frames: Sequence[bytes], answer: Answer) -> None:
+    def on_request(self, message: NodeFileRequest, frames: Sequence[bytes], answer: Answer) -> None:
         """Handle a node's request.
 
         Args:

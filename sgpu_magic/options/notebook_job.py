@@ -93,9 +93,9 @@ def limited(spec: RunSpec) -> RunSpec:
 def with_job(asked: A) -> A:
     """Fill in options that were not given with the job's defaults."""
     job = of_process()
-    wishes, devices = asked.wishes, asked.devices
-    if job.env_version and not wishes.env_version:
-        wishes = replace(wishes, env_version=job.env_version)
+    environment, devices = asked.environment, asked.devices
+    if job.env_version and not environment.env_version:
+        environment = replace(environment, env_version=job.env_version)
     # ranks and nodes belong together, as do type and memory: a default does not mix with a given value
     if job.nodes and not devices.nodes and (devices.ranks is None or not job.gpus):
         devices = replace(devices, nodes=job.nodes)
@@ -106,7 +106,7 @@ def with_job(asked: A) -> A:
         devices = replace(devices, device_type=job.type or None, min_memory_bytes=memory)
     if job.placement and not devices.strategy:
         devices = replace(devices, strategy=strategy_of("--placement", job.placement))
-    return replace(asked, devices=devices, wishes=wishes)
+    return replace(asked, devices=devices, environment=environment)
 
 
 def as_words(given: JobDefaults) -> list[str]:

@@ -84,7 +84,7 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
         fresh: Run in new processes on a session's devices.
         reload: Reload edited local modules on a session's ranks first.
         auto: Whether `%sgpu_auto` sent the cell.
-        wishes: Options for packages, tracking and uploads.
+        environment: Options for packages, tracking and uploads.
         profile: Save a trace of torch's profiler from each rank.
         max_cost: Cost limit in the currency of the settings; None means no limit.
         ray: Run as the driver of a Ray cluster started for the run, in rank 0 only.
@@ -112,7 +112,7 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     fresh: bool = False
     reload: bool = False
     auto: bool = False
-    wishes: EnvironmentOptions = msgspec.field(default_factory=EnvironmentOptions)
+    environment: EnvironmentOptions = msgspec.field(default_factory=EnvironmentOptions)
     profile: bool = False
     max_cost: float | None = None
     ray: bool = False
@@ -268,7 +268,7 @@ def is_same(session: Session, ask: RunOptions) -> bool:
         has_devices(session, ask.devices, ask.pool)
         and ask.idle_s in (None, spec.idle_s or 0)
         and all(session.variables.get(name) == value for name, value in ask.variables.items())
-        and ask.wishes in (EnvironmentOptions(), session.wishes)
+        and ask.environment in (EnvironmentOptions(), session.environment)
         and ask.max_cost in (None, spec.max_cost)
     )
 
@@ -281,14 +281,14 @@ def misfits(session: Session, options: RunOptions, *, fewer: bool = False) -> li
         options: The requested options.
         fewer: Accept fewer ranks than the session has.
     """
-    devices, wishes, ranks = options.devices, options.wishes, options.ranks or session.ranks
+    devices, environment, ranks = options.devices, options.environment, options.ranks or session.ranks
     found = {
         "ranks": ranks > session.ranks if fewer else ranks != session.ranks,
         "type": options.device_type not in (None, "any", session.device_type, session.placement.device_type),
         "busy": devices.allow_busy,
         "devices": bool(devices.min_memory_bytes or devices.nodes or devices.strategy),
         "pool": options.pool not in ("", session.pool.name),
-        "packages": bool(wishes.env_version or wishes.torch_mine or wishes.allow_build),
+        "packages": bool(environment.env_version or environment.torch_mine or environment.allow_build),
         "cost": options.max_cost is not None,
     }
     return [name for name, differs in found.items() if differs]

@@ -46,7 +46,7 @@ class Option(msgspec.Struct, frozen=True):
     """One option.
 
     Args:
-        asks: The field that it sets in a record of `asked`, with the prefix `devices.` or `wishes.` for nested records.
+        asks: The field that it sets in a record of `asked`, with the prefix `devices.` or `environment.` for nested records.
         help: Help text on a command line.
         metavar: Placeholder of its value in the help; None for its name in capitals.
         short: Short form.
@@ -192,28 +192,28 @@ OPTIONS: Mapping[str, Option] = {
     "session": Option("session", "session to run in (default: the last one connected)", "NAME|none", default=""),
     "profile": Option("profile", "record a torch.profiler trace on every rank", switch=True),
     "env-version": Option(
-        "wishes.env_version",
+        "environment.env_version",
         "packages of the ranks: a base environment, a requirements or pylock file, or an environment saved with "
         "%%sgpu_env; none: the notebook's own (default: the setting env_version, else none)",
         "4|ai-4|none|FILE|NAME",
         read=lambda _, given: str(given).strip(),
     ),
     "torch": Option(
-        "wishes.torch_mine",
+        "environment.torch_mine",
         "torch of a run whose packages are installed: the notebook's, or the one on the node (default: node)",
         read=lambda _, given: values.is_torch_mine(given),
         choices=TORCH_CHOICES,
     ),
-    "allow-build": Option("wishes.allow_build", "build packages that have no wheel from source", switch=True),
+    "allow-build": Option("environment.allow_build", "build packages that have no wheel from source", switch=True),
     "upload": Option(
-        "wishes.uploads",
+        "environment.uploads",
         "file or folder to copy to the ranks, found there by sgpu_magic.runtime.upload_path(PATH) (repeatable)",
         "PATH",
         read=lambda _, given: values.paths(given),
         repeats=True,
     ),
     "no-track": Option(
-        "wishes.track",
+        "environment.track",
         "do not log the run to MLflow",
         read=lambda _, given: False if given else None,
         switch=True,
@@ -244,7 +244,7 @@ def read(given: Mapping[str, Any], spelled: Callable[[str], str], readers: Mappi
     Raises:
         UsageError: A value is invalid.
     """
-    parts: dict[str, dict[str, Any]] = {"": {}, "devices": {}, "wishes": {}}
+    parts: dict[str, dict[str, Any]] = {"": {}, "devices": {}, "environment": {}}
     for name, value in given.items():
         if value is None:
             continue
@@ -252,7 +252,11 @@ def read(given: Mapping[str, Any], spelled: Callable[[str], str], readers: Mappi
         reader = readers.get(name, option.read)
         part, _, field = option.asks.rpartition(".")
         parts[part][field] = value if reader is None else reader(spelled(name), value)
-    return {**parts[""], "devices": Devices(**parts["devices"]), "wishes": EnvironmentOptions(**parts["wishes"])}
+    return {
+        **parts[""],
+        "devices": Devices(**parts["devices"]),
+        "environment": EnvironmentOptions(**parts["environment"]),
+    }
 
 
 def check_devices(devices: Devices) -> None:

@@ -125,7 +125,7 @@ class _Search:
                 self._seen.add(top)
                 tops.append((top, file, _listed(attributes.get("__path__"))))
         for each in tops:
-            self._take(*each)
+            self._add(*each)
 
     def take_named(self, name: str) -> None:
         """Find a top-level module as Python would, and add it."""
@@ -134,7 +134,7 @@ class _Search:
         self._seen.add(name)
         spec = PathFinder.find_spec(name, self._path)
         if spec is not None:
-            self._take(name, spec.origin if spec.has_location else None, list(spec.submodule_search_locations or ()))
+            self._add(name, spec.origin if spec.has_location else None, list(spec.submodule_search_locations or ()))
 
     def imports_of_new(self) -> list[str]:
         """Return the names imported by the code found since the last call."""
@@ -148,7 +148,7 @@ class _Search:
     def found(self) -> list[LocalCode]:
         return [code for code in self._by_directory.values() if code.files]
 
-    def _take(self, name: str, file: str | None, paths: Sequence[str]) -> None:
+    def _add(self, name: str, file: str | None, paths: Sequence[str]) -> None:
         """Add a top-level module: a file, a package's directory, or the directories of a namespace package."""
         if file is not None:
             is_package = os.path.basename(file).partition(".")[0] == "__init__"

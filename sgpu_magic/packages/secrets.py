@@ -119,10 +119,10 @@ _SHORTEST_WITHIN_WORDS = 8
 @functools.lru_cache(maxsize=5_000)
 def is_secret(name: str, value: str) -> bool:
     """Whether a variable or parameter is a secret, by its name or its value."""
-    return looks_secret(value) or _is_named_secret(name, value)
+    return is_probably_secret(value) or _is_named_secret(name, value)
 
 
-def looks_secret(value: str) -> bool:
+def is_probably_secret(value: str) -> bool:
     """Whether a value looks like a secret: a known kind of token, a password in a URL, a random string."""
     if len(value) < _SHORTEST_FORM:
         return "@" in value and bool(_url_secrets(value))
@@ -243,7 +243,7 @@ class _Says(enum.Enum):
 
 
 @functools.lru_cache(maxsize=2000)
-def _said_by(name: str) -> _Says:
+def _meaning_of(name: str) -> _Says:
     words = [word.lower() for word in _WORDS.findall(name)]
     spaced = f" {' '.join(words)} "
     if any(f" {known} " in spaced for known in _WEBHOOK_NAMES):
@@ -263,14 +263,14 @@ def _said_by(name: str) -> _Says:
 
 
 def _is_named_secret(name: str, value: str) -> bool:
-    said = _said_by(name)
-    if said is _Says.NOTHING or value.strip().lower() in _SWITCHES or _PATH.fullmatch(value):
+    meaning = _meaning_of(name)
+    if meaning is _Says.NOTHING or value.strip().lower() in _SWITCHES or _PATH.fullmatch(value):
         return False
-    if said is _Says.SECRET:
+    if meaning is _Says.SECRET:
         return True
     if _NUMBER.fullmatch(value) or _SPECIAL_TOKEN.fullmatch(value):
         return False
-    if said is _Says.SECRET_UNLESS_PLAIN:
+    if meaning is _Says.SECRET_UNLESS_PLAIN:
         return True
     return _OPAQUE.fullmatch(value) is not None and any(letter.isdigit() for letter in value)
 

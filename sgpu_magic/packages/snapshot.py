@@ -216,8 +216,8 @@ class Stale:
     @property
     def words(self) -> str:
         if not self.installed:
-            gone = f"{self.name} {self.loaded} was uninstalled but is still imported"
-            return f"{gone}; restart the kernel to stop using it"
+            text = f"{self.name} {self.loaded} was uninstalled but is still imported"
+            return f"{text}; restart the kernel to stop using it"
         return f"restart the kernel to use {self.name} {self.installed}, {self.loaded} is loaded"
 
 

@@ -77,12 +77,12 @@ _reported: set[str] = set()
 _found: tuple[str, ...] = ()
 
 
-def look_for_mismatches(snapshot: InstalledPackages) -> None:
+def start_mismatch_check(snapshot: InstalledPackages) -> None:
     """Check a snapshot for mismatches, once for each. Takes about 50 ms for 100 packages: call it in the background."""
     global _looked_at, _found
     if snapshot.digest == _looked_at:
         return
-    # not needed by `mismatch_news`
+    # not needed by `new_mismatches`
     from sgpu_magic.packages.mismatches import find_mismatches
     from sgpu_magic.packages.nvidia_driver import driver_version
     from sgpu_magic.packages.package_metadata import packages_of
@@ -92,7 +92,7 @@ def look_for_mismatches(snapshot: InstalledPackages) -> None:
     _looked_at, _found = snapshot.digest, tuple(mismatch.sentence for mismatch in found)
 
 
-def mismatch_news() -> tuple[str, ...]:
+def new_mismatches() -> tuple[str, ...]:
     """Return the mismatches that were found and not yet reported. Never blocks."""
     with _lock:
         new = tuple(sentence for sentence in _found if sentence not in _reported)

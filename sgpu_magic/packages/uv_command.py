@@ -105,13 +105,13 @@ def run_uv(
         preexec_fn=lambda: processes.die_with_parent(parent),
     ) as uv:
         try:
-            said, output = _talk(uv, stdin, on_line, meanwhile)
+            messages, output = _talk(uv, stdin, on_line, meanwhile)
         except BaseException:
             # also on an interrupt: leaving the block waits for uv, which may take minutes
             uv.kill()
             raise
     if code := uv.returncode:
-        text = "\n".join(said)
+        text = "\n".join(messages)
         how = f"it was killed by signal {-code}" if code < 0 else f"it exited with code {code}"
         raise UvFailed(last_words(text) or how, text)
     return output
@@ -141,13 +141,13 @@ def _talk(
         uv.stdin.close()
     if meanwhile is not None:
         meanwhile()
-    said: list[str] = []
+    lines: list[str] = []
     # with `on_line`, the standard output is a line or two and fits into its pipe
     for line in uv.stderr:
-        said.append(line.rstrip("\n"))
-        del said[:-_KEPT_LINES]
-        on_line(said[-1])
-    return said, uv.stdout.read()
+        lines.append(line.rstrip("\n"))
+        del lines[:-_KEPT_LINES]
+        on_line(lines[-1])
+    return lines, uv.stdout.read()
 
 
 # ---------------------------------------------------------------- package index

@@ -109,11 +109,11 @@ class KernelActions:
 
     # ------------------------------------------------------------ state
 
-    def _state(self, number: int, kept: KeptChoice | None = None, said: str = "") -> KernelAnswer:
+    def _state(self, number: int, kept: KeptChoice | None = None, text: str = "") -> KernelAnswer:
         held = self._context.choice.now()
         installing = self._is_installing()
         picture = kernel_picture(self._context, held)
-        return KernelAnswer(n=number, picture=picture, kept=kept, said=said, installing=installing)
+        return KernelAnswer(n=number, picture=picture, kept=kept, said=text, installing=installing)
 
     def _is_installing(self) -> bool:
         with self._lock:
@@ -140,16 +140,16 @@ class KernelActions:
         if planned.picture.loses and not question.confirmed:
             raise UsageError(f"{' '.join(planned.picture.sentences)} Nothing was done: confirm first.")
         if not (planned.added or planned.removed):
-            kept, said = self._carry_out(planned, question.choice)
-            return self._state(question.n, kept, said)
+            kept, text = self._carry_out(planned, question.choice)
+            return self._state(question.n, kept, text)
         job = _in_background(lambda: self._carry_out(planned, question.choice))
         with self._lock:
             self._job = job
         if not wait((job,), ANSWER_S).done:
-            return self._state(question.n, said="Packages are being installed.")
+            return self._state(question.n, text="Packages are being installed.")
         self._raise_failure()
-        kept, said = job.result()
-        return self._state(question.n, kept, said)
+        kept, text = job.result()
+        return self._state(question.n, kept, text)
 
     def _carry_out(self, planned: Plan, choice: Choice) -> tuple[KeptChoice, str]:
         """Carry out a plan; return the choice to write to the metadata, and what happened.
@@ -158,13 +158,13 @@ class KernelActions:
             SgpuError: The plan can't be carried out.
             OSError: The key can't be written.
         """
-        said = installed(self._context, planned.added, planned.removed)
+        texts = installed(self._context, planned.added, planned.removed)
         kept = accept(self._context, choice)
         if planned.connects:
             with self._connecting:
                 # the extension may have been unloaded meanwhile
-                said += [self._connect(planned.restarts)] if not self._closed.is_set() else []
-        return kept, " ".join(said)
+                texts += [self._connect(planned.restarts)] if not self._closed.is_set() else []
+        return kept, " ".join(texts)
 
     def _connect(self, before: Session | None) -> str:
         if before is not None:
@@ -187,7 +187,7 @@ class KernelActions:
                 raise UsageError(f"This notebook has no {what} to end.")
             end(session, "it was ended in the panel")
         ended = "has ended" if session.has_ended else "is ending"
-        return self._state(question.n, said=f"Session {session.name} {ended}.")
+        return self._state(question.n, text=f"Session {session.name} {ended}.")
 
 
 def _in_background(work: Callable[[], T]) -> Future[T]:
@@ -252,13 +252,13 @@ def accept_choice(context: KernelContext) -> str:
     planned = plan(context, held, choice, connect=False, resolve=False)
     if planned.picture.problem:
         raise UsageError(planned.picture.problem)
-    said = installed(context, planned.added, ())
+    text = installed(context, planned.added, ())
     accept(context, choice)
     if not choice.env_version and choice.removed:
         # packages to be removed are the user's, and may be needed elsewhere
         there = [name for name in choice.removed if normalised(name) in versions(snapshot.take_snapshot())]
         if there:
-            said.append(f"Still installed: {', '.join(there)}. `%pip uninstall {' '.join(there)}` removes it.")
+            text.append(f"Still installed: {', '.join(there)}. `%pip uninstall {' '.join(there)}` removes it.")
     return " ".join(
-        [f"confirmed: this notebook asks for {words}, and a bare %%distributed uses that from now on.", *said]
+        [f"confirmed: this notebook asks for {words}, and a bare %%distributed uses that from now on.", *text]
     )

@@ -54,7 +54,7 @@ class KernelEndpoint:
         self._watchers: Watchers | None = None
         self._views: list[PanelView] = []
         # separate lanes, so that state requests do not wait for actions
-        self._looks, self._plans = SerialExecutor("sgpu-panel-looks"), SerialExecutor("sgpu-panel-plans")
+        self._polls, self._plans = SerialExecutor("sgpu-panel-looks"), SerialExecutor("sgpu-panel-plans")
         # several lanes, so that a long action does not delay the refusal of another, nor a disconnection
         self._deeds = tuple(SerialExecutor("sgpu-panel-deeds") for _ in range(_DEEDS))
         context.live_views.serve(PANEL, self.take)
@@ -70,7 +70,7 @@ class KernelEndpoint:
                 change the current one.
         """
         free = next((lane for lane in self._deeds if lane.is_idle), self._deeds[-1])
-        lane = {"kernel": self._looks, "plan": self._plans}.get(_kind_of(content), free)
+        lane = {"kernel": self._polls, "plan": self._plans}.get(_kind_of(content), free)
 
         def work() -> None:
             try:
@@ -120,7 +120,7 @@ class KernelEndpoint:
             view.close()
         if self._watchers is not None:
             self._watchers.close()
-        for lane in (self._looks, self._plans, *self._deeds):
+        for lane in (self._polls, self._plans, *self._deeds):
             lane.close()
         if self._actions is not None:
             self._actions.close()
@@ -157,14 +157,14 @@ class PanelView:
         self._widget = widget
         self._channels = channels
         self._endpoint = endpoint
-        self._page = Page(watchers, self._tell)
+        self._page = Page(watchers, self._send_update)
         # the first carries out its commands, the second sends its updates
         self._orders, self._updates = SerialExecutor("sgpu-panel-orders"), SerialExecutor("sgpu-panel-told")
         self._lock = threading.Lock()
         self._received_at = time.monotonic()
         self._timer: threading.Timer | None = None
         self._closed = False
-        channels.opened_for(widget, self._take)
+        channels.opened_for(widget, self._on_message)
 
     @property
     def is_closed(self) -> bool:
@@ -186,7 +186,7 @@ class PanelView:
 
     # ------------------------------------------------------------ messages
 
-    def _take(self, content: object, send: Send) -> None:
+    def _on_message(self, content: object, send: Send) -> None:
         """Handle a message, in the thread that received it."""
         self._received_at = time.monotonic()
         if not isinstance(content, dict):
@@ -198,13 +198,13 @@ class PanelView:
             self._orders.put(partial(self._execute, message))
 
     def _execute(self, message: dict[str, object]) -> None:
-        said = self._page.execute_decoded(message)
+        result = self._page.execute_decoded(message)
         if self._page.is_watching:
             self._check_later()
-        if said is not None:
-            self._tell(said)
+        if result is not None:
+            self._send_update(result)
 
-    def _tell(self, update: PanelUpdate) -> None:
+    def _send_update(self, update: PanelUpdate) -> None:
         self._updates.put(partial(self._send, update))
 
     def _send(self, update: PanelUpdate) -> None:

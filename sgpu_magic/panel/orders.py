@@ -70,12 +70,12 @@ class Page:
 
     Args:
         watchers: The process's watchers.
-        tell: Called with every update, in any thread; it must not block.
+        on_update: Called with every update, in any thread; it must not block.
     """
 
-    def __init__(self, watchers: Watchers, tell: Callable[[PanelUpdate], None]) -> None:
+    def __init__(self, watchers: Watchers, on_update: Callable[[PanelUpdate], None]) -> None:
         self._watchers = watchers
-        self._tell = tell
+        self._on_update = on_update
         self._lock = threading.Lock()
         self._watched: PoolWatcher | None = None
         self._listed: ListWatcher | None = None
@@ -130,9 +130,9 @@ class Page:
             if pool != self._pool:
                 self._leave()
             self._pool = pool
-            self._listed = self._watchers.watch_list(self, self._tell)
+            self._listed = self._watchers.watch_list(self, self._on_update)
             # a page that watches this pool already gets the whole state again
-            self._watched = self._watchers.watch(pool, self, self._tell)
+            self._watched = self._watchers.watch(pool, self, self._on_update)
 
     def _leave(self) -> None:
         if self._watched is not None:
@@ -145,16 +145,16 @@ def execute_once(watchers: Watchers, order: PanelOrder) -> Said:
     try:
         match order:
             case StartPool(pool=pool):
-                said = _start(watchers.read_settings(), pool)
+                text = _start(watchers.read_settings(), pool)
             case CancelRun(run_id=run_id, pool=pool):
-                said = _cancel(watchers.read_settings(), pool, run_id)
+                text = _cancel(watchers.read_settings(), pool, run_id)
             case Watch() | Rest():
-                said = ""
-        return Said(text=as_sentence(said), ok=True)
+                text = ""
+        return Said(text=as_sentence(text), ok=True)
     except (SgpuError, OSError) as error:
         return Said(text=as_sentence(str(error)), ok=False)
     finally:
-        watchers.look_soon()
+        watchers.poll_soon()
 
 
 def _start(settings: Settings, pool: str) -> str:
@@ -182,14 +182,14 @@ def _cancel(settings: Settings, pool: str, run_id: str) -> str:
         raise UsageError("no pool is running, so there is no run to cancel.")
     run = ledger.find_run(settings, run_id) if entry is None else None
     # a run that is not in the ledger yet is known only to the pool
-    pressed, said = "Cancel was pressed", f"run {short(run_id)} is being stopped"
+    pressed, text = "Cancel was pressed", f"run {short(run_id)} is being stopped"
     if run is not None:
-        pressed, said = stop_words(run)
+        pressed, text = stop_words(run)
     from sgpu_magic.client.pool import Pool
 
     with closing(Pool(settings, None, entry)) as asked:
         asked.cancel(run_id, pressed)
-    return said
+    return text
 
 
 def _entry_of(settings: Settings, pool: str) -> PoolEntry | None:

@@ -65,7 +65,7 @@ class RunFilesOfPool:
         # what is known of each run, and when to read it again, as its MLflow page may still appear
         self._known: dict[str, tuple[RunDirectoryInfo, float]] = {}
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Update the list of directories."""
         try:
             changed_at = os.stat(self._runs_path).st_mtime_ns

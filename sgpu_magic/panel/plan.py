@@ -78,7 +78,7 @@ def plan(context: KernelContext, held: CurrentChoice, choice: Choice, *, connect
         asked = _asked(context, choice, words, connect=connect)
         status = None if asked is None else asked.status
         if status is not None:
-            _check_devices(choice, status, stands_in=bool(context.settings.stand_in))
+            _check_devices(choice, status, uses_stand_ins=bool(context.settings.stand_in))
         added, removed = _packages(context.pool.settings, choice, words, resolve=resolve)
     except SgpuError as error:
         problem, button = as_sentence(error.message), _button(connect, known)
@@ -120,7 +120,7 @@ def fits(session: Session, choice: Choice) -> bool:
         return False
     if not choice.env_version:
         return _has_own_packages(session)
-    return session.wishes.env_version == env_version_of(session.context.pool.settings, choice, write=False)
+    return session.environment.env_version == env_version_of(session.context.pool.settings, choice, write=False)
 
 
 def _button(connect: bool, known: bool) -> str:
@@ -158,7 +158,7 @@ def _asked(context: KernelContext, choice: Choice, words: list[str], *, connect:
 # ---------------------------------------------------------------- devices
 
 
-def _check_devices(choice: Choice, status: PoolStatus, *, stands_in: bool) -> None:
+def _check_devices(choice: Choice, status: PoolStatus, *, uses_stand_ins: bool) -> None:
     """Refuse a choice that the pool can never satisfy."""
     inventory = status.inventory
     types = _totals(status)
@@ -167,13 +167,13 @@ def _check_devices(choice: Choice, status: PoolStatus, *, stands_in: bool) -> No
             raise UsageError(f"The pool has {inventory.cpu_slots} CPU slots, but {choice.gpus} are requested.")
         return
     if choice.type and choice.type not in types:
-        if stands_in:
+        if uses_stand_ins:
             return
         has = ", ".join(f"{count} {label_of(name)}" for name, count in types.items()) or "no GPUs"
         has += f", and {inventory.cpu_slots} CPU slots"
         raise UsageError(f"The pool has no {label_of(choice.type)}. It has: {has}.")
     most = types[choice.type] if choice.type else max(types.values())
-    if choice.gpus > most and not stands_in:
+    if choice.gpus > most and not uses_stand_ins:
         of = f" {label_of(choice.type)}" if choice.type else " of one type"
         raise UsageError(f"The pool has {most}{of}, but {choice.gpus} are requested.")
 

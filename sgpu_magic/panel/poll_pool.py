@@ -75,7 +75,7 @@ class PoolPoller:
         self._name = LOCAL if entry is None else entry.name
         self._rates = rates_of(settings, entry)
         self._usage = MonthUsage(settings)
-        self._places = RunFilesOfPool(settings.runs_path)
+        self._locations = RunFilesOfPool(settings.runs_path)
         self._simulated = SimulatedUse(settings.runs_path)
         self._pool: Pool | None = None
         self._link: object | None = None
@@ -93,7 +93,7 @@ class PoolPoller:
         """The list of pools has changed, so this name may refer to another pool or to none."""
         return _list_changed() != self._list_changed
 
-    def look(self) -> PollResult:
+    def poll(self) -> PollResult:
         """Poll the pool, or find out why it can't be reached."""
         now = time.time()
         try:
@@ -215,10 +215,10 @@ class PoolPoller:
         ended = frozenset(run.run_id for run in runs if run.state.is_final)
         if ended != self._ended:
             self._ended, self._durations = ended, Durations(runs)
-        self._places.look()
+        self._locations.poll()
         drawn: dict[str, tuple[RunSummary, RunDirectoryInfo, RunRow]] = {}
         for run in runs:
-            location = self._places.of(run, now)
+            location = self._locations.of(run, now)
             known = self._rows.get(run.run_id)
             if known is None or known[0] != run or known[1] != location:
                 known = (run, location, run_row(run, location))
@@ -246,7 +246,7 @@ class NoPoller:
         """Always True: the problem may have been fixed."""
         return True
 
-    def look(self) -> PollResult:
+    def poll(self) -> PollResult:
         words = LOOK_AGAIN if self._remedy else ""
         return PollResult(away_picture(self._pool, "problem", self._sentence, self._remedy, words, time.time()), {})
 
@@ -257,7 +257,7 @@ class NoPoller:
 Poller = PoolPoller | NoPoller
 
 
-def looker_of(pool: str, read_settings: Callable[[], Settings]) -> Poller:
+def poller_of(pool: str, read_settings: Callable[[], Settings]) -> Poller:
     """Return the object that polls a pool.
 
     Args:
@@ -278,7 +278,7 @@ def looker_of(pool: str, read_settings: Callable[[], Settings]) -> Poller:
     return PoolPoller(settings, entry)
 
 
-class ListLook:
+class ListPoller:
     """Polls all pools of the list at once. Owned by one thread, except for `drawn`.
 
     Args:
@@ -292,7 +292,7 @@ class ListLook:
         self._pools: Pools | None = None
         self._answers: Sequence[PoolStatusReply] = ()
 
-    def look(self) -> PoolsTold:
+    def poll(self) -> PoolsTold:
         """Poll the pools and return the same as `drawn`."""
         # problems of the list or the settings are reported by the chosen pool's state
         with contextlib.suppress(SgpuError):

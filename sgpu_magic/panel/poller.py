@@ -17,7 +17,7 @@ from typing import Generic, Protocol, TypeVar
 import msgspec
 
 from sgpu_magic.config import Settings, load_settings
-from sgpu_magic.panel.poll_pool import ListLook, NoPoller, Poller, PollResult, looker_of
+from sgpu_magic.panel.poll_pool import ListPoller, NoPoller, Poller, PollResult, poller_of
 from sgpu_magic.panel.schema import PanelTold, PoolsTold, PoolTold, RunRow, RunsTold
 
 # minimum interval between polls of a watched pool, and between polls of all pools in the list
@@ -31,19 +31,19 @@ _LONGEST_REST_S = 10.0
 _LOOK_TIMEOUT_S = 30.0
 _JOIN_S = 2.0
 
-Tell = Callable[[PanelTold], None]
+OnUpdate = Callable[[PanelTold], None]
 """Called with each update, in any thread; it must not block."""
 
 S = TypeVar("S")
 S_co = TypeVar("S_co", covariant=True)
 
 
-class Look(Protocol[S_co]):
+class PollSource(Protocol[S_co]):
     """The object that polls. Owned by a watcher's thread."""
 
     @property
     def is_outdated(self) -> bool: ...
-    def look(self) -> S_co: ...
+    def poll(self) -> S_co: ...
     def close(self) -> None: ...
 
 
@@ -52,19 +52,19 @@ class Watcher(ABC, Generic[S]):
 
     Args:
         name: Suffix of the thread's name.
-        looker: Creates the object that polls, in the watcher's thread; called again after an error.
+        new_poller: Creates the object that polls, in the watcher's thread; called again after an error.
         interval_s: Seconds between two polls.
         polled_s: How long a call of `poll` keeps the watcher alive.
     """
 
-    def __init__(self, name: str, looker: Callable[[], Look[S]], interval_s: float, polled_s: float) -> None:
-        self._looker = looker
+    def __init__(self, name: str, new_poller: Callable[[], PollSource[S]], interval_s: float, polled_s: float) -> None:
+        self._new_poller = new_poller
         self._interval_s = interval_s
         self._polled_s = polled_s
         self._lock = threading.Lock()
         self._first = threading.Event()
         self._wake = threading.Event()
-        self._listeners: dict[object, Tell] = {}
+        self._listeners: dict[object, OnUpdate] = {}
         self._polled_until = float("-inf")
         self._hurried = False
         self._seen: S | None = None
@@ -74,21 +74,21 @@ class Watcher(ABC, Generic[S]):
         self._polls = False
 
     @abstractmethod
-    def _news(self, before: S | None, seen: S) -> Sequence[PanelTold]:
+    def _updates(self, before: S | None, seen: S) -> Sequence[PanelTold]:
         """Return the updates for a listener that has `before`, None for a new listener."""
 
     @abstractmethod
     def _failed(self) -> S:
         """Return the state to report when polling raises an exception."""
 
-    def add(self, key: object, tell: Tell) -> None:
+    def add(self, key: object, on_update: OnUpdate) -> None:
         """Add a listener, which gets the whole state and then updates."""
         with self._lock:
-            self._listeners[key] = tell
+            self._listeners[key] = on_update
             self._begin()
             if self._seen is not None:
-                for item in self._news(None, self._seen):
-                    tell(item)
+                for item in self._updates(None, self._seen):
+                    on_update(item)
 
     def remove(self, key: object) -> None:
         """Remove a listener."""
@@ -108,7 +108,7 @@ class Watcher(ABC, Generic[S]):
         with self._lock:
             return self._seen
 
-    def look_soon(self) -> None:
+    def poll_soon(self) -> None:
         """Poll now, as after a command to the pool."""
         self._hurried = True
         self._wake.set()
@@ -136,32 +136,32 @@ class Watcher(ABC, Generic[S]):
             self._thread.start()
 
     def _work(self) -> None:
-        looker: Look[S] | None = None
+        poller: PollSource[S] | None = None
         try:
             while self._is_watched():
                 began = time.monotonic()
                 try:
-                    if looker is not None and looker.is_outdated:
-                        looker.close()
-                        looker = None
-                    if looker is None:
-                        looker = self._looker()
-                    seen = looker.look()
+                    if poller is not None and poller.is_outdated:
+                        poller.close()
+                        poller = None
+                    if poller is None:
+                        poller = self._new_poller()
+                    seen = poller.poll()
                 except Exception:
                     # top of a thread: report it to the pages and start over with the next poll
                     logging.getLogger("sgpu_magic").exception("the panel could not poll the pool")
-                    if looker is not None:
-                        looker.close()
-                    looker, seen = None, self._failed()
-                self._take(seen)
+                    if poller is not None:
+                        poller.close()
+                    poller, seen = None, self._failed()
+                self._apply(seen)
                 self._rest(began, time.monotonic() - began)
         finally:
             with self._lock:
                 if self._thread is threading.current_thread():
                     self._polls = False
                     self._first.set()
-            if looker is not None:
-                looker.close()
+            if poller is not None:
+                poller.close()
 
     def _is_watched(self) -> bool:
         with self._lock:
@@ -182,13 +182,13 @@ class Watcher(ABC, Generic[S]):
                 self._hurried = False
                 return
 
-    def _take(self, seen: S) -> None:
+    def _apply(self, seen: S) -> None:
         """Send all listeners what has changed."""
         with self._lock:
-            news, self._seen = self._news(self._seen, seen), seen
-            for tell in self._listeners.values():
-                for item in news:
-                    tell(item)
+            updates, self._seen = self._updates(self._seen, seen), seen
+            for on_update in self._listeners.values():
+                for item in updates:
+                    on_update(item)
         self._first.set()
 
 
@@ -197,20 +197,20 @@ class PoolWatcher(Watcher[PollResult]):
 
     Args:
         name: The pool's name, "" for the one in the settings.
-        looker: As in `Watcher`.
+        new_poller: As in `Watcher`.
         interval_s: Seconds between two polls.
     """
 
-    def __init__(self, name: str, looker: Callable[[], Poller], interval_s: float = INTERVAL_S) -> None:
-        super().__init__(name, looker, interval_s, POLLED_S)
+    def __init__(self, name: str, new_poller: Callable[[], Poller], interval_s: float = INTERVAL_S) -> None:
+        super().__init__(name, new_poller, interval_s, POLLED_S)
 
-    def add(self, key: object, tell: Tell) -> None:
-        super().add(key, tell)
+    def add(self, key: object, on_update: OnUpdate) -> None:
+        super().add(key, on_update)
         if (seen := self._seen) is not None and seen.picture.state != "up":
             # the state may be outdated: poll at once whether the pool is up now
-            self.look_soon()
+            self.poll_soon()
 
-    def _news(self, before: PollResult | None, seen: PollResult) -> Sequence[PanelTold]:
+    def _updates(self, before: PollResult | None, seen: PollResult) -> Sequence[PanelTold]:
         if before is None:
             return whole(seen)
         runs = changes(seen.picture.pool, before.rows, seen.rows)
@@ -220,7 +220,7 @@ class PoolWatcher(Watcher[PollResult]):
 
     def _failed(self) -> PollResult:
         """Keep the runs that were listed."""
-        picture = NoPoller(self._name, FAILED, "retry").look().picture
+        picture = NoPoller(self._name, FAILED, "retry").poll().picture
         return PollResult(picture, {} if self._seen is None else self._seen.rows)
 
 
@@ -232,19 +232,19 @@ class ListWatcher(Watcher[PoolsTold]):
     """
 
     def __init__(self, read_settings: Callable[[], Settings]) -> None:
-        self._look = ListLook(read_settings)
-        super().__init__("pools", lambda: self._look, LIST_INTERVAL_S, _LIST_POLLED_S)
+        self._poller = ListPoller(read_settings)
+        super().__init__("pools", lambda: self._poller, LIST_INTERVAL_S, _LIST_POLLED_S)
 
-    def add(self, key: object, tell: Tell) -> None:
+    def add(self, key: object, on_update: OnUpdate) -> None:
         """Add a listener as in `Watcher.add`, and read the list of pools again."""
-        super().add(key, tell)
-        self._take(self._look.drawn())
+        super().add(key, on_update)
+        self._apply(self._poller.drawn())
 
     def seen(self, timeout_s: float = 0.0) -> PoolsTold:
         """Return the list as the files have it now, without waiting for any pool."""
-        return self._look.drawn()
+        return self._poller.drawn()
 
-    def _news(self, before: PoolsTold | None, seen: PoolsTold) -> Sequence[PanelTold]:
+    def _updates(self, before: PoolsTold | None, seen: PoolsTold) -> Sequence[PanelTold]:
         return [] if before == seen else [seen]
 
     def _failed(self) -> PoolsTold:
@@ -261,8 +261,8 @@ def changes(pool: str, before: Mapping[str, RunRow], after: Mapping[str, RunRow]
     """Return an update with the runs that differ, None when none does."""
     # rows of runs that did not change are the same objects
     changed = tuple(row for run_id, row in after.items() if row is not (old := before.get(run_id)) and row != old)
-    gone = tuple(run_id for run_id in before if run_id not in after)
-    return RunsTold(pool=pool, whole=False, changed=changed, gone=gone) if changed or gone else None
+    removed = tuple(run_id for run_id in before if run_id not in after)
+    return RunsTold(pool=pool, whole=False, changed=changed, gone=removed) if changed or removed else None
 
 
 class Watchers:
@@ -280,38 +280,38 @@ class Watchers:
         self._watchers: dict[str, PoolWatcher] = {}
         self._list = ListWatcher(read_settings)
 
-    def watch(self, pool: str, key: object, tell: Tell) -> PoolWatcher:
+    def watch(self, pool: str, key: object, on_update: OnUpdate) -> PoolWatcher:
         """Send updates about a pool until `remove(key)`.
 
         Args:
             pool: Its name, "" for the one in the settings.
             key: Identifies the listener.
-            tell: Called with each update.
+            on_update: Called with each update.
         """
         watcher = self._watcher(pool)
-        watcher.add(key, tell)
+        watcher.add(key, on_update)
         return watcher
 
-    def watch_list(self, key: object, tell: Tell) -> ListWatcher:
+    def watch_list(self, key: object, on_update: OnUpdate) -> ListWatcher:
         """Send updates about the list of pools until `remove(key)`."""
-        self._list.add(key, tell)
+        self._list.add(key, on_update)
         return self._list
 
-    def look_at_list(self) -> PoolsTold:
+    def poll_list(self) -> PoolsTold:
         """Return the list of pools with their last known states, and have them polled in the background."""
         self._list.poll()
         return self._list.seen()
 
-    def look(self, pool: str) -> PollResult | None:
+    def poll(self, pool: str) -> PollResult | None:
         """Return a pool's state for a page without updates; None when the first poll takes too long."""
         watcher = self._watcher(pool)
         watcher.poll()
         return watcher.seen()
 
-    def look_soon(self) -> None:
+    def poll_soon(self) -> None:
         """Poll all watched pools now, as after a command to a pool."""
         for watcher in self._all():
-            watcher.look_soon()
+            watcher.poll_soon()
 
     def close(self) -> None:
         """Stop all watchers."""
@@ -328,6 +328,6 @@ class Watchers:
     def _watcher(self, pool: str) -> PoolWatcher:
         with self._lock:
             if pool not in self._watchers:
-                looker = functools.partial(looker_of, pool, self.read_settings)
-                self._watchers[pool] = PoolWatcher(pool, looker, self._interval_s)
+                new_poller = functools.partial(poller_of, pool, self.read_settings)
+                self._watchers[pool] = PoolWatcher(pool, new_poller, self._interval_s)
             return self._watchers[pool]

@@ -178,16 +178,16 @@ def _describe(root: str, value: object, culprit: object, error: Exception) -> tu
         return f"{root} is nested deeper than pickle can follow", ("Build it inside the cell",), ()
     steps, nodes = find_way(value, culprit)
     first_line = next(iter(str(error).strip().splitlines()), "")
-    said = "" if _is_stock_message(error) else f" ({type(error).__name__}: {first_line})"
+    text = "" if _is_stock_message(error) else f" ({type(error).__name__}: {first_line})"
     if steps is None:
         attribute = _bad_attribute(value) if nodes < _DILL_NODES else None
         kind = _kind_of(culprit)
         held = f"{root}.{attribute}" if attribute else root
-        return f"{held} holds {kind.phrase}{said}", kind.advice, ()
+        return f"{held} holds {kind.phrase}{text}", kind.advice, ()
     for position, (_, step) in enumerate(steps):  # the outermost object with its own wording
         if (kind := _special(step)) is not None and kind.hides_inside:
             steps = steps[: position + 1]
-            said = ""
+            text = ""
             break
     target = steps[-1][1]
     kind = _kind_of(target)
@@ -195,7 +195,7 @@ def _describe(root: str, value: object, culprit: object, error: Exception) -> tu
     plain = (dict, list, tuple, set, frozenset, types.FunctionType, functools.partial, type, FunctionCall)
     is_inside = steps[-1][0].startswith((".", "[")) and any(not isinstance(step, plain) for _, step in steps[:-1])
     in_class = [f"drop the {kind.noun} in __getstate__"] if is_inside else []
-    return f"{path} is {kind.phrase}{said}", kind.advice, in_class
+    return f"{path} is {kind.phrase}{text}", kind.advice, in_class
 
 
 def _is_stock_message(error: Exception) -> bool:

@@ -248,8 +248,8 @@ def _packed(
         offset = -(-end // alignment) * alignment
         table.append((offset, view.nbytes))
         end = offset + view.nbytes
-    places = tuple(table)
-    layout = PackedLayout(pickle_size=len(stream), buffers=places, mac=compute_mac(key, stream, places))
+    keys = tuple(table)
+    layout = PackedLayout(pickle_size=len(stream), buffers=keys, mac=compute_mac(key, stream, keys))
     files, modules = tuple(pickler.files), tuple(pickler.modules.items())
     return Packed(stream, pickler.buffers, layout, names, sizes, end, files, modules, parts)
 

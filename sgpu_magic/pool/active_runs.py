@@ -69,7 +69,7 @@ class PoolRun(ScheduledRun):
         attempt: How often its group was restarted.
         failed: Why the previous group failed, while a restart waits for its ranks to be gone; else None.
         ordered: Its ranks were ordered from the engine, which reports when they are gone.
-        processes_gone: Its processes are gone; files may still be in transfer.
+        have_processes_exited: Its processes are gone; files may still be in transfer.
         ended_as: The state in its final event; None before. The scheduler learns of it next.
         adopted: An earlier service launched it; its notebook has not reconnected.
         lost_node: Why its ranks were lost with their node; "" otherwise, and once the run is requeued.
@@ -92,7 +92,7 @@ class PoolRun(ScheduledRun):
         self.attempt = 0
         self.failed: Failure | None = None
         self.ordered = False
-        self.processes_gone = False
+        self.have_processes_exited = False
         self.ended_as: RunState | None = None
         self.adopted = False
         self.lost_node = ""
@@ -222,10 +222,10 @@ class ActiveRuns:
         if run.owner is not None:
             self._send(run.owner, Accepted(request=run.submit.request, run_id=run.run_id), ())
         if submitted is not None:
-            self.feed.tell(run.followers, submitted, (), log.directory)
+            self.feed.publish(run.followers, submitted, (), log.directory)
         return ""
 
-    def tell(
+    def publish(
         self, run: PoolRun, body: EventBody, at: float, frames: Sequence[bytes] = (), report: RunEvent | None = None
     ) -> None:
         """Log an event and send it to the run's followers. `report` is the agent's report of it, if any."""
@@ -235,13 +235,13 @@ class ActiveRuns:
             run.log.skip(report)
             if not run.cut_short:
                 run.cut_short = True
-                self.tell(run, Noted(text=_CUT_SHORT), at)
+                self.publish(run, Noted(text=_CUT_SHORT), at)
             return
         event = run.log.append(body, at, frames, report)
-        self.feed.tell(run.followers, event, frames, run.log.directory)
-        self._look_after(run)
+        self.feed.publish(run.followers, event, frames, run.log.directory)
+        self._retry_writes(run)
 
-    def _look_after(self, run: PoolRun) -> None:
+    def _retry_writes(self, run: PoolRun) -> None:
         """Retry failed writes until the disk accepts them; note the beginning and the end in the run's events."""
         if (log := run.log) is None or not log.unwritten or run.run_id in self._behind:
             return
@@ -254,7 +254,7 @@ class ActiveRuns:
             f"the events of this run can't be written to {log.directory}: {log.problem}. They are kept in memory until "
             f"the disk accepts them again, and the run continues. {room}"
         )
-        self.tell(run, Noted(text=text), time.time())
+        self.publish(run, Noted(text=text), time.time())
         if len(self._behind) == 1:
             asyncio.get_running_loop().call_later(_WRITE_AGAIN_S, self._write_again)
 
@@ -266,7 +266,7 @@ class ActiveRuns:
                 del self._behind[run.run_id]
                 run.cut_short = False
                 if not run.ended:
-                    self.tell(run, Noted(text="the disk accepts the events of this run again"), time.time())
+                    self.publish(run, Noted(text="the disk accepts the events of this run again"), time.time())
                 self.on_written(run.run_id)
         if not self._behind:
             next_turn.cancel()
@@ -279,7 +279,7 @@ class ActiveRuns:
     def placed(self, run: PoolRun, lease: Lease, host: str, labels: tuple[str, ...]) -> None:
         """Record the run's devices and their price, and report them to its followers."""
         self._ledger.update(run.run_id, lease=lease, meter=self.billing.placed(run, lease))
-        self.tell(run, self.billing.placed_event(lease, host, labels), time.time())
+        self.publish(run, self.billing.placed_event(lease, host, labels), time.time())
 
     def end_without_ranks(
         self, run: PoolRun, state: RunState, reason: str, kind: FailureKind, failure: Failure | None = None
@@ -309,11 +309,11 @@ class ActiveRuns:
         )
         run.ended_as = state
         ended, meter = self.billing.ended(run, ended, clock)
-        self.tell(run, ended, now)
+        self.publish(run, ended, now)
         self._ledger.update(run.run_id, state=state, ended_at=now, failure=reason or None, meter=meter)
         self._close_log(run)
 
-    def ranks_gone(self, run: PoolRun) -> None:
+    def ranks_exited(self, run: PoolRun) -> None:
         """Forget the run, but keep its log open for `PayloadReleased`, the only event that may still come."""
         self.forget(run.run_id)
         if run.payload_over or isinstance(run.submit.payload.source, InlinePayload):
@@ -330,10 +330,10 @@ class ActiveRuns:
     def memory_lost(self, why: str) -> None:
         """Release the payloads that a dead agent was copying."""
         for run in list(self._copying.values()):
-            self.tell(run, PayloadReleased(kept=False, reason=why), time.time())
+            self.publish(run, PayloadReleased(kept=False, reason=why), time.time())
             self.payload_released(run)
 
-    def client_gone(self, client: ConnectedClient) -> list[PoolRun]:
+    def on_client_disconnect(self, client: ConnectedClient) -> list[PoolRun]:
         """Stop sending to a dead client. Returns the runs that end with it."""
         lost: list[PoolRun] = []
         self.feed.forget(client)

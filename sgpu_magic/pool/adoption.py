@@ -53,9 +53,9 @@ class Adoption:
         adopted = {one.launch.spec.run_id for one in held}
         for run_id in self._unfinished:
             if run_id not in adopted:
-                self._pool.guard.for_run(run_id, functools.partial(self._judge, run_id))
+                self._pool.guard.for_run(run_id, functools.partial(self._requeue_or_close, run_id))
         if held or self._pool.active.resubmittable:
-            self._look()
+            self._check()
 
     def _adopt(self, held: HeldRun) -> None:
         launch = held.launch
@@ -80,26 +80,26 @@ class Adoption:
         self._pool.active.add(run)
         if not log.seq:
             # a cell in a session is launched before its first event is written
-            self._pool.active.tell(run, Submitted(spec=launch.spec), launch.spec.submitted_at)
+            self._pool.active.publish(run, Submitted(spec=launch.spec), launch.spec.submitted_at)
             placed = self._pool.active.billing.placed_event(launch.lease, launch.spec.owner.host, ())
-            self._pool.active.tell(run, placed, launched_at)
+            self._pool.active.publish(run, placed, launched_at)
         if not self._pool.ledger.has(run.run_id):
             self._pool.ledger.record(launch.spec, run.state)
         # the run's meter may have started with an earlier attempt
         metered_at, hourly = self._pool.active.billing.adopted(run, launch.lease, launched_at, now)
-        if not (held.gone and run.ended):
+        if not (held.have_ranks_exited and run.ended):
             # otherwise the earlier service knew that the run was over, and may have given its devices to another run
-            freed = held.gone and not run.may_start_again
+            freed = held.have_ranks_exited and not run.may_start_again
             self._pool.feed(sched.RunAdopted(run, launch.lease, metered_at, freed, hourly))
         if ended is None:
             self._pool.ledger.update(run.run_id, state=run.state, lease=launch.lease)
-            self._pool.active.tell(run, Noted(text=_TAKEN_OVER), time.time())
+            self._pool.active.publish(run, Noted(text=_TAKEN_OVER), time.time())
         elif run.run_id in self._unfinished:
             # the final event was logged, but not yet recorded in the ledger
             self._record_end(run.run_id, ended)
         self._pool.engine.adopt(run.run_id, log.numbers)
 
-    def _judge(self, run_id: str) -> None:
+    def _requeue_or_close(self, run_id: str) -> None:
         row = self._pool.ledger.summary(run_id)
         spec = read_spec(self._pool.active.directory(run_id))
         if row is not None and row.state is RunState.QUEUED and not row.started_at and spec is not None:
@@ -107,7 +107,7 @@ class Adoption:
         else:
             self._close(run_id, _LOST)
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         """End runs whose notebooks are dead or do not reconnect, as the earlier service would have done."""
         over = self._loop.time() > self._until
         for run_id, spec in list(self._pool.active.resubmittable.items()):
@@ -122,7 +122,7 @@ class Adoption:
                 else:
                     waits = True
         if waits:
-            self._loop.call_later(_LOOK_S, self._look)
+            self._loop.call_later(_LOOK_S, self._check)
 
     def _close(self, run_id: str, why: str) -> None:
         """Write the final event of a lost run; its logs stay."""

@@ -54,7 +54,7 @@ class _Peer(msgspec.Struct, eq=False):
         client: The client that it belongs to, None before its token.
         open: Number of requests without a reply; changed in the thread only.
         requests: Their numbers; used in the loop only.
-        gone: Whether it was closed; set in the thread.
+        is_closed: Whether it was closed; set in the thread.
     """
 
     stream: BulkStream
@@ -62,7 +62,7 @@ class _Peer(msgspec.Struct, eq=False):
     client: ConnectedClient | None = None
     open: int = 0
     requests: set[int] = msgspec.field(default_factory=set[int])
-    gone: bool = False
+    is_closed: bool = False
 
     @property
     def room(self) -> int:
@@ -144,8 +144,8 @@ class BulkPort:
         with contextlib.suppress(OSError):
             self._waker.send(b"x")
 
-    def _take(self, peer: _Peer, message: FileRequest, parts: Sequence[bytes]) -> None:
-        if (client := peer.client) is None or peer.gone or self._of_client.get(client) is not peer:
+    def _receive(self, peer: _Peer, message: FileRequest, parts: Sequence[bytes]) -> None:
+        if (client := peer.client) is None or peer.is_closed or self._of_client.get(client) is not peer:
             return
         if not message.request or message.request in peer.requests:
             # request numbers must be nonzero and unique, otherwise replies would be ambiguous
@@ -223,7 +223,7 @@ class BulkPort:
                 self._end(peer)
 
     def _exchange(self, peer: _Peer) -> None:
-        if peer.gone:
+        if peer.is_closed:
             return
         try:
             for parts in peer.stream.turn(peer.room):
@@ -234,7 +234,7 @@ class BulkPort:
                     raise ConnectionError("no token")
                 else:
                     peer.open += 1
-                    self._loop.call_soon_threadsafe(self._take, peer, message, parts[1:])
+                    self._loop.call_soon_threadsafe(self._receive, peer, message, parts[1:])
         except (OSError, ValueError, MemoryError, RuntimeError):
             # the connection has ended, its data is not our protocol or too large, or the loop is closed
             self._end(peer)
@@ -256,14 +256,14 @@ class BulkPort:
         peer.stream.put([codec.encode(BulkOpened())])
 
     def _reply(self, peer: _Peer, parts: Sequence[bytes]) -> None:
-        if not peer.gone:
+        if not peer.is_closed:
             peer.open -= 1
             peer.stream.put(parts)
             self._exchange(peer)
 
     def _end(self, peer: _Peer) -> None:
-        if not peer.gone:
-            peer.gone = True
+        if not peer.is_closed:
+            peer.is_closed = True
             self._peers.pop(peer.stream.fileno(), None)
             peer.stream.close()
             with contextlib.suppress(RuntimeError):
@@ -277,13 +277,13 @@ def _digest(token: str) -> bytes:
 
 def _listener(link: str, port: int) -> socket.socket:
     """Return a listening socket at the address of the link, on the given port, the link's + 1000, or any."""
-    place = urlsplit(link)
-    host = place.hostname or ""
+    url = urlsplit(link)
+    host = url.hostname or ""
     if port:
         return _bound(host, port)
     # a predictable port, for firewall rules; not the adjacent one, where another pool may listen
     try:
-        return _bound(host, (place.port or 0) + _PORTS_BETWEEN)
+        return _bound(host, (url.port or 0) + _PORTS_BETWEEN)
     except (OSError, OverflowError):
         return _bound(host, 0)
 

@@ -72,7 +72,7 @@ class AuthorizedClients:
         self.users: Mapping[str, AuthorizedClient] = {}
         self.problem = ""
 
-    def look(self) -> bool:
+    def is_changed(self) -> bool:
         """Read the file again if it has changed. An unreadable file authorizes no client; `problem` says why.
 
         Returns:
@@ -268,8 +268,8 @@ class ConnectedClient(msgspec.Struct, eq=False):
         return True
 
 
-Heard = Callable[[ConnectedClient, ClientMessage, Sequence[bytes]], None]
-Gone = Callable[[ConnectedClient], None]
+OnMessage = Callable[[ConnectedClient, ClientMessage, Sequence[bytes]], None]
+OnDisconnect = Callable[[ConnectedClient], None]
 
 
 class Router(ABC):
@@ -277,17 +277,23 @@ class Router(ABC):
 
     Args:
         on_message: Called with the client, the message and its raw frames.
-        on_gone: Called when a client is gone without a goodbye.
+        on_disconnect: Called when a client is gone without a goodbye.
         received_ahead: Messages that are queued here per client; further ones wait at the client. 0 for no limit.
         sent_ahead: Messages that ZeroMQ queues for one client.
         linger_ms: How long a stopping pool still sends queued messages, in milliseconds.
     """
 
     def __init__(
-        self, on_message: Heard, on_gone: Gone, *, received_ahead: int, sent_ahead: int, linger_ms: int
+        self,
+        on_message: OnMessage,
+        on_disconnect: OnDisconnect,
+        *,
+        received_ahead: int,
+        sent_ahead: int,
+        linger_ms: int,
     ) -> None:
         self._on_message = on_message
-        self._on_gone = on_gone
+        self._on_disconnect = on_disconnect
         self._loop = asyncio.get_running_loop()
         self._by_identity: dict[bytes, ConnectedClient] = {}
         self._context = zmq.Context()
@@ -339,7 +345,7 @@ class Router(ABC):
                 # not our protocol: ignore it
                 continue
             try:
-                self._take(identity.bytes, message, parts)
+                self._on_client_message(identity.bytes, message, parts)
             except Exception as error:  # noqa: BLE001  whatever a client sends costs only its own message
                 write_log(f"a message of a client was dropped ({type(message).__name__}): ", error)
             if time.monotonic() > until:
@@ -347,5 +353,5 @@ class Router(ABC):
         self._drain_soon()
 
     @abstractmethod
-    def _take(self, identity: bytes, message: ClientMessage, parts: Sequence[zmq.Frame]) -> None:
+    def _on_client_message(self, identity: bytes, message: ClientMessage, parts: Sequence[zmq.Frame]) -> None:
         """Handle a message, whose parts include its own text."""

@@ -60,7 +60,9 @@ class EventFeed:
         self.lags: dict[tuple[ConnectedClient, str], _Lag] = {}
         self._timer: asyncio.Handle | None = None
 
-    def tell(self, clients: Sequence[ConnectedClient], event: Event, frames: Sequence[bytes], directory: Path) -> None:
+    def publish(
+        self, clients: Sequence[ConnectedClient], event: Event, frames: Sequence[bytes], directory: Path
+    ) -> None:
         """Send a run's newest event to its followers; a lagging client gets it later from the log."""
         for client in clients:
             if (client, event.run_id) not in self.lags and not self._offer(client, event, frames):

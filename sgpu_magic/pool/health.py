@@ -70,13 +70,13 @@ class Guard:
         self._where = where
         self.end: Callable[[PoolRun, str, bool], None] = lambda _run, _why, _gone: None
 
-    def for_run(self, run_id: str, call: Callable[[], None], *, gone: bool = False) -> None:
+    def for_run(self, run_id: str, call: Callable[[], None], *, have_ranks_exited: bool = False) -> None:
         """Make a call for a run; a fault ends the run.
 
         Args:
             run_id: The run.
             call: The call.
-            gone: Whether its ranks are gone.
+            have_ranks_exited: Whether its ranks are gone.
         """
         run = self._active.get(run_id)
         try:
@@ -84,7 +84,7 @@ class Guard:
         except Exception as error:  # noqa: BLE001
             self.log(f"run {run_id} ends because of it", error)
             if (run := self._active.get(run_id) or run) is not None:
-                self.end(run, self._words_of(error), gone)
+                self.end(run, self._words_of(error), have_ranks_exited)
 
     def for_client(self, client: ConnectedClient, message: ClientMessage, call: Callable[[], None]) -> None:
         """Make a call for a client's message.

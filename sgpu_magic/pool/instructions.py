@@ -59,13 +59,13 @@ class Instructions:
                     # the session's ranks are waiting: record the launch while they already work
                     self._launches.launched(run, lease)
             case sched.PublishQueueStatus(position=position, reason=reason) if self._accept(run):
-                self._pool.active.tell(run, QueueMoved(position=position, reason=reason), time.time())
+                self._pool.active.publish(run, QueueMoved(position=position, reason=reason), time.time())
             case sched.MoveRun(state=state, reason=reason):
                 self._pool.active.move(run, state)
                 if state is not RunState.STARTING or not run.spec.in_session:
-                    self._pool.active.tell(run, StateChanged(state=state, reason=reason), time.time())
+                    self._pool.active.publish(run, StateChanged(state=state, reason=reason), time.time())
             case sched.PublishNote(text=text):
-                self._pool.active.tell(run, Noted(text=text), time.time())
+                self._pool.active.publish(run, Noted(text=text), time.time())
             case sched.StopRun(state=state, reason=reason):
                 self._pool.engine.end_run(instruction.run_id, state, reason)
             case sched.EndUnstartedRun(state=state, reason=reason):
@@ -77,13 +77,13 @@ class Instructions:
                 # the run could not be recorded, and has been refused
                 pass
 
-    def end_of_fault(self, run: PoolRun, why: str, gone: bool) -> None:
+    def end_of_fault(self, run: PoolRun, why: str, have_ranks_exited: bool) -> None:
         """End a run after a fault of the service, and order the end of its ranks.
 
         Args:
             run: The run.
             why: What happened, a sentence.
-            gone: Whether its ranks are gone.
+            have_ranks_exited: Whether its ranks are gone.
         """
         if run.log is None:
             self._pool.active.resubmittable.pop(run.run_id, None)
@@ -92,11 +92,11 @@ class Instructions:
             self._pool.active.end_without_ranks(run, RunState.FAILED, why, FailureKind.INTERNAL)
         state = run.ended_as or RunState.FAILED
         run.failed = None
-        if run.ordered and not gone:
+        if run.ordered and not have_ranks_exited:
             self._pool.engine.end_run(run.run_id, state, why)
             self._loop.call_soon(self._pool.feed, sched.RunMoved(run.run_id, state, why))
             return
-        if not gone:
+        if not have_ranks_exited:
             self._submissions.unprepare(run)
         self._pool.active.forget(run.run_id)
         self._loop.call_soon(self._pool.feed, sched.RanksReaped(run.run_id, state))
@@ -168,7 +168,7 @@ class LaunchHandler:
             store=store_name(run.spec.owner.user) if needed_blobs(run.submit) else "",
         )
         self._pool.engine.launch(launch, run.frames)
-        run.ordered, run.processes_gone = True, False
+        run.ordered, run.have_processes_exited = True, False
 
     # ------------------------------------------------------------ restarts
 

@@ -99,7 +99,7 @@ class PoolPresence:
     def socket_path(self) -> Path:
         return socket_file(self._runtime)
 
-    def keep_in_place(self, listen: Callable[[Path], None], failed: Callable[[str, Exception], None]) -> None:
+    def restore_files(self, listen: Callable[[Path], None], failed: Callable[[str, Exception], None]) -> None:
         """Check regularly that clients can find the pool, and restore what was removed.
 
         Args:
@@ -119,11 +119,11 @@ class PoolPresence:
                 self._state_lock.close()
                 self._state_lock = lock
                 self.announce()
-            if not any(address_file(place).exists() for place in (self._state, self._runtime)):
+            if not any(address_file(directory).exists() for directory in (self._state, self._runtime)):
                 self.announce()
         except (OSError, UsageError, AlreadyRunning) as error:
             failed("one of its directories was removed and can't be recreated", error)
-        asyncio.get_running_loop().call_later(_LOOK_S, self.keep_in_place, listen, failed)
+        asyncio.get_running_loop().call_later(_LOOK_S, self.restore_files, listen, failed)
 
     def _replace_runtime(self) -> None:
         try:
@@ -160,9 +160,9 @@ class PoolPresence:
     def conceal(self) -> None:
         """Remove the address, so that clients wait for the end of this pool and start the next."""
         self._withdrawn = True
-        for place in (self._state, self._runtime):
+        for directory in (self._state, self._runtime):
             with contextlib.suppress(OSError):
-                address_file(place).unlink()
+                address_file(directory).unlink()
 
     def hand_over(self) -> None:
         """Release the locks for the next pool, which finds the agent where this address says."""
@@ -222,14 +222,14 @@ class Idleness:
     ) -> None:
         self._idle_s = idle_s
         self._warn_s = min(_WARN_BEFORE_S, idle_s / 4)
-        self._look_s = max(0.1, min(30.0, self._warn_s / 2))
+        self._interval_s = max(0.1, min(30.0, self._warn_s / 2))
         self._in_use = in_use
         self._warn = warn
         self._give_back = give_back
         self._loop = asyncio.get_running_loop()
         self._since = self._loop.time()
         self._warned = False
-        self._timer = self._loop.call_later(self._look_s, self._look)
+        self._timer = self._loop.call_later(self._interval_s, self._check)
 
     @property
     def ends_at(self) -> float | None:
@@ -248,7 +248,7 @@ class Idleness:
     def close(self) -> None:
         self._timer.cancel()
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         if self._in_use():
             self.touched()
         idle_s = self._loop.time() - self._since
@@ -263,4 +263,4 @@ class Idleness:
                 f"the pool has been idle for {idle_s / 60:.0f} min and ends its processes in {span}; "
                 "the next run starts them again"
             )
-        self._timer = self._loop.call_later(self._look_s, self._look)
+        self._timer = self._loop.call_later(self._interval_s, self._check)

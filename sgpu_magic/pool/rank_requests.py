@@ -116,7 +116,7 @@ class RankRequests:
         if (asked := self._asked.pop(request, None)) is not None and isinstance(asked[1], AskRank):
             self._answer(asked[0], asked[1], answer)
 
-    def run_gone(self, run_id: str) -> None:
+    def run_exited(self, run_id: str) -> None:
         """Answer the open requests to a run whose ranks are gone."""
         ended = f"session {short(run_id)} ended before it could answer. {_REMEDY}"
         for client, message, _ in self._asked.take_all(lambda asked: asked[2] == run_id):
@@ -226,7 +226,7 @@ class Forwarding:
             self._to_node(number, forwarded, message, frames)
         self._count_end(number, forwarded, message)
 
-    def client_gone(self, client: ConnectedClient) -> None:
+    def on_client_disconnect(self, client: ConnectedClient) -> None:
         """Close a client's streams at the nodes too."""
         for number, forwarded in list(self._streams.items()):
             if forwarded.client is client:
@@ -248,7 +248,7 @@ class Forwarding:
         if not isinstance(message, StreamOpened):
             self._count_end(number, forwarded, message)
 
-    def run_gone(self, run_id: str) -> None:
+    def run_exited(self, run_id: str) -> None:
         """Close the streams to a run whose ranks are gone."""
         for number, forwarded in list(self._streams.items()):
             if run_id in (forwarded.run_id, forwarded.ranks_of):

@@ -19,7 +19,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from sgpu_magic.errors import UsageError
 from sgpu_magic.pool.bulk_port import BulkPort
-from sgpu_magic.pool.clients import AuthorizedClients, ConnectedClient, Gone, Heard, Router
+from sgpu_magic.pool.clients import AuthorizedClients, ConnectedClient, OnDisconnect, OnMessage, Router
 from sgpu_magic.system.processes import write_log
 from sgpu_magic.system.secure_sockets import Admission, KeyPair, bound_to, secure_server, sender_of
 from sgpu_magic.wire import codec
@@ -70,26 +70,26 @@ class RemoteClients(Router):
     Args:
         listening: Where and for whom it listens.
         on_message: Called with the client, the message and its raw frames.
-        on_gone: Called when a client has been silent for too long.
+        on_disconnect: Called when a client has been silent for too long.
 
     Raises:
         zmq.ZMQError: The address can't be bound.
         UsageError: The port for file data can't be bound.
     """
 
-    def __init__(self, listening: Listening, on_message: Heard, on_gone: Gone) -> None:
+    def __init__(self, listening: Listening, on_message: OnMessage, on_disconnect: OnDisconnect) -> None:
         # the base class makes a separate context: a flood from outside does not slow down the local socket's thread
         super().__init__(
-            on_message, on_gone, received_ahead=_RECEIVED_AHEAD, sent_ahead=_SENT_AHEAD, linger_ms=_LINGER_MS
+            on_message, on_disconnect, received_ahead=_RECEIVED_AHEAD, sent_ahead=_SENT_AHEAD, linger_ms=_LINGER_MS
         )
         self._clients = listening.clients
         self._timeout_s = listening.timeout_s
-        self._look_s = min(_LOOK_S, self._timeout_s / 4)
+        self._interval_s = min(_LOOK_S, self._timeout_s / 4)
         # by public key and instance, which stay the same across a client's connections
         self._known: dict[tuple[str, str], ConnectedClient] = {}
         # the connection's descriptor in this process, and its inode, since descriptor numbers are reused
         self._sockets: dict[ConnectedClient, tuple[int, int]] = {}
-        self._clients.look()
+        self._clients.is_changed()
         self._admission = Admission(self._context, self._admits)
         secure_server(self._socket, listening.keys)
         self._limit = ConnectionLimit(self._socket)
@@ -109,7 +109,7 @@ class RemoteClients(Router):
         # port for messages with file data; 0 without one
         self.bulk_port = self._bulk.port if self._bulk is not None else 0
         self._loop.add_reader(self._socket.fileno(), self._drain)
-        self._timer = self._loop.call_later(self._look_s, self._look)
+        self._timer = self._loop.call_later(self._interval_s, self._check)
 
     @property
     def clients(self) -> list[ConnectedClient]:
@@ -146,10 +146,10 @@ class RemoteClients(Router):
     # ------------------------------------------------------------ incoming messages
 
     def _admits(self, key: str) -> bool:
-        self._look_at_list()
+        self._check_permissions()
         return key in self._clients.users
 
-    def _take(self, identity: bytes, message: ClientMessage, parts: Sequence[zmq.Frame]) -> None:
+    def _on_client_message(self, identity: bytes, message: ClientMessage, parts: Sequence[zmq.Frame]) -> None:
         key = sender_of(parts[0])
         if key not in self._clients.users:
             # the key was revoked while the client was connected
@@ -228,18 +228,18 @@ class RemoteClients(Router):
 
     # ------------------------------------------------------------ gone and revoked clients
 
-    def _look(self) -> None:
-        self._timer = self._loop.call_later(self._look_s, self._look)
-        self._look_at_list()
+    def _check(self) -> None:
+        self._timer = self._loop.call_later(self._interval_s, self._check)
+        self._check_permissions()
         now = time.monotonic()
         for client in self.clients:
             if now - client.received_at > self._timeout_s:
                 self._cut(client)
                 self.drop(client)
-                self._on_gone(client)
+                self._on_disconnect(client)
 
-    def _look_at_list(self) -> None:
-        if not self._clients.look():
+    def _check_permissions(self) -> None:
+        if not self._clients.is_changed():
             return
         if self._clients.problem:
             write_log(f"sgpu: no user is authorized: {self._clients.problem}\n")

@@ -55,22 +55,22 @@ class Reports:
         self.confirm_later(run.run_id)
         match body:
             case PayloadReleased():
-                self._pool.active.tell(run, body, at, report=event)
+                self._pool.active.publish(run, body, at, report=event)
                 self._confirm()
                 self._pool.active.payload_released(run)
             case EnvironmentMoved(ready=True):
-                self._pool.active.tell(run, body, at, report=event)
+                self._pool.active.publish(run, body, at, report=event)
                 self._pool.feed(sched.RunMoved(run.run_id, RunState.STARTING))
             case RanksStarted():
                 if not run.spec.retries:
                     run.release_payload()
                 self._pool.ledger.update(run.run_id, started_at=at)
                 self._pool.active.billing.ranks_started(run, now)
-                self._pool.active.tell(run, body, at, report=event)
+                self._pool.active.publish(run, body, at, report=event)
                 self._pool.feed(sched.RunMoved(run.run_id, RunState.RUNNING))
             case RunEnded():
                 if (failed := self._launches.instead_of(run, body)) is not None:
-                    self._pool.active.tell(run, failed, at, report=event)
+                    self._pool.active.publish(run, failed, at, report=event)
                     return
                 # the report may be late if there was no pool service for a while
                 ended_at = now - max(0.0, time.time() - at)
@@ -80,29 +80,29 @@ class Reports:
                 body = msgspec.structs.replace(body, limit=limit, queued_s=queued_s, total_s=total_s)
                 body, meter = self._pool.active.billing.ended(run, body, now)
                 run.ended_as = body.state
-                self._pool.active.tell(run, body, at, frames, event)
+                self._pool.active.publish(run, body, at, frames, event)
                 failure = in_one_line(body)
                 self._pool.ledger.update(run.run_id, ended_at=at, failure=failure or None, meter=meter)
                 self._pool.feed(sched.RunMoved(run.run_id, body.state, failure, body.unstopped))
                 self._give_back(run)
             case Noted(remaining=remaining) if remaining:
-                self._pool.active.tell(run, body, at, report=event)
+                self._pool.active.publish(run, body, at, report=event)
                 self._pool.feed(sched.RanksRemain(run.run_id, remaining))
             case RanksRestarted():
-                self._pool.active.tell(run, body, at, report=event)
+                self._pool.active.publish(run, body, at, report=event)
                 self._pool.feed(sched.RanksRemain(run.run_id, ()))
             case _:
-                self._pool.active.tell(run, body, at, frames, event)
+                self._pool.active.publish(run, body, at, frames, event)
 
     def devices_free(self, run_id: str) -> None:
         """Return the devices of a run whose processes are gone, even if its files are still being transferred."""
         if (run := self._pool.active.get(run_id)) is not None:
-            run.processes_gone = True
+            run.have_processes_exited = True
             self._give_back(run)
 
     def _give_back(self, run: PoolRun) -> None:
         """Return the devices of a run whose processes are gone, unless its group may be restarted on them."""
-        if not run.processes_gone or run.may_start_again:
+        if not run.have_processes_exited or run.may_start_again:
             return
         if run.is_session and (not run.ended or self._has_fresh_runs(run)):
             return
@@ -119,17 +119,17 @@ class Reports:
             run.spec.session == session.run_id and run.spec.fresh and run.ordered for run in self._pool.active.going
         )
 
-    def ranks_gone(self, run_id: str) -> None:
+    def ranks_exited(self, run_id: str) -> None:
         self._confirm()
         if (run := self._pool.active.get(run_id)) is not None and not self._launches.restart(run):
             if run.lost_node and not run.payload_over:
                 # the agent that would report this may be dead
-                self._pool.active.tell(run, PayloadReleased(kept=False, reason=run.lost_node), time.time())
+                self._pool.active.publish(run, PayloadReleased(kept=False, reason=run.lost_node), time.time())
                 run.payload_over = True
             if run.is_session:
                 self._end_cells_of(run)
             self._over(run)
-            self._pool.active.ranks_gone(run)
+            self._pool.active.ranks_exited(run)
 
     def _over(self, run: PoolRun) -> None:
         self._pool.feed(sched.RanksReaped(run.run_id, run.ended_as or RunState.FAILED))
@@ -146,7 +146,7 @@ class Reports:
                 )
                 self._pool.active.end_without_ranks(run, RunState.FAILED, why, FailureKind.SESSION)
             self._over(run)
-            self._pool.active.ranks_gone(run)
+            self._pool.active.ranks_exited(run)
 
     def runs_lost(self, run_ids: Sequence[str], why: str, host: str) -> None:
         """End the runs of a lost node, or requeue them once none of their ranks is left on other nodes."""
@@ -160,7 +160,7 @@ class Reports:
         run.lost_node = why
         if run.ended and self._pool.engine.far:
             text = f"{why}; the run's files that had not reached the pool yet are lost"
-            self._pool.active.tell(run, Noted(text=text), failure.at)
+            self._pool.active.publish(run, Noted(text=text), failure.at)
         of_session = run.spec.session or run.is_session
         if not of_session:
             self._try_again(run, failure)
@@ -169,7 +169,7 @@ class Reports:
                     f"{why}; what its ranks there had written in this attempt is lost. The next attempt finds the "
                     "checkpoints of earlier attempts, and what the other nodes have written"
                 )
-                self._pool.active.tell(run, Noted(text=text), failure.at)
+                self._pool.active.publish(run, Noted(text=text), failure.at)
         if of_session or not run.failed:
             self._pool.feed(sched.RunMoved(run.run_id, self._lose(run, failure), failure.message))
 
@@ -184,9 +184,13 @@ class Reports:
         had_ranks = [run for run in self._pool.active.going if run.placed_at is not None]
         of_sessions = [run for run in had_ranks if run.spec.session or run.is_session]
         for run in sorted(of_sessions, key=lambda run: not run.spec.session):
-            self._pool.guard.for_run(run.run_id, functools.partial(self._end_in_session, run, failure), gone=True)
+            self._pool.guard.for_run(
+                run.run_id, functools.partial(self._end_in_session, run, failure), have_ranks_exited=True
+            )
         for run in had_ranks:
-            self._pool.guard.for_run(run.run_id, functools.partial(self._lost_with_agent, run, failure), gone=True)
+            self._pool.guard.for_run(
+                run.run_id, functools.partial(self._lost_with_agent, run, failure), have_ranks_exited=True
+            )
 
     def _end_in_session(self, run: PoolRun, failure: Failure) -> None:
         self._pool.feed(sched.RunMoved(run.run_id, self._lose(run, failure), failure.message))
@@ -203,7 +207,7 @@ class Reports:
         if not run.ended and not run.failed:
             lost = RunEnded(state=RunState.FAILED, failure=failure)
             if (failed := self._launches.instead_of(run, lost)) is not None:
-                self._pool.active.tell(run, failed, time.time())
+                self._pool.active.publish(run, failed, time.time())
 
     def _lose(self, run: PoolRun, failure: Failure) -> RunState:
         """Write the final event of a run whose ranks died with their agent, unless it exists. Returns its state."""
@@ -213,7 +217,7 @@ class Reports:
         state = run.stopping_as or RunState.FAILED
         if state is RunState.TIMED_OUT:
             # the time limit ended the run, and its agent died before it could report that
-            self._pool.active.tell(run, Noted(text=failure.message), failure.at)
+            self._pool.active.publish(run, Noted(text=failure.message), failure.at)
             failure = msgspec.structs.replace(failure, kind=FailureKind.TIMEOUT, message=run.reason)
         self._pool.active.end_without_ranks(run, state, failure.message, failure.kind, failure)
         return state

@@ -42,9 +42,9 @@ from sgpu_magic.wire.client import (
     ReclaimPayload,
     RestartRanks,
     ResultsReceived,
+    SendComms,
     StopPool,
     Submit,
-    TellComms,
     TrackRun,
     Unfollow,
     Warm,
@@ -123,7 +123,7 @@ class Requests:
                 self.submissions.submit(client, message, frames)
             case Describe():
                 if (run := self._pool.active.speaker(message.run_id)) is not None:
-                    self._pool.active.tell(run, Described(tags=message.tags), time.time())
+                    self._pool.active.publish(run, Described(tags=message.tags), time.time())
             case TrackRun():
                 self._tracker.wanted(message.run_id, message.tracking)
             case KeepEnvironment():
@@ -145,7 +145,7 @@ class Requests:
                 self._detach(client, message)
             case AskStacks():
                 self._ask_stacks(client, message)
-            case TellComms():
+            case SendComms():
                 if (run := self._pool.active.get(message.run_id)) is not None and run.placed_at is not None:
                     self._pool.engine.forward(message.run_id, message.rank, message, frames)
             case ReclaimPayload():
@@ -156,7 +156,7 @@ class Requests:
                 if run is None or not run.spec.detach:
                     self._pool.engine.order(message)
             case AskStatus():
-                self._when_fresh(client, message, lambda: self._status.tell(client, message))
+                self._when_fresh(client, message, lambda: self._status.answer(client, message))
             case AskBlobs() | PutBlob() | ReadRunFile() | ListRunFiles():
                 self._files.on_request(client, message, frames)
             case OpenStream() | StreamData() | StreamTaken() | StreamEnded() | StreamClosed():
@@ -165,21 +165,21 @@ class Requests:
                 self._stop_asked(client, message, asyncio.get_running_loop().time() + _RANKS_LEAVE_S)
             case Goodbye():
                 self._pool.server.drop(client)
-                self.client_gone(client)
+                self.on_client_disconnect(client)
             case Ping() | AskBulk() | None:
                 pass
 
-    def client_gone(self, client: ConnectedClient) -> None:
+    def on_client_disconnect(self, client: ConnectedClient) -> None:
         """Cancel the attached runs of a client that is gone: its kernel died or unloaded the extension."""
-        self.forwarding.client_gone(client)
-        for run in self._pool.active.client_gone(client):
+        self.forwarding.on_client_disconnect(client)
+        for run in self._pool.active.on_client_disconnect(client):
             self._pool.engine.order(ResultsReceived(run_id=run.run_id))
             self._pool.feed(sched.CancelRequested(run.run_id, OWNER_GONE))
 
-    def ranks_gone(self, run_id: str) -> None:
+    def ranks_exited(self, run_id: str) -> None:
         """End the requests and streams to a run whose ranks are gone."""
-        self.ranks.run_gone(run_id)
-        self.forwarding.run_gone(run_id)
+        self.ranks.run_exited(run_id)
+        self.forwarding.run_exited(run_id)
 
     # ------------------------------------------------------------ cancel, stop
 
@@ -257,7 +257,7 @@ class Requests:
             if not run.spec.detach:
                 run.detach()
                 self._pool.engine.order(DetachRun(run_id=run.run_id))
-                self._pool.active.tell(run, Detached(reason="it was detached"), time.time())
+                self._pool.active.publish(run, Detached(reason="it was detached"), time.time())
         names = ", ".join(short(run.run_id) for run in runs)
         verb = "continues" if len(runs) == 1 else "continue"
         text = f"{plural(len(runs), 'run')} {names} {verb} without a notebook" if runs else "no run to detach"

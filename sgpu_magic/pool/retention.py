@@ -150,7 +150,7 @@ class Retention:
             soon: Whether to clean up soon, else within some minutes, as after a cell in a session, since many more
                 cells may follow at once.
         """
-        self._look_in(self._delay_s if soon else _CELLS_DELAY_S)
+        self._schedule(self._delay_s if soon else _CELLS_DELAY_S)
 
     def close(self) -> None:
         """Stop. The next pool finishes an interrupted removal."""
@@ -161,7 +161,7 @@ class Retention:
             self._sweep.cancel()
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _look_in(self, seconds: float) -> None:
+    def _schedule(self, seconds: float) -> None:
         due = self._loop.time() + seconds
         if self._closing.is_set() or (self._timer is not None and self._timer.when() <= due):
             return
@@ -173,9 +173,9 @@ class Retention:
         self._timer = None
         if self._sweep is not None and not self._sweep.done():
             # one cleanup at a time
-            self._look_in(self._delay_s)
+            self._schedule(self._delay_s)
         else:
-            self._sweep = self._loop.create_task(self._look())
+            self._sweep = self._loop.create_task(self._check())
             self._sweep.add_done_callback(self._looked)
 
     def _looked(self, sweep: asyncio.Task[None]) -> None:
@@ -184,9 +184,9 @@ class Retention:
         if (error := sweep.exception()) is not None:
             # log the error and go on: no run depends on cleanups
             write_log("", error)
-        self._look_in(_INTERVAL_S)
+        self._schedule(_INTERVAL_S)
 
-    async def _look(self) -> None:
+    async def _check(self) -> None:
         settings = self._settings
         run_in_thread = functools.partial(self._loop.run_in_executor, self._thread)
         directories = await run_in_thread(_named, settings.runs_path)

@@ -18,7 +18,7 @@ from pathlib import Path
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from sgpu_magic.pool.clients import ConnectedClient, Gone, Heard, Router
+from sgpu_magic.pool.clients import ConnectedClient, OnDisconnect, OnMessage, Router
 from sgpu_magic.pool.remote_clients import Listening, RemoteClients
 from sgpu_magic.system.processes import Peer, is_alive, peer_of
 from sgpu_magic.wire import codec
@@ -40,7 +40,7 @@ class Server(Router):
     Args:
         path: The socket's path.
         on_message: Called with the client, the message and its raw frames.
-        on_gone: Called when a client's process has died, or a remote client has been silent for too long.
+        on_disconnect: Called when a client's process has died, or a remote client has been silent for too long.
         listening: Where the pool listens for clients on other machines; None when it doesn't.
 
     Attributes:
@@ -48,13 +48,15 @@ class Server(Router):
         bulk_port: The port for other machines' messages with file data; 0 without one.
     """
 
-    def __init__(self, path: Path, on_message: Heard, on_gone: Gone, listening: Listening | None = None) -> None:
+    def __init__(
+        self, path: Path, on_message: OnMessage, on_disconnect: OnDisconnect, listening: Listening | None = None
+    ) -> None:
         # ZeroMQ buffers this many messages for a client that does not read; the rest waits here or in the runs' logs
-        super().__init__(on_message, on_gone, received_ahead=0, sent_ahead=_SENT_AHEAD, linger_ms=_LINGER_MS)
+        super().__init__(on_message, on_disconnect, received_ahead=0, sent_ahead=_SENT_AHEAD, linger_ms=_LINGER_MS)
         self._monitor: zmq.Socket[bytes] | None = None
         self.listen_again(path)
         self._loop.add_reader(self._socket.fileno(), self._drain)
-        self._remote = None if listening is None else RemoteClients(listening, on_message, on_gone)
+        self._remote = None if listening is None else RemoteClients(listening, on_message, on_disconnect)
         self.address, self.bulk_port = (
             ("", 0) if self._remote is None else (self._remote.address, self._remote.bulk_port)
         )
@@ -124,7 +126,7 @@ class Server(Router):
         self._socket.close()
         self._context.term()
 
-    def _take(self, identity: bytes, message: ClientMessage, parts: Sequence[zmq.Frame]) -> None:
+    def _on_client_message(self, identity: bytes, message: ClientMessage, parts: Sequence[zmq.Frame]) -> None:
         if (client := self._by_identity.get(identity)) is None and isinstance(message, Hello):
             client = self._greet(identity, message, parts[0])
         if client is not None:
@@ -180,7 +182,7 @@ class Server(Router):
 
     def _died(self, client: ConnectedClient) -> None:
         self._forget(client)
-        self._on_gone(client)
+        self._on_disconnect(client)
 
     def _forget(self, client: ConnectedClient) -> None:
         self._by_identity.pop(client.identity, None)

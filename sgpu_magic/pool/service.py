@@ -144,7 +144,7 @@ class PoolService:
         self._active.on_forgotten = self._forgotten
         self._active.on_written = self._reports.confirm_later
         self._retention = Retention(settings, self._is_live, self._ledger.cells, removed=self._looked_after)
-        presence.keep_in_place(server.listen_again, self._guard.log)
+        presence.restore_files(server.listen_again, self._guard.log)
         engine.start(self)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
             self._loop.add_signal_handler(number, self.stop)
@@ -228,7 +228,7 @@ class PoolService:
         self._guard.for_client(client, message, lambda: self._requests.on_message(client, message, frames))
 
     def _on_disconnect(self, client: ConnectedClient) -> None:
-        self._guard.for_client(client, Goodbye(), lambda: self._requests.client_gone(client))
+        self._guard.for_client(client, Goodbye(), lambda: self._requests.on_client_disconnect(client))
 
     # ------------------------------------------------------------ from the engine (EngineListener)
 
@@ -240,7 +240,7 @@ class PoolService:
             self._adoption.take_over(held)
             for run in self._active.going:
                 self._guard.for_run(run.run_id, functools.partial(self._resume, run))
-            self._tracker.look_for_leftovers()
+            self._tracker.find_leftovers()
             self._retention.schedule()
         self.inventory_taken(inventory)
 
@@ -260,17 +260,17 @@ class PoolService:
     def devices_free(self, run_id: str) -> None:
         self._guard.for_run(run_id, lambda: self._reports.devices_free(run_id))
 
-    def ranks_gone(self, run_id: str) -> None:
+    def ranks_exited(self, run_id: str) -> None:
         run = self._active.get(run_id)
         self._idleness.touched()
-        self._guard.for_run(run_id, lambda: self._requests.ranks_gone(run_id))
-        self._guard.for_run(run_id, lambda: self._reports.ranks_gone(run_id), gone=True)
+        self._guard.for_run(run_id, lambda: self._requests.ranks_exited(run_id))
+        self._guard.for_run(run_id, lambda: self._reports.ranks_exited(run_id), have_ranks_exited=True)
         self._retention.schedule(soon=run is None or not run.spec.in_session)
 
     def stacks_taken(self, request: int, stacks: tuple[RankStack, ...]) -> None:
         self._guard.for_nobody(lambda: self._requests.ranks.stacks_taken(request, stacks))
 
-    def node_said(self, message: NodeMessage, frames: Sequence[bytes]) -> None:
+    def on_node_message(self, message: NodeMessage, frames: Sequence[bytes]) -> None:
         match message:
             case SessionRanksRestarted(request=request, session=session, problem=problem):
                 self._idleness.touched()
@@ -293,12 +293,12 @@ class PoolService:
 
     def runs_lost(self, run_ids: Sequence[str], why: str, host: str) -> None:
         for run_id in run_ids:
-            self._guard.for_run(run_id, functools.partial(self._requests.ranks_gone, run_id))
+            self._guard.for_run(run_id, functools.partial(self._requests.ranks_exited, run_id))
         self._guard.for_nobody(lambda: self._reports.runs_lost(run_ids, why, host), _IGNORED)
 
     def nodes_lost(self, why: str) -> None:
         for run in self._active.going:
-            self._guard.for_run(run.run_id, functools.partial(self._requests.ranks_gone, run.run_id))
+            self._guard.for_run(run.run_id, functools.partial(self._requests.ranks_exited, run.run_id))
         self._guard.for_nobody(lambda: self._reports.nodes_lost(why), _IGNORED)
 
     def degraded(self, why: str) -> None:
@@ -358,5 +358,5 @@ class PoolService:
             refresh_s = _MANY_NODES_REFRESH_S if self._stock.inventory.nodes else _QUEUE_REFRESH_S
             due = min(due or float("inf"), time.monotonic() + refresh_s)
         time_passed = functools.partial(self.feed, sched.TimePassed())
-        look_again = functools.partial(self._stock.when_fresh, time_passed, _QUEUE_REFRESH_S / 2)
-        self._deadline = None if due is None else self._loop.call_later(max(0.0, due - time.monotonic()), look_again)
+        refresh = functools.partial(self._stock.when_fresh, time_passed, _QUEUE_REFRESH_S / 2)
+        self._deadline = None if due is None else self._loop.call_later(max(0.0, due - time.monotonic()), refresh)

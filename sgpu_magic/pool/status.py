@@ -42,7 +42,7 @@ class StatusReports:
         self._versions = itertools.count(1)
         self._rows = RowsWithTimes()
 
-    def tell(self, client: ConnectedClient, question: AskStatus) -> None:
+    def answer(self, client: ConnectedClient, question: AskStatus) -> None:
         """Send a client the status, or its changes since the last one if it still has that."""
         last = client.status
         status = client.status = self._permissions.shown(client, self._status(question))

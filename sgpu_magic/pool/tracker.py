@@ -107,7 +107,7 @@ class Tracker:
         decided = not tracking.if_it_matters or run.spec.profile
         self._entries[run.run_id] = _Entry(order, maybe=None if decided else run)
         if untold := self._untold.pop(_key(tracking), "") or self._left_untold(run, tracking):
-            self._active.tell(run, Noted(text=untold), time.time())
+            self._active.publish(run, Noted(text=untold), time.time())
         self._send_later()
 
     def wanted(self, run_id: str, tracking: Tracking) -> None:
@@ -145,10 +145,10 @@ class Tracker:
         elif entry.sent:
             self._process(entry.order.tracking).over(run_id)
 
-    def look_for_leftovers(self) -> None:
+    def find_leftovers(self) -> None:
         """Schedule the writing of what an earlier service left. Call it once the active runs are known."""
         if self._search is None:
-            self._search = self._loop.call_later(_LEFTOVERS_S, self._look)
+            self._search = self._loop.call_later(_LEFTOVERS_S, self._check)
 
     def close(self) -> None:
         """End the processes; what they have not written stays on disk."""
@@ -218,19 +218,19 @@ class Tracker:
     def _process(self, tracking: Tracking) -> TrackerProcess:
         key = _key(tracking)
         if (process := self._processes.get(key)) is None:
-            process = self._processes[key] = TrackerProcess(self._settings, self._said)
+            process = self._processes[key] = TrackerProcess(self._settings, self._on_report)
         return process
 
     # ------------------------------------------------------------ runs of an earlier service
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         self._search = None
         try:
             search = self._loop.run_in_executor(None, lambda: list(unsent(self._settings.runs_path)))
         except RuntimeError as error:
             # no thread can be started now
             write_log("the search for runs that are not in MLflow is repeated later: ", error)
-            self.look_for_leftovers()
+            self.find_leftovers()
             return
         search.add_done_callback(self._found)
 
@@ -273,7 +273,7 @@ class Tracker:
 
     # ------------------------------------------------------------ from the writers
 
-    def _said(self, message: TrackingReport) -> None:
+    def _on_report(self, message: TrackingReport) -> None:
         if (entry := self._entries.get(message.run_id)) is None:
             return
         run = self._active.get(message.run_id)
@@ -284,13 +284,13 @@ class Tracker:
                 if run is not None:
                     self._engine.order(TrackingKnown(run_id=message.run_id, tracked=tracked, problem=""))
                     if not run.ended:
-                        self._active.tell(run, Tracked(tracked=tracked), time.time())
+                        self._active.publish(run, Tracked(tracked=tracked), time.time())
             case TrackingTroubled(text=text) if not entry.problem:
                 entry.problem = text
                 if run is not None and entry.asked and entry.known is None:
                     self._engine.order(TrackingKnown(run_id=message.run_id, tracked=None, problem=text))
                 if run is not None and not run.ended:
-                    self._active.tell(run, Noted(text=text), time.time())
+                    self._active.publish(run, Noted(text=text), time.time())
                 else:
                     self._untold[_key(entry.order.tracking)] = f"earlier run {short(message.run_id)}: {text}"
             case TrackingDone():

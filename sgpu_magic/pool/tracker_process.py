@@ -39,19 +39,19 @@ class TrackerProcess:
 
     Args:
         settings: The pool's settings.
-        said: Called with what the process reports about runs.
+        on_report: Called with what the process reports about runs.
     """
 
-    def __init__(self, settings: Settings, said: Callable[[TrackingReport], None]) -> None:
+    def __init__(self, settings: Settings, on_report: Callable[[TrackingReport], None]) -> None:
         # without settings that may contain a password: each run's order has its own
         self._settings = msgspec.json.encode(replace(settings, tracking_uri="", index_url=""))
-        self._said = said
+        self._on_report = on_report
         self._orders: dict[str, Track] = {}
         self._over: set[str] = set()
         self._child = child_process.ChildProcess(
             self._start,
             codec.from_tracker,
-            self._take,
+            self._on_message,
             pauses_s=_AGAIN_S,
             # the process exits after an idle minute, or may be killed: restart it only while there is work
             wanted=lambda: any(run not in self._resting or run in self._over for run in self._orders),
@@ -76,7 +76,7 @@ class TrackerProcess:
         self._child.send(order)
         if self._problem:
             # report it now, since the next start is only due later
-            self._said(TrackingTroubled(run_id=order.run_id, text=self._problem))
+            self._on_report(TrackingTroubled(run_id=order.run_id, text=self._problem))
         self._child.begin()
         if order.urgent:
             self.hurry(order.run_id)
@@ -122,7 +122,7 @@ class TrackerProcess:
             f"({words_of(error)}), and tries again"
         )
         for run_id in list(self._orders):
-            self._said(TrackingTroubled(run_id=run_id, text=self._problem))
+            self._on_report(TrackingTroubled(run_id=run_id, text=self._problem))
 
     def _begun(self) -> None:
         self._problem = ""
@@ -144,7 +144,7 @@ class TrackerProcess:
             self._orders = {name: replace(order, urgent=True) for name, order in self._orders.items()}
             self._child.begin_again()
 
-    def _take(self, message: FromTracker) -> None:
+    def _on_message(self, message: FromTracker) -> None:
         self._has_reported = True
         self._child.well()
         if isinstance(message, TrackerReady):
@@ -158,4 +158,4 @@ class TrackerProcess:
         if isinstance(message, TrackingDone):
             self._orders.pop(message.run_id, None)
             self._over.discard(message.run_id)
-        self._said(message)
+        self._on_report(message)

@@ -21,7 +21,7 @@ _asking = threading.Lock()
 _seen: dict[str, tuple[float, Tags]] = {}
 
 
-def tell_git_state(directory: str, on_tags: Callable[[Tags], None]) -> None:
+def report_git_state(directory: str, on_tags: Callable[[Tags], None]) -> None:
     """Call `on_tags` with the state of a repository: at once if it is known, else later from a thread.
 
     Args:

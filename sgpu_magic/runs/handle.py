@@ -273,12 +273,12 @@ class Run(Future[list[R]], Generic[R]):
         loop = asyncio.get_running_loop()
         over = loop.create_future()
 
-        def tell(_: Future[list[R]]) -> None:
+        def on_done(_: Future[list[R]]) -> None:
             # the loop may have been closed meanwhile
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(lambda: over.done() or over.set_result(None))
 
-        self.add_done_callback(tell)
+        self.add_done_callback(on_done)
         try:
             await over
         except asyncio.CancelledError:

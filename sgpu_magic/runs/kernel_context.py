@@ -263,7 +263,7 @@ class KernelContext:
             return stacks_text(answer.run_id, answer.stacks, answer.cell).splitlines()
 
         bring = run.mirror.follow if run.mirror is not None else None
-        return Buttons(run.directory, cancel, stacks, bring, run.tell_comms, run.owned)
+        return Buttons(run.directory, cancel, stacks, bring, run.send_comms, run.owned)
 
 
 def _view(run: ClientRun, settings: Settings, *, error_follows: bool = False) -> RunView:

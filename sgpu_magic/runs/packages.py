@@ -20,7 +20,7 @@ from sgpu_magic.config import load_settings
 from sgpu_magic.packages import snapshot as snapshots
 from sgpu_magic.packages.distributions import InstalledPackages
 from sgpu_magic.packages.lock import Lock
-from sgpu_magic.packages.travel import look_for_mismatches
+from sgpu_magic.packages.travel import start_mismatch_check
 from sgpu_magic.runs.environments import WHEELS, Described, lock_of, requirements_of
 from sgpu_magic.wire.attachments import Environment
 from sgpu_magic.wire.client import KeepEnvironment
@@ -56,7 +56,7 @@ class Packages:
         self._lock = threading.Lock()
         self._moved = threading.Condition(self._lock)
         self._touched_at = 0.0
-        self._looker: threading.Thread | None = None
+        self._thread: threading.Thread | None = None
         self._locker: threading.Thread | None = None
         # set when this process is about to exit: stop waiting
         self._hurries = threading.Event()
@@ -75,7 +75,7 @@ class Packages:
     def begin(self) -> None:
         """Take a snapshot in the background, unless there is a valid one."""
         if snapshots.kept_snapshot() is None:
-            self._look()
+            self._check()
 
     def digest_for(self, run_id: str) -> str:
         """Return the digest of the installed packages for a run about to be submitted; "" if not known yet.
@@ -87,7 +87,7 @@ class Packages:
             with self._lock:
                 self._late.append(run_id)
                 del self._late[:-_MOST_LATE_RUNS]
-            self._look()
+            self._check()
             return ""
         return snapshot.digest
 
@@ -141,7 +141,7 @@ class Packages:
         with contextlib.suppress(KeyboardInterrupt), self._moved:
             # threads do not survive a fork
             self._moved.wait_for(
-                lambda: not self._owes() or self._looker is None or not self._looker.is_alive(), _LAST_LOOK_S
+                lambda: not self._owes() or self._thread is None or not self._thread.is_alive(), _LAST_LOOK_S
             )
         self._closed.set()
 
@@ -151,7 +151,7 @@ class Packages:
         if not self._is_described(described.digest):
             with self._lock:
                 self._wanted[described.digest] = described
-            self._look()
+            self._check()
 
     def _is_described(self, digest: str) -> bool:
         """Whether the pool of the current link has the digest's files, or gets them when they are made."""
@@ -162,10 +162,10 @@ class Packages:
         """Whether a run's directory still lacks its files."""
         return bool(self._late or self._wanted)
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         with self._lock:
-            if self._looker is None and not self._closed.is_set():
-                self._looker = self._started(self._look_and_tell, "sgpu-packages")
+            if self._thread is None and not self._closed.is_set():
+                self._thread = self._started(self._check_and_report, "sgpu-packages")
 
     def _started(self, work: Callable[[], None], name: str) -> threading.Thread:
         thread = threading.Thread(target=self._guarded, args=(work,), name=name, daemon=True)
@@ -180,32 +180,32 @@ class Packages:
                 self._fault = repr(error)
                 traceback.print_exc(file=sys.__stderr__)
             with self._moved:
-                if threading.current_thread() is self._looker:
-                    self._looker = None
+                if threading.current_thread() is self._thread:
+                    self._thread = None
                     self._late, self._wanted = [], {}
                 else:
                     self._locker = None
                     self._unlocked = {}
                 self._moved.notify_all()
 
-    def _look_and_tell(self) -> None:
+    def _check_and_report(self) -> None:
         while self._wait_for_quiet(_QUIET_S):
             snapshot = snapshots.take_snapshot()
             if snapshots.kept_snapshot() is None and not self._hurries.is_set():
                 # an installation is under way and perhaps incomplete; an exiting process reports what is there
                 continue
-            self._tell_owed(snapshot)
+            self._report_owed(snapshot)
             if not self._hurries.is_set():
-                look_for_mismatches(snapshot)
+                start_mismatch_check(snapshot)
             with self._moved:
                 # packages were installed while the last snapshot was reported
                 is_outdated = snapshots.kept_snapshot() is None and not self._hurries.is_set()
                 if not self._owes() and not is_outdated:
                     # under the lock: later work starts a new thread
-                    self._looker = None
+                    self._thread = None
                     return
 
-    def _tell_owed(self, snapshot: InstalledPackages) -> None:
+    def _report_owed(self, snapshot: InstalledPackages) -> None:
         """Report the packages that runs still lack."""
         with self._lock:
             late = tuple(self._late)
@@ -218,14 +218,14 @@ class Packages:
         has_pool = self._pool.connected is not None
         for digest, described in wanted.items():
             if has_pool:
-                self._tell(described, late if digest == snapshot.digest else ())
+                self._report(described, late if digest == snapshot.digest else ())
         with self._moved:
             # without a pool they are dropped
             self._late = [run_id for run_id in self._late if run_id not in late]
             self._wanted = {digest: each for digest, each in self._wanted.items() if digest not in wanted}
             self._moved.notify_all()
 
-    def _tell(self, described: Described, runs: tuple[str, ...]) -> None:
+    def _report(self, described: Described, runs: tuple[str, ...]) -> None:
         """Send `requirements.txt` at once, and again with the lock file when that is made."""
         lock = lock_of(described, make=False)
         self._send(described, lock, runs)
@@ -251,7 +251,7 @@ class Packages:
         if lock is not None and lock.pylock:
             files[PYLOCK] = lock.pylock
         link = self._pool.connected
-        self._pool.tell(KeepEnvironment(digest=described.digest, files=tuple(sorted(files.items())), runs=runs))
+        self._pool.notify(KeepEnvironment(digest=described.digest, files=tuple(sorted(files.items())), runs=runs))
         with self._lock:
             if link is not self._described_to:
                 self._described_to = link

@@ -38,14 +38,14 @@ class Outbox:
     """Messages to be sent to one page. Owned by one thread."""
 
     def __init__(self) -> None:
-        self._said: deque[Said] = deque(maxlen=_MAX_SAID)
+        self._results: deque[Said] = deque(maxlen=_MAX_SAID)
         # the newest state message of each type
         self._pictures: dict[type[PanelUpdate], PanelUpdate] = {}
 
     def put(self, update: PanelUpdate) -> None:
         """Add a message; a state message replaces an unsent one of its type."""
         if isinstance(update, Said):
-            self._said.append(update)
+            self._results.append(update)
             return
         before = self._pictures.get(type(update))
         if isinstance(update, RunsTold) and isinstance(before, RunsTold):
@@ -54,14 +54,14 @@ class Outbox:
 
     def take(self) -> PanelUpdate | None:
         """Return the next message, None when the outbox is empty."""
-        if self._said:
-            return self._said.popleft()
+        if self._results:
+            return self._results.popleft()
         kind = next((kind for kind in (PoolsTold, PoolTold, RunsTold) if kind in self._pictures), None)
         return self._pictures.pop(kind) if kind is not None else None
 
     def clear(self) -> None:
         """Discard all messages."""
-        self._said.clear()
+        self._results.clear()
         self._pictures.clear()
 
 
@@ -161,8 +161,8 @@ class PanelHandler(WebSocketMixin, WebSocketHandler, JupyterHandler):
         if not await self._may("write"):
             self._put(Said(text=_FORBIDDEN, ok=False))
             return
-        if (said := await in_thread(page.execute, order)) is not None:
-            self._put(said)
+        if (result := await in_thread(page.execute, order)) is not None:
+            self._put(result)
 
     def _on_update(self, update: PanelUpdate) -> None:
         """Queue a message; may be called by any thread."""
@@ -192,8 +192,8 @@ class PanelHandler(WebSocketMixin, WebSocketHandler, JupyterHandler):
         if not self.check_origin():
             raise web.HTTPError(404)
         pool = self.get_query_argument("pool", "")
-        pools = await in_thread(self.watchers.look_at_list)
-        seen = await in_thread(self.watchers.look, pool)
+        pools = await in_thread(self.watchers.poll_list)
+        seen = await in_thread(self.watchers.poll, pool)
         if seen is None:
             raise web.HTTPError(503, "the pool's state can't be read now. Try again.")
         picture, runs = whole(seen)

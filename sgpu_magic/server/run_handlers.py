@@ -26,7 +26,7 @@ from sgpu_magic.client import ledger
 from sgpu_magic.config import Settings, load_settings
 from sgpu_magic.errors import PoolError, UsageError
 from sgpu_magic.files.run_directory import read_spec
-from sgpu_magic.server.run_places import Elsewhere
+from sgpu_magic.server.run_places import RemotePools
 from sgpu_magic.server.runs import IDLE_S, Follower, Followers, Known, RunNotHere
 from sgpu_magic.views.live.messages import questions
 from sgpu_magic.wire.base import RunKind, RunState, check_id
@@ -59,7 +59,7 @@ def add_handlers(server_app: Any) -> None:
         server_app.log.warning("sgpu_magic: %s Runs can't be shown after a reload of the page.", error.message)
         return
     application = server_app.web_app
-    elsewhere = Elsewhere(settings, IDLE_S)
+    elsewhere = RemotePools(settings, IDLE_S)
     # stop the connections' threads before the interpreter shuts down
     atexit.register(elsewhere.close)
     followers = Followers(settings, elsewhere)
@@ -131,23 +131,23 @@ class NewsHandler(_Handler):
         known = Known(**{name: self._number(name) for name in Known.__struct_fields__})
         now = asyncio.get_running_loop().time
         deadline = now() + min(self._number("wait", MAX_WAIT_S), MAX_WAIT_S)
-        self._gone = asyncio.Event()
+        self._closed = asyncio.Event()
         while True:
             # one thread per run: the pages that show it wait for its pool together
             async with follower.turn:
-                news = await self.in_thread(follower.news, known)
+                update = await self.in_thread(follower.update, known)
             self.followers.asked(run_id)
-            if news.is_new(known) or now() >= deadline or self._gone.is_set():
+            if update.is_new(known) or now() >= deadline or self._closed.is_set():
                 break
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._gone.wait(), _LOOK_EVERY_S)
-        if not self._gone.is_set():
-            answer(self, news)
+                await asyncio.wait_for(self._closed.wait(), _LOOK_EVERY_S)
+        if not self._closed.is_set():
+            answer(self, update)
 
     def on_connection_close(self) -> None:
         super().on_connection_close()
-        if hasattr(self, "_gone"):
-            self._gone.set()
+        if hasattr(self, "_closed"):
+            self._closed.set()
 
     def _number(self, name: str, default: float = 0) -> int:
         text = self.get_query_argument(name, str(int(default)))
@@ -231,7 +231,7 @@ class OwnedRuns:
         elsewhere: The runs in remote pools.
     """
 
-    def __init__(self, settings: Settings, elsewhere: Elsewhere) -> None:
+    def __init__(self, settings: Settings, elsewhere: RemotePools) -> None:
         self._settings = settings
         self._elsewhere = elsewhere
         # replaced as a whole, never changed

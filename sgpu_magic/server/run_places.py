@@ -40,7 +40,7 @@ _UNKNOWN_TIMES = 3
 _NEWEST = 100
 
 
-class RunPlace(ABC):
+class RunLocation(ABC):
     """One run's directory, or a mirror of a remote one. Used by one thread at a time.
 
     Args:
@@ -97,7 +97,7 @@ class RunPlace(ABC):
         return stacks_text(answer.run_id, answer.stacks, answer.cell).splitlines()
 
 
-class LocalRun(RunPlace):
+class LocalRun(RunLocation):
     """A run in this machine's pool.
 
     Args:
@@ -134,7 +134,7 @@ class LocalRun(RunPlace):
         return closing(Pool(self._settings))
 
 
-class RunElsewhere(RunPlace):
+class RemoteRun(RunLocation):
     """A run in a remote pool; its events and logs are fetched into a local mirror.
 
     Args:
@@ -186,7 +186,7 @@ def run_here(settings: Settings, run_id: str) -> LocalRun | None:
     return None if spec is None else LocalRun(settings, spec)
 
 
-class Elsewhere:
+class RemotePools:
     """Finds runs in remote pools. Thread-safe.
 
     Args:
@@ -210,7 +210,7 @@ class Elsewhere:
         """Whether there may be open connections."""
         return self._pools is not None
 
-    def run(self, run_id: str) -> RunElsewhere | None:
+    def run(self, run_id: str) -> RemoteRun | None:
         """Return the run of that id, None when no such run was sent from here."""
         sent = sent_run(self._settings, run_id)
         if sent is None:
@@ -221,7 +221,7 @@ class Elsewhere:
             return self._ask().of(sent.pool)
 
         mirror = Mirror(mirror_path(self._settings, sent.pool, run_id), run_id, lambda: pool().link())
-        return RunElsewhere(sent.spec, mirror, pool, sent.pool)
+        return RemoteRun(sent.spec, mirror, pool, sent.pool)
 
     def of_kernel(self, kernel: str) -> list[SentRun]:
         """Return a kernel's runs with the state that their pools report, or the last known one of an unreachable pool.

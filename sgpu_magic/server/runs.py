@@ -14,7 +14,7 @@ from sgpu_magic.client.result import RunResult
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import RunCancelled
 from sgpu_magic.files.run_directory import EventFile
-from sgpu_magic.server.run_places import Elsewhere, RunPlace, run_here
+from sgpu_magic.server.run_places import RemotePools, RunLocation, run_here
 from sgpu_magic.views.bundle import caption_bundle, mime_bundle
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.live.answers import Answers
@@ -94,7 +94,7 @@ class Follower:
         asked_at: When it was last requested, by the clock of `Followers`.
     """
 
-    def __init__(self, location: RunPlace, output_limit: int) -> None:
+    def __init__(self, location: RunLocation, output_limit: int) -> None:
         self.spec = spec = location.spec
         self.turn = asyncio.Lock()
         self.asked_at = 0.0
@@ -117,7 +117,7 @@ class Follower:
     def is_final(self) -> bool:
         return self._view.is_final
 
-    def news(self, known: Known) -> News:
+    def update(self, known: Known) -> News:
         """Return what a page does not have yet."""
         with self._lock:
             self._catch_up()
@@ -207,7 +207,7 @@ class Followers:
         clock: Monotonic time in seconds.
     """
 
-    def __init__(self, settings: Settings, elsewhere: Elsewhere, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, settings: Settings, elsewhere: RemotePools, clock: Callable[[], float] = time.monotonic) -> None:
         self._settings = settings
         self._elsewhere = elsewhere
         self._clock = clock
@@ -311,7 +311,7 @@ def _last_word(view: RunView, ended: RunEnded, directory: Path) -> Sequence[Outp
 
 
 def _error(error: BaseException, name: str = "", value: str | None = None) -> Output:
-    name, said = name or type(error).__name__, str(error) if value is None else value
+    name, text = name or type(error).__name__, str(error) if value is None else value
     draw: Callable[[], list[str]] | None = getattr(error, "_render_traceback_", None)
     lines = draw() if draw is not None else [f"{name}: {error}"]
-    return {"output_type": "error", "ename": name, "evalue": said, "traceback": lines}
+    return {"output_type": "error", "ename": name, "evalue": text, "traceback": lines}

@@ -142,7 +142,7 @@ class ChildProcess(Generic[M]):
     Args:
         start: Starts the process.
         decoder: The decoder of its messages.
-        said: Called with each message.
+        on_message: Called with each message.
         pauses_s: Seconds before each restart, by the number of exits since `well`; the last applies to all later ones.
         wanted: Whether to restart the process after its exit.
         begun: Called after each start.
@@ -155,7 +155,7 @@ class ChildProcess(Generic[M]):
 
     start: Callable[[], Started]
     decoder: Decoder[M] | MsgpackDecoder[M]
-    said: Callable[[M], None]
+    on_message: Callable[[M], None]
     pauses_s: Sequence[float]
     wanted: Callable[[], bool] = lambda: True
     begun: Callable[[], None] = lambda: None
@@ -213,7 +213,7 @@ class ChildProcess(Generic[M]):
             self.failed(error)
             self._start_again()
             return
-        self._stream = MessageStream[M](sock, self.decoder, lambda message, _: self.said(message), self._lost)
+        self._stream = MessageStream[M](sock, self.decoder, lambda message, _: self.on_message(message), self._lost)
         self.begun()
 
     def _lost(self) -> None:

@@ -118,7 +118,7 @@ class MessageStream(Generic[M]):
         Raises:
             OSError: They exceeded this process's limit of open files (EMFILE). Those of other messages did not.
         """
-        return _take(self._descriptors, count)
+        return _pop_descriptors(self._descriptors, count)
 
     def close(self) -> None:
         """Close the socket. Unsent messages are lost; gathered ones are sent first if the socket is writable."""
@@ -261,7 +261,7 @@ def _received(sock: socket.socket, descriptors: _Descriptors, most: int) -> byte
     return data
 
 
-def _take(descriptors: _Descriptors, count: int) -> list[int]:
+def _pop_descriptors(descriptors: _Descriptors, count: int) -> list[int]:
     """Take the descriptors of one message, which were sent in groups of at most `_MAX_DESCRIPTORS`."""
     taken: list[int] = []
     complete = True
@@ -339,7 +339,7 @@ class StreamConnection(Generic[M]):
         Raises:
             OSError: As for `MessageStream.take_descriptors`.
         """
-        return _take(self._descriptors, count)
+        return _pop_descriptors(self._descriptors, count)
 
     def close(self) -> None:
         self._socket.close()

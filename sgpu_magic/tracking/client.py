@@ -159,15 +159,15 @@ class TrackingStore:
         """
         with self._translated():
             experiments = [found.experiment_id for found in self.client.search_experiments(ViewType.ACTIVE_ONLY)]
-            gone: dict[str, Path] = {}
+            removed: dict[str, Path] = {}
             token: str | None = None
             while experiments and token != "":
                 page = self.client.search_runs(experiments, "", ViewType.ACTIVE_ONLY, page_token=token)
-                gone |= {run.info.run_id: _artifacts(run) for run in page if self._holds_nothing_more(run)}
+                removed |= {run.info.run_id: _artifacts(run) for run in page if self._holds_nothing_more(run)}
                 token = page.token or ""
-            if gone:
-                store.remove_runs(self._settings, gone)
-            return len(gone)
+            if removed:
+                store.remove_runs(self._settings, removed)
+            return len(removed)
 
     def _holds_nothing_more(self, run: Any) -> bool:
         """Whether the run's directory is gone and the user's code has logged nothing to it."""
@@ -239,22 +239,22 @@ class TrackingStore:
         except MlflowException as error:
             self._raise(error, str(error), artifacts=artifacts)
         except requests.RequestException as error:
-            raise StoreTroubled(self._said(str(error)), unreachable=not artifacts) from None
+            raise StoreTroubled(self._without_secrets(str(error)), unreachable=not artifacts) from None
         except Exception as error:  # noqa: BLE001  a store's plug-in raises what it likes, and must not end the writer
-            raise StoreTroubled(self._said(f"{type(error).__name__}: {error}")) from None
+            raise StoreTroubled(self._without_secrets(f"{type(error).__name__}: {error}")) from None
 
     def _raise(self, error: MlflowException, text: str, *, artifacts: bool) -> None:
         # a reply that is not MLflow's comes from a proxy or another program and implies nothing about the run
         answered = "failed with error code" not in text
         if _DELETED in text or (answered and error.error_code == "RESOURCE_DOES_NOT_EXIST"):
-            raise DeletedFromStore(self._said(text)) from None
+            raise DeletedFromStore(self._without_secrets(text)) from None
         if answered and error.error_code == "INVALID_PARAMETER_VALUE":
-            raise Rejected(self._said(text)) from None
+            raise Rejected(self._without_secrets(text)) from None
         unanswered = "failed with exception" in text or "failed with timeout" in text
         # artifacts may be stored elsewhere, and a problem with one file does not affect all runs
-        raise StoreTroubled(_plain(self._said(text)), unreachable=unanswered and not artifacts) from None
+        raise StoreTroubled(_plain(self._without_secrets(text)), unreachable=unanswered and not artifacts) from None
 
-    def _said(self, text: str) -> str:
+    def _without_secrets(self, text: str) -> str:
         # SQLAlchemy appends the statement, which may be very long
         plain = " ".join(text.partition("[SQL: ")[0].split())
         return without_secrets(plain, self._secrets)[:_TEXT_LENGTH]

@@ -136,7 +136,7 @@ class WriterQueue:
             run.due = time.monotonic() + (0.0 if more else INTERVAL_S)
             if run.progress.complete:
                 if run.progress.problem:
-                    self._tell(run, run.progress.problem)
+                    self._report(run, run.progress.problem)
                 self._done(run)
 
     def _announce(self, run: RunWriter) -> None:
@@ -166,21 +166,21 @@ class WriterQueue:
             run.trouble(text)
         except OSError as error:
             text = f"{text} ({error.strerror})"
-        self._tell(run, text)
+        self._report(run, text)
 
-    def _tell(self, run: RunWriter, text: str) -> None:
+    def _report(self, run: RunWriter, text: str) -> None:
         if run.trouble_reported:
             return
         run.trouble_reported = True
         where = self._store.uri or "the default store"
         if run.progress.complete:
-            said = f"the run is no longer tracked: {where} says {text}"
+            warning = f"the run is no longer tracked: {where} says {text}"
         else:
-            said = (
+            warning = (
                 f"tracking at {where} does not work: {text}. The run continues; what is not written is kept and sent "
                 f"when tracking works again, or by `sgpu sync {short(run.run_id)}`"
             )
-        self._send(TrackingTroubled(run_id=run.run_id, text=said))
+        self._send(TrackingTroubled(run_id=run.run_id, text=warning))
 
 
 def _pause_s(failures: int) -> float:

@@ -152,8 +152,8 @@ def live_line(view: RunView) -> str:
 def _ending(view: RunView) -> list[str]:
     if not view.is_final:
         return [*unfinished_lines(view), *stall_lines(view), summary_line(view)]
-    said = "the last expression's value could not be sent"
-    problems = [f"rank {each.rank}: {said}: {each.value_problem}" for each in view.results if each.value_problem]
+    text = "the last expression's value could not be sent"
+    problems = [f"rank {each.rank}: {text}: {each.value_problem}" for each in view.results if each.value_problem]
     if view.state is RunState.SUCCEEDED or view.failure is None:
         return [*problems, summary_line(view)]
     lines = failure_lines(view, view.failure)

@@ -288,6 +288,6 @@ class SweepProgress:
 
 def failure_line(index: int, run: str, error: BaseException) -> str:
     """Return `item 3 · run 7f3a · ValueError: bad batch`."""
-    said = str(getattr(error, "message", "") or error).strip().splitlines()
-    line = ": ".join([type(error).__name__, *said[:1]])
+    lines = str(getattr(error, "message", "") or error).strip().splitlines()
+    line = ": ".join([type(error).__name__, *lines[:1]])
     return " · ".join(filter(None, [f"item {index}", f"run {run}" if run else "", line]))

@@ -96,10 +96,10 @@ def _last_position(view: RunView, failure: Failure) -> list[FailureLine]:
     lines: list[FailureLine] = []
     if context:
         at, *code = context
-        already_said = bool(words) and words[0].startswith(_LAST_LINE)
-        lines = [_line(f"{_LAST_LINE}: {at}" if already_said else at, "text")]
+        is_in_message = bool(words) and words[0].startswith(_LAST_LINE)
+        lines = [_line(f"{_LAST_LINE}: {at}" if is_in_message else at, "text")]
         lines += [_line(clipped(line), _kind(line)) for line in code]
-        words = words[1:] if already_said else words
+        words = words[1:] if is_in_message else words
     return [*lines, *(_line(clipped(word), "text") for word in words)]
 
 

@@ -151,14 +151,14 @@ def _header(view: RunView) -> str:
             meta.append(view.reason if view.state is RunState.CANCELLED or not view.is_final else "")
             meta += [billed_text(view), busy_text(view.usage)] if view.is_final else []
     whole = f'<span style="white-space:nowrap">{safe(duration)}</span>'
-    said = " · ".join(whole if text == duration else safe(text) for text in meta if text)
+    line = " · ".join(whole if text == duration else safe(text) for text in meta if text)
     pill = f'<span style="{_PILL}">{mark_text(view)}</span> ' if view.spec.auto else ""
     return (
         f'<div style="display:flex;flex-wrap:wrap;align-items:baseline;gap:2px 10px;padding:6px 12px;'
         f'background:{PANEL};border-bottom:1px solid {LINE}">{pill}'
         f'<b style="font-weight:600;color:{_COLOURS[word.tone]}">{word.shape} {safe(word.text)}</b> '
         f'<b style="font-weight:600">{safe(view.name)}</b> '
-        f'<span style="{SOFT}">{said}</span></div>'
+        f'<span style="{SOFT}">{line}</span></div>'
     )
 
 
@@ -227,8 +227,8 @@ def _footer(view: RunView) -> str:
     if not view.is_final and view.output.total_lines:
         parts.append(count_of(view.output.total_lines, "line"))
     parts.append(next_step(view) or f"run {view.short_id}")
-    *said, last = [safe(ansi.plain(part)[:1000]) for part in parts if part]
-    text = " · ".join(filter(None, [*said, _tracked(view) if view.is_final else "", last]))
+    *paragraphs, last = [safe(ansi.plain(part)[:1000]) for part in parts if part]
+    text = " · ".join(filter(None, [*paragraphs, _tracked(view) if view.is_final else "", last]))
     return (
         f'<div style="padding:4px 12px;font-size:12px;border-top:1px solid {LINE};background:{PANEL}">'
         f'<span style="{SOFT}">{text}</span></div>'

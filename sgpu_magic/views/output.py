@@ -186,9 +186,9 @@ class RunOutput:
         """Finish all unfinished lines, as no more output will come."""
         for (rank, stream), assembler in sorted(self._assemblers.items(), key=lambda pair: pair[0]):
             # as in the log, lines of the other stream have replaced a bar that was not drawn again
-            is_gone = assembler.was_rewritten and stream != self._last_stream.get(rank)
+            is_overwritten = assembler.was_rewritten and stream != self._last_stream.get(rank)
             line = assembler.flush()
-            if ansi.plain(line).strip() and not is_gone:
+            if ansi.plain(line).strip() and not is_overwritten:
                 self._add_lines(rank, stream, [line])
 
     def _add_lines(self, rank: int, stream: str, lines: list[str]) -> None:

@@ -156,7 +156,7 @@ class TerminalPublisher:
         self._has_header = False
         self._notes = 0
         # the last lines written about each topic
-        self._said: dict[str, list[str]] = {}
+        self._lines: dict[str, list[str]] = {}
         self._finished = False
         self._pending = _fresh_lines(view)
 
@@ -223,7 +223,7 @@ class TerminalPublisher:
 
     def _has_changed(self, about: str, lines: list[str]) -> bool:
         """Whether the lines about a topic differ from the last ones."""
-        before, self._said[about] = self._said.get(about, []), lines
+        before, self._lines[about] = self._lines.get(about, []), lines
         return lines != before
 
     def _live_lines(self) -> list[str]:

@@ -102,11 +102,11 @@ class RankModels:
         with self.lock:
             for message in body.messages:
                 buffers, rest = rest[: message.buffers], rest[message.buffers :]
-                moved = self._take((body.rank, message.comm_id), message, buffers)
+                moved = self._apply((body.rank, message.comm_id), message, buffers)
                 if moved is not None and self.moved is not None:
                     self.moved(moved)
 
-    def _take(self, key: ModelKey, message: CommMessage, buffers: Sequence[bytes]) -> Moved | None:
+    def _apply(self, key: ModelKey, message: CommMessage, buffers: Sequence[bytes]) -> Moved | None:
         if message.kind == "close":
             self._closed.add(key)
             self._forget(key)

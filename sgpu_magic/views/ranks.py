@@ -45,8 +45,8 @@ def rank_cards(view: RunView) -> tuple[RankCard, ...]:
     failures |= {rank: failure for rank, failure in view.rank_failures.items() if rank >= 0}
     if view.failure is not None and view.failure.rank is not None and view.state is not RunState.SUCCEEDED:
         failures[view.failure.rank] = view.failure
-    said = view.output.last_lines
-    seen = {rank: ansi.plain(said.get(rank, "")[:_MAX_SEEN_CHARS]) for rank in view.rank_numbers}
+    last_lines = view.output.last_lines
+    seen = {rank: ansi.plain(last_lines.get(rank, "")[:_MAX_SEEN_CHARS]) for rank in view.rank_numbers}
     return tuple(_card(view, at, failures.get(rank), last) for at, (rank, last) in enumerate(seen.items()))
 
 
@@ -122,9 +122,9 @@ _drawn: WeakKeyDictionary[RunView, tuple[int, str]] = WeakKeyDictionary()
 
 def live_ranks_html(view: RunView) -> str:
     """Return the grid of ranks with each rank's usage and last line."""
-    said, usage = view.output.last_lines, view.usage.ranks
+    last_lines, usage = view.output.last_lines, view.usage.ranks
     dead = view.session.dead if view.session is not None else ()
-    if view.state is not RunState.RUNNING or not (said or view.rank_failures or usage or dead):
+    if view.state is not RunState.RUNNING or not (last_lines or view.rank_failures or usage or dead):
         return ""
     ranks = view.rank_numbers
     columns = next((number for number in (4, 3, 2) if len(ranks) % number == 0), min(len(ranks), 4))
@@ -138,7 +138,7 @@ def live_ranks_html(view: RunView) -> str:
         elif failure is not None:
             label, last = f"✕ {last_part(failure.type_name) or failure.kind}", failure.message
         else:
-            label, last = use_text(latest) if latest is not None else _label(view, rank), said.get(rank, "")
+            label, last = use_text(latest) if latest is not None else _label(view, rank), last_lines.get(rank, "")
         colour = f";color:{BAD}" if failure or rank in dead else ""
         cells.append(
             f'<div style="padding:3px 12px 4px;min-width:0;box-shadow:0 0 0 .5px {LINE}">'
@@ -220,7 +220,7 @@ def _frame(view: RunView, rank: int, shows: int, *, is_brief: bool = False) -> t
     usage = view.usage.ranks.get(rank) or RankUsage(rank)
     (state, colour), label = _ended_as(view, rank), _label(view, rank)
     count = view.output.rank_lines.get(rank, 0)
-    said = [state, escape(whole_text(usage)), count_of(count, "line") if count else ""]
+    texts = [state, escape(whole_text(usage)), count_of(count, "line") if count else ""]
     curve, curves = "", [] if is_brief else usage.curves()
     if curves and not curves[0].is_flat_zero:
         stroke, title = WARN if is_low(usage) else ACCENT, f"({curve_text(curves[0])})"
@@ -231,7 +231,7 @@ def _frame(view: RunView, rank: int, shows: int, *, is_brief: bool = False) -> t
         f'<details style="font-size:12px"><summary style="cursor:pointer;padding:3px 12px">'
         f'<span style="display:inline-block;min-width:min(23em,{beside});max-width:{beside}">'
         f'<b style="font-weight:600{colour}">rank {rank}</b>'
-        f"{''.join(f' · {part}' for part in said if part)}</span>{curve}</summary>"
+        f"{''.join(f' · {part}' for part in texts if part)}</span>{curve}</summary>"
         f'<div style="padding:2px 12px 6px 28px;background:{PANEL}">'
     )
     parts = [f"on {label}"] if label else []

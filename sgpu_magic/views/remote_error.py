@@ -175,9 +175,9 @@ def _ends_kernel(exception: BaseException) -> bool:
 
 def _with_line(heading: str, failure: Failure, cell: CellSource) -> str:
     """Return `rank 1 of 4 on gpu-node-2 · run 7f3a · Cell In[7], line 14`."""
-    places = [found[0] for line in traceback_body(failure) if (found := _CELL_LINE.match(line))]
-    places = places or line_of_cell(failure, cell)[:1]
-    return f"{heading} · {places[-1]}" if places else heading
+    lines = [found[0] for line in traceback_body(failure) if (found := _CELL_LINE.match(line))]
+    lines = lines or line_of_cell(failure, cell)[:1]
+    return f"{heading} · {lines[-1]}" if lines else heading
 
 
 def _brief(failure: Failure) -> str:

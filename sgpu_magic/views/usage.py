@@ -250,11 +250,11 @@ class RunUsage:
         for rank, usage in sorted(self.ranks.items()):
             if usage.idle is not None:
                 groups.setdefault(usage.idle.waits_in, {})[rank] = usage.idle_s
-        said: list[str] = []
+        parts: list[str] = []
         for waits_in, idle_s in groups.items():
             cause = f": {'it waits' if len(idle_s) == 1 else 'they wait'} in {waits_in}" if waits_in else ""
-            said.append(idle_sentence(idle_s, "has been", "have been") + cause)
-        return said
+            parts.append(idle_sentence(idle_s, "has been", "have been") + cause)
+        return parts
 
     def _of(self, rank: int) -> RankUsage:
         return self.ranks.setdefault(rank, RankUsage(rank))
@@ -329,8 +329,8 @@ def _memory(used_bytes: int | None, total_bytes: int | None, absent: str) -> str
 _percent, _cores = "{:.0f} %".format, "{:.1f} cores".format
 
 
-def _or(value: float | None, absent: str, said: Callable[[float], str]) -> str:
-    return absent if value is None else said(value)
+def _or(value: float | None, absent: str, format_value: Callable[[float], str]) -> str:
+    return absent if value is None else format_value(value)
 
 
 def _larger(one: int | None, other: int | None) -> int | None:

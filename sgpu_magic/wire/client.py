@@ -99,7 +99,7 @@ class Cancel(Numbered, frozen=True, tag="cancel", kw_only=True):
     kill: bool = False
 
 
-class TellComms(OfRun, frozen=True, tag="tell-comms", kw_only=True):
+class SendComms(OfRun, frozen=True, tag="tell-comms", kw_only=True):
     """Pass comm messages from the front end to a rank's widgets. Dropped if the rank is gone.
 
     Args:
@@ -191,7 +191,7 @@ class StopPool(Numbered, frozen=True, tag="stop-pool", kw_only=True):
 
 SessionRequest = RestartRanks | AskRank
 FollowRequest = Attach | Unfollow | Detach | AskStacks
-ClientNews = TellComms | ReclaimPayload | ResultsReceived
+ClientNews = SendComms | ReclaimPayload | ResultsReceived
 RunRequest = Submit | KeepEnvironment | Describe | TrackRun | Cancel | SessionRequest | FollowRequest | ClientNews
 ClientMessage = Hello | Warm | RunRequest | AskStatus | FileRequest | Ping | AskBulk | Goodbye | ToStream | StopPool
 

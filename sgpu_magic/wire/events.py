@@ -243,9 +243,9 @@ class RunEnded(Record, frozen=True, tag="ended", kw_only=True):
 RunMoved = Submitted | StateChanged | QueueMoved | Placed | RanksStarted
 SessionEvent = SessionMoved | GroupRenewed | RanksRestarted
 RunLearned = EnvironmentMoved | Described | Tracked
-RunTold = Noted | AttemptFailed | Detached
+RunUpdate = Noted | AttemptFailed | Detached
 EndEvent = PayloadReleased | RunEnded
-EventBody = RunMoved | RankSaid | RunTold | RankWatched | SessionEvent | RunLearned | MetricsLogged | EndEvent
+EventBody = RunMoved | RankSaid | RunUpdate | RankWatched | SessionEvent | RunLearned | MetricsLogged | EndEvent
 
 
 class Event(OfRun, frozen=True, tag="event", kw_only=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sgpu_magic.wire.attachments import CodeBundle, Environment, Payload, Upload
 from sgpu_magic.wire.base import Numbered, OfRun, Record, RunState
-from sgpu_magic.wire.client import ReclaimPayload, ResultsReceived, TellComms
+from sgpu_magic.wire.client import ReclaimPayload, ResultsReceived, SendComms
 from sgpu_magic.wire.devices import Inventory, Lease
 from sgpu_magic.wire.events import EventBody
 from sgpu_magic.wire.files import FromStream, NodeFileReply, NodeFileRequest, RunFile, ToStream
@@ -176,7 +176,7 @@ StartOrder = WarmZygote | Launch | BuildEnvironment
 RanksOrder = TrackingKnown | MasterKnown | PeerFailed | PartsOver | EndRun | KillRanks
 SessionOrder = RestartSessionRanks | Question
 ClientNews = ReclaimPayload | ResultsReceived
-PoolOrder = TakeInventory | TakeStacks | EventsKept | Adopt | DetachRun | TellComms
+PoolOrder = TakeInventory | TakeStacks | EventsKept | Adopt | DetachRun | SendComms
 ToAgent = (
     StartOrder | RanksOrder | SessionOrder | ClientNews | PoolOrder | NodeFileReply | ToStream | EndAgent | RelaySignal
 )
@@ -189,14 +189,14 @@ class HeldRun(Record, frozen=True, kw_only=True):
         launch: The `Launch` message, without raw frames.
         state: `PREPARING` or later; a final state once `RunEnded` was sent.
         started_s: Seconds since its launch.
-        gone: Its ranks are gone; only events, or results that have not been fetched, remain.
+        have_ranks_exited: Its ranks are gone; only events, or results that have not been fetched, remain.
         locks: Number of device-lock descriptors sent along for it.
     """
 
     launch: Launch
     state: RunState
     started_s: float
-    gone: bool = False
+    have_ranks_exited: bool = False
     locks: int = 0
 
 

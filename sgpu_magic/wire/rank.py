@@ -128,18 +128,18 @@ class TrackingAnswered(OfRun, frozen=True, tag="tracking-answered", kw_only=True
     problem: str = ""
 
 
-class CommsHeard(Record, frozen=True, tag="comms-heard", kw_only=True):
+class CommsFromFrontEnd(Record, frozen=True, tag="comms-heard", kw_only=True):
     """Comm messages from the front end to the rank's widgets. Buffers are raw frames."""
 
     messages: tuple[CommMessage, ...]
 
 
-class TellCollectives(Numbered, frozen=True, tag="tell-collectives", kw_only=True):
+class AskCollectives(Numbered, frozen=True, tag="tell-collectives", kw_only=True):
     """Read torch's flight recorder. Answered by `Collectives` with the same number."""
 
 
 CellOrder = Prepare | Renew | Execute | AnswerQuestion | Release | Finish | Leave
-ToRank = CellOrder | InPlace | TrackingAnswered | CommsHeard | TellCollectives
+ToRank = CellOrder | InPlace | TrackingAnswered | CommsFromFrontEnd | AskCollectives
 
 
 # ---------------------------------------------------------------- rank -> agent
@@ -199,7 +199,7 @@ class Cleared(Record, frozen=True, tag="cleared", kw_only=True):
     wait: bool = False
 
 
-class CommsSaid(Record, frozen=True, tag="comms-said", kw_only=True):
+class CommsFromRank(Record, frozen=True, tag="comms-said", kw_only=True):
     """Comm messages from the rank's widgets. The agent adds the rank. Buffers are raw frames."""
 
     messages: tuple[CommMessage, ...]
@@ -266,7 +266,7 @@ class MetricsReported(Record, frozen=True, tag="metrics-reported", kw_only=True)
     tags: tuple[tuple[str, str], ...] = ()
 
 
-ShownByCell = Displayed | Cleared | CommsSaid
+ShownByCell = Displayed | Cleared | CommsFromRank
 CellReport = Joined | Renewed | Raised | Remarked | QuestionAnswered | ShownByCell | Finished | CellFailed | Finishing
 FromRank = StandsBy | CellReport | Collectives | AskTracking | MetricsReported
 
@@ -288,13 +288,13 @@ class Fork(OfFork, frozen=True, tag="fork", kw_only=True):
     Args:
         store_path: Path of the store's file on systems without memory files; "" if its descriptor is sent along.
         join_early: Join the process group before `Execute` arrives.
-        rehearse: Also run a small warm-up cell before it arrives. All ranks of a group do, or none.
+        warm_up: Also run a small warm-up cell before it arrives. All ranks of a group do, or none.
         announce: Send `StandsBy` after that.
     """
 
     ranks: int
     join_early: bool
-    rehearse: bool = False
+    warm_up: bool = False
     announce: bool = False
     store_path: str = ""
 

@@ -74,7 +74,7 @@ class SimulatedNode:
         part = self._parts.pop(run_id, None)
         if part is not None:
             self._say(part, RunEnded(state=state))
-            self._engine.node_said(self.node, RanksGone(run_id=run_id))
+            self._engine.on_node_message(self.node, RanksGone(run_id=run_id))
 
     def _started(self, part: _Part) -> None:
         self._engine.begun.setdefault(part.run_id, []).append(self)
@@ -82,7 +82,9 @@ class SimulatedNode:
 
     def _say(self, part: _Part, body: OutputWritten | RanksStarted | RunEnded) -> None:
         part.number += 1
-        self._engine.node_said(self.node, RunEvent(run_id=part.run_id, number=part.number, at=time.time(), body=body))
+        self._engine.on_node_message(
+            self.node, RunEvent(run_id=part.run_id, number=part.number, at=time.time(), body=body)
+        )
 
 
 class SimulatedNodes(Engine):

@@ -27,15 +27,15 @@ POINTS = (
     ("kernel", "calls the magic", "magics.run_magics:DistributedMagics._run <"),
     ("kernel", "has packed the cell", "client.submitter:Submitter.submit <"),
     ("pool", "has the request", "pool.submissions:Submissions.submit <"),
-    ("pool", "orders it from the agent", "pool.instructions:Launches.order <"),
+    ("pool", "orders it from the agent", "pool.instructions:LaunchHandler.order <"),
     ("agent", "has the order", "agent.service:Agent._launch <"),
     ("first rank", "has the order", "worker.process.rank:_Life._execute <"),
     ("last rank", "begins the cell", "worker.cell.cell_run:run_cell <"),
     ("last rank", "has executed it", "worker.cell.cell_run:run_cell >"),
-    ("last rank", "reports", "worker.process.rank:_Life._tell <"),
+    ("last rank", "reports", "worker.process.rank:_Life._reply <"),
     ("agent", "reports the end", "agent.reports:Reports.happened < RunEnded"),
     ("pool", "has the end", "pool.reports:Reports.run_happened < RunEnded"),
-    ("kernel", "has the end", "runs.follow.run_loop:Followed.apply < RunEnded"),
+    ("kernel", "has the end", "runs.follow.run_loop:Subscription.apply < RunEnded"),
     ("kernel", "returns from the magic", "magics.run_magics:DistributedMagics._run >"),
 )
 _HOOK = """

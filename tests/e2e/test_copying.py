@@ -51,6 +51,7 @@ def trained(request: pytest.FixtureRequest) -> Iterator[tuple[Home, str]]:
     home.close()
 
 
+@pytest.mark.slow
 def test_folders_files_and_streams(trained: tuple[Home, str], tmp_path: Path):
     home, run = trained
     out, _ = cp(home, f"{run[:6]}:checkpoints", cwd=tmp_path)

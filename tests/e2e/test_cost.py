@@ -203,6 +203,7 @@ def test_a_cost_limit_that_is_not_reached_changes_nothing(client: PoolClient) ->
     assert run.values == [42, 42]
 
 
+@pytest.mark.slow
 def test_attempts_are_one_bill(client: PoolClient) -> None:
     flag = str(client.home.work / "again")
     body = f"import os, signal, time\nif not os.path.exists({flag!r}):\n    open({flag!r}, 'w').close()\n"

@@ -271,6 +271,7 @@ def test_scalars_of_a_cell_are_its_parameters(session: Kernel, home: Home):
     assert spec_of(home, session.value("_.run_id"))["parameters"] == [["epochs", "3"]]
 
 
+@pytest.mark.slow
 def test_arguments_of_a_call_are_its_parameters(kernel: Kernel, home: Home):
     kernel.check("def train(lr, *rest, epochs=1, rank, data=None, **more): return lr\nimport sgpu_magic")
     kernel.check(

@@ -106,6 +106,7 @@ def test_a_run_in_a_kernel_that_does_not_know_yet_gets_its_files_too(home: Home,
 
 
 @pytest.mark.parametrize("installed", ["long ago", pytest.param("just now", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_script_that_ends_at_once_leaves_its_packages(home: Home, own_python: Path, installed: str):
     at = time.time() - (3600 if installed == "long ago" else 0)
     os.utime(site_packages(own_python), (at, at))

@@ -292,6 +292,7 @@ if runtime.get_restart_count() == 0:
     eventually(lambda: client.pool.status().cpu_slots_free == 4, 10, "the node is not used again")
 
 
+@pytest.mark.slow
 def test_files_that_are_lost_with_their_node_after_the_end_are_named(home: Home, nodes: ManyAgents, client: PoolClient):
     for node in (0, 1):
         nodes.order("slow", node)

@@ -232,6 +232,7 @@ def test_an_interrupt_frees_the_notebook_and_ends_the_ranks(kernel: Kernel, unti
     assert kernel.check("%%distributed -n 2\nrank").status == "ok"
 
 
+@pytest.mark.slow
 def test_what_takes_longer_is_cut_off_with_a_note(new_kernel, until: Path):
     kernel = new_kernel()
     kernel.check("run = None")
@@ -264,6 +265,7 @@ def test_a_rank_that_dies_while_it_finishes_fails_the_run(kernel: Kernel):
     assert kernel.check("%%distributed -n 2\nimport atexit, os\natexit.register(os._exit, 0)\nrank").status == "ok"
 
 
+@pytest.mark.slow
 def test_a_cell_that_leaves_nothing_is_over_at_once(kernel: Kernel):
     ids = [os.urandom(4).hex()]
     reply = kernel.check(

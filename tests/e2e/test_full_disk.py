@@ -19,6 +19,8 @@ from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError
 from sgpu_magic.wire.base import RunState
 
+pytestmark = pytest.mark.slow
+
 TRAINS = (
     "%%distributed -n 2 --out total --detach --session none\n"
     "import os, time, torch, torch.distributed as dist\n"

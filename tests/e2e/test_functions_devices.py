@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from kernels import Kernel
 
+pytestmark = pytest.mark.slow
+
 HOME_VARIABLES = {"SGPU_SIMULATE": "a10:4,h100:2", "SGPU_PRICES": "a10=1.20"}
 
 SETUP = """

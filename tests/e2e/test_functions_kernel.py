@@ -31,6 +31,7 @@ def with_names(kernel: Kernel):
 # ---------------------------------------------------------------- calls
 
 
+@pytest.mark.slow
 def test_the_seeds_own_example_trains_with_ddp(kernel: Kernel):
     kernel.check(
         "from torch.nn.parallel import DistributedDataParallel as DDP\n"

@@ -386,6 +386,7 @@ def test_a_sweep_goes_on_when_the_pool_is_killed(home: Home):
         file.unlink()
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_a_sweep_and_all_its_runs(home: Home):
     process = start(
         home,

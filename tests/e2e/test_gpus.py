@@ -163,6 +163,7 @@ def test_a_foreign_process_keeps_a_device_out(
 
 @pytest.mark.needs_root
 @pytest.mark.skipif(os.getuid() != 0, reason="what another user does needs root")
+@pytest.mark.slow
 def test_what_another_user_does_to_a_lock_is_that_devices_state(kernel: Kernel, home: Home):
     """A run goes on, the device is out with its reason and remedy, all others can be had."""
     lock = home.path / "lock" / f"{UUIDS[2]}.lock"

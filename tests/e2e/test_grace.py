@@ -128,6 +128,7 @@ def test_one_rank_with_a_handler_can_tell_the_others_in_a_collective(kernel: Ker
 # ---------------------------------------------------------------- the time is over, a peer fails
 
 
+@pytest.mark.slow
 def test_time_out_gives_the_grace_too(kernel: Kernel):
     reply = kernel.run("%%distributed -n 2 --timeout 0.5s --grace 60s\n" + SAVING.format(seconds=0.5) + IDLE)
     assert reply.ename == "RunTimeout"

@@ -304,6 +304,7 @@ def test_several_killed_at_once(kernel: Kernel, home: Home, together: tuple[str,
 @pytest.mark.parametrize(
     "which", ["pool", *(pytest.param(each, marks=pytest.mark.slow) for each in ("agent", "zygote", "standby"))]
 )
+@pytest.mark.slow
 def test_a_kill_while_nothing_runs(kernel: Kernel, home: Home, which: str):
     runs_again(kernel)
     standby_ready(home, 2)
@@ -529,6 +530,7 @@ def other_version(home: Home) -> Iterator[Callable[[int, str], subprocess.Popen[
 
 
 @pytest.mark.parametrize("version", [pytest.param(0, marks=pytest.mark.slow), 99])
+@pytest.mark.slow
 def test_an_idle_pool_of_another_version_is_replaced(
     kernel: Kernel, home: Home, other_version: Callable[[int, str], subprocess.Popen[str]], version: int
 ):

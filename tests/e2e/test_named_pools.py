@@ -206,6 +206,7 @@ def test_a_run_without_a_type_gets_the_cheapest_that_is_free_and_says_so(scene: 
     assert "the cheapest type" not in scene.kernel.check("%%distributed -n 1 --pool team\nrank").text
 
 
+@pytest.mark.slow
 def test_so_much_memory_chooses_the_type(scene: Scene):
     reply = scene.kernel.check("%%distributed -n 2 --min-memory 40GB\nrank")
     assert "2 x h100" in reply.text

@@ -745,7 +745,7 @@ def test_an_order_is_followed_by_a_look():
     watcher = watcher_of(look, interval_s=60.0)
     watcher.add(1, Heard())
     eventually(lambda: len(look.began) == 1, 10)
-    watcher.look_soon()
+    watcher.poll_soon()
     eventually(lambda: len(look.began) == 2, 10)
     watcher.remove(1)
     began = time.monotonic()

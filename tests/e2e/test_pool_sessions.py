@@ -474,6 +474,7 @@ def test_a_client_that_goes_takes_its_session_along(home: Home, client: PoolClie
     assert RunState.CANCELLING in states
 
 
+@pytest.mark.slow
 def test_devices_of_a_killed_rank_that_does_not_end_stay_leased_and_the_next_run_learns_why(
     new_home: Callable[..., Home], tmp_path: Path
 ):

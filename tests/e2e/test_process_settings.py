@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import pytest
 from kernels import Kernel
 
 
@@ -213,6 +214,7 @@ def test_settings_of_the_notebook_hold_on_ranks(new_kernel):
     kernel.check("%sgpu_disconnect")
 
 
+@pytest.mark.slow
 def test_log_lines_and_warnings_appear_as_in_the_notebook(new_kernel):
     kernel: Kernel = new_kernel()
     kernel.check(

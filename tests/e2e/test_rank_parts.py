@@ -26,6 +26,7 @@ def error(kernel: Kernel, cell: str) -> str:
     return kernel.run(cell).shown
 
 
+@pytest.mark.slow
 def test_a_shard_is_reported_when_it_leaves_and_refused_when_it_comes_back(kernel: Kernel):
     made = kernel.check(f"%%distributed -n 2 --out sd,whole --ui text\n{SHARDED}sd = model.state_dict()")
     assert "sd['0.weight'] is a sharded DTensor over 2 ranks" in made.text
@@ -52,6 +53,7 @@ def test_both_remedies_for_a_shard_work(kernel: Kernel):
     assert kernel.value("same") == [True, True]
 
 
+@pytest.mark.slow
 def test_parts_arrive_at_their_own_ranks(kernel: Kernel):
     kernel.check(
         "%%distributed -n 2 --out parts:all,mine --ui none\n"

@@ -27,6 +27,8 @@ from sgpu_magic.wire.devices import Inventory, Placement
 from sgpu_magic.wire.events import EnvironmentMoved, Placed, QueueMoved, RanksStarted, RunEnded, StateChanged
 from sgpu_magic.wire.run import CellSource, RunSpec
 
+pytestmark = pytest.mark.slow
+
 SHOW = """
 import sys, tinyone
 print(tinyone.__version__, sys.prefix, flush=True)

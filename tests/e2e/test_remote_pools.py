@@ -138,14 +138,14 @@ def test_a_line_that_swallows_everything_is_told_and_caught_up(
     view = RunView(run.run.spec, pool="team")
     stream = io.StringIO()
     followed = Subscription(run.run, view, TerminalPublisher(view, stream), client.pool)
-    followed.look_at_link()
+    followed.on_link_change()
     told = rf"the pool team \({re.escape(line.address)}\) has been silent since [\d:]+; the run continues there"
     assert re.search(told, render_text(view))
     assert re.search(told, render_html(view))
     eventually(lambda: "120\n" in served.home.log(run.run_id, 0), 20, "the run does not go on")
     line.mend()
     eventually(lambda: not run.run.link.wire.silent_s, 10, "nobody noticed")
-    followed.look_at_link()
+    followed.on_link_change()
     assert "silent" not in render_text(view)
     assert run.ended().state is RunState.SUCCEEDED
     assert numbers(run) == list(range(200))

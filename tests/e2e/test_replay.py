@@ -134,6 +134,7 @@ def test_a_cell_of_a_session_runs_by_itself_and_says_what_is_missing(home: Home,
 
 
 @pytest.mark.parametrize("where", ["alone", pytest.param("session", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_run_can_be_replayed_at_once(home: Home, new_kernel: Callable[..., Kernel], where: str):
     kernel = new_kernel()
     kernel.check("import numpy as np\nlarge = np.ones(1_000_000)")

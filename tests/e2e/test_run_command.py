@@ -464,6 +464,7 @@ def test_time_over_is_code_124(home: Home):
     eventually(lambda: home.ledger()[home.run_named("slow-one")].state == "cancelled")
 
 
+@pytest.mark.slow
 def test_time_over_before_the_kernel_is_there_says_so(home: Home):
     saved(home, "early.ipynb", "open('ran', 'w')")
     code, out, err = run(home, "run", "early.ipynb", "--timeout", "0.1s")

@@ -196,6 +196,7 @@ def test_nbclient(environment: Home, executed: Callable[..., nbformat.NotebookNo
     assert records[1]["failure"]["message"] == "ValueError: NaN in batch 118"
 
 
+@pytest.mark.slow
 def test_papermill(environment: Home, tmp_path: Path) -> None:
     source = tmp_path / "in.ipynb"
     made = notebook("steps = 1", LOAD, "%%distributed -n 2 --name swept\nfor step in range(steps): print('step', step)")

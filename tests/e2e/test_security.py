@@ -314,6 +314,7 @@ big = torch.ones(1_000_000)
 """
 
 
+@pytest.mark.slow
 def test_a_payload_that_was_changed_on_its_way_is_not_unpickled(home: Home, new_kernel):
     kernel = new_kernel()
     kernel.check(TAMPER)

@@ -19,8 +19,10 @@ from waiting import eventually
 
 from sgpu_magic.client.mirror import SENT, note_sent, sent_run, sent_run_ids
 from sgpu_magic.config import Settings
-from sgpu_magic.server.run_places import Elsewhere
+from sgpu_magic.server.run_places import RemotePools
 from sgpu_magic.server.runs import IDLE_S
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -177,7 +179,7 @@ def test_links_that_nobody_needs_are_closed(place: Home, pool: ServedPool, monke
     for name, value in place.environ.items():
         monkeypatch.setenv(name, value)
     now = 100.0
-    elsewhere = Elsewhere(Settings(state_dir=str(place.state)), IDLE_S, clock=lambda: now)
+    elsewhere = RemotePools(Settings(state_dir=str(place.state)), IDLE_S, clock=lambda: now)
     before = descriptors(os.getpid())
     (run_id, *_) = sent_run_ids(Settings(state_dir=str(place.state)))
     run = elsewhere.run(run_id)

@@ -30,7 +30,7 @@ from waiting import eventually
 from sgpu_magic.config import Settings
 from sgpu_magic.files.run_directory import EventFile
 from sgpu_magic.pool.run_log import RunLog
-from sgpu_magic.server.run_places import Elsewhere, LocalRun, run_here
+from sgpu_magic.server.run_places import LocalRun, RemotePools, run_here
 from sgpu_magic.server.runs import IDLE_S, Followers, RunNotHere
 from sgpu_magic.wire.events import Noted, Submitted
 
@@ -316,7 +316,7 @@ def test_no_file_of_a_run_stays_open(server: JupyterServer, running: RunningCell
 def test_runs_that_nobody_looks_at_are_forgotten(tmp_path: Path):
     now = 100.0
     settings = Settings(state_dir=str(tmp_path))
-    followers = Followers(settings, Elsewhere(settings, IDLE_S), clock=lambda: now)
+    followers = Followers(settings, RemotePools(settings, IDLE_S), clock=lambda: now)
     log = RunLog(tmp_path / "runs" / "0123abcd", "0123abcd")
     log.append(Submitted(spec=spec_of("0123abcd")), 1.0)
     log.close()
@@ -334,7 +334,7 @@ def test_runs_that_nobody_looks_at_are_forgotten(tmp_path: Path):
 
 def test_a_run_whose_files_are_read_slowly_keeps_nobody_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     settings = Settings(state_dir=str(tmp_path))
-    elsewhere = Elsewhere(settings, 0.0, clock=lambda: 100.0)
+    elsewhere = RemotePools(settings, 0.0, clock=lambda: 100.0)
     followers = Followers(settings, elsewhere)
     for run_id in ("0123abcd", "4567abcd"):
         log = RunLog(tmp_path / "runs" / run_id, run_id)
@@ -363,7 +363,7 @@ def test_a_run_whose_files_are_read_slowly_keeps_nobody_waiting(tmp_path: Path, 
 
 def test_nobody_waits_for_links_that_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     now = 100.0
-    elsewhere = Elsewhere(Settings(state_dir=str(tmp_path)), 1.0, clock=lambda: now)
+    elsewhere = RemotePools(Settings(state_dir=str(tmp_path)), 1.0, clock=lambda: now)
     closing, go = threading.Event(), threading.Event()
 
     def close() -> None:

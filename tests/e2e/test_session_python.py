@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
 from kernels import Home, eventually
 
 HEAD = "import sgpu_magic\n\ndef add(a, rank, world_size):\n    return (a + rank, world_size)\n\n"
@@ -21,6 +22,7 @@ def run_script(home: Home, source: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_context_manager(home: Home):
     printed = run_script(
         home,

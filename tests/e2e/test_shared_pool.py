@@ -52,6 +52,7 @@ def states(client: PoolClient) -> dict[str, RunState]:
     return {} if status is None else {run.run_id: run.state for run in status.runs}
 
 
+@pytest.mark.slow
 def test_a_client_that_asks_again_is_told_what_has_changed(client: PoolClient) -> None:
     link = client.pool._connection.made(start=True)
     before = begin(client, "alice", "pass")

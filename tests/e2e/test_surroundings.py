@@ -158,6 +158,7 @@ def test_the_same_state_directory_is_the_same_pool(place: Place, kernel: Kernel,
     "differs",
     [pytest.param(name, marks=() if name == "another PID namespace" else pytest.mark.slow) for name in INSIDE],
 )
+@pytest.mark.slow
 def test_the_same_state_directory_is_the_same_pool_in_another_namespace(place: Place, kernel: Kernel, differs: str):
     pool = place.home.pool_pid()
     inside = INSIDE[differs]

@@ -268,7 +268,7 @@ def test_only_what_matters_is_tracked_by_itself(new_pool: Callable[[str], Tracke
     (pool.home.work / "go").touch()
     assert pool.complete(long).info.status == "FINISHED"
     assert not (pool.home.run_dir(short.run_id) / TRACKING).exists()
-    pool.client.pool.tell(TrackRun(run_id=short.run_id, tracking=auto))
+    pool.client.pool.notify(TrackRun(run_id=short.run_id, tracking=auto))
     assert pool.complete(short).info.status == "FINISHED"
     assert len(pool.store.all()) == 4
 

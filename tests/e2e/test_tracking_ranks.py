@@ -194,6 +194,7 @@ def session(kernel: Kernel) -> Iterator[Kernel]:
     kernel.run("%sgpu_disconnect trial")
 
 
+@pytest.mark.slow
 def test_each_cell_of_a_session_is_a_run_below_the_sessions(session: Kernel, store: Runs):
     cells: list[str] = []
     for number in (1, 2):

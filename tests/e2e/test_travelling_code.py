@@ -145,6 +145,7 @@ def test_what_can_not_be_imported_there_is_refused_before_anything_starts(notebo
     assert len(notebook.home.runs) == runs
 
 
+@pytest.mark.slow
 def test_large_code_is_told_and_too_large_code_refused(notebook: Kernel):
     package = notebook.home.work / "large"
     package.mkdir()

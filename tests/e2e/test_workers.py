@@ -806,6 +806,7 @@ def test_what_a_run_leaves(kernel: Kernel, home: Home):
         assert b"hush-hush" not in entry.read_bytes(), f"a secret is in {entry}"
 
 
+@pytest.mark.slow
 def test_a_small_run_leaves_five_files_and_24_kb(kernel: Kernel, home: Home):
     # loggers and filters of these packages are process settings
     kernel.check("import mlflow, torch")

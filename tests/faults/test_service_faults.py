@@ -152,7 +152,7 @@ def asked(scene: Scene, method: str) -> None:
         Requests._cancel.__name__: lambda: scene.client.pool.cancel(scene.bystander.run_id, "test"),
         Requests._detach.__name__: lambda: scene.client.pool.detach(scene.bystander.run_id),
         Requests._ask_stacks.__name__: lambda: scene.client.pool.stacks(scene.bystander.run_id),
-        StatusReports.tell.__name__: scene.client.pool.status,
+        StatusReports.answer.__name__: scene.client.pool.status,
     }
     scene.plants.arm(method)
     with pytest.raises(InternalError, match="planted"):
@@ -192,10 +192,10 @@ def leaves(scene: Scene, method: str) -> None:
 
 PLANTS: list[tuple[str, Callable[[Scene, str], None]]] = [
     (at(Reports, Reports.run_happened), running),
-    (at(ActiveRuns, ActiveRuns.tell), running),
+    (at(ActiveRuns, ActiveRuns.publish), running),
     (at(Billing, Billing.ended), running),
-    (at(Reports, Reports.ranks_gone), over),
-    (at(ActiveRuns, ActiveRuns.ranks_gone), over),
+    (at(Reports, Reports.ranks_exited), over),
+    (at(ActiveRuns, ActiveRuns.ranks_exited), over),
     (at(Submissions, Submissions.submit), starting),
     (at(Scheduler, Scheduler._submit), starting),
     (at(ActiveRuns, ActiveRuns.accept), starting),
@@ -208,8 +208,8 @@ PLANTS: list[tuple[str, Callable[[Scene, str], None]]] = [
     (at(Requests, Requests._cancel), asked),
     (at(Requests, Requests._detach), asked),
     (at(Requests, Requests._ask_stacks), asked),
-    (at(StatusReports, StatusReports.tell), asked),
-    (at(Requests, Requests.client_gone), unasked),
+    (at(StatusReports, StatusReports.answer), asked),
+    (at(Requests, Requests.on_client_disconnect), unasked),
     (at(Reports, Reports._confirm), leaves),
     (at(Ledger, Ledger._write_due), leaves),
 ]
@@ -338,6 +338,7 @@ def test_a_service_that_fails_soon_after_its_start_is_followed_by_one_that_only_
         _meant(home)
 
 
+@pytest.mark.slow
 def test_a_fault_while_no_process_can_be_started_ends_no_run(tmp_path: Path, new_home: Callable[..., Home]):
     method, gate = at(Reports, Reports._confirm), tmp_path / "gate"
     plants = Plants(tmp_path, [method])

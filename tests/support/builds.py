@@ -24,7 +24,7 @@ from sgpu_magic.packages.node.store import (
     BuildReady,
     BuildRefused,
     BuiltEnvironments,
-    decode_news,
+    decode_update,
     encode,
 )
 from sgpu_magic.system import child_process
@@ -112,7 +112,7 @@ class Build:
         last: BuildReady | BuildRefused | None = None
         with self.link.makefile("rb") as lines:
             for line in lines:
-                said = decode_news(line)
+                said = decode_update(line)
                 if isinstance(said, BuildMoved):
                     self.news.append(said)
                 else:

@@ -120,7 +120,7 @@ class NodesHere(Engine):
         # a listening pool is restarted by its operator: the agents start no pool service
         own = replace(self._settings, state_dir=str(state), runtime_dir=str(runtime), listen="tcp://127.0.0.1:0")
         with _inside(self._namespaces[node]):
-            agent = self._agents[node] = AgentHere(own, look=look)
+            agent = self._agents[node] = AgentHere(own, find_earlier=look)
         channel = AgentChannel(node, agent, self._slow)
 
         def said(message: FromAgent, frames: Sequence[bytes]) -> None:
@@ -129,7 +129,7 @@ class NodesHere(Engine):
                 named = msgspec.structs.replace(message.inventory, host=node)
                 self.node_came(channel, msgspec.structs.replace(message, inventory=named), self._own_addresses[node])
             else:
-                self.node_said(node, message, frames)
+                self.on_node_message(node, message, frames)
 
         def lost() -> None:
             del self._agents[node]

@@ -28,10 +28,10 @@ FRESH = (
     at(RunLauncher, RunLauncher._start),
     at(StandbyGroups, StandbyGroups.take),
     at(Group, Group.forked),
-    at(Group, Group._said),
+    at(Group, Group._on_message),
     at(Group, Group._wrote),
     at(FreshRun, FreshRun.start),
-    at(FreshRun, FreshRun.rank_said),
+    at(FreshRun, FreshRun.on_rank_message),
     at(Execution, Execution._all_there),
     at(Execution, Execution._take_result),
     at(Execution, Execution._end),
@@ -50,11 +50,11 @@ AFTER = (
     at(Group, Group.exited),
     at(FreshRun, FreshRun.rank_exited),
     at(FreshRun, FreshRun._release_ranks),
-    at(FreshRun, FreshRun._finish_if_gone),
+    at(FreshRun, FreshRun._finish_if_exited),
     at(AttemptFiles, AttemptFiles.ended),
-    at(EventReports, EventReports.gone),
-    at(RunRegistry, RunRegistry.run_gone),
-    at(RunRegistry, RunRegistry.ranks_gone),
+    at(EventReports, EventReports.ranks_exited),
+    at(RunRegistry, RunRegistry.run_exited),
+    at(RunRegistry, RunRegistry.ranks_exited),
 )
 # called while the run goes on; a fault in these does not end the run
 WATCHING = (
@@ -77,7 +77,7 @@ FAILING = (
 )
 CELLS = (
     at(SessionCell, SessionCell.start),
-    at(SessionCell, SessionCell.rank_said),
+    at(SessionCell, SessionCell.on_rank_message),
     at(SessionCell, SessionCell._settle),
     at(SessionCell, SessionCell._write_down),
     at(NodeSession, NodeSession.execute),
@@ -90,25 +90,25 @@ SESSIONS = (
     at(NodeSession, NodeSession.start),
     at(NodeSession, NodeSession._connected),
     at(NodeSession, NodeSession._say_end),
-    at(NodeSession, NodeSession._finish_if_gone),
+    at(NodeSession, NodeSession._finish_if_exited),
     at(SessionRepair, SessionRepair.fail),
 )
 ASKED = (at(NodeSession, NodeSession.ask), at(Questions, Questions.answered), at(NodeSession, NodeSession.restart))
 STACKS = (
     at(StackTaker, StackTaker._ask),
-    at(StackTaker, StackTaker._look),
+    at(StackTaker, StackTaker._poll),
     at(StackTaker, StackTaker._finish),
 )
 CALLBACKS = (*FRESH, *AFTER, *WATCHING, *SPARED, *FAILING, *CELLS, *SESSIONS, *ASKED, *STACKS)
 # only these report to the pool
 TOLD = (
     at(EventReports, EventReports.happened),
-    at(EventReports, EventReports.gone),
-    at(RunRegistry, RunRegistry.ranks_gone),
+    at(EventReports, EventReports.ranks_exited),
+    at(RunRegistry, RunRegistry.ranks_exited),
 )
 AT_ITS_END = (
     at(NodeSession, NodeSession._say_end),
-    at(NodeSession, NodeSession._finish_if_gone),
+    at(NodeSession, NodeSession._finish_if_exited),
     at(SessionRepair, SessionRepair.fail),
 )
 # these do not know their run

@@ -21,9 +21,9 @@ from sgpu_magic.agent.ranks.zygotes import Zygote
 from sgpu_magic.system.message_stream import Limits, MessageStream
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.base import FailureKind, new_id
-from sgpu_magic.wire.client import TellComms
+from sgpu_magic.wire.client import SendComms
 from sgpu_magic.wire.rank import (
-    CommsHeard,
+    CommsFromFrontEnd,
     DescendantsEnded,
     Exited,
     Fork,
@@ -54,7 +54,7 @@ class Group:
         join_early: Whether they join the process group before they have a run.
         whole_bytes: Bytes of output per rank that are sent uncut.
         scratch: Directory for files on systems without memory files.
-        rehearse: Whether they run a small warm-up cell while they wait.
+        warm_up: Whether they run a small warm-up cell while they wait.
         first_rank: The first rank's number; more than 0 when lower ranks are on other nodes.
         world_size: The number of ranks on all nodes; by default, all are on this node.
     """
@@ -65,7 +65,7 @@ class Group:
     whole_bytes: int
     scratch: Path
     _: KW_ONLY
-    rehearse: bool = False
+    warm_up: bool = False
     first_rank: int = 0
     world_size: int = 0
 
@@ -105,11 +105,11 @@ class Group:
         if stream is not None:
             stream.send(order, blobs, descriptors)
 
-    def hear_comms(self, message: TellComms, frames: Sequence[bytes]) -> None:
+    def hear_comms(self, message: SendComms, frames: Sequence[bytes]) -> None:
         """Send a front end's message to a rank's widgets. The rank's first order must have been sent."""
         index = message.rank - self.first_rank
         if 0 <= index < len(self.ranks) and self.ranks[index].alive:
-            self.order(message.rank, CommsHeard(messages=message.messages), frames)
+            self.order(message.rank, CommsFromFrontEnd(messages=message.messages), frames)
 
     def replace(self, numbers: Sequence[int], store: GroupStore) -> None:
         """Fork new processes for dead ranks; they join late, over a new store.
@@ -119,7 +119,7 @@ class Group:
             store: The store over which they join the ranks that stay. The group owns it.
         """
         self._store.close()
-        self._store, self.rehearse, self.join_early = store, False, False
+        self._store, self.warm_up, self.join_early = store, False, False
         self._unforked += len(numbers)
         with faults.charging(self.faulted):
             for number in numbers:
@@ -172,9 +172,9 @@ class Group:
         return [process.pid for process in self.ranks if process.pid is not None]
 
     @property
-    def gone(self) -> bool:
+    def has_exited(self) -> bool:
         """Whether every rank has ended, with everything that it has started."""
-        return self._unforked == 0 and all(process.gone for process in self.ranks)
+        return self._unforked == 0 and all(process.has_exited for process in self.ranks)
 
     def has_dead_rank(self) -> bool:
         """Whether a rank has ended, even if the zygote has not reported it yet."""
@@ -211,10 +211,10 @@ class Group:
         if process.is_doomed:
             process.signal(signal.SIGKILL, whole_session=True)
         self._order_done()
-        said, process.said_early = process.said_early, []
-        for message, frames in said:
+        messages, process.early_messages = process.early_messages, []
+        for message, frames in messages:
             with faults.guarded(self.faulted):
-                self._said(rank, message, frames)
+                self._on_message(rank, message, frames)
 
     def fork_refused(self, rank: int, message: str) -> None:
         self._order_done()
@@ -236,7 +236,7 @@ class Group:
             if process.pid == message.pid and process.has_descendants:
                 process.has_descendants = False
                 if self.listener is not None:
-                    self.listener.rank_gone(process.rank, message)
+                    self.listener.on_descendants_ended(process.rank, message)
 
     def faulted(self, error: Exception) -> None:
         """Handle an exception in a callback that served the group's ranks."""
@@ -291,7 +291,7 @@ class Group:
         process.stream = MessageStream[FromRank](
             ours,
             codec.from_rank,
-            lambda message, frames: self._said(process.rank, message, frames),
+            lambda message, frames: self._on_message(process.rank, message, frames),
             lambda: None,  # end of file alone means nothing; the zygote reports how a rank ended
             limits=RANK_LIMITS,
             on_damaged=lambda reason: self._damaged(process, reason),
@@ -302,8 +302,8 @@ class Group:
             rank=process.rank,
             ranks=self.world_size,
             join_early=self.join_early,
-            rehearse=self.rehearse,
-            announce=self.rehearse,
+            warm_up=self.warm_up,
+            announce=self.warm_up,
             store_path=self._store.path,
         )
         self.zygote.fork(order, descriptors, self)
@@ -315,15 +315,15 @@ class Group:
         if self._unforked == 0:
             self._store.close()
 
-    def _said(self, rank: int, message: FromRank, frames: Sequence[bytes]) -> None:
+    def _on_message(self, rank: int, message: FromRank, frames: Sequence[bytes]) -> None:
         process = self.rank(rank)
         if process.pid is None:
             # on a busy machine, a rank's message may arrive before the zygote reports the fork
-            process.said_early.append((message, frames))
+            process.early_messages.append((message, frames))
         elif isinstance(message, StandsBy):
             self._standing_by.add(rank)
         elif self.listener is not None:
-            self.listener.rank_said(rank, message, frames)
+            self.listener.on_rank_message(rank, message, frames)
 
     def _damaged(self, process: RankProcess, reason: str) -> None:
         """End a rank whose data can't be decoded: no later message can be recognized, not even its result."""

@@ -131,7 +131,7 @@ class RankOutput:
         self._read_all()
         if last and self._held:
             held, self._held = self._held, b""
-            self._take(_STDERR if self._in_stderr else _STDOUT, held)
+            self._parse(_STDERR if self._in_stderr else _STDOUT, held)
         self.flush()
 
     def tail(self) -> str:
@@ -197,7 +197,7 @@ class RankOutput:
             self._late += data
         else:
             for stream, part in self._split_marks(data):
-                self._take(stream, part)
+                self._parse(stream, part)
         # a long line may take several reads: hold the second pipe's data until the line is complete
         is_open = self._line_of == _STDOUT and not self._is_rewritten
         if not is_open or len(self._late) > _READ_BYTES:
@@ -207,7 +207,7 @@ class RankOutput:
     def _take_late(self) -> None:
         late, self._late = bytes(self._late), bytearray()
         if late:
-            self._take(_STDERR, late)
+            self._parse(_STDERR, late)
 
     def _split_marks(self, data: bytes) -> Iterator[tuple[str, bytes]]:
         data = self._held + data
@@ -227,7 +227,7 @@ class RankOutput:
                 yield stream, before
             data = rest
 
-    def _take(self, stream: str, data: bytes) -> None:
+    def _parse(self, stream: str, data: bytes) -> None:
         """Write a stream's data to the log and the batch, after the end of the other stream's unfinished line.
 
         A line that is being rewritten, such as a progress bar, is rewritten once more: the new line takes its place.

@@ -57,14 +57,14 @@ class RankProcess:
         self.peak_bytes = 0
         self.stream: MessageStream[FromRank] | None = None
         # messages received before the zygote reported its pid
-        self.said_early: list[tuple[FromRank, Sequence[bytes]]] = []
+        self.early_messages: list[tuple[FromRank, Sequence[bytes]]] = []
 
     @property
     def alive(self) -> bool:
         return self.pid is not None and self.exit_status is None
 
     @property
-    def gone(self) -> bool:
+    def has_exited(self) -> bool:
         """Whether it has ended, with everything that it has started; true before it is forked."""
         return not self.alive and not self.has_descendants
 

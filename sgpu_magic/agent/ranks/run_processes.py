@@ -103,7 +103,7 @@ class ProcessTable:
         self._known: dict[int, _Process] = {}
         self._trees: dict[int, TreeUse] = {}
         self._looked_at = float("-inf")
-        self._looks = 0
+        self._scans = 0
 
     def trees(self, roots: Collection[int], max_age_s: float = 0.0) -> Mapping[int, TreeUse]:
         """Return the usage of each of these processes, without those that are gone.
@@ -115,17 +115,17 @@ class ProcessTable:
         now = self._clock()
         if now - self._looked_at > max_age_s or any(root not in self._trees for root in roots):
             # callers poll, so one scan covers the roots of all of them
-            self._look({*roots, *self._trees})
+            self._scan({*roots, *self._trees})
             self._looked_at = now
         return {root: self._trees[root] for root in roots if root in self._trees}
 
-    def _look(self, roots: Iterable[int]) -> None:
+    def _scan(self, roots: Iterable[int]) -> None:
         try:
             living = {int(name) for name in os.listdir("/proc") if name.isdigit()}
         except OSError:
             living = set[int]()
-        self._looks += 1
-        if self._looks % _BELIEVED_LOOKS == 0:
+        self._scans += 1
+        if self._scans % _BELIEVED_LOOKS == 0:
             self._known.clear()
         for pid in self._known.keys() - living:
             del self._known[pid]
@@ -188,7 +188,7 @@ class CpuWatch:
         self._last = {}
         self._busy = {}
 
-    def look(self, now: float, used_s: Mapping[int, float]) -> dict[int, float]:
+    def sample(self, now: float, used_s: Mapping[int, float]) -> dict[int, float]:
         """Return for each process how long it has been idle, in seconds.
 
         Args:
@@ -253,7 +253,7 @@ class RunPorts:
     async def _open(self, message: OpenStream) -> None:
         number, run_id = message.stream, message.run
         run = self._find(run_id)
-        if run is None or run.gone:
+        if run is None or run.has_exited:
             self._send(StreamClosed(stream=number, problem=f"run {short(run_id)} has no ranks on this node"), ())
             return
         ranks = set(run.pids)

@@ -104,7 +104,7 @@ class Zygote:
         self._status = status
         if self._untold is not None:
             self._untold.cancel()
-            self._tell_end()
+            self._report_end()
 
     def _message(self, message: FromZygote, frames: Sequence[bytes]) -> None:
         match message:
@@ -144,12 +144,12 @@ class Zygote:
     def _closed(self) -> None:
         self._on_lost(self)
         if self._status is not None:
-            self._tell_end()
+            self._report_end()
         else:
             # wait until it is reaped and all descendants of its ranks have ended
-            self._untold = asyncio.get_running_loop().call_later(_EXIT_S, self._tell_end)
+            self._untold = asyncio.get_running_loop().call_later(_EXIT_S, self._report_end)
 
-    def _tell_end(self) -> None:
+    def _report_end(self) -> None:
         self._untold = None
         kind = FailureKind.ENVIRONMENT
         where = f"{self.interpreter.executable} (its log: {self._log})"
@@ -168,9 +168,9 @@ class Zygote:
                 "imported torch. Another process killed it, or the system did because memory ran out."
             )
         else:
-            said = _last_line(self._log, self._log_begin)
+            last_line = _last_line(self._log, self._log_begin)
             ended = "ended" if self._status is None else f"exited with code {self._status}"
-            words = f"says: {said}" if said else f"{ended} and printed nothing"
+            words = f"says: {last_line}" if last_line else f"{ended} and printed nothing"
             text = f"the ranks' Python could not be started: {where} {words}"
         for listener in list(self._groups.values()):
             with faults.guarded(listener.faulted):

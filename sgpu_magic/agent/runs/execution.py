@@ -22,7 +22,7 @@ from sgpu_magic.agent.ranks.stop import Terminator
 from sgpu_magic.agent.runs.node_run import AgentServices, Attempt, RankRun
 from sgpu_magic.agent.watch.run_watch import RunWatch
 from sgpu_magic.wire.base import FailureKind, RunState
-from sgpu_magic.wire.client import ReclaimPayload, ResultsReceived, TellComms
+from sgpu_magic.wire.client import ReclaimPayload, ResultsReceived, SendComms
 from sgpu_magic.wire.codec import Order
 from sgpu_magic.wire.events import Noted, RunEnded
 from sgpu_magic.wire.node import Adopt, KillRanks, TrackingAsked, TrackingKnown
@@ -31,7 +31,7 @@ from sgpu_magic.wire.rank import (
     CellFailed,
     Cleared,
     Collectives,
-    CommsSaid,
+    CommsFromRank,
     Displayed,
     Finished,
     FromRank,
@@ -109,12 +109,12 @@ class Execution(RankRun):
 
     # ------------------------------------------------------------ from the group
 
-    def rank_said(self, rank: int, message: FromRank, frames: Sequence[bytes]) -> None:
+    def on_rank_message(self, rank: int, message: FromRank, frames: Sequence[bytes]) -> None:
         """Handle a message of one of its ranks."""
         match message:
             case Displayed() | Cleared():
                 self._show(rank, message)
-            case CommsSaid():
+            case CommsFromRank():
                 if not self.ended:
                     self._take_comms(rank, message, frames)
             case Finished():
@@ -343,13 +343,13 @@ class Execution(RankRun):
                 asking, self._asking = self._asking, []
                 for rank in asking:
                     self._send_tracking(rank, message.problem)
-            case TellComms() if self._started_at is not None and not self.gone:
+            case SendComms() if self._started_at is not None and not self.has_exited:
                 self.group.hear_comms(message, frames)
             case Adopt() if self._asking:
                 self._here.reports.ask(TrackingAsked(run_id=self.run_id))
             case KillRanks():
                 self._stop.kill_unreported()
-            case ReclaimPayload() if self.gone or (self.ended and self._final_state is RunState.SUCCEEDED):
+            case ReclaimPayload() if self.has_exited or (self.ended and self._final_state is RunState.SUCCEEDED):
                 self.files.memory.give_payload_up()
             case ResultsReceived() if not self.launch.spec.detach:
                 # keep small results for later clients, until they are in the run's directory

@@ -131,13 +131,13 @@ class FreshRun(Execution):
                 super().on_order(message, frames)
         if isinstance(message, Adopt):
             if self.launch.part is not None:
-                self.files.tell_released_again()
+                self.files.repeat_released()
             if self._meeting is not None and not self.ended:
                 self._meeting.begin()
 
     # ------------------------------------------------------------ from the group
 
-    def rank_said(self, rank: int, message: FromRank, frames: Sequence[bytes]) -> None:
+    def on_rank_message(self, rank: int, message: FromRank, frames: Sequence[bytes]) -> None:
         match message:
             case Joined():
                 if self._has_just_started(rank):
@@ -146,7 +146,7 @@ class FreshRun(Execution):
                 self._has_children = self._has_children or leaves
                 self._note_finishing(rank, work)
             case _:
-                super().rank_said(rank, message, frames)
+                super().on_rank_message(rank, message, frames)
 
     def rank_exited(self, rank: int, status: int) -> None:
         has_finished = self._reports.has_finished(rank)
@@ -159,7 +159,7 @@ class FreshRun(Execution):
             self._take_failure(self._death(rank, status, finishing=finishing))
         self._finishing.pop(rank, None)
         self._stop.reported()
-        self._finish_if_gone()
+        self._finish_if_exited()
 
     # ------------------------------------------------------------ what the cell has started
 
@@ -236,10 +236,10 @@ class FreshRun(Execution):
 
     # ------------------------------------------------------------ end
 
-    def _finish_if_gone(self) -> None:
-        if self._awaits_children and self.group.gone:
+    def _finish_if_exited(self) -> None:
+        if self._awaits_children and self.group.has_exited:
             self._end(RunState.SUCCEEDED)
-        super()._finish_if_gone()
+        super()._finish_if_exited()
 
     def _after_end(self) -> None:
         self._traces_until = self._loop.time() + _TRACE_S
@@ -251,7 +251,7 @@ class FreshRun(Execution):
             self._waits_for_parts = True
         else:
             self._later(_LEAVE_DELAY_S, self._release_ranks)
-        self._finish_if_gone()
+        self._finish_if_exited()
 
     def _release_ranks(self) -> None:
         cancelled = self._ending_as is not None
@@ -304,10 +304,10 @@ class SessionCell(Execution):
 
     # ------------------------------------------------------------ from the group
 
-    def rank_said(self, rank: int, message: FromRank, frames: Sequence[bytes]) -> None:
+    def on_rank_message(self, rank: int, message: FromRank, frames: Sequence[bytes]) -> None:
         if isinstance(message, Finished | CellFailed) and not message.grouped:
             self._ungrouped = True
-        super().rank_said(rank, message, frames)
+        super().on_rank_message(rank, message, frames)
 
     def rank_exited(self, rank: int, status: int) -> None:
         # other ranks may wait for one that has finished
@@ -323,16 +323,16 @@ class SessionCell(Execution):
             self._stop.begin(0.0, interrupt_first=True, waited=lambda: None)
 
     def _begin_stop(self) -> None:
-        self._stop.begin(0.0, interrupt_first=True, waited=lambda: self._later(_UNSTOPPED_S, self._tell_unstopped))
+        self._stop.begin(0.0, interrupt_first=True, waited=lambda: self._later(_UNSTOPPED_S, self._report_unstopped))
 
     def _free_others(self) -> None:
-        self._stop.begin(0.0, interrupt_first=False, waited=lambda: self._when_drawn(self._tell_unstopped))
+        self._stop.begin(0.0, interrupt_first=False, waited=lambda: self._when_drawn(self._report_unstopped))
 
     def end_now(self) -> None:
         """Report the end although ranks may still run the cell: the session ends."""
         self._end(self._ending_as or RunState.CANCELLED)
 
-    def _tell_unstopped(self) -> None:
+    def _report_unstopped(self) -> None:
         if self._reports.unreported:
             self._end(self._ending_as or RunState.FAILED)
 
@@ -372,13 +372,13 @@ class SessionCell(Execution):
 
     def _settle(self) -> None:
         """Return the idle ranks to the session."""
-        if self.gone:
+        if self.has_exited:
             return
-        self._ranks_gone()
+        self._on_ranks_exited()
         try:
             self._session.cell_over(self)
         finally:
-            self._listener.run_gone(self)
+            self._listener.run_exited(self)
             self._loop.call_later(_WRITE_DELAY_S, self._write_down)
 
     def _write_down(self) -> None:

@@ -33,7 +33,7 @@ from sgpu_magic.wire.base import FailureKind, RunState
 from sgpu_magic.wire.codec import Order
 from sgpu_magic.wire.events import EventBody, Noted, RanksStarted, RemainingRank
 from sgpu_magic.wire.node import DetachRun, Launch
-from sgpu_magic.wire.rank import Cleared, CommsSaid, DescendantsEnded, Displayed, InPlace
+from sgpu_magic.wire.rank import Cleared, CommsFromRank, DescendantsEnded, Displayed, InPlace
 from sgpu_magic.wire.rank_events import CommsMoved, DisplayPublished, Failure, OutputCleared, RankStack
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class NodeRun(abc.ABC):
 
     Attributes:
         ended: Whether its `RunEnded` was reported; its ranks may still exist.
-        gone: Whether its ranks are dead and reaped, or idle again in their session.
+        has_exited: Whether its ranks are dead and reaped, or idle again in their session.
 
     Raises:
         OSError: The run's directory can't be made.
@@ -108,7 +108,7 @@ class NodeRun(abc.ABC):
         self._end_reason = ""
         self._final_state = RunState.FAILED
         self.ended = False
-        self.gone = False
+        self.has_exited = False
         self.files = AttemptFiles(attempt, here, self._say)
 
     # ------------------------------------------------------------ the agent's interface
@@ -151,7 +151,7 @@ class NodeRun(abc.ABC):
     def abandon(self) -> None:
         """Drop everything pending and report nothing more: a fault prevents the run from ending normally."""
         self.ended = True
-        self._ranks_gone()
+        self._on_ranks_exited()
 
     def on_order(self, message: Order, frames: Sequence[bytes]) -> None:
         """Execute a command of the pool service for this run; ignore one that does not concern it."""
@@ -183,17 +183,17 @@ class NodeRun(abc.ABC):
         """Return a failure of the whole run, without a rank."""
         return Failure(kind=kind, message=message, host=self._host, at=time.time())
 
-    def _ranks_gone(self) -> None:
+    def _on_ranks_exited(self) -> None:
         """Mark the run as gone and cancel its timers."""
-        self.gone = True
+        self.has_exited = True
         for timer in self._timers:
             timer.cancel()
 
     def _is_over(self) -> None:
         """Finish the run: its ranks are gone."""
-        self._ranks_gone()
+        self._on_ranks_exited()
         self.files.ended(self.state)
-        self._listener.run_gone(self)
+        self._listener.run_exited(self)
 
 
 # ---------------------------------------------------------------- runs with ranks
@@ -232,7 +232,7 @@ class RankRun(NodeRun):
     def group_broken(self, kind: FailureKind, message: str) -> None:
         """Fail the run: its group is lost."""
         self.fail_whole(kind, message)
-        self._finish_if_gone()
+        self._finish_if_exited()
 
     def _death(self, rank: int, status: int, *, finishing: bool = False) -> Failure:
         """Describe the exit of a rank that is dead and reaped.
@@ -291,7 +291,7 @@ class RankRun(NodeRun):
             self._say(DisplayPublished(rank=rank, **msgspec.structs.asdict(message)))
         self.group.order(rank, InPlace())
 
-    def _take_comms(self, rank: int, message: CommsSaid, frames: Sequence[bytes]) -> None:
+    def _take_comms(self, rank: int, message: CommsFromRank, frames: Sequence[bytes]) -> None:
         """Report messages of a rank's widgets, up to `MOST_COMM_BYTES`."""
         had = self._comm_bytes
         self._comm_bytes += sum(len(each.data) + len(each.metadata) for each in message.messages)
@@ -302,9 +302,9 @@ class RankRun(NodeRun):
             text = f"widgets of this run's ranks have sent {MOST_COMM_BYTES >> 20} MB and are no longer updated"
             self._say(Noted(text=text))
 
-    def rank_gone(self, rank: int, message: DescendantsEnded) -> None:
+    def on_descendants_ended(self, rank: int, message: DescendantsEnded) -> None:
         """Handle that everything that a dead rank had started has ended."""
-        if not self.gone:
+        if not self.has_exited:
             if message.killed:
                 self._say(
                     Noted(
@@ -319,7 +319,7 @@ class RankRun(NodeRun):
                         f"user or wait in the system: {_listed(message.stuck)}. They may still use the devices."
                     )
                 )
-        self._finish_if_gone()
+        self._finish_if_exited()
 
     def _ranks_killed(self) -> None:
         """Check after a delay whether the killed ranks have ended."""
@@ -345,9 +345,9 @@ class RankRun(NodeRun):
                 )
             )
 
-    def _finish_if_gone(self) -> None:
+    def _finish_if_exited(self) -> None:
         """Finish a run that has ended and owns its group, once its ranks are gone."""
-        if not self.ended or self.gone or not self.group.gone:
+        if not self.ended or self.has_exited or not self.group.has_exited:
             return
         if self.launch.spec.ray:
             remove_ray_directories(self.run_id, self._here.settings)

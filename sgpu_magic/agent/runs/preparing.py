@@ -144,7 +144,7 @@ class PreparingRun(NodeRun):
         if moved is not None:
             self._say(moved)
         # the run that starts the ranks takes over the payload
-        self.ended = self.gone = True
+        self.ended = self.has_exited = True
         self._environments.leave(self.run_id)
         self._launches.prepared(self, built, code)
         self._inputs.over(self.run_id)
@@ -177,7 +177,7 @@ class PreparingRun(NodeRun):
 
     def on_order(self, message: Order, frames: Sequence[bytes]) -> None:
         match message:
-            case ReclaimPayload() if self.gone:
+            case ReclaimPayload() if self.has_exited:
                 self.files.memory.give_payload_up()
             case PeerFailed() if not self.ended:
                 self._end(RunState.FAILED, "")

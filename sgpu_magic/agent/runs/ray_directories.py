@@ -92,12 +92,12 @@ def sweep_ray_directories(settings: Settings, held: Collection[str]) -> None:
         held: Ids of the runs that the agent holds.
     """
     keep = {ray_directory(run_id, settings).name for run_id in held}
-    places = (
+    directories = (
         (settings.runtime_path, _PREFIX, keep),
         (Path(tempfile.gettempdir()), f"sgpu-{_PREFIX}{_own_mark(settings)}-", keep),
         (settings.state_path / _DISK, "", set(held)),
     )
-    for folder, prefix, kept in places:
+    for folder, prefix, kept in directories:
         with contextlib.suppress(OSError):
             for entry in folder.iterdir():
                 if entry.name.startswith(prefix) and entry.name not in kept and not entry.is_symlink():

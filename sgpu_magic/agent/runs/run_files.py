@@ -89,7 +89,7 @@ class AttemptFiles:
         self._say = say
         self._not_written = False
         self._released: PayloadReleased | None = None
-        if before is not None and before.gone and before.files.memory.at_hand:
+        if before is not None and before.has_exited and before.files.memory.at_hand:
             # reuse this payload whatever the launch's payload source says
             self.memory, self.frames, self.inline = before.files.memory, before.files.frames, before.files.inline
             self.memory.close_results()
@@ -201,7 +201,7 @@ class AttemptFiles:
         self._released = PayloadReleased(kept=kept, reason=why)
         self._say(self._released)
 
-    def tell_released_again(self) -> None:
+    def repeat_released(self) -> None:
         """Report the payload's release again: the last service may have died while it waited for other nodes."""
         if self._released is not None:
             self._say(self._released)

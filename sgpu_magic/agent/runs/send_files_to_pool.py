@@ -152,11 +152,11 @@ class FilesToPool:
         else:
             say()
 
-    def gone(self, run_id: str) -> None:
+    def ranks_exited(self, run_id: str) -> None:
         """Report that the run's devices are free, and that it is gone once its files are at the pool."""
         run = self._runs.get(run_id)
         if run is None:
-            self._reports.gone(run_id)
+            self._reports.ranks_exited(run_id)
             return
         if not run.launch.spec.session:
             self._reports.devices_free(run_id)
@@ -233,7 +233,7 @@ class FilesToPool:
                 self._note(run, f"files of the run were not transferred to the pool and are lost: {named}{more}")
             if self._runs.get(run.launch.spec.run_id) is run:
                 del self._runs[run.launch.spec.run_id]
-            self._reports.gone(run.launch.spec.run_id)
+            self._reports.ranks_exited(run.launch.spec.run_id)
 
     async def _send_all(self, run: _FarRun) -> None:
         """Stage all files at the pool, then let it move them into place, so that no partial state is visible."""

@@ -24,14 +24,14 @@ from sgpu_magic.agent.runs.session_logs import SessionLogs
 from sgpu_magic.agent.runs.session_repair import SessionRepair
 from sgpu_magic.agent.watch.sampling import RunSampler
 from sgpu_magic.wire.base import OWNER_GONE, FailureKind, RunState
-from sgpu_magic.wire.client import ReclaimPayload, TellComms
+from sgpu_magic.wire.client import ReclaimPayload, SendComms
 from sgpu_magic.wire.codec import Order
 from sgpu_magic.wire.events import Noted, RunEnded
 from sgpu_magic.wire.node import KillRanks
 from sgpu_magic.wire.rank import (
     CellFailed,
     Cleared,
-    CommsSaid,
+    CommsFromRank,
     DescendantsEnded,
     Displayed,
     Finish,
@@ -60,7 +60,7 @@ class NodeSession(RankRun):
         super().__init__(attempt, group, warm, here)
         launch = self.launch
         self._sampler = RunSampler(self.run_ranks, launch.lease, self._say, lambda use: None)
-        self._news = SessionEvents(self._say)
+        self._events = SessionEvents(self._say)
         self._cell: SessionCell | None = None
         self._questions = Questions(group)
         self._failure: Failure | None = None
@@ -69,7 +69,9 @@ class NodeSession(RankRun):
         self._finishing: dict[int, tuple[Unfinished, ...]] | None = None
         self._finish_shown: tuple[RankUnfinished, ...] = ()
         self._finish_s = 0.0
-        self._repair = SessionRepair(group, launch, here.settings.runtime_path, self._news, self._say, self._logs.begin)
+        self._repair = SessionRepair(
+            group, launch, here.settings.runtime_path, self._events, self._say, self._logs.begin
+        )
         group.listener = self
 
     def start(self) -> None:
@@ -109,15 +111,15 @@ class NodeSession(RankRun):
             raise SessionRefuses(f"session {self.launch.spec.name} is busy with another cell. Run it again.")
         cell = SessionCell(attempt, self, self._here)
         self._logs.lend(cell.run_ranks.numbers, cell.files)
-        self._news.began(spec.name)
+        self._events.began(spec.name)
         self._cell = cell
         return cell
 
     def cell_over(self, cell: SessionCell) -> None:
         """Take the ranks back from a cell: they are idle again."""
         self._cell = None
-        self._news.over()
-        if not self.gone:
+        self._events.over()
+        if not self.has_exited:
             self._logs.take_back(cell.run_ranks.numbers)
         self._repair.go_on()
 
@@ -152,7 +154,7 @@ class NodeSession(RankRun):
 
     # ------------------------------------------------------------ from the group
 
-    def rank_said(self, rank: int, message: FromRank, frames: Sequence[bytes]) -> None:
+    def on_rank_message(self, rank: int, message: FromRank, frames: Sequence[bytes]) -> None:
         cell = self._cell
         match message:
             case Joined() if self._started_at is not None:
@@ -167,10 +169,10 @@ class NodeSession(RankRun):
             case QuestionAnswered(request=request, answer=answer):
                 self._questions.answered(request, answer)
             case _ if cell is not None and rank in cell.run_ranks.numbers:
-                cell.rank_said(rank, message, frames)
+                cell.on_rank_message(rank, message, frames)
             case Displayed() | Cleared():
                 self._show(rank, message)
-            case CommsSaid():
+            case CommsFromRank():
                 self._take_comms(rank, message, frames)
             case Remarked(text=text):
                 self._say(Noted(text=text))
@@ -191,7 +193,7 @@ class NodeSession(RankRun):
     def _cell_of(self, rank: int) -> SessionCell | None:
         """Return the cell that the rank executes, or None."""
         cell = self._cell
-        return cell if cell is not None and not cell.gone and rank in cell.run_ranks.numbers else None
+        return cell if cell is not None and not cell.has_exited and rank in cell.run_ranks.numbers else None
 
     def rank_wrote(self, batch: OutputWritten) -> None:
         if (cell := self._cell_of(batch.rank)) is not None:
@@ -210,7 +212,7 @@ class NodeSession(RankRun):
         cell = self._cell
         is_unexpected = self._ending_as is None and not self._repair.expects(rank)
         if is_unexpected:
-            self._news.died(rank)
+            self._events.died(rank)
         self._repair.died(rank)
         self._questions.died(rank)
         self._note_finishing(rank, None)
@@ -223,12 +225,12 @@ class NodeSession(RankRun):
             self.end_as(RunState.FAILED, "")
         if self._cell is None:
             self._repair.go_on()
-        self._finish_if_gone()
+        self._finish_if_exited()
 
-    def rank_gone(self, rank: int, message: DescendantsEnded) -> None:
+    def on_descendants_ended(self, rank: int, message: DescendantsEnded) -> None:
         if self._cell is None:
             self._repair.go_on()
-        super().rank_gone(rank, message)
+        super().on_descendants_ended(rank, message)
 
     def group_broken(self, kind: FailureKind, message: str) -> None:
         if self._cell is not None:
@@ -304,7 +306,7 @@ class NodeSession(RankRun):
 
     def faulted(self, error: Exception) -> None:
         """Charge a fault to the running cell, if any; the session goes on if it can."""
-        if self._cell is not None and not self._cell.gone:
+        if self._cell is not None and not self._cell.has_exited:
             self._cell.faulted(error)
         else:
             super().faulted(error)
@@ -329,7 +331,7 @@ class NodeSession(RankRun):
         self._here.sampling.end(self._sampler)
         self.ended = True
         self._final_state = self._ending_as
-        self._news.close()
+        self._events.close()
         now = time.monotonic()
         connected = self._started_at or now
         failure = self._failure
@@ -352,7 +354,7 @@ class NodeSession(RankRun):
         for process in busy:
             process.signal(signal.SIGTERM, whole_session=True)
         self._later(self.grace_s if busy else EXIT_HANDLERS_S, self._kill)
-        self._finish_if_gone()
+        self._finish_if_exited()
 
     @property
     def connected(self) -> bool:
@@ -361,11 +363,11 @@ class NodeSession(RankRun):
     @property
     def busy(self) -> bool:
         """Whether a cell runs in the session, or its ranks are being started."""
-        return self._cell is not None or self._repair.busy or (self._started_at is None and not self.gone)
+        return self._cell is not None or self._repair.busy or (self._started_at is None and not self.has_exited)
 
     def on_order(self, message: Order, frames: Sequence[bytes]) -> None:
         match message:
-            case TellComms() if self.connected and not self._repair.busy:
+            case SendComms() if self.connected and not self._repair.busy:
                 self.group.hear_comms(message, frames)
             case KillRanks():
                 self._kill()

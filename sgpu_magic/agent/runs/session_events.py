@@ -41,32 +41,32 @@ class SessionEvents:
     def died(self, rank: int) -> None:
         """Report that a rank is dead."""
         self._dead.add(rank)
-        self._tell_now()
+        self._publish_state()
 
     def replaced(self, ranks: Sequence[int]) -> None:
         """Report that ranks were replaced."""
         self._dead -= set(ranks)
-        self._tell_now()
+        self._publish_state()
 
     def close(self) -> None:
         """Report the pending change, if any."""
         if self._timer is not None:
-            self._tell_now()
+            self._publish_state()
 
-    def _tell_now(self) -> None:
+    def _publish_state(self) -> None:
         """Report without delay, since it affects what the user can do."""
         if self._timer is not None:
             self._timer.cancel()
-        self._tell()
+        self._publish()
 
     def _changed(self) -> None:
         if self._timer is None:
-            self._timer = self._loop.call_later(_PAUSE_S, self._tell)
+            self._timer = self._loop.call_later(_PAUSE_S, self._publish)
 
-    def _tell(self) -> None:
+    def _publish(self) -> None:
         self._timer = None
         running = (self._running,) if self._running else ()
-        news = SessionMoved(cells=self._cells, running=running, dead=tuple(sorted(self._dead)))
-        if news != self._last_reported:
-            self._last_reported = news
-            self._say(news)
+        moved = SessionMoved(cells=self._cells, running=running, dead=tuple(sorted(self._dead)))
+        if moved != self._last_reported:
+            self._last_reported = moved
+            self._say(moved)

@@ -34,7 +34,7 @@ class SessionRepair:
         group: The ranks.
         launch: The session's launch, with which new ranks start.
         scratch: Directory for files on systems without memory files.
-        news: Reports dead and replaced ranks.
+        events: Reports dead and replaced ranks.
         say: Reports the result.
         replaced: Called with the replaced ranks as soon as their new processes exist; they have yet to join.
     """
@@ -42,7 +42,7 @@ class SessionRepair:
     group: Group
     launch: Launch
     scratch: Path
-    news: SessionEvents
+    events: SessionEvents
     say: Callable[[GroupRenewed | RanksRestarted], None]
     replaced: Callable[[Sequence[int]], None]
 
@@ -69,9 +69,9 @@ class SessionRepair:
         """Renew the process groups, report the result and call `done` with it. Every rank must be alive and idle."""
 
         def renewed(problem: str, lost: str) -> None:
-            news = GroupRenewed(reason=reason, lost=lost, problem=problem)
-            self.say(news)
-            done(news)
+            group_renewed = GroupRenewed(reason=reason, lost=lost, problem=problem)
+            self.say(group_renewed)
+            done(group_renewed)
 
         self._regroup((), renewed)
 
@@ -89,7 +89,7 @@ class SessionRepair:
     def go_on(self) -> None:
         """Fork the new ranks once all old ones have ended, with everything that they had started."""
         ranks = self._replacing
-        if not ranks or self._regrouped is not None or not all(self.group.rank(rank).gone for rank in ranks):
+        if not ranks or self._regrouped is not None or not all(self.group.rank(rank).has_exited for rank in ranks):
             return
         self._regroup(ranks, self._end_replacement)
         if self._replacing:
@@ -162,9 +162,9 @@ class SessionRepair:
             return
         for rank in ranks:
             if not self.group.rank(rank).alive:
-                self.news.died(rank)
+                self.events.died(rank)
         if not problem:
             pids = tuple(self.group.rank(rank).pid or 0 for rank in ranks)
             self.say(RanksRestarted(ranks=ranks, pids=pids, lost=lost))
-            self.news.replaced(ranks)
+            self.events.replaced(ranks)
         done(problem)

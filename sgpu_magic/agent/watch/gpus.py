@@ -132,7 +132,7 @@ class IdleWatch:
         self._since: dict[int, float] = {}
         self._reported: dict[int, str] = {}
 
-    def look(self, now: float, use_pct: Mapping[int, float | None]) -> list[DeviceBusy]:
+    def detect(self, now: float, use_pct: Mapping[int, float | None]) -> list[DeviceBusy]:
         """Record the GPUs' utilization by rank and return those that are busy again.
 
         A GPU of unknown utilization (None, or a missing rank) does not count as idle.
@@ -204,7 +204,7 @@ class IdleGpus:
         self._watch = IdleWatch(self.idle_s)
         self._stopped = self.idle_s <= 0
         self._asking = False
-        self._next_look = 0.0
+        self._next_check = 0.0
 
     def stop(self) -> None:
         """Stop reporting: the run ends."""
@@ -216,13 +216,13 @@ class IdleGpus:
             return
         now = self._loop.time()
         going = {rank: pct for rank, pct in use_pct.items() if not self.taker.has_reported(rank)}
-        for busy in self._watch.look(now, going):
+        for busy in self._watch.detect(now, going):
             self.say(busy)
         idle = self._watch.idle(now)
         # a query costs a rank with a full flight recorder 30 ms, so ranks that were reported are queried less often
-        if idle and not self._asking and (now >= self._next_look or idle - self._watch.reported):
+        if idle and not self._asking and (now >= self._next_check or idle - self._watch.reported):
             self._asking = True
-            self._next_look = now + self.idle_s / 2
+            self._next_check = now + self.idle_s / 2
             self.taker.take(self._took, gently=True)
 
     def _took(self, stacks: tuple[RankStack, ...]) -> None:

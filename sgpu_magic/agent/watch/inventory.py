@@ -352,7 +352,7 @@ def outside_use(processes: Mapping[int, int], own: frozenset[int], total_bytes: 
     """
     is_own = {pid: _descends_from(pid, own) for pid in processes}
     of_system = {pid for pid in processes if not is_own[pid] and _is_of_system(pid)}
-    foreign = [pid for pid in processes if not is_own[pid] and pid not in of_system and not _is_gone(pid)]
+    foreign = [pid for pid in processes if not is_own[pid] and pid not in of_system and not _has_exited(pid)]
     if len(foreign) > 1:
         return f"{_process_text(foreign[0])} and {len(foreign) - 1} more use it"
     if foreign:
@@ -382,7 +382,7 @@ def _is_of_system(pid: int) -> bool:
     return name[:_NAME_CHARS] in _SYSTEM_NAMES
 
 
-def _is_gone(pid: int) -> bool:
+def _has_exited(pid: int) -> bool:
     """Whether the process has certainly ended. In a container an unknown pid may be the host's, so False."""
     return not _in_container() and not psutil.pid_exists(pid)
 

@@ -66,13 +66,13 @@ class RunWatch:
         self._uuids = self.lease.uuids if self._sampler.gpus else ()
         self._loop = asyncio.get_running_loop()
         self._stall_s = self.here.settings.stall_s
-        self._judge = StallJudge(self._stall_s)
+        self._stalls = StallDetector(self._stall_s)
         self._cpu = CpuWatch()
         self._tick_s = min(5.0, self._stall_s / _TICKS)
         self._idle_s: dict[int, float] = {}
         self._idle_ranks: frozenset[int] = frozenset()
         self._last_output = self._loop.time()
-        self._next_look = 0.0
+        self._next_check = 0.0
         self._pause_s = self._tick_s
         self._timer: asyncio.TimerHandle | None = None
 
@@ -94,7 +94,7 @@ class RunWatch:
     def wrote(self) -> None:
         """Note that a rank has printed something, and report that a stalled run has resumed."""
         self._last_output = self._loop.time()
-        if self._judge.stalled and self._timer is not None and (resumed := self._judge.moved()):
+        if self._stalls.stalled and self._timer is not None and (resumed := self._stalls.moved()):
             self.say(resumed)
 
     def is_ending(self) -> None:
@@ -121,15 +121,15 @@ class RunWatch:
             return
         pids = [process.pid for process in self.run_ranks.ranks if process.pid is not None and process.alive]
         trees = self.here.sampling.processes.trees(pids, max_age_s=self._tick_s / 2)
-        self._idle_s = self._cpu.look(now, {pid: tree.cpu_s for pid, tree in trees.items()})
+        self._idle_s = self._cpu.sample(now, {pid: tree.cpu_s for pid, tree in trees.items()})
         idle = frozenset(pid for pid, seconds in self._idle_s.items() if seconds > 0)
         if idle != self._idle_ranks:
             # something has changed: check soon
             self._idle_ranks, self._pause_s = idle, self._tick_s
-            self._next_look = min(self._next_look, now)
-        if silent_s >= self._stall_s and now >= self._next_look:
+            self._next_check = min(self._next_check, now)
+        if silent_s >= self._stall_s and now >= self._next_check:
             # a query costs a rank with a full flight recorder 30 ms: back off while nothing is found
-            self._next_look = now + self._pause_s
+            self._next_check = now + self._pause_s
             self._pause_s = min(2 * self._pause_s, self._stall_s)
             self.taker.take(self._took, gently=True)
 
@@ -137,25 +137,25 @@ class RunWatch:
         if self._timer is None:
             return
         if self._uuids:
-            self.here.sampling.gpus.read(lambda readings: self._judge_now(stacks, readings))
+            self.here.sampling.gpus.read(lambda readings: self._detect_stall(stacks, readings))
         else:
-            self._judge_now(stacks, {})
+            self._detect_stall(stacks, {})
 
-    def _judge_now(self, stacks: tuple[RankStack, ...], readings: Mapping[str, GpuReading]) -> None:
+    def _detect_stall(self, stacks: tuple[RankStack, ...], readings: Mapping[str, GpuReading]) -> None:
         if self._timer is None:
             return
         now = self._loop.time()
         in_cell = {process.rank for process in self.run_ranks.ranks if process.alive}
         in_cell -= {rank for rank in in_cell if self.has_reported(rank)}
-        looks = [self._look_of(stack, readings) for stack in stacks if stack.rank in in_cell]
-        found = self._judge.look(now, now - self._last_output, looks) if looks else None
+        observations = [self._observe(stack, readings) for stack in stacks if stack.rank in in_cell]
+        found = self._stalls.detect(now, now - self._last_output, observations) if observations else None
         if isinstance(found, Stalled):
             # includes ranks that are done: the others may wait for them
             found = Stalled(seconds=found.seconds, stacks=stacks)
         if found is not None:
             self.say(found)
 
-    def _look_of(self, stack: RankStack, readings: Mapping[str, GpuReading]) -> RankLook:
+    def _observe(self, stack: RankStack, readings: Mapping[str, GpuReading]) -> RankLook:
         process = self.run_ranks.group.rank(stack.rank)
         collective = stack.collective
         # as `views.stacks.activity_of`: a rank with an asynchronous collective of gloo may be busy elsewhere
@@ -208,7 +208,7 @@ class RankLook(msgspec.Struct, frozen=True):
         return (self.stack.rank, self.waits_in, number if self.waits_in else 0, self.at_line)
 
 
-class StallJudge:
+class StallDetector:
     """Decides when a run has stalled, when the ranks' positions have changed, and when the run makes progress again.
 
     Args:
@@ -225,23 +225,23 @@ class StallJudge:
         """Whether the last report was `Stalled`."""
         return bool(self._reported)
 
-    def look(self, now: float, silent_s: float, looks: Sequence[RankLook]) -> Stalled | Resumed | None:
+    def detect(self, now: float, silent_s: float, observations: Sequence[RankLook]) -> Stalled | Resumed | None:
         """Evaluate one observation of all ranks that have not reported.
 
         Args:
             now: Time in seconds of a monotonic clock.
             silent_s: Seconds since the run's last output.
-            looks: One observation per rank.
+            observations: One observation per rank.
         """
-        self._seen = {look.position: self._seen.get(look.position, now) for look in looks}
-        still_s = min([silent_s, *(self._still_s(now, look) for look in looks)])
-        if still_s < self._stall_s or not any(look.waits_in for look in looks):
+        self._seen = {each.position: self._seen.get(each.position, now) for each in observations}
+        still_s = min([silent_s, *(self._still_s(now, each) for each in observations)])
+        if still_s < self._stall_s or not any(each.waits_in for each in observations):
             return self.moved()
-        picture = frozenset(look.position for look in looks)
-        if picture == self._reported:
+        positions = frozenset(each.position for each in observations)
+        if positions == self._reported:
             return None
-        self._reported = picture
-        return Stalled(seconds=still_s, stacks=tuple(look.stack for look in looks))
+        self._reported = positions
+        return Stalled(seconds=still_s, stacks=tuple(each.stack for each in observations))
 
     def moved(self) -> Resumed | None:
         """Return `Resumed` if the run was stalled: it has printed something or made progress."""
@@ -250,11 +250,11 @@ class StallJudge:
         self._reported = frozenset()
         return Resumed()
 
-    def _still_s(self, now: float, look: RankLook) -> float:
-        if not look.waits_in:
-            return look.idle_s
-        if look.entered_s is not None:
-            return look.entered_s
+    def _still_s(self, now: float, observation: RankLook) -> float:
+        if not observation.waits_in:
+            return observation.idle_s
+        if observation.entered_s is not None:
+            return observation.entered_s
         # the entry time is unknown, as for `recv` and `new_group`, which no recorder lists as pending: the rank has
         # waited since it was first seen there, and at least as long as it has been idle
-        return max(now - self._seen[look.position], look.idle_s)
+        return max(now - self._seen[observation.position], observation.idle_s)

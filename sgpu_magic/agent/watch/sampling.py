@@ -96,14 +96,14 @@ class RunSampler:
         alive = [process for process in self.run_ranks.ranks if process.alive]
         samples = [self._sample_of(each, seconds, trees.get(each.pid or 0), readings) for each in alive]
         self._cpu_s = {pid: tree.cpu_s for pid, tree in trees.items()}
-        self._tell_lost(samples, readings)
+        self._report_lost(samples, readings)
         if self.gpus:
             self.used({sample.rank: sample.utilization_pct for sample in samples})
         self._pending.append((seconds, samples))
         if now - self._began_at <= _FINE_S or sum(span for span, _ in self._pending) >= _COARSE_S - _SLACK_S:
-            self.tell()
+            self.publish()
 
-    def tell(self) -> None:
+    def publish(self) -> None:
         """Report the pending samples."""
         pending, self._pending = self._pending, []
         by_rank: dict[int, list[RankSample]] = {}
@@ -175,7 +175,7 @@ class RunSampler:
             self._introduced.add(sample.rank)
         return sample
 
-    def _tell_lost(self, samples: Iterable[RankSample], readings: Mapping[str, GpuReading]) -> None:
+    def _report_lost(self, samples: Iterable[RankSample], readings: Mapping[str, GpuReading]) -> None:
         for sample in samples:
             reading = readings.get(sample.uuid)
             if reading is not None and reading.lost and sample.rank not in self._lost:
@@ -255,7 +255,7 @@ class Sampling:
         elif run in self._runs:
             del self._runs[run]
             self.gpus.release(run.gpus)
-            run.tell()
+            run.publish()
         if not self._runs and self._timer is not None:
             self._timer.cancel()
             self._timer = None

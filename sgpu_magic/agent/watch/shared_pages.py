@@ -43,8 +43,8 @@ class SharedPages:
         A rank's memory is that of its own process until the first measurement, and never less.
         """
         for known in (self._shares, self._due):
-            for gone in known.keys() - trees.keys():
-                del known[gone]
+            for ended in known.keys() - trees.keys():
+                del known[ended]
         return {pid: self._corrected(pid, tree) for pid, tree in trees.items()}
 
     def _corrected(self, pid: int, tree: TreeUse) -> TreeUse:

@@ -28,7 +28,7 @@ from sgpu_magic.agent.ranks.stop import catches
 from sgpu_magic.system import child_process
 from sgpu_magic.wire.codec import STACK_SIGNAL
 from sgpu_magic.wire.decoding import decode_json
-from sgpu_magic.wire.rank import Collectives, TellCollectives
+from sgpu_magic.wire.rank import AskCollectives, Collectives
 from sgpu_magic.wire.rank_events import Collective, RankStack, StackFrame
 
 Done = Callable[[tuple[RankStack, ...]], None]
@@ -81,7 +81,7 @@ class StackTaker:
                 problem = self._ask(process, taking)
                 if problem:
                     taking.problems[process.rank] = problem
-            self._loop.call_later(_POLL_S, self._look, taking)
+            self._loop.call_later(_POLL_S, self._poll, taking)
 
     def _faulted(self, taking: _Taking, error: Exception) -> None:
         """Answer in any case: the end of the run may wait for the stacks."""
@@ -109,7 +109,7 @@ class StackTaker:
         else:
             self._signal(process)
         if process.stream is not None:
-            process.stream.send(TellCollectives(request=taking.request))
+            process.stream.send(AskCollectives(request=taking.request))
         return ""
 
     def _signal(self, process: RankProcess) -> None:
@@ -118,7 +118,7 @@ class StackTaker:
         if process.pid is not None and catches(process.pid, STACK_SIGNAL) is not False:
             process.signal(STACK_SIGNAL)
 
-    def _look(self, taking: _Taking) -> None:
+    def _poll(self, taking: _Taking) -> None:
         late = self._loop.time() >= taking.deadline
         missing: list[RankProcess] = []
         waiting = False
@@ -136,7 +136,7 @@ class StackTaker:
                     missing.append(process)
             waiting = waiting or rank not in taking.frames or rank not in taking.collectives
         if waiting and not late:
-            self._loop.call_later(_POLL_S, self._look, taking)
+            self._loop.call_later(_POLL_S, self._poll, taking)
         elif missing and (py_spy := find_py_spy()):
             pids = {process.rank: process.pid for process in missing if process.pid is not None and process.alive}
             future = call_in_background(functools.partial(_ask_py_spy, py_spy, pids), "sgpu-py-spy")

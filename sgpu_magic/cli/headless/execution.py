@@ -177,7 +177,7 @@ class NotebookRun:
             client.print_displays(cell, values=not self._job.is_script)
             self._copy.save()
             if code is not ExitCode.OK:
-                self._tell_failure(cell, number, code)
+                self._print_failure(cell, number, code)
                 return code
             self._on_progress(number, len(code_cells))
             if self.exit_value is not None:
@@ -278,7 +278,7 @@ class NotebookRun:
     def _exceeded(self) -> str:
         return f"the time limit of {format_seconds(self._job.timeout_s or 0)} was exceeded"
 
-    def _tell_failure(self, cell: Any, number: int, code: ExitCode) -> None:
+    def _print_failure(self, cell: Any, number: int, code: ExitCode) -> None:
         is_script = self._job.is_script
         where = "" if is_script else f" in cell {number}"
         if code in (ExitCode.INTERRUPTED, ExitCode.TERMINATED):

@@ -27,7 +27,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
 
-_said: set[str] = set()
+_noted: set[str] = set()
 POOL_ID = "DATABRICKS_REMOTE_GPU_POOL_ID"
 RESERVED = "DATABRICKS_USE_RESERVED_GPU_POOL"
 ON_DEMAND = "DATABRICKS_USE_POOL"
@@ -60,8 +60,8 @@ def with_chosen_pool(options: CallOptions) -> CallOptions:
     if options.pool:
         return options
     pool, note = chosen_pool(os.environ)
-    if note and note not in _said:
-        _said.add(note)
+    if note and note not in _noted:
+        _noted.add(note)
         sys.stderr.write(f"sgpu: {note}\n")
     return replace(options, pool=pool)
 
@@ -159,19 +159,19 @@ def chosen_pool(environ: Mapping[str, str]) -> tuple[str, str]:
     if name:
         if name in (LOCAL, setting, *(entry.name for entry in entries)):
             return name, ""
-        said = f"{POOL_ID} names the pool {name!r}, which is not known here"
+        text = f"{POOL_ID} names the pool {name!r}, which is not known here"
     elif _is_set(environ, RESERVED):
         if any(entry.reserved for entry in entries):
             return "reserved", ""
-        said = f"{RESERVED} asks for a reserved pool, and none is known here"
+        text = f"{RESERVED} asks for a reserved pool, and none is known here"
     elif _is_set(environ, ON_DEMAND):
         if any(not entry.reserved for entry in entries):
             return "on-demand", ""
-        said = f"{ON_DEMAND} asks for an on-demand pool, and none is known here"
+        text = f"{ON_DEMAND} asks for an on-demand pool, and none is known here"
     else:
         return "", ""
     instead = f"the pool {setting or LOCAL!r}" if setting or not entries else "the pool that fits best"
-    return "", f"{said}; the run goes to {instead}. `sgpu pool add` lists others."
+    return "", f"{text}; the run goes to {instead}. `sgpu pool add` lists others."
 
 
 def _is_set(environ: Mapping[str, str], name: str) -> bool:

@@ -178,10 +178,10 @@ class ClusterProcess:
         for facts in seen:
             if not facts.probed and not facts.problem and facts.node not in self._looking:
                 self._looking.add(facts.node)
-                self._begin(self._look_at(facts))
+                self._begin(self._inspect(facts))
 
-    async def _look_at(self, facts: NodeFacts) -> None:
-        found = await self._call(cluster.look_at, facts)
+    async def _inspect(self, facts: NodeFacts) -> None:
+        found = await self._call(cluster.inspect_node, facts)
         self._looking.discard(facts.node)
         if facts.node in self._facts:
             self._facts[facts.node] = found

@@ -196,12 +196,12 @@ class AgentListener:
                     self._break(link)
                     return
                 try:
-                    said = codec.from_agent.decode(parts[0].buffer)
+                    decoded = codec.from_agent.decode(parts[0].buffer)
                 except msgspec.DecodeError as error:
                     text = f"A message of the agent on {node} can't be decoded and is dropped"
                     self._loop.default_exception_handler({"message": text, "exception": error})
                     return
-                self._on_message(link, said, [part.bytes for part in parts[1:]])
+                self._on_message(link, decoded, [part.bytes for part in parts[1:]])
             case LinkBroken():
                 link.close()
             case NodeLeaves(why=why):

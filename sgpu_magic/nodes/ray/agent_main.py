@@ -15,7 +15,7 @@ import sys
 from typing import Any, NoReturn
 
 
-def look() -> dict[str, Any]:
+def inspect_node() -> dict[str, Any]:
     """Probe the node: return the fields of `NodeFacts` from `devices` on, except `problem`, as plain values."""
     import importlib.metadata
     import importlib.util

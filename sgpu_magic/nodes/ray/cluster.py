@@ -126,9 +126,9 @@ def _outside(total: Mapping[str, float], left: Mapping[str, float], ours: float,
     return max(0, int(used) + (used > int(used) + 1e-6))
 
 
-def look_at(node: NodeFacts) -> NodeFacts:
+def inspect_node(node: NodeFacts) -> NodeFacts:
     """Probe a node with a Ray task for what Ray does not report: the GPUs' UUIDs, installed packages."""
-    task = ray.remote(agent_main.look).options(
+    task = ray.remote(agent_main.inspect_node).options(
         num_cpus=0, max_retries=0, scheduling_strategy=strategies.NodeAffinitySchedulingStrategy(node.node, soft=False)
     )
     try:

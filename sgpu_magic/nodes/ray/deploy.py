@@ -150,10 +150,10 @@ def _words(api: JobsApi, name: str) -> re.Match[str]:
     """Wait until the pool has printed that it listens."""
     deadline = time.monotonic() + _START_S
     while True:
-        if match := _WORDS.search(said := api.logs(name)):
+        if match := _WORDS.search(logs := api.logs(name)):
             return match
         job = api.job(name)
-        last = "\n".join((api.logs(name) or said).strip().splitlines()[-5:]) or (job.message or "")
+        last = "\n".join((api.logs(name) or logs).strip().splitlines()[-5:]) or (job.message or "")
         if job.is_over:
             raise PoolError(f"the pool did not start on the Ray cluster {api.address} (job {name}): {last[-1500:]}")
         if time.monotonic() > deadline:
@@ -265,8 +265,8 @@ class JobsApi:
             with error:
                 if missing and error.code == http.HTTPStatus.NOT_FOUND:
                     return None
-                said = error.read(2000).decode(errors="replace").strip()
-            raise self._refused(error.code, said) from None
+                text = error.read(2000).decode(errors="replace").strip()
+            raise self._refused(error.code, text) from None
         except (urllib.error.URLError, http.client.HTTPException, OSError) as error:
             reason = getattr(error, "reason", "") or error
             raise PoolError(
@@ -274,7 +274,7 @@ class JobsApi:
                 "running (`ray start --head --dashboard-host 0.0.0.0`), and can this machine reach its port?"
             ) from None
 
-    def _refused(self, status: int, said: str) -> PoolError:
+    def _refused(self, status: int, text: str) -> PoolError:
         if status == http.HTTPStatus.UNAUTHORIZED:
             return PoolError(
                 f"the Ray cluster at {self.address} requires its token, and none is set here. Set RAY_AUTH_TOKEN, or "
@@ -285,7 +285,7 @@ class JobsApi:
                 f"the Ray cluster at {self.address} rejected the token that is set here (RAY_AUTH_TOKEN, "
                 "RAY_AUTH_TOKEN_PATH, or ~/.ray/auth_token, in this order): it is not the cluster's."
             )
-        words = said.splitlines()[-1] if said else "no message"
+        words = text.splitlines()[-1] if text else "no message"
         return PoolError(f"Ray's dashboard at {self.address} refused the request (HTTP {status}): {words[:500]}")
 
 

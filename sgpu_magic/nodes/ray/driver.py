@@ -280,7 +280,7 @@ class NodeAgents:
         """Record that the node's agent has connected."""
         self._starting.pop(node, None)
 
-    def gone(self, node: str) -> None:
+    def exited(self, node: str) -> None:
         """Record that the node's agent has exited, or could not be started."""
         self._starting.pop(node, None)
         self.leaving.discard(node)
@@ -306,7 +306,7 @@ class NodeAgents:
         """Return nodes whose agents did not connect in time; they count as gone from now on."""
         late = [node for node, since in self._starting.items() if now - since > _COME_S]
         for node in late:
-            self.gone(node)
+            self.exited(node)
         return late
 
     def connected(self) -> None:

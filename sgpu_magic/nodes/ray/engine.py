@@ -77,7 +77,7 @@ class RayEngine(Engine):
         self._directory = private_dir(settings.state_path / "ray")
         self._pair = kept_key_pair(self._directory / "door.key")
         self._keys = NodeKeys(self._directory / "nodes.json")
-        self._agents = NodeAgents(self._agent_order, self._tell, settings.ray_agent_idle_s)
+        self._agents = NodeAgents(self._agent_order, self._send_to_cluster, settings.ray_agent_idle_s)
         self._host = ""
         self._types: tuple[str, ...] = ()
         self._facts: dict[str, NodeFacts] = {}
@@ -100,13 +100,13 @@ class RayEngine(Engine):
         settings = self._settings
         address = listen_address(settings.ray_node_listen, self._directory)
         self._agent_listener = AgentListener(
-            address, self._pair, functools.partial(self._guarded, self._node_said), self._link_lost
+            address, self._pair, functools.partial(self._guarded, self._on_node_message), self._link_lost
         )
         keep_port(self._agent_listener.address, self._directory)
         self._agent_listener.admit(self._keys.nodes)
         arguments = (settings.ray_address or "auto", self._namespace, self._prefix)
         self._driver = start_driver(
-            arguments, settings.state_path / "ray.log", functools.partial(self._guarded, self._cluster_said)
+            arguments, settings.state_path / "ray.log", functools.partial(self._guarded, self._on_cluster_message)
         )
         self._tending = self._loop.call_later(_TEND_S, self._tend)
         super().start(listener)
@@ -115,10 +115,10 @@ class RayEngine(Engine):
         if not self._asked_for_inventory:
             self._asked_for_inventory = True
             # if Ray hangs, the last known inventory is sent
-            self._loop.call_later(_ANSWER_S, self._tell_inventory)
+            self._loop.call_later(_ANSWER_S, self._publish_inventory)
         self._watch()
 
-    def _tell_inventory(self) -> None:
+    def _publish_inventory(self) -> None:
         if self._asked_for_inventory and self._found:
             self._asked_for_inventory = False
             self.inventory_changed()
@@ -145,16 +145,16 @@ class RayEngine(Engine):
     def start_run(self, launch: Launch, frames: Sequence[bytes]) -> None:
         order = leases.request_of(launch, self._facts, self._settings, self._types, self._away)
         self._asked[order.run_id] = (order, launch, frames)
-        self._tell(order)
+        self._send_to_cluster(order)
         self._watch()
 
     def withdraw(self, run_id: str) -> None:
         self._asked.pop(run_id, None)
         self._granted.pop(run_id, None)
-        self._tell(DropLease(run_id=run_id))
+        self._send_to_cluster(DropLease(run_id=run_id))
 
     def lease_free(self, run_id: str, lease: Lease) -> None:
-        self._tell(DropLease(run_id=run_id))
+        self._send_to_cluster(DropLease(run_id=run_id))
         self._watch()
 
     def _ready(self, ready: LeaseReady) -> None:
@@ -167,7 +167,7 @@ class RayEngine(Engine):
             return
         asked = self._asked.pop(ready.run_id, None)
         if asked is None:
-            self._tell(DropLease(run_id=ready.run_id))
+            self._send_to_cluster(DropLease(run_id=ready.run_id))
             return
         _, launch, frames = asked
         try:
@@ -175,7 +175,7 @@ class RayEngine(Engine):
             if len(shares) < len(ready.parts):
                 raise KeyError("it is out of reach")
         except KeyError:
-            self._tell(DropLease(run_id=ready.run_id))
+            self._send_to_cluster(DropLease(run_id=ready.run_id))
             self._refuse_asked(launch, "a node that Ray granted is already gone")
             return
         uuids = tuple(uuid for share in shares for uuid in share.uuids)
@@ -202,7 +202,7 @@ class RayEngine(Engine):
             # the pending group is the request to the autoscaler: keep it until the run is placed or withdrawn
             return
         why = leases.why_not(order, launch.lease, self._facts.values(), self._leases.values(), self._coming)
-        self._tell(DropLease(run_id=waits.run_id))
+        self._send_to_cluster(DropLease(run_id=waits.run_id))
         self._refuse_asked(launch, why)
 
     def _refuse_asked(self, launch: Launch, why: str) -> None:
@@ -218,7 +218,7 @@ class RayEngine(Engine):
 
     # ------------------------------------------------------------ the cluster
 
-    def _cluster_said(self, message: FromCluster) -> None:
+    def _on_cluster_message(self, message: FromCluster) -> None:
         match message:
             case ClusterFound():
                 self._connected(message)
@@ -234,14 +234,14 @@ class RayEngine(Engine):
                 if run_id in self._asked:
                     self._refuse_asked(self._asked[run_id][1], f"Ray could not create its placement group: {why}")
             case AgentFailed(node=node, why=why):
-                self._agents.gone(node)
+                self._agents.exited(node)
                 self.node_lost(node, f"its agent could not be started: {why}")
 
     def _connected(self, found: ClusterFound) -> None:
         self._host, self._types, self._coming = found.address, found.types, ""
         self._agents.connected()
         for order, _, _ in self._asked.values():
-            self._tell(order)
+            self._send_to_cluster(order)
         for node in {share.node for lease in self._leases.values() for share in lease.shares}:
             if node not in self._channels and node in self._facts:
                 self._need(node)
@@ -255,7 +255,7 @@ class RayEngine(Engine):
         """Remove placement groups of an earlier service whose runs were not adopted."""
         for run_id in runs:
             if run_id not in self._leases and run_id not in self._placing:
-                self._tell(DropLease(run_id=run_id))
+                self._send_to_cluster(DropLease(run_id=run_id))
 
     def _cluster_lost(self, lost: ClusterLost) -> None:
         if not self._found and not (lost.silent and self._driver.ends < _SILENT_TRIES):
@@ -272,7 +272,7 @@ class RayEngine(Engine):
         self._facts, self._coming = alive, seen.coming
         for node in dead:
             self._away.discard(node)
-            self._agents.gone(node)
+            self._agents.exited(node)
             self.node_lost(node, "Ray reports that it is dead")
         if dead:
             self._keys.forget_others(alive)
@@ -286,7 +286,7 @@ class RayEngine(Engine):
             self._known, self._asked_for_inventory = inventory, False
             self.inventory_changed()
 
-    def _tell(self, message: ToCluster) -> None:
+    def _send_to_cluster(self, message: ToCluster) -> None:
         self._driver.send(message)
 
     # ------------------------------------------------------------ nodes
@@ -308,12 +308,12 @@ class RayEngine(Engine):
             settings=msgspec.json.encode(self._settings),
         )
 
-    def _node_said(self, link: NodeLink, message: FromAgent, frames: Sequence[bytes]) -> None:
+    def _on_node_message(self, link: NodeLink, message: FromAgent, frames: Sequence[bytes]) -> None:
         node = link.node
         match message:
             case AgentReady(protocol_version=version) if version != PROTOCOL_VERSION:
                 # the agent was left by a service of another version of sgpu-magic: its runs can't be adopted
-                self._agents.gone(node)
+                self._agents.exited(node)
                 self.node_lost(node, "its agent had another version of sgpu-magic")
             case AgentReady():
                 self._away.discard(node)
@@ -321,10 +321,10 @@ class RayEngine(Engine):
                 facts = self._facts.get(node)
                 self.node_came(link, message, facts.address if facts is not None else "")
             case _:
-                self.node_said(node, message, frames)
+                self.on_node_message(node, message, frames)
 
     def _link_lost(self, node: str, why: str, silent: bool) -> None:
-        self._agents.gone(node)
+        self._agents.exited(node)
         if silent and node in self._facts:
             # nothing is placed there until an agent connects: the old one or, if only that died, a new one
             self._away.add(node)
@@ -336,7 +336,7 @@ class RayEngine(Engine):
 
     def _watch(self) -> None:
         going = any(not run.over for run in self._runs.values())
-        self._tell(WatchNodes(every_s=_BUSY_S if going or self._asked else _IDLE_S))
+        self._send_to_cluster(WatchNodes(every_s=_BUSY_S if going or self._asked else _IDLE_S))
 
     def _tend(self) -> None:
         self._tending = self._loop.call_later(_TEND_S, self._tend)

@@ -282,9 +282,9 @@ class Uplink:
                 connection.close()
                 self._ended()
                 return
-        self._agent = MessageStream[msgspec.Raw](connection, _raw, self._agent_said, self._agent_lost)
+        self._agent = MessageStream[msgspec.Raw](connection, _raw, self._on_agent_message, self._agent_lost)
 
-    def _agent_said(self, message: msgspec.Raw, frames: Sequence[bytes]) -> None:
+    def _on_agent_message(self, message: msgspec.Raw, frames: Sequence[bytes]) -> None:
         self._sent += 1
         self._say(Carried(link=self._link, number=self._sent), bytes(message), *frames)
 

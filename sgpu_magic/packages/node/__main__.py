@@ -23,18 +23,18 @@ def main() -> None:
     from sgpu_magic.packages.node.refusals import BuildFailed
     from sgpu_magic.packages.node.store import BuildNews, BuildReady, BuildRefused, decode_order, encode
 
-    def tell(news: BuildNews) -> None:
-        os.write(link, encode(news) + b"\n")
+    def report(update: BuildNews) -> None:
+        os.write(link, encode(update) + b"\n")
 
     with open(link, "rb", closefd=False) as asked:
         order = decode_order(asked.read())
-    builder = Builder(order, tell)
+    builder = Builder(order, report)
     try:
         built, lock = builder.build()
     except BuildFailed as failed:
-        tell(BuildRefused(message=str(failed)))
+        report(BuildRefused(message=str(failed)))
         return
-    tell(BuildReady(built=built))
+    report(BuildReady(built=built))
     if built:
         builder.settle()
     lock.close()

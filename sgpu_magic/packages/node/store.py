@@ -256,4 +256,4 @@ BuildNews = BuildMoved | BuildReady | BuildRefused
 
 encode = msgspec.json.Encoder().encode
 decode_order = JsonDecoder(BuildOrder).decode
-decode_news = JsonDecoder[BuildNews](BuildNews).decode
+decode_update = JsonDecoder[BuildNews](BuildNews).decode

@@ -282,8 +282,8 @@ def _spread(free: Mapping[str, int], ranks: int) -> Parts:
     heap = [(0, -free[node], index, node) for index, node in enumerate(parts)]
     heapq.heapify(heap)
     for _ in range(ranks):
-        taken, room, place, node = heapq.heappop(heap)
+        taken, room, position, node = heapq.heappop(heap)
         parts[node] = taken + 1
         if taken + 1 < free[node]:
-            heapq.heappush(heap, (taken + 1, room, place, node))
+            heapq.heappush(heap, (taken + 1, room, position, node))
     return sorted(((node, count) for node, count in parts.items() if count), key=lambda part: -part[1])

@@ -123,12 +123,12 @@ class FairShare:
                 last.append(run)
             elif run.run_id in by_id:
                 groups.setdefault(run.spec.owner.user, []).append((run, want))
-        places = {run.run_id: position for position, (run, _) in enumerate(runs)}
+        positions = {run.run_id: position for position, (run, _) in enumerate(runs)}
         ranks = {user: self.rank(line, user, now) for user in groups}
         for run in ordered:
             priority, share = ranks.get(run.spec.owner.user, (0.0, 0.0))
             ranks[run.spec.owner.user] = priority, share + run.spec.placement.ranks
-        heap = [(ranks[user], places[group[0][0].run_id], user, 0) for user, group in groups.items()]
+        heap = [(ranks[user], positions[group[0][0].run_id], user, 0) for user, group in groups.items()]
         heapq.heapify(heap)
         while heap and (most is None or len(ordered) < most):
             (priority, share), _, user, at = heapq.heappop(heap)
@@ -136,7 +136,7 @@ class FairShare:
             run, want = group[at]
             ordered.append(run)
             if at + 1 < len(group):
-                heapq.heappush(heap, ((priority, share + want.ranks), places[group[at + 1][0].run_id], user, at + 1))
+                heapq.heappush(heap, ((priority, share + want.ranks), positions[group[at + 1][0].run_id], user, at + 1))
         return (ordered + last)[:most]
 
     # ------------------------------------------------------------ internals

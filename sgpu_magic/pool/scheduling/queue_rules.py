@@ -91,7 +91,7 @@ class QueueRules:
             self.room.release(run.run_id, had)
         if has is not None:
             self._fair.took(run, has, self._table.now)
-            self._take(run, has)
+            self._assign(run, has)
 
     def seen(self, inventory: Inventory) -> bool:
         """Take a new inventory, which clears the engine's refusals. Returns False when nothing has changed."""
@@ -101,7 +101,7 @@ class QueueRules:
         self._meant.clear()
         for run in self._table.runs.values():
             if run.held_lease is not None:
-                self._take(run, run.held_lease)
+                self._assign(run, run.held_lease)
         return True
 
     def resolve(self, run: ScheduledRun) -> ResourceRequest | PlacementRefusal:
@@ -179,7 +179,7 @@ class QueueRules:
 
     # ------------------------------------------------------------ internals
 
-    def _take(self, run: ScheduledRun, lease: Lease) -> None:
+    def _assign(self, run: ScheduledRun, lease: Lease) -> None:
         self.room.take(run.run_id, lease, run.number, shared=run.orphaned)
 
     def _start_waiting(self) -> list[Instruction]:

@@ -90,7 +90,7 @@ class QueueStatus:
         deferred = self._behind = count > AT_ONCE and now < self._published_at + count / PER_S
         self._published_at = self._published_at if deferred else now
         out: dict[int, Instruction] = {}
-        for run, line, position in moment.places(only_first=deferred):
+        for run, line, position in moment.positions(only_first=deferred):
             if deferred and run.last_published is not None and position > _FIRST:
                 continue
             status = (position, moment.reason(run))
@@ -103,7 +103,7 @@ class QueueStatus:
     def now(self) -> dict[str, Published]:
         """Return the current position and reason of each waiting run."""
         moment = _Moment(self._table, self._queue, self._fair)
-        return {run.run_id: (position, moment.reason(run)) for run, _, position in moment.places()}
+        return {run.run_id: (position, moment.reason(run)) for run, _, position in moment.positions()}
 
     def next_deadline(self) -> float | None:
         """Return when the delayed updates are due; None without any."""
@@ -150,7 +150,7 @@ class _Moment:
         self._held = UnfreedDevices(table)
         self._found: dict[tuple[ResourceRequest, str], str] = {}
 
-    def places(self, *, only_first: bool = False) -> list[tuple[ScheduledRun, QueueKey | str | None, int]]:
+    def positions(self, *, only_first: bool = False) -> list[tuple[ScheduledRun, QueueKey | str | None, int]]:
         """Return the waiting runs, each with its line or session and its position there; cells after their sessions.
 
         Args:
@@ -169,11 +169,11 @@ class _Moment:
             ]
         lost = [run for run in self._table.waiting() if run.want is None]
         found += [(run, None, place) for place, run in enumerate(lost, 1)]
-        places: dict[str, int] = {}
+        positions: dict[str, int] = {}
         for cell in self._table.waiting_cells():
             session = cell.spec.session
-            places[session] = places.get(session, 0) + 1
-            found.append((cell, session, places[session]))
+            positions[session] = positions.get(session, 0) + 1
+            found.append((cell, session, positions[session]))
         return found
 
     def reason(self, run: ScheduledRun) -> str:

@@ -113,7 +113,8 @@ class ScheduledRun:
         paused: For a session, why no cell may start in it now; "" when cells may.
         quiet_since: For a session, since when no cell has run in it; None before it is RUNNING. Counts only while
             no cell runs.
-        gone: For a session, whether its ranks are gone while it still holds its lease for `--fresh` cells on it.
+        have_ranks_exited: For a session, whether its ranks have exited while it still holds its lease for `--fresh` cells
+            on it.
         orphaned: For a `--fresh` cell, whether its session is unknown to the service, so that the cell itself holds
             the devices.
         asked: Whether its lease has no devices yet, because the engine asks the cluster for nodes.
@@ -141,7 +142,7 @@ class ScheduledRun:
     remaining: tuple[RemainingRank, ...] = ()
     paused: str = ""
     quiet_since: float | None = None
-    gone: bool = False
+    have_ranks_exited: bool = False
     orphaned: bool = False
     asked: bool = False
     cost_reported: bool = False
@@ -158,7 +159,7 @@ class ScheduledRun:
     @property
     def is_open(self) -> bool:
         """Whether a session accepts cells."""
-        return not (self.gone or self.state.is_final or self.state is RunState.CANCELLING)
+        return not (self.have_ranks_exited or self.state.is_final or self.state is RunState.CANCELLING)
 
     @property
     def held_lease(self) -> Lease | None:

@@ -241,7 +241,7 @@ class RunTable:
             return moves
         moves += self.remove(run)
         session = self.runs.get(run.spec.session)
-        if session is not None and session.gone and not _on_its_devices(self.cells_of(session.run_id)):
+        if session is not None and session.have_ranks_exited and not _on_its_devices(self.cells_of(session.run_id)):
             # that was the last cell on the session's devices
             self.drop(session.run_id)
         elif session is not None and session.quiet_since is not None:

@@ -170,7 +170,7 @@ class Scheduler:
                 out = self._adopt(stimulus)
             case InventoryChanged(inventory=inventory):
                 waiting = self._table.waiting() if self._queue.seen(inventory) else []
-                out = [instruction for run in waiting for instruction in self._judge(run)]
+                out = [instruction for run in waiting for instruction in self._resolve(run)]
             case TimePassed():
                 out = []
             case _:
@@ -189,15 +189,17 @@ class Scheduler:
             return [RefuseRun(spec.run_id, ErrorKind.SESSION, refusal)]
         self._table.change(run, queued_at=self._table.now)
         self._table.add(run)
-        return [] if spec.session or not self._queue.knows_devices else self._judge(run)
+        return [] if spec.session or not self._queue.knows_devices else self._resolve(run)
 
     def _adopt(self, adopted: RunAdopted) -> list[Instruction]:
         run = adopted.run
         if run.run_id not in self._runs:
             hourly = self._tariff.hourly(adopted.lease) if adopted.hourly is None else adopted.hourly
             # a finished run is already in the ledger's sums
-            stands = run.state is RunState.PREPARING or run.state.is_final
-            meter = Meter(adopted.lease, None if run.spec.session else hourly, None if stands else adopted.metered_at)
+            is_unmetered = run.state is RunState.PREPARING or run.state.is_final
+            meter = Meter(
+                adopted.lease, None if run.spec.session else hourly, None if is_unmetered else adopted.metered_at
+            )
             self._table.change(
                 run,
                 queued_at=adopted.metered_at,
@@ -215,7 +217,7 @@ class Scheduler:
                 self._table.stop_meter(run)
         return []
 
-    def _judge(self, run: ScheduledRun) -> list[Instruction]:
+    def _resolve(self, run: ScheduledRun) -> list[Instruction]:
         """Put a waiting run into its queue, or into another one if the pool's devices have changed."""
         want = self._queue.resolve(run)
         if not isinstance(want, ResourceRequest):

@@ -68,7 +68,7 @@ class ChoiceKeeper:
         if not self._is_reported and self._pending is None:
             # the path comes from the front end and may be any text
             with contextlib.suppress(OSError, ValueError):
-                self._look()
+                self._read_notebook()
         return self._held
 
     def to_report(self, kept: KeptChoice | None) -> KeptChoice | None:
@@ -102,7 +102,7 @@ class ChoiceKeeper:
             self._pending, self._held = kept, CurrentChoice(choice, True)
         return kept
 
-    def _look(self) -> None:
+    def _read_notebook(self) -> None:
         if not (path := self._notebook()):
             return
         status = os.stat(path)

@@ -57,7 +57,7 @@ class Subscription(msgspec.Struct, frozen=True):
     pool: Pool
     on_event: Callable[[], None] | None = None
 
-    def look_at_link(self) -> None:
+    def on_link_change(self) -> None:
         """Show or clear the note that a remote pool is silent."""
         silent_s = self.run.link.wire.silent_s
         if silent_s and not self.view.silence:
@@ -125,7 +125,7 @@ def follow(
             if (ending := find_end(followed) or (lost or find_again)(followed)) is not None:
                 return ending
             received_at = time.monotonic()
-        followed.look_at_link()
+        followed.on_link_change()
         if has_ended and time.monotonic() - received_at > HISTORY_PATIENCE_S:
             return without_an_end(followed)
         followed.publisher.tick(time.monotonic())
@@ -245,23 +245,23 @@ class EventPump:
                     self._thread = None
                     return
                 # a silent link to a remote pool does not wake this thread
-                looks = any(entry.until is not None or entry.followed.run.mirror is not None for entry in self._entries)
-            self._woken.wait(_LOOK_S if looks else None)
+                polls = any(entry.until is not None or entry.followed.run.mirror is not None for entry in self._entries)
+            self._woken.wait(_LOOK_S if polls else None)
             self._woken.clear()
             with self._lock:
                 # copied after the wait: the wake-up may come from a run that was added meanwhile
                 entries = list(self._entries)
             for entry in entries:
                 try:
-                    self._look_at(entry)
+                    self._check(entry)
                 except Exception:  # noqa: BLE001  a thread's top; the other runs go on
                     traceback.print_exc()
 
-    def _look_at(self, entry: _Entry) -> None:
+    def _check(self, entry: _Entry) -> None:
         """Process a run's queued events; blocks only while its pool service has died and the next one is looked for."""
         followed = entry.followed
         if (ending := find_end(followed)) is None:
-            followed.look_at_link()
+            followed.on_link_change()
             if followed.run.link.lost.is_set():
                 ending = find_end(followed) or find_again(followed)
         if ending is None and entry.until is not None and time.monotonic() > entry.until:

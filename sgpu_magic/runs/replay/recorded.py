@@ -184,7 +184,7 @@ def prepare_replay(context: KernelContext, recorded: Recorded, options: ReplayOp
     chosen = circumstances.choose(recorded, then.digest, here=options.here)
     cwd = recorded.record.cwd if Path(recorded.record.cwd).is_dir() else os.getcwd()
     now = circumstances.of_replay(chosen, cwd, then.packages)
-    notes = [f"a replay of run {short(spec.run_id)}", *circumstances.differences(then, now), *_gone_variables(spec)]
+    notes = [f"a replay of run {short(spec.run_id)}", *circumstances.differences(then, now), *_missing_variables(spec)]
     if spec.session:
         notes.append("it ran in a session: what earlier cells had set on its ranks is not here")
     notes += [as_warning(kept_settings)] if kept_settings else []
@@ -209,7 +209,7 @@ def prepare_replay(context: KernelContext, recorded: Recorded, options: ReplayOp
         options,
         variables={**given, **options.variables},
         timeout_s=options.timeout_s or spec.timeout_s or SEVEN_DAYS_S,
-        wishes=EnvironmentOptions(env_version=chosen.env_version, allow_build=True)
+        environment=EnvironmentOptions(env_version=chosen.env_version, allow_build=True)
         if chosen.env_version
         else EnvironmentOptions(),
         group=spec.grouped,
@@ -226,8 +226,8 @@ def prepare_replay(context: KernelContext, recorded: Recorded, options: ReplayOp
     )
 
 
-def _gone_variables(spec: RunSpec) -> list[str]:
+def _missing_variables(spec: RunSpec) -> list[str]:
     """Return a note about variables that were sent with the run and are not set here."""
     travelled = (*spec.variable_names, *spec.secret_names)
-    gone = sorted({name for name in travelled if name not in os.environ and name not in spec.env_names})
-    return [f"variables that the run had and that are not set here: {', '.join(gone)}"] if gone else []
+    missing = sorted({name for name in travelled if name not in os.environ and name not in spec.env_names})
+    return [f"variables that the run had and that are not set here: {', '.join(missing)}"] if missing else []

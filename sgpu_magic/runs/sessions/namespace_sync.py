@@ -133,7 +133,7 @@ class NamespaceTracker:
             comparison: Reports progress if it takes long.
         """
         comparison = comparison or Comparison("", None)
-        prints, kept = self._look_at(names, absent, namespace, ranks, exclude, comparison)
+        prints, kept = self._inspect(names, absent, namespace, ranks, exclude, comparison)
         slow, about_time = comparison.done(self._slow)
         with self._lock:
             self._slow.update(slow)
@@ -291,7 +291,7 @@ class NamespaceTracker:
 
     # ------------------------------------------------------------ internals
 
-    def _look_at(
+    def _inspect(
         self,
         names: Collection[str],
         absent: Iterable[str],

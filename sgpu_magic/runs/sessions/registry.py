@@ -135,7 +135,7 @@ def begin(
         packages = take_snapshot()
         run = submit(found.pool, submission)
         followed = context.followed(run, ui, error_follows=False)
-        session = Session(context, followed, options.variables, options.wishes, packages)
+        session = Session(context, followed, options.variables, options.environment, packages)
         add(session)
         if context.restarts is not None:
             context.restarts.before = end_for_restart
@@ -236,8 +236,8 @@ def drop(session: Session) -> None:
     with _lock:
         if _sessions.get(session.name) is session:
             del _sessions[session.name]
-    for tell in tuple(when_dropped):
-        tell()
+    for on_drop in tuple(when_dropped):
+        on_drop()
 
 
 def close_all() -> None:

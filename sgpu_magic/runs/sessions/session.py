@@ -42,7 +42,7 @@ class Session(SessionLifecycle, RankCollection):
         context: The kernel's context.
         followed: The session's own run.
         variables: Environment variables to set on the ranks, in addition to this process's environment.
-        wishes: The requested packages and tracking.
+        environment: The requested packages and tracking.
         packages: The packages that were installed in this process when the session was connected.
 
     Attributes:
@@ -57,10 +57,10 @@ class Session(SessionLifecycle, RankCollection):
         context: KernelContext,
         followed: Subscription,
         variables: Mapping[str, str],
-        wishes: EnvironmentOptions,
+        environment: EnvironmentOptions,
         packages: InstalledPackages,
     ) -> None:
-        self.wishes = wishes
+        self.environment = environment
         self.packages = packages
         self.shipping = NamespaceTracker()
         self.interrupts = Interrupts()
@@ -265,14 +265,14 @@ class Session(SessionLifecycle, RankCollection):
         """Return the numbers of the selected ranks; an empty `only` selects all."""
         return only or self.numbers
 
-    def wishes_with(self, wishes: EnvironmentOptions) -> EnvironmentOptions:
-        """Return the wishes for a cell on the session's devices.
+    def environment_with(self, environment: EnvironmentOptions) -> EnvironmentOptions:
+        """Return the options for a cell on the session's devices.
 
         The packages are the session's, and so is the tracking if the cell does not set it. The uploads are the cell's
         own: the ranks already have those of the session.
         """
-        track = self.wishes.track if wishes.track is None else wishes.track
-        return replace(self.wishes, track=track, uploads=wishes.uploads)
+        track = self.environment.track if environment.track is None else environment.track
+        return replace(self.environment, track=track, uploads=environment.uploads)
 
 
 def _restarted(session: Session, only: tuple[int, ...]) -> str:
@@ -302,10 +302,10 @@ def _restarted(session: Session, only: tuple[int, ...]) -> str:
     sent = f"sent again from the notebook: {listed(sorted(again))}" if again else "the notebook had shipped nothing"
     if pushed:
         sent += f"; from another rank: {listed(sorted(pushed))}"
-    if not (gone := sorted(lost - again - set(pushed))):
+    if not (lost_names := sorted(lost - again - set(pushed))):
         return f"{what}; {sent}; no name that a cell had set was lost."
     again_on = f" with --ranks {','.join(map(str, only))}" if only else ""
-    return f"{what}; {sent}; lost, as cells had set it there: {listed(gone)}. Run those cells again{again_on}."
+    return f"{what}; {sent}; lost, as cells had set it there: {listed(lost_names)}. Run those cells again{again_on}."
 
 
 def _pushed_values(session: Session, ranks: tuple[int, ...]) -> dict[str, Any]:

@@ -75,10 +75,10 @@ class Submission(msgspec.Struct, frozen=True):
         packed: The packed values.
         key: The run's HMAC key.
         environ: The ranks' environment variables.
-        wishes: Options for packages, tracking and uploads.
+        environment: Options for packages, tracking and uploads.
         given: Names of variables that the user set for this run or session (`--env`); these are sent to any pool.
         interpreter: The ranks' Python; None means this process's.
-        stand: The ranks' working directory and `sys.path`; None means this process's.
+        working_context: The ranks' working directory and `sys.path`; None means this process's.
         pool: Name of the pool that it is submitted to.
     """
 
@@ -86,10 +86,10 @@ class Submission(msgspec.Struct, frozen=True):
     packed: Packed
     key: bytes
     environ: dict[str, str]
-    wishes: EnvironmentOptions = msgspec.field(default_factory=EnvironmentOptions)
+    environment: EnvironmentOptions = msgspec.field(default_factory=EnvironmentOptions)
     given: frozenset[str] = frozenset()
     interpreter: Interpreter | None = None
-    stand: WorkingContext | None = None
+    working_context: WorkingContext | None = None
     pool: str = "local"
 
 
@@ -164,9 +164,9 @@ def describe(
         SerializationError: A value holds parts of other ranks than those that receive it.
     """
     _check_parts(code, options.only or tuple(range(found.placement.ranks)), found.placement.ranks)
-    variables, wishes = dict(options.variables), options.wishes
+    variables, environment = dict(options.variables), options.environment
     if session is not None:
-        variables, wishes = {**session.variables, **variables}, session.wishes_with(wishes)
+        variables, environment = {**session.variables, **variables}, session.environment_with(environment)
     stays = session is not None and not options.fresh
     spec = RunSpec(
         run_id=new_id(),
@@ -191,7 +191,7 @@ def describe(
         **{name: getattr(options, name) for name in _SAME},
     )
     environ = {**os.environ, **variables}
-    return Submission(spec, code.packed, code.key, environ, wishes, frozenset(variables), pool=found.pool.name)
+    return Submission(spec, code.packed, code.key, environ, environment, frozenset(variables), pool=found.pool.name)
 
 
 _noted_settings: set[str] = set()

@@ -26,9 +26,9 @@ from sgpu_magic.packages.environment_variables import travelling
 from sgpu_magic.packages.module_references import check_references, check_versions
 from sgpu_magic.packages.secrets import SecretsOf, blanked_settings
 from sgpu_magic.packages.snapshot import take_snapshot
-from sgpu_magic.packages.travel import check_before_travel, mismatch_news
+from sgpu_magic.packages.travel import check_before_travel, new_mismatches
 from sgpu_magic.runs import packages
-from sgpu_magic.runs.git_state import tell_git_state
+from sgpu_magic.runs.git_state import report_git_state
 from sgpu_magic.runs.notebook import working_directory
 from sgpu_magic.runs.submit.spec import Submission
 from sgpu_magic.runs.submit.tracking_target import MOVE_NAMES, tracking_of
@@ -83,9 +83,9 @@ def submit(pool: Pool, submission: Submission) -> ClientRun:
     try:
         packages.of(pool).taken(spec.environment, along.environment)
         if tracking is not None:
-            run.ask_tracked = lambda: pool.tell(TrackRun(run_id=run.run_id, tracking=tracking))
-            cwd = submission.stand.cwd if submission.stand is not None else working_directory()
-            tell_git_state(cwd, lambda tags: pool.tell(Describe(run_id=run.run_id, tags=tags)))
+            run.ask_tracked = lambda: pool.notify(TrackRun(run_id=run.run_id, tracking=tracking))
+            cwd = submission.working_context.cwd if submission.working_context is not None else working_directory()
+            report_git_state(cwd, lambda tags: pool.notify(Describe(run_id=run.run_id, tags=tags)))
     except KeyboardInterrupt:
         error = interrupted(run)
         release(pool, run)
@@ -132,18 +132,18 @@ def _inputs_of(pool: Pool, settings: Settings, submission: Submission) -> tuple[
         PoolError: The pool can't be started or reached.
     """
     spec, cell = _without_secrets(submission.spec, submission.environ, submission.given)
-    along = Attachments(interpreter=submission.interpreter, stand=submission.stand, cell=cell)
+    along = Attachments(interpreter=submission.interpreter, working_context=submission.working_context, cell=cell)
     source, elsewhere = cell or spec.cell, not pool.sees_client
     session = spec.session if spec.in_session else spec.run_id
     modules, projects = _sent.get(session, (frozenset[str](), ()))
     environment: Environment | None = None
     notes: tuple[str, ...] = ()
     if not spec.in_session and (elsewhere or submission.interpreter is None):
-        if (found := _packages_of(pool, settings, submission.wishes, elsewhere=elsewhere)) is not None:
+        if (found := _packages_of(pool, settings, submission.environment, elsewhere=elsewhere)) is not None:
             environment, notes, projects = found
         else:
             spec = replace(spec, environment=packages.of(pool).digest_for(spec.run_id))
-            notes = tuple(map(as_warning, [*_without_effect(submission.wishes), *mismatch_news()]))
+            notes = tuple(map(as_warning, [*_without_effect(submission.environment), *new_mismatches()]))
     if (installed := environment or _environments.get(session)) is not None:
         check_versions(submission.packed.modules, installed)
     if environment is not None:
@@ -206,9 +206,9 @@ def _without_secrets(
     return replace(spec, cell=shown, parameters=parameters, name=name), cell
 
 
-def _without_effect(wishes: EnvironmentOptions) -> tuple[str, ...]:
+def _without_effect(environment: EnvironmentOptions) -> tuple[str, ...]:
     """Return a note about package options that have no effect because the ranks use the notebook's own Python."""
-    given = {"--torch mine": wishes.torch_mine, "--allow-build": wishes.allow_build}
+    given = {"--torch mine": environment.torch_mine, "--allow-build": environment.allow_build}
     asked = [option for option, is_given in given.items() if is_given]
     if not asked:
         return ()
@@ -220,7 +220,7 @@ def _without_effect(wishes: EnvironmentOptions) -> tuple[str, ...]:
 
 
 def _packages_of(
-    pool: Pool, settings: Settings, wishes: EnvironmentOptions, *, elsewhere: bool
+    pool: Pool, settings: Settings, environment: EnvironmentOptions, *, elsewhere: bool
 ) -> tuple[Environment, tuple[str, ...], tuple[str, ...]] | None:
     """Return the packages that a node builds: the requested ones, or the notebook's own for a pool elsewhere.
 
@@ -229,17 +229,19 @@ def _packages_of(
         built.
     """
     ordered, snapshot = None, None
-    if (wishes.env_version or settings.env_version) not in OWN_PACKAGES:
+    if (environment.env_version or settings.env_version) not in OWN_PACKAGES:
         # imported here: only needed for requested packages
         from sgpu_magic.packages.environment_request import chosen
 
-        ordered = chosen(settings, wishes.env_version, torch_mine=wishes.torch_mine, allow_build=wishes.allow_build)
+        ordered = chosen(
+            settings, environment.env_version, torch_mine=environment.torch_mine, allow_build=environment.allow_build
+        )
     elif elsewhere:
-        ordered = packages.of(pool).environment(torch_mine=wishes.torch_mine, allow_build=wishes.allow_build)
+        ordered = packages.of(pool).environment(torch_mine=environment.torch_mine, allow_build=environment.allow_build)
         snapshot = take_snapshot()
     if ordered is None:
         return None
-    status = pool.status(recent=0) if wishes.torch_mine else None
+    status = pool.status(recent=0) if environment.torch_mine else None
     driver = status.inventory.driver if status is not None else ""
     warnings = check_before_travel(ordered.environment, snapshot, driver=driver)
     wheels = {wheel.file.partition("-")[0].replace("_", "-").lower() for wheel in ordered.environment.wheels}
@@ -270,9 +272,9 @@ def _local_code(
     """
     from sgpu_magic.packages.local_code import find_local_code
 
-    stand = submission.stand
-    cwd = stand.cwd if stand is not None else working_directory()
-    path = stand.sys_path if stand is not None else tuple(entry or cwd for entry in sys.path)
+    working_context = submission.working_context
+    cwd = working_context.cwd if working_context is not None else working_directory()
+    path = working_context.sys_path if working_context is not None else tuple(entry or cwd for entry in sys.path)
     sources = [cell.body, *(source for _, source, _ in cell.linecache), *_files(submission.packed.files)]
     imports = (f"import {name}" for name in known)
     code = find_local_code(path, [*sources, *imports], elsewhere=projects, cwd=cwd)
@@ -310,12 +312,12 @@ def _uploads_of(submission: Submission) -> tuple[Upload, ...]:
     Raises:
         UsageError: A folder or file does not exist.
     """
-    spec, wished = submission.spec, submission.wishes.uploads
+    spec, wished = submission.spec, submission.environment.uploads
     if spec.kind in MOVE_NAMES:
         return ()
     if not wished and not spec.session:
         wished = notebook_job.of_process().upload
-    cwd = Path(submission.stand.cwd) if submission.stand is not None else Path(working_directory())
+    cwd = Path(submission.working_context.cwd) if submission.working_context is not None else Path(working_directory())
     return tuple(_upload(text, cwd) for text in dict.fromkeys(wished))
 
 

@@ -197,7 +197,7 @@ def with_choice(context: KernelContext, asked: R, ways: str) -> R:
     # a requested amount of memory overrides the chosen type
     device_type = choice.type if devices.device_type is None and not devices.min_memory_bytes else ""
     pool = choice.pool if not asked.pool else ""
-    packages = not asked.wishes.env_version
+    packages = not asked.environment.env_version
     changes = packages and bool(choice.env_version or choice.dependencies or choice.removed)
     if not held.confirmed:
         if ranks or device_type or changes or (pool and pool != pool_name(context)):
@@ -208,13 +208,13 @@ def with_choice(context: KernelContext, asked: R, ways: str) -> R:
             f"this notebook's choice names the pool {pool!r}, but you have: {', '.join(known)}. Choose another in the "
             "panel, or name one with --pool."
         )
-    wishes = asked.wishes
+    environment = asked.environment
     if packages:
-        wishes = replace(wishes, env_version=_env_version(context.pool.settings, choice))
+        environment = replace(environment, env_version=_env_version(context.pool.settings, choice))
     devices = replace(
         devices, ranks=devices.ranks or ranks or None, device_type=devices.device_type or device_type or None
     )
-    return replace(asked, devices=devices, wishes=wishes, pool=asked.pool or pool)
+    return replace(asked, devices=devices, environment=environment, pool=asked.pool or pool)
 
 
 def with_target(context: KernelContext, asked: R, ways: str) -> tuple[R, ResolvedTarget]:
@@ -268,13 +268,13 @@ def _changed_ns(name: str) -> int:
 
 
 def _foreign(context: KernelContext, held: CurrentChoice, choice: Choice, ways: str, *, packages: bool) -> str:
-    said = ways
+    text = ways
     if packages:
-        said += ', env_version="none"' if ways is PYTHON_WAYS else " --env-version none"
+        text += ', env_version="none"' if ways is PYTHON_WAYS else " --env-version none"
     return (
         f"this notebook asks for {words_of(choice, pool_name(context))}, and {_who(held)}, so nothing was started. "
         "If it is what you want, confirm it in the panel or with `%sgpu_env --accept`. Otherwise say "
-        f"what you want instead: `{said}`."
+        f"what you want instead: `{text}`."
     )
 
 

@@ -26,7 +26,7 @@ _FALLBACK_NAME = "notebook"
 
 def tracking_of(settings: Settings, spec: RunSpec, submission: Submission) -> tuple[RunSpec, Tracking | None]:
     """Return the run's spec, marked as tracked if it is, and its tracking target; None if it is not tracked."""
-    asked = submission.wishes.track
+    asked = submission.environment.track
     track = settings.track
     if asked is not None:
         track = "all" if asked else "off"
@@ -57,7 +57,7 @@ def tracking_of(settings: Settings, spec: RunSpec, submission: Submission) -> tu
     return msgspec.structs.replace(spec, tracked=True), tracking
 
 
-class _OwnPlace(msgspec.Struct, frozen=True):
+class _OwnTarget(msgspec.Struct, frozen=True):
     """The configuration of the notebook's own MLflow; "" where a value is not set.
 
     Args:
@@ -75,10 +75,10 @@ class _OwnPlace(msgspec.Struct, frozen=True):
     parent: str = ""
 
 
-_NOT_IN_USE = _OwnPlace()
+_NOT_IN_USE = _OwnTarget()
 
 
-def _own_target(environ: Mapping[str, str], *, given: bool) -> _OwnPlace:
+def _own_target(environ: Mapping[str, str], *, given: bool) -> _OwnTarget:
     """Read the configuration from MLflow's modules, if the notebook has imported them.
 
     Args:
@@ -95,7 +95,7 @@ def _own_target(environ: Mapping[str, str], *, given: bool) -> _OwnPlace:
         info = active[-1].info if active else None
         uri = utils._tracking_uri or ""
         points_to = uri or ("" if environ.get(_URI) and info is None else utils.get_tracking_uri())
-        return _OwnPlace(
+        return _OwnTarget(
             uri=uri or (points_to if info is not None else ""),
             default_uri=points_to,
             registry_uri=getattr(registry, "_registry_uri", None) or "",

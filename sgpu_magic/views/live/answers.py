@@ -106,7 +106,7 @@ class Answers(msgspec.Struct, frozen=True):
         with closing(self._rows(ask.first, count, ask.rank)) as found:
             rows = _fitting(found, _MAX_JSON_BYTES)
         if count > 0 and not rows:
-            return Refusal(n=ask.n, text=self._gone(ask.first, ask.rank))
+            return Refusal(n=ask.n, text=self._missing(ask.first, ask.rank))
         return LinesAnswer(n=ask.n, first=ask.first, rows=tuple(rows), total=total)
 
     def _find(self, ask: AskFind) -> Answer:
@@ -127,7 +127,7 @@ class Answers(msgspec.Struct, frozen=True):
         if ask.rank is None:
             return self._log_of_all(ask)
         if ask.offset == 0 and self.feed.totals[ask.rank] and not self.reader.exists(ask.rank):
-            return Refusal(n=ask.n, text=self._gone(0, ask.rank))
+            return Refusal(n=ask.n, text=self._missing(0, ask.rank))
         size = MAX_LOG_BYTES
         text, following = self.reader.piece(ask.rank, ask.offset, size)
         # in JSON every control character of a log takes six bytes
@@ -142,7 +142,7 @@ class Answers(msgspec.Struct, frozen=True):
         with closing(self._rows(ask.offset, min(_MAX_LOG_LINES, total - ask.offset), None)) as found:
             pieces = _fitting((f"[{rank}] {text}\n" for rank, _, text in found), MAX_LOG_BYTES)
         if ask.offset < total and not pieces:
-            return Refusal(n=ask.n, text=self._gone(ask.offset, None))
+            return Refusal(n=ask.n, text=self._missing(ask.offset, None))
         following = ask.offset + len(pieces)
         return LogAnswer(n=ask.n, text="".join(pieces), next_offset=following if following < total else None)
 
@@ -164,7 +164,7 @@ class Answers(msgspec.Struct, frozen=True):
                         return
                     yield piece.rank, number, text
 
-    def _gone(self, first: int, rank: int | None) -> str:
+    def _missing(self, first: int, rank: int | None) -> str:
         if rank is None:
             rank, first, _ = self.feed.locate(first, 1)[0]
         path = self.reader.path(rank)

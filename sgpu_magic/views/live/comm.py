@@ -128,7 +128,7 @@ class Channels:
 
     def _from_comm(self, widget: Any, content: object, buffers: object) -> None:
         """Handle a widget's message, in a subshell's thread, or in the main thread when nothing blocks it."""
-        self._take(widget.model_id, content, widget.send)
+        self._on_message(widget.model_id, content, widget.send)
 
     async def _from_control(self, stream: Any, ident: Any, parent: Any) -> None:
         """Handle a request in the control channel's thread."""
@@ -137,9 +137,9 @@ class Channels:
             self._kernel.session.send(stream, REPLY, {"status": "ok", "answer": answer}, parent, ident)
 
         asked = parent["content"]
-        self._take(str(asked.get("model_id")), asked.get("question"), send)
+        self._on_message(str(asked.get("model_id")), asked.get("question"), send)
 
-    def _take(self, model_id: str, content: object, send: Send) -> None:
+    def _on_message(self, model_id: str, content: object, send: Send) -> None:
         """Answer a request now or later; `send` is called in this thread."""
         take = self._open.get(model_id) or self._served.get(model_id)
         if take is not None:

@@ -20,7 +20,7 @@ from sgpu_magic.views.live.comm import Channels, Taker
 from sgpu_magic.views.live.feed import Feed
 from sgpu_magic.views.live.log_reader import LogReader
 from sgpu_magic.views.live.messages import Answer, Question
-from sgpu_magic.views.live.rank_widgets import RankWidgets, SessionWidgets, Tell
+from sgpu_magic.views.live.rank_widgets import RankWidgets, SendToRank, SessionWidgets
 from sgpu_magic.views.publisher import MAX_MESSAGES_PER_TICK, NotebookPublisher, Pace, Publisher, publisher_for
 from sgpu_magic.wire.base import RunKind
 
@@ -80,7 +80,7 @@ class WidgetPublisher:
         elif self._is_static:
             self._static.tick(now)
         elif self._widget is not None:
-            self._tell(now, due)
+            self._update(now, due)
         elif due:
             self._open(now)
         self._widgets.tick(now)
@@ -99,7 +99,7 @@ class WidgetPublisher:
         self._slots.open({**interrupted_bundle(self._view), **self._widget.view_bundle})
         self._pace.sent(now, 1)
 
-    def _tell(self, now: float, due: bool) -> None:
+    def _update(self, now: float, due: bool) -> None:
         if due and not self._greeted and self._kernel.expects_hello and now - self._opened_at > HELLO_S:
             self._static.remark, self._is_static = _NO_HELLO, True
             self._static.tick(now)
@@ -144,7 +144,7 @@ class Buttons(msgspec.Struct, frozen=True):
         cancel: Cancels the run and returns a sentence about it. Called in any thread.
         stacks: Returns the stacks of all ranks as lines. Called in any thread; may take a second.
         bring: Fetches what a file of that name has gained on another machine; None if the directory is the run's own.
-        tell: Sends comm messages to widgets of its ranks. Called in any thread.
+        send: Sends comm messages to widgets of its ranks. Called in any thread.
         owned: The run was submitted here, so its events arrive from the beginning, once.
     """
 
@@ -152,7 +152,7 @@ class Buttons(msgspec.Struct, frozen=True):
     cancel: Callable[[], str]
     stacks: Callable[[], Sequence[str]]
     bring: Callable[[str], None] | None = None
-    tell: Tell = lambda message, frames: None
+    send: SendToRank = lambda message, frames: None
     owned: bool = True
 
     def answers(self, view: RunView, feed: Feed) -> Answers:
@@ -213,7 +213,7 @@ class LiveViews:
         if session in self._of_sessions and buttons.owned:
             return self._of_sessions[session]
         stays = spec.kind is RunKind.SESSION and buttons.owned
-        widgets = RankWidgets(channels, buttons.tell, session or spec.run_id, stays=stays)
+        widgets = RankWidgets(channels, buttons.send, session or spec.run_id, stays=stays)
         if stays:
             self._of_sessions[spec.run_id] = widgets
         return widgets

@@ -19,7 +19,7 @@ from sgpu_magic.views.output_buffer import DisplayItem
 from sgpu_magic.views.publisher import MAX_MESSAGES_PER_TICK, MESSAGE_INTERVAL_S, Publisher
 from sgpu_magic.views.rank_models import REFERENCE, WIDGET_MIME, ModelKey, Moved, RankModels, inside, refers, widget_of
 from sgpu_magic.wire.base import short
-from sgpu_magic.wire.client import TellComms
+from sgpu_magic.wire.client import SendComms
 from sgpu_magic.wire.rank_events import CommMessage, can_merge
 
 # maximum number of unsent messages of one widget; older ones are dropped
@@ -27,7 +27,7 @@ _MOST_UNSENT = 200
 # maximum number of cells whose displays become static when their session ends
 _MOST_LEFT = 100
 
-Tell = Callable[[TellComms, Sequence[bytes]], None]
+SendToRank = Callable[[SendComms, Sequence[bytes]], None]
 
 
 class RankWidgets:
@@ -35,17 +35,17 @@ class RankWidgets:
 
     Args:
         channels: Deliver the front end's messages while a cell blocks; None without a front end.
-        tell: Sends messages to the pool.
+        send_to_rank: Sends messages to the pool.
         run_id: The run or the session.
         stays: The ranks and their widgets outlive a cell.
     """
 
-    def __init__(self, channels: Channels | None, tell: Tell, run_id: str, *, stays: bool) -> None:
+    def __init__(self, channels: Channels | None, send_to_rank: SendToRank, run_id: str, *, stays: bool) -> None:
         self.models = RankModels()
         self.models.moved = self._moved
         self.stays = stays
         self._channels = channels
-        self._tell = tell
+        self._send_to_rank = send_to_rank
         self._run_id = run_id
         self._token = f"{short(run_id)}-{secrets.token_hex(3)}"
         self._lock = self.models.lock
@@ -195,8 +195,8 @@ class RankWidgets:
             paths = [tuple(path) for path in data.get("buffer_paths") or ()]
             with self._lock:
                 model.update(data.get("state") or {}, dict(zip(paths, buffers, strict=False)))
-        said = CommMessage(comm_id=key[1], kind="msg", data=json.dumps(data).encode(), buffers=len(buffers))
-        self._tell(TellComms(run_id=self._run_id, rank=key[0], messages=(said,)), buffers)
+        update = CommMessage(comm_id=key[1], kind="msg", data=json.dumps(data).encode(), buffers=len(buffers))
+        self._send_to_rank(SendComms(run_id=self._run_id, rank=key[0], messages=(update,)), buffers)
 
 
 class SessionWidgets(msgspec.Struct, frozen=True):

@@ -277,8 +277,8 @@ def _fewer(snapshot: Snapshot) -> Snapshot:
     cards, smaller = snapshot.ranks, snapshot
     while len(cards) > 1 and json_bytes(smaller) > MAX_SNAPSHOT_BYTES:
         dull = [card for card in cards if card.tone not in ("bad", "warn") and not card.idle]
-        gone = {card.rank for card in (dull or cards)[-max(len(cards) // 8, 1) :]}
-        cards = tuple(card for card in cards if card.rank not in gone)
+        dropped = {card.rank for card in (dull or cards)[-max(len(cards) // 8, 1) :]}
+        cards = tuple(card for card in cards if card.rank not in dropped)
         left_out = len(snapshot.ranks) - len(cards)
         note = f"{left_out} of {len(snapshot.ranks)} ranks are not drawn: too many for one view"
         smaller = replace(snapshot, ranks=cards, notes=(*snapshot.notes, note))

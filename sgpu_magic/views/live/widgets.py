@@ -77,7 +77,7 @@ class RunViewWidget(KeyedWidget):
     _esm = _built("run_view")
     snapshot = traitlets.Dict().tag(sync=True)
 
-    def tell(self, feed: Feed, now: float) -> None:
+    def send_updates(self, feed: Feed, now: float) -> None:
         """Send the updates that are due now, a monotonic time."""
         for update in feed.updates(now):
             self.send(msgspec.to_builtins(update))
@@ -124,7 +124,7 @@ class WidgetAsValue:
     def tick(self, now: float, final: bool = False) -> None:
         """Send what is new; as `Publisher.tick`."""
         # at the end, send all lines and the last snapshot regardless of the rate limits
-        self.widget.tell(self._feed, float("inf") if final else now)
+        self.widget.send_updates(self._feed, float("inf") if final else now)
 
     def _asked(self, widget: Any, content: object, buffers: object) -> None:
         question = question_of(content, widget.send)

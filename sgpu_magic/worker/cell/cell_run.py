@@ -33,7 +33,7 @@ from sgpu_magic.worker.process.rank_context import RankState, results_received
 from sgpu_magic.worker.process.user_code import encodable
 
 
-def rehearse(shell: RankShell) -> None:
+def warm_up(shell: RankShell) -> None:
     """Go through a cell's steps once while the rank is idle: the first write to each page after a fork copies it.
 
     Saves 5 of the 10 ms that a standby rank's first cell takes on a small machine. Leaves nothing in the namespace.
@@ -128,7 +128,7 @@ class CellRun:
             # a model's reducer that holds the last reference to a destroyed group waits for gloo's threads with the GIL
             # held, and those may need it (torch 2.13): this reference is dropped after the cell, which releases the GIL
             self.groups = rendezvous.groups()
-            self._look_at_modules()
+            self._check_modules()
         except (Exception, SystemExit) as error:  # noqa: BLE001  the user's classes and modules may raise anything
             self._shell.showtraceback((type(error), error, error.__traceback__))
             return self.failed(error)
@@ -196,7 +196,7 @@ class CellRun:
         for fd in fds:
             os.close(fd)
 
-    def _look_at_modules(self) -> None:
+    def _check_modules(self) -> None:
         """Report modules that were edited since their import, or reload them if the order requests it."""
         message, first = self._message, self._shell.is_first
         is_cell = message.in_session and message.kind in (RunKind.CELL, RunKind.CALL)

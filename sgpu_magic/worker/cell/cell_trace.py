@@ -45,11 +45,11 @@ class CellTrace:
         # one cycle has nothing to clear, but without the setting torch 2.11 warns that it clears
         self._profiler: Any = profiler.profile(activities=activities, acc_events=True)
         # Kineto logs each of its steps to the rank's stderr unless it starts with this setting
-        said = os.environ.setdefault(_LOG_LEVEL, _SILENT)
+        level = os.environ.setdefault(_LOG_LEVEL, _SILENT)
         try:
             self._profiler.start()
         finally:
-            if said == _SILENT:
+            if level == _SILENT:
                 del os.environ[_LOG_LEVEL]
         self._began = time.monotonic()
         threading.Thread(target=self._limit, name="sgpu-profile", daemon=True).start()

@@ -48,7 +48,7 @@ def describe(error: BaseException, shell: RankShell, rank: int) -> Failure:
     """
     shown = shell.shown
     if shown is None or shown.error is not error:
-        shown = shell.shown = failures.look_at(error, shell.whole)
+        shown = shell.shown = failures.inspect_error(error, shell.whole)
     message = shown.message
     if shell.released.is_set() and is_a(error, dist.DistStoreError) and find_collective_error(error) is error:
         # torch's own text names the file of the store, which `file_stores.revoke` has made unreadable

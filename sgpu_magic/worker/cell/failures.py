@@ -129,7 +129,7 @@ class Shown(msgspec.Struct):
     lines: list[str] = msgspec.field(default_factory=list)
 
 
-def look_at(error: BaseException, whole: WholeTexts) -> Shown:
+def inspect_error(error: BaseException, whole: WholeTexts) -> Shown:
     """Describe an exception. Never raises because of the user's code."""
     user_code.asking.refused = 0
     standing = _Standing(whole)

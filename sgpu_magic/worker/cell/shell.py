@@ -225,7 +225,7 @@ class RankShell(InteractiveShell):
                 if is_failure:
                     self.report_raised()
                 # getting the exception's text may take long
-                shown = failures.look_at(error, self.whole)
+                shown = failures.inspect_error(error, self.whole)
                 shown.lines = self._draw(shown, tb_offset, exception_only, has_frames, plainly=is_victim)
             if not is_failure:
                 sys.stderr.write("\n".join(shown.lines) + "\n")

@@ -24,7 +24,7 @@ import msgspec
 
 from sgpu_magic.wire.base import Record
 from sgpu_magic.wire.decoding import load_json
-from sgpu_magic.wire.rank import CommsSaid, Remarked
+from sgpu_magic.wire.rank import CommsFromRank, Remarked
 from sgpu_magic.wire.rank_events import CommMessage, can_merge
 from sgpu_magic.worker.cell import displays
 
@@ -119,7 +119,7 @@ class _Comms:
         self._send: SendToAgent | None = None
         self._is_helped: Callable[[], bool] = lambda: False
         self._lock = threading.RLock()
-        self._said: list[_Said] = []
+        self._outgoing_comms: list[_Said] = []
         self._newest: dict[str, _Said] = {}
         self._sent_at = 0.0
         self._sent_bytes = 0
@@ -139,23 +139,23 @@ class _Comms:
         if signal.getsignal(_SIGNAL) != self.interrupted:
             signal.signal(_SIGNAL, self.interrupted)
 
-    def say(self, said: _Said) -> None:
+    def say(self, outgoing: _Said) -> None:
         if self._send is None or os.getpid() != self._pid:
             # not supported by the kernel, or a child that user code has forked
             return
-        if said.kind == "open" and (outputs := sys.modules.get("ipywidgets.widgets.widget_output")) is not None:
+        if outgoing.kind == "open" and (outputs := sys.modules.get("ipywidgets.widgets.widget_output")) is not None:
             displays.teach(outputs.Output)
-        if said.size > _MOST_BYTES_OF_ONE:
+        if outgoing.size > _MOST_BYTES_OF_ONE:
             most = _MOST_BYTES_OF_ONE >> 20
-            self._remark(f"a widget's message of {said.size >> 20} MB was dropped: at most {most} MB are sent")
+            self._remark(f"a widget's message of {outgoing.size >> 20} MB was dropped: at most {most} MB are sent")
             return
         with self._lock:
-            before = self._newest.get(said.comm_id)
-            if before is not None and before.takes(said):
-                before.merge(said)
+            before = self._newest.get(outgoing.comm_id)
+            if before is not None and before.takes(outgoing):
+                before.merge(outgoing)
             else:
-                self._said.append(said)
-                self._newest[said.comm_id] = said
+                self._outgoing_comms.append(outgoing)
+                self._newest[outgoing.comm_id] = outgoing
             wait_s = self._sent_at + self._interval_s - time.monotonic()
         if wait_s <= 0:
             self.flush()
@@ -166,7 +166,7 @@ class _Comms:
 
     def tick(self) -> None:
         """Send messages that are due. Called 20 times a second while the main thread works."""
-        if self._said and time.monotonic() - self._sent_at >= self._interval_s:
+        if self._outgoing_comms and time.monotonic() - self._sent_at >= self._interval_s:
             self.flush()
         self._call_main_thread()
 
@@ -186,12 +186,12 @@ class _Comms:
     def flush(self) -> None:
         """Send the waiting messages in order."""
         with self._lock:
-            said, self._said, self._newest = self._said, [], {}
+            outgoing, self._outgoing_comms, self._newest = self._outgoing_comms, [], {}
             self._sent_at = time.monotonic()
             messages: list[CommMessage] = []
             frames: list[bytes] = []
             size = 0
-            for each in said:
+            for each in outgoing:
                 message, buffers = each.message()
                 messages.append(message)
                 frames += buffers
@@ -211,7 +211,7 @@ class _Comms:
         had = self._sent_bytes
         self._sent_bytes += size
         if self._sent_bytes <= _MOST_BYTES:
-            self._post(CommsSaid(messages=tuple(messages)), frames)
+            self._post(CommsFromRank(messages=tuple(messages)), frames)
         elif had <= _MOST_BYTES:
             self._remark(f"widgets of a rank have sent {_MOST_BYTES >> 20} MB and are no longer updated")
 
@@ -286,7 +286,7 @@ def install() -> None:
             **keys: Any,
         ) -> None:
             target = str(keys.get("target_name") or "")
-            comms.say(_said(self.comm_id, msg_type.removeprefix("comm_"), target, data or {}, metadata, buffers))
+            comms.say(_outgoing(self.comm_id, msg_type.removeprefix("comm_"), target, data or {}, metadata, buffers))
 
     manager = comms.manager = CommManager()
     comm.create_comm = RankComm
@@ -306,7 +306,7 @@ def _is_safe(frame: FrameType | None) -> bool:
     return False
 
 
-def _said(
+def _outgoing(
     comm_id: str,
     kind: str,
     target: str,

@@ -20,8 +20,9 @@ from sgpu_magic.system.message_stream import StreamConnection
 from sgpu_magic.tracking import in_rank
 from sgpu_magic.wire.rank import (
     AnswerQuestion,
+    AskCollectives,
     Collectives,
-    CommsHeard,
+    CommsFromFrontEnd,
     Execute,
     Finish,
     InPlace,
@@ -29,7 +30,6 @@ from sgpu_magic.wire.rank import (
     Prepare,
     Release,
     Renew,
-    TellCollectives,
     ToRank,
     TrackingAnswered,
 )
@@ -43,7 +43,7 @@ from sgpu_magic.worker.process.position import Sampler
 
 _INTERVAL_S = 0.05
 
-OrderMessage = Prepare | Renew | Execute | AnswerQuestion | CommsHeard | Finish | Leave
+OrderMessage = Prepare | Renew | Execute | AnswerQuestion | CommsFromFrontEnd | Finish | Leave
 
 
 class Order(NamedTuple):
@@ -187,7 +187,7 @@ class Helper:
                 self.installed.set()
             case TrackingAnswered():
                 in_rank.answered(message)
-            case TellCollectives(request=request):
+            case AskCollectives(request=request):
                 current, entered_at = position.current_collective(self._rehearsed)
                 answer = Collectives(request=request, current=current, entered_at=entered_at)
                 # the receiving loop notices that the agent is gone
@@ -199,7 +199,7 @@ class Helper:
                 self._put(self.order_of(message, frames))
             case Finish():
                 self._put(Order(message))
-            case CommsHeard():
+            case CommsFromFrontEnd():
                 widgets.comms.on_messages(message.messages, frames)
                 # messages that the running cell has not handled are handled before the next order
                 self._put(Order(message))

@@ -36,7 +36,7 @@ class _Children:
         self._own: set[int] = set()
         # orphans that had ended at the last check, and the time of the next check
         self._ended: set[int] = set()
-        self._look_at = 0.0
+        self._check_at = 0.0
         self._waitpid = os.waitpid
 
     def install(self) -> None:
@@ -67,15 +67,15 @@ class _Children:
         """Make this process a subreaper: it is a rank."""
         self._rank = os.getpid()
         self._own.clear()
-        self._look_at = time.monotonic() + _REAP_AFTER_S
+        self._check_at = time.monotonic() + _REAP_AFTER_S
         processes.become_subreaper()
 
     def reap(self) -> None:
         """Reap orphans that ended a minute ago or more. Costs nothing until a minute has passed."""
         now = time.monotonic()
-        if now < self._look_at or os.getpid() != self._rank:
+        if now < self._check_at or os.getpid() != self._rank:
             return
-        self._look_at = now + _REAP_AFTER_S
+        self._check_at = now + _REAP_AFTER_S
         known = set(self._own)
         children = set(processes.child_pids())
         # a child that is started meanwhile is in neither set

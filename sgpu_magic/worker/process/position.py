@@ -121,7 +121,7 @@ class Sampler:
         if self._collects:
             gc.disable()
         try:
-            frames, seen = self._look()
+            frames, seen = self._sample()
         finally:
             self._collect_again()
         if seen == self._seen:
@@ -148,7 +148,7 @@ class Sampler:
         finally:
             self._collect_again()
 
-    def _look(self) -> tuple[list[FrameType], list[tuple[int, int]]]:
+    def _sample(self) -> tuple[list[FrameType], list[tuple[int, int]]]:
         frame = sys._current_frames().get(self._main)  # pyright: ignore[reportPrivateUsage]
         frames: list[FrameType] = []
         seen: list[tuple[int, int]] = []

@@ -27,7 +27,7 @@ from sgpu_magic.wire.base import FailureKind, Record
 from sgpu_magic.wire.rank import (
     AnswerQuestion,
     CellFailed,
-    CommsHeard,
+    CommsFromFrontEnd,
     Execute,
     Finish,
     Finishing,
@@ -44,7 +44,7 @@ from sgpu_magic.wire.rank import (
 )
 from sgpu_magic.wire.rank_events import Failure
 from sgpu_magic.worker.cell import diagnosis, results, widgets
-from sgpu_magic.worker.cell.cell_run import CellRun, rehearse
+from sgpu_magic.worker.cell.cell_run import CellRun, warm_up
 from sgpu_magic.worker.cell.displays import RankDisplayPublisher
 from sgpu_magic.worker.cell.event_loop import cell_loop
 from sgpu_magic.worker.cell.results import Reply
@@ -88,10 +88,10 @@ def live(order: Fork, descriptors: list[int]) -> int:
             join_error = error
     shell = RankShell.instance()
     terminal.refusals.rank = order.rank
-    rehearsed = order.rehearse and join_error is None
+    rehearsed = order.warm_up and join_error is None
     leaving = Leaving(shell.user_ns, sampler, link.send)
     if rehearsed:
-        rehearse(shell)
+        warm_up(shell)
     if order.announce:
         link.send(StandsBy())
     received = link.receive()
@@ -159,7 +159,7 @@ class _Life:
                 self._renew(message, order)
             case AnswerQuestion() as message:
                 self._answer(message)
-            case CommsHeard():
+            case CommsFromFrontEnd():
                 self._hear()
             case Finish():
                 self._finish()
@@ -188,7 +188,7 @@ class _Life:
             self._leaving.announce()
         else:
             in_rank.end()
-        self._tell(reply, rests=not finishes)
+        self._reply(reply, rests=not finishes)
         if run.was_out_of_memory:
             diagnosis.free()
         elif isinstance(reply.message, CellFailed):
@@ -232,7 +232,7 @@ class _Life:
             reply = Reply(
                 CellFailed(failure=diagnosis.describe(error, self._shell, self._standing.rank), grouped=False)
             )
-        self._tell(reply)
+        self._reply(reply)
 
     def _renew(self, message: Renew, order: Order) -> None:
         # an interrupt since the last cell belongs to no cell
@@ -277,7 +277,7 @@ class _Life:
         self._helper.rest()
         self._link.send(Finishing(leaves_processes=bool(processes.child_pids())))
 
-    def _tell(self, reply: Reply, *, rests: bool = True) -> None:
+    def _reply(self, reply: Reply, *, rests: bool = True) -> None:
         """Send the reply to an order.
 
         Args:

@@ -41,7 +41,7 @@ _ALL_RESULTS = ("_oh", "Out")
 _STORE_READS = ("-r", "-h")
 
 
-def stand_where_the_kernel_stands(context: RankContext, rank_variables: dict[str, str]) -> None:
+def use_working_context(context: RankContext, rank_variables: dict[str, str]) -> None:
     """Take over the kernel's working directory, `sys.path`, umask and whole environment.
 
     Args:
@@ -279,7 +279,7 @@ class RankState:
             EnvironmentFailed: torch can't use the rank's GPU.
             RuntimeError: A peer is gone.
         """
-        stand_where_the_kernel_stands(context, rank_variables)
+        use_working_context(context, rank_variables)
         rendezvous.late_store.address = rank_variables["MASTER_ADDR"], rank_variables["MASTER_PORT"]
         rendezvous.late_store.rank, rendezvous.late_store.ranks = self.rank, self.ranks
         set_threads(context.environ, int(rank_variables["LOCAL_WORLD_SIZE"]))

@@ -12,7 +12,14 @@ import time
 from collections.abc import Callable
 
 from sgpu_magic.packages.node.base_layer import layer_tag
-from sgpu_magic.packages.node.store import BuildOrder, BuildReady, BuildRefused, BuiltEnvironments, decode_news, encode
+from sgpu_magic.packages.node.store import (
+    BuildOrder,
+    BuildReady,
+    BuildRefused,
+    BuiltEnvironments,
+    decode_update,
+    encode,
+)
 from sgpu_magic.packages.uv_command import UvFailed, index_variables, run_uv, uv_path
 from sgpu_magic.system import child_process
 from sgpu_magic.wire.attachments import Environment
@@ -68,7 +75,7 @@ class _Node:
             link.sendall(encode(order))
             link.shutdown(socket.SHUT_WR)
             for line in lines:
-                said = decode_news(line)
+                said = decode_update(line)
                 if isinstance(said, BuildReady):
                     seconds = time.perf_counter() - before
                     # the builder's remaining work would disturb the next measurement

@@ -705,14 +705,14 @@ def test_ranks_are_paused_once_all_stand_by_and_continued_before_anything_else(t
         return {psutil.Process(pid).status() for pid in group.pids}
 
     async def pause_and_resume(pids: list[int]) -> None:
-        group = Group(NothingForked(), 2, True, 1000, tmp_path, rehearse=True)  # pyright: ignore[reportArgumentType]
+        group = Group(NothingForked(), 2, True, 1000, tmp_path, warm_up=True)  # pyright: ignore[reportArgumentType]
         try:
             for rank, pid in enumerate(pids):
                 group.forked(rank, pid)
-            group._said(0, StandsBy(), ())  # pyright: ignore[reportPrivateUsage]
+            group._on_message(0, StandsBy(), ())  # pyright: ignore[reportPrivateUsage]
             group.pause()
             assert psutil.STATUS_STOPPED not in states(group), "rank 1 is still rehearsing"
-            group._said(1, StandsBy(), ())  # pyright: ignore[reportPrivateUsage]
+            group._on_message(1, StandsBy(), ())  # pyright: ignore[reportPrivateUsage]
             for go_on in (group.resume, group.dismiss):
                 group.pause()
                 eventually(lambda: states(group) == {psutil.STATUS_STOPPED}, 5, "both are stopped")

@@ -81,6 +81,7 @@ def test_what_a_cell_leaves_is_there_in_the_next(session: AgentSession):
     assert printed == {0: "0 2\n", 1: "10 2\n"}
 
 
+@pytest.mark.slow
 def test_the_replay_of_a_cell_says_what_it_lacks(session: AgentSession):
     run_id = session.begin("print(x)", names={"x": 1})
     session.agent.wait_until_gone(run_id)

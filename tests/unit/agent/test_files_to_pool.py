@@ -60,14 +60,14 @@ class TwoMachines:
         if isinstance(message, StoreRunFile) and not self.before(message):
             return
         if isinstance(message, NodeFileRequest):
-            self.taker.said(message, frames, self.answer)
+            self.taker.on_request(message, frames, self.answer)
 
     def answer(self, reply: NodeFileReply, frames: Sequence[bytes]) -> None:
         self.requests.answered(reply, frames)
 
     async def leave(self) -> None:
         """The run's ranks are gone."""
-        self.sender.gone(RUN)
+        self.sender.ranks_exited(RUN)
         async with asyncio.timeout(60):
             while not any(isinstance(message, RanksGone) for message in self.sent):
                 await asyncio.sleep(0.005)
@@ -196,7 +196,7 @@ def test_a_node_that_is_lost_meanwhile_leaves_no_half(machines_at: Machines):
             return passed < 30
 
         machines.before = lose
-        machines.sender.gone(RUN)
+        machines.sender.ranks_exited(RUN)
         async with asyncio.timeout(30):
             while passed < 30:
                 await asyncio.sleep(0.005)
@@ -301,7 +301,7 @@ SOURCE = "0123456789abcdef"
 async def stored(taker: NodeFiles, message: StoreRunFile, data: bytes = b"") -> str:
     """Return why the pool refused it."""
     answers: list[NodeFileReply] = []
-    taker.said(message, (data,), lambda reply, _: answers.append(reply))
+    taker.on_request(message, (data,), lambda reply, _: answers.append(reply))
     async with asyncio.timeout(30):
         while not answers:
             await asyncio.sleep(0.001)

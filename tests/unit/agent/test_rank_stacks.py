@@ -18,7 +18,7 @@ from sgpu_magic.agent.memory_watch import MemoryWatch, peak_memory
 from sgpu_magic.agent.ranks.rank_process import NotebookFrames, StackFile, parse
 from sgpu_magic.agent.ranks.run_processes import CpuWatch, ProcessTable
 from sgpu_magic.agent.ranks.stop import catches
-from sgpu_magic.agent.watch.run_watch import RankLook, StallJudge
+from sgpu_magic.agent.watch.run_watch import RankLook, StallDetector
 from sgpu_magic.agent.watch.stack_taking import find_py_spy, parse_py_spy
 from sgpu_magic.system.processes import memory_limit
 from sgpu_magic.wire.codec import AREA_BYTES, STACK_SIGNAL
@@ -315,14 +315,14 @@ def works(rank: int, idle_s: float = 100.0) -> RankLook:
 
 
 def test_a_run_has_stalled_when_some_wait_and_nobody_works():
-    judge = StallJudge(30)
-    found = judge.look(100, 31.0, [waits(0), works(1), waits(2, entered_s=30.5)])
+    judge = StallDetector(30)
+    found = judge.detect(100, 31.0, [waits(0), works(1), waits(2, entered_s=30.5)])
     assert isinstance(found, Stalled)
     assert found.seconds == 30.5
     assert [stack.rank for stack in found.stacks] == [0, 1, 2]
     assert judge.stalled
     # reported once
-    assert judge.look(110, 41.0, [waits(0), works(1), waits(2)]) is None
+    assert judge.detect(110, 41.0, [waits(0), works(1), waits(2)]) is None
 
 
 @pytest.mark.parametrize(
@@ -335,52 +335,52 @@ def test_a_run_has_stalled_when_some_wait_and_nobody_works():
     ids=["one works", "nobody waits", "has just come"],
 )
 def test_a_run_that_moves_has_not(looks: list[RankLook]):
-    assert StallJudge(30).look(100, 50.0, looks) is None
+    assert StallDetector(30).detect(100, 50.0, looks) is None
 
 
 def test_output_is_progress():
-    assert StallJudge(30).look(100, 5.0, [waits(0), works(1)]) is None
+    assert StallDetector(30).detect(100, 5.0, [waits(0), works(1)]) is None
 
 
 def test_without_a_flight_recorder_the_place_must_stay_the_same():
-    judge = StallJudge(30)
-    assert judge.look(100, 200.0, [waits(0, 0, None), works(1)]) is None
-    assert judge.look(120, 220.0, [waits(0, 1, None), works(1)]) is None
-    assert judge.look(140, 240.0, [waits(0, 1, None), works(1)]) is None
-    assert isinstance(judge.look(150, 250.0, [waits(0, 1, None), works(1)]), Stalled)
+    judge = StallDetector(30)
+    assert judge.detect(100, 200.0, [waits(0, 0, None), works(1)]) is None
+    assert judge.detect(120, 220.0, [waits(0, 1, None), works(1)]) is None
+    assert judge.detect(140, 240.0, [waits(0, 1, None), works(1)]) is None
+    assert isinstance(judge.detect(150, 250.0, [waits(0, 1, None), works(1)]), Stalled)
 
 
 def test_a_wait_whose_beginning_is_unknown_counts_while_the_rank_uses_nothing():
     """`recv` and `new_group` are reported as soon as other hangs."""
-    assert isinstance(StallJudge(30).look(100, 31.0, [waits(0, 0, None, idle_s=30.5), works(1)]), Stalled)
-    assert StallJudge(30).look(100, 31.0, [waits(0, 0, None, idle_s=29.0), works(1)]) is None
+    assert isinstance(StallDetector(30).detect(100, 31.0, [waits(0, 0, None, idle_s=30.5), works(1)]), Stalled)
+    assert StallDetector(30).detect(100, 31.0, [waits(0, 0, None, idle_s=29.0), works(1)]) is None
 
 
 def test_a_changed_picture_is_told_again_and_movement_too():
-    judge = StallJudge(30)
-    assert isinstance(judge.look(100, 50.0, [waits(0), works(1)]), Stalled)
-    assert isinstance(judge.look(110, 60.0, [waits(0), waits(1)]), Stalled)
-    assert judge.look(120, 70.0, [waits(0), works(1, idle_s=0.0)]) == Resumed()
+    judge = StallDetector(30)
+    assert isinstance(judge.detect(100, 50.0, [waits(0), works(1)]), Stalled)
+    assert isinstance(judge.detect(110, 60.0, [waits(0), waits(1)]), Stalled)
+    assert judge.detect(120, 70.0, [waits(0), works(1, idle_s=0.0)]) == Resumed()
     assert not judge.stalled
-    assert judge.look(121, 71.0, [waits(0), works(1, idle_s=0.0)]) is None
-    assert isinstance(judge.look(160, 110.0, [waits(0), works(1)]), Stalled)
+    assert judge.detect(121, 71.0, [waits(0), works(1, idle_s=0.0)]) is None
+    assert isinstance(judge.detect(160, 110.0, [waits(0), works(1)]), Stalled)
     assert judge.moved() == Resumed()
     assert judge.moved() is None
 
 
 def test_idle_time_counts_from_the_last_use():
     watch = CpuWatch()
-    assert watch.look(10, {1: 5.0, 2: 5.0}) == {1: 0.0, 2: 0.0}
-    assert watch.look(12, {1: 5.05, 2: 6.0}) == {1: 2.0, 2: 0.0}
+    assert watch.sample(10, {1: 5.0, 2: 5.0}) == {1: 0.0, 2: 0.0}
+    assert watch.sample(12, {1: 5.05, 2: 6.0}) == {1: 2.0, 2: 0.0}
     # the total falls when a child has ended
-    assert watch.look(14, {1: 5.05, 2: 5.5, 3: 0.0}) == {1: 4.0, 2: 0.0, 3: 0.0}
-    assert watch.look(16, {1: 5.1, 2: 5.5}) == {1: 6.0, 2: 2.0}
+    assert watch.sample(14, {1: 5.05, 2: 5.5, 3: 0.0}) == {1: 4.0, 2: 0.0, 3: 0.0}
+    assert watch.sample(16, {1: 5.1, 2: 5.5}) == {1: 6.0, 2: 2.0}
 
 
 def test_looks_in_quick_succession_see_a_process_that_shares_its_core():
     watch = CpuWatch()
     # a fifth of a core: each interval adds no more than one tick of the system's clock
-    idle = [watch.look(0.05 * step, {1: 0.01 * step, 2: 0.002 * step}) for step in range(41)]
+    idle = [watch.sample(0.05 * step, {1: 0.01 * step, 2: 0.002 * step}) for step in range(41)]
     assert max(seen[1] for seen in idle) < 0.3
     assert idle[-1][2] == pytest.approx(2.0)
 

@@ -88,7 +88,7 @@ class Wire(RuleBasedStateMachine):
     @rule()
     def ranks_leave(self) -> None:
         self.is_gone = True
-        self.reports.gone(RUN)
+        self.reports.ranks_exited(RUN)
 
     @precondition(lambda self: self.in_flight)
     @rule(count=st.integers(1, 4))
@@ -252,7 +252,7 @@ class FarAgent:
     def end(self) -> None:
         """Its ranks have ended and are gone."""
         self.runs.happened(RUN_THERE, RunEnded(state=RunState.SUCCEEDED), ())
-        self.runs.run_gone(self.run)
+        self.runs.run_exited(self.run)
 
     async def until(self, done: Callable[[], object]) -> None:
         async with asyncio.timeout(10):

@@ -556,7 +556,7 @@ def test_after_ten_minutes_every_five_seconds_are_one_sample():
     assert sample.cpu_cores == pytest.approx(0.44)
     run.step({"GPU-0": reading})
     assert len(run.samples) == 601
-    run.sampler.tell()
+    run.sampler.publish()
     assert (len(run.samples), run.samples[-1].seconds) == (602, 1.0)
     assert len(run.used) == 606, "idle GPUs are looked for every second"
 
@@ -619,23 +619,23 @@ def test_the_log_of_a_day_with_8_ranks_stays_under_10_mb(tmp_path: Path):
 def test_a_gpu_is_idle_after_a_while_and_told_once():
     watch = IdleWatch(60)
     for now in range(100, 160):
-        assert watch.look(now, {0: 3, 1: 80}) == []
+        assert watch.detect(now, {0: 3, 1: 80}) == []
         assert watch.idle(now) == set()
-    watch.look(160, {0: 5, 1: 80})
+    watch.detect(160, {0: 5, 1: 80})
     assert watch.idle(160) == {0}
     assert watch.explain(160, {0: "the DataLoader"}) == [DeviceIdle(rank=0, seconds=60, waits_in="the DataLoader")]
-    watch.look(161, {0: 0, 1: 80})
+    watch.detect(161, {0: 0, 1: 80})
     assert watch.explain(161, {0: "the DataLoader"}) == []
     assert watch.explain(170, {0: "all_reduce"}) == [DeviceIdle(rank=0, seconds=70, waits_in="all_reduce")]
-    assert watch.look(171, {0: 30, 1: 80}) == [DeviceBusy(rank=0)]
-    assert watch.look(172, {0: 30, 1: 80}) == []
+    assert watch.detect(171, {0: 30, 1: 80}) == [DeviceBusy(rank=0)]
+    assert watch.detect(172, {0: 30, 1: 80}) == []
     assert watch.reported == set()
 
 
 def test_a_gpu_that_worked_a_moment_is_not_idle():
     watch = IdleWatch(60)
     for now in range(600):
-        watch.look(now, {0: 100 if now % 50 == 0 else 0})
+        watch.detect(now, {0: 100 if now % 50 == 0 else 0})
         assert watch.idle(now) == set()
 
 
@@ -646,7 +646,7 @@ def test_busy_is_told_only_after_idle_and_what_is_absent_is_never_idle(steps: li
     since: int | None = None
     for now, (pct, cause) in enumerate(steps):
         since = (now if since is None else since) if pct is not None and pct < 5 else None
-        busy = watch.look(now, {0: pct})
+        busy = watch.detect(now, {0: pct})
         assert bool(busy) == (told is not None and since is None)
         told = None if busy else told
         found = watch.explain(now, {0: cause})
@@ -660,10 +660,10 @@ def test_busy_is_told_only_after_idle_and_what_is_absent_is_never_idle(steps: li
 
 def test_a_rank_that_is_done_stands_out_no_more():
     watch = IdleWatch(1)
-    watch.look(0, {0: 0, 1: 0})
-    watch.look(1, {0: 0, 1: 0})
+    watch.detect(0, {0: 0, 1: 0})
+    watch.detect(1, {0: 0, 1: 0})
     assert len(watch.explain(1, {})) == 2
-    assert watch.look(2, {0: 0}) == [DeviceBusy(rank=1)]
+    assert watch.detect(2, {0: 0}) == [DeviceBusy(rank=1)]
     assert watch.idle(2) == {0}
 
 

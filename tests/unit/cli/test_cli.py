@@ -314,6 +314,7 @@ def test_cancel_and_interrupt(kernel: Kernel, home: Home, started: Callable[...,
     assert "no run that is active here" in only_error(sgpu(home, "cancel", run_id), 2)
 
 
+@pytest.mark.slow
 def test_detach_frees_a_blocked_notebook(kernel: Kernel, home: Home):
     cell = kernel.start("%%distributed -n 2\nimport time\nprint('up', flush=True)\ntime.sleep(600)")
     cell.until_shown("[1] up")
@@ -350,6 +351,7 @@ def test_runs_are_the_same_after_the_pool_is_stopped(new_home: Callable[..., Hom
 
 
 @pytest.mark.parametrize("agent_dies", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_following_outlasts_the_pool_but_not_the_ranks(new_home: Callable[..., Home], agent_dies: bool):
     home = new_home()
     kernel = Kernel(home)

@@ -132,7 +132,7 @@ def test_keys_are_listed_and_taken_away(clients: Path):
 def test_a_list_of_the_same_inode_on_another_disk_is_another_list(clients: Path, monkeypatch: pytest.MonkeyPatch):
     authorize(clients, "ann", ANN)
     seen, status = AuthorizedClients(clients), clients.stat()
-    assert (seen.look(), seen.users.get(ANN)) == (True, AuthorizedClient("ann"))
+    assert (seen.is_changed(), seen.users.get(ANN)) == (True, AuthorizedClient("ann"))
     clients.write_text(clients.read_text().replace("ann", "ben"))
     os.utime(clients, ns=(status.st_atime_ns, status.st_mtime_ns))
     true = os.stat
@@ -141,7 +141,7 @@ def test_a_list_of_the_same_inode_on_another_disk_is_another_list(clients: Path,
     }
     there = SimpleNamespace(**fields, st_dev=status.st_dev + 1)
     monkeypatch.setattr(os, "stat", lambda path, **named: there if path == clients else true(path, **named))
-    assert (seen.look(), seen.users.get(ANN)) == (True, AuthorizedClient("ben"))
+    assert (seen.is_changed(), seen.users.get(ANN)) == (True, AuthorizedClient("ben"))
 
 
 def test_what_a_person_wrote_stays(clients: Path):
@@ -179,24 +179,24 @@ def test_a_key_is_one_users(clients: Path):
 def test_a_list_that_means_nothing_lets_in_nobody(clients: Path, text: str):
     authorize(clients, "ben", BEN)
     listed = AuthorizedClients(clients)
-    assert listed.look()
+    assert listed.is_changed()
     assert listed.users.get(BEN) == AuthorizedClient("ben")
     clients.write_text(f"{clients.read_text()}\n{text}\n")
-    assert listed.look()
+    assert listed.is_changed()
     assert listed.users.get(BEN) is None
     assert "can't be read" in listed.problem
-    assert not listed.look()
+    assert not listed.is_changed()
 
 
 def test_a_list_that_others_can_write_lets_in_nobody(clients: Path):
     authorize(clients, "ann", ANN)
     clients.chmod(0o666)
     listed = AuthorizedClients(clients)
-    listed.look()
+    listed.is_changed()
     assert listed.users.get(ANN) is None
     assert "can be written by other users" in listed.problem
     follow(listed.problem)
-    assert (listed.look(), listed.users.get(ANN), listed.problem) == (True, AuthorizedClient("ann"), "")
+    assert (listed.is_changed(), listed.users.get(ANN), listed.problem) == (True, AuthorizedClient("ann"), "")
 
 
 @pytest.mark.parametrize("name", ["", "../x", ".hidden", "a b", "a/b", "x" * 65, "é"])

@@ -28,7 +28,10 @@ A10, H100 = (
             ProbeFacts(gloo=True, group_error="RuntimeError: lo is down"),
             "could not reduce a tensor: RuntimeError: lo is",
         ),
-        (ProbeFacts(gloo=True, last_words="its process was ended by signal 9"), "tensor: its process was ended by sig"),
+        (
+            ProbeFacts(gloo=True, error_output="its process was ended by signal 9"),
+            "tensor: its process was ended by sig",
+        ),
         (ProbeFacts(gloo=True, group_s=0.01, right=False), "two gloo ranks got a wrong sum"),
     ],
 )
@@ -43,7 +46,7 @@ def test_without_gloo_no_group_is_reported():
     # the missing gloo is reported instead
     assert list(python_checks.group(ProbeFacts(torch="2.9.0"))) == []
     # the probe crashed before numpy, too
-    found = list(python_checks.packages(ProbeFacts(last_words="Illegal instruction")))
+    found = list(python_checks.packages(ProbeFacts(error_output="Illegal instruction")))
     assert [(each.name, each.level) for each in found] == [("torch", Level.PROBLEM)]
     assert "can't be imported: Illegal instruction" in found[0].text
 
@@ -51,7 +54,7 @@ def test_without_gloo_no_group_is_reported():
 def test_a_probe_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(python_checks, "_PROBE_TIMEOUT_S", 0.01)
     facts = python_checks.probe(os.environ)
-    assert facts == ProbeFacts(last_words="it took longer than 0 s")
+    assert facts == ProbeFacts(error_output="it took longer than 0 s")
 
 
 def test_an_ipykernel_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

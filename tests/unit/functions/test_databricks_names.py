@@ -435,6 +435,7 @@ def test_an_interrupt_ends_the_other_notebook(jobs: Path):
 # ---------------------------------------------------------------- restart
 
 
+@pytest.mark.slow
 def test_python_is_restarted_in_a_kernel_that_goes_on(
     site: Path, shell: InteractiveShell, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

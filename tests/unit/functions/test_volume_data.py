@@ -156,6 +156,7 @@ def test_a_dataset_with_a_position_of_its_own_goes_on_itself(data: Any):
     assert [int(batch) for batch in again] == [3, 4, 5]
 
 
+@pytest.mark.slow
 def test_the_wait_for_data_is_logged(data: Any, volumes: Path, monkeypatch: pytest.MonkeyPatch):
     import mlflow
 

@@ -162,10 +162,10 @@ def test_what_is_cancelled_is_not_launched_on_a_node_that_comes_later(tmp_path: 
         engine.end_run(RUN, RunState.CANCELLED, "enough")
         assert links["a"].kinds() == [Launch, EndRun]
         ended = RunEnded(state=RunState.CANCELLED, reason="enough")
-        engine.node_said("a", RunEvent(run_id=RUN, number=1, at=100.0, body=ended))
+        engine.on_node_message("a", RunEvent(run_id=RUN, number=1, at=100.0, body=ended))
         assert service.told == [ended]
-        engine.node_said("a", RanksGone(run_id=RUN))
-        assert "ranks_gone" in service.heard
+        engine.on_node_message("a", RanksGone(run_id=RUN))
+        assert "ranks_exited" in service.heard
         assert engine.freed == 1
         engine.node_came(links["b"], ready("b"))
         assert Launch not in links["b"].kinds()
@@ -177,23 +177,25 @@ def test_ranks_leave_when_all_parts_have_ended_and_devices_are_free_before_resul
     async def scenario() -> None:
         engine, service, links = await engine_with(tmp_path, "a", "b")
         engine.launch(launch(), ())
-        engine.node_said("a", PartEnded(run_id=RUN))
+        engine.on_node_message("a", PartEnded(run_id=RUN))
         assert PartsOver not in links["a"].kinds()
-        engine.node_said("b", PartEnded(run_id=RUN))
+        engine.on_node_message("b", PartEnded(run_id=RUN))
         assert [links[node].kinds()[-1] for node in ("a", "b")] == [PartsOver, PartsOver]
-        engine.node_said("a", DevicesFree(run_id=RUN))
+        engine.on_node_message("a", DevicesFree(run_id=RUN))
         assert "devices_free" not in service.heard
-        engine.node_said("b", DevicesFree(run_id=RUN))
+        engine.on_node_message("b", DevicesFree(run_id=RUN))
         assert service.heard[-1] == "devices_free"
         assert engine.freed == 0, "whether the run needs them again is for the pool to say"
         engine.give_back(RUN)
         assert engine.freed == 1
         for node in ("a", "b"):
-            engine.node_said(node, RunEvent(run_id=RUN, number=1, at=1.0, body=RunEnded(state=RunState.SUCCEEDED)))
-            assert "ranks_gone" not in service.heard
-            engine.node_said(node, RanksGone(run_id=RUN))
+            engine.on_node_message(
+                node, RunEvent(run_id=RUN, number=1, at=1.0, body=RunEnded(state=RunState.SUCCEEDED))
+            )
+            assert "ranks_exited" not in service.heard
+            engine.on_node_message(node, RanksGone(run_id=RUN))
         assert [body.state for body in service.told if isinstance(body, RunEnded)] == [RunState.SUCCEEDED]
-        assert service.heard[-1] == "ranks_gone"
+        assert service.heard[-1] == "ranks_exited"
         assert engine.freed == 1
 
     asyncio.run(scenario())
@@ -206,7 +208,7 @@ def test_what_is_cancelled_before_any_node_came_is_over_at_once(tmp_path: Path):
         engine.end_run(RUN, RunState.CANCELLED, "enough")
         await asyncio.sleep(0)
         assert service.told == [RunEnded(state=RunState.CANCELLED, reason="enough")]
-        assert service.heard[-1] == "ranks_gone"
+        assert service.heard[-1] == "ranks_exited"
         assert engine.freed == 1
         for node, link in links.items():
             engine.node_came(link, ready(node))
@@ -223,7 +225,7 @@ def test_a_launch_is_ordered_again_of_a_node_that_never_heard_it_and_never_twice
         engine.node_came(again, ready("b"))
         assert again.kinds() == [Launch]
         for node in ("a", "b"):
-            engine.node_said(
+            engine.on_node_message(
                 node, RunEvent(run_id=RUN, number=1, at=100.0, body=RanksStarted(pids=(1, 2), warm="zygote"))
             )
         # from now on, a node without the ranks counts as having lost them
@@ -244,7 +246,7 @@ def test_who_only_lost_a_peer_lets_nobody_be_freed_before_the_cause_had_its_time
     async def scenario() -> None:
         engine, _, links = await engine_with(tmp_path, "a", "b")
         engine.launch(launch(), ())
-        engine.node_said("a", failed(0, victim=True))
+        engine.on_node_message("a", failed(0, victim=True))
         assert PeerFailed not in links["b"].kinds()
         async with asyncio.timeout(5):
             while PeerFailed not in links["b"].kinds():
@@ -258,7 +260,7 @@ def test_an_error_frees_those_on_other_nodes_at_once(tmp_path: Path):
     async def scenario() -> None:
         engine, _, links = await engine_with(tmp_path, "a", "b")
         engine.launch(launch(), ())
-        engine.node_said("b", failed(3, victim=False))
+        engine.on_node_message("b", failed(3, victim=False))
         assert links["a"].kinds() == [Launch, PeerFailed]
         assert links["b"].kinds() == [Launch]
 
@@ -287,7 +289,7 @@ async def session_with(tmp_path: Path, *cells: Launch) -> Nodes:
 
 def freed_after(engine: Nodes, *gone: str) -> list[str]:
     for run_id in gone:
-        engine.node_said("a", RanksGone(run_id=run_id))
+        engine.on_node_message("a", RanksGone(run_id=run_id))
     return engine.of_runs
 
 

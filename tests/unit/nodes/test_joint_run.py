@@ -190,9 +190,9 @@ def test_of_a_run_that_lost_a_node_nobody_says_how_it_ended(moves: list[tuple[st
     )
     for part in range(NODES):
         if part != lost:
-            assert not cluster.joint.gone
-            cluster.keep(cluster.joint.part_gone(part))
-    assert cluster.joint.gone
+            assert not cluster.joint.has_exited
+            cluster.keep(cluster.joint.part_exited(part))
+    assert cluster.joint.has_exited
     assert cluster.joint.lost
 
 

@@ -117,7 +117,7 @@ def test_a_device_stays_locked_when_the_next_run_gets_it_before_the_first_is_ove
         pool.engine.launch(on_gpu(A), ())
         assert pool.agent.launched == [(A, 1)]
         assert pool.is_locked
-        pool.service.then["ranks_gone"] = lambda: pool.engine.launch(on_gpu(B), ())
+        pool.service.then["ranks_exited"] = lambda: pool.engine.launch(on_gpu(B), ())
         pool.agent.said(RanksGone(run_id=A), ())
         assert pool.agent.launched == [(A, 1), (B, 1)]
         assert pool.is_locked
@@ -167,7 +167,9 @@ def test_the_locks_of_runs_that_an_agent_holds_are_taken_over(settings: Settings
         earlier = DeviceLocks(settings.lock_path)
         earlier.acquire([GPU])
         descriptors = [] if gone else [os.dup(*earlier.descriptors([GPU]))]
-        held = HeldRun(launch=on_gpu(A), state=RunState.RUNNING, started_s=1.0, gone=gone, locks=len(descriptors))
+        held = HeldRun(
+            launch=on_gpu(A), state=RunState.RUNNING, started_s=1.0, have_ranks_exited=gone, locks=len(descriptors)
+        )
         pool = Pool(settings, held, descriptors=descriptors)
         if not gone:
             earlier.close()

@@ -204,6 +204,7 @@ def test_an_agent_that_does_not_end_is_killed():
     asyncio.run(work())
 
 
+@pytest.mark.slow
 def test_an_agent_with_a_run_waits_where_the_pool_takes_nothing_and_tells_all_of_it_afterwards():
     async def work() -> None:
         async with node_that_is_up() as node:

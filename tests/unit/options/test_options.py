@@ -40,7 +40,7 @@ def fields_of(record: type) -> set[str]:
 def test_each_option_of_a_form_asks_for_something(form: tuple[str, ...], record: type):
     assert len(set(form)) == len(form)
     known = fields_of(record) | {f"devices.{name}" for name in fields_of(Devices)}
-    known |= {f"wishes.{name}" for name in fields_of(EnvironmentOptions)}
+    known |= {f"environment.{name}" for name in fields_of(EnvironmentOptions)}
     assert {OPTIONS[name].asks for name in form} <= known
 
 
@@ -69,28 +69,28 @@ def test_what_a_job_gives_is_a_line_that_is_read_as_the_same():
 
 def test_a_cells_line_is_read():
     options = parse(f"--gpus 2 {ALL} --profile")
-    assert (options.wishes, options.max_cost, options.profile) == (ASKED, 5.0, True)
+    assert (options.environment, options.max_cost, options.profile) == (ASKED, 5.0, True)
     options = parse("--gpus 2")
-    assert (options.wishes, options.max_cost, options.profile) == (EnvironmentOptions(), None, False)
-    assert parse("--env-version 'my files/r.txt'").wishes.env_version == "my files/r.txt"
+    assert (options.environment, options.max_cost, options.profile) == (EnvironmentOptions(), None, False)
+    assert parse("--env-version 'my files/r.txt'").environment.env_version == "my files/r.txt"
     assert parse("0 --profile --no-track", "%%rank").profile
 
 
 def test_a_sessions_line_is_read():
     connect_line = LINE_PARSERS["sgpu_connect"]()
     options = read_session(connect_line.read(ALL))
-    assert (options.wishes, options.max_cost) == (ASKED, 5.0)
+    assert (options.environment, options.max_cost) == (ASKED, 5.0)
     with pytest.raises(UsageError, match="--profile records a trace of one cell"):
         read_session(connect_line.read("--profile"))
 
 
 def test_python_options_mean_the_same():
     options = checked(env_version="ai-4", torch="mine", allow_build=True, track=False, max_cost=5, profile=True)
-    assert (options.wishes, options.max_cost, options.profile) == (ASKED, 5.0, True)
-    assert checked().wishes == EnvironmentOptions()
-    assert checked(torch="node", track=True).wishes == EnvironmentOptions(track=True)
-    assert checked(env_version=4).wishes.env_version == "4"
-    assert checked(env_version=Path("r.txt")).wishes.env_version == "r.txt"
+    assert (options.environment, options.max_cost, options.profile) == (ASKED, 5.0, True)
+    assert checked().environment == EnvironmentOptions()
+    assert checked(torch="node", track=True).environment == EnvironmentOptions(track=True)
+    assert checked(env_version=4).environment.env_version == "4"
+    assert checked(env_version=Path("r.txt")).environment.env_version == "r.txt"
 
 
 @pytest.mark.parametrize("cost", ["0", "-1", "nan", "inf", "much", ""])

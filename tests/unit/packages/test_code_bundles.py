@@ -210,6 +210,7 @@ def settled(folder: Path) -> None:
     eventually(lambda: all(FileState.of(path.stat()).is_settled(time.time_ns()) for path in files), 20)
 
 
+@pytest.mark.slow
 def test_an_unchanged_tree_is_not_read_again(tmp_path: Path, bundles: Bundles):
     write(tmp_path, {f"pkg/m{number}.py": f"x = {number}\n" for number in range(300)} | {"pkg/__init__.py": ""})
     settled(tmp_path)
@@ -220,6 +221,7 @@ def test_an_unchanged_tree_is_not_read_again(tmp_path: Path, bundles: Bundles):
     assert Path(first.path).exists()
 
 
+@pytest.mark.slow
 def test_large_code_is_told_and_too_large_code_refused(tmp_path: Path):
     write(tmp_path, {"pkg/__init__.py": "", "pkg/weights.bin": "x" * 2_000_000, "pkg/small.bin": "x" * 1500})
     code = code_in(tmp_path)

@@ -435,6 +435,7 @@ def test_what_has_no_list_of_its_files_can_not_be_repacked(tmp_path: Path):
         repack(bare, tmp_path)
 
 
+@pytest.mark.slow
 def test_an_editable_becomes_a_wheel_that_is_built_again_when_a_file_changes(tmp_path: Path):
     project = make_project(tmp_path / "project", "growing", source="STEP = 1\n")
     (project / ".gitignore").write_text("*.log\ncache/\n")
@@ -690,11 +691,11 @@ def test_a_fault_costs_one_runs_files_and_the_next_run_is_told(
     monkeypatch.setattr(snapshots, "kept_snapshot", lambda: None if faults else found)
     monkeypatch.setattr(packages, "_QUIET_S", 0.0)
     monkeypatch.setattr(packages, "lock_of", lambda described, **_: Lock())
-    monkeypatch.setattr("sgpu_magic.runs.packages.look_for_mismatches", lambda snapshot: None)
+    monkeypatch.setattr("sgpu_magic.runs.packages.start_mismatch_check", lambda snapshot: None)
     telling = packages.Packages(pool)
     for left in (2, 1):
         assert telling.digest_for(f"{left}234abcd") == ""
-        eventually(lambda left=left: len(faults) == left and telling._looker is None)
+        eventually(lambda left=left: len(faults) == left and telling._thread is None)
     assert told == []
     assert telling.digest_for("0234abcd") == ""
     eventually(lambda: told)

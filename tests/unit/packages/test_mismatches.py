@@ -299,10 +299,10 @@ def test_what_was_found_in_the_background_is_told_once(site: Site):
         "from sgpu_magic.packages import travel as known\n"
         "assert 'packaging' not in sys.modules\n"
         "from sgpu_magic.packages.snapshot import read_snapshot\n"
-        "print(known.mismatch_news())\n"
-        "known.look_for_mismatches(read_snapshot([sys.argv[1]]))\n"
-        "print(known.mismatch_news()); print(known.mismatch_news())\n"
-        "known.look_for_mismatches(read_snapshot([sys.argv[1]])); print(known.mismatch_news())\n"
+        "print(known.new_mismatches())\n"
+        "known.start_mismatch_check(read_snapshot([sys.argv[1]]))\n"
+        "print(known.new_mismatches()); print(known.new_mismatches())\n"
+        "known.start_mismatch_check(read_snapshot([sys.argv[1]])); print(known.new_mismatches())\n"
     )
     done = subprocess.run([sys.executable, "-c", script, str(site.folder)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -283,7 +283,7 @@ def test_a_run_whose_directory_is_here_says_so_and_where_it_is_tracked(tmp_path:
     clock = 100.0
     places = RunFilesOfPool(tmp_path / "runs", lambda: clock)
     mine, ended = run("0000000a"), run("0000000b", RunState.SUCCEEDED, ended_at=NOW - 3600)
-    places.look()
+    places.poll()
     assert places.of(mine, NOW) == RunDirectoryInfo()
     for made in (mine, ended):
         (tmp_path / "runs" / made.run_id).mkdir(parents=True)
@@ -300,7 +300,7 @@ def test_a_run_whose_directory_is_here_says_so_and_where_it_is_tracked(tmp_path:
     )
     log.append(Submitted(spec=spec), 1.0)
     log.close()
-    places.look()
+    places.poll()
     told = (RunParameter(name="lr", value="0.1"),)
     assert places.of(mine, NOW) == RunDirectoryInfo(here=True)
     assert places.of(ended, NOW) == RunDirectoryInfo(here=True, parameters=told)
@@ -321,7 +321,7 @@ def test_only_web_pages_become_links(tmp_path: Path, url: str):
     (tmp_path / "0000000a").mkdir()
     (tmp_path / "0000000a" / "tracking.json").write_text(json.dumps({"url": url}))
     places = RunFilesOfPool(tmp_path)
-    places.look()
+    places.poll()
     assert places.of(run("0000000a"), NOW) == RunDirectoryInfo(here=True)
 
 

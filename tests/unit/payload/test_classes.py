@@ -161,6 +161,7 @@ TYPING_SEEN = {
 
 
 @pytest.mark.parametrize("names", TYPING_SEEN)
+@pytest.mark.slow
 def test_typing_objects_of_the_notebook(notebook: Notebook, far_side: FarSide, names: str) -> None:
     notebook.cell(TYPING)
     expression, expected = TYPING_SEEN[names]

@@ -762,6 +762,7 @@ def test_a_running_asyncio_task(notebook: Notebook) -> None:
     assert "task is a running asyncio task. Await it in an earlier cell or keep the name out" in message
 
 
+@pytest.mark.slow
 def test_the_search_ends_soon_on_big_and_circular_things(notebook: Notebook) -> None:
     notebook.cell("""
         import threading

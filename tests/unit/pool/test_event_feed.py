@@ -76,11 +76,11 @@ def test_who_begins_late_gets_all_of_it_and_then_what_comes(tmp_path: Path):
         feed.catch_up(reader.client, RUN, tmp_path, 0)
         for _ in range(500):
             event = log.append(Noted(text="live"), 2.0)
-            feed.tell([reader.client], event, (), tmp_path)
+            feed.publish([reader.client], event, (), tmp_path)
             await asyncio.sleep(0)
         await until(lambda: len(reader.seen) == 1500)
         assert reader.seen == list(range(1, 1501))
-        feed.tell([reader.client], log.append(Noted(text="at once"), 3.0), (), tmp_path)
+        feed.publish([reader.client], log.append(Noted(text="at once"), 3.0), (), tmp_path)
         assert reader.seen[-1] == 1501
         log.close()
 
@@ -92,7 +92,7 @@ def test_a_slow_client_goes_on_where_it_was(tmp_path: Path):
         log, reader = filled(tmp_path, 5), Reader(takes=3)
         feed = EventFeed(reader.offer, lambda _: log)
         for number in range(2000):
-            feed.tell([reader.client], log.append(Noted(text=f"{number}" * 500), 2.0), (), tmp_path)
+            feed.publish([reader.client], log.append(Noted(text=f"{number}" * 500), 2.0), (), tmp_path)
         assert reader.seen == [6, 7, 8]
         for takes in (4, 50, 1 << 30):
             reader.takes = takes
@@ -113,7 +113,7 @@ def test_what_is_not_on_disk_yet_is_sent_from_memory(tmp_path: Path):
         feed = EventFeed(reader.offer, lambda _: broken)
         feed.catch_up(reader.client, RUN, tmp_path / "run", 0)
         await until(lambda: not feed.lags)
-        feed.tell([reader.client], broken.append(Noted(text="more"), 1.0), (), tmp_path / "run")
+        feed.publish([reader.client], broken.append(Noted(text="more"), 1.0), (), tmp_path / "run")
         assert reader.seen == [1, 2]
 
     in_loop(body)
@@ -134,6 +134,7 @@ def test_of_a_run_that_is_over_the_end_is_the_end(tmp_path: Path):
     in_loop(body)
 
 
+@pytest.mark.slow
 def test_a_client_that_does_not_read_fills_no_memory_and_misses_nothing(tmp_path: Path):
     def used() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -226,7 +227,7 @@ def test_who_follows_a_run_before_it_is_recorded_gets_all_of_it(tmp_path: Path, 
         await asyncio.sleep(0.01)
         assert capfd.readouterr().err == "", "no log is read that is not there"
         assert asking.book.accept(asking.run) == ""
-        asking.book.tell(asking.run, Noted(text="on"), 1.0)
+        asking.book.publish(asking.run, Noted(text="on"), 1.0)
         await until(lambda: reader.seen == [1, 2])
 
     in_loop(body)
@@ -240,7 +241,7 @@ def test_an_answer_of_ranks_that_comes_late_is_for_nobody(tmp_path: Path):
         run.placed_at = 1.0
         question = AskStacks(request=7, run=run.run_id)
         requests.on_message(first.client, question, ())
-        requests.ranks_gone(run.run_id)
+        requests.ranks_exited(run.run_id)
         assert [client for client, _ in asking.said] == [first.client], "it is told that nobody answers"
         # the group was restarted
         requests.on_message(second.client, question, ())

@@ -51,7 +51,7 @@ def test_connections_of_two_clients_with_the_same_numbers_are_not_mixed_up() -> 
     first, second = ConnectedClient(b"1", 0, same_host=False), ConnectedClient(b"2", 0, same_host=False)
     for client in (first, second):
         pool.forwarding.from_client(client, OpenStream(stream=1, run=RUN, rank=0, port=80), ())
-    pool.forwarding.client_gone(first)
+    pool.forwarding.on_client_disconnect(first)
     assert [order.stream for order in pool.ordered if isinstance(order, StreamClosed)] == [1]
     pool.forwarding.from_client(second, StreamClosed(stream=1), ())
     assert [order.stream for order in pool.ordered if isinstance(order, StreamClosed)] == [1, 2]

@@ -390,7 +390,7 @@ def test_a_fault_ends_one_run(tmp_path: Path, capfd: pytest.CaptureFixture[str])
         assert service.take() == ["unprepare"]
         service.guard.for_run(ordered.run_id, fault)
         assert service.take() == [(ordered.run_id, RunState.FAILED, WORDS)]
-        service.guard.for_run(gone.run_id, fault, gone=True)
+        service.guard.for_run(gone.run_id, fault, have_ranks_exited=True)
         assert service.take() == []
         service.guard.for_run(early.run_id, fault)
         assert ("InternalError", WORDS) in service.take()
@@ -467,7 +467,7 @@ def test_a_new_service_takes_over_what_its_nodes_hold(tmp_path: Path):
             service.active.directory(run_id).mkdir(exist_ok=True)
         for run in service.active.going:
             if run.run_id == "000000a2":
-                service.active.tell(run, ev.AttemptFailed(attempt=1, attempts=3, failure=DIED), 1.0)
+                service.active.publish(run, ev.AttemptFailed(attempt=1, attempts=3, failure=DIED), 1.0)
             assert run.log is not None
             run.log.close()
             service.active.forget(run.run_id)
@@ -477,7 +477,12 @@ def test_a_new_service_takes_over_what_its_nodes_hold(tmp_path: Path):
         held = [
             HeldRun(launch=service.launch("000000a3", session="000000a1"), state=RunState.RUNNING, started_s=5.0),
             HeldRun(launch=service.launch("000000a1", retries=2), state=RunState.RUNNING, started_s=5.0),
-            HeldRun(launch=service.launch("000000a2", retries=2), state=RunState.FAILED, started_s=5.0, gone=True),
+            HeldRun(
+                launch=service.launch("000000a2", retries=2),
+                state=RunState.FAILED,
+                started_s=5.0,
+                have_ranks_exited=True,
+            ),
         ]
         adoption.take_over(held)
         heard = service.take()
@@ -512,7 +517,7 @@ def test_what_no_node_holds_is_submitted_again_or_lost(tmp_path: Path, monkeypat
             service.run("000000b4"),
         )
         service.ledger.update(started.run_id, state=RunState.RUNNING)
-        service.active.tell(ended, ev.RunEnded(state=RunState.SUCCEEDED), time.time())
+        service.active.publish(ended, ev.RunEnded(state=RunState.SUCCEEDED), time.time())
         service.ledger.update(ended.run_id, state=RunState.RUNNING)
         for run in service.active.going:
             assert run.log is not None

@@ -608,8 +608,8 @@ class Sessions(RuleBasedStateMachine):
 
     @rule()
     def service_is_killed_and_another_takes_over(self) -> None:
-        kept = [run for run in self.scheduler.runs if not run.gone]
-        held_on = {run.run_id for run in self.scheduler.runs if run.gone}
+        kept = [run for run in self.scheduler.runs if not run.have_ranks_exited]
+        held_on = {run.run_id for run in self.scheduler.runs if run.have_ranks_exited}
         if held_on:
             # the next service does not know a session whose ranks are gone: another test covers that
             return
@@ -627,7 +627,7 @@ class Sessions(RuleBasedStateMachine):
 
     @invariant()
     def no_run_is_lost(self) -> None:
-        kept = {run.run_id: run for run in self.scheduler.runs if not run.gone}
+        kept = {run.run_id: run for run in self.scheduler.runs if not run.have_ranks_exited}
         assert kept.keys() | self.gone == set(self.specs)
         for run_id, run in kept.items():
             assert run.state is self.states[run_id]
@@ -639,7 +639,7 @@ class Sessions(RuleBasedStateMachine):
         for run in self.scheduler.runs:
             if run.last_published is not None:
                 assert re.match(r"needs [1-9]|its session|run |rank", run.last_published[1])
-            if run.gone:
+            if run.have_ranks_exited:
                 assert any(self.specs[o].session == run.run_id and self.specs[o].fresh for o in self.leases)
 
     @invariant()

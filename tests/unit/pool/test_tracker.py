@@ -298,8 +298,8 @@ def test_what_an_earlier_service_left_is_written_with_the_credentials_of_the_nex
     async def story(tracker: Tracker) -> None:
         # the run is active
         service.runs["000000a4"] = service.run("000000b0", None)
-        tracker.look_for_leftovers()
-        tracker.look_for_leftovers()
+        tracker.find_leftovers()
+        tracker.find_leftovers()
         deadline = asyncio.get_running_loop().time() + 10
         while not service.writers and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.005)

@@ -95,6 +95,7 @@ async def resting(made: Processes) -> None:
     assert (made.said, made.starts) == ([("s", "now")], 1)
 
 
+@pytest.mark.slow
 def test_an_idle_session_that_ends_has_a_process_again(monkeypatch: pytest.MonkeyPatch):
     async def story(made: Processes) -> None:
         await resting(made)
@@ -127,6 +128,7 @@ def test_a_rank_that_waits_for_an_idle_session_has_a_process_at_once(monkeypatch
     played(monkeypatch, ("s",), story)
 
 
+@pytest.mark.slow
 def test_an_order_that_a_leaving_process_has_not_read_is_given_to_the_next(monkeypatch: pytest.MonkeyPatch):
     async def story(made: Processes) -> None:
         made.process.track(order("s"))

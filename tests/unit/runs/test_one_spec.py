@@ -31,7 +31,7 @@ SESSION = cast(
         placement=FOUND.placement,
         pool=POOL,
         variables={"B": "2"},
-        wishes_with=lambda wishes: wishes,
+        environment_with=lambda environment: environment,
     ),
 )
 

@@ -36,7 +36,7 @@ class Asked(msgspec.Struct, frozen=True):
     """Options of a cell."""
 
     devices: Devices
-    wishes: EnvironmentOptions
+    environment: EnvironmentOptions
     pool: str = ""
 
 
@@ -380,8 +380,8 @@ def test_each_option_wins_by_itself(tmp_path: Path, options: Asked, expected: tu
     place = Place(tmp_path)
     place.choice.confirm(Choice(gpus=3, type="a10", pool="local", env_version="mine"))
     found = asked(place, options)
-    assert (found.devices.ranks, found.devices.device_type, found.wishes.env_version) == expected
-    assert found.wishes.track == options.wishes.track
+    assert (found.devices.ranks, found.devices.device_type, found.environment.env_version) == expected
+    assert found.environment.track == options.environment.track
 
 
 def test_who_asks_for_memory_leaves_the_type_open(tmp_path: Path):
@@ -413,7 +413,7 @@ def test_a_jobs_devices_are_for_cells_that_say_nothing(
 def test_the_setting_comes_after_the_choice(tmp_path: Path, setting: str, expected: str):
     place = Place(tmp_path, env_version=setting)
     place.choice.confirm(Choice(gpus=1))
-    assert asked(place).wishes.env_version == expected
+    assert asked(place).environment.env_version == expected
 
 
 @pytest.mark.parametrize(
@@ -441,7 +441,7 @@ def test_a_strangers_choice_is_refused_where_it_would_matter(
     if not refused:
         assert asked(place, options, ways) in (
             options,
-            Asked(options.devices, options.wishes, "local"),
+            Asked(options.devices, options.environment, "local"),
         )
         return
     with pytest.raises(UsageError) as caught:
@@ -536,11 +536,11 @@ def test_what_is_wrong_with_a_base_is_said_of_the_base(tmp_path: Path):
 def test_the_choices_file_is_what_a_run_gets(tmp_path: Path, base: Path):
     place = Place(tmp_path)
     place.choice.confirm(Choice(env_version=str(base), dependencies=("delta",)))
-    first = asked(place).wishes.env_version
+    first = asked(place).environment.env_version
     assert "delta" in Path(first).read_text()
     # the file was deleted
     Path(first).unlink()
-    assert asked(place).wishes.env_version == first
+    assert asked(place).environment.env_version == first
     assert Path(first).is_file()
 
 

@@ -242,8 +242,8 @@ def test_an_ended_run_without_an_end_is_given_up(pool: ScriptedPool, monkeypatch
 def test_a_silent_link_is_a_note_until_it_is_heard_again(pool: ScriptedPool):
     followed = followed_of(pool, Found())
     pool.silent_s = 12.0
-    followed.look_at_link()
+    followed.on_link_change()
     assert followed.view.silence.startswith("reconnecting: the pool of this test has been silent since ")
     pool.silent_s = 0.0
-    followed.look_at_link()
+    followed.on_link_change()
     assert followed.view.silence == ""

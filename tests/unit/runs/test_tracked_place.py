@@ -21,7 +21,7 @@ from sgpu_magic.payload import pack
 from sgpu_magic.pool.active_runs import PoolRun
 from sgpu_magic.pool.run_log import RunLog
 from sgpu_magic.pool.tracker import Tracker
-from sgpu_magic.runs.git_state import Tags, git_tags, tell_git_state
+from sgpu_magic.runs.git_state import Tags, git_tags, report_git_state
 from sgpu_magic.runs.submit.spec import Submission
 from sgpu_magic.runs.submit.tracking_target import tracking_of
 from sgpu_magic.tracking.store import Progress, save_progress
@@ -145,10 +145,10 @@ def test_a_repository_says_commit_branch_and_whether_it_has_changed(tmp_path: Pa
     assert dict(git_tags(str(tmp_path))) == {**clean, "mlflow.source.git.dirty": "true"}
 
     told: list[tuple[Tags, int]] = []
-    tell_git_state(str(tmp_path), lambda tags: told.append((tags, threading.get_ident())))
+    report_git_state(str(tmp_path), lambda tags: told.append((tags, threading.get_ident())))
     eventually(lambda: told, 10, "the repository's state")
     # cached now: the callback runs immediately, in the caller's own thread
-    tell_git_state(str(tmp_path), lambda tags: told.append((tags, threading.get_ident())))
+    report_git_state(str(tmp_path), lambda tags: told.append((tags, threading.get_ident())))
     assert told[1] == (told[0][0], threading.get_ident())
     assert told[0][1] != threading.get_ident()
 
@@ -202,7 +202,7 @@ def test_the_next_service_tells_the_same_user_what_is_not_in_the_store(tmp_path:
         log.close()
         save_progress(left, Progress(uri=store.uri, problem="it does not answer."))
         tracker = Tracker(settings, Book(), None, lambda _: False)  # pyright: ignore[reportArgumentType]
-        tracker._look()
+        tracker._check()
         deadline = loop.time() + 10
         while not tracker._leftovers and loop.time() < deadline:
             await asyncio.sleep(0)

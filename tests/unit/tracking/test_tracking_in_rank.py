@@ -259,6 +259,7 @@ def test_artifacts_of_every_rank_lie_in_the_run(ranks: Tracked):
     assert ranks.place.ask(value) == ["notes/0.txt", "notes/1.txt"]
 
 
+@pytest.mark.slow
 def test_models_are_logged_and_registered_by_the_first_rank(ranks: Tracked):
     body = """
 import numpy as np

@@ -555,6 +555,7 @@ def own_settings() -> Iterator[Settings]:
     remove(made)
 
 
+@pytest.mark.slow
 def test_a_writer_that_is_killed_while_it_creates_a_store_leaves_none(
     own: Tracking, own_settings: Settings, tmp_path: Path
 ):
@@ -604,6 +605,7 @@ def test_a_store_that_mlflow_is_creating_is_awaited(own: Tracking, own_settings:
     assert Runs(own.uri).one(run.run_id).info.status == "FINISHED"
 
 
+@pytest.mark.slow
 def test_sync_sends_what_no_writer_has(settings: Settings, store: Runs):
     run = ToldRun(settings)
     # the state in which the pool leaves it
@@ -646,6 +648,7 @@ def another_mlflows(empty_store: Path) -> Iterator[tuple[WriterProcess, ToldRun]
         remove(settings)
 
 
+@pytest.mark.slow
 def test_a_store_of_another_mlflow_is_a_sentence(another_mlflows: tuple[WriterProcess, ToldRun]):
     writer, run = another_mlflows
     text = writer.troubles(run)[0].text

@@ -762,15 +762,15 @@ def test_a_silent_link_is_reported_once() -> None:
     silent = SimpleNamespace(link=SimpleNamespace(title="the pool team", wire=wire))
     view = Run().start().view
     followed = Subscription(silent, view, SilentPublisher(), SimpleNamespace())  # type: ignore[arg-type]
-    followed.look_at_link()
+    followed.on_link_change()
     said, version = view.silence, view.version
     assert re.match(r"reconnecting: the pool team has been silent since \d\d:\d\d:\d\d; the run continues there", said)
     for seconds in (40.0, 80.0, 3600.0):
         wire.silent_s = seconds
-        followed.look_at_link()
+        followed.on_link_change()
     assert (view.silence, view.version) == (said, version)
     wire.silent_s = 0.0
-    followed.look_at_link()
+    followed.on_link_change()
     assert view.silence == ""
 
 

@@ -85,7 +85,7 @@ OWN = {
     "cli/serving.py:job_options": "an option of a command",
     "magics/completion.py:RankQuestions.inspect": "an answer of a rank, shown by the kernel's own `inspect`",
     "nodes/ray/agent_actor.py:Holder.__init__": "the engine's order, in its actor",
-    "nodes/ray/cluster.py:look_at": "what a task of ours found on a node",
+    "nodes/ray/cluster.py:inspect_node": "what a task of ours found on a node",
     "nodes/ray/uplink.py:Uplink.__init__": "the engine's order, in its actor",
     "packages/node/builder.py:_path_of": "what a program of ours printed",
     "packages/node/refusals.py:sizes_in": "a lock that was checked when it was made",
@@ -314,7 +314,7 @@ READERS: dict[str, Reader] = {
         (UsageError,),
     ),
     "packages/node/store.py:decode_order": Reader(lambda data, _: store.decode_order(data), hostile_json),
-    "packages/node/store.py:decode_news": Reader(lambda data, _: store.decode_news(data), hostile_json),
+    "packages/node/store.py:decode_update": Reader(lambda data, _: store.decode_update(data), hostile_json),
     "packages/requirement_files.py:_read_pylock": Reader(
         of_file(requirement_files.read_file, "pylock.toml"), hostile_toml, (UsageError,)
     ),

@@ -15,7 +15,7 @@ from waiting import eventually
 
 from sgpu_magic.agent.ranks.stop import catches
 from sgpu_magic.wire.codec import STACK_SIGNAL
-from sgpu_magic.wire.rank import Collectives, Renew, Renewed, TellCollectives
+from sgpu_magic.wire.rank import AskCollectives, Collectives, Renew, Renewed
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory files, /proc")
 
@@ -90,7 +90,7 @@ def test_an_abort_that_hangs_leaves_the_rank_answering(pair: Session):
     fail_on_rank_1(pair, "behave(blocks=True, hangs=True)\ndist.all_reduce(loss)")
     pair.release()
     # the collective does not end, but the helper thread still replies
-    pair.ranks[0].send(TellCollectives(request=3))
+    pair.ranks[0].send(AskCollectives(request=3))
     assert pair.ranks[0].expect(Collectives, deadline_s=10).request == 3
     # an interrupt does not end it either; the stack can be read
     pair.ranks[0].interrupt()

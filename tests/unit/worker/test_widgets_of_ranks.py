@@ -13,7 +13,7 @@ import pytest
 from sgpu_magic.views.live.rank_widgets import references, with_prefix, without_prefix
 from sgpu_magic.views.rank_models import WIDGET_MIME, RankModels
 from sgpu_magic.wire.base import Record
-from sgpu_magic.wire.rank import CommsSaid
+from sgpu_magic.wire.rank import CommsFromRank
 from sgpu_magic.wire.rank_events import CommMessage, CommsMoved, can_merge
 from sgpu_magic.worker.cell import widgets
 
@@ -26,7 +26,7 @@ class Rank:
         self.models = RankModels()
 
     def send(self, message: Record, blobs: Sequence[bytes] = (), /) -> None:
-        assert isinstance(message, CommsSaid)
+        assert isinstance(message, CommsFromRank)
         self.messages += message.messages
         self.models.apply(CommsMoved(rank=0, messages=message.messages), blobs)
 

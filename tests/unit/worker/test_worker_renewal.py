@@ -10,7 +10,7 @@ import pytest
 from ranks import Session, Zygote
 from waiting import eventually
 
-from sgpu_magic.wire.rank import Collectives, Finished, Renew, Renewed, TellCollectives
+from sgpu_magic.wire.rank import AskCollectives, Collectives, Finished, Renew, Renewed
 from sgpu_magic.wire.rank_events import Collective
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory files, /proc")
@@ -174,6 +174,7 @@ def test_who_waits_for_a_peer_in_a_new_group_is_told_so(session: Session):
     assert messages == ["released while it waited for a peer that did not join"] * 2
 
 
+@pytest.mark.slow
 def test_a_replaced_rank_joins_and_the_others_keep_their_names(session: Session):
     session.run(SETUP + "\nseen = 'kept'\nstep()")
     session.ranks[1].kill()
@@ -224,7 +225,7 @@ def test_a_group_that_a_cell_destroyed_is_made_anew(session: Session, who: str):
 
 def test_collectives_keep_sane_numbers_over_renewals(session: Session):
     def current(rank: int) -> Collective | None:
-        session.ranks[rank].send(TellCollectives(request=1))
+        session.ranks[rank].send(AskCollectives(request=1))
         return session.ranks[rank].expect(Collectives).current
 
     session.run("import torch, torch.distributed as dist\nfor _ in range(3): dist.all_reduce(torch.ones(1))")

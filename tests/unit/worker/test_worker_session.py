@@ -62,12 +62,12 @@ def test_a_rank_ends_with_its_helper_thread_and_says_why(session: Session):
 def test_no_garbage_is_collected_while_a_stack_is_looked_at(session: Session):
     body = (
         "import gc, os, time\nfrom sgpu_magic.worker.process.position import Sampler\n"
-        "seen, look = [], Sampler._look\n"
+        "seen, look = [], Sampler._sample\n"
         "def noted(self):\n    seen.append(gc.isenabled())\n    return look(self)\n"
-        "Sampler._look = noted\n"
+        "Sampler._sample = noted\n"
         "end = time.monotonic() + 20\n"
         "while len(seen) < 3 and time.monotonic() < end: time.sleep(0.01)\n"
-        "Sampler._look = look\n"
+        "Sampler._sample = look\n"
         "(seen[:3], gc.isenabled())"
     )
     assert values(session, body, only=(0,)) == [([False, False, False], True)]

@@ -67,8 +67,8 @@ class Notebook(Utility):
         if code == _TIMED_OUT:
             raise TimeoutError(f"{found.name} took longer than {timeout_seconds:g} s and was ended.")
         if code != 0:
-            said = "\n".join(err.splitlines()[-_SHOWN_LINES:])
-            raise RuntimeError(f"{found.name} failed: `sgpu run` ended with code {code}.\n{said}")
+            shown = "\n".join(err.splitlines()[-_SHOWN_LINES:])
+            raise RuntimeError(f"{found.name} failed: `sgpu run` ended with code {code}.\n{shown}")
         copy = out.splitlines()[-1] if out.strip() else ""
         print(f"sgpu: {found.name} has run; its executed copy is {copy}")  # noqa: T201
         metadata: dict[str, Any] = load_json(Path(copy).read_bytes()).get("metadata", {}) if copy else {}
