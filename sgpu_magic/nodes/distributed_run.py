@@ -259,7 +259,7 @@ class HeldRunParts(msgspec.Struct):
             launch=msgspec.structs.replace(first.launch, part=None),
             state=going[0] if going else first.state,
             started_s=max(one.started_s for one in held),
-            gone=all(one.have_ranks_exited for one in held),
+            have_ranks_exited=all(one.have_ranks_exited for one in held),
             locks=0,
         )
 

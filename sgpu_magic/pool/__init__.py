@@ -6,9 +6,9 @@ __main__           starts the local pool
 serving            starts a pool for clients on other machines
 lifecycle          one pool per user and machine: lock, address file, shutdown when idle
 service            assembles the parts
-parts              what all parts of the service share, how faults are contained, how a new service adopts runs
+inventory          the newest inventory of the nodes, and calls that wait for a fresh one
 adoption           runs of an earlier service that this one takes over
-health             whether the service works in full: its faults, kept until their cause is gone
+health             how faults of the service are contained: a fault costs one run or one reply
 server             receives clients' messages, sends replies and events
 event_feed         events of runs, sent to the clients that follow them
 remote_clients     connections of clients on other machines, and their limits
@@ -24,6 +24,7 @@ environment_store  the files that describe environments, kept by the pool
 instructions       executes the scheduler's instructions: starts groups of ranks, and restarts failed ones
 reports            handles the nodes' reports about their runs
 active_runs        the active runs, up to their final events
+pool_run           one run: its submission, its clients, its log, and how far its group of ranks is
 run_log            a run's numbered and stored events
 billing            records the runs' meters, and computes the pool's budget
 ledger             one row per run; rows of cells in sessions are written with a short delay

@@ -1,38 +1,31 @@
-"""The pool's active runs, with their followers, event logs and ledger rows.
-
-A `PoolRun` is the scheduler's run, extended by the service's own data.
-"""
+"""The pool's active runs, with their followers, event logs and ledger rows."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
-
-from msgspec.structs import replace
 
 from sgpu_magic.files.run_directory import disk_room, why_no_run
 from sgpu_magic.pool.billing import Billing
 from sgpu_magic.pool.event_feed import EventFeed, Offer
 from sgpu_magic.pool.ledger import Ledger
+from sgpu_magic.pool.pool_run import PoolRun
 from sgpu_magic.pool.run_log import RunLog
-from sgpu_magic.pool.scheduling.run import ScheduledRun
 from sgpu_magic.pool.server import ConnectedClient
-from sgpu_magic.wire.attachments import FilePayload, InlinePayload, SharedPayload
+from sgpu_magic.wire.attachments import InlinePayload
 from sgpu_magic.wire.base import FailureKind, Record, RunState
-from sgpu_magic.wire.client import Accepted, Submit
+from sgpu_magic.wire.client import Accepted
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.events import EventBody, Noted, PayloadReleased, RunEnded, Submitted
-from sgpu_magic.wire.node import Launch, RunEvent
+from sgpu_magic.wire.node import RunEvent
 from sgpu_magic.wire.rank_events import Failure
 from sgpu_magic.wire.run import RunSpec
 
-_CUT_SHORT = (
+_OUTPUT_DROPPED = (
     "the disk has accepted no events for too long: output, displays and samples are left out until it does; the ranks' "
     "logs have the output if they could be written"
 )
@@ -40,104 +33,6 @@ _CUT_SHORT = (
 _WRITE_AGAIN_S = 1.0
 
 Send = Callable[[ConnectedClient, Record, Sequence[bytes]], None]
-
-
-# the fields that `Submit` and `Launch` have in common
-_SUBMITTED = tuple({*Submit.__struct_fields__} & {*Launch.__struct_fields__})
-
-
-def submitted_fields(message: Submit | Launch) -> dict[str, Any]:
-    """Return what the submission and each launch of a run have in common, by field."""
-    return {name: getattr(message, name) for name in _SUBMITTED}
-
-
-class PoolRun(ScheduledRun):
-    """A run from its submission until its ranks are gone.
-
-    Only the scheduler changes the fields of `ScheduledRun`.
-
-    Args:
-        submit: The client's message; the run's `spec` may change later.
-        frames: Its raw frames; emptied at launch, unless the run may be launched again.
-        owner: The client whose death ends the run; None when the client is dead or the run was detached.
-        state: The state in which an earlier service left it.
-
-    Attributes:
-        watchers: Clients that only follow it.
-        log: Its event log; None until the run is accepted.
-        submitted_at, placed_at: Monotonic times of submission and launch; `placed_at` is None before its launch.
-        attempt: How often its group was restarted.
-        failed: Why the previous group failed, while a restart waits for its ranks to be gone; else None.
-        ordered: Its ranks were ordered from the engine, which reports when they are gone.
-        have_processes_exited: Its processes are gone; files may still be in transfer.
-        ended_as: The state in its final event; None before. The scheduler learns of it next.
-        adopted: An earlier service launched it; its notebook has not reconnected.
-        lost_node: Why its ranks were lost with their node; "" otherwise, and once the run is requeued.
-        payload_over: Its payload's memory is no longer read.
-        cut_short: The disk failed for so long that output and samples are dropped.
-    """
-
-    def __init__(
-        self, submit: Submit, frames: Sequence[bytes], owner: ConnectedClient | None, state: RunState = RunState.QUEUED
-    ) -> None:
-        super().__init__(submit.spec, state)
-        self.submit = submit
-        self.frames = frames
-        self.owner = owner
-        self.watchers: list[ConnectedClient] = []
-        self.log: RunLog | None = None
-        # the run may have been submitted to an earlier service
-        self.submitted_at = time.monotonic() - max(0.0, time.time() - self.spec.submitted_at)
-        self.placed_at: float | None = None
-        self.attempt = 0
-        self.failed: Failure | None = None
-        self.ordered = False
-        self.have_processes_exited = False
-        self.ended_as: RunState | None = None
-        self.adopted = False
-        self.lost_node = ""
-        self.payload_over = False
-        self.cut_short = False
-        # the payload's memory file, held open here because the notebook may exit; -1 when it is not held
-        self._held_fd = -1
-
-    @property
-    def ended(self) -> bool:
-        """Whether its final event was written."""
-        return self.ended_as is not None
-
-    @property
-    def may_start_again(self) -> bool:
-        """Whether its group is being restarted, or may be, on the devices that it holds."""
-        return self.failed is not None or (not self.ended and self.attempt < self.spec.retries)
-
-    @property
-    def followers(self) -> list[ConnectedClient]:
-        return [*self.watchers, self.owner] if self.owner is not None else self.watchers
-
-    def detach(self) -> None:
-        """Keep the run going when its notebook exits; the notebook becomes a watcher."""
-        self.spec = replace(self.spec, detach=True)
-        if self.owner is not None:
-            self.watchers.append(self.owner)
-            self.owner = None
-
-    def hold_payload(self) -> None:
-        """Keep the payload's memory, freed when the notebook exits, until an agent has it; OSError if it is gone."""
-        source = self.submit.payload.source
-        if isinstance(source, SharedPayload) and self._held_fd < 0 and (self.placed_at is None or self.spec.retries):
-            self._held_fd = os.open(f"/proc/{source.pid}/fd/{source.fd}", os.O_RDONLY | os.O_CLOEXEC)
-            self.take_payload_from(SharedPayload(pid=os.getpid(), fd=self._held_fd, size=source.size))
-
-    def take_payload_from(self, source: SharedPayload | FilePayload) -> None:
-        """Record the payload's new location."""
-        self.submit = replace(self.submit, payload=replace(self.submit.payload, source=source))
-
-    def release_payload(self) -> None:
-        """Close the payload's memory file: an agent holds it, or it is no longer needed."""
-        if self._held_fd >= 0:
-            os.close(self._held_fd)
-            self._held_fd = -1
 
 
 class ActiveRuns:
@@ -149,23 +44,33 @@ class ActiveRuns:
         send: Sends a reply to a client.
         offer: Sends an event to a client, if its connection accepts it now.
         billing: Computes what runs cost.
-
-    Attributes:
-        feed: Sends events to the runs' followers.
-        settled: The runs of an earlier service have been adopted or recorded as lost.
-        resubmittable: Runs queued in an earlier service, until their notebooks submit them again.
         on_forgotten: Called with the ID of each run that is no longer active.
         on_written: Called with the ID of each run whose events are on disk again after write errors.
+
+    Attributes:
+        event_feed: Sends events to the runs' followers.
+        settled: The runs of an earlier service have been adopted or recorded as lost.
+        resubmittable: Runs queued in an earlier service, until their notebooks submit them again.
     """
 
-    def __init__(self, ledger: Ledger, runs_path: Path, send: Send, offer: Offer, billing: Billing) -> None:
+    def __init__(
+        self,
+        *,
+        ledger: Ledger,
+        runs_path: Path,
+        send: Send,
+        offer: Offer,
+        billing: Billing,
+        on_forgotten: Callable[[str], None],
+        on_written: Callable[[str], None],
+    ) -> None:
         self._ledger = ledger
         self.billing = billing
         self._runs_path = runs_path
         self._send = send
-        self.on_forgotten: Callable[[str], None] = lambda _: None
-        self.on_written: Callable[[str], None] = lambda _: None
-        self.feed = EventFeed(offer, self.log_of)
+        self._on_forgotten = on_forgotten
+        self._on_written = on_written
+        self.event_feed = EventFeed(offer, self.log_of)
         self.settled = False
         self.resubmittable: dict[str, RunSpec] = {}
         self._going: dict[str, PoolRun] = {}
@@ -199,7 +104,7 @@ class ActiveRuns:
     def forget(self, run_id: str) -> None:
         if (run := self._going.pop(run_id, None)) is not None:
             run.release_payload()
-            self.on_forgotten(run_id)
+            self._on_forgotten(run_id)
 
     def accept(self, run: PoolRun) -> str:
         """Record a new run and tell its client; later calls do nothing. Returns why it can't be recorded, or ""."""
@@ -222,7 +127,7 @@ class ActiveRuns:
         if run.owner is not None:
             self._send(run.owner, Accepted(request=run.submit.request, run_id=run.run_id), ())
         if submitted is not None:
-            self.feed.publish(run.followers, submitted, (), log.directory)
+            self.event_feed.publish(run.followers, submitted, (), log.directory)
         return ""
 
     def publish(
@@ -233,12 +138,12 @@ class ActiveRuns:
             return
         if report is not None and not run.log.takes(body):
             run.log.skip(report)
-            if not run.cut_short:
-                run.cut_short = True
-                self.publish(run, Noted(text=_CUT_SHORT), at)
+            if not run.drops_output:
+                run.drops_output = True
+                self.publish(run, Noted(text=_OUTPUT_DROPPED), at)
             return
         event = run.log.append(body, at, frames, report)
-        self.feed.publish(run.followers, event, frames, run.log.directory)
+        self.event_feed.publish(run.followers, event, frames, run.log.directory)
         self._retry_writes(run)
 
     def _retry_writes(self, run: PoolRun) -> None:
@@ -264,21 +169,21 @@ class ActiveRuns:
         for run in list(self._behind.values()):
             if run.log is not None and run.log.write():
                 del self._behind[run.run_id]
-                run.cut_short = False
+                run.drops_output = False
                 if not run.ended:
                     self.publish(run, Noted(text="the disk accepts the events of this run again"), time.time())
-                self.on_written(run.run_id)
+                self._on_written(run.run_id)
         if not self._behind:
             next_turn.cancel()
 
     def move(self, run: PoolRun, state: RunState) -> None:
         """Record a state that the scheduler moved the run to."""
-        meter = self.billing.begun(run, state, time.time(), time.monotonic())
+        meter = self.billing.begun(run.scheduled, state, time.time(), time.monotonic())
         self._ledger.update(run.run_id, state=state, meter=meter)
 
     def placed(self, run: PoolRun, lease: Lease, host: str, labels: tuple[str, ...]) -> None:
         """Record the run's devices and their price, and report them to its followers."""
-        self._ledger.update(run.run_id, lease=lease, meter=self.billing.placed(run, lease))
+        self._ledger.update(run.run_id, lease=lease, meter=self.billing.placed(run.scheduled, lease))
         self.publish(run, self.billing.placed_event(lease, host, labels), time.time())
 
     def end_without_ranks(
@@ -302,13 +207,13 @@ class ActiveRuns:
             state=state,
             failure=failure,
             reason=reason if cancelled else "",
-            limit=run.limit if state is RunState.TIMED_OUT else None,
+            limit=run.scheduled.limit if state is RunState.TIMED_OUT else None,
             queued_s=total_s - running_s,
             running_s=running_s,
             total_s=total_s,
         )
         run.ended_as = state
-        ended, meter = self.billing.ended(run, ended, clock)
+        ended, meter = self.billing.ended(run.scheduled, ended, clock)
         self.publish(run, ended, now)
         self._ledger.update(run.run_id, state=state, ended_at=now, failure=reason or None, meter=meter)
         self._close_log(run)
@@ -316,14 +221,14 @@ class ActiveRuns:
     def ranks_exited(self, run: PoolRun) -> None:
         """Forget the run, but keep its log open for `PayloadReleased`, the only event that may still come."""
         self.forget(run.run_id)
-        if run.payload_over or isinstance(run.submit.payload.source, InlinePayload):
+        if run.payload_released or isinstance(run.submit.payload.source, InlinePayload):
             self._close_log(run)
         else:
             self._copying[run.run_id] = run
 
     def payload_released(self, run: PoolRun) -> None:
         """Record that the payload's memory is no longer read, and close the log if it was open only for that."""
-        run.payload_over = True
+        run.payload_released = True
         if self._copying.pop(run.run_id, None) is not None:
             self._close_log(run)
 
@@ -336,7 +241,7 @@ class ActiveRuns:
     def on_client_disconnect(self, client: ConnectedClient) -> list[PoolRun]:
         """Stop sending to a dead client. Returns the runs that end with it."""
         lost: list[PoolRun] = []
-        self.feed.forget(client)
+        self.event_feed.forget(client)
         for run in [*self._going.values(), *self._copying.values()]:
             if client in run.watchers:
                 run.watchers.remove(client)

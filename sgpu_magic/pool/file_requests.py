@@ -16,13 +16,14 @@ from pathlib import Path
 
 import msgspec
 
+from sgpu_magic.config import Settings
 from sgpu_magic.errors import RunUnknown, UsageError
 from sgpu_magic.files.atomic_file import link_or_copy
 from sgpu_magic.files.content_store import BlobRefused, BlobStore, blob_path, store_name
 from sgpu_magic.files.run_directory import EventFile, disk_room, links_below, list_below, open_below
-from sgpu_magic.pool.parts import PoolParts
+from sgpu_magic.pool.active_runs import ActiveRuns
 from sgpu_magic.pool.permissions import Permissions
-from sgpu_magic.pool.server import ConnectedClient
+from sgpu_magic.pool.server import ConnectedClient, Server
 from sgpu_magic.system.file_thread import FileThread
 from sgpu_magic.wire.attachments import (
     CodeBundle,
@@ -66,17 +67,19 @@ class FileRequestHandler:
     """Handles clients' uploads and reads of files.
 
     Args:
-        pool: The service's shared parts.
+        settings: The pool's settings.
+        server: Where the clients are connected.
+        active: The active runs.
         permissions: Says which user a run belongs to.
     """
 
-    def __init__(self, pool: PoolParts, permissions: Permissions) -> None:
-        settings = pool.settings
+    def __init__(self, *, settings: Settings, server: Server, active: ActiveRuns, permissions: Permissions) -> None:
+        settings = settings
         self._most_kept_bytes = settings.keep_payload
         self._stores = settings.state_path / "blobs"
         self._payloads: dict[str, tuple[str, StoredPayload]] = {}
-        self._server = pool.server
-        self._active = pool.active
+        self._server = server
+        self._active = active
         self._permissions = permissions
         self._store = BlobStore(self._stores, settings.blobs_bytes)
         self._thread = FileThread("sgpu-bytes")

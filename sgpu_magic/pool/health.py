@@ -1,11 +1,18 @@
-"""Whether the service works in full: its faults, kept until their cause is gone."""
+"""How faults of the service are contained: a fault costs one run or one reply.
+
+Every message from a client, a node or a helper process is handled within a call of `Guard`. After a fault outside of
+`Guard`, the service exits and the next one adopts its runs: those with a living agent continue under it, queued ones
+are resubmitted by their notebooks, and all others are recorded as lost; their logs stay. A service that meets a fault
+soon after its start would pass it on for ever: its successor is degraded, which `Health` describes.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from sgpu_magic.errors import PoolError, SgpuError
-from sgpu_magic.pool.active_runs import ActiveRuns, PoolRun
+from sgpu_magic.pool.active_runs import ActiveRuns
+from sgpu_magic.pool.pool_run import PoolRun
 from sgpu_magic.pool.server import ConnectedClient, Server
 from sgpu_magic.system.processes import write_log
 from sgpu_magic.wire.base import ErrorKind
@@ -59,16 +66,16 @@ class Guard:
         server: Where the clients are connected.
         active: The active runs.
         where: Where faults are logged, as the end of a sentence.
-
-    Attributes:
-        end: Ends a run after a fault. Takes the run, a sentence, and whether its ranks are gone.
+        end_run: Ends a run after a fault. Takes the run, a sentence, and whether its ranks have exited.
     """
 
-    def __init__(self, server: Server, active: ActiveRuns, where: str) -> None:
+    def __init__(
+        self, server: Server, active: ActiveRuns, where: str, end_run: Callable[[PoolRun, str, bool], None]
+    ) -> None:
         self._server = server
         self._active = active
         self._where = where
-        self.end: Callable[[PoolRun, str, bool], None] = lambda _run, _why, _gone: None
+        self._end_run = end_run
 
     def for_run(self, run_id: str, call: Callable[[], None], *, have_ranks_exited: bool = False) -> None:
         """Make a call for a run; a fault ends the run.
@@ -76,7 +83,7 @@ class Guard:
         Args:
             run_id: The run.
             call: The call.
-            have_ranks_exited: Whether its ranks are gone.
+            have_ranks_exited: Whether its ranks have exited.
         """
         run = self._active.get(run_id)
         try:
@@ -84,7 +91,7 @@ class Guard:
         except Exception as error:  # noqa: BLE001
             self.log(f"run {run_id} ends because of it", error)
             if (run := self._active.get(run_id) or run) is not None:
-                self.end(run, self._words_of(error), have_ranks_exited)
+                self._end_run(run, self._words_of(error), have_ranks_exited)
 
     def for_client(self, client: ConnectedClient, message: ClientMessage, call: Callable[[], None]) -> None:
         """Make a call for a client's message.
@@ -100,7 +107,7 @@ class Guard:
             self.log(f"a message of process {client.pid} was dropped ({type(message).__name__})", error)
             run = self._active.get(message.spec.run_id) if isinstance(message, Submit) else None
             if run is not None and run.owner is client:
-                self.end(run, self._words_of(error), False)
+                self._end_run(run, self._words_of(error), False)
             elif request := getattr(message, "request", 0):
                 self._server.refuse(client, request, self._words_of(error), ErrorKind.INTERNAL)
 

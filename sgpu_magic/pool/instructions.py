@@ -6,15 +6,21 @@ import asyncio
 import functools
 import os
 import time
+from collections.abc import Callable
 
 import msgspec
 
 from sgpu_magic.files.content_store import store_name
-from sgpu_magic.pool.active_runs import PoolRun, submitted_fields
+from sgpu_magic.nodes.engine import Engine
+from sgpu_magic.pool.active_runs import ActiveRuns
 from sgpu_magic.pool.environment_store import EnvironmentStore
 from sgpu_magic.pool.file_requests import needed_blobs
-from sgpu_magic.pool.parts import PoolParts
+from sgpu_magic.pool.health import Guard
+from sgpu_magic.pool.inventory import FreshInventory
+from sgpu_magic.pool.pool_run import GroupState, PoolRun, submitted_fields
 from sgpu_magic.pool.scheduling import stimuli as sched
+from sgpu_magic.pool.scheduling.scheduler import Scheduler
+from sgpu_magic.pool.server import Server
 from sgpu_magic.pool.submissions import Submissions
 from sgpu_magic.pool.tracker import Tracker
 from sgpu_magic.wire.attachments import FilePayload, InlinePayload, SharedPayload, StoredPayload
@@ -33,14 +39,30 @@ class Instructions:
     """Executes the instructions of one service's scheduler.
 
     Args:
-        pool: The service's shared parts.
+        server: Where the clients are connected.
+        engine: Where the ranks run.
+        active: The active runs.
+        feed: Feeds a stimulus to the scheduler and executes its instructions.
         launches: Starts groups of ranks.
         submissions: Prepares runs' packages.
         tracker: Has accepted runs written to MLflow.
     """
 
-    def __init__(self, pool: PoolParts, launches: LaunchHandler, submissions: Submissions, tracker: Tracker) -> None:
-        self._pool = pool
+    def __init__(
+        self,
+        *,
+        server: Server,
+        engine: Engine,
+        active: ActiveRuns,
+        feed: Callable[[sched.Stimulus], None],
+        launches: LaunchHandler,
+        submissions: Submissions,
+        tracker: Tracker,
+    ) -> None:
+        self._server = server
+        self._engine = engine
+        self._active = active
+        self._feed = feed
         self._launches = launches
         self._submissions = submissions
         self._tracker = tracker
@@ -48,7 +70,7 @@ class Instructions:
 
     def execute(self, instruction: sched.Instruction) -> None:
         """Execute one instruction."""
-        if (run := self._pool.active.get(instruction.run_id)) is None:
+        if (run := self._active.get(instruction.run_id)) is None:
             return
         match instruction:
             case sched.RefuseRun(error=error, message=message):
@@ -59,20 +81,20 @@ class Instructions:
                     # the session's ranks are waiting: record the launch while they already work
                     self._launches.launched(run, lease)
             case sched.PublishQueueStatus(position=position, reason=reason) if self._accept(run):
-                self._pool.active.publish(run, QueueMoved(position=position, reason=reason), time.time())
+                self._active.publish(run, QueueMoved(position=position, reason=reason), time.time())
             case sched.MoveRun(state=state, reason=reason):
-                self._pool.active.move(run, state)
+                self._active.move(run, state)
                 if state is not RunState.STARTING or not run.spec.in_session:
-                    self._pool.active.publish(run, StateChanged(state=state, reason=reason), time.time())
+                    self._active.publish(run, StateChanged(state=state, reason=reason), time.time())
             case sched.PublishNote(text=text):
-                self._pool.active.publish(run, Noted(text=text), time.time())
+                self._active.publish(run, Noted(text=text), time.time())
             case sched.StopRun(state=state, reason=reason):
-                self._pool.engine.end_run(instruction.run_id, state, reason)
+                self._engine.end_run(instruction.run_id, state, reason)
             case sched.EndUnstartedRun(state=state, reason=reason):
                 self._submissions.unprepare(run)
                 kind = instruction.kind if state is RunState.FAILED else FailureKind.TIMEOUT
-                self._pool.active.end_without_ranks(run, state, reason, kind)
-                self._pool.active.forget(instruction.run_id)
+                self._active.end_without_ranks(run, state, reason, kind)
+                self._active.forget(instruction.run_id)
             case sched.LaunchRun() | sched.PublishQueueStatus():
                 # the run could not be recorded, and has been refused
                 pass
@@ -86,89 +108,109 @@ class Instructions:
             have_ranks_exited: Whether its ranks are gone.
         """
         if run.log is None:
-            self._pool.active.resubmittable.pop(run.run_id, None)
+            self._active.resubmittable.pop(run.run_id, None)
             self._refuse(run, why, ErrorKind.INTERNAL)
         elif not run.ended:
-            self._pool.active.end_without_ranks(run, RunState.FAILED, why, FailureKind.INTERNAL)
+            self._active.end_without_ranks(run, RunState.FAILED, why, FailureKind.INTERNAL)
         state = run.ended_as or RunState.FAILED
-        run.failed = None
-        if run.ordered and not have_ranks_exited:
-            self._pool.engine.end_run(run.run_id, state, why)
-            self._loop.call_soon(self._pool.feed, sched.RunMoved(run.run_id, state, why))
+        run.restart_after = None
+        if run.has_group and not have_ranks_exited:
+            self._engine.end_run(run.run_id, state, why)
+            self._loop.call_soon(self._feed, sched.RunMoved(run.run_id, state, why))
             return
         if not have_ranks_exited:
             self._submissions.unprepare(run)
-        self._pool.active.forget(run.run_id)
-        self._loop.call_soon(self._pool.feed, sched.RanksReaped(run.run_id, state))
+        self._active.forget(run.run_id)
+        self._loop.call_soon(self._feed, sched.RanksReaped(run.run_id, state))
 
     # ------------------------------------------------------------ internals
 
     def _accept(self, run: PoolRun) -> bool:
         """Record the run. Returns False if that failed and the run was refused."""
-        self._pool.active.resubmittable.pop(run.run_id, None)
-        if why := self._pool.active.accept(run):
+        self._active.resubmittable.pop(run.run_id, None)
+        if why := self._active.accept(run):
             self._refuse(run, why, ErrorKind.POOL)
-            self._loop.call_soon(self._pool.feed, sched.RanksReaped(run.run_id, RunState.FAILED))
+            self._loop.call_soon(self._feed, sched.RanksReaped(run.run_id, RunState.FAILED))
             return False
         self._tracker.follow(run)
         return True
 
     def _refuse(self, run: PoolRun, message: str, error: ErrorKind) -> None:
         self._submissions.unprepare(run)
-        self._pool.active.forget(run.run_id)
+        self._active.forget(run.run_id)
         if run.owner is not None:
-            self._pool.server.refuse(run.owner, run.submit.request, message, error)
+            self._server.refuse(run.owner, run.submit.request, message, error)
 
 
 class LaunchHandler:
     """Orders groups of ranks from the engine, and reports to the scheduler what became of them.
 
     Args:
-        pool: The service's shared parts.
+        engine: Where the ranks run.
+        active: The active runs.
+        scheduler: Decides which run gets which devices.
+        stock: The newest inventory of the nodes.
+        guard: Makes calls and contains their faults.
+        feed: Feeds a stimulus to the scheduler and executes its instructions.
         kept_environments: The files that describe the runs' packages.
     """
 
-    def __init__(self, pool: PoolParts, kept_environments: EnvironmentStore) -> None:
-        self._pool = pool
+    def __init__(
+        self,
+        *,
+        engine: Engine,
+        active: ActiveRuns,
+        scheduler: Scheduler,
+        stock: FreshInventory,
+        guard: Guard,
+        feed: Callable[[sched.Stimulus], None],
+        kept_environments: EnvironmentStore,
+    ) -> None:
+        self._engine = engine
+        self._active = active
+        self._scheduler = scheduler
+        self._stock = stock
+        self._guard = guard
+        self._feed = feed
         self._kept_environments = kept_environments
         self._loop = asyncio.get_running_loop()
 
     def granted(self, run_id: str, lease: Lease) -> None:
         """Record that the engine has a run's devices, which the scheduler only proposed, and starts its ranks."""
-        if (run := self._pool.active.get(run_id)) is None or run.placed_at is not None:
-            # the run is over, or was restarted on its current lease
+        if (run := self._active.get(run_id)) is None or run.group is not GroupState.ORDERED:
+            # the run is over, or has its devices already: it is in a session, or was restarted on its lease
             return
         self.launched(run, lease)
-        if self._pool.scheduler.run(run.run_id) is None or run.lease != lease:
-            self._pool.feed(sched.LeaseGranted(run.run_id, lease))
+        if self._scheduler.run(run.run_id) is None or run.lease != lease:
+            self._feed(sched.LeaseGranted(run.run_id, lease))
         state = RunState.PREPARING if self._prepares(run) else RunState.STARTING
-        self._pool.feed(sched.RunMoved(run.run_id, state))
+        self._feed(sched.RunMoved(run.run_id, state))
 
     def launched(self, run: PoolRun, lease: Lease) -> None:
         """Record that the run's group was ordered."""
-        run.placed_at = time.monotonic()
+        run.launch_group(time.monotonic())
         spec = run.spec
         link = functools.partial(self._kept_environments.link, spec.environment, run.run_id, spec.owner.user)
-        self._loop.call_later(_LINK_LATER_S, self._pool.guard.for_run, run.run_id, link)
+        self._loop.call_later(_LINK_LATER_S, self._guard.for_run, run.run_id, link)
         if not run.spec.retries:
             # only needed for the launch; may be secret or large
             run.frames = ()
-        inventory = self._pool.stock.inventory
+        inventory = self._stock.inventory
         host = ", ".join(dict.fromkeys(share.host for share in lease.shares)) or inventory.host
-        self._pool.active.placed(run, lease, host, _labels(lease, inventory))
+        self._active.placed(run, lease, host, _labels(lease, inventory))
 
     def order(self, run: PoolRun, lease: Lease) -> None:
         """Order the run's group from the engine, and nothing else; `granted` follows once the devices are taken."""
         launch = Launch(
             **submitted_fields(msgspec.structs.replace(run.submit, spec=run.spec)),
             lease=lease,
-            run_dir=str(self._pool.active.directory(run.run_id)),
+            run_dir=str(self._active.directory(run.run_id)),
             attempt=run.attempt,
             number=0 if run.log is None else run.log.number,
             store=store_name(run.spec.owner.user) if needed_blobs(run.submit) else "",
         )
-        self._pool.engine.launch(launch, run.frames)
-        run.ordered, run.have_processes_exited = True, False
+        self._engine.launch(launch, run.frames)
+        run.order_group()
 
     # ------------------------------------------------------------ restarts
 
@@ -180,17 +222,17 @@ class LaunchHandler:
         if run.state is RunState.CANCELLING or not (spec.retry_any or failure.kind in _NOT_USERS_FAULT):
             return None
         run.attempt += 1
-        run.failed = msgspec.structs.replace(failure, exception=None)
-        return AttemptFailed(attempt=run.attempt, attempts=spec.retries + 1, failure=run.failed)
+        run.restart_after = msgspec.structs.replace(failure, exception=None)
+        return AttemptFailed(attempt=run.attempt, attempts=spec.retries + 1, failure=run.restart_after)
 
     def restart(self, run: PoolRun) -> bool:
         """Restart the run's group after its ranks are gone, if a restart is due. Returns whether it was."""
-        failure, run.failed = run.failed, None
+        failure, run.restart_after = run.restart_after, None
         if failure is None:
             return False
-        if run.stopping_as is not None:
+        if run.scheduled.stopping_as is not None:
             why = "it was stopped between two attempts"
-            self._pool.active.end_without_ranks(run, run.stopping_as, why, FailureKind.TIMEOUT)
+            self._active.end_without_ranks(run, run.scheduled.stopping_as, why, FailureKind.TIMEOUT)
             return False
         if not (why := self._find_payload(run)) and run.lost_node:
             self._requeue(run)
@@ -198,27 +240,26 @@ class LaunchHandler:
             why = self._relaunch(run)
         if why:
             failure = msgspec.structs.replace(failure, message=f"{failure.message}\nIt was not started again: {why}.")
-            self._pool.active.end_without_ranks(run, RunState.FAILED, failure.message, failure.kind, failure)
+            self._active.end_without_ranks(run, RunState.FAILED, failure.message, failure.kind, failure)
         return not why
 
     def _relaunch(self, run: PoolRun) -> str:
         """Restart the run's group on its lease. Returns why that is not possible; "" when it is done."""
-        if self._pool.scheduler.run(run.run_id) is None or run.lease is None:
+        if self._scheduler.run(run.run_id) is None or run.lease is None:
             return "its devices were released"
-        session = self._pool.scheduler.run(run.spec.session)
+        session = self._scheduler.run(run.spec.session)
         if run.spec.session and (session is None or not session.is_open):
             return "its session has ended"
         self.order(run, run.lease)
         if not self._prepares(run):
-            self._pool.feed(sched.RunMoved(run.run_id, RunState.STARTING))
+            self._feed(sched.RunMoved(run.run_id, RunState.STARTING))
         return ""
 
     def _requeue(self, run: PoolRun) -> None:
         """Return a run to the queue after its node was lost and its lease given back."""
-        why, run.lost_node = run.lost_node, ""
-        run.placed_at = None
-        run.ordered = False
-        self._loop.call_soon(self._pool.feed, sched.RunRequeued(run.run_id, why))
+        why = run.lost_node or ""
+        run.requeue()
+        self._loop.call_soon(self._feed, sched.RunRequeued(run.run_id, why))
 
     def _find_payload(self, run: PoolRun) -> str:
         """Find the run's payload for another launch. Returns why it is lost; "" when it was found."""
@@ -234,10 +275,10 @@ class LaunchHandler:
                 lost = False
         if not lost:
             return ""
-        kept = self._pool.active.directory(run.run_id) / PAYLOAD
+        kept = self._active.directory(run.run_id) / PAYLOAD
         if not kept.is_file():
             return "its variables were in the memory of processes that have ended"
-        run.take_payload_from(FilePayload(path=str(kept), size=kept.stat().st_size))
+        run.move_payload(FilePayload(path=str(kept), size=kept.stat().st_size))
         return ""
 
     # ------------------------------------------------------------ internals
@@ -246,7 +287,7 @@ class LaunchHandler:
         """Whether the node first prepares the run's packages, and reports when they are ready."""
         if (environment := run.submit.environment) is None or run.state not in (RunState.QUEUED, RunState.PREPARING):
             return False
-        return self._pool.engine.builds(run.submit.interpreter, environment)
+        return self._engine.builds(run.submit.interpreter, environment)
 
 
 def _labels(lease: Lease, inventory: Inventory) -> tuple[str, ...]:

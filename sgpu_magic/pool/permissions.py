@@ -13,8 +13,9 @@ import msgspec
 
 from sgpu_magic.config import host_name
 from sgpu_magic.errors import PoolError, RunUnknown, SessionError
-from sgpu_magic.pool.active_runs import PoolRun
-from sgpu_magic.pool.parts import PoolParts
+from sgpu_magic.pool.active_runs import ActiveRuns
+from sgpu_magic.pool.ledger import Ledger
+from sgpu_magic.pool.pool_run import PoolRun
 from sgpu_magic.pool.server import ConnectedClient
 from sgpu_magic.wire.base import OfRun, short
 from sgpu_magic.wire.client import AskRank, ClientMessage, KeepEnvironment, RestartRanks, StopPool, Submit, Warm
@@ -28,11 +29,13 @@ class Permissions:
     """Checks the requests of remote clients, and finds runs for all clients.
 
     Args:
-        pool: The service's shared parts.
+        ledger: The rows of all runs.
+        active: The active runs.
     """
 
-    def __init__(self, pool: PoolParts) -> None:
-        self._pool = pool
+    def __init__(self, *, ledger: Ledger, active: ActiveRuns) -> None:
+        self._ledger = ledger
+        self._active = active
 
     def permitted(self, client: ConnectedClient, message: ClientMessage) -> ClientMessage | None:
         """Return the message, adjusted to what is permitted; None when it is refused and needs no reply.
@@ -65,9 +68,9 @@ class Permissions:
 
     def user_of(self, run_id: str) -> str | None:
         """Return the user of an active or finished run; None when there is no such run."""
-        if (run := self._pool.active.speaker(run_id)) is not None:
+        if (run := self._active.speaker(run_id)) is not None:
             return run.spec.owner.user
-        row = self._pool.ledger.summary(run_id)
+        row = self._ledger.summary(run_id)
         return row.user if row is not None else None
 
     def may_see(self, client: ConnectedClient, run_id: str) -> bool:
@@ -93,14 +96,14 @@ class Permissions:
         """
         if not prefix:
             going_on = [run.run_id for run in self._of_prefix("", client.may_see) if run.spec.detach]
-            newest = [row.run_id for row in self._pool.ledger.recent(1 if client.same_host else _LOOK_BACK)][::-1]
+            newest = [row.run_id for row in self._ledger.recent(1 if client.same_host else _LOOK_BACK)][::-1]
             newest = [run_id for run_id in newest if self.may_see(client, run_id)]
             if (chosen := (going_on[-1:] or newest[-1:] or [None])[0]) is None:
                 raise RunUnknown("this pool has no runs yet.")
             return chosen
-        found = {run.run_id for run in self._pool.active.going if run.run_id.startswith(prefix)}
+        found = {run.run_id for run in self._active.going if run.run_id.startswith(prefix)}
         # runs from an earlier service's queue do not count until they are submitted again
-        found |= set(self._pool.ledger.find(prefix)) - set(self._pool.active.resubmittable)
+        found |= set(self._ledger.find(prefix)) - set(self._active.resubmittable)
         found = {run_id for run_id in found if self.may_see(client, run_id)}
         if len(found) == 1:
             return found.pop()
@@ -130,7 +133,7 @@ class Permissions:
         return _not_one(prefix, [run.run_id for run in found], "of yours that is active here")
 
     def _of_prefix(self, prefix: str, may: Callable[[str], bool]) -> list[PoolRun]:
-        going = self._pool.active.going
+        going = self._active.going
         return [run for run in going if run.run_id.startswith(prefix) and may(run.spec.owner.user)]
 
     def _check_session(self, client: ConnectedClient, session: str) -> None:

@@ -13,12 +13,14 @@ import msgspec
 
 from sgpu_magic.errors import SessionError, UsageError
 from sgpu_magic.formatting import format_ranks
-from sgpu_magic.pool.active_runs import PoolRun
-from sgpu_magic.pool.parts import PoolParts
+from sgpu_magic.nodes.engine import Engine
+from sgpu_magic.pool.active_runs import ActiveRuns
+from sgpu_magic.pool.ledger import Ledger
+from sgpu_magic.pool.pool_run import PoolRun
 from sgpu_magic.pool.scheduling import stimuli as sched
 from sgpu_magic.pool.scheduling.queue_status import titled
 from sgpu_magic.pool.scheduling.run import named
-from sgpu_magic.pool.server import ConnectedClient
+from sgpu_magic.pool.server import ConnectedClient, Server
 from sgpu_magic.system.message_stream import Pending
 from sgpu_magic.wire.base import ErrorKind, RunKind, RunState, short
 from sgpu_magic.wire.client import Accepted, AskRank, AskStacks, RankAnswered, RestartRanks, Stacks
@@ -36,11 +38,27 @@ class RankRequests:
     """Passes requests to ranks. A request that can't be passed on is answered with the reason at once.
 
     Args:
-        pool: The service's shared parts.
+        server: Where the clients are connected.
+        engine: Where the ranks run.
+        ledger: The rows of all runs.
+        active: The active runs.
+        feed: Feeds a stimulus to the scheduler and executes its instructions.
     """
 
-    def __init__(self, pool: PoolParts) -> None:
-        self._pool = pool
+    def __init__(
+        self,
+        *,
+        server: Server,
+        engine: Engine,
+        ledger: Ledger,
+        active: ActiveRuns,
+        feed: Callable[[sched.Stimulus], None],
+    ) -> None:
+        self._server = server
+        self._engine = engine
+        self._ledger = ledger
+        self._active = active
+        self._feed = feed
         # never reused, so that late replies are ignored
         self._numbers = itertools.count(1)
         # (client, its message, run whose ranks were asked) by number
@@ -52,7 +70,7 @@ class RankRequests:
         """Take the stacks of a run's ranks."""
         if run.placed_at is None:
             raise UsageError(f"run {short(run.run_id)} has no ranks yet: it is {run.state}.")
-        self._pool.engine.take_stacks(self._number(client, message, run.run_id), run.run_id)
+        self._engine.take_stacks(self._number(client, message, run.run_id), run.run_id)
 
     def restart(self, client: ConnectedClient, message: RestartRanks) -> None:
         """Restart ranks of a session, unless a cell runs in it."""
@@ -62,9 +80,9 @@ class RankRequests:
             raise SessionError(problem)
         number = self._number(client, message, message.session)
         reason = f"{_ranks(message.ranks)} of its session {_are(message.ranks)} being restarted"
-        self._pool.feed(sched.SessionPaused(message.session, reason))
+        self._feed(sched.SessionPaused(message.session, reason))
         order = RestartSessionRanks(request=number, session=message.session, ranks=message.ranks)
-        self._pool.engine.ask_session(order)
+        self._engine.ask_session(order)
 
     def ask(self, client: ConnectedClient, message: AskRank) -> None:
         """Send a question to an idle rank of a session."""
@@ -77,13 +95,13 @@ class RankRequests:
         else:
             number = self._number(client, message, message.session)
             order = Question(request=number, session=message.session, question=message.question)
-            self._pool.engine.ask_session(order)
+            self._engine.ask_session(order)
             return
         self._answer(client, message, RankAnswer(problem=problem))
 
     def no_session(self, session: str) -> str:
         """Return a sentence that says when and why a session ended, or that there is none."""
-        if (row := self._pool.ledger.summary(session)) is None or row.kind is not RunKind.SESSION:
+        if (row := self._ledger.summary(session)) is None or row.kind is not RunKind.SESSION:
             return f"there is no session {short(session)} in this pool. {_REMEDY}"
         name = f"session {row.name or short(session)}"
         when = "" if row.ended_at is None else time.strftime(" at %H:%M", time.localtime(row.ended_at))
@@ -95,22 +113,22 @@ class RankRequests:
     def stacks_taken(self, request: int, stacks: tuple[RankStack, ...]) -> None:
         if (asked := self._asked.pop(request, None)) is not None:
             client, message, run_id = asked
-            run = self._pool.active.speaker(run_id)
+            run = self._active.speaker(run_id)
             cell = run.spec.cell if run is not None else CellSource(body="")
-            self._pool.server.send(client, Stacks(request=message.request, run_id=run_id, stacks=stacks, cell=cell))
+            self._server.send(client, Stacks(request=message.request, run_id=run_id, stacks=stacks, cell=cell))
 
     def restarted(self, request: int, session: str, problem: str) -> None:
-        self._pool.feed(sched.SessionPaused(session, ""))
+        self._feed(sched.SessionPaused(session, ""))
         if (asked := self._asked.pop(request, None)) is None or not isinstance(asked[1], RestartRanks):
             return
         client, message = asked[0], asked[1]
         if problem:
-            self._pool.server.refuse(client, message.request, problem, ErrorKind.SESSION)
+            self._server.refuse(client, message.request, problem, ErrorKind.SESSION)
             return
         run = self._session(session)
         name = named(run.spec) if run is not None else f"session {short(session)}"
         text = f"{_ranks(message.ranks)} of {name} {_are(message.ranks)} new"
-        self._pool.server.send(client, Accepted(request=message.request, run_id=session, text=text))
+        self._server.send(client, Accepted(request=message.request, run_id=session, text=text))
 
     def answered(self, request: int, answer: RankAnswer) -> None:
         if (asked := self._asked.pop(request, None)) is not None and isinstance(asked[1], AskRank):
@@ -123,10 +141,10 @@ class RankRequests:
             if isinstance(message, AskRank):
                 self._answer(client, message, RankAnswer(problem=ended))
             elif isinstance(message, RestartRanks):
-                self._pool.server.refuse(client, message.request, ended, ErrorKind.SESSION)
+                self._server.refuse(client, message.request, ended, ErrorKind.SESSION)
             else:
                 text = f"run {short(run_id)} ended before its ranks could be asked."
-                self._pool.server.refuse(client, message.request, text)
+                self._server.refuse(client, message.request, text)
 
     # ------------------------------------------------------------ internals
 
@@ -136,7 +154,7 @@ class RankRequests:
         return number
 
     def _session(self, run_id: str) -> PoolRun | None:
-        run = self._pool.active.get(run_id)
+        run = self._active.get(run_id)
         return run if run is not None and run.is_session and not run.ended else None
 
     def _why_not_now(self, session: PoolRun, ranks: tuple[int, ...]) -> str:
@@ -148,16 +166,16 @@ class RankRequests:
         asked = (message for _, message, run_id in self._asked.values() if run_id == session.run_id)
         if any(isinstance(message, RestartRanks) for message in asked):
             return f"ranks of {name} are already being restarted."
-        for run in self._pool.active.going:
+        for run in self._active.going:
             if run.spec.session == session.run_id and run.spec.in_session and run.placed_at and not run.ended:
                 return (
-                    f"run {titled(run)} is running in {name}. Cancel it first: interrupt its cell, or "
+                    f"run {titled(run.scheduled)} is running in {name}. Cancel it first: interrupt its cell, or "
                     f"`sgpu cancel {short(run.run_id)}`. Then restart the ranks."
                 )
         return ""
 
     def _answer(self, client: ConnectedClient, message: AskRank, answer: RankAnswer) -> None:
-        self._pool.server.send(client, RankAnswered(request=message.request, answer=answer))
+        self._server.send(client, RankAnswered(request=message.request, answer=answer))
 
 
 def _ranks(ranks: tuple[int, ...]) -> str:
@@ -197,12 +215,16 @@ class Forwarding:
     """Forwards clients' connections to ports of their runs, without inspecting the data.
 
     Args:
-        pool: The service's shared parts.
+        server: Where the clients are connected.
+        engine: Where the ranks run.
         find: Returns the client's active run with a prefix; else a sentence that says why there is none.
     """
 
-    def __init__(self, pool: PoolParts, find: Callable[[ConnectedClient, str], PoolRun | str]) -> None:
-        self._pool = pool
+    def __init__(
+        self, *, server: Server, engine: Engine, find: Callable[[ConnectedClient, str], PoolRun | str]
+    ) -> None:
+        self._server = server
+        self._engine = engine
         self._find = find
         self._number = 0
         # keyed by the number that nodes use for the stream
@@ -244,7 +266,7 @@ class Forwarding:
         passed = msgspec.structs.replace(message, stream=forwarded.stream)
         if isinstance(passed, StreamOpened):
             passed = msgspec.structs.replace(passed, run_id=forwarded.run_id)
-        self._pool.server.send(forwarded.client, passed, frames)
+        self._server.send(forwarded.client, passed, frames)
         if not isinstance(message, StreamOpened):
             self._count_end(number, forwarded, message)
 
@@ -254,7 +276,7 @@ class Forwarding:
             if run_id in (forwarded.run_id, forwarded.ranks_of):
                 self._drop(number, forwarded)
                 text = f"run {short(run_id)} has ended"
-                self._pool.server.send(forwarded.client, StreamClosed(stream=forwarded.stream, problem=text))
+                self._server.send(forwarded.client, StreamClosed(stream=forwarded.stream, problem=text))
 
     # ------------------------------------------------------------ internals
 
@@ -263,7 +285,7 @@ class Forwarding:
         run = self._find(client, message.run)
         problem = run if isinstance(run, str) else self._why_not(client, run, message)
         if problem or isinstance(run, str):
-            self._pool.server.send(client, StreamClosed(stream=message.stream, problem=problem))
+            self._server.send(client, StreamClosed(stream=message.stream, problem=problem))
             return
         self._number += 1
         ranks_of = run.spec.session if run.spec.in_session else run.run_id
@@ -271,7 +293,7 @@ class Forwarding:
         self._streams[self._number] = forwarded
         self._by_client[client, message.stream] = self._number
         order = msgspec.structs.replace(message, stream=self._number, run=ranks_of)
-        self._pool.engine.forward(ranks_of, message.rank, order, ())
+        self._engine.forward(ranks_of, message.rank, order, ())
 
     def _why_not(self, client: ConnectedClient, run: PoolRun, message: OpenStream) -> str:
         ranks = run.spec.placement.ranks
@@ -289,7 +311,7 @@ class Forwarding:
 
     def _to_node(self, number: int, forwarded: _Forwarded, message: StreamMessage, frames: Sequence[bytes]) -> None:
         passed = msgspec.structs.replace(message, stream=number)
-        self._pool.engine.forward(forwarded.ranks_of, forwarded.rank, passed, frames)
+        self._engine.forward(forwarded.ranks_of, forwarded.rank, passed, frames)
 
     def _count_end(self, number: int, forwarded: _Forwarded, message: StreamMessage) -> None:
         if isinstance(message, StreamEnded):

@@ -18,17 +18,19 @@ from sgpu_magic.config import Settings
 from sgpu_magic.config.pool_terms import read_limits
 from sgpu_magic.nodes.engine import Engine
 from sgpu_magic.nodes.engine_reports import NodeMessage
-from sgpu_magic.pool.active_runs import ActiveRuns, PoolRun
+from sgpu_magic.pool.active_runs import ActiveRuns
 from sgpu_magic.pool.adoption import Adoption
 from sgpu_magic.pool.billing import Billing, budget_of
 from sgpu_magic.pool.environment_store import EnvironmentStore
 from sgpu_magic.pool.file_requests import FileRequestHandler
 from sgpu_magic.pool.health import Guard, Health, ServiceFault
 from sgpu_magic.pool.instructions import Instructions, LaunchHandler
+from sgpu_magic.pool.inventory import FreshInventory
 from sgpu_magic.pool.ledger import Ledger
 from sgpu_magic.pool.lifecycle import Idleness, PoolPresence
-from sgpu_magic.pool.parts import FreshInventory, PoolParts
 from sgpu_magic.pool.permissions import Permissions
+from sgpu_magic.pool.pool_run import PoolRun
+from sgpu_magic.pool.rank_requests import Forwarding, RankRequests
 from sgpu_magic.pool.remote_clients import Listening
 from sgpu_magic.pool.reports import Reports
 from sgpu_magic.pool.requests import Requests
@@ -37,6 +39,8 @@ from sgpu_magic.pool.scheduling import stimuli as sched
 from sgpu_magic.pool.scheduling.costs import tariff_of
 from sgpu_magic.pool.scheduling.scheduler import Scheduler
 from sgpu_magic.pool.server import ConnectedClient, Server
+from sgpu_magic.pool.status import StatusReports
+from sgpu_magic.pool.submissions import Submissions
 from sgpu_magic.pool.tracker import Tracker
 from sgpu_magic.system.processes import write_log
 from sgpu_magic.wire.base import FailureKind, RunState
@@ -88,16 +92,16 @@ class PoolService:
         self._presence = presence
         self._engine = engine
         self._loop = asyncio.get_running_loop()
-        self._ledger = Ledger(settings.state_path / "ledger.sqlite3", self._loop)
+        ledger = self._ledger = Ledger(settings.state_path / "ledger.sqlite3", self._loop)
         tariff = tariff_of(settings, settings.pool or "local")
-        self._scheduler = Scheduler(
+        scheduler = self._scheduler = Scheduler(
             pass_over_s=settings.pass_over_s,
             tariff=tariff,
-            budget=budget_of(settings, self._ledger, time.monotonic(), time.time()),
+            budget=budget_of(settings, ledger, time.monotonic(), time.time()),
             limits=read_limits(settings.user_priorities, settings.user_quotas),
             fair_half_life_s=settings.fair_half_life_s,
         )
-        self._stock = FreshInventory(engine.take_inventory)
+        stock = self._stock = FreshInventory(engine.take_inventory)
         self._deadline: asyncio.TimerHandle | None = None
         self._begun_at = time.monotonic()
         self.finished = self._loop.create_future()
@@ -110,41 +114,111 @@ class PoolService:
         if earlier_fault:
             self._degrade(earlier_fault)
         self._loop.set_exception_handler(self._broken)
+        state = settings.state_path
+        where = f"its log is {state / 'pool.log'}" if listening is None else "its operator's log has the details"
+
+        # what all parts share
         server = self._server = Server(presence.socket_path, self._on_message, self._on_disconnect, listening)
         self.address, self.bulk_port = server.address, server.bulk_port
-        billing = Billing(self._ledger, tariff)
-        self._active = ActiveRuns(self._ledger, settings.runs_path, server.send, server.offer, billing)
-        local_log = f"its log is {settings.state_path / 'pool.log'}"
-        where = local_log if listening is None else "its operator's log has the details"
-        self._guard = Guard(server, self._active, where)
-        parts = PoolParts(
-            settings,
-            server,
-            engine,
-            self._ledger,
-            self._active,
-            self._scheduler,
-            self._stock,
-            self._guard,
-            self._health,
-            self.feed,
+        active = self._active = ActiveRuns(
+            ledger=ledger,
+            runs_path=settings.runs_path,
+            send=server.send,
+            offer=server.offer,
+            billing=Billing(ledger, tariff),
+            on_forgotten=self._forgotten,
+            on_written=self._written,
         )
-        self._kept = EnvironmentStore(settings.state_path / "environment-files", settings.runs_path)
-        self._launches = LaunchHandler(parts, self._kept)
-        self._reports = Reports(parts, self._launches)
-        self._adoption = Adoption(parts)
-        permissions = Permissions(parts)
-        self._files = FileRequestHandler(parts, permissions)
-        self._tracker = Tracker(settings, self._active, engine, self._is_live)
+        guard = self._guard = Guard(server, active, where, self._end_after_fault)
+        permissions = Permissions(ledger=ledger, active=active)
+        environments = self._environments = EnvironmentStore(state / "environment-files", settings.runs_path)
+        self._tracker = Tracker(settings, active, engine, self._is_live)
         idle_s = settings.pool_idle_s if listening is None else math.inf
-        self._idleness = Idleness(idle_s, lambda: bool(self._active.going), server.notify, self.stop)
-        self._requests = Requests(parts, permissions, self._kept, self._files, self._tracker, self._idleness, self.stop)
-        self._instructions = Instructions(parts, self._launches, self._requests.submissions, self._tracker)
-        self._guard.end = self._instructions.end_of_fault
-        self._active.on_forgotten = self._forgotten
-        self._active.on_written = self._reports.confirm_later
-        self._retention = Retention(settings, self._is_live, self._ledger.cells, removed=self._looked_after)
-        presence.restore_files(server.listen_again, self._guard.log)
+        self._idleness = Idleness(idle_s, lambda: bool(active.going), server.notify, self.stop)
+        self._files = FileRequestHandler(settings=settings, server=server, active=active, permissions=permissions)
+
+        # from the clients
+        self._ranks = RankRequests(server=server, engine=engine, ledger=ledger, active=active, feed=self.feed)
+        self._forwarding = Forwarding(server=server, engine=engine, find=permissions.own_going)
+        self._submissions = Submissions(
+            settings=settings,
+            server=server,
+            engine=engine,
+            ledger=ledger,
+            active=active,
+            stock=stock,
+            guard=guard,
+            health=self._health,
+            feed=self.feed,
+            no_session=self._ranks.no_session,
+            files=self._files,
+        )
+        status = StatusReports(
+            settings=settings,
+            server=server,
+            ledger=ledger,
+            scheduler=scheduler,
+            stock=stock,
+            health=self._health,
+            permissions=permissions,
+            idleness=self._idleness,
+        )
+        self._requests = Requests(
+            settings=settings,
+            server=server,
+            engine=engine,
+            ledger=ledger,
+            active=active,
+            stock=stock,
+            guard=guard,
+            feed=self.feed,
+            permissions=permissions,
+            kept_environments=environments,
+            files=self._files,
+            tracker=self._tracker,
+            status=status,
+            forwarding=self._forwarding,
+            ranks=self._ranks,
+            submissions=self._submissions,
+            stop=self.stop,
+        )
+
+        # from the scheduler
+        self._launches = LaunchHandler(
+            engine=engine,
+            active=active,
+            scheduler=scheduler,
+            stock=stock,
+            guard=guard,
+            feed=self.feed,
+            kept_environments=environments,
+        )
+        self._instructions = Instructions(
+            server=server,
+            engine=engine,
+            active=active,
+            feed=self.feed,
+            launches=self._launches,
+            submissions=self._submissions,
+            tracker=self._tracker,
+        )
+
+        # from the nodes
+        self._reports = Reports(
+            engine=engine,
+            ledger=ledger,
+            active=active,
+            stock=stock,
+            guard=guard,
+            feed=self.feed,
+            launches=self._launches,
+        )
+        self._adoption = Adoption(
+            settings=settings, engine=engine, ledger=ledger, active=active, guard=guard, feed=self.feed
+        )
+
+        self._retention = Retention(settings, self._is_live, ledger.cells, removed=self._looked_after)
+        presence.restore_files(server.listen_again, guard.log)
         engine.start(self)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
             self._loop.add_signal_handler(number, self.stop)
@@ -268,19 +342,19 @@ class PoolService:
         self._retention.schedule(soon=run is None or not run.spec.in_session)
 
     def stacks_taken(self, request: int, stacks: tuple[RankStack, ...]) -> None:
-        self._guard.for_nobody(lambda: self._requests.ranks.stacks_taken(request, stacks))
+        self._guard.for_nobody(lambda: self._ranks.stacks_taken(request, stacks))
 
     def on_node_message(self, message: NodeMessage, frames: Sequence[bytes]) -> None:
         match message:
             case SessionRanksRestarted(request=request, session=session, problem=problem):
                 self._idleness.touched()
-                self._guard.for_run(session, lambda: self._requests.ranks.restarted(request, session, problem))
+                self._guard.for_run(session, lambda: self._ranks.restarted(request, session, problem))
             case Answered():
-                self._guard.for_nobody(lambda: self._requests.ranks.answered(message.request, message.answer))
+                self._guard.for_nobody(lambda: self._ranks.answered(message.request, message.answer))
             case TrackingAsked(run_id=run_id):
                 self._guard.for_run(run_id, lambda: self._tracker.asked(run_id))
             case _:
-                self._guard.for_nobody(lambda: self._requests.forwarding.from_node(message, frames))
+                self._guard.for_nobody(lambda: self._forwarding.from_node(message, frames))
 
     def lease_granted(self, run_id: str, lease: Lease) -> None:
         # deferred: the engine may call this from within `launch`
@@ -336,12 +410,18 @@ class PoolService:
             self._guard.for_run(instruction.run_id, functools.partial(self._instructions.execute, instruction))
         self._set_deadline()
 
+    def _end_after_fault(self, run: PoolRun, why: str, have_ranks_exited: bool) -> None:
+        self._instructions.end_of_fault(run, why, have_ranks_exited)
+
+    def _written(self, run_id: str) -> None:
+        self._reports.confirm_later(run_id)
+
     def _forgotten(self, run_id: str) -> None:
         self._tracker.over(run_id)
         self._files.release(run_id)
 
     def _looked_after(self) -> None:
-        self._kept.remove_unlinked()
+        self._environments.remove_unlinked()
         if self._active.going:
             self._loop.run_in_executor(None, self._ledger.checkpoint_beside)
         else:

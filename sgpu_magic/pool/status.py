@@ -10,11 +10,15 @@ from collections.abc import Iterable, Mapping
 from msgspec.structs import replace
 
 from sgpu_magic import __version__
+from sgpu_magic.config import Settings
 from sgpu_magic.pool.billing import budget_state
+from sgpu_magic.pool.health import Health
+from sgpu_magic.pool.inventory import FreshInventory
+from sgpu_magic.pool.ledger import Ledger
 from sgpu_magic.pool.lifecycle import Idleness
-from sgpu_magic.pool.parts import PoolParts
 from sgpu_magic.pool.permissions import Permissions
-from sgpu_magic.pool.server import ConnectedClient
+from sgpu_magic.pool.scheduling.scheduler import Scheduler
+from sgpu_magic.pool.server import ConnectedClient, Server
 from sgpu_magic.wire.pool_status import AskStatus, PoolStatus, RunSummary, changes_between
 
 # a larger difference between the clocks means that the wall clock was set
@@ -29,13 +33,34 @@ class StatusReports:
     """Answers questions about the status.
 
     Args:
-        pool: The service's shared parts.
+        settings: The pool's settings.
+        server: Where the clients are connected.
+        ledger: The rows of all runs.
+        scheduler: Decides which run gets which devices.
+        stock: The newest inventory of the nodes.
+        health: Why no new run is started.
         permissions: What each client may see.
         idleness: Knows when the idle pool ends.
     """
 
-    def __init__(self, pool: PoolParts, permissions: Permissions, idleness: Idleness) -> None:
-        self._pool = pool
+    def __init__(
+        self,
+        *,
+        settings: Settings,
+        server: Server,
+        ledger: Ledger,
+        scheduler: Scheduler,
+        stock: FreshInventory,
+        health: Health,
+        permissions: Permissions,
+        idleness: Idleness,
+    ) -> None:
+        self._settings = settings
+        self._server = server
+        self._ledger = ledger
+        self._scheduler = scheduler
+        self._stock = stock
+        self._health = health
         self._permissions = permissions
         self._idleness = idleness
         self._started_at = time.time()
@@ -47,38 +72,38 @@ class StatusReports:
         last = client.status
         status = client.status = self._permissions.shown(client, self._status(question))
         reply = changes_between(last, status) if last is not None and question.known == last.version else status
-        self._pool.server.send(client, reply)
+        self._server.send(client, reply)
 
     def _status(self, question: AskStatus) -> PoolStatus:
         """Return the status, newest runs first, with queue positions and the end times of idle sessions."""
-        pool, scheduler = self._pool, self._pool.scheduler
+        scheduler = self._scheduler
         waiting: Mapping[str, _Published] = scheduler.waiting()
         if held := scheduler.held_by_remaining():
             waiting = {**{run_id: (None, text) for run_id, text in held.items()}, **waiting}
-        rows = pool.ledger.recent(question.recent)
+        rows = self._ledger.recent(question.recent)
         if question.recent:
             # active runs are shown even if more recent runs exceed the limit
             listed = {row.run_id for row in rows}
-            rows += pool.ledger.summaries([run.run_id for run in reversed(scheduler.runs) if run.run_id not in listed])
+            rows += self._ledger.summaries([run.run_id for run in reversed(scheduler.runs) if run.run_id not in listed])
         # rounded to the second, so that converting between the clocks yields the same time in each status
         wall = time.time() - time.monotonic()
         quiet = {run.run_id: scheduler.quiet_until(run) for run in scheduler.runs if run.quiet_since is not None}
         ends = {session: float(round(wall + until)) for session, until in quiet.items() if until is not None}
-        nodes = "" if pool.stock.is_known else "its nodes have not answered yet"
+        nodes = "" if self._stock.is_known else "its nodes have not answered yet"
         began = {run.run_id: wall + run.meter.since for run in scheduler.runs if run.meter.since is not None}
         return PoolStatus(
             request=question.request,
-            pool=pool.settings.pool or "local",
+            pool=self._settings.pool or "local",
             pid=os.getpid(),
             package_version=__version__,
             started_at=self._started_at,
-            inventory=pool.stock.inventory,
+            inventory=self._stock.inventory,
             cpu_slots_free=scheduler.cpu_slots_free,
             runs=self._rows.of(rows, waiting, ends, began),
-            clients=len(pool.server.clients),
-            problem="; ".join(text for text in (pool.health.problem, pool.ledger.problem, nodes) if text),
+            clients=len(self._server.clients),
+            problem="; ".join(text for text in (self._health.problem, self._ledger.problem, nodes) if text),
             idle_ends_at=self._idleness.ends_at,
-            budget=budget_state(scheduler.budget, scheduler.runs, pool.settings.currency, time.monotonic()),
+            budget=budget_state(scheduler.budget, scheduler.runs, self._settings.currency, time.monotonic()),
             version=str(next(self._versions)),
         )
 

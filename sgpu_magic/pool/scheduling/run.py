@@ -86,7 +86,7 @@ def bill(lease: Lease, hourly: float | None, seconds: float) -> Bill:
 
 @dataclass(eq=False, slots=True)
 class ScheduledRun:
-    """The scheduler's view of a run. The service's `PoolRun` extends it.
+    """The scheduler's view of a run. The service's `PoolRun` has one.
 
     Any part may read it. Only `RunTable` changes it, except for `spec`.
 
@@ -113,8 +113,8 @@ class ScheduledRun:
         paused: For a session, why no cell may start in it now; "" when cells may.
         quiet_since: For a session, since when no cell has run in it; None before it is RUNNING. Counts only while
             no cell runs.
-        have_ranks_exited: For a session, whether its ranks have exited while it still holds its lease for `--fresh` cells
-            on it.
+        have_ranks_exited: For a session, whether its ranks have exited while it still holds its lease for `--fresh`
+            cells on it.
         orphaned: For a `--fresh` cell, whether its session is unknown to the service, so that the cell itself holds
             the devices.
         asked: Whether its lease has no devices yet, because the engine asks the cluster for nodes.

@@ -237,7 +237,7 @@ class RunTable:
         """Remove a run whose own ranks are gone; a session stays while `--fresh` cells use its devices."""
         moves = self.move(run, state)
         if _on_its_devices(self.cells_of(run.run_id)):
-            self.change(run, gone=True)
+            self.change(run, have_ranks_exited=True)
             return moves
         moves += self.remove(run)
         session = self.runs.get(run.spec.session)

@@ -222,7 +222,7 @@ def prepare_replay(context: KernelContext, recorded: Recorded, options: ReplayOp
         submission,
         spec=replace(submission.spec, environment=environment, replay_of=spec.run_id),
         interpreter=chosen.interpreter,
-        stand=WorkingContext(cwd, circumstances.path_of(recorded, chosen)),
+        working_context=WorkingContext(cwd, circumstances.path_of(recorded, chosen)),
     )
 
 

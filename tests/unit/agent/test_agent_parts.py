@@ -674,12 +674,12 @@ def test_a_rank_that_speaks_before_its_fork_is_reported_is_heard_after_it(tmp_pa
     heard: list[tuple[int, FromRank, bool]] = []
 
     class Listener:
-        def rank_said(self, rank: int, message: FromRank, frames: Sequence[bytes]) -> None:
+        def on_rank_message(self, rank: int, message: FromRank, frames: Sequence[bytes]) -> None:
             assert frames == (b"frame",)
             heard.append((rank, message, group.rank(rank).alive))
 
     def say(rank: int, message: FromRank) -> None:
-        group._said(rank, message, (b"frame",))  # pyright: ignore[reportPrivateUsage]
+        group._on_message(rank, message, (b"frame",))  # pyright: ignore[reportPrivateUsage]
 
     async def make(pids: list[int]) -> None:
         nonlocal group

@@ -679,7 +679,7 @@ def test_a_fault_costs_one_runs_files_and_the_next_run_is_told(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
     told: list[KeepEnvironment] = []
-    pool: Any = SimpleNamespace(connected=object(), tell=told.append)
+    pool: Any = SimpleNamespace(connected=object(), notify=told.append)
     found, faults = InstalledPackages(()), ["the disk", "the disk", ""]
 
     def take() -> InstalledPackages:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -14,12 +15,14 @@ import pytest
 import zmq
 from launches import launch
 
-from sgpu_magic.pool.active_runs import ActiveRuns, PoolRun
+from sgpu_magic.pool.active_runs import ActiveRuns
 from sgpu_magic.pool.billing import Billing
 from sgpu_magic.pool.clients import ConnectedClient
 from sgpu_magic.pool.event_feed import EventFeed
 from sgpu_magic.pool.ledger import Ledger
 from sgpu_magic.pool.permissions import Permissions
+from sgpu_magic.pool.pool_run import PoolRun
+from sgpu_magic.pool.rank_requests import Forwarding, RankRequests
 from sgpu_magic.pool.requests import Requests
 from sgpu_magic.pool.run_log import RunLog
 from sgpu_magic.pool.scheduling.costs import Tariff
@@ -200,10 +203,22 @@ class Asking:
         ledger = Ledger(path / "ledger.sqlite3")
         runs = path / "runs"
         runs.mkdir()
-        self.book = ActiveRuns(ledger, runs, server.send, reader.offer, Billing(ledger, Tariff()))
-        pool: Any = SimpleNamespace(server=server, engine=engine, active=self.book, ledger=ledger)
+        self.book = ActiveRuns(
+            ledger=ledger,
+            runs_path=runs,
+            send=server.send,
+            offer=reader.offer,
+            billing=Billing(ledger, Tariff()),
+            on_forgotten=lambda run_id: None,
+            on_written=lambda run_id: None,
+        )
         self.book.settled = True
-        self.requests = Requests(pool, Permissions(pool), absent, absent, absent, absent, absent)
+        shared: dict[str, Any] = {"server": server, "engine": engine, "ledger": ledger, "active": self.book}
+        self.ranks = ranks = RankRequests(**shared, feed=absent)
+        parts = dict.fromkeys(inspect.signature(Requests).parameters) | shared | {"ranks": ranks}
+        parts["permissions"] = Permissions(ledger=ledger, active=self.book)
+        parts["forwarding"] = Forwarding(server=shared["server"], engine=shared["engine"], find=absent)
+        self.requests = Requests(**parts)
         order = launch()
         submit = Submit(
             request=0,
@@ -246,9 +261,9 @@ def test_an_answer_of_ranks_that_comes_late_is_for_nobody(tmp_path: Path):
         # the group was restarted
         requests.on_message(second.client, question, ())
         late, asked = asking.numbers
-        requests.ranks.stacks_taken(late, (RankStack(rank=0, problem="of the first group"),))
+        asking.ranks.stacks_taken(late, (RankStack(rank=0, problem="of the first group"),))
         assert len(asking.said) == 1
-        requests.ranks.stacks_taken(asked, ())
+        asking.ranks.stacks_taken(asked, ())
         client, answer = asking.said[-1]
         assert client is second.client
         assert isinstance(answer, Stacks)

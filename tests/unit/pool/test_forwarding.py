@@ -5,9 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any, cast
 
+from sgpu_magic.nodes.engine import Engine
 from sgpu_magic.pool.clients import ConnectedClient
-from sgpu_magic.pool.parts import PoolParts
 from sgpu_magic.pool.rank_requests import Forwarding
+from sgpu_magic.pool.server import Server
 from sgpu_magic.wire.base import RunState
 from sgpu_magic.wire.streams import OpenStream, StreamClosed
 
@@ -26,8 +27,9 @@ class Pool:
             run_id=RUN, state=RunState.RUNNING, placed_at=1.0, ended=False,
             spec=SimpleNamespace(session="", in_session=False, placement=SimpleNamespace(ranks=1)),
         )  # fmt: skip
-        parts = cast("PoolParts", SimpleNamespace(server=server, engine=engine))
-        self.forwarding = Forwarding(parts, lambda _client, _run: run)
+        self.forwarding = Forwarding(
+            server=cast("Server", server), engine=cast("Engine", engine), find=lambda _client, _run: run
+        )
 
     @property
     def refused(self) -> list[str]:

@@ -6,12 +6,13 @@ Ledger, event logs and runs are real; the nodes, the scheduler and the clients' 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import pytest
@@ -20,13 +21,14 @@ from launches import placed_launch
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import UsageError
 from sgpu_magic.files.run_directory import EventFile
-from sgpu_magic.pool.active_runs import ActiveRuns, PoolRun
+from sgpu_magic.pool.active_runs import ActiveRuns
 from sgpu_magic.pool.adoption import Adoption
 from sgpu_magic.pool.billing import Billing
 from sgpu_magic.pool.health import Guard
 from sgpu_magic.pool.instructions import Instructions, LaunchHandler
+from sgpu_magic.pool.inventory import FreshInventory
 from sgpu_magic.pool.ledger import Ledger
-from sgpu_magic.pool.parts import FreshInventory
+from sgpu_magic.pool.pool_run import GroupState, PoolRun
 from sgpu_magic.pool.scheduling import stimuli as sched
 from sgpu_magic.pool.scheduling.costs import Tariff
 from sgpu_magic.pool.server import ConnectedClient
@@ -42,6 +44,9 @@ from sgpu_magic.wire.run import Owner
 
 LEASE = Lease(lease_id="l", device_type="cpu", ranks=1, cpu_slots=1)
 DIED = Failure(kind=FailureKind.WORKER_DIED, message="rank 0 was killed", rank=0)
+
+
+Made = TypeVar("Made")
 
 
 class Service:
@@ -76,13 +81,20 @@ class Service:
             run=lambda run_id: run_id if run_id in self.known else None, is_open=self.open.__contains__
         )
         self.active = ActiveRuns(
-            self.ledger,
-            self.settings.runs_path,
-            server.send,
-            lambda client, event, frames: True,  # type: ignore[arg-type]
-            Billing(self.ledger, Tariff()),
+            ledger=self.ledger,
+            runs_path=self.settings.runs_path,
+            send=server.send,
+            offer=lambda client, event, frames: True,  # type: ignore[arg-type]
+            billing=Billing(self.ledger, Tariff()),
+            on_forgotten=lambda run_id: None,
+            on_written=lambda run_id: None,
         )
-        self.guard = Guard(server, self.active, "its log is pool.log")
+        self.guard = Guard(
+            server,
+            self.active,
+            "its log is pool.log",
+            lambda *fault: self.instructions.end_of_fault(*fault),
+        )
         self.parts: Any = SimpleNamespace(
             settings=self.settings,
             server=server,
@@ -95,11 +107,15 @@ class Service:
             feed=self.heard.append,
         )
         kept: Any = SimpleNamespace(link=lambda *_: None)
-        self.launches = LaunchHandler(self.parts, kept)
+        self.launches = self.made(LaunchHandler, kept_environments=kept)
         submissions: Any = SimpleNamespace(unprepare=lambda run: self.heard.append("unprepare"))
         tracker: Any = SimpleNamespace(follow=lambda run: self.heard.append(f"track {run.run_id}"))
-        self.instructions = Instructions(self.parts, self.launches, submissions, tracker)
-        self.guard.end = self.instructions.end_of_fault
+        self.instructions = self.made(Instructions, launches=self.launches, submissions=submissions, tracker=tracker)
+
+    def made(self, kind: Callable[..., Made], **more: Any) -> Made:
+        """Construct a part of the service with those of the shared parts that it takes."""
+        shared = {name: value for name, value in vars(self.parts).items() if name in inspect.signature(kind).parameters}
+        return kind(**shared, **more)
 
     def launch(self, run_id: str = "000000a1", **spec: Any) -> Launch:
         made = placed_launch(self._folder, elsewhere=False)
@@ -247,7 +263,7 @@ def failed(service: Service, run: PoolRun, failure: Failure = DIED) -> ev.Attemp
 def test_a_group_that_died_is_started_again_as_often_as_was_asked(tmp_path: Path):
     def story(service: Service) -> None:
         run = service.run(retries=1)
-        run.lease = LEASE
+        run.scheduled.lease = LEASE
         users = msgspec.structs.replace(DIED, kind=FailureKind.USER_CODE)
         assert failed(service, run, users) is None
         again = failed(service, run)
@@ -259,9 +275,9 @@ def test_a_group_that_died_is_started_again_as_often_as_was_asked(tmp_path: Path
         assert moved.state is RunState.STARTING
         assert not service.launches.restart(run)
         assert failed(service, run) is None
-        run.spec = msgspec.structs.replace(run.spec, retries=3, retry_any=True)
+        run.scheduled.spec = msgspec.structs.replace(run.spec, retries=3, retry_any=True)
         assert failed(service, run, users) is not None
-        run.state = RunState.CANCELLING
+        run.scheduled.state = RunState.CANCELLING
         assert failed(service, run) is None
 
     served(tmp_path, story)
@@ -270,10 +286,12 @@ def test_a_group_that_died_is_started_again_as_often_as_was_asked(tmp_path: Path
 def test_a_run_of_a_lost_node_goes_back_to_the_queue(tmp_path: Path):
     async def story(service: Service) -> None:
         run = service.run(retries=1)
-        run.placed_at, run.ordered, run.lost_node = 1.0, True, "node b was lost"
+        run.order_group()
+        run.launch_group(1.0)
+        run.group, run.lost_node = GroupState.EXITED, "node b was lost"
         assert failed(service, run) is not None
         assert service.launches.restart(run)
-        assert (run.placed_at, run.ordered, run.lost_node) == (None, False, "")
+        assert (run.placed_at, run.group, run.lost_node) == (None, GroupState.ABSENT, None)
         await asyncio.sleep(0)
         (queued,) = service.take()
         assert isinstance(queued, sched.RunRequeued)
@@ -286,7 +304,7 @@ def test_a_run_of_a_lost_node_goes_back_to_the_queue(tmp_path: Path):
     ("why", "spoil"),
     [
         ("its devices were released", lambda service, run: service.known.clear()),
-        ("its session has ended", lambda service, run: setattr(run, "spec", in_session(run))),
+        ("its session has ended", lambda service, run: setattr(run.scheduled, "spec", in_session(run))),
         (
             "its variables were in the memory of processes that have ended",
             lambda service, run: setattr(run, "frames", ()),
@@ -298,7 +316,7 @@ def test_what_can_not_be_started_again_ends_with_both_reasons(
 ):
     def story(service: Service) -> None:
         run = service.run(retries=1)
-        run.lease = LEASE
+        run.scheduled.lease = LEASE
         assert failed(service, run) is not None
         spoil(service, run)
         assert not service.launches.restart(run)
@@ -318,9 +336,9 @@ def in_session(run: PoolRun) -> Any:
 def test_a_run_that_was_stopped_between_two_attempts_is_not_started_again(tmp_path: Path):
     def story(service: Service) -> None:
         run = service.run(retries=1)
-        run.lease = LEASE
+        run.scheduled.lease = LEASE
         assert failed(service, run) is not None
-        run.stopping_as = RunState.CANCELLED
+        run.scheduled.stopping_as = RunState.CANCELLED
         assert not service.launches.restart(run)
         ended = service.events()[-1]
         assert isinstance(ended, ev.RunEnded)
@@ -336,7 +354,7 @@ def test_a_run_that_was_stopped_between_two_attempts_is_not_started_again(tmp_pa
 def test_another_attempt_finds_the_variables_where_they_are_by_then(tmp_path: Path):
     def story(service: Service) -> None:
         run = service.run(retries=9)
-        run.lease = LEASE
+        run.scheduled.lease = LEASE
         file = tmp_path / "payload"
         file.write_bytes(b"x")
         own = os.open(file, os.O_RDONLY)
@@ -382,7 +400,8 @@ def test_a_fault_ends_one_run(tmp_path: Path, capfd: pytest.CaptureFixture[str])
     async def story(service: Service) -> None:
         queued, ordered, gone = (service.run(f"000000a{number}") for number in (1, 2, 3))
         early = service.run("000000a4", accepted=False)
-        ordered.ordered = gone.ordered = True
+        ordered.order_group()
+        gone.order_group()
         service.guard.for_run("000000ff", fault)
         service.guard.for_nobody(fault)
         assert service.take() == []
@@ -472,7 +491,7 @@ def test_a_new_service_takes_over_what_its_nodes_hold(tmp_path: Path):
             run.log.close()
             service.active.forget(run.run_id)
         service.take()
-        adoption = Adoption(service.parts)
+        adoption = service.made(Adoption)
         # the third is a session's cell without any recorded event
         held = [
             HeldRun(launch=service.launch("000000a3", session="000000a1"), state=RunState.RUNNING, started_s=5.0),
@@ -497,7 +516,7 @@ def test_a_new_service_takes_over_what_its_nodes_hold(tmp_path: Path):
         assert not adopted["000000a2"].freed
         again = service.active.get("000000a2")
         assert again is not None
-        assert (again.attempt, again.failed) == (1, DIED)
+        assert (again.attempt, again.restart_after) == (1, DIED)
         kinds = [type(body).__name__ for body in service.events("000000a3")]
         assert kinds == ["Submitted", "Placed", "Noted"]
         noted = service.events("000000a3")[-1]
@@ -524,7 +543,7 @@ def test_what_no_node_holds_is_submitted_again_or_lost(tmp_path: Path, monkeypat
             run.log.close()
             service.active.forget(run.run_id)
         service.take()
-        adoption = Adoption(service.parts)
+        adoption = service.made(Adoption)
         adoption.take_over([])
         assert list(service.active.resubmittable) == ["000000b1"]
         found = {run_id: service.events(run_id)[-1] for run_id in ("000000b2", "000000b3", "000000b4")}
@@ -556,7 +575,7 @@ def test_notebooks_have_so_long_to_come_back(tmp_path: Path):
         queued.log.close()
         service.active.forget(queued.run_id)
         service.take()
-        adoption = Adoption(service.parts)
+        adoption = service.made(Adoption)
         adoption.take_over(
             [
                 HeldRun(launch=service.launch("000000a1"), state=RunState.RUNNING, started_s=5.0),

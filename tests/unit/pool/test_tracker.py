@@ -13,7 +13,7 @@ from launches import placed_launch
 
 from sgpu_magic.config import Settings
 from sgpu_magic.pool import tracker as module
-from sgpu_magic.pool.active_runs import PoolRun
+from sgpu_magic.pool.pool_run import PoolRun
 from sgpu_magic.pool.tracker import NOT_TRACKED, Tracker
 from sgpu_magic.tracking.store import Progress, load_progress, save_progress
 from sgpu_magic.wire.base import RunState
@@ -82,7 +82,7 @@ class Service:
     def directory(self, run_id: str) -> Path:
         return self.settings.runs_path / run_id
 
-    def tell(self, run: PoolRun, body: EventBody, at: float) -> None:
+    def publish(self, run: PoolRun, body: EventBody, at: float) -> None:
         self.events.append((run.run_id, body))
 
     # methods of the engine
@@ -226,16 +226,16 @@ def test_short_runs_that_succeed_are_not_written_unless_asked_for(service: Servi
         runs = {name: service.run(f"0000000{at}", AUTO, profile=name == "profiled") for at, name in enumerate(names)}
         for run in runs.values():
             tracker.follow(run)
-            run.state = RunState.RUNNING
+            run.scheduled.state = RunState.RUNNING
         await later()
         assert service.told == ["track 00000005"]
-        runs["fails"].state = RunState.FAILED
+        runs["fails"].scheduled.state = RunState.FAILED
         await later()
         assert service.told == ["track 00000001"]
-        runs["short"].state, runs["cancelled"].state = RunState.SUCCEEDED, RunState.CANCELLED
+        runs["short"].scheduled.state, runs["cancelled"].scheduled.state = RunState.SUCCEEDED, RunState.CANCELLED
         runs["lost"].placed_at = runs["cancelled"].placed_at = 1.0
         # the run got no devices
-        runs["unplaced"].state = RunState.QUEUED
+        runs["unplaced"].scheduled.state = RunState.QUEUED
         for name in ("short", "lost", "cancelled", "unplaced"):
             tracker.over(runs[name].run_id)
         await later()

@@ -18,7 +18,7 @@ from sgpu_magic.client.result import mlflow_run_id
 from sgpu_magic.config import Settings
 from sgpu_magic.options.option_records import EnvironmentOptions
 from sgpu_magic.payload import pack
-from sgpu_magic.pool.active_runs import PoolRun
+from sgpu_magic.pool.pool_run import PoolRun
 from sgpu_magic.pool.run_log import RunLog
 from sgpu_magic.pool.tracker import Tracker
 from sgpu_magic.runs.git_state import Tags, git_tags, report_git_state
@@ -190,7 +190,7 @@ def test_the_next_service_tells_the_same_user_what_is_not_in_the_store(tmp_path:
         def directory(self, run_id: str) -> Path:
             return settings.runs_path / run_id
 
-        def tell(self, run: PoolRun, body: Noted, at: float) -> None:
+        def publish(self, run: PoolRun, body: Noted, at: float) -> None:
             told.append(f"{run.run_id}: {body.text}")
 
     async def follow() -> None:

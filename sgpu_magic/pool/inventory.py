@@ -1,10 +1,4 @@
-"""What all parts of the service share, and how faults are contained: a fault costs one run or one reply.
-
-Every message from a client, a node or a helper process is handled within a call of `Guard`. After a fault outside of
-`Guard`, the service exits and the next one adopts its runs: those with a living agent continue under it, queued ones
-are resubmitted by their notebooks, and all others are recorded as lost; their logs stay. A service that meets a fault
-soon after its start would pass it on for ever: its successor is degraded, which `Health` describes.
-"""
+"""The newest inventory of the pool's nodes, and calls that wait for a fresh one."""
 
 from __future__ import annotations
 
@@ -12,16 +6,6 @@ import asyncio
 import time
 from collections.abc import Callable
 
-import msgspec
-
-from sgpu_magic.config import Settings
-from sgpu_magic.nodes.engine import Engine
-from sgpu_magic.pool.active_runs import ActiveRuns
-from sgpu_magic.pool.health import Guard, Health
-from sgpu_magic.pool.ledger import Ledger
-from sgpu_magic.pool.scheduling.scheduler import Scheduler
-from sgpu_magic.pool.scheduling.stimuli import Stimulus
-from sgpu_magic.pool.server import Server
 from sgpu_magic.wire.devices import Inventory
 
 # an inventory older than this is refreshed before a run is placed on real devices
@@ -89,31 +73,3 @@ class FreshInventory:
         if call in self._waiting:
             self._waiting.remove(call)
             late()
-
-
-class PoolParts(msgspec.Struct, frozen=True):
-    """What all parts of one service share.
-
-    Args:
-        settings: The pool's settings.
-        server: Where the clients are connected.
-        engine: Where the ranks run.
-        ledger: The rows of all runs.
-        active: The active runs.
-        scheduler: Decides which run gets which devices.
-        stock: The newest inventory of the nodes.
-        guard: Makes calls and contains their faults.
-        health: Why no new run is started.
-        feed: Feeds a stimulus to the scheduler and executes its instructions.
-    """
-
-    settings: Settings
-    server: Server
-    engine: Engine
-    ledger: Ledger
-    active: ActiveRuns
-    scheduler: Scheduler
-    stock: FreshInventory
-    guard: Guard
-    health: Health
-    feed: Callable[[Stimulus], None]
