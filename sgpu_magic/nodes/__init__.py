@@ -1,8 +1,7 @@
 """Engines: they provide the nodes on which ranks run. `local` has this machine as its only node.
 
 engine_reports   what an engine reports to the pool service; merges ends, stacks and inventories of several nodes
-engine           node lifecycle: connect, reconnect, loss
-engine_runs      runs on the nodes; each appears as a single run to the pool service
+engine           nodes that connect, reconnect and are lost; runs on them, each of which is one run to the pool service
 local            this machine as the only node: its agent process and its device locks
 device_locks     machine-wide device locks
 lock_sockets     where they are by default: names in the kernel that all users share

@@ -46,7 +46,8 @@ class Option(msgspec.Struct, frozen=True):
     """One option.
 
     Args:
-        asks: The field that it sets in a record of `asked`, with the prefix `devices.` or `environment.` for nested records.
+        asks: The field that it sets in a record of `asked`, with the prefix `devices.` or `environment.` for nested
+            records.
         help: Help text on a command line.
         metavar: Placeholder of its value in the help; None for its name in capitals.
         short: Short form.

@@ -105,7 +105,7 @@ class WidgetPublisher:
             self._static.tick(now)
             self._close()
             return
-        self._widget.tell(self._feed, now)
+        self._widget.send_updates(self._feed, now)
         if due and self._view.version != self._displays_version:
             sent, complete = self._slots.draw_displays(MAX_MESSAGES_PER_TICK)
             self._pace.sent(now, sent)
