@@ -11,14 +11,13 @@ local_transport   queues to and from that thread; transport to the local pool's 
 send_queue        queues to and from the thread that owns a connection
 remote_transport  transport to a pool on another machine
 bulk_connection   its second connection, for file data
-submitter         submits runs to a pool and resubmits them to its successor; payload memory
 payload_memory    shared memory in which payloads reach the pool, reused from run to run
 upload_files      uploads to pools on other machines; files of a folder and their digests
 blob_sender       sends the blobs that a pool lacks
 run               the handle of a submitted run; the attachments of a submission
 result            what a finished run returns
 find_run          finds a run by the first digits of its id, and its files, local or remote
-run_files         A run's files, read from its directory on this machine or through its pool
+run_files         a run's files, read from its directory on this machine or through its pool
 mirror            local copies of remote runs' files; which runs were submitted to remote pools
 ledger            the local ledger, read only: runs, GPU-hours and cost
 """

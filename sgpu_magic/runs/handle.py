@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar, cast
 
 from sgpu_magic.client.find_run import check_prefix
 from sgpu_magic.client.result import mlflow_run_id
-from sgpu_magic.client.run import ClientRun as PoolRun
+from sgpu_magic.client.run import ClientRun
 from sgpu_magic.errors import RunCancelled
 from sgpu_magic.runs.follow import outcome, run_loop
 from sgpu_magic.runs.follow.run_loop import Ending, Settle, Subscription
@@ -55,7 +55,7 @@ class Run(Future[list[R]], Generic[R]):
     """
 
     def __init__(
-        self, context: KernelContext, run: PoolRun, state: RunState, settle: Settle | None = None, ui: str = "auto"
+        self, context: KernelContext, run: ClientRun, state: RunState, settle: Settle | None = None, ui: str = "auto"
     ) -> None:
         """Create a handle. Use `submit` or `from_id` instead.
 

@@ -25,7 +25,7 @@ RANKS = 4
 # process, step and function; "<" is its start, ">" its end; a class after it limits it to arguments of that class
 POINTS = (
     ("kernel", "calls the magic", "magics.run_magics:DistributedMagics._run <"),
-    ("kernel", "has packed the cell", "client.submitter:Submitter.submit <"),
+    ("kernel", "has packed the cell", "client.pool:Pool.submit <"),
     ("pool", "has the request", "pool.submissions:Submissions.submit <"),
     ("pool", "orders it from the agent", "pool.instructions:LaunchHandler.order <"),
     ("agent", "has the order", "agent.service:Agent._launch <"),

@@ -299,7 +299,7 @@ def test_a_payload_without_the_runs_signature_is_not_unpickled(
 
 TAMPER = """
 import os, pickle
-import sgpu_magic.client.submitter as memory
+import sgpu_magic.client.pool as memory
 class Bomb:
     def __reduce__(self): return (os.mkdir, ("exploded",))
 submitted = memory.PayloadMemory.submitted

@@ -12,7 +12,7 @@ import pytest
 from scripted_pools import RUN, ScriptedPool, spec_of
 from waiting import eventually
 
-from sgpu_magic.client.run import ClientRun as PoolRun
+from sgpu_magic.client.run import ClientRun
 from sgpu_magic.errors import RunUnknown
 from sgpu_magic.runs import handle
 from sgpu_magic.runs.follow import run_loop
@@ -42,30 +42,30 @@ class Place:
     def __init__(self, folder: Path, *services: ScriptedPool) -> None:
         self.services = list(services)
         self.state = RunState.RUNNING
-        self.runs: list[PoolRun] = []
+        self.runs: list[ClientRun] = []
         self.follower = EventPump()
         self._folder = folder
 
-    def pool_of(self, run: PoolRun) -> Any:
+    def pool_of(self, run: ClientRun) -> Any:
         return SimpleNamespace(
             attach=self._attach, find_again=self._find_again, run_left=lambda _: None, on_run_ended=lambda *_: None
         )
 
-    def unseen(self, run: PoolRun) -> Subscription:
+    def unseen(self, run: ClientRun) -> Subscription:
         return Subscription(run, RunView(run.spec, 10_000), SilentPublisher(), self.pool_of(run))
 
-    def followed(self, run: PoolRun, ui: str, *, error_follows: bool) -> Subscription:
+    def followed(self, run: ClientRun, ui: str, *, error_follows: bool) -> Subscription:
         return self.unseen(run)
 
-    def new_run(self, service: ScriptedPool) -> PoolRun:
-        return PoolRun(spec_of(), b"k" * 32, service.link, service.link.follow(RUN), self._folder)
+    def new_run(self, service: ScriptedPool) -> ClientRun:
+        return ClientRun(spec_of(), b"k" * 32, service.link, service.link.follow(RUN), self._folder)
 
-    def _attach(self, run_id: str) -> tuple[PoolRun, RunState]:
+    def _attach(self, run_id: str) -> tuple[ClientRun, RunState]:
         run = self.new_run(self.services[0])
         self.runs.append(run)
         return run, self.state
 
-    def _find_again(self, run: PoolRun) -> None:
+    def _find_again(self, run: ClientRun) -> None:
         self.services.pop(0)
         if not self.services:
             raise RunUnknown("there is no run 0000.")
@@ -129,9 +129,9 @@ def test_an_end_that_comes_with_the_death_is_the_last_event(
     place: Place, services: list[ScriptedPool], monkeypatch: pytest.MonkeyPatch
 ):
     events = handle_of(place).events()
-    real, calls = PoolRun.next_event, list[float]()
+    real, calls = ClientRun.next_event, list[float]()
 
-    def late(run: PoolRun, timeout_s: float) -> Any:
+    def late(run: ClientRun, timeout_s: float) -> Any:
         calls.append(timeout_s)
         if len(calls) == 1:
             # the time-out expires just before the end and the service's death
@@ -140,7 +140,7 @@ def test_an_end_that_comes_with_the_death_is_the_last_event(
             return None
         return real(run, timeout_s)
 
-    monkeypatch.setattr(PoolRun, "next_event", late)
+    monkeypatch.setattr(ClientRun, "next_event", late)
     assert [event.body for event in events] == [ENDED]
     assert len(place.services) == 2
 

@@ -12,11 +12,9 @@ from scripted_pools import RUN, ScriptedPool, Services, has_run, lacks_runs, spe
 from waiting import eventually
 
 from sgpu_magic.client import payload_memory
-from sgpu_magic.client import submitter as module
-from sgpu_magic.client.payload_memory import PayloadMemory
+from sgpu_magic.client import pool as module
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.client.run import Attachments
-from sgpu_magic.client.submitter import Submitter
 from sgpu_magic.config import Settings, load_settings
 from sgpu_magic.errors import PoolError, RunUnknown, UsageError
 from sgpu_magic.payload.buffers import INLINE_LIMIT
@@ -37,30 +35,22 @@ def large() -> Packed:
 
 
 @pytest.fixture
-def memory() -> Iterator[PayloadMemory]:
-    made = PayloadMemory()
-    yield made
-    made.close()
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Makes a pool with these services, one after the other."""
+    made: list[Pool] = []
+
+    def pool(*services: ScriptedPool | Exception) -> Pool:
+        monkeypatch.setattr(module, "LocalConnection", lambda *_: Services(*services))
+        made.append(Pool(Settings(state_dir=str(tmp_path / "state"))))
+        return made[-1]
+
+    yield pool
+    for each in made:
+        each.close()
 
 
-@pytest.fixture
-def make(tmp_path: Path, memory: PayloadMemory) -> Iterator[Any]:
-    """Makes a submitter for a pool with these services, one after the other."""
-    made: list[Services] = []
-
-    def submitter(*pools: ScriptedPool | Exception) -> Submitter:
-        services = Services(*pools)
-        made.append(services)
-        settings = Settings(state_dir=str(tmp_path / "state"))
-        return Submitter(services, memory, settings, "local", None)  # type: ignore[arg-type]
-
-    yield submitter
-    for services in made:
-        services.close()
-
-
-def submit(submitter: Submitter, packed: Packed = SMALL) -> Any:
-    return submitter.submit(spec_of(), packed, KEY, {}, Attachments())
+def submit(client: Pool, packed: Packed = SMALL) -> Any:
+    return client.submit(spec_of(), packed, KEY, {}, Attachments())
 
 
 def dies_at_submit(message: Any) -> list[Record] | None:
@@ -83,31 +73,32 @@ def test_a_run_that_no_service_took_is_submitted_to_the_next(make: Any):
     assert (run.run_id, run.owned, run.link.lost.is_set()) == (RUN, True, False)
 
 
-def test_a_run_that_the_dead_service_took_is_not_submitted_twice(make: Any, large: Packed, memory: PayloadMemory):
+def test_a_run_that_the_dead_service_took_is_not_submitted_twice(make: Any, large: Packed):
     first, second = ScriptedPool(dies_at_submit), ScriptedPool(has_run)
-    run = submit(make(first, second), large)
+    client = make(first, second)
+    run = submit(client, large)
     assert second.sent[-1].owns
     # no message reports when the ranks have read the memory, so it is not reused
-    assert memory._slots == []
+    assert client._memory._slots == []
     assert second.kinds() == ["Attach"]
     assert (run.owned, run.submission, run.link.lost.is_set()) == (True, None, False)
 
 
 def test_a_queued_run_is_submitted_again_and_counts_its_events_anew(make: Any):
     first, second, third = ScriptedPool(), ScriptedPool(lacks_runs), ScriptedPool(lacks_runs)
-    submitter = make(first, second, third)
-    run = submit(submitter)
+    client = make(first, second, third)
+    run = submit(client)
     run.last_seq = 5
     first.die()
     assert run.link.lost.is_set()
-    submitter.find_again(run)
+    client.find_again(run)
     assert second.kinds() == ["Attach", "Submit"]
     assert (second.sent[-2].after, run.last_seq, run.link.lost.is_set()) == (5, 0, False)
     # after placement, only the run's ranks know about it
     run.submission = None
     second.die()
     with pytest.raises(RunUnknown, match=f"there is no run {RUN}"):
-        submitter.find_again(run)
+        client.find_again(run)
 
 
 def test_a_run_is_cancelled_at_the_next_service(make: Any, monkeypatch: pytest.MonkeyPatch):
@@ -124,11 +115,11 @@ def test_a_run_is_cancelled_at_the_next_service(make: Any, monkeypatch: pytest.M
 
 def test_a_run_that_no_service_has_needs_no_cancelling(make: Any):
     first, second = ScriptedPool(), ScriptedPool(lacks_runs)
-    submitter = make(first, second)
-    run = submit(submitter)
+    client = make(first, second)
+    run = submit(client)
     first.die()
     before = threading.active_count()
-    submitter.cancel_in_background(run, "it was interrupted")
+    client.cancel_in_background(run, "it was interrupted")
     eventually(lambda: second.kinds() == ["Attach"] and threading.active_count() <= before, what="it is given up")
     assert not [message for message in second.sent if isinstance(message, Submit | Cancel)]
 
@@ -139,9 +130,9 @@ def test_a_run_that_no_service_has_needs_no_cancelling(make: Any):
 def test_a_refused_run_leaves_nothing(make: Any, large: Packed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(payload_memory, "fits_memory", lambda _: False)
     pool = ScriptedPool(refuses)
-    submitter = make(pool)
+    client = make(pool)
     with pytest.raises(UsageError, match="not like this"):
-        submit(submitter, large)
+        submit(client, large)
     eventually(lambda: pool.kinds() == ["Submit", "Cancel"], what="it is cancelled, in case it was accepted after all")
     submitted, cancel = pool.sent[-2:]
     # without shared memory, the variables were in a file
@@ -152,12 +143,13 @@ def test_a_refused_run_leaves_nothing(make: Any, large: Packed, tmp_path: Path, 
     assert not pool.link.is_used
 
 
-def test_memory_is_used_again_once_its_run_is_over(make: Any, large: Packed, memory: PayloadMemory):
-    pool = ScriptedPool()
-    submitter = make(pool)
+def test_memory_is_used_again_once_its_run_is_over(make: Any, large: Packed):
+    refusing = [False]
+    pool = ScriptedPool(lambda message: refuses(message) if refusing[0] else has_run(message))
+    client = make(pool)
 
     def descriptor() -> int:
-        submit(submitter, large)
+        submit(client, large)
         source = next(message for message in reversed(pool.sent) if isinstance(message, Submit)).payload.source
         assert isinstance(source, SharedPayload)
         return source.fd
@@ -167,20 +159,19 @@ def test_memory_is_used_again_once_its_run_is_over(make: Any, large: Packed, mem
     pool.tell(PayloadReleased(kept=True))
     assert descriptor() in (first, second)
     # the memory of a refused run is free immediately
-    refusing = ScriptedPool(refuses)
+    refusing[0] = True
     with pytest.raises(UsageError):
-        submit(make(refusing), large)
-    (refused,) = [message for message in refusing.sent if isinstance(message, Submit)]
+        submit(client, large)
+    refused = next(message for message in reversed(pool.sent) if isinstance(message, Submit))
+    refusing[0] = False
     assert refused.payload.source.fd == descriptor()
 
 
 def test_unused_memory_is_freed_after_a_while(make: Any, large: Packed, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(payload_memory, "_IDLE_S", 0.01)
-    memory = PayloadMemory()
-    pool = ScriptedPool()
-    services = Services(pool)
-    submitter = Submitter(services, memory, Settings(), "local", None)  # type: ignore[arg-type]
-    submit(submitter, large)
+    client = make(ScriptedPool())
+    memory = client._memory
+    submit(client, large)
     memory.run_over("other", accepted=True)
     # the run may still read the memory: a timer checks it repeatedly
     timer = memory._timer  # pyright: ignore[reportPrivateUsage]
@@ -188,18 +179,16 @@ def test_unused_memory_is_freed_after_a_while(make: Any, large: Packed, monkeypa
     assert len(memory._slots) == 1  # pyright: ignore[reportPrivateUsage]
     memory.run_over(RUN, accepted=True)
     eventually(lambda: not memory._slots, what="the memory is freed")  # pyright: ignore[reportPrivateUsage]
-    memory.close()
-    services.close()
 
 
 def test_a_successor_says_when_a_runs_memory_is_free(make: Any, large: Packed):
     first, second = ScriptedPool(), ScriptedPool()
-    submitter = make(first, second)
-    run = submit(submitter, large)
+    client = make(first, second)
+    run = submit(client, large)
     first.die()
-    submitter.find_again(run)
+    client.find_again(run)
     assert isinstance(second.sent[-1], Attach)
-    slot = submitter._memory._slots[0]
+    slot = client._memory._slots[0]
     assert not slot.released.is_set()
     second.tell(PayloadReleased(kept=True))
     assert slot.released.wait(10)
