@@ -666,7 +666,7 @@ def test_more_runs_than_are_asked_for_are_not_missed(watchers: tuple[Home, Watch
 # ------------------------------------------------------------ the watcher alone
 
 
-class MadeUpLook:
+class ScriptedPoller:
     """Reads nothing: takes a given time, and fails on request."""
 
     is_outdated = False
@@ -677,7 +677,7 @@ class MadeUpLook:
         self.broken = False
         self._takes_s = takes_s
 
-    def look(self) -> PollResult:
+    def poll(self) -> PollResult:
         self.began.append(time.monotonic())
         threading.Event().wait(self._takes_s)
         if self.broken:
@@ -688,12 +688,12 @@ class MadeUpLook:
         self.closed += 1
 
 
-def watcher_of(look: MadeUpLook, interval_s: float = 0.01) -> PoolWatcher:
+def watcher_of(look: ScriptedPoller, interval_s: float = 0.01) -> PoolWatcher:
     return PoolWatcher("local", lambda: cast("PoolPoller", look), interval_s)
 
 
 def test_a_pool_that_answers_slowly_is_asked_less_often():
-    look = MadeUpLook(takes_s=0.2)
+    look = ScriptedPoller(takes_s=0.2)
     watcher = watcher_of(look)
     watcher.add(1, Heard())
     eventually(lambda: len(look.began) >= 3, 10)
@@ -705,7 +705,7 @@ def test_a_pool_that_answers_slowly_is_asked_less_often():
 
 
 def test_who_comes_after_the_last_has_left_gets_a_new_look():
-    look, told = MadeUpLook(), Heard()
+    look, told = ScriptedPoller(), Heard()
     watcher = watcher_of(look)
     for number in range(3):
         watcher.add(number, Heard())
@@ -727,7 +727,7 @@ def test_who_comes_after_the_last_has_left_gets_a_new_look():
 
 
 def test_a_fault_of_our_own_is_told_and_looked_past():
-    look, told = MadeUpLook(), Heard()
+    look, told = ScriptedPoller(), Heard()
     watcher = watcher_of(look)
     watcher.add(1, told)
     eventually(lambda: told.last(PoolTold), 10)
@@ -741,7 +741,7 @@ def test_a_fault_of_our_own_is_told_and_looked_past():
 
 
 def test_an_order_is_followed_by_a_look():
-    look = MadeUpLook()
+    look = ScriptedPoller()
     watcher = watcher_of(look, interval_s=60.0)
     watcher.add(1, Heard())
     eventually(lambda: len(look.began) == 1, 10)
