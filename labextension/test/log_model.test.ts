@@ -3,7 +3,7 @@ import { describe, expect, it, vi } from "vitest";
 import { ALL_PAGES, LogModel, MAX_CHARS, PAGE_LINES, PagedLines, RANK_PAGES, RETRY_MS } from "../src/run_view/log_model";
 import type { Fetch } from "../src/run_view/log_model";
 import { eventually } from "./eventually";
-import { line, told } from "./samples";
+import { line, newLines } from "./samples";
 
 function modelWith(fetch: Fetch, now = () => 0) {
   const changed = vi.fn();
@@ -37,7 +37,7 @@ describe("pages of lines", () => {
 describe("the log", () => {
   it("holds new lines under all and under their rank", () => {
     const { log } = modelWith(unanswered);
-    expect(log.told(told(1, 0, [line(0), line(1), line(5)], [1, 2, 0, 0]))).toBe(true);
+    expect(log.add(newLines(1, 0, [line(0), line(1), line(5)], [1, 2, 0, 0]))).toBe(true);
     expect(log.lines("all").total).toBe(3);
     expect(log.lines("all").get(2)).toEqual(line(5));
     expect(log.lines(1).get(1)).toEqual(line(5));
@@ -48,15 +48,15 @@ describe("the log", () => {
   it("drops what it has already been told", () => {
     const { log } = modelWith(unanswered);
     log.hello(7, [4, 4]);
-    expect(log.told(told(7, 0, [[0, 0, "old"]], [1]))).toBe(true);
+    expect(log.add(newLines(7, 0, [[0, 0, "old"]], [1]))).toBe(true);
     expect(log.lines("all").get(0)).toBeUndefined();
     expect(log.lines("all").total).toBe(8);
   });
 
   it("says when a message is missing, and places what came by its number", () => {
     const { log } = modelWith(unanswered);
-    expect(log.told(told(1, 0, [line(0)], [1, 0, 0, 0]))).toBe(true);
-    expect(log.told(told(4, 100, [line(100)], [26, 25, 25, 25]))).toBe(false);
+    expect(log.add(newLines(1, 0, [line(0)], [1, 0, 0, 0]))).toBe(true);
+    expect(log.add(newLines(4, 100, [line(100)], [26, 25, 25, 25]))).toBe(false);
     expect(log.lines("all").total).toBe(101);
     expect(log.lines("all").get(100)).toEqual(line(100));
     expect(log.lines("all").get(50)).toBeUndefined();
@@ -69,7 +69,7 @@ describe("the log", () => {
       const rows = Array.from({ length: count }, (_, index) => line(first + index));
       return Promise.resolve({ kind: "lines-answer", n: 1, first, rows, total: 302 });
     });
-    log.told(told(1, 0, [line(0), [1, 0, 300], line(301)], [76, 76, 75, 75]));
+    log.add(newLines(1, 0, [line(0), [1, 0, 300], line(301)], [76, 76, 75, 75]));
     expect(log.lines("all").total).toBe(302);
     expect(log.lines("all").get(301)).toEqual(line(301));
     log.ensure("all", 290, 12);
@@ -122,7 +122,7 @@ describe("the log", () => {
       const first = (seq - 1) * 200;
       const rows = Array.from({ length: 200 }, (_, index) => line(first + index));
       for (const rank of [0, 1, 2, 3]) ranks[rank] = (first + 200) / 4;
-      log.told(told(seq, first, rows, ranks));
+      log.add(newLines(seq, first, rows, ranks));
     }
     expect(log.lines("all").total).toBe(1_000_000);
     expect(log.lines("all").pageCount).toBe(ALL_PAGES);

@@ -2,11 +2,11 @@ import { describe, expect, it } from "vitest";
 
 import * as messages from "../src/run_view/messages";
 import { BadMessage } from "../src/shared/checks";
-import { picture, told } from "./samples";
+import { picture, newLines } from "./samples";
 
 it("tells answers and what is told apart by their kind", () => {
-  expect(messages.readTold(told(1, 0, [[0, 0, "a"], [1, 4, 7]], [1, 5]))).toMatchObject({ kind: "lines" });
-  expect(messages.readTold({ kind: "gone", text: "over" })).toMatchObject({ text: "over" });
+  expect(messages.readUpdate(newLines(1, 0, [[0, 0, "a"], [1, 4, 7]], [1, 5]))).toMatchObject({ kind: "lines" });
+  expect(messages.readUpdate({ kind: "gone", text: "over" })).toMatchObject({ text: "over" });
   expect(messages.readAnswer({ kind: "log-answer", n: 1, text: "a", next_offset: null })).toMatchObject({ n: 1 });
   expect(messages.readAnswer({ kind: "hello", n: 2, snapshot: picture(), seq: 1 })).toMatchObject({ n: 2 });
 });
@@ -17,7 +17,7 @@ describe("a message that is not what it should be", () => {
   it("is refused with the place that is wrong", () => {
     expect(() => messages.readSnapshot({ ...good, elapsed_s: "1" })).toThrow("snapshot.elapsed_s is not a number");
     expect(() => messages.readSnapshot({ ...good, ranks: [{ rank: 0 }] })).toThrow("snapshot.ranks[0].state");
-    expect(() => messages.readTold({ kind: "constructor" })).toThrow("message.kind");
+    expect(() => messages.readUpdate({ kind: "constructor" })).toThrow("message.kind");
     expect(() => messages.readAnswer(null)).toThrow(BadMessage);
   });
 

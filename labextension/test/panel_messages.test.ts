@@ -4,15 +4,15 @@ import * as messages from "../src/panel/messages";
 import { BadMessage } from "../src/shared/checks";
 import { choice, kernelAnswer, kernelPicture, PLAN, poolPicture, run } from "./panel_samples";
 
-const SAID = { kind: "said", text: "It is done.", ok: true };
+const SAID = { kind: "command-result", text: "It is done.", ok: true };
 
 it("tells what is told apart by its kind", () => {
-  for (const told of [
+  for (const updates of [
     { kind: "pool", picture: poolPicture() },
     { kind: "runs", pool: "local", whole: true, changed: [run("a")], gone: [] },
     { kind: "pools", pools: [] },
     SAID,
-  ]) expect(messages.readTold(told)).toEqual(told);
+  ]) expect(messages.readUpdate(updates)).toEqual(updates);
   for (const reply of [
     kernelAnswer(kernelPicture()),
     { kind: "plan-answer", n: 1, plan: PLAN },
@@ -22,13 +22,13 @@ it("tells what is told apart by its kind", () => {
 
 describe("a message that is not what it should be", () => {
   it("is refused with the place that is wrong", () => {
-    expect(() => messages.readTold({ ...SAID, ok: "yes" })).toThrow("message.ok is not true or false");
+    expect(() => messages.readUpdate({ ...SAID, ok: "yes" })).toThrow("message.ok is not true or false");
     expect(() => messages.readReply({ kind: "constructor" })).toThrow("answer.kind");
     expect(() => messages.readReply(null)).toThrow(BadMessage);
   });
 
   it("says so when it is of another version, whatever else is in it", () => {
-    expect(() => messages.readTold({ kind: "pool", picture: { version: 99 } })).toThrow("than the Jupyter server");
+    expect(() => messages.readUpdate({ kind: "pool", picture: { version: 99 } })).toThrow("than the Jupyter server");
     expect(() => messages.readReply({ kind: "kernel-answer", picture: { version: 99 } })).toThrow(messages.OtherVersion);
   });
 

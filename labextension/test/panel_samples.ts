@@ -240,7 +240,7 @@ export const PLAN: PlanPicture = {
 export type Answering = (question: KernelAsk) => KernelReply | Promise<KernelReply>;
 
 export function kernelAnswer(picture: KernelPicture, change: Partial<KernelAnswer> = {}): KernelAnswer {
-  return { kind: "kernel-answer", n: 0, picture, kept: null, said: "", installing: false, ...change };
+  return { kind: "kernel-answer", n: 0, picture, kept: null, notice: "", installing: false, ...change };
 }
 
 /** A kernel that is in one state and has one plan. */
@@ -301,15 +301,15 @@ export class TestNotebook implements NotebookLink {
 export class TestPools implements PoolLink {
   readonly orders: PanelOrder[] = [];
   retries = 0;
-  private told: ((told: PanelUpdate) => void)[] = [];
+  private updates: ((updates: PanelUpdate) => void)[] = [];
   private linked: ((state: PoolLinkState) => void)[] = [];
 
   order(order: PanelOrder): void {
     this.orders.push(order);
   }
 
-  onTold(callback: (told: PanelUpdate) => void): void {
-    this.told.push(callback);
+  onUpdate(callback: (updates: PanelUpdate) => void): void {
+    this.updates.push(callback);
   }
 
   onLink(callback: (state: PoolLinkState) => void): void {
@@ -321,7 +321,7 @@ export class TestPools implements PoolLink {
   }
 
   tell(...messages: PanelUpdate[]): void {
-    for (const message of messages) for (const callback of this.told) callback(message);
+    for (const message of messages) for (const callback of this.updates) callback(message);
   }
 
   link(state: PoolLinkState): void {

@@ -288,7 +288,7 @@ describe("applying", () => {
     const { el, notebook } = await ready(kernelPicture({ choice: choice() }));
     await shows(el, "2 packages will be installed, about 20 s. Nothing is running.");
     const kept = { choice: choice(), version: 1 };
-    notebook.answer = () => kernelAnswer(kernelPicture({ choice: choice() }), { kept, said: "Connecting main." });
+    notebook.answer = () => kernelAnswer(kernelPicture({ choice: choice() }), { kept, notice: "Connecting main." });
     button(el, "Apply and connect").click();
     await shows(el, "Connecting main.");
     expect(notebook.asked.find(({ kind }) => kind === "apply")).toEqual({
@@ -305,7 +305,7 @@ describe("applying", () => {
     await shows(el, "2 packages will be installed");
     const plans = notebook.answer;
     notebook.answer = (question) =>
-      question.kind === "apply" ? kernelAnswer(kernelPicture({ choice: choice() }), { said: "cowsay installed." }) : plans(question);
+      question.kind === "apply" ? kernelAnswer(kernelPicture({ choice: choice() }), { notice: "cowsay installed." }) : plans(question);
     const apply = async () => {
       await eventually(() => expect(button(el, "Apply and connect").disabled).toBe(false));
       button(el, "Apply and connect").click();
@@ -333,7 +333,7 @@ describe("applying", () => {
     await planned(el);
     const plans = notebook.answer;
     notebook.answer = (question) =>
-      question.kind === "apply" ? kernelAnswer(kernelPicture({ choice: choice({ gpus: 3 }) }), { said: "Cells run in session main." }) : plans(question);
+      question.kind === "apply" ? kernelAnswer(kernelPicture({ choice: choice({ gpus: 3 }) }), { notice: "Cells run in session main." }) : plans(question);
     button(el, "Apply and connect").click();
     await shows(el, "Cells run in session main.");
     notebook.answer = answering(kernelPicture({ choice: choice({ gpus: 3 }) }));
@@ -700,7 +700,7 @@ describe("the way to the pool", () => {
     expect(all(el, ".sgpu-run-row").length).toBe(RUNS.length);
     if (remedy === "retry") return;
     await shows(el, "Starting…");
-    host.pools.tell({ kind: "said", text: "There is no room for a pool.", ok: false });
+    host.pools.tell({ kind: "command-result", text: "There is no room for a pool.", ok: false });
     await eventually(() => expect(text(query(el, "[role=alert]:not(.sgpu-problem)"))).toBe("There is no room for a pool."));
     expect(button(el, "Do it").disabled).toBe(false);
     button(el, "close").click();

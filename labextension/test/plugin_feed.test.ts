@@ -50,7 +50,7 @@ function lines(seq: number, first: number, ...texts: string[]): unknown {
 }
 
 function news(parts: Record<string, unknown>): unknown {
-  return { snapshot: null, told: [], seq: 0, lines: 0, displays: 0, final: false, ...parts };
+  return { snapshot: null, updates: [], seq: 0, lines: 0, displays: 0, final: false, ...parts };
 }
 
 /** A server that gives these answers one after the other, and remembers what it was asked. */
@@ -96,18 +96,18 @@ afterEach(() => {
 describe("a run's feed", () => {
   it("says what it knows, and passes on what is new until the end", async () => {
     const server = new FakeServer([
-      json(news({ snapshot: snapshot(4), told: [lines(1, 0, "a", "b")], seq: 1, lines: 2 })),
-      json(news({ told: [lines(2, 2, "c")], seq: 2, lines: 3, displays: 1 })),
+      json(news({ snapshot: snapshot(4), updates: [lines(1, 0, "a", "b")], seq: 1, lines: 2 })),
+      json(news({ updates: [lines(2, 2, "c")], seq: 2, lines: 3, displays: 1 })),
       json(news({ snapshot: snapshot(9, true), seq: 2, lines: 3, displays: 1, final: true })),
     ]);
     const { feed: run } = feed(server);
-    const told: FeedUpdate[] = [];
+    const updates: FeedUpdate[] = [];
     const drawn: number[] = [];
     const displayed = vi.fn();
     const final = vi.fn();
-    run.listen({ told: (message) => told.push(message), drawn: ({ seq }) => drawn.push(seq), displayed, final });
+    run.listen({ onUpdate: (message) => updates.push(message), drawn: ({ seq }) => drawn.push(seq), displayed, final });
     await run.follow();
-    expect(told.map((message) => message.kind === "lines" && message.rows.map((row) => row[2]))).toEqual([["a", "b"], ["c"]]);
+    expect(updates.map((message) => message.kind === "lines" && message.rows.map((row) => row[2]))).toEqual([["a", "b"], ["c"]]);
     expect(drawn).toEqual([4, 9]);
     expect(displayed).toHaveBeenCalledTimes(1);
     expect(final).toHaveBeenCalledTimes(1);
@@ -173,7 +173,7 @@ describe("the transport through the server", () => {
 
   it("counts lines from where its feed is, whatever the server counts", async () => {
     const server = new FakeServer([
-      json(news({ told: [lines(1, 0, "a")], seq: 1, lines: 1, final: true, snapshot: snapshot(3) })),
+      json(news({ updates: [lines(1, 0, "a")], seq: 1, lines: 1, final: true, snapshot: snapshot(3) })),
       json({ kind: "hello", n: 1, snapshot: snapshot(5), seq: 0 }),
     ]);
     const { feed: run, runs } = feed(server);
@@ -200,13 +200,13 @@ describe("the transport through the server", () => {
   });
 
   it("hears nothing after its end", async () => {
-    const server = new FakeServer([json(news({ told: [lines(1, 0, "a")], seq: 1, lines: 1, final: true }))]);
+    const server = new FakeServer([json(news({ updates: [lines(1, 0, "a")], seq: 1, lines: 1, final: true }))]);
     const { feed: run, runs } = feed(server);
     const transport = new ServerTransport(runs, run);
-    const told = vi.fn();
-    transport.onTold(told);
+    const updates = vi.fn();
+    transport.onUpdate(updates);
     transport.dispose();
     await run.follow();
-    expect(told).not.toHaveBeenCalled();
+    expect(updates).not.toHaveBeenCalled();
   });
 });

@@ -34,24 +34,24 @@ describe("what a cell's outputs are of", () => {
 
 describe("the run that a cell lacks", () => {
   it("is one that goes on and is not shown", () => {
-    expect(missing(null, owned("aaaaaaaa", null), SAVED_S)).toEqual({ run: "aaaaaaaa", goesOn: true, blocks: true });
+    expect(missing(null, owned("aaaaaaaa", null), SAVED_S)).toEqual({ run: "aaaaaaaa", isActive: true, blocks: true });
     expect(missing({ run: "bbbbbbbb", final: true }, owned("aaaaaaaa", null), SAVED_S)).toMatchObject({ run: "aaaaaaaa" });
-    expect(missing({ run: "aaaaaaaa", final: false }, owned("aaaaaaaa", null), SAVED_S)).toEqual({ run: "aaaaaaaa", goesOn: true, blocks: true });
+    expect(missing({ run: "aaaaaaaa", final: false }, owned("aaaaaaaa", null), SAVED_S)).toEqual({ run: "aaaaaaaa", isActive: true, blocks: true });
   });
 
   it("is a session that goes on, whose cell ended long ago", () => {
     const session = { ...owned("aaaaaaaa", null), blocks: false };
-    expect(missing(null, session, SAVED_S)).toEqual({ run: "aaaaaaaa", goesOn: true, blocks: false });
+    expect(missing(null, session, SAVED_S)).toEqual({ run: "aaaaaaaa", isActive: true, blocks: false });
     expect(missing({ run: "aaaaaaaa", final: false }, session, SAVED_S)).toMatchObject({ blocks: false });
   });
 
   it("is one whose end the notebook's file has not seen", () => {
-    expect(missing(null, owned("aaaaaaaa", SAVED_S + 1), SAVED_S)).toEqual({ run: "aaaaaaaa", goesOn: false, blocks: true });
-    expect(missing({ run: "aaaaaaaa", final: false }, owned("aaaaaaaa", SAVED_S - 1), SAVED_S)).toMatchObject({ goesOn: false });
+    expect(missing(null, owned("aaaaaaaa", SAVED_S + 1), SAVED_S)).toEqual({ run: "aaaaaaaa", isActive: false, blocks: true });
+    expect(missing({ run: "aaaaaaaa", final: false }, owned("aaaaaaaa", SAVED_S - 1), SAVED_S)).toMatchObject({ isActive: false });
   });
 
   it("is one that another kernel had, when the cell still shows it going on", () => {
-    expect(missing({ run: "aaaaaaaa", final: false }, null, SAVED_S)).toEqual({ run: "aaaaaaaa", goesOn: false, blocks: true });
+    expect(missing({ run: "aaaaaaaa", final: false }, null, SAVED_S)).toEqual({ run: "aaaaaaaa", isActive: false, blocks: true });
   });
 
   it("is none when the cell shows the end, or its outputs were taken away by hand", () => {

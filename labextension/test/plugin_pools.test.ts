@@ -29,8 +29,8 @@ class FakeSocket implements Socket {
     this.onopen?.call(this as unknown as WebSocket, new Event("open"));
   }
 
-  tells(told: unknown): void {
-    this.onmessage?.call(this as unknown as WebSocket, new MessageEvent("message", { data: JSON.stringify(told) }));
+  tells(updates: unknown): void {
+    this.onmessage?.call(this as unknown as WebSocket, new MessageEvent("message", { data: JSON.stringify(updates) }));
   }
 
   ends(): void {
@@ -73,7 +73,7 @@ class FakeServer {
 let server: FakeServer;
 let end: AbortController;
 let connection: PoolConnection;
-let told: PanelUpdate[];
+let updates: PanelUpdate[];
 let links: PoolLinkState[];
 
 beforeEach(() => {
@@ -81,9 +81,9 @@ beforeEach(() => {
   server = new FakeServer();
   end = new AbortController();
   connection = new PoolConnection(server, end.signal);
-  told = [];
+  updates = [];
   links = [];
-  connection.listen({ told: (each) => told.push(each), linked: (each) => links.push(each) });
+  connection.listen({ onUpdate: (each) => updates.push(each), linked: (each) => links.push(each) });
 });
 
 afterEach(() => {
@@ -121,7 +121,7 @@ describe("the page's connection to pools", () => {
     connection.watch({}, "");
     server.socket.opens();
     for (const each of [POOLS, POOL, RUNS]) server.socket.tells(each);
-    expect(told).toEqual([POOLS, POOL, RUNS]);
+    expect(updates).toEqual([POOLS, POOL, RUNS]);
     expect(connection.link).toEqual({ kind: "open", text: "" });
     expect(connection.model.sessionOf(SESSION.kernel, "")?.run_id).toBe(SESSION.run_id);
     const warned = vi.spyOn(console, "warn").mockImplementation(() => undefined);
@@ -227,16 +227,16 @@ describe("the page's connection to pools", () => {
     expect(server.requests.at(-1)?.path).toBe("sgpu/panel?pool=");
     expect(server.sockets).toHaveLength(sockets);
     // an order is answered
-    server.body = { kind: "said", text: "Run 0123 is being cancelled.", ok: true };
+    server.body = { kind: "command-result", text: "Run 0123 is being cancelled.", ok: true };
     connection.order({ kind: "cancel-run", run_id: "0123", pool: "local" });
     await pass();
     expect(server.requests.at(-1)).toMatchObject({ path: "sgpu/panel/orders", init: { method: "POST" } });
-    expect(told.at(-1)).toEqual(server.body);
+    expect(updates.at(-1)).toEqual(server.body);
     server.status = 500;
     server.body = { message: "the disk is full" };
     connection.order({ kind: "start-pool", pool: "" });
     await pass();
-    expect(told.at(-1)).toEqual({ kind: "said", ok: false, text: "The disk is full." });
+    expect(updates.at(-1)).toEqual({ kind: "command-result", ok: false, text: "The disk is full." });
     // nobody looks: nothing is asked
     server.status = 200;
     server.body = ALL;

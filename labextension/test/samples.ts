@@ -65,7 +65,7 @@ export function line(at: number, text = `line ${at}`): LineRow {
   return [at % 4, Math.floor(at / 4), text];
 }
 
-export function told(seq: number, first: number, rows: NewLines["rows"], ranks: readonly number[] = []): NewLines {
+export function newLines(seq: number, first: number, rows: NewLines["rows"], ranks: readonly number[] = []): NewLines {
   return { kind: "lines", seq, first, rows, ranks };
 }
 
@@ -77,7 +77,7 @@ export class TestTransport implements Transport {
   disposed = false;
   interrupted = 0;
   interrupt?: () => Promise<void>;
-  tell: (told: FeedUpdate) => void = () => undefined;
+  tell: (updates: FeedUpdate) => void = () => undefined;
   draw: (snapshot: Snapshot) => void = () => undefined;
   link: (state: LinkState) => void = () => undefined;
 
@@ -91,7 +91,7 @@ export class TestTransport implements Transport {
     return this.answer(question);
   }
 
-  onTold(callback: (told: FeedUpdate) => void): void {
+  onUpdate(callback: (updates: FeedUpdate) => void): void {
     this.tell = callback;
   }
 

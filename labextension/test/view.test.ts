@@ -4,7 +4,7 @@ import { placeDetails } from "../src/run_view/components/details";
 import { mountRunView } from "../src/run_view/index";
 import type { Snapshot } from "../src/run_view/messages";
 import { eventually } from "./eventually";
-import { TestTransport, answering, card, never, picture, refusing, told, line } from "./samples";
+import { TestTransport, answering, card, never, picture, refusing, newLines, line } from "./samples";
 
 let ends: AbortController[] = [];
 
@@ -317,12 +317,12 @@ describe("the log", () => {
     const { el, transport } = await shown({}, 0);
     const log = () => query(el, ".sgpu-log");
     expect([log().style.minHeight, log().className]).toEqual(["54px", "sgpu-log"]);
-    transport.tell(told(1, 0, Array.from({ length: 7 }, (_, at) => line(at)), [2, 2, 2, 1]));
+    transport.tell(newLines(1, 0, Array.from({ length: 7 }, (_, at) => line(at)), [2, 2, 2, 1]));
     await eventually(() => expect(log().style.minHeight).toBe("126px"));
     query(el, '[role="tab"][aria-label="rank 3"]').click();
     await eventually(() => expect(log().getAttribute("aria-label")).toBe("lines of rank 3"));
     expect(log().style.minHeight).toBe("126px");
-    transport.tell(told(2, 7, Array.from({ length: 90 }, (_, at) => line(7 + at)), [25, 24, 24, 24]));
+    transport.tell(newLines(2, 7, Array.from({ length: 90 }, (_, at) => line(7 + at)), [25, 24, 24, 24]));
     await eventually(() => expect(log().className).toBe("sgpu-log sgpu-full"));
     expect(log().style.getPropertyValue("--full")).toBe("252px");
   });
@@ -344,11 +344,11 @@ describe("the log", () => {
   it("follows its end until it is scrolled up, and again from End on", async () => {
     const { el, transport } = await shown({}, 400);
     await eventually(() => expect(query(el, ".sgpu-log").textContent).toContain("line 399"));
-    transport.tell(told(1, 400, [line(400)], [101, 100, 100, 100]));
+    transport.tell(newLines(1, 400, [line(400)], [101, 100, 100, 100]));
     await eventually(() => expect(query(el, ".sgpu-log").textContent).toContain("line 400"));
     press(query(el, ".sgpu-log"), "PageUp");
     await eventually(() => expect(query(el, ".sgpu-follow").getAttribute("aria-pressed")).toBe("false"));
-    transport.tell(told(2, 401, Array.from({ length: 90 }, (_, at) => line(401 + at)), [123, 123, 123, 122]));
+    transport.tell(newLines(2, 401, Array.from({ length: 90 }, (_, at) => line(401 + at)), [123, 123, 123, 122]));
     await eventually(() => expect(query(el, ".sgpu-newer").textContent).toBe("↓ 90 new lines"));
     expect(query(el, ".sgpu-log").textContent).not.toContain("line 490");
     press(query(el, ".sgpu-log"), "End");
@@ -360,9 +360,9 @@ describe("the log", () => {
     const { transport } = await shown({}, 4);
     const hellos = () => transport.asked.filter(({ kind }) => kind === "hello").length;
     expect(hellos()).toBe(1);
-    transport.tell(told(1, 4, [line(4)], [2, 1, 1, 1]));
+    transport.tell(newLines(1, 4, [line(4)], [2, 1, 1, 1]));
     expect(hellos()).toBe(1);
-    transport.tell(told(3, 6, [line(6)], [2, 2, 2, 1]));
+    transport.tell(newLines(3, 6, [line(6)], [2, 2, 2, 1]));
     expect(hellos()).toBe(2);
   });
 

@@ -96,7 +96,7 @@ function linked(kernel: FakeKernel | null, comms = "subshell") {
   const states: LinkState[] = [];
   const news: FeedUpdate[] = [];
   transport.onLink((state) => states.push(state));
-  transport.onTold((message) => news.push(message));
+  transport.onUpdate((message) => news.push(message));
   return { model, transport, states, news };
 }
 

@@ -113,7 +113,7 @@ class KernelActions:
         held = self._context.choice.now()
         installing = self._is_installing()
         picture = kernel_picture(self._context, held)
-        return KernelAnswer(n=number, picture=picture, kept=kept, said=text, installing=installing)
+        return KernelAnswer(n=number, picture=picture, kept=kept, notice=text, installing=installing)
 
     def _is_installing(self) -> bool:
         with self._lock:

@@ -159,7 +159,7 @@ class PanelView:
         self._endpoint = endpoint
         self._page = Page(watchers, self._send_update)
         # the first carries out its commands, the second sends its updates
-        self._orders, self._updates = SerialExecutor("sgpu-panel-orders"), SerialExecutor("sgpu-panel-told")
+        self._orders, self._updates = SerialExecutor("sgpu-panel-orders"), SerialExecutor("sgpu-panel-updates")
         self._lock = threading.Lock()
         self._received_at = time.monotonic()
         self._timer: threading.Timer | None = None

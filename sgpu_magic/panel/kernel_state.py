@@ -104,14 +104,14 @@ class KernelAnswer(Message, frozen=True, tag_field="kind", tag="kernel-answer"):
 
     Args:
         kept: The choice to write to the notebook's metadata; None leaves it as it is.
-        said: A sentence about what happened; "" for nothing.
+        notice: A sentence about what happened; "" for nothing.
         installing: Packages are being installed; ask again.
     """
 
     n: int
     picture: KernelPicture
     kept: KeptChoice | None = None
-    said: str = ""
+    notice: str = ""
     installing: bool = False
 
 

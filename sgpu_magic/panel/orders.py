@@ -16,7 +16,7 @@ from sgpu_magic.config import Settings
 from sgpu_magic.errors import SgpuError, UsageError
 from sgpu_magic.panel.poller import ListWatcher, PoolWatcher, Watchers
 from sgpu_magic.panel.pool_state import as_sentence, failure_words
-from sgpu_magic.panel.schema import PanelTold
+from sgpu_magic.panel.schema import StateUpdate
 from sgpu_magic.views.live.schema import Message
 from sgpu_magic.views.run_notes import stop_words
 from sgpu_magic.wire.base import is_valid_id, short
@@ -49,7 +49,7 @@ class CancelRun(Message, frozen=True, tag_field="kind", tag="cancel-run"):
 PanelOrder = Watch | Rest | StartPool | CancelRun
 
 
-class Said(Message, frozen=True, tag_field="kind", tag="said"):
+class CommandResult(Message, frozen=True, tag_field="kind", tag="command-result"):
     """A sentence about the outcome of a command.
 
     Args:
@@ -60,7 +60,7 @@ class Said(Message, frozen=True, tag_field="kind", tag="said"):
     ok: bool
 
 
-PanelUpdate = PanelTold | Said
+PanelUpdate = StateUpdate | CommandResult
 
 orders = JsonDecoder[PanelOrder](PanelOrder)
 
@@ -82,7 +82,7 @@ class Page:
         self._pool = ""
         self._closed = False
 
-    def execute(self, order: PanelOrder) -> Said | None:
+    def execute(self, order: PanelOrder) -> CommandResult | None:
         """Carry out a command. It may take seconds, or block as long as the file system does.
 
         Returns:
@@ -97,12 +97,12 @@ class Page:
                 return execute_once(self._watchers, order)
         return None
 
-    def execute_decoded(self, message: object) -> Said | None:
+    def execute_decoded(self, message: object) -> CommandResult | None:
         """Carry out a command that is given as JSON, as `execute`; errors become its outcome."""
         try:
             return self.execute(convert(message, PanelOrder))
         except Exception as error:  # noqa: BLE001  a thread's top, and a page that waits
-            return Said(text=failure_words(error), ok=False)
+            return CommandResult(text=failure_words(error), ok=False)
 
     @property
     def is_watching(self) -> bool:
@@ -140,7 +140,7 @@ class Page:
         self._watched = None
 
 
-def execute_once(watchers: Watchers, order: PanelOrder) -> Said:
+def execute_once(watchers: Watchers, order: PanelOrder) -> CommandResult:
     """Carry out the command of a page that gets no updates, and return the outcome; may take seconds."""
     try:
         match order:
@@ -150,9 +150,9 @@ def execute_once(watchers: Watchers, order: PanelOrder) -> Said:
                 text = _cancel(watchers.read_settings(), pool, run_id)
             case Watch() | Rest():
                 text = ""
-        return Said(text=as_sentence(text), ok=True)
+        return CommandResult(text=as_sentence(text), ok=True)
     except (SgpuError, OSError) as error:
-        return Said(text=as_sentence(str(error)), ok=False)
+        return CommandResult(text=as_sentence(str(error)), ok=False)
     finally:
         watchers.poll_soon()
 

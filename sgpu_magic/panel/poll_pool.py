@@ -27,7 +27,7 @@ from sgpu_magic.panel.pool_state import (
     rates_of,
     run_row,
 )
-from sgpu_magic.panel.schema import MAX_RUNS, PoolPicture, PoolState, PoolsTold, Remedy, RunRow
+from sgpu_magic.panel.schema import MAX_RUNS, PoolPicture, PoolState, PoolsUpdate, Remedy, RunRow
 from sgpu_magic.wire.pool_status import PoolStatus, RunSummary, address_file
 
 if TYPE_CHECKING:
@@ -292,7 +292,7 @@ class ListPoller:
         self._pools: Pools | None = None
         self._answers: Sequence[PoolStatusReply] = ()
 
-    def poll(self) -> PoolsTold:
+    def poll(self) -> PoolsUpdate:
         """Poll the pools and return the same as `drawn`."""
         # problems of the list or the settings are reported by the chosen pool's state
         with contextlib.suppress(SgpuError):
@@ -304,14 +304,14 @@ class ListPoller:
                 self._answers = self._pools.asked(self._pools.entries(), local=False, recent=1)
         return self.drawn()
 
-    def drawn(self) -> PoolsTold:
+    def drawn(self) -> PoolsUpdate:
         """Return the pools that the files list now, with the last known state of each. Thread-safe."""
         settings, entries = Settings(), ()
         with contextlib.suppress(SgpuError):
             entries = read_pools()
         with contextlib.suppress(SgpuError):
             settings = self._read_settings()
-        return PoolsTold(pools=pool_choices(settings, entries, self._answers))
+        return PoolsUpdate(pools=pool_choices(settings, entries, self._answers))
 
     def close(self) -> None:
         """Close the connections to the pools."""

@@ -18,7 +18,7 @@ import msgspec
 
 from sgpu_magic.config import Settings, load_settings
 from sgpu_magic.panel.poll_pool import ListPoller, NoPoller, Poller, PollResult, poller_of
-from sgpu_magic.panel.schema import PanelTold, PoolsTold, PoolTold, RunRow, RunsTold
+from sgpu_magic.panel.schema import StateUpdate, PoolsUpdate, PoolUpdate, RunRow, RunsUpdate
 
 # minimum interval between polls of a watched pool, and between polls of all pools in the list
 INTERVAL_S, LIST_INTERVAL_S = 1.0, 10.0
@@ -31,7 +31,7 @@ _LONGEST_REST_S = 10.0
 _LOOK_TIMEOUT_S = 30.0
 _JOIN_S = 2.0
 
-OnUpdate = Callable[[PanelTold], None]
+OnUpdate = Callable[[StateUpdate], None]
 """Called with each update, in any thread; it must not block."""
 
 S = TypeVar("S")
@@ -74,7 +74,7 @@ class Watcher(ABC, Generic[S]):
         self._polls = False
 
     @abstractmethod
-    def _updates(self, before: S | None, seen: S) -> Sequence[PanelTold]:
+    def _updates(self, before: S | None, seen: S) -> Sequence[StateUpdate]:
         """Return the updates for a listener that has `before`, None for a new listener."""
 
     @abstractmethod
@@ -210,13 +210,13 @@ class PoolWatcher(Watcher[PollResult]):
             # the state may be outdated: poll at once whether the pool is up now
             self.poll_soon()
 
-    def _updates(self, before: PollResult | None, seen: PollResult) -> Sequence[PanelTold]:
+    def _updates(self, before: PollResult | None, seen: PollResult) -> Sequence[StateUpdate]:
         if before is None:
             return whole(seen)
         runs = changes(seen.picture.pool, before.rows, seen.rows)
         # a change of `now` alone is not reported
         is_same = msgspec.structs.replace(before.picture, now=seen.picture.now) == seen.picture
-        return [*([] if is_same else [PoolTold(picture=seen.picture)]), *([] if runs is None else [runs])]
+        return [*([] if is_same else [PoolUpdate(picture=seen.picture)]), *([] if runs is None else [runs])]
 
     def _failed(self) -> PollResult:
         """Keep the runs that were listed."""
@@ -224,7 +224,7 @@ class PoolWatcher(Watcher[PollResult]):
         return PollResult(picture, {} if self._seen is None else self._seen.rows)
 
 
-class ListWatcher(Watcher[PoolsTold]):
+class ListWatcher(Watcher[PoolsUpdate]):
     """Polls all pools of the list at once.
 
     Args:
@@ -240,29 +240,29 @@ class ListWatcher(Watcher[PoolsTold]):
         super().add(key, on_update)
         self._apply(self._poller.drawn())
 
-    def seen(self, timeout_s: float = 0.0) -> PoolsTold:
+    def seen(self, timeout_s: float = 0.0) -> PoolsUpdate:
         """Return the list as the files have it now, without waiting for any pool."""
         return self._poller.drawn()
 
-    def _updates(self, before: PoolsTold | None, seen: PoolsTold) -> Sequence[PanelTold]:
+    def _updates(self, before: PoolsUpdate | None, seen: PoolsUpdate) -> Sequence[StateUpdate]:
         return [] if before == seen else [seen]
 
-    def _failed(self) -> PoolsTold:
-        return self._seen or PoolsTold(pools=())
+    def _failed(self) -> PoolsUpdate:
+        return self._seen or PoolsUpdate(pools=())
 
 
-def whole(seen: PollResult) -> tuple[PoolTold, RunsTold]:
+def whole(seen: PollResult) -> tuple[PoolUpdate, RunsUpdate]:
     """Return the whole state, for a page that has nothing yet."""
     rows = tuple(seen.rows.values())
-    return PoolTold(picture=seen.picture), RunsTold(pool=seen.picture.pool, whole=True, changed=rows, gone=())
+    return PoolUpdate(picture=seen.picture), RunsUpdate(pool=seen.picture.pool, whole=True, changed=rows, gone=())
 
 
-def changes(pool: str, before: Mapping[str, RunRow], after: Mapping[str, RunRow]) -> RunsTold | None:
+def changes(pool: str, before: Mapping[str, RunRow], after: Mapping[str, RunRow]) -> RunsUpdate | None:
     """Return an update with the runs that differ, None when none does."""
     # rows of runs that did not change are the same objects
     changed = tuple(row for run_id, row in after.items() if row is not (old := before.get(run_id)) and row != old)
     removed = tuple(run_id for run_id in before if run_id not in after)
-    return RunsTold(pool=pool, whole=False, changed=changed, gone=removed) if changed or removed else None
+    return RunsUpdate(pool=pool, whole=False, changed=changed, gone=removed) if changed or removed else None
 
 
 class Watchers:
@@ -297,7 +297,7 @@ class Watchers:
         self._list.add(key, on_update)
         return self._list
 
-    def poll_list(self) -> PoolsTold:
+    def poll_list(self) -> PoolsUpdate:
         """Return the list of pools with their last known states, and have them polled in the background."""
         self._list.poll()
         return self._list.seen()

@@ -199,13 +199,13 @@ class PoolPicture(Message, frozen=True, kw_only=True):
 # ------------------------------------------------------------------ updates (websocket, or a widget's messages)
 
 
-class PoolTold(Message, frozen=True, tag_field="kind", tag="pool"):
+class PoolUpdate(Message, frozen=True, tag_field="kind", tag="pool"):
     """The pool's state, sent first and whenever it changes."""
 
     picture: PoolPicture
 
 
-class RunsTold(Message, frozen=True, tag_field="kind", tag="runs"):
+class RunsUpdate(Message, frozen=True, tag_field="kind", tag="runs"):
     """Runs that are new or have changed since the last update; newest first.
 
     Args:
@@ -221,13 +221,13 @@ class RunsTold(Message, frozen=True, tag_field="kind", tag="runs"):
     gone: tuple[str, ...]
 
 
-class PoolsTold(Message, frozen=True, tag_field="kind", tag="pools"):
+class PoolsUpdate(Message, frozen=True, tag_field="kind", tag="pools"):
     """Pools that can be chosen: reserved ones first, then the default, then by name."""
 
     pools: tuple[PoolChoice, ...]
 
 
-PanelTold = PoolsTold | PoolTold | RunsTold
+StateUpdate = PoolsUpdate | PoolUpdate | RunsUpdate
 
 
 class BaseChoice(Message, frozen=True):

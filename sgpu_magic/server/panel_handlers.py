@@ -1,7 +1,7 @@
 """The environment panel's handlers: a websocket for updates, and REST where a proxy blocks websockets.
 
 `sgpu/panel`            websocket: `PanelOrder` in, `PanelUpdate` out; GET: the whole state once
-`sgpu/panel/orders`     POST: one `PanelOrder`, answered by `Said`
+`sgpu/panel/orders`     POST: one `PanelOrder`, answered by `CommandResult`
 """
 
 # jupyter_server and tornado are only partly typed
@@ -24,12 +24,12 @@ from jupyter_server.utils import url_path_join
 from tornado import web
 from tornado.websocket import WebSocketClosedError, WebSocketHandler
 
-from sgpu_magic.panel.orders import Page, PanelOrder, PanelUpdate, Rest, Said, Watch, execute_once, orders
+from sgpu_magic.panel.orders import Page, PanelOrder, PanelUpdate, Rest, CommandResult, Watch, execute_once, orders
 from sgpu_magic.panel.poller import Watchers, whole
-from sgpu_magic.panel.schema import PoolsTold, PoolTold, RunRow, RunsTold
+from sgpu_magic.panel.schema import PoolsUpdate, PoolUpdate, RunRow, RunsUpdate
 from sgpu_magic.server.run_handlers import RESOURCE, THREADS, answer, in_thread
 
-_MAX_SAID = 100
+_MAX_RESULTS = 100
 _MAX_ORDER_BYTES = 10_000
 _FORBIDDEN = "You have read-only access to this server's pools."
 
@@ -38,17 +38,17 @@ class Outbox:
     """Messages to be sent to one page. Owned by one thread."""
 
     def __init__(self) -> None:
-        self._results: deque[Said] = deque(maxlen=_MAX_SAID)
+        self._results: deque[CommandResult] = deque(maxlen=_MAX_RESULTS)
         # the newest state message of each type
         self._pictures: dict[type[PanelUpdate], PanelUpdate] = {}
 
     def put(self, update: PanelUpdate) -> None:
         """Add a message; a state message replaces an unsent one of its type."""
-        if isinstance(update, Said):
+        if isinstance(update, CommandResult):
             self._results.append(update)
             return
         before = self._pictures.get(type(update))
-        if isinstance(update, RunsTold) and isinstance(before, RunsTold):
+        if isinstance(update, RunsUpdate) and isinstance(before, RunsUpdate):
             update = merged(before, update)
         self._pictures[type(update)] = update
 
@@ -56,7 +56,7 @@ class Outbox:
         """Return the next message, None when the outbox is empty."""
         if self._results:
             return self._results.popleft()
-        kind = next((kind for kind in (PoolsTold, PoolTold, RunsTold) if kind in self._pictures), None)
+        kind = next((kind for kind in (PoolsUpdate, PoolUpdate, RunsUpdate) if kind in self._pictures), None)
         return self._pictures.pop(kind) if kind is not None else None
 
     def clear(self) -> None:
@@ -65,7 +65,7 @@ class Outbox:
         self._pictures.clear()
 
 
-def merged(earlier: RunsTold, later: RunsTold) -> RunsTold:
+def merged(earlier: RunsUpdate, later: RunsUpdate) -> RunsUpdate:
     """Return one message equivalent to both in order."""
     if later.whole or later.pool != earlier.pool:
         return later
@@ -74,7 +74,7 @@ def merged(earlier: RunsTold, later: RunsTold) -> RunsTold:
     rows |= {row.run_id: row for row in later.changed}
     changed = tuple(sorted(rows.values(), key=lambda row: row.submitted_at, reverse=True))
     still_gone = () if earlier.whole else tuple((set(earlier.gone) | gone) - rows.keys())
-    return RunsTold(pool=later.pool, whole=earlier.whole, changed=changed, gone=still_gone)
+    return RunsUpdate(pool=later.pool, whole=earlier.whole, changed=changed, gone=still_gone)
 
 
 def add_panel_handlers(server_app: Any) -> None:
@@ -128,7 +128,7 @@ class PanelHandler(WebSocketMixin, WebSocketHandler, JupyterHandler):
         try:
             order = _order(message if isinstance(message, bytes) else message.encode())
         except ValueError as error:
-            self._put(Said(text=str(error), ok=False))
+            self._put(CommandResult(text=str(error), ok=False))
             return
         if self._page is None:
             return
@@ -159,7 +159,7 @@ class PanelHandler(WebSocketMixin, WebSocketHandler, JupyterHandler):
 
     async def _execute_order(self, page: Page, order: PanelOrder) -> None:
         if not await self._may("write"):
-            self._put(Said(text=_FORBIDDEN, ok=False))
+            self._put(CommandResult(text=_FORBIDDEN, ok=False))
             return
         if (result := await in_thread(page.execute, order)) is not None:
             self._put(result)

@@ -61,7 +61,7 @@ class News(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         snapshot: The newest snapshot, None when the page has it.
-        told: New lines.
+        updates: New lines.
         seq: The number of the last `NewLines`.
         lines: Lines of all ranks so far.
         displays: A counter that grows when a rank displays something or clears its output.
@@ -69,7 +69,7 @@ class News(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     snapshot: Snapshot | None
-    told: tuple[NewLines, ...]
+    updates: tuple[NewLines, ...]
     seq: int
     lines: int
     displays: int
@@ -77,7 +77,7 @@ class News(msgspec.Struct, frozen=True, kw_only=True):
 
     def is_new(self, known: Known) -> bool:
         """Whether there is something that the page does not have."""
-        return bool(self.snapshot or self.told or self.final or self.displays != known.displays)
+        return bool(self.snapshot or self.updates or self.final or self.displays != known.displays)
 
 
 class Follower:
@@ -128,7 +128,7 @@ class Follower:
             final = self.is_final and self._snapshot is not None and self._snapshot.final
             total = sum(lines.ranks) if lines is not None else known.lines
             seq, displays = known.after + len(new), self._displays
-            return News(snapshot=snapshot, told=new, seq=seq, lines=total, displays=displays, final=final)
+            return News(snapshot=snapshot, updates=new, seq=seq, lines=total, displays=displays, final=final)
 
     def answer(self, question: Question) -> Answer:
         """Answer a view's request."""

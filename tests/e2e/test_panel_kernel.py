@@ -135,7 +135,7 @@ def test_it_tells_packages_bases_and_that_nothing_is_chosen(panel: Panel):
         "4: Databricks serverless GPU, Python 3.12",
         "ai-4: Databricks serverless GPU with AI libraries, Python 3.12",
     ]
-    assert (answer["kept"], answer["said"], answer["installing"]) == (None, "", False)
+    assert (answer["kept"], answer["notice"], answer["installing"]) == (None, "", False)
 
 
 def test_it_answers_quickly_while_a_cell_blocks_the_kernel(panel: Panel, blocked: Callable[[], Cell]):
@@ -290,7 +290,7 @@ def test_it_connects_while_a_cell_runs(panel: Panel, kernel: Kernel, blocked: Ca
     plan = panel.plan(choice(gpus=2, type="a10"), connect=True)
     assert plan == {"sentences": [], "loses": False, "problem": "", "button": "Apply and connect"}
     answer = panel.apply(choice(gpus=2, type="a10"), connect=True)
-    assert answer["said"] == "%%distributed cells run in session main from now on."
+    assert answer["notice"] == "%%distributed cells run in session main from now on."
     (session,) = answer["picture"]["sessions"]
     assert (session["name"], session["current"], session["words"]) == ("main", True, "2 on A10")
     eventually(lambda: panel.state(answer["kept"])["picture"]["sessions"][0]["state"] == "running", 60, "connected")
@@ -344,7 +344,7 @@ def test_it_disconnects_while_a_cell_runs(panel: Panel, kernel: Kernel, home: Ho
     panel.apply(choice(gpus=1, type="cpu"), connect=True)
     cell = blocked()
     answer = panel.ask("disconnect", name="main")
-    assert answer["said"] == "Session main has ended."
+    assert answer["notice"] == "Session main has ended."
     assert answer["picture"]["sessions"] == []
     assert not cell.idle
     blocked()
@@ -355,7 +355,7 @@ def test_it_disconnects_while_a_cell_runs(panel: Panel, kernel: Kernel, home: Ho
 def test_plain_cells_run_here_again_after_disconnecting_and_no_cell_is_told(panel: Panel, kernel: Kernel):
     panel.apply(choice(gpus=1, type="cpu"), connect=True)
     kernel.check("%sgpu_auto on")
-    assert panel.ask("disconnect", name="main")["said"] == "Session main has ended."
+    assert panel.ask("disconnect", name="main")["notice"] == "Session main has ended."
     assert kernel.check("print('here')").text == "here"
 
 
@@ -441,7 +441,7 @@ def test_packages_are_installed_into_the_notebooks_own_environment_and_removed_f
     assert (plan["problem"], plan["loses"], plan["button"]) == ("", False, "Apply")
     assert kernel.run("import paperclippy").ename == "ModuleNotFoundError"
     answer = panel.apply(wanted)
-    assert answer["said"] == "paperclippy installed."
+    assert answer["notice"] == "paperclippy installed."
     # they are among the notebook's packages now
     assert answer["kept"]["choice"]["dependencies"] == []
     lines = {line["name"]: line for line in answer["picture"]["differences"]}
@@ -457,7 +457,7 @@ def test_packages_are_installed_into_the_notebooks_own_environment_and_removed_f
     gone = choice(gpus=1, type="cpu", removed=["paperclippy"])
     assert panel.plan(gone)["loses"]
     assert "will be removed" in panel.refused("apply", choice=gone)
-    assert panel.apply(gone, confirmed=True)["said"] == "paperclippy removed."
+    assert panel.apply(gone, confirmed=True)["notice"] == "paperclippy removed."
     names = {line["name"] for line in panel.state()["picture"]["differences"]}
     assert "paperclippy" not in names
     assert "clipboardish" in names
@@ -493,7 +493,7 @@ def test_while_packages_are_installed_the_panel_goes_on(
         index.open.set()
     applied = answer()
     assert applied["kind"] == "kernel-answer", applied
-    assert applied["said"].startswith("slowish installed. %%distributed cells run in session main")
+    assert applied["notice"].startswith("slowish installed. %%distributed cells run in session main")
     assert not panel.state(applied["kept"])["installing"]
     reply = kernel.check(
         "%%distributed\nimport slowish\nprint('rank has', slowish.__version__, 'weights' in globals())"
@@ -595,8 +595,8 @@ def test_the_panel_below_a_cell_tells_of_the_pool_while_it_is_watched(widget: tu
     kernel.check("%%distributed -n 1 --type cpu --name seen --ui none\npass")
     cell.until(lambda: [1 for sent in told(view, "runs") for run in sent["changed"] if run["name"] == "seen"], 30)
     order(kernel, view, kind="start-pool", pool="nowhere")
-    cell.until(lambda: told(view, "said"), 30, "what became of it")
-    assert told(view, "said")[0]["ok"] is False
+    cell.until(lambda: told(view, "command-result"), 30, "what became of it")
+    assert told(view, "command-result")[0]["ok"] is False
     order(kernel, view, kind="rest")
     eventually(lambda: panel_threads(kernel) in ([], ["sgpu-panel-patience"]), 10, lambda: str(panel_threads(kernel)))
     order(kernel, view, kind="watch", pool="")

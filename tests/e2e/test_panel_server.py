@@ -24,11 +24,11 @@ from server_kernels import RunningCell, ServerKernel, loaded_kernel
 from waiting import eventually
 
 from sgpu_magic.config import Settings
-from sgpu_magic.panel.orders import CancelRun, Page, PanelUpdate, Rest, Said, StartPool, Watch
+from sgpu_magic.panel.orders import CancelRun, Page, PanelUpdate, Rest, CommandResult, StartPool, Watch
 from sgpu_magic.panel.poll_pool import PollResult, PoolPoller
 from sgpu_magic.panel.poller import FAILED, POLLED_S, PoolWatcher, Watchers
 from sgpu_magic.panel.pool_state import away_picture
-from sgpu_magic.panel.schema import PoolsTold, PoolTold, RunsTold
+from sgpu_magic.panel.schema import PoolsUpdate, PoolUpdate, RunsUpdate
 from sgpu_magic.pool.ledger import Ledger
 from sgpu_magic.wire.base import RunState
 from sgpu_magic.wire.devices import Lease, Placement
@@ -212,7 +212,7 @@ def test_a_run_is_cancelled_through_the_page(running: RunningCell, open_page: Ca
     page.until(lambda: page.row(running.run_id).get("state") == "running")
     page.order("cancel-run", run_id=running.run_id)
     assert page.until_said() == {
-        "kind": "said",
+        "kind": "command-result",
         "text": f"Run {running.run_id[:4]} is being stopped.",
         "ok": True,
     }
@@ -333,7 +333,11 @@ def test_a_page_that_can_only_poll_gets_the_same(kernel: ServerKernel, server: J
         return rows[running.run_id]["state"]
 
     eventually(lambda: state() == "cancelled", 20, state)
-    assert server.post("sgpu/panel/orders", {"kind": "watch"}).body == {"kind": "said", "text": "", "ok": True}
+    assert server.post("sgpu/panel/orders", {"kind": "watch"}).body == {
+        "kind": "command-result",
+        "text": "",
+        "ok": True,
+    }
 
 
 def test_a_pool_that_nobody_has_is_told_in_a_sentence(server: JupyterServer, open_page: Callable[..., ServedPage]):
@@ -343,7 +347,7 @@ def test_a_pool_that_nobody_has_is_told_in_a_sentence(server: JupyterServer, ope
     assert picture["sentence"] == "There is no pool 'team' here: only the local one. Choose that."
     page.order("start-pool", pool="team")
     assert page.until_said() == {
-        "kind": "said",
+        "kind": "command-result",
         "text": "There is no pool named 'team'. You have: local. `sgpu pool add` lists another one.",
         "ok": False,
     }
@@ -558,7 +562,7 @@ class Heard:
     def __call__(self, told: PanelUpdate) -> None:
         self.all.append(told)
 
-    def last(self, kind: type[PoolTold] | type[RunsTold] | type[PoolsTold]) -> Any:
+    def last(self, kind: type[PoolUpdate] | type[RunsUpdate] | type[PoolsUpdate]) -> Any:
         return next((told for told in reversed(self.all) if isinstance(told, kind)), None)
 
 
@@ -576,11 +580,11 @@ def test_without_a_pool_the_list_is_the_ledgers(watchers: tuple[Home, Watchers])
     told = Heard()
     page = Page(made, told)
     assert page.execute(Watch()) is None
-    runs: RunsTold = eventually(lambda: told.last(RunsTold), 10)
+    runs: RunsUpdate = eventually(lambda: told.last(RunsUpdate), 10)
     assert runs.whole
     assert len(runs.changed) == 1000
     assert [row.run_id for row in runs.changed[:2]] == ["000003ec", "000003eb"]
-    assert told.last(PoolTold).picture.state == "none"
+    assert told.last(PoolUpdate).picture.state == "none"
     assert page.execute(Rest()) is None
     page.close()
     count = len(told.all)
@@ -605,13 +609,13 @@ def test_a_thousand_runs_are_asked_for_once(watchers: tuple[Home, Watchers], mon
     monkeypatch.setattr(Pool, "status", counted)
     told = Heard()
     page = Page(made, told)
-    assert page.execute(StartPool()) == Said(text="The pool is running.", ok=True)
+    assert page.execute(StartPool()) == CommandResult(text="The pool is running.", ok=True)
     asked.clear()
     page.execute(Watch())
     eventually(lambda: len(asked) > 5, 10)
     assert asked.count(1000) == 1
-    assert len(told.last(RunsTold).changed) == 1000
-    assert sum(isinstance(one, RunsTold) for one in told.all) == 1
+    assert len(told.last(RunsUpdate).changed) == 1000
+    assert sum(isinstance(one, RunsUpdate) for one in told.all) == 1
     said = page.execute(CancelRun(run_id="00000001"))
     assert said is not None
     assert not said.ok
@@ -627,17 +631,17 @@ def test_a_pool_of_another_version_is_told_with_its_runs(
     written(home, 3)
     told = Heard()
     page = Page(made, told)
-    assert page.execute(StartPool()) == Said(text="The pool is running.", ok=True)
+    assert page.execute(StartPool()) == CommandResult(text="The pool is running.", ok=True)
     with monkeypatch.context() as newer:
         newer.setattr("sgpu_magic.client.this_machine.PROTOCOL_VERSION", 99)
         newer.setattr("sgpu_magic.client.connection.PROTOCOL_VERSION", 99)
         page.execute(Watch())
-        picture = eventually(lambda: (one := told.last(PoolTold)) and one.picture, 10)
+        picture = eventually(lambda: (one := told.last(PoolUpdate)) and one.picture, 10)
         assert picture.state == "other-version"
         assert "speaks protocol" in picture.sentence
         assert (picture.remedy, picture.remedy_words) == ("start", "Restart it")
-        assert len(eventually(lambda: told.last(RunsTold), 10).changed) == 3
-    eventually(lambda: told.last(PoolTold).picture.state == "up", 10)
+        assert len(eventually(lambda: told.last(RunsUpdate), 10).changed) == 3
+    eventually(lambda: told.last(PoolUpdate).picture.state == "up", 10)
     page.close()
 
 
@@ -650,13 +654,13 @@ def test_more_runs_than_are_asked_for_are_not_missed(watchers: tuple[Home, Watch
     page = Page(made, told)
     page.execute(StartPool())
     page.execute(Watch())
-    eventually(lambda: told.last(RunsTold), 10)
+    eventually(lambda: told.last(RunsUpdate), 10)
     # as if that many runs had started and ended between two polls
     written(home, 60, first=10)
     listed: set[str] = set()
 
     def all_listed() -> bool:
-        listed.update(row.run_id for one in list(told.all) if isinstance(one, RunsTold) for row in one.changed)
+        listed.update(row.run_id for one in list(told.all) if isinstance(one, RunsUpdate) for row in one.changed)
         return len(listed) == 70
 
     eventually(all_listed, 10, lambda: f"{len(listed)} runs are listed")
@@ -714,8 +718,8 @@ def test_who_comes_after_the_last_has_left_gets_a_new_look():
         assert not watcher._polls
     looks = len(look.began)
     watcher.add(4, told)
-    eventually(lambda: told.last(PoolTold), 10)
-    assert told.last(PoolTold).picture.sentence != f"look {looks}", "what was seen earlier is outdated"
+    eventually(lambda: told.last(PoolUpdate), 10)
+    assert told.last(PoolUpdate).picture.sentence != f"look {looks}", "what was seen earlier is outdated"
     watcher.stop()
     watcher.join()
     assert not watcher._polls
@@ -730,12 +734,12 @@ def test_a_fault_of_our_own_is_told_and_looked_past():
     look, told = ScriptedPoller(), Heard()
     watcher = watcher_of(look)
     watcher.add(1, told)
-    eventually(lambda: told.last(PoolTold), 10)
+    eventually(lambda: told.last(PoolUpdate), 10)
     look.broken = True
-    eventually(lambda: told.last(PoolTold).picture.state == "problem", 10)
-    assert told.last(PoolTold).picture.sentence == FAILED
+    eventually(lambda: told.last(PoolUpdate).picture.state == "problem", 10)
+    assert told.last(PoolUpdate).picture.sentence == FAILED
     look.broken = False
-    eventually(lambda: told.last(PoolTold).picture.state == "none", 10)
+    eventually(lambda: told.last(PoolUpdate).picture.state == "none", 10)
     watcher.stop()
     watcher.join()
 

@@ -69,7 +69,7 @@ class Page:
         answer = self._server.get(f"{self._path}/news?{query}&wait=5")
         assert answer.status == 200, answer
         news = answer.body
-        for told in news["told"]:
+        for told in news["updates"]:
             assert told["seq"] == self._known["after"] + 1
             assert told["first"] == len(self.rows)
             self.rows.extend(told["rows"])

@@ -114,7 +114,7 @@ def test_news_are_followed_without_a_gap_until_the_end(server: JupyterServer, ru
         answer = server.get(f"{running.path}/news?{query}&wait=20")
         assert answer.status == 200, answer
         news = answer.body
-        for told in news["told"]:
+        for told in news["updates"]:
             assert told["seq"] == known["after"] + 1
             assert told["first"] == len(rows)
             rows.extend(told["rows"])
@@ -146,7 +146,7 @@ def test_a_question_for_news_waits_until_there_are_some(server: JupyterServer, k
     begin = time.monotonic()
     waited = server.get(f"{path}/news?{far}&wait=2")
     assert 1.9 < time.monotonic() - begin < 6
-    assert waited.body == {"snapshot": None, "told": [], "seq": 5, "lines": 1, "displays": 0, "final": False}
+    assert waited.body == {"snapshot": None, "updates": [], "seq": 5, "lines": 1, "displays": 0, "final": False}
     assert server.get(f"{path}/news?after=x").status == 400
     ask(server, path, kind="cancel")
     kernel.finish(message)

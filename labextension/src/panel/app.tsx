@@ -23,7 +23,7 @@ export function App({ model }: { model: PanelModel }) {
           <PoolState />
           <Notebook />
           {!hasForm && pool.pools.length > 1 && <Pools />}
-          <OrderSaid model={model} />
+          <CommandNotice model={model} />
           <Devices />
           {/* above the runs, which may be a thousand */}
           <Usage />
@@ -35,16 +35,16 @@ export function App({ model }: { model: PanelModel }) {
 }
 
 /** The result of an order to the pool. */
-function OrderSaid({ model }: { model: PanelModel }) {
-  const { said } = model.pool;
+function CommandNotice({ model }: { model: PanelModel }) {
+  const { result } = model.pool;
   const t = model.host.translate;
-  if (!said || said.text === "") return null;
+  if (!result || result.text === "") return null;
   return (
     <section class="sgpu-part sgpu-pair" aria-label={t("Answer")}>
-      <span class={said.ok ? "sgpu-soft" : "sgpu-bad"} role={said.ok ? "status" : "alert"}>
-        {said.text}
+      <span class={result.ok ? "sgpu-soft" : "sgpu-bad"} role={result.ok ? "status" : "alert"}>
+        {result.text}
       </span>
-      <button type="button" class="sgpu-word" aria-label={t("close")} onClick={() => model.dismissSaid()}>
+      <button type="button" class="sgpu-word" aria-label={t("close")} onClick={() => model.dismissNotice()}>
         ×
       </button>
     </section>

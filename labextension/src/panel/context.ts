@@ -21,11 +21,11 @@ export function useOwnId(): string {
   return `${usePanel().id}-${useId()}`;
 }
 
-/** Redraws the component once a second while `goesOn`, and returns the server's time. */
-export function useNow(goesOn: boolean): number {
+/** Redraws the component once a second while `isActive`, and returns the server's time. */
+export function useNow(isActive: boolean): number {
   const { ticker, pool } = usePanel();
   const [, redraw] = useState(0);
-  useEffect(() => (goesOn ? ticker.listen(() => redraw((count) => count + 1)) : undefined), [ticker, goesOn]);
+  useEffect(() => (isActive ? ticker.listen(() => redraw((count) => count + 1)) : undefined), [ticker, isActive]);
   return pool.now_s;
 }
 

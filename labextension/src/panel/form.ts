@@ -59,11 +59,11 @@ export interface FormLine extends PackageLine {
 /**
  * Returns the environment's differences from its base, with the form's pending changes.
  *
- * @param told: The kernel's list for the environment in effect.
+ * @param known: The kernel's list for the environment in effect.
  * @param effect: The choice in effect.
- * @param form: What the user is choosing; with another base, `told` does not apply.
+ * @param form: What the user is choosing; with another base, `known` does not apply.
  */
-export function packageLines(told: readonly PackageLine[], effect: Choice, form: Choice): readonly FormLine[] {
+export function packageLines(known: readonly PackageLine[], effect: Choice, form: Choice): readonly FormLine[] {
   const lines: FormLine[] = [];
   const isSameBase = effect.env_version === form.env_version;
   const before = new Set(effect.dependencies);
@@ -71,7 +71,7 @@ export function packageLines(told: readonly PackageLine[], effect: Choice, form:
   const chosen = new Map(form.dependencies.map((each) => [canonicalName(each), each]));
   const removed = new Set(form.removed.map(canonicalName));
   const covered = new Set<string>();
-  for (const line of isSameBase ? told : []) {
+  for (const line of isSameBase ? known : []) {
     const name = canonicalName(line.name);
     const requirement = chosen.get(name);
     if (requirement !== undefined && !before.has(requirement)) continue;

@@ -20,7 +20,7 @@ export interface PoolLinkState {
 /** Delivers updates of a pool, and sends orders to it. Callbacks are called until the panel's signal aborts. */
 export interface PoolLink {
   order(order: PanelOrder): void;
-  onTold(callback: (told: PanelUpdate) => void): void;
+  onUpdate(callback: (update: PanelUpdate) => void): void;
   onLink(callback: (state: PoolLinkState) => void): void;
   /** Tries again at once. */
   retry(): void;

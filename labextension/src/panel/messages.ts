@@ -15,7 +15,7 @@ export class OtherVersion extends BadMessage {}
  * @throws OtherVersion: The server has another version.
  * @throws BadMessage: It is not a valid update.
  */
-export function readTold(value: unknown): PanelUpdate {
+export function readUpdate(value: unknown): PanelUpdate {
   checkVersion(inner(value, "picture"), "the Jupyter server");
   return panelUpdate(value, "message", false);
 }

@@ -39,7 +39,7 @@ export class PanelModel {
     this.pool = new PoolModel(host.firstPool);
     this.ticker = new Ticker(() => this.pool.now_s, activity, signal);
     const unlisten = host.onChange(() => this.hostChanged());
-    host.pools.onTold((told) => this.told(told));
+    host.pools.onUpdate((update) => this.onUpdate(update));
     host.pools.onLink((link) => {
       this.link = link;
       this.changed();
@@ -141,8 +141,8 @@ export class PanelModel {
     return kernel !== "" && this.pool.runs.some((each) => each.kernel === kernel && each.user === run.user);
   }
 
-  dismissSaid(): void {
-    this.pool.said = null;
+  dismissNotice(): void {
+    this.pool.result = null;
     this.changed();
   }
 
@@ -155,16 +155,16 @@ export class PanelModel {
     });
   }
 
-  private told(told: PanelUpdate): void {
-    this.pool.take(told);
-    if (told.kind === "said") {
+  private onUpdate(update: PanelUpdate): void {
+    this.pool.take(update);
+    if (update.kind === "command-result") {
       this.isStarting = false;
-      if (!told.ok) this.cancelling.clear();
-    } else if (told.kind === "pool") {
-      if (told.picture.state === "up") this.isStarting = false;
+      if (!update.ok) this.cancelling.clear();
+    } else if (update.kind === "pool") {
+      if (update.picture.state === "up") this.isStarting = false;
       this.followPool();
       this.notebook?.planIfStale();
-    } else if (told.kind === "runs") {
+    } else if (update.kind === "runs") {
       for (const id of this.cancelling) if (this.pool.run(id)?.final !== false) this.cancelling.delete(id);
       this.sessionMayHaveChanged();
     }
@@ -178,7 +178,7 @@ export class PanelModel {
     if (seen === this.sessionSeen) return;
     this.sessionSeen = seen;
     // the last message was about the session that has ended
-    if (!session) this.notebook?.dismissSaid();
+    if (!session) this.notebook?.dismissNotice();
     this.notebook?.askKernel();
     this.notebook?.planSoon();
   }

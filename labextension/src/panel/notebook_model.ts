@@ -36,7 +36,7 @@ export class NotebookModel {
   /** Why the last button's action failed, "" if it did not. */
   refusal = "";
   /** What the last button did. */
-  said = "";
+  notice = "";
   /** The user makes a choice of their own instead of confirming the notebook's. */
   chooses = false;
 
@@ -105,7 +105,7 @@ export class NotebookModel {
   choose(choice: Choice): void {
     this.draft = choice;
     this.refusal = "";
-    this.said = "";
+    this.notice = "";
     this.planSoon();
     this.changed();
   }
@@ -114,7 +114,7 @@ export class NotebookModel {
   reset(): void {
     this.draft = null;
     this.refusal = "";
-    this.said = "";
+    this.notice = "";
     this.planSoon();
     this.changed();
   }
@@ -232,8 +232,8 @@ export class NotebookModel {
   }
 
   /** Closes the message about the last button's action. */
-  dismissSaid(): void {
-    this.said = "";
+  dismissNotice(): void {
+    this.notice = "";
     this.changed();
   }
 
@@ -274,7 +274,7 @@ export class NotebookModel {
     this.installing = false;
     this.doing = "";
     this.refusal = "";
-    this.said = "";
+    this.notice = "";
     this.chooses = false;
     this.stop("plan");
     this.stop("install");
@@ -304,8 +304,8 @@ export class NotebookModel {
     this.kernel = answer.picture;
     this.trouble = null;
     this.installing = answer.installing;
-    if (answer.said) this.said = answer.said;
-    else if (!sameChoice(before, this.effect)) this.said = "";
+    if (answer.notice) this.notice = answer.notice;
+    else if (!sameChoice(before, this.effect)) this.notice = "";
     // write only a difference: each write of the metadata triggers another request
     if (answer.kept && JSON.stringify(answer.kept) !== JSON.stringify(this.link.kept)) this.link.keep(answer.kept);
     if (this.draft && sameChoice(this.wanted(this.draft), this.wanted(this.effect))) this.draft = null;
@@ -370,7 +370,7 @@ export class NotebookModel {
     const { incarnation } = this;
     this.doing = doing;
     this.refusal = "";
-    this.said = "";
+    this.notice = "";
     this.changed();
     try {
       const reply = await this.link.ask(question);

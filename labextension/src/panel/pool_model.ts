@@ -1,5 +1,5 @@
 import { MAX_RUNS } from "./messages";
-import type { PoolChoice, PoolPicture, RunRow, Said, PanelUpdate } from "./messages";
+import type { PoolChoice, PoolPicture, RunRow, CommandResult, PanelUpdate } from "./messages";
 
 /** A pool's state, folded from its updates: its picture, its runs by id, the server's clock. */
 export class PoolModel {
@@ -7,7 +7,7 @@ export class PoolModel {
   pools: readonly PoolChoice[] = [];
   picture: PoolPicture | null = null;
   /** The last answer to an order, until it is dismissed. */
-  said: Said | null = null;
+  result: CommandResult | null = null;
   private readonly byId = new Map<string, RunRow>();
   private sorted: readonly RunRow[] | null = null;
   private clock = { server_s: Date.now() / 1000, here_ms: performance.now() };
@@ -38,25 +38,25 @@ export class PoolModel {
     this.forgetRuns();
   }
 
-  take(told: PanelUpdate): void {
-    switch (told.kind) {
+  take(update: PanelUpdate): void {
+    switch (update.kind) {
       case "pools":
-        this.pools = told.pools;
+        this.pools = update.pools;
         break;
       case "pool":
-        if (!this.isWatched(told.picture.pool)) return;
-        this.picture = told.picture;
-        this.clock = { server_s: told.picture.now, here_ms: performance.now() };
+        if (!this.isWatched(update.picture.pool)) return;
+        this.picture = update.picture;
+        this.clock = { server_s: update.picture.now, here_ms: performance.now() };
         break;
       case "runs":
-        if (!this.isWatched(told.pool)) return;
-        if (told.whole) this.byId.clear();
-        for (const run of told.changed) this.byId.set(run.run_id, run);
-        for (const id of told.gone) this.byId.delete(id);
+        if (!this.isWatched(update.pool)) return;
+        if (update.whole) this.byId.clear();
+        for (const run of update.changed) this.byId.set(run.run_id, run);
+        for (const id of update.gone) this.byId.delete(id);
         this.sorted = null;
         break;
-      case "said":
-        this.said = told;
+      case "command-result":
+        this.result = update;
         break;
     }
   }

@@ -120,27 +120,27 @@ export const poolPicture = record({
 });
 export type PoolPicture = Of<typeof poolPicture>;
 
-export const poolTold = record({ kind: oneOf("pool"), picture: poolPicture });
-export type PoolTold = Of<typeof poolTold>;
+export const poolUpdate = record({ kind: oneOf("pool"), picture: poolPicture });
+export type PoolUpdate = Of<typeof poolUpdate>;
 
-export const runsTold = record({
+export const runsUpdate = record({
   kind: oneOf("runs"),
   pool: str,
   whole: bool,
   changed: list(runRow),
   gone: list(str),
 });
-export type RunsTold = Of<typeof runsTold>;
+export type RunsUpdate = Of<typeof runsUpdate>;
 
-export const poolsTold = record({ kind: oneOf("pools"), pools: list(poolChoice) });
-export type PoolsTold = Of<typeof poolsTold>;
+export const poolsUpdate = record({ kind: oneOf("pools"), pools: list(poolChoice) });
+export type PoolsUpdate = Of<typeof poolsUpdate>;
 
-export const panelTold = kinds({
-  pools: poolsTold,
-  pool: poolTold,
-  runs: runsTold,
+export const stateUpdate = kinds({
+  pools: poolsUpdate,
+  pool: poolUpdate,
+  runs: runsUpdate,
 });
-export type PanelTold = Of<typeof panelTold>;
+export type StateUpdate = Of<typeof stateUpdate>;
 
 export const baseChoice = record({ name: str, label: str, about: str });
 export type BaseChoice = Of<typeof baseChoice>;
@@ -204,7 +204,7 @@ export const kernelAnswer = record({
   n: num,
   picture: kernelPicture,
   kept: nullable(keptChoice),
-  said: str,
+  notice: str,
   installing: bool,
 });
 export type KernelAnswer = Of<typeof kernelAnswer>;
@@ -242,13 +242,13 @@ export const panelOrder = kinds({
 });
 export type PanelOrder = Of<typeof panelOrder>;
 
-export const said = record({ kind: oneOf("said"), text: str, ok: bool });
-export type Said = Of<typeof said>;
+export const commandResult = record({ kind: oneOf("command-result"), text: str, ok: bool });
+export type CommandResult = Of<typeof commandResult>;
 
 export const panelUpdate = kinds({
-  pools: poolsTold,
-  pool: poolTold,
-  runs: runsTold,
-  said,
+  pools: poolsUpdate,
+  pool: poolUpdate,
+  runs: runsUpdate,
+  "command-result": commandResult,
 });
 export type PanelUpdate = Of<typeof panelUpdate>;

@@ -3,7 +3,7 @@ import type { KernelConnection, Signal } from "../shared/kernel_link";
 import { ModelQuestions, NoAnswer, readOrNull } from "../shared/model_questions";
 import type { WidgetModel } from "../shared/model_questions";
 import type { KernelAsk, KernelState, NotebookLink, PanelHost, PanelSettings, PoolLink, PoolLinkState, Translate } from "./host";
-import { OtherVersion, readReply, readTold } from "./messages";
+import { OtherVersion, readReply, readUpdate } from "./messages";
 import type { KernelReply, PanelOrder, PanelUpdate } from "./messages";
 
 /** Interval of the heartbeat to the kernel, which is not notified when a page is closed. */
@@ -45,7 +45,7 @@ export class WidgetPanelHost implements PanelHost {
   private readonly questions: ModelQuestions<KernelReply>;
   private readonly connection: KernelConnection | null;
   private readonly kernelChanged = new Set<() => void>();
-  private told: (told: PanelUpdate) => void = () => undefined;
+  private updated: (update: PanelUpdate) => void = () => undefined;
   private linked: (state: PoolLinkState) => void = () => undefined;
   private link: PoolLinkState = { kind: "connecting", text: "" };
   private watched: PanelOrder | null = null;
@@ -67,8 +67,8 @@ export class WidgetPanelHost implements PanelHost {
     });
     this.pools = {
       order: (order) => this.order(order),
-      onTold: (callback) => {
-        this.told = callback;
+      onUpdate: (callback) => {
+        this.updated = callback;
       },
       onLink: (callback) => {
         this.linked = callback;
@@ -170,10 +170,10 @@ export class WidgetPanelHost implements PanelHost {
       this.questions.receive(content);
       return;
     }
-    const told = this.read(() => readTold(content));
-    if (!told || this.hasEnded) return;
+    const update = this.read(() => readUpdate(content));
+    if (!update || this.hasEnded) return;
     this.setLink({ kind: "open", text: "" });
-    this.told(told);
+    this.updated(update);
   }
 
   private read<T>(parse: () => T): T | null {
@@ -217,7 +217,7 @@ export class WidgetPanelHost implements PanelHost {
   private close(): void {
     clearInterval(this.timer);
     this.kernelChanged.clear();
-    this.told = this.linked = () => undefined;
+    this.updated = this.linked = () => undefined;
     this.questions.close("the panel is closed");
   }
 }

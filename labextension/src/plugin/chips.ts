@@ -29,7 +29,7 @@ export class Chips {
   private timer: ReturnType<typeof setInterval> | undefined;
 
   constructor(private readonly place: ChipPlace) {
-    place.connection.listen({ told: (told) => told.kind !== "said" && this.redraw(), linked: () => this.redraw() });
+    place.connection.listen({ onUpdate: (update) => update.kind !== "command-result" && this.redraw(), linked: () => this.redraw() });
     place.settings.onChange(() => this.look());
     document.addEventListener("visibilitychange", () => this.look());
   }

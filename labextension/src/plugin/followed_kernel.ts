@@ -36,8 +36,8 @@ const ON_SHELL = new Set(["execute_request", "kernel_info_request"]);
 /** Returns whether the message says that sgpu-magic is loaded or unloaded, null for any other message. */
 function announced(message: KernelMessage.IMessage): boolean | null {
   const { metadata } = message.content as { readonly metadata?: Readonly<Record<string, unknown>> };
-  const said = metadata?.["sgpu_magic"] as { readonly loaded?: unknown } | undefined;
-  return typeof said?.loaded === "boolean" ? said.loaded : null;
+  const sgpu = metadata?.["sgpu_magic"] as { readonly loaded?: unknown } | undefined;
+  return typeof sgpu?.loaded === "boolean" ? sgpu.loaded : null;
 }
 
 /**
@@ -63,7 +63,7 @@ export class FollowedKernel {
     this.last = this.read();
     const kernelChanged = (): void => this.look();
     const statusChanged = (_: unknown, status: Kernel.Status): void => this.statusChanged(status);
-    const iopub = (_: unknown, message: KernelMessage.IMessage): void => this.heard(message);
+    const iopub = (_: unknown, message: KernelMessage.IMessage): void => this.onMessage(message);
     context.kernelChanged.connect(kernelChanged);
     context.statusChanged.connect(statusChanged);
     context.connectionStatusChanged.connect(kernelChanged);
@@ -98,7 +98,7 @@ export class FollowedKernel {
     this.look();
   }
 
-  private heard(message: KernelMessage.IMessage): void {
+  private onMessage(message: KernelMessage.IMessage): void {
     // messages without a parent may come from the server, which reports restarts in the kernel's name
     const asked = "msg_type" in message.parent_header ? message.parent_header.msg_type : "";
     if (!asked) return;
@@ -154,8 +154,8 @@ export class FollowedKernel {
     const known = STATES[status];
     if (known) return known;
     // unknown while connected: usually in a cell since before the page was loaded; requests are still possible
-    const told = status === "unknown" ? "busy" : status;
-    this.isBusy ??= told === "busy";
+    const current = status === "unknown" ? "busy" : status;
+    this.isBusy ??= current === "busy";
     return this.isBusy ? "busy" : "idle";
   }
 }

@@ -150,8 +150,8 @@ export class LabNotebook implements NotebookLink {
       asked.catch(() => undefined);
       const reply = await Promise.race([asked.catch((error: unknown) => this.refused(error, end.signal)), given]);
       const read = this.read(reply);
-      if (question.kind === "kernel") this.told(kernel, question.kept);
-      if (read.kind === "kernel-answer" && read.kept) this.told(kernel, read.kept);
+      if (question.kind === "kernel") this.sentChoice(kernel, question.kept);
+      if (read.kind === "kernel-answer" && read.kept) this.sentChoice(kernel, read.kept);
       return read;
     } finally {
       clearTimeout(timer);
@@ -317,7 +317,7 @@ export class LabNotebook implements NotebookLink {
     return read;
   }
 
-  private told(kernel: string, kept: KeptChoice | null): void {
+  private sentChoice(kernel: string, kept: KeptChoice | null): void {
     if (kernel === this.kernelOf.kernelId) this.around.choices.tell(kernel, JSON.stringify(kept));
   }
 }

@@ -33,7 +33,7 @@ export function mentioned(outputs: readonly CellOutput[]): Mention | null {
 export interface Missing {
   readonly run: string;
   /** Whether the run is known to be active. */
-  readonly goesOn: boolean;
+  readonly isActive: boolean;
   /** Whether the cell runs as long as the run does. */
   readonly blocks: boolean;
 }
@@ -46,15 +46,15 @@ export interface Missing {
  * @param saved_s: When the notebook's file was saved last, seconds since the epoch.
  */
 export function missing(shown: Mention | null, submitted: OwnedRun | null, saved_s: number): Missing | null {
-  const goesOn = submitted !== null && !submitted.final;
+  const isActive = submitted !== null && !submitted.final;
   if (submitted && submitted.run_id !== shown?.run) {
     // if a run ended before the last save and is not in the file, the user has removed its outputs
-    const isNews = goesOn || (submitted.ended !== null && submitted.ended > saved_s);
-    if (isNews) return { run: submitted.run_id, goesOn, blocks: submitted.blocks };
+    const isNewer = isActive || (submitted.ended !== null && submitted.ended > saved_s);
+    if (isNewer) return { run: submitted.run_id, isActive, blocks: submitted.blocks };
   }
   if (!shown || shown.final) return null;
   const isTheSame = submitted?.run_id === shown.run;
-  return { run: shown.run, goesOn: goesOn && isTheSame, blocks: !isTheSame || submitted.blocks };
+  return { run: shown.run, isActive: isActive && isTheSame, blocks: !isTheSame || submitted.blocks };
 }
 
 /**

@@ -1,5 +1,5 @@
 import type { PoolLink, PoolLinkState } from "../panel/host";
-import { OtherVersion, readTold } from "../panel/messages";
+import { OtherVersion, readUpdate } from "../panel/messages";
 import type { PanelOrder, PanelUpdate } from "../panel/messages";
 import { PoolModel } from "../panel/pool_model";
 import { readOrNull } from "../shared/model_questions";
@@ -31,7 +31,7 @@ export interface PanelServer {
 
 /** Receives updates from the pool. */
 export interface PoolListener {
-  told?(told: PanelUpdate): void;
+  onUpdate?(update: PanelUpdate): void;
   linked?(link: PoolLinkState): void;
 }
 
@@ -183,7 +183,7 @@ export class PoolConnection {
       this.later(ABSENT_PAUSE_MS, () => this.connect());
       return;
     }
-    if (found === "told" && !hasSpoken) this.mute += 1;
+    if (found === "updated" && !hasSpoken) this.mute += 1;
     if (this.mute >= MOST_MUTE) {
       this.polling = true;
       this.later(this.pollEvery_ms, () => this.poll());
@@ -201,7 +201,7 @@ export class PoolConnection {
     const { turn } = this;
     void this.ask().then((found) => {
       if (turn !== this.turn || this.signal.aborted || this.watched === null || found === "refused") return;
-      if (found === "told") {
+      if (found === "updated") {
         this.later(this.pollEvery_ms, () => this.poll());
         return;
       }
@@ -213,7 +213,7 @@ export class PoolConnection {
   }
 
   /** Requests the whole state once, passes it to the listeners, and returns the outcome. */
-  private async ask(): Promise<"told" | "absent" | "refused" | "away"> {
+  private async ask(): Promise<"updated" | "absent" | "refused" | "away"> {
     const query = new URLSearchParams({ pool: this.watched ?? "" });
     const { turn } = this;
     let response: Response;
@@ -227,9 +227,9 @@ export class PoolConnection {
     }
     if (turn !== this.turn) return "away";
     if (response.ok) {
-      for (const told of [body.pools, body.pool, body.runs]) this.take(() => told);
+      for (const update of [body.pools, body.pool, body.runs]) this.take(() => update);
       // an update of another version stops the connection
-      return turn === this.turn ? "told" : "refused";
+      return turn === this.turn ? "updated" : "refused";
     }
     if (response.status === 404) {
       this.setLink({ kind: "absent", text: ABSENT });
@@ -244,36 +244,36 @@ export class PoolConnection {
   }
 
   private async post(order: PanelOrder): Promise<void> {
-    let told: PanelUpdate;
+    let update: PanelUpdate;
     try {
       const init = { method: "POST", body: JSON.stringify(order), signal: this.signal };
       const response = await this.server.request(`${PATH}/orders`, init);
-      told = response.ok
-        ? readTold(await response.json())
-        : { kind: "said", ok: false, text: sentence(await reason(response)) };
+      update = response.ok
+        ? readUpdate(await response.json())
+        : { kind: "command-result", ok: false, text: sentence(await reason(response)) };
     } catch (error) {
       if (this.signal.aborted) return;
       const text = error instanceof OtherVersion ? error.message : "The Jupyter server does not answer. Try again.";
-      told = { kind: "said", ok: false, text };
+      update = { kind: "command-result", ok: false, text };
     }
-    this.tell((listener) => listener.told?.(told));
+    this.tell((listener) => listener.onUpdate?.(update));
   }
 
   // ---------------------------------------------------------------- updates
 
   private take(value: () => unknown): void {
-    const told = readOrNull(() => {
+    const update = readOrNull(() => {
       try {
-        return readTold(value());
+        return readUpdate(value());
       } catch (error) {
         if (error instanceof OtherVersion) this.refuse(error.message);
         throw error;
       }
     });
-    if (!told) return;
+    if (!update) return;
     this.setLink({ kind: "open", text: "" });
-    this.model.take(told);
-    this.tell((listener) => listener.told?.(told));
+    this.model.take(update);
+    this.tell((listener) => listener.onUpdate?.(update));
   }
 
   private refuse(text: string): void {
@@ -337,8 +337,8 @@ export class PanelPools implements PoolLink {
     else this.connection.order(order);
   }
 
-  onTold(callback: (told: PanelUpdate) => void): void {
-    this.listen({ told: callback });
+  onUpdate(callback: (update: PanelUpdate) => void): void {
+    this.listen({ onUpdate: callback });
   }
 
   onLink(callback: (state: PoolLinkState) => void): void {

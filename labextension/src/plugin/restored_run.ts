@@ -58,7 +58,7 @@ export class RestoredRun {
   /** Shows the run until `isOver`. */
   async show(): Promise<void> {
     try {
-      const outputs = this.missing.goesOn ? null : await this.final();
+      const outputs = this.missing.isActive ? null : await this.final();
       if (outputs) this.finish(outputs);
       else await this.live();
     } catch (error) {

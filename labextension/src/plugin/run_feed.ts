@@ -13,7 +13,7 @@ export const LONGEST_PAUSE_MS = 8_000;
 
 /** Receives the updates of a feed. */
 export interface Listener {
-  told?(told: FeedUpdate): void;
+  onUpdate?(update: FeedUpdate): void;
   drawn?(snapshot: Snapshot): void;
   linked?(link: LinkState): void;
   /** The ranks have displayed something since the last call. */
@@ -96,10 +96,10 @@ export class RunFeed {
   private take(news: News): void {
     if (this.signal.aborted) return;
     if (this.link.away) this.setLink({ ...this.link, away: false });
-    for (const told of news.told) {
-      if (told.kind === "lines") this.seq = told.seq;
-      else this.link = { ...this.link, ended: told.text };
-      this.tell((listener) => listener.told?.(told));
+    for (const update of news.updates) {
+      if (update.kind === "lines") this.seq = update.seq;
+      else this.link = { ...this.link, ended: update.text };
+      this.tell((listener) => listener.onUpdate?.(update));
     }
     this.lines = news.lines;
     if (news.snapshot) {

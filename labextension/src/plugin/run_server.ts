@@ -1,4 +1,4 @@
-import { readAnswer, readSnapshot, readTold } from "../run_view/messages";
+import { readAnswer, readSnapshot, readUpdate } from "../run_view/messages";
 import type { Answer, Question, Snapshot, FeedUpdate } from "../run_view/messages";
 import { NoAnswer } from "../shared/model_questions";
 
@@ -21,7 +21,7 @@ export interface OwnedRun {
 /** What has changed of a run since the last request. */
 export interface News {
   readonly snapshot: Snapshot | null;
-  readonly told: readonly FeedUpdate[];
+  readonly updates: readonly FeedUpdate[];
   /** Number of the last `NewLines`. */
   readonly seq: number;
   /** Lines of all ranks so far. */
@@ -75,7 +75,7 @@ export class RunServer {
     return {
       ...found,
       snapshot: found.snapshot === null ? null : readSnapshot(found.snapshot),
-      told: found.told.map(readTold),
+      updates: found.updates.map(readUpdate),
     };
   }
 

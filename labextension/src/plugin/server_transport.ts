@@ -9,7 +9,7 @@ export class ServerTransport implements Transport {
   readonly kind = "server";
   private readonly ending = new AbortController();
   private readonly unlisten: () => void;
-  private told: (told: FeedUpdate) => void = () => undefined;
+  private updated: (update: FeedUpdate) => void = () => undefined;
   private drawn: (snapshot: Snapshot) => void = () => undefined;
   private linked: (state: LinkState) => void = () => undefined;
   private count = 0;
@@ -19,7 +19,7 @@ export class ServerTransport implements Transport {
     private readonly feed: RunFeed,
   ) {
     this.unlisten = feed.listen({
-      told: (told) => this.told(told),
+      onUpdate: (update) => this.updated(update),
       drawn: (snapshot) => this.drawn(snapshot),
       linked: (link) => this.linked(link),
     });
@@ -41,8 +41,8 @@ export class ServerTransport implements Transport {
     return answer.kind === "hello" ? { ...answer, seq } : answer;
   }
 
-  onTold(callback: (told: FeedUpdate) => void): void {
-    this.told = callback;
+  onUpdate(callback: (update: FeedUpdate) => void): void {
+    this.updated = callback;
   }
 
   onSnapshot(callback: (snapshot: Snapshot) => void): void {

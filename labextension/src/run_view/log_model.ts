@@ -117,7 +117,7 @@ export class LogModel {
   }
 
   /** Adds new lines; false when messages before this one are missing. */
-  told(message: NewLines): boolean {
+  add(message: NewLines): boolean {
     if (message.seq <= this.seq) return true;
     const follows = message.seq === this.seq + 1;
     this.seq = message.seq;

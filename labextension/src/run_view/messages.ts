@@ -23,7 +23,7 @@ export function readSnapshot(value: unknown): Snapshot {
 }
 
 /** Parses an update. Throws `BadMessage`. */
-export function readTold(value: unknown): FeedUpdate {
+export function readUpdate(value: unknown): FeedUpdate {
   return feedUpdate(value, "message", false);
 }
 

@@ -46,7 +46,7 @@ export class RunModel {
       },
       () => this.changed(),
     );
-    transport.onTold((message) => this.told(message));
+    transport.onUpdate((message) => this.onUpdate(message));
     transport.onLink?.((link) => this.linked(link));
     transport.onSnapshot((snapshot) => this.drawn(snapshot));
     activity.onChange(() => this.flush());
@@ -200,9 +200,9 @@ export class RunModel {
     );
   }
 
-  private told(message: FeedUpdate): void {
+  private onUpdate(message: FeedUpdate): void {
     if (message.kind === "gone") this.linked({ ...this.link, ended: message.text });
-    else if (!this.log.told(message)) this.hello();
+    else if (!this.log.add(message)) this.hello();
   }
 
   private drawn(snapshot: Snapshot): void {

@@ -31,7 +31,7 @@ export interface Transport {
    * @throws NoAnswer: There will be no answer.
    */
   ask(question: Ask): Promise<Answer>;
-  onTold(callback: (told: FeedUpdate) => void): void;
+  onUpdate(callback: (update: FeedUpdate) => void): void;
   onSnapshot(callback: (snapshot: Snapshot) => void): void;
   onLink?(callback: (state: LinkState) => void): void;
   /** Interrupts the kernel, where the front end can. */

@@ -2,7 +2,7 @@ import { kernelOf } from "../shared/kernel_link";
 import type { KernelConnection, Signal } from "../shared/kernel_link";
 import { ModelQuestions, NoAnswer, readOrNull } from "../shared/model_questions";
 import type { WidgetModel } from "../shared/model_questions";
-import { readAnswer, readSnapshot, readTold } from "./messages";
+import { readAnswer, readSnapshot, readUpdate } from "./messages";
 import type { Answer, Snapshot, FeedUpdate } from "./messages";
 import type { Ask, LinkState, Transport, TransportKind } from "./transport";
 
@@ -13,7 +13,7 @@ export class WidgetTransport implements Transport {
   private readonly questions: ModelQuestions<Answer>;
   private readonly undo: (() => void)[] = [];
   private readonly kernel: KernelConnection | null;
-  private told: (message: FeedUpdate) => void = () => undefined;
+  private updated: (message: FeedUpdate) => void = () => undefined;
   private drawn: (snapshot: Snapshot) => void = () => undefined;
   private linked: (state: LinkState) => void = () => undefined;
   private link: LinkState = { busy: false, away: false, ended: "" };
@@ -43,8 +43,8 @@ export class WidgetTransport implements Transport {
     return kernel?.interrupt ? () => kernel.interrupt?.() ?? Promise.resolve() : undefined;
   }
 
-  onTold(callback: (told: FeedUpdate) => void): void {
-    this.told = callback;
+  onUpdate(callback: (update: FeedUpdate) => void): void {
+    this.updated = callback;
   }
 
   onSnapshot(callback: (snapshot: Snapshot) => void): void {
@@ -63,7 +63,7 @@ export class WidgetTransport implements Transport {
 
   dispose(): void {
     for (const undo of this.undo.splice(0)) undo();
-    this.told = this.drawn = this.linked = () => undefined;
+    this.updated = this.drawn = this.linked = () => undefined;
     this.questions.close("the view is closed");
   }
 
@@ -78,10 +78,10 @@ export class WidgetTransport implements Transport {
       this.questions.receive(content);
       return;
     }
-    const message = readOrNull(() => readTold(content));
+    const message = readOrNull(() => readUpdate(content));
     if (!message) return;
     if (message.kind === "gone") this.setLink({ ended: message.text });
-    this.told(message);
+    this.updated(message);
   }
 
   private readSnapshot(): void {

@@ -22,9 +22,9 @@ export function formatElapsed(seconds: number): string {
  * @param isTicking: Whether the time is still counting: then less than a second is shown as `0 s`.
  */
 export function formatDuration(running_s: number, starting_s: number, isTicking = false): string {
-  const said = (seconds: number) => (isTicking && seconds < 1 ? "0 s" : formatElapsed(seconds));
-  const parts = running_s >= LEAST_S ? [said(running_s)] : [];
-  if (starting_s >= 1 || (starting_s >= LEAST_S && parts.length === 0)) parts.push(`start ${said(starting_s)}`);
+  const format = (seconds: number) => (isTicking && seconds < 1 ? "0 s" : formatElapsed(seconds));
+  const parts = running_s >= LEAST_S ? [format(running_s)] : [];
+  if (starting_s >= 1 || (starting_s >= LEAST_S && parts.length === 0)) parts.push(`start ${format(starting_s)}`);
   return parts.join(" · ");
 }
 

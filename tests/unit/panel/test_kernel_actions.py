@@ -211,7 +211,7 @@ def test_an_installation_that_takes_long_is_reported_later(make: Any, monkeypatc
         index.hold()
         choice = {"dependencies": ["sgpu-no-such-thing"]}
         first = asked(actions, kind="apply", choice=choice)
-        assert (first["said"], first["installing"]) == ("Packages are being installed.", True)
+        assert (first["notice"], first["installing"]) == ("Packages are being installed.", True)
         assert asked(actions, kind="kernel")["installing"]
         second = asked(actions, kind="apply", choice={"gpus": 1})
         assert second["text"] == "Another choice is being applied. Apply this one when that has finished."

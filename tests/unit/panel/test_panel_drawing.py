@@ -14,11 +14,11 @@ from sgpu_magic.client.pool_choosing import PriceBook
 from sgpu_magic.config import Settings
 from sgpu_magic.config.pool_terms import read_prices
 from sgpu_magic.panel.device_rows import Durations
-from sgpu_magic.panel.orders import Said
+from sgpu_magic.panel.orders import CommandResult
 from sgpu_magic.panel.past_runs import RunFilesOfPool, SimulatedUse, month_began, month_line, month_sums
 from sgpu_magic.panel.poller import changes
 from sgpu_magic.panel.pool_state import NO_GPU, RunDirectoryInfo, pool_choices, pool_picture, run_row
-from sgpu_magic.panel.schema import PoolPicture, PoolTold, RunParameter, RunRow, RunsTold
+from sgpu_magic.panel.schema import PoolPicture, PoolUpdate, RunParameter, RunRow, RunsUpdate
 from sgpu_magic.pool.run_log import RunLog
 from sgpu_magic.server.panel_handlers import Outbox
 from sgpu_magic.wire.base import RunKind, RunState
@@ -248,23 +248,23 @@ def test_only_what_differs_is_told():
     assert changes("local", before, same) is None
 
 
-def runs_told(*changed: RunRow, gone: tuple[str, ...] = (), whole: bool = False, pool: str = "local") -> RunsTold:
-    return RunsTold(pool=pool, whole=whole, changed=changed, gone=gone)
+def runs_told(*changed: RunRow, gone: tuple[str, ...] = (), whole: bool = False, pool: str = "local") -> RunsUpdate:
+    return RunsUpdate(pool=pool, whole=whole, changed=changed, gone=gone)
 
 
 def test_a_slow_page_is_told_the_newest_of_everything_at_once():
     outbox, first, second = Outbox(), picture(), picture(run())
     old, new = row(run("00000001")), row(run("00000001", RunState.FAILED))
     other, third = row(run("00000002")), row(run("00000003"))
-    outbox.put(PoolTold(picture=first))
+    outbox.put(PoolUpdate(picture=first))
     outbox.put(runs_told(old, other, whole=True))
-    outbox.put(PoolTold(picture=second))
+    outbox.put(PoolUpdate(picture=second))
     outbox.put(runs_told(third, new, gone=("00000002",)))
-    outbox.put(Said(text="done", ok=True))
-    assert outbox.take() == Said(text="done", ok=True)
-    assert outbox.take() == PoolTold(picture=second)
+    outbox.put(CommandResult(text="done", ok=True))
+    assert outbox.take() == CommandResult(text="done", ok=True)
+    assert outbox.take() == PoolUpdate(picture=second)
     runs = outbox.take()
-    assert isinstance(runs, RunsTold)
+    assert isinstance(runs, RunsUpdate)
     assert {one.run_id: one for one in runs.changed} == {"00000001": new, "00000003": third}
     assert (runs.whole, runs.gone) == (True, ())
     assert outbox.take() is None

@@ -5,10 +5,10 @@ import type { NotebookModel } from "../notebook_model";
 export function Plan({ notebook }: { notebook: NotebookModel }) {
   const { session } = usePanel();
   const t = useTranslate();
-  const { plan, isPlanning, doing, installing, refusal, said, isChanged } = notebook;
+  const { plan, isPlanning, doing, installing, refusal, notice, isChanged } = notebook;
   const isBusy = doing === "apply" || installing;
   const nothingToDo = session !== null && !isChanged && !isBusy;
-  if (nothingToDo && !refusal && !said) return null;
+  if (nothingToDo && !refusal && !notice) return null;
   const word = (): string => {
     if (installing) return t("Installing packages…");
     if (doing === "apply") return t("Applying…");
@@ -56,12 +56,12 @@ export function Plan({ notebook }: { notebook: NotebookModel }) {
           {refusal}
         </p>
       )}
-      {said && (
+      {notice && (
         <div class="sgpu-pair sgpu-top sgpu-said">
           <p class="sgpu-soft" role="status">
-            {said}
+            {notice}
           </p>
-          <button type="button" class="sgpu-word" aria-label={t("close")} onClick={() => notebook.dismissSaid()}>
+          <button type="button" class="sgpu-word" aria-label={t("close")} onClick={() => notebook.dismissNotice()}>
             ×
           </button>
         </div>
