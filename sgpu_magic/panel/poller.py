@@ -18,7 +18,7 @@ import msgspec
 
 from sgpu_magic.config import Settings, load_settings
 from sgpu_magic.panel.poll_pool import ListPoller, NoPoller, Poller, PollResult, poller_of
-from sgpu_magic.panel.schema import StateUpdate, PoolsUpdate, PoolUpdate, RunRow, RunsUpdate
+from sgpu_magic.panel.schema import PoolsUpdate, PoolUpdate, RunRow, RunsUpdate, StateUpdate
 
 # minimum interval between polls of a watched pool, and between polls of all pools in the list
 INTERVAL_S, LIST_INTERVAL_S = 1.0, 10.0

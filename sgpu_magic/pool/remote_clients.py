@@ -280,8 +280,8 @@ class ConnectionLimit:
         self._known: set[int] = set()
         self.unknown: dict[int, int] = {}
         self._monitor = listening.get_monitor_socket(_EVENTS)
-        self._loop.add_reader(self._monitor.fileno(), self._look)
-        self._look()
+        self._loop.add_reader(self._monitor.fileno(), self._receive_all)
+        self._receive_all()
 
     def knows(self, descriptor: int) -> None:
         """Mark a connection as known: a client with a listed key said hello over it."""
@@ -293,7 +293,7 @@ class ConnectionLimit:
         self._listening.disable_monitor()
         self._monitor.close(0)
 
-    def _look(self) -> None:
+    def _receive_all(self) -> None:
         while self._monitor.poll(0):
             event = recv_monitor_message(self._monitor, zmq.NOBLOCK)
             descriptor = event["value"]

@@ -254,9 +254,9 @@ class KernelContext:
         """Return the actions of a view's buttons, which are called in other threads than the cell's."""
 
         def cancel() -> str:
-            pressed, said = stop_words(run.spec)
+            pressed, text = stop_words(run.spec)
             run.cancel(pressed)
-            return said
+            return text
 
         def stacks() -> list[str]:
             answer = self.pool_of(run).stacks(run.run_id)

@@ -24,7 +24,7 @@ from jupyter_server.utils import url_path_join
 from tornado import web
 from tornado.websocket import WebSocketClosedError, WebSocketHandler
 
-from sgpu_magic.panel.orders import Page, PanelOrder, PanelUpdate, Rest, CommandResult, Watch, execute_once, orders
+from sgpu_magic.panel.orders import CommandResult, Page, PanelOrder, PanelUpdate, Rest, Watch, execute_once, orders
 from sgpu_magic.panel.poller import Watchers, whole
 from sgpu_magic.panel.schema import PoolsUpdate, PoolUpdate, RunRow, RunsUpdate
 from sgpu_magic.server.run_handlers import RESOURCE, THREADS, answer, in_thread

@@ -83,10 +83,10 @@ class RunLocation(ABC):
             UsageError: The pool no longer has the run.
             PoolError: The pool can't be reached.
         """
-        pressed, said = stop_words(self.spec)
+        pressed, text = stop_words(self.spec)
         with self.linked() as pool:
             pool.cancel(self.spec.run_id, pressed)
-        return said
+        return text
 
     def stacks(self) -> Sequence[str]:
         """Return the stacks of all ranks, as lines. Raises as `cancel` does."""
@@ -153,7 +153,7 @@ class RemoteRun(RunLocation):
         self._unknown = 0
 
     def bring_events(self, sure_bytes: int) -> None:
-        """Fetch new events, as in `RunPlace`. Bytes that a killed service had half written may differ later."""
+        """Fetch new events, as in `RunLocation`. Bytes that a killed service had half written may differ later."""
         if time.monotonic() < self._due:
             return
         self.silence = ""

@@ -24,7 +24,7 @@ from server_kernels import RunningCell, ServerKernel, loaded_kernel
 from waiting import eventually
 
 from sgpu_magic.config import Settings
-from sgpu_magic.panel.orders import CancelRun, Page, PanelUpdate, Rest, CommandResult, StartPool, Watch
+from sgpu_magic.panel.orders import CancelRun, CommandResult, Page, PanelUpdate, Rest, StartPool, Watch
 from sgpu_magic.panel.poll_pool import PollResult, PoolPoller
 from sgpu_magic.panel.poller import FAILED, POLLED_S, PoolWatcher, Watchers
 from sgpu_magic.panel.pool_state import away_picture

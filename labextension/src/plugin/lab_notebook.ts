@@ -10,7 +10,7 @@ import type { KernelReply, KeptChoice } from "../panel/messages";
 import { askOverControl } from "../shared/kernel_link";
 import type { KernelConnection } from "../shared/kernel_link";
 import { FollowedKernel } from "./followed_kernel";
-import type { KeptChoices } from "./kept_choices";
+import type { ChoiceStore } from "./choice_store";
 import type { LoadedKernels } from "./loaded_kernels";
 
 /** A kernel that does not reply within this time counts as one without sgpu-magic. */
@@ -42,7 +42,7 @@ export interface Surroundings {
   readonly context: Document;
   readonly session: ISessionContext;
   /** The choices that were sent to the page's kernels. */
-  readonly choices: KeptChoices;
+  readonly choices: ChoiceStore;
   /** The kernels that have loaded sgpu-magic. */
   readonly loaded: LoadedKernels;
   /** Whether the panel is visible. */

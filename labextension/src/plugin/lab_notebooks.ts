@@ -1,14 +1,14 @@
 import type { ISessionContextDialogs } from "@jupyterlab/apputils";
 import type { INotebookTracker, NotebookPanel } from "@jupyterlab/notebook";
 
-import { KeptChoices } from "./kept_choices";
+import { ChoiceStore } from "./choice_store";
 import { LabNotebook } from "./lab_notebook";
 import { LoadedKernels, pageStore } from "./loaded_kernels";
 
 /** The notebooks of the page, and which one is in front. */
 export class LabNotebooks {
   private readonly links = new Map<NotebookPanel, LabNotebook>();
-  private readonly choices = new KeptChoices();
+  private readonly choices = new ChoiceStore();
   private readonly loaded = new LoadedKernels(pageStore());
   private readonly callbacks = new Set<() => void>();
   private looked = false;

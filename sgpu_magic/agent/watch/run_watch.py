@@ -3,7 +3,7 @@
 A silent run is checked from time to time, and is reported when its ranks wait for each other. It is stalled if, for
 `stall_s` seconds, it has printed nothing, at least one rank has been in the same collective, and no rank outside a
 collective has used CPU or GPU. A rank that waits in an NCCL collective spins on both, so usage by waiting ranks is not
-progress. `StallJudge` decides without I/O.
+progress. `StallDetector` decides without I/O.
 """
 
 from __future__ import annotations

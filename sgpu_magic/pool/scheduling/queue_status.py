@@ -168,7 +168,7 @@ class _Moment:
                 for position, run in enumerate([*(run for run, _ in asked.get(line, ())), *order], 1)
             ]
         lost = [run for run in self._table.waiting() if run.want is None]
-        found += [(run, None, place) for place, run in enumerate(lost, 1)]
+        found += [(run, None, number) for number, run in enumerate(lost, 1)]
         positions: dict[str, int] = {}
         for cell in self._table.waiting_cells():
             session = cell.spec.session

@@ -1,7 +1,7 @@
 """Describes a cell's exception without trusting the user's code, and frees what it holds afterwards.
 
 The exception's text, notes and `_render_traceback_` are requested once, by `user_code.ask`; they may be 300 MB long.
-Tracebacks are drawn from the stand-in that `look_at` makes, which has plain texts of bounded length.
+Tracebacks are drawn from the stand-in that `inspect_error` makes, which has plain texts of bounded length.
 """
 
 # IPython's own attributes are only partly typed

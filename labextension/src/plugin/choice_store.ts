@@ -1,5 +1,5 @@
 /** The choice last sent to each kernel: a kernel has one choice, and several notebooks may share the kernel. */
-export class KeptChoices {
+export class ChoiceStore {
   private readonly sent = new Map<string, string>();
 
   /** @returns Whether any choice was sent to the kernel. */
