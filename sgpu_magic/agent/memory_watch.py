@@ -38,7 +38,7 @@ class MemoryWatch:
             other_pids: Process ids of the run's other ranks, whose memory counts too.
         """
         limit = memory_limit() if self._limit_bytes is None else self._limit_bytes
-        held = _held(peak_bytes, limit)
+        held = _format_held(peak_bytes, limit)
         if self.killed_since():
             return "the system's out-of-memory killer ended it" + held
         together = peak_bytes + sum(peak_memory(pid) for pid in other_pids)
@@ -47,7 +47,7 @@ class MemoryWatch:
         return "another process or the system killed it" + held
 
 
-def _held(peak_bytes: int, limit_bytes: int) -> str:
+def _format_held(peak_bytes: int, limit_bytes: int) -> str:
     if not peak_bytes:
         return ""
     if not limit_bytes:

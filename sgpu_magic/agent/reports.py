@@ -122,7 +122,7 @@ class EventReports:
         if reported is not None and reported.adopted:
             self._send(message)
 
-    def kept(self, run_id: str, number: int) -> None:
+    def confirmed(self, run_id: str, number: int) -> None:
         """Drop the run's events up to `number`: the service has them on disk."""
         reported = self._runs.get(run_id)
         if reported is None:
@@ -142,7 +142,7 @@ class EventReports:
             # dropped since the introduction, because its ranks exited a while ago
             self._send(RanksGone(run_id=run_id))
             return
-        self.kept(run_id, number)
+        self.confirmed(run_id, number)
         reported.adopted = True
         if reported.part is not None:
             self._send(reported.part)
@@ -221,7 +221,7 @@ class FileRequests:
         if asked is not None and not asked[2].done():
             asked[2].set_result((answer.problem, frames))
 
-    def service_came(self) -> None:
+    def on_service_connected(self) -> None:
         """Send all unanswered requests to the new service."""
         for request, frames, _ in list(self._asked.values()):
             self._send(request, frames)

@@ -109,7 +109,7 @@ class Agent:
         )
         # on another machine the uplink connects, and the pool's lock is not on this machine
         lock = lock_file(settings.state_path) if lifeline < 0 else None
-        self._socket = ServiceSocket(agent_socket_file(settings.runtime_path), self._pool_came, lock)
+        self._socket = ServiceSocket(agent_socket_file(settings.runtime_path), self._on_pool_connected, lock)
         self._pool: MessageStream[Order] | None = None
         self._connect(sock)
         if lifeline >= 0:
@@ -121,7 +121,7 @@ class Agent:
             self._loop.add_signal_handler(number, self._stop_for, number)
         for number in _RELAYED_SIGNALS:
             self._loop.add_signal_handler(number, self._relay, number)
-        self._housekeeping = self._loop.call_later(_HOUSEKEEPING_S, self._keep_house)
+        self._housekeeping = self._loop.call_later(_HOUSEKEEPING_S, self._tidy)
 
     async def _introduce(self) -> None:
         """Report this node's devices to the pool as soon as the driver has listed them."""
@@ -129,7 +129,7 @@ class Agent:
             try:
                 await self._introduction.ready()
                 # the service now knows this agent
-                self._file_requests.service_came()
+                self._file_requests.on_service_connected()
                 return
             except Exception as error:  # noqa: BLE001  the pool waits for the introduction
                 faults.report(error)
@@ -142,7 +142,7 @@ class Agent:
         self._pool = MessageStream[Order](sock, codec.to_agent, self._on_message, self._pool_lost, gathers=True)
         faults.in_background(self._introduce())
 
-    def _pool_came(self, sock: socket.socket) -> None:
+    def _on_pool_connected(self, sock: socket.socket) -> None:
         """Switch to a restarted service. Only one service holds the pool's lock, so the old one is dead."""
         if self._pool is not None:
             self._pool.close()
@@ -248,7 +248,7 @@ class Agent:
             case TakeInventory():
                 faults.in_background(self._introduction.inventory_again())
             case EventsKept():
-                self._reports.kept(message.run_id, message.number)
+                self._reports.confirmed(message.run_id, message.number)
             case Adopt():
                 self._reports.adopt(message.run_id, message.number)
                 if (run := self._runs.get(message.run_id)) is not None:
@@ -308,8 +308,8 @@ class Agent:
 
     # ------------------------------------------------------------ housekeeping
 
-    def _keep_house(self) -> None:
-        self._housekeeping = self._loop.call_later(_HOUSEKEEPING_S, self._keep_house)
+    def _tidy(self) -> None:
+        self._housekeeping = self._loop.call_later(_HOUSEKEEPING_S, self._tidy)
         for tend in (self._groups.tend, self._environments.tend):
             with faults.guarded(None):
                 tend()

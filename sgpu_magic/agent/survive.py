@@ -24,7 +24,7 @@ from sgpu_magic.agent import faults
 from sgpu_magic.agent.reports import Send
 from sgpu_magic.agent.run_registry import RunRegistry
 from sgpu_magic.agent.runs.ray_directories import sweep_ray_directories
-from sgpu_magic.agent.watch.inventory import KeptOpen, take_inventory
+from sgpu_magic.agent.watch.inventory import NvmlSession, take_inventory
 from sgpu_magic.config import Settings
 from sgpu_magic.system import child_process, processes
 from sgpu_magic.system.processes import may_be_alive
@@ -53,7 +53,7 @@ class Introduction(msgspec.Struct, frozen=True):
     settings: Settings
     runs: RunRegistry
     send: Send
-    nvml: KeptOpen = msgspec.field(default_factory=KeptOpen)
+    nvml: NvmlSession = msgspec.field(default_factory=NvmlSession)
 
     async def ready(self) -> None:
         """Send the agent's first message to a service, as soon as the driver has listed the devices."""

@@ -23,7 +23,7 @@ from sgpu_magic.cli import machine_checks, python_checks
 from sgpu_magic.cli.machine_checks import Finding, Level, ok, problem, warning
 from sgpu_magic.cli.main import CommandParser
 from sgpu_magic.client.pool import Pool
-from sgpu_magic.client.pool_choosing import has_words
+from sgpu_magic.client.pool_choosing import describe_devices
 from sgpu_magic.client.pools import Pools, PoolStatusReply
 from sgpu_magic.client.pools_file import pools_path, read_pools
 from sgpu_magic.client.this_machine import find_pool, left_by_pool, own_key_path
@@ -301,7 +301,7 @@ def _pool_finding(answer: PoolStatusReply) -> Finding:
     if status is None:
         what, _, remedy = answer.problem.partition(". ")
         return problem(name, what.rstrip("."), remedy or "Check that it is running and that its address is right.")
-    text = f"{answer.entry.address if answer.entry else ''} has {has_words(status)}"
+    text = f"{answer.entry.address if answer.entry else ''} has {describe_devices(status)}"
     if status.package_version != __version__:
         remedy = "They work together unless a request is refused; the same version on both sides is best."
         return warning(name, f"{text}, but runs sgpu-magic {status.package_version}, and this is {__version__}", remedy)

@@ -76,7 +76,7 @@ positive = whole_number(1, 999_999_999, "a whole number above 0")
 rank = whole_number(0, 999_999, "a rank: 0, 1, 2 ...")
 
 
-def plain_words(words: Sequence[str]) -> list[str]:
+def normalized(words: Sequence[str]) -> list[str]:
     """Return the command line in the form that the parser reads.
 
     For `sgpu run`, papermill's `-p NAME VALUE` becomes `-p NAME=VALUE`, and the script's arguments are removed.
@@ -110,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         words = list(sys.argv[1:] if arguments is None else arguments)
         parser = command_parser(words)
-        options = parser.parse_args(plain_words(words))
+        options = parser.parse_args(normalized(words))
         options.words = words
         if options.command is None:
             parser.print_help(sys.stderr)

@@ -10,7 +10,7 @@ from typing import Any
 
 from sgpu_magic.cli.main import CommandParser
 from sgpu_magic.client.pool import Pool
-from sgpu_magic.client.pool_choosing import PriceBook, counts, has_words, money_of
+from sgpu_magic.client.pool_choosing import PriceBook, counts, describe_devices, money_of
 from sgpu_magic.client.pools import PATIENCE_S, Pools, PoolStatusReply
 from sgpu_magic.client.pools_file import LOCAL, PoolEntry, add_pool, new_entry, pools_path, read_pools, remove_pool
 from sgpu_magic.client.this_machine import find_pool
@@ -44,7 +44,7 @@ def add(settings: Settings, entry: PoolEntry, *, check: bool, replace: bool = Fa
     answer = "It was not contacted."
     if check:
         status = _checked(settings, entry)
-        answer = f"It answers, and has {has_words(status)}."
+        answer = f"It answers, and has {describe_devices(status)}."
         lacking = [kind for kind in entry.types if kind not in counts(status)]
         if lacking:
             answer += f" It has no {', '.join(lacking)} now, although --types names it."

@@ -219,7 +219,7 @@ def sync(settings: Settings, run: str = "", *, only_list: bool = False) -> tuple
     Raises:
         UsageError: There is no such run, or it is not tracked.
     """
-    left = _left(settings, run)
+    left = _remaining(settings, run)
     going = _going(settings, left)
     ready = [item for item in left if item[0].name not in going]
     if not left:
@@ -238,7 +238,7 @@ def sync(settings: Settings, run: str = "", *, only_list: bool = False) -> tuple
     return "\n".join(lines), not failed
 
 
-def _left(settings: Settings, run: str) -> list[Left]:
+def _remaining(settings: Settings, run: str) -> list[Left]:
     if not run:
         return list(unsent(settings.runs_path))
     directory = settings.runs_path / find_directory(settings, run)

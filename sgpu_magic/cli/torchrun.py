@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from sgpu_magic.cli import run as run_command
-from sgpu_magic.cli.main import CommandParser, command_parser, note, plain_words, whole_number
+from sgpu_magic.cli.main import CommandParser, command_parser, normalized, note, whole_number
 from sgpu_magic.config import load_settings
 from sgpu_magic.errors import UsageError
 from sgpu_magic.options.argparse_form import add_option
@@ -48,7 +48,7 @@ note. As torchrun does, the command reads defaults from PET_ variables, such as 
 """
 
 
-def words_for_run(values: argparse.Namespace) -> list[str]:
+def command_line_of(values: argparse.Namespace) -> list[str]:
     """Return the command line of `sgpu run` for torchrun's options.
 
     Raises:
@@ -201,10 +201,10 @@ def _options(parser: CommandParser) -> None:
 
 
 def _do(values: argparse.Namespace) -> int:
-    words: Sequence[str] = words_for_run(values)
+    words: Sequence[str] = command_line_of(values)
     for sentence in notes(values):
         note(sentence)
-    options = command_parser(words).parse_args(plain_words(words))
+    options = command_parser(words).parse_args(normalized(words))
     options.words = list(words)
     return run_command.run(load_settings(), options, sys.stdout, sys.stderr)
 

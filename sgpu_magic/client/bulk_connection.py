@@ -113,7 +113,7 @@ class BulkConnection:
             if found not in (0, errno.EINPROGRESS):
                 raise OSError(found, os.strerror(found))
         except (OSError, OverflowError) as error:
-            self._failed(_words(error), over_link)
+            self._failed(_describe(error), over_link)
 
     def register(self, poller: zmq.Poller) -> None:
         """Add the connection to a poller."""
@@ -162,7 +162,7 @@ class BulkConnection:
             if self._here and not self._held and now - self._received_at > _SILENT_S:
                 raise TimeoutError(errno.ETIMEDOUT, f"it has been silent for {_SILENT_S:.0f} s")
         except (OSError, ValueError, msgspec.DecodeError) as error:
-            self._failed(_words(error), over_link)
+            self._failed(_describe(error), over_link)
         return any_received
 
     def close(self) -> None:
@@ -221,5 +221,5 @@ class BulkConnection:
             over_link(message.parts)
 
 
-def _words(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     return getattr(error, "strerror", None) or str(error)

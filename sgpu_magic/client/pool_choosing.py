@@ -130,7 +130,7 @@ def counts(status: PoolStatus, min_memory_bytes: int = 0) -> dict[str, TypeCount
     return found
 
 
-def _left(status: PoolStatus, min_memory_bytes: int = 0) -> dict[str, TypeCount]:
+def _remaining(status: PoolStatus, min_memory_bytes: int = 0) -> dict[str, TypeCount]:
     """Count as `counts`, without CPU; of the free devices only those that no run in the queue waits for."""
     left = {kind: count for kind, count in counts(status, min_memory_bytes).items() if kind != CPU}
     for run in status.runs:
@@ -148,13 +148,13 @@ def cheapest_type(asked: PoolStatusReply, wanted: DeviceRequest, money: PriceBoo
     """
     if asked.status is None:
         raise CapacityError(f"the pool {asked.name} does not report which devices it has. Name one with --type.")
-    fitting = _left(asked.status, wanted.min_memory_bytes)
+    fitting = _remaining(asked.status, wanted.min_memory_bytes)
     ranks = wanted.ranks or 1
     if not (enough := [kind for kind, count in fitting.items() if count.total >= ranks]):
         raise CapacityError(
             f"the pool {asked.name} has no {count_of(ranks, 'device')} of one type with "
-            f"{format_bytes(wanted.min_memory_bytes)} of memory each. It has: {has_words(asked.status)}. Ask for "
-            "less with --min-memory, or for fewer with --gpus."
+            f"{format_bytes(wanted.min_memory_bytes)} of memory each. It has: {describe_devices(asked.status)}. Ask "
+            "for less with --min-memory, or for fewer with --gpus."
         )
 
     def rank_of(kind: str) -> tuple[bool, bool, float, int, str]:
@@ -169,7 +169,7 @@ def one_of_several(asked: PoolStatusReply, wanted: DeviceRequest, money: PriceBo
 
     Returns None and "" if the pool has only one type, or too few devices of each type: the pool then decides.
     """
-    there = {} if asked.status is None else _left(asked.status)
+    there = {} if asked.status is None else _remaining(asked.status)
     ranks = wanted.ranks or 1
     if len(there) < 2 or all(count.total < ranks for count in there.values()):
         return None, ""
@@ -201,7 +201,7 @@ def check_memory(asked: PoolStatusReply, wanted: DeviceRequest) -> None:
         raise CapacityError(
             f"the pool {asked.name} has {every.total} {kind} with {memory_text(every.memory_bytes)} of memory or "
             f"more, and {there} of them {'has' if there == 1 else 'have'} {needs}; {ranks} are asked for. It has: "
-            f"{has_words(asked.status)}. {leave} for less with --min-memory."
+            f"{describe_devices(asked.status)}. {leave} for less with --min-memory."
         )
 
 
@@ -249,7 +249,7 @@ def choose(answers: Sequence[PoolStatusReply], wanted: DeviceRequest, money: Pri
     return PoolSelection(chosen.name, several, why, note)
 
 
-def has_words(status: PoolStatus) -> str:
+def describe_devices(status: PoolStatus) -> str:
     """Return `4 a10 (24 GB), 16 CPU slots`."""
     parts = [
         f"{count.total} {kind}" + (f" ({memory_text(count.memory_bytes)})" if count.memory_bytes else "")

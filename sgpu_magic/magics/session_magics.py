@@ -213,7 +213,7 @@ class SessionMagics(Magics):
     def _show(self, compared_to: str) -> None:
         context = self.context
         found = report(context.current_settings(), registry.all_sessions(), compared_to)
-        if choice := target.held_words(context.choice.now(), target.pool_name(context)):
+        if choice := target.describe_held(context.choice.now(), target.pool_name(context)):
             found = replace(found, lines=(choice, *found.lines))
         context.publish(environment_text(found), {"text/html": environment_html(found)})
 

@@ -105,9 +105,9 @@ class DistributedRun:
         self._unstarted = set(range(len(self.nodes)))
         for node in self.nodes:
             if there(node):
-                self.node_came(node)
+                self.on_node_connected(node)
 
-    def node_came(self, node: str) -> bool:
+    def on_node_connected(self, node: str) -> bool:
         """Launch the part of a node that has just connected. Returns False if it has sent messages of it already."""
         index = self.nodes.index(node)
         if index not in self._unstarted | self._silent:

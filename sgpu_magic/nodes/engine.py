@@ -1,6 +1,6 @@
 """An engine of nodes, each with an agent that connects, disconnects, and reconnects with the runs that it holds.
 
-Subclasses decide where nodes come from and when a node is dead: they call `node_came`, `on_node_message` and
+Subclasses decide where nodes come from and when a node is dead: they call `on_node_connected`, `on_node_message` and
 `node_lost`, and may place each run themselves (`start_run`).
 """
 
@@ -78,7 +78,7 @@ _OfRun = RunEvent | PartEnded | DevicesFree | RanksGone | MasterBound
 class Engine:
     """The common base of all engines: executes runs on the nodes that its subclass provides.
 
-    The subclass calls, from the loop's thread: `node_came`, `on_node_message`, `node_lost`, `inventory_changed`,
+    The subclass calls, from the loop's thread: `on_node_connected`, `on_node_message`, `node_lost`, `inventory_changed`,
     `start_parts`, `refuse_lease`. It overrides as needed: `start_run`, `withdraw`, `lease_free`, `inventory`, `close`,
     and `start`, which must call `super().start(listener)` last.
 
@@ -126,7 +126,7 @@ class Engine:
 
     # ------------------------------------------------------------ joining and lost nodes
 
-    def node_came(self, channel: NodeChannel, ready: AgentReady, address: str = "") -> None:
+    def on_node_connected(self, channel: NodeChannel, ready: AgentReady, address: str = "") -> None:
         """An agent has connected: for the first time, after a lost link, or with runs of an earlier service.
 
         Args:
@@ -145,7 +145,7 @@ class Engine:
         if self._warm is not None:
             channel.send(WarmZygote(interpreter=self._warm.interpreter, ranks=self._warm.ranks))
         if self._settled:
-            self._came_back(node, ready)
+            self._on_node_returned(node, ready)
             self.inventory_changed()
             return
         for where, run_id in self._held.add(node, ready.runs):
@@ -536,7 +536,7 @@ class Engine:
         for node, runs in missing.items():
             self._lost(node, runs, _NOT_BACK)
 
-    def _came_back(self, node: str, ready: AgentReady) -> None:
+    def _on_node_returned(self, node: str, ready: AgentReady) -> None:
         """Resume the parts of a node that has reconnected, or launch those of a new one."""
         held = {one.launch.spec.run_id: one for one in ready.runs}
         missing: list[DistributedRun] = []
@@ -548,7 +548,7 @@ class Engine:
             if one is not None and one.launch.attempt == run.launch.attempt:
                 del held[run_id]
                 run.adopt(part)
-            elif part in run.parts and not run.node_came(node):
+            elif part in run.parts and not run.on_node_connected(node):
                 missing.append(run)
         for run_id in held:
             self._end_stale(node, run_id)

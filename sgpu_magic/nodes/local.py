@@ -170,7 +170,7 @@ class LocalEngine(Engine):
                     locks = self._agent.take_descriptors(held.locks)
                     if locks and not held.have_ranks_exited:
                         self._locks.take_over(held.launch.lease.uuids, locks)
-                self.node_came(self._agent, message)
+                self.on_node_connected(self._agent, message)
             case RunEvent(body=RanksStarted()):
                 self._agent_has_worked = True
                 self.on_node_message(HERE, message, frames)
@@ -211,9 +211,8 @@ class LocalEngine(Engine):
         try:
             self._agent = LocalAgent(self._settings, self._warm, find_earlier=False)
         except OSError as error:
-            why = (
-                f"the agent, which starts the ranks on this machine, can't be started ({child_process.words_of(error)})"
-            )
+            reason = child_process.start_error(error)
+            why = f"the agent, which starts the ranks on this machine, can't be started ({reason})"
             self._listener.degraded(why)
             pause_s = _AGAIN_S[min(self._tries, len(_AGAIN_S) - 1)]
             self._tries += 1

@@ -109,7 +109,7 @@ def with_job(asked: A) -> A:
     return replace(asked, devices=devices, environment=environment)
 
 
-def as_words(given: JobDefaults) -> list[str]:
+def as_arguments(given: JobDefaults) -> list[str]:
     """Return the defaults as options of a command line."""
     words: list[str] = []
     for name in (*DEVICES, "env-version", "max-cost"):

@@ -28,7 +28,7 @@ _lock = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _CachedSnapshot:
     """A cached snapshot and its cache key.
 
     Args:
@@ -44,7 +44,7 @@ class _Kept:
     is_whole: bool
 
 
-_kept: _Kept | None = None
+_kept: _CachedSnapshot | None = None
 _first: InstalledPackages | None = None
 
 
@@ -64,7 +64,7 @@ def take_snapshot() -> InstalledPackages:
             age_ns = time.time_ns() - max(changed for _, changed in (*key, ("", 0)))
             snapshot = read_snapshot(sys.path)
             # a time in the future comes from another machine's clock
-            _kept = _Kept(key, others, snapshot, is_whole=not 0 <= age_ns < _SETTLED_NS)
+            _kept = _CachedSnapshot(key, others, snapshot, is_whole=not 0 <= age_ns < _SETTLED_NS)
             _first = _first or snapshot
         return snapshot
 

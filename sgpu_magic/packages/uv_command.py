@@ -113,11 +113,11 @@ def run_uv(
     if code := uv.returncode:
         text = "\n".join(messages)
         how = f"it was killed by signal {-code}" if code < 0 else f"it exited with code {code}"
-        raise UvFailed(last_words(text) or how, text)
+        raise UvFailed(last_error(text) or how, text)
     return output
 
 
-def last_words(text: str) -> str:
+def last_error(text: str) -> str:
     """Return uv's error message as one paragraph, without credentials."""
     lines = [_ANSI.sub("", line).strip() for line in text.splitlines()]
     first = next((at for at, line in enumerate(lines) if line.startswith("error:")), None)

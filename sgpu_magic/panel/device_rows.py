@@ -10,7 +10,7 @@ import msgspec
 from msgspec.structs import replace
 
 from sgpu_magic.panel.schema import DevicePicture
-from sgpu_magic.views.format_pool import HOLDING, Holders, device_name, is_free, outside_words
+from sgpu_magic.views.format_pool import HOLDING, Holders, device_name, format_outside, is_free
 from sgpu_magic.views.run_notes import run_name
 from sgpu_magic.wire.base import RunKind, RunState
 from sgpu_magic.wire.devices import CPU, Device, Inventory
@@ -75,7 +75,7 @@ def file_name(path: str) -> str:
 def _device(device: Device, holders: Holders, host: str) -> DevicePicture:
     run, rank = holders.get(device.uuid, (None, 0))
     if run is None:
-        user = outside_words(device) or _FREE
+        user = format_outside(device) or _FREE
     elif run.kind is RunKind.SESSION:
         user = file_name(run.notebook) or run_name(run)
     else:

@@ -29,9 +29,9 @@ from sgpu_magic.panel.kernel_state import (
     kernel_picture,
 )
 from sgpu_magic.panel.plan import Plan, living, plan
-from sgpu_magic.panel.pool_state import failure_words
+from sgpu_magic.panel.pool_state import format_failure
 from sgpu_magic.runs.choice.packages import install
-from sgpu_magic.runs.choice.schema import Choice, KeptChoice, words_of
+from sgpu_magic.runs.choice.schema import Choice, KeptChoice, describe_choice
 from sgpu_magic.runs.kernel_context import KernelContext
 from sgpu_magic.runs.sessions import registry
 from sgpu_magic.runs.sessions.session import Session
@@ -78,7 +78,7 @@ class KernelActions:
         try:
             reply = self.answer(convert(content, KernelQuestion), knows_metadata=knows_metadata)
         except Exception as error:  # noqa: BLE001  a thread's top, and a front end that waits
-            reply = PanelRefusal(n=number, text=failure_words(error))
+            reply = PanelRefusal(n=number, text=format_failure(error))
         return cast("dict[str, Any]", msgspec.to_builtins(reply))
 
     def answer(self, question: KernelQuestion, *, knows_metadata: bool = True) -> KernelReply:
@@ -246,7 +246,7 @@ def accept_choice(context: KernelContext) -> str:
     choice = held.choice
     if choice is None:
         raise UsageError(held.problem or "this notebook's metadata asks for nothing, so there is nothing to confirm.")
-    words = words_of(choice, target.pool_name(context))
+    words = describe_choice(choice, target.pool_name(context))
     if held.confirmed:
         return f"this notebook asks for {words}; this is already confirmed."
     planned = plan(context, held, choice, connect=False, resolve=False)

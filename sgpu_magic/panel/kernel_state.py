@@ -32,8 +32,8 @@ from sgpu_magic.panel.pool_state import as_sentence
 from sgpu_magic.panel.schema import BaseChoice, KernelPicture, PackageLine, PlanPicture, SessionPicture
 from sgpu_magic.runs.choice.keeper import CurrentChoice
 from sgpu_magic.runs.choice.packages import Base, base_of, base_versions, problem_of_base
-from sgpu_magic.runs.choice.schema import VERSION, Choice, KeptChoice, label_of, words_of
-from sgpu_magic.runs.environments import report, since_connected, stale_words
+from sgpu_magic.runs.choice.schema import VERSION, Choice, KeptChoice, describe_choice, label_of
+from sgpu_magic.runs.environments import describe_stale, report, since_connected
 from sgpu_magic.runs.kernel_context import KernelContext
 from sgpu_magic.runs.sessions import registry
 from sgpu_magic.runs.sessions.session import Session
@@ -159,7 +159,7 @@ def kernel_picture(context: KernelContext, held: CurrentChoice) -> KernelPicture
             if not notes:
                 notes.append(as_sentence(error.message))
     else:
-        notes += [*stale_words(now), *_broken(now)]
+        notes += [*describe_stale(now), *_broken(now)]
     notes += since_connected(now, [session for session in registry.all_sessions() if not session.has_ended])
     pool = target.pool_name(context)
     return KernelPicture(
@@ -167,7 +167,7 @@ def kernel_picture(context: KernelContext, held: CurrentChoice) -> KernelPicture
         package_version=__version__,
         pool=pool,
         choice=held.choice,
-        choice_words=words_of(held.choice, pool) if held.choice is not None else "",
+        choice_words=describe_choice(held.choice, pool) if held.choice is not None else "",
         confirmed=held.confirmed,
         bases=_bases(settings, now, choice),
         python=python,
@@ -287,14 +287,14 @@ def _sessions() -> list[SessionPicture]:
             name=session.name,
             current=session is sessions[-1],
             state=session.run_state.value,
-            words=_words(session),
+            words=_describe_devices(session),
         )
         for session in sessions
         if not session.has_ended
     ]
 
 
-def _words(session: Session) -> str:
+def _describe_devices(session: Session) -> str:
     kind = label_of(session.device_type)
     return f"{session.ranks} on {kind}" if kind else count_of(session.ranks, "rank")
 
@@ -308,6 +308,6 @@ def panel_text(context: KernelContext) -> str:
         pool = _NO_POOL if status is None else status_text(status, notice=looked_at.notice)
     except SgpuError as error:
         pool = error.message
-    choice = target.held_words(context.choice.now(), name) or _NO_CHOICE
+    choice = target.describe_held(context.choice.now(), name) or _NO_CHOICE
     packages = environment_text(report(context.current_settings(), registry.all_sessions()))
     return "\n\n".join((pool.rstrip(), choice, packages.rstrip()))

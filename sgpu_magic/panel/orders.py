@@ -15,10 +15,10 @@ from sgpu_magic.client.this_machine import find_pool, start_pool
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import SgpuError, UsageError
 from sgpu_magic.panel.poller import ListWatcher, PoolWatcher, Watchers
-from sgpu_magic.panel.pool_state import as_sentence, failure_words
+from sgpu_magic.panel.pool_state import as_sentence, format_failure
 from sgpu_magic.panel.schema import StateUpdate
 from sgpu_magic.views.live.schema import Message
-from sgpu_magic.views.run_notes import stop_words
+from sgpu_magic.views.run_notes import stop_texts
 from sgpu_magic.wire.base import is_valid_id, short
 from sgpu_magic.wire.decoding import JsonDecoder, convert
 
@@ -102,7 +102,7 @@ class Page:
         try:
             return self.execute(convert(message, PanelOrder))
         except Exception as error:  # noqa: BLE001  a thread's top, and a page that waits
-            return CommandResult(text=failure_words(error), ok=False)
+            return CommandResult(text=format_failure(error), ok=False)
 
     @property
     def is_watching(self) -> bool:
@@ -184,7 +184,7 @@ def _cancel(settings: Settings, pool: str, run_id: str) -> str:
     # a run that is not in the ledger yet is known only to the pool
     pressed, text = "Cancel was pressed", f"run {short(run_id)} is being stopped"
     if run is not None:
-        pressed, text = stop_words(run)
+        pressed, text = stop_texts(run)
     from sgpu_magic.client.pool import Pool
 
     with closing(Pool(settings, None, entry)) as asked:

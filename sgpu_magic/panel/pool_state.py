@@ -30,12 +30,12 @@ from sgpu_magic.panel.schema import PoolChoice, PoolPicture, PoolState, Remedy, 
 from sgpu_magic.runs.choice.schema import VERSION
 from sgpu_magic.views.format_pool import (
     Holders,
-    budget_words,
     device_holders,
     failure_line,
-    idle_words,
+    format_budget,
+    format_idle,
+    format_problem,
     is_free,
-    problem_words,
 )
 from sgpu_magic.views.run_notes import run_name
 from sgpu_magic.wire.base import RunKind, RunState, short
@@ -164,12 +164,12 @@ def pool_choices(
     default, found = default_pool(settings.pool, entries), {answer.name: answer for answer in answers}
     pools = [PoolChoice(name=LOCAL, about=_location_of(LOCAL, ""), reserved=False, default=default == LOCAL)]
     for entry in entries:
-        words = _words_of(entry, found.get(entry.name), rates_of(settings, entry))
+        words = _describe_pool(entry, found.get(entry.name), rates_of(settings, entry))
         pools.append(PoolChoice(name=entry.name, about=words, reserved=entry.reserved, default=default == entry.name))
     return tuple(sorted(pools, key=lambda pool: (not pool.reserved, not pool.default, pool.name)))
 
 
-def _words_of(entry: PoolEntry, answer: PoolStatusReply | None, rates: PriceBook) -> str:
+def _describe_pool(entry: PoolEntry, answer: PoolStatusReply | None, rates: PriceBook) -> str:
     """Return `reserved · 4 of 8 H100 free · from $3.90`."""
     if answer is not None and answer.problem:
         return f"{entry.kind} · can't be reached"
@@ -201,7 +201,7 @@ def run_row(run: RunSummary, location: RunDirectoryInfo) -> RunRow:
         state=run.state.value,
         tone="plain" if run.kind is RunKind.SESSION and tone == "good" else tone,
         final=run.state.is_final,
-        words=_words(run),
+        words=_describe_run(run),
         notebook=file_name(run.notebook),
         tracked_url=location.tracked_url,
         here=location.here,
@@ -209,7 +209,7 @@ def run_row(run: RunSummary, location: RunDirectoryInfo) -> RunRow:
     )
 
 
-def _words(run: RunSummary) -> str:
+def _describe_run(run: RunSummary) -> str:
     ranks, why = count_of(run.ranks, "rank"), failure_line(run)
     if run.state is RunState.QUEUED:
         position = f"position {run.position}" if run.position else ""
@@ -273,8 +273,8 @@ def _price(pool: str, device_type: str, rates: PriceBook) -> tuple[float | None,
 def _notes(status: PoolStatus, now: float, notice: str) -> Sequence[str]:
     no_gpu = NO_GPU if status.pool == LOCAL else NO_GPU_THERE
     words = [] if any(not device.simulated for device in status.inventory.devices) else [no_gpu]
-    words += problem_words(status) + budget_words(status, nearly_used=True)
-    words += [notice] if notice else idle_words(status, now)
+    words += format_problem(status) + format_budget(status, nearly_used=True)
+    words += [notice] if notice else format_idle(status, now)
     return [as_sentence(text) for text in words]
 
 
@@ -284,7 +284,7 @@ def as_sentence(text: str) -> str:
     return text[:1].upper() + text[1:] + ("" if text.endswith((".", "?", "!")) else ".") if text else ""
 
 
-def failure_words(error: Exception) -> str:
+def format_failure(error: Exception) -> str:
     """Return why a page's request failed. Prints the traceback of an error that is not expected."""
     if isinstance(error, SgpuError):
         return as_sentence(error.message)

@@ -67,7 +67,7 @@ class Adoption:
         # deadline for notebooks to reconnect to their runs
         self._until = self._loop.time() + settings.adopt_timeout_s
 
-    def take_over(self, held: Sequence[HeldRun]) -> None:
+    def adopt_all(self, held: Sequence[HeldRun]) -> None:
         self._active.settled = True
         # adopt a session before the cells in it
         for one in sorted(held, key=lambda one: bool(one.launch.spec.session)):

@@ -154,7 +154,7 @@ class BulkPort:
         peer.requests.add(message.request)
         self._on_request(client, message, parts)
 
-    def _came(self, peer: _Peer, client: ConnectedClient) -> None:
+    def _on_connected(self, peer: _Peer, client: ConnectedClient) -> None:
         """Assign a connection to the client whose token it has sent; it replaces an earlier one."""
         earlier = self._of_client.get(client)
         self._of_client[client] = peer
@@ -252,7 +252,7 @@ class BulkPort:
         peer.client = client
         peer.stream.most_bytes = MAX_PART_BYTES
         # must be scheduled before the client's first request
-        self._loop.call_soon_threadsafe(self._came, peer, client)
+        self._loop.call_soon_threadsafe(self._on_connected, peer, client)
         peer.stream.put([codec.encode(BulkOpened())])
 
     def _reply(self, peer: _Peer, parts: Sequence[bytes]) -> None:

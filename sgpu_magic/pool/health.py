@@ -91,7 +91,7 @@ class Guard:
         except Exception as error:  # noqa: BLE001
             self.log(f"run {run_id} ends because of it", error)
             if (run := self._active.get(run_id) or run) is not None:
-                self._end_run(run, self._words_of(error), have_ranks_exited)
+                self._end_run(run, self._fault_message(error), have_ranks_exited)
 
     def for_client(self, client: ConnectedClient, message: ClientMessage, call: Callable[[], None]) -> None:
         """Make a call for a client's message.
@@ -107,9 +107,9 @@ class Guard:
             self.log(f"a message of process {client.pid} was dropped ({type(message).__name__})", error)
             run = self._active.get(message.spec.run_id) if isinstance(message, Submit) else None
             if run is not None and run.owner is client:
-                self._end_run(run, self._words_of(error), False)
+                self._end_run(run, self._fault_message(error), False)
             elif request := getattr(message, "request", 0):
-                self._server.refuse(client, request, self._words_of(error), ErrorKind.INTERNAL)
+                self._server.refuse(client, request, self._fault_message(error), ErrorKind.INTERNAL)
 
     def for_nobody(self, call: Callable[[], None], what: str = "a node's reply was dropped") -> None:
         """Make a call that belongs to no run, such as passing on a node's reply, which clients await with a deadline.
@@ -127,7 +127,7 @@ class Guard:
         """Write a fault into the service's log."""
         write_log(f"an internal error in the pool service: {what}\n", error)
 
-    def _words_of(self, error: Exception) -> str:
+    def _fault_message(self, error: Exception) -> str:
         return f"an internal error in the pool service ({type(error).__name__}: {error}); {self._where}"
 
 

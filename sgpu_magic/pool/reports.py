@@ -132,7 +132,7 @@ class Reports:
             return
         self._engine.give_back(run.run_id)
         if run.ended:
-            self._over(run)
+            self._report_reaped(run)
         else:
             # the final event follows once the results have been transferred
             self._feed(sched.LeaseFreed(run.run_id))
@@ -156,10 +156,10 @@ class Reports:
                 run.payload_released = True
             if run.is_session:
                 self._end_cells_of(run)
-            self._over(run)
+            self._report_reaped(run)
             self._active.ranks_exited(run)
 
-    def _over(self, run: PoolRun) -> None:
+    def _report_reaped(self, run: PoolRun) -> None:
         self._feed(sched.RanksReaped(run.run_id, run.ended_as or RunState.FAILED))
 
     def _end_cells_of(self, session: PoolRun) -> None:
@@ -173,7 +173,7 @@ class Reports:
                     "%sgpu_connect starts another one."
                 )
                 self._active.end_without_ranks(run, RunState.FAILED, why, FailureKind.SESSION)
-            self._over(run)
+            self._report_reaped(run)
             self._active.ranks_exited(run)
 
     def runs_lost(self, run_ids: Sequence[str], why: str, host: str) -> None:
@@ -228,7 +228,7 @@ class Reports:
         run.group = GroupState.EXITED
         if not self._launches.restart(run):
             self._lose(run, failure)
-            self._over(run)
+            self._report_reaped(run)
             self._active.forget(run.run_id)
 
     def _try_again(self, run: PoolRun, failure: Failure) -> None:

@@ -168,9 +168,9 @@ class Server(Router):
                 return
             for client in [client for client in self._by_identity.values() if client.connection == ended]:
                 # the client's last messages, such as its goodbye, may not have been read yet
-                self._loop.call_later(_LAST_MESSAGES_S, self._connection_over, client)
+                self._loop.call_later(_LAST_MESSAGES_S, self._on_connection_closed, client)
 
-    def _connection_over(self, client: ConnectedClient) -> None:
+    def _on_connection_closed(self, client: ConnectedClient) -> None:
         if self._by_identity.get(client.identity) is client:
             self._died(client)
 

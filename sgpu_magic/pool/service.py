@@ -63,7 +63,7 @@ EARLIER_FAULT = "SGPU_SERVICE_FAULT"
 _IGNORED = "a report of the engine was ignored"
 
 
-def _words_of(error: BaseException) -> str:
+def _describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
@@ -237,11 +237,11 @@ class PoolService:
             loop.default_exception_handler(context)
         elif self._probation is not None:
             self._guard.log("it goes on, without new runs, as the service before it ended for a fault too", error)
-            self._degrade(_words_of(error))
+            self._degrade(_describe_error(error))
         else:
             self._guard.log("it ends, and the next one takes over its runs", error)
             if not self.finished.done():
-                self.finished.set_exception(ServiceFault(_words_of(error)))
+                self.finished.set_exception(ServiceFault(_describe_error(error)))
 
     def _degrade(self, fault: str) -> None:
         """Refuse new runs until there has been no fault for a while."""
@@ -311,7 +311,7 @@ class PoolService:
 
     def _found(self, inventory: Inventory, held: Sequence[HeldRun]) -> None:
         if not self._active.settled:
-            self._adoption.take_over(held)
+            self._adoption.adopt_all(held)
             for run in self._active.going:
                 self._guard.for_run(run.run_id, functools.partial(self._resume, run))
             self._tracker.find_leftovers()
@@ -417,7 +417,7 @@ class PoolService:
         self._reports.confirm_later(run_id)
 
     def _forgotten(self, run_id: str) -> None:
-        self._tracker.over(run_id)
+        self._tracker.run_ended(run_id)
         self._files.release(run_id)
 
     def _looked_after(self) -> None:

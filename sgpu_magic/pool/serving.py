@@ -112,11 +112,11 @@ async def _serve(engine_name: str, settings: Settings, presence: PoolPresence) -
 async def _say_when_ready(settings: Settings, engine_name: str, service: PoolService, listening: Listening) -> None:
     await service.ready.wait()
     with contextlib.suppress(BrokenPipeError):
-        sys.stdout.write(f"{_words(settings, engine_name, service, listening)}\n")
+        sys.stdout.write(f"{_startup_text(settings, engine_name, service, listening)}\n")
         sys.stdout.flush()
 
 
-def _words(settings: Settings, engine: str, service: PoolService, listening: Listening) -> str:
+def _startup_text(settings: Settings, engine: str, service: PoolService, listening: Listening) -> str:
     reached = reached_at(service.address, config.host_name())
     data = f"{service.bulk_port} for variables and files" if service.bulk_port else "no second port"
     name, clients = settings.pool, settings.state_path / CLIENTS

@@ -107,7 +107,7 @@ class Tracker:
         order = Track(run_id=run.run_id, run_dir=str(directory), tracking=tracking, parent_run=parent)
         decided = not tracking.if_it_matters or run.spec.profile
         self._entries[run.run_id] = _Entry(order, maybe=None if decided else run)
-        if untold := self._untold.pop(_key(tracking), "") or self._left_untold(run, tracking):
+        if untold := self._untold.pop(_key(tracking), "") or self._unreported(run, tracking):
             self._active.publish(run, Noted(text=untold), time.time())
         self._send_later()
 
@@ -137,7 +137,7 @@ class Tracker:
                 entry.order = msgspec.structs.replace(entry.order, urgent=True)
                 self._send(entry)
 
-    def over(self, run_id: str) -> None:
+    def run_ended(self, run_id: str) -> None:
         """Finish the tracking of a run whose ranks are gone."""
         if (entry := self._entries.get(run_id)) is None:
             return
@@ -248,7 +248,7 @@ class Tracker:
         for directory, left in self._leftovers.pop("", ()):
             self._resume(directory, left, Tracking())
 
-    def _left_untold(self, run: PoolRun, tracking: Tracking) -> str:
+    def _unreported(self, run: PoolRun, tracking: Tracking) -> str:
         """Return why an earlier service could not write a run of the same user to the same store, or ""."""
         for directory, left in self._leftovers.get(without_user(tracking.uri), ()):
             spec = read_spec(directory) if left.problem else None

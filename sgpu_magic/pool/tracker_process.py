@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from sgpu_magic.config import Settings
 from sgpu_magic.system import child_process
-from sgpu_magic.system.child_process import words_of
+from sgpu_magic.system.child_process import start_error
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.tracking import (
     EndTracker,
@@ -119,7 +119,7 @@ class TrackerProcess:
         """Report to the runs that they are not in MLflow for now; they are sent once the process can be started."""
         self._problem = (
             "the run is not in MLflow yet: the pool can't start the process that writes there "
-            f"({words_of(error)}), and tries again"
+            f"({start_error(error)}), and tries again"
         )
         for run_id in list(self._orders):
             self._on_report(TrackingTroubled(run_id=run_id, text=self._problem))

@@ -129,25 +129,25 @@ def report(settings: Settings, sessions: Iterable[Session], compared_to: str = "
         title=f"Python {'.'.join(map(str, sys.version_info[:3]))}",
         facts=(
             f"{len(now.distributions)} packages",
-            _torch_words(installed.get("torch")),
+            _describe_torch(installed.get("torch")),
             f"digest {now.digest[:8]}",
             sys.prefix,
         ),
         lines=tuple(lines),
-        pending=(*stale_words(now), *since_connected(now, sessions)),
+        pending=(*describe_stale(now), *since_connected(now, sessions)),
         broken=tuple(found.sentence for found in find_mismatches(installed, now.shadowed, driver=driver_version())),
         compared_to=compared_to,
         differences=_differences(settings, now, compared_to) if compared_to else (),
     )
 
 
-def _torch_words(torch: Package | None) -> str:
+def _describe_torch(torch: Package | None) -> str:
     if torch is None:
         return "no torch"
     return f"torch {torch.version}" + (f" (CUDA {torch.cuda})" if torch.cuda else " (no CUDA)")
 
 
-def stale_words(now: InstalledPackages) -> list[str]:
+def describe_stale(now: InstalledPackages) -> list[str]:
     """Return a sentence for each package that this process has loaded in another version than the installed one."""
     first = snapshot.first_snapshot() or now
     return [found.words for found in stale_modules(first, now, dict(sys.modules), process_began_at())]

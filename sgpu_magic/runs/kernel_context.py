@@ -34,7 +34,7 @@ from sgpu_magic.runs.submit.target import ResolvedTarget
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.live.live_views import Buttons, LiveViews
 from sgpu_magic.views.publisher import SilentPublisher
-from sgpu_magic.views.run_notes import stop_words
+from sgpu_magic.views.run_notes import stop_texts
 from sgpu_magic.views.stacks import stacks_text
 from sgpu_magic.wire.base import RunState, short
 
@@ -254,7 +254,7 @@ class KernelContext:
         """Return the actions of a view's buttons, which are called in other threads than the cell's."""
 
         def cancel() -> str:
-            pressed, text = stop_words(run.spec)
+            pressed, text = stop_texts(run.spec)
             run.cancel(pressed)
             return text
 

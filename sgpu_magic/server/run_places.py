@@ -18,7 +18,7 @@ from sgpu_magic.client.pools_file import LOCAL
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import KeyRefused, PoolError, RunFileUnknown, RunUnknown, UsageError
 from sgpu_magic.files.run_directory import read_spec
-from sgpu_magic.views.run_notes import stop_words
+from sgpu_magic.views.run_notes import stop_texts
 from sgpu_magic.wire.base import is_valid_id
 from sgpu_magic.wire.files import EVENTS
 from sgpu_magic.wire.pool_status import RunSummary
@@ -83,7 +83,7 @@ class RunLocation(ABC):
             UsageError: The pool no longer has the run.
             PoolError: The pool can't be reached.
         """
-        pressed, text = stop_words(self.spec)
+        pressed, text = stop_texts(self.spec)
         with self.linked() as pool:
             pool.cancel(self.spec.run_id, pressed)
         return text

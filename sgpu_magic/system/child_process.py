@@ -124,7 +124,7 @@ def _end_adopted(give_up_at: float, done: Callable[[], None]) -> None:
     done()
 
 
-def words_of(error: OSError) -> str:
+def start_error(error: OSError) -> str:
     """Return why a process can't be started, for the middle of a sentence."""
     words = error.strerror or str(error)
     return f"{words}: {error.filename}" if error.filename else words

@@ -96,7 +96,7 @@ class TrackingStore:
 
         Raises:
             StoreTroubled: The store does not work.
-            Gone: The experiment was deleted.
+            DeletedFromStore: The experiment was deleted.
         """
         if name in self._experiments:
             return self._experiments[name]
@@ -120,7 +120,7 @@ class TrackingStore:
 
         Raises:
             StoreTroubled: The store does not work. It may have created the run nevertheless.
-            Gone: The experiment was deleted.
+            DeletedFromStore: The experiment was deleted.
             Rejected: The store refuses the run.
         """
         try:
@@ -194,7 +194,7 @@ class TrackingStore:
 
         Raises:
             StoreTroubled: The store does not work. The whole batch may be written again.
-            Gone: The run was deleted.
+            DeletedFromStore: The run was deleted.
         """
         return [name for items in in_requests(batch) for name in self._write(mlflow_run_id, items)]
 

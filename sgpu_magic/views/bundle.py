@@ -117,8 +117,8 @@ def summary_line(view: RunView) -> str:
         succeeded = f"succeeded in {duration}" if duration else "succeeded"
         cut_off = cut_off_text(view.ended) if view.ended is not None else ""
         used = (cut_off, billed_text(view), busy_text(view.usage), returned_text(view))
-        return _joined(succeeded, *used, *_name_words(view))
-    return _joined(failed_line(view, brief=True), billed_text(view), *_name_words(view))
+        return _joined(succeeded, *used, *_run_names(view))
+    return _joined(failed_line(view, brief=True), billed_text(view), *_run_names(view))
 
 
 def live_line(view: RunView) -> str:
@@ -158,8 +158,8 @@ def _ending(view: RunView) -> list[str]:
         return [*problems, summary_line(view)]
     lines = failure_lines(view, view.failure)
     if view.session is not None:
-        return [*lines, _joined(*session_meta(view), *_name_words(view))]
-    last = _joined(billed_text(view), *_name_words(view))
+        return [*lines, _joined(*session_meta(view), *_run_names(view))]
+    last = _joined(billed_text(view), *_run_names(view))
     if len(lines) == 1 or other_lines(view.others, view.failure.rank)[-1:] == lines[-1:]:
         lines[-1] += f" · {last}"
     else:
@@ -177,7 +177,7 @@ def _joined(*words: str) -> str:
     return " · ".join(filter(None, words))
 
 
-def _name_words(view: RunView) -> tuple[str, str]:
+def _run_names(view: RunView) -> tuple[str, str]:
     """Return the run's identifiers in MLflow, "" without one, and here."""
     return tracked_text(view), f"run {view.short_id}"
 

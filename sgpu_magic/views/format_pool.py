@@ -49,7 +49,7 @@ def device_holders(status: PoolStatus) -> Holders:
 
 def is_free(device: Device, holders: Holders) -> bool:
     """Whether the pool can grant the device to a run."""
-    return device.uuid not in holders and not outside_words(device)
+    return device.uuid not in holders and not format_outside(device)
 
 
 def device_name(device: Device) -> str:
@@ -57,7 +57,7 @@ def device_name(device: Device) -> str:
     return f"{device.type.upper()} · {device.index}"
 
 
-def outside_words(device: Device) -> str:
+def format_outside(device: Device) -> str:
     """Return why the pool can't grant the device, "" when it can."""
     if device.unavailable:
         return f"unavailable: {device.unavailable}"
@@ -70,17 +70,17 @@ def simulates_all(status: PoolStatus) -> bool:
     return bool(devices) and all(device.simulated for device in devices)
 
 
-def simulated_words(status: PoolStatus, simulated: bool) -> str:
+def format_simulated(status: PoolStatus, simulated: bool) -> str:
     """Return ` (simulated)` for a device, type or run of which the headline does not say it."""
     return " (simulated)" if simulated and not simulates_all(status) else ""
 
 
-def problem_words(status: PoolStatus) -> list[str]:
+def format_problem(status: PoolStatus) -> list[str]:
     """Return problems of the node's driver and of the pool's ledger."""
     return [problem for problem in (status.inventory.problem, status.problem) if problem]
 
 
-def budget_words(status: PoolStatus, *, nearly_used: bool) -> list[str]:
+def format_budget(status: PoolStatus, *, nearly_used: bool) -> list[str]:
     """Return `budget: $12.40 of $50.00 in 30 d` if at least 80 % is used; with `nearly_used=False` if less is used."""
     budget = status.budget
     if budget is None or nearly_used != (budget.spent >= _LITTLE_LEFT * budget.limit):
@@ -89,7 +89,7 @@ def budget_words(status: PoolStatus, *, nearly_used: bool) -> list[str]:
     return [f"budget: {spent} of {limit} in {budget.days:g} d"]
 
 
-def idle_words(status: PoolStatus, now: float) -> list[str]:
+def format_idle(status: PoolStatus, now: float) -> list[str]:
     """Return when the idle pool stops, if that is within 15 min; `now` in seconds since the epoch."""
     left_s = _SOON_S + 1 if status.idle_ends_at is None else max(status.idle_ends_at - now, 0.0)
     # whole minutes from 90 s on
@@ -111,9 +111,18 @@ def type_rows(status: PoolStatus) -> list[Row]:
     rows: list[Row] = []
     for (kind, simulated), devices in sorted(types.items(), key=lambda item: -len(item[1])):
         free = sum(is_free(device, holders) for device in devices)
-        name = kind.upper() + simulated_words(status, simulated)
+        name = kind.upper() + format_simulated(status, simulated)
         counted = (f"{len(devices):,}", f"{free:,}", f"{len(devices) - free:,}")
-        rows.append((name, *counted, _sizes(devices), _in_use(devices), _utilization(devices), _held(devices, holders)))
+        rows.append(
+            (
+                name,
+                *counted,
+                _sizes(devices),
+                _in_use(devices),
+                _utilization(devices),
+                _format_holders(devices, holders),
+            )
+        )
     return rows
 
 
@@ -137,7 +146,7 @@ def _utilization(devices: Iterable[Device]) -> str:
     return "-".join(f"{each}" for each in sorted({min(known), max(known)})) + " %" if known else ""
 
 
-def _held(devices: Iterable[Device], holders: Holders) -> str:
+def _format_holders(devices: Iterable[Device], holders: Holders) -> str:
     """Return who holds which devices: `7f3a train on 0-3; device 5 in use outside the pool: process 77 uses it`."""
     runs: dict[str, list[int]] = {}
     words: list[str] = []
@@ -145,21 +154,21 @@ def _held(devices: Iterable[Device], holders: Holders) -> str:
         if device.uuid in holders:
             run, _ = holders[device.uuid]
             runs.setdefault(f"{short(run.run_id)} {run_name(run)}", []).append(device.index)
-        elif outside_words(device):
-            words.append(f"device {device.index} {outside_words(device)}")
+        elif format_outside(device):
+            words.append(f"device {device.index} {format_outside(device)}")
     words = [*(f"{run} on {numbers_text(indices)}" for run, indices in runs.items()), *words]
     more = [f"{len(words) - _MAX_HOLDERS} more"] if len(words) > _MAX_HOLDERS else []
     return "; ".join([*words[:_MAX_HOLDERS], *more])
 
 
-def type_words(status: PoolStatus) -> list[str]:
+def format_type(status: PoolStatus) -> list[str]:
     """Return a line for each type: `h100: 12 of 64 free on 8 nodes, largest free node 4`."""
     holders = device_holders(status)
     total: Counter[str] = Counter()
     nodes: dict[str, Counter[str]] = {}
     most = dict(status.inventory.elastic)
     for device in status.inventory.devices:
-        kind = device.type + simulated_words(status, device.simulated)
+        kind = device.type + format_simulated(status, device.simulated)
         total[kind] += 1
         nodes.setdefault(kind, Counter())[device.node] += is_free(device, holders)
     lines: list[str] = []
@@ -186,7 +195,7 @@ def node_rows(status: PoolStatus) -> list[Row]:
     rows: list[Row] = []
     for name in order[:_MAX_NODES]:
         host, slots = (known[name].host, known[name].cpu_slots) if name in known else (name, 0)
-        kinds = Counter(each.type.upper() + simulated_words(status, each.simulated) for each in nodes[name])
+        kinds = Counter(each.type.upper() + format_simulated(status, each.simulated) for each in nodes[name])
         devices = ", ".join(f"{count} {kind}" for kind, count in kinds.items()) or count_of(slots, "cpu slot")
         used = [each.utilization_pct for each in nodes[name] if each.utilization_pct is not None]
         use = f"{sum(used) / len(used):.0f} %" if used else "-"

@@ -65,7 +65,7 @@ def session_text(view: RunView) -> str:
     return f"session {spec.session_name or short(spec.session)}" if spec.session else ""
 
 
-def placement_words(view: RunView) -> list[str]:
+def format_placement(view: RunView) -> list[str]:
     """Return the ranks and their location, for the headers of the static HTML and the live view.
 
     A cell in a session names the session, whose own view shows its location.
@@ -73,7 +73,7 @@ def placement_words(view: RunView) -> list[str]:
     if view.spec.in_session:
         return [ranks_text(view), session_text(view)]
     beside = f"beside {session_text(view)}" if view.spec.session else ""
-    return [word for word in (device_words(view), view.pool, hosts_text(view), beside) if word]
+    return [word for word in (format_devices(view), view.pool, hosts_text(view), beside) if word]
 
 
 def backend(lease: Lease) -> str:
@@ -82,7 +82,7 @@ def backend(lease: Lease) -> str:
     return "nccl" if has_gpus else "gloo"
 
 
-def device_words(view: RunView) -> str:
+def format_devices(view: RunView) -> str:
     """Return `4 ranks · cpu, gloo` or `4 x A10, nccl` for the header, also saying whether devices are simulated."""
     lease = view.lease
     if lease is None:
@@ -221,7 +221,7 @@ def failed_line(view: RunView, brief: bool = False) -> str:
     if view.state is RunState.CANCELLED or failure is None:
         return f"{start} · {view.reason}" if view.reason else start
     if failure.kind is FailureKind.USER_CODE:
-        where = _rank_words(failure, view.ranks)
+        where = _format_rank(failure, view.ranks)
         return " · ".join(part for part in (start, where, error_line(failure) if brief else "") if part)
     sentence = failure_sentence(view)
     return f"{start} · {sentence.split(chr(10), 1)[0] if brief else sentence}"
@@ -238,7 +238,7 @@ def failure_sentence(view: RunView) -> str:
     return hang_heading(failure, stacks, view.spec.cell) + death_sentence(failure, view.ranks)
 
 
-def _rank_words(failure: Failure, ranks: int) -> str:
+def _format_rank(failure: Failure, ranks: int) -> str:
     """Return `rank 1 of 4 (this machine)`, "" for a failure without a rank."""
     if failure.rank is None:
         return ""
@@ -269,7 +269,7 @@ def packages_text(view: RunView) -> str:
     return f"{name}: {' · '.join(filter(None, [step, format_seconds(moved.seconds), moved.host]))}"
 
 
-def moved_words(view: RunView) -> list[str]:
+def format_moved(view: RunView) -> list[str]:
     """Return what was returned and shipped, and the environment; nothing for a run that has not succeeded."""
     badly = view.is_final and view.state is not RunState.SUCCEEDED
     return [] if badly else [returned_text(view), shipped_text(view), label_text(view)]

@@ -18,7 +18,7 @@ from sgpu_magic.formatting import (
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.format_run import returned_bytes, session_text, tracked_text
 from sgpu_magic.views.run_notes import restart_command
-from sgpu_magic.views.usage import Drawn, RankUsage, RunUsage, device_line, idle_sentence, use_words
+from sgpu_magic.views.usage import Drawn, RankUsage, RunUsage, device_line, format_use, idle_sentence
 from sgpu_magic.wire.base import RunKind, RunState
 from sgpu_magic.wire.costs import HOUR_S, cost_of
 from sgpu_magic.wire.devices import CPU
@@ -49,7 +49,7 @@ def whole_text(usage: RankUsage) -> str:
     """Return `94 % · 18.2 GB`, mean utilization and peak memory; "" when nothing was reported."""
     if usage.latest is None:
         return ""
-    return use_words(usage.latest.kind, usage.mean_utilization_pct, usage.mean("cpu_cores"), usage.peak_used_bytes)
+    return format_use(usage.latest.kind, usage.mean_utilization_pct, usage.mean("cpu_cores"), usage.peak_used_bytes)
 
 
 def curve_text(drawn: Drawn) -> str:

@@ -14,11 +14,11 @@ from sgpu_magic.views.failure import failure_html
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.format_run import (
     attempt_text,
+    format_moved,
+    format_placement,
     mark_text,
-    moved_words,
     next_step,
     packages_text,
-    placement_words,
     state_word,
     tracked_link,
     tracked_text,
@@ -142,7 +142,7 @@ def _share(view: RunView, segment: TextSegment) -> int:
 def _header(view: RunView) -> str:
     word = state_word(view)
     # a refused run has no duration
-    meta, duration = [*placement_words(view), attempt_text(view)], view.times.text()
+    meta, duration = [*format_placement(view), attempt_text(view)], view.times.text()
     if view.state is RunState.QUEUED and not view.left:
         meta += [f"position {view.position}" if view.position else "", view.waiting_for or view.reason]
     elif not view.left:
@@ -223,7 +223,7 @@ def _footer(view: RunView) -> str:
     parts: list[str] = []
     if view.is_final and view.state is not RunState.SUCCEEDED and view.failure is None:
         parts += other_lines(view.others)[:6]
-    parts += [*values_left_there(view), *moved_words(view), packages_text(view)]
+    parts += [*values_left_there(view), *format_moved(view), packages_text(view)]
     if not view.is_final and view.output.total_lines:
         parts.append(count_of(view.output.total_lines, "line"))
     parts.append(next_step(view) or f"run {view.short_id}")

@@ -17,15 +17,15 @@ from sgpu_magic.views.format_pool import (
     NODE_RIGHT,
     TYPE_HEADS,
     TYPE_RIGHT,
-    budget_words,
     failure_line,
-    idle_words,
+    format_budget,
+    format_idle,
+    format_problem,
+    format_simulated,
+    format_type,
     node_rows,
-    problem_words,
-    simulated_words,
     simulates_all,
     type_rows,
-    type_words,
 )
 from sgpu_magic.views.format_summary import idle_since
 from sgpu_magic.views.html_style import BAD, SOFT, WARN, safe, sentences, table, titled_box
@@ -97,9 +97,9 @@ def status_html(status: PoolStatus, now: float | None = None, notice: str = "") 
 
 def _drawn(status: PoolStatus, now: float | None, notice: str) -> _Drawn:
     now = time.time() if now is None else now
-    types = type_words(status) if _has_nodes(status) else []
-    quiet = [*types, *_waiting(status), *idle_words(status, now), *budget_words(status, nearly_used=False)]
-    loud = [*problem_words(status), *budget_words(status, nearly_used=True), *([notice] if notice else [])]
+    types = format_type(status) if _has_nodes(status) else []
+    quiet = [*types, *_waiting(status), *format_idle(status, now), *format_budget(status, nearly_used=False)]
+    loud = [*format_problem(status), *format_budget(status, nearly_used=True), *([notice] if notice else [])]
     left_out = () if _several_users(status) else ("user",)
     runs = _with_columns(_RUN_HEADS, _run_rows(status, now), _RUN_RIGHT, ("notebook", "cost"), left_out)
     return _Drawn(_headline(status), quiet, loud, _devices(status), runs)
@@ -119,7 +119,7 @@ def away_html(name: str, why: str, *, is_problem: bool) -> str:
 def _headline(status: PoolStatus) -> str:
     inventory = status.inventory
     parts = [status.pool]
-    types = Counter(f"{each.type.upper()}{simulated_words(status, each.simulated)}" for each in inventory.devices)
+    types = Counter(f"{each.type.upper()}{format_simulated(status, each.simulated)}" for each in inventory.devices)
     if types:
         counted = ", ".join(f"{count:,} {kind}" for kind, count in types.items())
         parts.append(counted + (" (simulated)" if simulates_all(status) else ""))
@@ -243,7 +243,7 @@ def run_duration(run: RunSummary, now: float) -> str:
 def _run_row(
     status: PoolStatus, run: RunSummary, now: float, cells: Sequence[RunSummary] = (), *, is_below: bool = False
 ) -> Row:
-    gpu = f"{run.device_type.upper()}{simulated_words(status, run.simulated)}"
+    gpu = f"{run.device_type.upper()}{format_simulated(status, run.simulated)}"
     kind = {"cpu": "cpu", "any": ""}.get(run.device_type, gpu)
     ranks = f"{run.ranks} {TIMES} {kind}" if kind else f"{run.ranks}"
     # the session's row has its notebook and ranks

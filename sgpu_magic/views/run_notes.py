@@ -30,7 +30,7 @@ def run_name(spec: RunSpec | RunSummary) -> str:
             return spec.name or f"{kind}"
 
 
-def stop_words(spec: RunSpec | RunSummary) -> tuple[str, str]:
+def stop_texts(spec: RunSpec | RunSummary) -> tuple[str, str]:
     """Return the reason recorded when a view's button stops the run, and the sentence shown to the user."""
     if spec.kind is RunKind.SESSION:
         return "End session was pressed", f"{run_name(spec)} is being ended"

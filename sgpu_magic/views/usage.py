@@ -265,10 +265,10 @@ def use_text(sample: RankSample) -> str:
     if sample.problem and sample.kind != "cpu":
         return "can't be read"
     held_bytes = sample.rss_bytes if sample.kind == "cpu" else sample.used_bytes
-    return use_words(sample.kind, sample.utilization_pct, sample.cpu_cores, held_bytes)
+    return format_use(sample.kind, sample.utilization_pct, sample.cpu_cores, held_bytes)
 
 
-def use_words(kind: str, utilization_pct: float | None, cpu_cores: float | None, held_bytes: int | None) -> str:
+def format_use(kind: str, utilization_pct: float | None, cpu_cores: float | None, held_bytes: int | None) -> str:
     """Return `use_text` for these values of a rank and its kind of device; simulated GPUs are of the kind `cpu`."""
     words = "MIG" if kind == "mig" else _or(utilization_pct, "", _percent)
     words = _or(cpu_cores, "", _cores) if kind == "cpu" else words

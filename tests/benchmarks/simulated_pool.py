@@ -114,7 +114,7 @@ class SimulatedNodes(Engine):
         for node in everything.nodes:
             own = Inventory(host=node.host, devices=tuple(devices[node.node]), cpu_slots=64, cores=64)
             ready = AgentReady(pid=1, protocol_version=PROTOCOL_VERSION, inventory=own)
-            self.node_came(SimulatedNode(node.node, self), ready, node.address)
+            self.on_node_connected(SimulatedNode(node.node, self), ready, node.address)
 
     def take_inventory(self) -> None:
         """All nodes are looked at at once, as Ray's engine does."""

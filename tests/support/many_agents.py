@@ -127,7 +127,9 @@ class NodesHere(Engine):
             if isinstance(message, AgentReady):
                 self._came.add(node)
                 named = msgspec.structs.replace(message.inventory, host=node)
-                self.node_came(channel, msgspec.structs.replace(message, inventory=named), self._own_addresses[node])
+                self.on_node_connected(
+                    channel, msgspec.structs.replace(message, inventory=named), self._own_addresses[node]
+                )
             else:
                 self.on_node_message(node, message, frames)
 

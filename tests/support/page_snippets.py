@@ -23,7 +23,7 @@ from IPython.core.inputtransformer2 import TransformerManager
 
 import sgpu_magic.magics.run_magics
 import sgpu_magic.magics.session_magics  # noqa: F401  they register their parsers
-from sgpu_magic.cli.main import command_parser, plain_words
+from sgpu_magic.cli.main import command_parser, normalized
 from sgpu_magic.options import argparse_form
 from sgpu_magic.options.argparse_form import LINE_PARSERS
 
@@ -168,7 +168,7 @@ def _parse_command(line: str) -> int:
     if found is None:
         return 0
     words = shlex.split(found[1], comments=True)[1:]
-    command_parser(words).parse_args(plain_words(words))
+    command_parser(words).parse_args(normalized(words))
     return 1
 
 

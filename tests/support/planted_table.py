@@ -33,7 +33,7 @@ FRESH = (
     at(FreshRun, FreshRun.start),
     at(FreshRun, FreshRun.on_rank_message),
     at(Execution, Execution._all_there),
-    at(Execution, Execution._take_result),
+    at(Execution, Execution._on_result),
     at(Execution, Execution._end),
     at(RankOutput, RankOutput.flush),
     at(RankOutput, RankOutput.drain),
@@ -70,7 +70,7 @@ SPARED = (
     at(RunMemory, RunMemory.keep),
 )
 FAILING = (
-    at(Execution, Execution._take_failure),
+    at(Execution, Execution._on_failure),
     at(Execution, Execution._decide),
     at(Terminator, Terminator.begin),
     at(Terminator, Terminator.end),

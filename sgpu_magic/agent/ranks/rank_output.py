@@ -143,7 +143,7 @@ class RankOutput:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        self._take_late()
+        self._add_late()
         if self._pending:
             if self._paused:
                 self._listen()
@@ -201,10 +201,10 @@ class RankOutput:
         # a long line may take several reads: hold the second pipe's data until the line is complete
         is_open = self._line_of == _STDOUT and not self._is_rewritten
         if not is_open or len(self._late) > _READ_BYTES:
-            self._take_late()
+            self._add_late()
         return len(data)
 
-    def _take_late(self) -> None:
+    def _add_late(self) -> None:
         late, self._late = bytes(self._late), bytearray()
         if late:
             self._parse(_STDERR, late)

@@ -118,9 +118,9 @@ class Execution(RankRun):
                 if not self.ended:
                     self._take_comms(rank, message, frames)
             case Finished():
-                self._take_result(rank, message.result, frames)
+                self._on_result(rank, message.result, frames)
             case CellFailed():
-                self._take_failure(message.failure, frames)
+                self._on_failure(message.failure, frames)
             case Raised():
                 self._drawing.add(rank)
             case Collectives():
@@ -155,7 +155,7 @@ class Execution(RankRun):
         self._watch.start()
         self._say_started()
 
-    def _take_result(self, rank: int, result: RankResult, frames: Sequence[bytes]) -> None:
+    def _on_result(self, rank: int, result: RankResult, frames: Sequence[bytes]) -> None:
         process = self.run_ranks.group.rank(rank)
         output, stream = process.output, process.stream
         output.drain()
@@ -165,7 +165,7 @@ class Execution(RankRun):
         self._stop.reported()
         self._check_all_reported()
 
-    def _take_failure(self, failure: Failure, frames: Sequence[bytes] = ()) -> None:
+    def _on_failure(self, failure: Failure, frames: Sequence[bytes] = ()) -> None:
         rank = failure.rank
         if rank is None or rank in self._reports.failures:
             return

@@ -156,7 +156,7 @@ class FreshRun(Execution):
             self._note_finishing(rank, None)
         elif not (self.ended or self._awaits_children) and (has_finished or not self._reports.has_reported(rank)):
             self._finishing.pop(rank, None)
-            self._take_failure(self._death(rank, status, finishing=finishing))
+            self._on_failure(self._death(rank, status, finishing=finishing))
         self._finishing.pop(rank, None)
         self._stop.reported()
         self._finish_if_exited()
@@ -312,7 +312,7 @@ class SessionCell(Execution):
     def rank_exited(self, rank: int, status: int) -> None:
         # other ranks may wait for one that has finished
         if not self._reports.has_reported(rank) or (not self.ended and self._reports.has_finished(rank)):
-            self._take_failure(self._death(rank, status))
+            self._on_failure(self._death(rank, status))
 
     # ------------------------------------------------------------ stop path
 

@@ -59,7 +59,7 @@ def take_inventory(*, simulate: str, cpu_slots: int, own_pids: Collection[int] =
     """Return this node's current devices.
 
     Opens and closes NVML. This takes 16 ms for an H200, or seconds if the driver's persistence mode is off, and less
-    than 1 ms for a GPU while `KeptOpen` keeps it open.
+    than 1 ms for a GPU while `NvmlSession` keeps it open.
 
     Args:
         simulate: Simulated devices that replace the real ones, as `a10:4,h100:8`; "" asks NVML.
@@ -89,7 +89,7 @@ def take_inventory(*, simulate: str, cpu_slots: int, own_pids: Collection[int] =
     )
 
 
-class KeptOpen:
+class NvmlSession:
     """Keeps NVML open between inventories that follow each other within `KEPT_OPEN_S`. For one loop.
 
     While it is open, an administrator can't reset a GPU, so it is closed after that.

@@ -21,7 +21,7 @@ from sgpu_magic.cli.headless.formats import NOTEBOOK, read_notebook, submits_run
 from sgpu_magic.cli.headless.job import INJECTED_TAG, TAG, HeadlessJob, declared, has_tag, source_of
 from sgpu_magic.errors import UsageError
 from sgpu_magic.files.atomic_file import write_whole
-from sgpu_magic.options.notebook_job import NotebookExit, as_words
+from sgpu_magic.options.notebook_job import NotebookExit, as_arguments
 from sgpu_magic.payload.notebook_text import uses_databricks_names
 from sgpu_magic.views import ansi
 
@@ -115,7 +115,7 @@ def _setup(sources: list[str], job: HeadlessJob) -> str:
     load = _LOAD_COMPAT if any(map(uses_databricks_names, sources)) and not loads_compat else ""
     if on_ranks(sources, job):
         # in the copy this line documents the ranks; the session lasts as long as the notebook runs
-        connect = shlex.join(["%sgpu_connect", "--idle", "0", *as_words(job.defaults)])
+        connect = shlex.join(["%sgpu_connect", "--idle", "0", *as_arguments(job.defaults)])
         return f"{load or _LOAD}\n{connect}\n%sgpu_auto on"
     if load or any(_LOADS.search(source) for source in sources):
         return load

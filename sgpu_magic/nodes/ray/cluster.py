@@ -84,7 +84,7 @@ def nodes(prefix: str, known: Mapping[str, NodeFacts]) -> tuple[NodeFacts, ...]:
         known: The facts known before, by node id.
     """
     free = state.available_resources_per_node()
-    ours = _held(prefix)
+    ours = _held_devices(prefix)
     found: list[NodeFacts] = []
     for row in cast("list[dict[str, Any]]", ray.nodes()):
         if not row["Alive"]:
@@ -110,7 +110,7 @@ def nodes(prefix: str, known: Mapping[str, NodeFacts]) -> tuple[NodeFacts, ...]:
     return tuple(found)
 
 
-def _held(prefix: str) -> Counter[tuple[str, str]]:
+def _held_devices(prefix: str) -> Counter[tuple[str, str]]:
     """The resources that the pool's own groups hold, by node and resource name."""
     held: Counter[tuple[str, str]] = Counter()
     for row in groups_named(prefix).values():

@@ -88,7 +88,7 @@ def deploy(
     package = api.upload(f"_ray_pkg_{hashlib.blake2b(archive, digest_size=16).hexdigest()}.zip", archive)
     job = f"sgpu-{what.name}-{secrets.token_hex(4)}"
     api.submit(_request(job, what, package, variables, options))
-    listening = _words(api, job)
+    listening = _await_listening(api, job)
     return reached_at(listening["address"], api.host), listening["key"]
 
 
@@ -146,7 +146,7 @@ def _going(api: JobsApi, name: str) -> list[RayJob]:
     return [job for job in api.jobs() if not job.is_over and (job.metadata or {}).get(POOL) == name]
 
 
-def _words(api: JobsApi, name: str) -> re.Match[str]:
+def _await_listening(api: JobsApi, name: str) -> re.Match[str]:
     """Wait until the pool has printed that it listens."""
     deadline = time.monotonic() + _START_S
     while True:

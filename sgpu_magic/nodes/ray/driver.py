@@ -276,7 +276,7 @@ class NodeAgents:
             self._starting[node.node] = time.monotonic()
             self._send(StartAgent(order=self._order(node.node), ship=node.version != package))
 
-    def came(self, node: str) -> None:
+    def agent_connected(self, node: str) -> None:
         """Record that the node's agent has connected."""
         self._starting.pop(node, None)
 

@@ -317,9 +317,9 @@ class RayEngine(Engine):
                 self.node_lost(node, "its agent had another version of sgpu-magic")
             case AgentReady():
                 self._away.discard(node)
-                self._agents.came(node)
+                self._agents.agent_connected(node)
                 facts = self._facts.get(node)
-                self.node_came(link, message, facts.address if facts is not None else "")
+                self.on_node_connected(link, message, facts.address if facts is not None else "")
             case _:
                 self.on_node_message(node, message, frames)
 

@@ -27,7 +27,7 @@ from sgpu_magic.packages.environment_digest import environment_digest, own_pytho
 from sgpu_magic.packages.named_environments import BASE_NAMES, base_list
 from sgpu_magic.packages.requirement_files import key_of, name_of, read_file, version_of
 from sgpu_magic.packages.secrets import without_url_credentials
-from sgpu_magic.packages.uv_command import Done, call_pip, call_uv, index_variables, last_words
+from sgpu_magic.packages.uv_command import Done, call_pip, call_uv, index_variables, last_error
 
 if TYPE_CHECKING:
     from sgpu_magic.runs.choice.schema import Choice
@@ -262,5 +262,5 @@ def _takes_uv() -> bool:
 
 def _check(done: Done, what: str) -> None:
     if done.status:
-        words = last_words(done.words) or last_words(done.output) or f"the installer exited with status {done.status}"
+        words = last_error(done.words) or last_error(done.output) or f"the installer exited with status {done.status}"
         raise EnvironmentFailed(f"{what}: {words.rstrip('.')}.")

@@ -125,7 +125,7 @@ def normal(choice: Choice) -> Choice:
 # ---------------------------------------------------------------- as text
 
 
-def words_of(choice: Choice, pool: str) -> str:
+def describe_choice(choice: Choice, pool: str) -> str:
     """Return a description such as `2 on A10, local, this notebook's packages`.
 
     Args:
@@ -137,10 +137,10 @@ def words_of(choice: Choice, pool: str) -> str:
         devices = f"{choice.gpus} on {kind}" if kind else count_of(choice.gpus, "rank")
     else:
         devices = kind or "the pool's devices"
-    return ", ".join((devices, choice.pool or pool, packages_words(choice)))
+    return ", ".join((devices, choice.pool or pool, describe_packages(choice)))
 
 
-def packages_words(choice: Choice) -> str:
+def describe_packages(choice: Choice) -> str:
     """Return a description such as `this notebook's packages` or `the packages of 4, peft added`."""
     words = [f"the packages of {choice.env_version}" if choice.env_version else "this notebook's packages"]
     if choice.dependencies:

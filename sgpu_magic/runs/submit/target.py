@@ -27,7 +27,7 @@ from sgpu_magic.errors import UsageError
 from sgpu_magic.options.notebook_job import with_job
 from sgpu_magic.options.option_records import OWN_PACKAGES, Devices, RunOptions
 from sgpu_magic.options.values import STRATEGIES, check_spread
-from sgpu_magic.runs.choice.schema import Choice, words_of
+from sgpu_magic.runs.choice.schema import Choice, describe_choice
 from sgpu_magic.wire.devices import Placement
 from sgpu_magic.wire.events import as_warning
 
@@ -272,8 +272,8 @@ def _foreign(context: KernelContext, held: CurrentChoice, choice: Choice, ways: 
     if packages:
         text += ', env_version="none"' if ways is PYTHON_WAYS else " --env-version none"
     return (
-        f"this notebook asks for {words_of(choice, pool_name(context))}, and {_who(held)}, so nothing was started. "
-        "If it is what you want, confirm it in the panel or with `%sgpu_env --accept`. Otherwise say "
+        f"this notebook asks for {describe_choice(choice, pool_name(context))}, and {_who(held)}, so nothing was "
+        "started. If it is what you want, confirm it in the panel or with `%sgpu_env --accept`. Otherwise say "
         f"what you want instead: `{text}`."
     )
 
@@ -286,10 +286,10 @@ def _who(held: CurrentChoice) -> str:
     )
 
 
-def held_words(held: CurrentChoice, pool: str) -> str:
+def describe_held(held: CurrentChoice, pool: str) -> str:
     """Return the line of `%sgpu_env` about the choice; "" if there is none."""
     if held.choice is None:
         return held.problem
     whose = "" if held.confirmed else f"; {_who(held)}: %sgpu_env --accept confirms it"
     problem = f" {held.problem}" if held.problem else ""
-    return f"this notebook asks for {words_of(held.choice, pool)}{whose}.{problem}"
+    return f"this notebook asks for {describe_choice(held.choice, pool)}{whose}.{problem}"

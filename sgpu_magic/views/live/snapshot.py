@@ -15,12 +15,12 @@ from sgpu_magic.views.format_run import (
     BEFORE_RANKS,
     attempt_text,
     backend,
-    device_words,
+    format_devices,
+    format_moved,
+    format_placement,
     mark_text,
-    moved_words,
     next_step,
     packages_text,
-    placement_words,
     ranks_text,
     session_text,
     shipped_text,
@@ -99,7 +99,7 @@ def snapshot_of(view: RunView, seq: int, log_lines: Sequence[int], now: float | 
     left_out = len(notes) - _MAX_NOTES
     word, link = state_word(view), tracked_link(view)
     # a cell in a session names the session, whose view shows the location
-    session = " · ".join(placement_words(view)) if view.spec.in_session else ""
+    session = " · ".join(format_placement(view)) if view.spec.in_session else ""
     return fitted(
         Snapshot(
             version=VERSION,
@@ -111,7 +111,7 @@ def snapshot_of(view: RunView, seq: int, log_lines: Sequence[int], now: float | 
             state=_plain(word.text),
             tone=word.tone,
             final=view.is_final,
-            devices=_plain(session or device_words(view)),
+            devices=_plain(session or format_devices(view)),
             pool="" if session else _plain(view.pool),
             host="" if session else _plain(view.host),
             attempt=attempt_text(view),
@@ -224,7 +224,7 @@ def _footer(view: RunView) -> list[str]:
     """Return what was returned and shipped, values that could not be returned, and what to do next."""
     # before the ranks run, a part of it is in `_preparing`
     is_shown_above = view.state in _BEFORE_RUNNING and not view.spec.in_session
-    moved = [] if is_shown_above else moved_words(view)
+    moved = [] if is_shown_above else format_moved(view)
     # a web page is shown as a link
     tracked = tracked_text(view) if view.is_final and tracked_link(view) is None else ""
     parts = [*values_left_there(view), *moved, tracked, next_step(view), f"run {view.short_id}"]

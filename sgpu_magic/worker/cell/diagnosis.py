@@ -77,7 +77,7 @@ def describe(error: BaseException, shell: RankShell, rank: int) -> Failure:
     is_consequence = collective_error is not None
     held: RankMemory | None = None
     if out_of_memory:
-        held = take_stock(error, entry, shell)
+        held = measure_memory(error, entry, shell)
     elif is_consequence or shell.released.is_set() or user_code.is_a(error, KeyboardInterrupt):
         held = measure("cuda" if torch.cuda.is_initialized() else "cpu")
     return Failure(
@@ -144,7 +144,7 @@ def measure(device: str) -> RankMemory | None:
     return None
 
 
-def take_stock(error: BaseException, entry: types.TracebackType | None, shell: RankShell) -> RankMemory | None:
+def measure_memory(error: BaseException, entry: types.TracebackType | None, shell: RankShell) -> RankMemory | None:
     """Return the memory use with the largest tensors. To be called before the error's frames are freed.
 
     Args:

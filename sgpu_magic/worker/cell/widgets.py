@@ -78,7 +78,7 @@ class _Said(msgspec.Struct):
         texts = (*self.rest.values(), *(self.state or {}).values())
         return sum(map(len, texts)) + sum(len(buffer) for _, buffer in self.buffers)
 
-    def takes(self, newer: _Said) -> bool:
+    def merges(self, newer: _Said) -> bool:
         """Whether a newer message of the same comm may be merged into this one."""
         if self.state is None or newer.state is None or newer.rest.get("method") != _UPDATE:
             return False
@@ -151,7 +151,7 @@ class _Comms:
             return
         with self._lock:
             before = self._newest.get(outgoing.comm_id)
-            if before is not None and before.takes(outgoing):
+            if before is not None and before.merges(outgoing):
                 before.merge(outgoing)
             else:
                 self._outgoing_comms.append(outgoing)

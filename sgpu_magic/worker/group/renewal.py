@@ -94,7 +94,7 @@ def renew(rank: int, ranks: int, store_path: str, replaced: Sequence[int] = (), 
     os.environ["GLOO_SOCKET_IFNAME"] = rendezvous.LOOPBACK
     store = rendezvous.file_stores.open(store_path, ranks)
     store.set_timeout(_PATIENCE)
-    every_census = _take_census(store, rank, ranks)
+    every_census = _exchange_groups(store, rank, ranks)
     was_grouped = dist.is_initialized()
     if was_grouped:
         _wait_for_aborts()
@@ -169,7 +169,7 @@ def _wait_for_aborts() -> None:
 # ---------------------------------------------------------------- groups to reconnect
 
 
-def _take_census(store: Any, rank: int, ranks: int) -> list[_Census]:
+def _exchange_groups(store: Any, rank: int, ranks: int) -> list[_Census]:
     """Publish this rank's groups, and return those of all ranks."""
     own = _Census(meetings=rendezvous.late_store.meetings, generation=local_names.generation())
     if dist.is_initialized():

@@ -277,7 +277,8 @@ def test_a_rank_waits_for_its_own_children_only_as_a_script(agent: AgentProcess,
 
 def test_orphans_are_reaped_and_children_are_not(agent: AgentProcess, folder: Path):
     body = BEGIN.format(folder=str(folder)) + (
-        "from sgpu_magic.worker.process import orphans\norphans._REAP_AFTER_S = 0.0\norphans._children._check_at = 0.0\n"
+        "from sgpu_magic.worker.process import orphans\n"
+        "orphans._REAP_AFTER_S = 0.0\norphans._children._check_at = 0.0\n"
         "child = subprocess.Popen(['sh', '-c', 'exit 3'])\n"
         "for n in range(20): run('sh', '-c', 'true & true &').wait()\n"
         "def zombies(): return len(open('/proc/self/task/%d/children' % os.getpid()).read().split())\n"

@@ -441,7 +441,7 @@ from sgpu_magic.agent.watch import inventory
 
 async def main():
     inventory.KEPT_OPEN_S = 0.2
-    kept = inventory.KeptOpen()
+    kept = inventory.NvmlSession()
     for _ in sys.stdin:
         found = await kept.during(functools.partial(inventory.take_inventory, simulate="", cpu_slots=1))
         print(len(found.devices), flush=True)

@@ -108,7 +108,7 @@ class Wire(RuleBasedStateMachine):
     @precondition(lambda self: self.alive)
     @rule(behind=st.integers(0, 3))
     def service_confirms(self, behind: int) -> None:
-        self.reports.kept(RUN, max(0, self.kept_number - behind))
+        self.reports.confirmed(RUN, max(0, self.kept_number - behind))
 
     @precondition(lambda self: self.alive)
     @rule()
@@ -134,7 +134,7 @@ class Wire(RuleBasedStateMachine):
         assert self.kept == self.said
         assert self.heard_gone or not self.is_gone
         assert self.heard_free or self.heard_gone or not self.is_free
-        self.reports.kept(RUN, self.kept_number)
+        self.reports.confirmed(RUN, self.kept_number)
         assert self.reports.has_unkept(RUN) is not self.is_gone
 
 
@@ -197,7 +197,7 @@ def test_figures_and_widgets_while_no_service_is_there_are_not_kept_for_ever(mon
     moved = [(event.body.messages, frames) for event, frames in events if isinstance(event.body, CommsMoved)]
     assert all(frames or messages == (close,) for messages, frames in moved)
     # confirmed events free space
-    flooded.kept(RUN, 101)
+    flooded.confirmed(RUN, 101)
     sent.clear()
     flooded.service_lost()
     flooded.happened(RUN, figure, ())
@@ -236,7 +236,7 @@ class FarAgent:
         self.sent.append(message)
         if isinstance(message, RunEvent):
             # the pool writes it to disk immediately
-            asyncio.get_running_loop().call_soon(self.reports.kept, RUN_THERE, message.number)
+            asyncio.get_running_loop().call_soon(self.reports.confirmed, RUN_THERE, message.number)
         elif isinstance(message, StoreRunFile) and self.takes_files:
             stored = RunFileStored(request=message.request)
             asyncio.get_running_loop().call_soon(self.requests.answered, stored, ())

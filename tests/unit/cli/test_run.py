@@ -17,7 +17,7 @@ from sgpu_magic.agent.ranks.stop import catches
 from sgpu_magic.cli import main as cli
 from sgpu_magic.cli import run as running
 from sgpu_magic.cli.jobs import all_jobs
-from sgpu_magic.cli.main import command_parser, plain_words
+from sgpu_magic.cli.main import command_parser, normalized
 from sgpu_magic.cli.run import options_from
 from sgpu_magic.config import load_settings
 from sgpu_magic.errors import UsageError
@@ -44,7 +44,7 @@ def add_kernel(folder: Path, name: str, argv: list[str], language: str) -> None:
 
 def options(*words: str) -> dict[str, Any]:
     line = ["run", "train.ipynb", *words]
-    return options_from(command_parser(line).parse_args(plain_words(line)))
+    return options_from(command_parser(line).parse_args(normalized(line)))
 
 
 def test_parameters_of_all_kinds_and_the_last_one_counts(folder: Path):

@@ -10,7 +10,7 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from sgpu_magic.cli.main import CommandParser, command_parser
-from sgpu_magic.cli.torchrun import COMMANDS, notes, words_for_run
+from sgpu_magic.cli.torchrun import COMMANDS, command_line_of, notes
 from sgpu_magic.errors import UsageError
 
 
@@ -30,7 +30,7 @@ def parsed(line: str) -> argparse.Namespace:
     ],
 )
 def test_options_that_mean_something_here(line: str, words: str) -> None:
-    made = words_for_run(parsed(line))
+    made = command_line_of(parsed(line))
     assert made == words.split()
     values = command_parser(made).parse_args(made[: made.index("--")])
     assert values.target == made[made.index("--") - 1]
@@ -50,7 +50,7 @@ def test_options_that_mean_something_here(line: str, words: str) -> None:
 )
 def test_options_that_have_no_equivalent(line: str, words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        words_for_run(parsed(line))
+        command_line_of(parsed(line))
 
 
 def test_options_without_effect_say_why() -> None:
@@ -67,8 +67,8 @@ def test_a_module_is_found_as_by_python(tmp_path: Path, monkeypatch: pytest.Monk
     for name in ("__init__", "__main__", "train"):
         (package / f"{name}.py").touch()
     monkeypatch.chdir(tmp_path)
-    assert words_for_run(parsed("-m torchrun_package.train 5"))[-3:] == [str(package / "train.py"), "--", "5"]
-    assert words_for_run(parsed("-m torchrun_package"))[-2] == str(package / "__main__.py")
+    assert command_line_of(parsed("-m torchrun_package.train 5"))[-3:] == [str(package / "train.py"), "--", "5"]
+    assert command_line_of(parsed("-m torchrun_package"))[-2] == str(package / "__main__.py")
 
 
 # ---------------------------------------------------------------- as torchrun reads them
@@ -117,7 +117,7 @@ def test_variables_are_defaults(
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    assert words_for_run(parsed(line)) == words.split()
+    assert command_line_of(parsed(line)) == words.split()
 
 
 def test_a_variable_that_has_no_effect_or_no_sense_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +125,7 @@ def test_a_variable_that_has_no_effect_or_no_sense_is_named(monkeypatch: pytest.
     assert notes(parsed("t.py")) == ["PET_RDZV_BACKEND has no effect: the pool arranges the rendezvous."]
     monkeypatch.setenv("PET_RUN_PATH", "1")
     with pytest.raises(UsageError, match="run-path"):
-        words_for_run(parsed("t.py"))
+        command_line_of(parsed("t.py"))
     monkeypatch.setenv("PET_RUN_PATH", "yes")
     with pytest.raises(UsageError, match="PET_RUN_PATH is 'yes'"):
         parsed("t.py")

@@ -14,7 +14,7 @@ from sgpu_magic.client.pool_choosing import (
     check_memory,
     choose,
     counts,
-    has_words,
+    describe_devices,
 )
 from sgpu_magic.client.pools import PoolStatusReply
 from sgpu_magic.client.pools_file import PoolEntry
@@ -79,13 +79,13 @@ def test_devices_are_counted_with_what_may_come():
     }
     assert found["t4"].memory_bytes > 15 * GB
     assert set(counts(status("a10:4 h100:2"), 40 * GB)) == {"h100"}
-    assert has_words(status("a10:4 h100:2")) == "4 a10 (24 GB), 2 h100 (80 GB), 4 CPU slots"
+    assert describe_devices(status("a10:4 h100:2")) == "4 a10 (24 GB), 2 h100 (80 GB), 4 CPU slots"
 
 
 def test_the_vendors_number_is_enough_as_a_least_memory():
     devices = tuple(Device(uuid=f"G{at}", type="h100", memory_bytes=81559 << 20) for at in range(2))
     of_driver = msgspec.structs.replace(status("h100:2"), inventory=Inventory(host="h", devices=devices, cpu_slots=4))
-    assert has_words(of_driver) == "2 h100 (80 GB), 4 CPU slots"
+    assert describe_devices(of_driver) == "2 h100 (80 GB), 4 CPU slots"
     for least in ("80GB", "79GiB", "80 GB"):
         assert counts(of_driver, memory_bytes("--min-memory", least))["h100"].total == 2
     assert "h100" not in counts(of_driver, memory_bytes("--min-memory", "90GB"))

@@ -400,7 +400,7 @@ def test_another_notebook_is_run_with_its_arguments_and_gives_its_value(
     assert words[:4] == ["-m", "sgpu_magic.cli", "run", str(jobs / "child.ipynb")]
     assert words[-4:] == ["-r", "name=ab", "-r", "n=3"]
     # the child gets the job's devices too
-    assert words[4:-4] == notebook_job.as_words(job)
+    assert words[4:-4] == notebook_job.as_arguments(job)
     assert Notebook().run("child", arguments={"name": "other"}) == ""
 
 

@@ -89,7 +89,7 @@ async def engine_with(tmp_path: Path, *there: str) -> tuple[Nodes, Service, dict
     engine, service = Nodes(replace(Settings(), state_dir=str(tmp_path)), "cluster"), Service()
     links = {node: Link(node) for node in ("a", "b")}
     for node in there:
-        engine.node_came(links[node], ready(node))
+        engine.on_node_connected(links[node], ready(node))
     engine.start(cast("EngineListener", service))
     await asyncio.sleep(0)
     return engine, service, links
@@ -109,7 +109,7 @@ async def late(tmp_path: Path) -> tuple[Late, Service]:
     """An engine whose time limit for nodes has passed before any was known; node `a` has joined by itself."""
     engine, service = Late(replace(Settings(), state_dir=str(tmp_path)), "cluster"), Service()
     engine.start(cast("EngineListener", service))
-    engine.node_came(Link("a"), ready("a"))
+    engine.on_node_connected(Link("a"), ready("a"))
     await asyncio.sleep(2 * engine.come_back_s)
     assert "node_found" not in service.heard
     return engine, service
@@ -146,7 +146,7 @@ def test_each_part_is_launched_when_its_node_comes(tmp_path: Path):
         engine.launch(launch(), (b"inline",))
         assert "lease_granted" in service.heard
         assert links["a"].kinds() == [Launch]
-        engine.node_came(links["b"], ready("b"))
+        engine.on_node_connected(links["b"], ready("b"))
         (order,) = links["b"].orders
         assert isinstance(order, Launch)
         assert order.part is not None
@@ -167,7 +167,7 @@ def test_what_is_cancelled_is_not_launched_on_a_node_that_comes_later(tmp_path: 
         engine.on_node_message("a", RanksGone(run_id=RUN))
         assert "ranks_exited" in service.heard
         assert engine.freed == 1
-        engine.node_came(links["b"], ready("b"))
+        engine.on_node_connected(links["b"], ready("b"))
         assert Launch not in links["b"].kinds()
 
     asyncio.run(scenario())
@@ -211,7 +211,7 @@ def test_what_is_cancelled_before_any_node_came_is_over_at_once(tmp_path: Path):
         assert service.heard[-1] == "ranks_exited"
         assert engine.freed == 1
         for node, link in links.items():
-            engine.node_came(link, ready(node))
+            engine.on_node_connected(link, ready(node))
             assert Launch not in link.kinds()
 
     asyncio.run(scenario())
@@ -222,7 +222,7 @@ def test_a_launch_is_ordered_again_of_a_node_that_never_heard_it_and_never_twice
         engine, service, _ = await engine_with(tmp_path, "a", "b")
         engine.launch(launch(), (b"inline",))
         again = Link("b")
-        engine.node_came(again, ready("b"))
+        engine.on_node_connected(again, ready("b"))
         assert again.kinds() == [Launch]
         for node in ("a", "b"):
             engine.on_node_message(
@@ -230,7 +230,7 @@ def test_a_launch_is_ordered_again_of_a_node_that_never_heard_it_and_never_twice
             )
         # from now on, a node without the ranks counts as having lost them
         last = Link("b")
-        engine.node_came(last, ready("b"))
+        engine.on_node_connected(last, ready("b"))
         assert Launch not in last.kinds()
         assert "runs_lost" in service.heard
 

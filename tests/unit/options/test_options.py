@@ -13,7 +13,7 @@ from sgpu_magic.magics import session_magics  # noqa: F401  the parsers of its m
 from sgpu_magic.options import option_records, table
 from sgpu_magic.options.argparse_form import LINE_PARSERS, parse, parser, read_session
 from sgpu_magic.options.job_form import JobFile, defaults_of, with_line
-from sgpu_magic.options.notebook_job import JobDefaults, as_words
+from sgpu_magic.options.notebook_job import JobDefaults, as_arguments
 from sgpu_magic.options.option_records import Devices, EnvironmentOptions
 from sgpu_magic.options.python_form import Options, checked
 from sgpu_magic.options.table import OPTIONS, in_python
@@ -62,7 +62,7 @@ def test_what_a_job_gives_is_a_line_that_is_read_as_the_same():
     file = with_line(JobFile(gpus=2, type="a10"), {"gpus": 4, "nodes": 2, "min_memory": "40GB", "max_cost": "2.5"})
     given = defaults_of(file, "the command")
     assert given == JobDefaults(gpus=4, type="a10", nodes=2, min_memory="40GB", max_cost=2.5)
-    options = parse(" ".join(as_words(given)))
+    options = parse(" ".join(as_arguments(given)))
     assert options is not None
     assert (options.devices, options.max_cost) == (Devices(4, "a10", 40 * 10**9, 2), 2.5)
 

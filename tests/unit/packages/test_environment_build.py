@@ -23,7 +23,7 @@ from sgpu_magic.packages.node.base_layer import base_layer, layer_tag, link_laye
 from sgpu_magic.packages.node.refusals import own_python, pin_of, sizes_in
 from sgpu_magic.packages.node.store import BuildReady, BuildRefused, Built
 from sgpu_magic.packages.snapshot import read_snapshot
-from sgpu_magic.packages.uv_command import index_variables, last_words
+from sgpu_magic.packages.uv_command import index_variables, last_error
 from sgpu_magic.wire.attachments import Wheel
 
 REPOSITORY = Path(__file__).parents[3]
@@ -348,8 +348,8 @@ sdist = { url = "z", size = 5 }
 
 def test_what_uv_said_last_is_one_paragraph():
     text = "Resolved 3 packages\nerror: Failed to fetch: http://u:geheim@host/simple\n  cause: refused\n\nhint: try\n"
-    assert re.fullmatch(r"Failed to fetch: http://\S*@?host/simple cause: refused hint: try", last_words(text))
-    assert "geheim" not in last_words(text)
+    assert re.fullmatch(r"Failed to fetch: http://\S*@?host/simple cause: refused hint: try", last_error(text))
+    assert "geheim" not in last_error(text)
 
 
 def test_the_index_is_the_settings_or_uvs_or_pips(tmp_path: Path):

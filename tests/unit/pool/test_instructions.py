@@ -503,7 +503,7 @@ def test_a_new_service_takes_over_what_its_nodes_hold(tmp_path: Path):
                 have_ranks_exited=True,
             ),
         ]
-        adoption.take_over(held)
+        adoption.adopt_all(held)
         heard = service.take()
         assert [each for each in heard if isinstance(each, str)] == [
             "adopt 000000a1",
@@ -544,7 +544,7 @@ def test_what_no_node_holds_is_submitted_again_or_lost(tmp_path: Path, monkeypat
             service.active.forget(run.run_id)
         service.take()
         adoption = service.made(Adoption)
-        adoption.take_over([])
+        adoption.adopt_all([])
         assert list(service.active.resubmittable) == ["000000b1"]
         found = {run_id: service.events(run_id)[-1] for run_id in ("000000b2", "000000b3", "000000b4")}
         words = {run_id: body.failure and body.failure.message for run_id, body in found.items()}  # type: ignore[union-attr]
@@ -576,7 +576,7 @@ def test_notebooks_have_so_long_to_come_back(tmp_path: Path):
         service.active.forget(queued.run_id)
         service.take()
         adoption = service.made(Adoption)
-        adoption.take_over(
+        adoption.adopt_all(
             [
                 HeldRun(launch=service.launch("000000a1"), state=RunState.RUNNING, started_s=5.0),
                 HeldRun(launch=service.launch("000000a2", detach=True), state=RunState.RUNNING, started_s=5.0),

@@ -160,12 +160,12 @@ def test_a_run_is_written_a_moment_after_it_was_accepted(service: Service):
         writer.say(TrackingStarted(run_id="other", tracked=MLFLOW))
         assert service.events == [("000000a1", Tracked(tracked=MLFLOW))]
         assert service.ranks == [("000000a1", MLFLOW, "")]
-        tracker.over("000000a1")
-        tracker.over("000000a2")
+        tracker.run_ended("000000a1")
+        tracker.run_ended("000000a2")
         assert service.told == ["over 000000a1"]
         del service.runs["000000a1"]
         writer.say(TrackingDone(run_id="000000a1", complete=True))
-        tracker.over("000000a1")
+        tracker.run_ended("000000a1")
         assert service.told == []
 
     played(service, story)
@@ -198,7 +198,7 @@ def test_a_rank_that_asks_is_answered_now_or_once_it_is_known(service: Service):
         assert service.ranks == [("000000a1", MLFLOW, ""), ("000000a2", None, "it is down")]
         # a run that is done stays known while it is active
         writer.say(TrackingDone(run_id="000000a1", complete=True))
-        tracker.over("000000a1")
+        tracker.run_ended("000000a1")
         assert service.told == []
 
     played(service, story)
@@ -237,7 +237,7 @@ def test_short_runs_that_succeed_are_not_written_unless_asked_for(service: Servi
         # the run got no devices
         runs["unplaced"].scheduled.state = RunState.QUEUED
         for name in ("short", "lost", "cancelled", "unplaced"):
-            tracker.over(runs[name].run_id)
+            tracker.run_ended(runs[name].run_id)
         await later()
         # its ranks disappeared without reporting an end
         assert service.told == ["track 00000002"]

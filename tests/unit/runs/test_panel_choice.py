@@ -26,8 +26,8 @@ from sgpu_magic.packages.requirement_files import read_file
 from sgpu_magic.runs.choice.keeper import MAX_FILE_BYTES, ChoiceKeeper, keeper_of
 from sgpu_magic.runs.choice.known_notebooks import NOTEBOOKS_FILE
 from sgpu_magic.runs.choice.packages import env_version_of, missing, problem_of_requirement
-from sgpu_magic.runs.choice.schema import Choice, KeptChoice, normal, problem_of, read_kept, words_of
-from sgpu_magic.runs.submit.target import MAGIC_WAYS, PYTHON_WAYS, held_words, with_choice
+from sgpu_magic.runs.choice.schema import Choice, KeptChoice, describe_choice, normal, problem_of, read_kept
+from sgpu_magic.runs.submit.target import MAGIC_WAYS, PYTHON_WAYS, describe_held, with_choice
 
 GB = 10**9
 
@@ -149,7 +149,7 @@ def test_requirements_that_a_notebook_may_carry(line: str, words: str):
     ],
 )
 def test_a_choice_in_words(choice: Choice, words: str):
-    assert words_of(choice, "local") == words
+    assert describe_choice(choice, "local") == words
 
 
 # ---------------------------------------------------------------- keeping
@@ -260,7 +260,7 @@ def test_metadata_copied_into_another_notebook_are_not_this_users_choice_there(t
         )
         assert "on this machine" not in caught.value.message
         assert "confirm it in the panel or with `%sgpu_env --accept`" in caught.value.message
-        assert f"you chose that in {mine}, not here" in held_words(place.choice.now(), "local")
+        assert f"you chose that in {mine}, not here" in describe_held(place.choice.now(), "local")
         if not told:
             place.choice.to_report(read_kept(metadata["sgpu"]).kept)
     # a single note

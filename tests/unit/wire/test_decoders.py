@@ -100,7 +100,7 @@ OWN = {
     "tracking/store.py:Progress.tracked": "a record that has its type",
     "wire/codec.py:printable": "a record that has its type",
     "worker/cell/widgets.py:_Comms.hear": "a message that the kernel encoded",
-    "worker/group/renewal.py:_take_census": "the record of another rank of the run",
+    "worker/group/renewal.py:_exchange_groups": "the record of another rank of the run",
     "worker/ray/node.py:main": "an argument of a program of ours",
     "worker/standalone.py:run": "the directory that the user names",
     "worker/standalone.py:_settings": "the same",

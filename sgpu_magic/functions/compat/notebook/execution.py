@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 from sgpu_magic.errors import UsageError
 from sgpu_magic.functions.compat.notebook.dbutils import Utility, Widgets
-from sgpu_magic.options.notebook_job import NotebookExit, as_words, of_process
+from sgpu_magic.options.notebook_job import NotebookExit, as_arguments, of_process
 from sgpu_magic.packages.distributions import Distribution, InstalledPackages
 from sgpu_magic.packages.snapshot import Change, changes, loaded_version, take_snapshot, versions
 from sgpu_magic.payload.namespace import is_ipythons
@@ -58,7 +58,7 @@ class Notebook(Utility):
         found = find_notebook(Path.cwd(), path)
         if found is None:
             raise UsageError(f"dbutils.notebook.run: there is no notebook {path!r} in {Path.cwd()}.")
-        words = [sys.executable, "-m", "sgpu_magic.cli", "run", str(found), *as_words(of_process())]
+        words = [sys.executable, "-m", "sgpu_magic.cli", "run", str(found), *as_arguments(of_process())]
         for name, value in (arguments or {}).items():
             words += ["-r", f"{name}={value}"]
         if timeout_seconds:
