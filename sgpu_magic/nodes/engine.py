@@ -78,9 +78,9 @@ _OfRun = RunEvent | PartEnded | DevicesFree | RanksGone | MasterBound
 class Engine:
     """The common base of all engines: executes runs on the nodes that its subclass provides.
 
-    The subclass calls, from the loop's thread: `on_node_connected`, `on_node_message`, `node_lost`, `inventory_changed`,
-    `start_parts`, `refuse_lease`. It overrides as needed: `start_run`, `withdraw`, `lease_free`, `inventory`, `close`,
-    and `start`, which must call `super().start(listener)` last.
+    The subclass calls, from the loop's thread: `on_node_connected`, `on_node_message`, `node_lost`,
+    `inventory_changed`, `start_parts`, `refuse_lease`. It overrides as needed: `start_run`, `withdraw`, `lease_free`,
+    `inventory`, `close`, and `start`, which must call `super().start(listener)` last.
 
     Args:
         settings: The pool's settings.
