@@ -16,27 +16,59 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
+from sgpu_magic.agent.reports import EventReports
+from sgpu_magic.agent.service import Agent
+from sgpu_magic.client.pool import Pool
+from sgpu_magic.magics.run_magics import DistributedMagics
+from sgpu_magic.pool.instructions import LaunchHandler
+from sgpu_magic.pool.reports import Reports
+from sgpu_magic.pool.submissions import Submissions
+from sgpu_magic.runs.follow.run_loop import Subscription
+from sgpu_magic.wire.events import RunEnded
+from sgpu_magic.wire.node import Launch
+from sgpu_magic.worker.cell.cell_run import run_cell
+from sgpu_magic.worker.process.rank import _Life
 from tests.benchmarks.environment import ROOT, Bench
 from tests.benchmarks.kernel import BenchKernel
 from tests.benchmarks.processes import end_descendants
 
 RANKS = 4
-# process, step and function; "<" is its start, ">" its end; a class after it limits it to arguments of that class
+
+
+class Point(NamedTuple):
+    """Where a cell passes.
+
+    Args:
+        process: The process.
+        step: What it does there.
+        function: The function: an object, so that a tool that renames it renames it here.
+        when: Its start or its end.
+        kind: Only calls with an argument, or an argument's body, of this class.
+    """
+
+    process: str
+    step: str
+    function: Callable[..., Any]
+    when: Literal["start", "end"] = "start"
+    kind: type | None = None
+
+
 POINTS = (
-    ("kernel", "calls the magic", "magics.run_magics:DistributedMagics._run <"),
-    ("kernel", "has packed the cell", "client.pool:Pool.submit <"),
-    ("pool", "has the request", "pool.submissions:Submissions.submit <"),
-    ("pool", "orders it from the agent", "pool.instructions:LaunchHandler.order <"),
-    ("agent", "has the order", "agent.service:Agent._launch <"),
-    ("first rank", "has the order", "worker.process.rank:_Life._execute <"),
-    ("last rank", "begins the cell", "worker.cell.cell_run:run_cell <"),
-    ("last rank", "has executed it", "worker.cell.cell_run:run_cell >"),
-    ("last rank", "reports", "worker.process.rank:_Life._reply <"),
-    ("agent", "reports the end", "agent.reports:Reports.happened < RunEnded"),
-    ("pool", "has the end", "pool.reports:Reports.run_happened < RunEnded"),
-    ("kernel", "has the end", "runs.follow.run_loop:Subscription.apply < RunEnded"),
-    ("kernel", "returns from the magic", "magics.run_magics:DistributedMagics._run >"),
+    Point("kernel", "calls the magic", DistributedMagics._run),
+    Point("kernel", "has packed the cell", Pool.submit),
+    Point("pool", "has the request", Submissions.submit),
+    Point("pool", "orders it from the agent", LaunchHandler.order),
+    Point("agent", "has the order", Agent._execute, kind=Launch),
+    Point("first rank", "has the order", _Life._execute),
+    Point("last rank", "begins the cell", run_cell),
+    Point("last rank", "has executed it", run_cell, "end"),
+    Point("last rank", "reports", _Life._reply),
+    Point("agent", "reports the end", EventReports.happened, kind=RunEnded),
+    Point("pool", "has the end", Reports.run_happened, kind=RunEnded),
+    Point("kernel", "has the end", Subscription.apply, kind=RunEnded),
+    Point("kernel", "returns from the magic", DistributedMagics._run, "end"),
 )
 _HOOK = """
 import importlib.abc, importlib.machinery, os, sys, time
@@ -51,13 +83,13 @@ def wrapped(plain, points):
 
     def call(*args, **more):
         for number, when, kind in points:
-            if when == "<":
+            if when == "start":
                 note(number, kind, args)
         try:
             return plain(*args, **more)
         finally:
             for number, when, kind in points:
-                if when == ">":
+                if when == "end":
                     note(number, kind, args)
 
     return call
@@ -127,10 +159,10 @@ def _kernel(bench: Bench) -> Iterator[tuple[BenchKernel, Path]]:
 
 def _by_module() -> dict[str, dict[str, list[tuple[int, str, str]]]]:
     found: dict[str, dict[str, list[tuple[int, str, str]]]] = {}
-    for number, (_, _, point) in enumerate(POINTS):
-        where, when, *kind = point.split()
-        module, _, path = where.partition(":")
-        found.setdefault(f"sgpu_magic.{module}", {}).setdefault(path, []).append((number, when, "".join(kind)))
+    for number, point in enumerate(POINTS):
+        kind = "" if point.kind is None else point.kind.__name__
+        functions = found.setdefault(point.function.__module__, {})
+        functions.setdefault(point.function.__qualname__, []).append((number, point.when, kind))
     return found
 
 
@@ -149,11 +181,11 @@ def _table(kernel: BenchKernel, trace: Path, cell: str, count: int, pause_s: flo
             at, number = line.split()
             passed.setdefault(int(number), []).append(float(at) - began)
         for number, all_times in passed.items():
-            last: Callable[[list[float]], float] = max if POINTS[number][0] == "last rank" else min
+            last: Callable[[list[float]], float] = max if POINTS[number].process == "last rank" else min
             times[number].append(last(all_times))
     rows = [
-        (where, what, statistics.median(at) * 1e3)
-        for (where, what, _), at in zip(POINTS, times, strict=True)
+        (point.process, point.step, statistics.median(at) * 1e3)
+        for point, at in zip(POINTS, times, strict=True)
         if len(at) > count // 2
     ]
     rows.append(("front end", "has the reply, and idle", statistics.median(idle) * 1e3))
