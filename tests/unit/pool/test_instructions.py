@@ -253,6 +253,29 @@ def test_the_ranks_are_ordered_first_and_recorded_once_they_have_their_devices(t
     served(tmp_path, story)
 
 
+def test_a_group_of_ranks_takes_only_declared_steps(tmp_path: Path):
+    def story(service: Service) -> None:
+        run = service.run(retries=1)
+        for undeclared in (GroupState.LAUNCHED, GroupState.EXITED):
+            with pytest.raises(RuntimeError, match=f"from ABSENT to {undeclared.name}"):
+                run.group = undeclared
+        assert not run.has_group
+        run.order_group()
+        run.launch_group(1.0)
+        with pytest.raises(RuntimeError, match="from LAUNCHED to ABSENT"):
+            run.requeue()
+        run.group = GroupState.EXITED
+        # a report may be repeated
+        run.group = GroupState.EXITED
+        run.order_group()
+        assert run.group is GroupState.LAUNCHED, "restarted on the devices that it has"
+        run.group = GroupState.EXITED
+        run.requeue()
+        assert (run.group, run.placed_at) == (GroupState.ABSENT, None)
+
+    served(tmp_path, story)
+
+
 # ---------------------------------------------------------------- starting again
 
 
