@@ -216,7 +216,12 @@ class PoolWatcher(Watcher[PollResult]):
         runs = changes(seen.picture.pool, before.rows, seen.rows)
         # a change of `now` alone is not reported
         is_same = msgspec.structs.replace(before.picture, now=seen.picture.now) == seen.picture
-        return [*([] if is_same else [PoolUpdate(picture=seen.picture)]), *([] if runs is None else [runs])]
+        updates: list[StateUpdate] = []
+        if not is_same:
+            updates.append(PoolUpdate(picture=seen.picture))
+        if runs is not None:
+            updates.append(runs)
+        return updates
 
     def _failed(self) -> PollResult:
         """Keep the runs that were listed."""

@@ -55,7 +55,6 @@ class Adoption:
         guard: Guard,
         feed: Callable[[sched.Stimulus], None],
     ) -> None:
-        self._settings = settings
         self._engine = engine
         self._ledger = ledger
         self._active = active

@@ -130,14 +130,6 @@ class PoolRun:
     def group(self) -> GroupState:
         return self._group
 
-    @group.setter
-    def group(self, state: GroupState) -> None:
-        if state is self._group:
-            return
-        if state not in _NEXT[self._group]:
-            raise RuntimeError(f"run {self.run_id}: its group went from {self._group.name} to {state.name}")
-        self._group = state
-
     @property
     def has_group(self) -> bool:
         """Whether a group was ordered, and the run was not requeued since."""
@@ -145,18 +137,28 @@ class PoolRun:
 
     def order_group(self) -> None:
         """Record that its group was ordered from the engine: a first one, or another one on the devices that it has."""
-        self.group = GroupState.ORDERED if self.placed_at is None else GroupState.LAUNCHED
+        self._move_group(GroupState.ORDERED if self.placed_at is None else GroupState.LAUNCHED)
 
     def launch_group(self, placed_at: float) -> None:
         """Record that the engine has taken the devices, at a monotonic time."""
-        self.group = GroupState.LAUNCHED
+        self._move_group(GroupState.LAUNCHED)
         self.placed_at = placed_at
+
+    def exit_group(self) -> None:
+        """Record that all processes of its group have exited, if it has a group."""
+        if self.has_group:
+            self._move_group(GroupState.EXITED)
 
     def requeue(self) -> None:
         """Record that it waits for other devices."""
-        self.group = GroupState.ABSENT
+        self._move_group(GroupState.ABSENT)
         self.placed_at = None
         self.lost_node = None
+
+    def _move_group(self, state: GroupState) -> None:
+        if state is not self._group and state not in _NEXT[self._group]:
+            raise RuntimeError(f"run {self.run_id}: its group went from {self._group.name} to {state.name}")
+        self._group = state
 
     @property
     def ended(self) -> bool:

@@ -120,8 +120,7 @@ class Reports:
     def devices_free(self, run_id: str) -> None:
         """Return the devices of a run whose processes are gone, even if its files are still being transferred."""
         if (run := self._active.get(run_id)) is not None:
-            if run.has_group:
-                run.group = GroupState.EXITED
+            run.exit_group()
             self._give_back(run)
 
     def _give_back(self, run: PoolRun) -> None:
@@ -147,8 +146,7 @@ class Reports:
         self._confirm()
         if (run := self._active.get(run_id)) is None:
             return
-        if run.has_group:
-            run.group = GroupState.EXITED
+        run.exit_group()
         if not self._launches.restart(run):
             if run.lost_node and not run.payload_released:
                 # the agent that would report this may be dead
@@ -225,7 +223,7 @@ class Reports:
 
     def _lost_with_agent(self, run: PoolRun, failure: Failure) -> None:
         self._try_again(run, failure)
-        run.group = GroupState.EXITED
+        run.exit_group()
         if not self._launches.restart(run):
             self._lose(run, failure)
             self._report_reaped(run)

@@ -197,9 +197,8 @@ class Scheduler:
             hourly = self._tariff.hourly(adopted.lease) if adopted.hourly is None else adopted.hourly
             # a finished run is already in the ledger's sums
             is_unmetered = run.state is RunState.PREPARING or run.state.is_final
-            meter = Meter(
-                adopted.lease, None if run.spec.session else hourly, None if is_unmetered else adopted.metered_at
-            )
+            since = None if is_unmetered else adopted.metered_at
+            meter = Meter(adopted.lease, None if run.spec.session else hourly, since)
             self._table.change(
                 run,
                 queued_at=adopted.metered_at,
