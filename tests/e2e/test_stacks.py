@@ -144,7 +144,7 @@ def test_a_death_says_where_the_rank_was(kernel: Kernel):
 
 
 def test_runs_without_ranks_have_no_stacks(kernel: Kernel):
-    assert kernel.run("%sgpu_stacks ffff").ename == "RunUnknown"
+    assert kernel.run("%sgpu_stacks ffffffff").ename == "RunUnknown"
     kernel.check("%%distributed -n 1\npass")
     # its ranks take a moment to leave
     eventually(lambda: kernel.run("%sgpu_stacks").ename == "RunUnknown", 5, "no run is active")
