@@ -34,8 +34,8 @@ from sgpu_magic.wire.base import FailureKind, RunState
 from sgpu_magic.wire.codec import Order
 from sgpu_magic.wire.events import GroupRenewed, Noted
 from sgpu_magic.wire.node import Adopt, MasterKnown, PartsOver, PeerFailed
-from sgpu_magic.wire.rank import CellFailed, Finished, Finishing, FromRank, Joined
-from sgpu_magic.wire.rank_events import RanksFinishing, RankUnfinished, Unfinished
+from sgpu_magic.wire.rank import CellFailed, DescendantsEnded, Finished, Finishing, FromRank, Joined
+from sgpu_magic.wire.rank_events import Unfinished
 
 if TYPE_CHECKING:
     from sgpu_magic.agent.runs.session import NodeSession
@@ -61,7 +61,7 @@ _WRITE_DELAY_S = 0.03
 
 
 class FreshRun(Execution):
-    """Runs one launch in its own group. Takes the arguments of `RankRun`."""
+    """Runs one launch in its own group. Takes the arguments of `Execution`."""
 
     def __init__(self, attempt: Attempt, group: Group, warm: str, here: AgentServices) -> None:
         super().__init__(attempt, group, warm, here)
@@ -73,7 +73,6 @@ class FreshRun(Execution):
         self._traces_until = 0.0
         # whether the cell has ended on every rank while some still finish what it started
         self._awaits_finish = False
-        self._finish_shown: tuple[RankUnfinished, ...] = ()
         # whether ranks have child processes, and whether these are ended before the run's end is reported
         self._has_children = False
         self._awaits_children = False
@@ -81,7 +80,7 @@ class FreshRun(Execution):
         group.listener = self
 
     def start(self) -> None:
-        self._later(_SETTLED_S, self._memory.begin)
+        self._later(_SETTLED_S, self._supervisor.memory.begin)
         try:
             self.files.memory.open_payload()
             for process in self.run_ranks.ranks:
@@ -140,7 +139,7 @@ class FreshRun(Execution):
     def on_rank_message(self, rank: int, message: FromRank, frames: Sequence[bytes]) -> None:
         match message:
             case Joined():
-                if self._has_just_started(rank):
+                if self._supervisor.joined(rank) and self._started_at is None:
                     self._all_there()
             case Finishing(work=work, leaves_processes=leaves):
                 self._has_children = self._has_children or leaves
@@ -150,15 +149,26 @@ class FreshRun(Execution):
 
     def rank_exited(self, rank: int, status: int) -> None:
         has_finished = self._reports.has_finished(rank)
-        finishing = rank in self._finishing and has_finished
+        finishing = rank in self._unfinished.ranks and has_finished
         if finishing and status == 0:
             # an exit function ended the process, which is allowed
             self._note_finishing(rank, None)
         elif not (self.ended or self._awaits_children) and (has_finished or not self._reports.has_reported(rank)):
-            self._finishing.pop(rank, None)
-            self._on_failure(self._death(rank, status, finishing=finishing))
-        self._finishing.pop(rank, None)
+            self._unfinished.update(rank, None)
+            self._on_failure(self._supervisor.describe_death(rank, status, finishing=finishing))
+        self._unfinished.update(rank, None)
         self._stop.reported()
+        self._finish_if_exited()
+
+    def on_descendants_ended(self, rank: int, message: DescendantsEnded) -> None:
+        """Handle that everything that a dead rank had started has ended."""
+        if not self.has_exited:
+            self._supervisor.note_descendants(rank, message)
+        self._finish_if_exited()
+
+    def group_broken(self, kind: FailureKind, message: str) -> None:
+        """Fail the run: its group is lost."""
+        self.fail_whole(kind, message)
         self._finish_if_exited()
 
     # ------------------------------------------------------------ what the cell has started
@@ -166,7 +176,7 @@ class FreshRun(Execution):
     def _all_reported(self, state: RunState) -> None:
         if state is not RunState.SUCCEEDED:
             self._end(state)
-        elif not self._finishing:
+        elif not self._unfinished.ranks:
             self._all_finished()
         elif not self._awaits_finish:
             self._awaits_finish = True
@@ -176,15 +186,12 @@ class FreshRun(Execution):
             self._later(self._here.settings.finish_timeout_s, lambda: self._end(RunState.SUCCEEDED))
 
     def _note_finishing(self, rank: int, work: tuple[Unfinished, ...] | None) -> None:
-        if work is not None:
-            self._finishing[rank] = work
-        else:
-            self._finishing.pop(rank, None)
+        self._unfinished.update(rank, work)
         if not self._awaits_finish or self.ended:
             return
-        if not self._finishing and self._ending_as is None:
+        if not self._unfinished.ranks and self._ending_as is None:
             self._all_finished()
-        elif self._finish_shown:
+        elif self._unfinished.is_reported:
             self._show_finishing()
 
     def _all_finished(self) -> None:
@@ -197,16 +204,14 @@ class FreshRun(Execution):
 
     def _show_finishing(self) -> None:
         """Report what the run waits for, when it has waited for a moment and when that changes."""
-        unfinished = self._unfinished
-        if not self.ended and self._ending_as is None and unfinished != self._finish_shown:
-            self._finish_shown = unfinished
-            self._say(RanksFinishing(ranks=unfinished))
+        if not self.ended and self._ending_as is None:
+            self._unfinished.report()
 
     def _note_cut_off(self) -> None:
         """Note, after a failure was reported, that ranks are ended before they have finished."""
         work = "; ".join(
             f"rank {each.rank}: {', '.join(f'{one.kind} {one.name}' for one in each.work) or 'its exit'}"
-            for each in self._unfinished
+            for each in self._unfinished.by_rank
         )
         self._say(
             Noted(text=f"what ranks had not finished {self._finish_s():.0f} s after the failure was cut off: {work}")
@@ -232,14 +237,17 @@ class FreshRun(Execution):
             self._stop.begin(0.0, interrupt_first=False, waited=self._stop_waiting)
 
     def _stop_waiting(self) -> None:
-        self._when_drawn(lambda: self._end(self._ending_as or RunState.FAILED))
+        self._cause.await_tracebacks(lambda: self._end(self._ending_as or RunState.FAILED))
 
     # ------------------------------------------------------------ end
 
     def _finish_if_exited(self) -> None:
+        """Finish the run once it has ended and its ranks are gone."""
         if self._awaits_children and self.group.has_exited:
             self._end(RunState.SUCCEEDED)
-        super()._finish_if_exited()
+        if self.ended and not self.has_exited and self.group.has_exited:
+            self._supervisor.close_group(self._here.settings)
+            self._is_over()
 
     def _after_end(self) -> None:
         self._traces_until = self._loop.time() + _TRACE_S
@@ -300,7 +308,7 @@ class SessionCell(Execution):
         for process in self.run_ranks.ranks:
             process.output.switch_log(self.files.log_path(process.rank))
         self._all_there()
-        self._memory.begin()
+        self._supervisor.memory.begin()
 
     # ------------------------------------------------------------ from the group
 
@@ -312,7 +320,7 @@ class SessionCell(Execution):
     def rank_exited(self, rank: int, status: int) -> None:
         # other ranks may wait for one that has finished
         if not self._reports.has_reported(rank) or (not self.ended and self._reports.has_finished(rank)):
-            self._on_failure(self._death(rank, status))
+            self._on_failure(self._supervisor.describe_death(rank, status))
 
     # ------------------------------------------------------------ stop path
 
@@ -326,7 +334,9 @@ class SessionCell(Execution):
         self._stop.begin(0.0, interrupt_first=True, waited=lambda: self._later(_UNSTOPPED_S, self._report_unstopped))
 
     def _free_others(self) -> None:
-        self._stop.begin(0.0, interrupt_first=False, waited=lambda: self._when_drawn(self._report_unstopped))
+        self._stop.begin(
+            0.0, interrupt_first=False, waited=lambda: self._cause.await_tracebacks(self._report_unstopped)
+        )
 
     def end_now(self) -> None:
         """Report the end although ranks may still run the cell: the session ends."""

@@ -17,11 +17,13 @@ from sgpu_magic.agent.ranks.group import Group
 from sgpu_magic.agent.ranks.orders import prepare
 from sgpu_magic.agent.ranks.stop import EXIT_HANDLERS_S
 from sgpu_magic.agent.runs.execution_kinds import SHOWN_AFTER_S, OnRenewed, SessionCell
-from sgpu_magic.agent.runs.node_run import AgentServices, Attempt, RankRun
+from sgpu_magic.agent.runs.node_run import AgentServices, Attempt, NodeRun
 from sgpu_magic.agent.runs.rank_questions import Questions
+from sgpu_magic.agent.runs.rank_supervisor import RankSupervisor
 from sgpu_magic.agent.runs.session_events import SessionEvents
 from sgpu_magic.agent.runs.session_logs import SessionLogs
 from sgpu_magic.agent.runs.session_repair import SessionRepair
+from sgpu_magic.agent.runs.unfinished_work import UnfinishedWork
 from sgpu_magic.agent.watch.sampling import RunSampler
 from sgpu_magic.wire.base import OWNER_GONE, FailureKind, RunState
 from sgpu_magic.wire.client import ReclaimPayload, SendComms
@@ -42,7 +44,7 @@ from sgpu_magic.wire.rank import (
     Remarked,
     Renewed,
 )
-from sgpu_magic.wire.rank_events import Failure, OutputWritten, RanksFinishing, RankStack, RankUnfinished, Unfinished
+from sgpu_magic.wire.rank_events import Failure, OutputWritten, RankStack, Unfinished
 from sgpu_magic.wire.run import RankAnswer, RankQuestion
 
 # a cell that is stopped with its session gets this long to report its own end
@@ -53,30 +55,49 @@ class SessionRefuses(Exception):
     """The session can't take a cell; the message says why and what to do."""
 
 
-class NodeSession(RankRun):
-    """One session's ranks. Takes the arguments of `RankRun`."""
+class NodeSession(NodeRun):
+    """One session's ranks.
+
+    Args:
+        attempt: The session's launch.
+        group: The ranks' group, forked or being forked.
+        warm: How the ranks were started: `standby`, `zygote` or `cold`.
+        here: What all runs of the agent share.
+
+    Attributes:
+        group: The ranks' group.
+        run_ranks: The session's ranks on this node.
+    """
 
     def __init__(self, attempt: Attempt, group: Group, warm: str, here: AgentServices) -> None:
-        super().__init__(attempt, group, warm, here)
+        super().__init__(attempt, here)
         launch = self.launch
+        self.group = group
+        self._warm = warm
+        self._supervisor = RankSupervisor(launch, group, self._say, self._later)
+        self.run_ranks = self._supervisor.run_ranks
         self._sampler = RunSampler(self.run_ranks, launch.lease, self._say, lambda use: None)
         self._events = SessionEvents(self._say)
         self._cell: SessionCell | None = None
         self._questions = Questions(group)
         self._failure: Failure | None = None
         self._logs = SessionLogs(group, self.files)
-        # unfinished work of the ranks once the session ends; None before
-        self._finishing: dict[int, tuple[Unfinished, ...]] | None = None
-        self._finish_shown: tuple[RankUnfinished, ...] = ()
+        # whether the session ends and its ranks finish what its cells have started
+        self._is_finishing = False
+        self._unfinished = UnfinishedWork(self._say)
         self._finish_s = 0.0
         self._repair = SessionRepair(
             group, launch, here.settings.runtime_path, self._events, self._say, self._logs.begin
         )
         group.listener = self
 
+    @property
+    def pids(self) -> list[int]:
+        return self.group.pids
+
     def start(self) -> None:
         """Prepare the ranks: context, devices and process group."""
-        self._memory.begin()
+        self._supervisor.memory.begin()
         self._logs.begin(self.run_ranks.numbers)
         try:
             prepare(self.launch, self.group, self.run_ranks.numbers, stays=True)
@@ -144,7 +165,7 @@ class NodeSession(RankRun):
             done("its ranks are already being started")
         else:
             self._repair.replace(tuple(sorted(ranks)) or self.run_ranks.numbers, done)
-            self._ranks_killed()
+            self._supervisor.check_killed()
             if self._cell is None:
                 self._repair.go_on()
 
@@ -160,7 +181,7 @@ class NodeSession(RankRun):
             case Joined() if self._started_at is not None:
                 self._repair.joined(rank)
             case Joined():
-                if self._has_just_started(rank) and self._ending_as is None:
+                if self._supervisor.joined(rank) and self._ending_as is None:
                     self._connected()
             case Renewed():
                 self._repair.renewed(rank, message)
@@ -171,9 +192,9 @@ class NodeSession(RankRun):
             case _ if cell is not None and rank in cell.run_ranks.numbers:
                 cell.on_rank_message(rank, message, frames)
             case Displayed() | Cleared():
-                self._show(rank, message)
+                self._supervisor.show(rank, message)
             case CommsFromRank():
-                self._take_comms(rank, message, frames)
+                self._supervisor.relay_comms(rank, message, frames)
             case Remarked(text=text):
                 self._say(Noted(text=text))
             case CellFailed(failure=failure):
@@ -219,26 +240,31 @@ class NodeSession(RankRun):
         if cell is not None and rank in cell.run_ranks.numbers:
             cell.rank_exited(rank, status)
         elif is_unexpected and self._started_at is not None:
-            self._say(Noted(text=self._death(rank, status).message))
+            self._say(Noted(text=self._supervisor.describe_death(rank, status).message))
         if is_unexpected and self._started_at is None:
-            self._failure = self._death(rank, status)
+            self._failure = self._supervisor.describe_death(rank, status)
             self.end_as(RunState.FAILED, "")
         if self._cell is None:
             self._repair.go_on()
         self._finish_if_exited()
 
     def on_descendants_ended(self, rank: int, message: DescendantsEnded) -> None:
+        """Handle that everything that a dead rank had started has ended."""
         if self._cell is None:
             self._repair.go_on()
-        super().on_descendants_ended(rank, message)
+        if not self.has_exited:
+            self._supervisor.note_descendants(rank, message)
+        self._finish_if_exited()
 
     def group_broken(self, kind: FailureKind, message: str) -> None:
+        """Fail the session and its cell: the group is lost."""
         if self._cell is not None:
             self._cell.fail_whole(kind, message)
-        super().group_broken(kind, message)
+        self.fail_whole(kind, message)
+        self._finish_if_exited()
 
     def _connected(self) -> None:
-        self._say_started()
+        self._report_start(self.run_ranks.pids, self._warm)
         # a fault in the sampling must not end the session
         with faults.charging(lambda error: self._here.sampling.end(self._sampler)):
             self._here.sampling.begin(self._sampler)
@@ -261,12 +287,13 @@ class NodeSession(RankRun):
     def _begin_finish(self) -> None:
         """Let the ranks finish what the session's cells have started. Ranks that are busy with a cell can't."""
         ranks = [process.rank for process in self.group.ranks if process.alive]
-        if self.ended or self._finishing is not None:
+        if self.ended or self._is_finishing:
             return
         if self._started_at is None or self.group.broken or self._cell is not None or not ranks:
             self._say_end()
             return
-        self._finishing = dict.fromkeys(ranks, ())
+        self._is_finishing = True
+        self._unfinished.expect(ranks)
         for rank in ranks:
             self.group.order(rank, Finish())
         # if the notebook is gone or a time limit is reached, ranks get only the grace of a stopped run
@@ -276,33 +303,24 @@ class NodeSession(RankRun):
         self._later(self._finish_s, self._say_end)
 
     def _note_finishing(self, rank: int, work: tuple[Unfinished, ...] | None) -> None:
-        if self._finishing is None or rank not in self._finishing or self.ended:
+        if rank not in self._unfinished.ranks or self.ended:
             return
-        if work is not None:
-            self._finishing[rank] = work
-        else:
-            del self._finishing[rank]
-        if not self._finishing:
+        self._unfinished.update(rank, work)
+        if not self._unfinished.ranks:
             self._say_end()
-        elif self._finish_shown:
-            self._show_finishing()
-
-    @property
-    def _unfinished(self) -> tuple[RankUnfinished, ...]:
-        finishing = self._finishing or {}
-        return tuple(RankUnfinished(rank=rank, work=work) for rank, work in sorted(finishing.items()))
+        elif self._unfinished.is_reported:
+            self._unfinished.report()
 
     def _show_finishing(self) -> None:
         """Report what the session waits for, when it has waited for a moment and when that changes."""
-        if not self.ended and self._unfinished != self._finish_shown:
-            self._finish_shown = self._unfinished
-            self._say(RanksFinishing(ranks=self._finish_shown))
+        if not self.ended:
+            self._unfinished.report()
 
     def _kill(self) -> None:
         """Send SIGKILL to every rank."""
         for process in self.group.ranks:
             process.signal(signal.SIGKILL, whole_session=True)
-        self._ranks_killed()
+        self._supervisor.check_killed()
 
     def faulted(self, error: Exception) -> None:
         """Charge a fault to the running cell, if any; the session goes on if it can."""
@@ -334,6 +352,7 @@ class NodeSession(RankRun):
         self._events.close()
         now = time.monotonic()
         connected = self._started_at or now
+        unfinished = self._unfinished.by_rank
         failure = self._failure
         if failure is None and self._ending_as is RunState.TIMED_OUT:
             failure = self._failure_now(FailureKind.TIMEOUT, self._end_reason)
@@ -342,19 +361,25 @@ class NodeSession(RankRun):
                 state=self._ending_as,
                 failure=failure,
                 reason="" if failure is not None else self._end_reason,
-                cut_off=self._unfinished,
-                finish_s=self._finish_s if self._unfinished else 0.0,
+                cut_off=unfinished,
+                finish_s=self._finish_s if unfinished else 0.0,
                 starting_s=connected - self._launched_at,
                 running_s=now - connected,
             )
         )
         self.group.leave()
-        unfinished = self._finishing or {}
-        busy = [each for each in self.group.ranks if each.alive and (self._cell is not None or each.rank in unfinished)]
+        unready = self.run_ranks.numbers if self._cell is not None else self._unfinished.ranks
+        busy = [process for process in self.group.ranks if process.alive and process.rank in unready]
         for process in busy:
             process.signal(signal.SIGTERM, whole_session=True)
         self._later(self.grace_s if busy else EXIT_HANDLERS_S, self._kill)
         self._finish_if_exited()
+
+    def _finish_if_exited(self) -> None:
+        """Finish the session once it has ended and its ranks are gone."""
+        if self.ended and not self.has_exited and self.group.has_exited:
+            self._supervisor.close_group(self._here.settings)
+            self._is_over()
 
     @property
     def connected(self) -> bool:

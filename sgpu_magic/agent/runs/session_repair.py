@@ -1,4 +1,4 @@
-"""What a session has besides its cells: repair of its group, reports, logs, and questions to idle ranks.
+"""Repair of a session's group of ranks.
 
 After a cell that broke the process groups, and when dead ranks are replaced, every living rank renews its groups in
 place over a new store, so that the user's models and groups keep working. New ranks join over the same store.
