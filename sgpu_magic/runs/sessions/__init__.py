@@ -1,12 +1,12 @@
 """Sessions: ranks that stay alive between cells, holding their lease.
 
-lifecycle       a session from submission to end: state, waiting, closing
-session         the handle: cells, calls, names, restarts of ranks
-registry        this process's sessions: connecting, lookup by name, the current one, closing
-some_ranks      some of the ranks, and values that are spread over them
-cell_runner     runs cells, calls, pushes and pulls in a session
-namespace_sync  which of the notebook's names are sent with a cell
-comparison      what is shown while the notebook's values are compared for long
+session          a session from its connection to its end: cells, calls, names, waiting, closing
+registry         this process's sessions: connecting, lookup by name, the current one, closing
+rank_collection  some of the ranks, and values that are spread over them
+rank_restart     restarts ranks and sends the notebook's values to them again
+cell_runner      runs cells, calls, pushes and pulls in a session
+namespace_sync   which of the notebook's names are sent with a cell
+comparison       what is shown while the notebook's values are compared for long
 """
 
 from __future__ import annotations

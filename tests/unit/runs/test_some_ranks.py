@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sgpu_magic.runs.sessions.some_ranks import joined, ranks_at, split
+from sgpu_magic.runs.sessions.rank_collection import joined, ranks_at, split
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,72 @@
+"""The restart of a session's ranks: the notebook's values are sent to the new processes again."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import TYPE_CHECKING, Any
+
+from sgpu_magic.errors import SerializationError, UsageError
+from sgpu_magic.formatting import format_ranks, names_text
+from sgpu_magic.runs.sessions.cell_runner import names_on, push
+from sgpu_magic.wire.run import OutputName
+
+if TYPE_CHECKING:
+    from sgpu_magic.runs.sessions.session import Session
+
+# how many names a sentence lists
+_MOST_NAMES = 12
+
+
+def restart_ranks(session: Session, only: tuple[int, ...]) -> str:
+    """Replace ranks, send the notebook's values to them again, and return a sentence about their names.
+
+    Args:
+        session: The session.
+        only: The ranks; empty means all.
+
+    Raises:
+        SessionError: A cell is running on the ranks, or they could not be started.
+    """
+    context, ranks = session.context, session.ranks_of(only)
+    lost = _names_lost(session, ranks)
+    pushed = _pushed_values(session, ranks)
+    session.pool.restart_ranks(session.run_id, only)
+    again: set[str] = set()
+    for names, some in session.shipping.restarted(ranks).items():
+        if there := [name for name in names if name in context.namespace]:
+            push(session, there, some if len(some) < session.ranks else ())
+            again.update(there)
+    if pushed:
+        session.push(**pushed, ranks=ranks)
+    one = len(ranks) == 1
+    what = f"{format_ranks(ranks)} of session {session.name} {'is a new process' if one else 'are new processes'}"
+    listed = functools.partial(names_text, most=_MOST_NAMES)
+    sent = f"sent again from the notebook: {listed(sorted(again))}" if again else "the notebook had shipped nothing"
+    if pushed:
+        sent += f"; from another rank: {listed(sorted(pushed))}"
+    if not (lost_names := sorted(lost - again - set(pushed))):
+        return f"{what}; {sent}; no name that a cell had set was lost."
+    again_on = f" with --ranks {','.join(map(str, only))}" if only else ""
+    return f"{what}; {sent}; lost, as cells had set it there: {listed(lost_names)}. Run those cells again{again_on}."
+
+
+def _pushed_values(session: Session, ranks: tuple[int, ...]) -> dict[str, Any]:
+    """Return the values pushed to these ranks, read from a rank that stays. Values that can't be read are lost."""
+    found: dict[str, Any] = {}
+    for rank, names in session.shipping.pushed_names({*ranks, *session.dead}).items():
+        for name in names:
+            with contextlib.suppress(UsageError, SerializationError):
+                session.pull_into(found, (OutputName(name),), (rank,), "none")
+    return found
+
+
+def _names_lost(session: Session, ranks: tuple[int, ...]) -> frozenset[str]:
+    """Return the names that cells set on these ranks, as reported by a live rank, otherwise as known here."""
+    own = session.shipping.own_names(ranks)
+    living = [rank for rank in range(session.ranks) if rank not in session.dead]
+    for rank in sorted(living, key=lambda rank: rank in ranks):
+        if (there := names_on(session, rank)) is not None:
+            # only names that no rank is known to have: for the others, the records per rank decide
+            return own | session.shipping.unknown(there)
+    return own
