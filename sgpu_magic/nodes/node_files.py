@@ -29,7 +29,7 @@ from sgpu_magic.files.run_directory import (
     remove_below,
     replace_below,
 )
-from sgpu_magic.system.file_thread import FileThread
+from sgpu_magic.system.serial_threads import FileThread
 from sgpu_magic.wire.base import is_valid_id
 from sgpu_magic.wire.files import (
     CHUNK_BYTES,

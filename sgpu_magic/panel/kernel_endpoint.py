@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -19,6 +18,7 @@ import msgspec
 from sgpu_magic import __version__
 from sgpu_magic.runs.kernel_context import KernelContext
 from sgpu_magic.runs.notebook import kernel_id, notebook_name
+from sgpu_magic.system.serial_threads import SerialExecutor
 
 if TYPE_CHECKING:
     from sgpu_magic.panel.kernel_actions import KernelActions
@@ -37,7 +37,6 @@ PATIENCE_S = 90.0
 _BANNER = f"sgpu-magic {__version__} is loaded.\n"
 _DISPLAY = "sgpu-magic"
 _DEEDS = 3
-_JOIN_S = 2.0
 
 
 class KernelEndpoint:
@@ -229,56 +228,6 @@ class PanelView:
             self._page.rest()
         else:
             self._check_later()
-
-
-class SerialExecutor:
-    """Runs tasks one after the other in a thread that exists only while there are tasks.
-
-    Args:
-        name: The thread's name.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._lock = threading.Lock()
-        self._waiting: deque[Callable[[], None]] = deque()
-        self._thread: threading.Thread | None = None
-        self._closed = False
-
-    @property
-    def is_idle(self) -> bool:
-        """No task is running or waiting."""
-        with self._lock:
-            return self._thread is None
-
-    def put(self, work: Callable[[], None]) -> None:
-        """Add a task, which must not raise."""
-        with self._lock:
-            if self._closed:
-                return
-            self._waiting.append(work)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
-                self._thread.start()
-
-    def close(self) -> None:
-        """Drop waiting tasks, and wait at most 2 s for the running one."""
-        with self._lock:
-            self._closed = True
-            self._waiting.clear()
-            thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(_JOIN_S)
-
-    def _work(self) -> None:
-        while True:
-            with self._lock:
-                if not self._waiting:
-                    # under the lock: a task that is added from now on starts a new thread
-                    self._thread = None
-                    return
-                work = self._waiting.popleft()
-            work()
 
 
 def _kind_of(content: object) -> str:

@@ -24,7 +24,7 @@ from sgpu_magic.files.run_directory import EventFile, disk_room, links_below, li
 from sgpu_magic.pool.active_runs import ActiveRuns
 from sgpu_magic.pool.permissions import Permissions
 from sgpu_magic.pool.server import ConnectedClient, Server
-from sgpu_magic.system.file_thread import FileThread
+from sgpu_magic.system.serial_threads import FileThread
 from sgpu_magic.wire.attachments import (
     CodeBundle,
     FilePayload,

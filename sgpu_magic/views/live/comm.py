@@ -15,12 +15,12 @@ import contextvars
 import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, cast
 
 import msgspec
 
+from sgpu_magic.system.serial_threads import SerialExecutor
 from sgpu_magic.views.live.messages import Answer, AskCancel, AskHello, Question, Refusal
 from sgpu_magic.wire.decoding import convert
 
@@ -59,7 +59,7 @@ class Channels:
         self._served: dict[str, Taker] = {}
         # (model, number) of the newest requests: a widget repeats a request on the other channel if a reply takes long
         self._taken: deque[tuple[str, object]] = deque(maxlen=_MOST_TAKEN)
-        self._worker: ThreadPoolExecutor | None = None
+        self._answers = SerialExecutor("sgpu-answers")
         self._subshell = OwnSubshell(kernel)
         self.serve_comms, self.serve_every_comm = self._subshell.kernel_has_them, self._subshell.kernel_asks
         self.is_restarting: Callable[[], bool] = lambda: False
@@ -118,10 +118,8 @@ class Channels:
         widget.on_msg(self._from_comm)
 
     def _rest(self) -> None:
-        """End the threads, as no view is open."""
-        worker, self._worker = self._worker, None
-        if worker is not None:
-            worker.shutdown(wait=False, cancel_futures=True)
+        """End the subshell and drop waiting requests, as no view is open."""
+        self._answers.drop()
         self._subshell.drop()
 
     # ------------------------------------------------------------ channels
@@ -162,9 +160,7 @@ class Channels:
             send(self._answered(answer, question))
         elif question is not None:
             send_here = _from_any_thread(send)
-            with self._lock:
-                self._worker = self._worker or ThreadPoolExecutor(1, thread_name_prefix="sgpu-answers")
-                self._worker.submit(lambda: send_here(self._answered(answer, question)))
+            self._answers.put(lambda: send_here(self._answered(answer, question)))
 
     def _answered(self, answer: Answerer, question: Question) -> dict[str, object]:
         try:

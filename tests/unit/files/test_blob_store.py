@@ -13,7 +13,7 @@ from small_disks import small_disk
 from sgpu_magic.files import content_store as blob_store
 from sgpu_magic.files.content_store import BlobRefused, BlobStore, blob_digest, blob_path, store_name
 from sgpu_magic.files.run_directory import BadName, list_below, open_below, parts_of
-from sgpu_magic.system.file_thread import FileThread
+from sgpu_magic.system.serial_threads import FileThread
 
 CHUNK = 1000
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import sys
-import threading
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -21,7 +20,6 @@ from sgpu_magic.packages.distributions import Distribution, InstalledPackages, K
 from sgpu_magic.packages.snapshot import take_snapshot
 from sgpu_magic.panel import kernel_actions, kernel_endpoint, kernel_state
 from sgpu_magic.panel.kernel_actions import KernelActions, accept_choice
-from sgpu_magic.panel.kernel_endpoint import SerialExecutor
 from sgpu_magic.panel.kernel_state import panel_text
 from sgpu_magic.panel.poller import Watchers
 from sgpu_magic.runs.choice.keeper import ChoiceKeeper
@@ -256,53 +254,6 @@ def test_accepting_a_choice(make: Any, base: str):
     )
 
 
-# ---------------------------------------------------------------- the threads that answer
-
-
-def test_a_lane_does_one_task_after_the_other_and_none_after_its_end():
-    lane = SerialExecutor("sgpu-test-lane")
-    begun, go = threading.Event(), threading.Event()
-    done: list[int] = []
-
-    def first() -> None:
-        begun.set()
-        go.wait(30)
-        done.append(1)
-
-    assert lane.is_idle
-    lane.put(first)
-    lane.put(lambda: done.append(2))
-    assert begun.wait(30)
-    assert not lane.is_idle
-    # the running task finishes, and the queued one is dropped
-    threading.Timer(0.05, go.set).start()
-    lane.close()
-    assert done == [1]
-    lane.put(lambda: done.append(3))
-    eventually(lambda: lane.is_idle, what="the thread ends")
-    assert done == [1]
-
-
-def test_an_answer_that_can_not_be_sent_costs_nothing(make: Any, monkeypatch: pytest.MonkeyPatch):
-    said = io.StringIO()
-    monkeypatch.setattr(sys, "__stderr__", said)
-    endpoint = kernel_endpoint.KernelEndpoint(make())
-    answers: list[dict[str, Any]] = []
-
-    def broken(_: dict[str, Any]) -> None:
-        raise OSError("the page is gone")
-
-    endpoint.take({"kind": "kernel", "n": 1}, broken)
-    endpoint.take({"kind": "kernel", "n": 2}, answers.append)
-    eventually(lambda: answers, what="the second request is answered")
-    assert answers[0]["n"] == 2
-    assert "OSError: the page is gone" in said.getvalue()
-    assert endpoint.show() is None
-    endpoint.close()
-    endpoint.take({"kind": "kernel", "n": 3}, answers.append)
-    assert len(answers) == 1
-
-
 # ---------------------------------------------------------------- a panel below a cell
 
 
@@ -365,3 +316,26 @@ def test_a_page_that_says_nothing_for_long_is_told_nothing(make: Any):
     endpoint.close()
     watchers.close()
     assert len(front.told) == told
+
+
+# ---------------------------------------------------------------- the threads that answer
+
+
+def test_an_answer_that_can_not_be_sent_costs_nothing(make: Any, monkeypatch: pytest.MonkeyPatch):
+    said = io.StringIO()
+    monkeypatch.setattr(sys, "__stderr__", said)
+    endpoint = kernel_endpoint.KernelEndpoint(make())
+    answers: list[dict[str, Any]] = []
+
+    def broken(_: dict[str, Any]) -> None:
+        raise OSError("the page is gone")
+
+    endpoint.take({"kind": "kernel", "n": 1}, broken)
+    endpoint.take({"kind": "kernel", "n": 2}, answers.append)
+    eventually(lambda: answers, what="the second request is answered")
+    assert answers[0]["n"] == 2
+    assert "OSError: the page is gone" in said.getvalue()
+    assert endpoint.show() is None
+    endpoint.close()
+    endpoint.take({"kind": "kernel", "n": 3}, answers.append)
+    assert len(answers) == 1
