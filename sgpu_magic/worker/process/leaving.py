@@ -146,7 +146,7 @@ class Leaving:
             or any(_buffering_loggers())
             or any(self._with_finalizer())
             or any(_files_open_for_writing())
-            or bool(processes.child_pids())
+            or processes.has_children()
         )
 
     def _with_finalizer(self) -> Iterator[str]:

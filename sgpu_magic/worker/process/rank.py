@@ -57,6 +57,8 @@ from sgpu_magic.worker.process.rank_context import RankState, reseed
 
 # an agent that is busy with a flood of output answers later; a misplaced display is better than a blocked rank
 _DISPLAY_TIMEOUT_S = 1.0
+# the nice value of a rank that finishes and ends
+_LEAVING_PRIORITY = 19
 
 
 def live(order: Fork, descriptors: list[int]) -> int:
@@ -275,7 +277,7 @@ class _Life:
         in_rank.end()
         widgets.comms.end_cell()
         self._helper.rest()
-        self._link.send(Finishing(leaves_processes=bool(processes.child_pids())))
+        self._link.send(Finishing(leaves_processes=processes.has_children()))
 
     def _reply(self, reply: Reply, *, rests: bool = True) -> None:
         """Send the reply to an order.
@@ -314,14 +316,13 @@ class _Life:
             self._link.send(Raised())
 
     def _leave(self) -> None:
-        """Finish remaining work, with all threads at idle priority so that it does not delay the run's result.
+        """Finish remaining work, with all threads at the lowest priority so that it does not delay the run's result.
 
         The caller then ends the process without the interpreter's own exit, which takes 0.4 s after an import of
         torch.
         """
-        with contextlib.suppress(OSError, AttributeError):
-            # every thread: the last one to end frees the memory, and that may be one of gloo's
-            for thread in os.listdir("/proc/self/task"):
-                os.sched_setscheduler(int(thread), os.SCHED_IDLE, os.sched_param(0))
+        with contextlib.suppress(OSError):
+            # of every thread in this process's group: the last one to end frees the memory, and it may be one of gloo's
+            os.setpriority(os.PRIO_PGRP, 0, _LEAVING_PRIORITY)
         self._leaving.finish()
         terminal.flush()

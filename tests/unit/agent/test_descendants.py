@@ -292,3 +292,23 @@ def test_orphans_are_reaped_and_children_are_not(agent: AgentProcess, folder: Pa
     run_id = agent.launch(body, ranks=1)
     agent.wait_until_gone(run_id)
     assert agent.printed(run_id) == {0: "1 3\n"}, agent.events[run_id]
+
+
+LOOKUPS = """\
+import os, sys
+log = os.open({log!r}, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+def note(event, args, os=os, log=log):
+    if event in ("open", "os.listdir") and "/task" in str(args[0]):
+        os.write(log, f"{{args[0]}}\\n".encode())
+sys.addaudithook(note)
+os.listdir("/proc/self/task")
+"""
+
+
+def test_a_rank_without_children_ends_without_a_look_at_its_threads_in_proc(agent: AgentProcess, tmp_path: Path):
+    """The kernel keeps an entry for each thread that was looked up, and the zygote spins until all are removed."""
+    log = tmp_path / "lookups"
+    run_id = agent.launch(LOOKUPS.format(log=str(log)), ranks=1)
+    agent.wait_until_gone(run_id)
+    # the cell's own
+    assert log.read_text().splitlines() == ["/proc/self/task"]
