@@ -6,10 +6,11 @@ pools_file        the list of pools, `pools.toml`: reading, adding, removing
 pool_choosing     which pool a run goes to
 this_machine      describes this process to the pool and the ranks; finds and starts the local pool
 connection        one connection per pool: made on first use, remade when the pool dies
-link              the thread that owns the socket; routes replies and events
-local_transport   queues to and from that thread; transport to the local pool's socket
-send_queue        queues to and from the thread that owns a connection
-remote_transport  transport to a pool on another machine
+link              the link to one pool service: routes replies and events, in a thread of its own
+send_queue        queues to and from that thread
+transport         what carries a link's messages
+local_transport   to the local pool's socket
+remote_transport  to a pool on another machine
 bulk_connection   its second connection, for file data
 payload_memory    shared memory in which payloads reach the pool, reused from run to run
 upload_files      uploads to pools on other machines; files of a folder and their digests

@@ -16,8 +16,7 @@ from typing import cast
 
 import msgspec
 
-from sgpu_magic.client.link import PoolLink
-from sgpu_magic.client.local_transport import OnNotice
+from sgpu_magic.client.link import OnNotice, PoolLink
 from sgpu_magic.client.send_queue import A, Answer
 from sgpu_magic.errors import SerializationError
 from sgpu_magic.files.content_store import blob_digest
@@ -153,7 +152,7 @@ class BlobSender:
             while taken < data.nbytes:
                 while at < data.nbytes and len(under_way) < self._window:
                     # send larger chunks only after fast replies have grown the window
-                    most = self._link.wire.chunk_bytes if self._window > _FIRST_WINDOW else CHUNK_BYTES
+                    most = self._link.transport.chunk_bytes if self._window > _FIRST_WINDOW else CHUNK_BYTES
                     # a memoryview, since `bytes` would be a copy
                     chunk = cast("bytes", data[at : at + most])
                     order = PutBlob(request=0, digest=digest, size=data.nbytes, offset=at)
@@ -237,7 +236,7 @@ class Sending:
             what: The part, such as `variables`.
             total: Size of the part in bytes.
         """
-        wire = self._link.wire
+        transport = self._link.transport
 
         def progress(there: int) -> None:
             now = time.monotonic()
@@ -245,9 +244,9 @@ class Sending:
                 return
             self._due, self._announced = now + _EVERY_S, True
             sent = f"sending {what} to {self._pool}: {format_bytes(there)} of {format_bytes(total)} sent"
-            if wire.silent_s:
-                sent += f"; the link has been silent for {wire.silent_s:.0f} s, sending continues when it is back"
-            self._on_notice(f"{sent}; it takes the slower way: {wire.slow_why}" if wire.slow_why else sent)
+            if transport.silent_s:
+                sent += f"; the link has been silent for {transport.silent_s:.0f} s, sending continues when it is back"
+            self._on_notice(f"{sent}; it takes the slower way: {transport.slow_why}" if transport.slow_why else sent)
 
         return progress
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from sgpu_magic import __version__
-from sgpu_magic.client.link import PoolLink, PoolLost
-from sgpu_magic.client.local_transport import LocalTransport, OnNotice
+from sgpu_magic.client.link import OnNotice, PoolLink, PoolLost
+from sgpu_magic.client.local_transport import LocalTransport
 from sgpu_magic.client.pools_file import PoolEntry
 from sgpu_magic.client.remote_transport import RemoteTransport
 from sgpu_magic.client.send_queue import A
@@ -279,8 +279,8 @@ class RemotePoolConnection(Connection):
                 "Create one with `sgpu pool keygen` and send the public half, which it prints, to the pool's operator."
             ) from None
         hello = this_hello(instance=secrets.token_hex(16))
-        wire = RemoteTransport(name, endpoint, keys, hello, self._settings.link_timeout_s)
-        return with_known_version(PoolLink(wire, self._on_notice))
+        transport = RemoteTransport(name, endpoint, keys, hello, self._settings.link_timeout_s)
+        return with_known_version(PoolLink(transport, self._on_notice))
 
 
 def with_known_version(link: PoolLink) -> PoolLink:
@@ -346,7 +346,7 @@ def ask_this_or_next(connection: Connection, asking: Callable[[PoolLink], T], *,
 
 def _no_answer(link: PoolLink, timeout_s: float) -> PoolError:
     if not link.welcome.same_host:
-        silent = f": it has been silent for {link.wire.silent_s:.0f} s" if link.wire.silent_s else ""
+        silent = f": it has been silent for {link.transport.silent_s:.0f} s" if link.transport.silent_s else ""
         return PoolError(
             f"{link.title} did not answer within {timeout_s:.0f} s{silent}. Check your network; active runs there "
             "are not affected."

@@ -1,7 +1,7 @@
 """The link to one pool: one thread owns the socket; other threads queue messages and wait for replies.
 
-The wire transports the messages. A network wire may lose some when its connection breaks: gaps in the sequence numbers
-of a run's events show which are missing, and the link requests them again.
+A transport carries the messages. One over a network may lose some when its connection breaks: gaps in the sequence
+numbers of a run's events show which are missing, and the link requests them again.
 """
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ import itertools
 import threading
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from sgpu_magic import errors
-from sgpu_magic.client.local_transport import LocalTransport, OnNotice
 from sgpu_magic.client.send_queue import Answer, EventQueue, FilePart, OutboundMessage, Reply, SendQueue
 from sgpu_magic.client.this_machine import this_hello
+from sgpu_magic.client.transport import Transport
 from sgpu_magic.errors import PoolError, UsageError
 from sgpu_magic.system.secure_sockets import MAX_FRAME_BYTES
 from sgpu_magic.wire import codec
@@ -29,8 +28,8 @@ from sgpu_magic.wire.files import FileRequest, RunFileRead, StreamMessage
 from sgpu_magic.wire.pool_status import BulkOffered, Welcome
 from sgpu_magic.wire.streams import StreamClosed, StreamData, StreamEnded, StreamOpened, StreamTaken
 
-if TYPE_CHECKING:
-    from sgpu_magic.client.remote_transport import RemoteTransport
+OnNotice = Callable[[str], None]
+"""Takes a sentence for the user, "" to withdraw the last one."""
 
 _HELLO_TIMEOUT_S = 10.0
 _SET = threading.Event()
@@ -52,24 +51,24 @@ class PoolLost(PoolError):
 
 
 class PoolLink:
-    """A link to one pool service; a remote wire reconnects after a broken connection.
+    """A link to one pool service; a remote transport reconnects after a broken connection.
 
     Args:
-        wire: The transport to the pool.
+        transport: The way to the pool.
         on_notice: Called in the link's thread with each notice of the pool, "" when a notice is withdrawn.
 
     Attributes:
         lost: Set when this pool service is gone for good.
         title: The pool's name for use in messages.
-        wire: The transport, which knows the size of chunks of file data.
+        transport: The way to the pool, which knows the size of chunks of file data.
 
     Raises:
         PoolError: The pool does not answer, or does not admit this user.
     """
 
-    def __init__(self, wire: LocalTransport | RemoteTransport, on_notice: OnNotice | None = None) -> None:
-        self.wire = wire
-        self.title = wire.title
+    def __init__(self, transport: Transport, on_notice: OnNotice | None = None) -> None:
+        self.transport = transport
+        self.title = transport.title
         self._on_notice = on_notice
         self.lost = threading.Event()
         # set by port forwarding; both are called in the link's thread
@@ -90,13 +89,13 @@ class PoolLink:
         self._welcome: Future[Welcome] = Future()
         self._thread = threading.Thread(target=self._work, name="sgpu-link", daemon=True)
         self._thread.start()
-        if not wire.says_hello:
+        if not transport.is_network:
             self.send(this_hello())
         try:
             self.welcome = self._welcome.result(_HELLO_TIMEOUT_S)
         except (TimeoutError, PoolLost):
             self.close()
-            raise wire.mute() from None
+            raise transport.mute() from None
         except BaseException:
             # interrupted or refused: the caller gets no link with which to stop the thread
             self.close()
@@ -117,7 +116,7 @@ class PoolLink:
             UsageError: It exceeds the size limit of a network link.
         """
         parts = [codec.encode(message), *frames]
-        if self.wire.says_hello and max(map(len, parts)) > MAX_FRAME_BYTES:
+        if self.transport.is_network and max(map(len, parts)) > MAX_FRAME_BYTES:
             raise UsageError(
                 f"a message to {self.title} has {max(map(len, parts)) >> 20} MB, and at most "
                 f"{MAX_FRAME_BYTES >> 20} MB are possible. Put large data into a variable or a file."
@@ -136,7 +135,7 @@ class PoolLink:
         except UsageError:
             self.give_up(request)
             raise
-        restart = "Have its operator restart it." if self.wire.says_hello else "Restart it: `sgpu pool stop`."
+        restart = "Have its operator restart it." if self.transport.is_network else "Restart it: `sgpu pool stop`."
         misfit = f"{self.title} sent an answer that matches no request. {restart}"
         return Answer(reply, functools.partial(self.give_up, request), misfit)
 
@@ -146,7 +145,7 @@ class PoolLink:
         future: Future[Reply] = Future()
         with self._lock:
             if self.lost.is_set():
-                future.set_exception(PoolLost(self.wire.lost()))
+                future.set_exception(PoolLost(self.transport.lost()))
             self._replies[number] = future
         return number, future
 
@@ -212,13 +211,13 @@ class PoolLink:
 
     def _work(self) -> None:
         try:
-            self.wire.carry(self._outgoing, self)
+            self.transport.carry(self._outgoing, self)
         finally:
             self._end_all()
             self._outgoing.close()
 
     def received(self, parts: Sequence[bytes]) -> PoolMessage | None:
-        """Dispatch a message and its raw frames from the wire; return it, or None if it can't be decoded."""
+        """Dispatch a message and its raw frames; return it, or None if it can't be decoded."""
         try:
             message = codec.pool_messages.decode(parts[0])
         except msgspec.DecodeError:
@@ -294,7 +293,7 @@ class PoolLink:
                 self._released[run_id].set()
         missing = False
         for events in followers:
-            if not self.wire.says_hello or event.seq == events.last_seq + 1:
+            if not self.transport.is_network or event.seq == events.last_seq + 1:
                 events.put((event, frames))
             elif event.seq > events.last_seq:
                 missing = True
@@ -305,7 +304,7 @@ class PoolLink:
                     self._outgoing.put(OutboundMessage(0, [codec.encode(self._question_about(run_id))]))
 
     def _reply(self, request: int, result: Reply | None = None, exception: Exception | None = None) -> None:
-        self.wire.answered(request)
+        self.transport.answered(request)
         with self._lock:
             self._after.pop(request, None)
             future = self._replies.pop(request, None)
@@ -322,10 +321,10 @@ class PoolLink:
             replies, self._replies = list(self._replies.values()), {}
             followers = [events for every in self._followers.values() for events in every]
         if not self._welcome.done():
-            self._welcome.set_exception(PoolLost(self.wire.lost()))
+            self._welcome.set_exception(PoolLost(self.transport.lost()))
         for future in replies:
             if not future.done():
-                future.set_exception(PoolLost(self.wire.lost()))
+                future.set_exception(PoolLost(self.transport.lost()))
         for events in followers:
             # ranks that read a payload's memory may outlive the pool, so nothing is released here
             events.put(None)

@@ -159,7 +159,7 @@ class Mirror:
             while whole is None or at < whole or under_way:
                 while len(under_way) < (1 if whole is None else _WINDOW) and (whole is None or at < whole):
                     # with a short timeout, request small parts so that one arrives in time on a slow link
-                    size = link.wire.chunk_bytes if patience_s is None else CHUNK_BYTES
+                    size = link.transport.chunk_bytes if patience_s is None else CHUNK_BYTES
                     under_way.append((at, size, self._ask(link, name, at, size)))
                     at += size
                 offset, size, answer = under_way.popleft()
@@ -200,7 +200,7 @@ def _found(link: PoolLink, answer: Answer, kind: type[A], patience_s: float | No
                 return answer.of(kind, wait_s)
             except TimeoutError:
                 # a broken link reconnects and repeats the request; a working but silent one does not
-                if patience_s is not None or not link.wire.silent_s:
+                if patience_s is not None or not link.transport.silent_s:
                     raise PoolError(
                         f"{link.title} did not send a run's file within {wait_s:.0f} s. Check your network; what is "
                         "stored there is not affected."

@@ -20,8 +20,7 @@ from sgpu_magic.client.connection import (
     ask,
     ask_this_or_next,
 )
-from sgpu_magic.client.link import PoolLink, PoolLost
-from sgpu_magic.client.local_transport import OnNotice
+from sgpu_magic.client.link import OnNotice, PoolLink, PoolLost
 from sgpu_magic.client.mirror import mirror_path, note_end, note_sent
 from sgpu_magic.client.payload_memory import PayloadMemory
 from sgpu_magic.client.pools_file import LOCAL, PoolEntry

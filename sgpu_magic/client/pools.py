@@ -10,7 +10,7 @@ from concurrent.futures import Future
 
 import msgspec
 
-from sgpu_magic.client.local_transport import OnNotice
+from sgpu_magic.client.link import OnNotice
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.client.pools_file import LOCAL, PoolEntry, read_pools, unknown_pool
 from sgpu_magic.config import Settings

@@ -11,7 +11,6 @@ import errno
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import zmq
@@ -19,15 +18,13 @@ from zmq.utils.monitor import recv_monitor_message
 
 from sgpu_magic.client.bulk_connection import BulkConnection
 from sgpu_magic.client.send_queue import OutboundMessage, SendQueue
+from sgpu_magic.client.transport import LinkEnd, Transport
 from sgpu_magic.errors import KeyRefused, PoolError
 from sgpu_magic.system.secure_sockets import Endpoint, KeyPair, secure_client
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.client import Ping, Pong, Refused
 from sgpu_magic.wire.files import BULK_CHUNK_BYTES, CHUNK_BYTES
 from sgpu_magic.wire.pool_status import BulkOffered, Hello, Welcome
-
-if TYPE_CHECKING:
-    from sgpu_magic.client.link import PoolLink
 
 _TICK_MS = 1000
 _PING_S = 3.0
@@ -45,8 +42,8 @@ _OVER = (zmq.Event.DISCONNECTED, zmq.Event.CLOSED)
 _NOT_OURS = (zmq.Event.HANDSHAKE_FAILED_NO_DETAIL, zmq.Event.HANDSHAKE_FAILED_PROTOCOL)
 
 
-class RemoteTransport:
-    """Transport to a pool on another machine; same methods as `LocalTransport`.
+class RemoteTransport(Transport):
+    """Transport to a pool on another machine, over one connection after the other.
 
     Args:
         name: The pool's name in `pools.toml`.
@@ -56,7 +53,7 @@ class RemoteTransport:
         timeout_s: Silence after which the pool counts as lost, in seconds.
     """
 
-    says_hello = True
+    is_network = True
 
     def __init__(self, name: str, endpoint: Endpoint, own: KeyPair, hello: Hello, timeout_s: float) -> None:
         self.title = f"the pool {name} ({endpoint.address})"
@@ -108,7 +105,7 @@ class RemoteTransport:
 
     # ------------------------------------------------------------ the link's thread
 
-    def carry(self, outgoing: SendQueue, link: PoolLink) -> None:
+    def carry(self, outgoing: SendQueue, link: LinkEnd) -> None:
         context = zmq.Context()
         pause_s = _FIRST_PAUSE_S
         try:
@@ -135,7 +132,7 @@ class RemoteTransport:
         finally:
             context.term()
 
-    def _talk(self, connection: RemoteConnection, outgoing: SendQueue, link: PoolLink) -> bool:
+    def _talk(self, connection: RemoteConnection, outgoing: SendQueue, link: LinkEnd) -> bool:
         """Exchange messages over one connection. Returns False if no further connection is to be made.
 
         That is when another pool service answers, the pool has been silent for too long, or `outgoing` has ended.
@@ -187,7 +184,7 @@ class RemoteTransport:
                 self._pinged_at = now
                 connection.send([codec.encode(Ping())])
 
-    def _send_again(self, connection: RemoteConnection, link: PoolLink) -> None:
+    def _send_again(self, connection: RemoteConnection, link: LinkEnd) -> None:
         """Resend pending requests and request events again, as both may have been lost with the last connection."""
         for question in link.questions_after_gap():
             connection.send([codec.encode(question)])

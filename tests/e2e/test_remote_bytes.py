@@ -153,7 +153,7 @@ def test_a_large_variable_goes_over_the_second_port(ann: RemoteUser, served: Ser
     try:
         # opens the second connection, which does not pass through the proxy
         client.begin("1", ranks=1, names={"first": data(11, 2)}).ended()
-        wire = client.pool.link().wire
+        wire = client.pool.link().transport
         assert isinstance(wire, RemoteTransport)
         eventually(lambda: wire.chunk_bytes == BULK_CHUNK_BYTES, 20, lambda: wire.slow_why)
         link_bytes, bulk_bytes = line.sent_bytes, wire._bulk.sent_bytes

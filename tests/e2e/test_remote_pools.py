@@ -132,9 +132,9 @@ def test_a_line_that_swallows_everything_is_told_and_caught_up(
     client = ann.new_client(line.address)
     run = client.begin(COUNT, ranks=1)
     run.wait_for(OutputWritten, 3)
-    assert run.run.link.wire.silent_s == 0
+    assert run.run.link.transport.silent_s == 0
     line.hold()
-    eventually(lambda: run.run.link.wire.silent_s > 1, 10, "nobody noticed")
+    eventually(lambda: run.run.link.transport.silent_s > 1, 10, "nobody noticed")
     view = RunView(run.run.spec, pool="team")
     stream = io.StringIO()
     followed = Subscription(run.run, view, TerminalPublisher(view, stream), client.pool)
@@ -144,7 +144,7 @@ def test_a_line_that_swallows_everything_is_told_and_caught_up(
     assert re.search(told, render_html(view))
     eventually(lambda: "120\n" in served.home.log(run.run_id, 0), 20, "the run does not go on")
     line.mend()
-    eventually(lambda: not run.run.link.wire.silent_s, 10, "nobody noticed")
+    eventually(lambda: not run.run.link.transport.silent_s, 10, "nobody noticed")
     followed.on_link_change()
     assert "silent" not in render_text(view)
     assert run.ended().state is RunState.SUCCEEDED

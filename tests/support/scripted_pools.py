@@ -52,7 +52,7 @@ def lacks_runs(message: Any) -> Iterable[Record]:
 
 
 class ScriptedPool:
-    """A pool, which is the wire of its `link`.
+    """A pool, which is the transport of its `link`.
 
     Args:
         answer: Returns the answers to a message; None ends the pool.
@@ -62,7 +62,7 @@ class ScriptedPool:
     """
 
     title = "the pool of this test"
-    says_hello = False
+    is_network = False
     silent_s = 0.0
 
     def __init__(self, answer: Answer = has_run) -> None:
@@ -87,7 +87,7 @@ class ScriptedPool:
         """The names of the messages that it was sent, after its welcome."""
         return [type(message).__name__ for message in self.sent if type(message).__name__ != "Hello"]
 
-    # the interface that a link needs from its wire
+    # the interface that a link needs of its transport
 
     def carry(self, outgoing: SendQueue, link: PoolLink) -> None:
         self._say(link, Welcome(protocol_version=4, package_version="0", pid=1))

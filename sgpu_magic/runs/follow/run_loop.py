@@ -59,7 +59,7 @@ class Subscription(msgspec.Struct, frozen=True):
 
     def on_link_change(self) -> None:
         """Show or clear the note that a remote pool is silent."""
-        silent_s = self.run.link.wire.silent_s
+        silent_s = self.run.link.transport.silent_s
         if silent_s and not self.view.silence:
             since = time.strftime("%H:%M:%S", time.localtime(time.time() - silent_s))
             self.view.set_silence(

@@ -103,7 +103,7 @@ def _sent(pool: ServedPool, user: RemoteUser, big: torch.Tensor) -> int:
         try:
             if client.begin(TOUCH, ranks=4, names={"big": big}).values[0] != _touched(big):
                 raise MeasurementFailed("the ranks saw other numbers")
-            wire = client.pool.link().wire
+            wire = client.pool.link().transport
             in_bulk = wire._bulk.sent_bytes if isinstance(wire, RemoteTransport) else 0
         finally:
             client.close()

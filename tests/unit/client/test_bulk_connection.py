@@ -54,7 +54,7 @@ def link(pool: FilePool) -> Iterator[PoolLink]:
 
 
 def lane_of(link: PoolLink) -> BulkConnection:
-    return link.wire._bulk  # type: ignore[union-attr]
+    return link.transport._bulk  # type: ignore[union-attr]
 
 
 def upload(link: PoolLink, data: bytes) -> str:
@@ -96,7 +96,7 @@ def test_an_upload_goes_over_the_connection(pool: FilePool, link: PoolLink):
     digest = upload(link, data)
     assert stored(pool, digest) == data
     assert lane_of(link).sent_bytes - before > len(data)
-    assert link.wire.slow_why == ""
+    assert link.transport.slow_why == ""
 
 
 def test_a_file_comes_over_the_connection(pool: FilePool, link: PoolLink, tmp_path: Path):
@@ -129,7 +129,7 @@ def test_the_connection_takes_over_while_an_upload_is_under_way(pool: FilePool, 
     (digest,) = sender.send([BlobContent(len(data), lambda: memoryview(data))])
     assert stored(pool, digest) == data
     assert sender.sent_bytes == len(data)
-    assert lane_of(link).is_open, link.wire.slow_why
+    assert lane_of(link).is_open, link.transport.slow_why
     assert lane_of(link).sent_bytes > 0
 
 
@@ -137,7 +137,7 @@ def test_nothing_overtakes_what_went_over_the_link(pool: FilePool, link: PoolLin
     pool.do(lambda: setattr(pool, "holds", True))
     question = AskBlobs(request=0, blobs=((blob_digest(memoryview(b"x")), 1),))
     first = link.ask(question)
-    eventually(lambda: lane_of(link).is_open, 20, lambda: link.wire.slow_why)
+    eventually(lambda: lane_of(link).is_open, 20, lambda: link.transport.slow_why)
     second = link.ask(question)
     # by then, the link's thread has handled the second question too
     link.send(Unfollow(run_id="0badcafe"))
@@ -180,7 +180,7 @@ def test_an_upload_goes_on_over_the_link_where_the_connection_broke(
         sending.join(100)
     assert stored(pool, digests[0]) == data
     assert not lane_of(link).is_open
-    assert f"port {pool.bulk_port} of the pool team can't be used" in link.wire.slow_why
+    assert f"port {pool.bulk_port} of the pool team can't be used" in link.transport.slow_why
 
 
 def test_a_port_that_nothing_listens_on_costs_no_upload(
@@ -191,7 +191,7 @@ def test_a_port_that_nothing_listens_on_costs_no_upload(
     redirected(monkeypatch, lambda offer: moved(offer, port))
     data = os.urandom(3 * MB)
     assert stored(pool, upload(link, data)) == data
-    eventually(lambda: "Connection refused" in link.wire.slow_why, 20, lambda: link.wire.slow_why)
+    eventually(lambda: "Connection refused" in link.transport.slow_why, 20, lambda: link.transport.slow_why)
     asked = pool.kinds.count("AskBulk")
     # there is no immediate retry
     upload(link, os.urandom(3 * MB))
@@ -207,7 +207,7 @@ def test_a_port_that_can_not_exist_costs_no_upload(pool: FilePool, link: PoolLin
     redirected(monkeypatch, lambda offer: moved(offer, 70_000))
     data = os.urandom(1 * MB)
     assert stored(pool, upload(link, data)) == data
-    eventually(lambda: "port must be 0-65535" in link.wire.slow_why, 20, lambda: link.wire.slow_why)
+    eventually(lambda: "port must be 0-65535" in link.transport.slow_why, 20, lambda: link.transport.slow_why)
     assert stored(pool, upload(link, data[:1000])) == data[:1000]
 
 
@@ -220,7 +220,7 @@ def test_a_port_that_swallows_everything_costs_no_upload(
         redirected(monkeypatch, lambda offer: moved(offer, port))
         data = os.urandom(3 * MB)
         assert stored(pool, upload(link, data)) == data
-        eventually(lambda: "it does not answer" in link.wire.slow_why, 20, lambda: link.wire.slow_why)
+        eventually(lambda: "it does not answer" in link.transport.slow_why, 20, lambda: link.transport.slow_why)
 
 
 def test_a_connection_that_falls_silent_is_given_up(pool: FilePool, link: PoolLink, monkeypatch: pytest.MonkeyPatch):
@@ -232,7 +232,7 @@ def test_a_connection_that_falls_silent_is_given_up(pool: FilePool, link: PoolLi
     data = os.urandom(3 * MB)
     try:
         assert stored(pool, upload(link, data)) == data
-        assert "it has been silent" in link.wire.slow_why
+        assert "it has been silent" in link.transport.slow_why
     finally:
         line.close()
 
@@ -243,7 +243,7 @@ def test_it_is_tried_again_later(pool: FilePool, link: PoolLink, monkeypatch: py
     offers = iter([1])
     redirected(monkeypatch, lambda offer: moved(offer, next(offers, offer.port)))
     opened(link)
-    assert link.wire.slow_why == ""
+    assert link.transport.slow_why == ""
 
 
 def test_another_server_at_the_port_gets_nothing(pool: FilePool, link: PoolLink, monkeypatch: pytest.MonkeyPatch):
@@ -266,7 +266,7 @@ def test_another_server_at_the_port_gets_nothing(pool: FilePool, link: PoolLink,
         redirected(monkeypatch, lambda offer: moved(offer, port))
         data = os.urandom(3 * MB)
         assert stored(pool, upload(link, data)) == data
-        eventually(lambda: "certificate" in link.wire.slow_why, 20, lambda: link.wire.slow_why)
+        eventually(lambda: "certificate" in link.transport.slow_why, 20, lambda: link.transport.slow_why)
         thread.join(10)
     assert got in ([], [b""])
 
@@ -277,7 +277,7 @@ def test_a_pool_of_an_earlier_version_is_asked_for_nothing(tmp_path: Path):
     try:
         data = os.urandom(3 * MB)
         assert stored(pool, upload(link, data)) == data
-        assert (link.wire.slow_why, link.wire.chunk_bytes) == ("", CHUNK_BYTES)
+        assert (link.transport.slow_why, link.transport.chunk_bytes) == ("", CHUNK_BYTES)
         assert lane_of(link).sent_bytes == 0
     finally:
         link.close()

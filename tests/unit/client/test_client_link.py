@@ -30,7 +30,7 @@ class Line:
     """A transport to a pool whose other end is the test."""
 
     title = "the pool of this test"
-    says_hello = False
+    is_network = False
     silent_s = 0.0
 
     def __init__(self) -> None:
