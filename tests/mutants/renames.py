@@ -99,6 +99,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     with Tree() as tree:
         names = rename_methods(tree.path.joinpath(*options.package.split(".")), options.count, options.seed)
+        if not names:
+            parser.error(f"{options.package} has no private methods to rename")
         print(f"renamed with --seed {options.seed}: {', '.join(names)}", flush=True)
         outcome = tree.run_tests(options.tests, ("-m", "not slow"), _LIMIT_S)
     if outcome.verdict is Verdict.NOT_CAUGHT:

@@ -66,12 +66,17 @@ class Plants:
     Args:
         folder: An empty folder, to be put on the home's PYTHONPATH.
         callbacks: The methods, and with which messages their calls raise.
+
+    Raises:
+        ValueError: A callback is to raise after its call.
     """
 
     def __init__(self, folder: Path, callbacks: list[Callback]) -> None:
         self.folder = folder
         plants: dict[str, list[tuple[str, str, str, str]]] = {}
         for callback in callbacks:
+            if callback.after:
+                raise ValueError(f"{callback}: faults of the pool strike before a call")
             owner, method = callback.function.__qualname__.split(".")
             message = "" if callback.message is None else callback.message.__name__
             planted = (owner, method, message, self._file(callback).name)
