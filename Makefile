@@ -5,6 +5,7 @@
 # make gpu-wheels  collect these wheels for another machine's Python; PY=3.12, WHEELS=wheels
 # make coverage  lines and branches that the tests of make test run, in all processes
 # make mutants  plant faults, one at a time, and see them caught
+# make renames  rename ten private methods of the agent in a copy of the tree, and see its tests pass
 # make frameworks  only trainings with each framework, against torchrun
 # make soak   500 random runs with random faults, and a line that is silent for ten minutes; SOAK_RUNS=100, SOAK_SEED=7 as variables
 # make screenshots  pictures of runs, the panel and the status in JupyterLab; STORIES="train panel" takes only these
@@ -18,6 +19,7 @@
 # PYTHON=...  the Python to use, 3.11 or newer; a torch that it has is used instead of a download
 # VENV=...    the environment's folder; one that is there already is used as it is
 # TESTS="tests/unit/payload/test_capture.py -k names"  what pytest gets
+# RENAMES="--package sgpu_magic.pool --seed 7 tests/unit/pool"  what else is renamed, and which tests run
 # WORKERS=4   test processes; two cores are busy with four
 
 SHELL := /bin/sh
@@ -35,6 +37,7 @@ SPREAD = $(if $(TESTS),,--numprocesses $(WORKERS) --dist loadscope --no-loadscop
 WHEELS ?=
 PY ?= 3.12
 MUTANTS ?=
+RENAMES ?=
 BENCH ?=
 LAB ?=
 STORIES ?=
@@ -45,7 +48,7 @@ NOTEBOOK := notebooks/quickstart.ipynb
 OUT := build/demo
 CODE := sgpu_magic tests scripts docs/*.py
 
-.PHONY: demo lab test test-all test-gpu gpu-wheels coverage mutants frameworks soak screenshots bench lint docs docs-links dist house map format front-end clean help
+.PHONY: demo lab test test-all test-gpu gpu-wheels coverage mutants renames frameworks soak screenshots bench lint docs docs-links dist house map format front-end clean help
 
 help:
 	@sed -n 's/^# \{0,1\}//p;t;q' Makefile
@@ -73,6 +76,9 @@ coverage: $(VENV)/.ready-test
 
 mutants: $(VENV)/.ready-test
 	@$(BIN)/python -m tests.mutants $(MUTANTS)
+
+renames: $(VENV)/.ready-test
+	@$(BIN)/python -m tests.mutants.renames $(RENAMES)
 
 frameworks: $(VENV)/.ready-test-frameworks
 	$(BIN)/python -m pytest tests/frameworks $(TESTS)

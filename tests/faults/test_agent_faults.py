@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from agent_process import AgentProcess
 from homes import Home
-from planted_faults import arm
+from planted_faults import Callback, arm, at
 from planted_table import (
     AFTER,
     ASKED,
@@ -31,6 +31,7 @@ from pool_client import PoolClient
 from process_table import is_alive
 from waiting import eventually
 
+from sgpu_magic.agent.runs.session import NodeSession
 from sgpu_magic.wire.base import FailureKind, RunKind, RunState, new_id
 from sgpu_magic.wire.events import RanksStarted, RunEnded
 from sgpu_magic.wire.run import OutputName, RankQuestion
@@ -76,18 +77,18 @@ def agent(armed: Path) -> Iterator[AgentProcess]:
 
 @pytest.fixture
 def strike(agent: AgentProcess, armed: Path) -> Iterator[Callable[..., str]]:
-    """Arms a fault; returns the id of the run that it is for."""
+    """Arms a fault; returns the id of the run that is to meet it."""
 
-    def strike(callback: str, run_id: str = "", mode: str = "once") -> str:
+    def strike(callback: Callback, run_id: str = "", mode: str = "once") -> str:
         run_id = run_id or new_id()
-        arm(armed, callback, run_id, mode)
+        arm(armed, callback, "-" if callback in UNNAMED else run_id, mode)
         return run_id
 
     yield strike
     armed.unlink(missing_ok=True)
 
 
-def assert_over(agent: AgentProcess, run_id: str, callback: str) -> RunEnded:
+def assert_over(agent: AgentProcess, run_id: str, callback: Callback) -> RunEnded:
     """The run is over, and says why when it failed; it has no process, and the agent runs the next one."""
     ended = agent.wait_for(run_id, RunEnded)
     agent.wait_until_gone(run_id)
@@ -100,7 +101,7 @@ def assert_over(agent: AgentProcess, run_id: str, callback: str) -> RunEnded:
     return ended
 
 
-def assert_says(ended: RunEnded, callback: str) -> None:
+def assert_says(ended: RunEnded, callback: Callback) -> None:
     assert ended.state is RunState.FAILED
     assert ended.failure is not None
     assert ended.failure.kind is FailureKind.INTERNAL
@@ -111,17 +112,20 @@ def assert_says(ended: RunEnded, callback: str) -> None:
     assert "pool.log" in ended.failure.message
 
 
-def first(count: int, callbacks: Sequence[str]) -> list[object]:
+def assert_struck(armed: Path) -> None:
+    eventually(lambda: not armed.exists(), 10, "the fault: the callback was not called")
+
+
+def first(count: int, callbacks: Sequence[Callback]) -> list[object]:
     """So many of these are in `make test`, the others in `make test-all`."""
-    return [*callbacks[:count], *(pytest.param(name, marks=pytest.mark.slow) for name in callbacks[count:])]
+    return [*callbacks[:count], *(pytest.param(each, marks=pytest.mark.slow) for each in callbacks[count:])]
 
 
-@pytest.mark.parametrize("callback", first(6, FRESH))
+@pytest.mark.parametrize("callback", first(6, FRESH), ids=str)
 def test_a_fault_in_a_runs_callback_ends_that_run(
-    agent: AgentProcess, strike: Callable[..., str], armed: Path, callback: str
+    agent: AgentProcess, strike: Callable[..., str], armed: Path, callback: Callback
 ):
-    run_id = new_id()
-    strike(callback, "-" if callback in UNNAMED else run_id)
+    run_id = strike(callback)
     if callback in WHILE_IT_GOES_ON:
         agent.launch(UNTIL_STRUCK, ranks=2, names={"armed": str(armed)}, run_id=run_id)
     else:
@@ -154,46 +158,56 @@ def test_an_order_that_can_not_be_read_costs_its_run(agent: AgentProcess):
         os.close(descriptor)
 
 
-@pytest.mark.parametrize("callback", first(2, AFTER))
-def test_a_fault_after_the_last_word_leaves_no_process(agent: AgentProcess, strike: Callable[..., str], callback: str):
+@pytest.mark.parametrize("callback", first(2, AFTER), ids=str)
+def test_a_fault_after_the_last_word_leaves_no_process(
+    agent: AgentProcess, strike: Callable[..., str], armed: Path, callback: Callback
+):
     run_id = agent.launch(VICTIM, ranks=2, run_id=strike(callback))
     assert assert_over(agent, run_id, callback).state is RunState.SUCCEEDED
+    assert_struck(armed)
 
 
-@pytest.mark.parametrize("callback", first(2, WATCHING))
+@pytest.mark.parametrize("callback", first(2, WATCHING), ids=str)
 def test_a_fault_of_what_watches_a_run_spares_it(
-    agent: AgentProcess, strike: Callable[..., str], armed: Path, callback: str
+    agent: AgentProcess, strike: Callable[..., str], armed: Path, callback: Callback
 ):
-    run_id = new_id()
-    strike(callback, "-" if callback in UNNAMED else run_id)
+    run_id = strike(callback)
     agent.launch(UNTIL_STRUCK, ranks=2, names={"armed": str(armed)}, run_id=run_id)
     assert assert_over(agent, run_id, callback).state is RunState.SUCCEEDED
 
 
-@pytest.mark.parametrize("callback", first(1, SPARED))
-def test_a_fault_beside_a_run_spares_it(agent: AgentProcess, strike: Callable[..., str], armed: Path, callback: str):
+@pytest.mark.parametrize("callback", first(1, SPARED), ids=str)
+def test_a_fault_beside_a_run_spares_it(
+    agent: AgentProcess, strike: Callable[..., str], armed: Path, callback: Callback
+):
     strike(callback, "-")
     run_id = agent.launch(VICTIM, ranks=2)
     assert assert_over(agent, run_id, callback).state is RunState.SUCCEEDED
-    eventually(lambda: not armed.exists(), 10, "the fault")
+    assert_struck(armed)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("callback", [name for name in (*FRESH, *AFTER) if name not in TOLD])
-def test_a_fault_that_stays_ends_the_run_all_the_same(agent: AgentProcess, strike: Callable[..., str], callback: str):
+@pytest.mark.parametrize("callback", [each for each in (*FRESH, *AFTER) if each not in TOLD], ids=str)
+def test_a_fault_that_stays_ends_the_run_all_the_same(
+    agent: AgentProcess, strike: Callable[..., str], armed: Path, callback: Callback
+):
     run_id = agent.launch(VICTIM, ranks=2, outputs=(OutputName(name="value"),), run_id=strike(callback, mode="always"))
     agent.wait_until_gone(run_id)
+    armed.unlink()
     assert_over(agent, run_id, callback)
 
 
-@pytest.mark.parametrize("callback", first(2, FAILING))
-def test_a_fault_while_a_run_fails(agent: AgentProcess, strike: Callable[..., str], callback: str):
+@pytest.mark.parametrize("callback", first(2, FAILING), ids=str)
+def test_a_fault_while_a_run_fails(agent: AgentProcess, strike: Callable[..., str], armed: Path, callback: Callback):
     run_id = agent.launch(FAILS, ranks=2, run_id=strike(callback))
     assert assert_over(agent, run_id, callback).state is RunState.FAILED
+    assert_struck(armed)
 
 
-@pytest.mark.parametrize("callback", first(4, CELLS))
-def test_a_fault_in_a_cells_callback_ends_the_cell(agent: AgentProcess, strike: Callable[..., str], callback: str):
+@pytest.mark.parametrize("callback", first(4, CELLS), ids=str)
+def test_a_fault_in_a_cells_callback_ends_the_cell(
+    agent: AgentProcess, strike: Callable[..., str], armed: Path, callback: Callback
+):
     session = agent.connect(2)
     run_id = new_id()
     strike(callback, run_id)
@@ -202,6 +216,7 @@ def test_a_fault_in_a_cells_callback_ends_the_cell(agent: AgentProcess, strike: 
     agent.wait_until_gone(run_id)
     if ended.state is RunState.FAILED:
         assert_says(ended, callback)
+    assert_struck(armed)
     if session.run_id not in agent.gone:
         # the session either works as before or ends
         following = session.begin(VICTIM)
@@ -210,22 +225,23 @@ def test_a_fault_in_a_cells_callback_ends_the_cell(agent: AgentProcess, strike: 
     assert_over(agent, session.run_id, callback)
 
 
-@pytest.mark.parametrize("callback", first(3, SESSIONS))
+@pytest.mark.parametrize("callback", first(3, SESSIONS), ids=str)
 def test_a_fault_in_a_sessions_callback_ends_the_session(
-    agent: AgentProcess, strike: Callable[..., str], callback: str
+    agent: AgentProcess, strike: Callable[..., str], armed: Path, callback: Callback
 ):
     run_id = agent.launch(ranks=2, kind=RunKind.SESSION, name="work", run_id=strike(callback))
     if callback in AT_ITS_END:
         agent.wait_for(run_id, RanksStarted)
         agent.end_run(run_id)
     assert_over(agent, run_id, callback)
+    assert_struck(armed)
 
 
-@pytest.mark.parametrize("callback", first(2, ASKED))
-def test_who_asks_is_told_of_a_fault(agent: AgentProcess, strike: Callable[..., str], callback: str):
+@pytest.mark.parametrize("callback", first(2, ASKED), ids=str)
+def test_who_asks_is_told_of_a_fault(agent: AgentProcess, strike: Callable[..., str], callback: Callback):
     session = agent.connect(2)
     strike(callback, "-")
-    if callback.endswith("restart"):
+    if callback == at(NodeSession.restart):
         problem = agent.restart(session.run_id, (1,))
     else:
         problem = agent.ask(session.run_id, RankQuestion(rank=0, what="complete", code="no", cursor=1)).problem
@@ -236,8 +252,8 @@ def test_who_asks_is_told_of_a_fault(agent: AgentProcess, strike: Callable[..., 
     assert_over(agent, session.run_id, callback)
 
 
-@pytest.mark.parametrize("callback", first(1, STACKS))
-def test_stacks_that_can_not_be_taken_cost_no_run(agent: AgentProcess, strike: Callable[..., str], callback: str):
+@pytest.mark.parametrize("callback", first(1, STACKS), ids=str)
+def test_stacks_that_can_not_be_taken_cost_no_run(agent: AgentProcess, strike: Callable[..., str], callback: Callback):
     run_id = agent.launch("input_ = __import__('time').sleep(60)", ranks=2)
     agent.wait_for(run_id, RanksStarted)
     strike(callback, "-")

@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 from homes import Home
-from planted_faults import at
+from planted_faults import Callback, at
 from pool_client import FollowedRun, PoolClient
 from pool_faults import Plants
 from served_pools import ServedPool
 from waiting import eventually
 
 from sgpu_magic.errors import InternalError, PoolError
+from sgpu_magic.nodes.engine import Engine
 from sgpu_magic.pool.active_runs import ActiveRuns
 from sgpu_magic.pool.billing import Billing
 from sgpu_magic.pool.instructions import LaunchHandler
@@ -24,10 +25,12 @@ from sgpu_magic.pool.ledger import Ledger
 from sgpu_magic.pool.reports import Reports
 from sgpu_magic.pool.requests import Requests
 from sgpu_magic.pool.scheduling.scheduler import Scheduler
+from sgpu_magic.pool.scheduling.stimuli import RunSubmitted
 from sgpu_magic.pool.status import StatusReports
 from sgpu_magic.pool.submissions import Submissions
 from sgpu_magic.pool.tracker import Tracker
 from sgpu_magic.wire.base import FailureKind, RunState
+from sgpu_magic.wire.client import AskStacks, AskStatus, Attach, Cancel, Detach
 from sgpu_magic.wire.events import RanksStarted, RunEnded
 from sgpu_magic.wire.rank_events import OutputWritten
 
@@ -108,25 +111,25 @@ def let_speak(home: Home, name: str) -> None:
 # ---------------------------------------------------------------- faults and their effects
 
 
-def running(scene: Scene, method: str) -> None:
+def running(scene: Scene, callback: Callback) -> None:
     """A fault in handling a running run's message ends that run."""
     scene.victim = scene.begin("victim")
-    scene.plants.arm(method, scene.victim.run_id)
+    scene.plants.arm(callback, scene.victim.run_id)
     scene.let_go("victim")
     _ended_of_it(scene.victim)
 
 
-def over(scene: Scene, method: str) -> None:
+def over(scene: Scene, callback: Callback) -> None:
     """The run has ended; only its devices are still to be given back."""
     scene.victim = scene.begin("victim")
-    scene.plants.arm(method, scene.victim.run_id)
+    scene.plants.arm(callback, scene.victim.run_id)
     scene.let_go("victim")
     assert scene.victim.ended().state is RunState.SUCCEEDED
 
 
-def starting(scene: Scene, method: str) -> None:
+def starting(scene: Scene, callback: Callback) -> None:
     """The run is refused, or ends at once."""
-    scene.plants.arm(method)
+    scene.plants.arm(callback)
     said = ""
     try:
         scene.victim = scene.client.begin("print(1)", ranks=1)
@@ -138,32 +141,33 @@ def starting(scene: Scene, method: str) -> None:
         assert SAYS in said
 
 
-def harmless(scene: Scene, method: str) -> None:
+def harmless(scene: Scene, callback: Callback) -> None:
     """What fails is no run's."""
-    scene.plants.arm(method)
+    scene.plants.arm(callback)
     scene.victim = scene.client.begin("print(1)", ranks=1)
     assert scene.victim.ended().state is RunState.SUCCEEDED
 
 
-def asked(scene: Scene, method: str) -> None:
+def asked(scene: Scene, callback: Callback) -> None:
     """The client that sent the request gets the error."""
-    ask: dict[str, Callable[[], object]] = {
-        Requests._attach.__name__: lambda: scene.client.pool.attach(scene.bystander.run_id),
-        Requests._cancel.__name__: lambda: scene.client.pool.cancel(scene.bystander.run_id, "test"),
-        Requests._detach.__name__: lambda: scene.client.pool.detach(scene.bystander.run_id),
-        Requests._ask_stacks.__name__: lambda: scene.client.pool.stacks(scene.bystander.run_id),
-        StatusReports.answer.__name__: scene.client.pool.status,
+    run_id = scene.bystander.run_id
+    ask: dict[type | None, Callable[[], object]] = {
+        Attach: lambda: scene.client.pool.attach(run_id),
+        Cancel: lambda: scene.client.pool.cancel(run_id, "test"),
+        Detach: lambda: scene.client.pool.detach(run_id),
+        AskStacks: lambda: scene.client.pool.stacks(run_id),
+        AskStatus: scene.client.pool.status,
     }
-    scene.plants.arm(method)
+    scene.plants.arm(callback)
     with pytest.raises(InternalError, match="planted"):
-        ask[method.rpartition(".")[2]]()
+        ask[callback.message]()
 
 
-def unasked(scene: Scene, method: str) -> None:
+def unasked(scene: Scene, callback: Callback) -> None:
     """Another client sends something or disconnects: no error is shown."""
     other = PoolClient(scene.home)
     other.pool.status()
-    scene.plants.arm(method)
+    scene.plants.arm(callback)
     other.close()
 
 
@@ -172,16 +176,16 @@ def _is_not_new(client: PoolClient) -> None:
     eventually(lambda: time.time() - client.pool.status().started_at > 6, 10)
 
 
-def leaves(scene: Scene, method: str) -> None:
+def leaves(scene: Scene, callback: Callback) -> None:
     """It belongs to no run: the next service takes all of them over."""
     old = scene.home.pool_pid()
     _is_not_new(scene.client)
-    scene.plants.arm(method)
-    session = scene.client.connect(1) if "ledger" in method else None
+    scene.plants.arm(callback)
+    session = scene.client.connect(1) if callback == at(Ledger.write) else None
     if session is not None:
         session.begin("1 + 1")
     let_speak(scene.home, "bystander")
-    scene.plants.struck(method)
+    scene.plants.struck(callback)
     for run in [scene.bystander, *([] if session is None else [session.run])]:
         scene.client.find_again(run.run)
     eventually(lambda: scene.home.pool_pid() not in (None, old), 20, "no other service came")
@@ -190,34 +194,34 @@ def leaves(scene: Scene, method: str) -> None:
         session.end()
 
 
-PLANTS: list[tuple[str, Callable[[Scene, str], None]]] = [
-    (at(Reports, Reports.run_happened), running),
-    (at(ActiveRuns, ActiveRuns.publish), running),
-    (at(Billing, Billing.ended), running),
-    (at(Reports, Reports.ranks_exited), over),
-    (at(ActiveRuns, ActiveRuns.ranks_exited), over),
-    (at(Submissions, Submissions.submit), starting),
-    (at(Scheduler, Scheduler._submit), starting),
-    (at(ActiveRuns, ActiveRuns.accept), starting),
-    (at(ActiveRuns, ActiveRuns.placed), starting),
-    (at(ActiveRuns, ActiveRuns.move), starting),
-    (at(LaunchHandler, LaunchHandler.order), starting),
-    (at(LaunchHandler, LaunchHandler.launched), starting),
-    (at(Tracker, Tracker.follow), starting),
-    (at(Requests, Requests._attach), asked),
-    (at(Requests, Requests._cancel), asked),
-    (at(Requests, Requests._detach), asked),
-    (at(Requests, Requests._ask_stacks), asked),
-    (at(StatusReports, StatusReports.answer), asked),
-    (at(Requests, Requests.on_client_disconnect), unasked),
-    (at(Reports, Reports._confirm), leaves),
-    (at(Ledger, Ledger._write_due), leaves),
+PLANTS: list[tuple[Callback, Callable[[Scene, Callback], None]]] = [
+    (at(Reports.run_happened), running),
+    (at(ActiveRuns.publish), running),
+    (at(Billing.ended), running),
+    (at(Reports.ranks_exited), over),
+    (at(ActiveRuns.ranks_exited), over),
+    (at(Submissions.submit), starting),
+    (at(Scheduler.handle, RunSubmitted), starting),
+    (at(ActiveRuns.accept), starting),
+    (at(ActiveRuns.placed), starting),
+    (at(ActiveRuns.move), starting),
+    (at(LaunchHandler.order), starting),
+    (at(LaunchHandler.launched), starting),
+    (at(Tracker.follow), starting),
+    (at(Requests.on_message, Attach), asked),
+    (at(Requests.on_message, Cancel), asked),
+    (at(Requests.on_message, Detach), asked),
+    (at(Requests.on_message, AskStacks), asked),
+    (at(StatusReports.answer, AskStatus), asked),
+    (at(Requests.on_client_disconnect), unasked),
+    (at(Engine.events_kept), leaves),
+    (at(Ledger.write), leaves),
 ]
 _IN_SHORT = {
-    at(Reports, Reports.run_happened),
-    at(LaunchHandler, LaunchHandler.order),
-    at(Requests, Requests._attach),
-    at(Reports, Reports._confirm),
+    at(Reports.run_happened),
+    at(LaunchHandler.order),
+    at(Requests.on_message, Attach),
+    at(Engine.events_kept),
 }
 
 
@@ -231,7 +235,7 @@ def _ended_of_it(run: FollowedRun) -> None:
 
 @pytest.fixture(scope="module")
 def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Home, PoolClient, Plants]]:
-    plants = Plants(Path(tmp_path_factory.mktemp("plants")), [method for method, _ in PLANTS])
+    plants = Plants(Path(tmp_path_factory.mktemp("plants")), [callback for callback, _ in PLANTS])
     home = Home({"PYTHONPATH": str(plants.folder), "SGPU_CPU_SLOTS": "8"})
     client = PoolClient(home)
     yield home, client, plants
@@ -243,14 +247,14 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Home, Pool
 
 
 @pytest.mark.parametrize(
-    ("method", "cost"),
+    ("callback", "cost"),
     [
-        pytest.param(method, cost, id=method, marks=[] if method in _IN_SHORT else [pytest.mark.slow])
-        for method, cost in PLANTS
+        pytest.param(callback, cost, id=str(callback), marks=[] if callback in _IN_SHORT else [pytest.mark.slow])
+        for callback, cost in PLANTS
     ],
 )
 def test_a_fault_costs_at_most_what_it_belongs_to(
-    scene: tuple[Home, PoolClient, Plants], method: str, cost: Callable[[Scene, str], None]
+    scene: tuple[Home, PoolClient, Plants], callback: Callback, cost: Callable[[Scene, Callback], None]
 ):
     home, client, plants = scene
     for name in ("victim", "bystander"):
@@ -259,8 +263,8 @@ def test_a_fault_costs_at_most_what_it_belongs_to(
     bystander.wait_for(OutputWritten)
     pool, agents = home.pool_pid(), home.agent_pids()
     stage = Scene(home, client, plants, bystander)
-    cost(stage, method)
-    plants.struck(method)
+    cost(stage, callback)
+    plants.struck(callback)
     if cost is not leaves:
         assert home.pool_pid() == pool
     assert home.agent_pids() == agents
@@ -300,8 +304,8 @@ def _meant(home: Home) -> None:
 def test_a_service_that_fails_soon_after_its_start_is_followed_by_one_that_only_finishes_runs(
     tmp_path: Path, new_home: Callable[..., Home]
 ):
-    method = at(Reports, Reports._confirm)
-    plants = Plants(tmp_path, [method])
+    callback = at(Engine.events_kept)
+    plants = Plants(tmp_path, [callback])
     home = new_home({"PYTHONPATH": str(tmp_path), "SGPU_CPU_SLOTS": "8"})
     client = PoolClient(home)
     try:
@@ -311,9 +315,9 @@ def test_a_service_that_fails_soon_after_its_start_is_followed_by_one_that_only_
         # each successor meets the same fault, until one fails right after its start
         for _ in range(5):
             old = home.pool_pid()
-            plants.arm(method)
+            plants.arm(callback)
             let_speak(home, "first")
-            plants.struck(method)
+            plants.struck(callback)
             eventually(lambda old=old: home.pool_pid() not in (None, old), 20, "no other service came")
             for run in runs:
                 client.find_again(run.run)
@@ -324,9 +328,9 @@ def test_a_service_that_fails_soon_after_its_start_is_followed_by_one_that_only_
             client.begin("print(1)", ranks=1)
         pid = home.pool_pid()
         # a further fault does not end it
-        plants.arm(method)
+        plants.arm(callback)
         let_speak(home, "second")
-        plants.struck(method)
+        plants.struck(callback)
         runs[1].run.cancel("enough")
         assert runs[1].ended().state is RunState.CANCELLED
         (home.work / "first").touch()
@@ -340,8 +344,8 @@ def test_a_service_that_fails_soon_after_its_start_is_followed_by_one_that_only_
 
 @pytest.mark.slow
 def test_a_fault_while_no_process_can_be_started_ends_no_run(tmp_path: Path, new_home: Callable[..., Home]):
-    method, gate = at(Reports, Reports._confirm), tmp_path / "gate"
-    plants = Plants(tmp_path, [method])
+    callback, gate = at(Engine.events_kept), tmp_path / "gate"
+    plants = Plants(tmp_path, [callback])
     with open(tmp_path / "sitecustomize.py", "a") as site:
         site.write(NO_PROCESS.format(gate=str(gate)))
     home = new_home({"PYTHONPATH": str(tmp_path), "SGPU_CPU_SLOTS": "8"})
@@ -351,9 +355,9 @@ def test_a_fault_while_no_process_can_be_started_ends_no_run(tmp_path: Path, new
         run.wait_for(OutputWritten)
         old, agents = home.pool_pid(), home.agent_pids()
         gate.touch()
-        plants.arm(method)
+        plants.arm(callback)
         let_speak(home, "go")
-        plants.struck(method)
+        plants.struck(callback)
         eventually(lambda: home.pool_pid() != old, 20, "it does not end")
         gate.unlink()
         client.find_again(run.run)
@@ -368,8 +372,8 @@ def test_a_fault_while_no_process_can_be_started_ends_no_run(tmp_path: Path, new
 
 @pytest.mark.slow
 def test_a_served_pool_takes_its_own_place(tmp_path: Path):
-    method = at(Reports, Reports._confirm)
-    plants = Plants(tmp_path, [method])
+    callback = at(Engine.events_kept)
+    plants = Plants(tmp_path, [callback])
     served = ServedPool({"PYTHONPATH": str(tmp_path)})
     try:
         ann = served.user("ann")
@@ -380,8 +384,8 @@ def test_a_served_pool_takes_its_own_place(tmp_path: Path):
         # a service that fails right after its start would not be restarted
         eventually(lambda: time.monotonic() - began > 6, 10)
         pid = served.pid
-        plants.arm(method)
-        plants.struck(method)
+        plants.arm(callback)
+        plants.struck(callback)
         go.touch()
         assert run.ended().state is RunState.SUCCEEDED
         assert run.printed[0] == "here\ndone\n"

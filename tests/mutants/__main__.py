@@ -31,6 +31,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from tests.mutants import patterns
+
 ROOT = Path(__file__).resolve().parents[2]
 FAULTS = Path(__file__).with_name("mutants.toml")
 PACKAGE = "sgpu_magic"
@@ -54,31 +56,46 @@ class Fault:
     Args:
         name: Short and unique.
         promise: The promise of docs/understand/promises.md, or the sentence of another page, that it breaks.
-        file: The file below `sgpu_magic` that it changes.
-        before: Text that the file has exactly once.
-        after: What takes its place.
+        where: The dotted name of the module, class or function that it changes.
         tests: Test files or node ids that should fail.
+        beside: A pattern (see `patterns`) that tells which function of `where` is meant; None if `where` says it.
+        remove: The pattern of a statement, which is removed; None for a fault that replaces code.
+        replace: The pattern of the code that is replaced; None for a fault that removes a statement.
+        by: What replaces it.
         expected: "test" when `make test` must catch it, "test-all" when only `make test-all` has to.
     """
 
     name: str
     promise: str
-    file: str
-    before: str
-    after: str
+    where: str
     tests: tuple[str, ...]
+    beside: str | None = None
+    remove: str | None = None
+    replace: str | None = None
+    by: str | None = None
     expected: str = "test"
 
-    def plant(self, source: str) -> str:
-        """Return the file's source with the fault.
+    def plant(self, tree: Path) -> tuple[Path, str]:
+        """Return the file that the fault changes, and the file's source with the fault.
+
+        Args:
+            tree: The folder that contains the package.
 
         Raises:
-            ValueError: `before` is not in it exactly once.
+            ValueError: The code that the fault changes is not there, or is there more than once.
         """
-        count = source.count(self.before)
-        if count != 1:
-            raise ValueError(f"{self.name}: `before` occurs {count} times in {PACKAGE}/{self.file}, expected once")
-        return source.replace(self.before, self.after)
+        try:
+            file, names = patterns.find_module(tree, self.where)
+            source, scope = file.read_text(), patterns.Scope(names, self.beside)
+            match self:
+                case Fault(remove=str(statement)):
+                    return file, patterns.remove(source, scope, statement)
+                case Fault(replace=str(pattern), by=str(replacement)):
+                    return file, patterns.replace(source, scope, pattern, replacement)
+                case _:
+                    raise ValueError("it has neither `remove`, nor `replace` and `by`")
+        except ValueError as error:
+            raise ValueError(f"{self.name} can't be planted in {self.where}: {error}") from error
 
 
 class Verdict(enum.Enum):
@@ -143,9 +160,9 @@ class Tree:
     @contextlib.contextmanager
     def planted(self, fault: Fault) -> Generator[None]:
         """Have the fault in the copy for as long as the block runs."""
-        file = self.path / PACKAGE / fault.file
+        file, planted = fault.plant(self.path)
         source = file.read_text()
-        self._write(file, fault.plant(source))
+        self._write(file, planted)
         try:
             yield
         finally:
@@ -302,7 +319,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         faults = [fault for fault in faults if fault.name in options.only]
     if options.list:
         for fault in faults:
-            print(f"{fault.name:26} {fault.expected:8} {PACKAGE}/{fault.file}\n{'':26} {fault.promise}")
+            print(f"{fault.name:26} {fault.expected:8} {fault.where}\n{'':26} {fault.promise}")
         return 0
     with Tree() as tree:
         if options.check_clean:

@@ -38,7 +38,7 @@ planted_faults        an agent with faults planted in its callbacks
 planted_table         the callbacks of the agent in which faults are planted, by what triggers them
 nccl_manners          a backend of process groups that behaves as NCCL does, for code of cells
 pool_client           a real pool with real ranks, used by this process as a kernel does, without a notebook
-pool_faults           faults in the pool service: a method that raises once, when the test arms it
+pool_faults           faults in the pool service: a public method that raises once, when the test arms it
 process_table         processes as the system reports them: table, descriptors, threads and listening sockets
 ranks                 ranks of a real zygote, controlled over the wire as by an agent
 ray_clusters          Ray clusters: fake nodes of one machine, and raylets with their own addresses

@@ -1,13 +1,19 @@
-"""The callbacks of the agent in which faults are planted, by what triggers them."""
+"""The callbacks of the agent in which faults are planted, by what triggers them.
+
+All are public functions, some called with a certain message: private ones may change.
+"""
 
 from planted_faults import at
 
+from sgpu_magic.agent.environments import Environments
 from sgpu_magic.agent.failures import RankOutcomes
 from sgpu_magic.agent.launch import RunLauncher
 from sgpu_magic.agent.memory_watch import MemoryWatch
 from sgpu_magic.agent.ranks.group import Group
 from sgpu_magic.agent.ranks.orders import send_cells
 from sgpu_magic.agent.ranks.rank_output import RankOutput
+from sgpu_magic.agent.ranks.rank_process import NotebookFrames, StackFile
+from sgpu_magic.agent.ranks.shared_memory import remove_leftovers
 from sgpu_magic.agent.ranks.stop import Terminator
 from sgpu_magic.agent.reports import EventReports
 from sgpu_magic.agent.run_registry import RunRegistry
@@ -20,101 +26,105 @@ from sgpu_magic.agent.runs.session import NodeSession
 from sgpu_magic.agent.runs.session_logs import SessionLogs
 from sgpu_magic.agent.runs.session_repair import SessionRepair
 from sgpu_magic.agent.standby_groups import StandbyGroups
+from sgpu_magic.agent.watch.run_watch import RunWatch
 from sgpu_magic.agent.watch.sampling import RunSampler, Sampling
-from sgpu_magic.agent.watch.stack_taking import StackTaker
+from sgpu_magic.agent.watch.shared_pages import SharedPages
+from sgpu_magic.wire.events import RanksStarted, RunEnded
+from sgpu_magic.wire.rank import CellFailed, Finished
 
 FRESH = (
-    at(RunLauncher, RunLauncher.launch),
-    at(RunLauncher, RunLauncher._start),
-    at(StandbyGroups, StandbyGroups.take),
-    at(Group, Group.forked),
-    at(Group, Group._on_message),
-    at(Group, Group._wrote),
-    at(FreshRun, FreshRun.start),
-    at(FreshRun, FreshRun.on_rank_message),
-    at(Execution, Execution._all_there),
-    at(Execution, Execution._on_result),
-    at(Execution, Execution._end),
-    at(RankOutput, RankOutput.flush),
-    at(RankOutput, RankOutput.drain),
-    at(MemoryWatch, MemoryWatch.begin),
-    at(RankOutcomes, RankOutcomes.last_word),
-    at(AttemptFiles, AttemptFiles.describe),
-    at(AttemptFiles, AttemptFiles.take_result),
-    at(EventReports, EventReports.happened),
+    at(RunLauncher.launch),
+    at(Environments.needed),
+    at(StandbyGroups.take),
+    at(Group.forked),
+    at(FreshRun.on_rank_message),
+    at(Execution.rank_wrote),
+    at(FreshRun.start),
+    at(FreshRun.on_rank_message, Finished),
+    at(RunWatch.start),
+    at(RunWatch.end),
+    at(RankOutput.flush),
+    at(RankOutput.drain),
+    at(MemoryWatch.begin),
+    at(RankOutcomes.last_word),
+    at(AttemptFiles.describe),
+    at(AttemptFiles.take_result),
+    at(EventReports.happened),
 )
 # of these, the one that may be called after a short run has ended
-WHILE_IT_GOES_ON = (at(MemoryWatch, MemoryWatch.begin),)
+WHILE_IT_GOES_ON = (at(MemoryWatch.begin),)
 # called after the run's end is reported
 AFTER = (
-    at(Group, Group.exited),
-    at(FreshRun, FreshRun.rank_exited),
-    at(FreshRun, FreshRun._release_ranks),
-    at(FreshRun, FreshRun._finish_if_exited),
-    at(AttemptFiles, AttemptFiles.ended),
-    at(EventReports, EventReports.ranks_exited),
-    at(RunRegistry, RunRegistry.run_exited),
-    at(RunRegistry, RunRegistry.ranks_exited),
+    at(Group.exited),
+    at(FreshRun.rank_exited),
+    at(Terminator.end),
+    at(remove_leftovers),
+    at(AttemptFiles.ended),
+    at(EventReports.ranks_exited),
+    at(RunRegistry.run_exited),
+    at(RunRegistry.ranks_exited),
 )
 # called while the run goes on; a fault in these does not end the run
 WATCHING = (
-    at(RunSampler, RunSampler.begin),
-    at(RunSampler, RunSampler.sample),
-    at(Sampling, Sampling._tick),
-    at(StandbyGroups, StandbyGroups.tend),
+    at(RunSampler.begin),
+    at(RunSampler.sample),
+    at(SharedPages.counted_once),
+    at(StandbyGroups.tend),
 )
-# the same, called after the run
+# the same, called after the run: before ranks are kept for the next one, and when its data is kept
 SPARED = (
-    at(RunRegistry, RunRegistry._replenish),
-    at(RunRegistry, RunRegistry._keep),
-    at(RunMemory, RunMemory.keep),
+    at(RunRegistry.busy),
+    at(RunMemory.keep),
+    at(RunMemory.in_use),
 )
 FAILING = (
-    at(Execution, Execution._on_failure),
-    at(Execution, Execution._decide),
-    at(Terminator, Terminator.begin),
-    at(Terminator, Terminator.end),
+    at(FreshRun.on_rank_message, CellFailed),
+    at(RunWatch.is_ending),
+    at(Terminator.begin),
+    at(Terminator.end),
 )
 CELLS = (
-    at(SessionCell, SessionCell.start),
-    at(SessionCell, SessionCell.on_rank_message),
-    at(SessionCell, SessionCell._settle),
-    at(SessionCell, SessionCell._write_down),
-    at(NodeSession, NodeSession.execute),
-    at(NodeSession, NodeSession.cell_over),
-    at(SessionLogs, SessionLogs.lend),
-    at(SessionLogs, SessionLogs.take_back),
-    at(None, send_cells),
+    at(SessionCell.start),
+    at(SessionCell.on_rank_message),
+    at(RunRegistry.happened, RunEnded, after=True),
+    at(AttemptFiles.describe),
+    at(NodeSession.execute),
+    at(NodeSession.cell_over),
+    at(SessionLogs.lend),
+    at(SessionLogs.take_back),
+    at(send_cells),
 )
 SESSIONS = (
-    at(NodeSession, NodeSession.start),
-    at(NodeSession, NodeSession._connected),
-    at(NodeSession, NodeSession._say_end),
-    at(NodeSession, NodeSession._finish_if_exited),
-    at(SessionRepair, SessionRepair.fail),
+    at(NodeSession.start),
+    at(RunRegistry.happened, RanksStarted),
+    at(Sampling.end),
+    at(remove_leftovers),
+    at(SessionRepair.fail),
 )
-ASKED = (at(NodeSession, NodeSession.ask), at(Questions, Questions.answered), at(NodeSession, NodeSession.restart))
+ASKED = (at(NodeSession.ask), at(Questions.answered), at(NodeSession.restart))
 STACKS = (
-    at(StackTaker, StackTaker._ask),
-    at(StackTaker, StackTaker._poll),
-    at(StackTaker, StackTaker._finish),
+    at(StackFile.forget),
+    at(StackFile.written),
+    at(NotebookFrames.upwards),
 )
-CALLBACKS = (*FRESH, *AFTER, *WATCHING, *SPARED, *FAILING, *CELLS, *SESSIONS, *ASKED, *STACKS)
+CALLBACKS = dict.fromkeys((*FRESH, *AFTER, *WATCHING, *SPARED, *FAILING, *CELLS, *SESSIONS, *ASKED, *STACKS))
 # only these report to the pool
 TOLD = (
-    at(EventReports, EventReports.happened),
-    at(EventReports, EventReports.ranks_exited),
-    at(RunRegistry, RunRegistry.ranks_exited),
+    at(EventReports.happened),
+    at(EventReports.ranks_exited),
+    at(RunRegistry.ranks_exited),
 )
 AT_ITS_END = (
-    at(NodeSession, NodeSession._say_end),
-    at(NodeSession, NodeSession._finish_if_exited),
-    at(SessionRepair, SessionRepair.fail),
+    at(Sampling.end),
+    at(remove_leftovers),
+    at(SessionRepair.fail),
 )
-# these do not know their run
+# these do not know their run, or only the session
 UNNAMED = (
-    at(MemoryWatch, MemoryWatch.begin),
-    at(RankOutcomes, RankOutcomes.last_word),
-    at(Sampling, Sampling._tick),
-    at(StandbyGroups, StandbyGroups.tend),
+    at(SessionLogs.take_back),
+    at(MemoryWatch.begin),
+    at(RankOutcomes.last_word),
+    at(SharedPages.counted_once),
+    at(StandbyGroups.tend),
+    at(remove_leftovers),
 )

@@ -1,13 +1,14 @@
 """Faults in the pool service: a method that raises once, when the test arms it.
 
 The service runs in its own process, so a `sitecustomize` on its PYTHONPATH plants them. A fault is armed by a file of
-the method's name, which holds the id of the run whose call raises, or nothing for any call.
+the callback's name, which holds the id of the run whose call raises, or nothing for any call.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from planted_faults import Callback
 from waiting import eventually
 
 _SITE = """
@@ -18,7 +19,7 @@ FOLDER = Path(__file__).parent
 PLANTS = {plants!r}
 
 
-def fault(owner, name, path):
+def fault(owner, name, message, path):
     old = getattr(owner, name)
 
     @functools.wraps(old)
@@ -26,6 +27,8 @@ def fault(owner, name, path):
         try:
             wanted = path.read_text()
         except OSError:
+            return old(*args, **named)
+        if message and not any(type(arg).__name__ == message for arg in args[1:]):
             return old(*args, **named)
         if not wanted or any(wanted == getattr(arg, "run_id", arg) for arg in args[1:]):
             path.unlink()
@@ -46,9 +49,8 @@ class Planter(importlib.abc.MetaPathFinder):
 
         def plant(module):
             execute(module)
-            for qualified in PLANTS[name]:
-                owner, method = qualified.split(".")
-                fault(getattr(module, owner), method, FOLDER / qualified)
+            for owner, method, message, file in PLANTS[name]:
+                fault(getattr(module, owner), method, message, FOLDER / file)
 
         spec.loader.exec_module = plant
         return spec
@@ -63,24 +65,34 @@ class Plants:
 
     Args:
         folder: An empty folder, to be put on the home's PYTHONPATH.
-        methods: Methods as named by `planted_faults.at`.
+        callbacks: The methods, and with which messages their calls raise.
+
+    Raises:
+        ValueError: A callback is to raise after its call.
     """
 
-    def __init__(self, folder: Path, methods: list[str]) -> None:
+    def __init__(self, folder: Path, callbacks: list[Callback]) -> None:
         self.folder = folder
-        plants: dict[str, list[str]] = {}
-        for method in methods:
-            module, qualified = method.split(":")
-            plants.setdefault(module, []).append(qualified)
+        plants: dict[str, list[tuple[str, str, str, str]]] = {}
+        for callback in callbacks:
+            if callback.after:
+                raise ValueError(f"{callback}: faults of the pool strike before a call")
+            owner, method = callback.function.__qualname__.split(".")
+            message = "" if callback.message is None else callback.message.__name__
+            planted = (owner, method, message, self._file(callback).name)
+            plants.setdefault(callback.function.__module__, []).append(planted)
         (folder / "sitecustomize.py").write_text(_SITE.format(plants=plants))
 
-    def arm(self, method: str, run_id: str = "") -> None:
+    def arm(self, callback: Callback, run_id: str = "") -> None:
         """Make the next call raise, or the next one for a run."""
-        path = self.folder / method.split(":")[1]
+        path = self._file(callback)
         path.with_suffix(".part").write_text(run_id)
         path.with_suffix(".part").replace(path)
 
-    def struck(self, method: str) -> None:
+    def struck(self, callback: Callback) -> None:
         """Wait until the fault has been raised."""
-        path = self.folder / method.split(":")[1]
-        eventually(lambda: not path.exists(), 10, f"{method} was not called")
+        path = self._file(callback)
+        eventually(lambda: not path.exists(), 10, f"{callback} was not called")
+
+    def _file(self, callback: Callback) -> Path:
+        return self.folder / str(callback).partition(":")[2]

@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -36,11 +35,11 @@ from sgpu_magic.agent.ranks.rank_output import RankOutput
 from sgpu_magic.agent.ranks.run_processes import RUN_VARIABLE, kill_marked, processes_of
 from sgpu_magic.agent.ranks.stop import connections_between
 from sgpu_magic.agent.runs.run_memory import BackgroundCopier, CopyJob
-from sgpu_magic.system.message_stream import MessageStream
+from sgpu_magic.system.message_stream import MessageStream, StreamConnection
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.base import FailureKind
 from sgpu_magic.wire.codec import STDERR_BEGIN, STDERR_END
-from sgpu_magic.wire.rank import Fork, FromRank, Joined, Leave, Remarked, StandsBy
+from sgpu_magic.wire.rank import Fork, FromRank, Joined, Leave, Remarked, StandsBy, ToRank
 from sgpu_magic.wire.rank_events import Failure, OutputWritten
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -640,6 +639,44 @@ class NothingForked:
     def forget(self, group_id: str) -> None: ...
 
 
+class ConnectedRanks(NothingForked):
+    """Accepts fork orders too; the test sends what ranks send.
+
+    Attributes:
+        ranks: The ranks' ends of their connections to the agent.
+    """
+
+    def __init__(self) -> None:
+        self.ranks: dict[int, StreamConnection[ToRank]] = {}
+
+    def fork(self, order: Fork, descriptors: list[int], listener: Group) -> None:
+        # the group closes its own descriptor when this returns
+        connection = socket.socket(fileno=os.dup(descriptors[0]))
+        self.ranks[order.rank] = StreamConnection(connection, codec.to_rank)
+
+    def forget(self, group_id: str) -> None:
+        """Close the connections: the group is closed."""
+        for rank in self.ranks.values():
+            rank.close()
+
+
+class HeardMessages:
+    """Listens to a group: what its ranks have said, with whether their processes were known by then."""
+
+    def __init__(self, group: Group) -> None:
+        self.messages: list[tuple[int, FromRank, Sequence[bytes], bool]] = []
+        self._group = group
+
+    def on_rank_message(self, rank: int, message: FromRank, frames: Sequence[bytes]) -> None:
+        self.messages.append((rank, message, tuple(map(bytes, frames)), self._group.rank(rank).alive))
+
+    async def until(self, count: int) -> None:
+        """Let the loop run until so many messages were heard."""
+        async with asyncio.timeout(10):
+            while len(self.messages) < count:
+                await asyncio.sleep(0.001)
+
+
 @contextlib.contextmanager
 def two_processes() -> Iterator[list[int]]:
     """The pids of two processes that run until the block ends."""
@@ -671,33 +708,29 @@ def test_a_rank_that_was_reaped_before_it_could_be_watched_is_dead(tmp_path: Pat
 
 
 def test_a_rank_that_speaks_before_its_fork_is_reported_is_heard_after_it(tmp_path: Path):
-    heard: list[tuple[int, FromRank, bool]] = []
-
-    class Listener:
-        def on_rank_message(self, rank: int, message: FromRank, frames: Sequence[bytes]) -> None:
-            assert frames == (b"frame",)
-            heard.append((rank, message, group.rank(rank).alive))
-
-    def say(rank: int, message: FromRank) -> None:
-        group._on_message(rank, message, (b"frame",))  # pyright: ignore[reportPrivateUsage]
-
-    async def make(pids: list[int]) -> None:
-        nonlocal group
-        group = Group(NothingForked(), 2, False, 1000, tmp_path)  # pyright: ignore[reportArgumentType]
-        group.listener = Listener()  # pyright: ignore[reportAttributeAccessIssue]
+    async def heard(pids: list[int]) -> list[tuple[int, FromRank, Sequence[bytes], bool]]:
+        zygote = ConnectedRanks()
+        group = Group(zygote, 2, False, 1000, tmp_path)  # pyright: ignore[reportArgumentType]
+        group.listener = listener = HeardMessages(group)  # pyright: ignore[reportAttributeAccessIssue]
         try:
             group.forked(0, pids[0])
-            say(1, Joined())
-            say(0, Joined())
+            zygote.ranks[1].send(Joined(), [b"frame"])
+            # the agent has read what rank 1 sent when it has read what was sent after it
+            zygote.ranks[0].send(Joined(), [b"other"])
+            await listener.until(1)
             group.forked(1, pids[1])
-            say(1, Remarked(text="later"))
+            zygote.ranks[1].send(Remarked(text="later"))
+            await listener.until(3)
+            return listener.messages
         finally:
             group.close()
 
-    group: Any = None
     with two_processes() as pids:
-        asyncio.run(make(pids))
-    assert heard == [(0, Joined(), True), (1, Joined(), True), (1, Remarked(text="later"), True)]
+        assert asyncio.run(heard(pids)) == [
+            (0, Joined(), (b"other",), True),
+            (1, Joined(), (b"frame",), True),
+            (1, Remarked(text="later"), (), True),
+        ]
 
 
 def test_ranks_are_paused_once_all_stand_by_and_continued_before_anything_else(tmp_path: Path):
@@ -705,14 +738,21 @@ def test_ranks_are_paused_once_all_stand_by_and_continued_before_anything_else(t
         return {psutil.Process(pid).status() for pid in group.pids}
 
     async def pause_and_resume(pids: list[int]) -> None:
-        group = Group(NothingForked(), 2, True, 1000, tmp_path, warm_up=True)  # pyright: ignore[reportArgumentType]
+        zygote = ConnectedRanks()
+        group = Group(zygote, 2, True, 1000, tmp_path, warm_up=True)  # pyright: ignore[reportArgumentType]
+        group.listener = listener = HeardMessages(group)  # pyright: ignore[reportAttributeAccessIssue]
         try:
             for rank, pid in enumerate(pids):
                 group.forked(rank, pid)
-            group._on_message(0, StandsBy(), ())  # pyright: ignore[reportPrivateUsage]
+            # a remark tells when the message before it was read
+            for message in (StandsBy(), Remarked(text="stands by")):
+                zygote.ranks[0].send(message)
+            await listener.until(1)
             group.pause()
             assert psutil.STATUS_STOPPED not in states(group), "rank 1 is still rehearsing"
-            group._on_message(1, StandsBy(), ())  # pyright: ignore[reportPrivateUsage]
+            for message in (StandsBy(), Remarked(text="stands by")):
+                zygote.ranks[1].send(message)
+            await listener.until(2)
             for go_on in (group.resume, group.dismiss):
                 group.pause()
                 eventually(lambda: states(group) == {psutil.STATUS_STOPPED}, 5, "both are stopped")

@@ -290,27 +290,39 @@ def test_devices_are_told_free_before_files_are_there_and_the_run_is_kept_until_
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("what", ["_send_logs", "contents_below", "open_below"])
-def test_a_fault_of_the_disk_costs_files_and_not_the_runs_end(
-    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+IO_ERROR = OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "error"),
+    [
+        # not an error of the disk: nothing expects it
+        (FileRequests, "ask", RuntimeError("a fault")),
+        (send_files_to_pool, "contents_below", IO_ERROR),
+        (send_files_to_pool, "open_below", IO_ERROR),
+    ],
+    ids=["ask", "contents_below", "open_below"],
+)
+def test_a_fault_while_files_are_sent_costs_files_and_not_the_runs_end(
+    owner: object, name: str, error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     def refuse(*_: object, **__: object) -> None:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
+        raise error
 
     async def scenario() -> None:
         agent = FarAgent(tmp_path, monkeypatch)
-        for name in ("rank-0.log", "out"):
-            (agent.directory / name).write_text("written")
-        monkeypatch.setattr(FilesToPool if what == "_send_logs" else send_files_to_pool, what, refuse)
+        for file in ("rank-0.log", "out"):
+            (agent.directory / file).write_text("written")
+        monkeypatch.setattr(owner, name, refuse)
         agent.end()
         await agent.until(lambda: agent.runs.get(RUN_THERE) is None)
         assert agent.told[0] == "DevicesFree"
         assert "1 RunEnded" in agent.told
         assert agent.told[-1] == "RanksGone"
         notes = [said.body.text for said in agent.sent if isinstance(said, RunEvent) and isinstance(said.body, Noted)]
-        if what != "_send_logs":
+        if error is IO_ERROR:
             (note,) = notes
-            named = "its directory" if what == "contents_below" else "rank-0.log"
+            named = "its directory" if name == "contents_below" else "rank-0.log"
             assert note.startswith("files of the run were not transferred to the pool and are lost: ")
             assert f"{named} (Input/output error)" in note
 

@@ -113,7 +113,8 @@ data = bytearray(os.urandom(1 << 20) * 200)
 for _ in range(3):
     if not os.fork():
         data[: 20 << 20] = os.urandom(20 << 20)
-        print("written", flush=True)
+        # one call, so that lines of several children are not mixed
+        os.write(1, b"written\\n")
         signal.pause()
 signal.pause()
 """

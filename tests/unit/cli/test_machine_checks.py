@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 
 import pytest
+import zmq
 
 from sgpu_magic.cli import machine_checks
 from sgpu_magic.cli.machine_checks import Finding, Level, hostname, limits, memory_files, process_control
@@ -94,7 +95,7 @@ def test_a_system_that_is_not_linux_has_neither_and_that_is_no_warning(monkeypat
 
 
 def test_encryption_that_can_not_be_measured(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(machine_checks, "_encrypted_per_s", lambda: 0.0)
+    monkeypatch.setattr(zmq.Socket, "poll", lambda *_: 0)
     (found,) = machine_checks.encryption()
     assert (found.level, found.text) == (Level.WARNING, "no encrypted message arrived within 5 s")
 

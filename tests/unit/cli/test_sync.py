@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from sgpu_magic.cli import run_directories as command
-from sgpu_magic.cli.run_directories import Left, sync
+from sgpu_magic.cli.run_directories import sync
 from sgpu_magic.config import Settings
-from sgpu_magic.tracking.store import Sent, opening, save_progress
+from sgpu_magic.tracking.store import Sent, Unsent, opening, save_progress
 from sgpu_magic.wire.base import new_id, short
 from sgpu_magic.wire.tracking import Tracking
 
@@ -29,11 +30,16 @@ def shown(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """The token that each store has received."""
     found: dict[str, str] = {}
 
-    def send(settings: Settings, uri: str, items: Sequence[Left], environ: dict[str, str]) -> list[Sent]:
-        found[uri] = environ.get("MLFLOW_TRACKING_TOKEN", "")
-        return [Sent(directory.name) for directory, _ in items]
+    def run(
+        command: Sequence[str], *, input: bytes, env: dict[str, str], **_: object
+    ) -> subprocess.CompletedProcess[bytes]:
+        """Stand in for the process that sends to a store."""
+        order = msgspec.json.decode(input, type=Unsent)
+        found[order.uri] = env.get("MLFLOW_TRACKING_TOKEN", "")
+        sent = [msgspec.json.encode(Sent(Path(directory).name)) for directory in order.directories]
+        return subprocess.CompletedProcess(command, 0, b"\n".join(sent), b"")
 
-    monkeypatch.setattr(command, "_send", send)
+    monkeypatch.setattr(subprocess, "run", run)
     monkeypatch.setenv("MLFLOW_TRACKING_TOKEN", "t0ken")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     return found

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import os
+import socket
 import sqlite3
 import subprocess
 import sys
@@ -21,7 +22,8 @@ from scheduler_requests import spec
 
 from sgpu_magic.cli.runs import as_json, comma_separated, table
 from sgpu_magic.client.ledger import Usage, Use, recent_runs, usage, usage_within
-from sgpu_magic.config import load_settings
+from sgpu_magic.client.this_machine import agent_path
+from sgpu_magic.config import Settings, load_settings
 from sgpu_magic.config.pool_terms import read_prices
 from sgpu_magic.errors import UsageError
 from sgpu_magic.pool.ledger import Ledger, Metered
@@ -137,9 +139,19 @@ def test_a_session_that_goes_on_is_idle_until_now() -> None:
     assert found.idle_cost == {"USD": pytest.approx(0.2 * 0.6)}
 
 
-def test_a_clock_that_was_set_changes_no_sums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def settings_with_agent(tmp_path: Path) -> Iterator[Settings]:
+    """Settings of a pool that was killed, and whose agent still listens."""
     settings = load_settings({"SGPU_STATE_DIR": str(tmp_path), "SGPU_RUNTIME_DIR": str(tmp_path / "run")})
-    monkeypatch.setattr("sgpu_magic.client.ledger._agent_waits", lambda _: True)
+    path = agent_path(settings)
+    path.parent.mkdir(parents=True)
+    with socket.socket(socket.AF_UNIX) as agent:
+        agent.bind(str(path))
+        yield settings
+
+
+def test_a_clock_that_was_set_changes_no_sums(tmp_path: Path, settings_with_agent: Settings) -> None:
+    settings = settings_with_agent
     ledger, now, clock = Ledger(tmp_path / "ledger.sqlite3"), time.time(), time.monotonic()
     session = msgspec.structs.replace(spec("5e550000", 2), kind=RunKind.SESSION)
     ledger.record(session, RunState.RUNNING)

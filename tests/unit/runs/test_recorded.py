@@ -16,7 +16,7 @@ from sgpu_magic.errors import UsageError
 from sgpu_magic.packages.snapshot import take_snapshot
 from sgpu_magic.payload.pack import Packed, pack_namespace
 from sgpu_magic.pool.run_log import RunLog
-from sgpu_magic.runs.replay import circumstances, recorded
+from sgpu_magic.runs.replay import recorded
 from sgpu_magic.runs.replay.circumstances import Chosen, choose, of_replay, of_run, path_of
 from sgpu_magic.runs.replay.recorded import Recorded, read_recorded
 from sgpu_magic.wire import events as ev
@@ -180,10 +180,10 @@ def test_the_replays_python_has_the_runs_packages(tmp_path: Path, monkeypatch: p
 
 def test_a_python_that_pools_build_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("SGPU_STATE_DIR", str(tmp_path / "state"))
-    built = tmp_path / "state" / "environments" / "00"
+    built, started = tmp_path / "state" / "environments" / "00", tmp_path / "started"
     os.makedirs(built)
     directory = Directory(tmp_path)
-    directory.record = msgspec.structs.replace(directory.record, executable=python(built, "exit 1"))
-    monkeypatch.setattr(circumstances, "_probe", lambda executable: pytest.fail(f"{executable} was started"))
+    directory.record = msgspec.structs.replace(directory.record, executable=python(built, f"touch {started}"))
     own = Chosen(digest=take_snapshot().digest)
     assert choose(of(directory), "", here=False) == own
+    assert not started.exists()
