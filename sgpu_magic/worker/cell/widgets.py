@@ -128,11 +128,11 @@ class _Comms:
 
     # ------------------------------------------------------------ to the front end
 
-    def begin(self, send: SendToAgent | None, is_helped: Callable[[], bool]) -> None:
+    def begin(self, send: SendToAgent, is_helped: Callable[[], bool]) -> None:
         """Send widgets' messages from now on. To be called in the main thread.
 
         Args:
-            send: Sends to the agent; None if the kernel does not support widgets.
+            send: Sends to the agent.
             is_helped: Tells whether the helper thread calls `tick` now.
         """
         self._pid, self._send, self._is_helped = os.getpid(), send, is_helped
@@ -141,7 +141,7 @@ class _Comms:
 
     def say(self, outgoing: _Said) -> None:
         if self._send is None or os.getpid() != self._pid:
-            # not supported by the kernel, or a child that user code has forked
+            # before the first cell, or in a child that user code has forked
             return
         if outgoing.kind == "open" and (outputs := sys.modules.get("ipywidgets.widgets.widget_output")) is not None:
             displays.teach(outputs.Output)

@@ -170,7 +170,7 @@ class _Life:
         if len(order.descriptors) > int(not message.inline) + len(message.mapped):
             rendezvous.late_store.listening_fd = order.descriptors[-1]
         terminal.write_each_line(False)
-        widgets.comms.begin(self._link.send if message.context.widgets else None, lambda: self._helper.is_busy)
+        widgets.comms.begin(self._link.send, lambda: self._helper.is_busy)
         run = self._cell_run(message, order)
         try:
             try:
