@@ -170,19 +170,6 @@ class _Comms:
             self.flush()
         self._call_main_thread()
 
-    def end_cell(self) -> None:
-        """Send waiting messages, and the complete state of figures, which have sent only changes."""
-        comms: dict[str, Any] = self.manager.comms if self.manager is not None and self._send is not None else {}
-        for each in list(comms.values()):
-            widget: Any = getattr(each._msg_callback, "__self__", None)
-            if hasattr(widget, "_widget_data"):
-                # this makes plotly's figures put their data into the state that is sent
-                try:
-                    widget._repr_mimebundle_()
-                except Exception as error:  # noqa: BLE001  a library's code
-                    self._remark(f"a figure could not be saved: {type(error).__name__}: {error}")
-        self.flush()
-
     def flush(self) -> None:
         """Send the waiting messages in order."""
         with self._lock:

@@ -273,7 +273,7 @@ class _Life:
         """Finish what cells have started, and report the end of it. The group's other ranks may still need this one."""
         self._leaving.finish()
         in_rank.end()
-        widgets.comms.end_cell()
+        widgets.comms.flush()
         self._helper.rest()
         self._link.send(Finishing(leaves_processes=bool(processes.child_pids())))
 
@@ -285,7 +285,7 @@ class _Life:
             rests: Whether the main thread is idle afterwards.
         """
         terminal.flush()
-        widgets.comms.end_cell()
+        widgets.comms.flush()
         terminal.write_each_line()
         if rests:
             # before the reply: the next order may come right after it
