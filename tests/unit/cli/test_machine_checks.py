@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from sgpu_magic.cli import machine_checks
-from sgpu_magic.cli.machine_checks import Finding, Level, hostname, limits, memory_files, process_control
+from sgpu_magic.cli.finding import Finding, Level
+from sgpu_magic.cli.machine_checks import hostname, limits, memory_files, process_control
 
 
 def by_name(found: Iterator[Finding]) -> dict[str, Finding]:
