@@ -218,9 +218,9 @@ def mismatches() -> Iterator[Finding]:
     """Check for packages that are known to break together."""
     snapshot = take_snapshot()
     # `gpus` reports a driver that is too old for torch
-    found = find_mismatches(packages_of(snapshot), snapshot.shadowed)
+    found = find_mismatches(packages_of(snapshot))
     for mismatch in found:
-        yield (problem if mismatch.sure else warning)("packages", mismatch.text, mismatch.remedy)
+        yield problem("packages", mismatch.text, mismatch.remedy)
     if not found:
         yield ok("packages", f"{len(snapshot.distributions)}, none known to break another")
 
