@@ -187,12 +187,7 @@ class BlobCache:
             path.unlink(missing_ok=True)
             return True
 
-        # earlier versions kept the blobs of all users in the folder itself
-        entries = used_entries(self._folder)
-        stores = {path for _, _, path in entries if path.is_dir()}
-        blobs = [entry for entry in entries if entry[2] not in stores]
-        for store in stores:
-            blobs += used_entries(store)
+        blobs = [entry for store in self._folder.iterdir() for entry in used_entries(store)]
         evict(blobs, self._most_bytes - size, remove)
 
 

@@ -17,5 +17,6 @@ headless/        executing a notebook without a front end
 
 doctor           `sgpu doctor`: all checks in order; those of settings, directories and pools
 python_checks    checks of this Python, its packages and GPUs, with a real two-rank group
-machine_checks   the result of a check; checks of the system: host name, memory files, process control, limits
+machine_checks   checks of the system: host name, memory files, process control, limits
+finding          the result of a check
 """

@@ -6,7 +6,6 @@ Starts no pool and changes nothing. Each check prints one line as soon as it is 
 from __future__ import annotations
 
 import difflib
-import importlib.metadata
 import os
 import stat
 import sys
@@ -16,16 +15,14 @@ from contextlib import closing
 from pathlib import Path
 from typing import TextIO
 
-from packaging.version import InvalidVersion, Version
-
 from sgpu_magic import __version__
 from sgpu_magic.cli import machine_checks, python_checks
-from sgpu_magic.cli.machine_checks import Finding, Level, ok, problem, warning
+from sgpu_magic.cli.finding import Finding, Level, ok, problem, warning
 from sgpu_magic.cli.main import CommandParser
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.client.pool_choosing import describe_devices
 from sgpu_magic.client.pools import Pools, PoolStatusReply
-from sgpu_magic.client.pools_file import pools_path, read_pools
+from sgpu_magic.client.pools_file import read_pools
 from sgpu_magic.client.this_machine import find_pool, left_by_pool, own_key_path
 from sgpu_magic.config import Settings, config_path, load_settings
 from sgpu_magic.errors import PoolError, UsageError
@@ -45,9 +42,6 @@ _NETWORK_TYPES = frozenset(
 )
 _LITTLE_BYTES = 1_000_000_000
 _HARDLY_ANY_BYTES = 50_000_000
-
-# the first version with label selectors for placement groups
-_OLDEST_RAY = Version("2.50")
 
 
 def run(environ: Mapping[str, str], out: TextIO) -> bool:
@@ -78,7 +72,7 @@ def findings(environ: Mapping[str, str]) -> Iterator[Finding]:
     facts = python_checks.probe(environ)
     yield from python_checks.packages(facts)
     yield from _guarded("packages", python_checks.mismatches)
-    yield from _guarded("ipykernel", python_checks.ipykernel_version)
+    yield from _guarded("requirements", python_checks.requirements)
     yield from python_checks.group(facts)
     yield from _guarded("hostname", machine_checks.hostname)
     settings, found = settings_file(environ)
@@ -90,7 +84,6 @@ def findings(environ: Mapping[str, str]) -> Iterator[Finding]:
     yield from _guarded("runtime directory", lambda: runtime_directory(settings))
     yield from _guarded("pool", lambda: pool(settings))
     yield from _guarded("pools", lambda: listed_pools(settings))
-    yield from _guarded("ray", ray_version)
     yield from _guarded("memory files", machine_checks.memory_files)
     yield from _guarded("process control", machine_checks.process_control)
     yield from _guarded("limits", machine_checks.limits)
@@ -122,9 +115,8 @@ def settings_file(environ: Mapping[str, str]) -> tuple[Settings, list[Finding]]:
     try:
         settings = load_settings(environ)
     except UsageError as error:
-        found = _refused("settings", error, "Fix it.")
         state_dir, runtime_dir = environ.get("SGPU_STATE_DIR", ""), environ.get("SGPU_RUNTIME_DIR", "")
-        return Settings(state_dir=state_dir, runtime_dir=runtime_dir), [found]
+        return Settings(state_dir=state_dir, runtime_dir=runtime_dir), [problem("settings", error.message)]
     path = config_path(environ)
     if path.is_file():
         return settings, [ok("settings", str(path))]
@@ -132,12 +124,6 @@ def settings_file(environ: Mapping[str, str]) -> tuple[Settings, list[Finding]]:
         text = f"SGPU_CONFIG names {path}, which does not exist: the defaults apply"
         return settings, [warning("settings", text, "Unset it, or create the file.")]
     return settings, [ok("settings", "the defaults (there is no config.toml)")]
-
-
-def _refused(name: str, error: UsageError, otherwise: str) -> Finding:
-    """Return an error as a problem. The last sentence of its message is the remedy, or `otherwise` if it has one."""
-    what, _, remedy = error.message.rpartition(". ")
-    return problem(name, what or error.message, remedy if what else otherwise)
 
 
 def variables(environ: Mapping[str, str]) -> Iterator[Finding]:
@@ -213,8 +199,7 @@ def pool(settings: Settings) -> Iterator[Finding]:
         with closing(Pool(settings)) as client:
             status = client.status(recent=0, start=False)
     except PoolError as error:
-        what, _, remedy = error.message.partition(". ")
-        yield problem("pool", what, remedy or "`sgpu pool stop --force` ends it; the next run starts a new one.")
+        yield problem("pool", error.message)
         return
     if status is None:
         yield ok("pool", "it has just ended")
@@ -259,7 +244,7 @@ def listed_pools(settings: Settings) -> Iterator[Finding]:
     try:
         entries = read_pools()
     except UsageError as error:
-        yield _refused("pools", error, f"Fix {pools_path()}.")
+        yield problem("pools", error.message)
         return
     if not entries:
         return
@@ -267,19 +252,6 @@ def listed_pools(settings: Settings) -> Iterator[Finding]:
     yield from machine_checks.encryption()
     with closing(Pools(settings)) as pools:
         yield from map(_pool_finding, pools.asked(entries, local=False, again=True))
-
-
-def ray_version() -> Iterator[Finding]:
-    """Check that the installed Ray is new enough for pools. Nothing if Ray is not installed."""
-    try:
-        found = Version(importlib.metadata.version("ray"))
-    except (importlib.metadata.PackageNotFoundError, InvalidVersion):
-        return
-    if found < _OLDEST_RAY:
-        remedy = 'Only `sgpu pool serve --engine ray` and `@ray_launch` need it: pip install -U "sgpu-magic[ray]"'
-        yield warning("ray", f"{found} is older than {_OLDEST_RAY}, which pools on Ray need", remedy)
-    else:
-        yield ok("ray", str(found))
 
 
 def _key() -> Iterator[Finding]:
@@ -290,7 +262,7 @@ def _key() -> Iterator[Finding]:
         remedy = "`sgpu pool keygen` creates one; send its public half to the pools' operator."
         yield problem("key", f"there is none ({path}), and pools on other machines accept only listed keys", remedy)
     except UsageError as error:
-        yield _refused("key", error, "`sgpu pool keygen` creates another one.")
+        yield problem("key", error.message)
     else:
         yield ok("key", str(path))
 
@@ -299,8 +271,7 @@ def _pool_finding(answer: PoolStatusReply) -> Finding:
     name = f"pool {answer.name}"[:20]
     status = answer.status
     if status is None:
-        what, _, remedy = answer.problem.partition(". ")
-        return problem(name, what.rstrip("."), remedy or "Check that it is running and that its address is right.")
+        return problem(name, answer.problem)
     text = f"{answer.entry.address if answer.entry else ''} has {describe_devices(status)}"
     if status.package_version != __version__:
         remedy = "They work together unless a request is refused; the same version on both sides is best."

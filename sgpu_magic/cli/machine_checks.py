@@ -1,11 +1,9 @@
-"""The result of a check of `sgpu doctor`, and checks of the system: host name, memory files, processes, limits."""
+"""Checks of the system for `sgpu doctor`: host name, memory files, processes, limits, encryption."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import enum
-import functools
 import os
 import resource
 import shutil
@@ -15,11 +13,11 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import msgspec
 import psutil
 import zmq
 
 from sgpu_magic.agent.watch.inventory import assigned_by_batch_system
+from sgpu_magic.cli.finding import Finding, ok, problem, warning
 from sgpu_magic.formatting import format_bytes, format_seconds
 from sgpu_magic.system.processes import IS_LINUX
 from sgpu_magic.system.secure_sockets import new_key_pair
@@ -38,36 +36,6 @@ _PR_GET_CHILD_SUBREAPER = 37
 _SLOW_ENCRYPTION = 150e6
 _MEASURED_S = 0.3
 _MESSAGE_BYTES = 1 << 18
-
-
-class Level(enum.StrEnum):
-    OK = "ok"
-    WARNING = "warning"
-    PROBLEM = "problem"
-
-
-class Finding(msgspec.Struct, frozen=True):
-    """One finding of the doctor.
-
-    Args:
-        level: A problem prevents runs from working, a warning may.
-        name: What was checked.
-        text: The result.
-        remedy: What to do about it; "" for nothing.
-    """
-
-    level: Level
-    name: str
-    text: str
-    remedy: str = ""
-
-
-ok = functools.partial(Finding, Level.OK)
-warning = functools.partial(Finding, Level.WARNING)
-problem = functools.partial(Finding, Level.PROBLEM)
-
-
-# ---------------------------------------------------------------- checks
 
 
 def hostname() -> Iterator[Finding]:

@@ -211,9 +211,6 @@ def _remarks(used: Usage) -> list[str]:
     if total.simulated_s:
         cost = f" and {_money(total.simulated_cost)} of the cost" if total.simulated_cost else ""
         lines.append(f"simulated: {_hours(total.simulated_s)} of the GPU-hours{cost}; it is not charged")
-    if total.unmetered:
-        runs, have = ("run", "has") if total.unmetered == 1 else ("runs", "have")
-        lines.append(f"{total.unmetered} {runs} of an earlier version {have} no hours")
     return lines
 
 
@@ -261,7 +258,6 @@ def _record(use: Use, currency: str) -> dict[str, object]:
         "idle": {"gpu_hours": _rounded(use.idle_s / HOUR_S), "cost": _sums(use.idle_cost)},
         "simulated": {"gpu_hours": _rounded(use.simulated_s / HOUR_S), "cost": _sums(use.simulated_cost)},
         "reserved_cost": {} if use.reserved is None else {currency: _rounded(use.reserved)},
-        "unmetered_runs": use.unmetered,
     }
 
 

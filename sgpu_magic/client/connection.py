@@ -284,13 +284,13 @@ class RemotePoolConnection(Connection):
 
 
 def with_known_version(link: PoolLink) -> PoolLink:
-    """Return the link if its pool's protocol version is compatible, else close it.
+    """Return the link if its pool speaks this process's protocol version, else close it.
 
     Raises:
-        PoolVersionError: The pool's protocol version is not compatible.
+        PoolVersionError: It speaks another one.
     """
     welcome = link.welcome
-    if welcome.oldest_protocol_version <= PROTOCOL_VERSION <= welcome.protocol_version:
+    if welcome.protocol_version == PROTOCOL_VERSION:
         return link
     link.close()
     speaks = (

@@ -70,7 +70,7 @@ def _read(settings: Settings, rest: str, values: Sequence[str | int | float]) ->
         uri = f"file:{quote(str(path))}?mode=ro" + ("&immutable=1" if closed else "")
         with contextlib.closing(sqlite3.connect(uri, uri=True, timeout=_BUSY_TIMEOUT_S)) as database:
             database.row_factory = sqlite3.Row
-            # all columns, so that older and newer schemas can be read
+            # all columns: a pool of another version may have another schema
             rows = [dict(row) for row in database.execute(f"SELECT * FROM runs {rest}", values)]
         held = find_pool(settings) is not None or _agent_waits(settings)
         _bring_up_to_now(rows)
@@ -136,7 +136,6 @@ class Use(msgspec.Struct):
         idle_cost: The part of `cost` for idle time.
         simulated_cost: The part of `cost` for simulated devices, which no one pays.
         reserved: Cost of the same device time at the reserved prices, for types that have one; None if none has.
-        unmetered: Number of runs that ended before usage was metered.
     """
 
     name: str
@@ -149,7 +148,6 @@ class Use(msgspec.Struct):
     idle_cost: dict[str, float] = msgspec.field(default_factory=dict[str, float])
     simulated_cost: dict[str, float] = msgspec.field(default_factory=dict[str, float])
     reserved: float | None = None
-    unmetered: int = 0
 
 
 class Usage(msgspec.Struct, frozen=True):
@@ -218,16 +216,14 @@ def usage(rows: Sequence[RunSummary], since: float, now: float, by: str, reserve
 def _add(use: Use, row: RunSummary, now: float, idle_s: Callable[[RunSummary], float], reserved: Prices) -> None:
     use.runs += 1
     device_s, cost = gpu_s_so_far(row, now), cost_so_far(row, now)
-    is_gpu = row.device_type != CPU
     if device_s is None:
-        # runs that never started and runs paid for by a session have no meter either
-        use.unmetered += is_gpu and row.metered_at is None and row.started_at is not None and not row.session
+        # the run never started, or a session pays for it
         return
     idle_part = 0.0
     if row.kind is RunKind.SESSION and row.metered_at is not None:
         lasted = cost * HOUR_S / row.hourly if cost and row.hourly else device_s / row.ranks
         idle_part = min(1.0, idle_s(row) / lasted) if lasted > 0 else 0.0
-    if is_gpu:
+    if row.device_type != CPU:
         use.gpu_s += device_s
         use.idle_s += device_s * idle_part
         use.simulated_s += device_s if row.simulated else 0.0

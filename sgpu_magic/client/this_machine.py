@@ -108,7 +108,6 @@ def this_context(environ: Mapping[str, str], key: bytes) -> RankContext:
         cwd, path = "", tuple(filter(os.path.isabs, sys.path))
     settings = load_settings(environ)
     return RankContext(
-        widgets=True,
         maps_cuda=settings.stand_in == "cpu,cuda",
         cpu_stands_in=bool(settings.stand_in),
         lone_training=settings.lone_training,

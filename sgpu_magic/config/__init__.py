@@ -33,8 +33,11 @@ _MAX_BUDGET_DAYS = 3660
 # settings that may be tables in the file
 _PRICES = ("prices", "reserved_prices")
 _WORDS = {
-    "stand_in": ("cpu", "cpu,cuda"), "environments": ("auto", "built"), "ray_select": ("auto", "label", "resource"),
-}  # fmt: skip
+    "stand_in": ("", "cpu", "cpu,cuda"),
+    "environments": ("auto", "built"),
+    "ray_select": ("auto", "label", "resource"),
+    "track": ("auto", "all", "off"),
+}
 # a pool's resources and limits, read when it starts: a client with other values needs a pool started with those
 POOL_SETTINGS = (
     "state_dir", "simulate", "cpu_slots", "prices", "reserved_prices", "currency", "budget", "budget_days",
@@ -338,22 +341,14 @@ def _read(setting: str, name: str, kind: str, value: object, where: str) -> obje
             text = prices_text(cast("dict[str, object]", value)) if isinstance(value, dict) else text
             read_prices(text)
             return text
-        if setting in _WORDS and text and text not in _WORDS[setting]:
-            *others, last = _WORDS[setting]
+        if setting in _WORDS and text not in _WORDS[setting]:
+            *others, last = filter(None, _WORDS[setting])
             raise ValueError(f"it can be {', '.join(others)} or {last}")
-        if setting == "track":
-            # earlier versions used true and false, which mean all and off
-            word = text.lower()
-            if word in ("auto", "all"):
-                return word
-            return "all" if _TRUTHS[word] else "off"
         return _KINDS[kind](text)
     except (KeyError, ValueError) as error:
         why = f"is {value!r}; a value of type {kind} is needed"
         if setting in _PRICES:
             why = f"can't be read: {error}"
-        elif setting == "track":
-            why = f"is {value!r}; it can be auto, all or off"
         elif setting in _WORDS:
             why = f"is {value!r}; {error}"
         raise UsageError(f"{name} in {where} {why}.") from None

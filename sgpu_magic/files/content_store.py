@@ -22,7 +22,7 @@ from sgpu_magic.config import private_dir
 from sgpu_magic.files.atomic_file import write_at
 from sgpu_magic.files.disk_usage import evict
 from sgpu_magic.wire.attachments import StoredPart
-from sgpu_magic.wire.files import DIGEST_BYTES, PIECE_BYTES, is_digest, is_store_name
+from sgpu_magic.wire.files import PIECE_BYTES, is_digest, is_store_name
 
 _PARTS = "parts"
 _READ_BYTES = 1 << 20
@@ -53,30 +53,18 @@ def blob_digest(data: memoryview) -> str:
 
 
 def is_intact(file: int, digest: str) -> bool:
-    """Whether a descriptor's bytes have that digest, or that BLAKE2b-256, by which clients of protocol 4 name blobs."""
+    """Whether a descriptor's bytes have that digest."""
     hashed, _ = _digest_of(file)
-    if hashed.hexdigest() == digest:
-        return True
-    earlier = hashlib.blake2b(digest_size=DIGEST_BYTES)
-    for data in _chunks(file):
-        earlier.update(data)
-    return earlier.hexdigest() == digest
+    return hashed.hexdigest() == digest
 
 
 def _digest_of(file: int) -> tuple[blake3, int]:
     """Return the running digest and the number of a descriptor's bytes."""
     hashed, size = blake3(), 0
-    for data in _chunks(file):
+    while data := os.pread(file, _READ_BYTES, size):
         hashed.update(data)
         size += len(data)
     return hashed, size
-
-
-def _chunks(file: int) -> Iterator[bytes]:
-    at = 0
-    while data := os.pread(file, _READ_BYTES, at):
-        yield data
-        at += len(data)
 
 
 def blob_path(root: Path, store: str, digest: str) -> Path:
@@ -216,7 +204,7 @@ class BlobStore:
 
     def _finish(self, key: tuple[str, str], coming: _Coming, path: Path) -> None:
         store, digest = key
-        if coming.hashed.hexdigest() != digest and not is_intact(coming.file, digest):
+        if coming.hashed.hexdigest() != digest:
             self._drop(key)
             raise BlobRefused(
                 "an upload does not have the digest that was announced: it was damaged in transit, or a variable was "

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import enum
 import os
-import warnings
 from collections.abc import Generator, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
@@ -32,7 +31,6 @@ class SharedOptions(TypedDict, total=False):
         grace: Time between SIGTERM and SIGKILL when the run is stopped. Default: 5 s, or 0 after a failure.
         retries: Number of times to restart the ranks after a worker or node failure. Default: 0.
         retry_on: `"failure"` of a worker or node (default), or `"any"` to restart also after an error in the function.
-        retry_any: Deprecated; use `retry_on="any"`.
         env: Environment variables to set on the ranks.
         name: The run's name. Default: the function's name.
         exclude: Names in the notebook that are not sent to the ranks, although the function reads them.
@@ -63,7 +61,6 @@ class SharedOptions(TypedDict, total=False):
     grace: Duration | None
     retries: int
     retry_on: Literal["failure", "any"]
-    retry_any: bool
     env: Mapping[str, str] | None
     name: str
     exclude: Iterable[str]
@@ -129,10 +126,6 @@ def checked(**options: Unpack[Options]) -> CallOptions:
                 f"remote=False selects this machine's own pool, and pool={pool!r} another one. Leave one of them out."
             )
         given["pool"] = "local"
-    if "retry_any" in options:
-        warnings.warn('retry_any=True is now retry_on="any"', DeprecationWarning, stacklevel=2)
-        if options["retry_any"]:
-            given.setdefault("retry_on", "any")
     asked = CallOptions(**_fields(table.CALL, given, _READERS), session=options.get("session"))
     if given.get("retry_on") is not None and not asked.retries:
         raise UsageError("retry_on says when to start again, but not how often: add retries=N.")

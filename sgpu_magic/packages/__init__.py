@@ -14,7 +14,8 @@ code_files             the code files below a directory, and archives of them
 travel                 the environment variables that travel with a run; checks of its packages and modules before it
 module_references      modules that a payload names, and whether ranks have them
 environment_variables  environment variables that travel to ranks
-mismatches             packages known to break together; the NVIDIA driver that a CUDA version needs
+mismatches             packages that break together
+unreadable_values      pickled values that an older version of their package can't read
 nvidia_driver          the NVIDIA driver that a CUDA version needs
 package_metadata       metadata of installed packages that decide whether they work together
 secrets                detecting secrets, and redacting them in text

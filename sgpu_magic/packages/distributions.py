@@ -126,7 +126,6 @@ class InstalledPackages:
     Args:
         distributions: Distributions sorted by name. If a name is installed twice, the first on `sys.path`, which is
             the one that Python imports.
-        shadowed: Distributions of the same names later on `sys.path`.
         python: Python version, `3.11`.
         tag: Interpreter tag, `cp311`.
         platform: Platform, `linux_x86_64`.
@@ -134,7 +133,6 @@ class InstalledPackages:
     """
 
     distributions: tuple[Distribution, ...]
-    shadowed: tuple[Distribution, ...] = ()
     python: str = ""
     tag: str = ""
     platform: str = ""

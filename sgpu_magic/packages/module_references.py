@@ -69,8 +69,8 @@ def check_versions(modules: Iterable[tuple[str, str]], environment: Environment)
     Raises:
         SerializationError: They can't be read there. The message has both versions and the remedy.
     """
-    from sgpu_magic.packages.mismatches import find_unreadable
     from sgpu_magic.packages.requirement_files import key_of, specifier_of
+    from sgpu_magic.packages.unreadable_values import find_unreadable
 
     def here(package: str) -> str:
         return str(getattr(sys.modules.get(package), "__version__", ""))

@@ -25,13 +25,11 @@ class Package(msgspec.Struct, frozen=True):
     Args:
         version: Its version.
         requires: Its requirements on this platform, by normalised name.
-        compiled: Whether it has binary modules; None if unknown.
         cuda: The CUDA version that it was built with, "" for none. Only set for torch.
     """
 
     version: str
     requires: Mapping[str, Requirement]
-    compiled: bool | None = None
     cuda: str = ""
 
 
@@ -55,20 +53,18 @@ def packages_of_pins(pins: Mapping[str, str]) -> dict[str, Package]:
     if "torch" in packages:
         runtime = next((pins[name] for name in _RUNTIMES if name in pins), "")
         cuda = _local_cuda(pins["torch"]) or ".".join(runtime.split(".")[:2])
-        packages["torch"] = Package(pins["torch"], {}, compiled=True, cuda=cuda)
+        packages["torch"] = Package(pins["torch"], {}, cuda)
     return packages
 
 
 def _read(found: Distribution) -> Package:
     info = Path(found.location)
     requires = {normalised(requirement.name): requirement for requirement in needed_by(info)}
-    pure = re.search(r"^Root-Is-Purelib:\s*(\w+)", text_of(info / "WHEEL"), re.MULTILINE)
-    compiled = None if pure is None else pure[1].lower() == "false"
     cuda = ""
     if found.key == "torch":
         built_with = _CUDA.search(text_of(info.parent / "torch" / "version.py"))
         cuda = built_with[1] if built_with is not None else _local_cuda(found.version)
-    return Package(found.version, requires, compiled, cuda)
+    return Package(found.version, requires, cuda)
 
 
 def _local_cuda(version: str) -> str:

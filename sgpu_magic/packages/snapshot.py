@@ -83,17 +83,13 @@ def kept_snapshot() -> InstalledPackages | None:
 def read_snapshot(path: list[str]) -> InstalledPackages:
     """Read the distributions installed in the entries of `path`, in order."""
     first: dict[str, Distribution] = {}
-    shadowed: list[Distribution] = []
     conda_names = _conda_names()
     for entry in _entries(path):
         there = (read_distribution(f"{entry}/{name}", entry, conda_names) for name in _infos(entry))
         for distribution in sorted(filter(None, there), key=_preference):
-            before = first.setdefault(distribution.key, distribution)
-            if before is not distribution:
-                shadowed.append(distribution)
+            first.setdefault(distribution.key, distribution)
     return InstalledPackages(
         distributions=tuple(sorted(first.values(), key=lambda found: found.key)),
-        shadowed=tuple(shadowed),
         python=own_python(),
         tag=_interpreter_tag(),
         platform=own_platform(),

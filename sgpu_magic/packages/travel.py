@@ -7,6 +7,7 @@ also in the background.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from sgpu_magic.errors import EnvironmentFailed
@@ -52,21 +53,20 @@ def check_before_travel(
         mine = environment.torch_mine
         sent = {name: package for name, package in everything.items() if not is_from_node(name, torch_mine=mine)}
         found = find_mismatches(sent, driver=driver if mine else "")
-        found += () if mine else find_left_behind(everything)
+        doubtful = () if mine else find_left_behind(everything)
     else:
         pins = {key_of(line): version_of(line) for line in environment.requirements}
         sent = packages_of_pins({name: version for name, version in pins.items() if version})
-        found = find_mismatches(sent, driver=driver)
-    sure = [mismatch for mismatch in found if mismatch.sure]
-    if sure:
-        raise EnvironmentFailed(_refusal(environment, sure))
-    return [mismatch.sentence for mismatch in found]
+        found, doubtful = find_mismatches(sent, driver=driver), ()
+    if found:
+        raise EnvironmentFailed(_refusal(environment, found))
+    return [mismatch.sentence for mismatch in doubtful]
 
 
-def _refusal(environment: Environment, sure: list[Mismatch]) -> str:
+def _refusal(environment: Environment, found: Sequence[Mismatch]) -> str:
     whose = f"the packages of {environment.label}" if environment.label else "the notebook's packages"
-    more = f" (There are {len(sure) - 1} more like this: %sgpu_env lists them.)" if len(sure) > 1 else ""
-    return f"{whose} would break on the ranks, so nothing was started: {sure[0].sentence}{more}"
+    more = f" (There are {len(found) - 1} more like this: %sgpu_env lists them.)" if len(found) > 1 else ""
+    return f"{whose} would break on the ranks, so nothing was started: {found[0].sentence}{more}"
 
 
 # ---------------------------------------------------------------- background check, each mismatch reported once
@@ -87,7 +87,6 @@ def start_mismatch_check(snapshot: InstalledPackages) -> None:
     from sgpu_magic.packages.nvidia_driver import driver_version
     from sgpu_magic.packages.package_metadata import packages_of
 
-    # packages installed twice are only listed by %sgpu_env: many Pythons have dozens
     found = find_mismatches(packages_of(snapshot), driver=driver_version())
     _looked_at, _found = snapshot.digest, tuple(mismatch.sentence for mismatch in found)
 

@@ -120,7 +120,7 @@ class Billing:
             if run.state is RunState.RUNNING:
                 self.ranks_started(run, now)
             return launched, None
-        # rows from an earlier version or from before a reboot have only wall-clock times
+        # after a reboot only the wall-clock times are valid
         clock, idle_clock = self._ledger.clocks(run.run_id)
         if run.is_session and row.started_at is not None:
             cells = self._ledger.cell_times(run.run_id)

@@ -82,8 +82,7 @@ class EnvironmentStore:
         """Remove files that no run's directory links to, except those used since this service started."""
         for folder in self._root.glob("*/*"):
             if (folder.parent.name, folder.name) not in self._used and not _is_linked(folder):
-                # earlier versions stored files here
-                shutil.rmtree(folder if folder.is_dir() else folder.parent, ignore_errors=True)
+                shutil.rmtree(folder, ignore_errors=True)
                 with contextlib.suppress(OSError):
                     folder.parent.rmdir()
 
@@ -105,7 +104,6 @@ class EnvironmentStore:
 
 def _is_linked(folder: Path) -> bool:
     with contextlib.suppress(OSError):
-        paths = list(folder.iterdir()) if folder.is_dir() else [folder]
-        return any(not path.is_dir() and path.lstat().st_nlink > 1 for path in paths)
+        return any(not path.is_dir() and path.lstat().st_nlink > 1 for path in folder.iterdir())
     # count an unreadable folder as linked, so that it is kept
     return True

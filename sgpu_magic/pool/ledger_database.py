@@ -1,10 +1,9 @@
-"""The ledger's SQLite file: created, migrated to the newest schema, or moved aside and replaced."""
+"""The ledger's SQLite file: created, or moved aside and replaced if it is damaged or has another schema."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import re
 import sqlite3
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,57 +13,51 @@ from urllib.parse import quote
 from sgpu_magic.config import SET_IN_NOTEBOOK, private_dir
 from sgpu_magic.errors import PoolError
 
-# Version n of the schema is the result of the first n migrations. Never change a released one: add another.
-MIGRATIONS: tuple[tuple[str, ...], ...] = (
-    (
-        """
-        CREATE TABLE runs (
-            seq INTEGER PRIMARY KEY,
-            run_id TEXT NOT NULL UNIQUE,
-            name TEXT NOT NULL,
-            ranks INTEGER NOT NULL,
-            device_type TEXT NOT NULL,
-            simulated INTEGER NOT NULL DEFAULT 0,
-            state TEXT NOT NULL,
-            submitted_at REAL NOT NULL,
-            started_at REAL,
-            ended_at REAL,
-            failure TEXT NOT NULL DEFAULT '',
-            uuids TEXT NOT NULL DEFAULT '[]',
-            owner_pid INTEGER NOT NULL DEFAULT 0,
-            notebook TEXT NOT NULL DEFAULT ''
-        )
-        """,
-    ),
-    (
-        "ALTER TABLE runs ADD COLUMN kind TEXT NOT NULL DEFAULT 'cell'",
-        "ALTER TABLE runs ADD COLUMN session TEXT NOT NULL DEFAULT ''",
-        "ALTER TABLE runs ADD COLUMN kernel TEXT NOT NULL DEFAULT ''",
-    ),
-    (
-        # NULL for earlier runs, which have no meter
-        "ALTER TABLE runs ADD COLUMN user TEXT NOT NULL DEFAULT ''",
-        "ALTER TABLE runs ADD COLUMN metered_at REAL",
-        "ALTER TABLE runs ADD COLUMN hourly REAL",
-        "ALTER TABLE runs ADD COLUMN currency TEXT NOT NULL DEFAULT ''",
-        "ALTER TABLE runs ADD COLUMN gpu_s REAL",
-        "ALTER TABLE runs ADD COLUMN cost REAL",
-        "ALTER TABLE runs ADD COLUMN idle_s REAL",
-        # a session's cells are looked up at its end
-        "CREATE INDEX cells_of_sessions ON runs (session) WHERE session != ''",
-    ),
-    # `metered_at` on the machine's monotonic clock, valid until it reboots
-    ("ALTER TABLE runs ADD COLUMN metered_clock REAL",),
-    # when a session's `idle_s` was written, on that clock
-    ("ALTER TABLE runs ADD COLUMN idle_clock REAL",),
+SCHEMA_VERSION = 5
+"""The schema's version, kept as the database's `user_version`. A change of the schema needs a new one."""
+
+_SCHEMA = (
+    """
+    CREATE TABLE runs (
+        seq INTEGER PRIMARY KEY,
+        run_id TEXT NOT NULL UNIQUE,
+        name TEXT NOT NULL,
+        ranks INTEGER NOT NULL,
+        device_type TEXT NOT NULL,
+        simulated INTEGER NOT NULL DEFAULT 0,
+        state TEXT NOT NULL,
+        submitted_at REAL NOT NULL,
+        started_at REAL,
+        ended_at REAL,
+        failure TEXT NOT NULL DEFAULT '',
+        uuids TEXT NOT NULL DEFAULT '[]',
+        owner_pid INTEGER NOT NULL DEFAULT 0,
+        notebook TEXT NOT NULL DEFAULT '',
+        kind TEXT NOT NULL DEFAULT 'cell',
+        session TEXT NOT NULL DEFAULT '',
+        kernel TEXT NOT NULL DEFAULT '',
+        user TEXT NOT NULL DEFAULT '',
+        metered_at REAL,
+        hourly REAL,
+        currency TEXT NOT NULL DEFAULT '',
+        gpu_s REAL,
+        cost REAL,
+        idle_s REAL,
+        -- `metered_at` on the machine's monotonic clock, valid until it reboots
+        metered_clock REAL,
+        -- when a session's `idle_s` was written, on that clock
+        idle_clock REAL
+    )
+    """,
+    # a session's cells are looked up at its end
+    "CREATE INDEX cells_of_sessions ON runs (session) WHERE session != ''",
+    f"PRAGMA user_version = {SCHEMA_VERSION}",
 )
 T = TypeVar("T")
 Statement = tuple[str, Sequence[str | int | float]]
 """An SQL statement and its values."""
 
 _FILES = ("", "-wal", "-shm")
-# suffix of a ledger with a newer schema that an older version has moved aside
-_NEWER = re.compile(r"\.schema-(?P<version>[0-9]+)-[0-9]+")
 # `checkpoint` leaves a write-ahead log up to this size alone; SQLite truncates a larger one to it
 _LOG_BYTES = 1 << 20
 # each round checkpoints what was written during the previous one
@@ -77,32 +70,6 @@ class _SetAside(Exception):
     def __init__(self, suffix: str, message: str) -> None:
         super().__init__(message)
         self.suffix = suffix
-
-
-def migrate(database: sqlite3.Connection, migrations: Sequence[Sequence[str]]) -> None:
-    """Migrate the schema to version `len(migrations)`, with one transaction for each step.
-
-    Args:
-        database: A connection in autocommit mode (`isolation_level=None`).
-        migrations: The statements of each step; `PRAGMA user_version` counts the applied steps.
-
-    Raises:
-        _SetAside: A newer sgpu-magic created the database, with more steps than are known here.
-    """
-    (version,) = database.execute("PRAGMA user_version").fetchone()
-    if version > len(migrations):
-        newer = f"has schema {version} of a newer sgpu-magic, and this one supports up to {len(migrations)}"
-        raise _SetAside(f"schema-{version}", newer)
-    for number, statements in enumerate(migrations[version:], version + 1):
-        database.execute("BEGIN IMMEDIATE")
-        try:
-            for statement in statements:
-                database.execute(statement)
-            database.execute(f"PRAGMA user_version = {number}")
-        except sqlite3.Error:
-            database.execute("ROLLBACK")
-            raise
-        database.execute("COMMIT")
 
 
 class LedgerDatabase:
@@ -197,10 +164,6 @@ class LedgerDatabase:
     def _open(self) -> sqlite3.Connection:
         try:
             try:
-                for aside in self._usable_again():
-                    # closing it cleanly removes its log
-                    _connect(self._path).close()
-                    _take_back(aside, self._path)
                 return _connect(self._path)
             except _SetAside as aside:
                 self._set_aside(aside)
@@ -210,15 +173,6 @@ class LedgerDatabase:
                 f"the pool's ledger {self._path} can't be opened: {error}. Free space there, make it yours, "
                 f"or set SGPU_STATE_DIR to a directory on a local disk that is {SET_IN_NOTEBOOK}."
             ) from error
-
-    def _usable_again(self) -> list[Path]:
-        """Return the ledgers that an older version has moved aside and this one supports, the last one first."""
-        found: list[tuple[int, Path]] = []
-        for path in self._path.parent.glob(f"{self._path.name}.schema-*"):
-            match = _NEWER.fullmatch(path.name.removeprefix(self._path.name))
-            if match is not None and int(match["version"]) <= len(MIGRATIONS):
-                found.append((path.stat().st_mtime_ns, path))
-        return [path for _, path in sorted(found, reverse=True)]
 
     def _set_aside(self, why: _SetAside) -> None:
         number = 1
@@ -249,7 +203,7 @@ def _connect(path: Path) -> sqlite3.Connection:
         database.execute(f"PRAGMA journal_size_limit = {_LOG_BYTES}")
         if unclean and (found := database.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
             raise _SetAside("damaged", f"is damaged ({found})")
-        migrate(database, MIGRATIONS)
+        _create_schema(database)
     except (sqlite3.DatabaseError, _SetAside) as error:
         database.close()
         if isinstance(error, sqlite3.DatabaseError) and _is_damage(error):
@@ -258,20 +212,31 @@ def _connect(path: Path) -> sqlite3.Connection:
     return database
 
 
-def _take_back(earlier: Path, later: Path) -> None:
-    """Put an earlier ledger, with the rows of the later one after its own, in the place of the later one.
+def _create_schema(database: sqlite3.Connection) -> None:
+    """Create the tables of a new database.
 
-    If it can't be read, both stay as they are.
+    Args:
+        database: A connection in autocommit mode (`isolation_level=None`).
+
+    Raises:
+        _SetAside: The database has another version's schema.
     """
-    with contextlib.suppress(sqlite3.Error, OSError, _SetAside):
-        with contextlib.closing(_connect(earlier)) as database:
-            names = ", ".join(row[1] for row in database.execute("PRAGMA table_info(runs)") if row[1] != "seq")
-            database.execute("ATTACH ? AS later", (str(later),))
-            database.execute("BEGIN IMMEDIATE")
-            database.execute(f"INSERT OR IGNORE INTO runs ({names}) SELECT {names} FROM later.runs ORDER BY seq")
-            database.execute("COMMIT")
-            database.execute("DETACH later")
-        os.replace(earlier, later)
+    (version,) = database.execute("PRAGMA user_version").fetchone()
+    if version == SCHEMA_VERSION:
+        return
+    if version:
+        raise _SetAside(
+            f"schema-{version}",
+            f"has schema {version} of another version of sgpu-magic, and this one uses schema {SCHEMA_VERSION}",
+        )
+    database.execute("BEGIN IMMEDIATE")
+    try:
+        for statement in _SCHEMA:
+            database.execute(statement)
+    except sqlite3.Error:
+        database.execute("ROLLBACK")
+        raise
+    database.execute("COMMIT")
 
 
 def _is_damage(error: sqlite3.Error) -> bool:

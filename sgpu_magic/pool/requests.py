@@ -56,7 +56,6 @@ from sgpu_magic.wire.events import Described, Detached
 from sgpu_magic.wire.files import KEY, AskBlobs, ListRunFiles, PutBlob, ReadRunFile
 from sgpu_magic.wire.node import DetachRun, KillRanks
 from sgpu_magic.wire.pool_status import (
-    OLDEST_PROTOCOL_VERSION,
     PROTOCOL_VERSION,
     AskBulk,
     AskStatus,
@@ -327,8 +326,6 @@ class Requests:
         sees_client = client.same_host and settings.environments == "auto"
         return Welcome(
             protocol_version=PROTOCOL_VERSION,
-            # the client's own Python runs the ranks with its version of this package: the agent supports no older one
-            oldest_protocol_version=PROTOCOL_VERSION if sees_client else OLDEST_PROTOCOL_VERSION,
             package_version=__version__,
             pid=os.getpid(),
             busy=bool(self._active.going),

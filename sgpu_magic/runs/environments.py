@@ -135,7 +135,7 @@ def report(settings: Settings, sessions: Iterable[Session], compared_to: str = "
         ),
         lines=tuple(lines),
         pending=(*describe_stale(now), *since_connected(now, sessions)),
-        broken=tuple(found.sentence for found in find_mismatches(installed, now.shadowed, driver=driver_version())),
+        broken=tuple(found.sentence for found in find_mismatches(installed, driver=driver_version())),
         compared_to=compared_to,
         differences=_differences(settings, now, compared_to) if compared_to else (),
     )

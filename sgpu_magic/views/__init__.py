@@ -6,7 +6,7 @@ fold            `RunView`, the state that every view of a run renders
 output          what the ranks have printed and displayed, split into segments at the displays
 output_buffer   lines and displays in order; keeps the beginning and the end and counts what it drops between
 usage           utilization and memory of ranks and their devices, as curves
-rank_models     widget models created by ranks, and the static output that replaces a widget that can't be rendered
+rank_models     widget models created by ranks, and their text and progress, which stay when the widgets are closed
 run_notes       names of runs, and the sentences that events produce: notes, a failure in one line
 
 The model in words:

@@ -1,10 +1,8 @@
-"""The widgets of a run's ranks, folded from their comm messages: their state, and a static form without a kernel."""
+"""The widgets of a run's ranks, folded from their comm messages: their state, and the text and progress that stay."""
 
 from __future__ import annotations
 
-import base64
 import html
-import json
 import re
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -32,8 +30,6 @@ Path = tuple[str | int, ...]
 State = dict[str, Any]
 ModelKey = tuple[int, str]
 """The rank, and the comm's id in it."""
-
-_TYPES = {"int8": "i1", "int16": "i2", "int32": "i4", "uint8": "u1", "uint16": "u2", "uint32": "u4"}
 
 
 class Model(msgspec.Struct):
@@ -146,7 +142,10 @@ class RankModels:
             self._bytes -= self._models.pop(key).size
 
     def static(self, rank: int, bundle: Mapping[str, object]) -> dict[str, object]:
-        """Return a rank's display with a live widget replaced by its current values as text and HTML."""
+        """Return a rank's display without its live widget: with the text or progress that it shows, as text and HTML.
+
+        Of other widgets, the display's own text stays.
+        """
         key = widget_of(rank, bundle)
         rest = {mime: data for mime, data in bundle.items() if mime != WIDGET_MIME}
         if key is None:
@@ -205,10 +204,7 @@ def _by_path(paths: object, buffers: Sequence[bytes]) -> dict[Path, bytes]:
 
 
 def static_form(models: Mapping[ModelKey, Model], key: ModelKey) -> dict[str, object]:
-    """Return a static MIME bundle for one of these widgets; empty for an unsupported widget type."""
-    model = models.get(key)
-    if model is not None and (figure := _figure(model)):
-        return figure
+    """Return a widget that shows text or progress as text and HTML; empty for another one."""
     drawn = _drawn(models, key, _MOST_BOXES)
     if drawn is None:
         return {}
@@ -217,7 +213,7 @@ def static_form(models: Mapping[ModelKey, Model], key: ModelKey) -> dict[str, ob
 
 
 def _drawn(models: Mapping[ModelKey, Model], key: ModelKey, depth: int) -> tuple[str, str] | None:
-    """Return a widget as text and as HTML, None for an unsupported widget type."""
+    """Return a widget as text and as HTML, None if it shows neither text nor progress."""
     model = models.get(key)
     if model is None or depth == 0:
         return None
@@ -231,35 +227,26 @@ def _drawn(models: Mapping[ModelKey, Model], key: ModelKey, depth: int) -> tuple
         case "FloatProgressModel" | "IntProgressModel":
             return _progress(label, state)
         case "OutputModel":
-            return _outputs(cast("Sequence[State]", state.get("outputs") or ()))
-        case "ImageModel":
-            kind = re.sub(r"[^\w.+-]", "", str(state.get("format") or "png"))
-            data = base64.b64encode(model.buffers.get(("value",), b"")).decode()
-            return "<image>", f'<img src="data:image/{kind};base64,{data}">'
-        case "ButtonModel" | "ToggleButtonModel":
-            return f"[{label}]", f"<button disabled>{_safe(label)}</button>"
+            return _output(cast("Sequence[State]", state.get("outputs") or ()))
         case _ if isinstance(state.get("children"), list):
             return _box(models, key[0], state, "  " if name == "HBoxModel" else "\n", depth)
-        case _ if isinstance(labels := state.get("_options_labels"), list):
-            return _labelled(label, chosen := _chosen(cast("list[object]", labels), state), _safe(chosen))
-        case _ if "value" in state:
-            shown = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-            return _labelled(label, shown, _safe(shown))
         case _:
             return None
 
 
-def _box(models: Mapping[ModelKey, Model], rank: int, state: State, between: str, depth: int) -> tuple[str, str]:
+def _box(models: Mapping[ModelKey, Model], rank: int, state: State, between: str, depth: int) -> tuple[str, str] | None:
     keys = [(rank, each.removeprefix(REFERENCE)) for each in cast("list[Any]", state["children"]) if refers(each)]
-    states = [models[key].state if key in models else {} for key in keys]
-    drawn = [_drawn(models, key, depth - 1) or ("", "") for key in keys]
+    drawn = [(key, form) for key in keys if (form := _drawn(models, key, depth - 1)) is not None]
+    if not drawn:
+        return None
+    states, forms = [models[key].state for key, _ in drawn], [form for _, form in drawn]
     inline = between != "\n"
-    text = between.join(text for text, _ in drawn if text)
+    text = between.join(text for text, _ in forms if text)
     if inline and [str(each.get("_model_name")).endswith("ProgressModel") for each in states] == [False, True, False]:
         # the layout of tqdm, whose labels state the progress
-        text = f"{drawn[0][0]}{_bar(states[1])}{drawn[2][0]}"
+        text = f"{forms[0][0]}{_bar(states[1])}{forms[2][0]}"
     style = "display:flex;gap:8px;align-items:center" if inline else ""
-    return text, f'<div style="{style}">' + "".join(f"<div>{markup}</div>" for _, markup in drawn if markup) + "</div>"
+    return text, f'<div style="{style}">' + "".join(f"<div>{markup}</div>" for _, markup in forms if markup) + "</div>"
 
 
 def _plain(value: object) -> str:
@@ -295,53 +282,15 @@ def _progress(label: str, state: State) -> tuple[str, str]:
     return _labelled(label, text, markup)
 
 
-def _chosen(labels: list[object], state: State) -> str:
-    index = state.get("index")
-    chosen = cast("list[object]", index) if isinstance(index, list) else [index]
-    return ", ".join(str(labels[at]) for at in chosen if isinstance(at, int) and 0 <= at < len(labels))
-
-
-def _outputs(outputs: Sequence[State]) -> tuple[str, str]:
-    """Render what an `Output` widget has captured."""
+def _output(outputs: Sequence[State]) -> tuple[str, str]:
+    """Return the text that an `Output` widget has captured."""
     texts: list[str] = []
-    markups: list[str] = []
     for output in outputs:
         data = cast("State", output.get("data") or {})
         text = output.get("text") or data.get("text/plain") or "\n".join(output.get("traceback") or ())
         texts.append(ansi.plain(str(text)).rstrip("\n"))
-        if isinstance(data.get("image/png"), str):
-            markups.append(f'<img src="data:image/png;base64,{_safe(data["image/png"])}">')
-        else:
-            markups.append(str(data.get("text/html") or f"<pre>{_safe(texts[-1])}</pre>"))
-    return "\n".join(texts), "".join(markups)
-
-
-def _figure(model: Model) -> dict[str, object]:
-    """Return a plotly figure under plotly's MIME type; empty for other widgets."""
-    parts = {name: model.state.get(f"_widget_{name}") for name in ("data", "layout")}
-    if not isinstance(parts["data"], list) or not isinstance(parts["layout"], dict):
-        return {}
-    figure = {name: _filled(part, model.buffers, (f"_widget_{name}",)) for name, part in parts.items()}
-    return {"application/vnd.plotly.v1+json": figure}
-
-
-_TYPES.update(float32="f4", float64="f8")
-
-
-def _filled(value: Any, buffers: Mapping[Path, bytes], path: Path) -> Any:
-    """Return plotly's JSON with arrays in the form that plotly.js reads: type, shape and base64."""
-    if isinstance(value, list):
-        return [_filled(each, buffers, (*path, at)) for at, each in enumerate(cast("list[Any]", value))]
-    if not isinstance(value, dict):
-        return value
-    parts = cast("State", value)
-    # plotly 6 and 5
-    raw = buffers.get((*path, "buffer"), buffers.get((*path, "value")))
-    if raw is None or "dtype" not in parts:
-        return {key: _filled(each, buffers, (*path, key)) for key, each in parts.items()}
-    array: State = {"dtype": _TYPES.get(str(parts["dtype"]), parts["dtype"]), "bdata": base64.b64encode(raw).decode()}
-    shape = cast("list[int]", parts.get("shape") or [])
-    return array | {"shape": ", ".join(map(str, shape))} if len(shape) > 1 else array
+    text = "\n".join(texts)
+    return text, f"<pre>{_safe(text)}</pre>"
 
 
 def refers(value: object) -> bool:

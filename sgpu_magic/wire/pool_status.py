@@ -9,8 +9,7 @@ from msgspec.structs import replace
 from sgpu_magic.wire.base import Numbered, OfRun, Record, RunKind, RunState
 from sgpu_magic.wire.devices import Device, Inventory
 
-PROTOCOL_VERSION = 6
-OLDEST_PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 1
 
 # ---------------------------------------------------------------- locating a local pool
 
@@ -96,7 +95,6 @@ class Welcome(Record, frozen=True, tag="welcome", kw_only=True):
     protocol_version: int
     package_version: str
     pid: int
-    oldest_protocol_version: int = OLDEST_PROTOCOL_VERSION
     busy: bool = False
     sees_client: bool = True
     same_host: bool = True

@@ -68,7 +68,7 @@ class RankStack(Record, frozen=True, kw_only=True):
         frames: Python stack of its main thread, innermost frame first; empty if unavailable.
         collective: Its entry in the flight recorder; None without one.
         problem: Why the stack is missing; "" if it is not.
-        taken_at: Wall-clock time at which it was taken; 0 from earlier versions.
+        taken_at: Wall-clock time at which it was taken.
     """
 
     rank: int

@@ -87,7 +87,6 @@ class RankContext(Record, frozen=True, kw_only=True):
         installed: Entries of `sys_path` that belong to the kernel's Python installation.
         elsewhere: The node cannot read the kernel's files: its directory and path do not exist there.
         cell: The cell to run, if the run's spec has it with secrets blanked; None if they are the same.
-        widgets: The kernel supports `CommsMoved`; earlier versions do not.
         maps_cuda: On ranks without a GPU, `cuda` is mapped to the CPU.
         cpu_stands_in: Ranks whose torch can't use the GPUs that they hold compute on the CPU; else they fail.
         lone_training: A rank that trains without the others reports it.
@@ -103,7 +102,6 @@ class RankContext(Record, frozen=True, kw_only=True):
     installed: tuple[str, ...] = ()
     elsewhere: bool = False
     cell: CellSource | None = None
-    widgets: bool = False
     maps_cuda: bool = False
     cpu_stands_in: bool = False
     lone_training: bool = True

@@ -306,7 +306,7 @@ for _ in tqdm(range(1000), desc='steps'):
 print('left at', slider.value)"""
 
 
-def test_widgets_of_ranks_are_moved_and_leave_their_values(opened: Callable[..., OpenNotebook]):
+def test_widgets_of_ranks_are_moved_and_leave_their_text(opened: Callable[..., OpenNotebook]):
     notebook = opened("widgets", [WIDGETS])
     notebook.start(1)
     sliders = notebook.output(1).locator(".widget-slider")
@@ -320,7 +320,7 @@ def test_widgets_of_ranks_are_moved_and_leave_their_values(opened: Callable[...,
         readout.fill(str(50 + at))
         readout.press("Enter")
     notebook.wait_done(1, 30)
-    expect(notebook.output(1)).to_contain_text("epochs", timeout=10_000)
+    expect(notebook.output(1)).to_contain_text("IntSlider", timeout=10_000)
     expect(sliders).to_have_count(0)
     shown = notebook.output(1).inner_text()
     assert "left at 50" in shown
@@ -328,4 +328,4 @@ def test_widgets_of_ranks_are_moved_and_leave_their_values(opened: Callable[...,
     notebook.picture("widgets-left", notebook.output(1))
     saved = notebook.save("left at 50")
     assert "widget-view" not in str(saved["cells"][1]["outputs"])
-    assert "epochs: 51" in str(saved["cells"][1]["outputs"])
+    assert "/1000 [" in str(saved["cells"][1]["outputs"])

@@ -14,7 +14,7 @@ from pool_client import PoolClient
 from small_disks import SmallDisk, small_disk
 
 from sgpu_magic.cli import doctor
-from sgpu_magic.cli.machine_checks import Level
+from sgpu_magic.cli.finding import Level
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError
 from sgpu_magic.wire.base import RunState

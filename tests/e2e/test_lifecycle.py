@@ -502,7 +502,7 @@ while True:
     identity, *parts = router.recv_multipart()
     if msgspec.msgpack.decode(parts[0]).get("type") == "hello":
         router.send_multipart([identity, msgspec.msgpack.encode({
-            "type": "welcome", "protocol_version": version, "oldest_protocol_version": version,
+            "type": "welcome", "protocol_version": version,
             "package_version": f"{version}.0", "pid": os.getpid(), "busy": busy})])
 """
 

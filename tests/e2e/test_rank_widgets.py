@@ -1,4 +1,4 @@
-"""Widgets made in ranks: alive while the run goes on, in sessions between cells too, and static afterwards."""
+"""Widgets made in ranks: alive while the run goes on, in sessions between cells too, and text afterwards."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import pytest
 from front_end import WIDGET_MIME, Model
 from kernels import Cell, Kernel, eventually
 
-PLOTLY = "application/vnd.plotly.v1+json"
 SLIDER = """
 import ipywidgets as widgets, time
 from IPython.display import display
@@ -33,7 +32,7 @@ def shown_models(cell: Cell, count: int, within_s: float = 20) -> list[Model]:
     return found()
 
 
-def test_a_slider_moves_in_its_rank_while_the_run_goes_on_and_leaves_its_value(kernel: Kernel):
+def test_a_slider_moves_in_its_rank_while_the_run_goes_on(kernel: Kernel):
     cell = kernel.start(f"%%distributed -n 2\n{SLIDER}{UNTIL_MOVED}")
     first, second = sorted(shown_models(cell, 2), key=lambda model: model.state["value"])
     assert first.model_id != second.model_id
@@ -45,8 +44,7 @@ def test_a_slider_moves_in_its_rank_while_the_run_goes_on_and_leaves_its_value(k
     kernel.front_end.set(second, value=60)
     reply = cell.wait()
     assert reply.status == "ok", reply.story
-    assert "epochs: 70" in reply.text, reply.story
-    assert "epochs: 60" in reply.text, reply.story
+    assert reply.text.count("IntSlider(value=") == 2, reply.story
     assert not any(WIDGET_MIME in output.data for output in reply.outputs)
     assert not any(model.is_open for model in kernel.front_end.models.values())
 
@@ -76,7 +74,7 @@ def test_widgets_of_a_session_live_between_its_cells(kernel: Kernel):
     cell.until(lambda: slider.state["value"] == 44, 10, "the value that a later cell has set")
     kernel.check("%sgpu_disconnect")
     cell.until(lambda: not slider.is_open, 10, "its comm is closed")
-    cell.until(lambda: "epochs: 44" in cell.reply.text, 10, "what stands for it")
+    cell.until(lambda: "IntSlider(value=1" in cell.reply.text, 10, "its text in the display")
 
 
 INTERACT = """
@@ -131,7 +129,7 @@ time.sleep(0.5)
 
 
 @pytest.mark.slow
-def test_a_figure_of_plotly_is_drawn_and_leaves_its_last_data(kernel: Kernel):
+def test_a_figure_of_plotly_is_drawn_and_gets_new_data(kernel: Kernel):
     pytest.importorskip("plotly")
     cell = kernel.start(f"%%distributed -n 1\n{FIGURE}")
     # plotly's import takes long where nothing of it is compiled yet
@@ -140,6 +138,3 @@ def test_a_figure_of_plotly_is_drawn_and_leaves_its_last_data(kernel: Kernel):
     cell.until(lambda: told.append(figure.state.get("_py2js_restyle")) or any(told), 10, "the new data")
     reply = cell.wait()
     assert reply.status == "ok", reply.story
-    (left,) = (output.data[PLOTLY] for output in reply.outputs if PLOTLY in output.data)
-    assert left["data"][0]["y"] == [0.5, 0.4, 0.25]
-    assert left["layout"]["title"]["text"] == "loss"

@@ -22,7 +22,7 @@ from sgpu_magic.wire.base import FailureKind, RunState
 from sgpu_magic.wire.events import AttemptFailed, Noted, RunEnded
 from sgpu_magic.wire.tracking import Tracking
 
-VARIABLES = {"SGPU_SIMULATE": "a10:2", "SGPU_STAND_IN": "cpu", "SGPU_RAY_DASHBOARD": "false", "SGPU_TRACK": "on"}
+VARIABLES = {"SGPU_SIMULATE": "a10:2", "SGPU_STAND_IN": "cpu", "SGPU_RAY_DASHBOARD": "false", "SGPU_TRACK": "all"}
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 PATIENCE_S = 240.0
 

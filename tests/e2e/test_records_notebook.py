@@ -16,7 +16,7 @@ NOTEBOOK = NOTEBOOKS / "records.ipynb"
 @pytest.fixture(scope="module")
 def executed() -> Executed:
     """The notebook, run from top to bottom in a home of its own, with tracking as users have it."""
-    made = Home({"SGPU_TRACK": "on"})
+    made = Home({"SGPU_TRACK": "all"})
     try:
         return execute(NOTEBOOK, made)
     finally:

@@ -50,7 +50,7 @@ def secret_home(request: pytest.FixtureRequest, marks: Marks) -> Iterator[Home]:
         "MLFLOW_TRACKING_PASSWORD": marks.make("mlflow"),
         "MLFLOW_TRACKING_URI": f"http://somebody:{marks.make('mlflow uri')}@127.0.0.1:9",
         "SGPU_INDEX_URL": f"http://somebody:{marks.make('index')}@127.0.0.1:9/simple",
-        "SGPU_TRACK": "on",
+        "SGPU_TRACK": "all",
     }
     if request.param == "elsewhere":
         home.environ |= {"SGPU_ENVIRONMENTS": "built", "SGPU_ENV_VERSION": str(nothing)}

@@ -80,7 +80,7 @@ def new_pool(new_home: Callable[..., Home], empty_store: Path) -> Iterator[Calla
 
 @pytest.fixture
 def pool(new_pool: Callable[[str], TrackedPool]) -> TrackedPool:
-    return new_pool("on")
+    return new_pool("all")
 
 
 WAIT = "import time, os\nwhile not os.path.exists('{go}'): time.sleep(0.02)"

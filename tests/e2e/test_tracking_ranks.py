@@ -16,7 +16,7 @@ from tracking_writers import Runs
 
 from sgpu_magic.tracking.store import load_progress
 
-TRACKS = {"SGPU_TRACK": "on"}
+TRACKS = {"SGPU_TRACK": "all"}
 
 
 @pytest.fixture(scope="module")

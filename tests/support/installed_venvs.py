@@ -41,7 +41,6 @@ tell = dataclasses.asdict
 print(json.dumps({{
     "digest": taken.digest, "python": taken.python, "tag": taken.tag, "platform": taken.platform,
     "distributions": [tell(d) | {{"key": d.key}} for d in taken.distributions],
-    "shadowed": [tell(d) | {{"key": d.key}} for d in taken.shadowed],
 }}))
 """
 

@@ -21,7 +21,7 @@ from sgpu_magic.errors import UsageError
         ("SGPU_STAND_IN", "a10:4", "'a10:4'; it can be cpu or cpu,cuda."),
         ("SGPU_ENVIRONMENTS", "build", "'build'; it can be auto or built."),
         ("SGPU_RAY_SELECT", "labels", "'labels'; it can be auto, label or resource."),
-        ("SGPU_TRACK", "some", "'some'; it can be auto, all or off."),
+        ("SGPU_TRACK", "true", "'true'; it can be auto, all or off."),
         ("SGPU_CPU_SLOTS", "many", "'many'; a value of type int is needed."),
     ],
 )  # fmt: skip

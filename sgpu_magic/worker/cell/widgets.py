@@ -128,11 +128,11 @@ class _Comms:
 
     # ------------------------------------------------------------ to the front end
 
-    def begin(self, send: SendToAgent | None, is_helped: Callable[[], bool]) -> None:
+    def begin(self, send: SendToAgent, is_helped: Callable[[], bool]) -> None:
         """Send widgets' messages from now on. To be called in the main thread.
 
         Args:
-            send: Sends to the agent; None if the kernel does not support widgets.
+            send: Sends to the agent.
             is_helped: Tells whether the helper thread calls `tick` now.
         """
         self._pid, self._send, self._is_helped = os.getpid(), send, is_helped
@@ -141,7 +141,7 @@ class _Comms:
 
     def say(self, outgoing: _Said) -> None:
         if self._send is None or os.getpid() != self._pid:
-            # not supported by the kernel, or a child that user code has forked
+            # before the first cell, or in a child that user code has forked
             return
         if outgoing.kind == "open" and (outputs := sys.modules.get("ipywidgets.widgets.widget_output")) is not None:
             displays.teach(outputs.Output)
@@ -169,19 +169,6 @@ class _Comms:
         if self._outgoing_comms and time.monotonic() - self._sent_at >= self._interval_s:
             self.flush()
         self._call_main_thread()
-
-    def end_cell(self) -> None:
-        """Send waiting messages, and the complete state of figures, which have sent only changes."""
-        comms: dict[str, Any] = self.manager.comms if self.manager is not None and self._send is not None else {}
-        for each in list(comms.values()):
-            widget: Any = getattr(each._msg_callback, "__self__", None)
-            if hasattr(widget, "_widget_data"):
-                # this makes plotly's figures put their data into the state that is sent
-                try:
-                    widget._repr_mimebundle_()
-                except Exception as error:  # noqa: BLE001  a library's code
-                    self._remark(f"a figure could not be saved: {type(error).__name__}: {error}")
-        self.flush()
 
     def flush(self) -> None:
         """Send the waiting messages in order."""

@@ -172,7 +172,7 @@ class _Life:
         if len(order.descriptors) > int(not message.inline) + len(message.mapped):
             rendezvous.late_store.listening_fd = order.descriptors[-1]
         terminal.write_each_line(False)
-        widgets.comms.begin(self._link.send if message.context.widgets else None, lambda: self._helper.is_busy)
+        widgets.comms.begin(self._link.send, lambda: self._helper.is_busy)
         run = self._cell_run(message, order)
         try:
             try:
@@ -275,7 +275,7 @@ class _Life:
         """Finish what cells have started, and report the end of it. The group's other ranks may still need this one."""
         self._leaving.finish()
         in_rank.end()
-        widgets.comms.end_cell()
+        widgets.comms.flush()
         self._helper.rest()
         self._link.send(Finishing(leaves_processes=processes.has_children()))
 
@@ -287,7 +287,7 @@ class _Life:
             rests: Whether the main thread is idle afterwards.
         """
         terminal.flush()
-        widgets.comms.end_cell()
+        widgets.comms.flush()
         terminal.write_each_line()
         if rests:
             # before the reply: the next order may come right after it

@@ -98,17 +98,12 @@ def test_a_manifest_alone_gives_no_folder_of_another_user(tmp_path: Path):
 def test_the_budget_is_of_all_users_together(tmp_path: Path):
     async def check() -> None:
         node = Node(tmp_path, blobs_bytes=250)
-        # the layout of earlier versions
-        earlier = tmp_path / "blob-cache" / ("0" * 64)
-        earlier.parent.mkdir(mode=0o700)
-        earlier.write_bytes(bytes(100))
         paths: list[Path] = []
         for number, user in enumerate(("ann", "ben", "ann")):
             data = bytes([number]) * 100
             paths.append(await node.blobs.path(run_of(user, f"{number:08x}"), node.put(user, data), len(data)))
             if number < 2:
                 node.blobs.leave(f"{number:08x}")
-        assert not earlier.exists()
         assert [path.exists() for path in paths] == [False, True, True]
 
     asyncio.run(check())

@@ -18,7 +18,7 @@ from examples import first_rows
 from kernels import Home, Kernel, eventually
 
 from sgpu_magic.cli import doctor
-from sgpu_magic.cli.machine_checks import Level
+from sgpu_magic.cli.finding import Level
 from sgpu_magic.config import load_settings
 
 COMMAND = [sys.executable, "-m", "sgpu_magic.cli"]

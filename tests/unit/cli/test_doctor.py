@@ -20,7 +20,7 @@ from process_table import wait_gone
 from served_pools import served_pool
 
 from sgpu_magic.cli import doctor, machine_checks, python_checks
-from sgpu_magic.cli.machine_checks import Finding, Level
+from sgpu_magic.cli.finding import Finding, Level
 from sgpu_magic.cli.python_checks import ProbeFacts
 from sgpu_magic.config import Settings, load_settings
 from sgpu_magic.files.run_directory import DiskRoom, mount_of
@@ -100,7 +100,7 @@ def test_a_machine_in_order(bare_home: Home):
     assert text.startswith("2 gloo ranks joined in ")
     assert report.has("state directory", "ok", str(bare_home.state))
     assert report.has("pool", "ok", "none is running")
-    for name in ("numpy", "ipykernel", "hostname", "runtime directory", "disk", "gpu", "open files", "processes"):
+    for name in ("numpy", "requirements", "hostname", "runtime directory", "disk", "gpu", "open files", "processes"):
         assert any(found[1] == name for found in report.found), name
     assert all(remedy for level, _, _, remedy in report.found if level != "ok")
     assert bare_home.pool_pid() is None
@@ -130,7 +130,7 @@ def test_everything_wrong_at_once_is_named_with_its_remedy(bare_home: Home):
     )
     assert report.code == 1
     assert "problems" in report.sum
-    assert report.has("ipykernel", "problem", "7.0.1", "pip install -U")
+    assert report.has("ipykernel", "problem", "7.0.1", "pip install")
     # ranks on one machine use loopback whatever the environment says
     assert report.has("all_reduce", "ok")
     assert report.has("settings", "problem", str(config), "Fix it")
@@ -163,7 +163,6 @@ def test_a_torch_that_kills_its_process(bare_home: Home):
 @pytest.mark.parametrize(
     ("facts", "words"),
     [
-        (ProbeFacts(torch="2.5.1+cpu", numpy="1.26", distributed=True, gloo=True), "older than 2.6"),
         (ProbeFacts(torch="2.9.0", numpy="1.26"), "without torch.distributed"),
         (ProbeFacts(torch="2.9.0", numpy="1.26", distributed=True), "without gloo"),
         (ProbeFacts(torch="2.9.0", numpy_error="ImportError: no", distributed=True, gloo=True), "no"),
@@ -173,12 +172,6 @@ def test_packages_that_do_not_fit(facts: ProbeFacts, words: str):
     (found,) = [found for found in python_checks.packages(facts) if found.level is Level.PROBLEM]
     assert words in found.text
     assert found.remedy
-
-
-def test_a_slow_group_is_a_warning():
-    facts = ProbeFacts(torch="2.9.0", distributed=True, gloo=True, group_s=5.02, reduce_s=0.001, right=True)
-    (found,) = python_checks.group(facts)
-    assert (found.level, "5.0 s" in found.text) == (Level.WARNING, True)
 
 
 @pytest.mark.slow
@@ -394,7 +387,7 @@ def test_listed_pools_are_looked_at(user_home: Home, monkeypatch: pytest.MonkeyP
         assert found["pool team"].text == f"{team.entry.address} has 2 a10 (24 GB), 16 CPU slots"
         assert found["pool gone"].level is Level.PROBLEM
         assert found["pool gone"].text.startswith("the pool gone can't be reached: nothing answers at")
-        assert "firewall" in found["pool gone"].remedy
+        assert "firewall" in found["pool gone"].text
         monkeypatch.setattr(doctor, "__version__", "0.0.9")
         assert said_of_pools(user_home)["pool team"].level is Level.WARNING
         assert "and this is 0.0.9" in said_of_pools(user_home)["pool team"].text
@@ -424,26 +417,12 @@ def test_a_key_and_a_list_that_others_can_get_at(user_home: Home):
     key.chmod(0o644)
     found = said_of_pools(user_home)["key"]
     assert found.level is Level.PROBLEM
-    assert str(key) in f"{found.text} {found.remedy}"
+    assert f"chmod 600 {key}" in found.text
     listed(user_home).chmod(0o666)
     found = said_of_pools(user_home)
     assert list(found) == ["pools"]
     assert found["pools"].level is Level.PROBLEM
-    assert "chmod 600" in f"{found['pools'].text} {found['pools'].remedy}"
+    assert "chmod 600" in found["pools"].text
     listed(user_home).write_text("[team\n")
     listed(user_home).chmod(0o600)
     assert "line 1" in said_of_pools(user_home)["pools"].text
-
-
-@pytest.mark.parametrize(("version", "level"), [("2.49.1", Level.WARNING), ("2.50.0", Level.OK), ("2.60.0", Level.OK)])
-def test_a_ray_that_is_too_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, level: Level):
-    there = tmp_path / f"ray-{version}.dist-info"
-    there.mkdir()
-    (there / "METADATA").write_text(f"Metadata-Version: 2.1\nName: ray\nVersion: {version}\n")
-    with monkeypatch.context() as only:
-        only.setattr(sys, "path", [])
-        assert list(doctor.ray_version()) == []
-    monkeypatch.syspath_prepend(tmp_path)
-    (found,) = doctor.ray_version()
-    assert (found.name, found.level) == ("ray", level)
-    assert version in found.text

@@ -14,7 +14,8 @@ import pytest
 import zmq
 
 from sgpu_magic.cli import machine_checks
-from sgpu_magic.cli.machine_checks import Finding, Level, hostname, limits, memory_files, process_control
+from sgpu_magic.cli.finding import Finding, Level
+from sgpu_magic.cli.machine_checks import hostname, limits, memory_files, process_control
 
 
 def by_name(found: Iterator[Finding]) -> dict[str, Finding]:

@@ -121,11 +121,6 @@ def test_options_are_the_magics_as_values():
     assert (options.name, options.exclude, options.devices.allow_busy) == ("tuned", ("big", "other"), True)
 
 
-def test_the_earlier_spelling_of_retry_on_warns():
-    with pytest.warns(DeprecationWarning, match='retry_on="any"'):
-        assert checked(retries=1, retry_any=True).retry_any
-
-
 def test_options_that_are_left_out_are_the_pools():
     options = checked()
     assert (options.ranks, options.device_type, options.pool) == (None, None, "")

@@ -45,7 +45,7 @@ def test_each_option_of_a_form_asks_for_something(form: tuple[str, ...], record:
 
 
 def test_python_has_the_same_options():
-    beside = {"num_gpus", "remote", "retry_any", "session"}
+    beside = {"num_gpus", "remote", "session"}
     assert {in_python(name) for name in table.CALL} == Options.__annotations__.keys() - beside
     assert {in_python(name) for name in table.SESSION} == inspect.signature(connect).parameters.keys()
 

@@ -214,7 +214,6 @@ def test_what_a_package_brings_within_itself_is_not_installed(installed: Install
     (tmp_path / "bundler" / "__init__.py").touch()
     told = snapshot_of(installed.python, path=(vendored,))
     assert by_name(told)["six"]["version"] == "1.17.0"
-    assert told["shadowed"] == []
     assert told["digest"] == installed.told["digest"]
 
 
@@ -223,7 +222,6 @@ def test_of_two_on_the_path_the_first_is_the_one(installed: Installed, tmp_path:
     uv("pip", "install", "--quiet", "--python", installed.python, "--target", install_into, "six==1.16.0")
     told = snapshot_of(installed.python, path=(install_into,))
     assert by_name(told)["six"]["version"] == "1.16.0"
-    assert [(found["key"], found["version"]) for found in told["shadowed"]] == [("six", "1.17.0")]
     assert told["digest"] != installed.told["digest"]
 
 
@@ -237,7 +235,6 @@ def test_an_editable_with_metadata_beside_its_source_is_there_once(installed: In
         shutil.rmtree(egg_info)
     # the project's folder comes after the site directory, through its .pth file
     assert by_name(behind)["an-editable"] == by_name(installed.told)["an-editable"]
-    assert [found["key"] for found in behind["shadowed"]] == ["an-editable"]
     # a notebook in the project's folder finds it there first: it is the same project
     found = by_name(before)["an-editable"]
     assert (found["kind"], found["url"]) == ("editable", (installed.folder / "editable").as_uri())

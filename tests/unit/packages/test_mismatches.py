@@ -68,10 +68,9 @@ class Site:
     def snapshot(self) -> InstalledPackages:
         return read_snapshot([str(self.folder)])
 
-    def sentences(self, driver: str = "") -> dict[str, bool]:
-        """The reported problems, and whether each is certain."""
-        found = find_mismatches(packages_of(self.snapshot), driver=driver)
-        return {mismatch.sentence: mismatch.sure for mismatch in found}
+    def sentences(self, driver: str = "") -> list[str]:
+        """The reported problems."""
+        return [mismatch.sentence for mismatch in find_mismatches(packages_of(self.snapshot), driver=driver)]
 
 
 @pytest.fixture
@@ -79,10 +78,8 @@ def site(tmp_path: Path) -> Site:
     return Site(tmp_path)
 
 
-def only(told: dict[str, bool], *words: str, sure: bool) -> None:
-    assert len(told) == 1, told
-    ((sentence, is_sure),) = told.items()
-    assert is_sure == sure, sentence
+def only(told: list[str], *words: str) -> None:
+    (sentence,) = told
     assert [word for word in words if word not in sentence] == [], sentence
 
 
@@ -93,7 +90,7 @@ def test_packages_that_go_together_are_left_alone(site: Site):
     site.install("numpy", "2.1.3", pure=False).install("pandas", "2.2.3", "numpy>=1.26.0", pure=False)
     site.install("scipy", "1.15.1", "numpy<2.5,>=1.23.5", pure=False).torch().with_cuda_libraries()
     site.install("torchvision", "0.22.1", "torch==2.7.1", "numpy", pure=False)
-    assert site.sentences("535.183.01") == {}
+    assert site.sentences("535.183.01") == []
 
 
 @pytest.mark.parametrize("name", ["4", "ai-4"])
@@ -113,32 +110,18 @@ def test_published_environments_go_together(name: str):
 )
 def test_what_is_built_for_numpy_1_breaks_with_numpy_2(site: Site, name: str, version: str, requires: str):
     site.install("numpy", "2.1.3", pure=False).install(name, version, requires, pure=False)
-    only(site.sentences(), f"{name} {version}", "NumPy 1", "numpy is 2.1.3", "%pip install", sure=True)
+    only(site.sentences(), f"{name} {version}", "NumPy 1", "numpy is 2.1.3", "%pip install")
 
 
-def test_metadata_of_compiled_packages_that_exclude_this_numpy_are_told(site: Site):
-    site.install("numpy", "2.1.3", pure=False).install("fast", "1.0", "numpy<2,>=1.20", pure=False)
-    only(site.sentences(), "fast 1.0 needs numpy<2,>=1.20", "numpy is 2.1.3", sure=False)
-
-
-def test_pure_packages_do_not_break_by_numpys_abi(site: Site):
-    site.install("numpy", "2.1.3", pure=False).install("slow", "1.0", "numpy<2", pure=True)
-    assert site.sentences() == {}
-
-
-def test_the_reverse_what_needs_numpy_2_is_told_beside_numpy_1(site: Site):
-    site.install("numpy", "1.26.4", pure=False).install("opencv-python", "4.12.0.88", "numpy<2.3,>=2", pure=False)
-    only(site.sentences(), "opencv-python 4.12.0.88 needs numpy<2.3,>=2", "numpy is 1.26.4", sure=False)
-
-
-def test_a_numpy_of_the_same_abi_that_is_too_new_may_break(site: Site):
+def test_packages_that_only_exclude_this_numpy_are_left_alone(site: Site):
+    """A cautious upper bound proves nothing."""
     site.install("numpy", "2.3.0", pure=False).install("numba", "0.61.0", "numpy<2.2,>=1.24", pure=False)
-    only(site.sentences(), "numba 0.61.0", sure=False)
+    assert site.sentences() == []
 
 
 def test_pins_alone_tell_it_too():
     found = find_mismatches(packages_of_pins({"numpy": "2.0.0", "pandas": "2.1.4", "idna": "3"}))
-    assert [mismatch.sure for mismatch in found] == [True]
+    assert ["pandas 2.1.4" in mismatch.text for mismatch in found] == [True]
 
 
 def test_what_is_found_really_breaks(tmp_path: Path):
@@ -154,7 +137,7 @@ def test_what_is_found_really_breaks(tmp_path: Path):
         assert done.returncode == 0, done.stderr
     (folder,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
     found = find_mismatches(packages_of(read_snapshot([str(folder)])))
-    assert [(mismatch.sure, "shapely 2.0.3" in mismatch.text) for mismatch in found] == [(True, True)]
+    assert ["shapely 2.0.3" in mismatch.text for mismatch in found] == [True]
     tried = subprocess.run([python, "-c", "import shapely"], capture_output=True, text=True, check=False)
     assert tried.returncode != 0
     assert "numpy.core.multiarray failed to import" in tried.stderr
@@ -165,17 +148,12 @@ def test_what_is_found_really_breaks(tmp_path: Path):
 
 def test_a_cudnn_of_another_major_version_breaks_torch(site: Site):
     site.torch().with_cuda_libraries(cudnn="8.9.7.29")
-    only(site.sentences(), "nvidia-cudnn-cu12==9.5.1.17", "is 8.9.7.29", "libcudnn.so.9", "%pip install", sure=True)
+    only(site.sentences(), "nvidia-cudnn-cu12==9.5.1.17", "is 8.9.7.29", "%pip install")
 
 
-def test_a_cuda_library_that_is_not_torchs_own_may_break_it(site: Site):
+def test_a_cuda_library_of_the_same_major_version_is_left_alone(site: Site):
     site.torch().with_cuda_libraries(nccl="2.18.1")
-    only(site.sentences(), "nvidia-nccl-cu12==2.26.2", "is 2.18.1", sure=False)
-
-
-def test_a_cudnn_that_is_not_there_is_told(site: Site):
-    site.torch().install("nvidia-nccl-cu12", "2.26.2").install("nvidia-cuda-runtime-cu12", "12.6.77")
-    only(site.sentences(), "libcudnn.so.9", "is not installed", sure=False)
+    assert site.sentences() == []
 
 
 @pytest.mark.parametrize(
@@ -189,12 +167,12 @@ def test_a_cudnn_that_is_not_there_is_told(site: Site):
 )
 def test_partners_of_another_torch_break(site: Site, name: str, version: str, requires: tuple[str, ...]):
     site.torch().with_cuda_libraries().install(name, version, *requires, pure=False)
-    only(site.sentences(), f"{name} {version} is built for torch", "torch is 2.7.1", sure=True)
+    only(site.sentences(), f"{name} {version} is built for torch", "torch is 2.7.1")
 
 
 def test_a_build_of_torch_for_one_cuda_is_that_torch(site: Site):
     site.torch("2.7.1+cu126").with_cuda_libraries().install("torchvision", "0.22.1+cu126", "torch==2.7.1", pure=False)
-    assert site.sentences() == {}
+    assert site.sentences() == []
 
 
 def test_what_was_built_for_the_notebooks_torch_is_told_of_when_the_nodes_takes_its_place(site: Site):
@@ -238,7 +216,7 @@ def test_the_drivers_version_is_read(text: str, version: str):
 
 def test_a_driver_older_than_torchs_cuda_is_told(site: Site):
     site.torch().with_cuda_libraries()
-    only(site.sentences("470.82.01"), "CUDA 12.6", "525", "470.82.01", "Update the driver", sure=True)
+    only(site.sentences("470.82.01"), "CUDA 12.6", "525", "470.82.01", "Update the driver")
 
 
 # ---------------------------------------------------------------- before the run
@@ -261,35 +239,14 @@ def test_torch_is_only_looked_at_when_it_travels(site: Site):
     site.torch().with_cuda_libraries(cudnn="8.9.7.29").install("flash-attn", "2.8.3", pure=False)
     (note,) = check_before_travel(environment(), site.snapshot, driver="470.82")
     assert "flash-attn" in note
-    with pytest.raises(EnvironmentFailed, match=r"libcudnn\.so\.9"):
+    with pytest.raises(EnvironmentFailed, match="nvidia-cudnn-cu12 is 8"):
         check_before_travel(environment(torch_mine=True), site.snapshot)
     pins = environment("torch==2.7.1+cu126", torch_mine=True, label="mine")
     with pytest.raises(EnvironmentFailed, match="needs an NVIDIA driver 525"):
         check_before_travel(pins, driver="470.82")
 
 
-# ---------------------------------------------------------------- twice, and not used yet
-
-
-def test_a_package_that_is_installed_twice_is_told(tmp_path: Path):
-    first, second = Site(tmp_path / "a").install("six", "1.16.0"), Site(tmp_path / "b").install("six", "1.15.0")
-    snapshot = read_snapshot([str(first.folder), str(second.folder)])
-    (found,) = find_mismatches(packages_of(snapshot), snapshot.shadowed)
-    assert "six is installed twice: 1.16.0 is imported, 1.15.0 is in" in found.text
-    assert not found.sure
-    second.install("six", "1.16.0")
-    snapshot = read_snapshot([str(first.folder), str(second.folder)])
-    assert find_mismatches(packages_of(snapshot), snapshot.shadowed) == ()
-
-
-def test_many_packages_that_are_there_twice_are_one_sentence(tmp_path: Path):
-    first, second = Site(tmp_path / "a"), Site(tmp_path / "b")
-    for name in ("a", "b", "c", "d"):
-        first.install(name, "1")
-        second.install(name, "2")
-    snapshot = read_snapshot([str(first.folder), str(second.folder)])
-    (found,) = find_mismatches(packages_of(snapshot), snapshot.shadowed)
-    assert found.text.startswith("4 packages are installed twice")
+# ---------------------------------------------------------------- not used yet
 
 
 def test_what_was_found_in_the_background_is_told_once(site: Site):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import sqlite3
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +18,6 @@ from sgpu_magic.errors import UsageError
 from sgpu_magic.formatting import format_money
 from sgpu_magic.pool.billing import Billing, IdleMeter, budget_of, budget_state
 from sgpu_magic.pool.ledger import Ledger, Metered
-from sgpu_magic.pool.ledger_database import MIGRATIONS, migrate
 from sgpu_magic.pool.scheduling.costs import DAY_S, Budget, Tariff, tariff_of
 from sgpu_magic.pool.scheduling.run import Bill, Meter, ScheduledRun, bill, rough
 from sgpu_magic.pool.scheduling.scheduler import Scheduler
@@ -431,43 +428,7 @@ def test_a_pool_without_prices_has_no_budget_to_keep() -> None:
     assert not [one for one in machine.handle(TimePassed(), 100.0) if not isinstance(one, LaunchRun)]
 
 
-# ---------------------------------------------------------------- the ledger's third version
-
-
-def test_runs_of_the_version_before_the_meter_have_none(tmp_path: Path) -> None:
-    path = tmp_path / "state" / "ledger.sqlite3"
-    path.parent.mkdir(mode=0o700)
-    with contextlib.closing(sqlite3.connect(path, isolation_level=None)) as database:
-        migrate(database, MIGRATIONS[:2])
-        assert database.execute("PRAGMA user_version").fetchone() == (2,)
-        database.execute(
-            "INSERT INTO runs (run_id, name, ranks, device_type, state, submitted_at, session, kernel) "
-            "VALUES ('0000000a', 'train', 2, 'a10', 'succeeded', 1.0, '', 'k')"
-        )
-    ledger = Ledger(path)
-    (row,) = ledger.recent(1)
-    assert (row.name, row.kernel, row.user, row.currency) == ("train", "k", "", "")
-    assert (row.metered_at, row.hourly, row.gpu_s, row.cost, row.idle_s) == (None,) * 5
-    ledger.update(
-        "0000000a",
-        meter=Metered(gpu_s=3.0, cost=0.5, currency="EUR", idle_s=1.0, metered_at=2.0, hourly=9.0),
-    )
-    (row,) = ledger.recent(1)
-    assert (row.metered_at, row.hourly, row.gpu_s, row.cost, row.idle_s, row.currency) == (
-        2.0,
-        9.0,
-        3.0,
-        0.5,
-        1.0,
-        "EUR",
-    )
-    ledger.close()
-    with contextlib.closing(sqlite3.connect(path)) as database:
-        assert database.execute("PRAGMA user_version").fetchone() == (len(MIGRATIONS),)
-        plan = database.execute(
-            "EXPLAIN QUERY PLAN SELECT 1 FROM runs WHERE session = 'x' AND session != ''"
-        ).fetchall()
-        assert "cells_of_sessions" in str(plan)
+# ---------------------------------------------------------------- the meter in the ledger
 
 
 LEASE = Lease(lease_id="l", device_type="a10", ranks=2, uuids=("u", "v"))

@@ -7,12 +7,10 @@ import io
 import json
 import os
 import socket
-import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -27,7 +25,6 @@ from sgpu_magic.config import Settings, load_settings
 from sgpu_magic.config.pool_terms import read_prices
 from sgpu_magic.errors import UsageError
 from sgpu_magic.pool.ledger import Ledger, Metered
-from sgpu_magic.pool.ledger_database import MIGRATIONS, migrate
 from sgpu_magic.wire.base import RunKind, RunState
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.pool_status import RunSummary
@@ -47,7 +44,7 @@ def row(run_id: str, **fields: object) -> RunSummary:
 
 
 # an hour of 4 A10 at 1.20, half an hour of a session of 2 H100 at 4.50 that was idle for 20 of its 30 minutes, with a
-# cell in it; a run that goes on; CPU slots with a price; one of before the meter; one that never began; an old one
+# cell in it; a run that goes on; CPU slots with a price; one without a meter; one that never began; an old one
 ROWS = (
     row(
         "000000a1", metered_at=NOW - 7200, started_at=NOW - 7199,
@@ -88,7 +85,7 @@ def test_sums_by_hand() -> None:
     groups = {use.name: use for use in found.groups}
     assert list(groups) == ["a10", "h100", "a10 (simulated)", "cpu"]
     a10, h100, simulated, cpu = groups.values()
-    assert (a10.runs, a10.gpu_s, a10.cost, a10.unmetered) == (3, 14400.0, {"USD": 4.8}, 1)
+    assert (a10.runs, a10.gpu_s, a10.cost) == (3, 14400.0, {"USD": 4.8})
     assert a10.reserved == pytest.approx(3.6)
     assert (h100.runs, h100.gpu_s, h100.cost) == (2, 3600.0, {"USD": 4.5})
     assert h100.idle_s == pytest.approx(2400.0)
@@ -99,7 +96,7 @@ def test_sums_by_hand() -> None:
     assert simulated.cost == simulated.simulated_cost == {"USD": pytest.approx(361 * 1.2 / 3600)}
     assert (cpu.runs, cpu.gpu_s, cpu.slot_s, cpu.cost, cpu.reserved) == (1, 0.0, 3600.0, {"EUR": 0.04}, None)
     total = found.total
-    assert (total.runs, total.gpu_s, total.slot_s, total.unmetered) == (7, 18361.0, 3600.0, 1)
+    assert (total.runs, total.gpu_s, total.slot_s) == (7, 18361.0, 3600.0)
     assert total.cost == {"USD": pytest.approx(9.3 + 361 * 1.2 / 3600), "EUR": 0.04}
     assert total.reserved == pytest.approx(6.6 + 361 * 0.9 / 3600)
 
@@ -134,7 +131,7 @@ def test_a_session_that_goes_on_is_idle_until_now() -> None:
         row("000000c3", session="5e551111", state=RunState.RUNNING, started_at=NOW - 10),
     )
     found = usage((session, *cells), NOW - DAY, NOW, "session", read_prices(""), "USD").total
-    assert (found.runs, found.gpu_s, found.reserved, found.unmetered) == (3, 200.0, None, 0)
+    assert (found.runs, found.gpu_s, found.reserved) == (3, 200.0, None)
     assert found.idle_s == pytest.approx(200.0 * 0.6)
     assert found.idle_cost == {"USD": pytest.approx(0.2 * 0.6)}
 
@@ -193,7 +190,6 @@ def test_the_table() -> None:
     assert lines[5].split() == ["total", "7", "5.10", "1.00", "€0.04", "+", "$9.42", "0.67", "$3.00", "$6.69"]
     text = "\n".join(lines)
     assert "simulated: 0.10 of the GPU-hours and $0.12 of the cost; it is not charged" in text
-    assert "1 run of an earlier version has no hours" in text
     assert "reserved: what the same hours cost at the reserved prices, for types that have one" in text
     # empty columns are left out
     plain = table(usage(ROWS[5:7], 0.0, NOW, "user", read_prices(""), "USD"))
@@ -220,7 +216,7 @@ def test_json() -> None:
     assert record["groups"][1] == {
         "name": "bob", "runs": 2, "gpu_hours": 1.0, "slot_hours": 0.0, "cost": {"USD": 4.5},
         "idle": {"gpu_hours": 0.666667, "cost": {"USD": 3.0}}, "simulated": {"gpu_hours": 0.0, "cost": {}},
-        "reserved_cost": {"USD": 3.0}, "unmetered_runs": 0,
+        "reserved_cost": {"USD": 3.0},
     }  # fmt: skip
     assert record["total"]["cost"] == {"EUR": 0.04, "USD": 9.420333}
 
@@ -257,6 +253,7 @@ def test_the_command_reads_the_ledger(kept_home: Home) -> None:
     ledger.close()
     done = sgpu(kept_home, "usage", "--by", "type")
     assert done.stdout.splitlines()[1].split() == ["a10", "1", "0.50", "$0.60", "$0.45"]
+    assert os.listdir(kept_home.state) == ["ledger.sqlite3"]
     assert sgpu(kept_home, "usage", "--since", "30s").stdout.startswith("no runs since ")
     for bad in (("--since", "soon"), ("--since", "0d"), ("--by", "colour"), ("--format", "xml")):
         done = sgpu(kept_home, "usage", *bad)
@@ -264,18 +261,3 @@ def test_the_command_reads_the_ledger(kept_home: Home) -> None:
         assert len(done.stderr.splitlines()) == 2
     with pytest.raises(UsageError, match="--since 'soon' is not a length of time: write one such as 7d, 12h"):
         usage_within(load_settings(kept_home.environ), [], "soon", "day")
-
-
-def test_a_ledger_of_the_version_before_is_read_as_it_is(kept_home: Home) -> None:
-    path = Path(kept_home.state / "ledger.sqlite3")
-    with closing(sqlite3.connect(path, isolation_level=None)) as database:
-        migrate(database, MIGRATIONS[:2])
-        database.execute(
-            "INSERT INTO runs (run_id, name, ranks, device_type, state, submitted_at, started_at, ended_at) "
-            "VALUES ('0000000a', 'train', 2, 'a10', 'succeeded', 1.0, 2.0, ?)",
-            (time.time() - 5,),
-        )
-    done = sgpu(kept_home, "usage", "--by", "user")
-    assert done.stdout.splitlines()[1].split() == ["(unknown)", "1", "0.00"]
-    assert "1 run of an earlier version has no hours" in done.stdout
-    assert os.listdir(kept_home.state) == ["ledger.sqlite3"]
