@@ -42,6 +42,7 @@ def test_a_wrong_import_would_be_found(tmp_path: Path):
         "agent/planted.py": "def f():\n    from sgpu_magic.worker.process import zygote\n    import torch\n",
         "agent/ranks/planted.py": "import pynvml\n",
         "wire/planted.py": "import socket\n",
+        "functions/planted.py": "from sgpu_magic.functions import compat\n",
         "client/planted.py": "import pickle\nfrom sgpu_magic import views\n",
         "planted_package.py": "",
     }
@@ -54,6 +55,7 @@ def test_a_wrong_import_would_be_found(tmp_path: Path):
         "sgpu_magic.agent.planted -> torch",
         "sgpu_magic.agent.ranks.planted -> pynvml",
         "sgpu_magic.wire.planted -> socket",
+        "sgpu_magic.functions.planted -> sgpu_magic.functions.compat",
         "sgpu_magic.client.planted -> pickle",
         "sgpu_magic.client.planted -> sgpu_magic.views",
         "sgpu_magic.planted_package",
