@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from IPython.core.inputtransformer2 import leading_indent
 
+from sgpu_magic import extensions
 from sgpu_magic.errors import SgpuError
 from sgpu_magic.payload import unpack
-from sgpu_magic.tracking import in_rank
 from sgpu_magic.wire.base import Record, RunKind
 from sgpu_magic.wire.events import as_warning
 from sgpu_magic.wire.rank import Execute, Joined, Remarked
@@ -248,6 +248,6 @@ class CellRun:
             finally:
                 self.leave_payload()
         if message.tracking is not None:
-            in_rank.begin(message, message.tracking, self._rank, self._say)
+            extensions.tracking_in_rank().begin(message, message.tracking, self._rank, self._say)
         with results_received(self._shell):
             unpack.unpack_namespace(data, message.layout, message.context.key, self._shell.user_ns)

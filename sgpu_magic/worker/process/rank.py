@@ -18,10 +18,10 @@ import time
 
 import torch
 
+from sgpu_magic import extensions
 from sgpu_magic.errors import EnvironmentFailed
 from sgpu_magic.system import processes
 from sgpu_magic.system.message_stream import StreamConnection
-from sgpu_magic.tracking import in_rank
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.base import FailureKind, Record
 from sgpu_magic.wire.rank import (
@@ -187,7 +187,7 @@ class _Life:
         if finishes:
             self._leaving.announce()
         else:
-            in_rank.end()
+            extensions.tracking_in_rank().end()
         self._reply(reply, rests=not finishes)
         if run.was_out_of_memory:
             diagnosis.free()
@@ -272,7 +272,7 @@ class _Life:
     def _finish(self) -> None:
         """Finish what cells have started, and report the end of it. The group's other ranks may still need this one."""
         self._leaving.finish()
-        in_rank.end()
+        extensions.tracking_in_rank().end()
         widgets.comms.end_cell()
         self._helper.rest()
         self._link.send(Finishing(leaves_processes=bool(processes.child_pids())))

@@ -97,7 +97,6 @@ def _preload() -> str:
         for name in ("numpy.random", "threadpoolctl", "pdb", "sgpu_magic.worker.process.rank"):
             with contextlib.suppress(ImportError):
                 importlib.import_module(name)
-        from sgpu_magic.tracking import in_rank
         from sgpu_magic.worker.cell import edited_modules, event_loop, lone_training, results, shell, widgets
         from sgpu_magic.worker.group import local_names, rendezvous
         from sgpu_magic.worker.process import leaving, notebook_classes, patches, position, rank_context
@@ -111,7 +110,7 @@ def _preload() -> str:
         patches.refuse_launchers()
         event_loop.run_other_loops()
         patches.apply_time_limits()
-        patches.around_import(("mlflow",), in_rank.around_import)
+        patches.around_import(("mlflow",), extensions.tracking_in_rank().around_import)
         edited_modules.note_imports()
         lone_training.count_optimizer_steps()
         widgets.install()

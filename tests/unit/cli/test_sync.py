@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from sgpu_magic.cli import run_directories as command
-from sgpu_magic.cli.run_directories import Left, sync
+from sgpu_magic.cli import sync as command
+from sgpu_magic.cli.sync import Left, sync
 from sgpu_magic.config import Settings
-from sgpu_magic.tracking.store import Sent, opening, save_progress
+from sgpu_magic.files.tracking_progress import opening, save_progress
+from sgpu_magic.tracking.store import Sent
 from sgpu_magic.wire.base import new_id, short
 from sgpu_magic.wire.tracking import Tracking
 

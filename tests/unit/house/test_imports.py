@@ -43,6 +43,7 @@ def test_a_wrong_import_would_be_found(tmp_path: Path):
         "agent/ranks/planted.py": "import pynvml\n",
         "wire/planted.py": "import socket\n",
         "functions/planted.py": "from sgpu_magic.functions import compat\n",
+        "pool/planted.py": "def f():\n    from sgpu_magic.tracking import store\n",
         "client/planted.py": "import pickle\nfrom sgpu_magic import views\n",
         "planted_package.py": "",
     }
@@ -56,6 +57,7 @@ def test_a_wrong_import_would_be_found(tmp_path: Path):
         "sgpu_magic.agent.ranks.planted -> pynvml",
         "sgpu_magic.wire.planted -> socket",
         "sgpu_magic.functions.planted -> sgpu_magic.functions.compat",
+        "sgpu_magic.pool.planted -> sgpu_magic.tracking.store",
         "sgpu_magic.client.planted -> pickle",
         "sgpu_magic.client.planted -> sgpu_magic.views",
         "sgpu_magic.planted_package",

@@ -80,7 +80,7 @@ STANDARD_LIBRARY_ONLY = {"packages/distributions.py:_from_direct_url: json.loads
 OWN = {
     "agent/__main__.py:main": "the order of the engine that starts it",
     "cli/python_checks.py:probe": "what a program of ours printed",
-    "cli/run_directories.py:_send": "what a program of ours printed",
+    "cli/sync.py:_send": "what a program of ours printed",
     "cli/serving.py:main": "a variable that `sgpu pool deploy` sets",
     "cli/serving.py:job_options": "an option of a command",
     "magics/completion.py:RankQuestions.inspect": "an answer of a rank, shown by the kernel's own `inspect`",
@@ -97,7 +97,7 @@ OWN = {
     "system/process_settings.py:ProcessSettings._imported": "settings that the kernel encoded",
     "tracking/__main__.py:main": "the order of the pool that starts it",
     "tracking/__main__.py:sync": "the order of the command that starts it",
-    "tracking/store.py:Progress.tracked": "a record that has its type",
+    "files/tracking_progress.py:Progress.tracked": "a record that has its type",
     "wire/codec.py:printable": "a record that has its type",
     "worker/cell/widgets.py:_Comms.hear": "a message that the kernel encoded",
     "worker/group/renewal.py:_exchange_groups": "the record of another rank of the run",
