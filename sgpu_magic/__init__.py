@@ -32,7 +32,7 @@ packages/   the notebook's Python packages on the ranks
 files/      files on disk, and their transfer over a connection
 config/     the settings
 system/     the operating system: processes, streams, sockets, keys
-extensions  where the core calls Databricks' names and MLflow
+extensions  where the core calls Databricks' names, MLflow and Ray
 errors      the exceptions that users can catch
 wire/       the messages between the processes
 formatting  numbers, amounts and lists as people read them

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from sgpu_magic import extensions
 from sgpu_magic.agent.memory_watch import MemoryWatch
 from sgpu_magic.agent.rank_deaths import describe_death
 from sgpu_magic.agent.ranks import shared_memory
 from sgpu_magic.agent.ranks.group import Group, RunRanks
 from sgpu_magic.agent.ranks.rank_process import NotebookFrames
 from sgpu_magic.agent.reports import EventReports
-from sgpu_magic.agent.runs.ray_directories import remove_ray_directories
 from sgpu_magic.agent.runs.run_files import AttemptFiles
 from sgpu_magic.agent.runs.run_memory import BackgroundCopier
 from sgpu_magic.agent.runs.send_files_to_pool import FilesToPool
@@ -350,7 +350,7 @@ class RankRun(NodeRun):
         if not self.ended or self.has_exited or not self.group.has_exited:
             return
         if self.launch.spec.ray:
-            remove_ray_directories(self.run_id, self._here.settings)
+            extensions.ray_directories().remove(self.run_id, self._here.settings)
         shared_memory.remove_leftovers(self._launched_wall)
         self.group.close()
         self._is_over()

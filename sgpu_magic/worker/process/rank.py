@@ -208,10 +208,7 @@ class _Life:
     def _cell_run(self, message: Execute, order: Order) -> CellRun:
         if message.ray is None:
             return CellRun(self._standing, message, order, self._link.send)
-        # plain cells don't need it
-        from sgpu_magic.worker.ray.cluster import RayRun
-
-        return RayRun(self._standing, message, order, self._link.send, message.ray)
+        return extensions.ray_run(self._standing, message, order, self._link.send, message.ray)
 
     def _prepare(self, message: Prepare, order: Order) -> None:
         if order.descriptors:

@@ -44,6 +44,8 @@ def test_a_wrong_import_would_be_found(tmp_path: Path):
         "wire/planted.py": "import socket\n",
         "functions/planted.py": "from sgpu_magic.functions import compat\n",
         "pool/planted.py": "def f():\n    from sgpu_magic.tracking import store\n",
+        "worker/planted.py": "from sgpu_magic.worker.ray.cluster import RayRun\n",
+        "nodes/planted.py": "from sgpu_magic.agent.runs import ray_directories\n",
         "client/planted.py": "import pickle\nfrom sgpu_magic import views\n",
         "planted_package.py": "",
     }
@@ -58,6 +60,8 @@ def test_a_wrong_import_would_be_found(tmp_path: Path):
         "sgpu_magic.wire.planted -> socket",
         "sgpu_magic.functions.planted -> sgpu_magic.functions.compat",
         "sgpu_magic.pool.planted -> sgpu_magic.tracking.store",
+        "sgpu_magic.worker.planted -> sgpu_magic.worker.ray.cluster",
+        "sgpu_magic.nodes.planted -> sgpu_magic.agent.runs.ray_directories",
         "sgpu_magic.client.planted -> pickle",
         "sgpu_magic.client.planted -> sgpu_magic.views",
         "sgpu_magic.planted_package",
