@@ -2,8 +2,8 @@
 
 processes         prctl, threads and cores, descendants, peers of a socket, the log of a service; available memory
 write_tracking    which pages of this process's memory have been written, exactly
-child_process     child processes that exchange messages over a socket, restarted when they exit; a thread for file I/O
-file_thread       A thread for work on files, in order
+child_process     child processes that exchange messages over a socket, restarted when they exit
+file_thread       a thread that does file I/O in order
 message_stream    messages over a Unix socket, with file descriptors; requests that await an answer
 byte_stream       one end of a forwarded TCP connection
 secure_sockets    keys, and ZeroMQ sockets that admit only their holders

@@ -1,4 +1,4 @@
-"""A thread for work on files, in order."""
+"""A thread that does file I/O in order."""
 
 from __future__ import annotations
 
