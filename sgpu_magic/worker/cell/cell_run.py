@@ -100,7 +100,7 @@ class CellRun:
     """Executes one `Execute` on the main thread, with interrupts allowed.
 
     Args:
-        standing: The rank's state between cells; set up before in a session.
+        standing: The rank's state between cells; already set up in a session.
         message: The agent's message.
         order: The message with its frames and descriptors.
         say: Sends a message to the agent.
@@ -186,12 +186,12 @@ class CellRun:
         return reply
 
     def _remark(self, text: str) -> None:
-        """Show the user a note about what is alike on all ranks."""
+        """Show the user a note that is the same on all ranks: only the first one sends it."""
         if self._shell.is_first:
             self._say(Remarked(text=text))
 
     def leave_payload(self) -> None:
-        """Close a payload that was not read."""
+        """Close the descriptors of a payload that was not read."""
         fds, self._payload_fds = self._payload_fds, []
         for fd in fds:
             os.close(fd)
