@@ -1,4 +1,9 @@
-"""Environment variables that travel to ranks."""
+"""The environment variables that are sent with a run to a node on another machine.
+
+They are set on top of the node's own: machine-independent variables of libraries, variables that the user names
+(`--env`, the setting `variables`), and variables that the notebook has set since its kernel started (`%env`). Variables
+that describe locations on the kernel's machine are not sent.
+"""
 
 from __future__ import annotations
 
