@@ -353,7 +353,7 @@ def _watch(pid: int) -> int:
 
 
 def _wait(watch: int, pid: int, timeout_s: float) -> None:
-    """Wait for the exit of an agent that this process has not started; after that, kill it and what is below it."""
+    """Wait for the exit of an agent that this process has not started; then kill it and its descendants."""
     if watch < 0:
         return
     ready, _, _ = select.select([watch], [], [], timeout_s)
