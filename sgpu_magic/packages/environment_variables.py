@@ -11,15 +11,11 @@ import functools
 import os
 import re
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from sgpu_magic.packages.distributions import contents_of
 from sgpu_magic.packages.secrets import find_secrets
-
-if TYPE_CHECKING:
-    pass
 
 _TRAVEL = (
     "HF_", "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_", "TRANSFORMERS_", "DATASETS_", "DIFFUSERS_", "ACCELERATE_",
