@@ -32,6 +32,7 @@ packages/   the notebook's Python packages on the ranks
 files/      files on disk, and their transfer over a connection
 config/     the settings
 system/     the operating system: processes, streams, sockets, keys
+extensions  where the core calls Databricks' names, MLflow and Ray
 errors      the exceptions that users can catch
 wire/       the messages between the processes
 formatting  numbers, amounts and lists as people read them
@@ -91,10 +92,9 @@ def __dir__() -> list[str]:
 
 def load_ipython_extension(ipython: InteractiveShell) -> None:
     """Register the magics and warm the local pool in the background (`%load_ext sgpu_magic`)."""
-    from sgpu_magic import magics
-    from sgpu_magic.functions import compat
+    from sgpu_magic import extensions, magics
 
-    compat.install()
+    extensions.databricks_names().install()
     magics.load(ipython)
 
 

@@ -9,6 +9,7 @@ import signal
 import socket
 from collections.abc import Sequence
 
+from sgpu_magic import extensions
 from sgpu_magic.agent import faults
 from sgpu_magic.agent.environments import Environments
 from sgpu_magic.agent.launch import RunLauncher
@@ -20,7 +21,6 @@ from sgpu_magic.agent.run_registry import RunRegistry
 from sgpu_magic.agent.runs.execution_kinds import FreshRun, SessionCell
 from sgpu_magic.agent.runs.node_run import AgentServices, NodeRun
 from sgpu_magic.agent.runs.preparing import LaunchInputs
-from sgpu_magic.agent.runs.ray_directories import remove_ray_directories
 from sgpu_magic.agent.runs.run_memory import BackgroundCopier
 from sgpu_magic.agent.runs.send_files_to_pool import FilesToPool
 from sgpu_magic.agent.runs.session import NodeSession
@@ -345,7 +345,7 @@ class Agent:
         for run in self._runs.all():
             if not isinstance(run, SessionCell):
                 with faults.guarded(None):
-                    remove_ray_directories(run.run_id, self._settings)
+                    extensions.ray_directories().remove(run.run_id, self._settings)
         zygotes, code = self._groups.zygotes, self._inputs.code
         for part in (zygotes, self._environments, self._copier, self._far, self._sampling, code):
             with faults.guarded(None):

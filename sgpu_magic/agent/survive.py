@@ -20,10 +20,10 @@ from pathlib import Path
 
 import msgspec
 
+from sgpu_magic import extensions
 from sgpu_magic.agent import faults
 from sgpu_magic.agent.reports import Send
 from sgpu_magic.agent.run_registry import RunRegistry
-from sgpu_magic.agent.runs.ray_directories import sweep_ray_directories
 from sgpu_magic.agent.watch.inventory import NvmlSession, take_inventory
 from sgpu_magic.config import Settings
 from sgpu_magic.system import child_process, processes
@@ -57,7 +57,7 @@ class Introduction(msgspec.Struct, frozen=True):
 
     async def ready(self) -> None:
         """Send the agent's first message to a service, as soon as the driver has listed the devices."""
-        sweep_ray_directories(self.settings, [run.run_id for run in self.runs.all()])
+        extensions.ray_directories().sweep(self.settings, [run.run_id for run in self.runs.all()])
         inventory = await self._receive_inventory()
         runs = self.runs.all()
         held = [

@@ -4,11 +4,13 @@ __main__         `python -m sgpu_magic.cli`
 main             the top-level parser, exit codes, the table of commands, shared option types
 runs             `sgpu runs`, `sgpu usage`, `sgpu cancel`, `sgpu detach`, `sgpu stacks`
 forwarding       `sgpu port-forward`
-run_directories  `sgpu logs`; `sgpu sync`: sends to MLflow what is not there yet
+logs             `sgpu logs`
+sync             `sgpu sync`: sends to MLflow what is not there yet
 copying          `sgpu cp`
 environments     `sgpu env`
 pools            `sgpu pool status`, `stop`, `add`, `list`, `remove`, and `sgpu types`
-serving          `sgpu pool serve`, `deploy`, `undeploy`, `keygen`, `authorize`, `revoke`
+serving          `sgpu pool serve`, `keygen`, `authorize`, `revoke`
+ray_deployment   `sgpu pool deploy`, `undeploy`
 run              `sgpu run`
 replay           `sgpu replay`: launches a run again from its directory
 torchrun         `sgpu torchrun`: torchrun's options for `sgpu run`

@@ -261,7 +261,7 @@ def _serving_options(add: Callable[..., CommandParser]) -> None:
     _add_name(revoke)
     serve.does(lambda it: _serving().serve(load_settings(), it.engine, it.listen, it.name, same_files=it.same_files))
     for made in (deploy, undeploy):
-        made.does(lambda it: _serving().deploy_pool(load_settings(), it))
+        made.does(lambda it: _ray_deployment().deploy_pool(load_settings(), it))
     keygen.does(lambda it: _serving().keygen(force=it.force))
     authorize.does(lambda it: _serving().authorize(load_settings(), it.name, it.who, it.key, admin=it.admin))
     revoke.does(lambda it: _serving().revoke(load_settings(), it.name, it.who))
@@ -272,6 +272,12 @@ def _serving() -> Any:
     from sgpu_magic.cli import serving
 
     return serving
+
+
+def _ray_deployment() -> Any:
+    from sgpu_magic.cli import ray_deployment
+
+    return ray_deployment
 
 
 def _add_ray(parser: CommandParser) -> None:

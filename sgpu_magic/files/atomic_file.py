@@ -1,7 +1,6 @@
-"""Files and folders that several processes use: read, written whole, linked, locked, measured, evicted, removed.
+"""Files that several processes use: written atomically, read, linked, compared.
 
-Readers of a file see its old or its new content, never a partial one. A process that uses a folder holds a shared lock
-on it (flock(2), released when the process exits); one that removes it, or builds it in place, holds an exclusive lock.
+Readers see a file's old or its new content, never a partial one.
 """
 
 from __future__ import annotations

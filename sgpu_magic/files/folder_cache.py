@@ -1,16 +1,4 @@
-"""Folders that are filled once under their names and kept while in use; a node's cache of data for many runs.
-
-    <root>/NAME                an entry: a file or a folder; it appears under its name once it is complete
-    <root>/.sgpu/locks/NAME    the entry's `flock`: shared by its users, exclusive for the process that fills it.
-                               Its mtime is the entry's last use; its content is the entry's size
-    <root>/.sgpu/filling/NAME  an entry that is being filled; leftovers of killed processes are swept
-    <root>/.sgpu/trash/        evicted entries, being deleted
-    <root>/.sgpu/room          the lock for eviction: one process at a time
-    <root>/.sgpu/askers        the lock shared by all processes that were given the folder itself
-
-Entries without a lock file were put there by hand. Their readers are unknown, so they are evicted only while no living
-process has been given the folder.
-"""
+"""Folders that are filled once under their names and kept while in use."""
 
 from __future__ import annotations
 

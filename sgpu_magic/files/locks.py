@@ -1,4 +1,7 @@
-"""Lock files, which the system releases when their holder ends."""
+"""Locks on files and folders (flock(2)), which the system releases when their holder ends.
+
+A process that uses a folder holds a shared lock on it; one that removes it, or builds it in place, an exclusive lock.
+"""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@ engine_reports   what an engine reports to the pool service; merges ends, stacks
 engine           nodes that connect, reconnect and are lost; runs on them, each of which is one run to the pool service
 local            this machine as the only node: its agent process and its device locks
 device_locks     machine-wide device locks
-lock_sockets     where they are by default: names in the kernel that all users share
-lock_files       where they are with `lock_dir`: files in a directory that may be hostile
+lock_sockets     device locks as names in the kernel that all users share, the default
+lock_files       device locks as files in a directory that may be hostile, with `lock_dir`
 lock_obstacle    why a device can't be locked
 distributed_run  one attempt of a run: commands to its nodes, and adoption after a restart of the pool service
 joint_run        one attempt of a run: the events of its nodes, merged into one run

@@ -98,7 +98,7 @@ class JointRun:
 
     @property
     def lost(self) -> bool:
-        """Whether a node of it was lost; its agents then don't decide how the run ends."""
+        """Whether one of its nodes was lost: then its agents don't decide how the run ends."""
         return any(part.lost for part in self.parts)
 
     def on_event(self, index: int, event: RunEvent, frames: Sequence[bytes], now: float) -> list[MergedEvent]:

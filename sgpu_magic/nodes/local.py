@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from sgpu_magic import extensions
 from sgpu_magic.agent.ranks import run_processes
-from sgpu_magic.agent.runs.ray_directories import remove_ray_directories, sweep_ray_directories
 from sgpu_magic.config import Settings
 from sgpu_magic.nodes.device_locks import DeviceLocks, DevicesLocked
 from sgpu_magic.nodes.distributed_run import HERE
@@ -81,6 +81,8 @@ class LocalEngine(Engine):
         self._short_lives = 0
         self._tries = 0
         self._again: asyncio.TimerHandle | None = None
+        # imported now: an agent that dies may leave this machine without the memory or descriptors for it
+        self._ray_directories = extensions.ray_directories()
 
     def start(self, listener: EngineListener) -> None:
         super().start(listener)
@@ -186,7 +188,7 @@ class LocalEngine(Engine):
             if not run.launch.spec.in_session:
                 # ranks of an agent that an earlier service started are not descendants of this process
                 run_processes.kill_marked(run.run_id)
-                remove_ray_directories(run.run_id, self._settings)
+                self._ray_directories.remove(run.run_id, self._settings)
             run.joint.part_lost(0)
             run.over = True
             self._over.append(run)
@@ -321,7 +323,7 @@ class LocalAgent:
 
         def ended() -> None:
             # the agent's descendants are dead, and so are its runs
-            sweep_ray_directories(self._settings, ())
+            extensions.ray_directories().sweep(self._settings, ())
             done()
 
         child_process.end_adopted(ended)
@@ -351,7 +353,7 @@ def _watch(pid: int) -> int:
 
 
 def _wait(watch: int, pid: int, timeout_s: float) -> None:
-    """Wait for the exit of an agent that this process has not started; after that, kill it and what is below it."""
+    """Wait for the exit of an agent that this process has not started; then kill it and its descendants."""
     if watch < 0:
         return
     ready, _, _ = select.select([watch], [], [], timeout_s)

@@ -1,4 +1,4 @@
-"""One installed distribution and its origin, read from its metadata, and the digest of a set of distributions.
+"""Installed distributions and their origin, read from their metadata.
 
 Reads the head of `METADATA`, `RECORD`, `INSTALLER` and `direct_url.json` (PEP 610). Imports nothing.
 """

@@ -1,4 +1,9 @@
-"""Environment variables that travel to ranks."""
+"""The environment variables that are sent with a run to a node on another machine.
+
+They are set on top of the node's own: machine-independent variables of libraries, variables that the user names
+(`--env`, the setting `variables`), and variables that the notebook has set since its kernel started (`%env`). Variables
+that describe locations on the kernel's machine are not sent.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +11,11 @@ import functools
 import os
 import re
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from sgpu_magic.packages.distributions import contents_of
 from sgpu_magic.packages.secrets import find_secrets
-
-if TYPE_CHECKING:
-    pass
 
 _TRAVEL = (
     "HF_", "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_", "TRANSFORMERS_", "DATASETS_", "DIFFUSERS_", "ACCELERATE_",

@@ -1,7 +1,6 @@
-"""What travels with a run to a node on another machine: environment variables, packages, modules.
+"""Checks of the packages that a run needs on a node of another machine, for known mismatches.
 
-Before a run is submitted, its packages and the modules that its payload names are checked; the notebook's own packages
-also in the background.
+A run's packages are checked before it is submitted, the notebook's own also in the background.
 """
 
 from __future__ import annotations
@@ -17,14 +16,7 @@ from sgpu_magic.wire.attachments import Environment
 if TYPE_CHECKING:
     from sgpu_magic.packages.mismatches import Mismatch
 
-# ---------------------------------------------------------------- environment variables
-
-# They are set on top of the node's own environment: machine-independent variables of libraries, variables that the user
-# names (`--env`, the setting `variables`), and variables that the notebook has set since its kernel started (`%env`).
-# Variables that describe locations on the kernel's machine are not sent.
-
-
-# ---------------------------------------------------------------- incompatible packages
+# ---------------------------------------------------------------- before a run
 
 
 def check_before_travel(

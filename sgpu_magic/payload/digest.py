@@ -1,7 +1,7 @@
 """Digests of values, to detect later whether they have changed.
 
-A value is pickled as for the ranks, and the stream and its buffers are hashed instead of stored: all of it, because a
-value that is wrongly taken for unchanged is computed with by the ranks.
+A value is pickled as for the ranks, and the stream and its buffers are hashed instead of stored. All bytes are hashed:
+if a change were missed, the ranks would compute with the old value.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false

@@ -3,7 +3,7 @@
 A rank's `state_dict()` under FSDP2 holds the rank's shards, each a DTensor with the shape of the whole. Sent to other
 ranks as it is, each of them would take the shard for its own. So the pickler records such parts:
 
-- **Out of a rank**, a part travels as it is, and the run says that it is one.
+- **Out of a rank**, a part is sent unchanged, and a note of the run says that it is one.
 - **Into ranks**, parts are accepted only if every rank of the run finds its own among them, as in the list that
   `--out sd:all` brings back. On each rank its own part is rebuilt, and `ForeignPart` stands for those of others.
 

@@ -31,8 +31,8 @@ import msgspec
 from sgpu_magic.config import Settings
 from sgpu_magic.files.atomic_file import write_whole
 from sgpu_magic.files.disk_usage import remove_tree
+from sgpu_magic.files.tracking_progress import is_unsent
 from sgpu_magic.system.processes import write_log
-from sgpu_magic.tracking.store import is_unsent
 from sgpu_magic.wire.base import is_valid_id, short
 
 JUST_ENDED_S = 300.0

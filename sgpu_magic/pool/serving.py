@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from sgpu_magic import config
+from sgpu_magic import config, extensions
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError, SgpuError, UsageError
 from sgpu_magic.nodes.engine import Engine
@@ -216,9 +216,7 @@ def make_engine(name: str, settings: Settings, warm: Warm | None = None) -> Engi
             "the engine ray needs Ray in the pool's own Python, and it is not installed there: "
             'pip install "sgpu-magic[ray]", with the version of Ray that the cluster has.'
         )
-    from sgpu_magic.nodes.ray.engine import RayEngine
-
-    return RayEngine(settings)
+    return extensions.ray_engine(settings)
 
 
 if __name__ == "__main__":

@@ -16,12 +16,12 @@ import msgspec
 
 from sgpu_magic.config import Settings
 from sgpu_magic.files.run_directory import read_spec
+from sgpu_magic.files.tracking_progress import Progress, load_progress, opening, save_progress, unsent
 from sgpu_magic.nodes.engine import Engine
 from sgpu_magic.pool.active_runs import ActiveRuns
 from sgpu_magic.pool.pool_run import PoolRun
 from sgpu_magic.pool.tracker_process import TrackerProcess
 from sgpu_magic.system.processes import write_log
-from sgpu_magic.tracking.store import Progress, load_progress, opening, save_progress, unsent
 from sgpu_magic.wire.base import RunState, is_valid_id, short
 from sgpu_magic.wire.events import Noted, Tracked
 from sgpu_magic.wire.node import TrackingKnown

@@ -1,8 +1,8 @@
 """Messages with file data over TLS 1.3, beside a ZeroMQ link that has authenticated both sides.
 
-ZeroMQ's CURVE encrypts with what libsodium has for the machine, about 60 MB a second of a core in pyzmq's wheels;
-OpenSSL's AES-GCM uses the processor's instructions and encrypts more than 1 GB a second. The link tells the client the
-certificate, which is new for each start of the pool, and a token. The client accepts exactly that certificate.
+ZeroMQ's CURVE uses libsodium, which in pyzmq's wheels encrypts about 60 MB a second on one core. OpenSSL's AES-GCM uses
+the processor's AES instructions and encrypts more than 1 GB a second. Over the ZeroMQ link the client gets a token and
+the server's certificate, which is new at each start of the pool; it accepts no other certificate.
 
 A message is the number of its parts (u32), the size of each (u32), little-endian, then the parts.
 """
@@ -36,7 +36,7 @@ _ALWAYS = datetime.datetime(2000, 1, 1, tzinfo=datetime.UTC), datetime.datetime(
 
 
 def server_context() -> tuple[ssl.SSLContext, bytes]:
-    """Return a server's context with a new key, and its certificate in DER. The key is never on a disk with a name."""
+    """Return a server's context with a new key, and its certificate in DER. The key is not stored anywhere else."""
     # imported late: only a served pool needs it, and the import takes 40 ms
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
@@ -70,14 +70,14 @@ def server_context() -> tuple[ssl.SSLContext, bytes]:
 
 @contextlib.contextmanager
 def _unnamed_file(data: bytes) -> Generator[str]:
-    """Yield a path that has the data; `ssl` reads keys from paths only."""
+    """Yield a path from which the data can be read: `ssl` loads keys from paths only."""
     if hasattr(os, "memfd_create"):
         with open(os.memfd_create("sgpu-key", os.MFD_CLOEXEC), "wb") as file:
             file.write(data)
             file.flush()
             yield f"/proc/self/fd/{file.fileno()}"
         return
-    # a private file of mode 0600, which exists for a moment
+    # a file of mode 0600, removed once the key is loaded
     with tempfile.NamedTemporaryFile() as file:
         file.write(data)
         file.flush()
@@ -88,7 +88,7 @@ def client_context(certificate: bytes) -> ssl.SSLContext:
     """Return a client's context that trusts this certificate (DER) only.
 
     Raises:
-        ValueError: It is no certificate.
+        ValueError: It is not a certificate.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -152,11 +152,11 @@ class BulkStream:
 
     @property
     def has_more(self) -> bool:
-        """Whether there is data that was decrypted already, which no event announces."""
+        """Whether decrypted data is buffered, for which the socket reports no event."""
         return self.ready and self._tls.pending() > 0
 
     def put(self, parts: Sequence[bytes]) -> None:
-        """Queue a message, which the following turns send."""
+        """Queue a message, to be sent by the next calls of `turn`."""
         header = struct.pack(f"<I{len(parts)}I", len(parts), *map(len, parts))
         # join the header and the first part, so that a small message is one TLS record
         for part in (header + parts[0], *parts[1:]):
@@ -165,13 +165,13 @@ class BulkStream:
                 self.unsent_bytes += len(part)
 
     def turn(self, most: int) -> list[Sequence[bytes]]:
-        """Go on with the handshake, send and receive as far as possible; return the complete messages.
+        """Continue the handshake, send and receive without blocking, and return the complete messages.
 
         Args:
             most: The most messages to receive.
 
         Raises:
-            OSError: The connection has ended or is not what it should be.
+            OSError: The connection has ended, has another certificate, or carries an invalid message.
         """
         messages: list[Sequence[bytes]] = []
         self._wants_write = False
@@ -222,7 +222,7 @@ class BulkStream:
                 self._complete(messages)
 
     def _complete(self, messages: list[Sequence[bytes]]) -> None:
-        """Take the bytes that were expected, and expect the next ones."""
+        """Handle the bytes that are complete now, and set how many to receive next."""
         whole = self._whole
         if self._sizes is None:
             if len(whole) == _COUNT.size:

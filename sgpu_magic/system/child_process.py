@@ -1,4 +1,4 @@
-"""Helpers beside an event loop: child processes that exchange messages over a socket, and a thread for file I/O."""
+"""Child processes that exchange messages over a socket with an event loop in this process."""
 
 from __future__ import annotations
 

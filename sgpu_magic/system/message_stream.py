@@ -38,7 +38,7 @@ class Limits(msgspec.Struct, frozen=True):
 
     Args:
         message_bytes: Bytes of one message with its frames.
-        descriptors: Descriptors that have arrived and belong to no message that was handled.
+        descriptors: Number of received descriptors that no handled message has taken.
     """
 
     message_bytes: int = MAX_MESSAGE_BYTES
@@ -58,8 +58,8 @@ class MessageStream(Generic[M]):
         on_closed: Called once at end of file or error, not after `close`, and never from within `send`.
         gathers: Send the messages of one callback together when it returns: fewer wake-ups of the reader.
         limits: What the peer may send at most; beyond it, the stream is damaged.
-        on_damaged: Called once with the reason, a clause, before `on_closed` when what the peer sends can't be read on.
-            Without it, the loop's exception handler gets the reason.
+        on_damaged: Called once, before `on_closed`, when the peer's data can't be parsed any further. It gets the
+            reason, a clause; without it, the loop's exception handler does.
     """
 
     def __init__(

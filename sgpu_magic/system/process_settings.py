@@ -268,10 +268,10 @@ class Numpy(SettingGroup):
 
 
 def _plain(value: Any) -> Any:
-    """Return the value as JSON has it.
+    """Return the value in JSON's types.
 
     Raises:
-        TypeError: JSON does not have it.
+        TypeError: JSON has no type for it.
     """
     if getattr(value, "__name__", "") == "format" and isinstance(getattr(value, "__self__", None), str):
         return {_FORMAT: value.__self__}

@@ -68,7 +68,7 @@ class NotTracked(Exception):
 class WriteTracking:
     """Tracks writes to ranges of this process's private memory. Not thread-safe; useless in a forked child.
 
-    Use `start`, which returns None where the system lacks the means.
+    Create it with `start`, which returns None where the system does not support it.
     """
 
     def __init__(self, fault_fd: int, pages_fd: int) -> None:
@@ -78,7 +78,7 @@ class WriteTracking:
 
     @classmethod
     def start(cls) -> WriteTracking | None:
-        """Return a new tracking, None if the kernel has none, forbids it, or fails in a test of each promise."""
+        """Start tracking. Returns None if the kernel does not support or permit it, or fails a test of it."""
         number = _SYSTEM_CALLS.get(platform.machine())
         if number is None or ctypes.sizeof(ctypes.c_void_p) != 8:
             return None
@@ -115,7 +115,7 @@ class WriteTracking:
         self._fault(_REGISTER, struct.pack("QQQQ", begin, end - begin, _MODE_WRITE, 0))
 
     def untrack(self, part: Range) -> None:
-        """Stop tracking a range; also that of overlapping ranges.
+        """Stop tracking a range, and every tracked range that overlaps it.
 
         Raises:
             NotTracked: It was not tracked.
@@ -124,7 +124,7 @@ class WriteTracking:
         self._fault(_UNREGISTER, struct.pack("QQ", begin, end - begin))
 
     def take_written(self, part: Range) -> list[Range]:
-        """Return what has been written in a tracked range since the last call for these pages, and begin anew.
+        """Return what has been written in a tracked range since the last call for these pages.
 
         A page that is written while this runs is returned by this call or by the next one.
 
@@ -191,13 +191,13 @@ def _ioctl(descriptor: int, number: int, request: bytes) -> tuple[int, bytes]:
 
 
 def pages_of(address: int, size: int) -> Range:
-    """Return the pages that a buffer touches, also those that it shares with others."""
+    """Return the pages that a buffer touches, including those that it shares with other objects."""
     end = address + size
     return address - address % PAGE_BYTES, end + -end % PAGE_BYTES
 
 
 def _keeps_its_promises(tracking: WriteTracking) -> bool:
-    """Whether the kernel reports each kind of write, and nothing else, in a small memory of our own."""
+    """Whether the kernel reports each kind of write, and nothing else, in a small test mapping."""
     count = 8
     own = mmap.mmap(-1, count * PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     first = ctypes.addressof(ctypes.c_char.from_buffer(own))

@@ -8,7 +8,7 @@ runs            converts a run's events to MLflow's params, tags, metrics and sy
 system_metrics  system metrics of a run, under the names that MLflow gives them
 keys            names that MLflow accepts as keys of metrics, parameters and tags
 client          the writer's client of an MLflow store
-store           on disk: the default store, and in `tracking.json` how far a run's events have been written
+store           the default store on disk; messages between `sgpu sync` and the process that sends
 in_rank         start and end of a tracked cell in a rank; patches MLflow when it is imported
 in_rank_cell    the tracked cell: its MLflow run, and what its code logs, sent to the agent in batches
 in_rank_fluent  replacements for `mlflow.start_run` and the like in a rank

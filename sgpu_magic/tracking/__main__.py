@@ -23,9 +23,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from sgpu_magic.config import Settings
+from sgpu_magic.files.tracking_progress import load_progress
 from sgpu_magic.system.processes import leave_the_cores_to_ranks
 from sgpu_magic.tracking import store
-from sgpu_magic.tracking.store import SYNC, Sent, Unsent, load_progress
+from sgpu_magic.tracking.store import SYNC, Sent, Unsent
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.decoding import decode_json
 from sgpu_magic.wire.tracking import (

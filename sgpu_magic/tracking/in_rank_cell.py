@@ -1,4 +1,4 @@
-"""A tracked cell on this rank: its MLflow run, requested once, and remarks to the user about it.
+"""A tracked cell on this rank: its MLflow run, which is requested once, and remarks about it to the user.
 
 What its code logs is sent to the agent in batches, from all threads and forked children.
 """

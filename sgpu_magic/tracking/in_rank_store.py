@@ -206,7 +206,7 @@ class RunStore:
         cell.reports.add(tags=_pairs(own))
 
     def update_run_info(self, run_id: str, run_status: Any, end_time: Any, run_name: str | None) -> Any:
-        """Rename the run. Only the writer ends it, so another status or end time is remarked."""
+        """Rename the run. Only the writer ends it, so another status or end time has no effect."""
         cell = _cell_of(run_id)
         if cell is None:
             return self._real.update_run_info(run_id, run_status, end_time, run_name)
@@ -253,13 +253,13 @@ def described(cell: CellHere, artifact_uri: str | None = None) -> Run:
 
 
 def going_on() -> dict[str, Any]:
-    """Return the fields of a `RunInfo` that are the same for every run that goes on."""
+    """Return the fields of a `RunInfo` that are the same for every active run."""
     started_ms = int(time.time() * 1000)
     return {"user_id": "", "status": "RUNNING", "start_time": started_ms, "end_time": None, "lifecycle_stage": "active"}
 
 
 def remark_status(cell: CellHere, status: str | int | None) -> None:
-    """Remark a status that the run does not get, which is that of the cell."""
+    """Tell the user that a status other than the cell's has no effect."""
     name = RunStatus.to_string(status) if isinstance(status, int) else status
     if name is not None and name.upper() not in ("FINISHED", "RUNNING"):
         cell.remark(
@@ -270,7 +270,7 @@ def remark_status(cell: CellHere, status: str | int | None) -> None:
 
 
 def remark_times(cell: CellHere, started_ms: int | None = None, ended_ms: int | None = None) -> None:
-    """Remark a start or end time that user code has chosen. MLflow itself passes the current time."""
+    """Tell the user that a start or end time has no effect. MLflow itself passes the current time."""
     now_ms = time.time() * 1000
     if any(abs(now_ms - at_ms) > _NOW_MS for at_ms in (started_ms, ended_ms) if at_ms):
         cell.remark("times", "start and end times are not set: those of the MLflow run are the times of the cell.")

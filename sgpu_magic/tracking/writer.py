@@ -16,10 +16,10 @@ import msgspec
 from sgpu_magic.config import Settings
 from sgpu_magic.files.locks import locked
 from sgpu_magic.files.run_directory import EventFile
+from sgpu_magic.files.tracking_progress import load_progress, opening, save_progress
 from sgpu_magic.tracking.artifacts import files_of
 from sgpu_magic.tracking.client import DeletedFromStore, Rejected, StoreTroubled, TrackingStore
 from sgpu_magic.tracking.runs import NAME_TAG, PARENT_TAG, Batch, RunFold, closing_tags, opening_tags, status_of
-from sgpu_magic.tracking.store import load_progress, opening, save_progress
 from sgpu_magic.wire.base import FailureKind, RunKind, RunState, short
 from sgpu_magic.wire.events import RunEnded
 from sgpu_magic.wire.rank_events import Failure

@@ -54,7 +54,7 @@ class WriterQueue:
 
     @property
     def idle(self) -> bool:
-        """Whether there was nothing to write for a minute, or for five minutes only what idle sessions sample."""
+        """Whether there was nothing to write for a minute, or only samples of idle sessions for five minutes."""
         quiet_s = time.monotonic() - self._used_at
         return quiet_s > (QUIET_S if self._runs else IDLE_S) and all(run.rests for run in self._runs.values())
 

@@ -9,8 +9,7 @@ import os
 import sys
 from pathlib import Path
 
-from sgpu_magic import runtime
-from sgpu_magic.functions import compat
+from sgpu_magic import extensions, runtime
 from sgpu_magic.payload import unpack
 from sgpu_magic.system.process_settings import ProcessSettings
 from sgpu_magic.wire.base import RunKind
@@ -40,7 +39,7 @@ def run(directory: Path) -> None:
     if recorded.spec.in_session and os.environ["RANK"] == "0":
         sys.stderr.write("It ran in a session: what earlier cells had set on its ranks is not here.\n")
     _find_local_code(recorded)
-    compat.install()
+    extensions.databricks_names().install()
     os.environ.setdefault("SGPU_CHECKPOINT_DIR", str(directory.absolute() / "checkpoints"))
     import torch
     import torch.distributed as dist

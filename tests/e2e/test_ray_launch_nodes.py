@@ -17,7 +17,7 @@ from tracking_writers import Runs
 from waiting import eventually
 
 from sgpu_magic.client.run import Attachments
-from sgpu_magic.tracking.store import load_progress
+from sgpu_magic.files.tracking_progress import load_progress
 from sgpu_magic.wire.base import FailureKind, RunState
 from sgpu_magic.wire.events import AttemptFailed, Noted, RunEnded
 from sgpu_magic.wire.tracking import Tracking

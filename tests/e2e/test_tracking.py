@@ -20,7 +20,7 @@ from tracking_writers import Runs
 from waiting import eventually
 
 from sgpu_magic.client.run import Attachments
-from sgpu_magic.tracking.store import Progress, is_unsent, load_progress
+from sgpu_magic.files.tracking_progress import Progress, is_unsent, load_progress
 from sgpu_magic.wire.base import RunKind, RunState
 from sgpu_magic.wire.client import TrackRun
 from sgpu_magic.wire.events import Noted, RanksStarted, Tracked

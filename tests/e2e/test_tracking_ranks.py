@@ -14,7 +14,7 @@ from mlflow_stores import lay_store
 from shared_homes import SharedKernel
 from tracking_writers import Runs
 
-from sgpu_magic.tracking.store import load_progress
+from sgpu_magic.files.tracking_progress import load_progress
 
 TRACKS = {"SGPU_TRACK": "all"}
 

@@ -21,8 +21,8 @@ import msgspec
 from waiting import eventually
 
 from sgpu_magic.config import Settings
+from sgpu_magic.files.tracking_progress import Progress, load_progress
 from sgpu_magic.pool.run_log import RunLog
-from sgpu_magic.tracking.store import Progress, load_progress
 from sgpu_magic.wire import codec, rank_events
 from sgpu_magic.wire import events as ev
 from sgpu_magic.wire.base import RunState, new_id

@@ -25,17 +25,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from sgpu_magic import extensions
 from sgpu_magic.agent.ranks.group import Group
 from sgpu_magic.agent.ranks.orders import Rendezvous, RendezvousPoint, order_of, send_cells
 from sgpu_magic.agent.runs.execution import Execution
 from sgpu_magic.agent.runs.node_run import AgentServices, Attempt
-from sgpu_magic.agent.runs.ray_directories import make_ray_directories
 from sgpu_magic.wire.base import FailureKind, RunState
 from sgpu_magic.wire.codec import Order
 from sgpu_magic.wire.events import GroupRenewed, Noted
 from sgpu_magic.wire.node import Adopt, MasterKnown, PartsOver, PeerFailed
 from sgpu_magic.wire.rank import CellFailed, DescendantsEnded, Finished, Finishing, FromRank, Joined
 from sgpu_magic.wire.rank_events import Unfinished
+from sgpu_magic.wire.run import PrivateRay
 
 if TYPE_CHECKING:
     from sgpu_magic.agent.runs.session import NodeSession
@@ -99,7 +100,9 @@ class FreshRun(Execution):
 
     def _send_cells(self, meeting: RendezvousPoint | None) -> None:
         try:
-            ray = make_ray_directories(self.launch, self._here.settings) if self.launch.spec.ray else None
+            ray: PrivateRay | None = None
+            if self.launch.spec.ray:
+                ray = extensions.ray_directories().make(self.launch, self._here.settings)
             order = order_of(self.launch, self.files, self._here.settings.default_store_uri, ray)
             send_cells(order, self.launch, self.run_ranks, self.files, meeting)
         except OSError as error:

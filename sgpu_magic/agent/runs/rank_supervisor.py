@@ -15,12 +15,12 @@ from typing import Protocol
 
 import msgspec
 
+from sgpu_magic import extensions
 from sgpu_magic.agent.memory_watch import MemoryWatch
 from sgpu_magic.agent.rank_deaths import describe_death
 from sgpu_magic.agent.ranks import shared_memory
 from sgpu_magic.agent.ranks.group import Group, RunRanks
 from sgpu_magic.agent.ranks.rank_process import NotebookFrames
-from sgpu_magic.agent.runs.ray_directories import remove_ray_directories
 from sgpu_magic.config import Settings
 from sgpu_magic.wire.base import FailureKind
 from sgpu_magic.wire.events import EventBody, Noted, RemainingRank
@@ -188,7 +188,7 @@ class RankSupervisor:
     def close_group(self, settings: Settings) -> None:
         """Remove what the ranks have left in memory and on disk, and close their group: all have exited."""
         if self._launch.spec.ray:
-            remove_ray_directories(self._launch.spec.run_id, settings)
+            extensions.ray_directories().remove(self._launch.spec.run_id, settings)
         shared_memory.remove_leftovers(self._launched_at)
         self._group.close()
 

@@ -29,7 +29,7 @@ _LEAST_BYTES = 80_000_000
 _ROOM = 1.05
 
 
-def make_ray_directories(launch: Launch, settings: Settings) -> PrivateRay:
+def make(launch: Launch, settings: Settings) -> PrivateRay:
     """Make the directories of a run's Ray cluster on this node and return them with the cluster's limits.
 
     Args:
@@ -39,7 +39,7 @@ def make_ray_directories(launch: Launch, settings: Settings) -> PrivateRay:
     Raises:
         OSError: A directory can't be made.
     """
-    remove_ray_directories(launch.spec.run_id, settings)
+    remove(launch.spec.run_id, settings)
     directory = ray_directory(launch.spec.run_id, settings)
     directory.mkdir(mode=0o700)
     disk = settings.state_path / _DISK / launch.spec.run_id
@@ -74,7 +74,7 @@ def ray_directory(run_id: str, settings: Settings) -> Path:
     return Path(tempfile.gettempdir()) / f"sgpu-{_PREFIX}{_own_mark(settings)}-{run_id[:_DIGITS]}"
 
 
-def remove_ray_directories(run_id: str, settings: Settings) -> None:
+def remove(run_id: str, settings: Settings) -> None:
     """Remove the directories of a run's Ray cluster, if it had one. Its processes must be dead."""
     check_id(run_id)
     for directory in (ray_directory(run_id, settings), settings.state_path / _DISK / run_id):
@@ -84,7 +84,7 @@ def remove_ray_directories(run_id: str, settings: Settings) -> None:
                 shutil.rmtree(directory, ignore_errors=True)
 
 
-def sweep_ray_directories(settings: Settings, held: Collection[str]) -> None:
+def sweep(settings: Settings, held: Collection[str]) -> None:
     """Remove Ray directories of runs that no longer exist because their agent was killed.
 
     Args:

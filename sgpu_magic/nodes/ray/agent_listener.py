@@ -62,7 +62,7 @@ class NodeLink(msgspec.Struct, eq=False):
         node: The node's id.
         link: The link's name.
         identity: ZeroMQ's identity of the current connection.
-        received_at: When the node was last heard, seconds of the loop's clock.
+        received_at: When the node last sent something, in seconds of the loop's clock.
         listener: The listener that the link belongs to.
         sent: The number of messages sent to the agent.
         received: The number of messages received from it.

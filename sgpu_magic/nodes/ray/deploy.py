@@ -122,7 +122,7 @@ def _request(
     return {
         **options,
         # `exec` replaces the shell, so that Ray's signals reach the pool
-        "entrypoint": "exec python -m sgpu_magic.cli.serving",
+        "entrypoint": "exec python -m sgpu_magic.cli.ray_deployment",
         "submission_id": job,
         "runtime_env": {
             **environment,

@@ -89,7 +89,7 @@ class RayEngine(Engine):
         # pending lease requests with their launches; granted ones that wait for a node's old agent to exit
         self._asked: dict[str, tuple[AskLease, Launch, Sequence[bytes]]] = {}
         self._granted: dict[str, tuple[Launch, Sequence[bytes]]] = {}
-        # granted on nodes that are not probed yet: seconds of the loop's clock, and Ray's answer
+        # granted on nodes that are not probed yet: when, in seconds of the loop's clock, and Ray's answer
         self._early: dict[str, tuple[float, LeaseReady]] = {}
         # unreachable nodes that Ray still lists: disconnected, or dead and Ray has not noticed yet
         self._away: set[str] = set()

@@ -1,8 +1,8 @@
 """A cell on a rank: preparation, execution, display, failures and results.
 
-cell_run           executes one order: prepare, run, reply; runs torch's profiler around the cell
-cell_trace         traces the lines of a cell
-diagnosis          describes a failure: traceback, line of the cell, memory use; notices training on one rank alone
+cell_run           executes one order: prepare, run, reply
+cell_trace         torch's profiler around a cell, for `--profile`
+diagnosis          describes a failure: traceback, line of the cell, memory use
 lone_training      detects that each rank trains alone, without exchanging gradients
 shell              the rank's IPython shell, which runs cells and scripts
 shell_commands     runs `!command` without a keyboard

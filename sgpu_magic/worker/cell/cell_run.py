@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from IPython.core.inputtransformer2 import leading_indent
 
+from sgpu_magic import extensions
 from sgpu_magic.errors import SgpuError
 from sgpu_magic.payload import unpack
-from sgpu_magic.tracking import in_rank
 from sgpu_magic.wire.base import Record, RunKind
 from sgpu_magic.wire.events import as_warning
 from sgpu_magic.wire.rank import Execute, Joined, Remarked
@@ -100,7 +100,7 @@ class CellRun:
     """Executes one `Execute` on the main thread, with interrupts allowed.
 
     Args:
-        standing: The rank's state between cells; set up before in a session.
+        standing: The rank's state between cells; already set up in a session.
         message: The agent's message.
         order: The message with its frames and descriptors.
         say: Sends a message to the agent.
@@ -186,12 +186,12 @@ class CellRun:
         return reply
 
     def _remark(self, text: str) -> None:
-        """Show the user a note about what is alike on all ranks."""
+        """Show the user a note that is the same on all ranks: only the first one sends it."""
         if self._shell.is_first:
             self._say(Remarked(text=text))
 
     def leave_payload(self) -> None:
-        """Close a payload that was not read."""
+        """Close the descriptors of a payload that was not read."""
         fds, self._payload_fds = self._payload_fds, []
         for fd in fds:
             os.close(fd)
@@ -248,6 +248,6 @@ class CellRun:
             finally:
                 self.leave_payload()
         if message.tracking is not None:
-            in_rank.begin(message, message.tracking, self._rank, self._say)
+            extensions.tracking_in_rank().begin(message, message.tracking, self._rank, self._say)
         with results_received(self._shell):
             unpack.unpack_namespace(data, message.layout, message.context.key, self._shell.user_ns)

@@ -1,4 +1,4 @@
-"""Traces the lines of a cell."""
+"""Torch's profiler around a cell, for `--profile`."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 
@@ -23,9 +23,9 @@ _LOG_LEVEL, _SILENT = "KINETO_LOG_LEVEL", "99"
 
 
 class CellTrace:
-    """`--profile`: a trace of torch's profiler around the cell, for chrome://tracing and ui.perfetto.dev.
+    """A trace of torch's profiler, for chrome://tracing and ui.perfetto.dev.
 
-    Traces the main thread and torch's threads from the creation of this object on.
+    It records the main thread and torch's threads from the creation of this object until `end`.
 
     Args:
         run_dir: The run's directory.
@@ -42,7 +42,7 @@ class CellTrace:
         activities = [profiler.ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(profiler.ProfilerActivity.CUDA)
-        # one cycle has nothing to clear, but without the setting torch 2.11 warns that it clears
+        # has no effect in a single cycle, but without it torch 2.11 warns that events are cleared between cycles
         self._profiler: Any = profiler.profile(activities=activities, acc_events=True)
         # Kineto logs each of its steps to the rank's stderr unless it starts with this setting
         level = os.environ.setdefault(_LOG_LEVEL, _SILENT)

@@ -1,4 +1,4 @@
-"""What is wrong with a cell on its rank: a failure, with traceback, line of the cell and memory use; training alone."""
+"""Describes a cell's failure on its rank: traceback, line of the cell, memory use."""
 
 # torch and IPython are only partly typed
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false

@@ -202,7 +202,7 @@ def _exit(
     sys.stdout, sys.stderr = captured.streams
     if not isinstance(error, Exception):
         return None
-    # as in a notebook, whose shell shows the error: the block ends, and the code after it goes on
+    # as in a notebook: the shell shows the error, and execution continues after the block
     captured.fail(error)
     return True
 

@@ -4,8 +4,8 @@ ipykernel runs cells within its loop, so `asyncio.create_task` and `get_running_
 loop of its own. While a cell without `await` runs, it is set as the running loop. `asyncio.run` and other loops, which
 a notebook refuses in a cell, work on ranks as well: the cell's loop is unset meanwhile.
 
-Tasks go on while a later cell awaits something, and in a session between cells. At the end of a run or a session, those
-that are left are cancelled, as `asyncio.run` does.
+Tasks continue while a later cell awaits something, and in a session also between cells. Those that remain at the end of
+a run or a session are cancelled, as `asyncio.run` does.
 """
 
 # IPython's own attributes are only partly typed
@@ -49,7 +49,7 @@ class _CellLoop:
 
     @contextlib.contextmanager
     def running(self) -> Generator[None]:
-        """Set the loop as the running one, unless another one runs."""
+        """Set the loop as the running one during the block, unless another one runs."""
         if events._get_running_loop() is not None:
             yield
             return

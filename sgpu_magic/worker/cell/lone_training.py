@@ -30,9 +30,9 @@ def _stepped(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> 
 
 
 class LoneTraining:
-    """Detects a rank of several that trains without the others, which is rarely intended and never an error.
+    """Detects that a rank trains without the others, which is rarely intended but never an error.
 
-    Covers one cell, from the creation of this object on.
+    Counts from the creation of this object, so create one for each cell.
 
     Args:
         rank: This rank.

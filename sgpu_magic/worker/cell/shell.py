@@ -47,9 +47,9 @@ _LAST = ("last_exc", "last_type", "last_value", "last_traceback")
 
 
 class CellEnded(BaseException):
-    """Ends a cell in the middle of which IPython has shown a traceback and would go on, as `%run` does.
+    """Ends a cell in which IPython has shown a traceback and would continue, as `%run` does.
 
-    Not an `Exception`: in a notebook the user's code around the magic does not see one either.
+    Not an `Exception`: in a notebook, the code around the magic does not see an exception either.
     """
 
 

@@ -24,7 +24,7 @@ _OUTPUT_FLAGS = 1
 
 
 def run_command(command: str) -> int:
-    """Run a command with the user's shell and print its output as it comes.
+    """Run a command with the user's shell and print its output as it arrives.
 
     An interrupt ends the command and is not raised, as in IPython.
 

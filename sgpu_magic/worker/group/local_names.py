@@ -1,7 +1,7 @@
 """Names of groups that are made by their members alone (`new_group(use_local_synchronization=True)`).
 
 torch names such a group by its ranks and the number of groups that the process has. Members that have different numbers
-of other groups get different names, and wait for each other for ever. Here the number is that of groups of the same
+of other groups get different names, and wait for each other forever. Here the number is that of groups of the same
 ranks, which all members make together.
 """
 
@@ -20,8 +20,8 @@ class _Made:
     """The groups that this process has made by their members alone.
 
     Attributes:
-        generation: Number of the store that they meet in: names of an earlier one are never used again.
-        counts: How many there are by their ranks.
+        generation: Number of the store that they meet in; each store has its own names.
+        counts: Number of groups by their ranks.
     """
 
     def __init__(self) -> None:

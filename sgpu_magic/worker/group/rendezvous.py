@@ -87,7 +87,7 @@ class _FileStores:
         self._announced = self._is_revoked = False
 
     def announce(self) -> None:
-        """Record that a store is opened soon, which `revoke` concerns as well."""
+        """Record that a store is about to be opened, so that `revoke` applies to it too."""
         with self._lock:
             self._announced, self._is_revoked = True, False
 

@@ -185,7 +185,7 @@ def _exchange_groups(store: Any, rank: int, ranks: int) -> list[_Census]:
 
 
 def _count_alike(every_census: Sequence[_Census]) -> None:
-    """Number the next groups alike: ranks that failed before they made one, and new ranks, have lower counts."""
+    """Give all ranks the same number for the next group: new ranks, and ranks that failed earlier, have lower ones."""
     c10d._world.group_count = max(c10d._world.group_count, *(census.count for census in every_census))
     rendezvous.late_store.meetings = max(census.meetings for census in every_census)
     local_names.begin_generation(max(census.generation for census in every_census) + 1)

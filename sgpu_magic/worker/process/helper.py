@@ -16,8 +16,8 @@ import traceback
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from sgpu_magic import extensions
 from sgpu_magic.system.message_stream import StreamConnection
-from sgpu_magic.tracking import in_rank
 from sgpu_magic.wire.rank import (
     AnswerQuestion,
     AskCollectives,
@@ -186,7 +186,7 @@ class Helper:
             case InPlace():
                 self.installed.set()
             case TrackingAnswered():
-                in_rank.answered(message)
+                extensions.tracking_in_rank().answered(message)
             case AskCollectives(request=request):
                 current, entered_at = position.current_collective(self._rehearsed)
                 answer = Collectives(request=request, current=current, entered_at=entered_at)

@@ -54,7 +54,7 @@ _OURS = ("torch.", "sgpu_magic.")
 
 
 class _Registered:
-    """What was registered since the zygote was made, except by torch, which registers when a part of it is imported.
+    """What was registered since the zygote's imports, except by torch, which registers when a part of it is imported.
 
     Attributes:
         exit_functions: Functions of `atexit`.
@@ -72,7 +72,7 @@ _registered = _Registered()
 
 
 def begin_to_count() -> None:
-    """Count what is registered for a process's exit from now on. Called by the zygote when it has imported everything.
+    """Record what is registered for the process's exit from now on. Called by the zygote after its imports.
 
     The zygote's finalizers are not run by ranks: those of torch's operator libraries would copy 28 MB. IPython's exit
     function is left out too, since it clears the namespace while threads may still use it.

@@ -18,10 +18,10 @@ import time
 
 import torch
 
+from sgpu_magic import extensions
 from sgpu_magic.errors import EnvironmentFailed
 from sgpu_magic.system import processes
 from sgpu_magic.system.message_stream import StreamConnection
-from sgpu_magic.tracking import in_rank
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.base import FailureKind, Record
 from sgpu_magic.wire.rank import (
@@ -189,7 +189,7 @@ class _Life:
         if finishes:
             self._leaving.announce()
         else:
-            in_rank.end()
+            extensions.tracking_in_rank().end()
         self._reply(reply, rests=not finishes)
         if run.was_out_of_memory:
             diagnosis.free()
@@ -210,10 +210,7 @@ class _Life:
     def _cell_run(self, message: Execute, order: Order) -> CellRun:
         if message.ray is None:
             return CellRun(self._standing, message, order, self._link.send)
-        # plain cells don't need it
-        from sgpu_magic.worker.ray.cluster import RayRun
-
-        return RayRun(self._standing, message, order, self._link.send, message.ray)
+        return extensions.ray_run(self._standing, message, order, self._link.send, message.ray)
 
     def _prepare(self, message: Prepare, order: Order) -> None:
         if order.descriptors:
@@ -274,7 +271,7 @@ class _Life:
     def _finish(self) -> None:
         """Finish what cells have started, and report the end of it. The group's other ranks may still need this one."""
         self._leaving.finish()
-        in_rank.end()
+        extensions.tracking_in_rank().end()
         widgets.comms.flush()
         self._helper.rest()
         self._link.send(Finishing(leaves_processes=processes.has_children()))

@@ -2,8 +2,8 @@
 
 An interrupt is accepted only while the rank prepares or runs a cell.
 
-Methods of the user's objects, such as an exception's `__str__`, may raise, exit or loop; then a default takes the place
-of their result.
+Methods of the user's objects, such as an exception's `__str__`, may raise, exit or loop; the rank then uses a default
+instead of their result.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ import traceback
 import warnings
 from types import FrameType
 
+from sgpu_magic import extensions
 from sgpu_magic.system import processes
 from sgpu_magic.system.message_stream import StreamConnection
 from sgpu_magic.wire import codec
@@ -86,8 +87,6 @@ def _preload() -> str:
     Starts no thread: numpy's BLAS would start a thread pool at import, so it is limited to one thread until the fork.
     `rank_context.set_threads` raises the limit in the rank.
     """
-    from sgpu_magic.functions import compat
-
     for variable in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[variable] = "1"
     with warnings.catch_warnings():
@@ -98,7 +97,6 @@ def _preload() -> str:
         for name in ("numpy.random", "threadpoolctl", "pdb", "sgpu_magic.worker.process.rank"):
             with contextlib.suppress(ImportError):
                 importlib.import_module(name)
-        from sgpu_magic.tracking import in_rank
         from sgpu_magic.worker.cell import edited_modules, event_loop, lone_training, results, shell, widgets
         from sgpu_magic.worker.group import local_names, rendezvous
         from sgpu_magic.worker.process import leaving, notebook_classes, patches, position, rank_context
@@ -112,11 +110,11 @@ def _preload() -> str:
         patches.refuse_launchers()
         event_loop.run_other_loops()
         patches.apply_time_limits()
-        patches.around_import(("mlflow",), in_rank.around_import)
+        patches.around_import(("mlflow",), extensions.tracking_in_rank().around_import)
         edited_modules.note_imports()
         lone_training.count_optimizer_steps()
         widgets.install()
-    compat.install()
+    extensions.databricks_names().install()
     # outside `catch_warnings`: the filters that the shell sets stay, as in the notebook
     rank_shell = shell.create()
     rank_context.share_store(rank_shell)

@@ -56,7 +56,7 @@ _PACKAGE = str(Path(__file__).parents[3])
 
 
 class Member:
-    """What all ranks have in common.
+    """One rank's part in the cluster: what all ranks have in common.
 
     Args:
         order: The node's part of the cluster.

@@ -1,4 +1,4 @@
-"""Ray's processes on a node as its ranks deal with them: the environment they get, the lines they write, their metrics.
+"""Ray's processes on a node, as its ranks see them: their environment variables, lines of output and metrics.
 
 Metrics go to the MLflow run. The node's first rank reads them every five seconds from the node's metrics agent, in
 Prometheus format:

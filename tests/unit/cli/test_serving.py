@@ -11,8 +11,8 @@ import pytest
 from ray_jobs_api import RayJobsApi, archive_once, listening_line
 
 from sgpu_magic.cli import main as cli
-from sgpu_magic.cli import serving
-from sgpu_magic.cli.serving import job_options
+from sgpu_magic.cli import ray_deployment
+from sgpu_magic.cli.ray_deployment import job_options
 from sgpu_magic.errors import UsageError
 from sgpu_magic.nodes.ray import deploy as deploying
 from sgpu_magic.nodes.ray.deploy import DEPLOYED, Deployment
@@ -154,7 +154,7 @@ def test_the_job_admits_the_deployments_users_and_keeps_those_that_it_has(
     what = Deployment("team", "nowhere", (("ann", ANN, True), ("another name", BEN, False)))
     monkeypatch.setenv(DEPLOYED, msgspec.json.encode(what).decode())
     with pytest.raises(SystemExit, match=r"^sgpu: --listen takes tcp://"):
-        serving.main()
+        ray_deployment.main()
     assert read_clients(clients) == {ANN: AuthorizedClient("ann", admin=True), BEN: AuthorizedClient("ben", admin=True)}
 
 
@@ -173,7 +173,7 @@ def test_a_job_without_a_usable_deployment_says_so(
     if value is not None:
         monkeypatch.setenv(DEPLOYED, value)
     with pytest.raises(SystemExit, match=f"^sgpu: .*{says}"):
-        serving.main()
+        ray_deployment.main()
     assert list(own_places.iterdir()) == []
 
 

@@ -9,9 +9,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from sgpu_magic.cli.run_directories import sync
+from sgpu_magic.cli.sync import sync
 from sgpu_magic.config import Settings
-from sgpu_magic.tracking.store import Sent, Unsent, opening, save_progress
+from sgpu_magic.files.tracking_progress import opening, save_progress
+from sgpu_magic.tracking.store import Sent, Unsent
 from sgpu_magic.wire.base import new_id, short
 from sgpu_magic.wire.tracking import Tracking
 

@@ -149,7 +149,7 @@ def test_a_pool_is_deployed_as_a_job(head: RayJobsApi):
         assert {"sgpu_magic/__init__.py", "sgpu_magic/cli/serving.py"} <= set(archive.namelist())
     (asked,) = head.submitted
     environment = asked["runtime_env"]
-    assert asked["entrypoint"] == "exec python -m sgpu_magic.cli.serving"
+    assert asked["entrypoint"] == "exec python -m sgpu_magic.cli.ray_deployment"
     assert asked["entrypoint_num_cpus"] == 0.5
     assert asked["submission_id"].startswith("sgpu-team-")
     assert asked["metadata"] == {"team": "vision", "sgpu-pool": "team"}

@@ -12,10 +12,10 @@ import pytest
 from launches import placed_launch
 
 from sgpu_magic.config import Settings
+from sgpu_magic.files.tracking_progress import Progress, load_progress, save_progress
 from sgpu_magic.pool import tracker as module
 from sgpu_magic.pool.pool_run import PoolRun
 from sgpu_magic.pool.tracker import NOT_TRACKED, Tracker
-from sgpu_magic.tracking.store import Progress, load_progress, save_progress
 from sgpu_magic.wire.base import RunState
 from sgpu_magic.wire.client import Submit
 from sgpu_magic.wire.events import EventBody, Noted, Tracked

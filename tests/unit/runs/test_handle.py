@@ -14,11 +14,11 @@ from waiting import eventually
 
 from sgpu_magic.client.run import ClientRun
 from sgpu_magic.errors import RunUnknown
+from sgpu_magic.files.tracking_progress import Progress, save_progress
 from sgpu_magic.runs import handle
 from sgpu_magic.runs.follow import run_loop
 from sgpu_magic.runs.follow.run_loop import EventPump, Subscription
 from sgpu_magic.runs.handle import Run
-from sgpu_magic.tracking.store import Progress, save_progress
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.publisher import SilentPublisher
 from sgpu_magic.wire import events as ev

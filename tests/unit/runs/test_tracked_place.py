@@ -16,6 +16,7 @@ from waiting import eventually
 
 from sgpu_magic.client.result import mlflow_run_id
 from sgpu_magic.config import Settings
+from sgpu_magic.files.tracking_progress import Progress, save_progress
 from sgpu_magic.options.option_records import EnvironmentOptions
 from sgpu_magic.payload import pack
 from sgpu_magic.pool.pool_run import PoolRun
@@ -24,7 +25,6 @@ from sgpu_magic.pool.tracker import Tracker
 from sgpu_magic.runs.git_state import Tags, git_tags, report_git_state
 from sgpu_magic.runs.submit.spec import Submission
 from sgpu_magic.runs.submit.tracking_target import tracking_of
-from sgpu_magic.tracking.store import Progress, save_progress
 from sgpu_magic.wire.base import RunKind
 from sgpu_magic.wire.client import Submit
 from sgpu_magic.wire.devices import Placement

@@ -23,13 +23,13 @@ from tracking_writers import Runs, ToldRun, WriterProcess, quiet_mlflow
 from waiting import eventually
 
 import sgpu_magic
-from sgpu_magic.cli.run_directories import sync
+from sgpu_magic.cli.sync import sync
 from sgpu_magic.config import Settings
 from sgpu_magic.files.locks import locked
+from sgpu_magic.files.tracking_progress import Progress, is_unsent, opening, save_progress
 from sgpu_magic.pool.retention import RunOnDisk, Why, choose_removals
 from sgpu_magic.tracking.keys import mlflow_key
 from sgpu_magic.tracking.runs import Batch, RunFold
-from sgpu_magic.tracking.store import Progress, is_unsent, opening, save_progress
 from sgpu_magic.tracking.system_metrics import SystemMetrics
 from sgpu_magic.wire import events as ev
 from sgpu_magic.wire import rank_events

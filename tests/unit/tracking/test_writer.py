@@ -15,8 +15,8 @@ from tracking_writers import Runs, ToldRun, quiet_mlflow
 
 from sgpu_magic.config import Settings
 from sgpu_magic.files.locks import locked
+from sgpu_magic.files.tracking_progress import Progress, save_progress
 from sgpu_magic.tracking.runs import Batch
-from sgpu_magic.tracking.store import Progress, save_progress
 from sgpu_magic.wire import events as ev
 from sgpu_magic.wire.base import RunState
 from sgpu_magic.wire.files import TRACKING

@@ -21,7 +21,7 @@ import pytest
 from launches import placed_launch
 from msgspec.structs import replace
 
-from sgpu_magic.agent.runs.ray_directories import make_ray_directories, remove_ray_directories, sweep_ray_directories
+from sgpu_magic.agent.runs import ray_directories
 from sgpu_magic.config import Settings
 from sgpu_magic.wire.base import new_id
 from sgpu_magic.wire.devices import Lease
@@ -54,7 +54,7 @@ def settings(tmp_path: Path) -> Iterator[Settings]:
     made = Settings(state_dir=str(tmp_path / "s"), runtime_dir=str(tmp_path / "r"))
     yield made
     # the test's directory can be too long for sockets, which then have another one
-    sweep_ray_directories(made, [])
+    ray_directories.sweep(made, [])
 
 
 @pytest.fixture
@@ -107,26 +107,26 @@ def test_the_nodes_numbers_are_read_from_prometheus_format():
 
 
 def test_its_directories_are_private_and_go(settings: Settings, launch: Launch):
-    made = make_ray_directories(launch, settings)
+    made = ray_directories.make(launch, settings)
     for directory in (made.directory, made.disk_directory):
         assert os.stat(directory).st_mode & 0o777 == 0o700
     # leftovers of the run's previous attempt do not matter
     Path(made.directory, "session").mkdir()
-    assert make_ray_directories(launch, settings) == made
+    assert ray_directories.make(launch, settings) == made
     assert not Path(made.directory, "session").exists()
-    remove_ray_directories(launch.spec.run_id, settings)
+    ray_directories.remove(launch.spec.run_id, settings)
     assert not Path(made.directory).exists()
     assert not Path(made.disk_directory).exists()
 
 
 def test_a_sweep_leaves_what_goes_on_and_what_is_a_link(settings: Settings, launch: Launch, tmp_path: Path):
-    made = make_ray_directories(launch, settings)
+    made = ray_directories.make(launch, settings)
     dead = [settings.runtime_path / "ray-00000000", settings.state_path / "ray" / "00000000"]
     for directory in dead:
         directory.mkdir()
     (tmp_path / "mine").mkdir()
     (settings.runtime_path / "ray-11111111").symlink_to(tmp_path / "mine")
-    sweep_ray_directories(settings, [launch.spec.run_id])
+    ray_directories.sweep(settings, [launch.spec.run_id])
     assert Path(made.directory).is_dir()
     assert Path(made.disk_directory).is_dir()
     assert not any(directory.exists() for directory in dead)
@@ -137,18 +137,18 @@ def test_sockets_have_short_paths_wherever_the_runtime_directory_is(settings: Se
     deep = tmp_path / ("x" * 60)
     deep.mkdir(parents=True)
     settings = replace(settings, runtime_dir=str(deep))
-    found = Path(make_ray_directories(launch, settings).directory)
+    found = Path(ray_directories.make(launch, settings).directory)
     assert len(f"{found}/r/session_2026-11-22_18-41-05_080720_1234567/sockets/dash_MetricsHead") <= 107
     # nothing is left there either of a run whose agent was killed
-    sweep_ray_directories(settings, [launch.spec.run_id])
+    ray_directories.sweep(settings, [launch.spec.run_id])
     assert found.is_dir()
-    sweep_ray_directories(settings, [])
+    ray_directories.sweep(settings, [])
     assert not found.exists()
 
 
 def test_objects_take_what_is_asked_but_never_more_than_their_share(settings: Settings, launch: Launch):
-    few = make_ray_directories(launch, replace(settings, ray_object_bytes=200_000_000)).object_store_bytes
-    many = make_ray_directories(launch, replace(settings, ray_object_bytes=10**15)).object_store_bytes
+    few = ray_directories.make(launch, replace(settings, ray_object_bytes=200_000_000)).object_store_bytes
+    many = ray_directories.make(launch, replace(settings, ray_object_bytes=10**15)).object_store_bytes
     assert few == 200_000_000
     assert few < many < 0.31 * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
@@ -156,7 +156,7 @@ def test_objects_take_what_is_asked_but_never_more_than_their_share(settings: Se
 def test_simulated_devices_are_said_to_be_that(settings: Settings, launch: Launch):
     lease = Lease(lease_id="l", device_type="a10", ranks=2, uuids=("SIM-1", "SIM-2"), simulated=True)
     part = NodePart(index=1, nodes=2, first_rank=2, ranks=2, address="10.0.0.2")
-    made = make_ray_directories(msgspec.structs.replace(launch, lease=lease, part=part), settings)
+    made = ray_directories.make(msgspec.structs.replace(launch, lease=lease, part=part), settings)
     assert (made.simulated, made.gpus, made.address) == (True, 2, "10.0.0.2")
     assert made.cpus >= 2
 

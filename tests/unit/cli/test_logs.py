@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from kept_runs import KeptRuns
 
+from sgpu_magic.cli import logs as command
 from sgpu_magic.cli import main as cli
-from sgpu_magic.cli import run_directories
-from sgpu_magic.cli.run_directories import RankLog
+from sgpu_magic.cli.logs import RankLog
 from sgpu_magic.config import load_settings
 from sgpu_magic.wire.base import RunState
 
@@ -65,8 +65,8 @@ def test_following_an_ended_run_ends_with_its_state(kept: KeptRuns, capsys: pyte
 
 
 def test_lines_that_do_not_end_are_written_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(run_directories, "_READ_BYTES", 8)
-    monkeypatch.setattr(run_directories, "_LONGEST_LINE_CHARS", 12)
+    monkeypatch.setattr(command, "_READ_BYTES", 8)
+    monkeypatch.setattr(command, "_LONGEST_LINE_CHARS", 12)
     path = tmp_path / "rank-0.log"
     # a bar that is redrawn repeatedly, and a line without an end
     path.write_bytes(b"1%........\r2%........\r3%........\r\n" + b"x" * 30)
