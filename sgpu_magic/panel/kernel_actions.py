@@ -169,7 +169,7 @@ class KernelActions:
     def _connect(self, before: Session | None) -> str:
         if before is not None:
             # refuse an impossible session before the old one is ended
-            target.with_choice(self._context, SessionOptions(), target.MAGIC_WAYS)
+            target.with_choice(self._context, SessionOptions())
             end(before, "the panel connected another session in its place", wait_s=_END_S)
             if not before.has_ended:
                 raise UsageError(

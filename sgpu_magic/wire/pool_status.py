@@ -9,8 +9,8 @@ from msgspec.structs import replace
 from sgpu_magic.wire.base import Numbered, OfRun, Record, RunKind, RunState
 from sgpu_magic.wire.devices import Device, Inventory
 
-PROTOCOL_VERSION = 6
-OLDEST_PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 7
+OLDEST_PROTOCOL_VERSION = 7
 
 # ---------------------------------------------------------------- locating a local pool
 
