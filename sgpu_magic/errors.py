@@ -30,7 +30,10 @@ Each class has a `topic`, the name of its page in the folder `views/help`. The e
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, ClassVar
+
+from sgpu_magic.wire.option_text import OptionName, Text, TextWithOptions
 
 if TYPE_CHECKING:
     from sgpu_magic.wire.rank_events import Failure
@@ -58,8 +61,20 @@ class SgpuError(Exception):
     topic: ClassVar[str] = "internal"
 
     @property
+    def text(self) -> Text:
+        """The message, with the options that it names as data if it names any."""
+        text: object = self.args[0] if self.args else ""
+        return text if isinstance(text, TextWithOptions) else str(text)
+
+    @property
     def message(self) -> str:
-        return str(self.args[0]) if self.args else ""
+        """The message. Options in it are spelled as on a command line, or as `spell_options` has set."""
+        return str(self.text)
+
+    def spell_options(self, spell: Callable[[OptionName], str]) -> None:
+        """Set how the message spells the options that it names."""
+        if isinstance(text := self.text, TextWithOptions):
+            self.args = (text.spelled(spell), *self.args[1:])
 
     def _render_traceback_(self) -> list[str]:
         """IPython's hook for exceptions that render themselves (`InteractiveShell.showtraceback`)."""

@@ -19,8 +19,9 @@ import msgspec
 
 from sgpu_magic.cli import jobs
 from sgpu_magic.cli.headless import formats
+from sgpu_magic.cli.headless.cell_end import ExitCode
 from sgpu_magic.cli.headless.job import HeadlessJob, job_from, read_pair, typed
-from sgpu_magic.cli.headless.outcome import ExitCode, copy_of
+from sgpu_magic.cli.headless.outcome import copy_of
 from sgpu_magic.cli.main import CommandParser, positive, script_arguments
 from sgpu_magic.config import Settings, load_settings
 from sgpu_magic.errors import UsageError

@@ -18,6 +18,7 @@ from sgpu_magic.errors import CapacityError
 from sgpu_magic.formatting import count_of, format_bytes, format_money, plural
 from sgpu_magic.wire.costs import Prices
 from sgpu_magic.wire.devices import ANY, CPU, memory_bytes, memory_of, memory_text
+from sgpu_magic.wire.option_text import OptionName, text_of
 from sgpu_magic.wire.pool_status import PoolStatus
 
 if TYPE_CHECKING:
@@ -147,14 +148,24 @@ def cheapest_type(asked: PoolStatusReply, wanted: DeviceRequest, money: PriceBoo
         CapacityError: The pool does not have enough devices of any such type.
     """
     if asked.status is None:
-        raise CapacityError(f"the pool {asked.name} does not report which devices it has. Name one with --type.")
+        raise CapacityError(
+            text_of(
+                f"the pool {asked.name} does not report which devices it has. Name one with ", OptionName("type"), "."
+            )
+        )
     fitting = _remaining(asked.status, wanted.min_memory_bytes)
     ranks = wanted.ranks or 1
     if not (enough := [kind for kind, count in fitting.items() if count.total >= ranks]):
         raise CapacityError(
-            f"the pool {asked.name} has no {count_of(ranks, 'device')} of one type with "
-            f"{format_bytes(wanted.min_memory_bytes)} of memory each. It has: {describe_devices(asked.status)}. Ask "
-            "for less with --min-memory, or for fewer with --gpus."
+            text_of(
+                f"the pool {asked.name} has no {count_of(ranks, 'device')} of one type with "
+                f"{format_bytes(wanted.min_memory_bytes)} of memory each. It has: {describe_devices(asked.status)}. "
+                "Ask for less with ",
+                OptionName("min-memory"),
+                ", or for fewer with ",
+                OptionName("gpus"),
+                ".",
+            )
         )
 
     def rank_of(kind: str) -> tuple[bool, bool, float, int, str]:
@@ -190,18 +201,26 @@ def check_memory(asked: PoolStatusReply, wanted: DeviceRequest) -> None:
         return
     needs = format_bytes(wanted.min_memory_bytes)
     if kind == CPU:
-        raise CapacityError(f"--min-memory {needs} is GPU memory, and ranks on cpu have none. Leave it out.")
+        raise CapacityError(
+            text_of(OptionName("min-memory", needs), " is GPU memory, and ranks on cpu have none. Leave it out.")
+        )
     with_memory = counts(asked.status, wanted.min_memory_bytes)
     fitting, every = with_memory.get(kind), counts(asked.status).get(kind)
     ranks = wanted.ranks or 1
     if every is not None and (fitting is None or fitting.total < ranks):
         there = 0 if fitting is None else fitting.total
         others = any(count.total >= ranks for other, count in with_memory.items() if other != CPU)
-        leave = "Leave --type out to take any type with that much, or ask" if others else "Ask"
+        leave = ("Leave ", OptionName("type"), " out to take any type with that much, or ask") if others else ("Ask",)
         raise CapacityError(
-            f"the pool {asked.name} has {every.total} {kind} with {memory_text(every.memory_bytes)} of memory or "
-            f"more, and {there} of them {'has' if there == 1 else 'have'} {needs}; {ranks} are asked for. It has: "
-            f"{describe_devices(asked.status)}. {leave} for less with --min-memory."
+            text_of(
+                f"the pool {asked.name} has {every.total} {kind} with {memory_text(every.memory_bytes)} of memory or "
+                f"more, and {there} of them {'has' if there == 1 else 'have'} {needs}; {ranks} are asked for. It has: "
+                f"{describe_devices(asked.status)}. ",
+                *leave,
+                " for less with ",
+                OptionName("min-memory"),
+                ".",
+            )
         )
 
 

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from sgpu_magic.errors import RunCancelled
 from sgpu_magic.options.option_records import CallOptions, RunOptions, check_call
-from sgpu_magic.options.python_form import errors_in_pythons_words
+from sgpu_magic.options.table import as_argument, options_spelled
 from sgpu_magic.payload.call import FunctionCall
 from sgpu_magic.runs.handle import Run
 from sgpu_magic.runs.kernel_context import KernelContext, kernel_context
@@ -20,7 +20,7 @@ from sgpu_magic.runs.sessions import cell_runner, registry
 from sgpu_magic.runs.submit.pack_call import pack_call
 from sgpu_magic.runs.submit.spec import Submission, describe
 from sgpu_magic.runs.submit.submit import submit
-from sgpu_magic.runs.submit.target import PYTHON_WAYS, with_target
+from sgpu_magic.runs.submit.target import with_target
 from sgpu_magic.wire.base import RunState, short
 
 _IPYTHON = "IPython.core.interactiveshell"
@@ -34,7 +34,7 @@ def run_here(call: FunctionCall, options: CallOptions) -> list[Any]:
     """
     context = kernel_context()
     session = options.session
-    with context.pinned_to_its_cell():
+    with context.pinned_to_its_cell(), options_spelled(as_argument):
         try:
             if session is not None:
                 check_call(session, options)
@@ -62,12 +62,14 @@ def start(call: FunctionCall, options: CallOptions) -> Run[Any]:
     if session is None:
         return submitted(context, prepare(context, call, options))
     check_call(session, options)
-    return cell_runner.begin_in(session, lambda: cell_runner.prepare_call(session, call, options))
+    with options_spelled(as_argument):
+        return cell_runner.begin_in(session, lambda: cell_runner.prepare_call(session, call, options))
 
 
 def submitted(context: KernelContext, submission: Submission) -> Run[Any]:
     """Submit a call to the pool and return its handle."""
-    return Run(context, submit(context.pool_of(submission), submission), RunState.QUEUED)
+    with options_spelled(as_argument):
+        return Run(context, submit(context.pool_of(submission), submission), RunState.QUEUED)
 
 
 def prepare(
@@ -85,15 +87,14 @@ def prepare(
         TypeError: The arguments do not match the function's signature.
         SgpuError: The function is not callable, something can't be pickled, or the pool does not exist.
     """
-    with errors_in_pythons_words():
+    with options_spelled(as_argument):
         context.wanted_pool(options.pool)
-    code = pack_call(context, call, options)
-    session = registry.lending(options) if beside_sessions and not options.ray else None
-    if session is not None:
-        return describe(context, code, replace(options, fresh=True), session.lends(options.ranks), session)
-    with errors_in_pythons_words():
-        options, found = with_target(context, options, PYTHON_WAYS)
-    return describe(context, code, options, found)
+        code = pack_call(context, call, options)
+        session = registry.lending(options) if beside_sessions and not options.ray else None
+        if session is not None:
+            return describe(context, code, replace(options, fresh=True), session.lends(options.ranks), session)
+        options, found = with_target(context, options)
+        return describe(context, code, options, found)
 
 
 def _collect(context: KernelContext, submission: Submission, ui: str) -> list[Any]:

@@ -32,7 +32,7 @@ from sgpu_magic.runs.sessions.session import Session
 from sgpu_magic.runs.submit.cell_source import check_outputs, has_code, pack_cell, read_cell
 from sgpu_magic.runs.submit.spec import describe
 from sgpu_magic.runs.submit.submit import submit
-from sgpu_magic.runs.submit.target import MAGIC_WAYS, with_target
+from sgpu_magic.runs.submit.target import with_target
 from sgpu_magic.views import help as help_pages
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.stacks import stacks_html, stacks_text
@@ -168,7 +168,7 @@ class DistributedMagics(Magics):
         if session is not None:
             found = session.checked().lends(options.ranks)
         else:
-            options, found = with_target(self.context, options, MAGIC_WAYS)
+            options, found = with_target(self.context, options)
         with interrupted(_NOT_SUBMITTED):
             cell = read_cell(self.context, magic_line, cell_body, options)
             check_outputs(cell, options.outputs)

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import os
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
-from sgpu_magic.errors import CapacityError, UsageError
+from sgpu_magic.errors import UsageError
 from sgpu_magic.options import table, values
 from sgpu_magic.options.option_records import CallOptions, SessionOptions
-from sgpu_magic.options.table import MOST_RETRIES, RETRY_CHOICES, UI_CHOICES, Reader, in_python, in_pythons_words
+from sgpu_magic.options.table import (
+    MOST_RETRIES,
+    RETRY_CHOICES,
+    UI_CHOICES,
+    Reader,
+    as_argument,
+    in_python,
+    options_spelled,
+)
 from sgpu_magic.options.values import Duration, Upload
 
 if TYPE_CHECKING:
@@ -129,7 +136,7 @@ def checked(**options: Unpack[Options]) -> CallOptions:
     asked = CallOptions(**_fields(table.CALL, given, _READERS), session=options.get("session"))
     if given.get("retry_on") is not None and not asked.retries:
         raise UsageError("retry_on says when to start again, but not how often: add retries=N.")
-    with errors_in_pythons_words():
+    with options_spelled(as_argument):
         table.check_devices(asked.devices)
     return asked
 
@@ -143,7 +150,7 @@ def of_session(given: Mapping[str, Any]) -> SessionOptions:
     names = [name for name in table.SESSION if name != "ui"]
     readers = {name: _READERS[name] for name in ("allow-busy", "allow-build", "env", "no-track")}
     asked = SessionOptions(**_fields(names, {**given, "name": given["name"] or None}, readers))
-    with errors_in_pythons_words():
+    with options_spelled(as_argument):
         table.check_devices(asked.devices)
     return asked
 
@@ -191,14 +198,3 @@ _READERS: Mapping[str, Reader] = {
     "retry-on": lambda option, given: _choice(RETRY_CHOICES)(option, given) == "any",
     "ui": _choice(UI_CHOICES),
 }
-
-
-@contextlib.contextmanager
-def errors_in_pythons_words() -> Generator[None]:
-    """Rewrite errors about the magic's options in terms of the decorator's."""
-    try:
-        yield
-    except UsageError as error:
-        raise UsageError(in_pythons_words(error.message)) from None
-    except CapacityError as error:
-        raise CapacityError(in_pythons_words(error.message)) from None

@@ -6,25 +6,25 @@ The options of an interface are a sequence of names in the order of its help, su
 from __future__ import annotations
 
 import argparse
-import re
-from collections.abc import Callable, Mapping
+import contextlib
+import json
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 import msgspec
 
+from sgpu_magic.errors import SgpuError
 from sgpu_magic.options import rank_lists, values
 from sgpu_magic.options.option_records import Devices, EnvironmentOptions
 from sgpu_magic.options.values import MOST_RANKS, STRATEGIES, TORCH_CHOICES
 from sgpu_magic.wire.devices import KNOWN_TYPES
+from sgpu_magic.wire.option_text import OptionName
 
 UI_CHOICES = ("auto", "widget", "text", "none")
 """Values of `--ui`: how a run is shown."""
 
 RETRY_CHOICES = ("failure", "any")
 MOST_RETRIES = 100
-
-# a value after an option's name in a message, as opposed to the next word of the sentence: N, TYPE, 4, 40GB, a10, pack
-_VALUE = rf"[A-Z]|\d|[a-z_]+\d|(?:any|cpu|{'|'.join(STRATEGIES)})\b"
 
 Reader = Callable[[str, Any], Any]
 """Takes an option as it was written, such as `--timeout`, and its value; raises UsageError."""
@@ -59,6 +59,7 @@ class Option(msgspec.Struct, frozen=True):
         repeats: Whether it may be given several times.
         default: Default on a command line.
         python: Its name in Python, if that differs.
+        is_number: Whether its value is a number in Python.
     """
 
     asks: str
@@ -73,6 +74,7 @@ class Option(msgspec.Struct, frozen=True):
     repeats: bool = False
     default: str | None = None
     python: str = ""
+    is_number: bool = False
 
     def arguments(self) -> dict[str, Any]:
         """Return the keyword arguments for argparse's `add_argument`."""
@@ -101,6 +103,7 @@ OPTIONS: Mapping[str, Option] = {
         short="-n",
         type=_count(1, MOST_RANKS, "ranks"),
         read=values.rank_count,
+        is_number=True,
     ),
     "type": Option(
         "devices.device_type",
@@ -121,6 +124,7 @@ OPTIONS: Mapping[str, Option] = {
         "number of nodes to spread the ranks evenly over (default: the pool decides)",
         "N",
         read=values.node_count,
+        is_number=True,
     ),
     "placement": Option(
         "devices.strategy",
@@ -172,6 +176,7 @@ OPTIONS: Mapping[str, Option] = {
         "restart the ranks up to N times after a worker or node failure (default: 0)",
         "N",
         type=_count(0, MOST_RETRIES, "retries"),
+        is_number=True,
     ),
     "retry-on": Option(
         "retry_any",
@@ -221,7 +226,11 @@ OPTIONS: Mapping[str, Option] = {
         python="track",
     ),
     "max-cost": Option(
-        "max_cost", "stop the run before it costs more than this, at the configured prices", "5", read=values.cost_limit
+        "max_cost",
+        "stop the run before it costs more than this, at the configured prices",
+        "5",
+        read=values.cost_limit,
+        is_number=True,
     ),
     "name": Option("name", "name of the run (default: that of the function or cell)", default=""),
     "pool": Option(
@@ -270,14 +279,33 @@ def check_devices(devices: Devices) -> None:
         values.check_spread(devices.ranks, devices.nodes, devices.strategy)
 
 
+@contextlib.contextmanager
+def options_spelled(spell: Callable[[OptionName], str]) -> Generator[None]:
+    """Spell the options that an error names as `spell` does: `as_argument`, `as_job_key`."""
+    try:
+        yield
+    except SgpuError as error:
+        error.spell_options(spell)
+        raise
+
+
 def in_python(name: str) -> str:
     """Return an option's name in Python."""
     return OPTIONS[name].python or name.replace("-", "_")
 
 
-def in_pythons_words(text: str) -> str:
-    """Replace a magic's spelling of device and pool options in a message with Python's."""
-    text = text.replace("--gpus N --type TYPE", "gpus=N, gpu_type=TYPE")
-    for name in DEVICES:
-        text = re.sub(rf"--{name} (?={_VALUE})", f"{in_python(name)}=", text).replace(f"--{name}", in_python(name))
-    return text.replace("--pool", "pool")
+def as_argument(named: OptionName) -> str:
+    """Return an option of a text as the Python API spells it: `gpus`, `gpus=4`, `gpu_type="a10"`, `track=False`."""
+    name = in_python(named.name)
+    option = OPTIONS[named.name]
+    if option.switch:
+        return f"{name}={not named.name.startswith('no-')}"
+    if named.value is None:
+        return name
+    return f"{name}={named.value}" if option.is_number else f"{name}={json.dumps(str(named.value))}"
+
+
+def as_job_key(named: OptionName) -> str:
+    """Return an option of a text as a job file spells it: `gpus`, `gpus: 4`, `min_memory: 40GB`."""
+    key = named.name.replace("-", "_")
+    return key if named.value is None else f"{key}: {named.value}"

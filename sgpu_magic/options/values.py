@@ -13,6 +13,7 @@ from datetime import timedelta
 from sgpu_magic.config import SEVEN_DAYS_S
 from sgpu_magic.errors import UsageError
 from sgpu_magic.wire.devices import canonical_type
+from sgpu_magic.wire.option_text import OptionName, text_of
 from sgpu_magic.wire.run import RANK_VARIABLES, OutputName
 
 Upload = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
@@ -165,18 +166,34 @@ def check_spread(ranks: int | None, nodes: int, strategy: str) -> None:
     """
     if nodes > 1 and strategy == "strict_pack":
         raise UsageError(
-            f"--nodes {nodes} spreads the ranks over {nodes} nodes, and --placement strict_pack keeps them on one. "
-            "Leave one of them out."
+            text_of(
+                OptionName("nodes", nodes),
+                f" spreads the ranks over {nodes} nodes, and ",
+                OptionName("placement", "strict_pack"),
+                " keeps them on one. Leave one of them out.",
+            )
         )
     if not nodes:
         return
     if ranks is None:
-        raise UsageError(f"--nodes {nodes} needs the number of ranks too: add --gpus N, a multiple of {nodes}.")
+        raise UsageError(
+            text_of(
+                OptionName("nodes", nodes),
+                " needs the number of ranks too: add ",
+                OptionName("gpus", "N"),
+                f", a multiple of {nodes}.",
+            )
+        )
     if ranks % nodes:
         near = max(1, round(ranks / nodes)) * nodes
         raise UsageError(
-            f"{ranks} ranks can't be spread evenly over {nodes} nodes. Ask for a multiple of {nodes}, such as "
-            f"--gpus {near}, or leave --nodes out."
+            text_of(
+                f"{ranks} ranks can't be spread evenly over {nodes} nodes. Ask for a multiple of {nodes}, such as ",
+                OptionName("gpus", near),
+                ", or leave ",
+                OptionName("nodes"),
+                " out.",
+            )
         )
 
 
@@ -243,8 +260,14 @@ def for_ranks(variables: dict[str, str]) -> dict[str, str]:
     """
     if own := sorted(variables.keys() & RANK_VARIABLES):
         raise UsageError(
-            f"env can't set {', '.join(own)}: the pool gives each rank its own. `--gpus` is the number of ranks, "
-            "`--type` their devices. Code on a rank may still change what it finds in `os.environ`."
+            text_of(
+                OptionName("env"),
+                f" can't set {', '.join(own)}: the pool gives each rank its own. `",
+                OptionName("gpus"),
+                "` is the number of ranks, `",
+                OptionName("type"),
+                "` their devices. Code on a rank may still change what it finds in `os.environ`.",
+            )
         )
     return variables
 

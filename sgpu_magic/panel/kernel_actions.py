@@ -16,6 +16,7 @@ from sgpu_magic.options.option_records import SessionOptions
 from sgpu_magic.packages import snapshot
 from sgpu_magic.packages.distributions import normalised
 from sgpu_magic.packages.snapshot import versions
+from sgpu_magic.panel.format_plan import plan_picture
 from sgpu_magic.panel.kernel_state import (
     AskApply,
     AskDisconnect,
@@ -28,8 +29,8 @@ from sgpu_magic.panel.kernel_state import (
     PlanAnswer,
     kernel_picture,
 )
-from sgpu_magic.panel.plan import Plan, living, plan
-from sgpu_magic.panel.pool_state import format_failure
+from sgpu_magic.panel.plan import Plan, Restart, living, plan
+from sgpu_magic.panel.pool_state import as_sentence, format_failure
 from sgpu_magic.runs.choice.packages import install
 from sgpu_magic.runs.choice.schema import Choice, KeptChoice, describe_choice
 from sgpu_magic.runs.kernel_context import KernelContext
@@ -96,7 +97,7 @@ class KernelActions:
             case AskPlan():
                 held = self._context.choice.now()
                 planned = plan(self._context, held, question.choice, connect=question.connect)
-                return PlanAnswer(n=question.n, plan=planned.picture)
+                return PlanAnswer(n=question.n, plan=plan_picture(planned))
             case AskApply():
                 if not self._applying.acquire(blocking=False):
                     raise UsageError(_BUSY)
@@ -135,11 +136,11 @@ class KernelActions:
             raise UsageError(_BUSY)
         held = self._context.choice.now()
         planned = plan(self._context, held, question.choice, connect=question.connect, resolve=False)
-        if planned.picture.problem:
-            raise UsageError(planned.picture.problem)
-        if planned.picture.loses and not question.confirmed:
-            raise UsageError(f"{' '.join(planned.picture.sentences)} Nothing was done: confirm first.")
-        if not (planned.added or planned.removed):
+        if planned.problem is not None:
+            raise UsageError(as_sentence(planned.problem.message))
+        if planned.loses and not question.confirmed:
+            raise UsageError(f"{' '.join(plan_picture(planned).sentences)} Nothing was done: confirm first.")
+        if not planned.changes_packages:
             kept, text = self._carry_out(planned, question.choice)
             return self._state(question.n, kept, text)
         job = _in_background(lambda: self._carry_out(planned, question.choice))
@@ -158,18 +159,20 @@ class KernelActions:
             SgpuError: The plan can't be carried out.
             OSError: The key can't be written.
         """
-        texts = installed(self._context, planned.added, planned.removed)
+        texts = installed(self._context, planned.packages.added, planned.packages.removed)
         kept = accept(self._context, choice)
         if planned.connects:
             with self._connecting:
                 # the extension may have been unloaded meanwhile
-                texts += [self._connect(planned.restarts)] if not self._closed.is_set() else []
+                if not self._closed.is_set():
+                    texts.append(self._connect(planned.restart))
         return kept, " ".join(texts)
 
-    def _connect(self, before: Session | None) -> str:
-        if before is not None:
+    def _connect(self, restart: Restart | None) -> str:
+        if restart is not None:
+            before = restart.session
             # refuse an impossible session before the old one is ended
-            target.with_choice(self._context, SessionOptions(), target.MAGIC_WAYS)
+            target.with_choice(self._context, SessionOptions())
             end(before, "the panel connected another session in its place", wait_s=_END_S)
             if not before.has_ended:
                 raise UsageError(
@@ -250,9 +253,9 @@ def accept_choice(context: KernelContext) -> str:
     if held.confirmed:
         return f"this notebook asks for {words}; this is already confirmed."
     planned = plan(context, held, choice, connect=False, resolve=False)
-    if planned.picture.problem:
-        raise UsageError(planned.picture.problem)
-    text = installed(context, planned.added, ())
+    if planned.problem is not None:
+        raise UsageError(as_sentence(planned.problem.message))
+    text = installed(context, planned.packages.added, ())
     accept(context, choice)
     if not choice.env_version and choice.removed:
         # packages to be removed are the user's, and may be needed elsewhere

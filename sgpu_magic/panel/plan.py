@@ -1,9 +1,10 @@
-"""Computes what applying a choice would do, without doing it."""
+"""Finds out what applying a choice would do, without doing it. `format_plan` puts it into words."""
 
 from __future__ import annotations
 
+import contextlib
+import enum
 from collections import Counter
-from collections.abc import Iterable
 
 import msgspec
 from msgspec.structs import replace
@@ -13,13 +14,11 @@ from sgpu_magic.client.pools import PATIENCE_S, PoolStatusReply
 from sgpu_magic.client.pools_file import LOCAL
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError, SgpuError, UsageError
-from sgpu_magic.formatting import count_of, names_text
+from sgpu_magic.formatting import names_text
 from sgpu_magic.options.option_records import DEFAULT_NAME, OWN_PACKAGES, Devices, has_devices
 from sgpu_magic.packages import environment_request, snapshot
 from sgpu_magic.packages.distributions import normalised
 from sgpu_magic.packages.snapshot import versions
-from sgpu_magic.panel.pool_state import as_sentence
-from sgpu_magic.panel.schema import PlanPicture
 from sgpu_magic.runs.choice.keeper import CurrentChoice
 from sgpu_magic.runs.choice.packages import (
     base_of,
@@ -37,25 +36,140 @@ from sgpu_magic.wire.base import RunState
 from sgpu_magic.wire.devices import CPU
 from sgpu_magic.wire.pool_status import PoolStatus
 
-_MOST_NAMED = 5
+MOST_NAMED = 5
+"""Names in a sentence, at most."""
+
+
+class SessionStep(enum.Enum):
+    """What becomes of the sessions."""
+
+    NONE_RUNS = enum.auto()
+    OTHERS_STAY = enum.auto()
+    """Sessions other than the default one are connected."""
+    CONTINUES = enum.auto()
+    STAYS_WITHOUT_CHOICE = enum.auto()
+    """The session does not satisfy the choice, which applies to the next one."""
+    SEES_NEW_PACKAGES_LATER = enum.auto()
+    """The session's ranks see the changed packages after a restart."""
+    IS_CONNECTED = enum.auto()
+    """The session satisfies the choice, so no other is connected."""
+    CONNECTS = enum.auto()
+    """A session is started, in place of the one that restarts if there is one."""
+
+
+class RankPackages(msgspec.Struct, frozen=True):
+    """Packages that are installed where the ranks run, when they start.
+
+    Args:
+        count: The number of packages.
+        is_estimate: Whether the number is estimated, and some may be installed there already.
+    """
+
+    count: int
+    is_estimate: bool
+
+
+class PackageChanges(msgspec.Struct, frozen=True):
+    """What happens to packages.
+
+    Args:
+        added: Requirements to install into this notebook's environment.
+        removed: Packages to remove from it.
+        coming: All packages that the index would install for `added`, "" for one whose name it does not give; empty if
+            the index was not asked or did not answer in time.
+        for_ranks: Packages that the ranks' nodes install; None for none.
+        ignored_setting: The setting `env_version`, which does not apply to this notebook; None if it does or is unset.
+    """
+
+    added: tuple[str, ...] = ()
+    removed: tuple[str, ...] = ()
+    coming: tuple[str, ...] = ()
+    for_ranks: RankPackages | None = None
+    ignored_setting: str | None = None
+
+
+class Restart(msgspec.Struct, frozen=True):
+    """The end of a session that another one replaces.
+
+    Args:
+        session: The session.
+        has_state: Whether its ranks may have variables that are lost.
+        lost: Names of variables that are lost, as far as they are known.
+        running: Names of the cells that are stopped.
+    """
+
+    session: Session
+    has_state: bool
+    lost: tuple[str, ...]
+    running: tuple[str, ...]
+
+
+class Shortage(msgspec.Struct, frozen=True):
+    """Devices that a session has to wait for.
+
+    Args:
+        device_type: Their type; `cpu` for slots.
+        wanted: How many the session needs.
+        free: How many of them are free.
+    """
+
+    device_type: str
+    wanted: int
+    free: int
+
+
+class DevicesNow(msgspec.Struct, frozen=True):
+    """What a session would find in the pool now.
+
+    Args:
+        type_note: Which of several types is taken and why; "" if there is no choice.
+        shortage: The devices that it waits for; None if enough are free.
+    """
+
+    type_note: str = ""
+    shortage: Shortage | None = None
 
 
 class Plan(msgspec.Struct, frozen=True):
     """The steps of applying a choice.
 
     Args:
-        picture: The plan in sentences.
-        added: Requirements to install into this notebook's environment.
-        removed: Packages to remove from it.
-        restarts: The session to end and replace; None for none.
-        connects: A session is started.
+        connect: Whether a session was asked for.
+        is_known: Whether the choice is the notebook's confirmed one already.
+        problem: Why the choice can't be applied; None if it can. Nothing below it is known then.
+        pool_notes: Why the pool is chosen.
+        packages: What happens to packages.
+        step: What becomes of the sessions; None with a problem.
+        session: The default session; None if none is connected.
+        restart: The end of the session that is replaced; None if none is.
+        devices: What the new session would find; None if none is started, or the pool is started first.
     """
 
-    picture: PlanPicture
-    added: tuple[str, ...] = ()
-    removed: tuple[str, ...] = ()
-    restarts: Session | None = None
-    connects: bool = False
+    connect: bool
+    is_known: bool = False
+    problem: SgpuError | None = None
+    pool_notes: tuple[str, ...] = ()
+    packages: PackageChanges = PackageChanges()
+    step: SessionStep | None = None
+    session: Session | None = None
+    restart: Restart | None = None
+    devices: DevicesNow | None = None
+
+    @property
+    def changes_packages(self) -> bool:
+        """Whether this notebook's environment changes."""
+        return bool(self.packages.added or self.packages.removed)
+
+    @property
+    def connects(self) -> bool:
+        """Whether a session is started."""
+        return self.step is SessionStep.CONNECTS
+
+    @property
+    def loses(self) -> bool:
+        """Whether something is lost: packages, variables of ranks, or a running cell."""
+        restart = self.restart
+        return bool(self.packages.removed) or (restart is not None and bool(restart.has_state or restart.running))
 
 
 def plan(context: KernelContext, held: CurrentChoice, choice: Choice, *, connect: bool, resolve: bool = True) -> Plan:
@@ -68,39 +182,31 @@ def plan(context: KernelContext, held: CurrentChoice, choice: Choice, *, connect
         connect: Include connecting a session.
         resolve: Ask the package index which dependencies would be installed as well.
     """
-    known = False
-    words: list[str] = []
+    found = Plan(connect)
     try:
         if problem := problem_of(choice):
             raise UsageError(problem)
         choice = normal(choice)
-        known = held.confirmed and held.choice == choice
-        asked = _asked(context, choice, words, connect=connect)
+        found = replace(found, is_known=held.confirmed and held.choice == choice)
+        asked, notes = _asked(context, choice, connect=connect)
+        found = replace(found, pool_notes=notes)
         status = None if asked is None else asked.status
         if status is not None:
             _check_devices(choice, status, uses_stand_ins=bool(context.settings.stand_in))
-        added, removed = _packages(context.pool.settings, choice, words, resolve=resolve)
+        found = replace(found, packages=_packages(context.pool.settings, choice, resolve=resolve))
     except SgpuError as error:
-        problem, button = as_sentence(error.message), _button(connect, known)
-        return Plan(PlanPicture(sentences=tuple(words), problem=problem, button=button))
+        return replace(found, problem=error)
     current = living(DEFAULT_NAME)
-    changed = bool(added or removed)
-    restarts: Session | None = None
-    loses = bool(removed)
-    if connect:
-        if current is not None and fits(current, choice) and not (changed and _has_own_packages(current)):
-            words.append(f"Session {current.name} is already connected with this choice.")
-        else:
-            restarts = current
-            if restarts is not None:
-                loses |= _restart(restarts, status, words)
-            _waiting(choice, asked, restarts, words, money_of(context.pool.settings))
-    else:
-        _left_alone(current, choice, changed, words)
-    button = _button(connect, known and not changed)
-    picture = PlanPicture(sentences=tuple(words), loses=loses, button=button)
-    connects = connect and (current is None or restarts is not None)
-    return Plan(picture, added, removed, restarts, connects)
+    found = replace(found, session=current)
+    if not connect:
+        return replace(found, step=_left_alone(current, choice, changed=found.changes_packages))
+    if current is not None and fits(current, choice) and not (found.changes_packages and _has_own_packages(current)):
+        return replace(found, step=SessionStep.IS_CONNECTED)
+    devices = None
+    if asked is not None and asked.status is not None:
+        devices = _devices(choice, asked, asked.status, current, money_of(context.pool.settings))
+    restart = None if current is None else _restart(current, status)
+    return replace(found, step=SessionStep.CONNECTS, restart=restart, devices=devices)
 
 
 def living(name: str) -> Session | None:
@@ -123,22 +229,19 @@ def fits(session: Session, choice: Choice) -> bool:
     return session.environment.env_version == env_version_of(session.context.pool.settings, choice, write=False)
 
 
-def _button(connect: bool, known: bool) -> str:
-    if not connect:
-        return "Apply"
-    return "Connect" if known else "Apply and connect"
+def _asked(context: KernelContext, choice: Choice, *, connect: bool) -> tuple[PoolStatusReply | None, tuple[str, ...]]:
+    """Return the pool with its status, and why it is chosen.
 
-
-def _asked(context: KernelContext, choice: Choice, words: list[str], *, connect: bool) -> PoolStatusReply | None:
-    """Return the pool with its status; None when no pool is running, as a plan starts none, or when none is needed."""
+    The pool is None when none is running, as a plan starts none, or when none is needed.
+    """
+    notes: tuple[str, ...] = ()
     if not (connect or choice.gpus or choice.type or choice.pool):
-        return None
+        return None, notes
     name = choice.pool or context.current_settings().pool
     entries = context.pools.entries()
     if name in (*KINDS, "") and entries:
         found = context.resolve_target(name, Devices(choice.gpus or 1, choice.type or None))
-        words += [as_sentence(note) for note in found.notes]
-        pool = found.pool
+        notes, pool = found.notes, found.pool
     else:
         if name and name not in (known := context.pools.names()):
             raise UsageError(f"There is no pool named {name!r}. You have: {', '.join(known)}.")
@@ -146,13 +249,13 @@ def _asked(context: KernelContext, choice: Choice, words: list[str], *, connect:
     if pool is not context.pools.local:
         if connect and not choice.gpus:
             raise UsageError(f"The pool {pool.name} is shared with others: choose how many devices.")
-        return PoolStatusReply(pool.name, pool.entry, pool.status(1, timeout_s=PATIENCE_S))
+        return PoolStatusReply(pool.name, pool.entry, pool.status(1, timeout_s=PATIENCE_S)), notes
     try:
         status = pool.status(recent=1, start=False)
-        return None if status is None else PoolStatusReply(pool.name, None, status)
     except PoolError:
         # connecting will report the same problem
-        return None
+        return None, notes
+    return None if status is None else PoolStatusReply(pool.name, None, status), notes
 
 
 # ---------------------------------------------------------------- devices
@@ -182,67 +285,49 @@ def _totals(status: PoolStatus) -> dict[str, int]:
     return Counter(device.type for device in status.inventory.devices)
 
 
-def _waiting(
-    choice: Choice, asked: PoolStatusReply | None, restarts: Session | None, words: list[str], money: PriceBook
-) -> None:
-    """Add which of several types is taken, and whether the session will wait for devices or for the pool's start."""
-    if asked is None or asked.status is None:
-        words.append("The pool is started first.")
-        return
-    status = asked.status
+def _devices(
+    choice: Choice, asked: PoolStatusReply, status: PoolStatus, restarts: Session | None, money: PriceBook
+) -> DevicesNow:
+    """Return which of several types is taken, and the devices that the session will wait for."""
     types = _totals(status)
+    note = ""
     if choice.type == CPU or not types or (choice.type and choice.type not in types):
         # CPU stands in for a type that the pool lacks
         ours = restarts.ranks if restarts is not None and restarts.device_type == CPU else 0
-        free, kind, wanted = status.cpu_slots_free + ours, "CPU slots", choice.gpus or 2
+        chosen, free, wanted = CPU, status.cpu_slots_free + ours, choice.gpus or 2
     else:
         # the restarted session's devices are free by then
         ours = restarts.run_id if restarts is not None else ""
-        others = tuple(run for run in status.runs if run.run_id != ours)
-        asked = replace(asked, status=replace(status, runs=others))
+        status = replace(status, runs=tuple(run for run in status.runs if run.run_id != ours))
         chosen = choice.type
         if not chosen:
-            several, note = one_of_several(asked, DeviceRequest(choice.gpus or None), money)
+            several, note = one_of_several(replace(asked, status=status), DeviceRequest(choice.gpus or None), money)
             chosen = several or max(types, key=lambda name: types[name])
-            sentence = as_sentence(note)
-            words += [sentence] if sentence and sentence not in words else []
-        free, wanted = counts(replace(status, runs=others))[chosen].free, choice.gpus or types[chosen]
-        kind = label_of(chosen)
-    if free < wanted:
-        there = f"{free} of the {wanted} {kind} that this needs {'is' if free == 1 else 'are'}"
-        if free <= 0:
-            there = f"No {kind.removesuffix('s')} is"
-        words.append(f"{there} free now: the session waits in the queue.")
+        free, wanted = counts(status)[chosen].free, choice.gpus or types[chosen]
+    return DevicesNow(note, Shortage(chosen, wanted, free) if free < wanted else None)
 
 
 # ---------------------------------------------------------------- sessions
 
 
-def _restart(session: Session, status: PoolStatus | None, words: list[str]) -> bool:
-    """Add a sentence about restarting a session; return whether something is lost."""
+def _restart(session: Session, status: PoolStatus | None) -> Restart:
     # ask the pool, as the session learns of its cells a moment later
     runs = status.runs if status is not None else ()
-    running = [run.name for run in runs if run.session == session.run_id and not run.state.is_final]
-    lost = sorted(session.shipping.own_names(session.ranks_of(())))
+    running = tuple(run.name for run in runs if run.session == session.run_id and not run.state.is_final)
+    lost = tuple(sorted(session.shipping.own_names(session.ranks_of(()))))
     # the session's event about a cell that has just ended may be on its way
-    loses = bool(session.cells or lost)
-    text = f"Session {session.name} restarts"
-    if loses:
-        text += ": its ranks' variables are lost" + (f" ({_listed(lost)})" if lost else "")
-    if running:
-        text += f", and what runs in it is stopped ({_listed(running)})"
-    words.append(f"{text}.")
-    return loses or bool(running)
+    return Restart(session, bool(session.cells or lost), lost, running)
 
 
-def _left_alone(current: Session | None, choice: Choice, changed: bool, words: list[str]) -> None:
-    """Add a sentence about the sessions when none is connected or ended."""
+def _left_alone(current: Session | None, choice: Choice, *, changed: bool) -> SessionStep:
+    """Return what becomes of the sessions when none is connected or ended."""
     if current is None:
-        words.append("Nothing is running." if not registry.names() else "Sessions stay as they are.")
-    elif not fits(current, choice):
-        words.append(f"Session {current.name} stays as it is; the choice applies to the next one.")
-    elif changed and _has_own_packages(current):
-        words.append(f"Session {current.name} continues; its ranks see the installed packages after %sgpu_restart.")
+        return SessionStep.OTHERS_STAY if registry.names() else SessionStep.NONE_RUNS
+    if not fits(current, choice):
+        return SessionStep.STAYS_WITHOUT_CHOICE
+    if changed and _has_own_packages(current):
+        return SessionStep.SEES_NEW_PACKAGES_LATER
+    return SessionStep.CONTINUES
 
 
 def _has_own_packages(session: Session) -> bool:
@@ -252,64 +337,41 @@ def _has_own_packages(session: Session) -> bool:
 # ---------------------------------------------------------------- packages
 
 
-def _packages(
-    settings: Settings, choice: Choice, words: list[str], *, resolve: bool
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Add sentences about packages; return what is added to and removed from the notebook's environment."""
+def _packages(settings: Settings, choice: Choice, *, resolve: bool) -> PackageChanges:
     if choice.env_version:
-        _for_ranks(settings, choice, words)
-        return (), ()
+        return PackageChanges(for_ranks=_for_ranks(settings, choice))
     installed = versions(snapshot.take_snapshot())
     added = missing(choice.dependencies, installed)
-    removed = tuple(name for name in choice.removed if normalised(name) in installed)
-    if added:
-        words.append(_coming(settings, added, resolve=resolve))
-    if removed:
-        words.append(f"{_listed(removed)} will be removed from this notebook's environment.")
-    if settings.env_version not in OWN_PACKAGES:
-        words.append(f"The setting env_version ({settings.env_version}) does not apply to this notebook.")
-    return added, removed
+    coming: tuple[str, ...] = ()
+    if added and resolve:
+        # if the index is slow, the installation asks it again
+        with contextlib.suppress(TimeoutError):
+            coming = tuple(would_install(settings, added, PATIENCE_S))
+    return PackageChanges(
+        added=added,
+        removed=tuple(name for name in choice.removed if normalised(name) in installed),
+        coming=coming,
+        ignored_setting=None if settings.env_version in OWN_PACKAGES else settings.env_version,
+    )
 
 
-def _coming(settings: Settings, added: tuple[str, ...], *, resolve: bool) -> str:
-    what = f"{_many(len(added))} and {'its' if len(added) == 1 else 'their'} dependencies will be installed"
-    if resolve:
-        try:
-            coming = would_install(settings, added, PATIENCE_S)
-        except TimeoutError:
-            # the index is slow; the installation asks it again
-            coming = ()
-        if coming:
-            named = f": {_listed([name for name in coming if name])}" if coming[0] else ""
-            what = f"{_many(len(coming))} will be installed{named}"
-    return f"{what}, in this notebook's environment."
+def _for_ranks(settings: Settings, choice: Choice) -> RankPackages | None:
+    """Return the packages that are installed where the ranks run; None if they are there.
 
-
-def _for_ranks(settings: Settings, choice: Choice, words: list[str]) -> None:
-    """Add sentences about packages that are installed where the ranks run."""
+    Raises:
+        UsageError: The choice's environment does not exist or can't be used.
+    """
     problem = problem_of_base(settings, choice.env_version)
     if problem:
         raise UsageError(problem)
     found = environment_request.chosen(settings, choice.env_version)
     if not (choice.dependencies or choice.removed) and found is not None:
         # other machines are not checked
-        if not any(settings.environments_path.glob(f"{found.environment.digest}*")):
-            count = found.environment.packages
-            words.append(f"{_many(count)} will be installed where the ranks run, when they start.")
-        return
+        if any(settings.environments_path.glob(f"{found.environment.digest}*")):
+            return None
+        return RankPackages(found.environment.packages, is_estimate=False)
     there = base_versions(base_of(settings, choice.env_version))
     unknown = [name for name in choice.removed if normalised(name) not in there]
     if unknown:
-        raise UsageError(f"{choice.env_version} has no {_listed(unknown)} to leave out.")
-    count = len(there) - len(choice.removed) + len(missing(choice.dependencies, {}))
-    words.append(
-        f"About {_many(count)} will be installed where the ranks run, when they start, unless they are there already."
-    )
-
-
-def _listed(names: Iterable[str]) -> str:
-    return names_text(names, _MOST_NAMED)
-
-
-def _many(packages: int) -> str:
-    return count_of(packages, "package")
+        raise UsageError(f"{choice.env_version} has no {names_text(unknown, MOST_NAMED)} to leave out.")
+    return RankPackages(len(there) - len(choice.removed) + len(missing(choice.dependencies, {})), is_estimate=True)

@@ -23,6 +23,19 @@ def name_of(function: object) -> str:
     return "lambda" if name == "<lambda>" else str(name)
 
 
+def argument_name(function: Callable[..., object], index: int) -> str:
+    """Return the parameter's name of positional argument `index`: `x`, `rest[1]`."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return f"argument {index}"
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if index < len(names):
+        return names[index]
+    rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
+    return f"{rest}[{index - len(names)}]"
+
+
 @dataclass(eq=False, slots=True)
 class RankValue:
     """A placeholder for an argument that differs between ranks.

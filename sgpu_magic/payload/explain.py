@@ -22,9 +22,10 @@ from typing import Any, cast
 import msgspec
 
 from sgpu_magic.formatting import format_ranks
-from sgpu_magic.payload.call import FunctionCall
+from sgpu_magic.payload.call import FunctionCall, argument_name, name_of
 from sgpu_magic.payload.namespace import bound_cells, only_in_notebook
 from sgpu_magic.payload.parts import WHOLE_STATE, Missing, Part
+from sgpu_magic.wire.option_text import OptionName, Text, TextWithOptions, text_of
 
 _DILL_NODES = 2_000
 _WHOLE = f"Take the whole from {WHOLE_STATE}"
@@ -58,46 +59,59 @@ class _Kind(msgspec.Struct, frozen=True):
 
     phrase: str
     noun: str
-    advice: tuple[str, ...] = ("Create it inside the cell",)
+    advice: tuple[str, ...] = ("Create it inside {code}",)
     hides_inside: bool = True
     returning: str = "Return plain data instead"
 
 
 # by module and class name; a class whose module is not loaded has no instances
 _KINDS = {
-    ("types", "GeneratorType"): _Kind("a generator", "generator", ("Make it a list", "create it inside the cell")),
-    ("types", "AsyncGeneratorType"): _Kind("a generator", "generator", ("Make it a list", "create it inside the cell")),
+    ("types", "GeneratorType"): _Kind("a generator", "generator", ("Make it a list", "create it inside {code}")),
+    ("types", "AsyncGeneratorType"): _Kind("a generator", "generator", ("Make it a list", "create it inside {code}")),
     ("types", "CoroutineType"): _Kind("a coroutine", "coroutine", ("Await it in an earlier cell",)),
     ("asyncio", "Future"): _Kind("a running asyncio task", "task", ("Await it in an earlier cell",)),
-    ("socket", "socket"): _Kind("a socket", "socket", ("Connect inside the cell",)),
-    ("threading", "Thread"): _Kind("a thread", "thread", ("Start it inside the cell",)),
+    ("socket", "socket"): _Kind("a socket", "socket", ("Connect inside {code}",)),
+    ("threading", "Thread"): _Kind("a thread", "thread", ("Start it inside {code}",)),
     ("torch.distributed._shard.sharded_tensor", "ShardedTensor"): _Kind(
         "one rank's part of a sharded tensor", "tensor", (_WHOLE,), returning=_WHOLE
     ),
-    ("subprocess", "Popen"): _Kind("a running process", "process", ("Start it inside the cell",)),
+    ("subprocess", "Popen"): _Kind("a running process", "process", ("Start it inside {code}",)),
 }
 
 
-def explain_name(chain: Sequence[str], values: Mapping[str, object], culprit: object, error: Exception) -> str:
-    """Return the message for a variable that can't be sent from the notebook.
+def explain_name(
+    chain: Sequence[str], values: Mapping[str, object], culprit: object, error: Exception
+) -> TextWithOptions:
+    """Return the message for a variable, or a function call, that can't be sent from the notebook.
 
     Args:
         chain: Names from one that the cell reads to the one that can't be pickled, each used by the one before.
-        values: The values of these names.
+        values: The values of these names. The first one is a `FunctionCall` if a function was called; its name is
+            internal, so the message has the function's.
         culprit: The object at which pickling stopped.
         error: The exception that pickling raised.
     """
-    name = chain[-1]
-    uses = ", which uses ".join(f"`{link}`" for link in chain)
+    name, first = chain[-1], values[chain[0]]
+    called = name_of(first.function) if isinstance(first, FunctionCall) else None
     stays = only_in_notebook(culprit)
+    if called is not None and len(chain) == 1:
+        if stays:
+            return text_of(f"the call of {called} needs what stays in the notebook: {stays}")
+        what, advice, in_class = _describe(called, first, culprit, error)
+        ways = [*(way.format(code=called) for way in advice), *in_class]
+        return text_of(f"the call of {called} can't leave this process: {what}. ", _either(ways))
+    links = chain if called is None else chain[1:]
+    uses = f"{called or 'the cell'} uses " + ", which uses ".join(f"`{link}`" for link in links)
     if stays:
-        unless = f"If the ranks don't reach it, keep the name out with --exclude {name}."
-        return f"the cell uses {uses}, which stays in the notebook: {stays} {unless}"
+        keep_out = text_of("keep the name out with ", OptionName("exclude", name))
+        return text_of(f"{uses}, which stays in the notebook: {stays} If the ranks don't reach it, ", keep_out, ".")
     what, advice, in_class = _describe(name, values[name], culprit, error)
+    remedies: list[Text] = [*(way.format(code=called or "the cell") for way in advice), *in_class]
     # a class is shipped with its instances: excluding its name would not help
     out = next((link for link in reversed(chain) if not isinstance(values[link], type)), name)
-    remedies = _either([*advice, *in_class, f"keep the name out with --exclude {out}"])
-    return f"the cell uses {uses}, which can't leave the notebook: {what}. {remedies}"
+    if called is None or out != chain[0]:
+        remedies.append(text_of("keep the name out with ", OptionName("exclude", out)))
+    return text_of(f"{uses}, which can't leave the notebook: {what}. ", _either(remedies))
 
 
 def explain_result(obj: object, culprit: object, error: Exception) -> str:
@@ -114,7 +128,7 @@ def explain_result(obj: object, culprit: object, error: Exception) -> str:
     return f"{shown} can't come back to the notebook: {what}. {remedies}"
 
 
-def explain_parts(label: str, name: str, lacking: Missing, world_size: int) -> str:
+def explain_parts(label: str, name: str, lacking: Missing, world_size: int) -> Text:
     """Return the message for a value that holds parts of some ranks only, and would be sent to other ranks too.
 
     Args:
@@ -133,12 +147,15 @@ def explain_parts(label: str, name: str, lacking: Missing, world_size: int) -> s
             "its own number."
         )
     why = "every rank would take it for its own" if lacking.of == world_size else f"the run has {world_size} ranks"
-    listed = f" Or bring every rank's part with --out {name}:all, and read {name}[rank] in the cell." if name else ""
-    return (
+    message = (
         f"{label} can't go to the ranks: {there} is {part.kind}, cut for {lacking.of} ranks, and the notebook has only "
         f"the part of {whose}: {why}. In the run that made it, take the whole from {WHOLE_STATE}, or from "
-        f"full_tensor() of a single tensor.{listed}"
+        "full_tensor() of a single tensor."
     )
+    if not name:
+        return message
+    every_part = OptionName("out", f"{name}:all")
+    return text_of(f"{message} Or bring every rank's part with ", every_part, f", and read {name}[rank] in the cell.")
 
 
 def explain_part(name: str, value: object, part: Part) -> str:
@@ -166,16 +183,21 @@ def _notation(root: str, steps: Sequence[tuple[str, object]]) -> str:
     return path
 
 
-def _either(remedies: Sequence[str]) -> str:
-    if len(remedies) < 3:
-        return " or ".join(remedies) + "."
-    return ", ".join(remedies[:-1]) + f", or {remedies[-1]}."
+def _either(remedies: Sequence[Text]) -> TextWithOptions:
+    """Return the remedies as a sentence: `A.`, `A or B.`, `A, b, or c.`."""
+    before_last = " or " if len(remedies) == 2 else ", or "
+    parts: list[Text] = [remedies[0]]
+    for remedy in remedies[1:-1]:
+        parts += [", ", remedy]
+    if len(remedies) > 1:
+        parts += [before_last, remedies[-1]]
+    return text_of(*parts, ".")
 
 
 def _describe(root: str, value: object, culprit: object, error: Exception) -> tuple[str, Sequence[str], Sequence[str]]:
     """Return the clause that names the culprit, the remedies for its kind, and those for the class that holds it."""
     if isinstance(error.__cause__, RecursionError) or isinstance(error, RecursionError):
-        return f"{root} is nested deeper than pickle can follow", ("Build it inside the cell",), ()
+        return f"{root} is nested deeper than pickle can follow", ("Build it inside {code}",), ()
     steps, nodes = find_way(value, culprit)
     first_line = next(iter(str(error).strip().splitlines()), "")
     text = "" if _is_stock_message(error) else f" ({type(error).__name__}: {first_line})"
@@ -223,12 +245,12 @@ def _special(obj: object) -> _Kind | None:
     if isinstance(obj, io.IOBase) and not isinstance(obj, io.BytesIO | io.StringIO):
         file = getattr(obj, "name", None)
         named = f" ({file})" if isinstance(file, str) else ""
-        return _Kind(f"an open file{named}", "file", ("Open it inside the cell",))
+        return _Kind(f"an open file{named}", "file", ("Open it inside {code}",))
     for (home, class_name), kind in _KINDS.items():
         if isinstance(known := getattr(sys.modules.get(home), class_name, None), type) and isinstance(obj, known):
             return kind
     if package in ("sqlite3", "_sqlite3"):
-        return _Kind(f"a SQLite {name.lower()}", name.lower(), ("Connect inside the cell",))
+        return _Kind(f"a SQLite {name.lower()}", name.lower(), ("Connect inside {code}",))
     if package == "torch" and name in ("Stream", "Event", "CUDAGraph"):
         return _Kind(f"a CUDA {name.removeprefix('CUDA').lower()}", name.lower())
     if package == "pyspark":
@@ -295,6 +317,11 @@ def _way(parents: dict[int, tuple[int, str, object]], at: int) -> list[tuple[str
 
 def _children(node: Any) -> Iterator[tuple[str, object]]:
     """Yield the objects that pickling `node` reaches, each with its notation. Runs no user code."""
+    if isinstance(node, FunctionCall):
+        yield name_of(node.function), node.function
+        yield from ((argument_name(node.function, index), held) for index, held in enumerate(node.args))
+        yield from node.kwargs.items()
+        return
     if isinstance(node, dict):
         for key, held in list(node.items()):
             yield f"[{_short(key)}]", held

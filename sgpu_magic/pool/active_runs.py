@@ -22,6 +22,7 @@ from sgpu_magic.wire.client import Accepted
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.events import EventBody, Noted, PayloadReleased, RunEnded, Submitted
 from sgpu_magic.wire.node import RunEvent
+from sgpu_magic.wire.option_text import Text, TextWithOptions
 from sgpu_magic.wire.rank_events import Failure
 from sgpu_magic.wire.run import RunSpec
 
@@ -187,7 +188,7 @@ class ActiveRuns:
         self.publish(run, self.billing.placed_event(lease, host, labels), time.time())
 
     def end_without_ranks(
-        self, run: PoolRun, state: RunState, reason: str, kind: FailureKind, failure: Failure | None = None
+        self, run: PoolRun, state: RunState, reason: Text, kind: FailureKind, failure: Failure | None = None
     ) -> None:
         """Write the final event of a run that no agent will report on.
 
@@ -198,15 +199,19 @@ class ActiveRuns:
             kind: The kind of its failure.
             failure: The failure, if known; otherwise it is built from `kind` and `reason`.
         """
-        now, clock = time.time(), time.monotonic()
+        now, clock, message = time.time(), time.monotonic(), str(reason)
         cancelled = state is RunState.CANCELLED
         total_s = clock - run.submitted_at
         running_s = 0.0 if run.placed_at is None else clock - run.placed_at
-        failure = None if cancelled else failure or Failure(kind=kind, message=reason, at=now)
+        if cancelled:
+            failure = None
+        elif failure is None:
+            text = reason if isinstance(reason, TextWithOptions) else None
+            failure = Failure(kind=kind, message=message, text=text, at=now)
         ended = RunEnded(
             state=state,
             failure=failure,
-            reason=reason if cancelled else "",
+            reason=message if cancelled else "",
             limit=run.scheduled.limit if state is RunState.TIMED_OUT else None,
             queued_s=total_s - running_s,
             running_s=running_s,
@@ -215,7 +220,7 @@ class ActiveRuns:
         run.ended_as = state
         ended, meter = self.billing.ended(run.scheduled, ended, clock)
         self.publish(run, ended, now)
-        self._ledger.update(run.run_id, state=state, ended_at=now, failure=reason or None, meter=meter)
+        self._ledger.update(run.run_id, state=state, ended_at=now, failure=message or None, meter=meter)
         self._close_log(run)
 
     def ranks_exited(self, run: PoolRun) -> None:

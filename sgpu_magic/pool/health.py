@@ -102,7 +102,7 @@ class Guard:
         try:
             call()
         except SgpuError as error:
-            self._server.refuse(client, getattr(message, "request", 0), error.message, kind_of(error))
+            self._server.refuse(client, getattr(message, "request", 0), error.text, kind_of(error))
         except Exception as error:  # noqa: BLE001
             self.log(f"a message of process {client.pid} was dropped ({type(message).__name__})", error)
             run = self._active.get(message.spec.run_id) if isinstance(message, Submit) else None

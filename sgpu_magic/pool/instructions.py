@@ -29,6 +29,7 @@ from sgpu_magic.wire.devices import Inventory, Lease
 from sgpu_magic.wire.events import AttemptFailed, Noted, QueueMoved, RunEnded, StateChanged
 from sgpu_magic.wire.files import PAYLOAD
 from sgpu_magic.wire.node import Launch
+from sgpu_magic.wire.option_text import Text
 
 # delay until a run's environment files are linked into its directory, so that its ranks start first
 _LINK_LATER_S = 0.1
@@ -135,7 +136,7 @@ class Instructions:
         self._tracker.follow(run)
         return True
 
-    def _refuse(self, run: PoolRun, message: str, error: ErrorKind) -> None:
+    def _refuse(self, run: PoolRun, message: Text, error: ErrorKind) -> None:
         self._submissions.unprepare(run)
         self._active.forget(run.run_id)
         if run.owner is not None:

@@ -25,6 +25,7 @@ from sgpu_magic.wire import codec
 from sgpu_magic.wire.base import ErrorKind, Record
 from sgpu_magic.wire.client import ClientMessage, Notice, Refused
 from sgpu_magic.wire.events import Event
+from sgpu_magic.wire.option_text import Text
 from sgpu_magic.wire.pool_status import Hello
 
 _NO_PIDFD_POLL_S = 1.0
@@ -108,7 +109,7 @@ class Server(Router):
         for client in self.clients:
             self.send(client, Notice(text=text))
 
-    def refuse(self, client: ConnectedClient, request: int, message: str, error: ErrorKind = ErrorKind.USAGE) -> None:
+    def refuse(self, client: ConnectedClient, request: int, message: Text, error: ErrorKind = ErrorKind.USAGE) -> None:
         """Refuse a client's request."""
         self.send(client, Refused(request=request, error=error, message=message))
 

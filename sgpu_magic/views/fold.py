@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from sgpu_magic.formatting import format_bytes
+from sgpu_magic.options.table import as_argument
 from sgpu_magic.views import run_notes
 from sgpu_magic.views.live.run_progress import RunProgress
 from sgpu_magic.views.output import RunOutput
@@ -328,7 +331,7 @@ class RunView:
         elif body.state in (RunState.SUCCEEDED, RunState.CANCELLED):
             self._stall_over()
         self.usage.ended()
-        self.ended = self.times.ended = body
+        self.ended = self.times.ended = body = _spelled(body, self.spec.kind)
         self.state = body.state
         self.finishing = ()
         if body.cut_off:
@@ -339,3 +342,11 @@ class RunView:
             # this is read in another kernel
             self._notes.add(f"%sgpu_attach {self.short_id} shows run {self.short_id} again")
         self.position, self.waiting_for = None, ""
+
+
+def _spelled(ended: RunEnded, kind: RunKind) -> RunEnded:
+    """Spell the options that a failure's message names as the run's caller writes them: a function's as arguments."""
+    failure = ended.failure
+    if kind is not RunKind.CALL or failure is None or failure.text is None:
+        return ended
+    return replace(ended, failure=replace(failure, message=failure.text.spelled(as_argument)))

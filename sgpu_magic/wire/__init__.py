@@ -15,6 +15,7 @@ run          what is submitted, where ranks start, what they return and are aske
 attachments  what travels with a run: packed objects, packages, local code, uploads
 files        blobs, files of run directories and TCP connections, carried over the links
 streams      messages of TCP connections that are carried over the links
+option_text  texts that name options, which each interface spells in its own way
 pool_status  how a client finds and greets a pool, and the pool's status
 devices      short names of GPU models, a node's devices, placement requests, leases
 costs        what runs cost: hourly prices, billing by the second

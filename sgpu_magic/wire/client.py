@@ -16,6 +16,7 @@ from sgpu_magic.wire.attachments import CodeBundle, Environment, Payload, Upload
 from sgpu_magic.wire.base import ErrorKind, Numbered, OfRun, Record, RunState
 from sgpu_magic.wire.events import Event
 from sgpu_magic.wire.files import FileReply, FileRequest, FromStream, ToStream
+from sgpu_magic.wire.option_text import Text
 from sgpu_magic.wire.pool_status import (
     AskBulk,
     AskStatus,
@@ -237,7 +238,7 @@ class Refused(Numbered, frozen=True, tag="refused", kw_only=True):
     """A request was refused."""
 
     error: ErrorKind
-    message: str
+    message: Text
 
 
 class Pong(Record, frozen=True, tag="pong", kw_only=True):

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from sgpu_magic.wire.attachments import PackedLayout
 from sgpu_magic.wire.base import FailureKind, Record
+from sgpu_magic.wire.option_text import TextWithOptions
 from sgpu_magic.wire.tracking import MetricPoint
 
 IDLE_GPU_PCT = 5.0
@@ -137,7 +138,8 @@ class Failure(Record, frozen=True, kw_only=True):
 
     Args:
         kind: Class of the failure.
-        message: One line or paragraph for the user.
+        message: One line or paragraph for the user. Options in it are spelled as on a command line.
+        text: The message with the options that it names as data; None if it names none.
         rank: The rank; None if the failure is not of one rank.
         host: Host where it ran.
         at: Wall-clock time, seconds since the epoch.
@@ -164,6 +166,7 @@ class Failure(Record, frozen=True, kw_only=True):
 
     kind: FailureKind
     message: str
+    text: TextWithOptions | None = None
     rank: int | None = None
     host: str = ""
     at: float = 0.0

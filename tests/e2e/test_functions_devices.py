@@ -51,7 +51,9 @@ def test_a_pool_that_is_not_there_is_named_in_pythons_words(kernel: Kernel):
 def test_a_type_that_the_pool_lacks_is_refused_at_once(kernel: Kernel):
     reply = kernel.run("where.options(gpus=1, gpu_type='b200').distributed()")
     assert reply.ename in ("UsageError", "CapacityError")
-    assert "b200" in reply.traceback
+    assert "this pool has no b200" in reply.traceback
+    assert "leave gpu_type out" in reply.traceback.lower()
+    assert "--" not in reply.traceback
 
 
 def test_a_sweep_uses_all_devices_of_its_type_at_once(kernel: Kernel):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
 from sgpu_magic import errors
 from sgpu_magic.pool.scheduling.run import ScheduledRun
 from sgpu_magic.pool.scheduling.scheduler import Scheduler
@@ -64,10 +66,11 @@ def launched(instructions: Sequence[Instruction]) -> dict[str, Lease]:
 
 
 def refusal(instructions: Sequence[Instruction]) -> RefuseRun:
+    """Return the only instruction, a refusal, with its options spelled as on a command line."""
     (one,) = instructions
     assert isinstance(one, RefuseRun)
     assert issubclass(getattr(errors, one.error), errors.SgpuError)
-    return one
+    return replace(one, message=str(one.message))
 
 
 def running(scheduler: Scheduler, run_id: str, now: float = 0.0) -> None:

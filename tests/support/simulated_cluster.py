@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from msgspec.structs import replace
+
 from sgpu_magic.pool.scheduling.run import ScheduledRun
 from sgpu_magic.pool.scheduling.scheduler import Scheduler
 from sgpu_magic.pool.scheduling.stimuli import (
@@ -116,7 +118,7 @@ class Driven:
                 self.launched.append(one.run_id)
                 self.leases[one.run_id] = one.lease
             elif isinstance(one, RefuseRun):
-                self.refused[one.run_id] = one
+                self.refused[one.run_id] = replace(one, message=str(one.message))
         return out
 
     def submit(self, *specs: RunSpec) -> None:

@@ -3,9 +3,10 @@
 job        the job to run: options of the command and keys of a job file, validated; parameters
 formats    reading notebooks: .ipynb, Databricks source, percent cells, jupytext; telling scripts apart
 execution  runs the kernel cell by cell
-outcome    cells inserted before the run; the exit code, the executed copy
+cell_end   what a cell's exception means: the exit code, the value of `dbutils.notebook.exit`
+outcome    cells inserted before the run; the executed copy
 
-Of `sgpu run`, a kernel imports only this package, for `run_as_script`.
+Of `sgpu run`, a kernel imports only this package, for `run_as_script`, and `cell_end`.
 """
 
 from __future__ import annotations

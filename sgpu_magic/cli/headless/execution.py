@@ -21,13 +21,10 @@ from msgspec.structs import replace
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 
+from sgpu_magic.cli.headless.cell_end import EXPRESSION, CellEnd, ExitCode, read_end
 from sgpu_magic.cli.headless.job import HeadlessJob
 from sgpu_magic.cli.headless.outcome import (
     ExecutedCopy,
-    ExitCode,
-    code_of,
-    is_exit,
-    is_success,
     kernel_lines,
     notebook_of,
     prepared,
@@ -45,6 +42,8 @@ _SAVE_EVERY_S = 20.0
 # an interrupted cell returns within 3 s; the rest is for showing how its run ends
 _INTERRUPTED_S = 15.0
 _SHUTDOWN_S = 20.0
+# a kernel that has just reported an exception is idle
+_ANSWER_S = 10.0
 _SHOWN_LINES = 40
 _LONGEST_FOLDER = 80
 
@@ -201,24 +200,40 @@ class NotebookRun:
                 running.cancel()
         try:
             await running
-        except CellExecutionError as error:
+        except CellExecutionError:
             if stopped.done():
                 return stopped.result()
-            if is_exit(error.ename, traceback_of(cell)):
-                self.exit_value = str(error.evalue)
+            end = await self._end(client)
+            if end.exit_value is not None:
+                self.exit_value = end.exit_value
                 self._copy.exited(cell, self.exit_value)
-                return ExitCode.OK
-            if self._job.is_script and is_success(error.ename, str(error.evalue)):
+            elif self._job.is_script and end.is_clean_exit:
                 # where it launches functions, the script itself runs in the kernel
                 cell.outputs = [output for output in cell.outputs if output.output_type != "error"]
                 return ExitCode.OK
-            return code_of(error.ename, traceback_of(cell))
+            return end.code
         except (DeadKernelError, CellTimeoutError, asyncio.CancelledError):
             if stopped.done():
                 return stopped.result()
             self._say("(the kernel died) ")
             return ExitCode.FAILED
         return stopped.result() if stopped.done() else ExitCode.OK
+
+    async def _end(self, client: _Client) -> CellEnd:
+        """Ask the kernel how the failed cell ended; a plain failure if it does not answer."""
+        kernel: Any = client.kc
+        deadline = time.monotonic() + _ANSWER_S
+        while time.monotonic() < deadline:
+            try:
+                reply = await kernel.execute(
+                    "", silent=True, user_expressions={"end": EXPRESSION}, reply=True, timeout=_ANSWER_S
+                )
+            except (TimeoutError, RuntimeError):
+                break
+            # a kernel aborts requests that reach it while it reports an exception
+            if reply["content"]["status"] != "aborted":
+                return read_end(reply["content"].get("user_expressions", {}).get("end", {}))
+        return CellEnd()
 
     async def _shut_down(self, client: _Client, km: Any) -> None:
         """Shut down the kernel, which closes its link to the pool and so ends its runs. Kill it after a timeout."""

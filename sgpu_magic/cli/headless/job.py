@@ -24,7 +24,7 @@ from sgpu_magic.cli.headless.formats import SUFFIXES, Form, form_of
 from sgpu_magic.errors import UsageError
 from sgpu_magic.options.job_form import JobFile, defaults_of, job_timeout_s, read_job_file, with_line
 from sgpu_magic.options.notebook_job import JobDefaults
-from sgpu_magic.options.table import MOST_RETRIES
+from sgpu_magic.options.table import MOST_RETRIES, as_job_key, options_spelled
 
 CELLS = ("auto", "ranks", "here")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -101,7 +101,8 @@ def job_from(
         raise UsageError(
             f"{path}: {file.notebook!r} is neither a notebook nor a script; their names end in {', '.join(SUFFIXES)}."
         )
-    return _job(_existing(source), with_line(file, line), str(path), arguments)
+    with options_spelled(as_job_key):
+        return _job(_existing(source), with_line(file, line), str(path), arguments)
 
 
 def _job(

@@ -1,4 +1,4 @@
-"""Preparing a notebook before its execution, and its result: the exit code and the executed copy."""
+"""Preparing a notebook before its execution, and its result: the outputs and the executed copy."""
 
 # nbformat is not typed
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -6,14 +6,12 @@
 from __future__ import annotations
 
 import contextlib
-import enum
 import os
 import re
 import shlex
-import signal
 import stat
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,7 @@ from sgpu_magic.cli.headless.formats import NOTEBOOK, read_notebook, submits_run
 from sgpu_magic.cli.headless.job import INJECTED_TAG, TAG, HeadlessJob, declared, has_tag, source_of
 from sgpu_magic.errors import UsageError
 from sgpu_magic.files.atomic_file import write_whole
-from sgpu_magic.options.notebook_job import NotebookExit, as_arguments
+from sgpu_magic.options.notebook_job import as_arguments
 from sgpu_magic.payload.notebook_text import uses_databricks_names
 from sgpu_magic.views import ansi
 
@@ -37,12 +35,6 @@ _LOADS_COMPAT = re.compile(r"^\s*%(?:re)?load_ext\s+sgpu_magic\.compat\b", re.MU
 _WIDGETS = re.compile(r"\bdbutils\.widgets\b")
 _LOAD, _LOAD_COMPAT = "%load_ext sgpu_magic", "%load_ext sgpu_magic.compat"
 _TITLE_CHARS = 60
-# the line that `errors.see` writes
-_OURS = re.compile(r"See `%?sgpu[ _]help [a-z-]+`")
-# not caused by the notebook, so a retry may succeed
-_WORTH_A_RETRY = (
-    "CapacityError", "EnvironmentFailed", "PoolError", "PoolLost", "PoolVersionError", "NodeLost", "InternalError",
-)  # fmt: skip
 
 
 def prepared(notebook: Any, job: HeadlessJob) -> list[str]:
@@ -147,51 +139,6 @@ def _new_cell(source: str, tag: str) -> Any:
 
 
 # ---------------------------------------------------------------- result
-
-
-class ExitCode(enum.IntEnum):
-    """Exit codes of `sgpu run`."""
-
-    OK = 0
-    FAILED = 1
-    USAGE = 2
-    POOL = 3
-    TIMED_OUT = 124
-    INTERRUPTED = 128 + signal.SIGINT
-    TERMINATED = 128 + signal.SIGTERM
-
-
-_CODES = {
-    **dict.fromkeys(("UsageError", "NoSuchName", "RunUnknown"), ExitCode.USAGE),
-    **dict.fromkeys(_WORTH_A_RETRY, ExitCode.POOL),
-    "RunTimeout": ExitCode.TIMED_OUT,
-}
-
-
-def code_of(name: str, traceback: Sequence[str]) -> ExitCode:
-    """Return the exit code for a failed cell.
-
-    Args:
-        name: Name of the exception's type.
-        traceback: Lines of the traceback. Errors of sgpu-magic end with a line that names their help page.
-    """
-    is_ours = bool(traceback) and _OURS.match(traceback[-1]) is not None
-    return _CODES.get(name, ExitCode.FAILED) if is_ours else ExitCode.FAILED
-
-
-def is_exit(name: str, traceback: Sequence[str]) -> bool:
-    """Whether a cell ended its notebook with `dbutils.notebook.exit`; the arguments are those of `code_of`."""
-    return name == NotebookExit.__name__ and len(traceback) == 1
-
-
-def is_success(name: str, message: str) -> bool:
-    """Whether a script's exception ends it with exit code 0, as `sys.exit()` does.
-
-    Args:
-        name: The exception's type.
-        message: The exception as text.
-    """
-    return name == "SystemExit" and message in ("", "0", "None", "False")
 
 
 def title_of(source: str) -> str:

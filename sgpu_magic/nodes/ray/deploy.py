@@ -41,9 +41,14 @@ _WORDS = re.compile(r"pool \S+ · engine ray · (?P<address>tcp://\S+) · .*--ke
 _FIRST_S = 5.0
 _ANSWER_S = 60.0
 _AGAIN_S = 1.0
-_NOT_YET = "No available agent"
+# what Ray's dashboard answers, with status 500, before its agents have started
+_NO_AGENT = "No available agent"
 _HEADERS = dict[str, str]
 T = TypeVar("T")
+
+
+class NoAgentYet(PoolError):
+    """Ray's dashboard has no agent yet that could start a job."""
 
 
 class Deployment(msgspec.Struct, frozen=True):
@@ -225,8 +230,8 @@ class JobsApi:
             try:
                 self._ask("POST", "/api/jobs/", json.dumps(request).encode())
                 return
-            except PoolError as error:
-                if _NOT_YET not in error.message or time.monotonic() > deadline:
+            except NoAgentYet:
+                if time.monotonic() > deadline:
                     raise
             time.sleep(_AGAIN_S)
 
@@ -286,7 +291,8 @@ class JobsApi:
                 "RAY_AUTH_TOKEN_PATH, or ~/.ray/auth_token, in this order): it is not the cluster's."
             )
         words = text.splitlines()[-1] if text else "no message"
-        return PoolError(f"Ray's dashboard at {self.address} refused the request (HTTP {status}): {words[:500]}")
+        refused = NoAgentYet if _NO_AGENT in text else PoolError
+        return refused(f"Ray's dashboard at {self.address} refused the request (HTTP {status}): {words[:500]}")
 
 
 def _host_and_port(address: str) -> tuple[str, str]:

@@ -18,6 +18,7 @@ import msgspec
 
 from sgpu_magic.wire.base import ErrorKind
 from sgpu_magic.wire.devices import CPU, Device, Inventory, Lease, Node, memory_bytes
+from sgpu_magic.wire.option_text import Text
 
 PACK, STRICT_PACK, SPREAD = STRATEGIES = ("pack", "strict_pack", "spread")
 
@@ -29,7 +30,7 @@ class PlacementRefusal(NamedTuple):
     """Why a request can't be placed."""
 
     error: ErrorKind
-    message: str
+    message: Text
 
 
 class QueueKey(msgspec.Struct, frozen=True):

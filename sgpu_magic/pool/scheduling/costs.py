@@ -25,6 +25,7 @@ from sgpu_magic.pool.scheduling.stimuli import Instruction, PublishNote
 from sgpu_magic.wire.base import ErrorKind, RunLimit, RunState
 from sgpu_magic.wire.costs import HOUR_S, Prices, device_count
 from sgpu_magic.wire.devices import Lease
+from sgpu_magic.wire.option_text import OptionName, text_of
 from sgpu_magic.wire.run import RunSpec
 
 _NONE = Prices()
@@ -143,9 +144,14 @@ class CostRules:
             return None
         return PlacementRefusal(
             ErrorKind.USAGE,
-            f"--max-cost {spec.max_cost:g} can't be enforced: this pool has no price for {want.device_type} (it has "
-            f"one for {self.tariff.priced()}). Leave --max-cost out, or set the price in the settings, such as "
-            f'SGPU_PRICES="{want.device_type}=1.20" for one device and hour, and restart the pool.',
+            text_of(
+                OptionName("max-cost", f"{spec.max_cost:g}"),
+                f" can't be enforced: this pool has no price for {want.device_type} (it has one for "
+                f"{self.tariff.priced()}). Leave ",
+                OptionName("max-cost"),
+                f' out, or set the price in the settings, such as SGPU_PRICES="{want.device_type}=1.20" for one device '
+                "and hour, and restart the pool.",
+            ),
         )
 
     def adopted(self, run: ScheduledRun) -> None:

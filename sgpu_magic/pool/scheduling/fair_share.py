@@ -17,6 +17,7 @@ from sgpu_magic.pool.scheduling.capacity import PlacementRefusal, QueueKey, Reso
 from sgpu_magic.pool.scheduling.run import ScheduledRun
 from sgpu_magic.wire.base import ErrorKind, short
 from sgpu_magic.wire.devices import CPU, Lease
+from sgpu_magic.wire.option_text import OptionName, text_of
 from sgpu_magic.wire.run import RunSpec
 
 NO_LIMITS = UserLimits()
@@ -66,12 +67,17 @@ class FairShare:
         user, ranks = spec.owner.user, want.ranks
         for kind in quota_types(want.line.device_type):
             if (quota := self._limits.quota(user, kind)) is not None and ranks > quota:
-                remedy = f"Ask for {quota} or fewer with --gpus" if quota else "Ask for another type with --type"
                 return PlacementRefusal(
                     ErrorKind.CAPACITY,
-                    f"user {user} may have {_of(quota, kind)} at once in this pool (its setting user_quotas), and the "
-                    f"run asks for {ranks}. {remedy}, choose another pool with --pool, or ask this pool's operator "
-                    "for more.",
+                    text_of(
+                        f"user {user} may have {_of(quota, kind)} at once in this pool (its setting user_quotas), and "
+                        f"the run asks for {ranks}. Ask for ",
+                        f"{quota} or fewer with " if quota else "another type with ",
+                        OptionName("gpus") if quota else OptionName("type"),
+                        ", choose another pool with ",
+                        OptionName("pool"),
+                        ", or ask this pool's operator for more.",
+                    ),
                 )
         return None
 

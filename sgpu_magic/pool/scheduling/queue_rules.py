@@ -130,8 +130,8 @@ class QueueRules:
             return free < want.ranks, price is None, price or 0.0, want.simulated, size, -free
 
         found = resolve(placement, room.stock, choose)
-        meant = PlacementRefusal(ErrorKind.USAGE, found) if isinstance(found, str) else found
-        if is_session and isinstance(found, str):
+        meant = found if isinstance(found, ResourceRequest) else PlacementRefusal(ErrorKind.USAGE, found)
+        if is_session and not isinstance(found, ResourceRequest):
             anywhere = resolve(run.spec.placement, room.stock, choose)
             if isinstance(anywhere, ResourceRequest):
                 meant = PlacementRefusal(ErrorKind.SESSION, too_large(anywhere, room.stock))

@@ -19,6 +19,7 @@ from sgpu_magic.pool.scheduling.run import ScheduledRun, span
 from sgpu_magic.pool.scheduling.run_table import RunTable
 from sgpu_magic.pool.scheduling.stimuli import Instruction, PublishQueueStatus
 from sgpu_magic.wire.base import RunState, short
+from sgpu_magic.wire.option_text import OptionName, Text, text_of
 
 if TYPE_CHECKING:
     from sgpu_magic.pool.scheduling.queue_rules import QueueRules
@@ -28,6 +29,8 @@ AT_ONCE = 64
 PER_S = 100.0
 _FIRST = 4
 _RESTART_OR_KILL = "interrupt again within 5 s, or %sgpu_restart --rank {ranks}, kills {it}"
+_WAIT_LONGER = text_of("Wait longer with ", OptionName("wait"))
+_QUEUE_IT = text_of("Queue it with ", OptionName("wait", "10m"))
 
 Published = tuple[int, str]
 
@@ -218,7 +221,7 @@ def asked_for(want: ResourceRequest, room: FreeCapacity) -> str:
 
 def waited_in_vain(
     run: ScheduledRun, want: ResourceRequest, room: FreeCapacity, keepers: Blockers, held: UnfreedDevices
-) -> str:
+) -> Text:
     """Return the message for a run whose waiting time is over."""
     need, free = room.amount(want), room.free(want)
     if room.stock.many:
@@ -228,11 +231,14 @@ def waited_in_vain(
         why = kept_for(keepers, run, want) if room.missing(want) == 0 else in_the_way
     if run.spec.wait_s:
         waited = f"{need} did not become free within {span(run.spec.wait_s)}"
-        remedy = "Wait longer with --wait"
+        remedy = _WAIT_LONGER
     else:
         waited = f"the run needs {need}, {free} {'is' if free == 1 else 'are'} free, and it does not wait"
-        remedy = "Queue it with --wait 10m"
-    return f"{waited}: {why}. {remedy}, ask for fewer with --gpus, or choose another pool with --pool."
+        remedy = _QUEUE_IT
+    fewer, other_pool = OptionName("gpus"), OptionName("pool")
+    return text_of(
+        f"{waited}: {why}. ", remedy, ", ask for fewer with ", fewer, ", or choose another pool with ", other_pool, "."
+    )
 
 
 def kept_for(keepers: Blockers, run: ScheduledRun, want: ResourceRequest) -> str:
@@ -280,11 +286,11 @@ def titled(run: ScheduledRun) -> str:
     return f"{short(run.run_id)} ({run.spec.name})" if run.spec.name else short(run.run_id)
 
 
-def cell_waited_in_vain(cell: ScheduledRun, why: str) -> str:
+def cell_waited_in_vain(cell: ScheduledRun, why: str) -> Text:
     """Return the message for a cell whose waiting time is over."""
     if cell.spec.wait_s:
-        return f"it has waited for {span(cell.spec.wait_s)}: {why}. Wait longer with --wait."
-    return f"{why}, and the run does not wait. Queue it with --wait 10m."
+        return text_of(f"it has waited for {span(cell.spec.wait_s)}: {why}. ", _WAIT_LONGER, ".")
+    return text_of(f"{why}, and the run does not wait. ", _QUEUE_IT, ".")
 
 
 # ---------------------------------------------------------------- many nodes

@@ -16,6 +16,7 @@ from sgpu_magic.pool.scheduling.run import ScheduledRun, named
 from sgpu_magic.pool.scheduling.stimuli import EndUnstartedRun, Instruction, MoveRun, RefuseRun, StopRun
 from sgpu_magic.wire.base import ErrorKind, FailureKind, RunLimit, RunState, can_move
 from sgpu_magic.wire.devices import Lease
+from sgpu_magic.wire.option_text import Text
 
 # a run that is over holds its devices until its ranks have exited; even a run with `wait_s=0` waits this long for that
 _LEAVING_S = 1.0
@@ -210,17 +211,17 @@ class RunTable:
         return [*self.move(run, RunState.CANCELLING, reason), StopRun(run.run_id, state, reason)]
 
     def end(
-        self, run: ScheduledRun, state: RunState, reason: str, kind: FailureKind = FailureKind.CAPACITY
+        self, run: ScheduledRun, state: RunState, reason: Text, kind: FailureKind = FailureKind.CAPACITY
     ) -> list[Instruction]:
         """End a run without ranks."""
-        moves = self.move(run, state, reason)
-        self.change(run, reason=reason)
+        moves = self.move(run, state, str(reason))
+        self.change(run, reason=str(reason))
         return [*moves, EndUnstartedRun(run.run_id, state, reason, kind), *self.remove(run)]
 
     def give_up(
         self,
         run: ScheduledRun,
-        message: str,
+        message: Text,
         error: ErrorKind = ErrorKind.CAPACITY,
         kind: FailureKind = FailureKind.CAPACITY,
     ) -> list[Instruction]:
@@ -229,8 +230,8 @@ class RunTable:
             return self.end(run, RunState.FAILED, message, kind)
         return self.refuse(run, error, message)
 
-    def refuse(self, run: ScheduledRun, error: ErrorKind, message: str) -> list[Instruction]:
-        self.change(run, reason=message)
+    def refuse(self, run: ScheduledRun, error: ErrorKind, message: Text) -> list[Instruction]:
+        self.change(run, reason=str(message))
         return [RefuseRun(run.run_id, error, message), *self.remove(run)]
 
     def over(self, run: ScheduledRun, state: RunState) -> list[Instruction]:

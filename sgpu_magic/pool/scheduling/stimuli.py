@@ -8,6 +8,7 @@ from sgpu_magic.pool.scheduling.run import ScheduledRun
 from sgpu_magic.wire.base import ErrorKind, FailureKind, RunState
 from sgpu_magic.wire.devices import Inventory, Lease
 from sgpu_magic.wire.events import RemainingRank
+from sgpu_magic.wire.option_text import Text
 
 
 class _OfRun(msgspec.Struct, frozen=True):
@@ -183,7 +184,7 @@ class RefuseRun(_OfRun, frozen=True):
     """The run is refused, and the scheduler has forgotten it."""
 
     error: ErrorKind
-    message: str
+    message: Text
 
 
 class EndUnstartedRun(_OfRun, frozen=True):
@@ -195,7 +196,7 @@ class EndUnstartedRun(_OfRun, frozen=True):
     """
 
     state: RunState
-    reason: str
+    reason: Text
     kind: FailureKind = FailureKind.CAPACITY
 
 

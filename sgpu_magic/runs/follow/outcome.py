@@ -293,7 +293,9 @@ def deliver(followed: Subscription, ending: Ending, namespace: Names, into: Name
         RunCancelled: The run was cancelled.
         Exception: The exception of the rank that failed first, in its own type if that exists here.
     """
-    run, (ended, frames) = followed.run, ending
+    run, (received, frames) = followed.run, ending
+    # the view's copy spells options as the caller does
+    ended = followed.view.ended or received
     if ended.state is RunState.SUCCEEDED:
         return _result(run, ended, frames, namespace, namespace if into is None else into)
     if ended.state is RunState.CANCELLED:

@@ -18,6 +18,7 @@ from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.publisher import Publisher
 from sgpu_magic.wire.base import FailureKind, short
 from sgpu_magic.wire.events import Detached, Event, RunEnded
+from sgpu_magic.wire.option_text import Text, TextWithOptions, text_of
 from sgpu_magic.wire.rank_events import Failure, Sampled
 
 Ending = tuple[RunEnded, Sequence[bytes]]
@@ -167,15 +168,16 @@ def find_again(followed: Subscription) -> Ending | None:
         except SgpuError as error:
             # the run was still queued, and the next service rejects it
             kind = FailureKind.CAPACITY if isinstance(error, CapacityError) else FailureKind.NODE_LOST
-            return _lost(followed, f"{died}; submitted again, it was refused: {error.message}", kind)
+            return _lost(followed, text_of(f"{died}; submitted again, it was refused: ", error.text), kind)
         followed.publisher.tick(time.monotonic())
         time.sleep(_FIND_PAUSE_S)
 
 
-def _lost(followed: Subscription, message: str, kind: FailureKind = FailureKind.NODE_LOST) -> Ending:
+def _lost(followed: Subscription, message: Text, kind: FailureKind = FailureKind.NODE_LOST) -> Ending:
     run = followed.run
     followed.pool.run_left(run.run_id)
-    ended = followed.view.times.fail(Failure(kind=kind, message=message, at=time.time()))
+    text = message if isinstance(message, TextWithOptions) else None
+    ended = followed.view.times.fail(Failure(kind=kind, message=str(message), text=text, at=time.time()))
     followed.apply(Event(run_id=run.run_id, seq=run.last_seq + 1, at=time.time(), body=ended), ())
     return ended, ()
 

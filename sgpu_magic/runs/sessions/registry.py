@@ -10,13 +10,14 @@ from msgspec.structs import replace
 from sgpu_magic.errors import SessionError, UsageError
 from sgpu_magic.options.option_records import RunOptions, SessionOptions, misfits
 from sgpu_magic.options.python_form import EnvVersion, of_session
+from sgpu_magic.options.table import as_argument, options_spelled
 from sgpu_magic.options.values import Duration, Upload
 from sgpu_magic.packages.snapshot import take_snapshot
 from sgpu_magic.runs.kernel_context import KernelContext, kernel_context
 from sgpu_magic.runs.sessions.session import Session
 from sgpu_magic.runs.submit.spec import describe, nothing_packed
 from sgpu_magic.runs.submit.submit import submit
-from sgpu_magic.runs.submit.target import MAGIC_WAYS, PYTHON_WAYS, with_target
+from sgpu_magic.runs.submit.target import with_target
 from sgpu_magic.wire.base import RunKind
 
 # a restart must not wait for a pool that does not answer
@@ -100,20 +101,18 @@ def connect(
     """
     options = of_session(locals())
     context = kernel_context()
-    context.wanted_pool(pool)
-    return begin(context, options, ui, PYTHON_WAYS)
+    with options_spelled(as_argument):
+        context.wanted_pool(pool)
+        return begin(context, options, ui)
 
 
-def begin(
-    context: KernelContext, options: SessionOptions, ui: str, ways: str = MAGIC_WAYS, *, of_cell: bool = True
-) -> Session:
+def begin(context: KernelContext, options: SessionOptions, ui: str, *, of_cell: bool = True) -> Session:
     """Submit a session and make it the current one. Thread-safe.
 
     Args:
         context: The kernel's context.
         options: The requested options; the notebook's choice fills in those left out.
         ui: How the session itself is shown.
-        ways: As for `with_choice`.
         of_cell: Whether the running cell requests the session.
 
     Raises:
@@ -126,7 +125,7 @@ def begin(
                 f"session {name} is already connected ({known.ranks} ranks). End it first (`%sgpu_disconnect {name}`, "
                 "or close()), or give the new one another name."
             )
-        options, found = with_target(context, options, ways)
+        options, found = with_target(context, options)
         if options.idle_s is None:
             options = replace(options, idle_s=context.current_settings().session_idle_s)
         nothing = nothing_packed(context, RunKind.SESSION, name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -11,7 +10,7 @@ from typing import Any, NoReturn
 
 from msgspec.structs import replace
 
-from sgpu_magic.errors import SerializationError, UsageError
+from sgpu_magic.errors import UsageError
 from sgpu_magic.options.option_records import RunOptions
 from sgpu_magic.payload.call import RANK_NAMES, FunctionCall, RankValue, name_of
 from sgpu_magic.runs.kernel_context import KernelContext
@@ -24,9 +23,6 @@ CALL_NAME = "__sgpu_call__"
 RESULT_NAME = "__sgpu_result__"
 
 _BODY = f"{RESULT_NAME} = {CALL_NAME}()\n"
-_ARGUMENT = re.compile(rf"`?{CALL_NAME}\.(?:args\[(\d+)\]|kwargs\['(\w+)'\])")
-# the call's own record has no name that the user could exclude
-_EXCLUDE = re.compile(rf",? or keep the name out with --exclude {CALL_NAME}")
 
 
 def pack_call(
@@ -53,20 +49,17 @@ def pack_call(
     if not callable(function):
         raise UsageError(f"{name} is not callable: give a function or another callable.")
     sent = FunctionCall(by_reference(function), *bind(call))
-    try:
-        code = pack(
-            context,
-            RunKind.CALL,
-            name,
-            CellSource(body=_BODY, execution_count=cell_number(context.shell)),
-            {CALL_NAME: sent},
-            begin=begin,
-            # the driver of a Ray cluster runs in rank 0 only
-            outputs=(OutputName(RESULT_NAME, all_ranks=not options.ray),),
-            exclude=stay.union(options.exclude),
-        )
-    except SerializationError as error:
-        raise SerializationError(_in_the_calls_words(error.message, name, function)) from error
+    code = pack(
+        context,
+        RunKind.CALL,
+        name,
+        CellSource(body=_BODY, execution_count=cell_number(context.shell)),
+        {CALL_NAME: sent},
+        begin=begin,
+        # the driver of a Ray cluster runs in rank 0 only
+        outputs=(OutputName(RESULT_NAME, all_ranks=not options.ray),),
+        exclude=stay.union(options.exclude),
+    )
     names = [label for label in code.packed.names if label != CALL_NAME]
     if name not in names:
         names.insert(0, name)
@@ -181,38 +174,3 @@ def _refuse(call: FunctionCall, signature: inspect.Signature, filled: Iterable[s
             "out: give the arguments after them by keyword."
         )
     raise refusal from None
-
-
-# ---------------------------------------------------------------- messages
-
-
-def _in_the_calls_words(message: str, name: str, function: Callable[..., object]) -> str:
-    """Name the user's function and argument in a message, instead of the internal record of the call."""
-
-    def argument(found: re.Match[str]) -> str:
-        return found[2] or _parameter(function, int(found[1]))
-
-    message = _ARGUMENT.sub(argument, message).replace("inside the cell", f"inside {name}")
-    message, left_out = _EXCLUDE.subn("", message)
-    if left_out:
-        # the message lists two remedies instead of three
-        message = re.sub(r"(?<=\. )([^.,]*), ([^.,]*)\.$", r"\1 or \2.", message)
-    message = message.replace(f"the cell uses `{CALL_NAME}`, which uses", f"{name} uses")
-    message = message.replace(
-        f"the cell uses `{CALL_NAME}`, which can't leave the notebook", f"the call of {name} can't leave this process"
-    )
-    message = re.sub(r"with --exclude (\w+)", r'with exclude="\1"', message)
-    return message.replace(f"{CALL_NAME}.function", name).replace(CALL_NAME, name)
-
-
-def _parameter(function: Callable[..., object], index: int) -> str:
-    """Return the parameter's name of positional argument `index`: `x`, `rest[1]`."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return f"argument {index}"
-    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    if index < len(names):
-        return names[index]
-    rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "args")
-    return f"{rest}[{index - len(names)}]"

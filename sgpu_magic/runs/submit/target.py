@@ -30,6 +30,7 @@ from sgpu_magic.options.values import STRATEGIES, check_spread
 from sgpu_magic.runs.choice.schema import Choice, describe_choice
 from sgpu_magic.wire.devices import Placement
 from sgpu_magic.wire.events import as_warning
+from sgpu_magic.wire.option_text import OptionName, TextWithOptions, text_of
 
 if TYPE_CHECKING:
     from sgpu_magic.runs.choice.keeper import CurrentChoice
@@ -39,9 +40,6 @@ R = TypeVar("R", bound=RunOptions)
 
 CPU_RANKS = 2
 """Default number of ranks on CPU."""
-
-MAGIC_WAYS = "--gpus N --type TYPE"
-PYTHON_WAYS = 'gpus=N, gpu_type="TYPE"'
 
 # `recent` of 1 includes all active runs, which hold the pool's devices
 _HOLDERS = 1
@@ -127,7 +125,11 @@ def default_ranks(pool: Pool, entry: PoolEntry | None, device_type: str | None) 
         return CPU_RANKS
     if entry is not None:
         kind = "" if device_type in (None, "any") else f" {device_type}"
-        raise UsageError(f"the pool {entry.name} is shared with others: say how many{kind} with --gpus N.")
+        raise UsageError(
+            text_of(
+                f"the pool {entry.name} is shared with others: say how many{kind} with ", OptionName("gpus", "N"), "."
+            )
+        )
     status = pool.status(recent=0)
     there = status.inventory.devices if status is not None else ()
     return sum(device_type in (None, "any", device.type) for device in there) or CPU_RANKS
@@ -139,8 +141,13 @@ def _chosen(
     """Ask all pools that may have the devices, and choose one."""
     if kind and not entries:
         raise UsageError(
-            f"--pool {kind} asks for a pool of that kind, but none is listed. `sgpu pool add NAME tcp://host:port "
-            "--key KEY` lists one; leave --pool out to use this machine's own."
+            text_of(
+                OptionName("pool", kind),
+                " asks for a pool of that kind, but none is listed. `sgpu pool add NAME tcp://host:port --key KEY` "
+                "lists one; leave ",
+                OptionName("pool"),
+                " out to use this machine's own.",
+            )
         )
     wanted = DeviceRequest(devices.ranks, devices.device_type, devices.min_memory_bytes, kind)
     may = [entry for entry in entries if _may_have(entry, wanted)]
@@ -175,13 +182,12 @@ def _type_by_memory(pool: Pool, entry: PoolEntry | None, devices: Devices, money
 # ---------------------------------------------------------------- the notebook's choice
 
 
-def with_choice(context: KernelContext, asked: R, ways: str) -> R:
+def with_choice(context: KernelContext, asked: R) -> R:
     """Fill in options that were not given: from the defaults of `sgpu run`, then from the notebook's choice.
 
     Args:
         context: The kernel's context.
         asked: The options of a cell, a call or a session.
-        ways: How to give the options instead, for error messages: `MAGIC_WAYS` or `PYTHON_WAYS`.
 
     Raises:
         UsageError: This user did not make the choice in this notebook and has not confirmed it, or it names a pool
@@ -201,12 +207,16 @@ def with_choice(context: KernelContext, asked: R, ways: str) -> R:
     changes = packages and bool(choice.env_version or choice.dependencies or choice.removed)
     if not held.confirmed:
         if ranks or device_type or changes or (pool and pool != pool_name(context)):
-            raise UsageError(_foreign(context, held, choice, ways, packages=changes))
+            raise UsageError(_foreign(context, held, choice, packages=changes))
         return asked
     if pool and pool not in (known := context.pools.names()):
         raise UsageError(
-            f"this notebook's choice names the pool {pool!r}, but you have: {', '.join(known)}. Choose another in the "
-            "panel, or name one with --pool."
+            text_of(
+                f"this notebook's choice names the pool {pool!r}, but you have: {', '.join(known)}. Choose another in "
+                "the panel, or name one with ",
+                OptionName("pool"),
+                ".",
+            )
         )
     environment = asked.environment
     if packages:
@@ -217,18 +227,17 @@ def with_choice(context: KernelContext, asked: R, ways: str) -> R:
     return replace(asked, devices=devices, environment=environment, pool=asked.pool or pool)
 
 
-def with_target(context: KernelContext, asked: R, ways: str) -> tuple[R, ResolvedTarget]:
+def with_target(context: KernelContext, asked: R) -> tuple[R, ResolvedTarget]:
     """Return the options completed by `with_choice`, and the pool and placement for them.
 
     Args:
         context: The kernel's context.
         asked: The options of a cell, a call or a session.
-        ways: As in `with_choice`.
 
     Raises:
         SgpuError: As `with_choice` and `resolve_target`.
     """
-    asked = with_choice(context, asked, ways)
+    asked = with_choice(context, asked)
     return asked, context.resolve_target(context.wanted_pool(asked.pool), asked.devices)
 
 
@@ -267,14 +276,16 @@ def _changed_ns(name: str) -> int:
         return 0
 
 
-def _foreign(context: KernelContext, held: CurrentChoice, choice: Choice, ways: str, *, packages: bool) -> str:
-    text = ways
+def _foreign(context: KernelContext, held: CurrentChoice, choice: Choice, *, packages: bool) -> TextWithOptions:
+    instead: list[str | OptionName] = ["`", OptionName("gpus", "N"), "`, `", OptionName("type", "TYPE"), "`"]
     if packages:
-        text += ', env_version="none"' if ways is PYTHON_WAYS else " --env-version none"
-    return (
+        instead += [", `", OptionName("env-version", "none"), "`"]
+    return text_of(
         f"this notebook asks for {describe_choice(choice, pool_name(context))}, and {_who(held)}, so nothing was "
         "started. If it is what you want, confirm it in the panel or with `%sgpu_env --accept`. Otherwise say "
-        f"what you want instead: `{text}`."
+        "what you want instead: ",
+        *instead,
+        ".",
     )
 
 

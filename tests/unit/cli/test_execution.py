@@ -13,9 +13,9 @@ import pytest
 from lazy_modules import nbformat
 
 from sgpu_magic.cli import main as cli
+from sgpu_magic.cli.headless.cell_end import ExitCode
 from sgpu_magic.cli.headless.execution import NotebookRun
 from sgpu_magic.cli.headless.job import job_from
-from sgpu_magic.cli.headless.outcome import ExitCode
 
 
 @pytest.fixture
@@ -85,3 +85,22 @@ def test_the_time_limit_counts_while_the_kernel_starts(folder: Path, monkeypatch
     assert (code, told) == (ExitCode.TIMED_OUT, [])
     assert list(long.iterdir()) == []
     assert json.loads((folder / "train.ipynb").read_text())["metadata"]["papermill"]["exception"] is True
+
+
+@pytest.mark.parametrize(
+    ("cell", "code"),
+    [
+        ("from sgpu_magic.errors import UsageError\nraise UsageError('not so')", ExitCode.USAGE),
+        ("class UsageError(Exception):\n    _render_traceback_ = ours\nraise UsageError('not so')", ExitCode.FAILED),
+        (
+            "class NotebookExit(BaseException):\n    _render_traceback_ = ours\nraise NotebookExit('no')",
+            ExitCode.FAILED,
+        ),
+        ("from sgpu_magic.options.notebook_job import NotebookExit\nraise NotebookExit('42')", ExitCode.OK),
+    ],
+    ids=["ours", "of the same name", "an exit of the same name", "an exit"],
+)
+def test_an_exit_code_comes_from_the_class_of_the_error(folder: Path, cell: str, code: ExitCode):
+    # shown as this package's errors are
+    saved(folder, "def ours(self):\n    return ['See `%sgpu_help usage`.']", cell)
+    assert cli.main(["run", "train.ipynb", "-o", "copy.ipynb"]) == code

@@ -20,7 +20,6 @@ from sgpu_magic.client.pools import PoolStatusReply
 from sgpu_magic.client.pools_file import PoolEntry
 from sgpu_magic.config.pool_terms import read_prices
 from sgpu_magic.errors import CapacityError, UsageError
-from sgpu_magic.options.table import in_pythons_words
 from sgpu_magic.options.values import check_spread, memory_bytes, node_count, strategy_of
 from sgpu_magic.wire.base import RunState, new_id
 from sgpu_magic.wire.devices import Device, Inventory
@@ -259,9 +258,6 @@ def test_nodes_and_how_ranks_are_spread():
         check_spread(None, 2, "pack")
     with pytest.raises(UsageError, match="strict_pack keeps them on one"):
         check_spread(4, 2, "strict_pack")
-    assert in_pythons_words("add --gpus N --type TYPE, or --min-memory 4GB") == (
-        "add gpus=N, gpu_type=TYPE, or min_memory=4GB"
-    )
 
 
 def test_what_is_chosen_holds_as_the_lists_order_changes():

@@ -166,7 +166,7 @@ def test_an_unknown_option_is_a_type_error_that_lists_the_known():
     ("options", "said"),
     [
         ({"gpus": 4, "nodes": 3}, "such as gpus=3, or leave nodes out."),
-        ({"gpus": 4, "nodes": 2, "placement": "strict_pack"}, "and placement=strict_pack keeps them on one"),
+        ({"gpus": 4, "nodes": 2, "placement": "strict_pack"}, 'and placement="strict_pack" keeps them on one'),
         ({"idle": timedelta(seconds=-1)}, "can't be negative"),
         ({"timeout": timedelta(days=8)}, "at most 7 days"),
     ],

@@ -124,7 +124,7 @@ def test_any_is_cpu_where_there_are_no_gpus_and_is_refused_where_they_are_too_fe
     assert (lease.device_type, lease.cpu_slots, lease.uuids, lease.note) == ("cpu", 4, (), "")
     refused = refusal(submit(Scheduler(node(*gpus(2))), spec(A, 4, "any")))
     assert refused.error == "UsageError"
-    assert "this pool has 2 A10, and the run asks for 4" in refused.message
+    assert "this pool has 2 A10, and the run asks for 4" in str(refused.message)
 
 
 def test_any_waits_for_gpus_that_exist_rather_than_take_cpu() -> None:
@@ -136,7 +136,7 @@ def test_any_waits_for_gpus_that_exist_rather_than_take_cpu() -> None:
 def test_a_type_that_the_pool_lacks_is_refused_with_what_it_has() -> None:
     refused = refusal(submit(Scheduler(node()), spec(A, 2, "h100")))
     assert refused.error == "UsageError"
-    assert refused.message == (
+    assert str(refused.message) == (
         "this pool has no h100. It has: cpu (16 slots). Run the ranks on CPU instead with SGPU_STAND_IN=cpu, "
         "leave --type out to use what is there, simulate devices on this machine's pool with SGPU_SIMULATE=h100:8, or "
         "choose another pool with --pool. `%env NAME=VALUE` sets a variable in a notebook."
@@ -171,7 +171,7 @@ def test_more_gpus_than_exist_are_refused_with_how_many_do() -> None:
     submit(scheduler, spec(A, 4))  # whether they are busy does not matter
     refused = refusal(submit(scheduler, spec(B, 8)))
     assert refused.error == "UsageError"
-    assert refused.message.startswith("this pool has 4 A10, and the run asks for 8. Use --gpus 4 or fewer,")
+    assert str(refused.message).startswith("this pool has 4 A10, and the run asks for 8. Use --gpus 4 or fewer,")
 
 
 def test_no_ranks_are_refused() -> None:
@@ -304,9 +304,9 @@ def test_a_refused_lease_of_a_run_that_would_not_wait_ends_it() -> None:
     submit(scheduler, spec(A, wait_s=0.0))
     moved, ended = scheduler.handle(LeaseRefused(A, ("GPU-a10-0",), "locked"), 1.0)
     assert isinstance(ended, EndUnstartedRun)
-    assert moved == MoveRun(A, RunState.FAILED, ended.reason)
-    assert ended.reason.startswith("the run needs 1 A10, 0 are free, and it does not wait: 1 is in use outside")
-    assert ended.reason.count("the pool (locked). Queue it with --wait 10m")
+    assert moved == MoveRun(A, RunState.FAILED, str(ended.reason))
+    assert moved.reason.startswith("the run needs 1 A10, 0 are free, and it does not wait: 1 is in use outside")
+    assert moved.reason.count("the pool (locked). Queue it with --wait 10m")
     assert scheduler.runs == ()
 
 
@@ -372,7 +372,7 @@ def test_a_run_passed_over_for_long_keeps_freed_devices() -> None:
     assert list(launched(submit(scheduler, spec("eeee0000", 1, "cpu"), 902.0))) == ["eeee0000"]
     # a run that does not wait gets the same reason
     refused = refusal(submit(scheduler, spec("ffff0000", 1, wait_s=0.0), 903.0))
-    assert f"the run needs 1 A10, 1 is free, and it does not wait: {kept}." in refused.message
+    assert f"the run needs 1 A10, 1 is free, and it does not wait: {kept}." in str(refused.message)
     out = scheduler.handle(RanksReaped(A, RunState.FAILED), 904.0)
     assert list(launched(out)) == [B]
     assert PublishQueueStatus(D, 1, "needs 1 more A10") in out
@@ -496,7 +496,7 @@ def test_who_would_not_wait_is_refused_with_what_is_in_the_way() -> None:
     submit(scheduler, spec(A, 2))
     refused = refusal(submit(scheduler, spec(B, 3, wait_s=0.0)))
     assert refused.error == "CapacityError"
-    assert refused.message == (
+    assert str(refused.message) == (
         "the run needs 3 A10, 1 is free, and it does not wait: 2 are held by run aaaa, 1 is in use outside "
         "the pool (python (pid 9) holds 12 GB; --allow-busy takes it). Queue it with --wait 10m, ask for "
         "fewer with --gpus, or choose another pool with --pool."
@@ -522,11 +522,11 @@ def test_waiting_ends_at_its_time_as_a_failure_of_capacity() -> None:
     moved, ended = scheduler.handle(TimePassed(), 610.0)
     assert isinstance(ended, EndUnstartedRun)
     assert (ended.run_id, ended.state) == (B, RunState.FAILED)
-    assert ended.reason == (
+    assert str(ended.reason) == (
         "1 A10 did not become free within 10 min: 1 is held by run aaaa. Wait longer with --wait, ask for "
         "fewer with --gpus, or choose another pool with --pool."
     )
-    assert moved == MoveRun(B, RunState.FAILED, ended.reason)
+    assert moved == MoveRun(B, RunState.FAILED, str(ended.reason))
     assert scheduler.next_deadline() is None
 
 
@@ -1046,7 +1046,7 @@ def test_a_waiting_run_learns_of_killed_ranks_that_keep_their_devices() -> None:
     scheduler.handle(InventoryChanged(node(*gpus(4), cores=3)), 4.0)
     assert scheduler.waiting()[B] == (1, why)
     (given_up,) = [one for one in scheduler.handle(TimePassed(), 62.0) if isinstance(one, EndUnstartedRun)]
-    assert "rank 2 (process 123) was killed and does not end" in given_up.reason
+    assert "rank 2 (process 123) was killed and does not end" in str(given_up.reason)
     submit(scheduler, spec(C, 4), 63.0)
     assert list(launched(scheduler.handle(RanksReaped(A, RunState.CANCELLED), 64.0))) == [C]
     assert scheduler.held_by_remaining() == {}

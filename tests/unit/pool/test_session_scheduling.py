@@ -182,7 +182,7 @@ def test_nothing_begins_while_ranks_are_restarted() -> None:
 def test_what_can_not_run_in_the_session_is_refused(wanted: RunSpec, says: str) -> None:
     one = refusal(submit(connected(), wanted))
     assert one.error == "SessionError"
-    assert says in one.message
+    assert says in str(one.message)
 
 
 def test_an_ordinary_run_is_no_session() -> None:
@@ -195,7 +195,7 @@ def test_a_session_that_ends_takes_no_cell_and_says_why() -> None:
     scheduler = connected()
     scheduler.handle(CancelRequested(S, "%sgpu_disconnect"), 1.0)
     one = refusal(submit(scheduler, cell(A), 1.0))
-    assert one.message == "session work is ending: %sgpu_disconnect. Start another with %sgpu_connect."
+    assert str(one.message) == "session work is ending: %sgpu_disconnect. Start another with %sgpu_connect."
     scheduler.handle(RunMoved(S, RunState.CANCELLED), 2.0)
     assert "session work has ended: %sgpu_disconnect." in refusal(submit(scheduler, cell(B), 2.0)).message
 
@@ -208,7 +208,7 @@ def test_who_would_not_wait_is_refused_with_what_is_in_the_way() -> None:
     submit(scheduler, cell(A))
     one = refusal(submit(scheduler, cell(B, wait_s=0.0)))
     assert one.error == "CapacityError"
-    assert one.message.startswith("run aaaa (train) is still running in its session, and the run does not wait.")
+    assert str(one.message).startswith("run aaaa (train) is still running in its session, and the run does not wait.")
 
 
 def test_who_would_not_wait_waits_for_a_cell_that_is_ending() -> None:
@@ -250,15 +250,12 @@ def test_waiting_ends_at_its_time() -> None:
     submit(scheduler, cell(A))
     submit(scheduler, cell(B, wait_s=30.0), 5.0)
     assert scheduler.next_deadline() == 35.0
-    out = scheduler.handle(TimePassed(), 35.0)
-    assert out == [
-        MoveRun(B, RunState.FAILED, out[0].reason if isinstance(out[0], MoveRun) else ""),
-        EndUnstartedRun(
-            B,
-            RunState.FAILED,
-            "it has waited for 30 s: run aaaa (train) is still running in its session. Wait longer with --wait.",
-        ),
-    ]
+    moved, ended = scheduler.handle(TimePassed(), 35.0)
+    assert isinstance(ended, EndUnstartedRun)
+    assert moved == MoveRun(B, RunState.FAILED, str(ended.reason))
+    assert str(ended.reason) == (
+        "it has waited for 30 s: run aaaa (train) is still running in its session. Wait longer with --wait."
+    )
 
 
 # ---------------------------------------------------------------- interrupted cells

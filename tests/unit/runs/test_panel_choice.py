@@ -22,12 +22,13 @@ from sgpu_magic.errors import EnvironmentFailed, UsageError
 from sgpu_magic.options import notebook_job
 from sgpu_magic.options.notebook_job import JobDefaults
 from sgpu_magic.options.option_records import Devices, EnvironmentOptions
+from sgpu_magic.options.table import as_argument
 from sgpu_magic.packages.requirement_files import read_file
 from sgpu_magic.runs.choice.keeper import MAX_FILE_BYTES, ChoiceKeeper, keeper_of
 from sgpu_magic.runs.choice.known_notebooks import NOTEBOOKS_FILE
 from sgpu_magic.runs.choice.packages import env_version_of, missing, problem_of_requirement
 from sgpu_magic.runs.choice.schema import Choice, KeptChoice, describe_choice, normal, problem_of, read_kept
-from sgpu_magic.runs.submit.target import MAGIC_WAYS, PYTHON_WAYS, describe_held, with_choice
+from sgpu_magic.runs.submit.target import describe_held, with_choice
 
 GB = 10**9
 
@@ -356,8 +357,8 @@ class Place:
         return self.settings
 
 
-def asked(place: Place, options: Asked = NOTHING_ASKED, ways: str = MAGIC_WAYS) -> Asked:
-    return with_choice(place, options, ways)  # type: ignore[arg-type]
+def asked(place: Place, options: Asked = NOTHING_ASKED) -> Asked:
+    return with_choice(place, options)  # type: ignore[arg-type]
 
 
 def test_without_a_choice_nothing_is_added(tmp_path: Path):
@@ -432,23 +433,24 @@ def test_the_setting_comes_after_the_choice(tmp_path: Path, setting: str, expect
         (Choice(), NOTHING_ASKED, False),
     ],
 )
-@pytest.mark.parametrize("ways", [MAGIC_WAYS, PYTHON_WAYS])
 def test_a_strangers_choice_is_refused_where_it_would_matter(
-    tmp_path: Path, choice: Choice, options: Asked, refused: bool, ways: str
+    tmp_path: Path, choice: Choice, options: Asked, refused: bool
 ):
     place = Place(tmp_path)
     place.choice.to_report(KeptChoice(choice=choice))
     if not refused:
-        assert asked(place, options, ways) in (
+        assert asked(place, options) in (
             options,
             Asked(options.devices, options.environment, "local"),
         )
         return
     with pytest.raises(UsageError) as caught:
-        asked(place, options, ways)
+        asked(place, options)
     message = caught.value.message
     assert "you have not chosen that on this machine" in message
-    assert ways in message
+    assert "`--gpus N`, `--type TYPE`" in message
+    caught.value.spell_options(as_argument)
+    assert '`gpus=N`, `gpu_type="TYPE"`' in caught.value.message
     assert "%sgpu_env --accept" in message
     assert "\n" not in message
 

@@ -25,7 +25,7 @@ import sgpu_magic
 from sgpu_magic.agent import blobs
 from sgpu_magic.agent.watch import stack_taking
 from sgpu_magic.cli import copying
-from sgpu_magic.cli.headless import formats
+from sgpu_magic.cli.headless import cell_end, formats
 from sgpu_magic.client import ledger as client_ledger
 from sgpu_magic.client import mirror, pools_file, run_files, this_machine, upload_files
 from sgpu_magic.config import Settings
@@ -257,6 +257,11 @@ READERS: dict[str, Reader] = {
         lambda data, _: stack_taking.parse_py_spy(data, 1), hostile_json, ()
     ),
     "cli/copying.py:_record": Reader(fed_run(copying._record), hostile_json),
+    "cli/headless/cell_end.py:read_end": Reader(
+        lambda data, _: cell_end.read_end({"data": {"text/plain": repr(data.decode(errors="replace"))}}),
+        hostile_json,
+        (),
+    ),
     "cli/headless/formats.py:kernel_name": Reader(
         of_file(lambda file: formats.kernel_name(file, formats.Form.IPYNB)), hostile_json, (UsageError,)
     ),
