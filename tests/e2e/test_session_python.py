@@ -80,8 +80,8 @@ def test_an_event_loop_goes_on_while_it_connects(home: Home):
         "        print(other.call(add, 1))\n"
         "    print(other.state)\n"
         # its ranks take longer to end than the client waits
-        "    from sgpu_magic.runs.sessions import lifecycle\n"
-        "    lifecycle._CLOSE_PATIENCE_S = 0.0\n"
+        "    from sgpu_magic.runs.sessions import session as module\n"
+        "    module._CLOSE_PATIENCE_S = 0.0\n"
         "    try:\n"
         "        async with sgpu_magic.connect(2, 'cpu'):\n"
         "            raise KeyError('the body')\n"

@@ -11,6 +11,7 @@ from homes import Home
 from kernels import Kernel, eventually
 from many_agents import ManyAgents
 from pool_client import FollowedRun, PoolClient
+from process_table import wait_gone
 from served_pools import RemoteUser, ServedPool
 
 from sgpu_magic.client import blob_sender
@@ -19,6 +20,7 @@ from sgpu_magic.client.upload_files import IgnoreRules, KnownDigests, find_files
 from sgpu_magic.errors import UsageError
 from sgpu_magic.wire.attachments import Manifest, Upload, UploadedFile, manifest_bytes
 from sgpu_magic.wire.base import RunState
+from sgpu_magic.wire.events import RanksStarted
 from sgpu_magic.wire.rank_events import OutputWritten
 
 LISTED = """
@@ -263,6 +265,8 @@ def test_what_a_run_writes_there_is_not_in_later_runs(
     writer.wait_for(OutputWritten)
     if not in_use:
         assert writer.ended().state is RunState.SUCCEEDED
+        # its copy is in use until then
+        wait_gone(*writer.wait_for(RanksStarted).pids)
     root, found = listed(ann.client.begin(LISTED, ranks=1, along=along))
     assert found == {file.name: (file.status.st_size, file.name.endswith(".sh")) for file in find_files(data).files}
     assert (root / "train/shard-05.bin").read_bytes() == (data / "train/shard-05.bin").read_bytes()

@@ -758,18 +758,18 @@ def test_only_notes_that_ask_for_something_are_warnings() -> None:
 
 
 def test_a_silent_link_is_reported_once() -> None:
-    wire = SimpleNamespace(silent_s=20.0)
-    silent = SimpleNamespace(link=SimpleNamespace(title="the pool team", wire=wire))
+    transport = SimpleNamespace(silent_s=20.0)
+    silent = SimpleNamespace(link=SimpleNamespace(title="the pool team", transport=transport))
     view = Run().start().view
     followed = Subscription(silent, view, SilentPublisher(), SimpleNamespace())  # type: ignore[arg-type]
     followed.on_link_change()
     said, version = view.silence, view.version
     assert re.match(r"reconnecting: the pool team has been silent since \d\d:\d\d:\d\d; the run continues there", said)
     for seconds in (40.0, 80.0, 3600.0):
-        wire.silent_s = seconds
+        transport.silent_s = seconds
         followed.on_link_change()
     assert (view.silence, view.version) == (said, version)
-    wire.silent_s = 0.0
+    transport.silent_s = 0.0
     followed.on_link_change()
     assert view.silence == ""
 
