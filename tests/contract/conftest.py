@@ -12,22 +12,12 @@ from pool_client import PoolClient
 from waiting import eventually
 
 _RANKS = 4
-# these cover most of the Ray engine in a few seconds
-_SHORT_ON_RAY = (
-    "test_all_ranks_are_one_group",
-    "test_results_of_all_ranks_come_back_in_order_small_and_large",
-    "test_what_was_captured_is_on_every_rank",
-    "test_a_rank_that_is_killed_is_named",
-    "test_a_run_that_hangs_is_cancelled",
-    "test_what_can_not_be_placed_is_refused",
-)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # other tests cover several agents, too
-    short = ("[local", *(f"{name}[ray alone" for name in _SHORT_ON_RAY))
+    # other tests cover several agents, too; Ray's head takes a minute to start
     for item in items:
-        if item.path.name == "test_contract.py" and not any(part in item.nodeid for part in short):
+        if item.path.name == "test_contract.py" and "[local" not in item.nodeid:
             item.add_marker(pytest.mark.slow)
         if "[ray" in item.nodeid:
             # the first one waits for Ray's head, which takes two minutes on a busy machine

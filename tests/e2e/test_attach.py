@@ -336,6 +336,7 @@ def test_a_detached_runs_memory_is_not_written_again(kernel: Kernel, neighbour: 
     assert kernel.value("total") == 0
 
 
+@pytest.mark.slow
 def test_a_run_of_a_blocked_notebook_is_kept_when_it_was_detached_and_the_kernel_dies(
     home: Home, kernel: Kernel, new_kernel: Callable[..., Kernel], word: Word
 ):

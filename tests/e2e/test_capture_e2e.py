@@ -45,6 +45,7 @@ def test_objects_come_back_as_the_notebooks_own_classes(kernel: Kernel):
     assert kernel.value("[type(p) is Point and p.x for p in points]") == [0, 1]
 
 
+@pytest.mark.slow
 def test_shared_references_stay_shared(kernel: Kernel):
     kernel.check("import numpy as np; base = np.zeros(100_000); box = {'the same': base}; box['me'] = box")
     kernel.check("%%distributed -n 1 --out same --ui none\nbox['the same'][0] = 5\nsame = [base[0], box['me'] is box]")

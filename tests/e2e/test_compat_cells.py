@@ -205,6 +205,7 @@ def test_ray_launch_drives_a_cluster_on_the_leased_devices(kernel: Kernel):
     assert kernel.value("tuned") == 6.0
 
 
+@pytest.mark.slow
 def test_a_program_without_a_notebook(home: Home, tmp_path):
     import subprocess
     import sys

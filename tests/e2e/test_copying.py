@@ -74,6 +74,7 @@ def test_folders_files_and_streams(trained: tuple[Home, str], tmp_path: Path):
     assert not list(tmp_path.rglob(".*part"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "path",
     [

@@ -88,6 +88,7 @@ def test_each_runs_directory_says_what_was_installed(kernel: Kernel, home: Home)
     assert first.samefile(second)
 
 
+@pytest.mark.slow
 def test_a_run_in_a_kernel_that_does_not_know_yet_gets_its_files_too(home: Home, new_kernel: Callable[..., Kernel]):
     kernel = new_kernel(load=False)
     # if the pool had to start first, the background snapshot would finish before the run is sent

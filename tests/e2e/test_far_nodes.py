@@ -71,6 +71,7 @@ def data(seed: int, megabytes: int) -> np.ndarray:
     return np.random.default_rng(seed).random(megabytes * MB // 8)
 
 
+@pytest.mark.slow
 def test_a_payload_comes_once_to_each_node(home: Home, nodes: ManyAgents, client: PoolClient):
     array = data(1, 24)
     body = "import os\nfloat(array.sum()), os.environ['GROUP_RANK']"

@@ -242,6 +242,7 @@ def test_what_takes_longer_is_cut_off_with_a_note(new_kernel, until: Path):
     assert "cut off after 10.0 s: thread upload of rank 1" in reply.text, reply.story
 
 
+@pytest.mark.slow
 def test_a_failure_is_reported_before_the_rank_has_finished(kernel: Kernel, home: Home):
     done = home.work / "told"
     began = time.monotonic()

@@ -134,6 +134,7 @@ def test_from_pytest(home: Home):
     assert "2 passed" in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_asyncio_code_awaits_several_and_survives_cancels(home: Home):
     text = run(
         home,
@@ -186,6 +187,7 @@ def test_asyncio_code_awaits_several_and_survives_cancels(home: Home):
     ]
 
 
+@pytest.mark.slow
 def test_a_cancelled_call_inside_a_task_does_not_end_the_loop(home: Home):
     text = run(
         home,
@@ -254,6 +256,7 @@ def test_a_session_from_python_keeps_state_and_lends_its_devices(home: Home):
 # ---------------------------------------------------------------- sweeps
 
 
+@pytest.mark.slow
 def test_a_sweep_keeps_failures_beside_results(home: Home):
     text = run(
         home,
@@ -362,6 +365,7 @@ def test_what_can_never_be_sent_ends_a_sweep_at_once_and_one_bad_item_does_not(h
     assert lines == ["SerializationError", "TypeError", "UsageError", "[1, 1] ['SerializationError'] None"]
 
 
+@pytest.mark.slow
 def test_a_sweep_goes_on_when_the_pool_is_killed(home: Home):
     process = start(
         home,

@@ -71,6 +71,7 @@ def test_handler_finishes_its_checkpoint_and_the_run_ends_at_once(kernel: Kernel
     assert kernel.check("%%distributed -n 2\nprint('next')").lines(1) == ["next"]
 
 
+@pytest.mark.slow
 def test_a_pool_that_is_asked_to_end_lets_handlers_finish_their_checkpoints(kernel: Kernel):
     cell = up(kernel, "%%distributed -n 2 --grace 60s\n" + SAVING.format(seconds=1.5) + IDLE)
     stop_process(kernel.home.pool_pid() or 0, signal.SIGTERM, 20)

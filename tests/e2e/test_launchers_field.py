@@ -168,6 +168,7 @@ def test_arguments_are_the_ranks_own_copies(notebook: Kernel):
     assert notebook.value("[mine.sum().item(), weights.sum().item()]") == [0.0, 0.0]
 
 
+@pytest.mark.slow
 def test_model_that_is_trained_comes_back_with_what_it_learned(notebook: Kernel):
     # a launcher that forks returns nothing: the trained model is lost with its processes
     notebook.check(

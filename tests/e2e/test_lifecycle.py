@@ -722,8 +722,8 @@ def test_what_a_rank_started_ends_with_the_run(kernel: Kernel, children_file: Pa
     "which",
     [
         pytest.param("agent", marks=pytest.mark.slow),
-        "zygote",
-        "rank",
+        pytest.param("zygote", marks=pytest.mark.slow),
+        pytest.param("rank", marks=pytest.mark.slow),
         "kernel",
         pytest.param("pool and agent", marks=pytest.mark.slow),
         pytest.param("kernel and pool", marks=pytest.mark.slow),
@@ -745,6 +745,7 @@ def test_what_a_rank_started_ends_with_whoever_is_killed(
         assert cell.wait(10).status == "error"
 
 
+@pytest.mark.slow
 def test_what_a_rank_started_lives_on_when_the_pool_is_killed(
     kernel: Kernel, home: Home, children_file: Path, go_file: Path
 ):

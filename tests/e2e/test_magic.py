@@ -401,6 +401,7 @@ def test_load_twice_and_unload(new_kernel):
     assert "not found" in kernel.run("%%distributed -n 2\npass").text + kernel.run("%sgpu_status").text
 
 
+@pytest.mark.slow
 def test_a_cell_can_use_and_unload_what_it_loads(new_kernel):
     kernel = new_kernel(load=False)
     reply = kernel.check(
@@ -412,6 +413,7 @@ def test_a_cell_can_use_and_unload_what_it_loads(new_kernel):
     assert "not found" in kernel.run("%sgpu_status").text
 
 
+@pytest.mark.slow
 def test_the_rest_of_the_extension_is_loaded_without_another_cell(new_kernel):
     kernel = new_kernel(load=False)
     kernel.check("%load_ext sgpu_magic")

@@ -115,6 +115,7 @@ def test_a_dead_node_is_named_within_5_s_and_the_ranks_on_others_end(cluster: Cl
     assert first != second
 
 
+@pytest.mark.slow
 def test_a_run_with_retries_is_placed_elsewhere(cluster: Cluster, tmp_path: Path):
     name = tmp_path / "again"
     run = cluster.begin(

@@ -77,6 +77,7 @@ def test_a_run_is_seen_while_it_goes_on(kernel: Kernel, home: Home, new_page: Ne
     assert "application/vnd.sgpu.run.v1+json" in {kind for output in reply.outputs for kind in output.data}
 
 
+@pytest.mark.slow
 def test_cancel_works_while_the_cell_blocks(kernel: Kernel, new_page: NewPage):
     cell = kernel.start("%%distributed -n 2 --type cpu\nimport time\ntime.sleep(600)")
     page = new_page(kernel, live_view(cell))

@@ -113,6 +113,7 @@ def test_the_chosen_one_is_followed_as_this_machines_own(
     page.until(lambda: page.row(run).get("state") == "cancelled")
 
 
+@pytest.mark.slow
 def test_one_that_is_away_says_so_with_a_button_and_holds_up_no_other(
     server: JupyterServer, open_page: Callable[..., ServedPage]
 ):

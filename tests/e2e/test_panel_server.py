@@ -592,6 +592,7 @@ def test_without_a_pool_the_list_is_the_ledgers(watchers: tuple[Home, Watchers])
     assert len(told.all) == count, "a page that is closed is told something"
 
 
+@pytest.mark.slow
 def test_a_thousand_runs_are_asked_for_once(watchers: tuple[Home, Watchers], monkeypatch: pytest.MonkeyPatch):
     home, made = watchers
     for name, value in home.environ.items():
@@ -622,6 +623,7 @@ def test_a_thousand_runs_are_asked_for_once(watchers: tuple[Home, Watchers], mon
     page.close()
 
 
+@pytest.mark.slow
 def test_a_pool_of_another_version_is_told_with_its_runs(
     watchers: tuple[Home, Watchers], monkeypatch: pytest.MonkeyPatch
 ):

@@ -188,6 +188,7 @@ def differing(seen: dict[str, str], there: dict[str, str]) -> dict[str, tuple[st
     return {name: (value, there[name]) for name, value in seen.items() if there[name] != value}
 
 
+@pytest.mark.slow
 def test_settings_of_the_notebook_hold_on_ranks(new_kernel):
     kernel: Kernel = new_kernel()
     kernel.check(f"{IMPORTS}\nreads = { ({row.name: row.read for row in ROWS})!r}")

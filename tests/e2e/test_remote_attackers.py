@@ -349,6 +349,7 @@ def test_strangers_who_only_stand_there_keep_nobody_out(served: ServedPool, ann:
             each.close()
 
 
+@pytest.mark.slow
 def test_a_flood_of_one_user_does_not_stop_the_others(
     served: ServedPool, ann: RemoteUser, eve: RemoteUser, mark: Path, stranger: Callable[..., Stranger]
 ):

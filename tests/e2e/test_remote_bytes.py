@@ -411,6 +411,7 @@ def test_logs_are_read_while_they_grow_and_afterwards(ann: RemoteUser, tmp_path:
     assert (run.run.directory.stat().st_mode & 0o777, mirror.bring("key").stat().st_mode & 0o777) == (0o700, 0o600)
 
 
+@pytest.mark.slow
 def test_mirrors_do_not_pile_up(ann: RemoteUser):
     run = ann.client.begin("print('hello')", ranks=1)
     run.ended()

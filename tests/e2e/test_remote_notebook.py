@@ -81,6 +81,7 @@ def test_a_sweep_goes_on_after_a_gap_that_is_longer_than_the_wait_for_an_answer(
     assert kernel.value("sweep.results") == [0, 1, 2, 3]
 
 
+@pytest.mark.slow
 def test_a_detached_run_outlives_its_kernel_and_is_attached_to(served: ServedPool, kernel: Kernel):
     kernel.check(
         "%%distributed -n 1 --pool team --detach --out z\nimport time, pathlib\n"

@@ -73,6 +73,7 @@ def test_a_run_on_another_machine(served: ServedPool, ann: RemoteUser):
     assert [row.user for row in status.runs if row.run_id == run.run_id] == ["ann"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "says"),
     [("team", "a pool named team is already running on "), ("other", "can't listen at tcp://127.0.0.1:.* in use")],

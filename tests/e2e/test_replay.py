@@ -63,6 +63,7 @@ def test_a_cell_runs_again_with_the_variables_that_it_had(kernel: Kernel, home: 
     assert len(kernel.value("total")) == 3
 
 
+@pytest.mark.slow
 def test_the_command_runs_a_cell_again_after_its_notebook_is_gone(home: Home, new_kernel: Callable[..., Kernel]):
     kernel = new_kernel()
     kernel.check("word = 'kept'")

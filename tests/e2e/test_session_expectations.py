@@ -44,6 +44,7 @@ def test_a_ranks_own_names_come_back_after_they_were_removed(connected: Kernel):
     ]
 
 
+@pytest.mark.slow
 def test_the_directory_before_is_the_notebooks(kernel: Kernel):
     kernel.check("%%distributed -n 1 --ui none\nimport os\n%cd -q /usr\n%cd -q -\nos.getcwd()")
     assert kernel.value("_.values[0] == __import__('os').getcwd()")

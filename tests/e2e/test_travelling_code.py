@@ -161,6 +161,7 @@ def test_large_code_is_told_and_too_large_code_refused(notebook: Kernel):
     assert set(notebook.value("got")) - {"__pycache__"} == {"__init__.py", ".gitignore"}
 
 
+@pytest.mark.slow
 def test_a_sessions_ranks_hear_of_an_edit_and_load_it_anew(notebook: Kernel):
     path = notebook.home.work / "lesson.py"
     path.write_text("def f():\n    return 1\n")

@@ -26,6 +26,8 @@ _IN_SHORT -= {
     ("rank-stopped-until-the-timeout", "running"),
     ("rank-aborted", "running"),
     ("kernel-of-a-detached-run-killed", "running"),
+    ("kernel-restarted", "running"),
+    ("pool-and-agent-killed", "running"),
 }
 CASES = [
     pytest.param(

@@ -121,7 +121,8 @@ def test_a_cell_goes_on_while_the_pool_service_is_killed(trained: Connected):
     trained.disconnect()
 
 
-@pytest.mark.parametrize("role", ["agent", pytest.param("zygote", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("role", ["agent", "zygote"])
 def test_who_holds_the_ranks_takes_the_session_along_and_the_next_cell_says_so(connected: Connected, role: str):
     kill(pid_of(connected.home, role))
     connected.is_lost()

@@ -173,6 +173,7 @@ def test_a_cell_that_ends_the_process_group_gets_it_back(session: AgentSession):
     assert printed == {0: "2\n", 1: "2\n"}
 
 
+@pytest.mark.slow
 def test_an_interrupt_of_a_barrier_keeps_the_variables_and_the_model(session: AgentSession):
     session.run(MODEL)
     trained(session)

@@ -167,6 +167,7 @@ def test_a_replaced_rank_of_a_session_leaves_nothing_and_the_others_keep_theirs(
     assert there(folder / "1") == set()
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_a_killed_zygote(own_agent: AgentProcess, folder: Path):
     run_id = begun(own_agent, folder, EVERYTHING, ALL)
     (rank,) = own_agent.wait_for(run_id, RanksStarted).pids
@@ -184,6 +185,7 @@ def test_nothing_is_left_of_a_killed_agent(own_agent: AgentProcess, folder: Path
     eventually(lambda: not there(folder), 10, lambda: f"left: {there(folder)} of {descendants}")
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_an_agent_that_ends(own_agent: AgentProcess, folder: Path):
     begun(own_agent, folder, EVERYTHING, ALL)
     stop_process(own_agent.process.pid, signal.SIGTERM, 20)

@@ -296,6 +296,7 @@ def test_following_goes_on_until_the_run_is_over(
     assert cell.wait(20).status == "ok"
 
 
+@pytest.mark.slow
 def test_cancel_and_interrupt(kernel: Kernel, home: Home, started: Callable[..., subprocess.Popen[str]]):
     before = set(home.runs)
     cell = kernel.start("%%distributed -n 2 --ui none\nprint('begun')\nimport time; time.sleep(60)")

@@ -141,6 +141,7 @@ def test_everything_wrong_at_once_is_named_with_its_remedy(bare_home: Home):
     assert report.has("open files", "problem", "200", "ulimit -n")
 
 
+@pytest.mark.slow
 def test_a_torch_that_can_not_be_imported(bare_home: Home):
     fake = bare_home.path / "packages" / "torch"
     fake.mkdir(parents=True)
@@ -152,6 +153,7 @@ def test_a_torch_that_can_not_be_imported(bare_home: Home):
     assert not any(name == "all_reduce" for _, name, *_ in report.found)
 
 
+@pytest.mark.slow
 def test_a_torch_that_kills_its_process(bare_home: Home):
     fake = bare_home.path / "packages" / "torch"
     fake.mkdir(parents=True)

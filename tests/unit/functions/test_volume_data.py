@@ -170,6 +170,7 @@ def test_the_wait_for_data_is_logged(data: Any, volumes: Path, monkeypatch: pyte
 # ------------------------------------------------------------ checkpoints
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("where", ["volume", "store"])
 def test_a_checkpoint_comes_back_and_is_whole_when_it_has_its_metadata(

@@ -192,6 +192,7 @@ def code_in(folder: Path, source: str = "import pkg") -> LocalCode:
     return code
 
 
+@pytest.mark.slow
 def test_alike_contents_have_one_digest_and_edits_another(tmp_path: Path, bundles: Bundles):
     files = {"pkg/__init__.py": "a = 1\n", "pkg/b.py": "b = 2\n"}
     one, two = write(tmp_path / "one", files), write(tmp_path / "two", dict(reversed(files.items())))
@@ -259,7 +260,7 @@ def replaced(file: Path, text: str) -> None:
         pytest.param(in_place, False, id="in place, just written"),
         pytest.param(in_place, True, id="in place, settled", marks=pytest.mark.slow),
         pytest.param(replaced, False, id="replaced, just written", marks=pytest.mark.slow),
-        pytest.param(replaced, True, id="replaced, settled"),
+        pytest.param(replaced, True, id="replaced, settled", marks=pytest.mark.slow),
     ],
 )
 def test_an_edit_that_keeps_size_and_time_counts(

@@ -181,7 +181,7 @@ def test_builders_of_the_same_environment_build_it_once(node: Nodes, index: Smal
     assert node.run(environment, "import tinyone; print(tinyone.__version__)") == "2.0"
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_build_that_is_interrupted_leaves_nothing_for_the_next_one(node: Nodes, index: SmallIndex, number: int):
     environment = environment_of("tinytwo==1.0")
     index.hold()
@@ -197,6 +197,7 @@ def test_a_build_that_is_interrupted_leaves_nothing_for_the_next_one(node: Nodes
     assert node.run(environment, "import tinytwo; print(tinytwo.__version__)") == "1.0"
 
 
+@pytest.mark.slow
 def test_another_build_removes_what_a_killed_one_has_left(node: Nodes, index: SmallIndex):
     index.hold()
     build = node.begin(environment_of("tinythree==1.0"))
@@ -246,6 +247,7 @@ def test_the_longest_unused_ones_go_and_never_one_in_use(node: Nodes):
     assert node.store.names() == [middle]
 
 
+@pytest.mark.slow
 def test_what_is_too_large_is_refused_before_anything_is_downloaded(node: Nodes, index: SmallIndex):
     index.asked.clear()
     said = refusal(node.build(environment_of("tinybig==1.0", "tinyone==1.0"), limit_bytes=2_000_000))

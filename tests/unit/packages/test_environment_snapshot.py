@@ -168,6 +168,7 @@ def test_every_distribution_is_there_once_as_uv_freezes_it(installed: Installed)
     assert len(theirs) == 8
 
 
+@pytest.mark.slow
 def test_pip_freezes_the_same(installed: Installed):
     theirs = frozen(call(sys.executable, "-m", "pip", "--python", installed.python, "freeze", "--all"))
     assert {name: as_frozen(found).lower() for name, found in by_name(installed.told).items()}.keys() == theirs.keys()
@@ -297,6 +298,7 @@ def test_no_credentials_are_kept(tmp_path: Path):
 # ------------------------------------------------------------ digest and time
 
 
+@pytest.mark.slow
 def test_the_digest_is_the_same_whoever_installed_and_wherever(installed: Installed, tmp_path: Path):
     wheel = "six==1.17.0"
     by_uv, by_pip = make_venv(tmp_path / "uv"), make_venv(tmp_path / "pip")
@@ -574,6 +576,7 @@ def test_a_lock_is_kept_until_its_wheels_are_gone(lock: Lock, tmp_path: Path):
     assert kept_lock(tmp_path / "locks", "d" * 32) is None
 
 
+@pytest.mark.slow
 def test_torch_of_an_own_index_is_locked_as_the_one_that_the_index_has():
     """Without a download: only the wheels' names and hashes are requested."""
     found = InstalledPackages(

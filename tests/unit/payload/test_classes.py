@@ -90,6 +90,7 @@ def test_hooks_are_there_for_new_classes(notebook: Notebook, far_side: FarSide) 
     assert far_side.run(notebook.pack("One", "plugins"), code) == ["Late", True]
 
 
+@pytest.mark.slow
 def test_hooks_of_packages_run(
     notebook: Notebook, far_side: FarSide, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -331,6 +331,7 @@ def test_identity_is_kept_across_names(notebook: Notebook, far_side: FarSide) ->
     )
 
 
+@pytest.mark.slow
 def test_submodules_come_along(notebook: Notebook, tmp_path: Path) -> None:
     notebook.cell("""
         import xml, xml.dom.minidom

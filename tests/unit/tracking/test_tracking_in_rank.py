@@ -150,6 +150,7 @@ def test_no_cell_imports_or_asks_for_mlflow_by_itself(new_ranks: Tracked):
     assert new_ranks.said(0) == new_ranks.said(1) == []
 
 
+@pytest.mark.slow
 def test_a_cell_that_is_not_tracked_has_plain_mlflow(new_ranks: Tracked):
     body = "import mlflow\n(mlflow.active_run(), mlflow.start_run.__module__, hasattr(mlflow.start_run, '__wrapped__'))"
     assert new_ranks.run(body, tracking=None) == [(None, "mlflow.tracking.fluent", False)] * 2
@@ -318,6 +319,7 @@ def test_what_was_logged_before_an_error_comes_before_it(ranks: Tracked):
         assert ranks.metrics(rank) == [("last", 1.0, 0)]
 
 
+@pytest.mark.slow
 def test_forked_children_log_to_the_run(ranks: Tracked):
     body = """
 import os
@@ -695,6 +697,7 @@ def test_a_parameter_takes_effect_or_is_remarked(ranks: Tracked, check: Callable
 # ---------------------------------------------------------------- no store, no reply
 
 
+@pytest.mark.slow
 def test_without_a_store_the_cell_goes_on_and_artifacts_are_kept(new_ranks: Tracked):
     ranks = new_ranks
     ranks.known, ranks.problem = None, "the server http://127.0.0.1:9 does not answer"

@@ -411,6 +411,7 @@ def test_a_record_that_is_written_after_the_end_is_there_too(settings: Settings,
     assert "run.json" in store.artifacts(store.one(run.run_id).info.run_id)
 
 
+@pytest.mark.slow
 def test_traces_that_are_written_after_the_end_are_there_too(settings: Settings, writer: WriterProcess, store: Runs):
     run = ToldRun(settings, profile=True)
     profile = run.directory / "profile"

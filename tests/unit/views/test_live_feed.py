@@ -81,7 +81,8 @@ class Clock:
         assert seqs == sorted(set(seqs))
 
 
-@pytest.mark.parametrize("ranks", [4, pytest.param(64, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [4, 64])
 def test_a_flood_of_400_000_lines_is_at_most_ten_small_messages_a_second(ranks: int, tmp_path: Path) -> None:
     run = LiveRun(tmp_path, ranks).start()
     clock = Clock(run)
@@ -262,6 +263,7 @@ def test_lines_are_answered_by_rank_and_in_order_of_arrival(tmp_path: Path) -> N
     assert ask(run, "lines", first=4, count=9) == LinesAnswer(n=5, first=4, rows=(), total=4)
 
 
+@pytest.mark.slow
 def test_answers_are_as_large_as_a_message_may_be_and_no_larger(tmp_path: Path) -> None:
     run = LiveRun(tmp_path).start()
     run.write(0, b"".join(b"%d \x1b[1m%s\n" % (step, b"\x1b[31m" * (step % 200)) for step in range(2_000)))

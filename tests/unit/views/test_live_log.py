@@ -41,7 +41,7 @@ WRITES = st.lists(
 )
 
 
-@pytest.mark.parametrize("small", [False, True])
+@pytest.mark.parametrize("small", [pytest.param(False, marks=pytest.mark.slow), True])
 @settings(max_examples=examples(150), deadline=None)
 @given(writes=WRITES)
 def test_what_is_told_and_what_is_fetched_are_the_logs(small: bool, writes: list[tuple[int, bytes, int, bool]]) -> None:

@@ -206,6 +206,7 @@ except BaseException as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("init", "kind"),
     [

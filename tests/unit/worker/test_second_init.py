@@ -69,6 +69,7 @@ def notes(session: Session, rank: int = 0) -> list[str]:
     return [message.text for message, _ in session.ranks[rank].others if isinstance(message, Remarked)]
 
 
+@pytest.mark.slow
 def test_it_is_pickled_by_torchs_name() -> None:
     ended = subprocess.run([sys.executable, "-W", "ignore", "-c", CODE], capture_output=True, text=True, timeout=60)
     assert ended.returncode == 0, ended.stderr

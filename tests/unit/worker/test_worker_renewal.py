@@ -168,6 +168,7 @@ def test_a_backward_pass_that_fails_half_way_leaves_the_models_usable(session: S
     assert values(session, "fail_in_backward = False\ncheck()") == GOOD
 
 
+@pytest.mark.slow
 def test_who_waits_for_a_peer_in_a_new_group_is_told_so(session: Session):
     session.run(SETUP)
     messages = break_off(session, WAYS_TO_BREAK["while a group is made"])

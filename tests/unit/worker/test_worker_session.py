@@ -327,7 +327,12 @@ for _ in range(3):
 
 
 @pytest.mark.parametrize(
-    ("together", "only", "told"), [(False, (), 1), (True, (), 0), pytest.param(False, (1,), 0, marks=pytest.mark.slow)]
+    ("together", "only", "told"),
+    [
+        (False, (), 1),
+        pytest.param(True, (), 0, marks=pytest.mark.slow),
+        pytest.param(False, (1,), 0, marks=pytest.mark.slow),
+    ],
 )
 def test_ranks_that_train_without_each_other_are_told_so(
     session: Session, together: bool, only: tuple[int, ...], told: int
@@ -395,6 +400,7 @@ def test_interrupts_of_an_idle_rank_do_nothing(session: Session):
     assert values(session, "rank") == [0, 1]
 
 
+@pytest.mark.slow
 def test_interrupts_at_any_moment_leave_the_rank_alive(session: Session):
     """Many arrive where a cell begins and ends: each cell finishes or is interrupted, and the next one runs."""
     import threading
