@@ -15,7 +15,7 @@ class MemoryWatch:
     """Counts out-of-memory kills of the machine and of this process's memory cgroups since a run began.
 
     Args:
-        limit_bytes: The memory limit; None asks the system.
+        limit_bytes: The memory limit; by default, the system's.
     """
 
     def __init__(self, limit_bytes: int | None = None) -> None:

@@ -123,7 +123,7 @@ class AttemptFiles:
         return Payload(source=source, layout=payload.layout)
 
     def not_written(self, text: str) -> None:
-        """Report that a file of the run's directory could not be written; only the first time, as for a full disk."""
+        """Report that a file of the run's directory could not be written, once: on a full disk, more will follow."""
         if not self._not_written:
             self._not_written = True
             self._say(Noted(text=text))

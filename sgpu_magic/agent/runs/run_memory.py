@@ -134,7 +134,7 @@ class BackgroundCopier:
         self._thread = ThreadPoolExecutor(1, "sgpu-keeper", leave_the_cores_to_ranks)
 
     def keep(self, job: CopyJob) -> Future[str] | None:
-        """Queue a copy job. Its result is why nothing was kept, "" for success. After `close` nothing is copied."""
+        """Queue a copy job. Its result is why the copy failed, "" for success. After `close` nothing is copied."""
         try:
             return self._thread.submit(_keep, job)
         except RuntimeError:

@@ -86,7 +86,7 @@ class Gpus:
         if reader is not None and not reader.calls:
             call_in_background(reader.close, "sgpu-nvml")
 
-    # ------------------------------------------------------------ within
+    # ------------------------------------------------------------ internals
 
     def _returned(self, reader: GpuReader, uuid: str, call: asyncio.Future[GpuReading]) -> None:
         del reader.calls[uuid]

@@ -244,7 +244,7 @@ class StallDetector:
         return Stalled(seconds=still_s, stacks=tuple(each.stack for each in observations))
 
     def moved(self) -> Resumed | None:
-        """Return `Resumed` if the run was stalled: it has printed something or made progress."""
+        """Return `Resumed` if the run was stalled. Call it when the run has printed something or made progress."""
         if not self._reported:
             return None
         self._reported = frozenset()
