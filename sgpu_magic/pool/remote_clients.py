@@ -1,7 +1,7 @@
 """Clients on other machines: a ZeroMQ router on TCP that admits listed keys only.
 
-A broken connection loses nothing: a client that reconnects names its instance and resumes. A client that stays away
-longer than the link's time-out is gone.
+A broken connection loses nothing: a client that reconnects names its instance and resumes. A client that does not
+reconnect within the link's time-out counts as gone.
 """
 
 from __future__ import annotations

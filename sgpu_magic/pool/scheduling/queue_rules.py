@@ -6,7 +6,7 @@
 - `pass_over_s` after a run was first passed, no later run of its user may pass it any more: freed devices are kept for
   it, unless it could not run here even if nothing else did. Likewise, `pass_over_s` after a later run of another user
   first got devices before a user's first run, freed devices are kept for that run; only one node if it needs one.
-- Devices that only an autoscaler can bring are requested with a lease that has no devices yet.
+- Devices that only an autoscaler can provide are requested with a lease that has no devices yet.
 """
 
 from __future__ import annotations
@@ -141,12 +141,12 @@ class QueueRules:
         return meant
 
     def next_deadline(self) -> float | None:
-        """Return when freed devices are next kept for another passed run; None when for no more."""
+        """Return when freed devices are next kept for another passed run; None if no run is waiting for that."""
         times = [at for run in self._table.waiting() for at in (run.passed_at, run.overtaken_at) if at is not None]
         return min((at + self._pass_over_s for at in times if not self._aged(at)), default=None)
 
     def settle(self) -> list[Instruction]:
-        """Grant what is free, and end the runs that waited in vain."""
+        """Grant what is free, and end the runs whose waiting time is over."""
         out = self._start_waiting()
         # a run that gives up may release devices that were kept for it: place the runs behind it
         while given_up := self._give_up():
