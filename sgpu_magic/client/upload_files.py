@@ -250,7 +250,9 @@ class KnownDigests:
 
 
 def sent(along: Attachments, link: PoolLink, state: Path, sending: Sending) -> tuple[Attachments, list[str]]:
-    """Send a remote pool the code, wheels, folders and files that it lacks; a no-op for a pool near this machine.
+    """Send a pool the code, wheels, folders and files that it lacks.
+
+    A no-op for a pool whose ranks are on this machine.
 
     Args:
         along: Attachments with paths on this machine.
