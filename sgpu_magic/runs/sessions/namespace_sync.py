@@ -268,7 +268,7 @@ class NamespaceTracker:
             self._kept.update(names)
 
     def unkeep(self, names: Collection[str] = ()) -> None:
-        """Undo `keep` for these names, or for all: the next cell that reads one takes the notebook's value along."""
+        """Undo `keep` for these names, or for all: the notebook's value is sent with the next cell that reads one."""
         with self._lock:
             for name in self._kept.intersection(names or self._kept):
                 self._kept.discard(name)

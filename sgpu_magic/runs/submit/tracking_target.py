@@ -1,4 +1,7 @@
-"""Where a run is tracked: MLflow's store and experiment."""
+"""Where a run is tracked: MLflow's store and experiment.
+
+MLflow is never imported here: a notebook that uses it has imported it.
+"""
 
 # pyright: reportUnknownMemberType=false
 
