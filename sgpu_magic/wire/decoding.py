@@ -21,7 +21,7 @@ Data = bytes | bytearray | memoryview
 
 @contextlib.contextmanager
 def border() -> Generator[None]:
-    """Convert any exception of the decoding within to `msgspec.DecodeError`."""
+    """Convert any exception that decoding raises in the block to `msgspec.DecodeError`."""
     try:
         yield
     except msgspec.DecodeError:
