@@ -1,8 +1,5 @@
 """Builds a run's spec from its options and packed code."""
 
-# MLflow is only accessed through `sys.modules`, without types
-# pyright: reportUnknownMemberType=false
-
 from __future__ import annotations
 
 import os

@@ -3,6 +3,7 @@
 MLflow is never imported here: a notebook that uses it has imported it.
 """
 
+# MLflow is only accessed through `sys.modules`, without types
 # pyright: reportUnknownMemberType=false
 
 from __future__ import annotations
