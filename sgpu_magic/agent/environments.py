@@ -285,7 +285,7 @@ class Environments:
                 self._deliver(name, wanted)
 
     def _deliver(self, name: str, wanted: _Wanted) -> None:
-        """Hold the built environment and notify the waiters; the builder goes on to compile it."""
+        """Hold the built environment and notify the waiters; the builder continues by compiling it."""
         try:
             wanted.held = self._store.open(name)
         except OSError as error:

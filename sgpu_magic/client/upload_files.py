@@ -264,7 +264,7 @@ def sent(along: Attachments, link: PoolLink, state: Path, sending: Sending) -> t
         The attachments with blobs instead of paths, and a sentence per upload with its size and how much was sent.
 
     Raises:
-        UsageError: An upload is not possible, or the pool has no room.
+        UsageError: An upload is not possible, or the pool has not enough space.
         SerializationError: A file can't be read.
         PoolLost: The pool ended.
     """

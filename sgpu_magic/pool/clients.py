@@ -215,7 +215,7 @@ def _write(path: Path, text: str, line: str) -> None:
 
 
 class ConnectedClient(msgspec.Struct, eq=False):
-    """A process that said hello.
+    """A process that has sent `Hello`.
 
     Args:
         identity: Its ZeroMQ identity; a remote client gets a new one at each reconnection.

@@ -116,7 +116,7 @@ class Guard:
 
         Args:
             call: The call.
-            what: What a fault costs, for the log.
+            what: The consequence of a fault, for the log.
         """
         try:
             call()

@@ -216,7 +216,7 @@ class KernelContext:
         self._open(followed, state, live=self.live_views.is_watched and ui != "text")
 
     def widget_of(self, run: ClientRun, state: RunState) -> Any:
-        """Return an ipywidget that shows a run that this process attached to, and goes on showing it."""
+        """Return an ipywidget that shows a run that this process attached to, and keep it up to date."""
         # imported here: it takes 50 ms, and only front ends without a Jupyter kernel need it
         from sgpu_magic.views.live.widgets import WidgetAsValue
 

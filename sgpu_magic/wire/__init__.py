@@ -3,7 +3,7 @@
 Typed, frozen records and their codec. No sockets, clocks or threads.
 
 base         the base of records and messages; run ids and their validation; states and kinds of runs
-decoding     decodes what comes from outside: malformed data raises one kind of exception
+decoding     decodes data from outside: malformed data raises one kind of exception
 codec        message encoding and framing on a byte stream; formats of a rank's output pipe and stack file
 client       messages between clients and the pool service; a table of all links
 node         messages between the pool service and its nodes' agents

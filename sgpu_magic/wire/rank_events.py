@@ -33,7 +33,7 @@ class Collective(Record, frozen=True, kw_only=True):
         seq: Sequence number in the process group, from 1; the same on all ranks.
         pending: The rank has entered it and it is not complete.
         group: Name of the process group; "" for the default group.
-        queued: A device executes it: the rank goes on until it needs the result, wherever that is.
+        queued: It is queued on a device, so the rank continues until it needs the result.
     """
 
     name: str

@@ -40,7 +40,7 @@ class _Round(msgspec.Struct):
         waiting: By user, the waiting runs that were not considered yet, the last one first.
         skipped: By user, the runs that got nothing.
         given: By user, the number of the newest run that got something.
-        unfit: Requests that did not fit, and will not in this round, since the room only shrinks.
+        unfit: Requests that did not fit, and will not in this round, since free capacity only shrinks.
         kept: Nodes that are kept for a run.
         unaffordable: By type, why the budget keeps runs from starting; "" when it does not.
         out: The resulting instructions, by the runs' numbers.
@@ -61,8 +61,8 @@ class QueueRules:
 
     Args:
         table: The scheduler's runs.
-        costs: Has the prices, and says which requests can't start now because of the budget.
-        fair: Says which user is next.
+        costs: Has the prices, and decides which requests can't start now because of the budget.
+        fair: Decides which user is next.
         inventory: What the pool has; None while unknown.
         pass_over_s: Seconds from the first time a run is passed over until no run may pass it.
 

@@ -4,7 +4,7 @@ Pure: no clock (`handle` takes the time of each stimulus, always from the same c
 feeds it stimuli and executes its instructions. The design follows distributed's `worker_state_machine`.
 
     - `placement_request` interprets a request in this pool. `queue_rules` and `fair_share` decide which run gets
-      devices first. `queue_status` tells the others why they wait.
+      devices first. `queue_status` reports why the others wait.
     - `LaunchRun` grants the lease. `RanksReaped` frees it, or `LeaseFreed` if the run's final event comes later. The
       run stays queued until the agent's first `RunMoved`; until then the engine may return the lease with
       `LeaseRefused`.

@@ -21,7 +21,7 @@ class Comparison:
 
     Args:
         session: The session's name.
-        show: Shows what is going on, after a second and then once a second; None shows nothing.
+        show: Shows the progress, after a second and then once a second; None shows nothing.
     """
 
     def __init__(self, session: str, show: Show | None) -> None:

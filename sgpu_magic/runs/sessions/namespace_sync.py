@@ -263,7 +263,7 @@ class NamespaceTracker:
         return groups
 
     def keep(self, names: Iterable[str]) -> None:
-        """From now on, compare and send none of these names to a rank that has it."""
+        """Stop comparing these names, and stop sending them to ranks that have them."""
         with self._lock:
             self._kept.update(names)
 

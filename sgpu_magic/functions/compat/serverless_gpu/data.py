@@ -248,7 +248,7 @@ class UCVolumeReader(FileSystemReader):
 
 
 class _Volume:
-    """A checkpoint's folder, and the local one beside it; the same one where it is on a local disk."""
+    """A checkpoint's folder and the local folder for its files; the same folder if it is on a local disk."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = os.fspath(path)
