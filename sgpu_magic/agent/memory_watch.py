@@ -1,4 +1,4 @@
-"""The memory that runs use, and kills by the kernel's out-of-memory killer."""
+"""Detects kills by the kernel's out-of-memory killer, and reads the peak memory of processes."""
 
 from __future__ import annotations
 

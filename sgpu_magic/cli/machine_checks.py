@@ -1,4 +1,4 @@
-"""Checks of the system for `sgpu doctor`: host name, memory files, processes, limits, encryption."""
+"""Checks of the system for `sgpu doctor`: host name, visible devices, memory files, processes, limits, encryption."""
 
 from __future__ import annotations
 

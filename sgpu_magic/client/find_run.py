@@ -1,4 +1,4 @@
-"""Finds a run by the first digits of its id: its pool among several, and its files, local or remote."""
+"""Finds a run by the first digits of its id: its pool among several, or its directory on this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs a sweep: one run per item."""
+"""Runs a sweep: one run per item, as many at a time as the pool can hold."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names that a cell of a session rebinds."""
+"""Tracks which names plain cells rebind while sessions are connected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers with units and in columns, clipped texts, the clock that views use, and a run's times by it.
+"""The clock that views use, a run's times by it, and the alignment of columns.
 
 Running costs, durations and remaining times are differences between now and an event's time. Both are given by this
 clock, which advances with the monotonic clock, so a step of the wall clock affects none of them. The exception is an

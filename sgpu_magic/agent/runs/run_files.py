@@ -1,4 +1,4 @@
-"""What a run has on this node: its directory, its payload and results, and the directories of its own Ray cluster."""
+"""What a run has on this node: its directory, its payload and its results."""
 
 from __future__ import annotations
 
