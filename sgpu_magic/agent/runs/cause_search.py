@@ -55,7 +55,7 @@ class CauseSearch:
         self._free_others = free_others
         self._loop = asyncio.get_running_loop()
         self._has_begun = False
-        # ranks that have raised and format their tracebacks, and until when that is awaited
+        # ranks that have raised and are formatting their tracebacks, and how long to wait for them
         self._formatting: set[int] = set()
         self._awaited_until: float | None = None
 
