@@ -65,7 +65,7 @@ def main(source: Path, folder: Path) -> int:
 
 @contextlib.contextmanager
 def own_pool() -> Iterator[Path]:
-    """Use a separate pool in the block, and stop it at the end in every case.
+    """Use a separate pool in the block, and stop it at the end, even after an error.
 
     Yields:
         The folder with the pool's directories.

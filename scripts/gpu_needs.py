@@ -1,4 +1,4 @@
-"""The requirements, except torch, of the tests on GPUs: pyproject.toml read for `test_gpu.py` and `gpu_wheels.py`."""
+"""Reads from pyproject.toml what the tests on GPUs require, except torch, for `test_gpu.py` and `gpu_wheels.py`."""
 
 from __future__ import annotations
 

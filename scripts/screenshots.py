@@ -132,7 +132,7 @@ class Stage:
         expect(page.locator("#jupyterlab-splash")).to_have_count(0, timeout=_START_MS)
 
     def go(self, name: str = "go") -> None:
-        """Let cells that wait in `hold(name)` go on."""
+        """Let cells that wait in `hold(name)` continue."""
         (self._server.home.work / name).touch()
 
     def close(self) -> None:
@@ -214,7 +214,7 @@ def displays(stage: Stage) -> None:
 
 
 def hang(stage: Stage) -> None:
-    """Ranks that wait for one that does not come."""
+    """Ranks that wait in a collective that one rank never enters."""
     notebook = stage.open(HANG)
     notebook.start(1)
     wait_for_state(notebook, "running")

@@ -117,7 +117,7 @@ def make(python: Path) -> int:
 
 
 def what_is_there(names: Iterable[str]) -> list[Distribution]:
-    """Return those of the packages, and of their requirements, that this Python has."""
+    """Return the packages and their requirements, as far as this Python has them."""
     found: dict[str, Distribution] = {}
     for name in names:
         try:
@@ -129,7 +129,7 @@ def what_is_there(names: Iterable[str]) -> list[Distribution]:
 
 
 def link(packages: Iterable[Distribution], folder: Path) -> None:
-    """Make `folder` anew, with links to the packages' files and folders in `site-packages`."""
+    """Recreate `folder` with links to the packages' files and folders in `site-packages`."""
     if folder.is_dir():
         # removes the links, never their targets
         shutil.rmtree(folder)

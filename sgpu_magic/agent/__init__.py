@@ -1,6 +1,6 @@
 """The agent, one process per node: starts ranks, captures their output, finds root causes, stops ranks.
 
-An agent lives across runs.
+An agent outlives the runs that it executes.
 
 __main__        the process's entry point: connects to its pool, then runs `service`
 service         dispatches the pool's messages
@@ -14,11 +14,11 @@ blobs           fetches blobs from the pool's store, and assembles uploaded fold
 environments    the environments that runs need, and the processes that build them
 failures        failures and exits of ranks, redaction of secrets, and the root cause
 rank_deaths     how a rank died that exited without a report
-memory_watch    the memory that runs use, and kills by the kernel's out-of-memory killer
+memory_watch    kills by the kernel's out-of-memory killer, and the peak memory of processes
 native_aborts   what torch's C++ code writes before it aborts a rank because of a collective
 faults          limits an exception in a callback to the run it serves; background work
 
-runs/           a run and its state besides its ranks
+runs/           runs and sessions: their cells, files, events and ends
 ranks/          rank processes: forking, orders, messages, stopping
 watch/          stacks, stalls, CPU and GPU usage, devices
 """

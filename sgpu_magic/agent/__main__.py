@@ -31,7 +31,7 @@ def main() -> None:
     asyncio.run(service.run(socket.socket(fileno=int(sys.argv[1])), settings, lifeline))
     end_children()
     if lifeline >= 0:
-        # the pipe's other end may be dead, so the agent removes its own directories
+        # the process at the pipe's other end may be dead, so the agent removes its own directories
         for path in (settings.state_path, settings.runtime_path, Path(settings.lock_dir)):
             shutil.rmtree(path, ignore_errors=True)
         with contextlib.suppress(OSError):

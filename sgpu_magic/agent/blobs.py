@@ -114,7 +114,7 @@ class BlobCache:
                 if (coming := self._coming.get(blob)) is not None:
                     coming.cancel()
 
-    # ------------------------------------------------------------ within
+    # ------------------------------------------------------------ internals
 
     async def _fetched(self, store: str, digest: str, size: int) -> Path:
         path = self._folder / store / digest
@@ -248,7 +248,7 @@ class Uploaded:
         self._of.pop(run_id, None)
         self._kept.release(run_id)
 
-    # ------------------------------------------------------------ within
+    # ------------------------------------------------------------ internals
 
     async def _path(self, launch: Launch, upload: Upload) -> str:
         """Return an upload's path on this node, and assemble it if necessary."""
@@ -354,7 +354,7 @@ def _is_unchanged(copy: Path) -> bool:
 
 
 def _link(cwd: str, upload: Upload) -> None:
-    """Link an upload at its place in the notebook's folder, below the ranks' working directory."""
+    """Link an upload into the ranks' working directory, at its path in the notebook's folder."""
     if not upload.below:
         return
     link = os.path.join(cwd, *parts_of(upload.below))

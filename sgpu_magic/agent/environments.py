@@ -84,7 +84,7 @@ class _Builder:
                 self._process.returncode = 0
 
     def end(self) -> None:
-        """End the build; the process removes what it has begun, and is killed after a few seconds."""
+        """Stop the build. The process has `_END_S` seconds to remove its partial build before it is killed."""
         self.signal(signal.SIGTERM)
         asyncio.get_running_loop().call_later(_END_S, self.signal, signal.SIGKILL)
 
@@ -217,7 +217,7 @@ class Environments:
         """Return the environment's name on this node."""
         return f"{environment.digest}-{layer_tag()}"
 
-    # ------------------------------------------------------------ within
+    # ------------------------------------------------------------ internals
 
     def _want(self, run_id: str, environment: Environment, waiter: PreparingRun | None) -> None:
         name = self.name(environment)
@@ -285,7 +285,7 @@ class Environments:
                 self._deliver(name, wanted)
 
     def _deliver(self, name: str, wanted: _Wanted) -> None:
-        """Hold the built environment and notify the waiters; the builder goes on to compile it."""
+        """Hold the built environment and notify the waiters; the builder continues by compiling it."""
         try:
             wanted.held = self._store.open(name)
         except OSError as error:

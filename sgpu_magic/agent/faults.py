@@ -26,7 +26,10 @@ _tasks: set[asyncio.Task[Any]] = set()
 
 @contextlib.contextmanager
 def charging(who: OnFault | None) -> Generator[None]:
-    """Charge faults of everything scheduled within to `who`; None only logs. Exceptions propagate."""
+    """Report faults of everything that the block schedules to `who`; with None they are only logged.
+
+    Exceptions that the block itself raises propagate.
+    """
     token = _charged.set(who)
     try:
         yield
@@ -61,7 +64,7 @@ def charged() -> OnFault | None:
 
 
 def report(error: BaseException) -> None:
-    """Log a fault and charge it."""
+    """Log a fault and pass it to the current handler."""
     loop = asyncio.get_running_loop()
     loop.call_exception_handler({"message": "A fault of sgpu-magic in the agent", "exception": error})
 

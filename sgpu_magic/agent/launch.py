@@ -1,4 +1,4 @@
-"""Turns a launch into ranks: those of a standby group, or new ones.
+"""Starts the ranks of a launch: those of a standby group, or new ones.
 
 Packages and code that need preparation are prepared first. Standby groups are kept for the next run and for each
 session.
@@ -65,7 +65,7 @@ class RunLauncher(msgspec.Struct, frozen=True):
             # the zygote holds the environment from now on
             self.environments.leave(spec.run_id)
 
-    # ------------------------------------------------------------ within
+    # ------------------------------------------------------------ internals
 
     def _begin(self, launch: Launch, make: Callable[[], NodeRun | None]) -> None:
         """Make, register and start a run, or report why it can't be made."""

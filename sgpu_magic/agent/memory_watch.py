@@ -1,4 +1,4 @@
-"""The memory that runs use, and kills by the kernel's out-of-memory killer."""
+"""Detects kills by the kernel's out-of-memory killer, and reads the peak memory of processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class MemoryWatch:
     """Counts out-of-memory kills of the machine and of this process's memory cgroups since a run began.
 
     Args:
-        limit_bytes: The memory limit; None asks the system.
+        limit_bytes: The memory limit; by default, the system's.
     """
 
     def __init__(self, limit_bytes: int | None = None) -> None:

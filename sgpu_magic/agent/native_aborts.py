@@ -1,8 +1,8 @@
 """What torch's C++ code writes before it aborts a rank because of a collective.
 
 NCCL's watchdog ends its process from a thread of its own, with `std::terminate`: there is no Python exception, and what
-it writes to stderr is the only trace. This module is the only one that reads such texts, and it is asked only about
-ranks that were killed by SIGABRT. The versions are those of torch whose sources have the text.
+it writes to stderr is the only trace. This is the only module that parses such messages, and only those of ranks that
+were killed by SIGABRT. `KNOWN` gives the torch versions whose sources contain each message.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 
 from sgpu_magic.wire.rank_events import Collective, CollectiveTimeout
 
-# the watchdog also meets errors of the rank's own kernels, and ends the process with the same words
+# the watchdog reports errors of the rank's own kernels with the same message
 _OWN_ERROR = re.compile(
     r"watchdog thread terminated with exception: (?:\[Rank \d+\] )?(?:CUDA|HIP) error", re.IGNORECASE
 )
@@ -25,7 +25,7 @@ _WORK = re.compile(
     r"WorkNCCL\((?:SeqNum=(?P<seq>\d+), )?OpType=(?P<op>\w+)"
 )
 _TIMEOUT = re.compile(r"Timeout\(ms\)=(\d+)")
-# as the flight recorder names them; the others differ in their case only
+# names as in the flight recorder; those of other collectives differ only in case
 _NAMES = {
     "ALLREDUCE": "all_reduce", "ALLREDUCE_COALESCED": "all_reduce_coalesced", "ALLGATHER": "all_gather",
     "ALLTOALL": "all_to_all", "ALLTOALL_BASE": "all_to_all", "ALLGATHER_COALESCED": "all_gather_coalesced",
@@ -39,15 +39,15 @@ class Cause(enum.Enum):
     TIMED_OUT = enum.auto()
     """A collective did not complete in time: other ranks have not reached it."""
     PEER_LOST = enum.auto()
-    """Another rank is gone."""
+    """The connection to another rank was lost."""
 
 
 class NativeAbort(msgspec.Struct, frozen=True):
     """A recognized abort.
 
     Args:
-        cause: Why.
-        line: The line that says so.
+        cause: Why torch aborted the rank.
+        line: The line of output that shows the cause.
         timeout: The collective that timed out, if `cause` is `TIMED_OUT`.
     """
 
@@ -80,7 +80,7 @@ KNOWN = (
 
 
 def find_native_abort(output: str) -> NativeAbort | None:
-    """Return why torch aborted a rank, None if its last output does not say so or tells an error of its own device.
+    """Return why torch aborted a rank; None if its output does not say, or reports an error of the rank's own device.
 
     Args:
         output: The end of the output of a rank that was killed by SIGABRT.

@@ -1,6 +1,6 @@
 """The kernel's context on this node: its working directory, `sys.path` and variables, and its local code, unpacked.
 
-The context stays as it is where the node sees the kernel's files and runs its Python. Otherwise the built Python's
+The context is unchanged where the node sees the kernel's files and runs its Python. Otherwise the built Python's
 packages replace the kernel's, code bundles replace its local code, and a directory of the run replaces its working
 directory. Local code is unpacked once, and stays while a run uses it.
 """
@@ -124,7 +124,7 @@ def _linked(links: str, entry: str, folder: str) -> str:
 
 
 def point_link(link: str, target: str) -> None:
-    """Let a link point to `target`, whether it exists already or not."""
+    """Create a link to `target` atomically, or replace an existing one."""
     temporary = f"{link}.{os.getpid()}.part"
     Path(temporary).unlink(missing_ok=True)
     os.symlink(target, temporary)

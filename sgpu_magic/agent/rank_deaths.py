@@ -1,4 +1,4 @@
-"""How a rank died that exited without a report."""
+"""Describes how a rank died if it exited without a report."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ def describe_death(
 ) -> Failure:
     """Describe a rank whose process exited without a report.
 
-    An abort by torch, because of a collective that timed out or lost a peer, is a consequence.
+    A rank that torch aborted, because a collective timed out or lost a peer, is not the root cause.
 
     Args:
         failure: The failure without a message; its exit status is negative for a signal.
         ranks: The number of ranks in the run.
         meaning: A diagnosis of the signal; "" for its usual meaning.
         last_line: The last Python line that it executed, "" when unknown.
-        line_age_s: The time from that line to its end, as far as it is known to have passed.
+        line_age_s: The least time, in seconds, that can have passed between that line and the rank's end.
         last_output: The end of its output.
-        finishing: Whether its cell had ended, and it finished what the cell has started.
+        finishing: Whether its cell had ended and it was finishing threads and exit functions.
     """
     abort = find_native_abort(last_output) if failure.exit_status == -signal.SIGABRT else None
     tail = "\n".join(last_output.splitlines()[-_LAST_LINES:])

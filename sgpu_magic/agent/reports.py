@@ -21,8 +21,8 @@ from sgpu_magic.wire.files import NodeFileReply, NodeFileRequest
 from sgpu_magic.wire.node import DevicesFree, MasterBound, PartEnded, RanksGone, RunEvent, TrackingAsked
 from sgpu_magic.wire.rank_events import CommsMoved, DisplayPublished, OutputWritten
 
-# output, displays and data of widgets beyond this, of all runs together, are not kept for the next service; the text is
-# in the ranks' logs
+# limit for output, displays and widget data, of all runs together, that is kept for the next service; text beyond it is
+# still in the ranks' logs
 _KEPT_BYTES = 64 << 20
 # a smaller display or message of widgets is always kept
 _SMALL_BYTES = 512
@@ -42,16 +42,16 @@ _Event = tuple[RunEvent, Sequence[bytes]]
 
 
 class _ReportedRun(msgspec.Struct):
-    """What was reported of one run.
+    """What was reported about one run.
 
     Args:
         number: The number of its newest event.
         unkept: Events that no service has confirmed, oldest first.
         adopted: Whether the current service knows the run, so that events are sent at once.
         ended: Whether its `RunEnded` was reported.
-        part: Reported when its part of a run on several nodes has ended.
-        ranks: Reported when its processes are gone: `DevicesFree` while files are still being sent to the pool, then
-            `RanksGone`.
+        part: The report that this node's part of a multi-node run has ended; None before.
+        ranks: The report that its processes are gone: `DevicesFree` while files are still being sent to the pool, then
+            `RanksGone`; None before.
     """
 
     number: int = 0
@@ -106,7 +106,7 @@ class EventReports:
             self._send(reported.part)
 
     def devices_free(self, run_id: str) -> None:
-        """Report that every process of the run is dead and reaped; call `gone` when its files are at the pool."""
+        """Report that every process of the run is dead and reaped; `ranks_exited` follows when its files are sent."""
         self._ranks_are(DevicesFree(run_id=run_id))
 
     def ranks_exited(self, run_id: str) -> None:
@@ -154,7 +154,7 @@ class EventReports:
     def has_unkept(self, run_id: str) -> bool:
         """Whether a service still needs events of the run, other than `PayloadReleased`.
 
-        True at least until `gone`, that is until the run's files are at the pool.
+        True at least until `ranks_exited`, that is until the run's files are at the pool.
         """
         reported = self._runs.get(run_id)
         if reported is None:

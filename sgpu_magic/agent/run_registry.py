@@ -171,7 +171,7 @@ class RunRegistry:
             self.say_over(run.run_id, words)
 
     def say_over(self, run_id: str, words: str, kind: FailureKind = FailureKind.INTERNAL) -> None:
-        """Report that the run failed and is gone, as far as the pool does not know it: it can't start or continue."""
+        """Report that the run failed and that its ranks are gone, unless that was reported: it can't go on."""
         self._struck.discard(run_id)
         if not self.reports.has_ended(run_id):
             failure = Failure(kind=kind, message=words, host=socket.gethostname(), at=time.time())
@@ -200,7 +200,7 @@ class RunRegistry:
             self._later(_REPLENISH_DELAY_S, self._replenish, run.launch)
         self._loop.call_later(_KEEP_DELAY_S, self._keep, run)
 
-    # ------------------------------------------------------------ within
+    # ------------------------------------------------------------ internals
 
     def _later(self, delay_s: float, call: Callable[[T], None], of: T) -> None:
         """Schedule work on standby groups; its faults are not charged to the run that preceded it."""

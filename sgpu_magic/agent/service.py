@@ -197,7 +197,7 @@ class Agent:
             self._loop.call_later(_STOP_LOOK_S, self._await_ends)
 
     def _relay(self, number: int) -> None:
-        """Send a signal to the ranks that handle it: for others, its default action is their end."""
+        """Send a signal to the ranks that handle it; it would end the others."""
         for run in self._runs.all():
             if isinstance(run, FreshRun | NodeSession) and not run.has_exited:
                 for process in run.group.ranks:
@@ -219,7 +219,7 @@ class Agent:
             self._execute(message, frames)
 
     def _charged(self, message: Order) -> faults.OnFault | None:
-        """Return the handler for a fault: it charges the message's run, or answers the request."""
+        """Return the handler for a fault: it ends the message's run, or answers the request."""
         match message:
             case Launch(spec=spec):
                 run_id = spec.run_id

@@ -1,4 +1,4 @@
-"""How the agent survives a pool service: it introduces itself to each, and waits for, starts and accepts the next one.
+"""How the agent outlives a pool service: it introduces itself to each, and waits for, starts and accepts the next one.
 
 Ranks keep running when a service ends unexpectedly. A run whose notebook is dead too is cancelled, as the service would
 have done. Notebooks that follow a run start the next service; for detached runs the agent starts it. When no run is

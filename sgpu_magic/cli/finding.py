@@ -21,7 +21,7 @@ class Finding(msgspec.Struct, frozen=True):
         level: A problem prevents runs from working, a warning may.
         name: What was checked.
         text: The result, or what is wrong.
-        remedy: What to do about it; "" for nothing, and where `text` is an error's message, which says it.
+        remedy: What to do about it; "" if there is nothing to do, or if `text` is an error message with the remedy.
     """
 
     level: Level

@@ -40,7 +40,7 @@ def listing(settings: Settings, limit: int) -> str:
 
 
 def _row(record: JobRecord, now: float) -> tuple[str, ...]:
-    # when a killed job ended is unknown
+    # the end time of a killed job is unknown
     is_killed = record.code is None and not record.is_active
     return (
         short(record.job_id),

@@ -1,4 +1,4 @@
-"""Checks of the system for `sgpu doctor`: host name, memory files, processes, limits, encryption."""
+"""Checks of the system for `sgpu doctor`: host name, visible devices, memory files, processes, limits, encryption."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def encryption() -> Iterator[Finding]:
 def _encrypted_per_s() -> float:
     """Return bytes per second from one encrypted socket to another, 0 if a message took longer than 5 s."""
     keys, own = new_key_pair(), new_key_pair()
-    # a context each: their threads encrypt and decrypt
+    # separate contexts, because each context's thread encrypts or decrypts
     with (
         zmq.Context() as here,
         zmq.Context() as there,

@@ -127,7 +127,7 @@ def probe(environ: Mapping[str, str]) -> ProbeFacts:
     variables["OMP_NUM_THREADS"] = "1"
     ranks: list[subprocess.Popen[bytes]] = []
     with tempfile.TemporaryDirectory(prefix="sgpu-doctor-") as folder, contextlib.ExitStack() as stack:
-        # the other end stays open here: end of file tells the ranks that the doctor is gone
+        # the other end stays open here, so that the ranks see end of file when the doctor exits
         lifeline, end = os.pipe()
         for descriptor in (lifeline, end):
             stack.callback(os.close, descriptor)

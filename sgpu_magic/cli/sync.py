@@ -1,4 +1,4 @@
-"""`sgpu sync`: sends to MLflow what a dead or slow server left unsent, or lists it.
+"""`sgpu sync`: sends to MLflow what could not be sent because a server was down or slow, or lists it.
 
 One process per store sends, with the variables of this shell. User name, password and token are only passed to the
 store that `MLFLOW_TRACKING_URI` or the setting `tracking_uri` names; if neither is set, to the only server there is.

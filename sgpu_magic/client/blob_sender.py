@@ -97,7 +97,7 @@ class BlobSender:
         A thread hashes ahead, on all cores, while missing pieces are sent.
 
         Raises:
-            UsageError: The pool has no room.
+            UsageError: The pool has not enough space.
             PoolLost: The pool ended.
             SerializationError: A file can't be read.
         """

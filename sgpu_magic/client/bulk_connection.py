@@ -76,7 +76,10 @@ class BulkConnection:
         self._over_link = {number for number in requests if number not in self._here}
 
     def send(self, message: OutboundMessage, over_link: Send) -> None:
-        """Send a request with file data over the connection if it is open, else over the link; request it if due."""
+        """Send a request with file data over the connection if it is open, else over the link.
+
+        If the pool has a port for file data, also ask it for a connection, unless that was tried recently.
+        """
         if self.is_open:
             self._here[message.request] = message
             self._held.append(message)
@@ -133,7 +136,7 @@ class BulkConnection:
 
         Args:
             received: Called with each message.
-            over_link: Sends over the link what this connection did not transport.
+            over_link: Sends over the link what this connection did not deliver.
 
         Returns:
             Whether a message came.
@@ -179,10 +182,10 @@ class BulkConnection:
     # ------------------------------------------------------------ internals
 
     def _connected(self, connection: socket.socket) -> None:
-        """Begin the handshake, once the TCP connection is made.
+        """Begin the handshake, once the TCP connection is established.
 
         Raises:
-            OSError: It can't be made.
+            OSError: It can't be established.
             ValueError: The offer is not usable.
         """
         if found := connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):

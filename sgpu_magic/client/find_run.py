@@ -1,4 +1,4 @@
-"""Finds a run by the first digits of its id: its pool among several, and its files, local or remote."""
+"""Finds a run by the first digits of its id: its pool among several, or its directory on this machine."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def check_prefix(text: str, listed: str = ", as `sgpu runs` lists them", option:
     Args:
         text: The digits as they were given.
         listed: Where the user finds them, for the error message.
-        option: What they were given to, likewise; with `: ` at its end.
+        option: The option or argument that they were given for, with `: ` at its end, for the error message.
 
     Raises:
         UsageError: It can't be the beginning of an id.

@@ -54,13 +54,13 @@ class PoolLink:
     """A link to one pool service; a remote transport reconnects after a broken connection.
 
     Args:
-        transport: The way to the pool.
+        transport: Carries messages to the pool.
         on_notice: Called in the link's thread with each notice of the pool, "" when a notice is withdrawn.
 
     Attributes:
         lost: Set when this pool service is gone for good.
         title: The pool's name for use in messages.
-        transport: The way to the pool, which knows the size of chunks of file data.
+        transport: As given; it also has the size of chunks of file data.
 
     Raises:
         PoolError: The pool does not answer, or does not admit this user.

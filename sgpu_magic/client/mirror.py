@@ -125,7 +125,7 @@ class Mirror:
         Raises:
             RunFileUnknown: The run has no such file.
             PoolError: The pool does not answer.
-            OSError: There is no room.
+            OSError: There is not enough space.
         """
         if not fits_memory(self._size(name)):
             return os.open(self.bring(name), os.O_RDONLY | os.O_CLOEXEC)

@@ -52,7 +52,7 @@ class PayloadMemory:
             The payload and the raw frames to send with it.
 
         Raises:
-            UsageError: Neither memory nor disk has room for it, here or at a remote pool.
+            UsageError: Neither memory nor disk has enough space for it, here or at a remote pool.
             PoolLost: The remote pool is gone.
         """
         if packed.total_bytes <= INLINE_LIMIT:

@@ -130,7 +130,7 @@ class Pool:
 
         Raises:
             PoolError: The pool can't be reached or started.
-            UsageError: The pool refuses the run, or there is no room for its payload.
+            UsageError: The pool refuses the run, or there is not enough space for its payload.
             CapacityError: No devices are free and the run does not wait.
         """
         try:

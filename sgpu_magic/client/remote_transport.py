@@ -1,7 +1,7 @@
 """Transport to a pool on another machine, over connections that may break.
 
 The first message on each TCP connection identifies the client to the pool; the client then requests what may have been
-lost. Requests are resent until they are answered; the pool carries each out once.
+lost. Requests are resent until they are answered; the pool executes each one once.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _NOT_OURS = (zmq.Event.HANDSHAKE_FAILED_NO_DETAIL, zmq.Event.HANDSHAKE_FAILED_PR
 
 
 class RemoteTransport(Transport):
-    """Transport to a pool on another machine, over one connection after the other.
+    """Transport to a pool on another machine, over successive connections.
 
     Args:
         name: The pool's name in `pools.toml`.
@@ -133,9 +133,10 @@ class RemoteTransport(Transport):
             context.term()
 
     def _talk(self, connection: RemoteConnection, outgoing: SendQueue, link: LinkEnd) -> bool:
-        """Exchange messages over one connection. Returns False if no further connection is to be made.
+        """Exchange messages over one connection.
 
-        That is when another pool service answers, the pool has been silent for too long, or `outgoing` has ended.
+        Returns False if no further connection is to be made, because another pool service answers, the pool has been
+        silent for too long, or `outgoing` has ended.
 
         Raises:
             PoolError: The pool does not answer the greeting, or refuses it.
@@ -340,7 +341,7 @@ class RemoteConnection:
         return alive, self._dealer in ready
 
     def close(self, linger_ms: int = 0) -> None:
-        """Close the connection; unsent messages are given `linger_ms` to leave."""
+        """Close the connection; unsent messages are sent for at most `linger_ms` milliseconds."""
         self._dealer.disable_monitor()
         self._dealer.close(linger_ms)
         self.monitor.close(0)

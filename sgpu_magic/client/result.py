@@ -164,7 +164,7 @@ class RunResult:
         tables: list[str] = []
         for value in self.values:
             table = _table(value)
-            # a table that has no room is shown as text, as are other values
+            # a table that does not fit is shown as text, as are other values
             tables.append(table if len(table) <= room else "")
             room -= len(tables[-1])
         if not any(tables):

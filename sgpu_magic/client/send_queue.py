@@ -59,7 +59,7 @@ class SendQueue:
         return self._reader.fileno()
 
     def take(self) -> Iterator[OutboundMessage]:
-        """Yield the queued parcels; sets `closed` when the end is reached."""
+        """Yield the queued messages; set `closed` when the end is reached."""
         with contextlib.suppress(BlockingIOError):
             self._reader.recv(4096)
         with contextlib.suppress(queue.Empty):

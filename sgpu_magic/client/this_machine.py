@@ -278,7 +278,9 @@ def agent_pid(path: Path) -> int:
 
 
 def start_pool(settings: Settings, warm: Warm | None = None) -> tuple[PoolAddress, bool]:
-    """Start the local pool. Returns its address once it listens, and whether it is not another client's.
+    """Start the local pool, or wait for one that another client is starting.
+
+    Returns the pool's address once it listens, and whether it was started here.
 
     Args:
         settings: Settings, with the pool's directories.

@@ -34,7 +34,7 @@ class LinkEnd(Protocol):
 
 
 class Transport(ABC):
-    """The way of a link's messages to its pool. `carry` runs in the link's thread; the rest is thread-safe.
+    """Carries a link's messages to its pool. `carry` runs in the link's thread; the rest is thread-safe.
 
     Attributes:
         title: The pool's name for use in messages.
@@ -57,7 +57,7 @@ class Transport(ABC):
 
     @property
     def slow_why(self) -> str:
-        """Why file data takes a slower way than it could; "" if it does not."""
+        """Why file data takes a slower route than it could; "" if it does not."""
         return ""
 
     @abstractmethod

@@ -250,7 +250,9 @@ class KnownDigests:
 
 
 def sent(along: Attachments, link: PoolLink, state: Path, sending: Sending) -> tuple[Attachments, list[str]]:
-    """Send a remote pool the code, wheels, folders and files that it lacks; a no-op for a pool near this machine.
+    """Send a pool the code, wheels, folders and files that it lacks.
+
+    A no-op for a pool whose ranks are on this machine.
 
     Args:
         along: Attachments with paths on this machine.
@@ -262,7 +264,7 @@ def sent(along: Attachments, link: PoolLink, state: Path, sending: Sending) -> t
         The attachments with blobs instead of paths, and a sentence per upload with its size and how much was sent.
 
     Raises:
-        UsageError: An upload is not possible, or the pool has no room.
+        UsageError: An upload is not possible, or the pool has not enough space.
         SerializationError: A file can't be read.
         PoolLost: The pool ended.
     """

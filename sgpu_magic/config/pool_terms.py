@@ -17,7 +17,7 @@ V = TypeVar("V")
 _EXAMPLE = "a10=1.20,h100=4.50,team/h100=3.90"
 
 EVERYBODY = "*"
-"""The user whose limits hold for all that have none of their own."""
+"""The user whose limits apply to all users without their own."""
 
 _PRIORITIES = "alice=10,*=0"
 _QUOTAS = "alice=8,alice:h100=4,*=16"

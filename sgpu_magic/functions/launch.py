@@ -1,4 +1,4 @@
-"""Submits function calls as runs: one call, or one for each item of a sweep, as many at a time as the pool can hold."""
+"""Submits function calls as runs: single calls, and those of a sweep."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs a sweep: one run per item."""
+"""Runs a sweep: one run per item, as many at a time as the pool can hold."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ class Sweeping(Generic[T, R]):
         return max(1, min(status.inventory.cores, status.inventory.cpu_slots) // ranks)
 
     def _start(self, task: Task[T, R]) -> bool:
-        """Submit an item's run, or note why that is impossible. Returns False to try again later."""
+        """Submit an item's run, or record why that is impossible. Returns False to try again later."""
         try:
             options = replace(self._options, name=f"{self._name}[{task.index}]")
             call = FunctionCall(self._function, (task.item,), {})

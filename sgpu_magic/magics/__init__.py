@@ -2,10 +2,10 @@
 
 extension       the extension as a whole: all magics, hooks and the panel's endpoint, registered with a shell
 run_magics      magics that run cells and inspect runs
-session_magics  magics of what cells run in: sessions, and the packages of `%sgpu_env`
+session_magics  magics for sessions, and `%sgpu_env` for packages
 rank_errors     errors of ranks that IPython itself renders
 warm_pool       keeps ranks warm while the notebook is in use
-rebind_tracker  names that a cell of a session rebinds
+rebind_tracker  names that plain cells rebind while sessions are connected
 auto_mode       `%sgpu_auto`: cells that run on the pool without a magic
 completion      completion of options, types and runs; completion and `obj?` answered by a rank
 """

@@ -43,7 +43,7 @@ class AutoMode:
         self._shell = shell
         self.is_on = False
         cleanup: list[object] = shell.input_transformers_cleanup
-        # behind the one of `sgpu_magic.compat`, also when this extension is loaded again
+        # after the transformer of `sgpu_magic.compat`, also when this extension is loaded again
         before = [at for at, each in enumerate(cleanup) if getattr(each, "comes_first", False)]
         cleanup.insert(before[-1] + 1 if before else 0, self)
         registry.when_dropped.append(self._on_session_end)
@@ -66,7 +66,7 @@ class AutoMode:
         return self.is_on and not stays_here(source.splitlines()) and not self._uses_notebook_objects(source)
 
     def _uses_notebook_objects(self, source: str) -> bool:
-        """Whether a cell uses an object that can't leave the notebook by its nature, such as `dbutils`."""
+        """Whether a cell uses an object that can't be sent to ranks, such as `dbutils`."""
         namespace: dict[str, object] = self._shell.user_ns
         code = "\n".join(line for line in source.splitlines() if not _IS_BLANK.match(line))
         return any(only_in_notebook(namespace.get(name)) for name in frozenset(_NAME.findall(code)))

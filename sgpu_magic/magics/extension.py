@@ -85,7 +85,7 @@ def _unregister(shell: InteractiveShell, owner: Magics) -> None:
 def _help_without_body(lines: list[str]) -> list[str]:
     """Add a body to `%%distributed -h`: IPython rejects a cell magic without one before calling it.
 
-    In `%%rank[0]` IPython would take the brackets for a part of the magic's name.
+    Also separate `%%rank[0]` into name and ranks: IPython would take the brackets for a part of the magic's name.
     """
     if lines and lines[0].startswith("%%rank["):
         lines = [lines[0].replace("%%rank[", "%%rank [", 1), *lines[1:]]

@@ -1,4 +1,4 @@
-"""Names that a cell of a session rebinds."""
+"""Tracks which names plain cells rebind while sessions are connected."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class RebindTracker:
         self._undo: list[tuple[Session, Assigned]] = []
 
     def before_cell(self, info: Any) -> None:
-        """Record the names before the cell runs: once it has bound them, it may itself run something in a session."""
+        """Record the names before the cell runs, because the cell itself may use a session after it has bound them."""
         self._undo = []
         sessions, source = registry.all_sessions(), info.raw_cell
         if not sessions or not isinstance(source, str):
@@ -38,7 +38,7 @@ class RebindTracker:
                 self._undo = [(session, session.shipping.assigned(names)) for session in sessions]
 
     def after_cell(self, result: Any) -> None:
-        """Take back what a failed cell would have assigned."""
+        """Undo the record of names that a failed cell would have assigned."""
         undo, self._undo = self._undo, []
         if not result.success:
             for session, before in undo:

@@ -1,4 +1,4 @@
-"""The magics of what cells run in: `%sgpu_connect` and others for sessions, `%sgpu_env` for packages."""
+"""The magics for sessions, such as `%sgpu_connect`, and `%sgpu_env` for packages."""
 
 # IPython's own attributes are only partly typed
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false

@@ -123,7 +123,7 @@ def add_option(parser: argparse.ArgumentParser, name: str, **own: Any) -> None:
 def fields(
     found: argparse.Namespace, names: Iterable[str], readers: Mapping[str, Reader] | None = None
 ) -> dict[str, Any]:
-    """Convert parsed options to the fields of a record of `asked`.
+    """Convert parsed options to the fields of a record of `option_records`.
 
     Args:
         found: The parsed line.

@@ -12,7 +12,7 @@ Ranks = Iterable[int] | int | str
 """Ranks of a session: `0`, `[0, 2]`, `"0,2-3"`."""
 
 _RANKS = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?|(-\d{1,5})")
-# as ipyparallel writes them
+# ipyparallel's spellings
 _ALL = ("all", ":")
 
 

@@ -46,8 +46,8 @@ class Option(msgspec.Struct, frozen=True):
     """One option.
 
     Args:
-        asks: The field that it sets in a record of `asked`, with the prefix `devices.` or `environment.` for nested
-            records.
+        asks: The field that it sets in a record of `option_records`, with the prefix `devices.` or `environment.` for
+            nested records.
         help: Help text on a command line.
         metavar: Placeholder of its value in the help; None for its name in capitals.
         short: Short form.
@@ -244,7 +244,7 @@ OPTIONS: Mapping[str, Option] = {
 
 
 def read(given: Mapping[str, Any], spelled: Callable[[str], str], readers: Mapping[str, Reader]) -> dict[str, Any]:
-    """Convert given options to the fields of a record of `asked`.
+    """Convert given options to the fields of a record of `option_records`.
 
     Args:
         given: Values by option; None if not given.
@@ -295,7 +295,7 @@ def in_python(name: str) -> str:
 
 
 def as_argument(named: OptionName) -> str:
-    """Return an option of a text as the Python API spells it: `gpus`, `gpus=4`, `gpu_type="a10"`, `track=False`."""
+    """Return an option in a text as the Python API spells it: `gpus`, `gpus=4`, `gpu_type="a10"`, `track=False`."""
     name = in_python(named.name)
     option = OPTIONS[named.name]
     if option.switch:
@@ -306,6 +306,6 @@ def as_argument(named: OptionName) -> str:
 
 
 def as_job_key(named: OptionName) -> str:
-    """Return an option of a text as a job file spells it: `gpus`, `gpus: 4`, `min_memory: 40GB`."""
+    """Return an option in a text as a job file spells it: `gpus`, `gpus: 4`, `min_memory: 40GB`."""
     key = named.name.replace("-", "_")
     return key if named.value is None else f"{key}: {named.value}"

@@ -1,4 +1,4 @@
-"""Parsers of option values: durations, devices, names, variables, amounts, lists of ranks."""
+"""Parsers of option values: durations, devices, names, variables, paths, amounts."""
 
 from __future__ import annotations
 

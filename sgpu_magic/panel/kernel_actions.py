@@ -1,6 +1,7 @@
 """The kernel's side of a panel: reports the notebook's state, plans and applies a choice, connects and disconnects.
 
-All requests run in their own threads, as cells may be running, and print nothing."""
+All requests run in their own threads, because cells may be running, and print nothing.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Where a panel's requests reach the kernel. Each is answered in another thread than the one that received it.
 
-`KernelActions` is imported with the first request, so a kernel without a panel pays nothing for it.
+`KernelActions` is imported with the first request, so a kernel without a panel never imports it.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class KernelEndpoint:
         self._actions: KernelActions | None = None
         self._watchers: Watchers | None = None
         self._views: list[PanelView] = []
-        # separate lanes, so that state requests do not wait for actions
+        # separate threads, so that state requests do not wait for actions
         self._polls, self._plans = SerialExecutor("sgpu-panel-looks"), SerialExecutor("sgpu-panel-plans")
-        # several lanes, so that a long action does not delay the refusal of another, nor a disconnection
+        # several threads, so that a long action delays neither the refusal of another nor a disconnection
         self._deeds = tuple(SerialExecutor("sgpu-panel-deeds") for _ in range(_DEEDS))
         context.live_views.serve(PANEL, self.take)
         self._announce(loaded=True)

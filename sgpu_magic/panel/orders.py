@@ -106,7 +106,7 @@ class Page:
 
     @property
     def is_watching(self) -> bool:
-        """It gets updates."""
+        """Whether the page gets updates."""
         return self._watched is not None
 
     def rest(self) -> None:

@@ -1,4 +1,4 @@
-"""Finds out what applying a choice would do, without doing it. `format_plan` puts it into words."""
+"""Determines what applying a choice would do, without doing it. `format_plan` formats the result."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ MOST_NAMED = 5
 
 
 class SessionStep(enum.Enum):
-    """What becomes of the sessions."""
+    """What applying the choice does to the sessions."""
 
     NONE_RUNS = enum.auto()
     OTHERS_STAY = enum.auto()
@@ -139,7 +139,7 @@ class Plan(msgspec.Struct, frozen=True):
         problem: Why the choice can't be applied; None if it can. Nothing below it is known then.
         pool_notes: Why the pool is chosen.
         packages: What happens to packages.
-        step: What becomes of the sessions; None with a problem.
+        step: What happens to the sessions; None with a problem.
         session: The default session; None if none is connected.
         restart: The end of the session that is replaced; None if none is.
         devices: What the new session would find; None if none is started, or the pool is started first.
@@ -320,7 +320,7 @@ def _restart(session: Session, status: PoolStatus | None) -> Restart:
 
 
 def _left_alone(current: Session | None, choice: Choice, *, changed: bool) -> SessionStep:
-    """Return what becomes of the sessions when none is connected or ended."""
+    """Return what happens to the sessions when none is connected or ended."""
     if current is None:
         return SessionStep.OTHERS_STAY if registry.names() else SessionStep.NONE_RUNS
     if not fits(current, choice):

@@ -279,7 +279,7 @@ def poller_of(pool: str, read_settings: Callable[[], Settings]) -> Poller:
 
 
 class ListPoller:
-    """Polls all pools of the list at once. Owned by one thread, except for `drawn`.
+    """Polls all pools of the list in parallel. Owned by one thread, except for `drawn`.
 
     Args:
         read_settings: Reads the settings.
@@ -293,7 +293,7 @@ class ListPoller:
         self._answers: Sequence[PoolStatusReply] = ()
 
     def poll(self) -> PoolsUpdate:
-        """Poll the pools and return the same as `drawn`."""
+        """Poll the pools and return their states, as `drawn` does."""
         # problems of the list or the settings are reported by the chosen pool's state
         with contextlib.suppress(SgpuError):
             if read_pools():

@@ -48,7 +48,7 @@ class PollSource(Protocol[S_co]):
 
 
 class Watcher(ABC, Generic[S]):
-    """Polls as long as it has listeners, and sends them what has changed. Thread-safe.
+    """Polls as long as it has listeners, and sends them changes. Thread-safe.
 
     Args:
         name: Suffix of the thread's name.
@@ -230,7 +230,7 @@ class PoolWatcher(Watcher[PollResult]):
 
 
 class ListWatcher(Watcher[PoolsUpdate]):
-    """Polls all pools of the list at once.
+    """Polls all pools of the list in parallel.
 
     Args:
         read_settings: Reads the settings.

@@ -8,7 +8,7 @@ lifecycle          one pool per user and machine: lock, address file, shutdown w
 service            assembles the parts
 inventory          the newest inventory of the nodes, and calls that wait for a fresh one
 adoption           runs of an earlier service that this one takes over
-health             how faults of the service are contained: a fault costs one run or one reply
+health             limits each fault of the service to one run or one reply
 server             receives clients' messages, sends replies and events
 event_feed         events of runs, sent to the clients that follow them
 remote_clients     connections of clients on other machines, and their limits
@@ -24,7 +24,7 @@ environment_store  the files that describe environments, kept by the pool
 instructions       executes the scheduler's instructions: starts groups of ranks, and restarts failed ones
 reports            handles the nodes' reports about their runs
 active_runs        the active runs, up to their final events
-pool_run           one run: its submission, its clients, its log, and how far its group of ranks is
+pool_run           one run: its submission, its clients, its log, and the state of its group of ranks
 run_log            a run's numbered and stored events
 billing            records the runs' meters, and computes the pool's budget
 ledger             one row per run; rows of cells in sessions are written with a short delay

@@ -50,7 +50,7 @@ class ActiveRuns:
 
     Attributes:
         event_feed: Sends events to the runs' followers.
-        settled: The runs of an earlier service have been adopted or recorded as lost.
+        settled: Whether the runs of an earlier service have been adopted or recorded as lost.
         resubmittable: Runs queued in an earlier service, until their notebooks submit them again.
     """
 
@@ -165,7 +165,7 @@ class ActiveRuns:
             asyncio.get_running_loop().call_later(_WRITE_AGAIN_S, self._write_again)
 
     def _write_again(self) -> None:
-        # schedule the next turn first: a fault below then costs this turn only
+        # schedule the next attempt first, so that a fault below does not end the retries
         next_turn = asyncio.get_running_loop().call_later(_WRITE_AGAIN_S, self._write_again)
         for run in list(self._behind.values()):
             if run.log is not None and run.log.write():

@@ -23,7 +23,7 @@ from sgpu_magic.wire.pool_status import BudgetState
 
 
 class IdleMeter:
-    """Measures how long no cell ran in a session, in seconds of any one clock.
+    """Measures how long no cell ran in a session, in seconds. All times passed to it must be from the same clock.
 
     Args:
         since: When it starts to count.
@@ -54,7 +54,7 @@ class IdleMeter:
 class Billing:
     """Computes the ledger's entries for the runs' meters, which the scheduler starts and stops.
 
-    Runs in a session are not billed: the session is.
+    Runs in a session are not billed, since the session itself is.
 
     Args:
         ledger: Where the entries are recorded.

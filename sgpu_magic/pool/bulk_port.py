@@ -1,9 +1,9 @@
 """A second TCP port of a served pool, for clients' messages with file data: TLS in a thread of its own.
 
-A client gets the certificate and a token over its ZeroMQ link, where both sides have proved their keys. The token is
-valid once and for seconds. A connection without a token is closed after seconds; when there are too many, the oldest
-are closed first. The thread passes messages to the loop one by one, and reads no more from a connection while too many
-of its requests are open.
+A client gets the certificate and a token over its ZeroMQ link, where both sides have proved their keys. A token can be
+used once, within a few seconds. A connection without a token is closed after a few seconds; when there are too many,
+the oldest are closed first. The thread passes messages to the loop one by one, and reads no more from a connection
+while too many of its requests are open.
 """
 
 from __future__ import annotations

@@ -215,7 +215,7 @@ def _write(path: Path, text: str, line: str) -> None:
 
 
 class ConnectedClient(msgspec.Struct, eq=False):
-    """A process that said hello.
+    """A process that has sent `Hello`.
 
     Args:
         identity: Its ZeroMQ identity; a remote client gets a new one at each reconnection.
@@ -224,7 +224,7 @@ class ConnectedClient(msgspec.Struct, eq=False):
         user: Its user in the pool.
         same_host: Whether it is on the service's machine and sees its files.
         shares_pids: Whether it has the same PID namespace: memory files are found by pid.
-        connection: The connection whose end is its end, where its process can't be seen; -1 elsewhere.
+        connection: The connection whose end counts as the process's, where that can't be seen; -1 elsewhere.
         admin: Whether it may end other users' runs.
         instance: Identifies a remote client across its connections.
         key: Its public key; "" on the service's machine.

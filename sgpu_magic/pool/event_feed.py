@@ -79,7 +79,7 @@ class EventFeed:
             self._timer = self._loop.call_soon(self._turn)
 
     def forget(self, client: ConnectedClient, run_id: str = "") -> None:
-        """Stop sending to a client that is gone, or only one run's events when it no longer follows that run."""
+        """Stop sending events to a client: those of one run, or of all runs if `run_id` is empty."""
         for key in [key for key in self.lags if key[0] is client and run_id in ("", key[1])]:
             del self.lags[key]
 

@@ -70,7 +70,7 @@ class FileRequestHandler:
         settings: The pool's settings.
         server: Where the clients are connected.
         active: The active runs.
-        permissions: Says which user a run belongs to.
+        permissions: Knows which user a run belongs to.
     """
 
     def __init__(self, *, settings: Settings, server: Server, active: ActiveRuns, permissions: Permissions) -> None:

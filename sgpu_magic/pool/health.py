@@ -1,9 +1,9 @@
-"""How faults of the service are contained: a fault costs one run or one reply.
+"""Limits each fault of the service to one run or one reply.
 
 Every message from a client, a node or a helper process is handled within a call of `Guard`. After a fault outside of
 `Guard`, the service exits and the next one adopts its runs: those with a living agent continue under it, queued ones
-are resubmitted by their notebooks, and all others are recorded as lost; their logs stay. A service that meets a fault
-soon after its start would pass it on for ever: its successor is degraded, which `Health` describes.
+are resubmitted by their notebooks, and all others are recorded as lost; their logs stay. A fault soon after the start
+would recur in every successor, so the next service is degraded; see `Health`.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class Guard:
 
         Args:
             call: The call.
-            what: What a fault costs, for the log.
+            what: The consequence of a fault, for the log.
         """
         try:
             call()

@@ -144,7 +144,7 @@ class Instructions:
 
 
 class LaunchHandler:
-    """Orders groups of ranks from the engine, and reports to the scheduler what became of them.
+    """Orders groups of ranks from the engine, and reports their outcome to the scheduler.
 
     Args:
         engine: Where the ranks run.

@@ -58,7 +58,7 @@ Statement = tuple[str, Sequence[str | int | float]]
 """An SQL statement and its values."""
 
 _FILES = ("", "-wal", "-shm")
-# `checkpoint` leaves a write-ahead log up to this size alone; SQLite truncates a larger one to it
+# `checkpoint` ignores a write-ahead log up to this size; SQLite truncates a larger one to it
 _LOG_BYTES = 1 << 20
 # each round checkpoints what was written during the previous one
 _MOST_ROUNDS = 20

@@ -64,7 +64,7 @@ class PoolPresence:
 
     Raises:
         AlreadyRunning: Another pool has the state directory.
-        UsageError: The pool of another state directory has the directory of sockets.
+        UsageError: The pool of another state directory uses this directory of sockets.
     """
 
     def __init__(self, runtime: Path, state: Path) -> None:

@@ -1,8 +1,8 @@
 """What a client may ask for, and which run it means by an ID prefix.
 
 On the service's machine everything is permitted: a client that reaches the socket also owns the files. A client on
-another machine acts as the user that its key is listed for. Of other users' runs it sees only the rows in the status;
-an admin may also end them.
+another machine acts as the user that its key is listed for. It sees only the status rows of other users' runs; an admin
+may also end them.
 """
 
 from __future__ import annotations

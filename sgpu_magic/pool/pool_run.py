@@ -1,4 +1,4 @@
-"""One run of the pool: its submission, its clients, its event log, and how far its group of ranks is."""
+"""One run of the pool: its submission, its clients, its event log, and the state of its group of ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SUBMITTED = tuple({*Submit.__struct_fields__} & {*Launch.__struct_fields__})
 
 
 class GroupState(Enum):
-    """How far a run's group of ranks is.
+    """The state of a run's group of ranks.
 
     `RunState` is what the run's followers see. This is what the engine has done for the run, and decides what may be
     ordered from it next.

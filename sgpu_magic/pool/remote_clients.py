@@ -1,7 +1,7 @@
 """Clients on other machines: a ZeroMQ router on TCP that admits listed keys only.
 
-A broken connection loses nothing: a client that reconnects names its instance and resumes. A client that stays away
-longer than the link's time-out is gone.
+A broken connection loses nothing: a client that reconnects names its instance and resumes. A client that does not
+reconnect within the link's time-out counts as gone.
 """
 
 from __future__ import annotations
@@ -258,8 +258,8 @@ class RemoteClients(Router):
 class ConnectionLimit:
     """Counts the connections of a listening socket, and ends surplus ones. Used in the loop's thread.
 
-    A connection without a hello is unknown. A handshake takes milliseconds: when there are too many unknown
-    connections, the oldest of them are closed, so that clients with a listed key still get in.
+    A connection without a `Hello` is unknown. A handshake takes milliseconds: when there are too many unknown
+    connections, the oldest of them are closed, so that clients with a listed key can still connect.
 
     Args:
         listening: The socket, before it is bound.
@@ -267,7 +267,7 @@ class ConnectionLimit:
         most_unknown: The most unknown connections among them.
 
     Attributes:
-        unknown: The inode of each connection without a hello, by descriptor, oldest first.
+        unknown: The inode of each connection without a `Hello`, by descriptor, oldest first.
     """
 
     def __init__(
@@ -284,7 +284,7 @@ class ConnectionLimit:
         self._receive_all()
 
     def knows(self, descriptor: int) -> None:
-        """Mark a connection as known: a client with a listed key said hello over it."""
+        """Mark a connection as known: a client with a listed key has sent `Hello` over it."""
         if self.unknown.pop(descriptor, None) is not None:
             self._known.add(descriptor)
 

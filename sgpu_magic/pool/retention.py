@@ -233,7 +233,7 @@ def remove_directory(runs_path: Path, run_id: str) -> bool:
 def measure(directory: Path) -> tuple[int, float]:
     """Return a directory's size on disk in bytes, and when it or an entry directly in it last changed.
 
-    Symbolic links are not followed, and of a file with several hard links each counts a share.
+    Symbolic links are not followed. Each hard link of a file counts for an equal share of its size.
     """
     total, changed = 0, 0.0
     with contextlib.suppress(OSError):
@@ -277,7 +277,7 @@ class _Measured(msgspec.Struct, frozen=True):
     measured_at: float
 
     def holds(self, changed_ns: int, now: float) -> bool:
-        """Whether it need not be made again: the run had ended a while before, and nothing is known to have changed."""
+        """Whether it is still valid: the run had ended a while before, and nothing is known to have changed."""
         return (
             changed_ns == self.changed_ns
             and not self.run.unsent

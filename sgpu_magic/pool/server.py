@@ -193,7 +193,7 @@ class Server(Router):
             client.pidfd = None
 
     def drop(self, client: ConnectedClient) -> None:
-        """Forget a client that said goodbye."""
+        """Forget a client that has sent `Goodbye`."""
         if client.same_host:
             self._forget(client)
         elif self._remote is not None:

@@ -1,4 +1,7 @@
-"""The pool service: feeds stimuli to the scheduler and executes its instructions. It makes no decisions itself."""
+"""The pool service: assembles its parts, feeds stimuli to the scheduler and has its instructions executed.
+
+It makes no decisions itself.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Submitted runs: checked, held, passed to the scheduler; their packages, prepared and described while they wait.
 
-`unfit` and `unstartable` say what no pool accepts, whatever is free. They are pure.
+`unfit` and `unstartable` return why no pool accepts a run, whatever devices are free. They are pure.
 
 The directories of all runs with the same environment and user link to the same read-only files that describe it
 (`requirements.txt`, `pylock.toml`), so a thousand runs take no more disk space than one. Files that no run's directory

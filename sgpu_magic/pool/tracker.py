@@ -36,7 +36,7 @@ from sgpu_magic.wire.tracking import (
     without_user,
 )
 
-# delay after the first run that needs a writer: launches come in bursts, and their results have precedence
+# delay after the first run that needs a writer: launches come in bursts, and their results take precedence
 _LATER_S = 1.0
 _LEFTOVERS_S = 15.0
 # with `track = "auto"`, runs that end sooner without failing are not tracked

@@ -82,7 +82,7 @@ class TrackerProcess:
             self.hurry(order.run_id)
 
     def hurry(self, run_id: str) -> None:
-        """Give a run precedence, because a rank waits for its MLflow run."""
+        """Write a run first, because a rank waits for its MLflow run."""
         if (order := self._orders.get(run_id)) is None:
             return
         self._orders[run_id] = replace(order, urgent=True)
@@ -134,7 +134,7 @@ class TrackerProcess:
         self._lose_patience(None if self._urgent else _PATIENCE_S)
 
     def _lose_patience(self, after_s: float | None) -> None:
-        """Restart the process if it has not reported after so many seconds; None cancels that."""
+        """Restart the process if it has not reported after `after_s` seconds; None cancels the timer."""
         if self._patience is not None:
             self._patience.cancel()
         self._patience = None if after_s is None else asyncio.get_running_loop().call_later(after_s, self._too_slow)

@@ -2,12 +2,12 @@
 
 kernel_context   the pools, views and settings of this process, shared by magics and Python functions
 handle           `Run`: the handle of a run in the background; also trims the tracebacks that callers see
-notebook         facts about the notebook, its cells and its git repository; outputs below cells; kernel restarts
-kernel_restarts  tells a restart of the kernel from its end
+notebook         facts about the notebook and its cells; outputs below cells
+kernel_restarts  distinguishes a restart of the kernel from its shutdown
 notices          notices below cells, published from any thread
 git_state        the state of the notebook's git repository
 packages         this process's packages, reported to the pool
-environments     descriptions of environments: files for a run's directory, the report of `%sgpu_env`
+environments     descriptions of environments: files in a run's directory, the report of `%sgpu_env`
 pools_status     the status of several pools in one view, and the live output of `%sgpu_status`
 submit/          submission of cells and calls
 follow/          a run's events until its end, and its results

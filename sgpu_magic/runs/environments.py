@@ -1,4 +1,4 @@
-"""Descriptions of environments: the files that a run's directory gets of one, and the report of `%sgpu_env`."""
+"""Descriptions of environments: the files in a run's directory that describe one, and the report of `%sgpu_env`."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class KernelContext:
 
     Attributes:
         settings: The settings when the object was created; the pool's directories do not change.
-        progress: Shows what takes long before a run is submitted.
+        progress: Shows the progress of long steps before a run is submitted.
         pools: All pools that may be used, each connected on first use.
         pool: The local pool, started on first use.
         follower: Follows runs in the background while the program continues.
@@ -191,7 +191,7 @@ class KernelContext:
             The result; None if the run was detached.
 
         Raises:
-            Exception: As `outcome.bring_back`.
+            Exception: As `outcome.collect`.
         """
         try:
             # inside the try, because this creates the view: an interrupt now must not leave an unfollowed run
@@ -216,7 +216,7 @@ class KernelContext:
         self._open(followed, state, live=self.live_views.is_watched and ui != "text")
 
     def widget_of(self, run: ClientRun, state: RunState) -> Any:
-        """Return an ipywidget that shows a run that this process attached to, and goes on showing it."""
+        """Return an ipywidget that shows a run that this process attached to, and keep it up to date."""
         # imported here: it takes 50 ms, and only front ends without a Jupyter kernel need it
         from sgpu_magic.views.live.widgets import WidgetAsValue
 

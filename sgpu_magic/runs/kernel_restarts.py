@@ -1,4 +1,4 @@
-"""Tells a restart of the kernel from its end."""
+"""Distinguishes a restart of the kernel from its shutdown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kernel's notebook: facts about it, its cells and its directory; outputs below cells; detection of restarts."""
+"""The kernel's notebook: facts about it, its cells and its directory; outputs below cells."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Notices below cells, published from any thread."""
+"""Notices below cells, published from any thread, and threads whose outputs stay below the cell that started them."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class NoticeBoard:
 
 
 class SendingBoard:
-    """Shows in one line what takes long before a run starts, and removes it; without a front end, on stderr.
+    """Shows the progress of long steps before a run starts in one line, and removes it; without a front end, on stderr.
 
     Args:
         is_notebook: Whether there is a front end.
@@ -85,7 +85,7 @@ class SendingBoard:
         self._due = 0.0
 
     def show(self, text: str) -> None:
-        """Show `text`; "" removes the line. Called by the thread that is at work."""
+        """Show `text`; "" removes the line. Called by the thread that does the work."""
         if self._display is not None:
             self._display.show(text)
         elif text and time.monotonic() >= self._due:

@@ -60,7 +60,7 @@ def drawn(answers: Sequence[PoolStatusReply], notices: Mapping[str, str], remark
 
     Args:
         answers: The pools' answers.
-        notices: The pools' notices by name; of a pool without a status why it has none, where that is known.
+        notices: The pools' notices by name; for a pool without a status, why it has none, if that is known.
         remark: A sentence below all pools, "" for none.
     """
     texts: list[str] = []
@@ -174,7 +174,7 @@ class _LiveStatus:
             self._background.stop()
 
     def say_stopped(self) -> None:
-        """Add to the output that it is no longer updated; a no-op if it says so already."""
+        """Add a note that the output is no longer updated; a no-op if it has one already."""
         if not self._has_stopped:
             self._has_stopped = True
             at = time.strftime("%H:%M:%S", time.localtime(self._asked_at))

@@ -137,7 +137,7 @@ class PanelHandler(WebSocketMixin, WebSocketHandler, JupyterHandler):
             if self._watching is None or self._watching.done():
                 self._watching = asyncio.create_task(self._follow(self._page))
             return
-        # run it in a task, so that the next message is handled meanwhile
+        # run it in a task, so that the next message does not wait for it
         task = asyncio.create_task(self._execute_order(self._page, order))
         self._executing.add(task)
         task.add_done_callback(self._executing.discard)

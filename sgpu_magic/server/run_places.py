@@ -50,7 +50,7 @@ class RunLocation(ABC):
 
     Attributes:
         silence: Why the pool can't be reached now, "" when it can.
-        bring: Fetches what a file of that name has gained; None where the directory is the run's own.
+        bring: Fetches new data of a file; None where the directory is the run's own.
     """
 
     def __init__(self, spec: RunSpec, pool: str, directory: Path) -> None:

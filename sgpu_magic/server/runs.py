@@ -41,7 +41,7 @@ class RunNotHere(Exception):
 
 
 class Known(msgspec.Struct, frozen=True, kw_only=True):
-    """What a page has received of a run.
+    """What a page has received about a run.
 
     Args:
         after: The number of the last `NewLines` it received.
@@ -57,7 +57,7 @@ class Known(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class News(msgspec.Struct, frozen=True, kw_only=True):
-    """What has changed of a run since a page's last request.
+    """What has changed in a run since a page's last request.
 
     Args:
         snapshot: The newest snapshot, None when the page has it.
@@ -169,7 +169,7 @@ class Follower:
                     # as in the notebook: events after the end are ignored
                     return
         except FileNotFoundError:
-            # nothing of a remote run may have been fetched yet
+            # a remote run's files may not have been fetched yet
             if self._location.bring is None:
                 raise _not_here(self.spec.run_id) from None
 

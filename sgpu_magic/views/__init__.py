@@ -17,7 +17,7 @@ failure         a run's failure: its lines, what held the memory, and both as HT
 tracebacks      frames by the notebook's lines, and what is always shown of a traceback: the cell's lines, the message
 stacks          stacks of the ranks, which ranks have not reached a collective, and stalls
 format_pool     a pool's devices, nodes, budget and runs
-units           numbers with units and in columns; the clock that views use
+units           the clock that views use, a run's times by it, and the alignment of columns
 
 Renderers:
 

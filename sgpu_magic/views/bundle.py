@@ -1,4 +1,4 @@
-"""What the notebook saves of a run: each segment as text and as a MIME bundle, and the run as a record."""
+"""What the notebook saves about a run: each segment as text and as a MIME bundle, and the run as a record."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ def _publish(display_id: str, data: dict[str, object], metadata: dict[str, objec
 
 
 class SweepPicture(msgspec.Struct, frozen=True):
-    """What is shown of a sweep.
+    """The data of a sweep that its progress display shows.
 
     Args:
         name: The function's name.
@@ -189,7 +189,7 @@ class SweepPicture(msgspec.Struct, frozen=True):
 
     @property
     def whole(self) -> int:
-        """All items, those that have started while their total is unknown; at least 1."""
+        """The number of all items, or of those that have started while the total is unknown; at least 1."""
         return max(self.total or self.begun, 1)
 
 

@@ -60,7 +60,7 @@ _NUMBERS = range(2, 6)
 def failure_block(view: RunView, failure: Failure, most_chars: int, most_whole_chars: int) -> FailureBlock:
     """Return a failure for the static HTML and the live view, the cell's own lines first.
 
-    What failed is never cut: the exception's type, its rank, the cell's line and the beginning of the message.
+    The exception's type, its rank, the cell's line and the beginning of the message are always included.
 
     Args:
         view: The run.
@@ -114,7 +114,7 @@ def _line(text: str, kind: _LineKind) -> FailureLine:
 
 
 def failure_lines(view: RunView, failure: Failure) -> list[str]:
-    """Return the culprit with its whole traceback and the other ranks in single lines, without the run's id."""
+    """Return the failed rank with its whole traceback and the other ranks in single lines, without the run's id."""
     lines = [failed_line(view)]
     parts = split_traceback(failure)
     if any(parts):

@@ -95,7 +95,7 @@ class RunView:
         tracked: Its run in MLflow, None until known.
         silence: A sentence that its pool can't be reached, "" while it can.
         output: The output of its ranks.
-        progress: How far its ranks are by their progress bars.
+        progress: The progress of its ranks, from their progress bars.
         log: The newest lines of the ranks' logs, for a live view; None without one.
         models: Widgets of its ranks; for a session's cell those of the session.
         left: Why an active run is not followed here any more, "" while it is.
@@ -267,7 +267,7 @@ class RunView:
 
     @property
     def warnings(self) -> list[str]:
-        """Those of the notes that ask the user for something; the others are information."""
+        """The notes that ask the user for something; the others are information."""
         return [*Notes(self.spec.shipped.notes).warnings, *self._notes.warnings]
 
     @property

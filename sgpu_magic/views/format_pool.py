@@ -71,7 +71,7 @@ def simulates_all(status: PoolStatus) -> bool:
 
 
 def format_simulated(status: PoolStatus, simulated: bool) -> str:
-    """Return ` (simulated)` for a device, type or run of which the headline does not say it."""
+    """Return ` (simulated)` for a simulated device, type or run, unless the headline already says so."""
     return " (simulated)" if simulated and not simulates_all(status) else ""
 
 

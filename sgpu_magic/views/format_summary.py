@@ -213,7 +213,7 @@ def session_meta(view: RunView, now: float | None = None) -> list[str]:
         return []
     cells = count_of(session.cells, "cell") if session.cells or view.ended is not None else ""
     if view.ended is not None:
-        # a failure is shown elsewhere
+        # the view shows a failure elsewhere
         badly = view.state not in (RunState.CANCELLED, RunState.SUCCEEDED)
         why = "" if badly else view.ended.reason or view.reason
         words = [cells, _gpu_hours(view), _cost(view), busy_text(view.usage), why]

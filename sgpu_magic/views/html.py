@@ -1,6 +1,6 @@
 """Static HTML of a run: inline styles only, text from ranks escaped, the theme's colours where available.
 
-Without styles it is still the same sentences in the same order.
+A front end that strips styles still shows the same sentences in the same order.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class DisplayItem(msgspec.Struct, frozen=True):
 
 
 class GapItem(NamedTuple):
-    """Dropped output: `lines` of so many `ranks`, which are in the log, and old `displays`, which are not."""
+    """The counts of dropped output: lines, which are in the log, their ranks, and old displays, which are not."""
 
     lines: int
     ranks: int

@@ -144,7 +144,7 @@ class RankModels:
     def static(self, rank: int, bundle: Mapping[str, object]) -> dict[str, object]:
         """Return a rank's display without its live widget: with the text or progress that it shows, as text and HTML.
 
-        Of other widgets, the display's own text stays.
+        For other widgets, the display's own text is kept.
         """
         key = widget_of(rank, bundle)
         rest = {mime: data for mime, data in bundle.items() if mime != WIDGET_MIME}

@@ -200,7 +200,7 @@ def _host_row(host: str) -> str:
 
 
 def _most_urgent(view: RunView) -> list[int]:
-    """Return the ranks in order of importance: the culprit, other failed or idle ranks, then by number."""
+    """Return the ranks in order of importance: the first to fail, other failed or idle ranks, then by number."""
     culprit = view.failure.rank if view.failure is not None else None
     outstanding = {rank for rank, usage in view.usage.ranks.items() if is_low(usage)}
     outstanding |= {other.rank for other in view.others if other.rank is not None and not _is_secondary(other)}

@@ -72,7 +72,7 @@ class Sources:
         return clipped(lines[frame.line - 1].strip(), _MAX_SOURCE) if 0 < frame.line <= len(lines) else ""
 
     def context(self, frame: StackFrame, around: int = 2) -> list[str]:
-        """Return a frame in the notebook as IPython's tracebacks have it: its place, its line and those around it.
+        """Return a frame in the notebook as in IPython's tracebacks: its location, its line and the lines around it.
 
         Args:
             frame: The frame.
@@ -92,7 +92,7 @@ class Sources:
         return drawn
 
     def entry(self, frame: StackFrame) -> list[str]:
-        """Return a frame as in a traceback: its place, and its source line if it is in the notebook."""
+        """Return a frame as in a traceback: its location, and its source line if it is in the notebook."""
         where = "" if frame.function in NO_FUNCTION else f", in {frame.function}"
         source = self.source(frame)
         head = f"{self._file(frame, f'File {frame.file}')}, line {frame.line}{where}"

@@ -1,8 +1,8 @@
-"""Numbers with units and in columns, clipped texts, the clock that views use, and a run's times by it.
+"""The clock that views use, a run's times by it, and the alignment of columns.
 
 Running costs, durations and remaining times are differences between now and an event's time. Both are given by this
-clock, which advances with the monotonic clock, so a step of the wall clock affects none of them. Exception: for an
-event from before a step that is received after it, as by `%sgpu_attach`, the wall clock counts.
+clock, which advances with the monotonic clock, so a step of the wall clock affects none of them. The exception is an
+event from before a step that is received after it, as by `%sgpu_attach`: its wall-clock time is used.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class RunTimes:
     """When a run was placed and when its ranks started, by the views' clock, and how long that is ago.
 
     Attributes:
-        placed_at: When it got its devices; None in the queue. For a further attempt when that began.
+        placed_at: When it got its devices, or when its current attempt began if that is later; None in the queue.
         started_at: When the ranks of its current attempt had started, None before.
         metered_at: When metering began, None before.
         ended: Its final event, None while it is active.
@@ -71,7 +71,7 @@ class RunTimes:
         """Return seconds since the ranks had started, or until they ended; 0 before.
 
         Args:
-            now: The time, by default the present; as for the following ones.
+            now: The time; by default, the present. The following methods take it too.
         """
         if self.ended is not None:
             # for a cell of milliseconds the ranks' own time is more precise than the pool's

@@ -113,7 +113,7 @@ class Drawn(NamedTuple):
 
     @property
     def is_flat_zero(self) -> bool:
-        """Whether it would be a line at the bottom, as all values are 0.0 or not reported."""
+        """Whether it would be drawn as a line at the bottom, because all values are 0.0 or not reported."""
         return (self.series.peak or 0.0) < _NEXT_TO_ZERO
 
 

@@ -1,4 +1,4 @@
-"""Records of what travels with a run: packed objects, packages, local code and `--upload` files."""
+"""Records of what is sent with a run: packed objects, packages, local code and `--upload` files."""
 
 from __future__ import annotations
 

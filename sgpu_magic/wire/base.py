@@ -1,4 +1,4 @@
-"""What all messages are made of: the base record, run ids, and the states and kinds of runs.
+"""The parts that all messages share: the base record, run ids, and the states and kinds of runs.
 
 Ids are validated before they become parts of paths.
 """

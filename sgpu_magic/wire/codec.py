@@ -73,7 +73,7 @@ class Decoder(MsgpackDecoder[M]):
 
     Args:
         type: A record, or a union of records.
-        salvaged: Returns a message in place of malformed data, of which it takes the data and the error. It raises
+        salvaged: Called with malformed data and the decoding error; returns a message to use instead, or raises
             `msgspec.DecodeError` if there is none.
     """
 

@@ -16,7 +16,7 @@ import msgspec
 from sgpu_magic.wire.devices import CPU
 
 if TYPE_CHECKING:
-    # every command parses the prices in the settings, and must not load the messages for that
+    # every command parses the prices in the settings, which must not require loading the messages
     from sgpu_magic.wire.devices import Lease
     from sgpu_magic.wire.pool_status import RunSummary
 
@@ -90,7 +90,7 @@ def idle_seconds(since: float, until: float, cells: Iterable[tuple[float, float 
     """Return the number of seconds from `since` to `until` in which no cell ran.
 
     Args:
-        since: When the session was connected, in seconds of any one clock.
+        since: When the session was connected, in seconds; all times are from the same clock.
         until: When it ended, or now.
         cells: Start and end of each of its cells, in any order; the end of a running cell is None. They may overlap.
     """

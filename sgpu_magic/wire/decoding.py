@@ -1,6 +1,6 @@
 """Decodes data from outside: what another process sends, and files that something else may have written or damaged.
 
-Malformed data raises more than `msgspec.DecodeError`: deep nesting raises RecursionError, text that is not UTF-8
+Malformed data can raise more than `msgspec.DecodeError`: deep nesting raises RecursionError, text that is not UTF-8
 UnicodeDecodeError, an array as a map's key TypeError, a huge number ValueError. A reader that forgets one of them fails
 at the first hostile message or damaged file. Therefore all data is decoded here, and `msgspec.DecodeError` is all that
 malformed data raises. No other module calls a decoder of msgspec, `json` or `tomllib`.
@@ -21,7 +21,7 @@ Data = bytes | bytearray | memoryview
 
 @contextlib.contextmanager
 def border() -> Generator[None]:
-    """Convert any exception of the decoding within to `msgspec.DecodeError`."""
+    """Convert any exception that decoding raises in the block to `msgspec.DecodeError`."""
     try:
         yield
     except msgspec.DecodeError:

@@ -113,7 +113,7 @@ def memory_of(device_type: str) -> int:
 def vendor_bytes(reported_bytes: int) -> int:
     """Return a device's memory as its vendor states it: 80 GB for the 85.5 GB that the driver of an H100 reports.
 
-    Vendors count in GiB and write GB, and the driver reports less than all of it. A size that is no vendor's is rounded
+    Vendors count in GiB and write GB, and the driver reports less than the whole. A size that no vendor uses is rounded
     to whole GiB, and called GB as well.
 
     Args:

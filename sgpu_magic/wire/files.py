@@ -1,4 +1,4 @@
-"""Blobs (named by their BLAKE3), files of run directories and TCP connections, carried over the links.
+"""Blobs (named by their BLAKE3 digests) and files of run directories, carried over the links.
 
 client -> pool     blobs that the pool lacks; reads of runs' files          with a raw frame
 agent  -> pool     reads of blobs; files for run directories at the pool    with a raw frame
@@ -244,7 +244,7 @@ class Store(enum.StrEnum):
     DROP = "drop"
     """Remove a staged file that did not arrive whole."""
     PLACE = "place"
-    """Put everything that is staged into its place."""
+    """Move everything that is staged into place."""
 
 
 class StoreRunFile(Numbered, frozen=True, tag="store-run-file", kw_only=True):

@@ -1,7 +1,7 @@
 """Texts that name options, which each interface spells in its own way: `--gpus 4`, `gpus=4`, `gpus: 4`.
 
-Where such a text is made, it is not known who reads it. It therefore keeps its options as data, and the interface that
-shows it spells them (`options.table.spelled`).
+The code that makes such a text does not know which interface will show it. The text therefore keeps its options as
+data, and the interface spells them (`options.table.options_spelled`).
 """
 
 from __future__ import annotations

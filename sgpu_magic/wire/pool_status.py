@@ -117,7 +117,7 @@ class AskBulk(Record, frozen=True, tag="ask-bulk", kw_only=True):
 
 
 class BulkOffered(Record, frozen=True, tag="bulk-offered", kw_only=True):
-    """Where and how the client may connect, within seconds and once.
+    """Where and how the client may connect, once and within a few seconds.
 
     Args:
         port: The TCP port, at the address of the link.
@@ -147,7 +147,7 @@ class RunSummary(OfRun, frozen=True, kw_only=True):
     """One row of the ledger.
 
     Args:
-        waiting_for: What a queued run waits for; of another one, which of its killed ranks have not ended.
+        waiting_for: What a queued run waits for; for any other run, which of its killed ranks have not ended.
         metered_at: When metering began, seconds since the epoch; None before, and for runs that a session pays for.
         hourly: Hourly price of all its devices; None without a price.
         currency: Currency of `hourly` and `cost`.

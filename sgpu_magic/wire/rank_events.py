@@ -33,7 +33,7 @@ class Collective(Record, frozen=True, kw_only=True):
         seq: Sequence number in the process group, from 1; the same on all ranks.
         pending: The rank has entered it and it is not complete.
         group: Name of the process group; "" for the default group.
-        queued: A device executes it: the rank goes on until it needs the result, wherever that is.
+        queued: It is queued on a device, so the rank continues until it needs the result.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Collective(Record, frozen=True, kw_only=True):
 
 
 class CollectiveTimeout(Record, frozen=True, kw_only=True):
-    """A collective that did not complete in time, whereupon torch aborted the rank that waited in it.
+    """A collective that did not complete in time, so that torch aborted the rank that waited in it.
 
     Args:
         collective: The collective; None if torch did not name it.
@@ -118,7 +118,7 @@ class RankMemory(Record, frozen=True, kw_only=True):
 
 
 class Death(Record, frozen=True, kw_only=True):
-    """How a rank's process ended that did not report why.
+    """How a rank's process ended if it did not report why.
 
     Args:
         what: What happened to it, without the rank: `was killed by SIGKILL: out of memory`.

@@ -174,7 +174,7 @@ class AgentProcess:
         self._link.send(TakeStacks(request=3, run_id=run_id))
         return self._until(lambda: self._take(StacksTaken), "stacks").stacks
 
-    # ------------------------------------------------------------ what happens
+    # ------------------------------------------------------------ events
 
     def wait_for(self, run_id: str, kind: type[Any], count: int = 1) -> Any:
         """Return the run's first (or `count`th) event of a kind."""

@@ -1,4 +1,4 @@
-"""Parts of a page as axe-core reads them: contrast, names, roles."""
+"""Checks parts of a page with axe-core: contrast, names, roles."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ BAD = ("serious", "critical")
 def axe_problems(
     notebook: OpenNotebook, front_end: Path, places: list[str], least_texts: int = 5, *, undecided: bool = True
 ) -> list[str]:
-    """Return what stands in the way of a person; where, and why.
+    """Return the accessibility problems that axe finds: where, and why.
 
     Args:
         notebook: The page.
         front_end: The folder of the front end with its packages installed.
         places: Selectors of the parts to read; those that are not on the page are left out.
         undecided: Also return colours that axe can't decide about, such as where something covers a part of a text.
-        least_texts: So many texts at least must have been looked at for their contrast.
+        least_texts: The least number of texts whose contrast must have been checked.
     """
     page = notebook.page
     if not page.evaluate("typeof axe === 'object'"):

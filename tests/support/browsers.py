@@ -180,7 +180,7 @@ class OpenNotebook:
         return path
 
     def heap_bytes(self) -> int:
-        """What the page's JavaScript holds after a garbage collection."""
+        """Return the size of the page's JavaScript heap after a garbage collection, in bytes."""
         session = self._context.new_cdp_session(self.page)
         session.send("HeapProfiler.enable")
         session.send("HeapProfiler.collectGarbage")

@@ -1,4 +1,4 @@
-"""A rank that fails only once all others wait for it, so that the report about them is the same each time."""
+"""A rank that fails only once all others wait for it, so that the report about them is deterministic."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Culprit:
         self._cell = self._kernel.start(f"%%distributed {options} --name {self._name}\n{body}")
 
     def fails(self, when: str) -> Reply:
-        """Let it fail once the run's stacks contain `when`; return the cell's reply, its seconds counted from then."""
+        """Make the rank fail once the run's stacks contain `when`; return the cell's reply, timed from then on."""
         home = self._kernel.home
         run_id = eventually(lambda: home.run_named(self._name), 20, "it does not start")
         settings = load_settings(home.environ)

@@ -1,4 +1,4 @@
-"""How many examples the property tests try, and which rows of a table are tried in `make test`."""
+"""The number of examples that property tests try, and the rows of a table that `make test` runs."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 WHOLE = "WHOLE_TESTS"
-"""The environment variable with which `make test-all` asks for all examples."""
+"""The environment variable by which `make test-all` requests all examples."""
 
 _SHARE = 5
 
 
 def examples(whole: int) -> int:
-    """Return `whole`, or a fifth of it in `make test`: each run tries others."""
+    """Return `whole`, or a fifth of it in `make test`, where each run tries different ones."""
     return whole if WHOLE in os.environ else max(1, whole // _SHARE)
 
 

@@ -1,4 +1,4 @@
-"""A process that unpacks what was packed here, and a notebook's namespace to pack from."""
+"""A process that unpacks what this one has packed, and a notebook's namespace to pack from."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ for line in sys.stdin:
 
 
 class FarSide:
-    """A process that unpacks what was packed here and runs code there."""
+    """A process that unpacks what this one has packed, and runs code with it."""
 
     def __init__(self, folder: Path) -> None:
         script = folder / "far_side.py"
@@ -99,7 +99,7 @@ class FarSide:
         return reply["answer"]
 
     def back(self, namespace: dict[str, object]) -> Any:
-        """What the last run's `back` was, unpacked here."""
+        """Return the value of `back` after the last run, unpacked here."""
         layout = msgspec.msgpack.decode((self._folder / "layout.back").read_bytes(), type=PackedLayout)
         return unpack((self._folder / "data.back").read_bytes(), layout, KEY, namespace)
 

@@ -1,4 +1,4 @@
-"""A pool that only takes and sends files, in a thread of this process: the real router and store, without an engine."""
+"""A pool that only receives and sends files, in a thread of this process: real router and store, without an engine."""
 
 from __future__ import annotations
 

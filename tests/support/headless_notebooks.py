@@ -1,4 +1,4 @@
-"""Notebooks that run without a front end: nbclient's and papermill's."""
+"""Notebooks that run without a front end, with nbclient and papermill."""
 
 from __future__ import annotations
 

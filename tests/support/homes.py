@@ -80,7 +80,7 @@ class Home:
             "SGPU_CONFIG": str(self.path / "no-config.toml"),
             # an unused status subscription would keep a thread for a minute
             "SGPU_STATUS_IDLE_S": "1",
-            # tests of tracking turn it on; the others need not start one more process
+            # tests of tracking turn it on; others must not start an additional process
             "SGPU_TRACK": "off",
             # tests of lock files turn it on; the others must not query the package index
             "SGPU_LOCK_ENVIRONMENTS": "off",
@@ -274,7 +274,7 @@ class Home:
                 self._levels[pid] = level(pid)
                 continue
             before = self._levels[pid]
-            # taken once: reading what a process has mapped is most of this check's cost
+            # read once: reading a process's memory map takes most of this check's time
             now = level(pid)
             if now["libraries"] != before["libraries"]:
                 # the notebook has imported something that may have threads of its own

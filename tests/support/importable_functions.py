@@ -1,4 +1,4 @@
-"""Functions of a module that ranks can import; the decorated ones have the names of their functions."""
+"""Functions in a module that ranks can import; decorated objects have the names of their functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Virtual environments with every kind of installation, and the servers that they are installed from."""
+"""Virtual environments with every kind of installation, and servers to install from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Other versions of ipykernel, laid over this environment for one kernel at a time."""
+"""Other versions of ipykernel, put in front of this environment's for one kernel at a time."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ class Output:
 
     @property
     def log(self) -> str:
-        """Return its lines: of HTML all that it has, as text shows only the first and the last of many."""
+        """Return its lines: those of the HTML form if there is one, since text has only the first and last of many."""
         return unescape(_TAG.sub("", re.sub("</?pre", r"\n\g<0>", self.html))) if self.html else self.text
 
 
@@ -152,7 +152,7 @@ class Reply:
 
     @property
     def story(self) -> str:
-        """Return all that helps to understand a failed check."""
+        """Return everything that helps to understand a failed check."""
         return f"{self.status} after {self.seconds:.2f} s\n{self.text}\n{self.traceback or self.evalue}"
 
 

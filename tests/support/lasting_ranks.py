@@ -26,7 +26,7 @@ class Lasting:
     """Makes ranks that stay after SIGKILL until `release`. Linux only.
 
     Args:
-        directory: For the files by which the cell and the test know of each other.
+        directory: The folder of the files with which the cell and the test synchronize.
     """
 
     def __init__(self, directory: Path) -> None:

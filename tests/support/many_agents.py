@@ -42,7 +42,7 @@ class AgentHere(LocalAgent):
     """An agent on this machine whose link can be cut."""
 
     def cut(self) -> None:
-        """Cut the link. The agent lives on, and the next service that looks finds it."""
+        """Cut the link. The agent continues, and the next service finds it."""
         if self._stream is not None:
             self._stream.close()
         self._socket.close()

@@ -1,4 +1,4 @@
-"""A backend of process groups that behaves as NCCL does where gloo does not, for tests without GPUs.
+"""A process-group backend that behaves like NCCL where gloo differs, for tests without GPUs.
 
 `SOURCE` is code for a cell: it registers the backend `nccl_manners` and defines `behave(...)`. The group that
 `dist.init_process_group("nccl_manners")` then makes blocks in every collective until all ranks have called it, as gloo
@@ -6,7 +6,7 @@ does underneath. Set before a collective, `behave` chooses what happens in it:
 
 blocks     the collective waits in C, where no signal ends it, until the group is aborted; then it returns, without an
            error, and leaves NaN in the tensor
-holds      the same, and the interpreter's lock is held meanwhile, so that nothing can abort it
+holds      the same, while the collective holds the GIL, so that nothing can abort it
 hangs      the abort never returns
 tears_down the abort ends the process from another thread, as NCCL's watchdog does, unless
            `TORCH_NCCL_ASYNC_ERROR_HANDLING` is 0

@@ -73,7 +73,7 @@ def _key(info: Any, chance: random.Random) -> Any:
     return _odd(info, chance, _DEEPEST)
 
 
-# ---------------------------------------------------------------- data that is no message at all
+# ---------------------------------------------------------------- data that is not a message
 
 # the escape character for lone surrogates: a decoder takes a different path for it
 ESCAPE = "\U0010f7ff"
@@ -81,7 +81,7 @@ _TOO_DEEP = 20_000
 
 
 def hostile_msgpack() -> list[bytes]:
-    """Return data that makes a decoder of msgpack raise something else than a decoding error, unless it is guarded."""
+    """Return data on which an unguarded msgpack decoder raises an exception other than a decoding error."""
     pack = msgspec.msgpack.encode
     escaped = pack("e") + pack(ESCAPE)
     nested = b"\x91" * _TOO_DEEP + b"\xc0"
@@ -107,7 +107,7 @@ def hostile_msgpack() -> list[bytes]:
 
 
 def hostile_json() -> list[bytes]:
-    """Return data that makes a parser of JSON raise something else than a decoding error, unless it is guarded."""
+    """Return data on which an unguarded JSON parser raises an exception other than a decoding error."""
     return [
         b"",
         b"nothing",
@@ -128,7 +128,7 @@ def hostile_json() -> list[bytes]:
 
 
 def hostile_toml() -> list[bytes]:
-    """Return data that makes a parser of TOML raise something else than a decoding error, unless it is guarded."""
+    """Return data on which an unguarded TOML parser raises an exception other than a decoding error."""
     return [
         b"= 1",
         b"a = " + b"[" * _TOO_DEEP,

@@ -19,7 +19,7 @@ _ITS_NAME = "sgpu_magic.worker.process.zygote"
 
 
 def older_environment(folder: Path) -> Path:
-    """Make an environment with a copy of the package, as an older version has it. Returns its Python.
+    """Make an environment with a copy of the package that looks like an older version. Returns its Python.
 
     Other packages are those of this process's environment.
     """

@@ -1,8 +1,8 @@
 """The examples of Markdown pages: README's and the site's.
 
-A fenced block is an example. An HTML comment on the line above it, which no reader sees, says more about it:
+A fenced block is an example. An HTML comment on the line above it, which readers do not see, gives details:
 
-    <!-- not run: needs a Ray cluster -->    it is only read
+    <!-- not run: needs a Ray cluster -->    it is only parsed
     <!-- fails: ValueError -->               it ends with that error
     <!-- shows: a terminal -->               what the page shows below it is from somewhere else
 
@@ -116,7 +116,7 @@ def check_syntax(snippet: Snippet) -> int:
         How many lines were parsed.
 
     Raises:
-        SyntaxError: It is no Python.
+        SyntaxError: It is not valid Python.
         UsageError: A parser refuses a line.
     """
     if snippet.language == "shell":
@@ -147,7 +147,7 @@ def _check_cell(cell: str) -> int:
 
 
 def _commands(text: str) -> Iterator[str]:
-    """Yield a shell example's commands; one goes on in the next line after a backslash and inside of quotes."""
+    """Yield a shell example's commands; a backslash or an open quote continues one on the next line."""
     command = ""
     for line in text.replace("\\\n", " ").splitlines():
         command += line

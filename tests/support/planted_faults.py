@@ -1,7 +1,7 @@
 """An agent with faults planted in its callbacks: `python planted_faults.py ARMED FD`, else as `-m sgpu_magic.agent FD`.
 
-The file ARMED holds `CALLBACK once RUN` or `CALLBACK always RUN`: the callback raises when it works for that run, or
-for any if RUN is `-`. The fault removes the file when it strikes; with `always`, the test removes it.
+The file ARMED contains `CALLBACK once RUN` or `CALLBACK always RUN`: the callback raises when it works for that run, or
+for any run if RUN is `-`. With `once`, the fault removes the file when it is raised; with `always`, the test does.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from types import FunctionType, MethodType
 from typing import Any, cast
 
 PACKAGE = "sgpu_magic"
-# from what a callback gets to the run that it works for, in attributes
+# the most attributes to follow from a callback's argument to the run that it works for
 _STEPS_TO_RUN = 3
 
 
@@ -30,7 +30,7 @@ class Callback:
     Args:
         function: A method, a property's getter or a function of a module.
         message: The type of the message that these calls get; None for all calls.
-        after: Whether the fault strikes when the call has done its work, and not before it begins.
+        after: Whether the fault is raised after the call has done its work, instead of before it begins.
     """
 
     function: FunctionType

@@ -1,6 +1,6 @@
 """The callbacks of the agent in which faults are planted, by what triggers them.
 
-All are public functions, some called with a certain message: private ones may change.
+All are public functions, since private ones may change; some raise only for a certain type of message.
 """
 
 from planted_faults import at
@@ -64,7 +64,7 @@ AFTER = (
     at(RunRegistry.run_exited),
     at(RunRegistry.ranks_exited),
 )
-# called while the run goes on; a fault in these does not end the run
+# called during the run; a fault in these does not end it
 WATCHING = (
     at(RunSampler.begin),
     at(RunSampler.sample),

@@ -123,7 +123,7 @@ def stop_process(pid: int, number: int, deadline_s: float) -> None:
 
 
 def waits_of(root: int) -> str:
-    """Return what every thread of a process and of its descendants waits in, one line each."""
+    """Return what each thread of a process and its descendants is waiting in, one line each."""
     table = process_table()
     lines: list[str] = []
     for pid in (root, *sorted(below([root], table))):
@@ -200,7 +200,9 @@ def listening(pids: Iterable[int] | None = None) -> dict[int, str]:
 
 
 def level(pid: int) -> dict[str, int]:
-    """Return what must not grow: descriptors (without those of ranks, clients and payloads), threads, memory files.
+    """Return the counts that must not grow: threads, memory files, and descriptors.
+
+    Descriptors of ranks, clients and payloads are left out.
 
     `most fds` equals `fds` if no rank has its socket yet.
     """

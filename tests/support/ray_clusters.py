@@ -34,7 +34,7 @@ class FakeCluster:
 
     Args:
         gpus: GPUs of each node.
-        head_gpus: GPUs of the head. With some, it is a node too: one raylet less, 4 s of processor time.
+        head_gpus: GPUs of the head. If it has some, it serves as a node too, which saves a raylet: 4 s of CPU time.
         cpus: CPUs of each node.
         label: Label `ray.io/accelerator-type` of the nodes; "" declares the resource `accelerator_type:` instead.
         resource: See `label`.
@@ -140,7 +140,7 @@ class FakeCluster:
         looker.stdin.write(f"{json.dumps(question)}\n")
         looker.stdin.flush()
         for line in looker.stdout:
-            # Ray also prints what an autoscaler would do
+            # skip the autoscaler's messages, which Ray prints too
             if line.startswith(_ANSWER):
                 return json.loads(line.removeprefix(_ANSWER))
         raise AssertionError("the driver that looks has ended")

@@ -56,7 +56,7 @@ class RayNode:
         self.ip = ip
         self.log = log
         for left in reversed(range(_STARTS)):
-            # those that Ray finds itself are waited for, too
+            # give Ray these ports: it waits for those that it finds itself
             grpc, listen, runtime_env, metrics = free_ports(4)
             said = log.stat().st_size if log.exists() else 0
             with open(log, "ab") as words:

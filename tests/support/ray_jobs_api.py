@@ -29,7 +29,7 @@ def listening_line(name: str, address: str, key: str) -> str:
 
 
 class RayJobsApi:
-    """A head node without a cluster behind it: it keeps packages and jobs, and jobs do what the test says.
+    """A head node without a cluster: it stores packages and jobs, and the test controls what jobs do.
 
     Args:
         token: What clients must send; "" for a cluster without authentication.
@@ -89,7 +89,7 @@ class RayJobsApi:
         self._thread.start()
 
     def add_job(self, name: str, status: str, pool: str | None) -> None:
-        """Add a job as Ray lists it; `pool` is the name of the pool that it is, None for another job."""
+        """Add a job as Ray lists it; `pool` is the name of the pool that it runs, None for another job."""
         metadata = None if pool is None else {"sgpu-pool": pool}
         self.jobs[name] = {"type": "SUBMISSION", "submission_id": name, "status": status, "metadata": metadata}
 

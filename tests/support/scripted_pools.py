@@ -1,4 +1,4 @@
-"""Pools at the other end of a real link: a test gives their answers, their events and their death."""
+"""Pools at the other end of a real link, whose replies, events and end a test controls."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def spec_of(run_id: str = RUN, **fields: Any) -> RunSpec:
 
 
 def has_run(message: Any) -> Iterable[Record]:
-    """The answers of a pool that accepts every run, and has every run that is asked for."""
+    """Return the replies of a pool that accepts every run, and has every requested run."""
     match message:
         case Submit(request=request, spec=spec):
             return [Accepted(request=request, run_id=spec.run_id)]
@@ -45,7 +45,7 @@ def has_run(message: Any) -> Iterable[Record]:
 
 
 def lacks_runs(message: Any) -> Iterable[Record]:
-    """The answers of a pool that accepts every run, and has none of before."""
+    """Return the replies of a pool that accepts every run, but has no earlier ones."""
     if isinstance(message, Attach):
         return [Refused(request=message.request, error="RunUnknown", message=f"there is no run {message.run}.")]
     return has_run(message)
@@ -58,7 +58,7 @@ class ScriptedPool:
         answer: Returns the answers to a message; None ends the pool.
 
     Attributes:
-        sent: The messages that it was sent.
+        sent: The messages that it has received.
     """
 
     title = "the pool of this test"
@@ -84,10 +84,10 @@ class ScriptedPool:
         assert self.link.lost.wait(10)
 
     def kinds(self) -> list[str]:
-        """The names of the messages that it was sent, after its welcome."""
+        """The types of the messages that it has received, without the greeting."""
         return [type(message).__name__ for message in self.sent if type(message).__name__ != "Hello"]
 
-    # the interface that a link needs of its transport
+    # the interface that a link requires of its transport
 
     def carry(self, outgoing: SendQueue, link: PoolLink) -> None:
         self._say(link, Welcome(protocol_version=4, package_version="0", pid=1))
@@ -115,7 +115,7 @@ class ScriptedPool:
 
 
 class Services:
-    """A connection to the services that a pool has one after the other.
+    """A connection to the successive services of a pool.
 
     Args:
         pools: The services, or why none could be reached.

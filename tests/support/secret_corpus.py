@@ -1,10 +1,10 @@
-"""Secrets as services issue them, all made up, and values that only look similar."""
+"""Made-up secrets in the formats that services use, and values that only look like secrets."""
 
 from __future__ import annotations
 
 import secrets as random_secrets
 
-# made up; written in parts so that no scanner of repositories takes them for real ones
+# made up; written in parts, so that secret scanners do not report them
 GITHUB_TOKEN = "ghp_" + "a1B2c3D4e5F6g7H8i9J0k1L2m3N4o5P6q7R8"
 _JWT = "eyJhbGciOiJIUzI1NiJ9." + "eyJzdWIiOiJtYXJrZWQifQ." + "c2lnbmF0dXJl"
 

@@ -1,6 +1,6 @@
 """Pools served on a TCP port, and clients on other machines.
 
-The pool and each client have their own homes; clients see nothing of the pool but its port.
+The pool and each client have their own homes; clients see only the pool's port.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class ServedPool:
     Attributes:
         home: Its directories and processes.
         entry: Its entry for a client's `pools.toml`.
-        words: What it printed when it was ready.
+        words: The text that it printed when it was ready.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class ServedPool:
             raise AssertionError(f"the pool did not start: {log.read_text()}")
 
     def kill(self) -> None:
-        """Send SIGKILL, as the system does when memory is out; the ranks and the agent go on."""
+        """Send SIGKILL, as the out-of-memory killer does; the ranks and the agent continue."""
         assert self.process is not None
         self.process.kill()
         self._reap()
@@ -223,7 +223,7 @@ class RemoteUser:
 
     @property
     def client(self) -> PoolClient:
-        """Return this process as a client of the user's."""
+        """Return this process as a client of this user."""
         if self._client is None:
             self._client = self.new_client()
         return self._client

@@ -99,7 +99,7 @@ class SharedKernel:
 
     def _do(self, code: str) -> None:
         assert self._kernel is not None
-        # without a trace in the history, output and execution count
+        # this leaves no trace in the history, the outputs and the execution count
         self._kernel.value(f"exec({code!r}, {{'shell': get_ipython()}})")
 
 

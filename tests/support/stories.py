@@ -1,4 +1,4 @@
-"""Stories of runs, applied to a view event by event, for tests of how they are drawn."""
+"""Sample runs, applied to a view event by event, for tests of the views."""
 
 from __future__ import annotations
 
@@ -531,7 +531,7 @@ def out_of_memory_on_cpu() -> Run:
     return Run(ranks=2).start().end(RunState.FAILED, 9.2, failure, released(1))
 
 
-# ---------------------------------------------------------------- what it costs, its packages, its place in MLflow
+# ---------------------------------------------------------------- costs, packages, MLflow runs
 
 TRACKED = TrackedRun(
     uri="http://mlflow:5000",

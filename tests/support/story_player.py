@@ -1,4 +1,4 @@
-"""Plays a story of `stories` in a kernel's live view, for tests in a browser."""
+"""Shows a sample run of `stories` in a kernel's live view, for tests in a browser."""
 
 from __future__ import annotations
 

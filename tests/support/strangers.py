@@ -1,4 +1,4 @@
-"""Unauthorized programs that send anything to a pool's sockets, and must get nothing from it."""
+"""Unauthorized programs that send arbitrary data to a pool's sockets, and must get nothing from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real signals to real processes of a home, and checks afterwards."""
+"""Sends signals to real processes of a home, and checks what is left of them."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class Proxy:
         return listener
 
     def hold(self) -> None:
-        """Forward nothing any more without closing anything: a connection that swallows everything."""
+        """Forward nothing any more, and keep the connections open."""
         with self._lock:
             self._held = True
 
@@ -65,7 +65,7 @@ class Proxy:
         self._bytes_per_s = bytes_per_s
 
     def hold_answers(self) -> None:
-        """Forward the client's data, and swallow the answers."""
+        """Forward the client's data, and drop the replies."""
         with self._lock:
             self._answers_held = True
 
@@ -82,7 +82,7 @@ class Proxy:
         self._waker.send(b"r")
 
     def mend(self) -> None:
-        """Forward data again. Swallowed data stays lost, since its connections are closed."""
+        """Forward data again, over new connections. The existing ones, which may have lost data, are closed."""
         with self._lock:
             self._held, self._answers_held, self._refusing = False, False, True
         self._waker.send(b"r")

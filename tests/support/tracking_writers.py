@@ -56,9 +56,10 @@ def quiet_mlflow() -> Iterator[Any]:
 
 @functools.cache
 def _configure_mappers() -> None:
-    """Let SQLAlchemy configure the models of MLflow's store while warnings are ignored.
+    """Make SQLAlchemy configure the models of MLflow's store while warnings are ignored.
 
-    It does so once in a process, when the first is used. One warns, and where a warning is an error all stay broken.
+    It does so once per process, when the first model is used. One of them causes a warning; where warnings are errors,
+    all models would remain unusable.
     """
     import sqlalchemy.orm
     from mlflow.store.model_registry.dbmodels import models as _registry  # noqa: F401
@@ -250,7 +251,7 @@ class WriterProcess:
             self._socket.sendall(codec.frame(order))
 
     def take(self, timeout_s: float = 0.0) -> None:
-        """Read the received messages. A process that ended for want of work is replaced, as the pool does."""
+        """Read the received messages. Replace a process that has ended because it had no work, as the pool does."""
         while select.select([self._socket], [], [], timeout_s)[0]:
             timeout_s, data = 0.0, b""
             # the process's end is a reset if it left an order unread

@@ -1,6 +1,6 @@
 """A group: N ranks from fork to exit. `RunRanks` are those of its ranks that take part in one run.
 
-A fresh run is one `Execute`, a standby group has had none yet, a session has many.
+The group of a fresh run gets one `Execute`, that of a session gets many; a standby group has had none yet.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Group:
         zygote: Forks the ranks.
         size: The number of ranks on this node.
         join_early: Whether they join the process group before they have a run.
-        whole_bytes: Bytes of output per rank that are sent uncut.
+        whole_bytes: Bytes of output per rank that are sent untruncated.
         scratch: Directory for files on systems without memory files.
         warm_up: Whether they run a small warm-up cell while they wait.
         first_rank: The first rank's number; more than 0 when lower ranks are on other nodes.
@@ -79,7 +79,7 @@ class Group:
         # port of the socket that rank 0 got with Prepare; 0 while the ranks are not prepared
         self.master_port = 0
         self._unforked = self.size
-        # ranks that stand by for a run, and whether they are stopped meanwhile
+        # ranks that stand by for a run, and whether their processes are stopped (SIGSTOP) until then
         self._standing_by: set[int] = set()
         self._paused = False
         self.ranks: list[RankProcess] = []
@@ -161,7 +161,7 @@ class Group:
 
         Args:
             connections: The descriptors of these connections, by process id.
-            interrupt: Whether the ranks that have not reported are interrupted next.
+            interrupt: Whether the ranks that have not reported are interrupted afterwards.
         """
         for process in self.ranks:
             if process.stream is not None and process.pid is not None:
@@ -173,7 +173,7 @@ class Group:
 
     @property
     def has_exited(self) -> bool:
-        """Whether every rank has ended, with everything that it has started."""
+        """Whether every rank has ended, with all its descendants."""
         return self._unforked == 0 and all(process.has_exited for process in self.ranks)
 
     def has_dead_rank(self) -> bool:
@@ -276,7 +276,7 @@ class Group:
         if self.listener is not None:
             self.listener.rank_exited(process.rank, -signal.SIGKILL)
 
-    # ------------------------------------------------------------ within
+    # ------------------------------------------------------------ internals
 
     def _make(self, rank: int) -> RankProcess:
         output = RankOutput(rank, self.whole_bytes, self._wrote, self._log_ended)

@@ -173,8 +173,8 @@ def error_handling_of(launch: Launch) -> str:
     """Return what NCCL's watchdog does about a failed or late collective, unless the user has chosen it.
 
     The ranks of a session outlive a failure: they are released, keep their variables, and reconnect their groups. So
-    the watchdog must neither end the process nor abort collectives by itself, after which the code would go on with
-    garbage; torch requires the same for an abort by the program (`_abort_process_group`). A collective in a session
+    the watchdog must neither end the process nor abort collectives by itself, after which the code would continue with
+    invalid data; torch requires the same for an abort by the program (`_abort_process_group`). A session's collective
     therefore has no time limit: the view reports a hang, and an interrupt ends it.
 
     Any other run ends with its first failure, and the watchdog ends the rank of a late collective, as under torchrun.
@@ -186,8 +186,8 @@ def _interfaces(launch: Launch, meeting: RendezvousPoint, device: str) -> dict[s
     """Return the variables that set the process groups' network interface."""
     nccl = launch.context.environ.get(_NCCL_INTERFACE) or _exactly(meeting.interface)
     if launch.part is None:
-        # overrides a cluster's settings: all ranks are on this node, and other interfaces need name look-ups; NCCL
-        # would take the first interface that is up, which may be one that nothing reaches
+        # override a cluster's settings: all ranks are on this node, and other interfaces need name look-ups; NCCL would
+        # use the first interface that is up, even if no peer can reach it
         own = {_NCCL_INTERFACE: nccl} if device == "cuda" else {}
         return {_GLOO_INTERFACE: meeting.interface} | own
     chosen = {_GLOO_INTERFACE: launch.context.environ.get(_GLOO_INTERFACE) or meeting.interface, _NCCL_INTERFACE: nccl}
@@ -200,7 +200,7 @@ def _exactly(interface: str) -> str:
 
 
 def order_of(launch: Launch, files: AttemptFiles, default_store: str, ray: PrivateRay | None = None) -> Execute:
-    """Return the order to execute a cell, without the variables of a rank.
+    """Return the order to execute a cell, without the variables that differ between ranks.
 
     Args:
         launch: The run.

@@ -1,7 +1,7 @@
-"""One rank as the agent sees it: its process, its socket, its output, its files, and where it is.
+"""One rank as the agent sees it: its process, socket, output, files and stack.
 
-Where it is comes from its stack file (see `wire.codec`), in faulthandler's text, in which the notebook's cells are
-recognized. Nothing here waits.
+The stack is read from a file to which the rank writes (see `wire.codec`), in faulthandler's format; frames of the
+notebook's cells are recognized. Nothing here blocks.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class RankProcess:
 
     @property
     def has_exited(self) -> bool:
-        """Whether it has ended, with everything that it has started; true before it is forked."""
+        """Whether it has ended, with all its descendants; true before it is forked."""
         return not self.alive and not self.has_descendants
 
     def is_dead(self) -> bool:
@@ -77,7 +77,7 @@ class RankProcess:
         return bool(poll.poll(0))
 
     def is_ending(self) -> bool:
-        """Whether it has ended or is ending. Of a killed process the main thread ends first, its descriptor last."""
+        """Whether it has ended or is ending: a killed process's main thread ends before its pidfd becomes readable."""
         return self.pid is not None and (self.is_dead() or not processes.is_alive(self.pid))
 
     def close(self) -> None:
@@ -206,8 +206,8 @@ def parse(text: str, main_ident: int = 0) -> tuple[StackFrame, ...]:
     """Parse faulthandler's text.
 
     Args:
-        text: Frames with or without headings. Of several threads the crashed one counts, else the main thread, else the
-            last one, since a process's first thread is listed last.
+        text: Frames with or without headings. Of several threads, the crashed one is used, else the main thread, else
+            the last one, since a process's first thread is listed last.
         main_ident: The main thread's ident; 0 when unknown.
 
     Returns:
@@ -256,7 +256,7 @@ class NotebookFrames:
     def upwards(self, frames: Sequence[StackFrame]) -> tuple[StackFrame, ...]:
         """Return the frames from the innermost to the cell's outermost, without IPython and this package below it.
 
-        For a rank outside its cell, frames from this package's outward are left out.
+        If the rank is outside its cell, return the frames inside the innermost one of this package.
         """
         outermost = max((index for index, frame in enumerate(frames) if self.has(frame)), default=None)
         if outermost is not None:
@@ -269,7 +269,7 @@ class NotebookFrames:
         return next((frame for frame in frames if self.has(frame)), None)
 
     def collective(self, frames: Iterable[StackFrame]) -> str:
-        """Return the function of torch.distributed that the cell has called, "" if it is in none."""
+        """Return the function of torch.distributed that the cell is in, "" if it is in none."""
         found = ""
         for frame in frames:
             if self.has(frame):

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 RUN_VARIABLE = "SGPU_RUN_ID"
 _CONNECT_S = 10.0
-# a process that listens on all interfaces is reached through the loopback
+# a process that listens on all interfaces is reached through the loopback interface
 _ANY = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 # known parents are trusted for this many scans; a parent changes when it dies
 _BELIEVED_LOOKS = 30
@@ -54,7 +54,7 @@ def processes_of(ranks: Collection[int]) -> set[int]:
 def kill_marked(run_id: str) -> None:
     """Kill the processes that have the run's id in their environment.
 
-    For the case that a whole tree of processes is lost at once: agent, zygotes and ranks.
+    This is for the case that a whole tree of processes is lost at once: agent, zygotes and ranks.
     """
     mark = f"{RUN_VARIABLE}={run_id}".encode("ascii")
     for entry in os.listdir("/proc") if os.path.isdir("/proc/self") else ():
@@ -174,7 +174,9 @@ def _below(root: int, children: Mapping[int, list[int]]) -> Iterator[int]:
 
 
 class CpuWatch:
-    """Measures how long each rank has used no CPU, from its own and its children's time. If unknown, a rank is busy.
+    """Measures how long each rank has used no CPU, from its own and its children's time.
+
+    A rank whose CPU time is unknown counts as busy.
 
     A rank is busy if it has used more than `BUSY_SHARE` since the last check, or since the last time it was busy:
     checks in quick succession see little usage of a process that shares its core with others.
@@ -230,7 +232,7 @@ class RunPorts:
         self._opening: dict[int, asyncio.Task[None]] = {}
 
     def opens(self, message: OpenStream) -> None:
-        """Connect to a port if it is the run's; the answer is sent later."""
+        """Connect to a port if one of the run's processes listens on it; the reply is sent later."""
         task = faults.in_background(self._open(message))
         self._opening[message.stream] = task
         task.add_done_callback(lambda _: self._opening.pop(message.stream, None))

@@ -1,8 +1,8 @@
 """Removes shared-memory files that libraries of dead ranks have left in /dev/shm.
 
-torch and NCCL make files there and unlink them when the name is no longer needed, or when their process exits itself. A
-rank that is killed leaves them, and their memory stays in use until the machine restarts. A file is removed if it has
-such a name, belongs to this user, is not older than the run, and is neither mapped nor open in any process.
+torch and NCCL create files there and unlink them when the name is no longer needed, or when their process exits
+normally. A rank that is killed leaves them, and their memory stays in use until the machine restarts. A file is removed
+if it has such a name, belongs to this user, is not older than the run, and is neither mapped nor open in any process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _NAMES = re.compile(r"nccl-\w{6,}|torch_(?P<pid>\d+)_\d+(?:_\d+)?")
 
 
 def remove_leftovers(begun_at: float, directory: Path = DIRECTORY) -> list[str]:
-    """Remove what killed ranks have left, and return the files' names. Costs a listing of /dev/shm if there is nothing.
+    """Remove what killed ranks have left, and return the files' names.
 
     Args:
         begun_at: Wall-clock time at which the run's ranks were started, seconds since the epoch.

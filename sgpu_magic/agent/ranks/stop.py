@@ -1,13 +1,13 @@
 """The stop path of ranks: TERM to those that handle it, interrupt, release, TERM, grace, KILL.
 
 An interrupt does not reach a rank that waits in a collective, and a lost connection does not affect one that computes,
-so ranks get both, shortly after each other. The order decides what the user sees: `KeyboardInterrupt` after a cancel,
+so ranks get both in quick succession. The order decides what the user sees: `KeyboardInterrupt` after a cancel,
 "released from all_reduce" after a peer's failure. NCCL's collectives end without an error when they are aborted, so a
-rank that uses them interrupts itself before it aborts them: its next line would compute with what they left.
+rank that uses them interrupts itself before it aborts them; otherwise its next line would compute with invalid data.
 
 A rank whose code has a handler for SIGTERM, for example to save a checkpoint, gets only SIGTERM, once, and the grace to
-end by itself. No rank is interrupted or released meanwhile, since the handler may need collectives. Then the other
-ranks have a moment to end by themselves too, before the stop path continues.
+exit by itself. No rank is interrupted or released meanwhile, since the handler may need collectives. Then the other
+ranks have a moment to exit by themselves too, before the stop path continues.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Terminator:
         reports: The ranks' reports.
         later: Schedules a call after some seconds, which is dropped when the run is gone.
         killed: Called when ranks were sent SIGKILL.
-        finishing: The ranks that finish what their cell has started, which has ended.
+        finishing: The ranks whose cell has ended, and that are finishing what it started.
 
     Attributes:
         begun: Whether the ranks were told to stop.
@@ -76,7 +76,7 @@ class Terminator:
 
         Args:
             grace_s: Seconds for ranks that handle TERM; with 0 they are treated like the others.
-            interrupt_first: Whether ranks are interrupted before they are released, or after.
+            interrupt_first: Whether ranks are interrupted before they are released, rather than after.
             waited: Called when the ranks have had time to react.
         """
         if not self.begun:
@@ -108,7 +108,7 @@ class Terminator:
         return any(process.alive and _handles_term(process) for process in self._unreported())
 
     def reported(self) -> None:
-        """Handle that a rank has reported or is gone."""
+        """Handle a rank's report or exit."""
         if self._proceed is None or self._handling():
             return
         if self._unreported():
@@ -124,7 +124,7 @@ class Terminator:
 
         Args:
             grace_s: Seconds for ranks that have not reported.
-            finish_s: Seconds for ranks that finish what their cell has started; 0 if their time is over.
+            finish_s: Seconds for ranks that are finishing what their cell started; 0 if their time is over.
             cut_off: Called before ranks that have not finished within `finish_s` are killed.
         """
         self._run_ranks.group.leave()
@@ -143,7 +143,7 @@ class Terminator:
 
         self._later(max(finish_s, grace_s, EXIT_HANDLERS_S), cut)
 
-    # ------------------------------------------------------------ within
+    # ------------------------------------------------------------ internals
 
     def _unreported(self) -> list[RankProcess]:
         return [process for process in self._run_ranks.ranks if not self._reports.has_reported(process.rank)]

@@ -43,7 +43,7 @@ _INITIAL_OPEN_FILES = resource.getrlimit(resource.RLIMIT_NOFILE)
 
 
 def raise_open_files_limit() -> None:
-    """Raise the limit of open files to the hard limit: each rank costs the agent six."""
+    """Raise the limit of open files to the hard limit: the agent has six open for each rank."""
     soft, hard = _INITIAL_OPEN_FILES
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -100,7 +100,7 @@ class Zygote:
         self.stream.close()
 
     def reaped(self, status: int) -> None:
-        """Handle its end, and that of everything below it; `status` is the exit code, negative for a signal."""
+        """Handle its exit and that of all its descendants; `status` is the exit code, negative for a signal."""
         self._status = status
         if self._untold is not None:
             self._untold.cancel()

@@ -4,9 +4,9 @@ node_run            the interface of all runs
 execution           one run's cell in its ranks: launch, collect results, stop, report the end
 execution_kinds     the two kinds of execution: a run with its own, new ranks, and a cell in a session's ranks
 session             a session: ranks that stay alive between cells
-preparing           a run whose packages, code and variables are being prepared; fetches what was sent along
+preparing           a run whose packages, code and variables are being prepared; fetches its inputs
 
-What an execution or a session has:
+Parts of an execution or a session:
 
 rank_supervisor     its ranks: what they show, how they die, what they leave behind
 cause_search        how long it waits for the failure that is the root cause

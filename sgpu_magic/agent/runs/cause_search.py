@@ -55,12 +55,12 @@ class CauseSearch:
         self._free_others = free_others
         self._loop = asyncio.get_running_loop()
         self._has_begun = False
-        # ranks that have raised and format their tracebacks, and until when that is awaited
+        # ranks that have raised and are formatting their tracebacks, and how long to wait for them
         self._formatting: set[int] = set()
         self._awaited_until: float | None = None
 
     def on_raised(self, rank: int) -> None:
-        """Note that a rank has raised; its failure follows when its traceback is formatted."""
+        """Note that a rank has raised an exception; its failure follows when the traceback is formatted."""
         self._formatting.add(rank)
 
     def on_failure(self, failure: Failure) -> None:
@@ -77,7 +77,7 @@ class CauseSearch:
     def await_tracebacks(self, proceed: Callable[[], None]) -> None:
         """Call `proceed` when the ranks that format their tracebacks have reported, or after half a second.
 
-        On a busy machine that takes longer than a step of the stop path, and their failures would be missing.
+        On a busy machine, formatting takes longer than a step of the stop path, and their failures would be missing.
         """
         self._await_tracebacks(proceed, self._loop.time() + _TRACEBACKS_AFTER_RELEASE_S)
 

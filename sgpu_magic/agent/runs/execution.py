@@ -1,8 +1,8 @@
 """One run's cell in its ranks: launch, collect results, find the root cause, stop, report the end.
 
-    launch -> all joined -> all finished -> what their cells have started, too -> ended(succeeded)
-                         -> one failed   -> others released  -> ended(failed)
-           -> asked to end               -> interrupted      -> ended(...)
+    launch -> all joined -> all cells returned -> all ranks finished -> ended(succeeded)
+                         -> one failed         -> others released    -> ended(failed)
+           -> asked to end                     -> interrupted        -> ended(...)
 
 `ended` is what the notebook waits for. The steps before the first and after the last of these differ between a run
 with its own ranks and a cell in a session (`execution_kinds`).
@@ -133,7 +133,7 @@ class Execution(NodeRun):
             case Collectives():
                 self._watch.taker.answered(rank, message)
             case Remarked(text=text):
-                # show a remark only once, even if every rank makes it
+                # show a note only once, even if every rank sends it
                 if text not in self._remarks:
                     self._remarks.add(text)
                     self._say(Noted(text=text))

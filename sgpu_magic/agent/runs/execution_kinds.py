@@ -3,7 +3,7 @@
 A run's own ranks are new processes that exit when it is over. The devices are free at `gone`. A rank whose cell has
 ended finishes what the cell has started, as Python does before it exits: threads, exit functions. All ranks stay until
 all have finished, since the last step of a checkpoint may need a collective. A failure is reported before that. If
-ranks leave child processes, the success is reported when these have ended too: what is over holds no memory or device.
+ranks leave child processes, success is reported when these have ended too, so that no memory or device is still in use.
 
     launch -> all joined -> ... -> finishing -> ended(succeeded)     -> leave -> gone
                                              -> leave, with children -> ended(succeeded) -> gone
@@ -16,8 +16,8 @@ A session's ranks and their state outlive the cell, however it ends.
            -> one failed   -> others released    -> groups renewed -> ended(failed)    -> idle
            -> asked to end -> interrupted        -> groups renewed -> ended(cancelled) -> idle
 
-The session takes its next cell when the ranks are idle. A rank that does not stop delays the next cell until it stops
-or is killed; `RunEnded.unstopped` tells the notebook before.
+The session accepts its next cell when the ranks are idle. A rank that does not stop delays the next cell until it stops
+or is killed; `RunEnded.unstopped` has already reported it to the notebook.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class FreshRun(Execution):
         self._finish_if_exited()
 
     def on_descendants_ended(self, rank: int, message: DescendantsEnded) -> None:
-        """Handle that everything that a dead rank had started has ended."""
+        """Handle the end of a dead rank's last descendant."""
         if not self.has_exited:
             self._supervisor.note_descendants(rank, message)
         self._finish_if_exited()
@@ -206,7 +206,7 @@ class FreshRun(Execution):
             self._end(RunState.SUCCEEDED)
 
     def _show_finishing(self) -> None:
-        """Report what the run waits for, when it has waited for a moment and when that changes."""
+        """Report what the run waits for: after a short delay, and whenever it changes."""
         if not self.ended and self._ending_as is None:
             self._unfinished.report()
 

@@ -1,4 +1,4 @@
-"""Where the ranks of a run were when it hung or was timed out."""
+"""Where the ranks of a run were when it hung or timed out."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class HangStacks:
             self.take()
 
     def at_end(self, failures: Mapping[int, Failure]) -> tuple[RankStack, ...]:
-        """Return the stacks that were taken, and where the ranks were that torch has aborted since.
+        """Return the stacks that were taken, and the positions of ranks that torch has aborted since.
 
         Args:
             failures: The failures by rank.

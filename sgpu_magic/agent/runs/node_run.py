@@ -1,7 +1,4 @@
-"""The interface of everything that the agent runs.
-
-That is fresh runs, sessions, the cells in them, and runs that are being prepared.
-"""
+"""The interface of everything that the agent runs: fresh runs, sessions, cells in them, and runs being prepared."""
 
 from __future__ import annotations
 
@@ -149,7 +146,7 @@ class NodeRun(abc.ABC):
     def take_stacks(self, done: Callable[[tuple[RankStack, ...]], None]) -> None:
         """Take each rank's stack and call `done` within half a second."""
 
-    # ------------------------------------------------------------ within
+    # ------------------------------------------------------------ internals
 
     def _say(self, body: EventBody, frames: Sequence[bytes] = ()) -> None:
         self._listener.happened(self.run_id, body, frames)
@@ -179,7 +176,7 @@ class NodeRun(abc.ABC):
         return Failure(kind=kind, message=message, host=self._host, at=time.time())
 
     def _on_ranks_exited(self) -> None:
-        """Mark the run as gone and cancel its timers."""
+        """Mark the run's ranks as exited and cancel its timers."""
         self.has_exited = True
         for timer in self._timers:
             timer.cancel()

@@ -4,7 +4,8 @@ launch -> everything is ready -> handed on (the launch of a fresh run, a session
        -> preparation failed  -> ended(failed) -> gone
        -> asked to end        -> ended(...)    -> gone
 
-What the notebook sent along is fetched from the pool's store: the payload into memory, code and wheels into files.
+Inputs that the notebook has sent are fetched from the pool's store: the payload into memory, code and wheels into
+files.
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ class PreparingRun(NodeRun):
         with faults.guarded(self.faulted):
             self.fail_whole(FailureKind.ENVIRONMENT, message)
 
-    # ------------------------------------------------------------ within
+    # ------------------------------------------------------------ internals
 
     async def _arrive(self) -> None:
         source = self.launch.payload.source
@@ -270,7 +271,7 @@ class LaunchInputs:
         self.code.release(run_id)
         self.uploaded.release(run_id)
 
-    # ------------------------------------------------------------ within
+    # ------------------------------------------------------------ internals
 
     async def _on_disk(self, launch: Launch, each: Item, name: str) -> Item:
         if not each.blobs:

@@ -1,4 +1,4 @@
-"""What a run has on this node: its directory, its payload and results, and the directories of its own Ray cluster."""
+"""What a run has on this node: its directory, its payload and its results."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class AttemptFiles:
         return Payload(source=source, layout=payload.layout)
 
     def not_written(self, text: str) -> None:
-        """Report that a file of the run's directory could not be written; only the first time, as for a full disk."""
+        """Report that a file of the run's directory could not be written, once: on a full disk, more will follow."""
         if not self._not_written:
             self._not_written = True
             self._say(Noted(text=text))

@@ -67,7 +67,7 @@ def lay_out(run_dir: str, source: StoredPayload, paths: Sequence[Path]) -> Arriv
         paths: The paths of their blobs, in order.
 
     Raises:
-        OSError: A part is too short or outside the payload, or there is no room.
+        OSError: A part is too short or outside the payload, or there is not enough space.
     """
     found = list(zip(source.parts, paths, strict=True))
     whole = _whole_pages(source)
@@ -134,7 +134,7 @@ class BackgroundCopier:
         self._thread = ThreadPoolExecutor(1, "sgpu-keeper", leave_the_cores_to_ranks)
 
     def keep(self, job: CopyJob) -> Future[str] | None:
-        """Queue a copy job. Its result is why nothing was kept, "" for success. After `close` nothing is copied."""
+        """Queue a copy job. Its result is why the copy failed, "" for success. After `close` nothing is copied."""
         try:
             return self._thread.submit(_keep, job)
         except RuntimeError:
@@ -201,7 +201,7 @@ class RunMemory:
         """Open the payload, so that it outlives the notebook.
 
         Raises:
-            OSError: The payload does not exist (any more).
+            OSError: The payload does not exist, or no longer exists.
         """
         if self.payload_fd >= 0:
             # opened by an earlier attempt

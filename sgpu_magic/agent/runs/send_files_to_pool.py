@@ -2,8 +2,8 @@
 
     logs        as they grow, a few times a second
     results     as soon as a rank returns them; `RunEnded` waits for them
-    all else    when the ranks are gone. `DevicesFree` is reported before, `RanksGone` afterwards. All of it appears at
-                the pool when the last of it has arrived; what could not be sent is named in a note
+    the rest    when the ranks are gone. `DevicesFree` is reported before, `RanksGone` afterwards. These files appear at
+                the pool together, when the last one has arrived; a note names those that could not be sent
 
 Each chunk is kept until the pool has confirmed it, since another pool service may take over meanwhile.
 """
@@ -170,7 +170,7 @@ class FilesToPool:
                     task.cancel()
             shutil.rmtree(run.directory, ignore_errors=True)
 
-    # ------------------------------------------------------------ within
+    # ------------------------------------------------------------ internals
 
     async def _follow_logs(self, run: _FarRun) -> None:
         while True:

@@ -203,7 +203,7 @@ class NodeSession(NodeRun):
                 pass
 
     def _could_not_prepare(self, failure: Failure) -> None:
-        """Handle that a rank can't be prepared."""
+        """Handle a rank that can't be prepared."""
         failure, _ = without_secrets(failure, (), self.launch.context.environ, self.launch.spec.env_names)
         if self._started_at is not None:
             self._repair.fail(f"rank {failure.rank}: {failure.message}")
@@ -249,7 +249,7 @@ class NodeSession(NodeRun):
         self._finish_if_exited()
 
     def on_descendants_ended(self, rank: int, message: DescendantsEnded) -> None:
-        """Handle that everything that a dead rank had started has ended."""
+        """Handle the end of a dead rank's last descendant."""
         if self._cell is None:
             self._repair.go_on()
         if not self.has_exited:
@@ -312,7 +312,7 @@ class NodeSession(NodeRun):
             self._unfinished.report()
 
     def _show_finishing(self) -> None:
-        """Report what the session waits for, when it has waited for a moment and when that changes."""
+        """Report what the session waits for: after a short delay, and whenever it changes."""
         if not self.ended:
             self._unfinished.report()
 
@@ -323,7 +323,7 @@ class NodeSession(NodeRun):
         self._supervisor.check_killed()
 
     def faulted(self, error: Exception) -> None:
-        """Charge a fault to the running cell, if any; the session goes on if it can."""
+        """Attribute a fault to the running cell, if any; the session continues if it can."""
         if self._cell is not None and not self._cell.has_exited:
             self._cell.faulted(error)
         else:

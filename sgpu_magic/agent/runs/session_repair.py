@@ -87,7 +87,7 @@ class SessionRepair:
             self.group.rank(rank).signal(signal.SIGKILL, whole_session=True)
 
     def go_on(self) -> None:
-        """Fork the new ranks once all old ones have ended, with everything that they had started."""
+        """Fork the new ranks once all old ones and their descendants have ended."""
         ranks = self._replacing
         if not ranks or self._regrouped is not None or not all(self.group.rank(rank).has_exited for rank in ranks):
             return
@@ -105,13 +105,13 @@ class SessionRepair:
     # ------------------------------------------------------------ from the ranks
 
     def joined(self, rank: int) -> None:
-        """Handle that a rank has joined the process group."""
+        """Record that a rank has joined the process group."""
         self._waiting.discard(rank)
         if not self._waiting:
             self._end_regrouping(self._problem)
 
     def renewed(self, rank: int, message: Renewed) -> None:
-        """Handle that a rank has renewed its groups, or has failed to."""
+        """Handle a rank's report that it has renewed its groups, or has failed to."""
         self._problem = self._problem or message.problem
         self._lost = self._lost or message.lost
         self.joined(rank)
@@ -120,7 +120,7 @@ class SessionRepair:
         """Fail the current renewal, which needs the dead rank."""
         self._end_regrouping(f"rank {rank} died in the meantime")
 
-    # ------------------------------------------------------------ within
+    # ------------------------------------------------------------ internals
 
     def _regroup(self, replaced: Sequence[int], regrouped: _Regrouped) -> None:
         """Renew the process groups over a new store.

@@ -86,7 +86,7 @@ class Gpus:
         if reader is not None and not reader.calls:
             call_in_background(reader.close, "sgpu-nvml")
 
-    # ------------------------------------------------------------ within
+    # ------------------------------------------------------------ internals
 
     def _returned(self, reader: GpuReader, uuid: str, call: asyncio.Future[GpuReading]) -> None:
         del reader.calls[uuid]
@@ -219,7 +219,7 @@ class IdleGpus:
         for busy in self._watch.detect(now, going):
             self.say(busy)
         idle = self._watch.idle(now)
-        # a query costs a rank with a full flight recorder 30 ms, so ranks that were reported are queried less often
+        # a query takes a rank with a full flight recorder 30 ms, so ranks that were reported are queried less often
         if idle and not self._asking and (now >= self._next_check or idle - self._watch.reported):
             self._asking = True
             self._next_check = now + self.idle_s / 2

@@ -234,7 +234,7 @@ class _Reader:
         return placed, " ".join(self._problems)
 
     def _distances(self, uuids: Sequence[str]) -> dict[str, tuple[int, ...]]:
-        """Return the devices' `Device.distances`; empty if the driver does not tell them, and for slices."""
+        """Return the devices' `Device.distances`; empty if the driver does not report them, and for slices."""
         if len(uuids) < 2 or any(map(is_slice, uuids)):
             return {}
         try:
@@ -252,7 +252,7 @@ class _Reader:
         return 0 if nvlink == nvml.NVML_P2P_STATUS_OK else int(nvml.nvmlDeviceGetTopologyCommonAncestor(*handles))
 
     def _has_device_node(self, handle: object, directory: Path) -> bool:
-        """Whether this container has the GPU's file; NVML may list the GPUs of the whole machine."""
+        """Whether this container has the GPU's device file; NVML may list the GPUs of the whole machine."""
         if not (directory / "nvidiactl").exists():
             # GPUs without such files, as in WSL
             return True
@@ -398,7 +398,7 @@ def _process_text(pid: int) -> str:
     try:
         process = psutil.Process(pid)
         kernel = ", a notebook's kernel," if any("ipykernel" in part for part in process.cmdline()) else ""
-        # gives the uid if the user has no name
+        # psutil returns the uid if the user has no name
         return f"process {pid} of user {process.username()}{kernel}"
     except psutil.Error:
         return f"process {pid} outside this container" if _in_container() else f"process {pid}"

@@ -85,7 +85,7 @@ class RunWatch:
             self.here.sampling.begin(self._sampler)
 
     def _faulted(self, error: Exception) -> None:
-        """Stop watching after a fault in the monitoring; the run goes on."""
+        """Stop watching after a fault in the monitoring; the run continues."""
         self.is_ending()
         with faults.guarded(None):
             self.here.sampling.end(self._sampler)
@@ -128,7 +128,7 @@ class RunWatch:
             self._idle_ranks, self._pause_s = idle, self._tick_s
             self._next_check = min(self._next_check, now)
         if silent_s >= self._stall_s and now >= self._next_check:
-            # a query costs a rank with a full flight recorder 30 ms: back off while nothing is found
+            # a query takes a rank with a full flight recorder 30 ms: back off while nothing is found
             self._next_check = now + self._pause_s
             self._pause_s = min(2 * self._pause_s, self._stall_s)
             self.taker.take(self._took, gently=True)
@@ -244,7 +244,7 @@ class StallDetector:
         return Stalled(seconds=still_s, stacks=tuple(each.stack for each in observations))
 
     def moved(self) -> Resumed | None:
-        """Return `Resumed` if the run was stalled: it has printed something or made progress."""
+        """Return `Resumed` if the run was stalled. Call it when the run has printed something or made progress."""
         if not self._reported:
             return None
         self._reported = frozenset()

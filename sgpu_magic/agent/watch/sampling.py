@@ -114,7 +114,7 @@ class RunSampler:
             samples = tuple(self._introduce(merged(samples)) for samples in by_rank.values())
             self.say(Sampled(seconds=round(sum(span for span, _ in pending), 3), samples=samples))
 
-    # ------------------------------------------------------------ within
+    # ------------------------------------------------------------ internals
 
     def _sample_of(
         self, process: RankProcess, seconds: float, tree: TreeUse | None, readings: Mapping[str, GpuReading]
@@ -266,7 +266,7 @@ class Sampling:
             self.end(run)
         self.gpus.close()
 
-    # ------------------------------------------------------------ within
+    # ------------------------------------------------------------ internals
 
     @functools.cached_property
     def _memory_bytes(self) -> int:

@@ -94,7 +94,7 @@ class StackTaker:
             self._taking.collectives[rank] = message.current
             self.entered_at[rank] = message.entered_at
 
-    # ------------------------------------------------------------ within
+    # ------------------------------------------------------------ internals
 
     def _ask(self, process: RankProcess, taking: _Taking) -> str:
         """Request a rank's stack; return why there is none, "" if it was requested."""

@@ -17,7 +17,7 @@ from sgpu_magic.wire.decoding import decode_json
 
 # without `import`, so that no name appears in the notebook's namespace
 EXPRESSION = f"__import__({__name__!r}, fromlist=['_']).last_end()"
-"""What the command lets a kernel evaluate after a failed cell; `read_end` reads the answer."""
+"""The expression that a kernel evaluates after a failed cell; `read_end` reads the answer."""
 
 
 class ExitCode(enum.IntEnum):

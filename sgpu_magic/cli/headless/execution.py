@@ -37,7 +37,7 @@ from sgpu_magic.options import notebook_job
 from sgpu_magic.options.notebook_job import VARIABLE, as_variable
 from sgpu_magic.views import ansi
 
-# saves the output so far of a cell that runs for hours
+# so that the output of a cell that runs for hours is saved too
 _SAVE_EVERY_S = 20.0
 # an interrupted cell returns within 3 s; the rest is for showing how its run ends
 _INTERRUPTED_S = 15.0
@@ -208,7 +208,7 @@ class NotebookRun:
                 self.exit_value = end.exit_value
                 self._copy.exited(cell, self.exit_value)
             elif self._job.is_script and end.is_clean_exit:
-                # where it launches functions, the script itself runs in the kernel
+                # a script that launches functions runs in the kernel itself
                 cell.outputs = [output for output in cell.outputs if output.output_type != "error"]
                 return ExitCode.OK
             return end.code

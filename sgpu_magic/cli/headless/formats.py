@@ -74,7 +74,7 @@ def form_of(path: Path) -> Form:
 def read_notebook(path: Path, form: Form) -> Any:
     """Read a file as a notebook of nbformat version 4. `%run` of another text notebook inserts that one's cells.
 
-    In an .ipynb notebook, only `%run` of a notebook that is named as Databricks names it does.
+    In an .ipynb notebook, that applies only to a notebook that `%run` names without a suffix, as in Databricks.
 
     Raises:
         UsageError: The file can't be read, needs a library that is not installed, or runs itself.
@@ -215,7 +215,7 @@ def _with_its_runs(cell: TextCell, path: Path, form: Form, including: Sequence[P
 
 
 def _ipynb_parts(cell: Any, path: Path, nbformat: Any) -> list[Any]:
-    """Return a cell of an .ipynb notebook, or the cells of the notebook that it runs as Databricks names it."""
+    """Return a cell of an .ipynb notebook, or the cells of the Databricks notebook that it runs."""
     if cell.cell_type != "code" or not _runs_as_databricks(cell.source, path):
         return [cell]
     parts = _with_its_runs(TextCell(cell.source), path, Form.DATABRICKS, [path.resolve()])

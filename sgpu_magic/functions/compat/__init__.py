@@ -4,7 +4,7 @@
     from serverless_gpu import distributed
 
 serverless_gpu/  the documented names, implemented with this package's own
-databricks_air/  the same of its successor
+databricks_air/  the same for its successor
 notebook/        `dbutils`, magics and other names of notebooks, for the extension `sgpu_magic.compat`; paths of volumes
 decorators       this package's decorators, with the pool chosen by the documented environment variables
 

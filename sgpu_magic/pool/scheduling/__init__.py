@@ -2,7 +2,7 @@
 
 scheduler          typed stimuli in, a list of instructions out
 stimuli            types of stimuli and instructions
-run                a run and its meter; the service extends it
+run                a run and its meter; the service's `PoolRun` has one
 run_table          the table of runs, and the few operations that change one
 placement_request  what a run's request means in this pool, or why it can't be placed
 capacity           what the pool has, what a request takes, and how ranks are laid out over nodes

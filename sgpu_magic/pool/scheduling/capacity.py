@@ -251,7 +251,7 @@ def laid_out(want: ResourceRequest, free: Mapping[str, int]) -> Parts | None:
 
 
 def _tightest(free: Mapping[str, int], ranks: int) -> str | None:
-    """Return the node with enough room and the least of it; the first of several."""
+    """Return the node with the least free capacity that is enough; the first of several."""
     return min((node for node, count in free.items() if count >= ranks), key=free.__getitem__, default=None)
 
 

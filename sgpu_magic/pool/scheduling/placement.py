@@ -36,7 +36,7 @@ class FreeCapacity:
     Attributes:
         stock: The counted inventory.
         refused: What the engine could not get, with the reason: devices by UUID, `cpu`, `cpu@` and a node, or
-            `elastic` and a type that the autoscaler did not bring.
+            `elastic` and a type that the autoscaler could not provide.
     """
 
     def __init__(self, inventory: Inventory) -> None:
@@ -132,7 +132,7 @@ class FreeCapacity:
         return self._lease(want, lease_id, parts, note)
 
     def ask(self, want: ResourceRequest, lease_id: str) -> Lease | None:
-        """Return a lease without devices, which asks the autoscaler for nodes; None if it can't bring them."""
+        """Return a lease without devices, which asks the autoscaler for nodes; None if it can't provide them."""
         elastic = self.stock.elastic(want.line)
         if elastic <= self.stock.total(want.line, want.min_memory_bytes) or not self._within_limit(want):
             return None
@@ -238,7 +238,7 @@ class FreeCapacity:
         return laid_out(want, {node: count for node, count in self.free_by_node(want).items() if node not in without})
 
     def _within_limit(self, want: ResourceRequest) -> bool:
-        """Whether a lease for this request leaves the autoscaler's limit enough for what others asked it for."""
+        """Whether the autoscaler's limit allows this request in addition to the devices in use and pending requests."""
         if not (elastic := self.stock.elastic(want.line)):
             return True
         asked = sum(ranks for line, ranks in self._asked.values() if line == want.line)
@@ -332,8 +332,8 @@ def close_together(devices: Sequence[Device], count: int) -> list[Device]:
     """Choose devices with short distances to each other, which leave the others close together too.
 
     The longest distance counts first, since the slowest connection limits a collective. Devices of unknown distances,
-    and those that are equally far from each other, are chosen in bus order. Looks at one choice from each device on, to
-    which the nearest are added, not at all choices.
+    and those that are equally far from each other, are chosen in bus order. Not all choices are compared, only one for
+    each device: the one that starts with it and always adds the nearest device.
 
     Args:
         devices: The devices of one node, by index.
@@ -361,7 +361,7 @@ def close_together(devices: Sequence[Device], count: int) -> list[Device]:
 
 
 def _elastic_key(line: QueueKey) -> str:
-    """Return the key in `FreeCapacity.refused` for a type that the cluster does not bring."""
+    """Return the key in `FreeCapacity.refused` for a type that the autoscaler could not provide."""
     return f"elastic {line.device_type}"
 
 

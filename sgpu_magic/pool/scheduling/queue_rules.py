@@ -6,7 +6,7 @@
 - `pass_over_s` after a run was first passed, no later run of its user may pass it any more: freed devices are kept for
   it, unless it could not run here even if nothing else did. Likewise, `pass_over_s` after a later run of another user
   first got devices before a user's first run, freed devices are kept for that run; only one node if it needs one.
-- Devices that only an autoscaler can bring are requested with a lease that has no devices yet.
+- Devices that only an autoscaler can provide are requested with a lease that has no devices yet.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Round(msgspec.Struct):
         waiting: By user, the waiting runs that were not considered yet, the last one first.
         skipped: By user, the runs that got nothing.
         given: By user, the number of the newest run that got something.
-        unfit: Requests that did not fit, and will not in this round, since the room only shrinks.
+        unfit: Requests that did not fit, and will not in this round, since free capacity only shrinks.
         kept: Nodes that are kept for a run.
         unaffordable: By type, why the budget keeps runs from starting; "" when it does not.
         out: The resulting instructions, by the runs' numbers.
@@ -61,8 +61,8 @@ class QueueRules:
 
     Args:
         table: The scheduler's runs.
-        costs: Has the prices, and says which requests can't start now because of the budget.
-        fair: Says which user is next.
+        costs: Has the prices, and decides which requests can't start now because of the budget.
+        fair: Decides which user is next.
         inventory: What the pool has; None while unknown.
         pass_over_s: Seconds from the first time a run is passed over until no run may pass it.
 
@@ -141,12 +141,12 @@ class QueueRules:
         return meant
 
     def next_deadline(self) -> float | None:
-        """Return when freed devices are next kept for another passed run; None when for no more."""
+        """Return when freed devices are next kept for another passed run; None if no run is waiting for that."""
         times = [at for run in self._table.waiting() for at in (run.passed_at, run.overtaken_at) if at is not None]
         return min((at + self._pass_over_s for at in times if not self._aged(at)), default=None)
 
     def settle(self) -> list[Instruction]:
-        """Grant what is free, and end the runs that waited in vain."""
+        """Grant what is free, and end the runs whose waiting time is over."""
         out = self._start_waiting()
         # a run that gives up may release devices that were kept for it: place the runs behind it
         while given_up := self._give_up():

@@ -65,11 +65,11 @@ class RunTable:
         return _in_order(self._waiting_cells)
 
     def asked(self) -> list[ScheduledRun]:
-        """Return the runs for which an engine asked the cluster for nodes that have not come yet."""
+        """Return the runs for which an engine asked the cluster for nodes that have not joined yet."""
         return _in_order(self._asked)
 
     def asked_too_long(self) -> list[ScheduledRun]:
-        """Return the runs for which no node came within their waiting time."""
+        """Return the runs for which no node joined within their waiting time."""
         runs = [run for run in self.asked() if run.stopping_as is None]
         return [run for run in runs if run.queue_deadline is not None and self.now >= run.queue_deadline]
 

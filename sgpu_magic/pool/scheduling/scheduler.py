@@ -1,10 +1,10 @@
 """The pool's scheduler: typed stimuli in, a list of typed instructions out.
 
-Pure: no clock (`handle` takes the time of each stimulus, seconds of any one clock), no socket, no thread. The service
-feeds it stimuli and executes its instructions. In the style of distributed's `worker_state_machine`.
+Pure: no clock (`handle` takes the time of each stimulus, always from the same clock), no socket, no thread. The service
+feeds it stimuli and executes its instructions. The design follows distributed's `worker_state_machine`.
 
     - `placement_request` interprets a request in this pool. `queue_rules` and `fair_share` decide which run gets
-      devices first. `queue_status` tells the others why they wait.
+      devices first. `queue_status` reports why the others wait.
     - `LaunchRun` grants the lease. `RanksReaped` frees it, or `LeaseFreed` if the run's final event comes later. The
       run stays queued until the agent's first `RunMoved`; until then the engine may return the lease with
       `LeaseRefused`.
@@ -154,7 +154,7 @@ class Scheduler:
         return min((time for time in times if time is not None), default=None)
 
     def handle(self, stimulus: Stimulus, now: float) -> list[Instruction]:
-        """Handle a stimulus of the time `now`, and return the instructions to execute, in this order.
+        """Handle a stimulus that occurred at `now`, and return the instructions to execute, in this order.
 
         Stimuli for unknown runs and outdated reports change nothing.
 

@@ -120,7 +120,7 @@ class ChoiceKeeper:
             return CurrentChoice(problem=read.problem)
         choice = normal(read.kept.choice)
         if choice == _NOTHING:
-            # it takes nothing, so it needs no confirmation
+            # an empty choice requests nothing, so it needs no confirmation
             return CurrentChoice(choice, True, read.problem)
         made = self._known.find(choice, "" if self._any_notebook else self._notebook())
         return CurrentChoice(choice, made.here, read.problem, made.elsewhere)

@@ -1,7 +1,8 @@
-"""Which choices this user has made in which notebooks: a choice travels with its notebook's metadata.
+"""Records which choices this user has made in which notebooks.
 
-One that was not made here takes effect only when confirmed, because it may take devices, cost money or install
-packages. The list is in the state directory, which only this user can write; several kernels may use it at once.
+A choice is stored in its notebook's metadata, so a notebook may come with someone else's. Such a choice takes effect
+only when confirmed, because it may take devices, cost money or install packages. The list is in the state directory,
+which only this user can write; several kernels may use it at once.
 """
 
 from __future__ import annotations
@@ -69,7 +70,10 @@ class KnownNotebooks(msgspec.Struct, frozen=True):
         self._append(_chosen(choice, notebook))
 
     def find(self, choice: Choice, notebook: str) -> MadeIn:
-        """Return where this user made a choice. If that is known of no notebook, it was in the one that asks first."""
+        """Return where this user made a choice.
+
+        A choice that was recorded without a notebook counts as made in the first one that asks.
+        """
         here = _chosen(choice, notebook)
         known = [each for each in self._read() if each.digest == here.digest]
         if not known or not notebook:

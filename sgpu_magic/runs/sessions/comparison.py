@@ -1,4 +1,4 @@
-"""Reports a comparison of the notebook's values with those of a session's ranks that takes long."""
+"""Reports comparisons of the notebook's values with those of a session's ranks that take long."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Comparison:
 
     Args:
         session: The session's name.
-        show: Shows what is going on, after a second and then once a second; None shows nothing.
+        show: Shows the progress, after a second and then once a second; None shows nothing.
     """
 
     def __init__(self, session: str, show: Show | None) -> None:
@@ -35,7 +35,7 @@ class Comparison:
         self._seconds: dict[str, float] = {}
 
     def name(self, name: str) -> None:
-        """Begin with a name's value; the previous one is done."""
+        """Begin with the value of the next name."""
         now = time.monotonic()
         self._seconds[self._name] = now - self._name_begin
         self._name, self._name_begin = name, now
@@ -55,10 +55,10 @@ class Comparison:
         )
 
     def done(self, known: Collection[str]) -> tuple[tuple[str, ...], str]:
-        """End it, and return the names that took long with a sentence about them.
+        """End the comparison, and return the names that took long with a sentence about them.
 
         Args:
-            known: Names about which the user has had such a sentence. If it were about no other, it is "".
+            known: Names that an earlier sentence mentioned. The sentence is "" if it would mention no others.
         """
         self.name("")
         if self._shown and self._show is not None:

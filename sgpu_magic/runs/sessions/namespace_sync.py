@@ -263,12 +263,12 @@ class NamespaceTracker:
         return groups
 
     def keep(self, names: Iterable[str]) -> None:
-        """From now on, compare and send none of these names to a rank that has it."""
+        """Stop comparing these names, and stop sending them to ranks that have them."""
         with self._lock:
             self._kept.update(names)
 
     def unkeep(self, names: Collection[str] = ()) -> None:
-        """Undo `keep` for these names, or for all: the next cell that reads one takes the notebook's value along."""
+        """Undo `keep` for these names, or for all: the notebook's value is sent with the next cell that reads one."""
         with self._lock:
             for name in self._kept.intersection(names or self._kept):
                 self._kept.discard(name)

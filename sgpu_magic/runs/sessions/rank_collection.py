@@ -77,7 +77,7 @@ class RankCollection:
         """Return the parts that the ranks have under `name`, put together in the order of the ranks.
 
         Lists and tuples are joined; arrays, tensors and DataFrames are concatenated along their first axis; the shards
-        of a DTensor become the whole tensor. Of other values the list by rank is returned.
+        of a DTensor become the whole tensor. For other values, a list by rank is returned.
 
         Args:
             name: The name.
@@ -166,10 +166,10 @@ def ranks_at(key: int | slice | Iterable[int], ranks: Sequence[int]) -> tuple[in
 
 
 def split(values: Any, parts: int) -> list[Any]:
-    """Split values into contiguous parts; the first ones have one element more if the number is no multiple of theirs.
+    """Split values into contiguous parts; if they can't be equal, the first ones have one element more.
 
     Args:
-        values: A sequence that can be sliced; anything else is split as a list.
+        values: A sequence that can be sliced; any other iterable is split as a list.
         parts: The number of parts.
     """
     # rows of a DataFrame

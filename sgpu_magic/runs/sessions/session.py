@@ -228,7 +228,7 @@ class Session(RankCollection):
         self.shipping.keep(names)
 
     def unkeep(self, *names: str) -> None:
-        """Undo `keep`: the next cell that reads such a name takes the notebook's value along.
+        """Undo `keep`: the notebook's value is sent with the next cell that reads such a name.
 
         Args:
             names: The names. Default: all that are kept.
@@ -282,7 +282,7 @@ class Session(RankCollection):
         return self.context.pool_of(self._run)
 
     def lends(self, ranks: int | None) -> ResolvedTarget:
-        """Return the place for `ranks` new processes on the session's devices; None means one per rank."""
+        """Return the target for `ranks` new processes on the session's devices; None means one per rank."""
         return ResolvedTarget(self.pool, replace(self.placement, ranks=ranks or self.ranks))
 
     @property

@@ -174,8 +174,8 @@ def _without_value(word: str, before: str) -> str:
 def _name_of(cell: CellSource) -> str:
     """Return a cell's name: the first function or class that it defines and calls, else its number.
 
-    What it only passes on, such as a signal's handler, is not what it is about. A cell of definitions alone has the
-    name of the first.
+    Functions that it only passes on, such as a signal handler, do not count. A cell that has only definitions is named
+    after the first.
     """
     defined: list[str] = _DEFINITION.findall(cell.body)
     for name in defined:
@@ -187,7 +187,7 @@ def _name_of(cell: CellSource) -> str:
 
 
 def _only_defines(body: str) -> bool:
-    """Whether the cell has nothing but imports and definitions; False if it is no plain Python."""
+    """Whether the cell has only imports and definitions; False if it is not plain Python."""
     try:
         statements = ast.parse(body).body
     except (SyntaxError, ValueError):

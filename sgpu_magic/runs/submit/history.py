@@ -1,4 +1,4 @@
-"""The notebook's inputs and results that travel with a cell."""
+"""The notebook's inputs and results that are sent with a cell."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any, cast
 from sgpu_magic.client.result import RunResult
 from sgpu_magic.payload.namespace import only_in_notebook
 
-# they change with every cell of the notebook, so they are sent each time; a run's own result stays in the notebook: on
-# the ranks, the same names have the values that its last cell had there
+# these names change with every cell of the notebook, so they are sent each time; results of runs stay in the notebook,
+# since on the ranks, the same names have the values of the last cell there
 _RESULT = re.compile(r"_{1,3}|_\d+")
 _INPUT = re.compile(r"_i{1,3}|_i\d+")
 _RESULTS = frozenset({"Out", "_oh"})
@@ -19,14 +19,14 @@ _INPUTS = frozenset({"In", "_ih"})
 
 
 def _stays(value: object) -> bool:
-    """Whether it is one of this package's handles, such as the session that `%sgpu_connect` returns."""
+    """Whether the value is one of this package's handles, such as the session that `%sgpu_connect` returns."""
     return isinstance(value, RunResult) or bool(only_in_notebook(value))
 
 
 def history(
     names: Iterable[str], source: str, namespace: Mapping[str, object], exclude: Collection[str] = ()
 ) -> dict[str, object]:
-    """Return the values to send of the names in which IPython keeps inputs and results.
+    """Return the values to send for the names in which IPython keeps inputs and results.
 
     Args:
         names: Names that the cell reads.

@@ -1,10 +1,4 @@
-"""Builds a run's spec from its options and packed code, and finds where it is tracked.
-
-MLflow is never imported here: a notebook that uses it has imported it.
-"""
-
-# MLflow is only accessed through `sys.modules`, without types
-# pyright: reportUnknownMemberType=false
+"""Builds a run's spec from its options and packed code."""
 
 from __future__ import annotations
 

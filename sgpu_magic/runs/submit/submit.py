@@ -49,7 +49,7 @@ _MOST_SESSIONS = 50
 _secrets = SecretsOf()
 _secrets_lock = threading.Lock()
 
-# by session: local modules that its ranks have, and directories of projects of which they have wheels; later cells may
+# by session: local modules that its ranks have, and directories of projects whose wheels they have; later cells may
 # import them too
 _sent: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {}
 # by session: the packages that its ranks have, if they are not this process's own
@@ -265,7 +265,7 @@ def _local_code(
         cell: Its cell, not redacted.
         environment: The ranks' packages.
         known: Modules that the session's ranks already have.
-        projects: Directories of projects of which the ranks have wheels.
+        projects: Directories of projects whose wheels the ranks have.
 
     Raises:
         SerializationError: The payload needs modules that are in neither of them.

@@ -1,4 +1,4 @@
-"""Where a run goes: fills in the notebook's choice, chooses the pool, and the placement to request there."""
+"""Resolves where a run goes: fills in the notebook's choice, chooses the pool, and the placement to request there."""
 
 from __future__ import annotations
 

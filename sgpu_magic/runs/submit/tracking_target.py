@@ -1,5 +1,9 @@
-"""Where a run is tracked: MLflow's store and experiment."""
+"""Where a run is tracked: MLflow's store and experiment.
 
+MLflow is never imported here: a notebook that uses it has imported it.
+"""
+
+# MLflow is only accessed through `sys.modules`, without types
 # pyright: reportUnknownMemberType=false
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ answers       replies to requests of the view
 
 snapshot      `RunView` -> `Snapshot`: everything shown except log lines, small enough for one message
 bars          progress bars parsed from text
-run_progress  how far the ranks are, by the last progress bar of each
+run_progress  the progress of the ranks, from the last progress bar of each
 
 log_index     maps the n-th line of the run to a rank and its line; holds the newest lines
 log_reader    reads any lines of a run's logs without reading whole files
@@ -16,5 +16,5 @@ log_reader    reads any lines of a run's logs without reading whole files
 live_views    the views of one kernel: whether a run gets one, and the widget that shows it
 rank_widgets  the comms of widgets that ranks have created
 comm          requests and replies, also while a cell blocks the kernel
-widgets       the ipywidgets: the view, also as a value that a front end without a Jupyter kernel draws, and the panel
+widgets       the ipywidgets: the view, also for front ends without a Jupyter kernel, and the panel
 """

@@ -31,7 +31,7 @@ _PERCENT = re.compile(r"(?<![\d.])\d{1,3}%\s+(?=[^\s/\[]+/[^\s\[]+ \[)")
 
 
 class FoundBar(NamedTuple):
-    """A progress bar in a line, or words that say the same.
+    """A progress bar in a line, or words with the same meaning.
 
     Args:
         label: What it counts, "" without a label.

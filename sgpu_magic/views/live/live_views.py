@@ -143,7 +143,7 @@ class Buttons(msgspec.Struct, frozen=True):
         directory: The run's directory, with a log for each rank.
         cancel: Cancels the run and returns a sentence about it. Called in any thread.
         stacks: Returns the stacks of all ranks as lines. Called in any thread; may take a second.
-        bring: Fetches what a file of that name has gained on another machine; None if the directory is the run's own.
+        bring: Fetches new data of a file from another machine; None if the directory is the run's own.
         send: Sends comm messages to widgets of its ranks. Called in any thread.
         owned: The run was submitted here, so its events arrive from the beginning, once.
     """

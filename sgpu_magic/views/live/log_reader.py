@@ -71,7 +71,7 @@ class LogReader:
 
     Args:
         directory: The run's directory.
-        bring: Fetches what a remote log of that name has gained; None if the directory is the run's own.
+        bring: Fetches new data of a remote log; None if the directory is the run's own.
     """
 
     def __init__(self, directory: Path, bring: Callable[[str], None] | None = None) -> None:

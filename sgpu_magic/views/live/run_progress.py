@@ -1,4 +1,4 @@
-"""The progress of a run: how far its ranks are, by the last progress bar of each."""
+"""The progress of a run, from the last progress bar of each rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OUTER_WORDS = ("epoch", "round", "fold", "trial")
 
 
 class RankProgress(msgspec.Struct, frozen=True):
-    """How far a rank is.
+    """The progress of a rank.
 
     Args:
         label: The epoch that its bar names, such as `epoch 2 of 3`, else the bar's own label.
@@ -81,7 +81,7 @@ class RunProgress:
             return
         before = self._ranks.get(rank)
         if found.words is None or before is None or before.in_words:
-            # a rank that draws bars also prints lines about its epochs, which say less
+            # a rank that draws bars also prints lines about its epochs, which are less precise
             self._ranks[rank] = _progress_of(found, found.fraction)
 
 

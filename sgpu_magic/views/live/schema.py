@@ -94,7 +94,7 @@ class MemoryCard(Message, frozen=True):
         rank: The rank.
         cells: Its device, then used, reserved, free and total in words.
         shares: Shares of the total, each 0 to 1: held by tensors, cached by torch's allocator, held by others.
-        culprit: Its allocation failed first.
+        culprit: Whether its allocation failed first.
     """
 
     rank: int
@@ -116,10 +116,10 @@ class MemoryBlock(Message, frozen=True):
     Args:
         title: Heading of the table.
         heads: Its column heads: rank, device, used, reserved, free, total.
-        rows: Its rows, the culprit first.
+        rows: Its rows; that of the rank whose allocation failed first comes first.
         more: The number of ranks left out, "" for none.
         largest: Heading of the tensors, "" when there are none.
-        tensors: The culprit's largest tensors.
+        tensors: The largest tensors of the rank whose allocation failed first.
     """
 
     title: str
@@ -134,7 +134,7 @@ class FailureBlock(Message, frozen=True):
     """The first failure of a run, its cell's lines first.
 
     Args:
-        rank: The culprit, None for a failure that no rank caused.
+        rank: The rank that failed first, None for a failure that no rank caused.
         lines: The lines that are always shown.
         whole: The whole traceback if `lines` has only a part of it, else empty.
         memory: What held the memory when an allocation failed, None for other failures.

@@ -1,7 +1,7 @@
 """The names that a Databricks notebook has without defining them, for the extension `sgpu_magic.compat`.
 
 names        puts `dbutils`, `spark` and the other names and magics into a shell, and removes them
-spark        `spark` and `%sql`: PySpark where it is installed, else what needs no cluster
+spark        `spark` and `%sql`: PySpark if it is installed, else what works without a cluster
 dbutils      base class of `dbutils` and its parts; `dbutils.widgets` and `dbutils.secrets`
 file_system  `dbutils.fs` and `%fs`; where `/Volumes/...` and `dbfs:/...` are on this machine
 execution    running, ending and restarting notebooks: `dbutils.notebook`, `%run`, `dbutils.library`

@@ -76,7 +76,7 @@ class Notebook(Utility):
 
 
 def _finished(words: Sequence[str]) -> tuple[int, str, str]:
-    """Run a command to its end. An interrupt ends it first."""
+    """Run a command and wait for its end. An interrupt ends the command, then propagates."""
     process = subprocess.Popen(
         words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8"
     )
@@ -265,7 +265,7 @@ def forget_replaced(before: InstalledPackages, now: InstalledPackages, modules: 
 
 
 def _is_loaded_already(found: Distribution, change: Change, modules: Mapping[str, ModuleType]) -> bool:
-    """Whether the version that is loaded is the installed one, as of a package that was imported after its change."""
+    """Whether the loaded version is the installed one, as for a package that was imported after its change."""
     if not change.now:
         return False
     version = loaded_version(found.module_names, modules)
@@ -286,7 +286,7 @@ def _is_compiled(module: object) -> bool:
 
 
 def _tops(found: Distribution) -> frozenset[str]:
-    """Return the modules of a distribution. Of a namespace package, only the modules in it that are its own."""
+    """Return the modules of a distribution. In a namespace package, only the modules that are its own."""
     try:
         files = importlib.metadata.Distribution.at(found.location).files or []
     except OSError:

@@ -1,4 +1,4 @@
-"""Puts the names and magics of a Databricks notebook into a shell, where nothing of that name exists."""
+"""Puts the names and magics of a Databricks notebook into a shell, except those that exist there already."""
 
 from __future__ import annotations
 

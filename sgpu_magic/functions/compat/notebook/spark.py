@@ -1,4 +1,4 @@
-"""`spark` and `%sql`: PySpark where it is installed, else what needs no cluster."""
+"""`spark` and `%sql`: PySpark if it is installed, else what works without a cluster."""
 
 from __future__ import annotations
 

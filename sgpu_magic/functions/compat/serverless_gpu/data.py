@@ -54,7 +54,7 @@ class Checkpointable(Protocol):
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a position."""
+        """Continue from a position."""
         ...
 
 
@@ -170,7 +170,7 @@ class DataLoader(torch_data.DataLoader[Any]):
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on after the batches that `state` counts. A dataset with a position of its own goes on from there."""
+        """Continue after the batches that `state` counts. A dataset with its own position continues from there."""
         if "dataset" in state and isinstance(self.dataset, Checkpointable):
             self.dataset.load_state_dict(state["dataset"])
         else:
@@ -184,7 +184,7 @@ class DataLoader(torch_data.DataLoader[Any]):
 
 
 class UCVolumeWriter(FileSystemWriter):
-    """Writes a `torch.distributed.checkpoint` to a volume, by way of a local folder.
+    """Writes a `torch.distributed.checkpoint` to a volume, through a local folder.
 
     Each rank uploads its own files; `.metadata` is written last, so that a checkpoint which has it is whole.
 
@@ -198,7 +198,7 @@ class UCVolumeWriter(FileSystemWriter):
         super().__init__(self._volume.local, **options)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Take another checkpoint's folder; called by torch at the start of each save."""
+        """Switch to another checkpoint's folder; called by torch at the start of each save."""
         if checkpoint_id:
             self._volume = _Volume(checkpoint_id)
         super().reset(self._volume.local)
@@ -216,7 +216,7 @@ class UCVolumeWriter(FileSystemWriter):
 
 
 class UCVolumeReader(FileSystemReader):
-    """Reads a `torch.distributed.checkpoint` from a volume, by way of a local folder.
+    """Reads a `torch.distributed.checkpoint` from a volume, through a local folder.
 
     Args:
         path: The checkpoint's folder, or a URL that fsspec can read.
@@ -227,7 +227,7 @@ class UCVolumeReader(FileSystemReader):
         super().__init__(self._volume.local)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Take another checkpoint's folder; called by torch at the start of each load."""
+        """Switch to another checkpoint's folder; called by torch at the start of each load."""
         if checkpoint_id:
             self._volume = _Volume(checkpoint_id)
         super().reset(self._volume.local)
@@ -248,7 +248,7 @@ class UCVolumeReader(FileSystemReader):
 
 
 class _Volume:
-    """A checkpoint's folder, and the local one beside it; the same one where it is on a local disk."""
+    """A checkpoint's folder and the local folder for its files; the same folder if it is on a local disk."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = os.fspath(path)
