@@ -134,7 +134,7 @@ class RankOutcomes:
         if frames:
             self._exception_frames.setdefault(rank, frames[0])
 
-    def last_word(self, ended: RunEnded) -> tuple[RunEnded, list[bytes]]:
+    def final_event(self, ended: RunEnded) -> tuple[RunEnded, list[bytes]]:
         """Return the run's final event with its failures or results, and its raw frames."""
         blamed = find_root_cause(self.failures.values())
         if ended.state is RunState.FAILED and blamed is not None:

@@ -17,7 +17,7 @@ from sgpu_magic.agent.node_context import CodeUnusable, built_interpreter, local
 from sgpu_magic.agent.run_registry import RunRegistry
 from sgpu_magic.agent.runs.execution_kinds import FreshRun, SessionCell
 from sgpu_magic.agent.runs.node_run import AgentServices, Attempt, NodeRun
-from sgpu_magic.agent.runs.preparing import LaunchInputs, PreparingRun, travels_by_blobs
+from sgpu_magic.agent.runs.preparing import LaunchInputs, PreparingRun, needs_blobs
 from sgpu_magic.agent.runs.session import NodeSession, SessionRefuses
 from sgpu_magic.packages.node.store import Built
 from sgpu_magic.wire.base import FailureKind, RunKind
@@ -44,7 +44,7 @@ class RunLauncher(msgspec.Struct, frozen=True):
         spec = launch.spec
         if spec.in_session:
             attempt = Attempt(launch, frames)
-            if travels_by_blobs(launch):
+            if needs_blobs(launch):
                 self._prepare(attempt)
             else:
                 self._begin(launch, lambda: self._cell(attempt))
@@ -55,7 +55,7 @@ class RunLauncher(msgspec.Struct, frozen=True):
         attempt = Attempt(launch, frames, self.runs.get(spec.run_id))
         environment = launch.environment if self.environments.needed(launch) else None
         built = None if environment is None else self.environments.at_hand(environment)
-        if launch.code or (environment is not None and built is None) or travels_by_blobs(launch):
+        if launch.code or (environment is not None and built is None) or needs_blobs(launch):
             self._prepare(attempt)
             return
         if built is not None:
@@ -72,12 +72,12 @@ class RunLauncher(msgspec.Struct, frozen=True):
         try:
             run = make()
         except SessionRefuses as error:
-            self.runs.say_over(launch.spec.run_id, str(error), FailureKind.SESSION)
+            self.runs.report_failed(launch.spec.run_id, str(error), FailureKind.SESSION)
         except CodeUnusable as error:
-            self.runs.say_over(launch.spec.run_id, str(error), FailureKind.ENVIRONMENT)
+            self.runs.report_failed(launch.spec.run_id, str(error), FailureKind.ENVIRONMENT)
         except (OSError, ValueError) as error:
             why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-            self.runs.say_over(
+            self.runs.report_failed(
                 launch.spec.run_id,
                 f"the run can't be recorded on {socket.gethostname()}: {launch.run_dir} can't be written ({why}). "
                 "Other runs are not affected. Free some space there, or make it writable, and run the cell again.",
@@ -110,7 +110,7 @@ class RunLauncher(msgspec.Struct, frozen=True):
             group, warm = self.runs.groups.take(launch)
         except OSError as error:
             text = f"{launch.interpreter.executable} can't be started: {error}"
-            self.runs.say_over(launch.spec.run_id, text, FailureKind.ENVIRONMENT)
+            self.runs.report_failed(launch.spec.run_id, text, FailureKind.ENVIRONMENT)
             return None
         kind = NodeSession if launch.spec.kind is RunKind.SESSION else FreshRun
         try:

@@ -120,7 +120,7 @@ class RunRegistry:
 
     def refuse(self, launch: UnreadableLaunch) -> None:
         """Fail a run whose launch can't be decoded."""
-        self.say_over(
+        self.report_failed(
             launch.run_id,
             f"the agent on {socket.gethostname()} can't read the pool's order to start this run, so it started none "
             f"of its ranks: {launch.problem[:_FAULT_CHARS]}. The pool and the agent may have been started from "
@@ -132,7 +132,7 @@ class RunRegistry:
         """End the run, and no other, after an exception in a callback that served it."""
         run, words = self._runs.get(run_id), self.fault_message(error)
         if run is None or run.has_exited:
-            self.say_over(run_id, words)
+            self.report_failed(run_id, words)
         elif run_id in self._struck:
             self._abandon(run, words)
         else:
@@ -149,7 +149,7 @@ class RunRegistry:
     def _see_it_end(self, run: NodeRun, words: str, until: float) -> None:
         with faults.charging(None):
             if run.has_exited:
-                self.say_over(run.run_id, words)
+                self.report_failed(run.run_id, words)
             elif self._loop.time() > until or (isinstance(run, FreshRun | NodeSession) and run.group.is_dead()):
                 self._abandon(run, words)
             else:
@@ -168,9 +168,9 @@ class RunRegistry:
                 for process in run.group.ranks:
                     process.signal(signal.SIGKILL, whole_session=True)
                 self.groups.dismiss(run.group)
-            self.say_over(run.run_id, words)
+            self.report_failed(run.run_id, words)
 
-    def say_over(self, run_id: str, words: str, kind: FailureKind = FailureKind.INTERNAL) -> None:
+    def report_failed(self, run_id: str, words: str, kind: FailureKind = FailureKind.INTERNAL) -> None:
         """Report that the run failed and that its ranks are gone, unless that was reported: it can't go on."""
         self._struck.discard(run_id)
         if not self.reports.has_ended(run_id):

@@ -86,7 +86,7 @@ def of_one(settings: Settings, command: str, run: str) -> str:
     """
     prefix = check_prefix(run)
     wish, do = _OF_ONE[command]
-    with pool_of(settings, prefix, wish, going_on=True) as pool:
+    with pool_of(settings, prefix, wish, only_active=True) as pool:
         return do(pool, prefix)
 
 

@@ -22,14 +22,14 @@ _MOST_LISTED = 8
 _PREFIX = re.compile(r"[0-9a-f]{1,8}")
 
 
-def pool_with(pools: Pools, settings: Settings, run: str, *, going_on: bool = False, start: bool = True) -> Pool:
+def pool_with(pools: Pools, settings: Settings, run: str, *, only_active: bool = False, start: bool = True) -> Pool:
     """Return the pool that has a run; the local pool if no other is listed. Waits at most 2 s for remote pools.
 
     Args:
         pools: The process's pools.
         settings: Settings, with the local pool's directories.
         run: The first digits of its id; "" means the newest active run, else the newest run.
-        going_on: Consider only active runs.
+        only_active: Consider only active runs.
         start: Search the local pool even if it is not running.
 
     Raises:
@@ -42,7 +42,7 @@ def pool_with(pools: Pools, settings: Settings, run: str, *, going_on: bool = Fa
     with_local = start or find_pool(settings) is not None or pools.local.connected is not None
     answers = pools.asked(entries, local=with_local, recent=NEWEST_RUNS)
     known = [(answer.name, row) for answer in answers if answer.status is not None for row in answer.status.runs]
-    rows = [(name, row) for name, row in known if not (going_on and row.state.is_final)]
+    rows = [(name, row) for name, row in known if not (only_active and row.state.is_final)]
     if not run:
         rows.sort(key=lambda found: (found[1].state.is_final, -found[1].submitted_at))
         return pools.of(rows[0][0]) if rows else pools.local
@@ -54,14 +54,14 @@ def pool_with(pools: Pools, settings: Settings, run: str, *, going_on: bool = Fa
         ids = [f"{row.run_id if len(run) >= 4 else short(row.run_id)} ({name})" for name, row in matching]
         raise RunUnknown(_ambiguous(run, ids))
     # query the pools whose list of runs was truncated, one after the other
-    for answer in answers if not going_on else ():
+    for answer in answers if not only_active else ():
         if answer.status is not None and len(answer.status.runs) >= NEWEST_RUNS:
             with contextlib.suppress(RunUnknown):
                 pools.of(answer.name).attach(run)[0].close()
                 return pools.of(answer.name)
     asked = [answer.name for answer in answers if not answer.problem] or [LOCAL]
     silent = ", ".join(answer.name for answer in answers if answer.problem)
-    what = "active run" if going_on else "run"
+    what = "active run" if only_active else "run"
     raise RunUnknown(
         f"no {what} has an id that begins with {run!r} in the {plural(len(asked), 'pool')} "
         f"{', '.join(asked)}. %sgpu_status and `sgpu runs` list them."
@@ -70,14 +70,14 @@ def pool_with(pools: Pools, settings: Settings, run: str, *, going_on: bool = Fa
 
 
 @contextlib.contextmanager
-def pool_of(settings: Settings, run: str, wish: str, *, going_on: bool = False) -> Generator[Pool]:
+def pool_of(settings: Settings, run: str, wish: str, *, only_active: bool = False) -> Generator[Pool]:
     """Yield the pool that has a run, and close it afterwards. Never starts a pool.
 
     Args:
         settings: The process's settings.
         run: The first digits of the run's id.
         wish: What the run is wanted for, as the end of a sentence in the error message.
-        going_on: Consider only active runs.
+        only_active: Consider only active runs.
 
     Raises:
         PoolError: No pool is running.
@@ -88,7 +88,7 @@ def pool_of(settings: Settings, run: str, wish: str, *, going_on: bool = False) 
     with contextlib.closing(Pools(settings)) as pools:
         if not pools.entries() and find_pool(settings) is None:
             raise PoolError(f"no local pool is running, so there is no run {wish}.")
-        yield pool_with(pools, settings, prefix, going_on=going_on, start=False)
+        yield pool_with(pools, settings, prefix, only_active=only_active, start=False)
 
 
 def check_prefix(text: str, listed: str = ", as `sgpu runs` lists them", option: str = "") -> str:

@@ -226,7 +226,7 @@ class DistributedMagics(Magics):
     def sgpu_detach(self, values: Namespace) -> None:
         """Detach a run so that it continues without its notebook: `%sgpu_detach [RUN]`; without RUN, all its runs."""
         context, run = self.context, _id_of("%sgpu_detach", values.run)
-        pools = [context.pool_with(run, going_on=True)] if run else context.pools.connected() or [context.pool]
+        pools = [context.pool_with(run, only_active=True)] if run else context.pools.connected() or [context.pool]
         print(" ".join(pool.detach(run, start=True) for pool in pools))  # noqa: T201
 
     @line_magic
@@ -234,7 +234,7 @@ class DistributedMagics(Magics):
     def sgpu_stacks(self, values: Namespace) -> None:
         """Show the current stack of every rank of a run: `%sgpu_stacks [RUN]`."""
         run = _id_of("%sgpu_stacks", values.run)
-        answer = self.context.pool_with(run, going_on=True).stacks(run, start=True)
+        answer = self.context.pool_with(run, only_active=True).stacks(run, start=True)
         described = (answer.run_id, answer.stacks, answer.cell)
         self.context.publish(stacks_text(*described), {"text/html": stacks_html(*described)})
 

@@ -36,7 +36,7 @@ PATIENCE_S = 90.0
 
 _BANNER = f"sgpu-magic {__version__} is loaded.\n"
 _DISPLAY = "sgpu-magic"
-_DEEDS = 3
+_ACTIONS_AT_ONCE = 3
 
 
 class KernelEndpoint:
@@ -53,9 +53,9 @@ class KernelEndpoint:
         self._watchers: Watchers | None = None
         self._views: list[PanelView] = []
         # separate threads, so that state requests do not wait for actions
-        self._polls, self._plans = SerialExecutor("sgpu-panel-looks"), SerialExecutor("sgpu-panel-plans")
+        self._polls, self._plans = SerialExecutor("sgpu-panel-polls"), SerialExecutor("sgpu-panel-plans")
         # several threads, so that a long action delays neither the refusal of another nor a disconnection
-        self._deeds = tuple(SerialExecutor("sgpu-panel-deeds") for _ in range(_DEEDS))
+        self._action_executors = tuple(SerialExecutor("sgpu-panel-actions") for _ in range(_ACTIONS_AT_ONCE))
         context.live_views.serve(PANEL, self.take)
         self._announce(loaded=True)
 
@@ -68,8 +68,8 @@ class KernelEndpoint:
             knows_metadata: The sender knows the notebook's metadata. If False, a request without a choice does not
                 change the current one.
         """
-        free = next((lane for lane in self._deeds if lane.is_idle), self._deeds[-1])
-        lane = {"kernel": self._polls, "plan": self._plans}.get(_kind_of(content), free)
+        free = next((executor for executor in self._action_executors if executor.is_idle), self._action_executors[-1])
+        executor = {"kernel": self._polls, "plan": self._plans}.get(_kind_of(content), free)
 
         def work() -> None:
             try:
@@ -77,7 +77,7 @@ class KernelEndpoint:
             except Exception:  # noqa: BLE001  a thread's top: who asked gets no answer, and the kernel's log says why
                 traceback.print_exc(file=sys.__stderr__)
 
-        lane.put(work)
+        executor.put(work)
 
     @property
     def actions(self) -> KernelActions:
@@ -119,8 +119,8 @@ class KernelEndpoint:
             view.close()
         if self._watchers is not None:
             self._watchers.close()
-        for lane in (self._polls, self._plans, *self._deeds):
-            lane.close()
+        for executor in (self._polls, self._plans, *self._action_executors):
+            executor.close()
         if self._actions is not None:
             self._actions.close()
 

@@ -95,10 +95,10 @@ class Permissions:
             RunUnknown: No run matches, or more than one does.
         """
         if not prefix:
-            going_on = [run.run_id for run in self._of_prefix("", client.may_see) if run.spec.detach]
+            active = [run.run_id for run in self._of_prefix("", client.may_see) if run.spec.detach]
             newest = [row.run_id for row in self._ledger.recent(1 if client.same_host else _LOOK_BACK)][::-1]
             newest = [run_id for run_id in newest if self.may_see(client, run_id)]
-            if (chosen := (going_on[-1:] or newest[-1:] or [None])[0]) is None:
+            if (chosen := (active[-1:] or newest[-1:] or [None])[0]) is None:
                 raise RunUnknown("this pool has no runs yet.")
             return chosen
         found = {run.run_id for run in self._active.going if run.run_id.startswith(prefix)}

@@ -92,7 +92,7 @@ class Tracker:
         self._entries: dict[str, _Entry] = {}
         self._processes: dict[_Key, TrackerProcess] = {}
         # problems of runs that had already ended, by store: the next run for the same store reports them
-        self._untold: dict[_Key, str] = {}
+        self._pending_report: dict[_Key, str] = {}
         # runs that an earlier service did not finish writing, by store
         self._leftovers: dict[str, list[tuple[Path, Progress]]] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -107,7 +107,7 @@ class Tracker:
         order = Track(run_id=run.run_id, run_dir=str(directory), tracking=tracking, parent_run=parent)
         decided = not tracking.if_it_matters or run.spec.profile
         self._entries[run.run_id] = _Entry(order, maybe=None if decided else run)
-        if untold := self._untold.pop(_key(tracking), "") or self._unreported(run, tracking):
+        if untold := self._pending_report.pop(_key(tracking), "") or self._unreported(run, tracking):
             self._active.publish(run, Noted(text=untold), time.time())
         self._send_later()
 
@@ -281,7 +281,7 @@ class Tracker:
         match message:
             case TrackingStarted(tracked=tracked) if entry.known is None:
                 entry.known, entry.problem = tracked, ""
-                self._untold.pop(_key(entry.order.tracking), None)
+                self._pending_report.pop(_key(entry.order.tracking), None)
                 if run is not None:
                     self._engine.order(TrackingKnown(run_id=message.run_id, tracked=tracked, problem=""))
                     if not run.ended:
@@ -293,7 +293,7 @@ class Tracker:
                 if run is not None and not run.ended:
                     self._active.publish(run, Noted(text=text), time.time())
                 else:
-                    self._untold[_key(entry.order.tracking)] = f"earlier run {short(message.run_id)}: {text}"
+                    self._pending_report[_key(entry.order.tracking)] = f"earlier run {short(message.run_id)}: {text}"
             case TrackingDone():
                 entry.done = True
                 if run is None:

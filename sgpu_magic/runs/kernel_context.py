@@ -145,9 +145,9 @@ class KernelContext:
         """As `target.resolve_target`."""
         return target.resolve_target(self.pools, self.current_settings(), name, devices)
 
-    def pool_with(self, run: str, *, going_on: bool = False) -> Pool:
+    def pool_with(self, run: str, *, only_active: bool = False) -> Pool:
         """Return the pool that has a run, by the first digits of its id; as `find_run.pool_with`."""
-        return find_run.pool_with(self.pools, self.settings, run, going_on=going_on)
+        return find_run.pool_with(self.pools, self.settings, run, only_active=only_active)
 
     def attach(self, run: str) -> tuple[ClientRun, RunState]:
         """Attach to a run of any pool; as `Pool.attach`."""

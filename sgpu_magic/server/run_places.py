@@ -130,7 +130,7 @@ class LocalRun(RunLocation):
         from sgpu_magic.client.pool import Pool
 
         if wish:
-            return pool_of(self._settings, self.spec.run_id, wish, going_on=True)
+            return pool_of(self._settings, self.spec.run_id, wish, only_active=True)
         return closing(Pool(self._settings))
 
 

@@ -131,7 +131,7 @@ class RunInfoHere(RunInfo):
     """
 
     def __init__(self, cell: CellHere, *, waits: bool) -> None:
-        super().__init__(cell.alias, "", **in_rank_store.going_on())
+        super().__init__(cell.alias, "", **in_rank_store.running_status())
         self._cell = cell
         self._waits = waits
 

@@ -249,10 +249,12 @@ class RunStore:
 def described(cell: CellHere, artifact_uri: str | None = None) -> Run:
     """Return the run as far as it is known without the store."""
     experiment_id, known_uri = ("", None) if cell.known is None else (cell.known.experiment_id, cell.known.artifact_uri)
-    return Run(RunInfo(cell.known_id, experiment_id, artifact_uri=artifact_uri or known_uri, **going_on()), RunData())
+    return Run(
+        RunInfo(cell.known_id, experiment_id, artifact_uri=artifact_uri or known_uri, **running_status()), RunData()
+    )
 
 
-def going_on() -> dict[str, Any]:
+def running_status() -> dict[str, Any]:
     """Return the fields of a `RunInfo` that are the same for every active run."""
     started_ms = int(time.time() * 1000)
     return {"user_id": "", "status": "RUNNING", "start_time": started_ms, "end_time": None, "lifecycle_stage": "active"}

@@ -332,7 +332,7 @@ def test_a_killed_kernel_takes_its_run_along(home: Home, new_kernel: Callable[..
     all_gone(ranks)
     eventually(lambda: not home.unexpected(), GONE_S, lambda: f"left: {home.unexpected()}")
     assert home.pool_pid() == pool
-    ended = eventually(lambda: last_word(home, run_id), 5, "no last word")
+    ended = eventually(lambda: final_event(home, run_id), 5, "no last word")
     assert ended.state == "cancelled"
     runs_again(new_kernel())
 
@@ -358,7 +358,7 @@ def newest(home: Home) -> str:
     return max(home.runs, key=at)
 
 
-def last_word(home: Home, run_id: str) -> RunEnded | None:
+def final_event(home: Home, run_id: str) -> RunEnded | None:
     for event, _ in EventFile(home.run_dir(run_id)).new_events():
         if isinstance(event.body, RunEnded):
             return event.body

@@ -46,7 +46,7 @@ FRESH = (
     at(RankOutput.flush),
     at(RankOutput.drain),
     at(MemoryWatch.begin),
-    at(RankOutcomes.last_word),
+    at(RankOutcomes.final_event),
     at(AttemptFiles.describe),
     at(AttemptFiles.take_result),
     at(EventReports.happened),
@@ -123,7 +123,7 @@ AT_ITS_END = (
 UNNAMED = (
     at(SessionLogs.take_back),
     at(MemoryWatch.begin),
-    at(RankOutcomes.last_word),
+    at(RankOutcomes.final_event),
     at(SharedPages.counted_once),
     at(StandbyGroups.tend),
     at(remove_leftovers),

@@ -105,7 +105,7 @@ class Group:
         if stream is not None:
             stream.send(order, blobs, descriptors)
 
-    def hear_comms(self, message: SendComms, frames: Sequence[bytes]) -> None:
+    def relay_comms(self, message: SendComms, frames: Sequence[bytes]) -> None:
         """Send a front end's message to a rank's widgets. The rank's first order must have been sent."""
         index = message.rank - self.first_rank
         if 0 <= index < len(self.ranks) and self.ranks[index].alive:

@@ -67,7 +67,7 @@ class Zygote:
         self._groups: dict[str, Group] = {}
         self._failure = ""
         self._status: int | None = None
-        self._untold: asyncio.Handle | None = None
+        self._pending_report: asyncio.Handle | None = None
         self._group_of: dict[int, Group] = {}
         environ = dict(interpreter.variables)
         tunables = environ.get("GLIBC_TUNABLES", "")
@@ -102,8 +102,8 @@ class Zygote:
     def reaped(self, status: int) -> None:
         """Handle its exit and that of all its descendants; `status` is the exit code, negative for a signal."""
         self._status = status
-        if self._untold is not None:
-            self._untold.cancel()
+        if self._pending_report is not None:
+            self._pending_report.cancel()
             self._report_end()
 
     def _message(self, message: FromZygote, frames: Sequence[bytes]) -> None:
@@ -147,10 +147,10 @@ class Zygote:
             self._report_end()
         else:
             # wait until it is reaped and all descendants of its ranks have ended
-            self._untold = asyncio.get_running_loop().call_later(_EXIT_S, self._report_end)
+            self._pending_report = asyncio.get_running_loop().call_later(_EXIT_S, self._report_end)
 
     def _report_end(self) -> None:
-        self._untold = None
+        self._pending_report = None
         kind = FailureKind.ENVIRONMENT
         where = f"{self.interpreter.executable} (its log: {self._log})"
         if self._failure:

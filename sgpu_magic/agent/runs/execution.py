@@ -248,7 +248,7 @@ class Execution(NodeRun):
         started = self._started_at or now
         unfinished = self._unfinished.by_rank
         late = self._failure_now(FailureKind.TIMEOUT, self._end_reason)
-        ended, frames = self._reports.last_word(
+        ended, frames = self._reports.final_event(
             RunEnded(
                 state=state,
                 failure=late if state is RunState.TIMED_OUT else None,
@@ -287,7 +287,7 @@ class Execution(NodeRun):
             case TrackingKnown():
                 self._tracking.on_known(message)
             case SendComms() if self._started_at is not None and not self.has_exited:
-                self.group.hear_comms(message, frames)
+                self.group.relay_comms(message, frames)
             case Adopt():
                 self._tracking.on_new_service()
             case KillRanks():

@@ -63,7 +63,7 @@ class PreparingRun(NodeRun):
         self._ready: tuple[Built | None, EnvironmentMoved | None, Mapping[str, str]] | None = None
 
     def start(self) -> None:
-        if travels_by_blobs(self.launch):
+        if needs_blobs(self.launch):
             self._arriving = faults.in_background(self._arrive())
         else:
             self._begin()
@@ -106,7 +106,7 @@ class PreparingRun(NodeRun):
     async def _arrive(self) -> None:
         source = self.launch.payload.source
         try:
-            self.launch = await self._inputs.luggage(self.launch)
+            self.launch = await self._inputs.fetch(self.launch)
             self._begin()
             if isinstance(source, StoredPayload) and self.files.memory.payload_fd < 0:
                 # the payload arrives while the packages are being built
@@ -193,7 +193,7 @@ class PreparingRun(NodeRun):
 # ---------------------------------------------------------------- inputs from the notebook
 
 
-def travels_by_blobs(launch: Launch) -> bool:
+def needs_blobs(launch: Launch) -> bool:
     """Whether the launch needs anything from the pool's store before it can start."""
     wheels = launch.environment.wheels if launch.environment is not None else ()
     if any(upload.manifest for upload in launch.uploads) or launch.checkpoints:
@@ -223,7 +223,7 @@ class LaunchInputs:
         self.uploaded = Uploaded(settings, self.blobs)
         self.code = CodeBundles(settings)
 
-    async def luggage(self, launch: Launch) -> Launch:
+    async def fetch(self, launch: Launch) -> Launch:
         """Fetch code, wheels, checkpoints and uploads; return the launch with their paths on this node.
 
         Code archives and wheels stay until `over`, uploads until `release`.

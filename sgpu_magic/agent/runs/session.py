@@ -393,7 +393,7 @@ class NodeSession(NodeRun):
     def on_order(self, message: Order, frames: Sequence[bytes]) -> None:
         match message:
             case SendComms() if self.connected and not self._repair.busy:
-                self.group.hear_comms(message, frames)
+                self.group.relay_comms(message, frames)
             case KillRanks():
                 self._kill()
             case ReclaimPayload():

@@ -282,7 +282,7 @@ def _with_the_dead(session: Session, error: RunCancelled) -> RunCancelled:
     """Return the error, with a sentence about ranks that a second interrupt killed."""
     if not session.interrupts.has_killed():
         return error
-    if not (dead := session.wait_for_the_dead(_DEATH_PATIENCE_S)):
+    if not (dead := session.wait_for_dead_ranks(_DEATH_PATIENCE_S)):
         return error
     was, its, them = ("was", "its", "it") if len(dead) == 1 else ("were", "their", "them")
     numbers = ",".join(map(str, dead))

@@ -348,7 +348,7 @@ class Session(RankCollection):
         """The state of the session's own run."""
         return self._view.state
 
-    def wait_for_the_dead(self, timeout_s: float) -> tuple[int, ...]:
+    def wait_for_dead_ranks(self, timeout_s: float) -> tuple[int, ...]:
         """Wait until a rank is known to be dead and return the dead ranks; empty after `timeout_s` seconds."""
         with self._moved:
             self._moved.wait_for(lambda: self.dead or self.has_ended, timeout_s)

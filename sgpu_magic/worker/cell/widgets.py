@@ -228,9 +228,9 @@ class _Comms:
     def interrupted(self, signum: int, frame: FrameType | None) -> None:
         """Handle the signal in the main thread, in the middle of the cell; if that is not safe, `tick` repeats it."""
         if not self.hears and _is_safe(frame):
-            self.hear()
+            self.deliver()
 
-    def hear(self) -> None:
+    def deliver(self) -> None:
         """Deliver the queued messages to their widgets."""
         self.hears = True
         try:

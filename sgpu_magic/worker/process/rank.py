@@ -162,7 +162,7 @@ class _Life:
             case AnswerQuestion() as message:
                 self._answer(message)
             case CommsFromFrontEnd():
-                self._hear()
+                self._deliver_comms()
             case Finish():
                 self._finish()
             case Leave():
@@ -250,13 +250,13 @@ class _Life:
         answer = results.answer(self._shell, message.question)
         self._link.send(QuestionAnswered(request=message.request, answer=answer))
 
-    def _hear(self) -> None:
+    def _deliver_comms(self) -> None:
         """Deliver the front end's messages to widgets between cells."""
         if self._helper.stays:
             try:
                 try:
                     signal.signal(signal.SIGINT, signal.default_int_handler)
-                    widgets.comms.hear()
+                    widgets.comms.deliver()
                 finally:
                     user_code.refuse_interrupts()
             except KeyboardInterrupt:

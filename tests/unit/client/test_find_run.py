@@ -106,7 +106,7 @@ def test_a_run_is_found_by_its_first_digits(settings: Settings):
     )
     assert pool_with(pools, settings, "aa") == "team"
     assert pool_with(pools, settings, "ab000002") == "cloud"
-    assert pool_with(pools, settings, "ab", going_on=True) == "cloud"
+    assert pool_with(pools, settings, "ab", only_active=True) == "cloud"
     # the newest active one
     assert pool_with(pools, settings, "") == "cloud"
     with pytest.raises(RunUnknown) as raised:
@@ -122,7 +122,7 @@ def test_a_run_that_is_nowhere_says_who_was_not_asked(settings: Settings):
         asked("team"), asked("cloud"), PoolStatusReply("far", CLOUD, problem="the pool far did not answer.")
     )
     with pytest.raises(RunUnknown) as raised:
-        pool_with(pools, settings, "ab", going_on=True)
+        pool_with(pools, settings, "ab", only_active=True)
     assert raised.value.message == (
         "no active run has an id that begins with 'ab' in the pools team, cloud. %sgpu_status and `sgpu runs` list "
         "them. Not asked, because it can't be reached: far."
@@ -143,7 +143,7 @@ def test_pools_with_long_lists_are_asked_for_older_runs(settings: Settings, monk
     assert pool_with(pools, settings, "ab") is cloud
     assert (team.attached, cloud.attached, cloud.closed) == (["ab"], ["ab"], ["ab000001"])
     with pytest.raises(RunUnknown):
-        pool_with(pools, settings, "ab", going_on=True)
+        pool_with(pools, settings, "ab", only_active=True)
 
 
 def test_without_any_pool_it_is_said_at_once(settings: Settings):

@@ -99,7 +99,7 @@ OWN = {
     "tracking/__main__.py:sync": "the order of the command that starts it",
     "files/tracking_progress.py:Progress.tracked": "a record that has its type",
     "wire/codec.py:printable": "a record that has its type",
-    "worker/cell/widgets.py:_Comms.hear": "a message that the kernel encoded",
+    "worker/cell/widgets.py:_Comms.deliver": "a message that the kernel encoded",
     "worker/group/renewal.py:_exchange_groups": "the record of another rank of the run",
     "worker/ray/node.py:main": "an argument of a program of ours",
     "worker/standalone.py:run": "the directory that the user names",

@@ -131,7 +131,7 @@ def test_the_front_end_is_heard_by_the_widget(rank: Rank):
     slider.observe(lambda change: seen.append(change["new"]), "value")
     data = json.dumps({"method": "update", "state": {"value": 5}, "buffer_paths": []}).encode()
     widgets.comms.on_messages((CommMessage(comm_id=slider.model_id, kind="msg", data=data),), ())
-    widgets.comms.hear()
+    widgets.comms.deliver()
     assert seen == [5]
 
 
