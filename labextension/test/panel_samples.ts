@@ -1,4 +1,4 @@
-/** Made-up pools, kernels and hosts of the panel. */
+/** Sample pools, kernels and hosts for tests of the panel. */
 import type { KernelAsk, KernelState, NotebookLink, PanelHost, PoolLink, PoolLinkState } from "../src/panel/host";
 import { VERSION } from "../src/panel/messages";
 import type {
@@ -243,7 +243,7 @@ export function kernelAnswer(picture: KernelPicture, change: Partial<KernelAnswe
   return { kind: "kernel-answer", n: 0, picture, kept: null, notice: "", installing: false, ...change };
 }
 
-/** A kernel that is in one state and has one plan. */
+/** Answers every question with a fixed kernel state or a fixed plan. */
 export function answering(picture: KernelPicture, plan: PlanPicture = PLAN): Answering {
   return (question) => (question.kind === "plan" ? { kind: "plan-answer", n: 0, plan } : kernelAnswer(picture));
 }
@@ -375,7 +375,7 @@ export class TestHost implements PanelHost {
     for (const callback of [...this.callbacks]) callback();
   }
 
-  /** Tells of a pool as a server does at first. */
+  /** Sends the updates that a server sends first. */
   tellPool(picture: PoolPicture = poolPicture(), runs: readonly RunRow[] = RUNS): void {
     this.pools.link({ kind: "open", text: "" });
     this.pools.tell(

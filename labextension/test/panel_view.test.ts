@@ -103,8 +103,8 @@ async function ready(picture = kernelPicture(), plan: PlanPicture = PLAN, runs =
   return { ...view, notebook };
 }
 
-describe("what there is to choose from", () => {
-  it("is told with what is free, when, how much memory it has and what it costs", async () => {
+describe("the choice of devices", () => {
+  it("shows availability, waiting time, memory and price of each type", async () => {
     const { el } = await ready();
     await shows(el, "3 of 4 free");
     expect(all(el, ".sgpu-type").map((each) => all(each, "*").map(text).filter(Boolean))).toEqual([
@@ -116,13 +116,13 @@ describe("what there is to choose from", () => {
     expect(button(el, "B300, none · about 12 min, 288 GB, $11.00 / GPU h").getAttribute("aria-checked")).toBe("false");
   });
 
-  it("says what is simulated, and what nobody knows", async () => {
+  it("shows simulated devices and unknown waiting times", async () => {
     const { el } = await ready(kernelPicture(), PLAN, [], poolPicture({ types: [type({ simulated: true, free: 0, waits_s: [null] }), CPUS] }));
     await shows(el, "none · unknown");
     expect(text(query(el, ".sgpu-type"))).toContain("24 GB · simulated");
   });
 
-  it("is walked through by arrow keys, with one stop for Tab", async () => {
+  it("moves with the arrow keys and has a single tab stop", async () => {
     const { el, notebook } = await ready();
     await shows(el, "3 of 4 free");
     const types = () => all(el, ".sgpu-type");
@@ -139,7 +139,7 @@ describe("what there is to choose from", () => {
     await eventually(() => expect(notebook.asked.at(-1)).toMatchObject({ kind: "plan", choice: { type: "b300", gpus: 1 } }));
   });
 
-  it("counts what this notebook's own session holds as free, and tells when the rest will be", async () => {
+  it("counts this notebook's devices as free, and shows when others will be", async () => {
     const { el } = await ready(kernelPicture({ choice: choice({ gpus: 1 }) }));
     await shows(el, "3 of 4 free");
     expect(all(el, ".sgpu-later").length).toBe(0);
@@ -149,7 +149,7 @@ describe("what there is to choose from", () => {
     expect(text(query(other.el, ".sgpu-number"))).toBe("GPUs1234");
   });
 
-  it("shows what the notebook asks for although the pool does not have it", async () => {
+  it("shows a requested type that the pool does not have", async () => {
     const { el, notebook } = await ready(kernelPicture({ choice: choice({ gpus: 6 }) }));
     await shows(el, "The notebook asks for 6: this pool has 4 A10.");
     const six = button(el, "6: this pool has 4 A10");
@@ -160,7 +160,7 @@ describe("what there is to choose from", () => {
     await shows(missing.el, "The notebook asks for B200, which this pool does not have.");
   });
 
-  it("has a field for numbers above eight, which takes only what there is", async () => {
+  it("has a number field above eight devices, limited to the pool's total", async () => {
     const { el, notebook } = await ready(kernelPicture(), PLAN, [], poolPicture({ types: [CPUS] }));
     await shows(el, "of 16");
     const field = query(el, "input[type=number]") as HTMLInputElement;
@@ -171,7 +171,7 @@ describe("what there is to choose from", () => {
     await eventually(() => expect(notebook.asked.at(-1)).toMatchObject({ kind: "plan", choice: { type: "cpu", gpus: 12 } }));
   });
 
-  it("keeps prices to itself where the settings say so", async () => {
+  it("hides prices if the setting is off", async () => {
     const host = new TestHost(new TestNotebook());
     host.settings = { showPrices: false };
     const { el } = mounted(host);
@@ -180,7 +180,7 @@ describe("what there is to choose from", () => {
     expect(text(el).replace(/This month.*/, "")).not.toContain("$");
   });
 
-  it("is another pool: the choice and what is looked at", async () => {
+  it("selects and shows another pool", async () => {
     const { el, host, notebook } = await ready();
     host.pools.tell({
       kind: "pools",
@@ -206,7 +206,7 @@ describe("what there is to choose from", () => {
 });
 
 describe("a pool", () => {
-  it("that was chosen before the kernel has answered is chosen in the notebook, too", async () => {
+  it("is selected in the form even if it was chosen before the kernel answered", async () => {
     let answer: () => void = () => undefined;
     const notebook = new TestNotebook((question) =>
       question.kind === "plan"
@@ -235,7 +235,7 @@ describe("a pool", () => {
 describe("the environment", () => {
   const peft = { sign: "+", name: "peft", words: "peft 0.17.1", removable: true } as const;
 
-  it("is a base and what differs from it", async () => {
+  it("shows a base and the differences from it", async () => {
     const { el } = await ready(kernelPicture({ differences: [peft], more_differences: 3, notes: ["numpy is older than installed."] }));
     await shows(el, "Python 3.12.3 · torch 2.7.1166 packages");
     expect(text(query(el, ".sgpu-package"))).toBe("+ added: peft 0.17.1remove");
@@ -243,7 +243,7 @@ describe("the environment", () => {
     expect(text(el)).toContain("numpy is older than installed.");
   });
 
-  it("takes a package by Enter, and refuses what is none", async () => {
+  it("adds a package with Enter, and rejects an invalid requirement", async () => {
     const { el, notebook } = await ready();
     const field = () => query(el, ".sgpu-add") as HTMLInputElement;
     typeInto(field(), "peft 0.17");
@@ -262,7 +262,7 @@ describe("the environment", () => {
     await eventually(() => expect(el.querySelector(".sgpu-package")).toBeNull());
   });
 
-  it("takes a removal back", async () => {
+  it("undoes a removal", async () => {
     const { el, notebook } = await ready(kernelPicture({ differences: [peft] }));
     button(el, "remove peft").click();
     await shows(el, "+ will be undone: peft 0.17.1undo");
@@ -271,7 +271,7 @@ describe("the environment", () => {
     await shows(el, "+ added: peft 0.17.1remove");
   });
 
-  it("is another base", async () => {
+  it("changes the base", async () => {
     const { el, notebook } = await ready(kernelPicture({ differences: [peft] }));
     const select = query(el, "[aria-labelledby] select") as HTMLSelectElement;
     expect(all(select, "option").map(text)).toEqual(["this notebook's packages", "4: Databricks serverless GPU, Python 3.12"]);
@@ -284,7 +284,7 @@ describe("the environment", () => {
 });
 
 describe("applying", () => {
-  it("says before what it will do, and connects", async () => {
+  it("shows the plan, then connects", async () => {
     const { el, notebook } = await ready(kernelPicture({ choice: choice() }));
     await shows(el, "2 packages will be installed, about 20 s. Nothing is running.");
     const kept = { choice: choice(), version: 1 };
@@ -300,7 +300,7 @@ describe("applying", () => {
     expect(notebook.written).toEqual([kept]);
   });
 
-  it("says what it did until that is closed or the form changes", async () => {
+  it("shows a notice until it is closed or the form changes", async () => {
     const { el, notebook } = await ready(kernelPicture({ choice: choice() }));
     await shows(el, "2 packages will be installed");
     const plans = notebook.answer;
@@ -319,14 +319,14 @@ describe("applying", () => {
     await eventually(() => expect(text(el)).not.toContain("cowsay"));
     button(el, "Undo changes").click();
     await apply();
-    // it is another choice than the one that was spoken of
+    // the choice in effect is no longer the one in the notice
     notebook.answer = answering(kernelPicture({ choice: choice({ gpus: 4 }) }));
     notebook.change({ kernelState: "busy" });
     notebook.change({ kernelState: "idle" });
     await eventually(() => expect(text(el)).not.toContain("cowsay"));
   });
 
-  it("says what it did no longer than its session lasts", async () => {
+  it("removes the notice when the session ends", async () => {
     const { el, host, notebook } = await ready(kernelPicture({ choice: choice() }), PLAN, [SESSION]);
     button(el, "change").click();
     await eventually(() => button(el, "3").click());
@@ -341,7 +341,7 @@ describe("applying", () => {
     await eventually(() => expect(text(el)).not.toContain("Cells run in session main."));
   });
 
-  it("asks for the plan once the form has rested, and not for every key", async () => {
+  it("requests one plan after the last change of the form", async () => {
     const { el, notebook } = await ready(kernelPicture({ choice: choice() }));
     await shows(el, "2 packages will be installed");
     const before = notebook.kinds().filter((kind) => kind === "plan").length;
@@ -353,7 +353,7 @@ describe("applying", () => {
     await eventually(() => expect(notebook.asked.at(-1)).toMatchObject({ choice: { gpus: 2 } }));
   });
 
-  it("is confirmed where something is lost, and told to the kernel", async () => {
+  it("sends the confirmation when state would be lost", async () => {
     const plan = { ...PLAN, loses: true, sentences: ["Session main restarts: its variables are lost."] };
     const { el, notebook } = await ready(kernelPicture({ choice: choice() }), plan);
     await shows(el, "Session main restarts");
@@ -361,14 +361,14 @@ describe("applying", () => {
     await eventually(() => expect(notebook.asked.find(({ kind }) => kind === "apply")).toMatchObject({ confirmed: true }));
   });
 
-  it("is not possible where the plan says why", async () => {
+  it("is disabled when the plan has a problem", async () => {
     const { el } = await ready(kernelPicture(), { ...PLAN, problem: "This pool has no A10." });
     await shows(el, "This pool has no A10.");
     expect(query(el, ".sgpu-primary")).toHaveProperty("disabled", true);
     expect(text(query(el, ".sgpu-sentences [role=alert]"))).toBe("This pool has no A10.");
   });
 
-  it("leaves the form as it is when the kernel refuses", async () => {
+  it("keeps the form when the kernel refuses", async () => {
     const { el, notebook } = await ready(kernelPicture({ choice: choice() }));
     await shows(el, "2 packages will be installed");
     button(el, "3").click();
@@ -382,7 +382,7 @@ describe("applying", () => {
     expect(button(el, "Apply and connect").disabled).toBe(false);
   });
 
-  it("shows that packages are being installed, asks again, and tells how it ended", async () => {
+  it("shows an installation, polls the kernel, and reports the outcome", async () => {
     const { el, notebook } = await ready(kernelPicture({ choice: choice() }));
     await shows(el, "2 packages will be installed");
     let answers = 0;
@@ -398,7 +398,7 @@ describe("applying", () => {
     await eventually(() => expect(button(el, "Apply and connect").disabled).toBe(false));
   });
 
-  it("can keep the choice without connecting", async () => {
+  it("saves the choice without connecting", async () => {
     const { el, notebook } = await ready(kernelPicture({ choice: choice() }));
     await shows(el, "2 packages will be installed");
     button(el, "1").click();
@@ -410,10 +410,10 @@ describe("applying", () => {
   });
 });
 
-describe("a stranger's choice", () => {
+describe("an unconfirmed choice", () => {
   const foreign = () => ready(kernelPicture({ choice: choice({ gpus: 8, type: "h100" }), choice_words: "8 on H100", confirmed: false }));
 
-  it("waits for a word, with what it would do", async () => {
+  it("waits for confirmation, and shows its plan", async () => {
     const { el, notebook } = await foreign();
     await shows(el, "This notebook asks for 8 on H100, which someone else chose.");
     await shows(el, "2 packages will be installed");
@@ -425,17 +425,17 @@ describe("a stranger's choice", () => {
     expect(notebook.asked.find(({ kind }) => kind === "apply")).toMatchObject({ connect: false, choice: { gpus: 8 } });
   });
 
-  it("is set aside for one's own, of which nothing is taken over", async () => {
+  it("can be replaced with a choice that takes nothing from it", async () => {
     const { el } = await foreign();
     button(el, "Choose my own").click();
     await eventually(() => query(el, ".sgpu-type"));
-    // what is offered is the pool's, not the stranger's
+    // the form shows the pool's default, not the unconfirmed choice
     expect(el.querySelector(".sgpu-type[aria-checked=true]")?.textContent).toContain("A10");
   });
 });
 
 describe("the session", () => {
-  it("is told with time, cost and idle time, which go on", async () => {
+  it("shows duration, cost and idle time, updated every second", async () => {
     vi.useFakeTimers({ toFake: ["performance", "setTimeout", "clearTimeout", "requestAnimationFrame"] });
     const host = new TestHost(new TestNotebook(answering(kernelPicture({ choice: choice(), choice_words: "2 on A10" }))));
     const { el } = mounted(host);
@@ -448,7 +448,7 @@ describe("the session", () => {
     expect(text(query(el, ".sgpu-run-words"))).toBe("2 ranks · connected 12 min 06 s");
   });
 
-  it("draws nothing and counts nothing while nobody looks", async () => {
+  it("is not redrawn while the panel is hidden", async () => {
     vi.useFakeTimers({ toFake: ["performance", "setTimeout", "clearTimeout", "requestAnimationFrame"] });
     const host = new TestHost(new TestNotebook());
     const { el } = mounted(host);
@@ -466,7 +466,7 @@ describe("the session", () => {
     expect(text(query(el, ".sgpu-run-words"))).toContain("connected 13 min 3");
   });
 
-  it("folds the form away until it is wanted", async () => {
+  it("folds the form by default", async () => {
     const { el } = await ready(kernelPicture({ choice: choice(), choice_words: "2 on A10, local" }), PLAN, [SESSION]);
     await shows(el, "2 on A10, localchange");
     expect(el.querySelector(".sgpu-type, .sgpu-primary")).toBeNull();
@@ -477,7 +477,7 @@ describe("the session", () => {
     await eventually(() => query(el, ".sgpu-primary"));
   });
 
-  it("is ended by its kernel, or by the pool where the kernel is dead", async () => {
+  it("is ended through its kernel, or through the pool if the kernel is dead", async () => {
     const sessions = [{ run_id: SESSION.run_id, name: "main", current: true, state: "running", words: "" }];
     const { el, host, notebook } = await ready(kernelPicture({ sessions }), PLAN, [SESSION]);
     button(el, "End session").click();
@@ -492,7 +492,7 @@ describe("the session", () => {
     await eventually(() => expect(button(el, "End session").disabled).toBe(true));
   });
 
-  it("may wait, and is another one for another notebook", async () => {
+  it("may be queued, and belongs to the active notebook", async () => {
     const waiting = { ...SESSION, state: "queued", tone: "waiting", words: "2 ranks · waits for 2 A10, position 1", started_at: null, metered_at: null, idle_ends_at: null };
     const { el, host } = await ready(kernelPicture(), PLAN, [waiting]);
     await shows(el, "Waiting: 2 × A10 · localwaits for 2 A10, position 1 · 12 minEnd session");
@@ -507,7 +507,7 @@ describe("the session", () => {
     expect(el.querySelector("[aria-label=Session]")).toBeNull();
   });
 
-  it("says that devices are simulated below its line, which has little room", async () => {
+  it("says below its first line that devices are simulated", async () => {
     const { el } = await ready(kernelPicture(), PLAN, [{ ...SESSION, simulated: true }]);
     await shows(el, "Connected: 2 × A10 · local");
     expect(text(query(el, ".sgpu-times"))).toMatch(/^12 min · \$1\.0\d · simulated · ends after 48 idle min$/);
@@ -524,7 +524,7 @@ describe("the session", () => {
     idle_ends_at: null,
   };
 
-  it("that has ended says why, and is connected again with its devices", async () => {
+  it("shows why it ended, and reconnects with the same devices", async () => {
     const effect = choice({ gpus: 4, dependencies: ["peft"] });
     const { el, host, notebook } = await ready(kernelPicture({ choice: effect }), PLAN, [ENDED]);
     await shows(el, "Session ended");
@@ -547,7 +547,7 @@ describe("the session", () => {
     expect(text(el)).not.toContain("Session ended");
   });
 
-  it("that has ended with its kernel's process is connected by a cell, as nothing is loaded there yet", async () => {
+  it("reconnects through a cell after a kernel restart", async () => {
     const notebook = new TestNotebook(() => Promise.reject(new NoExtension("This kernel has not loaded sgpu-magic.")));
     const host = new TestHost(notebook);
     const { el } = mounted(host);
@@ -562,7 +562,7 @@ describe("the session", () => {
     expect(text(el)).not.toContain("Reconnect");
   });
 
-  it("that waits says who holds what it waits for, and ends what is this user's", async () => {
+  it("names the holders of its devices, and can end this user's runs", async () => {
     const idle = { ...SESSION, run_id: "session-9", notebook: "story5.ipynb", kernel: "other" };
     const cell = run("cell-9", { session: "session-9", final: true, tone: "good", ended_at: NOW - 125 });
     const bobs = run("run-9", { name: "cell 7", user: "bob", notebook: "big.ipynb", kernel: "bobs" });
@@ -593,7 +593,7 @@ describe("the session", () => {
   });
 });
 
-describe("a state without a form is a sentence and a button", () => {
+describe("a state without a form", () => {
   const states: [KernelState, string, string][] = [
     ["none", "This notebook has no kernel.", "Start a kernel"],
     ["dead", "The kernel has died.", "Start a kernel"],
@@ -616,7 +616,7 @@ describe("a state without a form is a sentence and a button", () => {
     await eventually(() => query(el, ".sgpu-add"));
   });
 
-  it("without a notebook", async () => {
+  it("is shown without a notebook", async () => {
     const host = new TestHost(null);
     host.newNotebook = vi.fn();
     const { el } = mounted(host);
@@ -627,7 +627,7 @@ describe("a state without a form is a sentence and a button", () => {
     await eventually(() => expect(all(el, ".sgpu-run-row").length).toBe(RUNS.length));
   });
 
-  it("of a kernel without the extension, which is asked again after each cell", async () => {
+  it("is shown for a kernel without the extension until a cell loads it", async () => {
     const notebook = new TestNotebook(() => Promise.reject(new NoExtension("This kernel has not loaded sgpu-magic.")));
     const host = new TestHost(notebook);
     const { el } = mounted(host);
@@ -642,7 +642,7 @@ describe("a state without a form is a sentence and a button", () => {
     await eventually(() => query(el, ".sgpu-add"));
   });
 
-  it("of a kernel that is busy, fails, or has another version", async () => {
+  it("is shown for a kernel that is busy, fails, or has another version", async () => {
     let fail: (error: Error) => void = () => undefined;
     const notebook = new TestNotebook(() => new Promise((_, reject) => (fail = reject)));
     notebook.kernelState = "busy";
@@ -660,7 +660,7 @@ describe("a state without a form is a sentence and a button", () => {
     await eventually(() => query(el, ".sgpu-add"));
   });
 
-  it("forgets the kernel that was, not what the user is choosing", async () => {
+  it("keeps the user's draft, but not the previous kernel's state", async () => {
     const { el, notebook } = await ready(kernelPicture({ choice: choice() }));
     await shows(el, "3 of 4 free");
     button(el, "3").click();
@@ -672,7 +672,7 @@ describe("a state without a form is a sentence and a button", () => {
   });
 });
 
-describe("the way to the pool", () => {
+describe("the connection to the pool", () => {
   it.each([
     ["absent", "This Jupyter server has no sgpu-magic."],
     ["refused", "The Jupyter server denies this page access to pools."],
@@ -689,7 +689,7 @@ describe("the way to the pool", () => {
     await shows(el, "Something else.");
   });
 
-  it.each(["none", "lost", "other-version", "problem"] as const)("leads to a pool that is %s", async (state) => {
+  it.each(["none", "lost", "other-version", "problem"] as const)("shows a pool that is %s", async (state) => {
     const remedy = state === "problem" ? ("retry" as const) : ("start" as const);
     const host = new TestHost();
     const { el } = mounted(host);
@@ -709,7 +709,7 @@ describe("the way to the pool", () => {
 });
 
 describe("devices", () => {
-  it("are a row for each type, which counts and draws those that are free, this notebook's and others'", async () => {
+  it("have a row for each type, with free, own and other devices", async () => {
     const { el } = await ready();
     await shows(el, "8 of 8 free");
     expect(all(el, ".sgpu-device-type").map(text)).toEqual([
@@ -723,7 +723,7 @@ describe("devices", () => {
     expect(squares(b300 as Element)).toEqual(["others", "others"]);
   });
 
-  it("of a large type are a bar", async () => {
+  it("are drawn as a bar if a type has many", async () => {
     const { el } = await ready(kernelPicture(), PLAN, [], poolPicture({ types: [type({ total: 10_000, free: 9_992 })], devices: [device(0, { user: "7 of 8 free" })] }));
     await shows(el, "9992 of 10000 free");
     expect(el.querySelector(".sgpu-square")).toBeNull();
@@ -734,7 +734,7 @@ describe("devices", () => {
     ]);
   });
 
-  it("unfold to single ones with use, memory and user, by themselves where this notebook holds some", async () => {
+  it("expand to each device's load, memory and user", async () => {
     const { el, host } = await ready();
     await shows(el, "A10 · 0");
     expect(all(el, ".sgpu-device > .sgpu-hidden").map(text)).toEqual([
@@ -755,7 +755,7 @@ describe("devices", () => {
     await eventually(() => expect(all(again.el, ".sgpu-device").length).toBe(4));
   });
 
-  it("that are simulated say what their values are", async () => {
+  it("explain the values of simulated devices", async () => {
     const simulated = { simulated: true, utilization_pct: 50, used_bytes: 4e8 };
     const devices = [device(0, { ...simulated, kernel: KERNEL, run_id: "s1", user: "train.ipynb", free: false })];
     const { el } = await ready(kernelPicture(), PLAN, [], poolPicture({ types: [type({ simulated: true, total: 1, free: 0 })], devices }));
@@ -763,13 +763,13 @@ describe("devices", () => {
     expect(text(query(el, ".sgpu-device > .sgpu-hidden"))).toBe("50 %, 0.4 GB, train.ipynb, this notebook's, simulated");
   });
 
-  it("are CPU slots where there is no GPU", async () => {
+  it("are CPU slots in a pool without GPUs", async () => {
     const { el } = await ready(kernelPicture(), PLAN, [], poolPicture({ types: [CPUS], devices: [], cpu_slots: 16, cpu_slots_free: 12, notes: ["No GPU here."] }));
     await shows(el, "12 of 16 slots free");
     expect(text(query(el, ".sgpu-device-types + p"))).toBe("No GPU here.");
   });
 
-  it("can be folded away, also after a reload", async () => {
+  it("stay folded after a reload", async () => {
     const { el, host } = await ready();
     button(el, "Devices").click();
     await eventually(() => expect(el.querySelector(".sgpu-device")).toBeNull());
@@ -782,7 +782,7 @@ describe("devices", () => {
 });
 
 describe("runs", () => {
-  it("are listed newest first, with a shape and words for their state", async () => {
+  it("are listed newest first, each with a shape and a text for its state", async () => {
     const { el } = await ready();
     await shows(el, "sweep[3]");
     expect(all(el, ".sgpu-run-name").map((each) => text(each).replace(/ \(.*/, ""))).toEqual([
@@ -796,7 +796,7 @@ describe("runs", () => {
     expect(all(el, ".sgpu-run-cost").map(text)).toEqual(["$0.19", "", "$0.02", "$0.30"]);
   });
 
-  it("change by differences", async () => {
+  it("are updated with differences", async () => {
     const { el, host } = await ready();
     await shows(el, "sweep[3]");
     const done = { ...run("run-4"), state: "succeeded", tone: "good", final: true, ended_at: NOW, cost: 0.2 };
@@ -808,7 +808,7 @@ describe("runs", () => {
     await eventually(() => expect(all(el, ".sgpu-run-row").length).toBe(1));
   });
 
-  it("open their view with a click, and what can be done with them with another; ending asks once", async () => {
+  it("open their view and their actions, and end after a confirmation", async () => {
     const { el, host } = await ready();
     await shows(el, "sweep[3]");
     const [head] = all(el, ".sgpu-run-head");
@@ -820,7 +820,7 @@ describe("runs", () => {
     await eventually(() => expect(more.getAttribute("aria-expanded")).toBe("true"));
     button(el, "Attach").click();
     expect(host.attached.map(({ run_id }) => run_id)).toEqual(["run-4"]);
-    // it has not ended yet
+    // the run has not ended yet
     expect(text(query(el, ".sgpu-actions"))).not.toContain("Rerun");
     button(el, "End run").click();
     await shows(el, "End train.ipynb · train_digits?");
@@ -838,7 +838,7 @@ describe("runs", () => {
     expect(host.replayed.map(({ run_id }) => run_id)).toEqual(["run-4"]);
   });
 
-  it("show what can be done with them by keys", async () => {
+  it("show their actions with the keyboard", async () => {
     const { el } = await ready();
     await shows(el, "sweep[3]");
     const [head] = all(el, ".sgpu-run-head");
@@ -850,7 +850,7 @@ describe("runs", () => {
     await eventually(() => expect(el.querySelector(".sgpu-actions")).toBeNull());
   });
 
-  it("are compared, two side by side", async () => {
+  it("are compared side by side", async () => {
     const scrolled = vi.fn();
     Element.prototype.scrollIntoView = scrolled;
     const { el } = await ready();
@@ -884,7 +884,7 @@ describe("runs", () => {
     await eventually(() => expect(el.querySelector(".sgpu-comparing")).toBeNull());
   });
 
-  it("link to MLflow where that is a page, and keep quiet about what is elsewhere", async () => {
+  it("link to MLflow if the URL is a web page, and say when files are remote", async () => {
     const { el, host } = await ready(kernelPicture(), PLAN, [run("a", { tracked_url: "https://mlflow.example/1", here: false })]);
     await shows(el, "train_digits");
     query(el, ".sgpu-run-head").click();
@@ -899,7 +899,7 @@ describe("runs", () => {
     expect(other.el.querySelector("a")).toBeNull();
   });
 
-  it("are 1,000 in a page that has a few, and move by keys", async () => {
+  it("draw only the rows in view out of 1,000, and move with the keyboard", async () => {
     const { el, host } = await ready(kernelPicture(), PLAN, manyRuns(1000));
     await eventually(() => expect(all(el, ".sgpu-run-row").length).toBeGreaterThan(5));
     expect(all(el, ".sgpu-run-row").length).toBeLessThan(60);
@@ -922,7 +922,7 @@ describe("runs", () => {
     expect(all(el, ".sgpu-run-row").length).toBeLessThan(60);
   });
 
-  it("scroll to the actions that a row shows", async () => {
+  it("scroll an opened row's actions into view", async () => {
     const { el } = await ready(kernelPicture(), PLAN, manyRuns(10));
     await eventually(() => expect(all(el, ".sgpu-run-row").length).toBe(10));
     const scroller = query(el, ".sgpu-panel");
@@ -934,7 +934,7 @@ describe("runs", () => {
     await eventually(() => expect(scroller.scrollTop).toBe(60));
   });
 
-  it("are searched and filtered, also after a reload", async () => {
+  it("are searched and filtered, and keep the filter after a reload", async () => {
     const { el, host } = await ready(kernelPicture(), PLAN, [...RUNS, ...manyRuns(100)]);
     await eventually(() => query(el, "[type=search]"));
     typeInto(query(el, "[type=search]"), "step_9");
@@ -954,7 +954,7 @@ describe("runs", () => {
     await eventually(() => expect(query(again.el, ".sgpu-run-row").getAttribute("aria-setsize")).toBe("104"));
   });
 
-  it("are none at first", async () => {
+  it("show a hint while there are none", async () => {
     const { el } = await ready(kernelPicture(), PLAN, []);
     await shows(el, "No runs yet.");
     expect(text(el)).toContain("This month 41.2 GPU h · $118 of $300");
@@ -962,7 +962,7 @@ describe("runs", () => {
 });
 
 describe("the kernel", () => {
-  it("is asked when a cell has ended and when its session changes, not when a cell begins", async () => {
+  it("is asked when a cell ends or its session changes, not when a cell starts", async () => {
     const { host, notebook } = await ready(kernelPicture(), PLAN, []);
     const count = () => notebook.kinds().filter((kind) => kind === "kernel").length;
     await eventually(() => expect(notebook.kinds()).toContain("plan"));
@@ -979,7 +979,7 @@ describe("the kernel", () => {
     expect(count()).toBeLessThan(before + 5);
   });
 
-  it("is told what the notebook keeps", async () => {
+  it("receives the notebook's saved choice", async () => {
     const kept = { choice: choice(), version: 1 };
     const notebook = new TestNotebook();
     notebook.kept = kept;
@@ -989,8 +989,8 @@ describe("the kernel", () => {
   });
 });
 
-describe("the end", () => {
-  it("leaves nothing: no element, no listener, no watch", async () => {
+describe("closing the panel", () => {
+  it("leaves no element, listener or subscription", async () => {
     const { el, end, host, notebook } = await ready(kernelPicture(), PLAN, [SESSION], poolPicture({ types: [type(), H100] }));
     await shows(el, "Connected");
     end.abort();

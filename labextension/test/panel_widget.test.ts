@@ -13,7 +13,7 @@ interface Sent {
   readonly n?: number;
 }
 
-/** anywidget's model, with the kernel behind it where the front end has one. */
+/** anywidget's model; `kernel` is the connection that some front ends provide. */
 class FakeModel {
   readonly sent: Sent[] = [];
   readonly listeners = new Map<string, Set<Callback>>();
@@ -66,7 +66,7 @@ afterEach(() => {
 });
 
 describe("the panel's widget", () => {
-  it("draws what its kernel tells and answers, and asks by messages", async () => {
+  it("sends questions to its kernel, and draws answers and updates", async () => {
     vi.useRealTimers();
     const model = new FakeModel(TRAITS);
     const el = document.createElement("div");
@@ -90,7 +90,7 @@ describe("the panel's widget", () => {
     expect(model.sent.at(-1)).toEqual({ kind: "rest" });
   });
 
-  it("says every so often that it is still there, while it watches", () => {
+  it("sends a heartbeat while it watches a pool", () => {
     const model = new FakeModel(TRAITS);
     const host = new WidgetPanelHost(model, end.signal);
     vi.advanceTimersByTime(HERE_MS * 3);
@@ -109,7 +109,7 @@ describe("the panel's widget", () => {
     expect(vi.getTimerCount()).toBe(0);
   });
 
-  it("asks over the control channel where comms wait for the cell, under the widget's own key", async () => {
+  it("uses the control channel, with the widget's key, if comms wait for the cell", async () => {
     const asked: { model_id: string; question: { kind: string; n: number } }[] = [];
     const kernel = {
       status: "busy",
@@ -134,7 +134,7 @@ describe("the panel's widget", () => {
     expect(model.sent).toEqual([]);
   });
 
-  it("waits for the main shell where there is nothing else, and gives up with the view", async () => {
+  it("waits on the main shell without other channels, until it is closed", async () => {
     const model = new FakeModel({ ...TRAITS, comms: "blocking" });
     const host = new WidgetPanelHost(model, end.signal);
     const answer = host.notebook.ask({ kind: "kernel", kept: null });
@@ -145,7 +145,7 @@ describe("the panel's widget", () => {
     await failed;
   });
 
-  it("says what may have become of an idle kernel that does not answer", async () => {
+  it("explains why an idle kernel may not answer", async () => {
     const model = new FakeModel(TRAITS, { status: "idle", supportsSubshells: true });
     const host = new WidgetPanelHost(model, end.signal);
     const failed = expect(host.notebook.ask({ kind: "kernel", kept: null })).rejects.toThrow("If it was restarted");
@@ -153,7 +153,7 @@ describe("the panel's widget", () => {
     await failed;
   });
 
-  it.each(["starting", "restarting", "dead"])("ends with its kernel, which is %s", async (status) => {
+  it.each(["starting", "restarting", "dead"])("ends when its kernel is %s", async (status) => {
     vi.useRealTimers();
     const slots = new Set<(sender: unknown, status: string) => void>();
     const statusChanged = {
@@ -174,7 +174,7 @@ describe("the panel's widget", () => {
     expect(slots.size).toBe(0);
   });
 
-  it("says so when the kernel's messages are of another version", () => {
+  it("reports messages of another version", () => {
     const warned = vi.spyOn(console, "warn").mockImplementation(() => undefined);
     const model = new FakeModel(TRAITS);
     const host = new WidgetPanelHost(model, end.signal);
@@ -188,7 +188,7 @@ describe("the panel's widget", () => {
     warned.mockRestore();
   });
 
-  it("fills a sentence with its values, also where a value looks like a place", () => {
+  it("interpolates values, including one that looks like a placeholder", () => {
     expect(plainly("%1 of %2 free", 3, "%1")).toBe("3 of %1 free");
     expect(plainly("100 %")).toBe("100 %");
     expect(plainly("Insert %load_ext sgpu_magic")).toBe("Insert %load_ext sgpu_magic");

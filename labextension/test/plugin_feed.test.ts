@@ -53,7 +53,7 @@ function news(parts: Record<string, unknown>): unknown {
   return { snapshot: null, updates: [], seq: 0, lines: 0, displays: 0, final: false, ...parts };
 }
 
-/** A server that gives these answers one after the other, and remembers what it was asked. */
+/** A server that returns these answers in order, and records the requests. */
 class FakeServer {
   readonly asked: { path: string; init: RequestInit }[] = [];
   constructor(private readonly answers: (() => Response | Promise<Response>)[]) {}
@@ -94,7 +94,7 @@ afterEach(() => {
 });
 
 describe("a run's feed", () => {
-  it("says what it knows, and passes on what is new until the end", async () => {
+  it("sends what it has, and passes on changes until the run ends", async () => {
     const server = new FakeServer([
       json(news({ snapshot: snapshot(4), updates: [lines(1, 0, "a", "b")], seq: 1, lines: 2 })),
       json(news({ updates: [lines(2, 2, "c")], seq: 2, lines: 3, displays: 1 })),
@@ -115,7 +115,7 @@ describe("a run's feed", () => {
     expect(Object.fromEntries(server.query(2))).toEqual({ wait: "15", after: "2", lines: "3", drawn: "4", displays: "1" });
   });
 
-  it("goes on after failures, ever more slowly, and says that it was away", async () => {
+  it("retries after failures with longer pauses, and reports the lost link", async () => {
     const fails = (): Response => {
       throw new TypeError("Failed to fetch");
     };
@@ -130,7 +130,7 @@ describe("a run's feed", () => {
     expect(run.isFinal).toBe(true);
   });
 
-  it("ends with the server's own words when the run is not there any more", async () => {
+  it("ends with the server's message if the run no longer exists", async () => {
     const server = new FakeServer([json({ message: "this machine has no directory for run 0123" }, 404)]);
     const { feed: run } = feed(server);
     await run.follow();
@@ -138,7 +138,7 @@ describe("a run's feed", () => {
     expect(server.asked).toHaveLength(1);
   });
 
-  it("stops asking when its signal aborts", async () => {
+  it("stops when its signal aborts", async () => {
     const server = new FakeServer([]);
     const { feed: run, end } = feed(server);
     const done = run.follow();
@@ -148,7 +148,7 @@ describe("a run's feed", () => {
     expect(server.asked[0]?.init.signal?.aborted).toBe(true);
   });
 
-  it("does not keep more than three of the browser's connections", async () => {
+  it("uses at most three of the browser's connections", async () => {
     const waiting = new FakeServer([]);
     const held = [1, 2, 3].map(() => feed(waiting));
     for (const { feed: run } of held) void run.follow();
@@ -161,8 +161,8 @@ describe("a run's feed", () => {
   });
 });
 
-describe("the transport through the server", () => {
-  it("posts questions with their numbers and returns the answers", async () => {
+describe("ServerTransport", () => {
+  it("posts numbered questions and returns the answers", async () => {
     const server = new FakeServer([json({ kind: "text", n: 1, lines: ["run 0123 is being stopped"] })]);
     const { feed: run, runs } = feed(server);
     const transport = new ServerTransport(runs, run);
@@ -171,7 +171,7 @@ describe("the transport through the server", () => {
     expect(server.asked[0]?.init.body).toBe('{"kind":"cancel","n":1}');
   });
 
-  it("counts lines from where its feed is, whatever the server counts", async () => {
+  it("numbers updates as its feed does", async () => {
     const server = new FakeServer([
       json(news({ updates: [lines(1, 0, "a")], seq: 1, lines: 1, final: true, snapshot: snapshot(3) })),
       json({ kind: "hello", n: 1, snapshot: snapshot(5), seq: 0 }),
@@ -182,11 +182,11 @@ describe("the transport through the server", () => {
     const drawn: number[] = [];
     transport.onSnapshot(({ seq }) => drawn.push(seq));
     await expect(transport.ask({ kind: "hello", over: "server" })).resolves.toMatchObject({ seq: 1 });
-    // a view that opens late is drawn at once
+    // a view that opens late gets the last snapshot at once
     expect(drawn).toEqual([3]);
   });
 
-  it("says why there is no answer", async () => {
+  it("reports why there is no answer", async () => {
     const server = new FakeServer([
       json({ message: "no local pool is running." }, 500),
       () => {
@@ -199,7 +199,7 @@ describe("the transport through the server", () => {
     await expect(transport.ask({ kind: "stacks" })).rejects.toThrow("the Jupyter server does not answer: Failed to fetch");
   });
 
-  it("hears nothing after its end", async () => {
+  it("gets no updates after it is disposed", async () => {
     const server = new FakeServer([json(news({ updates: [lines(1, 0, "a")], seq: 1, lines: 1, final: true }))]);
     const { feed: run, runs } = feed(server);
     const transport = new ServerTransport(runs, run);

@@ -30,7 +30,7 @@ interface Question {
   readonly kept?: KeptChoice | null;
 }
 
-/** A kernel connection of JupyterLab; `reply` is what its process says, undefined when it says nothing. */
+/** A kernel connection of JupyterLab; `reply` returns its process's answer; undefined if there is none. */
 class FakeKernel {
   status = "idle";
   connectionStatus = "connected";
@@ -96,7 +96,7 @@ class FakeSession {
     this.kernelChanged.emit({});
   }
 
-  /** What the kernel publishes about a request. */
+  /** Publishes the kernel's status during a request. */
   publish(state: "busy" | "idle", asked: string, process = "process-1"): void {
     if (this.kernel) this.kernel.status = state;
     this.statusChanged.emit(state);
@@ -107,7 +107,7 @@ class FakeSession {
     });
   }
 
-  /** A cell of the kernel loads sgpu-magic, or unloads it. */
+  /** Publishes that a cell has loaded or unloaded sgpu-magic. */
   announce(loaded: boolean, process = "process-1"): void {
     this.iopubMessage.emit({
       header: { msg_type: "update_display_data", session: process },
@@ -203,8 +203,8 @@ afterEach(() => {
 const pass = (ms = 0): Promise<unknown> => vi.advanceTimersByTimeAsync(ms);
 const ask: KernelAsk = { kind: "kernel", kept: null };
 
-describe("a notebook's kernel is asked", () => {
-  it("over its control channel, and answers", async () => {
+describe("a question to a notebook's kernel", () => {
+  it("is sent over the control channel and answered", async () => {
     const notebook = link();
     const reply = await notebook.ask(ask);
     expect(reply.kind).toBe("kernel-answer");
@@ -212,7 +212,7 @@ describe("a notebook's kernel is asked", () => {
     expect(notebook.isKnown).toBe(true);
   });
 
-  it("and counts as one without sgpu-magic when it says nothing for two seconds", async () => {
+  it("fails as not loaded if the kernel does not answer in two seconds", async () => {
     kernel.reply = undefined;
     const notebook = link();
     const asked = notebook.ask(ask);
@@ -220,11 +220,11 @@ describe("a notebook's kernel is asked", () => {
     await pass(PATIENCE_MS);
     await caught;
     await expect(asked).rejects.toThrow("This kernel has not loaded sgpu-magic.");
-    // nothing waits for it any more
+    // the request's future was disposed
     expect(kernel.disposed).toBe(1);
   });
 
-  it("only when it has loaded sgpu-magic", async () => {
+  it("is sent only if the kernel has loaded sgpu-magic", async () => {
     kernel.banner = "Python 3.12";
     const notebook = link();
     for (let turn = 0; turn < 2; turn += 1) {
@@ -241,7 +241,7 @@ describe("a notebook's kernel is asked", () => {
     expect(kernel.requestKernelInfo).toHaveBeenCalledOnce();
   });
 
-  it("and whoever looks is told when that changes, also after the cell that loads it", () => {
+  it("triggers a change when sgpu-magic is loaded or unloaded", () => {
     const notebook = link();
     const changed = vi.fn();
     notebook.onChange(changed);
@@ -251,7 +251,7 @@ describe("a notebook's kernel is asked", () => {
     expect(changed).toHaveBeenCalledOnce();
   });
 
-  it("and a new process is looked at anew", async () => {
+  it("checks a new kernel process again", async () => {
     const notebook = link();
     session.announce(true);
     await notebook.ask(ask);
@@ -262,7 +262,7 @@ describe("a notebook's kernel is asked", () => {
     expect(kernel.asked).toHaveLength(1);
   });
 
-  it("when its cell has ended, where it has not said before what it has loaded", async () => {
+  it("waits for the cell's end if it is unknown what the kernel has loaded", async () => {
     let tell: (value: { content: { banner: string } }) => void = () => undefined;
     kernel.requestKernelInfo.mockImplementation(() => new Promise((resolve) => (tell = resolve)));
     session.publish("busy", "execute_request");
@@ -282,7 +282,7 @@ describe("a notebook's kernel is asked", () => {
     expect(kernel.asked).toHaveLength(1);
   });
 
-  it("at once in a page that was reloaded while it is busy", async () => {
+  it("is sent at once after a page reload while the kernel is busy", async () => {
     const kept = new Map<string, string>();
     const store = { getItem: (key: string) => kept.get(key) ?? null, setItem: (key: string, value: string) => void kept.set(key, value) };
     loaded = new LoadedKernels(store);
@@ -291,11 +291,11 @@ describe("a notebook's kernel is asked", () => {
     kernel.requestKernelInfo.mockImplementation(() => new Promise(() => undefined));
     await link().ask(ask);
     expect(kernel.asked).toHaveLength(2);
-    // what the browser has kept may be anything
+    // the stored value may be invalid
     expect(new LoadedKernels({ ...store, getItem: () => "{nonsense" }).has(KERNEL)).toBe(false);
   });
 
-  it("with more patience when it is known to have it", async () => {
+  it("has a longer timeout if the kernel has answered before", async () => {
     const notebook = link();
     await notebook.ask(ask);
     kernel.reply = undefined;
@@ -310,7 +310,7 @@ describe("a notebook's kernel is asked", () => {
     expect(over).toBe(true);
   });
 
-  it("and what it was asked before its restart is given up", async () => {
+  it("is aborted by a restart of the kernel", async () => {
     const notebook = link();
     await notebook.ask(ask);
     kernel.reply = undefined;
@@ -321,7 +321,7 @@ describe("a notebook's kernel is asked", () => {
     expect(notebook.isKnown).toBe(false);
   });
 
-  it("and another version is told from none", async () => {
+  it("distinguishes another version from no extension", async () => {
     const notebook = link();
     kernel.reply = () => answer({ picture: { ...answer().picture, version: 99 } });
     await expect(notebook.ask(ask)).rejects.toThrow(OtherVersion);
@@ -329,7 +329,7 @@ describe("a notebook's kernel is asked", () => {
     await expect(notebook.ask(ask)).rejects.toThrow("another version");
   });
 
-  it("not at all without one", async () => {
+  it("fails without a kernel", async () => {
     session.setKernel(null);
     await expect(link().ask(ask)).rejects.toThrow("This notebook has no kernel.");
   });
@@ -355,7 +355,7 @@ describe("a notebook's state", () => {
     expect(notebook.kernel).toBe("");
   });
 
-  it("is not changed by questions, which JupyterLab takes for work", () => {
+  it("is not changed by questions, which JupyterLab reports as busy", () => {
     const notebook = link();
     const changed = vi.fn();
     notebook.onChange(changed);
@@ -372,12 +372,12 @@ describe("a notebook's state", () => {
     expect(changed).toHaveBeenCalledOnce();
   });
 
-  it("is known of a kernel that has been in a cell since before the page", () => {
+  it("is busy for a kernel whose cell started before the page was loaded", () => {
     kernel.status = "unknown";
     expect(link().kernelState).toBe("busy");
   });
 
-  it("waits for its document", async () => {
+  it("is starting until its document is ready", async () => {
     document_.isReady = false;
     const notebook = link();
     expect(notebook.kernelState).toBe("starting");
@@ -389,7 +389,7 @@ describe("a notebook's state", () => {
     expect(notebook.kernelState).toBe("idle");
   });
 
-  it("has its file's name, also when that changes", () => {
+  it("has its file's name, and follows a rename", () => {
     const notebook = link();
     const changed = vi.fn();
     notebook.onChange(changed);
@@ -400,7 +400,7 @@ describe("a notebook's state", () => {
     expect(notebook.name).toBe("eval.ipynb");
   });
 
-  it("notices a process that another page has restarted", async () => {
+  it("detects a restart by another page", async () => {
     const notebook = link();
     session.runCell("process-1");
     await notebook.ask(ask);
@@ -408,7 +408,7 @@ describe("a notebook's state", () => {
     expect(notebook.isKnown).toBe(false);
   });
 
-  it("is told late to a panel that nobody sees, once", async () => {
+  it("is reported once to a panel that was hidden when it changed", async () => {
     looked = false;
     const notebook = link();
     const changed = vi.fn();
@@ -425,8 +425,8 @@ describe("a notebook's state", () => {
   });
 });
 
-describe("a notebook's kept choice", () => {
-  it("is its metadata's", () => {
+describe("a notebook's saved choice", () => {
+  it("is read from its metadata", () => {
     const notebook = link();
     expect(notebook.kept).toBeNull();
     notebook.keep(KEPT);
@@ -435,7 +435,7 @@ describe("a notebook's kept choice", () => {
     expect(notebook.kept).toBeNull();
   });
 
-  it("is told to the kernel although nobody looks, until it has answered", async () => {
+  it("is sent to the kernel even if the panel is hidden, until it is received", async () => {
     looked = false;
     model.metadata.set(CHOICE_KEY, KEPT);
     kernel.reply = undefined;
@@ -451,7 +451,7 @@ describe("a notebook's kept choice", () => {
     session.runCell();
     await pass();
     expect(kernel.asked).toHaveLength(2);
-    // a new process knows nothing
+    // a new process has no choice
     session.setStatus("restarting");
     session.setStatus("idle");
     await pass();
@@ -461,7 +461,7 @@ describe("a notebook's kept choice", () => {
     expect(kernel.asked.at(-1)?.kept?.choice.gpus).toBe(3);
   });
 
-  it("is not told by a notebook that has none: its kernel may have nothing to do with pools", async () => {
+  it("is not sent if there is none: the kernel may not use pools", async () => {
     link();
     await pass();
     session.runCell();
@@ -469,7 +469,7 @@ describe("a notebook's kept choice", () => {
     expect(kernel.asked).toEqual([]);
   });
 
-  it("is of several notebooks with one kernel that of the one in front", async () => {
+  it("is sent by the active one of several notebooks with one kernel", async () => {
     model.metadata.set(CHOICE_KEY, KEPT);
     link();
     await pass();
@@ -485,7 +485,7 @@ describe("a notebook's kept choice", () => {
     expect(kernel.asked.map(({ kept }) => kept)).toEqual([KEPT, null]);
   });
 
-  it("is written when the kernel says so", async () => {
+  it("is written when the kernel's answer has one", async () => {
     const chosen = { ...KEPT, choice: { ...KEPT.choice, gpus: 3 } };
     model.metadata.set(CHOICE_KEY, KEPT);
     kernel.reply = ({ n }) => answer({ n, kept: chosen });
@@ -496,7 +496,7 @@ describe("a notebook's kept choice", () => {
   });
 });
 
-describe("a notebook's remedies", () => {
+describe("a notebook's actions", () => {
   it("insert the line that loads the extension once, and run nothing", () => {
     const notebook = link();
     notebook.insertLoad();
@@ -506,7 +506,7 @@ describe("a notebook's remedies", () => {
     expect(kernel.asked).toEqual([]);
   });
 
-  it("start a kernel as its state wants it", async () => {
+  it("start, restart or reconnect a kernel according to its state", async () => {
     const notebook = link();
     kernel.connectionStatus = "disconnected";
     session.connectionStatusChanged.emit("disconnected");
@@ -522,8 +522,8 @@ describe("a notebook's remedies", () => {
   });
 });
 
-describe("words", () => {
-  it("of a session in its notebook's toolbar", () => {
+describe("labels", () => {
+  it("show a session in its notebook's toolbar", () => {
     const t = translateBy({ __: (text) => text });
     const words = (change: object): string => chipWords({ ...SESSION, ...change }, poolPicture(), NOW, t).replaceAll("\u00a0", " ");
     expect(words({})).toBe("2 × A10 · connected · 12 min");
@@ -532,7 +532,7 @@ describe("words", () => {
     expect(words({ state: "cancelling" })).toBe("2 × A10 · ending");
   });
 
-  it("of a cell that connects a session again are those of its devices, its name and its pool", () => {
+  it("connect a session again with its devices, name and pool", () => {
     const session = { ...SESSION, name: "session main", ranks: 2, device_type: "a10" };
     expect(connectLine(session, "")).toBe("%sgpu_connect --gpus 2 --type a10");
     expect(connectLine({ ...session, name: "session work", device_type: "any" }, "team")).toBe(
@@ -540,7 +540,7 @@ describe("words", () => {
     );
   });
 
-  it("with a cell magic survive JupyterLab's translations, which write %% as %", () => {
+  it("keep the %% of a cell magic, which JupyterLab's catalogues escape", () => {
     const t = translateBy({ __: (text, ...values) => text.replaceAll("%%", "%").replace("%1", values[0] ?? "") });
     expect(t("Cells that begin with %%distributed appear here.")).toBe("Cells that begin with %%distributed appear here.");
     expect(t("Run %load_ext sgpu_magic, %1.", 3)).toBe("Run %load_ext sgpu_magic, 3.");

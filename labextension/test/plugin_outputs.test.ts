@@ -17,8 +17,8 @@ function owned(run: string, ended: number | null): OwnedRun {
   return { run_id: run, cell: "c", final: ended !== null, ended, execution_count: 3, blocks: true };
 }
 
-describe("what a cell's outputs are of", () => {
-  it("is the run of the last record, and whether it shows the end", () => {
+describe("findShownRun", () => {
+  it("returns the last record's run, and whether it is final", () => {
     expect(mentioned([])).toBeNull();
     expect(mentioned([{ output_type: "stream", name: "stdout", text: "x" }, output({ "text/plain": "x" })])).toBeNull();
     expect(mentioned([recorded("aaaaaaaa", "running")])).toEqual({ run: "aaaaaaaa", final: false });
@@ -26,35 +26,35 @@ describe("what a cell's outputs are of", () => {
     expect(mentioned([recorded("aaaaaaaa", "failed"), liveOutput("bbbbbbbb", 1)])).toEqual({ run: "bbbbbbbb", final: false });
   });
 
-  it("is nothing when a record makes no sense", () => {
+  it("returns null for an invalid record", () => {
     expect(mentioned([output({ [RUN_MIME]: "aaaaaaaa", [LIVE_MIME]: null })])).toBeNull();
     expect(mentioned([output({ [RUN_MIME]: { run_id: 7 } })])).toBeNull();
   });
 });
 
-describe("the run that a cell lacks", () => {
-  it("is one that goes on and is not shown", () => {
+describe("findMissingRun", () => {
+  it("returns an active run that is not shown", () => {
     expect(missing(null, owned("aaaaaaaa", null), SAVED_S)).toEqual({ run: "aaaaaaaa", isActive: true, blocks: true });
     expect(missing({ run: "bbbbbbbb", final: true }, owned("aaaaaaaa", null), SAVED_S)).toMatchObject({ run: "aaaaaaaa" });
     expect(missing({ run: "aaaaaaaa", final: false }, owned("aaaaaaaa", null), SAVED_S)).toEqual({ run: "aaaaaaaa", isActive: true, blocks: true });
   });
 
-  it("is a session that goes on, whose cell ended long ago", () => {
+  it("returns an active session whose cell has ended", () => {
     const session = { ...owned("aaaaaaaa", null), blocks: false };
     expect(missing(null, session, SAVED_S)).toEqual({ run: "aaaaaaaa", isActive: true, blocks: false });
     expect(missing({ run: "aaaaaaaa", final: false }, session, SAVED_S)).toMatchObject({ blocks: false });
   });
 
-  it("is one whose end the notebook's file has not seen", () => {
+  it("returns a run that ended after the notebook was saved", () => {
     expect(missing(null, owned("aaaaaaaa", SAVED_S + 1), SAVED_S)).toEqual({ run: "aaaaaaaa", isActive: false, blocks: true });
     expect(missing({ run: "aaaaaaaa", final: false }, owned("aaaaaaaa", SAVED_S - 1), SAVED_S)).toMatchObject({ isActive: false });
   });
 
-  it("is one that another kernel had, when the cell still shows it going on", () => {
+  it("returns another kernel's run that is shown as active", () => {
     expect(missing({ run: "aaaaaaaa", final: false }, null, SAVED_S)).toEqual({ run: "aaaaaaaa", isActive: false, blocks: true });
   });
 
-  it("is none when the cell shows the end, or its outputs were taken away by hand", () => {
+  it("returns null for a final output, or one that the user removed", () => {
     expect(missing({ run: "aaaaaaaa", final: true }, owned("aaaaaaaa", SAVED_S + 1), SAVED_S)).toBeNull();
     expect(missing(null, owned("aaaaaaaa", SAVED_S - 1), SAVED_S)).toBeNull();
     expect(missing(null, null, SAVED_S)).toBeNull();
@@ -62,7 +62,7 @@ describe("the run that a cell lacks", () => {
 });
 
 describe("outputs that are written", () => {
-  it("name the view on this page, and read well without it", () => {
+  it("have the view's number, and a text for other pages", () => {
     const live = liveOutput("0123abcd", 7);
     const data = live["data"] as Record<string, unknown>;
     expect(viewOf(data[LIVE_MIME])).toBe(7);

@@ -44,7 +44,7 @@ const RUNS: PanelUpdate = { kind: "runs", pool: "local", whole: true, changed: [
 const POOLS: PanelUpdate = { kind: "pools", pools: [{ name: "local", about: "this machine", reserved: false, default: true }] };
 const ALL = { pools: POOLS, pool: POOL, runs: RUNS };
 
-/** A Jupyter server; `status` is what it answers, null when it is down. */
+/** A Jupyter server; `status` is the HTTP status of its replies, null when it is down. */
 class FakeServer {
   readonly sockets: FakeSocket[] = [];
   readonly requests: { path: string; init: RequestInit }[] = [];
@@ -92,11 +92,11 @@ afterEach(() => {
   vi.useRealTimers();
 });
 
-/** Lets what is under way come, and `ms` pass. */
+/** Lets pending promises resolve, and advances the clock by `ms`. */
 const pass = (ms = 0): Promise<unknown> => vi.advanceTimersByTimeAsync(ms);
 
-describe("the page's connection to pools", () => {
-  it("is one for the panel and for chips, and only while somebody looks", () => {
+describe("PoolConnection", () => {
+  it("is shared by panel and chips, and watches only while one subscribes", () => {
     const chips = {};
     connection.keep(chips);
     expect(server.sockets).toHaveLength(1);
@@ -106,7 +106,7 @@ describe("the page's connection to pools", () => {
     panel.order({ kind: "watch", pool: "team" });
     expect(server.socket.sent.at(-1)).toEqual({ kind: "watch", pool: "team" });
     panel.order({ kind: "rest" });
-    // the chips look on
+    // the chips are still subscribed
     expect(server.socket.sent.at(-1)).toEqual({ kind: "watch", pool: "team" });
     connection.rest(chips);
     expect(server.socket.sent.at(-1)).toEqual({ kind: "rest" });
@@ -117,7 +117,7 @@ describe("the page's connection to pools", () => {
     expect(server.socket.closed).toBe(true);
   });
 
-  it("folds what is told, and passes it on", () => {
+  it("applies updates and passes them on", () => {
     connection.watch({}, "");
     server.socket.opens();
     for (const each of [POOLS, POOL, RUNS]) server.socket.tells(each);
@@ -131,14 +131,14 @@ describe("the page's connection to pools", () => {
     expect(connection.link.kind).toBe("open");
   });
 
-  it("begins with the user's default pool", () => {
+  it("starts with the user's default pool", () => {
     connection.preferred = "team";
     connection.keep({});
     server.socket.opens();
     expect(server.socket.sent).toEqual([{ kind: "watch", pool: "team" }]);
   });
 
-  it("comes back after the server was away, and watches again", async () => {
+  it("reconnects after the server was down, and watches again", async () => {
     connection.watch({}, "");
     server.socket.opens();
     server.socket.tells(POOL);
@@ -163,7 +163,7 @@ describe("the page's connection to pools", () => {
     expect(connection.link.kind).toBe("open");
   });
 
-  it("asks at once when a button says so", async () => {
+  it("reconnects at once on retry", async () => {
     server.status = null;
     connection.watch({}, "");
     server.socket.ends();
@@ -173,7 +173,7 @@ describe("the page's connection to pools", () => {
     expect(connection.link.kind).toBe("connecting");
   });
 
-  it("says that the server has no sgpu-magic, and looks again much later", async () => {
+  it("reports a server without sgpu-magic, and tries again after a long pause", async () => {
     server.status = 404;
     connection.watch({}, "");
     server.socket.ends();
@@ -183,7 +183,7 @@ describe("the page's connection to pools", () => {
     expect(server.sockets).toHaveLength(2);
   });
 
-  it("is refused for good where the user may not look", async () => {
+  it("stays refused for a user without access", async () => {
     server.status = 403;
     connection.watch({}, "");
     server.socket.ends();
@@ -208,7 +208,7 @@ describe("the page's connection to pools", () => {
     expect(server.socket.closed).toBe(true);
   });
 
-  it("polls where three websockets bring nothing, and orders by requests", async () => {
+  it("polls and posts orders after three silent websockets", async () => {
     connection.pollEvery_ms = 5_000;
     const user = {};
     connection.watch(user, "");
@@ -226,7 +226,7 @@ describe("the page's connection to pools", () => {
     expect(server.requests.length - length).toBe(3);
     expect(server.requests.at(-1)?.path).toBe("sgpu/panel?pool=");
     expect(server.sockets).toHaveLength(sockets);
-    // an order is answered
+    // the server replies to an order
     server.body = { kind: "command-result", text: "Run 0123 is being cancelled.", ok: true };
     connection.order({ kind: "cancel-run", run_id: "0123", pool: "local" });
     await pass();
@@ -237,7 +237,7 @@ describe("the page's connection to pools", () => {
     connection.order({ kind: "start-pool", pool: "" });
     await pass();
     expect(updates.at(-1)).toEqual({ kind: "command-result", ok: false, text: "The disk is full." });
-    // nobody looks: nothing is asked
+    // no requests without a subscriber
     server.status = 200;
     server.body = ALL;
     connection.rest(user);
@@ -247,7 +247,7 @@ describe("the page's connection to pools", () => {
     expect(server.sockets).toHaveLength(sockets);
   });
 
-  it("tries websockets again with the server that comes after a lost one", async () => {
+  it("tries websockets again after the server was restarted", async () => {
     connection.watch({}, "");
     for (const pause of [PAUSE_MS, 2 * PAUSE_MS, 0]) {
       server.socket.ends();
@@ -260,7 +260,7 @@ describe("the page's connection to pools", () => {
     expect(server.sockets.length).toBeGreaterThan(sockets);
   });
 
-  it("leaves out what a socket before still brings", () => {
+  it("ignores messages of a previous socket", () => {
     connection.watch({}, "");
     const before = server.socket;
     before.opens();

@@ -4,8 +4,8 @@ import { describe, expect, it, vi } from "vitest";
 import { PanelMemory } from "../src/plugin/memory";
 import { PanelSettings } from "../src/plugin/panel_settings";
 
-describe("the panel's settings", () => {
-  it("are what the user has written, and defaults where that can't be meant", () => {
+describe("PanelSettings", () => {
+  it("uses the user's values, and defaults for invalid ones", () => {
     const settings = new PanelSettings();
     const changed = vi.fn();
     const stop = settings.onChange(changed);
@@ -19,15 +19,15 @@ describe("the panel's settings", () => {
     expect(changed).toHaveBeenCalledTimes(2);
   });
 
-  it("are the defaults where nothing keeps any", async () => {
+  it("has the defaults without a settings registry", async () => {
     const settings = new PanelSettings();
     await settings.load(null);
     expect(settings.current.showChip).toBe(true);
   });
 });
 
-describe("what the panel remembers", () => {
-  it("is kept with the layout", async () => {
+describe("PanelStorage", () => {
+  it("is stored with the layout", async () => {
     const saved = new Map<string, unknown>([["sgpu-magic:panel", { filter: "mine", broken: 7 }]]);
     const state = {
       fetch: (key: string) => Promise.resolve(saved.get(key)),
@@ -40,7 +40,7 @@ describe("what the panel remembers", () => {
     expect(saved.get("sgpu-magic:panel")).toEqual({ filter: "mine", other: "closed" });
   });
 
-  it("lasts as long as the page where nothing can be kept", async () => {
+  it("lasts as long as the page without a state database", async () => {
     const memory = new PanelMemory(null);
     await memory.load();
     memory.set("filter", "all");

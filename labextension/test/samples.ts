@@ -60,7 +60,7 @@ export function picture(change: Partial<Snapshot> = {}): Snapshot {
   };
 }
 
-/** Line `at` of a run whose four ranks write in turn. */
+/** Returns line `at` of a run whose four ranks print in turn. */
 export function line(at: number, text = `line ${at}`): LineRow {
   return [at % 4, Math.floor(at / 4), text];
 }
@@ -71,7 +71,7 @@ export function newLines(seq: number, first: number, rows: NewLines["rows"], ran
 
 type Answering = (question: Ask) => Answer | Promise<Answer>;
 
-/** A transport whose other end is the test. */
+/** A transport that the test controls. */
 export class TestTransport implements Transport {
   readonly asked: Ask[] = [];
   disposed = false;
@@ -108,7 +108,7 @@ export class TestTransport implements Transport {
   }
 }
 
-/** Answers as a kernel with `total` lines of four ranks would. */
+/** Answers like a kernel with `total` lines of four ranks. */
 export function answering(total: number, change: Partial<Snapshot> = {}, text?: (at: number) => string): Answering {
   const row = (at: number): LineRow => line(at, text?.(at));
   const ranks = [0, 1, 2, 3].map((rank) => Math.ceil((total - rank) / 4));

@@ -11,8 +11,8 @@ function mapOf(lines: number): ScrollMap {
   return map;
 }
 
-describe("which lines a scroll position shows", () => {
-  it("is plain for logs that fit a browser's heights", () => {
+describe("ScrollMap", () => {
+  it("maps scroll positions to lines directly up to the maximum height", () => {
     const map = mapOf(1000);
     map.scrolled(500 * ROW);
     expect(map.range(0)).toEqual({ first: 500, count: 14 });
@@ -40,7 +40,7 @@ describe("which lines a scroll position shows", () => {
     }
   });
 
-  it("moves by the wheel's pixels, not by the scale, and settles the bar afterwards", () => {
+  it("moves by the wheel's pixels, and aligns the scroll bar afterwards", () => {
     const map = mapOf(20_000_000);
     map.scrolled(5_000_000);
     const before = map.range(0).first;

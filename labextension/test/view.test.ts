@@ -55,8 +55,8 @@ afterEach(() => {
   vi.useRealTimers();
 });
 
-describe("the picture", () => {
-  it("says what the run is, in words beside every shape", async () => {
+describe("the snapshot", () => {
+  it("shows the run's state as text beside every shape", async () => {
     const { el } = await shown({
       meta: ["2 min left"],
       ranks: [card(0), card(1, { state: "failed", tone: "bad" }), card(2, { idle: "GPU under 5 % for 60 s" })],
@@ -70,13 +70,13 @@ describe("the picture", () => {
     expect(query(el, '[role="status"]').getAttribute("aria-live")).toBe("polite");
   });
 
-  it("names the node of the ranks below it, where there is more than one", async () => {
+  it("names each node if there is more than one", async () => {
     const { el } = await shown({ ranks: [card(0, { host: "ml-1" }), card(1), card(2, { host: "ml-2" }), card(3)] });
     const listed = [...query(el, ".sgpu-grid").children].map((child) => child.getAttribute("data-rank") ?? child.textContent);
     expect(listed).toEqual(["ml-1", "0", "1", "ml-2", "2", "3"]);
   });
 
-  it("goes on with what a run costs by its own clock, whole seconds at a time", async () => {
+  it("updates the running cost every second", async () => {
     vi.useFakeTimers({ toFake: ["performance", "setTimeout", "clearTimeout"] });
     const { el, transport } = mounted(new TestTransport(never));
     const cost = { text: "$0.37 (simulated)", per_s: 0.01, seconds: 36.2, currency: "USD", mark: " (simulated)" };
@@ -85,7 +85,7 @@ describe("the picture", () => {
     expect(query(el, ".sgpu-meta").textContent).toBe("4 ranks · cpu, gloo · local · 35 s · start 3 s · $0.37 (simulated)");
     await vi.advanceTimersByTimeAsync(5_000);
     expect(query(el, ".sgpu-cost").textContent).toBe("$0.42 (simulated)");
-    // a part of a session's is only told
+    // the cost of a session's cell is not counted on
     transport.draw(picture({ cost: { ...cost, text: "$0.05 of its session", per_s: 0 }, seq: 3 }));
     await vi.advanceTimersByTimeAsync(3_000);
     expect(query(el, ".sgpu-cost").textContent).toBe("$0.05 of its session");
@@ -95,14 +95,14 @@ describe("the picture", () => {
     expect(query(el, ".sgpu-meta").textContent).toContain("$0.44 for 44 GPU s");
   });
 
-  it("says the cost before the ranks are there, and nothing without a price", async () => {
+  it("shows the cost before the ranks start, and none without a price", async () => {
     const cost = { text: "$0.02", per_s: 0.01, seconds: 1.2, currency: "USD", mark: "" };
     const starting = await shown({ cost, elapsed_s: 0, starting_s: 0, ticking: false, state: "starting" });
     expect(query(starting.el, ".sgpu-meta").textContent).toBe("4 ranks · cpu, gloo · local · $0.02");
     expect((await shown()).el.querySelector(".sgpu-cost")).toBeNull();
   });
 
-  it("leads to MLflow, and to nothing that is no page", async () => {
+  it("links to MLflow only if the URL is a web page", async () => {
     const tracked = { text: "MLflow run digits/train <b>", url: "http://server:5000/#/experiments/1/runs/0a1b" };
     const { el } = await shown({ final: true, ticking: false, tracked });
     const link = query(el, ".sgpu-foot a");
@@ -112,7 +112,7 @@ describe("the picture", () => {
     expect(other.el.querySelector(".sgpu-foot a")).toBeNull();
   });
 
-  it("shows the first failure, and its whole traceback when asked", async () => {
+  it("shows the first failure, and its whole traceback on request", async () => {
     const { el } = await shown({
       state: "failed",
       tone: "bad",
@@ -134,14 +134,14 @@ describe("the picture", () => {
     expect(el.querySelector(".sgpu-buttons")).toBeNull();
   });
 
-  it("marks what was sent by %sgpu_auto, before anything else", async () => {
+  it("marks a cell that %sgpu_auto sent", async () => {
     const { el } = await shown({ mark: "auto" });
     expect(query(el, ".sgpu-title").firstElementChild?.textContent).toBe("auto");
     const plain = await shown();
     expect(plain.el.querySelector(".sgpu-mark")).toBeNull();
   });
 
-  it("has a tab and a card for each rank that takes part, by its own number", async () => {
+  it("has a tab and a card for each selected rank, by its number", async () => {
     const ranks = [0, 2, 3].map((rank) => card(rank));
     const { el } = await shown({ ranks, only: [0, 2, 3], lines: [1, 0, 4, 2], devices: "3 of 4 ranks · session work" });
     expect([...el.querySelectorAll('[role="tab"]')].map((tab) => tab.textContent)).toEqual(["all", "0", "2", "3"]);
@@ -149,7 +149,7 @@ describe("the picture", () => {
     expect(query(el, ".sgpu-count").textContent).toBe("7 lines");
   });
 
-  it("shows what held the memory: the ranks with a bar each, and the culprit's largest tensors", async () => {
+  it("shows each rank's memory, and the largest tensors of the culprit", async () => {
     const heads = ["rank", "device", "used", "reserved", "free", "total"];
     const row = (rank: number, culprit: boolean) => ({
       rank,
@@ -169,7 +169,7 @@ describe("the picture", () => {
     expect(el.querySelector(".sgpu-memory b")).toBeNull();
   });
 
-  it("shows a failure that is a sentence whole", async () => {
+  it("shows the whole text of a failure without a traceback", async () => {
     const text = "rank 2 of 4 was killed by SIGKILL: most likely out of memory";
     const { el } = await shown({
       failure: { rank: 2, lines: [{ text, kind: "title" }, { text: "NaN in batch 118", kind: "error" }], whole: [], memory: null },
@@ -178,7 +178,7 @@ describe("the picture", () => {
     expect(query(el, ".sgpu-failure-error").innerHTML).toBe("NaN in batch 118");
   });
 
-  it("says how far the run is in words too, until it has ended", async () => {
+  it("shows progress as text, until the run ends", async () => {
     const bar = { fraction: 0.43, text: "epoch 2 of 3, 43 %" };
     const { el } = await shown({ bar });
     expect(query(el, ".sgpu-meta").textContent).toContain(" · epoch 2 of 3, 43 %");
@@ -187,7 +187,7 @@ describe("the picture", () => {
     expect(query(ended.el, ".sgpu-meta").textContent).not.toContain("epoch");
   });
 
-  it("shows a card's details after the pointer has rested on it, and at once for the keyboard", async () => {
+  it("shows a card's details after a delay, and at once for the keyboard", async () => {
     vi.useFakeTimers();
     const { el } = mounted(new TestTransport(answering(0)));
     await vi.advanceTimersByTimeAsync(100);
@@ -200,7 +200,7 @@ describe("the picture", () => {
     first.dispatchEvent(new PointerEvent("pointerleave"));
     await vi.advanceTimersByTimeAsync(50);
     expect(el.querySelector(".sgpu-details")).toBeNull();
-    // a pointer that passes by
+    // a pointer that only passes over the card
     first.dispatchEvent(new PointerEvent("pointerenter"));
     await vi.advanceTimersByTimeAsync(300);
     first.dispatchEvent(new PointerEvent("pointerleave"));
@@ -218,7 +218,7 @@ describe("the picture", () => {
     expect(placeDetails(box, { width: 300, height: 126 }, { left: 0, top: 0, width: 1000, height: 500 })).toEqual(place);
   });
 
-  it("keeps details that are higher than the output from its top on", () => {
+  it("aligns details with the output's top if they are taller", () => {
     const output = { left: 0, top: 20, width: 1000, height: 260 };
     expect(placeDetails({ left: 0, top: 65, width: 240, height: 88 }, { width: 300, height: 400 }, output).top).toBe(24);
   });
@@ -234,7 +234,7 @@ describe("the picture", () => {
     expect([dataset["columns"], dataset["narrow"]]).toEqual([columns, narrow]);
   });
 
-  it("has one stop for the Tab key in the grid, and arrow keys from rank to rank", async () => {
+  it("has one tab stop in the grid, and moves between ranks with arrow keys", async () => {
     const { el } = await shown();
     const stops = () => [...el.querySelectorAll<SVGElement>(".sgpu-grid [tabindex='0']")];
     expect(stops()).toHaveLength(1);
@@ -247,7 +247,7 @@ describe("the picture", () => {
     await eventually(() => expect(el.querySelector(".sgpu-details")).toBeNull());
   });
 
-  it("shows what is being prepared, and no empty log under it", async () => {
+  it("shows preparation without an empty log", async () => {
     const { el, transport } = await shown({ state: "queued", ranks: [], preparing: ["position 2 in the queue"] });
     expect(query(el, ".sgpu-preparing").textContent).toBe("position 2 in the queue");
     expect(el.querySelector(".sgpu-log")).toBeNull();
@@ -255,13 +255,13 @@ describe("the picture", () => {
     await eventually(() => expect(query(el, ".sgpu-log").textContent).toBe("no output yet"));
   });
 
-  it("is denser from nine ranks on", async () => {
+  it("is dense from nine ranks on", async () => {
     const { el } = await shown({ ranks: Array.from({ length: 9 }, (_, rank) => card(rank)) });
     expect(query(el, ".sgpu-grid").className).toBe("sgpu-grid sgpu-dense");
     expect(query(el, ".sgpu-grid").dataset["columns"]).toBe("8");
   });
 
-  it("does not go back to an older one", async () => {
+  it("ignores an older snapshot", async () => {
     const { el, transport } = await shown({ seq: 5, state: "running" });
     transport.draw(picture({ seq: 4, state: "starting" }));
     transport.draw(picture({ seq: 6, name: "newer" }));
@@ -271,7 +271,7 @@ describe("the picture", () => {
 });
 
 describe("text from ranks", () => {
-  it("is text wherever it stands", async () => {
+  it("is never interpreted as HTML", async () => {
     const evil = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>';
     const { el } = await shown(
       {
@@ -300,7 +300,7 @@ describe("text from ranks", () => {
 });
 
 describe("the log", () => {
-  it("keeps the page small with 1,000,000 lines, and gets the rest when it is in view", async () => {
+  it("draws only the lines in view out of 1,000,000, and requests them", async () => {
     const { el, transport } = await shown({}, 1_000_000);
     await eventually(() => expect(query(el, ".sgpu-log").textContent).toContain("line 999999"));
     expect(query(el, ".sgpu-count").textContent).toBe("1,000,000 lines");
@@ -313,7 +313,7 @@ describe("the log", () => {
     expect(asked.length).toBeLessThan(6);
   });
 
-  it("takes three lines when it is empty, grows until it is full, and never shrinks", async () => {
+  it("has three rows when empty, grows until it is full, and never shrinks", async () => {
     const { el, transport } = await shown({}, 0);
     const log = () => query(el, ".sgpu-log");
     expect([log().style.minHeight, log().className]).toEqual(["54px", "sgpu-log"]);
@@ -327,12 +327,12 @@ describe("the log", () => {
     expect(log().style.getPropertyValue("--full")).toBe("252px");
   });
 
-  it("is lower below the cards of many ranks", async () => {
+  it("has fewer rows below the cards of many ranks", async () => {
     const { el } = await shown({ ranks: Array.from({ length: 9 }, (_, rank) => card(rank)) }, 400);
     await eventually(() => expect(query(el, ".sgpu-full").style.getPropertyValue("--full")).toBe("180px"));
   });
 
-  it("keeps the height that it was dragged to, from tab to tab", async () => {
+  it("keeps its dragged height when the tab changes", async () => {
     const { el } = await shown({}, 400);
     await eventually(() => expect(query(el, ".sgpu-full")).not.toBeNull());
     query(el, ".sgpu-log").style.height = "400px";
@@ -341,7 +341,7 @@ describe("the log", () => {
     expect(query(el, ".sgpu-log").style.height).toBe("400px");
   });
 
-  it("follows its end until it is scrolled up, and again from End on", async () => {
+  it("follows new lines until it is scrolled up, and again after End", async () => {
     const { el, transport } = await shown({}, 400);
     await eventually(() => expect(query(el, ".sgpu-log").textContent).toContain("line 399"));
     transport.tell(newLines(1, 400, [line(400)], [101, 100, 100, 100]));
@@ -356,7 +356,7 @@ describe("the log", () => {
     expect(el.querySelector(".sgpu-newer")).toBeNull();
   });
 
-  it("asks where the run is when a message is missing", async () => {
+  it("requests the run's state when a message is missing", async () => {
     const { transport } = await shown({}, 4);
     const hellos = () => transport.asked.filter(({ kind }) => kind === "hello").length;
     expect(hellos()).toBe(1);
@@ -366,7 +366,7 @@ describe("the log", () => {
     expect(hellos()).toBe(2);
   });
 
-  it("has a tab for each rank, which the arrow keys reach", async () => {
+  it("has a tab for each rank, selected with the arrow keys", async () => {
     const { el } = await shown({}, 40);
     const chosen = () => query(el, '[role="tab"][aria-selected="true"]');
     expect(chosen().textContent).toBe("all");
@@ -383,7 +383,7 @@ describe("the log", () => {
     await eventually(() => expect(chosen().textContent).toBe("all"));
   });
 
-  it("shows that there are tabs beyond the width, and goes to them", async () => {
+  it("shows that tabs are out of view, and scrolls to them", async () => {
     const { el } = await shown({ ranks: Array.from({ length: 64 }, (_, rank) => card(rank)), lines: Array<number>(64).fill(1) });
     const tabs = query(el, '[role="tablist"]');
     expect(el.querySelector(".sgpu-turn")).toBeNull();
@@ -401,7 +401,7 @@ describe("the log", () => {
     expect(button(el, "tabs before").tabIndex).toBe(-1);
   });
 
-  it("is searched where it lies, with next, previous and a count", async () => {
+  it("is searched where it is stored, with next, previous and a count", async () => {
     const { el, transport } = await shown({}, 5_000, (at) => (at % 1000 === 7 ? `needle ${at}` : `hay ${at}`));
     button(el, "find").click();
     const input = await eventually(() => query(el, ".sgpu-find input") as HTMLInputElement);
@@ -417,7 +417,7 @@ describe("the log", () => {
     await eventually(() => expect(el.querySelector(".sgpu-find, mark")).toBeNull());
   });
 
-  it("is copied whole without colours, and not when it is too large", async () => {
+  it("is copied without colours, unless it is too large", async () => {
     const copied = vi.spyOn(navigator.clipboard, "writeText").mockResolvedValue();
     let size = 1;
     const usual = answering(4);
@@ -440,7 +440,7 @@ describe("the log", () => {
 });
 
 describe("the buttons", () => {
-  it("cancel the run and show where the ranks are", async () => {
+  it("cancel the run and show stacks", async () => {
     const { el } = await shown();
     button(el, "Stacks").click();
     await eventually(() => expect(query(el, ".sgpu-stacks").textContent).toContain("rank 1   is in load_batch"));
@@ -450,7 +450,7 @@ describe("the buttons", () => {
     await eventually(() => expect(query(el, ".sgpu-notice").textContent).toContain("cancelling run 7f3a"));
   });
 
-  it("interrupt the kernel where it does not answer", async () => {
+  it("interrupt a kernel that does not answer", async () => {
     const usual = answering(0);
     const transport = new TestTransport((question) => (question.kind === "cancel" ? never() : usual(question)), "shell");
     transport.interrupt = () => {
@@ -466,7 +466,7 @@ describe("the buttons", () => {
     expect(transport.interrupted).toBe(1);
   });
 
-  it("disconnect a session without an interrupt, which would stop the cell that runs in it", async () => {
+  it("disconnect a session without an interrupt, which would stop its cell", async () => {
     const transport = new TestTransport(
       (question) =>
         question.kind === "cancel" ? never() : answering(0, { stop: "End session", state: "connected", tone: "good" })(question),
@@ -487,7 +487,7 @@ describe("the buttons", () => {
     expect(transport.interrupted).toBe(0);
   });
 
-  it("are words while the kernel is busy and the front end can't interrupt it", async () => {
+  it("are replaced by a hint if a busy kernel can't be interrupted", async () => {
     const { el, transport } = mounted(new TestTransport(answering(0), "shell"));
     await eventually(() => expect(button(el, "Cancel").disabled).toBe(false));
     transport.link({ busy: true, away: false, ended: "" });
@@ -497,7 +497,7 @@ describe("the buttons", () => {
     await eventually(() => expect(button(el, "Cancel").disabled).toBe(false));
   });
 
-  it("say why there is no answer", async () => {
+  it("report why there is no answer", async () => {
     const usual = answering(0);
     const { el } = mounted(
       new TestTransport((question) => (question.kind === "stacks" ? refusing("no stacks from this pool") : usual(question))),
@@ -508,8 +508,8 @@ describe("the buttons", () => {
   });
 });
 
-describe("the end of the link", () => {
-  it("names the run and the command that brings it back, and stops the clock", async () => {
+describe("a lost link", () => {
+  it("shows the command that attaches the run again, and stops the clock", async () => {
     const { el, transport } = await shown();
     transport.tell({ kind: "gone", text: "the kernel was restarted" });
     await eventually(() => expect(query(el, ".sgpu-banner").textContent).toContain("this was run 7f3a: %sgpu_attach 7f3a shows it"));
@@ -523,7 +523,7 @@ describe("the end of the link", () => {
     expect(query(el, ".sgpu-banner").textContent).toContain("the kernel was restarted");
   });
 
-  it("is told while it may come back", async () => {
+  it("is shown as temporary while it may recover", async () => {
     const { el, transport } = await shown();
     transport.link({ busy: false, away: true, ended: "" });
     await eventually(() => expect(query(el, ".sgpu-banner").textContent).toContain("the link to the kernel is down"));
@@ -533,10 +533,10 @@ describe("the end of the link", () => {
   });
 });
 
-describe("manners", () => {
+describe("a view in the background", () => {
   afterEach(() => pageIs(false));
 
-  it("draw nothing while the page is hidden, and ask where the run is after a while", async () => {
+  it("draws nothing while hidden, and requests the state after a long time", async () => {
     const { el, transport } = await shown();
     vi.useFakeTimers();
     pageIs(true);
@@ -550,7 +550,7 @@ describe("manners", () => {
     expect(transport.asked.filter(({ kind }) => kind === "hello")).toHaveLength(2);
   });
 
-  it("run the clock in the meantime", async () => {
+  it("updates the clock while the run is active", async () => {
     vi.useFakeTimers();
     const { el } = mounted(new TestTransport(answering(0)));
     await vi.advanceTimersByTimeAsync(100);
@@ -559,7 +559,7 @@ describe("manners", () => {
     expect(query(el, ".sgpu-clock").textContent).toBe("2 min 17 s · start 3 s");
   });
 
-  it("run the clock of a start too", async () => {
+  it("updates the clock during a start", async () => {
     vi.useFakeTimers();
     const start = { state: "starting", elapsed_s: 0, starting_s: 0.4 };
     const { el, transport } = mounted(new TestTransport(answering(0, start)));
@@ -575,7 +575,7 @@ describe("manners", () => {
     expect(query(el, ".sgpu-clock").textContent).toBe("0.31 s");
   });
 
-  it("leave nothing behind: no element, no timer, no listener", async () => {
+  it("leaves no element, timer or listener when it is closed", async () => {
     vi.useFakeTimers();
     const listening = new Set<string>();
     const observing = new Set<ResizeObserver>();
@@ -599,7 +599,7 @@ describe("manners", () => {
     }
     expect([...listening]).toEqual(["visibilitychange"]);
     added.mockRestore();
-    // of the tabs and of the lines
+    // one observes the tabs, one the lines
     expect(observing.size).toBe(2);
     end.abort();
     expect(observing.size).toBe(0);

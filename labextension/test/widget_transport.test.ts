@@ -104,7 +104,7 @@ const text = (n: number) => ({ kind: "text", n, lines: ["done"] });
 
 beforeEach(() => {
   vi.useFakeTimers();
-  // questions are numbered from a random number on
+  // question numbers start at a random number
   vi.spyOn(Math, "random").mockReturnValue(0);
 });
 afterEach(() => {
@@ -112,8 +112,8 @@ afterEach(() => {
   vi.useRealTimers();
 });
 
-describe("the way of a question", () => {
-  it("is the comm where the kernel answers comms on a subshell", async () => {
+describe("the channel of a question", () => {
+  it("is the comm if the kernel handles comms on a subshell", async () => {
     const { model, transport } = linked(new FakeKernel(true));
     expect(transport.kind).toBe("subshell");
     const answer = transport.ask({ kind: "stacks" });
@@ -122,7 +122,7 @@ describe("the way of a question", () => {
     await expect(answer).resolves.toEqual(text(1));
   });
 
-  it("is the control channel where comms wait for the cell", async () => {
+  it("is the control channel if comms wait for the cell", async () => {
     const kernel = new FakeKernel(true);
     const { model, transport } = linked(kernel, "blocking");
     expect(transport.kind).toBe("control");
@@ -140,11 +140,11 @@ describe("the way of a question", () => {
     ["a kernel without subshells", new FakeKernel(false), "control"],
     ["a front end without a control channel", new FakeKernel(false, false), "shell"],
     ["a front end that shows no kernel", null, "shell"],
-  ])("with %s is right", (_name, kernel, kind) => {
+  ])("is right for %s", (_name, kernel, kind) => {
     expect(linked(kernel).transport.kind).toBe(kind);
   });
 
-  it("turns to the control channel when the comm is silent, then calls the kernel busy", async () => {
+  it("changes to the control channel if the comm is silent, then reports busy", async () => {
     const kernel = new FakeKernel(true);
     const { transport, states } = linked(kernel);
     const answer = transport.ask({ kind: "stacks" });
@@ -160,14 +160,14 @@ describe("the way of a question", () => {
     expect(states.at(-1)?.busy).toBe(false);
   });
 
-  it("gives up after a while, so that it can be asked again", async () => {
+  it("times out, so that the caller can retry", async () => {
     const { transport } = linked(new FakeKernel(true));
     const answer = expect(transport.ask({ kind: "stacks" })).rejects.toThrow("the kernel has not answered");
     vi.advanceTimersByTime(EXPIRY_MS);
     await answer;
   });
 
-  it("waits on the main shell until the cell has ended, and says that the kernel is busy", async () => {
+  it("is the main shell as a last resort, and the kernel is reported as busy", async () => {
     const { model, transport, states } = linked(null);
     const answer = transport.ask({ kind: "lines", first: 0, count: 200, rank: null });
     vi.advanceTimersByTime(EXPIRY_MS * 10);
@@ -177,7 +177,7 @@ describe("the way of a question", () => {
     expect(states.at(-1)?.busy).toBe(false);
   });
 
-  it("goes by comm after a control channel that does not know it", async () => {
+  it("is the comm if the control channel does not know the message", async () => {
     const kernel = new FakeKernel(false);
     const { model, transport } = linked(kernel);
     const answer = transport.ask({ kind: "stacks" });
@@ -188,8 +188,8 @@ describe("the way of a question", () => {
   });
 });
 
-describe("what comes by itself", () => {
-  it("is the snapshot of the model, now and when it changes", () => {
+describe("updates from the kernel", () => {
+  it("include the model's snapshot, now and when it changes", () => {
     const { model, transport } = linked(null);
     const drawn: number[] = [];
     transport.onSnapshot(({ seq }) => drawn.push(seq));
@@ -200,7 +200,7 @@ describe("what comes by itself", () => {
     expect(drawn).toEqual([1, 2]);
   });
 
-  it("is told, and what makes no sense is left out", () => {
+  it("are passed on unless they are malformed", () => {
     const warn = vi.spyOn(console, "warn").mockReturnValue();
     const { model, news } = linked(null);
     model.emit("msg:custom", { kind: "lines", seq: 1, first: 0, rows: [], ranks: [] });
@@ -215,7 +215,7 @@ describe("what comes by itself", () => {
     ["restarting", "the kernel was restarted"],
     ["autorestarting", "the kernel was restarted"],
     ["dead", "the kernel has died"],
-  ])("is the kernel's end: %s", async (status, ended) => {
+  ])("include the end of the kernel: %s", async (status, ended) => {
     const kernel = new FakeKernel(true);
     const { transport, states } = linked(kernel);
     const answer = expect(transport.ask({ kind: "stacks" })).rejects.toThrow(ended);
@@ -225,7 +225,7 @@ describe("what comes by itself", () => {
     await expect(transport.ask({ kind: "stacks" })).rejects.toThrow(ended);
   });
 
-  it("is that the link is down, and back", () => {
+  it("include the loss and the recovery of the link", () => {
     const kernel = new FakeKernel(true);
     const { states } = linked(kernel);
     kernel.connectionStatusChanged.emit("connecting");
@@ -235,7 +235,7 @@ describe("what comes by itself", () => {
   });
 });
 
-describe("a closed transport", () => {
+describe("a disposed transport", () => {
   it("leaves no listener and no timer", async () => {
     const kernel = new FakeKernel(true);
     const { model, transport } = linked(kernel);
@@ -252,7 +252,7 @@ describe("a closed transport", () => {
 });
 
 describe("two views of one model", () => {
-  it("do not take each other's answers", async () => {
+  it("ignore each other's answers", async () => {
     vi.mocked(Math.random).mockReturnValueOnce(0.25).mockReturnValueOnce(0.5);
     const model = new FakeModel({ comms: "subshell", model_key: "key" }, null);
     const first = new WidgetTransport(model);
