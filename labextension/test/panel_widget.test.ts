@@ -2,7 +2,7 @@ import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
 
 import panel from "../src/panel/widget_entry";
 import { HERE_MS, WidgetPanelHost, plainly } from "../src/panel/widget_host";
-import { EXPIRY_MS, PATIENCE_MS } from "../src/shared/model_questions";
+import { REQUEST_TIMEOUT_MS, CHANNEL_TIMEOUT_MS } from "../src/shared/widget_requests";
 import { eventually } from "./eventually";
 import { KERNEL, PLAN, RUNS, SESSION, kernelAnswer, kernelPicture, poolPicture } from "./panel_samples";
 
@@ -139,7 +139,7 @@ describe("the panel's widget", () => {
     const host = new WidgetPanelHost(model, end.signal);
     const answer = host.notebook.ask({ kind: "kernel", kept: null });
     const failed = expect(answer).rejects.toThrow("the panel is closed");
-    await vi.advanceTimersByTimeAsync(PATIENCE_MS * 100);
+    await vi.advanceTimersByTimeAsync(CHANNEL_TIMEOUT_MS * 100);
     expect(model.sent.length).toBe(1);
     end.abort();
     await failed;
@@ -149,7 +149,7 @@ describe("the panel's widget", () => {
     const model = new FakeModel(TRAITS, { status: "idle", supportsSubshells: true });
     const host = new WidgetPanelHost(model, end.signal);
     const failed = expect(host.notebook.ask({ kind: "kernel", kept: null })).rejects.toThrow("If it was restarted");
-    await vi.advanceTimersByTimeAsync(EXPIRY_MS);
+    await vi.advanceTimersByTimeAsync(REQUEST_TIMEOUT_MS);
     await failed;
   });
 

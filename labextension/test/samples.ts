@@ -1,6 +1,6 @@
 import type { Answer, LineRow, NewLines, RankCard, Snapshot, FeedUpdate } from "../src/run_view/messages";
 import { VERSION } from "../src/run_view/messages";
-import { NoAnswer } from "../src/shared/model_questions";
+import { NoAnswer } from "../src/shared/widget_requests";
 import type { Ask, LinkState, Transport, TransportKind } from "../src/run_view/transport";
 
 export function card(rank: number, change: Partial<RankCard> = {}): RankCard {

@@ -3,7 +3,7 @@ import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
 import type { Question, FeedUpdate } from "../src/run_view/messages";
 import type { LinkState } from "../src/run_view/transport";
 import { WidgetTransport } from "../src/run_view/widget_transport";
-import { EXPIRY_MS, PATIENCE_MS } from "../src/shared/model_questions";
+import { REQUEST_TIMEOUT_MS, CHANNEL_TIMEOUT_MS } from "../src/shared/widget_requests";
 import { eventually } from "./eventually";
 import { picture } from "./samples";
 
@@ -148,12 +148,12 @@ describe("the channel of a question", () => {
     const kernel = new FakeKernel(true);
     const { transport, states } = linked(kernel);
     const answer = transport.ask({ kind: "stacks" });
-    vi.advanceTimersByTime(PATIENCE_MS - 1);
+    vi.advanceTimersByTime(CHANNEL_TIMEOUT_MS - 1);
     expect(kernel.futures).toHaveLength(0);
     vi.advanceTimersByTime(1);
     expect(kernel.futures[0]?.message.content.question).toEqual({ kind: "stacks", n: 1 });
     expect(states.at(-1)?.busy).toBe(false);
-    vi.advanceTimersByTime(PATIENCE_MS);
+    vi.advanceTimersByTime(CHANNEL_TIMEOUT_MS);
     expect(states.at(-1)?.busy).toBe(true);
     kernel.futures[0]?.onReply({ content: { status: "ok", answer: text(1) } });
     await answer;
@@ -163,14 +163,14 @@ describe("the channel of a question", () => {
   it("times out, so that the caller can retry", async () => {
     const { transport } = linked(new FakeKernel(true));
     const answer = expect(transport.ask({ kind: "stacks" })).rejects.toThrow("the kernel has not answered");
-    vi.advanceTimersByTime(EXPIRY_MS);
+    vi.advanceTimersByTime(REQUEST_TIMEOUT_MS);
     await answer;
   });
 
   it("is the main shell as a last resort, and the kernel is reported as busy", async () => {
     const { model, transport, states } = linked(null);
     const answer = transport.ask({ kind: "lines", first: 0, count: 200, rank: null });
-    vi.advanceTimersByTime(EXPIRY_MS * 10);
+    vi.advanceTimersByTime(REQUEST_TIMEOUT_MS * 10);
     expect(states.at(-1)?.busy).toBe(true);
     model.emit("msg:custom", { kind: "lines-answer", n: 1, first: 0, rows: [], total: 0 });
     await expect(answer).resolves.toMatchObject({ total: 0 });

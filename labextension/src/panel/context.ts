@@ -25,7 +25,7 @@ export function useOwnId(): string {
 export function useNow(isActive: boolean): number {
   const { ticker, pool } = usePanel();
   const [, redraw] = useState(0);
-  useEffect(() => (isActive ? ticker.listen(() => redraw((count) => count + 1)) : undefined), [ticker, isActive]);
+  useEffect(() => (isActive ? ticker.subscribe(() => redraw((count) => count + 1)) : undefined), [ticker, isActive]);
   return pool.now_s;
 }
 

@@ -1,5 +1,5 @@
 /** anywidget's entry point of the panel: `%sgpu_env --panel` in VS Code, Colab and wherever there is no sidebar. */
-import type { WidgetModel } from "../shared/model_questions";
+import type { WidgetModel } from "../shared/widget_requests";
 import { mountPanel } from "./index";
 import { WidgetPanelHost } from "./widget_host";
 

@@ -1,7 +1,7 @@
-import { kernelOf } from "../shared/kernel_link";
-import type { KernelConnection, Signal } from "../shared/kernel_link";
-import { ModelQuestions, NoAnswer, readOrNull } from "../shared/model_questions";
-import type { WidgetModel } from "../shared/model_questions";
+import { kernelConnectionOf } from "../shared/kernel_connection";
+import type { KernelConnection, Signal } from "../shared/kernel_connection";
+import { WidgetRequests, NoAnswer, readOrNull } from "../shared/widget_requests";
+import type { WidgetModel } from "../shared/widget_requests";
 import type { KernelAsk, KernelState, NotebookLink, PanelHost, PanelSettings, PoolLink, PoolLinkState, Translate } from "./host";
 import { OtherVersion, readReply, readUpdate } from "./messages";
 import type { KernelReply, PanelOrder, PanelUpdate } from "./messages";
@@ -42,7 +42,7 @@ export class WidgetPanelHost implements PanelHost {
   readonly pools: PoolLink;
   readonly notebook: NotebookLink;
   readonly memory: PanelHost["memory"];
-  private readonly questions: ModelQuestions<KernelReply>;
+  private readonly questions: WidgetRequests<KernelReply>;
   private readonly connection: KernelConnection | null;
   private readonly kernelChanged = new Set<() => void>();
   private updated: (update: PanelUpdate) => void = () => undefined;
@@ -56,9 +56,9 @@ export class WidgetPanelHost implements PanelHost {
     private readonly model: WidgetModel,
     private readonly signal: AbortSignal,
   ) {
-    this.connection = kernelOf(model.widget_manager);
+    this.connection = kernelConnectionOf(model.widget_manager);
     this.firstPool = this.text("pool");
-    this.questions = new ModelQuestions({
+    this.questions = new WidgetRequests({
       model,
       kernel: this.connection,
       modelId: () => this.text("model_key"),

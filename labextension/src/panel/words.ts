@@ -1,5 +1,5 @@
 /** Formats the panel's numbers and states. */
-import type { Sign } from "../shared/shape";
+import type { ShapeName } from "../shared/shape";
 import { formatDuration, formatMoney } from "../shared/units";
 import { CPU, typeOf } from "./form";
 import type { Translate } from "./host";
@@ -164,9 +164,9 @@ function startOf(run: RunRow): number {
   return run.started_at !== null && run.metered_at !== null ? run.started_at - run.metered_at : 0;
 }
 
-const SIGNS: Readonly<Record<string, Sign>> = { waiting: "ring", going: "dot", good: "check", bad: "cross" };
+const SIGNS: Readonly<Record<string, ShapeName>> = { waiting: "ring", going: "dot", good: "check", bad: "cross" };
 
 /** The shape of a run's dot. */
-export function signOf(run: RunRow): Sign {
+export function signOf(run: RunRow): ShapeName {
   return SIGNS[run.tone] ?? "square";
 }

@@ -2,7 +2,7 @@ import type { PoolLink, PoolLinkState } from "../panel/host";
 import { OtherVersion, readUpdate } from "../panel/messages";
 import type { PanelOrder, PanelUpdate } from "../panel/messages";
 import { PoolModel } from "../panel/pool_model";
-import { readOrNull } from "../shared/model_questions";
+import { readOrNull } from "../shared/widget_requests";
 import { reason } from "./run_server";
 import type { Request } from "./run_server";
 

@@ -1,6 +1,6 @@
 import { readAnswer, readSnapshot, readUpdate } from "../run_view/messages";
 import type { Answer, Question, Snapshot, FeedUpdate } from "../run_view/messages";
-import { NoAnswer } from "../shared/model_questions";
+import { NoAnswer } from "../shared/widget_requests";
 
 /** Sends a request to the Jupyter server, with its token and its cookies; the path is below the server's base URL. */
 export type Request = (path: string, init: RequestInit) => Promise<Response>;

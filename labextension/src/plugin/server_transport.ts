@@ -1,6 +1,6 @@
 import type { Answer, Snapshot, FeedUpdate } from "../run_view/messages";
 import type { Ask, LinkState, Transport } from "../run_view/transport";
-import { NoAnswer } from "../shared/model_questions";
+import { NoAnswer } from "../shared/widget_requests";
 import type { RunFeed } from "./run_feed";
 import type { RunServer } from "./run_server";
 

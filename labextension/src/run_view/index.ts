@@ -2,7 +2,7 @@
 import { h, render as draw } from "preact";
 
 import { Activity } from "../shared/activity";
-import type { WidgetModel } from "../shared/model_questions";
+import type { WidgetModel } from "../shared/widget_requests";
 import theme from "../shared/theme.css";
 import { App } from "./app";
 import { RunModel } from "./run_model";

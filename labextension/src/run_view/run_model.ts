@@ -1,5 +1,5 @@
 import type { Activity } from "../shared/activity";
-import { NoAnswer } from "../shared/model_questions";
+import { NoAnswer } from "../shared/widget_requests";
 import { costOf, formatMoney } from "../shared/units";
 import { LogModel } from "./log_model";
 import type { Tab } from "./log_model";

@@ -1,7 +1,7 @@
-import { kernelOf } from "../shared/kernel_link";
-import type { KernelConnection, Signal } from "../shared/kernel_link";
-import { ModelQuestions, NoAnswer, readOrNull } from "../shared/model_questions";
-import type { WidgetModel } from "../shared/model_questions";
+import { kernelConnectionOf } from "../shared/kernel_connection";
+import type { KernelConnection, Signal } from "../shared/kernel_connection";
+import { WidgetRequests, NoAnswer, readOrNull } from "../shared/widget_requests";
+import type { WidgetModel } from "../shared/widget_requests";
 import { readAnswer, readSnapshot, readUpdate } from "./messages";
 import type { Answer, Snapshot, FeedUpdate } from "./messages";
 import type { Ask, LinkState, Transport, TransportKind } from "./transport";
@@ -10,7 +10,7 @@ const RESTARTING = new Set(["restarting", "autorestarting"]);
 
 /** A transport over anywidget's model: the snapshot is a synced trait, the rest are custom messages. */
 export class WidgetTransport implements Transport {
-  private readonly questions: ModelQuestions<Answer>;
+  private readonly questions: WidgetRequests<Answer>;
   private readonly undo: (() => void)[] = [];
   private readonly kernel: KernelConnection | null;
   private updated: (message: FeedUpdate) => void = () => undefined;
@@ -19,8 +19,8 @@ export class WidgetTransport implements Transport {
   private link: LinkState = { busy: false, away: false, ended: "" };
 
   constructor(private readonly model: WidgetModel) {
-    this.kernel = kernelOf(model.widget_manager);
-    this.questions = new ModelQuestions({
+    this.kernel = kernelConnectionOf(model.widget_manager);
+    this.questions = new WidgetRequests({
       model,
       kernel: this.kernel,
       modelId: () => this.modelKey,
@@ -35,7 +35,7 @@ export class WidgetTransport implements Transport {
   }
 
   get kind(): TransportKind {
-    return this.questions.way;
+    return this.questions.channel;
   }
 
   get interrupt(): (() => Promise<void>) | undefined {
@@ -99,7 +99,7 @@ export class WidgetTransport implements Transport {
 
   private end(text: string): void {
     this.setLink({ ended: text });
-    this.questions.drop(text);
+    this.questions.rejectAll(text);
   }
 
   private setLink(change: Partial<LinkState>): void {

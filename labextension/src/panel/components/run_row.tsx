@@ -45,7 +45,7 @@ export function RunRow({ run, now, isOpen, isOwn, isCompared, heldBy, isStop, at
           onFocus={onFocus}
         >
           <span class={`sgpu-dot sgpu-tone-${run.tone}`}>
-            <Shape sign={signOf(run)} />
+            <Shape name={signOf(run)} />
             <span class="sgpu-hidden">{t(run.state)}</span>
           </span>
           <span class="sgpu-run-name">

@@ -1,8 +1,8 @@
 import { Shape } from "../../shared/shape";
-import type { Sign } from "../../shared/shape";
+import type { ShapeName } from "../../shared/shape";
 import type { Tone } from "../messages";
 
-const SIGNS: Readonly<Record<string, Sign>> = {
+const SIGNS: Readonly<Record<string, ShapeName>> = {
   running: "dot",
   connected: "dot",
   alive: "dot",
@@ -22,7 +22,7 @@ const SIGNS: Readonly<Record<string, Sign>> = {
   released: "dash",
   idle: "triangle",
 };
-const TONES: Readonly<Record<Tone, Sign>> = {
+const TONES: Readonly<Record<Tone, ShapeName>> = {
   plain: "ring",
   busy: "dot",
   good: "check",
@@ -31,5 +31,5 @@ const TONES: Readonly<Record<Tone, Sign>> = {
 };
 /** A state's shape; its word is always shown beside it. */
 export function Icon({ state, tone }: { state: string; tone: Tone }) {
-  return <Shape sign={SIGNS[state] ?? TONES[tone]} />;
+  return <Shape name={SIGNS[state] ?? TONES[tone]} />;
 }
