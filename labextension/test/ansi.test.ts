@@ -1,7 +1,7 @@
 import { describe, expect, it } from "vitest";
 
 import { pieces, plain } from "../src/run_view/ansi";
-import { marked } from "../src/run_view/components/log_row";
+import { markMatches } from "../src/run_view/components/log_row";
 
 describe("escape sequences", () => {
   it("become styles", () => {
@@ -30,7 +30,7 @@ describe("escape sequences", () => {
 
 describe("markMatches", () => {
   it("marks matches across style changes, ignoring case", () => {
-    const found = marked(pieces("say \x1b[31mHel\x1b[0mlo hello"), "hello");
+    const found = markMatches(pieces("say \x1b[31mHel\x1b[0mlo hello"), "hello");
     expect(found.map(({ text, isMatch }) => [text, isMatch])).toEqual([
       ["say ", false],
       ["Hel", true],
@@ -41,6 +41,6 @@ describe("markMatches", () => {
   });
 
   it("marks nothing without a match", () => {
-    expect(marked(pieces("plain"), "x").map(({ isMatch }) => isMatch)).toEqual([false]);
+    expect(markMatches(pieces("plain"), "x").map(({ isMatch }) => isMatch)).toEqual([false]);
   });
 });

@@ -1,22 +1,22 @@
 import { describe, expect, it, vi } from "vitest";
 
 import { ALL_PAGES, LogModel, MAX_CHARS, PAGE_LINES, PagedLines, RANK_PAGES, RETRY_MS } from "../src/run_view/log_model";
-import type { Fetch } from "../src/run_view/log_model";
+import type { FetchLines } from "../src/run_view/log_model";
 import { eventually } from "./eventually";
 import { line, newLines } from "./samples";
 
-function modelWith(fetch: Fetch, now = () => 0) {
+function modelWith(fetch: FetchLines, now = () => 0) {
   const changed = vi.fn();
   return { log: new LogModel(fetch, changed, now), changed };
 }
 
-const unanswered: Fetch = () => new Promise(() => undefined);
+const unanswered: FetchLines = () => new Promise(() => undefined);
 
 describe("PagedLines", () => {
   it("evicts the least recently used pages above the page limit", () => {
     const lines = new PagedLines(3);
     for (let at = 0; at < 10 * PAGE_LINES; at++) {
-      lines.use(0, 1);
+      lines.touch(0, 1);
       lines.put(at, line(at));
     }
     expect(lines.pageCount).toBe(3);
@@ -47,7 +47,7 @@ describe("the log", () => {
 
   it("ignores a message that it has already applied", () => {
     const { log } = modelWith(unanswered);
-    log.hello(7, [4, 4]);
+    log.onHello(7, [4, 4]);
     expect(log.add(newLines(7, 0, [[0, 0, "old"]], [1]))).toBe(true);
     expect(log.lines("all").get(0)).toBeUndefined();
     expect(log.lines("all").total).toBe(8);
@@ -72,12 +72,12 @@ describe("the log", () => {
     log.add(newLines(1, 0, [line(0), [1, 0, 300], line(301)], [76, 76, 75, 75]));
     expect(log.lines("all").total).toBe(302);
     expect(log.lines("all").get(301)).toEqual(line(301));
-    log.ensure("all", 290, 12);
+    log.requestMissing("all", 290, 12);
     expect(asked).toEqual([[200, 102, null]]);
-    log.ensure("all", 290, 12);
+    log.requestMissing("all", 290, 12);
     expect(asked).toHaveLength(1);
     await eventually(() => expect(log.lines("all").get(295)).toEqual(line(295)));
-    log.ensure("all", 0, 5);
+    log.requestMissing("all", 0, 5);
     expect(asked[1]).toEqual([1, 199, null]);
   });
 
@@ -93,25 +93,25 @@ describe("the log", () => {
       },
       () => now_ms,
     );
-    log.hello(0, [5, 5, 5, 5]);
-    log.ensure("all", 0, 20);
+    log.onHello(0, [5, 5, 5, 5]);
+    log.requestMissing("all", 0, 20);
     await Promise.resolve();
     await Promise.resolve();
-    log.ensure("all", 0, 20);
+    log.requestMissing("all", 0, 20);
     expect(asked).toEqual([0]);
     now_ms = RETRY_MS + 1;
     lost = false;
-    log.ensure("all", 0, 20);
+    log.requestMissing("all", 0, 20);
     await eventually(() => expect(log.lines("all").get(0)).toBeDefined());
-    log.ensure("all", 0, 20);
+    log.requestMissing("all", 0, 20);
     expect(asked).toEqual([0, 0, 1]);
   });
 
   it("requests a rank's lines by the rank's own numbers", () => {
-    const fetch = vi.fn<Fetch>(unanswered);
+    const fetch = vi.fn<FetchLines>(unanswered);
     const { log } = modelWith(fetch);
-    log.hello(0, [0, 0, 1000, 0]);
-    log.ensure(2, 950, 50);
+    log.onHello(0, [0, 0, 1000, 0]);
+    log.requestMissing(2, 950, 50);
     expect(fetch.mock.calls).toEqual([[800, 200, 2]]);
   });
 

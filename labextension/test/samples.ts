@@ -1,7 +1,7 @@
 import type { Answer, LineRow, NewLines, RankCard, Snapshot, FeedUpdate } from "../src/run_view/messages";
 import { VERSION } from "../src/run_view/messages";
 import { NoAnswer } from "../src/shared/widget_requests";
-import type { Ask, LinkState, Transport, TransportKind } from "../src/run_view/transport";
+import type { QuestionBody, LinkState, Transport, TransportKind } from "../src/run_view/transport";
 
 export function card(rank: number, change: Partial<RankCard> = {}): RankCard {
   return {
@@ -69,11 +69,11 @@ export function newLines(seq: number, first: number, rows: NewLines["rows"], ran
   return { kind: "lines", seq, first, rows, ranks };
 }
 
-type Answering = (question: Ask) => Answer | Promise<Answer>;
+type Answering = (question: QuestionBody) => Answer | Promise<Answer>;
 
 /** A transport that the test controls. */
 export class TestTransport implements Transport {
-  readonly asked: Ask[] = [];
+  readonly asked: QuestionBody[] = [];
   disposed = false;
   interrupted = 0;
   interrupt?: () => Promise<void>;
@@ -86,7 +86,7 @@ export class TestTransport implements Transport {
     readonly kind: TransportKind = "subshell",
   ) {}
 
-  async ask(question: Ask): Promise<Answer> {
+  async ask(question: QuestionBody): Promise<Answer> {
     this.asked.push(question);
     return this.answer(question);
   }

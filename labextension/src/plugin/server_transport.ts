@@ -1,5 +1,5 @@
 import type { Answer, Snapshot, FeedUpdate } from "../run_view/messages";
-import type { Ask, LinkState, Transport } from "../run_view/transport";
+import type { QuestionBody, LinkState, Transport } from "../run_view/transport";
 import { NoAnswer } from "../shared/widget_requests";
 import type { RunFeed } from "./run_feed";
 import type { RunServer } from "./run_server";
@@ -26,7 +26,7 @@ export class ServerTransport implements Transport {
     feed.signal.addEventListener("abort", () => this.dispose(), { signal: this.ending.signal });
   }
 
-  async ask(question: Ask): Promise<Answer> {
+  async ask(question: QuestionBody): Promise<Answer> {
     // read before the request: updates that arrive before the reply are applied on top of it
     const { seq } = this.feed;
     this.count += 1;

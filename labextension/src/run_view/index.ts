@@ -51,10 +51,10 @@ interface RenderProps {
 
 /** Draws a widget; the returned function ends the view, for hosts that give no signal. */
 function render({ model, el, signal }: RenderProps): () => void {
-  const end = new AbortController();
-  signal?.addEventListener("abort", () => end.abort(), { signal: end.signal });
-  mountRunView(el, new WidgetTransport(model), end.signal);
-  return () => end.abort();
+  const controller = new AbortController();
+  signal?.addEventListener("abort", () => controller.abort(), { signal: controller.signal });
+  mountRunView(el, new WidgetTransport(model), controller.signal);
+  return () => controller.abort();
 }
 
 /**
