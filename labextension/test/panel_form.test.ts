@@ -4,17 +4,17 @@ import {
   canonicalName,
   packageLines,
   requirementProblem,
-  resolved,
+  resolveChoice,
   sameChoice,
-  undone,
+  undoLine,
   withPackage,
   withType,
   withoutLine,
 } from "../src/panel/form";
 import type { PackageLine } from "../src/panel/messages";
-import { EVERY_RUN, filtered, readFilter } from "../src/panel/run_filter";
-import { costWords, formatEstimate, formatMemory, formatSpan, runWords, signOf } from "../src/panel/words";
-import { plainly } from "../src/panel/widget_host";
+import { EVERY_RUN, filterRuns, parseFilter } from "../src/panel/run_filter";
+import { formatCost, formatEstimate, formatMemory, formatSpan, runSummary, shapeOf } from "../src/panel/format";
+import { interpolate } from "../src/panel/widget_host";
 import { B300, CPUS, H100, NOW, RUNS, SESSION, choice, manyRuns, poolPicture, run, type } from "./panel_samples";
 
 describe("a requirement", () => {
@@ -59,13 +59,13 @@ describe("the form's packages", () => {
     expect(without.dependencies).toEqual([]);
     expect(words(without)).toEqual(["+ peft 0.17.1 dropped", "- torch 2.7.1 "]);
     const line = packageLines([peft, torch], effect, without)[0];
-    expect(line && undone(without, effect, line)).toEqual(effect);
+    expect(line && undoLine(without, effect, line)).toEqual(effect);
     const back = withoutLine(effect, torch);
     expect(words(back)).toEqual(["+ peft 0.17.1 ", "- torch 2.7.1 dropped"]);
     const added = withPackage(effect, "einops");
     expect(words(added)).toEqual(["+ peft 0.17.1 ", "- torch 2.7.1 ", "+ einops added"]);
     const einops = packageLines([peft, torch], effect, added)[2];
-    expect(einops && sameChoice(undone(added, effect, einops), effect)).toBe(true);
+    expect(einops && sameChoice(undoLine(added, effect, einops), effect)).toBe(true);
     expect(words(withPackage(effect, "peft==1"))).toEqual(["- torch 2.7.1 ", "+ peft==1 added"]);
   });
 
@@ -85,12 +85,12 @@ describe("type and number", () => {
   const none = choice({ gpus: 0, type: "" });
 
   it("default to all devices of the pool's only type", () => {
-    expect(resolved(none, poolPicture({ types: [type(), CPUS] }))).toMatchObject({ type: "a10", gpus: 4 });
-    expect(resolved(none, poolPicture({ types: [CPUS] }))).toMatchObject({ type: "cpu", gpus: 2 });
-    expect(resolved(none, poolPicture({ types: [H100, type()] }))).toMatchObject({ type: "a10", gpus: 1 });
-    expect(resolved(none, poolPicture({ types: [H100, type({ free: 0 })] }))).toMatchObject({ type: "h100", gpus: 1 });
-    expect(resolved(none, null)).toEqual(none);
-    expect(resolved(choice({ gpus: 1 }), poolPicture())).toMatchObject({ type: "a10", gpus: 1 });
+    expect(resolveChoice(none, poolPicture({ types: [type(), CPUS] }))).toMatchObject({ type: "a10", gpus: 4 });
+    expect(resolveChoice(none, poolPicture({ types: [CPUS] }))).toMatchObject({ type: "cpu", gpus: 2 });
+    expect(resolveChoice(none, poolPicture({ types: [H100, type()] }))).toMatchObject({ type: "a10", gpus: 1 });
+    expect(resolveChoice(none, poolPicture({ types: [H100, type({ free: 0 })] }))).toMatchObject({ type: "h100", gpus: 1 });
+    expect(resolveChoice(none, null)).toEqual(none);
+    expect(resolveChoice(choice({ gpus: 1 }), poolPicture())).toMatchObject({ type: "a10", gpus: 1 });
   });
 
   it("change together", () => {
@@ -111,30 +111,30 @@ describe("labels", () => {
   });
 
   it("show how long a run has run, or when it ended", () => {
-    const words = RUNS.map((each) => runWords(each, NOW, plainly));
+    const words = RUNS.map((each) => runSummary(each, NOW, interpolate));
     expect(words[0]).toBe("2 ranks · running 2 min 14 s");
     expect(words[1]).toBe("4 ranks · waits for 1 A10, position 1");
     expect(words[2]).toMatch(/^rank 1: ValueError · (\d\d:\d\d|\d+ \w+)$/);
     expect(words[3]).toMatch(/^2 ranks · 3 min 36 s · (\d\d:\d\d|\d+ \w+)$/);
-    expect(runWords(SESSION, NOW, plainly)).toBe("2 ranks · connected 12 min 00 s");
+    expect(runSummary(SESSION, NOW, interpolate)).toBe("2 ranks · connected 12 min 00 s");
     const slow = { ...SESSION, metered_at: (SESSION.started_at ?? NOW) - 25 };
-    expect(runWords(slow, NOW, plainly)).toBe("2 ranks · connected 12 min 00 s · start 25 s");
-    expect(RUNS.map(signOf)).toEqual(["dot", "ring", "cross", "check"]);
+    expect(runSummary(slow, NOW, interpolate)).toBe("2 ranks · connected 12 min 00 s · start 25 s");
+    expect(RUNS.map(shapeOf)).toEqual(["dot", "ring", "cross", "check"]);
   });
 
   it("show the running cost, the final cost, or no cost", () => {
-    expect(costWords(SESSION, NOW)).toBe("$1.00");
-    expect(costWords(run("x", { final: true, cost: 0.3 }), NOW)).toBe("$0.30");
-    expect(costWords(run("x", { hourly: null }), NOW)).toBe("");
+    expect(formatCost(SESSION, NOW)).toBe("$1.00");
+    expect(formatCost(run("x", { final: true, cost: 0.3 }), NOW)).toBe("$0.30");
+    expect(formatCost(run("x", { hourly: null }), NOW)).toBe("");
   });
 });
 
 describe("the filter", () => {
   const runs = [...RUNS, ...manyRuns(20)];
-  const names = (change: Partial<typeof EVERY_RUN>) => filtered(runs, { ...EVERY_RUN, ...change }, "train.ipynb", "kernel-1").map(({ name }) => name);
+  const names = (change: Partial<typeof EVERY_RUN>) => filterRuns(runs, { ...EVERY_RUN, ...change }, "train.ipynb", "kernel-1").map(({ name }) => name);
 
   it("matches words, state and notebook", () => {
-    expect(filtered(runs, EVERY_RUN, "", "")).toBe(runs);
+    expect(filterRuns(runs, EVERY_RUN, "", "")).toBe(runs);
     expect(names({ text: "VALUEerror train" })).toEqual(["train_digits"]);
     expect(names({ state: "waiting" })).toEqual(["sweep[3]"]);
     expect(names({ state: "going" })).toEqual(["train_digits"]);
@@ -144,7 +144,7 @@ describe("the filter", () => {
   });
 
   it("is parsed from storage, and ignores invalid values", () => {
-    expect(readFilter('{"text":"a","state":"failed","own":true}')).toEqual({ text: "a", state: "failed", own: true });
-    for (const text of [null, "", "{", "3", '{"state":"x"}']) expect(readFilter(text)).toEqual(EVERY_RUN);
+    expect(parseFilter('{"text":"a","state":"failed","own":true}')).toEqual({ text: "a", state: "failed", own: true });
+    for (const text of [null, "", "{", "3", '{"state":"x"}']) expect(parseFilter(text)).toEqual(EVERY_RUN);
   });
 });

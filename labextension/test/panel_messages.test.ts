@@ -34,9 +34,9 @@ describe("a malformed message", () => {
 
   it("is ignored in a notebook's metadata", () => {
     const kept = { choice: choice(), version: messages.VERSION };
-    expect(messages.readKept({ ...kept, later: 1 })).toMatchObject(kept);
+    expect(messages.readSavedChoice({ ...kept, later: 1 })).toMatchObject(kept);
     for (const none of [undefined, null, "a10", { ...kept, choice: { gpus: "2" } }, { ...kept, version: 99 }]) {
-      expect(messages.readKept(none)).toBeNull();
+      expect(messages.readSavedChoice(none)).toBeNull();
     }
   });
 });

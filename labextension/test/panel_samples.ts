@@ -1,5 +1,5 @@
 /** Sample pools, kernels and hosts for tests of the panel. */
-import type { KernelAsk, KernelState, NotebookLink, PanelHost, PoolLink, PoolLinkState } from "../src/panel/host";
+import type { KernelQuestionBody, KernelState, NotebookLink, PanelHost, PoolLink, PoolLinkState } from "../src/panel/host";
 import { VERSION } from "../src/panel/messages";
 import type {
   Choice,
@@ -15,7 +15,7 @@ import type {
   PanelUpdate,
   TypePicture,
 } from "../src/panel/messages";
-import { plainly } from "../src/panel/widget_host";
+import { interpolate } from "../src/panel/widget_host";
 
 export const NOW = Math.floor(Date.now() / 1000);
 export const KERNEL = "kernel-1";
@@ -237,7 +237,7 @@ export const PLAN: PlanPicture = {
   button: "Apply and connect",
 };
 
-export type Answering = (question: KernelAsk) => KernelReply | Promise<KernelReply>;
+export type Answering = (question: KernelQuestionBody) => KernelReply | Promise<KernelReply>;
 
 export function kernelAnswer(picture: KernelPicture, change: Partial<KernelAnswer> = {}): KernelAnswer {
   return { kind: "kernel-answer", n: 0, picture, kept: null, notice: "", installing: false, ...change };
@@ -252,8 +252,8 @@ export class TestNotebook implements NotebookLink {
   name = "train.ipynb";
   kernel = KERNEL;
   kernelState: KernelState = "idle";
-  kept: KeptChoice | null = null;
-  readonly asked: KernelAsk[] = [];
+  savedChoice: KeptChoice | null = null;
+  readonly asked: KernelQuestionBody[] = [];
   readonly written: KeptChoice[] = [];
   inserted = 0;
   started = 0;
@@ -277,20 +277,20 @@ export class TestNotebook implements NotebookLink {
     return this.callbacks.size;
   }
 
-  change(change: Partial<Pick<TestNotebook, "kernel" | "kernelState" | "kept" | "name">> = {}): void {
+  change(change: Partial<Pick<TestNotebook, "kernel" | "kernelState" | "savedChoice" | "name">> = {}): void {
     Object.assign(this, change);
     for (const callback of [...this.callbacks]) callback();
   }
 
-  async ask(question: KernelAsk): Promise<KernelReply> {
+  async ask(question: KernelQuestionBody): Promise<KernelReply> {
     this.asked.push(question);
     await Promise.resolve();
     return this.answer(question);
   }
 
-  keep(kept: KeptChoice): void {
+  saveChoice(kept: KeptChoice): void {
     this.written.push(kept);
-    this.change({ kept });
+    this.change({ savedChoice: kept });
   }
 
   kinds(): string[] {
@@ -331,7 +331,7 @@ export class TestPools implements PoolLink {
 
 export class TestHost implements PanelHost {
   readonly pools = new TestPools();
-  readonly translate = plainly;
+  readonly translate = interpolate;
   settings = { showPrices: true };
   readonly opened: RunRow[] = [];
   readonly attached: RunRow[] = [];
@@ -339,7 +339,7 @@ export class TestHost implements PanelHost {
   readonly connected: RunRow[] = [];
   newNotebook: (() => void) | undefined = () => undefined;
   readonly kept = new Map<string, string>();
-  readonly memory = {
+  readonly storage = {
     get: (key: string) => this.kept.get(key) ?? null,
     set: (key: string, value: string) => void this.kept.set(key, value),
   };

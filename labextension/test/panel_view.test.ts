@@ -982,7 +982,7 @@ describe("the kernel", () => {
   it("receives the notebook's saved choice", async () => {
     const kept = { choice: choice(), version: 1 };
     const notebook = new TestNotebook();
-    notebook.kept = kept;
+    notebook.savedChoice = kept;
     mounted(new TestHost(notebook));
     await eventually(() => expect(notebook.asked[0]).toEqual({ kind: "kernel", kept }));
     expect(notebook.kernel).toBe(KERNEL);

@@ -1,7 +1,7 @@
 import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
 
 import panel from "../src/panel/widget_entry";
-import { HERE_MS, WidgetPanelHost, plainly } from "../src/panel/widget_host";
+import { HEARTBEAT_MS, WidgetPanelHost, interpolate } from "../src/panel/widget_host";
 import { REQUEST_TIMEOUT_MS, CHANNEL_TIMEOUT_MS } from "../src/shared/widget_requests";
 import { eventually } from "./eventually";
 import { KERNEL, PLAN, RUNS, SESSION, kernelAnswer, kernelPicture, poolPicture } from "./panel_samples";
@@ -93,16 +93,16 @@ describe("the panel's widget", () => {
   it("sends a heartbeat while it watches a pool", () => {
     const model = new FakeModel(TRAITS);
     const host = new WidgetPanelHost(model, end.signal);
-    vi.advanceTimersByTime(HERE_MS * 3);
+    vi.advanceTimersByTime(HEARTBEAT_MS * 3);
     expect(model.sent).toEqual([]);
     host.pools.order({ kind: "watch", pool: "" });
-    vi.advanceTimersByTime(HERE_MS * 2);
+    vi.advanceTimersByTime(HEARTBEAT_MS * 2);
     expect(model.sent.map(({ kind }) => kind)).toEqual(["watch", "here", "here"]);
     host.pools.order({ kind: "start-pool", pool: "" });
-    vi.advanceTimersByTime(HERE_MS);
+    vi.advanceTimersByTime(HEARTBEAT_MS);
     expect(model.sent.at(-1)).toEqual({ kind: "here" });
     host.pools.order({ kind: "rest" });
-    vi.advanceTimersByTime(HERE_MS * 3);
+    vi.advanceTimersByTime(HEARTBEAT_MS * 3);
     expect(model.sent.at(-1)).toEqual({ kind: "rest" });
     host.pools.order({ kind: "watch", pool: "team" });
     end.abort();
@@ -189,8 +189,8 @@ describe("the panel's widget", () => {
   });
 
   it("interpolates values, including one that looks like a placeholder", () => {
-    expect(plainly("%1 of %2 free", 3, "%1")).toBe("3 of %1 free");
-    expect(plainly("100 %")).toBe("100 %");
-    expect(plainly("Insert %load_ext sgpu_magic")).toBe("Insert %load_ext sgpu_magic");
+    expect(interpolate("%1 of %2 free", 3, "%1")).toBe("3 of %1 free");
+    expect(interpolate("100 %")).toBe("100 %");
+    expect(interpolate("Insert %load_ext sgpu_magic")).toBe("Insert %load_ext sgpu_magic");
   });
 });

@@ -3,7 +3,7 @@ import { Signal } from "@lumino/signaling";
 import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
 
 import { NoExtension } from "../src/panel/host";
-import type { KernelAsk } from "../src/panel/host";
+import type { KernelQuestionBody } from "../src/panel/host";
 import { CHOICE_KEY, OtherVersion } from "../src/panel/messages";
 import type { KernelAnswer, KeptChoice } from "../src/panel/messages";
 import { chipWords } from "../src/plugin/chip_words";
@@ -201,7 +201,7 @@ afterEach(() => {
 });
 
 const pass = (ms = 0): Promise<unknown> => vi.advanceTimersByTimeAsync(ms);
-const ask: KernelAsk = { kind: "kernel", kept: null };
+const ask: KernelQuestionBody = { kind: "kernel", kept: null };
 
 describe("a question to a notebook's kernel", () => {
   it("is sent over the control channel and answered", async () => {
@@ -428,11 +428,11 @@ describe("a notebook's state", () => {
 describe("a notebook's saved choice", () => {
   it("is read from its metadata", () => {
     const notebook = link();
-    expect(notebook.kept).toBeNull();
-    notebook.keep(KEPT);
-    expect(notebook.kept).toEqual(KEPT);
+    expect(notebook.savedChoice).toBeNull();
+    notebook.saveChoice(KEPT);
+    expect(notebook.savedChoice).toEqual(KEPT);
     model.setMetadata(CHOICE_KEY, { choice: "nonsense" });
-    expect(notebook.kept).toBeNull();
+    expect(notebook.savedChoice).toBeNull();
   });
 
   it("is sent to the kernel even if the panel is hidden, until it is received", async () => {
@@ -491,7 +491,7 @@ describe("a notebook's saved choice", () => {
     kernel.reply = ({ n }) => answer({ n, kept: chosen });
     const notebook = link();
     await pass();
-    expect(notebook.kept).toEqual(chosen);
+    expect(notebook.savedChoice).toEqual(chosen);
     expect(kernel.asked).toHaveLength(1);
   });
 });

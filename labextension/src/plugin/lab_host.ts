@@ -3,7 +3,7 @@ import { NotebookActions } from "@jupyterlab/notebook";
 
 import type { NotebookLink, PanelHost, Translate } from "../panel/host";
 import type { RunRow } from "../panel/messages";
-import { runLabel } from "../panel/words";
+import { runLabel } from "../panel/format";
 import type { LabNotebooks } from "./lab_notebooks";
 import { connectLine } from "./magic_lines";
 import type { PanelMemory } from "./memory";
@@ -29,7 +29,7 @@ export interface HostParts {
 export class LabHost implements PanelHost {
   readonly pools: PanelPools;
   readonly translate: Translate;
-  readonly memory: PanelMemory;
+  readonly storage: PanelMemory;
   readonly newNotebook: (() => void) | undefined;
 
   constructor(
@@ -39,7 +39,7 @@ export class LabHost implements PanelHost {
     const { app } = parts;
     this.pools = new PanelPools(parts.connection, signal);
     this.translate = parts.translate;
-    this.memory = parts.memory;
+    this.storage = parts.memory;
     this.newNotebook = app.commands.hasCommand(NEW_NOTEBOOK)
       ? () => void app.commands.execute(NEW_NOTEBOOK, { activate: true })
       : undefined;

@@ -3,9 +3,9 @@ import type { INotebookModel } from "@jupyterlab/notebook";
 import type { Kernel } from "@jupyterlab/services";
 import type { ISignal } from "@lumino/signaling";
 
-import type { KernelAsk, KernelState, NotebookLink } from "../panel/host";
+import type { KernelQuestionBody, KernelState, NotebookLink } from "../panel/host";
 import { NoExtension } from "../panel/host";
-import { CHOICE_KEY, PANEL, readKept, readReply } from "../panel/messages";
+import { CHOICE_KEY, PANEL, readSavedChoice, readReply } from "../panel/messages";
 import type { KernelReply, KeptChoice } from "../panel/messages";
 import { askOverControl } from "../shared/kernel_connection";
 import type { KernelConnection } from "../shared/kernel_connection";
@@ -116,8 +116,8 @@ export class LabNotebook implements NotebookLink {
     return this.around.context.isReady ? this.kernelOf.state : "starting";
   }
 
-  get kept(): KeptChoice | null {
-    return readKept(this.around.context.model?.getMetadata(CHOICE_KEY));
+  get savedChoice(): KeptChoice | null {
+    return readSavedChoice(this.around.context.model?.getMetadata(CHOICE_KEY));
   }
 
   onChange(callback: () => void): () => void {
@@ -125,7 +125,7 @@ export class LabNotebook implements NotebookLink {
     return () => this.callbacks.delete(callback);
   }
 
-  async ask(question: KernelAsk): Promise<KernelReply> {
+  async ask(question: KernelQuestionBody): Promise<KernelReply> {
     const { connection } = this.kernelOf;
     if (!connection) throw new Error("This notebook has no kernel.");
     const kernel = this.kernelOf.kernelId;
@@ -159,7 +159,7 @@ export class LabNotebook implements NotebookLink {
     }
   }
 
-  keep(kept: KeptChoice): void {
+  saveChoice(kept: KeptChoice): void {
     this.around.context.model?.setMetadata(CHOICE_KEY, kept);
   }
 
@@ -195,16 +195,16 @@ export class LabNotebook implements NotebookLink {
    * never the first to send: its kernel may not use sgpu-magic.
    */
   async tellKept(): Promise<void> {
-    const { kept, kernel, kernelState } = this;
+    const { savedChoice, kernel, kernelState } = this;
     if (this.signal.aborted || kernel === "" || (kernelState !== "idle" && kernelState !== "busy")) return;
     const { choices } = this.around;
-    const written = JSON.stringify(kept);
+    const written = JSON.stringify(savedChoice);
     if (choices.knows(kernel, written) || this.telling === written) return;
-    if (choices.knowsAny(kernel) ? !this.around.isFront() : kept === null) return;
+    if (choices.knowsAny(kernel) ? !this.around.isFront() : savedChoice === null) return;
     this.telling = written;
     try {
-      const reply = await this.ask({ kind: "kernel", kept });
-      if (reply.kind === "kernel-answer" && reply.kept && JSON.stringify(reply.kept) !== written) this.keep(reply.kept);
+      const reply = await this.ask({ kind: "kernel", kept: savedChoice });
+      if (reply.kind === "kernel-answer" && reply.kept && JSON.stringify(reply.kept) !== written) this.saveChoice(reply.kept);
     } catch {
       // sgpu-magic is not loaded, or the kernel is blocked: retried after the next cell
     } finally {
@@ -291,7 +291,7 @@ export class LabNotebook implements NotebookLink {
     }
   }
 
-  private patience(kind: KernelAsk["kind"]): number {
+  private patience(kind: KernelQuestionBody["kind"]): number {
     if (!this.isKnown) return PATIENCE_MS;
     return kind === "kernel" ? KNOWN_PATIENCE_MS : SLOW_PATIENCE_MS;
   }

@@ -1,6 +1,6 @@
 import { Dialog, Notification, showDialog } from "@jupyterlab/apputils";
 
-import { NOTHING } from "../panel/form";
+import { EMPTY_CHOICE } from "../panel/form";
 import type { Translate } from "../panel/host";
 import type { KernelReply, RunRow } from "../panel/messages";
 import type { LabNotebook } from "./lab_notebook";
@@ -37,11 +37,11 @@ export class PanelActions {
   async connect(): Promise<void> {
     this.openPanel();
     await this.withKernel(async (notebook) => {
-      const state = await notebook.ask({ kind: "kernel", kept: notebook.kept });
+      const state = await notebook.ask({ kind: "kernel", kept: notebook.savedChoice });
       if (state.kind !== "kernel-answer") return state;
       const { choice, confirmed } = state.picture;
       if (choice && !confirmed) return null;
-      const asked = choice ?? NOTHING;
+      const asked = choice ?? EMPTY_CHOICE;
       const plan = await notebook.ask({ kind: "plan", choice: asked, connect: true });
       if (plan.kind !== "plan-answer") return plan;
       if (plan.plan.loses || plan.plan.problem) return null;
@@ -89,7 +89,7 @@ export class PanelActions {
     try {
       const reply = await act(front);
       if (reply?.kind === "panel-refusal") tell(reply.text);
-      if (reply?.kind === "kernel-answer" && reply.kept) front.keep(reply.kept);
+      if (reply?.kind === "kernel-answer" && reply.kept) front.saveChoice(reply.kept);
     } catch (error) {
       if (otherwise) otherwise();
       else tell(error instanceof Error ? error.message : String(error));

@@ -123,7 +123,7 @@ export class PoolConnection {
 
   private watchNow(): void {
     if (this.watched === null || this.signal.aborted) return;
-    if (this.watched !== this.model.watched) this.model.watch(this.watched);
+    if (this.watched !== this.model.watched) this.model.switchTo(this.watched);
     if (this.socket?.readyState === OPEN) this.sendWatch(this.socket);
     else if (this.polling) this.poll();
     // otherwise it is sent when the socket opens
@@ -272,7 +272,7 @@ export class PoolConnection {
     });
     if (!update) return;
     this.setLink({ kind: "open", text: "" });
-    this.model.take(update);
+    this.model.apply(update);
     this.tell((listener) => listener.onUpdate?.(update));
   }
 

@@ -49,7 +49,7 @@ interface RenderProps {
   readonly signal?: AbortSignal;
 }
 
-/** Draws a widget; the returned function ends the view, for hosts that give no signal. */
+/** Draws a widget. Returns a function that ends the view, for hosts without an abort signal. */
 function render({ model, el, signal }: RenderProps): () => void {
   const controller = new AbortController();
   signal?.addEventListener("abort", () => controller.abort(), { signal: controller.signal });
@@ -58,8 +58,8 @@ function render({ model, el, signal }: RenderProps): () => void {
 }
 
 /**
- * Sends hello for a view that is not drawn yet, e.g. because its cell is scrolled out of view: without a hello, the
- * kernel assumes a front end that can't draw it.
+ * Sends a hello for a view that is not drawn yet, such as one in a cell that is scrolled out of view. Without a hello,
+ * the kernel assumes that the front end can't draw the view.
  */
 function initialize({ model }: { readonly model: WidgetModel }): void {
   const transport = new WidgetTransport(model);
