@@ -105,8 +105,8 @@ describe("a run's feed", () => {
     const drawn: number[] = [];
     const displayed = vi.fn();
     const final = vi.fn();
-    run.listen({ onUpdate: (message) => updates.push(message), drawn: ({ seq }) => drawn.push(seq), displayed, final });
-    await run.follow();
+    run.addListener({ onUpdate: (message) => updates.push(message), onSnapshot: ({ seq }) => drawn.push(seq), onDisplay: displayed, onFinal: final });
+    await run.poll();
     expect(updates.map((message) => message.kind === "lines" && message.rows.map((row) => row[2]))).toEqual([["a", "b"], ["c"]]);
     expect(drawn).toEqual([4, 9]);
     expect(displayed).toHaveBeenCalledTimes(1);
@@ -123,8 +123,8 @@ describe("a run's feed", () => {
     const pauses: number[] = [];
     const { feed: run } = feed(server, pauses);
     const away: boolean[] = [];
-    run.listen({ linked: (link) => away.push(link.away) });
-    await run.follow();
+    run.addListener({ onLinkChange: (link) => away.push(link.away) });
+    await run.poll();
     expect(pauses).toEqual([1000, 2000, 4000]);
     expect(away).toEqual([true, true, true, false]);
     expect(run.isFinal).toBe(true);
@@ -133,7 +133,7 @@ describe("a run's feed", () => {
   it("ends with the server's message if the run no longer exists", async () => {
     const server = new FakeServer([json({ message: "this machine has no directory for run 0123" }, 404)]);
     const { feed: run } = feed(server);
-    await run.follow();
+    await run.poll();
     expect(run.link.ended).toBe("this machine has no directory for run 0123");
     expect(server.asked).toHaveLength(1);
   });
@@ -141,7 +141,7 @@ describe("a run's feed", () => {
   it("stops when its signal aborts", async () => {
     const server = new FakeServer([]);
     const { feed: run, end } = feed(server);
-    const done = run.follow();
+    const done = run.poll();
     end.abort();
     await done;
     expect(server.asked).toHaveLength(1);
@@ -151,10 +151,10 @@ describe("a run's feed", () => {
   it("uses at most three of the browser's connections", async () => {
     const waiting = new FakeServer([]);
     const held = [1, 2, 3].map(() => feed(waiting));
-    for (const { feed: run } of held) void run.follow();
+    for (const { feed: run } of held) void run.poll();
     const pauses: number[] = [];
     const server = new FakeServer([json(news({})), json(news({ final: true }))]);
-    await feed(server, pauses).feed.follow();
+    await feed(server, pauses).feed.poll();
     expect(server.query(0).get("wait")).toBe("0");
     expect(pauses).toEqual([1000]);
     expect(waiting.query(0).get("wait")).toBe("15");
@@ -177,7 +177,7 @@ describe("ServerTransport", () => {
       json({ kind: "hello", n: 1, snapshot: snapshot(5), seq: 0 }),
     ]);
     const { feed: run, runs } = feed(server);
-    await run.follow();
+    await run.poll();
     const transport = new ServerTransport(runs, run);
     const drawn: number[] = [];
     transport.onSnapshot(({ seq }) => drawn.push(seq));
@@ -206,7 +206,7 @@ describe("ServerTransport", () => {
     const updates = vi.fn();
     transport.onUpdate(updates);
     transport.dispose();
-    await run.follow();
+    await run.poll();
     expect(updates).not.toHaveBeenCalled();
   });
 });

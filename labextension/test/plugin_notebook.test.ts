@@ -6,13 +6,13 @@ import { NoExtension } from "../src/panel/host";
 import type { KernelQuestionBody } from "../src/panel/host";
 import { CHOICE_KEY, OtherVersion } from "../src/panel/messages";
 import type { KernelAnswer, KeptChoice } from "../src/panel/messages";
-import { chipWords } from "../src/plugin/chip_words";
+import { chipLabel } from "../src/plugin/chip_label";
 import { connectLine } from "../src/plugin/magic_lines";
 import { ChoiceStore } from "../src/plugin/choice_store";
-import { LabNotebook, PATIENCE_MS, KNOWN_PATIENCE_MS } from "../src/plugin/lab_notebook";
-import type { Document } from "../src/plugin/lab_notebook";
+import { LabNotebook, REPLY_TIMEOUT_MS, KNOWN_REPLY_TIMEOUT_MS } from "../src/plugin/lab_notebook";
+import type { NotebookDocument } from "../src/plugin/lab_notebook";
 import { LoadedKernels } from "../src/plugin/loaded_kernels";
-import { translateBy } from "../src/plugin/translating";
+import { createTranslate } from "../src/plugin/translation";
 import { KERNEL, kernelAnswer, kernelPicture, NOW, poolPicture, SESSION } from "./panel_samples";
 
 const KEPT: KeptChoice = {
@@ -167,12 +167,12 @@ let selectKernel: ReturnType<typeof vi.fn<() => Promise<void>>>;
 function link(of: { session: FakeSession; document: FakeDocument } = { session, document: document_ }): LabNotebook {
   return new LabNotebook(
     {
-      context: of.document as unknown as Document,
+      document: of.document as unknown as NotebookDocument,
       session: of.session as unknown as ISessionContext,
       choices,
       loaded,
-      isLooked: () => looked,
-      isFront: () => front,
+      isPanelVisible: () => looked,
+      isActive: () => front,
       showCell,
       selectKernel,
     },
@@ -217,7 +217,7 @@ describe("a question to a notebook's kernel", () => {
     const notebook = link();
     const asked = notebook.ask(ask);
     const caught = expect(asked).rejects.toThrow(NoExtension);
-    await pass(PATIENCE_MS);
+    await pass(REPLY_TIMEOUT_MS);
     await caught;
     await expect(asked).rejects.toThrow("This kernel has not loaded sgpu-magic.");
     // the request's future was disposed
@@ -271,7 +271,7 @@ describe("a question to a notebook's kernel", () => {
     notebook.onChange(changed);
     const asked = notebook.ask(ask);
     const caught = expect(asked).rejects.toThrow("The kernel does not answer");
-    await pass(PATIENCE_MS);
+    await pass(REPLY_TIMEOUT_MS);
     await caught;
     await expect(asked).rejects.not.toThrow(NoExtension);
     changed.mockClear();
@@ -303,9 +303,9 @@ describe("a question to a notebook's kernel", () => {
     const caught = expect(asked).rejects.not.toThrow(NoExtension);
     let over = false;
     asked.catch(() => (over = true));
-    await pass(PATIENCE_MS);
+    await pass(REPLY_TIMEOUT_MS);
     expect(over).toBe(false);
-    await pass(KNOWN_PATIENCE_MS);
+    await pass(KNOWN_REPLY_TIMEOUT_MS);
     await caught;
     expect(over).toBe(true);
   });
@@ -417,8 +417,8 @@ describe("a notebook's state", () => {
     session.runCell();
     expect(changed).not.toHaveBeenCalled();
     looked = true;
-    notebook.looked();
-    notebook.looked();
+    notebook.onPanelShown();
+    notebook.onPanelShown();
     expect(changed).toHaveBeenCalledOnce();
     await pass();
     expect(kernel.asked).toEqual([]);
@@ -442,7 +442,7 @@ describe("a notebook's saved choice", () => {
     link();
     await pass();
     expect(kernel.asked.map(({ kept }) => kept)).toEqual([KEPT]);
-    await pass(PATIENCE_MS);
+    await pass(REPLY_TIMEOUT_MS);
     // the cell that loads the extension
     kernel.reply = ({ n }) => answer({ n });
     session.runCell();
@@ -481,7 +481,7 @@ describe("a notebook's saved choice", () => {
     await pass();
     expect(kernel.asked.map(({ kept }) => kept)).toEqual([KEPT]);
     front = true;
-    await second.tellKept();
+    await second.sendChoice();
     expect(kernel.asked.map(({ kept }) => kept)).toEqual([KEPT, null]);
   });
 
@@ -524,8 +524,8 @@ describe("a notebook's actions", () => {
 
 describe("labels", () => {
   it("show a session in its notebook's toolbar", () => {
-    const t = translateBy({ __: (text) => text });
-    const words = (change: object): string => chipWords({ ...SESSION, ...change }, poolPicture(), NOW, t).replaceAll("\u00a0", " ");
+    const t = createTranslate({ __: (text) => text });
+    const words = (change: object): string => chipLabel({ ...SESSION, ...change }, poolPicture(), NOW, t).replaceAll("\u00a0", " ");
     expect(words({})).toBe("2 × A10 · connected · 12 min");
     expect(words({ state: "queued", started_at: null })).toBe("2 × A10 · waiting");
     expect(words({ state: "preparing", started_at: null })).toBe("2 × A10 · connecting");
@@ -541,7 +541,7 @@ describe("labels", () => {
   });
 
   it("keep the %% of a cell magic, which JupyterLab's catalogues escape", () => {
-    const t = translateBy({ __: (text, ...values) => text.replaceAll("%%", "%").replace("%1", values[0] ?? "") });
+    const t = createTranslate({ __: (text, ...values) => text.replaceAll("%%", "%").replace("%1", values[0] ?? "") });
     expect(t("Cells that begin with %%distributed appear here.")).toBe("Cells that begin with %%distributed appear here.");
     expect(t("Run %load_ext sgpu_magic, %1.", 3)).toBe("Run %load_ext sgpu_magic, 3.");
   });

@@ -83,7 +83,7 @@ beforeEach(() => {
   connection = new PoolConnection(server, end.signal);
   updates = [];
   links = [];
-  connection.listen({ onUpdate: (each) => updates.push(each), linked: (each) => links.push(each) });
+  connection.addListener({ onUpdate: (each) => updates.push(each), onLinkChange: (each) => links.push(each) });
 });
 
 afterEach(() => {
@@ -98,7 +98,7 @@ const pass = (ms = 0): Promise<unknown> => vi.advanceTimersByTimeAsync(ms);
 describe("PoolConnection", () => {
   it("is shared by panel and chips, and watches only while one subscribes", () => {
     const chips = {};
-    connection.keep(chips);
+    connection.subscribe(chips);
     expect(server.sockets).toHaveLength(1);
     server.socket.opens();
     expect(server.socket.sent).toEqual([{ kind: "watch", pool: "" }]);
@@ -108,10 +108,10 @@ describe("PoolConnection", () => {
     panel.order({ kind: "rest" });
     // the chips are still subscribed
     expect(server.socket.sent.at(-1)).toEqual({ kind: "watch", pool: "team" });
-    connection.rest(chips);
+    connection.unsubscribe(chips);
     expect(server.socket.sent.at(-1)).toEqual({ kind: "rest" });
     expect(server.sockets).toHaveLength(1);
-    connection.keep(chips);
+    connection.subscribe(chips);
     expect(server.socket.sent.at(-1)).toEqual({ kind: "watch", pool: "team" });
     end.abort();
     expect(server.socket.closed).toBe(true);
@@ -132,8 +132,8 @@ describe("PoolConnection", () => {
   });
 
   it("starts with the user's default pool", () => {
-    connection.preferred = "team";
-    connection.keep({});
+    connection.defaultPool = "team";
+    connection.subscribe({});
     server.socket.opens();
     expect(server.socket.sent).toEqual([{ kind: "watch", pool: "team" }]);
   });
@@ -209,7 +209,7 @@ describe("PoolConnection", () => {
   });
 
   it("polls and posts orders after three silent websockets", async () => {
-    connection.pollEvery_ms = 5_000;
+    connection.pollInterval_ms = 5_000;
     const user = {};
     connection.watch(user, "");
     for (const pause of [PAUSE_MS, 2 * PAUSE_MS]) {
@@ -240,7 +240,7 @@ describe("PoolConnection", () => {
     // no requests without a subscriber
     server.status = 200;
     server.body = ALL;
-    connection.rest(user);
+    connection.unsubscribe(user);
     const asked = server.requests.length;
     await pass(60_000);
     expect(server.requests).toHaveLength(asked);

@@ -1,7 +1,7 @@
 import type { IStateDB } from "@jupyterlab/statedb";
 import { describe, expect, it, vi } from "vitest";
 
-import { PanelMemory } from "../src/plugin/memory";
+import { PanelStorage } from "../src/plugin/panel_storage";
 import { PanelSettings } from "../src/plugin/panel_settings";
 
 describe("PanelSettings", () => {
@@ -9,13 +9,13 @@ describe("PanelSettings", () => {
     const settings = new PanelSettings();
     const changed = vi.fn();
     const stop = settings.onChange(changed);
-    settings.take({ defaultPool: " team ", refreshSeconds: 5, showPrices: false, showChip: false });
+    settings.apply({ defaultPool: " team ", refreshSeconds: 5, showPrices: false, showChip: false });
     expect(settings.current).toEqual({ defaultPool: "team", refresh_s: 5, showPrices: false, showChip: false });
-    settings.take({ defaultPool: 7, refreshSeconds: 0, showPrices: "no" });
+    settings.apply({ defaultPool: 7, refreshSeconds: 0, showPrices: "no" });
     expect(settings.current).toEqual({ defaultPool: "", refresh_s: 2, showPrices: true, showChip: true });
     expect(changed).toHaveBeenCalledTimes(2);
     stop();
-    settings.take({});
+    settings.apply({});
     expect(changed).toHaveBeenCalledTimes(2);
   });
 
@@ -33,7 +33,7 @@ describe("PanelStorage", () => {
       fetch: (key: string) => Promise.resolve(saved.get(key)),
       save: (key: string, value: unknown) => Promise.resolve(void saved.set(key, value)),
     } as unknown as IStateDB;
-    const memory = new PanelMemory(state);
+    const memory = new PanelStorage(state);
     await memory.load();
     expect([memory.get("filter"), memory.get("broken"), memory.get("other")]).toEqual(["mine", null, null]);
     memory.set("other", "closed");
@@ -41,7 +41,7 @@ describe("PanelStorage", () => {
   });
 
   it("lasts as long as the page without a state database", async () => {
-    const memory = new PanelMemory(null);
+    const memory = new PanelStorage(null);
     await memory.load();
     memory.set("filter", "all");
     expect(memory.get("filter")).toBe("all");

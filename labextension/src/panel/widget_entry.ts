@@ -1,4 +1,4 @@
-/** anywidget's entry point for the panel: `%sgpu_env --panel` in VS Code, Colab and other front ends without a sidebar. */
+/** anywidget's entry point for the panel: `%sgpu_env --panel` in front ends without a sidebar, such as VS Code and Colab. */
 import type { WidgetModel } from "../shared/widget_requests";
 import { mountPanel } from "./index";
 import { WidgetPanelHost } from "./widget_host";

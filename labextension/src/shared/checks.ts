@@ -7,7 +7,7 @@
 /** A malformed message; its text names the invalid part. */
 export class BadMessage extends Error {}
 
-/** Returns the value, typed, or throws `BadMessage` with the `path` of the invalid part. `strict` also rejects unknown keys. */
+/** Returns the value, typed, or throws `BadMessage` with its `path`. `strict` also rejects unknown keys. */
 export type Check<T> = (value: unknown, path: string, strict: boolean) => T;
 
 export type Of<C> = C extends Check<infer T> ? T : never;

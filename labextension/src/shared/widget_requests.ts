@@ -1,7 +1,7 @@
 import { askOverControl } from "./kernel_connection";
 import type { KernelConnection } from "./kernel_connection";
 
-/** Timeout of each channel: of the comm until the control channel is tried, of the last one until the kernel is reported busy. */
+/** Timeout of the comm until the control channel is tried, and of the last channel until the kernel is reported busy. */
 export const CHANNEL_TIMEOUT_MS = 2_000;
 /** Timeout of a request. Requests on the main shell have none: they wait for the end of the cell. */
 export const REQUEST_TIMEOUT_MS = 30_000;
