@@ -4,14 +4,14 @@ import * as messages from "../src/panel/messages";
 import { BadMessage } from "../src/shared/checks";
 import { choice, kernelAnswer, kernelPicture, PLAN, poolPicture, run } from "./panel_samples";
 
-const SAID = { kind: "command-result", text: "It is done.", ok: true };
+const MESSAGES = { kind: "command-result", text: "It is done.", ok: true };
 
 it("parses updates and replies by their kind", () => {
   for (const updates of [
     { kind: "pool", picture: poolPicture() },
     { kind: "runs", pool: "local", whole: true, changed: [run("a")], gone: [] },
     { kind: "pools", pools: [] },
-    SAID,
+    MESSAGES,
   ]) expect(messages.readUpdate(updates)).toEqual(updates);
   for (const reply of [
     kernelAnswer(kernelPicture()),
@@ -22,7 +22,7 @@ it("parses updates and replies by their kind", () => {
 
 describe("a malformed message", () => {
   it("is rejected with the path of the invalid part", () => {
-    expect(() => messages.readUpdate({ ...SAID, ok: "yes" })).toThrow("message.ok is not true or false");
+    expect(() => messages.readUpdate({ ...MESSAGES, ok: "yes" })).toThrow("message.ok is not true or false");
     expect(() => messages.readReply({ kind: "constructor" })).toThrow("answer.kind");
     expect(() => messages.readReply(null)).toThrow(BadMessage);
   });

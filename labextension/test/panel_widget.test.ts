@@ -8,14 +8,14 @@ import { KERNEL, PLAN, RUNS, SESSION, kernelAnswer, kernelPicture, poolPicture }
 
 type Callback = (...args: never[]) => void;
 
-interface Sent {
+interface SentMessage {
   readonly kind: string;
   readonly n?: number;
 }
 
 /** anywidget's model; `kernel` is the connection that some front ends provide. */
 class FakeModel {
-  readonly sent: Sent[] = [];
+  readonly sent: SentMessage[] = [];
   readonly listeners = new Map<string, Set<Callback>>();
   readonly widget_manager: unknown;
 
@@ -31,7 +31,7 @@ class FakeModel {
   }
 
   send(content: unknown): void {
-    this.sent.push(content as Sent);
+    this.sent.push(content as SentMessage);
   }
 
   on(name: string, callback: Callback): void {
@@ -46,21 +46,21 @@ class FakeModel {
     for (const callback of [...(this.listeners.get("msg:custom") ?? [])]) callback(content as never);
   }
 
-  get listening(): number {
+  get listenerCount(): number {
     return [...this.listeners.values()].reduce((sum, each) => sum + each.size, 0);
   }
 }
 
 const TRAITS = { pool: "local", notebook: "train.ipynb", kernel: KERNEL, comms: "subshell", model_key: "key" };
 
-let end: AbortController;
+let controller: AbortController;
 
 beforeEach(() => {
-  end = new AbortController();
+  controller = new AbortController();
   vi.useFakeTimers();
 });
 afterEach(() => {
-  end.abort();
+  controller.abort();
   document.body.replaceChildren();
   vi.useRealTimers();
 });
@@ -71,7 +71,7 @@ describe("the panel's widget", () => {
     const model = new FakeModel(TRAITS);
     const el = document.createElement("div");
     document.body.append(el);
-    const stop = panel.render({ model, el, signal: end.signal });
+    const stop = panel.render({ model, el, signal: controller.signal });
     expect(model.sent.map(({ kind }) => kind).sort()).toEqual(["kernel", "watch"]);
     expect(model.sent).toContainEqual({ kind: "watch", pool: "local" });
     const question = model.sent.find(({ kind }) => kind === "kernel");
@@ -86,13 +86,13 @@ describe("the panel's widget", () => {
     model.emit({ kind: "plan-answer", n: plan()?.n ?? 0, plan: PLAN });
     stop();
     expect(el.childNodes.length).toBe(0);
-    expect(model.listening).toBe(0);
+    expect(model.listenerCount).toBe(0);
     expect(model.sent.at(-1)).toEqual({ kind: "rest" });
   });
 
   it("sends a heartbeat while it watches a pool", () => {
     const model = new FakeModel(TRAITS);
-    const host = new WidgetPanelHost(model, end.signal);
+    const host = new WidgetPanelHost(model, controller.signal);
     vi.advanceTimersByTime(HEARTBEAT_MS * 3);
     expect(model.sent).toEqual([]);
     host.pools.order({ kind: "watch", pool: "" });
@@ -105,7 +105,7 @@ describe("the panel's widget", () => {
     vi.advanceTimersByTime(HEARTBEAT_MS * 3);
     expect(model.sent.at(-1)).toEqual({ kind: "rest" });
     host.pools.order({ kind: "watch", pool: "team" });
-    end.abort();
+    controller.abort();
     expect(vi.getTimerCount()).toBe(0);
   });
 
@@ -125,7 +125,7 @@ describe("the panel's widget", () => {
       },
     };
     const model = new FakeModel({ ...TRAITS, comms: "blocking" }, kernel);
-    const host = new WidgetPanelHost(model, end.signal);
+    const host = new WidgetPanelHost(model, controller.signal);
     expect(host.notebook.kernelState).toBe("busy");
     const answer = host.notebook.ask({ kind: "kernel", kept: null });
     await vi.advanceTimersByTimeAsync(10);
@@ -136,18 +136,18 @@ describe("the panel's widget", () => {
 
   it("waits on the main shell without other channels, until it is closed", async () => {
     const model = new FakeModel({ ...TRAITS, comms: "blocking" });
-    const host = new WidgetPanelHost(model, end.signal);
+    const host = new WidgetPanelHost(model, controller.signal);
     const answer = host.notebook.ask({ kind: "kernel", kept: null });
     const failed = expect(answer).rejects.toThrow("the panel is closed");
     await vi.advanceTimersByTimeAsync(CHANNEL_TIMEOUT_MS * 100);
     expect(model.sent.length).toBe(1);
-    end.abort();
+    controller.abort();
     await failed;
   });
 
   it("explains why an idle kernel may not answer", async () => {
     const model = new FakeModel(TRAITS, { status: "idle", supportsSubshells: true });
-    const host = new WidgetPanelHost(model, end.signal);
+    const host = new WidgetPanelHost(model, controller.signal);
     const failed = expect(host.notebook.ask({ kind: "kernel", kept: null })).rejects.toThrow("If it was restarted");
     await vi.advanceTimersByTimeAsync(REQUEST_TIMEOUT_MS);
     await failed;
@@ -177,7 +177,7 @@ describe("the panel's widget", () => {
   it("reports messages of another version", () => {
     const warned = vi.spyOn(console, "warn").mockImplementation(() => undefined);
     const model = new FakeModel(TRAITS);
-    const host = new WidgetPanelHost(model, end.signal);
+    const host = new WidgetPanelHost(model, controller.signal);
     const states: string[] = [];
     host.pools.onLink(({ kind, text }) => states.push(`${kind} ${text}`));
     model.emit({ kind: "pool", picture: { ...poolPicture(), version: 99 } });

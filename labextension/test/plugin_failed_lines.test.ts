@@ -7,7 +7,7 @@ const CULPRIT = `----&gt; 5 if rank == 1: raise ValueError("NaN")`;
 
 afterEach(() => document.body.replaceChildren());
 
-function shown(html: string): Element {
+function failedElement(html: string): Element {
   document.body.innerHTML = html;
   const found = [...document.querySelectorAll(`.${FAILED_LINE_CLASS}`)].at(-1);
   if (!found) throw new Error("nothing is marked");
@@ -16,7 +16,7 @@ function shown(html: string): Element {
 
 describe("parseFailedLine", () => {
   it("reads the marked line of a saved output and its execution count", () => {
-    const line = shown(
+    const line = failedElement(
       `<pre><b>ValueError</b> on rank 1\nCell In[4], line 5\n      4 step()\n<span class="${FAILED_LINE_CLASS}">${CULPRIT}</span>\n</pre>`,
     );
     expect(parseFailedLine(line)).toEqual({ execution: 4, line: 4, code: 'if rank == 1: raise ValueError("NaN")' });
@@ -24,14 +24,14 @@ describe("parseFailedLine", () => {
 
   it("reads the marked line of the live view and its frame", () => {
     const frame = (number: number) => `<div>Cell In[${number}], line 5</div><div class="${FAILED_LINE_CLASS}">${CULPRIT}</div>`;
-    const line = shown(`<div class="sgpu-code">${frame(2)}${frame(3)}</div>`);
+    const line = failedElement(`<div class="sgpu-code">${frame(2)}${frame(3)}</div>`);
     expect(parseFailedLine(line)?.execution).toBe(3);
   });
 
   it("returns null for a file's frame, or without a traceback", () => {
     const marked = `<div class="${FAILED_LINE_CLASS}">${CULPRIT}</div>`;
-    expect(parseFailedLine(shown(`<div class="sgpu-code"><div>Cell In[2], line 5</div>${marked}<div>File ~/a.py:5, in f</div>${marked}</div>`))).toBeNull();
-    expect(parseFailedLine(shown(`<div class="${FAILED_LINE_CLASS}">a sentence</div>`))).toBeNull();
+    expect(parseFailedLine(failedElement(`<div class="sgpu-code"><div>Cell In[2], line 5</div>${marked}<div>File ~/a.py:5, in f</div>${marked}</div>`))).toBeNull();
+    expect(parseFailedLine(failedElement(`<div class="${FAILED_LINE_CLASS}">a sentence</div>`))).toBeNull();
   });
 });
 

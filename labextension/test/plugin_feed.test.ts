@@ -49,17 +49,17 @@ function lines(seq: number, first: number, ...texts: string[]): unknown {
   return { kind: "lines", seq, first, rows: texts.map((text, at) => [0, first + at, text]), ranks: [first + texts.length] };
 }
 
-function news(parts: Record<string, unknown>): unknown {
+function changes(parts: Record<string, unknown>): unknown {
   return { snapshot: null, updates: [], seq: 0, lines: 0, displays: 0, final: false, ...parts };
 }
 
 /** A server that returns these answers in order, and records the requests. */
 class FakeServer {
-  readonly asked: { path: string; init: RequestInit }[] = [];
+  readonly requests: { path: string; init: RequestInit }[] = [];
   constructor(private readonly answers: (() => Response | Promise<Response>)[]) {}
 
   readonly request = (path: string, init: RequestInit): Promise<Response> => {
-    this.asked.push({ path, init });
+    this.requests.push({ path, init });
     const answer = this.answers.shift();
     if (answer) return Promise.resolve(answer());
     return new Promise((_, reject) => {
@@ -68,7 +68,7 @@ class FakeServer {
   };
 
   query(at: number): URLSearchParams {
-    return new URLSearchParams(this.asked[at]?.path.split("?")[1]);
+    return new URLSearchParams(this.requests[at]?.path.split("?")[1]);
   }
 }
 
@@ -76,11 +76,11 @@ function json(body: unknown, status = 200): () => Response {
   return () => new Response(JSON.stringify(body), { status });
 }
 
-const ends: AbortController[] = [];
+const controllers: AbortController[] = [];
 
 function feed(server: FakeServer, pauses: number[] = []): { feed: RunFeed; runs: RunServer; end: AbortController } {
   const end = new AbortController();
-  ends.push(end);
+  controllers.push(end);
   const runs = new RunServer(server.request);
   const pause = (ms: number): Promise<void> => {
     pauses.push(ms);
@@ -90,15 +90,15 @@ function feed(server: FakeServer, pauses: number[] = []): { feed: RunFeed; runs:
 }
 
 afterEach(() => {
-  for (const end of ends.splice(0)) end.abort();
+  for (const end of controllers.splice(0)) end.abort();
 });
 
 describe("a run's feed", () => {
   it("sends what it has, and passes on changes until the run ends", async () => {
     const server = new FakeServer([
-      json(news({ snapshot: snapshot(4), updates: [lines(1, 0, "a", "b")], seq: 1, lines: 2 })),
-      json(news({ updates: [lines(2, 2, "c")], seq: 2, lines: 3, displays: 1 })),
-      json(news({ snapshot: snapshot(9, true), seq: 2, lines: 3, displays: 1, final: true })),
+      json(changes({ snapshot: snapshot(4), updates: [lines(1, 0, "a", "b")], seq: 1, lines: 2 })),
+      json(changes({ updates: [lines(2, 2, "c")], seq: 2, lines: 3, displays: 1 })),
+      json(changes({ snapshot: snapshot(9, true), seq: 2, lines: 3, displays: 1, final: true })),
     ]);
     const { feed: run } = feed(server);
     const updates: FeedUpdate[] = [];
@@ -111,7 +111,7 @@ describe("a run's feed", () => {
     expect(drawn).toEqual([4, 9]);
     expect(displayed).toHaveBeenCalledTimes(1);
     expect(final).toHaveBeenCalledTimes(1);
-    expect(server.asked[0]?.path).toMatch(/^sgpu\/runs\/0123abcd\/news\?/);
+    expect(server.requests[0]?.path).toMatch(/^sgpu\/runs\/0123abcd\/news\?/);
     expect(Object.fromEntries(server.query(2))).toEqual({ wait: "15", after: "2", lines: "3", drawn: "4", displays: "1" });
   });
 
@@ -119,7 +119,7 @@ describe("a run's feed", () => {
     const fails = (): Response => {
       throw new TypeError("Failed to fetch");
     };
-    const server = new FakeServer([fails, json({}, 502), fails, json(news({ final: true, snapshot: snapshot(1, true) }))]);
+    const server = new FakeServer([fails, json({}, 502), fails, json(changes({ final: true, snapshot: snapshot(1, true) }))]);
     const pauses: number[] = [];
     const { feed: run } = feed(server, pauses);
     const away: boolean[] = [];
@@ -135,7 +135,7 @@ describe("a run's feed", () => {
     const { feed: run } = feed(server);
     await run.poll();
     expect(run.link.ended).toBe("this machine has no directory for run 0123");
-    expect(server.asked).toHaveLength(1);
+    expect(server.requests).toHaveLength(1);
   });
 
   it("stops when its signal aborts", async () => {
@@ -144,8 +144,8 @@ describe("a run's feed", () => {
     const done = run.poll();
     end.abort();
     await done;
-    expect(server.asked).toHaveLength(1);
-    expect(server.asked[0]?.init.signal?.aborted).toBe(true);
+    expect(server.requests).toHaveLength(1);
+    expect(server.requests[0]?.init.signal?.aborted).toBe(true);
   });
 
   it("uses at most three of the browser's connections", async () => {
@@ -153,7 +153,7 @@ describe("a run's feed", () => {
     const held = [1, 2, 3].map(() => feed(waiting));
     for (const { feed: run } of held) void run.poll();
     const pauses: number[] = [];
-    const server = new FakeServer([json(news({})), json(news({ final: true }))]);
+    const server = new FakeServer([json(changes({})), json(changes({ final: true }))]);
     await feed(server, pauses).feed.poll();
     expect(server.query(0).get("wait")).toBe("0");
     expect(pauses).toEqual([1000]);
@@ -167,13 +167,13 @@ describe("ServerTransport", () => {
     const { feed: run, runs } = feed(server);
     const transport = new ServerTransport(runs, run);
     await expect(transport.ask({ kind: "cancel" })).resolves.toMatchObject({ lines: ["run 0123 is being stopped"] });
-    expect(server.asked[0]).toMatchObject({ path: "sgpu/runs/0123abcd/ask", init: { method: "POST" } });
-    expect(server.asked[0]?.init.body).toBe('{"kind":"cancel","n":1}');
+    expect(server.requests[0]).toMatchObject({ path: "sgpu/runs/0123abcd/ask", init: { method: "POST" } });
+    expect(server.requests[0]?.init.body).toBe('{"kind":"cancel","n":1}');
   });
 
   it("numbers updates as its feed does", async () => {
     const server = new FakeServer([
-      json(news({ updates: [lines(1, 0, "a")], seq: 1, lines: 1, final: true, snapshot: snapshot(3) })),
+      json(changes({ updates: [lines(1, 0, "a")], seq: 1, lines: 1, final: true, snapshot: snapshot(3) })),
       json({ kind: "hello", n: 1, snapshot: snapshot(5), seq: 0 }),
     ]);
     const { feed: run, runs } = feed(server);
@@ -200,7 +200,7 @@ describe("ServerTransport", () => {
   });
 
   it("gets no updates after it is disposed", async () => {
-    const server = new FakeServer([json(news({ updates: [lines(1, 0, "a")], seq: 1, lines: 1, final: true }))]);
+    const server = new FakeServer([json(changes({ updates: [lines(1, 0, "a")], seq: 1, lines: 1, final: true }))]);
     const { feed: run, runs } = feed(server);
     const transport = new ServerTransport(runs, run);
     const updates = vi.fn();

@@ -13,7 +13,7 @@ function recorded(run: string, state: string): CellOutput {
   return output({ "text/plain": "x", [RUN_MIME]: { run_id: run, state } });
 }
 
-function owned(run: string, ended: number | null): SubmittedRun {
+function submittedRun(run: string, ended: number | null): SubmittedRun {
   return { run_id: run, cell: "c", final: ended !== null, ended, execution_count: 3, blocks: true };
 }
 
@@ -34,20 +34,20 @@ describe("findShownRun", () => {
 
 describe("findMissingRun", () => {
   it("returns an active run that is not shown", () => {
-    expect(findMissingRun(null, owned("aaaaaaaa", null), SAVED_S)).toEqual({ run: "aaaaaaaa", isActive: true, blocks: true });
-    expect(findMissingRun({ run: "bbbbbbbb", final: true }, owned("aaaaaaaa", null), SAVED_S)).toMatchObject({ run: "aaaaaaaa" });
-    expect(findMissingRun({ run: "aaaaaaaa", final: false }, owned("aaaaaaaa", null), SAVED_S)).toEqual({ run: "aaaaaaaa", isActive: true, blocks: true });
+    expect(findMissingRun(null, submittedRun("aaaaaaaa", null), SAVED_S)).toEqual({ run: "aaaaaaaa", isActive: true, blocks: true });
+    expect(findMissingRun({ run: "bbbbbbbb", final: true }, submittedRun("aaaaaaaa", null), SAVED_S)).toMatchObject({ run: "aaaaaaaa" });
+    expect(findMissingRun({ run: "aaaaaaaa", final: false }, submittedRun("aaaaaaaa", null), SAVED_S)).toEqual({ run: "aaaaaaaa", isActive: true, blocks: true });
   });
 
   it("returns an active session whose cell has ended", () => {
-    const session = { ...owned("aaaaaaaa", null), blocks: false };
+    const session = { ...submittedRun("aaaaaaaa", null), blocks: false };
     expect(findMissingRun(null, session, SAVED_S)).toEqual({ run: "aaaaaaaa", isActive: true, blocks: false });
     expect(findMissingRun({ run: "aaaaaaaa", final: false }, session, SAVED_S)).toMatchObject({ blocks: false });
   });
 
   it("returns a run that ended after the notebook was saved", () => {
-    expect(findMissingRun(null, owned("aaaaaaaa", SAVED_S + 1), SAVED_S)).toEqual({ run: "aaaaaaaa", isActive: false, blocks: true });
-    expect(findMissingRun({ run: "aaaaaaaa", final: false }, owned("aaaaaaaa", SAVED_S - 1), SAVED_S)).toMatchObject({ isActive: false });
+    expect(findMissingRun(null, submittedRun("aaaaaaaa", SAVED_S + 1), SAVED_S)).toEqual({ run: "aaaaaaaa", isActive: false, blocks: true });
+    expect(findMissingRun({ run: "aaaaaaaa", final: false }, submittedRun("aaaaaaaa", SAVED_S - 1), SAVED_S)).toMatchObject({ isActive: false });
   });
 
   it("returns another kernel's run that is shown as active", () => {
@@ -55,8 +55,8 @@ describe("findMissingRun", () => {
   });
 
   it("returns null for a final output, or one that the user removed", () => {
-    expect(findMissingRun({ run: "aaaaaaaa", final: true }, owned("aaaaaaaa", SAVED_S + 1), SAVED_S)).toBeNull();
-    expect(findMissingRun(null, owned("aaaaaaaa", SAVED_S - 1), SAVED_S)).toBeNull();
+    expect(findMissingRun({ run: "aaaaaaaa", final: true }, submittedRun("aaaaaaaa", SAVED_S + 1), SAVED_S)).toBeNull();
+    expect(findMissingRun(null, submittedRun("aaaaaaaa", SAVED_S - 1), SAVED_S)).toBeNull();
     expect(findMissingRun(null, null, SAVED_S)).toBeNull();
   });
 });

@@ -69,38 +69,38 @@ export function newLines(seq: number, first: number, rows: NewLines["rows"], ran
   return { kind: "lines", seq, first, rows, ranks };
 }
 
-type Answering = (question: QuestionBody) => Answer | Promise<Answer>;
+type Responder = (question: QuestionBody) => Answer | Promise<Answer>;
 
 /** A transport that the test controls. */
 export class TestTransport implements Transport {
-  readonly asked: QuestionBody[] = [];
+  readonly questions: QuestionBody[] = [];
   disposed = false;
   interrupted = 0;
   interrupt?: () => Promise<void>;
-  tell: (updates: FeedUpdate) => void = () => undefined;
-  draw: (snapshot: Snapshot) => void = () => undefined;
-  link: (state: LinkState) => void = () => undefined;
+  sendUpdate: (updates: FeedUpdate) => void = () => undefined;
+  sendSnapshot: (snapshot: Snapshot) => void = () => undefined;
+  setLink: (state: LinkState) => void = () => undefined;
 
   constructor(
-    private readonly answer: Answering,
+    private readonly respond: Responder,
     readonly kind: TransportKind = "subshell",
   ) {}
 
   async ask(question: QuestionBody): Promise<Answer> {
-    this.asked.push(question);
-    return this.answer(question);
+    this.questions.push(question);
+    return this.respond(question);
   }
 
   onUpdate(callback: (updates: FeedUpdate) => void): void {
-    this.tell = callback;
+    this.sendUpdate = callback;
   }
 
   onSnapshot(callback: (snapshot: Snapshot) => void): void {
-    this.draw = callback;
+    this.sendSnapshot = callback;
   }
 
   onLink(callback: (state: LinkState) => void): void {
-    this.link = callback;
+    this.setLink = callback;
   }
 
   dispose(): void {
@@ -109,7 +109,7 @@ export class TestTransport implements Transport {
 }
 
 /** Answers like a kernel with `total` lines of four ranks. */
-export function answering(total: number, change: Partial<Snapshot> = {}, text?: (at: number) => string): Answering {
+export function respondingWith(total: number, change: Partial<Snapshot> = {}, text?: (at: number) => string): Responder {
   const row = (at: number): LineRow => line(at, text?.(at));
   const ranks = [0, 1, 2, 3].map((rank) => Math.ceil((total - rank) / 4));
   return (question) => {

@@ -4,21 +4,21 @@ import { placeDetails } from "../src/run_view/components/details";
 import { mountRunView } from "../src/run_view/index";
 import type { Snapshot } from "../src/run_view/messages";
 import { eventually } from "./eventually";
-import { TestTransport, answering, card, never, picture, refusing, newLines, line } from "./samples";
+import { TestTransport, respondingWith, card, never, picture, refusing, newLines, line } from "./samples";
 
-let ends: AbortController[] = [];
+let controllers: AbortController[] = [];
 
 function mounted(transport: TestTransport) {
   const el = document.createElement("div");
   document.body.append(el);
   const end = new AbortController();
-  ends.push(end);
+  controllers.push(end);
   mountRunView(el, transport, end.signal);
   return { el, end, transport };
 }
 
 async function shown(change: Partial<Snapshot> = {}, total = 0, text?: (at: number) => string) {
-  const view = mounted(new TestTransport(answering(total, change, text)));
+  const view = mounted(new TestTransport(respondingWith(total, change, text)));
   await eventually(() => expect(view.el.querySelector(".sgpu-state")).not.toBeNull());
   return view;
 }
@@ -41,16 +41,16 @@ function press(element: Element, key: string, more: KeyboardEventInit = {}) {
   element.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true, cancelable: true, ...more }));
 }
 
-function pageIs(hidden: boolean) {
+function setPageHidden(hidden: boolean) {
   Object.defineProperty(document, "hidden", { configurable: true, get: () => hidden });
   document.dispatchEvent(new Event("visibilitychange"));
 }
 
 beforeEach(() => {
-  ends = [];
+  controllers = [];
 });
 afterEach(() => {
-  for (const end of ends) end.abort();
+  for (const end of controllers) end.abort();
   document.body.replaceChildren();
   vi.useRealTimers();
 });
@@ -80,16 +80,16 @@ describe("the snapshot", () => {
     vi.useFakeTimers({ toFake: ["performance", "setTimeout", "clearTimeout"] });
     const { el, transport } = mounted(new TestTransport(never));
     const cost = { text: "$0.37 (simulated)", per_s: 0.01, seconds: 36.2, currency: "USD", mark: " (simulated)" };
-    transport.draw(picture({ cost, elapsed_s: 35.0, seq: 2 }));
+    transport.sendSnapshot(picture({ cost, elapsed_s: 35.0, seq: 2 }));
     await vi.advanceTimersByTimeAsync(100);
     expect(query(el, ".sgpu-meta").textContent).toBe("4 ranks · cpu, gloo · local · 35 s · start 3 s · $0.37 (simulated)");
     await vi.advanceTimersByTimeAsync(5_000);
     expect(query(el, ".sgpu-cost").textContent).toBe("$0.42 (simulated)");
     // the cost of a session's cell is not counted on
-    transport.draw(picture({ cost: { ...cost, text: "$0.05 of its session", per_s: 0 }, seq: 3 }));
+    transport.sendSnapshot(picture({ cost: { ...cost, text: "$0.05 of its session", per_s: 0 }, seq: 3 }));
     await vi.advanceTimersByTimeAsync(3_000);
     expect(query(el, ".sgpu-cost").textContent).toBe("$0.05 of its session");
-    transport.draw(picture({ final: true, ticking: false, meta: ["$0.44 for 44 GPU s"], seq: 4 }));
+    transport.sendSnapshot(picture({ final: true, ticking: false, meta: ["$0.44 for 44 GPU s"], seq: 4 }));
     await vi.advanceTimersByTimeAsync(100);
     expect(el.querySelector(".sgpu-cost")).toBeNull();
     expect(query(el, ".sgpu-meta").textContent).toContain("$0.44 for 44 GPU s");
@@ -189,7 +189,7 @@ describe("the snapshot", () => {
 
   it("shows a card's details after a delay, and at once for the keyboard", async () => {
     vi.useFakeTimers();
-    const { el } = mounted(new TestTransport(answering(0)));
+    const { el } = mounted(new TestTransport(respondingWith(0)));
     await vi.advanceTimersByTimeAsync(100);
     const first = query(el, '[data-rank="0"]');
     first.dispatchEvent(new PointerEvent("pointerenter"));
@@ -251,7 +251,7 @@ describe("the snapshot", () => {
     const { el, transport } = await shown({ state: "queued", ranks: [], preparing: ["position 2 in the queue"] });
     expect(query(el, ".sgpu-preparing").textContent).toBe("position 2 in the queue");
     expect(el.querySelector(".sgpu-log")).toBeNull();
-    transport.draw(picture({ seq: 2, state: "starting", preparing: ["starting 4 ranks"] }));
+    transport.sendSnapshot(picture({ seq: 2, state: "starting", preparing: ["starting 4 ranks"] }));
     await eventually(() => expect(query(el, ".sgpu-log").textContent).toBe("no output yet"));
   });
 
@@ -263,8 +263,8 @@ describe("the snapshot", () => {
 
   it("ignores an older snapshot", async () => {
     const { el, transport } = await shown({ seq: 5, state: "running" });
-    transport.draw(picture({ seq: 4, state: "starting" }));
-    transport.draw(picture({ seq: 6, name: "newer" }));
+    transport.sendSnapshot(picture({ seq: 4, state: "starting" }));
+    transport.sendSnapshot(picture({ seq: 6, name: "newer" }));
     await eventually(() => expect(query(el, ".sgpu-name").textContent).toBe("newer"));
     expect(query(el, ".sgpu-state").textContent).toBe("running");
   });
@@ -309,7 +309,7 @@ describe("the log", () => {
     press(query(el, ".sgpu-log"), "Home");
     await eventually(() => expect(query(el, ".sgpu-log").textContent).toContain("[0]line 0["));
     expect(el.querySelectorAll(".sgpu-row").length).toBeLessThan(200);
-    const asked = transport.asked.filter(({ kind }) => kind === "lines");
+    const asked = transport.questions.filter(({ kind }) => kind === "lines");
     expect(asked.length).toBeLessThan(6);
   });
 
@@ -317,12 +317,12 @@ describe("the log", () => {
     const { el, transport } = await shown({}, 0);
     const log = () => query(el, ".sgpu-log");
     expect([log().style.minHeight, log().className]).toEqual(["54px", "sgpu-log"]);
-    transport.tell(newLines(1, 0, Array.from({ length: 7 }, (_, at) => line(at)), [2, 2, 2, 1]));
+    transport.sendUpdate(newLines(1, 0, Array.from({ length: 7 }, (_, at) => line(at)), [2, 2, 2, 1]));
     await eventually(() => expect(log().style.minHeight).toBe("126px"));
     query(el, '[role="tab"][aria-label="rank 3"]').click();
     await eventually(() => expect(log().getAttribute("aria-label")).toBe("lines of rank 3"));
     expect(log().style.minHeight).toBe("126px");
-    transport.tell(newLines(2, 7, Array.from({ length: 90 }, (_, at) => line(7 + at)), [25, 24, 24, 24]));
+    transport.sendUpdate(newLines(2, 7, Array.from({ length: 90 }, (_, at) => line(7 + at)), [25, 24, 24, 24]));
     await eventually(() => expect(log().className).toBe("sgpu-log sgpu-full"));
     expect(log().style.getPropertyValue("--full")).toBe("252px");
   });
@@ -344,11 +344,11 @@ describe("the log", () => {
   it("follows new lines until it is scrolled up, and again after End", async () => {
     const { el, transport } = await shown({}, 400);
     await eventually(() => expect(query(el, ".sgpu-log").textContent).toContain("line 399"));
-    transport.tell(newLines(1, 400, [line(400)], [101, 100, 100, 100]));
+    transport.sendUpdate(newLines(1, 400, [line(400)], [101, 100, 100, 100]));
     await eventually(() => expect(query(el, ".sgpu-log").textContent).toContain("line 400"));
     press(query(el, ".sgpu-log"), "PageUp");
     await eventually(() => expect(query(el, ".sgpu-follow").getAttribute("aria-pressed")).toBe("false"));
-    transport.tell(newLines(2, 401, Array.from({ length: 90 }, (_, at) => line(401 + at)), [123, 123, 123, 122]));
+    transport.sendUpdate(newLines(2, 401, Array.from({ length: 90 }, (_, at) => line(401 + at)), [123, 123, 123, 122]));
     await eventually(() => expect(query(el, ".sgpu-newer").textContent).toBe("↓ 90 new lines"));
     expect(query(el, ".sgpu-log").textContent).not.toContain("line 490");
     press(query(el, ".sgpu-log"), "End");
@@ -358,11 +358,11 @@ describe("the log", () => {
 
   it("requests the run's state when a message is missing", async () => {
     const { transport } = await shown({}, 4);
-    const hellos = () => transport.asked.filter(({ kind }) => kind === "hello").length;
+    const hellos = () => transport.questions.filter(({ kind }) => kind === "hello").length;
     expect(hellos()).toBe(1);
-    transport.tell(newLines(1, 4, [line(4)], [2, 1, 1, 1]));
+    transport.sendUpdate(newLines(1, 4, [line(4)], [2, 1, 1, 1]));
     expect(hellos()).toBe(1);
-    transport.tell(newLines(3, 6, [line(6)], [2, 2, 2, 1]));
+    transport.sendUpdate(newLines(3, 6, [line(6)], [2, 2, 2, 1]));
     expect(hellos()).toBe(2);
   });
 
@@ -412,7 +412,7 @@ describe("the log", () => {
     press(input, "Enter", { shiftKey: true });
     await eventually(() => expect(query(el, ".sgpu-found").textContent).toBe("4 of 5"));
     await eventually(() => expect(query(el, ".sgpu-current").textContent).toContain("needle 3007"));
-    expect(transport.asked.filter(({ kind }) => kind === "find")).toHaveLength(1);
+    expect(transport.questions.filter(({ kind }) => kind === "find")).toHaveLength(1);
     press(input, "Escape");
     await eventually(() => expect(el.querySelector(".sgpu-find, mark")).toBeNull());
   });
@@ -420,7 +420,7 @@ describe("the log", () => {
   it("is copied without colours, unless it is too large", async () => {
     const copied = vi.spyOn(navigator.clipboard, "writeText").mockResolvedValue();
     let size = 1;
-    const usual = answering(4);
+    const usual = respondingWith(4);
     const transport = new TestTransport((question) =>
       question.kind === "log"
         ? { kind: "log-answer", n: 0, text: "\x1b[31mx\x1b[0m".repeat(size), next_offset: question.offset < 9 ? question.offset + 9 : null }
@@ -451,7 +451,7 @@ describe("the buttons", () => {
   });
 
   it("interrupt a kernel that does not answer", async () => {
-    const usual = answering(0);
+    const usual = respondingWith(0);
     const transport = new TestTransport((question) => (question.kind === "cancel" ? never() : usual(question)), "shell");
     transport.interrupt = () => {
       transport.interrupted += 1;
@@ -459,7 +459,7 @@ describe("the buttons", () => {
     };
     const { el } = mounted(transport);
     await eventually(() => expect(el.querySelector(".sgpu-state")).not.toBeNull());
-    transport.link({ busy: true, away: false, ended: "" });
+    transport.setLink({ busy: true, away: false, ended: "" });
     await eventually(() => expect(button(el, "Cancel").title).toBe("Stop this run (interrupts the kernel)"));
     button(el, "Cancel").click();
     await eventually(() => expect(query(el, ".sgpu-notice").textContent).toContain("was interrupted"));
@@ -469,7 +469,7 @@ describe("the buttons", () => {
   it("disconnect a session without an interrupt, which would stop its cell", async () => {
     const transport = new TestTransport(
       (question) =>
-        question.kind === "cancel" ? never() : answering(0, { stop: "End session", state: "connected", tone: "good" })(question),
+        question.kind === "cancel" ? never() : respondingWith(0, { stop: "End session", state: "connected", tone: "good" })(question),
       "shell",
     );
     transport.interrupt = () => {
@@ -483,22 +483,22 @@ describe("the buttons", () => {
     vi.useFakeTimers();
     button(el, "End session").click();
     await vi.advanceTimersByTimeAsync(10_000);
-    expect(transport.asked.at(-1)?.kind).toBe("cancel");
+    expect(transport.questions.at(-1)?.kind).toBe("cancel");
     expect(transport.interrupted).toBe(0);
   });
 
   it("are replaced by a hint if a busy kernel can't be interrupted", async () => {
-    const { el, transport } = mounted(new TestTransport(answering(0), "shell"));
+    const { el, transport } = mounted(new TestTransport(respondingWith(0), "shell"));
     await eventually(() => expect(button(el, "Cancel").disabled).toBe(false));
-    transport.link({ busy: true, away: false, ended: "" });
+    transport.setLink({ busy: true, away: false, ended: "" });
     await eventually(() => expect(query(el, ".sgpu-hint").textContent).toBe("to cancel, use the notebook's Interrupt button"));
     expect([...el.querySelectorAll("button")].map((each) => each.textContent)).not.toContain("Cancel");
-    transport.link({ busy: false, away: false, ended: "" });
+    transport.setLink({ busy: false, away: false, ended: "" });
     await eventually(() => expect(button(el, "Cancel").disabled).toBe(false));
   });
 
   it("report why there is no answer", async () => {
-    const usual = answering(0);
+    const usual = respondingWith(0);
     const { el } = mounted(
       new TestTransport((question) => (question.kind === "stacks" ? refusing("no stacks from this pool") : usual(question))),
     );
@@ -511,48 +511,48 @@ describe("the buttons", () => {
 describe("a lost link", () => {
   it("shows the command that attaches the run again, and stops the clock", async () => {
     const { el, transport } = await shown();
-    transport.tell({ kind: "gone", text: "the kernel was restarted" });
+    transport.sendUpdate({ kind: "gone", text: "the kernel was restarted" });
     await eventually(() => expect(query(el, ".sgpu-banner").textContent).toContain("this was run 7f3a: %sgpu_attach 7f3a shows it"));
     expect(query(el, ".sgpu-state").textContent).toBe("was running");
     const copied = vi.spyOn(navigator.clipboard, "writeText").mockResolvedValue();
     button(el, "Copy command").click();
     expect(copied).toHaveBeenCalledWith("%sgpu_attach 7f3a");
     copied.mockRestore();
-    transport.link({ busy: false, away: true, ended: "" });
+    transport.setLink({ busy: false, away: true, ended: "" });
     await new Promise(requestAnimationFrame);
     expect(query(el, ".sgpu-banner").textContent).toContain("the kernel was restarted");
   });
 
   it("is shown as temporary while it may recover", async () => {
     const { el, transport } = await shown();
-    transport.link({ busy: false, away: true, ended: "" });
+    transport.setLink({ busy: false, away: true, ended: "" });
     await eventually(() => expect(query(el, ".sgpu-banner").textContent).toContain("the link to the kernel is down"));
-    transport.link({ busy: true, away: false, ended: "" });
+    transport.setLink({ busy: true, away: false, ended: "" });
     await eventually(() => expect(query(el, ".sgpu-banner").textContent).toContain("the kernel is busy"));
-    expect(transport.asked.filter(({ kind }) => kind === "hello")).toHaveLength(2);
+    expect(transport.questions.filter(({ kind }) => kind === "hello")).toHaveLength(2);
   });
 });
 
 describe("a view in the background", () => {
-  afterEach(() => pageIs(false));
+  afterEach(() => setPageHidden(false));
 
   it("draws nothing while hidden, and requests the state after a long time", async () => {
     const { el, transport } = await shown();
     vi.useFakeTimers();
-    pageIs(true);
-    transport.draw(picture({ seq: 2, name: "unseen" }));
+    setPageHidden(true);
+    transport.sendSnapshot(picture({ seq: 2, name: "unseen" }));
     vi.advanceTimersByTime(6_000);
     expect(query(el, ".sgpu-name").textContent).toBe("train_digits");
     expect(vi.getTimerCount()).toBeLessThanOrEqual(1);
-    pageIs(false);
+    setPageHidden(false);
     await vi.advanceTimersByTimeAsync(50);
     expect(query(el, ".sgpu-name").textContent).toBe("unseen");
-    expect(transport.asked.filter(({ kind }) => kind === "hello")).toHaveLength(2);
+    expect(transport.questions.filter(({ kind }) => kind === "hello")).toHaveLength(2);
   });
 
   it("updates the clock while the run is active", async () => {
     vi.useFakeTimers();
-    const { el } = mounted(new TestTransport(answering(0)));
+    const { el } = mounted(new TestTransport(respondingWith(0)));
     await vi.advanceTimersByTimeAsync(100);
     expect(query(el, ".sgpu-clock").textContent).toBe("2 min 14 s · start 3 s");
     await vi.advanceTimersByTimeAsync(3_000);
@@ -562,15 +562,15 @@ describe("a view in the background", () => {
   it("updates the clock during a start", async () => {
     vi.useFakeTimers();
     const start = { state: "starting", elapsed_s: 0, starting_s: 0.4 };
-    const { el, transport } = mounted(new TestTransport(answering(0, start)));
+    const { el, transport } = mounted(new TestTransport(respondingWith(0, start)));
     await vi.advanceTimersByTimeAsync(100);
     expect(query(el, ".sgpu-clock").textContent).toBe("start 0 s");
     await vi.advanceTimersByTimeAsync(25_000);
     expect(query(el, ".sgpu-clock").textContent).toBe("start 25 s");
-    transport.draw(picture({ seq: 2, elapsed_s: 0.1, starting_s: 25.4 }));
+    transport.sendSnapshot(picture({ seq: 2, elapsed_s: 0.1, starting_s: 25.4 }));
     await vi.advanceTimersByTimeAsync(1_200);
     expect(query(el, ".sgpu-clock").textContent).toBe("1 s · start 25 s");
-    transport.draw(picture({ seq: 3, final: true, ticking: false, elapsed_s: 0.31, starting_s: 0.2 }));
+    transport.sendSnapshot(picture({ seq: 3, final: true, ticking: false, elapsed_s: 0.31, starting_s: 0.2 }));
     await vi.advanceTimersByTimeAsync(100);
     expect(query(el, ".sgpu-clock").textContent).toBe("0.31 s");
   });
@@ -591,7 +591,7 @@ describe("a view in the background", () => {
       },
     );
     const added = vi.spyOn(document, "addEventListener");
-    const { el, end, transport } = mounted(new TestTransport(answering(50_000)));
+    const { el, end, transport } = mounted(new TestTransport(respondingWith(50_000)));
     await vi.advanceTimersByTimeAsync(300);
     for (const [name, , options] of added.mock.calls) {
       if (typeof options === "object" && options.signal === end.signal) listening.add(name);
@@ -608,7 +608,7 @@ describe("a view in the background", () => {
     expect(el.childElementCount).toBe(0);
     expect(transport.disposed).toBe(true);
     expect(vi.getTimerCount()).toBe(0);
-    transport.draw(picture({ seq: 9 }));
+    transport.sendSnapshot(picture({ seq: 9 }));
     expect(vi.getTimerCount()).toBe(0);
   });
 });

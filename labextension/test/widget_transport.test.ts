@@ -90,14 +90,14 @@ class FakeModel {
   }
 }
 
-function linked(kernel: FakeKernel | null, comms = "subshell") {
+function createTransport(kernel: FakeKernel | null, comms = "subshell") {
   const model = new FakeModel({ snapshot: picture(), comms, model_key: "model-1" }, kernel);
   const transport = new WidgetTransport(model);
   const states: LinkState[] = [];
-  const news: FeedUpdate[] = [];
+  const updates: FeedUpdate[] = [];
   transport.onLink((state) => states.push(state));
-  transport.onUpdate((message) => news.push(message));
-  return { model, transport, states, news };
+  transport.onUpdate((message) => updates.push(message));
+  return { model, transport, states, news: updates };
 }
 
 const text = (n: number) => ({ kind: "text", n, lines: ["done"] });
@@ -114,7 +114,7 @@ afterEach(() => {
 
 describe("the channel of a question", () => {
   it("is the comm if the kernel handles comms on a subshell", async () => {
-    const { model, transport } = linked(new FakeKernel(true));
+    const { model, transport } = createTransport(new FakeKernel(true));
     expect(transport.kind).toBe("subshell");
     const answer = transport.ask({ kind: "stacks" });
     expect(model.sent).toEqual([{ kind: "stacks", n: 1 }]);
@@ -124,7 +124,7 @@ describe("the channel of a question", () => {
 
   it("is the control channel if comms wait for the cell", async () => {
     const kernel = new FakeKernel(true);
-    const { model, transport } = linked(kernel, "blocking");
+    const { model, transport } = createTransport(kernel, "blocking");
     expect(transport.kind).toBe("control");
     const answer = transport.ask({ kind: "cancel" });
     expect(model.sent).toEqual([]);
@@ -141,12 +141,12 @@ describe("the channel of a question", () => {
     ["a front end without a control channel", new FakeKernel(false, false), "shell"],
     ["a front end that shows no kernel", null, "shell"],
   ])("is right for %s", (_name, kernel, kind) => {
-    expect(linked(kernel).transport.kind).toBe(kind);
+    expect(createTransport(kernel).transport.kind).toBe(kind);
   });
 
   it("changes to the control channel if the comm is silent, then reports busy", async () => {
     const kernel = new FakeKernel(true);
-    const { transport, states } = linked(kernel);
+    const { transport, states } = createTransport(kernel);
     const answer = transport.ask({ kind: "stacks" });
     vi.advanceTimersByTime(CHANNEL_TIMEOUT_MS - 1);
     expect(kernel.futures).toHaveLength(0);
@@ -161,14 +161,14 @@ describe("the channel of a question", () => {
   });
 
   it("times out, so that the caller can retry", async () => {
-    const { transport } = linked(new FakeKernel(true));
+    const { transport } = createTransport(new FakeKernel(true));
     const answer = expect(transport.ask({ kind: "stacks" })).rejects.toThrow("the kernel has not answered");
     vi.advanceTimersByTime(REQUEST_TIMEOUT_MS);
     await answer;
   });
 
   it("is the main shell as a last resort, and the kernel is reported as busy", async () => {
-    const { model, transport, states } = linked(null);
+    const { model, transport, states } = createTransport(null);
     const answer = transport.ask({ kind: "lines", first: 0, count: 200, rank: null });
     vi.advanceTimersByTime(REQUEST_TIMEOUT_MS * 10);
     expect(states.at(-1)?.busy).toBe(true);
@@ -179,7 +179,7 @@ describe("the channel of a question", () => {
 
   it("is the comm if the control channel does not know the message", async () => {
     const kernel = new FakeKernel(false);
-    const { model, transport } = linked(kernel);
+    const { model, transport } = createTransport(kernel);
     const answer = transport.ask({ kind: "stacks" });
     kernel.futures[0]?.onReply({ content: { status: "error", evalue: "unknown message" } });
     await eventually(() => expect(model.sent).toEqual([{ kind: "stacks", n: 1 }]));
@@ -190,7 +190,7 @@ describe("the channel of a question", () => {
 
 describe("updates from the kernel", () => {
   it("include the model's snapshot, now and when it changes", () => {
-    const { model, transport } = linked(null);
+    const { model, transport } = createTransport(null);
     const drawn: number[] = [];
     transport.onSnapshot(({ seq }) => drawn.push(seq));
     model.traits["snapshot"] = picture({ seq: 2 });
@@ -202,7 +202,7 @@ describe("updates from the kernel", () => {
 
   it("are passed on unless they are malformed", () => {
     const warn = vi.spyOn(console, "warn").mockReturnValue();
-    const { model, news } = linked(null);
+    const { model, news } = createTransport(null);
     model.emit("msg:custom", { kind: "lines", seq: 1, first: 0, rows: [], ranks: [] });
     model.emit("msg:custom", { kind: "lines", seq: "1" });
     model.emit("msg:custom", "text");
@@ -217,7 +217,7 @@ describe("updates from the kernel", () => {
     ["dead", "the kernel has died"],
   ])("include the end of the kernel: %s", async (status, ended) => {
     const kernel = new FakeKernel(true);
-    const { transport, states } = linked(kernel);
+    const { transport, states } = createTransport(kernel);
     const answer = expect(transport.ask({ kind: "stacks" })).rejects.toThrow(ended);
     kernel.statusChanged.emit(status);
     await answer;
@@ -227,7 +227,7 @@ describe("updates from the kernel", () => {
 
   it("include the loss and the recovery of the link", () => {
     const kernel = new FakeKernel(true);
-    const { states } = linked(kernel);
+    const { states } = createTransport(kernel);
     kernel.connectionStatusChanged.emit("connecting");
     expect(states.at(-1)?.away).toBe(true);
     kernel.connectionStatusChanged.emit("connected");
@@ -238,7 +238,7 @@ describe("updates from the kernel", () => {
 describe("a disposed transport", () => {
   it("leaves no listener and no timer", async () => {
     const kernel = new FakeKernel(true);
-    const { model, transport } = linked(kernel);
+    const { model, transport } = createTransport(kernel);
     const answer = expect(transport.ask({ kind: "stacks" })).rejects.toThrow("the view is closed");
     transport.dispose();
     await answer;
