@@ -1,7 +1,7 @@
 import { describe, expect, it } from "vitest";
 
 import { pieces, plain } from "../src/run_view/ansi";
-import { marked } from "../src/run_view/components/log_row";
+import { markMatches } from "../src/run_view/components/log_row";
 
 describe("escape sequences", () => {
   it("become styles", () => {
@@ -15,22 +15,22 @@ describe("escape sequences", () => {
     expect(pieces("\x1b[4;2mx\x1b[22;24my")[1]?.style).toBeUndefined();
   });
 
-  it("that are no colours are dropped", () => {
+  it("are dropped unless they set a style", () => {
     const text = "a\x1b[2Kb\x1b]8;;http://x\x07c\x1b]8;;\x1b\\d\x1b[?25le\x07f\x1b[";
     expect(plain(text)).toBe("abcdef");
     expect(pieces(text).map((piece) => piece.text).join("")).toBe("abcdef");
   });
 
-  it("leave text as it is, HTML included", () => {
+  it("leave other text unchanged, including HTML", () => {
     const text = '<img src=x onerror="alert(1)"> & \u00e9';
     expect(pieces(text)).toEqual([{ text, style: undefined }]);
     expect(pieces("")).toEqual([]);
   });
 });
 
-describe("matches", () => {
-  it("are marked across colours, whatever their case", () => {
-    const found = marked(pieces("say \x1b[31mHel\x1b[0mlo hello"), "hello");
+describe("markMatches", () => {
+  it("marks matches across style changes, ignoring case", () => {
+    const found = markMatches(pieces("say \x1b[31mHel\x1b[0mlo hello"), "hello");
     expect(found.map(({ text, isMatch }) => [text, isMatch])).toEqual([
       ["say ", false],
       ["Hel", true],
@@ -40,7 +40,7 @@ describe("matches", () => {
     ]);
   });
 
-  it("may be none", () => {
-    expect(marked(pieces("plain"), "x").map(({ isMatch }) => isMatch)).toEqual([false]);
+  it("marks nothing without a match", () => {
+    expect(markMatches(pieces("plain"), "x").map(({ isMatch }) => isMatch)).toEqual([false]);
   });
 });

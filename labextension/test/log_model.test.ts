@@ -1,22 +1,22 @@
 import { describe, expect, it, vi } from "vitest";
 
 import { ALL_PAGES, LogModel, MAX_CHARS, PAGE_LINES, PagedLines, RANK_PAGES, RETRY_MS } from "../src/run_view/log_model";
-import type { Fetch } from "../src/run_view/log_model";
+import type { FetchLines } from "../src/run_view/log_model";
 import { eventually } from "./eventually";
 import { line, newLines } from "./samples";
 
-function modelWith(fetch: Fetch, now = () => 0) {
+function modelWith(fetch: FetchLines, now = () => 0) {
   const changed = vi.fn();
   return { log: new LogModel(fetch, changed, now), changed };
 }
 
-const unanswered: Fetch = () => new Promise(() => undefined);
+const unanswered: FetchLines = () => new Promise(() => undefined);
 
-describe("pages of lines", () => {
-  it("are bounded in number, those used last stay", () => {
+describe("PagedLines", () => {
+  it("evicts the least recently used pages above the page limit", () => {
     const lines = new PagedLines(3);
     for (let at = 0; at < 10 * PAGE_LINES; at++) {
-      lines.use(0, 1);
+      lines.touch(0, 1);
       lines.put(at, line(at));
     }
     expect(lines.pageCount).toBe(3);
@@ -25,7 +25,7 @@ describe("pages of lines", () => {
     expect(lines.get(10 * PAGE_LINES - 1)).toEqual(line(10 * PAGE_LINES - 1));
   });
 
-  it("are bounded in characters when lines are long", () => {
+  it("evicts pages of long lines above the character limit", () => {
     const lines = new PagedLines(50);
     const long = "x".repeat(16_000);
     for (let at = 0; at < 20 * PAGE_LINES; at++) lines.put(at, [0, at, long]);
@@ -35,7 +35,7 @@ describe("pages of lines", () => {
 });
 
 describe("the log", () => {
-  it("holds new lines under all and under their rank", () => {
+  it("stores new lines for all ranks and for their rank", () => {
     const { log } = modelWith(unanswered);
     expect(log.add(newLines(1, 0, [line(0), line(1), line(5)], [1, 2, 0, 0]))).toBe(true);
     expect(log.lines("all").total).toBe(3);
@@ -45,15 +45,15 @@ describe("the log", () => {
     expect(log.lines(3).total).toBe(0);
   });
 
-  it("drops what it has already been told", () => {
+  it("ignores a message that it has already applied", () => {
     const { log } = modelWith(unanswered);
-    log.hello(7, [4, 4]);
+    log.onHello(7, [4, 4]);
     expect(log.add(newLines(7, 0, [[0, 0, "old"]], [1]))).toBe(true);
     expect(log.lines("all").get(0)).toBeUndefined();
     expect(log.lines("all").total).toBe(8);
   });
 
-  it("says when a message is missing, and places what came by its number", () => {
+  it("reports a missing message and stores lines by number", () => {
     const { log } = modelWith(unanswered);
     expect(log.add(newLines(1, 0, [line(0)], [1, 0, 0, 0]))).toBe(true);
     expect(log.add(newLines(4, 100, [line(100)], [26, 25, 25, 25]))).toBe(false);
@@ -62,7 +62,7 @@ describe("the log", () => {
     expect(log.lines("all").get(50)).toBeUndefined();
   });
 
-  it("leaves a hole for lines that were skipped and asks for it when it is in view", async () => {
+  it("requests skipped lines when they are in view", async () => {
     const asked: unknown[] = [];
     const { log } = modelWith((first, count, rank) => {
       asked.push([first, count, rank]);
@@ -72,16 +72,16 @@ describe("the log", () => {
     log.add(newLines(1, 0, [line(0), [1, 0, 300], line(301)], [76, 76, 75, 75]));
     expect(log.lines("all").total).toBe(302);
     expect(log.lines("all").get(301)).toEqual(line(301));
-    log.ensure("all", 290, 12);
+    log.requestMissing("all", 290, 12);
     expect(asked).toEqual([[200, 102, null]]);
-    log.ensure("all", 290, 12);
+    log.requestMissing("all", 290, 12);
     expect(asked).toHaveLength(1);
     await eventually(() => expect(log.lines("all").get(295)).toEqual(line(295)));
-    log.ensure("all", 0, 5);
+    log.requestMissing("all", 0, 5);
     expect(asked[1]).toEqual([1, 199, null]);
   });
 
-  it("asks again for the rest when an answer is short, and later when there is none", async () => {
+  it("requests the rest of a short answer, and retries a failed request later", async () => {
     let now_ms = 0;
     let lost = true;
     const asked: number[] = [];
@@ -93,29 +93,29 @@ describe("the log", () => {
       },
       () => now_ms,
     );
-    log.hello(0, [5, 5, 5, 5]);
-    log.ensure("all", 0, 20);
+    log.onHello(0, [5, 5, 5, 5]);
+    log.requestMissing("all", 0, 20);
     await Promise.resolve();
     await Promise.resolve();
-    log.ensure("all", 0, 20);
+    log.requestMissing("all", 0, 20);
     expect(asked).toEqual([0]);
     now_ms = RETRY_MS + 1;
     lost = false;
-    log.ensure("all", 0, 20);
+    log.requestMissing("all", 0, 20);
     await eventually(() => expect(log.lines("all").get(0)).toBeDefined());
-    log.ensure("all", 0, 20);
+    log.requestMissing("all", 0, 20);
     expect(asked).toEqual([0, 0, 1]);
   });
 
-  it("asks for a rank's own lines", () => {
-    const fetch = vi.fn<Fetch>(unanswered);
+  it("requests a rank's lines by the rank's own numbers", () => {
+    const fetch = vi.fn<FetchLines>(unanswered);
     const { log } = modelWith(fetch);
-    log.hello(0, [0, 0, 1000, 0]);
-    log.ensure(2, 950, 50);
+    log.onHello(0, [0, 0, 1000, 0]);
+    log.requestMissing(2, 950, 50);
     expect(fetch.mock.calls).toEqual([[800, 200, 2]]);
   });
 
-  it("stays bounded over a million lines", () => {
+  it("stays within its limits over a million lines", () => {
     const { log } = modelWith(unanswered);
     const ranks = [0, 0, 0, 0];
     for (let seq = 1; seq <= 5_000; seq++) {

@@ -4,28 +4,28 @@ import * as messages from "../src/run_view/messages";
 import { BadMessage } from "../src/shared/checks";
 import { picture, newLines } from "./samples";
 
-it("tells answers and what is told apart by their kind", () => {
+it("parses answers and updates by their kind", () => {
   expect(messages.readUpdate(newLines(1, 0, [[0, 0, "a"], [1, 4, 7]], [1, 5]))).toMatchObject({ kind: "lines" });
   expect(messages.readUpdate({ kind: "gone", text: "over" })).toMatchObject({ text: "over" });
   expect(messages.readAnswer({ kind: "log-answer", n: 1, text: "a", next_offset: null })).toMatchObject({ n: 1 });
   expect(messages.readAnswer({ kind: "hello", n: 2, snapshot: picture(), seq: 1 })).toMatchObject({ n: 2 });
 });
 
-describe("a message that is not what it should be", () => {
+describe("a malformed message", () => {
   const good = picture();
 
-  it("is refused with the place that is wrong", () => {
+  it("is rejected with the path of the invalid part", () => {
     expect(() => messages.readSnapshot({ ...good, elapsed_s: "1" })).toThrow("snapshot.elapsed_s is not a number");
     expect(() => messages.readSnapshot({ ...good, ranks: [{ rank: 0 }] })).toThrow("snapshot.ranks[0].state");
     expect(() => messages.readUpdate({ kind: "constructor" })).toThrow("message.kind");
     expect(() => messages.readAnswer(null)).toThrow(BadMessage);
   });
 
-  it("says so when it is of another version", () => {
+  it("is rejected when it has another version", () => {
     expect(() => messages.readSnapshot({ ...good, version: 1 })).toThrow("reads version 4 of a run's data and got version 1");
   });
 
-  it("may have keys that are new, which the strict reading of this test refuses", () => {
+  it("may have unknown keys unless the check is strict", () => {
     expect(messages.readSnapshot({ ...good, later: 1 })).toBeTruthy();
     expect(() => messages.snapshot({ ...good, later: 1 }, "snapshot", true)).toThrow("snapshot.later is not a known key");
   });

@@ -4,25 +4,25 @@ import {
   canonicalName,
   packageLines,
   requirementProblem,
-  resolved,
+  resolveChoice,
   sameChoice,
-  undone,
+  undoLine,
   withPackage,
   withType,
   withoutLine,
 } from "../src/panel/form";
 import type { PackageLine } from "../src/panel/messages";
-import { EVERY_RUN, filtered, readFilter } from "../src/panel/run_filter";
-import { costWords, formatEstimate, formatMemory, formatSpan, runWords, signOf } from "../src/panel/words";
-import { plainly } from "../src/panel/widget_host";
+import { EVERY_RUN, filterRuns, parseFilter } from "../src/panel/run_filter";
+import { formatCost, formatEstimate, formatMemory, formatSpan, runSummary, shapeOf } from "../src/panel/format";
+import { interpolate } from "../src/panel/widget_host";
 import { B300, CPUS, H100, NOW, RUNS, SESSION, choice, manyRuns, poolPicture, run, type } from "./panel_samples";
 
 describe("a requirement", () => {
   it.each(["peft", "peft==0.17.1", "peft >=0.1, <1", "peft[all]~=0.17", "a.b_c-d", "peft; python_version < '3.13'", " peft ", ""])(
-    "%j is one",
+    "is valid: %j",
     (text) => expect(requirementProblem(text)).toBe(""),
   );
-  it.each(["peft @ https://example.org/peft.whl", "peft@git+https://example.org/peft.git@v1"])("%j is one", (text) =>
+  it.each(["peft @ https://example.org/peft.whl", "peft@git+https://example.org/peft.git@v1"])("is valid: %j", (text) =>
     expect(requirementProblem(text)).toBe(""),
   );
   it.each([
@@ -33,49 +33,49 @@ describe("a requirement", () => {
     ["./wheels/peft.whl", "is a path"],
     ["==1", "write one as"],
     ["peft==", "write one as"],
-  ])("%j is none", (text, words) => expect(requirementProblem(text)).toContain(words));
+  ])("is invalid: %j", (text, words) => expect(requirementProblem(text)).toContain(words));
 
-  it("has a name that is compared as indexes do it", () => {
+  it("has a normalized name", () => {
     expect(canonicalName("Scikit_Learn[all]>=1")).toBe("scikit-learn");
     expect(canonicalName("zope.interface")).toBe("zope-interface");
   });
 });
 
-describe("packages of the form", () => {
+describe("the form's packages", () => {
   const peft: PackageLine = { sign: "+", name: "peft", words: "peft 0.17.1", removable: true };
   const torch: PackageLine = { sign: "-", name: "torch", words: "torch 2.7.1", removable: true };
   const effect = choice({ dependencies: ["peft==0.17.1"], removed: ["torch"] });
 
-  it("are added in the place of another version, and no longer left out", () => {
+  it("replace another version, and are no longer removed", () => {
     const form = withPackage(withPackage(effect, "PEFT>=1"), "torch==2.8");
     expect(form.dependencies).toEqual(["PEFT>=1", "torch==2.8"]);
     expect(form.removed).toEqual([]);
   });
 
-  it("are drawn with what changes, and every change can be taken back", () => {
+  it("show pending changes, each of which can be undone", () => {
     const words = (form: typeof effect) => packageLines([peft, torch], effect, form).map(({ sign, words, pending }) => `${sign} ${words} ${pending}`);
     expect(words(effect)).toEqual(["+ peft 0.17.1 ", "- torch 2.7.1 "]);
     const without = withoutLine(effect, peft);
     expect(without.dependencies).toEqual([]);
     expect(words(without)).toEqual(["+ peft 0.17.1 dropped", "- torch 2.7.1 "]);
     const line = packageLines([peft, torch], effect, without)[0];
-    expect(line && undone(without, effect, line)).toEqual(effect);
+    expect(line && undoLine(without, effect, line)).toEqual(effect);
     const back = withoutLine(effect, torch);
     expect(words(back)).toEqual(["+ peft 0.17.1 ", "- torch 2.7.1 dropped"]);
     const added = withPackage(effect, "einops");
     expect(words(added)).toEqual(["+ peft 0.17.1 ", "- torch 2.7.1 ", "+ einops added"]);
     const einops = packageLines([peft, torch], effect, added)[2];
-    expect(einops && sameChoice(undone(added, effect, einops), effect)).toBe(true);
+    expect(einops && sameChoice(undoLine(added, effect, einops), effect)).toBe(true);
     expect(words(withPackage(effect, "peft==1"))).toEqual(["- torch 2.7.1 ", "+ peft==1 added"]);
   });
 
-  it("that were installed by hand are taken away by name", () => {
+  it("are removed by name if they were installed by hand", () => {
     const form = withoutLine(choice(), peft);
     expect(form.removed).toEqual(["peft"]);
     expect(packageLines([peft], choice(), form).map(({ pending }) => pending)).toEqual(["dropped"]);
   });
 
-  it("of another base are the chosen ones alone", () => {
+  it("are only the requested ones with another base", () => {
     const lines = packageLines([peft, torch], effect, { ...effect, env_version: "4", removed: [] });
     expect(lines.map(({ words, pending }) => [words, pending])).toEqual([["peft==0.17.1", "added"]]);
   });
@@ -84,24 +84,24 @@ describe("packages of the form", () => {
 describe("type and number", () => {
   const none = choice({ gpus: 0, type: "" });
 
-  it("are the pool's where it has one accelerator, or CPU alone", () => {
-    expect(resolved(none, poolPicture({ types: [type(), CPUS] }))).toMatchObject({ type: "a10", gpus: 4 });
-    expect(resolved(none, poolPicture({ types: [CPUS] }))).toMatchObject({ type: "cpu", gpus: 2 });
-    expect(resolved(none, poolPicture({ types: [H100, type()] }))).toMatchObject({ type: "a10", gpus: 1 });
-    expect(resolved(none, poolPicture({ types: [H100, type({ free: 0 })] }))).toMatchObject({ type: "h100", gpus: 1 });
-    expect(resolved(none, null)).toEqual(none);
-    expect(resolved(choice({ gpus: 1 }), poolPicture())).toMatchObject({ type: "a10", gpus: 1 });
+  it("default to all devices of the pool's only type", () => {
+    expect(resolveChoice(none, poolPicture({ types: [type(), CPUS] }))).toMatchObject({ type: "a10", gpus: 4 });
+    expect(resolveChoice(none, poolPicture({ types: [CPUS] }))).toMatchObject({ type: "cpu", gpus: 2 });
+    expect(resolveChoice(none, poolPicture({ types: [H100, type()] }))).toMatchObject({ type: "a10", gpus: 1 });
+    expect(resolveChoice(none, poolPicture({ types: [H100, type({ free: 0 })] }))).toMatchObject({ type: "h100", gpus: 1 });
+    expect(resolveChoice(none, null)).toEqual(none);
+    expect(resolveChoice(choice({ gpus: 1 }), poolPicture())).toMatchObject({ type: "a10", gpus: 1 });
   });
 
-  it("go together", () => {
+  it("change together", () => {
     expect(withType(choice({ gpus: 4 }), H100)).toMatchObject({ type: "h100", gpus: 4 });
     expect(withType(choice({ gpus: 4 }), B300)).toMatchObject({ type: "b300", gpus: 1 });
     expect(withType(none, CPUS)).toMatchObject({ type: "cpu", gpus: 2 });
   });
 });
 
-describe("words", () => {
-  it("are short where nobody counts", () => {
+describe("labels", () => {
+  it("round estimates, and show memory as the vendor states it", () => {
     expect([12, 99, 100, 719, 3599, 3900].map(formatSpan)).toEqual(["12 s", "99 s", "2 min", "12 min", "1 h 00 min", "1 h 05 min"]);
     expect([3, 31, 60, 720].map(formatEstimate)).toEqual(["10 s", "40 s", "1 min", "12 min"]);
     expect([24e9, 0.5e9, 2e9].map(formatMemory)).toEqual(["24 GB", "0.5 GB", "2 GB"]);
@@ -110,31 +110,31 @@ describe("words", () => {
     expect(reported).toEqual(["24 GB", "80 GB", "40 GB", "141 GB", "5 GB"]);
   });
 
-  it("of a run say what goes on, and what has ended when", () => {
-    const words = RUNS.map((each) => runWords(each, NOW, plainly));
+  it("show how long a run has run, or when it ended", () => {
+    const words = RUNS.map((each) => runSummary(each, NOW, interpolate));
     expect(words[0]).toBe("2 ranks · running 2 min 14 s");
     expect(words[1]).toBe("4 ranks · waits for 1 A10, position 1");
     expect(words[2]).toMatch(/^rank 1: ValueError · (\d\d:\d\d|\d+ \w+)$/);
     expect(words[3]).toMatch(/^2 ranks · 3 min 36 s · (\d\d:\d\d|\d+ \w+)$/);
-    expect(runWords(SESSION, NOW, plainly)).toBe("2 ranks · connected 12 min 00 s");
+    expect(runSummary(SESSION, NOW, interpolate)).toBe("2 ranks · connected 12 min 00 s");
     const slow = { ...SESSION, metered_at: (SESSION.started_at ?? NOW) - 25 };
-    expect(runWords(slow, NOW, plainly)).toBe("2 ranks · connected 12 min 00 s · start 25 s");
-    expect(RUNS.map(signOf)).toEqual(["dot", "ring", "cross", "check"]);
+    expect(runSummary(slow, NOW, interpolate)).toBe("2 ranks · connected 12 min 00 s · start 25 s");
+    expect(RUNS.map(shapeOf)).toEqual(["dot", "ring", "cross", "check"]);
   });
 
-  it("of a cost are the meter's, then the bill's, or none", () => {
-    expect(costWords(SESSION, NOW)).toBe("$1.00");
-    expect(costWords(run("x", { final: true, cost: 0.3 }), NOW)).toBe("$0.30");
-    expect(costWords(run("x", { hourly: null }), NOW)).toBe("");
+  it("show the running cost, the final cost, or no cost", () => {
+    expect(formatCost(SESSION, NOW)).toBe("$1.00");
+    expect(formatCost(run("x", { final: true, cost: 0.3 }), NOW)).toBe("$0.30");
+    expect(formatCost(run("x", { hourly: null }), NOW)).toBe("");
   });
 });
 
 describe("the filter", () => {
   const runs = [...RUNS, ...manyRuns(20)];
-  const names = (change: Partial<typeof EVERY_RUN>) => filtered(runs, { ...EVERY_RUN, ...change }, "train.ipynb", "kernel-1").map(({ name }) => name);
+  const names = (change: Partial<typeof EVERY_RUN>) => filterRuns(runs, { ...EVERY_RUN, ...change }, "train.ipynb", "kernel-1").map(({ name }) => name);
 
-  it("finds by words, state and notebook", () => {
-    expect(filtered(runs, EVERY_RUN, "", "")).toBe(runs);
+  it("matches words, state and notebook", () => {
+    expect(filterRuns(runs, EVERY_RUN, "", "")).toBe(runs);
     expect(names({ text: "VALUEerror train" })).toEqual(["train_digits"]);
     expect(names({ state: "waiting" })).toEqual(["sweep[3]"]);
     expect(names({ state: "going" })).toEqual(["train_digits"]);
@@ -143,8 +143,8 @@ describe("the filter", () => {
     expect(names({ text: "nothing" })).toEqual([]);
   });
 
-  it("is read from what was kept, whatever that is", () => {
-    expect(readFilter('{"text":"a","state":"failed","own":true}')).toEqual({ text: "a", state: "failed", own: true });
-    for (const text of [null, "", "{", "3", '{"state":"x"}']) expect(readFilter(text)).toEqual(EVERY_RUN);
+  it("is parsed from storage, and ignores invalid values", () => {
+    expect(parseFilter('{"text":"a","state":"failed","own":true}')).toEqual({ text: "a", state: "failed", own: true });
+    for (const text of [null, "", "{", "3", '{"state":"x"}']) expect(parseFilter(text)).toEqual(EVERY_RUN);
   });
 });

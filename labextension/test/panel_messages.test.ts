@@ -4,14 +4,14 @@ import * as messages from "../src/panel/messages";
 import { BadMessage } from "../src/shared/checks";
 import { choice, kernelAnswer, kernelPicture, PLAN, poolPicture, run } from "./panel_samples";
 
-const SAID = { kind: "command-result", text: "It is done.", ok: true };
+const MESSAGES = { kind: "command-result", text: "It is done.", ok: true };
 
-it("tells what is told apart by its kind", () => {
+it("parses updates and replies by their kind", () => {
   for (const updates of [
     { kind: "pool", picture: poolPicture() },
     { kind: "runs", pool: "local", whole: true, changed: [run("a")], gone: [] },
     { kind: "pools", pools: [] },
-    SAID,
+    MESSAGES,
   ]) expect(messages.readUpdate(updates)).toEqual(updates);
   for (const reply of [
     kernelAnswer(kernelPicture()),
@@ -20,23 +20,23 @@ it("tells what is told apart by its kind", () => {
   ]) expect(messages.readReply(reply)).toEqual(reply);
 });
 
-describe("a message that is not what it should be", () => {
-  it("is refused with the place that is wrong", () => {
-    expect(() => messages.readUpdate({ ...SAID, ok: "yes" })).toThrow("message.ok is not true or false");
+describe("a malformed message", () => {
+  it("is rejected with the path of the invalid part", () => {
+    expect(() => messages.readUpdate({ ...MESSAGES, ok: "yes" })).toThrow("message.ok is not true or false");
     expect(() => messages.readReply({ kind: "constructor" })).toThrow("answer.kind");
     expect(() => messages.readReply(null)).toThrow(BadMessage);
   });
 
-  it("says so when it is of another version, whatever else is in it", () => {
+  it("is rejected when it has another version, even if other parts are invalid", () => {
     expect(() => messages.readUpdate({ kind: "pool", picture: { version: 99 } })).toThrow("than the Jupyter server");
     expect(() => messages.readReply({ kind: "kernel-answer", picture: { version: 99 } })).toThrow(messages.OtherVersion);
   });
 
-  it("is no choice when a notebook's metadata has it", () => {
+  it("is ignored in a notebook's metadata", () => {
     const kept = { choice: choice(), version: messages.VERSION };
-    expect(messages.readKept({ ...kept, later: 1 })).toMatchObject(kept);
+    expect(messages.readSavedChoice({ ...kept, later: 1 })).toMatchObject(kept);
     for (const none of [undefined, null, "a10", { ...kept, choice: { gpus: "2" } }, { ...kept, version: 99 }]) {
-      expect(messages.readKept(none)).toBeNull();
+      expect(messages.readSavedChoice(none)).toBeNull();
     }
   });
 });

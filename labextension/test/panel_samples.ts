@@ -1,5 +1,5 @@
-/** Made-up pools, kernels and hosts of the panel. */
-import type { KernelAsk, KernelState, NotebookLink, PanelHost, PoolLink, PoolLinkState } from "../src/panel/host";
+/** Sample pools, kernels and hosts for tests of the panel. */
+import type { KernelQuestionBody, KernelState, NotebookLink, PanelHost, PoolLink, PoolLinkState } from "../src/panel/host";
 import { VERSION } from "../src/panel/messages";
 import type {
   Choice,
@@ -15,7 +15,7 @@ import type {
   PanelUpdate,
   TypePicture,
 } from "../src/panel/messages";
-import { plainly } from "../src/panel/widget_host";
+import { interpolate } from "../src/panel/widget_host";
 
 export const NOW = Math.floor(Date.now() / 1000);
 export const KERNEL = "kernel-1";
@@ -237,14 +237,14 @@ export const PLAN: PlanPicture = {
   button: "Apply and connect",
 };
 
-export type Answering = (question: KernelAsk) => KernelReply | Promise<KernelReply>;
+export type Responder = (question: KernelQuestionBody) => KernelReply | Promise<KernelReply>;
 
 export function kernelAnswer(picture: KernelPicture, change: Partial<KernelAnswer> = {}): KernelAnswer {
   return { kind: "kernel-answer", n: 0, picture, kept: null, notice: "", installing: false, ...change };
 }
 
-/** A kernel that is in one state and has one plan. */
-export function answering(picture: KernelPicture, plan: PlanPicture = PLAN): Answering {
+/** Answers every question with a fixed kernel state or a fixed plan. */
+export function respondingWith(picture: KernelPicture, plan: PlanPicture = PLAN): Responder {
   return (question) => (question.kind === "plan" ? { kind: "plan-answer", n: 0, plan } : kernelAnswer(picture));
 }
 
@@ -252,102 +252,102 @@ export class TestNotebook implements NotebookLink {
   name = "train.ipynb";
   kernel = KERNEL;
   kernelState: KernelState = "idle";
-  kept: KeptChoice | null = null;
-  readonly asked: KernelAsk[] = [];
-  readonly written: KeptChoice[] = [];
-  inserted = 0;
-  started = 0;
+  savedChoice: KeptChoice | null = null;
+  readonly questions: KernelQuestionBody[] = [];
+  readonly savedChoices: KeptChoice[] = [];
+  insertCount = 0;
+  startCount = 0;
   insertLoad: (() => void) | undefined = () => {
-    this.inserted += 1;
+    this.insertCount += 1;
   };
   startKernel: (() => Promise<void>) | undefined = () => {
-    this.started += 1;
+    this.startCount += 1;
     return Promise.resolve();
   };
   private readonly callbacks = new Set<() => void>();
 
-  constructor(public answer: Answering = answering(kernelPicture())) {}
+  constructor(public respond: Responder = respondingWith(kernelPicture())) {}
 
   onChange(callback: () => void): () => void {
     this.callbacks.add(callback);
     return () => this.callbacks.delete(callback);
   }
 
-  get listeners(): number {
+  get listenerCount(): number {
     return this.callbacks.size;
   }
 
-  change(change: Partial<Pick<TestNotebook, "kernel" | "kernelState" | "kept" | "name">> = {}): void {
+  change(change: Partial<Pick<TestNotebook, "kernel" | "kernelState" | "savedChoice" | "name">> = {}): void {
     Object.assign(this, change);
     for (const callback of [...this.callbacks]) callback();
   }
 
-  async ask(question: KernelAsk): Promise<KernelReply> {
-    this.asked.push(question);
+  async ask(question: KernelQuestionBody): Promise<KernelReply> {
+    this.questions.push(question);
     await Promise.resolve();
-    return this.answer(question);
+    return this.respond(question);
   }
 
-  keep(kept: KeptChoice): void {
-    this.written.push(kept);
-    this.change({ kept });
+  saveChoice(kept: KeptChoice): void {
+    this.savedChoices.push(kept);
+    this.change({ savedChoice: kept });
   }
 
-  kinds(): string[] {
-    return this.asked.map(({ kind }) => kind);
+  questionKinds(): string[] {
+    return this.questions.map(({ kind }) => kind);
   }
 }
 
 export class TestPools implements PoolLink {
   readonly orders: PanelOrder[] = [];
-  retries = 0;
-  private updates: ((updates: PanelUpdate) => void)[] = [];
-  private linked: ((state: PoolLinkState) => void)[] = [];
+  retryCount = 0;
+  private updateCallbacks: ((updates: PanelUpdate) => void)[] = [];
+  private linkCallbacks: ((state: PoolLinkState) => void)[] = [];
 
   order(order: PanelOrder): void {
     this.orders.push(order);
   }
 
   onUpdate(callback: (updates: PanelUpdate) => void): void {
-    this.updates.push(callback);
+    this.updateCallbacks.push(callback);
   }
 
   onLink(callback: (state: PoolLinkState) => void): void {
-    this.linked.push(callback);
+    this.linkCallbacks.push(callback);
   }
 
   retry(): void {
-    this.retries += 1;
+    this.retryCount += 1;
   }
 
-  tell(...messages: PanelUpdate[]): void {
-    for (const message of messages) for (const callback of this.updates) callback(message);
+  sendUpdates(...messages: PanelUpdate[]): void {
+    for (const message of messages) for (const callback of this.updateCallbacks) callback(message);
   }
 
-  link(state: PoolLinkState): void {
-    for (const callback of this.linked) callback(state);
+  setLink(state: PoolLinkState): void {
+    for (const callback of this.linkCallbacks) callback(state);
   }
 }
 
 export class TestHost implements PanelHost {
   readonly pools = new TestPools();
-  readonly translate = plainly;
+  readonly translate = interpolate;
   settings = { showPrices: true };
   readonly opened: RunRow[] = [];
   readonly attached: RunRow[] = [];
   readonly replayed: RunRow[] = [];
   readonly connected: RunRow[] = [];
   newNotebook: (() => void) | undefined = () => undefined;
-  readonly kept = new Map<string, string>();
-  readonly memory = {
-    get: (key: string) => this.kept.get(key) ?? null,
-    set: (key: string, value: string) => void this.kept.set(key, value),
+  readonly stored = new Map<string, string>();
+  readonly storage = {
+    get: (key: string) => this.stored.get(key) ?? null,
+    set: (key: string, value: string) => void this.stored.set(key, value),
   };
   private readonly callbacks = new Set<() => void>();
 
   constructor(public notebook: TestNotebook | null = new TestNotebook()) {}
 
-  get listeners(): number {
+  get listenerCount(): number {
     return this.callbacks.size;
   }
 
@@ -370,15 +370,15 @@ export class TestHost implements PanelHost {
     return () => this.callbacks.delete(callback);
   }
 
-  show(notebook: TestNotebook | null): void {
+  setNotebook(notebook: TestNotebook | null): void {
     this.notebook = notebook;
     for (const callback of [...this.callbacks]) callback();
   }
 
-  /** Tells of a pool as a server does at first. */
-  tellPool(picture: PoolPicture = poolPicture(), runs: readonly RunRow[] = RUNS): void {
-    this.pools.link({ kind: "open", text: "" });
-    this.pools.tell(
+  /** Sends the updates that a server sends first. */
+  sendPoolState(picture: PoolPicture = poolPicture(), runs: readonly RunRow[] = RUNS): void {
+    this.pools.setLink({ kind: "open", text: "" });
+    this.pools.sendUpdates(
       { kind: "pools", pools: [{ name: "local", about: "this machine", reserved: false, default: true }] },
       { kind: "pool", picture },
       { kind: "runs", pool: picture.pool, whole: true, changed: runs, gone: [] },

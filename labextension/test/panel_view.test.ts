@@ -16,7 +16,7 @@ import {
   SESSION,
   TestHost,
   TestNotebook,
-  answering,
+  respondingWith,
   choice,
   device,
   kernelAnswer,
@@ -27,13 +27,13 @@ import {
   type,
 } from "./panel_samples";
 
-let ends: AbortController[] = [];
+let controllers: AbortController[] = [];
 
 function mounted(host: TestHost) {
   const el = document.createElement("div");
   document.body.append(el);
   const end = new AbortController();
-  ends.push(end);
+  controllers.push(end);
   mountPanel(el, host, end.signal);
   return { el, end, host };
 }
@@ -65,7 +65,7 @@ function typeInto(element: HTMLElement, value: string) {
   element.dispatchEvent(new Event("input", { bubbles: true }));
 }
 
-const shows = (el: Element, words: string) => eventually(() => expect(text(el)).toContain(words));
+const waitForText = (el: Element, words: string) => eventually(() => expect(text(el)).toContain(words));
 
 function focused(): Element {
   if (!document.activeElement) throw new Error("nothing has the focus");
@@ -73,40 +73,40 @@ function focused(): Element {
 }
 
 /** Waits until the form's last change has its plan. */
-async function planned(el: Element) {
+async function waitForPlan(el: Element) {
   await eventually(() => expect(query(el, ".sgpu-primary")).toHaveProperty("disabled", true));
   await eventually(() => expect(query(el, ".sgpu-primary")).toHaveProperty("disabled", false));
 }
 
-function pageIs(hidden: boolean) {
+function setPageHidden(hidden: boolean) {
   Object.defineProperty(document, "hidden", { configurable: true, get: () => hidden });
   document.dispatchEvent(new Event("visibilitychange"));
 }
 
 beforeEach(() => {
-  ends = [];
+  controllers = [];
 });
 afterEach(() => {
-  for (const end of ends) end.abort();
+  for (const end of controllers) end.abort();
   document.body.replaceChildren();
-  pageIs(false);
+  setPageHidden(false);
   vi.useRealTimers();
 });
 
 async function ready(picture = kernelPicture(), plan: PlanPicture = PLAN, runs = RUNS, pool = poolPicture()) {
-  const host = new TestHost(new TestNotebook(answering(picture, plan)));
+  const host = new TestHost(new TestNotebook(respondingWith(picture, plan)));
   const view = mounted(host);
-  host.tellPool(pool, runs);
+  host.sendPoolState(pool, runs);
   await eventually(() => expect(view.el.querySelector(".sgpu-add, .sgpu-word, .sgpu-strong")).not.toBeNull());
   const { notebook } = host;
   if (!notebook) throw new Error("no notebook");
   return { ...view, notebook };
 }
 
-describe("what there is to choose from", () => {
-  it("is told with what is free, when, how much memory it has and what it costs", async () => {
+describe("the choice of devices", () => {
+  it("shows availability, waiting time, memory and price of each type", async () => {
     const { el } = await ready();
-    await shows(el, "3 of 4 free");
+    await waitForText(el, "3 of 4 free");
     expect(all(el, ".sgpu-type").map((each) => all(each, "*").map(text).filter(Boolean))).toEqual([
       ["A10", "3 of 4 free", "24 GB", "$2.50 / GPU h"],
       ["H100", "8 of 8 free", "80 GB · reserved", "$7.00 / GPU h"],
@@ -116,15 +116,15 @@ describe("what there is to choose from", () => {
     expect(button(el, "B300, none · about 12 min, 288 GB, $11.00 / GPU h").getAttribute("aria-checked")).toBe("false");
   });
 
-  it("says what is simulated, and what nobody knows", async () => {
+  it("shows simulated devices and unknown waiting times", async () => {
     const { el } = await ready(kernelPicture(), PLAN, [], poolPicture({ types: [type({ simulated: true, free: 0, waits_s: [null] }), CPUS] }));
-    await shows(el, "none · unknown");
+    await waitForText(el, "none · unknown");
     expect(text(query(el, ".sgpu-type"))).toContain("24 GB · simulated");
   });
 
-  it("is walked through by arrow keys, with one stop for Tab", async () => {
+  it("moves with the arrow keys and has a single tab stop", async () => {
     const { el, notebook } = await ready();
-    await shows(el, "3 of 4 free");
+    await waitForText(el, "3 of 4 free");
     const types = () => all(el, ".sgpu-type");
     expect(types().map(({ tabIndex }) => tabIndex)).toEqual([0, -1, -1]);
     types()[0]?.focus();
@@ -136,53 +136,53 @@ describe("what there is to choose from", () => {
     await eventually(() => expect(types()[2]?.getAttribute("aria-checked")).toBe("true"));
     expect(types().map(({ tabIndex }) => tabIndex)).toEqual([-1, -1, 0]);
     expect(all(el, ".sgpu-segments [role=radio]").map(text)).toEqual(["1", "2"]);
-    await eventually(() => expect(notebook.asked.at(-1)).toMatchObject({ kind: "plan", choice: { type: "b300", gpus: 1 } }));
+    await eventually(() => expect(notebook.questions.at(-1)).toMatchObject({ kind: "plan", choice: { type: "b300", gpus: 1 } }));
   });
 
-  it("counts what this notebook's own session holds as free, and tells when the rest will be", async () => {
+  it("counts this notebook's devices as free, and shows when others will be", async () => {
     const { el } = await ready(kernelPicture({ choice: choice({ gpus: 1 }) }));
-    await shows(el, "3 of 4 free");
+    await waitForText(el, "3 of 4 free");
     expect(all(el, ".sgpu-later").length).toBe(0);
     const other = await ready(kernelPicture({ choice: choice({ gpus: 4 }) }), PLAN, [], poolPicture({ devices: [] }));
-    await shows(other.el, "4 × A10 will be free in about 12 min, based on earlier runs.");
+    await waitForText(other.el, "4 × A10 will be free in about 12 min, based on earlier runs.");
     expect(query(other.el, ".sgpu-later").getAttribute("aria-label")).toBe("4, free in about 12 min");
     expect(text(query(other.el, ".sgpu-number"))).toBe("GPUs1234");
   });
 
-  it("shows what the notebook asks for although the pool does not have it", async () => {
+  it("shows a requested type that the pool does not have", async () => {
     const { el, notebook } = await ready(kernelPicture({ choice: choice({ gpus: 6 }) }));
-    await shows(el, "The notebook asks for 6: this pool has 4 A10.");
+    await waitForText(el, "The notebook asks for 6: this pool has 4 A10.");
     const six = button(el, "6: this pool has 4 A10");
     expect(six.getAttribute("aria-disabled")).toBe("true");
     six.click();
-    expect(notebook.kinds()).not.toContain("apply");
+    expect(notebook.questionKinds()).not.toContain("apply");
     const missing = await ready(kernelPicture({ choice: choice({ type: "b200" }) }));
-    await shows(missing.el, "The notebook asks for B200, which this pool does not have.");
+    await waitForText(missing.el, "The notebook asks for B200, which this pool does not have.");
   });
 
-  it("has a field for numbers above eight, which takes only what there is", async () => {
+  it("has a number field above eight devices, limited to the pool's total", async () => {
     const { el, notebook } = await ready(kernelPicture(), PLAN, [], poolPicture({ types: [CPUS] }));
-    await shows(el, "of 16");
+    await waitForText(el, "of 16");
     const field = query(el, "input[type=number]") as HTMLInputElement;
     expect(field.value).toBe("2");
     typeInto(field, "99");
     await eventually(() => expect(field.getAttribute("aria-invalid")).toBe("true"));
     typeInto(field, "12");
-    await eventually(() => expect(notebook.asked.at(-1)).toMatchObject({ kind: "plan", choice: { type: "cpu", gpus: 12 } }));
+    await eventually(() => expect(notebook.questions.at(-1)).toMatchObject({ kind: "plan", choice: { type: "cpu", gpus: 12 } }));
   });
 
-  it("keeps prices to itself where the settings say so", async () => {
+  it("hides prices if the setting is off", async () => {
     const host = new TestHost(new TestNotebook());
     host.settings = { showPrices: false };
     const { el } = mounted(host);
-    host.tellPool(undefined, [SESSION, ...RUNS]);
-    await shows(el, "train_digits");
+    host.sendPoolState(undefined, [SESSION, ...RUNS]);
+    await waitForText(el, "train_digits");
     expect(text(el).replace(/This month.*/, "")).not.toContain("$");
   });
 
-  it("is another pool: the choice and what is looked at", async () => {
+  it("selects and shows another pool", async () => {
     const { el, host, notebook } = await ready();
-    host.pools.tell({
+    host.pools.sendUpdates({
       kind: "pools",
       pools: [
         { name: "team", about: "reserved · 4 of 8 H100 free", reserved: true, default: false },
@@ -198,15 +198,15 @@ describe("what there is to choose from", () => {
       { kind: "watch", pool: "" },
       { kind: "watch", pool: "team" },
     ]);
-    await shows(el, "Waiting for the pool's first update…");
-    host.pools.tell({ kind: "pool", picture: poolPicture() });
-    await eventually(() => expect(notebook.asked.at(-1)).toMatchObject({ kind: "plan", choice: { pool: "team" } }));
+    await waitForText(el, "Waiting for the pool's first update…");
+    host.pools.sendUpdates({ kind: "pool", picture: poolPicture() });
+    await eventually(() => expect(notebook.questions.at(-1)).toMatchObject({ kind: "plan", choice: { pool: "team" } }));
     expect(text(el)).toContain("Waiting for the pool's first update…");
   });
 });
 
 describe("a pool", () => {
-  it("that was chosen before the kernel has answered is chosen in the notebook, too", async () => {
+  it("is selected in the form even if it was chosen before the kernel answered", async () => {
     let answer: () => void = () => undefined;
     const notebook = new TestNotebook((question) =>
       question.kind === "plan"
@@ -215,19 +215,19 @@ describe("a pool", () => {
     );
     const host = new TestHost(notebook);
     const { el } = mounted(host);
-    host.tellPool();
+    host.sendPoolState();
     const pools = [
       { name: "team", about: "shared", reserved: true, default: false },
       { name: "local", about: "this machine", reserved: false, default: true },
     ];
-    host.pools.tell({ kind: "pools", pools });
+    host.pools.sendUpdates({ kind: "pools", pools });
     await eventually(() => query(el, "option[value=team]"));
     const select = query(el, "[aria-label=Pool] select") as HTMLSelectElement;
     select.value = "team";
     select.dispatchEvent(new Event("change", { bubbles: true }));
-    host.pools.tell({ kind: "pool", picture: poolPicture({ pool: "team" }) });
+    host.pools.sendUpdates({ kind: "pool", picture: poolPicture({ pool: "team" }) });
     answer();
-    await eventually(() => expect(notebook.asked.at(-1)).toMatchObject({ kind: "plan", choice: { pool: "team" } }));
+    await eventually(() => expect(notebook.questions.at(-1)).toMatchObject({ kind: "plan", choice: { pool: "team" } }));
     expect(host.pools.orders.at(-1)).toEqual({ kind: "watch", pool: "team" });
   });
 });
@@ -235,81 +235,81 @@ describe("a pool", () => {
 describe("the environment", () => {
   const peft = { sign: "+", name: "peft", words: "peft 0.17.1", removable: true } as const;
 
-  it("is a base and what differs from it", async () => {
+  it("shows a base and the differences from it", async () => {
     const { el } = await ready(kernelPicture({ differences: [peft], more_differences: 3, notes: ["numpy is older than installed."] }));
-    await shows(el, "Python 3.12.3 · torch 2.7.1166 packages");
+    await waitForText(el, "Python 3.12.3 · torch 2.7.1166 packages");
     expect(text(query(el, ".sgpu-package"))).toBe("+ added: peft 0.17.1remove");
     expect(text(el)).toContain("and 3 more");
     expect(text(el)).toContain("numpy is older than installed.");
   });
 
-  it("takes a package by Enter, and refuses what is none", async () => {
+  it("adds a package with Enter, and rejects an invalid requirement", async () => {
     const { el, notebook } = await ready();
     const field = () => query(el, ".sgpu-add") as HTMLInputElement;
     typeInto(field(), "peft 0.17");
     await eventually(() => expect(field().value).toBe("peft 0.17"));
     press(field(), "Enter");
-    await shows(el, "peft 0.17 is not a requirement; write name==version.");
+    await waitForText(el, "peft 0.17 is not a requirement; write name==version.");
     expect(field().getAttribute("aria-invalid")).toBe("true");
     typeInto(field(), "peft==0.17.1");
     press(field(), "Enter");
-    await shows(el, "+ added: peft==0.17.1undo");
+    await waitForText(el, "+ added: peft==0.17.1undo");
     expect(field().value).toBe("");
     await eventually(() =>
-      expect(notebook.asked.at(-1)).toMatchObject({ kind: "plan", choice: { dependencies: ["peft==0.17.1"] } }),
+      expect(notebook.questions.at(-1)).toMatchObject({ kind: "plan", choice: { dependencies: ["peft==0.17.1"] } }),
     );
     button(el, "undo peft").click();
     await eventually(() => expect(el.querySelector(".sgpu-package")).toBeNull());
   });
 
-  it("takes a removal back", async () => {
+  it("undoes a removal", async () => {
     const { el, notebook } = await ready(kernelPicture({ differences: [peft] }));
     button(el, "remove peft").click();
-    await shows(el, "+ will be undone: peft 0.17.1undo");
-    await eventually(() => expect(notebook.asked.at(-1)).toMatchObject({ kind: "plan", choice: { removed: ["peft"] } }));
+    await waitForText(el, "+ will be undone: peft 0.17.1undo");
+    await eventually(() => expect(notebook.questions.at(-1)).toMatchObject({ kind: "plan", choice: { removed: ["peft"] } }));
     button(el, "undo peft").click();
-    await shows(el, "+ added: peft 0.17.1remove");
+    await waitForText(el, "+ added: peft 0.17.1remove");
   });
 
-  it("is another base", async () => {
+  it("changes the base", async () => {
     const { el, notebook } = await ready(kernelPicture({ differences: [peft] }));
     const select = query(el, "[aria-labelledby] select") as HTMLSelectElement;
     expect(all(select, "option").map(text)).toEqual(["this notebook's packages", "4: Databricks serverless GPU, Python 3.12"]);
     select.value = "4";
     select.dispatchEvent(new Event("change", { bubbles: true }));
-    await shows(el, "Python 3.12 · 168 packages");
+    await waitForText(el, "Python 3.12 · 168 packages");
     expect(el.querySelector(".sgpu-package")).toBeNull();
-    await eventually(() => expect(notebook.asked.at(-1)).toMatchObject({ kind: "plan", choice: { env_version: "4" } }));
+    await eventually(() => expect(notebook.questions.at(-1)).toMatchObject({ kind: "plan", choice: { env_version: "4" } }));
   });
 });
 
 describe("applying", () => {
-  it("says before what it will do, and connects", async () => {
+  it("shows the plan, then connects", async () => {
     const { el, notebook } = await ready(kernelPicture({ choice: choice() }));
-    await shows(el, "2 packages will be installed, about 20 s. Nothing is running.");
+    await waitForText(el, "2 packages will be installed, about 20 s. Nothing is running.");
     const kept = { choice: choice(), version: 1 };
-    notebook.answer = () => kernelAnswer(kernelPicture({ choice: choice() }), { kept, notice: "Connecting main." });
+    notebook.respond = () => kernelAnswer(kernelPicture({ choice: choice() }), { kept, notice: "Connecting main." });
     button(el, "Apply and connect").click();
-    await shows(el, "Connecting main.");
-    expect(notebook.asked.find(({ kind }) => kind === "apply")).toEqual({
+    await waitForText(el, "Connecting main.");
+    expect(notebook.questions.find(({ kind }) => kind === "apply")).toEqual({
       kind: "apply",
       choice: choice(),
       connect: true,
       confirmed: false,
     });
-    expect(notebook.written).toEqual([kept]);
+    expect(notebook.savedChoices).toEqual([kept]);
   });
 
-  it("says what it did until that is closed or the form changes", async () => {
+  it("shows a notice until it is closed or the form changes", async () => {
     const { el, notebook } = await ready(kernelPicture({ choice: choice() }));
-    await shows(el, "2 packages will be installed");
-    const plans = notebook.answer;
-    notebook.answer = (question) =>
+    await waitForText(el, "2 packages will be installed");
+    const plans = notebook.respond;
+    notebook.respond = (question) =>
       question.kind === "apply" ? kernelAnswer(kernelPicture({ choice: choice() }), { notice: "cowsay installed." }) : plans(question);
     const apply = async () => {
       await eventually(() => expect(button(el, "Apply and connect").disabled).toBe(false));
       button(el, "Apply and connect").click();
-      await shows(el, "cowsay installed.");
+      await waitForText(el, "cowsay installed.");
     };
     await apply();
     button(el, "close").click();
@@ -319,127 +319,127 @@ describe("applying", () => {
     await eventually(() => expect(text(el)).not.toContain("cowsay"));
     button(el, "Undo changes").click();
     await apply();
-    // it is another choice than the one that was spoken of
-    notebook.answer = answering(kernelPicture({ choice: choice({ gpus: 4 }) }));
+    // the choice in effect is no longer the one in the notice
+    notebook.respond = respondingWith(kernelPicture({ choice: choice({ gpus: 4 }) }));
     notebook.change({ kernelState: "busy" });
     notebook.change({ kernelState: "idle" });
     await eventually(() => expect(text(el)).not.toContain("cowsay"));
   });
 
-  it("says what it did no longer than its session lasts", async () => {
+  it("removes the notice when the session ends", async () => {
     const { el, host, notebook } = await ready(kernelPicture({ choice: choice() }), PLAN, [SESSION]);
     button(el, "change").click();
     await eventually(() => button(el, "3").click());
-    await planned(el);
-    const plans = notebook.answer;
-    notebook.answer = (question) =>
+    await waitForPlan(el);
+    const plans = notebook.respond;
+    notebook.respond = (question) =>
       question.kind === "apply" ? kernelAnswer(kernelPicture({ choice: choice({ gpus: 3 }) }), { notice: "Cells run in session main." }) : plans(question);
     button(el, "Apply and connect").click();
-    await shows(el, "Cells run in session main.");
-    notebook.answer = answering(kernelPicture({ choice: choice({ gpus: 3 }) }));
-    host.pools.tell({ kind: "runs", pool: "local", whole: false, changed: [], gone: [SESSION.run_id] });
+    await waitForText(el, "Cells run in session main.");
+    notebook.respond = respondingWith(kernelPicture({ choice: choice({ gpus: 3 }) }));
+    host.pools.sendUpdates({ kind: "runs", pool: "local", whole: false, changed: [], gone: [SESSION.run_id] });
     await eventually(() => expect(text(el)).not.toContain("Cells run in session main."));
   });
 
-  it("asks for the plan once the form has rested, and not for every key", async () => {
+  it("requests one plan after the last change of the form", async () => {
     const { el, notebook } = await ready(kernelPicture({ choice: choice() }));
-    await shows(el, "2 packages will be installed");
-    const before = notebook.kinds().filter((kind) => kind === "plan").length;
+    await waitForText(el, "2 packages will be installed");
+    const before = notebook.questionKinds().filter((kind) => kind === "plan").length;
     for (const number of ["1", "3", "4"]) button(el, number).click();
-    await planned(el);
-    expect(notebook.kinds().filter((kind) => kind === "plan").length).toBe(before + 1);
-    expect(notebook.asked.at(-1)).toMatchObject({ choice: { gpus: 4 } });
+    await waitForPlan(el);
+    expect(notebook.questionKinds().filter((kind) => kind === "plan").length).toBe(before + 1);
+    expect(notebook.questions.at(-1)).toMatchObject({ choice: { gpus: 4 } });
     button(el, "Undo changes").click();
-    await eventually(() => expect(notebook.asked.at(-1)).toMatchObject({ choice: { gpus: 2 } }));
+    await eventually(() => expect(notebook.questions.at(-1)).toMatchObject({ choice: { gpus: 2 } }));
   });
 
-  it("is confirmed where something is lost, and told to the kernel", async () => {
+  it("sends the confirmation when state would be lost", async () => {
     const plan = { ...PLAN, loses: true, sentences: ["Session main restarts: its variables are lost."] };
     const { el, notebook } = await ready(kernelPicture({ choice: choice() }), plan);
-    await shows(el, "Session main restarts");
+    await waitForText(el, "Session main restarts");
     button(el, "Confirm").click();
-    await eventually(() => expect(notebook.asked.find(({ kind }) => kind === "apply")).toMatchObject({ confirmed: true }));
+    await eventually(() => expect(notebook.questions.find(({ kind }) => kind === "apply")).toMatchObject({ confirmed: true }));
   });
 
-  it("is not possible where the plan says why", async () => {
+  it("is disabled when the plan has a problem", async () => {
     const { el } = await ready(kernelPicture(), { ...PLAN, problem: "This pool has no A10." });
-    await shows(el, "This pool has no A10.");
+    await waitForText(el, "This pool has no A10.");
     expect(query(el, ".sgpu-primary")).toHaveProperty("disabled", true);
     expect(text(query(el, ".sgpu-sentences [role=alert]"))).toBe("This pool has no A10.");
   });
 
-  it("leaves the form as it is when the kernel refuses", async () => {
+  it("keeps the form when the kernel refuses", async () => {
     const { el, notebook } = await ready(kernelPicture({ choice: choice() }));
-    await shows(el, "2 packages will be installed");
+    await waitForText(el, "2 packages will be installed");
     button(el, "3").click();
-    const plan = notebook.answer;
-    notebook.answer = (question) => (question.kind === "apply" ? { kind: "panel-refusal", n: 0, text: "No peft 99 exists." } : plan(question));
-    await planned(el);
+    const plan = notebook.respond;
+    notebook.respond = (question) => (question.kind === "apply" ? { kind: "panel-refusal", n: 0, text: "No peft 99 exists." } : plan(question));
+    await waitForPlan(el);
     button(el, "Apply and connect").click();
-    await shows(el, "No peft 99 exists.");
+    await waitForText(el, "No peft 99 exists.");
     expect(query(el, ".sgpu-refusal").getAttribute("role")).toBe("alert");
     expect(button(el, "3").getAttribute("aria-checked")).toBe("true");
     expect(button(el, "Apply and connect").disabled).toBe(false);
   });
 
-  it("shows that packages are being installed, asks again, and tells how it ended", async () => {
+  it("shows an installation, polls the kernel, and reports the outcome", async () => {
     const { el, notebook } = await ready(kernelPicture({ choice: choice() }));
-    await shows(el, "2 packages will be installed");
+    await waitForText(el, "2 packages will be installed");
     let answers = 0;
-    notebook.answer = (question) => {
+    notebook.respond = (question) => {
       if (question.kind === "plan") return { kind: "plan-answer", n: 0, plan: PLAN };
       if (question.kind === "kernel" && ++answers > 1) return { kind: "panel-refusal", n: 0, text: "The index does not answer." };
       return kernelAnswer(kernelPicture({ choice: choice() }), { installing: true });
     };
     button(el, "Apply and connect").click();
-    await shows(el, "Installing packages…");
+    await waitForText(el, "Installing packages…");
     expect(button(el, "Installing packages…").disabled).toBe(true);
     await eventually(() => expect(text(el)).toContain("The index does not answer."));
     await eventually(() => expect(button(el, "Apply and connect").disabled).toBe(false));
   });
 
-  it("can keep the choice without connecting", async () => {
+  it("saves the choice without connecting", async () => {
     const { el, notebook } = await ready(kernelPicture({ choice: choice() }));
-    await shows(el, "2 packages will be installed");
+    await waitForText(el, "2 packages will be installed");
     button(el, "1").click();
-    await planned(el);
+    await waitForPlan(el);
     button(el, "Apply only").click();
     await eventually(() =>
-      expect(notebook.asked.find(({ kind }) => kind === "apply")).toMatchObject({ connect: false, choice: { gpus: 1 } }),
+      expect(notebook.questions.find(({ kind }) => kind === "apply")).toMatchObject({ connect: false, choice: { gpus: 1 } }),
     );
   });
 });
 
-describe("a stranger's choice", () => {
-  const foreign = () => ready(kernelPicture({ choice: choice({ gpus: 8, type: "h100" }), choice_words: "8 on H100", confirmed: false }));
+describe("an unconfirmed choice", () => {
+  const unconfirmed = () => ready(kernelPicture({ choice: choice({ gpus: 8, type: "h100" }), choice_words: "8 on H100", confirmed: false }));
 
-  it("waits for a word, with what it would do", async () => {
-    const { el, notebook } = await foreign();
-    await shows(el, "This notebook asks for 8 on H100, which someone else chose.");
-    await shows(el, "2 packages will be installed");
+  it("waits for confirmation, and shows its plan", async () => {
+    const { el, notebook } = await unconfirmed();
+    await waitForText(el, "This notebook asks for 8 on H100, which someone else chose.");
+    await waitForText(el, "2 packages will be installed");
     expect(el.querySelector(".sgpu-type")).toBeNull();
-    expect(notebook.asked.at(-1)).toMatchObject({ kind: "plan", connect: false, choice: { gpus: 8 } });
-    notebook.answer = () => kernelAnswer(kernelPicture({ choice: choice({ gpus: 8, type: "h100" }) }));
+    expect(notebook.questions.at(-1)).toMatchObject({ kind: "plan", connect: false, choice: { gpus: 8 } });
+    notebook.respond = () => kernelAnswer(kernelPicture({ choice: choice({ gpus: 8, type: "h100" }) }));
     button(el, "Use it").click();
     await eventually(() => expect(query(el, ".sgpu-type[aria-checked=true] b").textContent).toBe("H100"));
-    expect(notebook.asked.find(({ kind }) => kind === "apply")).toMatchObject({ connect: false, choice: { gpus: 8 } });
+    expect(notebook.questions.find(({ kind }) => kind === "apply")).toMatchObject({ connect: false, choice: { gpus: 8 } });
   });
 
-  it("is set aside for one's own, of which nothing is taken over", async () => {
-    const { el } = await foreign();
+  it("can be replaced with a choice that takes nothing from it", async () => {
+    const { el } = await unconfirmed();
     button(el, "Choose my own").click();
     await eventually(() => query(el, ".sgpu-type"));
-    // what is offered is the pool's, not the stranger's
+    // the form shows the pool's default, not the unconfirmed choice
     expect(el.querySelector(".sgpu-type[aria-checked=true]")?.textContent).toContain("A10");
   });
 });
 
 describe("the session", () => {
-  it("is told with time, cost and idle time, which go on", async () => {
+  it("shows duration, cost and idle time, updated every second", async () => {
     vi.useFakeTimers({ toFake: ["performance", "setTimeout", "clearTimeout", "requestAnimationFrame"] });
-    const host = new TestHost(new TestNotebook(answering(kernelPicture({ choice: choice(), choice_words: "2 on A10" }))));
+    const host = new TestHost(new TestNotebook(respondingWith(kernelPicture({ choice: choice(), choice_words: "2 on A10" }))));
     const { el } = mounted(host);
-    host.tellPool(undefined, [{ ...SESSION, idle_ends_at: NOW + 65 }]);
+    host.sendPoolState(undefined, [{ ...SESSION, idle_ends_at: NOW + 65 }]);
     await vi.advanceTimersByTimeAsync(100);
     expect(text(query(el, "[aria-label=Session]"))).toBe("Connected: 2 × A10 · local12 min · $1.00 · ends after 65 idle sEnd session");
     expect(text(query(el, "[role=status]"))).toBe("Connected: 2 × A10 · local");
@@ -448,27 +448,27 @@ describe("the session", () => {
     expect(text(query(el, ".sgpu-run-words"))).toBe("2 ranks · connected 12 min 06 s");
   });
 
-  it("draws nothing and counts nothing while nobody looks", async () => {
+  it("is not redrawn while the panel is hidden", async () => {
     vi.useFakeTimers({ toFake: ["performance", "setTimeout", "clearTimeout", "requestAnimationFrame"] });
     const host = new TestHost(new TestNotebook());
     const { el } = mounted(host);
-    host.tellPool(undefined, [SESSION]);
+    host.sendPoolState(undefined, [SESSION]);
     await vi.advanceTimersByTimeAsync(1_000);
-    pageIs(true);
+    setPageHidden(true);
     expect(host.pools.orders.map(({ kind }) => kind)).toEqual(["watch", "rest"]);
     const before = text(el);
     await vi.advanceTimersByTimeAsync(90_000);
     expect(text(el)).toBe(before);
     expect(vi.getTimerCount()).toBe(0);
-    pageIs(false);
+    setPageHidden(false);
     await vi.advanceTimersByTimeAsync(100);
     expect(host.pools.orders.map(({ kind }) => kind)).toEqual(["watch", "rest", "watch"]);
     expect(text(query(el, ".sgpu-run-words"))).toContain("connected 13 min 3");
   });
 
-  it("folds the form away until it is wanted", async () => {
+  it("folds the form by default", async () => {
     const { el } = await ready(kernelPicture({ choice: choice(), choice_words: "2 on A10, local" }), PLAN, [SESSION]);
-    await shows(el, "2 on A10, localchange");
+    await waitForText(el, "2 on A10, localchange");
     expect(el.querySelector(".sgpu-type, .sgpu-primary")).toBeNull();
     button(el, "change").click();
     await eventually(() => query(el, ".sgpu-type"));
@@ -477,13 +477,13 @@ describe("the session", () => {
     await eventually(() => query(el, ".sgpu-primary"));
   });
 
-  it("is ended by its kernel, or by the pool where the kernel is dead", async () => {
+  it("is ended through its kernel, or through the pool if the kernel is dead", async () => {
     const sessions = [{ run_id: SESSION.run_id, name: "main", current: true, state: "running", words: "" }];
     const { el, host, notebook } = await ready(kernelPicture({ sessions }), PLAN, [SESSION]);
     button(el, "End session").click();
-    await eventually(() => expect(notebook.asked.at(-1)).toEqual({ kind: "disconnect", name: "main" }));
+    await eventually(() => expect(notebook.questions.at(-1)).toEqual({ kind: "disconnect", name: "main" }));
     notebook.change({ kernelState: "dead" });
-    await shows(el, "The kernel has died.");
+    await waitForText(el, "The kernel has died.");
     await eventually(() => expect(button(el, "End session").disabled).toBe(false));
     button(el, "End session").click();
     await eventually(() =>
@@ -492,24 +492,24 @@ describe("the session", () => {
     await eventually(() => expect(button(el, "End session").disabled).toBe(true));
   });
 
-  it("may wait, and is another one for another notebook", async () => {
+  it("may be queued, and belongs to the active notebook", async () => {
     const waiting = { ...SESSION, state: "queued", tone: "waiting", words: "2 ranks · waits for 2 A10, position 1", started_at: null, metered_at: null, idle_ends_at: null };
     const { el, host } = await ready(kernelPicture(), PLAN, [waiting]);
-    await shows(el, "Waiting: 2 × A10 · localwaits for 2 A10, position 1 · 12 minEnd session");
+    await waitForText(el, "Waiting: 2 × A10 · localwaits for 2 A10, position 1 · 12 minEnd session");
     const other = new TestNotebook();
     other.kernel = "kernel-2";
     other.name = "eval.ipynb";
-    host.show(other);
+    host.setNotebook(other);
     await eventually(() => expect(text(query(el, "[aria-label=Session]"))).toBe("Not connected"));
     expect(query(el, "[role=status]").className).not.toContain("sgpu-hidden");
-    host.show(null);
-    await shows(el, "No notebook is open.");
+    host.setNotebook(null);
+    await waitForText(el, "No notebook is open.");
     expect(el.querySelector("[aria-label=Session]")).toBeNull();
   });
 
-  it("says that devices are simulated below its line, which has little room", async () => {
+  it("says below its first line that devices are simulated", async () => {
     const { el } = await ready(kernelPicture(), PLAN, [{ ...SESSION, simulated: true }]);
-    await shows(el, "Connected: 2 × A10 · local");
+    await waitForText(el, "Connected: 2 × A10 · local");
     expect(text(query(el, ".sgpu-times"))).toMatch(/^12 min · \$1\.0\d · simulated · ends after 48 idle min$/);
   });
 
@@ -524,17 +524,17 @@ describe("the session", () => {
     idle_ends_at: null,
   };
 
-  it("that has ended says why, and is connected again with its devices", async () => {
+  it("shows why it ended, and reconnects with the same devices", async () => {
     const effect = choice({ gpus: 4, dependencies: ["peft"] });
     const { el, host, notebook } = await ready(kernelPicture({ choice: effect }), PLAN, [ENDED]);
-    await shows(el, "Session ended");
+    await waitForText(el, "Session ended");
     expect(query(el, "[aria-label=Session]").dataset["stage"]).toBe("ended");
     expect(text(query(el, ".sgpu-times"))).toMatch(
       /^2 × A10 · (\d\d:\d\d|\d+ \w+) · the kernel was restarted, and a session ends with its kernel$/,
     );
     button(el, "Reconnect").click();
     await eventually(() =>
-      expect(notebook.asked.find(({ kind }) => kind === "apply")).toEqual({
+      expect(notebook.questions.find(({ kind }) => kind === "apply")).toEqual({
         kind: "apply",
         choice: { ...effect, gpus: 2, type: "a10" },
         connect: true,
@@ -542,27 +542,27 @@ describe("the session", () => {
       }),
     );
     const next = { ...SESSION, run_id: "session-2", submitted_at: NOW };
-    host.pools.tell({ kind: "runs", pool: "local", whole: false, changed: [next], gone: [] });
-    await shows(el, "Connected: 2 × A10 · local");
+    host.pools.sendUpdates({ kind: "runs", pool: "local", whole: false, changed: [next], gone: [] });
+    await waitForText(el, "Connected: 2 × A10 · local");
     expect(text(el)).not.toContain("Session ended");
   });
 
-  it("that has ended with its kernel's process is connected by a cell, as nothing is loaded there yet", async () => {
+  it("reconnects through a cell after a kernel restart", async () => {
     const notebook = new TestNotebook(() => Promise.reject(new NoExtension("This kernel has not loaded sgpu-magic.")));
     const host = new TestHost(notebook);
     const { el } = mounted(host);
-    host.tellPool(undefined, [ENDED]);
-    await shows(el, "This kernel has not loaded sgpu-magic.");
+    host.sendPoolState(undefined, [ENDED]);
+    await waitForText(el, "This kernel has not loaded sgpu-magic.");
     button(el, "Reconnect").click();
     expect(host.connected.map(({ run_id }) => run_id)).toEqual([ENDED.run_id]);
     // nothing can be connected while there is no kernel
     notebook.change({ kernelState: "dead" });
-    await shows(el, "The kernel has died.");
+    await waitForText(el, "The kernel has died.");
     expect(text(query(el, "[aria-label=Session]"))).toContain("Session ended");
     expect(text(el)).not.toContain("Reconnect");
   });
 
-  it("that waits says who holds what it waits for, and ends what is this user's", async () => {
+  it("names the holders of its devices, and can end this user's runs", async () => {
     const idle = { ...SESSION, run_id: "session-9", notebook: "story5.ipynb", kernel: "other" };
     const cell = run("cell-9", { session: "session-9", final: true, tone: "good", ended_at: NOW - 125 });
     const bobs = run("run-9", { name: "cell 7", user: "bob", notebook: "big.ipynb", kernel: "bobs" });
@@ -570,7 +570,7 @@ describe("the session", () => {
     const elsewhere = run("run-8", { device_type: "h100", kernel: "other" });
     const waiting = { ...SESSION, state: "queued", tone: "waiting", words: "2 ranks · needs 1 more A10", started_at: null, metered_at: null, idle_ends_at: null };
     const { el, host } = await ready(kernelPicture({ pool: "team" }), PLAN, [waiting, idle, cell, bobs, own, elsewhere], poolPicture({ pool: "team" }));
-    host.pools.tell(
+    host.pools.sendUpdates(
       { kind: "pools", pools: [{ name: "team", about: "", reserved: false, default: true }] },
       { kind: "pool", picture: poolPicture({ pool: "team" }) },
       { kind: "runs", pool: "team", whole: true, changed: [waiting, idle, cell, bobs, own, elsewhere], gone: [] },
@@ -586,14 +586,14 @@ describe("the session", () => {
     const row = all(el, ".sgpu-run-row").find((each) => text(each).includes("needs 1 more A10"));
     expect(text(query(row as Element, ".sgpu-run-held"))).toBe("held by story5.ipynb, idle 2 min and 2 more");
     button(el, "End that session").click();
-    await shows(el, "End story5.ipynb · main?");
+    await waitForText(el, "End story5.ipynb · main?");
     button(el, "End").click();
     expect(host.pools.orders.at(-1)).toEqual({ kind: "cancel-run", run_id: "session-9", pool: "team" });
     await eventually(() => expect(held()[0]).toBe("held by story5.ipynb, idle 2 minEnding…"));
   });
 });
 
-describe("a state without a form is a sentence and a button", () => {
+describe("a state without a form", () => {
   const states: [KernelState, string, string][] = [
     ["none", "This notebook has no kernel.", "Start a kernel"],
     ["dead", "The kernel has died.", "Start a kernel"],
@@ -606,73 +606,73 @@ describe("a state without a form is a sentence and a button", () => {
     notebook.kernelState = kernelState;
     const host = new TestHost(notebook);
     const { el } = mounted(host);
-    host.tellPool();
-    await shows(el, words);
-    await shows(el, "train_digits");
-    expect(notebook.asked).toEqual([]);
+    host.sendPoolState();
+    await waitForText(el, words);
+    await waitForText(el, "train_digits");
+    expect(notebook.questions).toEqual([]);
     if (name) button(el, name).click();
-    if (name === "Start a kernel") expect(notebook.started).toBe(1);
+    if (name === "Start a kernel") expect(notebook.startCount).toBe(1);
     notebook.change({ kernelState: "idle" });
     await eventually(() => query(el, ".sgpu-add"));
   });
 
-  it("without a notebook", async () => {
+  it("is shown without a notebook", async () => {
     const host = new TestHost(null);
     host.newNotebook = vi.fn();
     const { el } = mounted(host);
-    host.tellPool();
-    await shows(el, "No notebook is open.");
+    host.sendPoolState();
+    await waitForText(el, "No notebook is open.");
     button(el, "New notebook").click();
     expect(host.newNotebook).toHaveBeenCalledOnce();
     await eventually(() => expect(all(el, ".sgpu-run-row").length).toBe(RUNS.length));
   });
 
-  it("of a kernel without the extension, which is asked again after each cell", async () => {
+  it("is shown for a kernel without the extension until a cell loads it", async () => {
     const notebook = new TestNotebook(() => Promise.reject(new NoExtension("This kernel has not loaded sgpu-magic.")));
     const host = new TestHost(notebook);
     const { el } = mounted(host);
-    host.tellPool();
-    await shows(el, "This kernel has not loaded sgpu-magic.");
+    host.sendPoolState();
+    await waitForText(el, "This kernel has not loaded sgpu-magic.");
     button(el, "Insert %load_ext sgpu_magic").click();
-    expect(notebook.inserted).toBe(1);
+    expect(notebook.insertCount).toBe(1);
     expect(text(el)).toContain("The pool can be watched all the same.");
-    notebook.answer = answering(kernelPicture());
+    notebook.respond = respondingWith(kernelPicture());
     notebook.change({ kernelState: "busy" });
     notebook.change({ kernelState: "idle" });
     await eventually(() => query(el, ".sgpu-add"));
   });
 
-  it("of a kernel that is busy, fails, or has another version", async () => {
+  it("is shown for a kernel that is busy, fails, or has another version", async () => {
     let fail: (error: Error) => void = () => undefined;
     const notebook = new TestNotebook(() => new Promise((_, reject) => (fail = reject)));
     notebook.kernelState = "busy";
     const host = new TestHost(notebook);
     const { el } = mounted(host);
-    host.tellPool();
-    await shows(el, "The kernel is busy and has not answered yet.");
+    host.sendPoolState();
+    await waitForText(el, "The kernel is busy and has not answered yet.");
     fail(new Error("The kernel has not answered."));
-    await shows(el, "The kernel has not answered.");
-    notebook.answer = () => Promise.reject(new OtherVersion("This page has another version."));
+    await waitForText(el, "The kernel has not answered.");
+    notebook.respond = () => Promise.reject(new OtherVersion("This page has another version."));
     button(el, "Ask again").click();
-    await shows(el, "This page has another version.");
-    notebook.answer = answering(kernelPicture());
+    await waitForText(el, "This page has another version.");
+    notebook.respond = respondingWith(kernelPicture());
     await eventually(() => button(el, "Ask again").click());
     await eventually(() => query(el, ".sgpu-add"));
   });
 
-  it("forgets the kernel that was, not what the user is choosing", async () => {
+  it("keeps the user's draft, but not the previous kernel's state", async () => {
     const { el, notebook } = await ready(kernelPicture({ choice: choice() }));
-    await shows(el, "3 of 4 free");
+    await waitForText(el, "3 of 4 free");
     button(el, "3").click();
     notebook.change({ kernelState: "restarting" });
-    await shows(el, "The kernel is restarting.");
+    await waitForText(el, "The kernel is restarting.");
     notebook.change({ kernelState: "starting" });
     notebook.change({ kernelState: "idle" });
     await eventually(() => expect(button(el, "3").getAttribute("aria-checked")).toBe("true"));
   });
 });
 
-describe("the way to the pool", () => {
+describe("the connection to the pool", () => {
   it.each([
     ["absent", "This Jupyter server has no sgpu-magic."],
     ["refused", "The Jupyter server denies this page access to pools."],
@@ -680,27 +680,27 @@ describe("the way to the pool", () => {
   ] as const)("may be %s", async (kind, words) => {
     const host = new TestHost();
     const { el } = mounted(host);
-    await shows(el, "Looking for the pool…");
-    host.pools.link({ kind, text: "" });
-    await shows(el, words);
+    await waitForText(el, "Looking for the pool…");
+    host.pools.setLink({ kind, text: "" });
+    await waitForText(el, words);
     button(el, "Try again").click();
-    expect(host.pools.retries).toBe(1);
-    host.pools.link({ kind, text: "Something else." });
-    await shows(el, "Something else.");
+    expect(host.pools.retryCount).toBe(1);
+    host.pools.setLink({ kind, text: "Something else." });
+    await waitForText(el, "Something else.");
   });
 
-  it.each(["none", "lost", "other-version", "problem"] as const)("leads to a pool that is %s", async (state) => {
+  it.each(["none", "lost", "other-version", "problem"] as const)("shows a pool that is %s", async (state) => {
     const remedy = state === "problem" ? ("retry" as const) : ("start" as const);
     const host = new TestHost();
     const { el } = mounted(host);
-    host.tellPool(poolPicture({ state, sentence: "Nobody is there.", remedy, remedy_words: "Do it", types: [], devices: [] }), RUNS);
-    await shows(el, "Nobody is there.");
+    host.sendPoolState(poolPicture({ state, sentence: "Nobody is there.", remedy, remedy_words: "Do it", types: [], devices: [] }), RUNS);
+    await waitForText(el, "Nobody is there.");
     button(el, "Do it").click();
     expect(host.pools.orders.at(-1)).toEqual(remedy === "start" ? { kind: "start-pool", pool: "local" } : { kind: "watch", pool: "" });
     expect(all(el, ".sgpu-run-row").length).toBe(RUNS.length);
     if (remedy === "retry") return;
-    await shows(el, "Starting…");
-    host.pools.tell({ kind: "command-result", text: "There is no room for a pool.", ok: false });
+    await waitForText(el, "Starting…");
+    host.pools.sendUpdates({ kind: "command-result", text: "There is no room for a pool.", ok: false });
     await eventually(() => expect(text(query(el, "[role=alert]:not(.sgpu-problem)"))).toBe("There is no room for a pool."));
     expect(button(el, "Do it").disabled).toBe(false);
     button(el, "close").click();
@@ -709,9 +709,9 @@ describe("the way to the pool", () => {
 });
 
 describe("devices", () => {
-  it("are a row for each type, which counts and draws those that are free, this notebook's and others'", async () => {
+  it("have a row for each type, with free, own and other devices", async () => {
     const { el } = await ready();
-    await shows(el, "8 of 8 free");
+    await waitForText(el, "8 of 8 free");
     expect(all(el, ".sgpu-device-type").map(text)).toEqual([
       "A10: 3 of 4 free, 2 this notebook's",
       "H100: 8 of 8 free",
@@ -723,9 +723,9 @@ describe("devices", () => {
     expect(squares(b300 as Element)).toEqual(["others", "others"]);
   });
 
-  it("of a large type are a bar", async () => {
+  it("are drawn as a bar if a type has many", async () => {
     const { el } = await ready(kernelPicture(), PLAN, [], poolPicture({ types: [type({ total: 10_000, free: 9_992 })], devices: [device(0, { user: "7 of 8 free" })] }));
-    await shows(el, "9992 of 10000 free");
+    await waitForText(el, "9992 of 10000 free");
     expect(el.querySelector(".sgpu-square")).toBeNull();
     expect(all(el, ".sgpu-strip-bar > i").map(({ className, style }) => [className, style.flexGrow])).toEqual([
       ["sgpu-square-own", "0"],
@@ -734,9 +734,9 @@ describe("devices", () => {
     ]);
   });
 
-  it("unfold to single ones with use, memory and user, by themselves where this notebook holds some", async () => {
+  it("expand to each device's load, memory and user", async () => {
     const { el, host } = await ready();
-    await shows(el, "A10 · 0");
+    await waitForText(el, "A10 · 0");
     expect(all(el, ".sgpu-device > .sgpu-hidden").map(text)).toEqual([
       "94 %, 18.2 GB, train.ipynb · rank 0, this notebook's",
       "91 %, 18.1 GB, train.ipynb · rank 1, this notebook's",
@@ -748,43 +748,43 @@ describe("devices", () => {
     query(el, ".sgpu-device-type").click();
     await eventually(() => expect(el.querySelector(".sgpu-device")).toBeNull());
     const again = mounted(host);
-    host.tellPool();
-    await shows(again.el, "3 of 4 free");
+    host.sendPoolState();
+    await waitForText(again.el, "3 of 4 free");
     expect(again.el.querySelector(".sgpu-device")).toBeNull();
     query(again.el, ".sgpu-device-type").click();
     await eventually(() => expect(all(again.el, ".sgpu-device").length).toBe(4));
   });
 
-  it("that are simulated say what their values are", async () => {
+  it("explain the values of simulated devices", async () => {
     const simulated = { simulated: true, utilization_pct: 50, used_bytes: 4e8 };
     const devices = [device(0, { ...simulated, kernel: KERNEL, run_id: "s1", user: "train.ipynb", free: false })];
     const { el } = await ready(kernelPicture(), PLAN, [], poolPicture({ types: [type({ simulated: true, total: 1, free: 0 })], devices }));
-    await shows(el, "Simulated devices show the CPU and memory of their ranks.");
+    await waitForText(el, "Simulated devices show the CPU and memory of their ranks.");
     expect(text(query(el, ".sgpu-device > .sgpu-hidden"))).toBe("50 %, 0.4 GB, train.ipynb, this notebook's, simulated");
   });
 
-  it("are CPU slots where there is no GPU", async () => {
+  it("are CPU slots in a pool without GPUs", async () => {
     const { el } = await ready(kernelPicture(), PLAN, [], poolPicture({ types: [CPUS], devices: [], cpu_slots: 16, cpu_slots_free: 12, notes: ["No GPU here."] }));
-    await shows(el, "12 of 16 slots free");
+    await waitForText(el, "12 of 16 slots free");
     expect(text(query(el, ".sgpu-device-types + p"))).toBe("No GPU here.");
   });
 
-  it("can be folded away, also after a reload", async () => {
+  it("stay folded after a reload", async () => {
     const { el, host } = await ready();
     button(el, "Devices").click();
     await eventually(() => expect(el.querySelector(".sgpu-device")).toBeNull());
     const again = mounted(host);
-    host.tellPool();
-    await shows(again.el, "Devices");
+    host.sendPoolState();
+    await waitForText(again.el, "Devices");
     expect(again.el.querySelector(".sgpu-device")).toBeNull();
     expect(button(again.el, "Devices").getAttribute("aria-expanded")).toBe("false");
   });
 });
 
 describe("runs", () => {
-  it("are listed newest first, with a shape and words for their state", async () => {
+  it("are listed newest first, each with a shape and a text for its state", async () => {
     const { el } = await ready();
-    await shows(el, "sweep[3]");
+    await waitForText(el, "sweep[3]");
     expect(all(el, ".sgpu-run-name").map((each) => text(each).replace(/ \(.*/, ""))).toEqual([
       "train.ipynb · train_digits",
       "sweep.ipynb · sweep[3]",
@@ -796,21 +796,21 @@ describe("runs", () => {
     expect(all(el, ".sgpu-run-cost").map(text)).toEqual(["$0.19", "", "$0.02", "$0.30"]);
   });
 
-  it("change by differences", async () => {
+  it("are updated with differences", async () => {
     const { el, host } = await ready();
-    await shows(el, "sweep[3]");
+    await waitForText(el, "sweep[3]");
     const done = { ...run("run-4"), state: "succeeded", tone: "good", final: true, ended_at: NOW, cost: 0.2 };
     const next = run("run-5", { name: "next", submitted_at: NOW });
-    host.pools.tell({ kind: "runs", pool: "local", whole: false, changed: [done, next], gone: ["run-1"] });
+    host.pools.sendUpdates({ kind: "runs", pool: "local", whole: false, changed: [done, next], gone: ["run-1"] });
     await eventually(() => expect(all(el, ".sgpu-dot .sgpu-hidden").map(text)).toEqual(["running", "succeeded", "queued", "failed"]));
-    host.pools.tell({ kind: "runs", pool: "elsewhere", whole: true, changed: [], gone: [] });
-    host.pools.tell({ kind: "runs", pool: "local", whole: true, changed: [next], gone: [] });
+    host.pools.sendUpdates({ kind: "runs", pool: "elsewhere", whole: true, changed: [], gone: [] });
+    host.pools.sendUpdates({ kind: "runs", pool: "local", whole: true, changed: [next], gone: [] });
     await eventually(() => expect(all(el, ".sgpu-run-row").length).toBe(1));
   });
 
-  it("open their view with a click, and what can be done with them with another; ending asks once", async () => {
+  it("open their view and their actions, and end after a confirmation", async () => {
     const { el, host } = await ready();
-    await shows(el, "sweep[3]");
+    await waitForText(el, "sweep[3]");
     const [head] = all(el, ".sgpu-run-head");
     head?.click();
     expect(host.opened.map(({ run_id }) => run_id)).toEqual(["run-4"]);
@@ -820,10 +820,10 @@ describe("runs", () => {
     await eventually(() => expect(more.getAttribute("aria-expanded")).toBe("true"));
     button(el, "Attach").click();
     expect(host.attached.map(({ run_id }) => run_id)).toEqual(["run-4"]);
-    // it has not ended yet
+    // the run has not ended yet
     expect(text(query(el, ".sgpu-actions"))).not.toContain("Rerun");
     button(el, "End run").click();
-    await shows(el, "End train.ipynb · train_digits?");
+    await waitForText(el, "End train.ipynb · train_digits?");
     await eventually(() => expect(document.activeElement).toBe(button(el, "End")));
     button(el, "Don't end").click();
     await eventually(() => expect(document.activeElement).toBe(head));
@@ -832,15 +832,15 @@ describe("runs", () => {
     await eventually(() => button(el, "End").click());
     expect(host.pools.orders.at(-1)).toEqual({ kind: "cancel-run", run_id: "run-4", pool: "local" });
     await eventually(() => expect(button(el, "Ending…").disabled).toBe(true));
-    host.pools.tell({ kind: "runs", pool: "local", whole: false, changed: [{ ...run("run-4"), state: "cancelled", tone: "plain", final: true }], gone: [] });
+    host.pools.sendUpdates({ kind: "runs", pool: "local", whole: false, changed: [{ ...run("run-4"), state: "cancelled", tone: "plain", final: true }], gone: [] });
     await eventually(() => expect(text(el)).not.toContain("Ending…"));
     button(el, "Rerun").click();
     expect(host.replayed.map(({ run_id }) => run_id)).toEqual(["run-4"]);
   });
 
-  it("show what can be done with them by keys", async () => {
+  it("show their actions with the keyboard", async () => {
     const { el } = await ready();
-    await shows(el, "sweep[3]");
+    await waitForText(el, "sweep[3]");
     const [head] = all(el, ".sgpu-run-head");
     head?.focus();
     press(focused(), "ArrowRight");
@@ -850,18 +850,18 @@ describe("runs", () => {
     await eventually(() => expect(el.querySelector(".sgpu-actions")).toBeNull());
   });
 
-  it("are compared, two side by side", async () => {
+  it("are compared side by side", async () => {
     const scrolled = vi.fn();
     Element.prototype.scrollIntoView = scrolled;
     const { el } = await ready();
-    await shows(el, "sweep[3]");
+    await waitForText(el, "sweep[3]");
     const compare = async (at: number) => {
       all(el, ".sgpu-more")[at]?.click();
       await eventually(() => expect(all(el, ".sgpu-more")[at]?.getAttribute("aria-expanded")).toBe("true"));
       button(el, "Compare").click();
     };
     await compare(2);
-    await shows(el, "Compare train.ipynb · train_digits with: choose Compare at another run.");
+    await waitForText(el, "Compare train.ipynb · train_digits with: choose Compare at another run.");
     await compare(3);
     await eventually(() => query(el, ".sgpu-comparison"));
     expect(scrolled).toHaveBeenCalledOnce();
@@ -884,22 +884,22 @@ describe("runs", () => {
     await eventually(() => expect(el.querySelector(".sgpu-comparing")).toBeNull());
   });
 
-  it("link to MLflow where that is a page, and keep quiet about what is elsewhere", async () => {
+  it("link to MLflow if the URL is a web page, and say when files are remote", async () => {
     const { el, host } = await ready(kernelPicture(), PLAN, [run("a", { tracked_url: "https://mlflow.example/1", here: false })]);
-    await shows(el, "train_digits");
+    await waitForText(el, "train_digits");
     query(el, ".sgpu-run-head").click();
-    await shows(el, "Open in MLflow");
+    await waitForText(el, "Open in MLflow");
     expect(query(el, ".sgpu-actions a").getAttribute("href")).toBe("https://mlflow.example/1");
     expect(text(query(el, ".sgpu-actions"))).toContain("its files are on another machine");
     expect(host.opened).toEqual([]);
     const other = await ready(kernelPicture(), PLAN, [run("b", { tracked_url: "javascript:alert(1)" })]);
-    await shows(other.el, "train_digits");
+    await waitForText(other.el, "train_digits");
     query(other.el, ".sgpu-more").click();
-    await shows(other.el, "End run");
+    await waitForText(other.el, "End run");
     expect(other.el.querySelector("a")).toBeNull();
   });
 
-  it("are 1,000 in a page that has a few, and move by keys", async () => {
+  it("draw only the rows in view out of 1,000, and move with the keyboard", async () => {
     const { el, host } = await ready(kernelPicture(), PLAN, manyRuns(1000));
     await eventually(() => expect(all(el, ".sgpu-run-row").length).toBeGreaterThan(5));
     expect(all(el, ".sgpu-run-row").length).toBeLessThan(60);
@@ -907,7 +907,7 @@ describe("runs", () => {
     const began = performance.now();
     for (let index = 0; index < 20; index++) {
       const changed = [0, 1, 2, 3, 4].map((at) => ({ ...(manyRuns(5)[at] ?? run("x")), words: `round ${index}` }));
-      host.pools.tell({ kind: "runs", pool: "local", whole: false, changed, gone: [] });
+      host.pools.sendUpdates({ kind: "runs", pool: "local", whole: false, changed, gone: [] });
       await eventually(() => expect(text(query(el, ".sgpu-run-words"))).toContain(`round ${index}`));
     }
     expect(performance.now() - began).toBeLessThan(10_000);
@@ -922,7 +922,7 @@ describe("runs", () => {
     expect(all(el, ".sgpu-run-row").length).toBeLessThan(60);
   });
 
-  it("scroll to the actions that a row shows", async () => {
+  it("scroll an opened row's actions into view", async () => {
     const { el } = await ready(kernelPicture(), PLAN, manyRuns(10));
     await eventually(() => expect(all(el, ".sgpu-run-row").length).toBe(10));
     const scroller = query(el, ".sgpu-panel");
@@ -934,7 +934,7 @@ describe("runs", () => {
     await eventually(() => expect(scroller.scrollTop).toBe(60));
   });
 
-  it("are searched and filtered, also after a reload", async () => {
+  it("are searched and filtered, and keep the filter after a reload", async () => {
     const { el, host } = await ready(kernelPicture(), PLAN, [...RUNS, ...manyRuns(100)]);
     await eventually(() => query(el, "[type=search]"));
     typeInto(query(el, "[type=search]"), "step_9");
@@ -946,57 +946,57 @@ describe("runs", () => {
     select.dispatchEvent(new Event("change", { bubbles: true }));
     await eventually(() => expect(query(el, ".sgpu-run-row").getAttribute("aria-setsize")).toBe("1"));
     const again = mounted(host);
-    host.tellPool(undefined, [...RUNS, ...manyRuns(100)]);
+    host.sendPoolState(undefined, [...RUNS, ...manyRuns(100)]);
     await eventually(() => expect(all(again.el, ".sgpu-run-row").length).toBe(1));
     typeInto(query(again.el, "[type=search]"), "nothing at all");
-    await shows(again.el, "No matching runs.");
+    await waitForText(again.el, "No matching runs.");
     button(again.el, "Show all").click();
     await eventually(() => expect(query(again.el, ".sgpu-run-row").getAttribute("aria-setsize")).toBe("104"));
   });
 
-  it("are none at first", async () => {
+  it("show a hint while there are none", async () => {
     const { el } = await ready(kernelPicture(), PLAN, []);
-    await shows(el, "No runs yet.");
+    await waitForText(el, "No runs yet.");
     expect(text(el)).toContain("This month 41.2 GPU h · $118 of $300");
   });
 });
 
 describe("the kernel", () => {
-  it("is asked when a cell has ended and when its session changes, not when a cell begins", async () => {
+  it("is asked when a cell ends or its session changes, not when a cell starts", async () => {
     const { host, notebook } = await ready(kernelPicture(), PLAN, []);
-    const count = () => notebook.kinds().filter((kind) => kind === "kernel").length;
-    await eventually(() => expect(notebook.kinds()).toContain("plan"));
+    const count = () => notebook.questionKinds().filter((kind) => kind === "kernel").length;
+    await eventually(() => expect(notebook.questionKinds()).toContain("plan"));
     const before = count();
     notebook.change({ kernelState: "busy" });
     notebook.change({ kernelState: "idle" });
     await eventually(() => expect(count()).toBe(before + 1));
-    host.pools.tell({ kind: "runs", pool: "local", whole: false, changed: [SESSION], gone: [] });
+    host.pools.sendUpdates({ kind: "runs", pool: "local", whole: false, changed: [SESSION], gone: [] });
     await eventually(() => expect(count()).toBe(before + 2));
     const other = { ...SESSION, run_id: "other", kernel: "another" };
-    host.pools.tell({ kind: "runs", pool: "local", whole: false, changed: [other], gone: [] });
+    host.pools.sendUpdates({ kind: "runs", pool: "local", whole: false, changed: [other], gone: [] });
     for (let index = 0; index < 10; index++) notebook.change();
     await eventually(() => expect(count()).toBeGreaterThan(before + 2));
     expect(count()).toBeLessThan(before + 5);
   });
 
-  it("is told what the notebook keeps", async () => {
+  it("receives the notebook's saved choice", async () => {
     const kept = { choice: choice(), version: 1 };
     const notebook = new TestNotebook();
-    notebook.kept = kept;
+    notebook.savedChoice = kept;
     mounted(new TestHost(notebook));
-    await eventually(() => expect(notebook.asked[0]).toEqual({ kind: "kernel", kept }));
+    await eventually(() => expect(notebook.questions[0]).toEqual({ kind: "kernel", kept }));
     expect(notebook.kernel).toBe(KERNEL);
   });
 });
 
-describe("the end", () => {
-  it("leaves nothing: no element, no listener, no watch", async () => {
+describe("closing the panel", () => {
+  it("leaves no element, listener or subscription", async () => {
     const { el, end, host, notebook } = await ready(kernelPicture(), PLAN, [SESSION], poolPicture({ types: [type(), H100] }));
-    await shows(el, "Connected");
+    await waitForText(el, "Connected");
     end.abort();
     expect(el.childNodes.length).toBe(0);
-    expect(notebook.listeners).toBe(0);
-    expect(host.listeners).toBe(0);
+    expect(notebook.listenerCount).toBe(0);
+    expect(host.listenerCount).toBe(0);
     expect(host.pools.orders.at(-1)).toEqual({ kind: "rest" });
   });
 });

@@ -1,21 +1,21 @@
 import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
 
 import panel from "../src/panel/widget_entry";
-import { HERE_MS, WidgetPanelHost, plainly } from "../src/panel/widget_host";
-import { EXPIRY_MS, PATIENCE_MS } from "../src/shared/model_questions";
+import { HEARTBEAT_MS, WidgetPanelHost, interpolate } from "../src/panel/widget_host";
+import { REQUEST_TIMEOUT_MS, CHANNEL_TIMEOUT_MS } from "../src/shared/widget_requests";
 import { eventually } from "./eventually";
 import { KERNEL, PLAN, RUNS, SESSION, kernelAnswer, kernelPicture, poolPicture } from "./panel_samples";
 
 type Callback = (...args: never[]) => void;
 
-interface Sent {
+interface SentMessage {
   readonly kind: string;
   readonly n?: number;
 }
 
-/** anywidget's model, with the kernel behind it where the front end has one. */
+/** anywidget's model; `kernel` is the connection that some front ends provide. */
 class FakeModel {
-  readonly sent: Sent[] = [];
+  readonly sent: SentMessage[] = [];
   readonly listeners = new Map<string, Set<Callback>>();
   readonly widget_manager: unknown;
 
@@ -31,7 +31,7 @@ class FakeModel {
   }
 
   send(content: unknown): void {
-    this.sent.push(content as Sent);
+    this.sent.push(content as SentMessage);
   }
 
   on(name: string, callback: Callback): void {
@@ -46,32 +46,32 @@ class FakeModel {
     for (const callback of [...(this.listeners.get("msg:custom") ?? [])]) callback(content as never);
   }
 
-  get listening(): number {
+  get listenerCount(): number {
     return [...this.listeners.values()].reduce((sum, each) => sum + each.size, 0);
   }
 }
 
 const TRAITS = { pool: "local", notebook: "train.ipynb", kernel: KERNEL, comms: "subshell", model_key: "key" };
 
-let end: AbortController;
+let controller: AbortController;
 
 beforeEach(() => {
-  end = new AbortController();
+  controller = new AbortController();
   vi.useFakeTimers();
 });
 afterEach(() => {
-  end.abort();
+  controller.abort();
   document.body.replaceChildren();
   vi.useRealTimers();
 });
 
 describe("the panel's widget", () => {
-  it("draws what its kernel tells and answers, and asks by messages", async () => {
+  it("sends questions to its kernel, and draws answers and updates", async () => {
     vi.useRealTimers();
     const model = new FakeModel(TRAITS);
     const el = document.createElement("div");
     document.body.append(el);
-    const stop = panel.render({ model, el, signal: end.signal });
+    const stop = panel.render({ model, el, signal: controller.signal });
     expect(model.sent.map(({ kind }) => kind).sort()).toEqual(["kernel", "watch"]);
     expect(model.sent).toContainEqual({ kind: "watch", pool: "local" });
     const question = model.sent.find(({ kind }) => kind === "kernel");
@@ -86,30 +86,30 @@ describe("the panel's widget", () => {
     model.emit({ kind: "plan-answer", n: plan()?.n ?? 0, plan: PLAN });
     stop();
     expect(el.childNodes.length).toBe(0);
-    expect(model.listening).toBe(0);
+    expect(model.listenerCount).toBe(0);
     expect(model.sent.at(-1)).toEqual({ kind: "rest" });
   });
 
-  it("says every so often that it is still there, while it watches", () => {
+  it("sends a heartbeat while it watches a pool", () => {
     const model = new FakeModel(TRAITS);
-    const host = new WidgetPanelHost(model, end.signal);
-    vi.advanceTimersByTime(HERE_MS * 3);
+    const host = new WidgetPanelHost(model, controller.signal);
+    vi.advanceTimersByTime(HEARTBEAT_MS * 3);
     expect(model.sent).toEqual([]);
     host.pools.order({ kind: "watch", pool: "" });
-    vi.advanceTimersByTime(HERE_MS * 2);
+    vi.advanceTimersByTime(HEARTBEAT_MS * 2);
     expect(model.sent.map(({ kind }) => kind)).toEqual(["watch", "here", "here"]);
     host.pools.order({ kind: "start-pool", pool: "" });
-    vi.advanceTimersByTime(HERE_MS);
+    vi.advanceTimersByTime(HEARTBEAT_MS);
     expect(model.sent.at(-1)).toEqual({ kind: "here" });
     host.pools.order({ kind: "rest" });
-    vi.advanceTimersByTime(HERE_MS * 3);
+    vi.advanceTimersByTime(HEARTBEAT_MS * 3);
     expect(model.sent.at(-1)).toEqual({ kind: "rest" });
     host.pools.order({ kind: "watch", pool: "team" });
-    end.abort();
+    controller.abort();
     expect(vi.getTimerCount()).toBe(0);
   });
 
-  it("asks over the control channel where comms wait for the cell, under the widget's own key", async () => {
+  it("uses the control channel, with the widget's key, if comms wait for the cell", async () => {
     const asked: { model_id: string; question: { kind: string; n: number } }[] = [];
     const kernel = {
       status: "busy",
@@ -125,7 +125,7 @@ describe("the panel's widget", () => {
       },
     };
     const model = new FakeModel({ ...TRAITS, comms: "blocking" }, kernel);
-    const host = new WidgetPanelHost(model, end.signal);
+    const host = new WidgetPanelHost(model, controller.signal);
     expect(host.notebook.kernelState).toBe("busy");
     const answer = host.notebook.ask({ kind: "kernel", kept: null });
     await vi.advanceTimersByTimeAsync(10);
@@ -134,26 +134,26 @@ describe("the panel's widget", () => {
     expect(model.sent).toEqual([]);
   });
 
-  it("waits for the main shell where there is nothing else, and gives up with the view", async () => {
+  it("waits on the main shell without other channels, until it is closed", async () => {
     const model = new FakeModel({ ...TRAITS, comms: "blocking" });
-    const host = new WidgetPanelHost(model, end.signal);
+    const host = new WidgetPanelHost(model, controller.signal);
     const answer = host.notebook.ask({ kind: "kernel", kept: null });
     const failed = expect(answer).rejects.toThrow("the panel is closed");
-    await vi.advanceTimersByTimeAsync(PATIENCE_MS * 100);
+    await vi.advanceTimersByTimeAsync(CHANNEL_TIMEOUT_MS * 100);
     expect(model.sent.length).toBe(1);
-    end.abort();
+    controller.abort();
     await failed;
   });
 
-  it("says what may have become of an idle kernel that does not answer", async () => {
+  it("explains why an idle kernel may not answer", async () => {
     const model = new FakeModel(TRAITS, { status: "idle", supportsSubshells: true });
-    const host = new WidgetPanelHost(model, end.signal);
+    const host = new WidgetPanelHost(model, controller.signal);
     const failed = expect(host.notebook.ask({ kind: "kernel", kept: null })).rejects.toThrow("If it was restarted");
-    await vi.advanceTimersByTimeAsync(EXPIRY_MS);
+    await vi.advanceTimersByTimeAsync(REQUEST_TIMEOUT_MS);
     await failed;
   });
 
-  it.each(["starting", "restarting", "dead"])("ends with its kernel, which is %s", async (status) => {
+  it.each(["starting", "restarting", "dead"])("ends when its kernel is %s", async (status) => {
     vi.useRealTimers();
     const slots = new Set<(sender: unknown, status: string) => void>();
     const statusChanged = {
@@ -174,10 +174,10 @@ describe("the panel's widget", () => {
     expect(slots.size).toBe(0);
   });
 
-  it("says so when the kernel's messages are of another version", () => {
+  it("reports messages of another version", () => {
     const warned = vi.spyOn(console, "warn").mockImplementation(() => undefined);
     const model = new FakeModel(TRAITS);
-    const host = new WidgetPanelHost(model, end.signal);
+    const host = new WidgetPanelHost(model, controller.signal);
     const states: string[] = [];
     host.pools.onLink(({ kind, text }) => states.push(`${kind} ${text}`));
     model.emit({ kind: "pool", picture: { ...poolPicture(), version: 99 } });
@@ -188,9 +188,9 @@ describe("the panel's widget", () => {
     warned.mockRestore();
   });
 
-  it("fills a sentence with its values, also where a value looks like a place", () => {
-    expect(plainly("%1 of %2 free", 3, "%1")).toBe("3 of %1 free");
-    expect(plainly("100 %")).toBe("100 %");
-    expect(plainly("Insert %load_ext sgpu_magic")).toBe("Insert %load_ext sgpu_magic");
+  it("interpolates values, including one that looks like a placeholder", () => {
+    expect(interpolate("%1 of %2 free", 3, "%1")).toBe("3 of %1 free");
+    expect(interpolate("100 %")).toBe("100 %");
+    expect(interpolate("Insert %load_ext sgpu_magic")).toBe("Insert %load_ext sgpu_magic");
   });
 });

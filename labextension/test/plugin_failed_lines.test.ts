@@ -1,59 +1,59 @@
 import { afterEach, describe, expect, it } from "vitest";
 
-import { cellOf, FAILED, failedLine } from "../src/plugin/failed_lines";
+import { findCell, FAILED_LINE_CLASS, parseFailedLine } from "../src/plugin/failed_lines";
 import type { FailedLine } from "../src/plugin/failed_lines";
 
 const CULPRIT = `----&gt; 5 if rank == 1: raise ValueError("NaN")`;
 
 afterEach(() => document.body.replaceChildren());
 
-function shown(html: string): Element {
+function failedElement(html: string): Element {
   document.body.innerHTML = html;
-  const found = [...document.querySelectorAll(`.${FAILED}`)].at(-1);
+  const found = [...document.querySelectorAll(`.${FAILED_LINE_CLASS}`)].at(-1);
   if (!found) throw new Error("nothing is marked");
   return found;
 }
 
-describe("the line that a traceback shows", () => {
-  it("is the marked one of the saved output, under its cell's number", () => {
-    const line = shown(
-      `<pre><b>ValueError</b> on rank 1\nCell In[4], line 5\n      4 step()\n<span class="${FAILED}">${CULPRIT}</span>\n</pre>`,
+describe("parseFailedLine", () => {
+  it("reads the marked line of a saved output and its execution count", () => {
+    const line = failedElement(
+      `<pre><b>ValueError</b> on rank 1\nCell In[4], line 5\n      4 step()\n<span class="${FAILED_LINE_CLASS}">${CULPRIT}</span>\n</pre>`,
     );
-    expect(failedLine(line)).toEqual({ execution: 4, line: 4, code: 'if rank == 1: raise ValueError("NaN")' });
+    expect(parseFailedLine(line)).toEqual({ execution: 4, line: 4, code: 'if rank == 1: raise ValueError("NaN")' });
   });
 
-  it("is the marked one of the live view, of the frame that it stands in", () => {
-    const frame = (number: number) => `<div>Cell In[${number}], line 5</div><div class="${FAILED}">${CULPRIT}</div>`;
-    const line = shown(`<div class="sgpu-code">${frame(2)}${frame(3)}</div>`);
-    expect(failedLine(line)?.execution).toBe(3);
+  it("reads the marked line of the live view and its frame", () => {
+    const frame = (number: number) => `<div>Cell In[${number}], line 5</div><div class="${FAILED_LINE_CLASS}">${CULPRIT}</div>`;
+    const line = failedElement(`<div class="sgpu-code">${frame(2)}${frame(3)}</div>`);
+    expect(parseFailedLine(line)?.execution).toBe(3);
   });
 
-  it("is none for a frame of a file, or without a traceback around it", () => {
-    const marked = `<div class="${FAILED}">${CULPRIT}</div>`;
-    expect(failedLine(shown(`<div class="sgpu-code"><div>Cell In[2], line 5</div>${marked}<div>File ~/a.py:5, in f</div>${marked}</div>`))).toBeNull();
-    expect(failedLine(shown(`<div class="${FAILED}">a sentence</div>`))).toBeNull();
+  it("returns null for a file's frame, or without a traceback", () => {
+    const marked = `<div class="${FAILED_LINE_CLASS}">${CULPRIT}</div>`;
+    expect(parseFailedLine(failedElement(`<div class="sgpu-code"><div>Cell In[2], line 5</div>${marked}<div>File ~/a.py:5, in f</div>${marked}</div>`))).toBeNull();
+    expect(parseFailedLine(failedElement(`<div class="${FAILED_LINE_CLASS}">a sentence</div>`))).toBeNull();
   });
 });
 
-describe("the cell with the line", () => {
+describe("findCell", () => {
   const failed: FailedLine = { execution: 4, line: 1, code: "fail()" };
   const cell = (execution: number | null, text: string) => ({ execution, text });
 
-  it("is the output's own one while the line is there, though its number is another one's", () => {
-    expect(cellOf(failed, [cell(4, "x = 1"), cell(null, "%%distributed\nfail()")], 1)).toBe(1);
+  it("prefers the cell with the output if it has the line", () => {
+    expect(findCell(failed, [cell(4, "x = 1"), cell(null, "%%distributed\nfail()")], 1)).toBe(1);
   });
 
-  it("is the one that was executed under the number for a function of another cell", () => {
-    expect(cellOf(failed, [null, cell(4, "def f():\n    fail()"), cell(5, "%%distributed\nf()")], 2)).toBe(1);
+  it("finds the cell by execution count for another cell's function", () => {
+    expect(findCell(failed, [null, cell(4, "def f():\n    fail()"), cell(5, "%%distributed\nf()")], 2)).toBe(1);
   });
 
-  it("is recognized by the beginning of a long line, and by its number after an edit", () => {
+  it("matches a shortened line, and the line number after an edit", () => {
     const long = { ...failed, code: "call(aaaa ..." };
-    expect(cellOf(long, [cell(1, "\ncall(aaaabbbb)"), cell(4, "\nother()")], 0)).toBe(0);
-    expect(cellOf(failed, [cell(4, "\nmended()"), cell(7, "a")], 1)).toBe(0);
+    expect(findCell(long, [cell(1, "\ncall(aaaabbbb)"), cell(4, "\nother()")], 0)).toBe(0);
+    expect(findCell(failed, [cell(4, "\nmended()"), cell(7, "a")], 1)).toBe(0);
   });
 
-  it("is none when no cell has so many lines", () => {
-    expect(cellOf(failed, [cell(4, "x"), null], 1)).toBe(-1);
+  it("returns -1 if no cell has enough lines", () => {
+    expect(findCell(failed, [cell(4, "x"), null], 1)).toBe(-1);
   });
 });

@@ -49,17 +49,17 @@ function lines(seq: number, first: number, ...texts: string[]): unknown {
   return { kind: "lines", seq, first, rows: texts.map((text, at) => [0, first + at, text]), ranks: [first + texts.length] };
 }
 
-function news(parts: Record<string, unknown>): unknown {
+function changes(parts: Record<string, unknown>): unknown {
   return { snapshot: null, updates: [], seq: 0, lines: 0, displays: 0, final: false, ...parts };
 }
 
-/** A server that gives these answers one after the other, and remembers what it was asked. */
+/** A server that returns these answers in order, and records the requests. */
 class FakeServer {
-  readonly asked: { path: string; init: RequestInit }[] = [];
+  readonly requests: { path: string; init: RequestInit }[] = [];
   constructor(private readonly answers: (() => Response | Promise<Response>)[]) {}
 
   readonly request = (path: string, init: RequestInit): Promise<Response> => {
-    this.asked.push({ path, init });
+    this.requests.push({ path, init });
     const answer = this.answers.shift();
     if (answer) return Promise.resolve(answer());
     return new Promise((_, reject) => {
@@ -68,7 +68,7 @@ class FakeServer {
   };
 
   query(at: number): URLSearchParams {
-    return new URLSearchParams(this.asked[at]?.path.split("?")[1]);
+    return new URLSearchParams(this.requests[at]?.path.split("?")[1]);
   }
 }
 
@@ -76,11 +76,11 @@ function json(body: unknown, status = 200): () => Response {
   return () => new Response(JSON.stringify(body), { status });
 }
 
-const ends: AbortController[] = [];
+const controllers: AbortController[] = [];
 
 function feed(server: FakeServer, pauses: number[] = []): { feed: RunFeed; runs: RunServer; end: AbortController } {
   const end = new AbortController();
-  ends.push(end);
+  controllers.push(end);
   const runs = new RunServer(server.request);
   const pause = (ms: number): Promise<void> => {
     pauses.push(ms);
@@ -90,103 +90,103 @@ function feed(server: FakeServer, pauses: number[] = []): { feed: RunFeed; runs:
 }
 
 afterEach(() => {
-  for (const end of ends.splice(0)) end.abort();
+  for (const end of controllers.splice(0)) end.abort();
 });
 
 describe("a run's feed", () => {
-  it("says what it knows, and passes on what is new until the end", async () => {
+  it("sends what it has, and passes on changes until the run ends", async () => {
     const server = new FakeServer([
-      json(news({ snapshot: snapshot(4), updates: [lines(1, 0, "a", "b")], seq: 1, lines: 2 })),
-      json(news({ updates: [lines(2, 2, "c")], seq: 2, lines: 3, displays: 1 })),
-      json(news({ snapshot: snapshot(9, true), seq: 2, lines: 3, displays: 1, final: true })),
+      json(changes({ snapshot: snapshot(4), updates: [lines(1, 0, "a", "b")], seq: 1, lines: 2 })),
+      json(changes({ updates: [lines(2, 2, "c")], seq: 2, lines: 3, displays: 1 })),
+      json(changes({ snapshot: snapshot(9, true), seq: 2, lines: 3, displays: 1, final: true })),
     ]);
     const { feed: run } = feed(server);
     const updates: FeedUpdate[] = [];
     const drawn: number[] = [];
     const displayed = vi.fn();
     const final = vi.fn();
-    run.listen({ onUpdate: (message) => updates.push(message), drawn: ({ seq }) => drawn.push(seq), displayed, final });
-    await run.follow();
+    run.addListener({ onUpdate: (message) => updates.push(message), onSnapshot: ({ seq }) => drawn.push(seq), onDisplay: displayed, onFinal: final });
+    await run.poll();
     expect(updates.map((message) => message.kind === "lines" && message.rows.map((row) => row[2]))).toEqual([["a", "b"], ["c"]]);
     expect(drawn).toEqual([4, 9]);
     expect(displayed).toHaveBeenCalledTimes(1);
     expect(final).toHaveBeenCalledTimes(1);
-    expect(server.asked[0]?.path).toMatch(/^sgpu\/runs\/0123abcd\/news\?/);
+    expect(server.requests[0]?.path).toMatch(/^sgpu\/runs\/0123abcd\/news\?/);
     expect(Object.fromEntries(server.query(2))).toEqual({ wait: "15", after: "2", lines: "3", drawn: "4", displays: "1" });
   });
 
-  it("goes on after failures, ever more slowly, and says that it was away", async () => {
+  it("retries after failures with longer pauses, and reports the lost link", async () => {
     const fails = (): Response => {
       throw new TypeError("Failed to fetch");
     };
-    const server = new FakeServer([fails, json({}, 502), fails, json(news({ final: true, snapshot: snapshot(1, true) }))]);
+    const server = new FakeServer([fails, json({}, 502), fails, json(changes({ final: true, snapshot: snapshot(1, true) }))]);
     const pauses: number[] = [];
     const { feed: run } = feed(server, pauses);
     const away: boolean[] = [];
-    run.listen({ linked: (link) => away.push(link.away) });
-    await run.follow();
+    run.addListener({ onLinkChange: (link) => away.push(link.away) });
+    await run.poll();
     expect(pauses).toEqual([1000, 2000, 4000]);
     expect(away).toEqual([true, true, true, false]);
     expect(run.isFinal).toBe(true);
   });
 
-  it("ends with the server's own words when the run is not there any more", async () => {
+  it("ends with the server's message if the run no longer exists", async () => {
     const server = new FakeServer([json({ message: "this machine has no directory for run 0123" }, 404)]);
     const { feed: run } = feed(server);
-    await run.follow();
+    await run.poll();
     expect(run.link.ended).toBe("this machine has no directory for run 0123");
-    expect(server.asked).toHaveLength(1);
+    expect(server.requests).toHaveLength(1);
   });
 
-  it("stops asking when its signal aborts", async () => {
+  it("stops when its signal aborts", async () => {
     const server = new FakeServer([]);
     const { feed: run, end } = feed(server);
-    const done = run.follow();
+    const done = run.poll();
     end.abort();
     await done;
-    expect(server.asked).toHaveLength(1);
-    expect(server.asked[0]?.init.signal?.aborted).toBe(true);
+    expect(server.requests).toHaveLength(1);
+    expect(server.requests[0]?.init.signal?.aborted).toBe(true);
   });
 
-  it("does not keep more than three of the browser's connections", async () => {
+  it("uses at most three of the browser's connections", async () => {
     const waiting = new FakeServer([]);
     const held = [1, 2, 3].map(() => feed(waiting));
-    for (const { feed: run } of held) void run.follow();
+    for (const { feed: run } of held) void run.poll();
     const pauses: number[] = [];
-    const server = new FakeServer([json(news({})), json(news({ final: true }))]);
-    await feed(server, pauses).feed.follow();
+    const server = new FakeServer([json(changes({})), json(changes({ final: true }))]);
+    await feed(server, pauses).feed.poll();
     expect(server.query(0).get("wait")).toBe("0");
     expect(pauses).toEqual([1000]);
     expect(waiting.query(0).get("wait")).toBe("15");
   });
 });
 
-describe("the transport through the server", () => {
-  it("posts questions with their numbers and returns the answers", async () => {
+describe("ServerTransport", () => {
+  it("posts numbered questions and returns the answers", async () => {
     const server = new FakeServer([json({ kind: "text", n: 1, lines: ["run 0123 is being stopped"] })]);
     const { feed: run, runs } = feed(server);
     const transport = new ServerTransport(runs, run);
     await expect(transport.ask({ kind: "cancel" })).resolves.toMatchObject({ lines: ["run 0123 is being stopped"] });
-    expect(server.asked[0]).toMatchObject({ path: "sgpu/runs/0123abcd/ask", init: { method: "POST" } });
-    expect(server.asked[0]?.init.body).toBe('{"kind":"cancel","n":1}');
+    expect(server.requests[0]).toMatchObject({ path: "sgpu/runs/0123abcd/ask", init: { method: "POST" } });
+    expect(server.requests[0]?.init.body).toBe('{"kind":"cancel","n":1}');
   });
 
-  it("counts lines from where its feed is, whatever the server counts", async () => {
+  it("numbers updates as its feed does", async () => {
     const server = new FakeServer([
-      json(news({ updates: [lines(1, 0, "a")], seq: 1, lines: 1, final: true, snapshot: snapshot(3) })),
+      json(changes({ updates: [lines(1, 0, "a")], seq: 1, lines: 1, final: true, snapshot: snapshot(3) })),
       json({ kind: "hello", n: 1, snapshot: snapshot(5), seq: 0 }),
     ]);
     const { feed: run, runs } = feed(server);
-    await run.follow();
+    await run.poll();
     const transport = new ServerTransport(runs, run);
     const drawn: number[] = [];
     transport.onSnapshot(({ seq }) => drawn.push(seq));
     await expect(transport.ask({ kind: "hello", over: "server" })).resolves.toMatchObject({ seq: 1 });
-    // a view that opens late is drawn at once
+    // a view that opens late gets the last snapshot at once
     expect(drawn).toEqual([3]);
   });
 
-  it("says why there is no answer", async () => {
+  it("reports why there is no answer", async () => {
     const server = new FakeServer([
       json({ message: "no local pool is running." }, 500),
       () => {
@@ -199,14 +199,14 @@ describe("the transport through the server", () => {
     await expect(transport.ask({ kind: "stacks" })).rejects.toThrow("the Jupyter server does not answer: Failed to fetch");
   });
 
-  it("hears nothing after its end", async () => {
-    const server = new FakeServer([json(news({ updates: [lines(1, 0, "a")], seq: 1, lines: 1, final: true }))]);
+  it("gets no updates after it is disposed", async () => {
+    const server = new FakeServer([json(changes({ updates: [lines(1, 0, "a")], seq: 1, lines: 1, final: true }))]);
     const { feed: run, runs } = feed(server);
     const transport = new ServerTransport(runs, run);
     const updates = vi.fn();
     transport.onUpdate(updates);
     transport.dispose();
-    await run.follow();
+    await run.poll();
     expect(updates).not.toHaveBeenCalled();
   });
 });

@@ -3,19 +3,19 @@ import { Signal } from "@lumino/signaling";
 import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
 
 import { NoExtension } from "../src/panel/host";
-import type { KernelAsk } from "../src/panel/host";
+import type { KernelQuestionBody } from "../src/panel/host";
 import { CHOICE_KEY, OtherVersion } from "../src/panel/messages";
 import type { KernelAnswer, KeptChoice } from "../src/panel/messages";
-import { chipWords } from "../src/plugin/chip_words";
+import { chipLabel } from "../src/plugin/chip_label";
 import { connectLine } from "../src/plugin/magic_lines";
 import { ChoiceStore } from "../src/plugin/choice_store";
-import { LabNotebook, PATIENCE_MS, KNOWN_PATIENCE_MS } from "../src/plugin/lab_notebook";
-import type { Document } from "../src/plugin/lab_notebook";
+import { LabNotebook, REPLY_TIMEOUT_MS, KNOWN_REPLY_TIMEOUT_MS } from "../src/plugin/lab_notebook";
+import type { NotebookDocument } from "../src/plugin/lab_notebook";
 import { LoadedKernels } from "../src/plugin/loaded_kernels";
-import { translateBy } from "../src/plugin/translating";
+import { createTranslate } from "../src/plugin/translation";
 import { KERNEL, kernelAnswer, kernelPicture, NOW, poolPicture, SESSION } from "./panel_samples";
 
-const KEPT: KeptChoice = {
+const CHOICE: KeptChoice = {
   choice: { gpus: 2, type: "a10", pool: "", env_version: "", dependencies: [], removed: [] },
   version: 1,
 };
@@ -30,12 +30,12 @@ interface Question {
   readonly kept?: KeptChoice | null;
 }
 
-/** A kernel connection of JupyterLab; `reply` is what its process says, undefined when it says nothing. */
+/** A kernel connection of JupyterLab; `reply` returns its process's answer; undefined if there is none. */
 class FakeKernel {
   status = "idle";
   connectionStatus = "connected";
-  readonly asked: Question[] = [];
-  disposed = 0;
+  readonly questions: Question[] = [];
+  disposedFutures = 0;
   reply: ((question: Question) => unknown) | undefined = ({ n }) => answer({ n });
   readonly reconnect = vi.fn(() => Promise.resolve());
   banner = "Python 3.12\nsgpu-magic 1.0 is loaded.";
@@ -46,12 +46,12 @@ class FakeKernel {
   sendControlMessage(message: { content: { question: Question; model_id: string } }): unknown {
     const { question, model_id } = message.content;
     expect(model_id).toBe("panel");
-    this.asked.push(question);
+    this.questions.push(question);
     const { reply } = this;
     const future = {
       onReply: (() => undefined) as (message: unknown) => void,
       done: new Promise(() => undefined),
-      dispose: () => void (this.disposed += 1),
+      dispose: () => void (this.disposedFutures += 1),
     };
     if (reply) {
       void Promise.resolve().then(() => future.onReply({ content: { status: "ok", answer: reply(question) } }));
@@ -96,8 +96,8 @@ class FakeSession {
     this.kernelChanged.emit({});
   }
 
-  /** What the kernel publishes about a request. */
-  publish(state: "busy" | "idle", asked: string, process = "process-1"): void {
+  /** Publishes the kernel's status during a request. */
+  publishStatus(state: "busy" | "idle", asked: string, process = "process-1"): void {
     if (this.kernel) this.kernel.status = state;
     this.statusChanged.emit(state);
     this.iopubMessage.emit({
@@ -107,8 +107,8 @@ class FakeSession {
     });
   }
 
-  /** A cell of the kernel loads sgpu-magic, or unloads it. */
-  announce(loaded: boolean, process = "process-1"): void {
+  /** Publishes that a cell has loaded or unloaded sgpu-magic. */
+  publishLoaded(loaded: boolean, process = "process-1"): void {
     this.iopubMessage.emit({
       header: { msg_type: "update_display_data", session: process },
       parent_header: { msg_type: "execute_request" },
@@ -117,8 +117,8 @@ class FakeSession {
   }
 
   runCell(process?: string): void {
-    this.publish("busy", "execute_request", process);
-    this.publish("idle", "execute_request", process);
+    this.publishStatus("busy", "execute_request", process);
+    this.publishStatus("idle", "execute_request", process);
   }
 }
 
@@ -158,25 +158,25 @@ let model: FakeModel;
 let document_: FakeDocument;
 let choices: ChoiceStore;
 let loaded: LoadedKernels;
-let end: AbortController;
-let looked: boolean;
-let front: boolean;
+let controller: AbortController;
+let isPanelVisible: boolean;
+let isActive: boolean;
 let showCell: ReturnType<typeof vi.fn<(index: number) => void>>;
 let selectKernel: ReturnType<typeof vi.fn<() => Promise<void>>>;
 
-function link(of: { session: FakeSession; document: FakeDocument } = { session, document: document_ }): LabNotebook {
+function openNotebook(options: { session: FakeSession; document: FakeDocument } = { session, document: document_ }): LabNotebook {
   return new LabNotebook(
     {
-      context: of.document as unknown as Document,
-      session: of.session as unknown as ISessionContext,
+      document: options.document as unknown as NotebookDocument,
+      session: options.session as unknown as ISessionContext,
       choices,
       loaded,
-      isLooked: () => looked,
-      isFront: () => front,
+      isPanelVisible: () => isPanelVisible,
+      isActive: () => isActive,
       showCell,
       selectKernel,
     },
-    end.signal,
+    controller.signal,
   );
 }
 
@@ -188,160 +188,160 @@ beforeEach(() => {
   document_ = new FakeDocument(model);
   choices = new ChoiceStore();
   loaded = new LoadedKernels(null);
-  end = new AbortController();
-  looked = true;
-  front = true;
+  controller = new AbortController();
+  isPanelVisible = true;
+  isActive = true;
   showCell = vi.fn<(index: number) => void>();
   selectKernel = vi.fn<() => Promise<void>>(() => Promise.resolve());
 });
 
 afterEach(() => {
-  end.abort();
+  controller.abort();
   vi.useRealTimers();
 });
 
-const pass = (ms = 0): Promise<unknown> => vi.advanceTimersByTimeAsync(ms);
-const ask: KernelAsk = { kind: "kernel", kept: null };
+const advance = (ms = 0): Promise<unknown> => vi.advanceTimersByTimeAsync(ms);
+const ask: KernelQuestionBody = { kind: "kernel", kept: null };
 
-describe("a notebook's kernel is asked", () => {
-  it("over its control channel, and answers", async () => {
-    const notebook = link();
+describe("a question to a notebook's kernel", () => {
+  it("is sent over the control channel and answered", async () => {
+    const notebook = openNotebook();
     const reply = await notebook.ask(ask);
     expect(reply.kind).toBe("kernel-answer");
-    expect(kernel.asked).toEqual([{ kind: "kernel", kept: null, n: 1 }]);
+    expect(kernel.questions).toEqual([{ kind: "kernel", kept: null, n: 1 }]);
     expect(notebook.isKnown).toBe(true);
   });
 
-  it("and counts as one without sgpu-magic when it says nothing for two seconds", async () => {
+  it("fails as not loaded if the kernel does not answer in two seconds", async () => {
     kernel.reply = undefined;
-    const notebook = link();
+    const notebook = openNotebook();
     const asked = notebook.ask(ask);
     const caught = expect(asked).rejects.toThrow(NoExtension);
-    await pass(PATIENCE_MS);
+    await advance(REPLY_TIMEOUT_MS);
     await caught;
     await expect(asked).rejects.toThrow("This kernel has not loaded sgpu-magic.");
-    // nothing waits for it any more
-    expect(kernel.disposed).toBe(1);
+    // the request's future was disposed
+    expect(kernel.disposedFutures).toBe(1);
   });
 
-  it("only when it has loaded sgpu-magic", async () => {
+  it("is sent only if the kernel has loaded sgpu-magic", async () => {
     kernel.banner = "Python 3.12";
-    const notebook = link();
+    const notebook = openNotebook();
     for (let turn = 0; turn < 2; turn += 1) {
       await expect(notebook.ask(ask)).rejects.toThrow(NoExtension);
     }
-    expect(kernel.asked).toEqual([]);
+    expect(kernel.questions).toEqual([]);
     expect(kernel.requestKernelInfo).toHaveBeenCalledOnce();
-    session.announce(true);
+    session.publishLoaded(true);
     await notebook.ask(ask);
-    expect(kernel.asked).toHaveLength(1);
-    session.announce(false);
+    expect(kernel.questions).toHaveLength(1);
+    session.publishLoaded(false);
     await expect(notebook.ask(ask)).rejects.toThrow(NoExtension);
-    expect(kernel.asked).toHaveLength(1);
+    expect(kernel.questions).toHaveLength(1);
     expect(kernel.requestKernelInfo).toHaveBeenCalledOnce();
   });
 
-  it("and whoever looks is told when that changes, also after the cell that loads it", () => {
-    const notebook = link();
+  it("triggers a change when sgpu-magic is loaded or unloaded", () => {
+    const notebook = openNotebook();
     const changed = vi.fn();
     notebook.onChange(changed);
     session.runCell();
     changed.mockClear();
-    session.announce(true);
+    session.publishLoaded(true);
     expect(changed).toHaveBeenCalledOnce();
   });
 
-  it("and a new process is looked at anew", async () => {
-    const notebook = link();
-    session.announce(true);
+  it("checks a new kernel process again", async () => {
+    const notebook = openNotebook();
+    session.publishLoaded(true);
     await notebook.ask(ask);
     kernel.banner = "Python 3.12";
     session.setStatus("restarting");
     session.setStatus("idle");
     await expect(notebook.ask(ask)).rejects.toThrow(NoExtension);
-    expect(kernel.asked).toHaveLength(1);
+    expect(kernel.questions).toHaveLength(1);
   });
 
-  it("when its cell has ended, where it has not said before what it has loaded", async () => {
+  it("waits for the cell's end if it is unknown what the kernel has loaded", async () => {
     let tell: (value: { content: { banner: string } }) => void = () => undefined;
     kernel.requestKernelInfo.mockImplementation(() => new Promise((resolve) => (tell = resolve)));
-    session.publish("busy", "execute_request");
-    const notebook = link();
+    session.publishStatus("busy", "execute_request");
+    const notebook = openNotebook();
     const changed = vi.fn();
     notebook.onChange(changed);
     const asked = notebook.ask(ask);
     const caught = expect(asked).rejects.toThrow("The kernel does not answer");
-    await pass(PATIENCE_MS);
+    await advance(REPLY_TIMEOUT_MS);
     await caught;
     await expect(asked).rejects.not.toThrow(NoExtension);
     changed.mockClear();
     tell({ content: { banner: kernel.banner } });
-    await pass();
+    await advance();
     expect(changed).toHaveBeenCalledOnce();
     await notebook.ask(ask);
-    expect(kernel.asked).toHaveLength(1);
+    expect(kernel.questions).toHaveLength(1);
   });
 
-  it("at once in a page that was reloaded while it is busy", async () => {
+  it("is sent at once after a page reload while the kernel is busy", async () => {
     const kept = new Map<string, string>();
     const store = { getItem: (key: string) => kept.get(key) ?? null, setItem: (key: string, value: string) => void kept.set(key, value) };
     loaded = new LoadedKernels(store);
-    await link().ask(ask);
+    await openNotebook().ask(ask);
     loaded = new LoadedKernels(store);
     kernel.requestKernelInfo.mockImplementation(() => new Promise(() => undefined));
-    await link().ask(ask);
-    expect(kernel.asked).toHaveLength(2);
-    // what the browser has kept may be anything
+    await openNotebook().ask(ask);
+    expect(kernel.questions).toHaveLength(2);
+    // the stored value may be invalid
     expect(new LoadedKernels({ ...store, getItem: () => "{nonsense" }).has(KERNEL)).toBe(false);
   });
 
-  it("with more patience when it is known to have it", async () => {
-    const notebook = link();
+  it("has a longer timeout if the kernel has answered before", async () => {
+    const notebook = openNotebook();
     await notebook.ask(ask);
     kernel.reply = undefined;
     const asked = notebook.ask(ask);
     const caught = expect(asked).rejects.not.toThrow(NoExtension);
     let over = false;
     asked.catch(() => (over = true));
-    await pass(PATIENCE_MS);
+    await advance(REPLY_TIMEOUT_MS);
     expect(over).toBe(false);
-    await pass(KNOWN_PATIENCE_MS);
+    await advance(KNOWN_REPLY_TIMEOUT_MS);
     await caught;
     expect(over).toBe(true);
   });
 
-  it("and what it was asked before its restart is given up", async () => {
-    const notebook = link();
+  it("is aborted by a restart of the kernel", async () => {
+    const notebook = openNotebook();
     await notebook.ask(ask);
     kernel.reply = undefined;
-    const asked = notebook.ask({ kind: "apply", choice: KEPT.choice, connect: true, confirmed: false });
+    const asked = notebook.ask({ kind: "apply", choice: CHOICE.choice, connect: true, confirmed: false });
     const caught = expect(asked).rejects.toThrow("The kernel was restarted.");
     session.setStatus("restarting");
     await caught;
     expect(notebook.isKnown).toBe(false);
   });
 
-  it("and another version is told from none", async () => {
-    const notebook = link();
+  it("distinguishes another version from no extension", async () => {
+    const notebook = openNotebook();
     kernel.reply = () => answer({ picture: { ...answer().picture, version: 99 } });
     await expect(notebook.ask(ask)).rejects.toThrow(OtherVersion);
     kernel.reply = () => ({ kind: "refusal", n: 1, text: "This view is no longer live" });
     await expect(notebook.ask(ask)).rejects.toThrow("another version");
   });
 
-  it("not at all without one", async () => {
+  it("fails without a kernel", async () => {
     session.setKernel(null);
-    await expect(link().ask(ask)).rejects.toThrow("This notebook has no kernel.");
+    await expect(openNotebook().ask(ask)).rejects.toThrow("This notebook has no kernel.");
   });
 });
 
 describe("a notebook's state", () => {
   it("follows its kernel", () => {
-    const notebook = link();
+    const notebook = openNotebook();
     const states = [notebook.kernelState];
     notebook.onChange(() => states.push(notebook.kernelState));
-    session.publish("busy", "execute_request");
-    session.publish("idle", "execute_request");
+    session.publishStatus("busy", "execute_request");
+    session.publishStatus("idle", "execute_request");
     session.isRestarting = true;
     session.statusChanged.emit("restarting");
     session.isRestarting = false;
@@ -355,42 +355,42 @@ describe("a notebook's state", () => {
     expect(notebook.kernel).toBe("");
   });
 
-  it("is not changed by questions, which JupyterLab takes for work", () => {
-    const notebook = link();
+  it("is not changed by questions, which JupyterLab reports as busy", () => {
+    const notebook = openNotebook();
     const changed = vi.fn();
     notebook.onChange(changed);
-    session.publish("busy", "sgpu_request");
-    session.publish("idle", "sgpu_request");
+    session.publishStatus("busy", "sgpu_request");
+    session.publishStatus("idle", "sgpu_request");
     expect(changed).not.toHaveBeenCalled();
-    session.publish("busy", "execute_request");
+    session.publishStatus("busy", "execute_request");
     changed.mockClear();
-    session.publish("busy", "sgpu_request");
-    session.publish("idle", "sgpu_request");
+    session.publishStatus("busy", "sgpu_request");
+    session.publishStatus("idle", "sgpu_request");
     expect(notebook.kernelState).toBe("busy");
     expect(changed).not.toHaveBeenCalled();
-    session.publish("idle", "execute_request");
+    session.publishStatus("idle", "execute_request");
     expect(changed).toHaveBeenCalledOnce();
   });
 
-  it("is known of a kernel that has been in a cell since before the page", () => {
+  it("is busy for a kernel whose cell started before the page was loaded", () => {
     kernel.status = "unknown";
-    expect(link().kernelState).toBe("busy");
+    expect(openNotebook().kernelState).toBe("busy");
   });
 
-  it("waits for its document", async () => {
+  it("is starting until its document is ready", async () => {
     document_.isReady = false;
-    const notebook = link();
+    const notebook = openNotebook();
     expect(notebook.kernelState).toBe("starting");
     document_.isReady = true;
     const changed = vi.fn();
     notebook.onChange(changed);
-    await pass();
+    await advance();
     expect(changed).toHaveBeenCalled();
     expect(notebook.kernelState).toBe("idle");
   });
 
-  it("has its file's name, also when that changes", () => {
-    const notebook = link();
+  it("has its file's name, and follows a rename", () => {
+    const notebook = openNotebook();
     const changed = vi.fn();
     notebook.onChange(changed);
     expect(notebook.name).toBe("train.ipynb");
@@ -400,114 +400,114 @@ describe("a notebook's state", () => {
     expect(notebook.name).toBe("eval.ipynb");
   });
 
-  it("notices a process that another page has restarted", async () => {
-    const notebook = link();
+  it("detects a restart by another page", async () => {
+    const notebook = openNotebook();
     session.runCell("process-1");
     await notebook.ask(ask);
     session.runCell("process-2");
     expect(notebook.isKnown).toBe(false);
   });
 
-  it("is told late to a panel that nobody sees, once", async () => {
-    looked = false;
-    const notebook = link();
+  it("is reported once to a panel that was hidden when it changed", async () => {
+    isPanelVisible = false;
+    const notebook = openNotebook();
     const changed = vi.fn();
     notebook.onChange(changed);
     session.runCell();
     session.runCell();
     expect(changed).not.toHaveBeenCalled();
-    looked = true;
-    notebook.looked();
-    notebook.looked();
+    isPanelVisible = true;
+    notebook.onPanelShown();
+    notebook.onPanelShown();
     expect(changed).toHaveBeenCalledOnce();
-    await pass();
-    expect(kernel.asked).toEqual([]);
+    await advance();
+    expect(kernel.questions).toEqual([]);
   });
 });
 
-describe("a notebook's kept choice", () => {
-  it("is its metadata's", () => {
-    const notebook = link();
-    expect(notebook.kept).toBeNull();
-    notebook.keep(KEPT);
-    expect(notebook.kept).toEqual(KEPT);
+describe("a notebook's saved choice", () => {
+  it("is read from its metadata", () => {
+    const notebook = openNotebook();
+    expect(notebook.savedChoice).toBeNull();
+    notebook.saveChoice(CHOICE);
+    expect(notebook.savedChoice).toEqual(CHOICE);
     model.setMetadata(CHOICE_KEY, { choice: "nonsense" });
-    expect(notebook.kept).toBeNull();
+    expect(notebook.savedChoice).toBeNull();
   });
 
-  it("is told to the kernel although nobody looks, until it has answered", async () => {
-    looked = false;
-    model.metadata.set(CHOICE_KEY, KEPT);
+  it("is sent to the kernel even if the panel is hidden, until it is received", async () => {
+    isPanelVisible = false;
+    model.metadata.set(CHOICE_KEY, CHOICE);
     kernel.reply = undefined;
-    link();
-    await pass();
-    expect(kernel.asked.map(({ kept }) => kept)).toEqual([KEPT]);
-    await pass(PATIENCE_MS);
+    openNotebook();
+    await advance();
+    expect(kernel.questions.map(({ kept }) => kept)).toEqual([CHOICE]);
+    await advance(REPLY_TIMEOUT_MS);
     // the cell that loads the extension
     kernel.reply = ({ n }) => answer({ n });
     session.runCell();
-    await pass();
-    expect(kernel.asked).toHaveLength(2);
+    await advance();
+    expect(kernel.questions).toHaveLength(2);
     session.runCell();
-    await pass();
-    expect(kernel.asked).toHaveLength(2);
-    // a new process knows nothing
+    await advance();
+    expect(kernel.questions).toHaveLength(2);
+    // a new process has no choice
     session.setStatus("restarting");
     session.setStatus("idle");
-    await pass();
-    expect(kernel.asked).toHaveLength(3);
-    model.setMetadata(CHOICE_KEY, { ...KEPT, choice: { ...KEPT.choice, gpus: 3 } });
-    await pass();
-    expect(kernel.asked.at(-1)?.kept?.choice.gpus).toBe(3);
+    await advance();
+    expect(kernel.questions).toHaveLength(3);
+    model.setMetadata(CHOICE_KEY, { ...CHOICE, choice: { ...CHOICE.choice, gpus: 3 } });
+    await advance();
+    expect(kernel.questions.at(-1)?.kept?.choice.gpus).toBe(3);
   });
 
-  it("is not told by a notebook that has none: its kernel may have nothing to do with pools", async () => {
-    link();
-    await pass();
+  it("is not sent if there is none: the kernel may not use pools", async () => {
+    openNotebook();
+    await advance();
     session.runCell();
-    await pass();
-    expect(kernel.asked).toEqual([]);
+    await advance();
+    expect(kernel.questions).toEqual([]);
   });
 
-  it("is of several notebooks with one kernel that of the one in front", async () => {
-    model.metadata.set(CHOICE_KEY, KEPT);
-    link();
-    await pass();
+  it("is sent by the active one of several notebooks with one kernel", async () => {
+    model.metadata.set(CHOICE_KEY, CHOICE);
+    openNotebook();
+    await advance();
     const other = new FakeDocument(new FakeModel());
-    front = false;
-    const second = link({ session, document: other });
-    await pass();
+    isActive = false;
+    const second = openNotebook({ session, document: other });
+    await advance();
     session.runCell();
-    await pass();
-    expect(kernel.asked.map(({ kept }) => kept)).toEqual([KEPT]);
-    front = true;
-    await second.tellKept();
-    expect(kernel.asked.map(({ kept }) => kept)).toEqual([KEPT, null]);
+    await advance();
+    expect(kernel.questions.map(({ kept }) => kept)).toEqual([CHOICE]);
+    isActive = true;
+    await second.sendChoice();
+    expect(kernel.questions.map(({ kept }) => kept)).toEqual([CHOICE, null]);
   });
 
-  it("is written when the kernel says so", async () => {
-    const chosen = { ...KEPT, choice: { ...KEPT.choice, gpus: 3 } };
-    model.metadata.set(CHOICE_KEY, KEPT);
+  it("is written when the kernel's answer has one", async () => {
+    const chosen = { ...CHOICE, choice: { ...CHOICE.choice, gpus: 3 } };
+    model.metadata.set(CHOICE_KEY, CHOICE);
     kernel.reply = ({ n }) => answer({ n, kept: chosen });
-    const notebook = link();
-    await pass();
-    expect(notebook.kept).toEqual(chosen);
-    expect(kernel.asked).toHaveLength(1);
+    const notebook = openNotebook();
+    await advance();
+    expect(notebook.savedChoice).toEqual(chosen);
+    expect(kernel.questions).toHaveLength(1);
   });
 });
 
-describe("a notebook's remedies", () => {
+describe("a notebook's actions", () => {
   it("insert the line that loads the extension once, and run nothing", () => {
-    const notebook = link();
+    const notebook = openNotebook();
     notebook.insertLoad();
     notebook.insertLoad();
     expect(model.sources).toEqual(["%load_ext sgpu_magic", "print(1)"]);
     expect(showCell.mock.calls).toEqual([[0], [0]]);
-    expect(kernel.asked).toEqual([]);
+    expect(kernel.questions).toEqual([]);
   });
 
-  it("start a kernel as its state wants it", async () => {
-    const notebook = link();
+  it("start, restart or reconnect a kernel according to its state", async () => {
+    const notebook = openNotebook();
     kernel.connectionStatus = "disconnected";
     session.connectionStatusChanged.emit("disconnected");
     await notebook.startKernel();
@@ -522,17 +522,17 @@ describe("a notebook's remedies", () => {
   });
 });
 
-describe("words", () => {
-  it("of a session in its notebook's toolbar", () => {
-    const t = translateBy({ __: (text) => text });
-    const words = (change: object): string => chipWords({ ...SESSION, ...change }, poolPicture(), NOW, t).replaceAll("\u00a0", " ");
+describe("labels", () => {
+  it("show a session in its notebook's toolbar", () => {
+    const t = createTranslate({ __: (text) => text });
+    const words = (change: object): string => chipLabel({ ...SESSION, ...change }, poolPicture(), NOW, t).replaceAll("\u00a0", " ");
     expect(words({})).toBe("2 × A10 · connected · 12 min");
     expect(words({ state: "queued", started_at: null })).toBe("2 × A10 · waiting");
     expect(words({ state: "preparing", started_at: null })).toBe("2 × A10 · connecting");
     expect(words({ state: "cancelling" })).toBe("2 × A10 · ending");
   });
 
-  it("of a cell that connects a session again are those of its devices, its name and its pool", () => {
+  it("connect a session again with its devices, name and pool", () => {
     const session = { ...SESSION, name: "session main", ranks: 2, device_type: "a10" };
     expect(connectLine(session, "")).toBe("%sgpu_connect --gpus 2 --type a10");
     expect(connectLine({ ...session, name: "session work", device_type: "any" }, "team")).toBe(
@@ -540,8 +540,8 @@ describe("words", () => {
     );
   });
 
-  it("with a cell magic survive JupyterLab's translations, which write %% as %", () => {
-    const t = translateBy({ __: (text, ...values) => text.replaceAll("%%", "%").replace("%1", values[0] ?? "") });
+  it("keep the %% of a cell magic, which JupyterLab's catalogues escape", () => {
+    const t = createTranslate({ __: (text, ...values) => text.replaceAll("%%", "%").replace("%1", values[0] ?? "") });
     expect(t("Cells that begin with %%distributed appear here.")).toBe("Cells that begin with %%distributed appear here.");
     expect(t("Run %load_ext sgpu_magic, %1.", 3)).toBe("Run %load_ext sgpu_magic, 3.");
   });

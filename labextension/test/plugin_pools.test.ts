@@ -24,16 +24,16 @@ class FakeSocket implements Socket {
     this.readyState = 3;
   }
 
-  opens(): void {
+  emitOpen(): void {
     this.readyState = 1;
     this.onopen?.call(this as unknown as WebSocket, new Event("open"));
   }
 
-  tells(updates: unknown): void {
+  emitMessage(updates: unknown): void {
     this.onmessage?.call(this as unknown as WebSocket, new MessageEvent("message", { data: JSON.stringify(updates) }));
   }
 
-  ends(): void {
+  emitClose(): void {
     this.readyState = 3;
     this.onclose?.call(this as unknown as WebSocket, new CloseEvent("close"));
   }
@@ -44,7 +44,7 @@ const RUNS: PanelUpdate = { kind: "runs", pool: "local", whole: true, changed: [
 const POOLS: PanelUpdate = { kind: "pools", pools: [{ name: "local", about: "this machine", reserved: false, default: true }] };
 const ALL = { pools: POOLS, pool: POOL, runs: RUNS };
 
-/** A Jupyter server; `status` is what it answers, null when it is down. */
+/** A Jupyter server; `status` is the HTTP status of its replies, null when it is down. */
 class FakeServer {
   readonly sockets: FakeSocket[] = [];
   readonly requests: { path: string; init: RequestInit }[] = [];
@@ -71,7 +71,7 @@ class FakeServer {
 }
 
 let server: FakeServer;
-let end: AbortController;
+let controller: AbortController;
 let connection: PoolConnection;
 let updates: PanelUpdate[];
 let links: PoolLinkState[];
@@ -79,117 +79,117 @@ let links: PoolLinkState[];
 beforeEach(() => {
   vi.useFakeTimers();
   server = new FakeServer();
-  end = new AbortController();
-  connection = new PoolConnection(server, end.signal);
+  controller = new AbortController();
+  connection = new PoolConnection(server, controller.signal);
   updates = [];
   links = [];
-  connection.listen({ onUpdate: (each) => updates.push(each), linked: (each) => links.push(each) });
+  connection.addListener({ onUpdate: (each) => updates.push(each), onLinkChange: (each) => links.push(each) });
 });
 
 afterEach(() => {
-  end.abort();
+  controller.abort();
   expect(vi.getTimerCount()).toBe(0);
   vi.useRealTimers();
 });
 
-/** Lets what is under way come, and `ms` pass. */
-const pass = (ms = 0): Promise<unknown> => vi.advanceTimersByTimeAsync(ms);
+/** Lets pending promises resolve, and advances the clock by `ms`. */
+const advance = (ms = 0): Promise<unknown> => vi.advanceTimersByTimeAsync(ms);
 
-describe("the page's connection to pools", () => {
-  it("is one for the panel and for chips, and only while somebody looks", () => {
+describe("PoolConnection", () => {
+  it("is shared by panel and chips, and watches only while one subscribes", () => {
     const chips = {};
-    connection.keep(chips);
+    connection.subscribe(chips);
     expect(server.sockets).toHaveLength(1);
-    server.socket.opens();
+    server.socket.emitOpen();
     expect(server.socket.sent).toEqual([{ kind: "watch", pool: "" }]);
-    const panel = new PanelPools(connection, end.signal);
+    const panel = new PanelPools(connection, controller.signal);
     panel.order({ kind: "watch", pool: "team" });
     expect(server.socket.sent.at(-1)).toEqual({ kind: "watch", pool: "team" });
     panel.order({ kind: "rest" });
-    // the chips look on
+    // the chips are still subscribed
     expect(server.socket.sent.at(-1)).toEqual({ kind: "watch", pool: "team" });
-    connection.rest(chips);
+    connection.unsubscribe(chips);
     expect(server.socket.sent.at(-1)).toEqual({ kind: "rest" });
     expect(server.sockets).toHaveLength(1);
-    connection.keep(chips);
+    connection.subscribe(chips);
     expect(server.socket.sent.at(-1)).toEqual({ kind: "watch", pool: "team" });
-    end.abort();
+    controller.abort();
     expect(server.socket.closed).toBe(true);
   });
 
-  it("folds what is told, and passes it on", () => {
+  it("applies updates and passes them on", () => {
     connection.watch({}, "");
-    server.socket.opens();
-    for (const each of [POOLS, POOL, RUNS]) server.socket.tells(each);
+    server.socket.emitOpen();
+    for (const each of [POOLS, POOL, RUNS]) server.socket.emitMessage(each);
     expect(updates).toEqual([POOLS, POOL, RUNS]);
     expect(connection.link).toEqual({ kind: "open", text: "" });
     expect(connection.model.sessionOf(SESSION.kernel, "")?.run_id).toBe(SESSION.run_id);
     const warned = vi.spyOn(console, "warn").mockImplementation(() => undefined);
-    server.socket.tells({ kind: "weather" });
+    server.socket.emitMessage({ kind: "weather" });
     expect(warned).toHaveBeenCalledOnce();
     warned.mockRestore();
     expect(connection.link.kind).toBe("open");
   });
 
-  it("begins with the user's default pool", () => {
-    connection.preferred = "team";
-    connection.keep({});
-    server.socket.opens();
+  it("starts with the user's default pool", () => {
+    connection.defaultPool = "team";
+    connection.subscribe({});
+    server.socket.emitOpen();
     expect(server.socket.sent).toEqual([{ kind: "watch", pool: "team" }]);
   });
 
-  it("comes back after the server was away, and watches again", async () => {
+  it("reconnects after the server was down, and watches again", async () => {
     connection.watch({}, "");
-    server.socket.opens();
-    server.socket.tells(POOL);
+    server.socket.emitOpen();
+    server.socket.emitMessage(POOL);
     server.status = null;
-    server.socket.ends();
-    await pass();
+    server.socket.emitClose();
+    await advance();
     expect(connection.link).toEqual({ kind: "away", text: "The Jupyter server does not answer." });
     for (const pause of [PAUSE_MS, 2 * PAUSE_MS, 4 * PAUSE_MS]) {
       const { length } = server.sockets;
-      await pass(pause - 1);
+      await advance(pause - 1);
       expect(server.sockets).toHaveLength(length);
-      await pass(1);
+      await advance(1);
       expect(server.sockets).toHaveLength(length + 1);
-      server.socket.ends();
-      await pass();
+      server.socket.emitClose();
+      await advance();
     }
     server.status = 200;
-    await pass(8 * PAUSE_MS);
-    server.socket.opens();
+    await advance(8 * PAUSE_MS);
+    server.socket.emitOpen();
     expect(server.socket.sent).toEqual([{ kind: "watch", pool: "" }]);
-    server.socket.tells(POOL);
+    server.socket.emitMessage(POOL);
     expect(connection.link.kind).toBe("open");
   });
 
-  it("asks at once when a button says so", async () => {
+  it("reconnects at once on retry", async () => {
     server.status = null;
     connection.watch({}, "");
-    server.socket.ends();
-    await pass();
+    server.socket.emitClose();
+    await advance();
     connection.retry();
     expect(server.sockets).toHaveLength(2);
     expect(connection.link.kind).toBe("connecting");
   });
 
-  it("says that the server has no sgpu-magic, and looks again much later", async () => {
+  it("reports a server without sgpu-magic, and tries again after a long pause", async () => {
     server.status = 404;
     connection.watch({}, "");
-    server.socket.ends();
-    await pass();
+    server.socket.emitClose();
+    await advance();
     expect(connection.link).toEqual({ kind: "absent", text: "This Jupyter server has no sgpu-magic." });
-    await pass(ABSENT_PAUSE_MS);
+    await advance(ABSENT_PAUSE_MS);
     expect(server.sockets).toHaveLength(2);
   });
 
-  it("is refused for good where the user may not look", async () => {
+  it("stays refused for a user without access", async () => {
     server.status = 403;
     connection.watch({}, "");
-    server.socket.ends();
-    await pass();
+    server.socket.emitClose();
+    await advance();
     expect(connection.link.kind).toBe("refused");
-    await pass(10 * ABSENT_PAUSE_MS);
+    await advance(10 * ABSENT_PAUSE_MS);
     expect(server.sockets).toHaveLength(1);
     connection.watch({}, "");
     expect(server.sockets).toHaveLength(1);
@@ -200,75 +200,75 @@ describe("the page's connection to pools", () => {
 
   it("stops at a server of another version", () => {
     connection.watch({}, "");
-    server.socket.opens();
+    server.socket.emitOpen();
     vi.spyOn(console, "warn").mockImplementationOnce(() => undefined);
-    server.socket.tells({ kind: "pool", picture: { ...poolPicture(), version: VERSION + 1 } });
+    server.socket.emitMessage({ kind: "pool", picture: { ...poolPicture(), version: VERSION + 1 } });
     expect(connection.link.kind).toBe("refused");
     expect(connection.link.text).toContain("another version of sgpu-magic than the Jupyter server");
     expect(server.socket.closed).toBe(true);
   });
 
-  it("polls where three websockets bring nothing, and orders by requests", async () => {
-    connection.pollEvery_ms = 5_000;
+  it("polls and posts orders after three silent websockets", async () => {
+    connection.pollInterval_ms = 5_000;
     const user = {};
     connection.watch(user, "");
     for (const pause of [PAUSE_MS, 2 * PAUSE_MS]) {
-      server.socket.ends();
-      await pass();
+      server.socket.emitClose();
+      await advance();
       expect(connection.link.kind).toBe("open");
-      await pass(pause);
+      await advance(pause);
     }
-    server.socket.ends();
-    await pass();
+    server.socket.emitClose();
+    await advance();
     const sockets = server.sockets.length;
     const { length } = server.requests;
-    await pass(15_000);
+    await advance(15_000);
     expect(server.requests.length - length).toBe(3);
     expect(server.requests.at(-1)?.path).toBe("sgpu/panel?pool=");
     expect(server.sockets).toHaveLength(sockets);
-    // an order is answered
+    // the server replies to an order
     server.body = { kind: "command-result", text: "Run 0123 is being cancelled.", ok: true };
     connection.order({ kind: "cancel-run", run_id: "0123", pool: "local" });
-    await pass();
+    await advance();
     expect(server.requests.at(-1)).toMatchObject({ path: "sgpu/panel/orders", init: { method: "POST" } });
     expect(updates.at(-1)).toEqual(server.body);
     server.status = 500;
     server.body = { message: "the disk is full" };
     connection.order({ kind: "start-pool", pool: "" });
-    await pass();
+    await advance();
     expect(updates.at(-1)).toEqual({ kind: "command-result", ok: false, text: "The disk is full." });
-    // nobody looks: nothing is asked
+    // no requests without a subscriber
     server.status = 200;
     server.body = ALL;
-    connection.rest(user);
+    connection.unsubscribe(user);
     const asked = server.requests.length;
-    await pass(60_000);
+    await advance(60_000);
     expect(server.requests).toHaveLength(asked);
     expect(server.sockets).toHaveLength(sockets);
   });
 
-  it("tries websockets again with the server that comes after a lost one", async () => {
+  it("tries websockets again after the server was restarted", async () => {
     connection.watch({}, "");
     for (const pause of [PAUSE_MS, 2 * PAUSE_MS, 0]) {
-      server.socket.ends();
-      await pass(pause);
+      server.socket.emitClose();
+      await advance(pause);
     }
     const sockets = server.sockets.length;
     server.status = null;
-    await pass(20_000);
+    await advance(20_000);
     expect(connection.link.kind).toBe("away");
     expect(server.sockets.length).toBeGreaterThan(sockets);
   });
 
-  it("leaves out what a socket before still brings", () => {
+  it("ignores messages of a previous socket", () => {
     connection.watch({}, "");
     const before = server.socket;
-    before.opens();
+    before.emitOpen();
     connection.retry();
     expect(before.closed).toBe(true);
     expect(before.onmessage).toBeNull();
-    server.socket.opens();
-    server.socket.tells({ ...RUNS, changed: [run("run-9")] });
+    server.socket.emitOpen();
+    server.socket.emitMessage({ ...RUNS, changed: [run("run-9")] });
     expect(connection.model.runs.map(({ run_id }) => run_id)).toEqual(["run-9"]);
   });
 });

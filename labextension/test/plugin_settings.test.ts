@@ -1,47 +1,47 @@
 import type { IStateDB } from "@jupyterlab/statedb";
 import { describe, expect, it, vi } from "vitest";
 
-import { PanelMemory } from "../src/plugin/memory";
+import { PanelStorage } from "../src/plugin/panel_storage";
 import { PanelSettings } from "../src/plugin/panel_settings";
 
-describe("the panel's settings", () => {
-  it("are what the user has written, and defaults where that can't be meant", () => {
+describe("PanelSettings", () => {
+  it("uses the user's values, and defaults for invalid ones", () => {
     const settings = new PanelSettings();
     const changed = vi.fn();
     const stop = settings.onChange(changed);
-    settings.take({ defaultPool: " team ", refreshSeconds: 5, showPrices: false, showChip: false });
+    settings.apply({ defaultPool: " team ", refreshSeconds: 5, showPrices: false, showChip: false });
     expect(settings.current).toEqual({ defaultPool: "team", refresh_s: 5, showPrices: false, showChip: false });
-    settings.take({ defaultPool: 7, refreshSeconds: 0, showPrices: "no" });
+    settings.apply({ defaultPool: 7, refreshSeconds: 0, showPrices: "no" });
     expect(settings.current).toEqual({ defaultPool: "", refresh_s: 2, showPrices: true, showChip: true });
     expect(changed).toHaveBeenCalledTimes(2);
     stop();
-    settings.take({});
+    settings.apply({});
     expect(changed).toHaveBeenCalledTimes(2);
   });
 
-  it("are the defaults where nothing keeps any", async () => {
+  it("has the defaults without a settings registry", async () => {
     const settings = new PanelSettings();
     await settings.load(null);
     expect(settings.current.showChip).toBe(true);
   });
 });
 
-describe("what the panel remembers", () => {
-  it("is kept with the layout", async () => {
+describe("PanelStorage", () => {
+  it("is stored with the layout", async () => {
     const saved = new Map<string, unknown>([["sgpu-magic:panel", { filter: "mine", broken: 7 }]]);
     const state = {
       fetch: (key: string) => Promise.resolve(saved.get(key)),
       save: (key: string, value: unknown) => Promise.resolve(void saved.set(key, value)),
     } as unknown as IStateDB;
-    const memory = new PanelMemory(state);
+    const memory = new PanelStorage(state);
     await memory.load();
     expect([memory.get("filter"), memory.get("broken"), memory.get("other")]).toEqual(["mine", null, null]);
     memory.set("other", "closed");
     expect(saved.get("sgpu-magic:panel")).toEqual({ filter: "mine", other: "closed" });
   });
 
-  it("lasts as long as the page where nothing can be kept", async () => {
-    const memory = new PanelMemory(null);
+  it("lasts as long as the page without a state database", async () => {
+    const memory = new PanelStorage(null);
     await memory.load();
     memory.set("filter", "all");
     expect(memory.get("filter")).toBe("all");

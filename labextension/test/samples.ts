@@ -1,7 +1,7 @@
 import type { Answer, LineRow, NewLines, RankCard, Snapshot, FeedUpdate } from "../src/run_view/messages";
 import { VERSION } from "../src/run_view/messages";
-import { NoAnswer } from "../src/shared/model_questions";
-import type { Ask, LinkState, Transport, TransportKind } from "../src/run_view/transport";
+import { NoAnswer } from "../src/shared/widget_requests";
+import type { QuestionBody, LinkState, Transport, TransportKind } from "../src/run_view/transport";
 
 export function card(rank: number, change: Partial<RankCard> = {}): RankCard {
   return {
@@ -60,7 +60,7 @@ export function picture(change: Partial<Snapshot> = {}): Snapshot {
   };
 }
 
-/** Line `at` of a run whose four ranks write in turn. */
+/** Returns line `at` of a run whose four ranks print in turn. */
 export function line(at: number, text = `line ${at}`): LineRow {
   return [at % 4, Math.floor(at / 4), text];
 }
@@ -69,38 +69,38 @@ export function newLines(seq: number, first: number, rows: NewLines["rows"], ran
   return { kind: "lines", seq, first, rows, ranks };
 }
 
-type Answering = (question: Ask) => Answer | Promise<Answer>;
+type Responder = (question: QuestionBody) => Answer | Promise<Answer>;
 
-/** A transport whose other end is the test. */
+/** A transport that the test controls. */
 export class TestTransport implements Transport {
-  readonly asked: Ask[] = [];
+  readonly questions: QuestionBody[] = [];
   disposed = false;
   interrupted = 0;
   interrupt?: () => Promise<void>;
-  tell: (updates: FeedUpdate) => void = () => undefined;
-  draw: (snapshot: Snapshot) => void = () => undefined;
-  link: (state: LinkState) => void = () => undefined;
+  sendUpdate: (updates: FeedUpdate) => void = () => undefined;
+  sendSnapshot: (snapshot: Snapshot) => void = () => undefined;
+  setLink: (state: LinkState) => void = () => undefined;
 
   constructor(
-    private readonly answer: Answering,
+    private readonly respond: Responder,
     readonly kind: TransportKind = "subshell",
   ) {}
 
-  async ask(question: Ask): Promise<Answer> {
-    this.asked.push(question);
-    return this.answer(question);
+  async ask(question: QuestionBody): Promise<Answer> {
+    this.questions.push(question);
+    return this.respond(question);
   }
 
   onUpdate(callback: (updates: FeedUpdate) => void): void {
-    this.tell = callback;
+    this.sendUpdate = callback;
   }
 
   onSnapshot(callback: (snapshot: Snapshot) => void): void {
-    this.draw = callback;
+    this.sendSnapshot = callback;
   }
 
   onLink(callback: (state: LinkState) => void): void {
-    this.link = callback;
+    this.setLink = callback;
   }
 
   dispose(): void {
@@ -108,8 +108,8 @@ export class TestTransport implements Transport {
   }
 }
 
-/** Answers as a kernel with `total` lines of four ranks would. */
-export function answering(total: number, change: Partial<Snapshot> = {}, text?: (at: number) => string): Answering {
+/** Answers like a kernel with `total` lines of four ranks. */
+export function respondingWith(total: number, change: Partial<Snapshot> = {}, text?: (at: number) => string): Responder {
   const row = (at: number): LineRow => line(at, text?.(at));
   const ranks = [0, 1, 2, 3].map((rank) => Math.ceil((total - rank) / 4));
   return (question) => {

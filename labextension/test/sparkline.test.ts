@@ -10,42 +10,42 @@ function curve(values: Curve["values"], top: number | null = 100): Curve {
 }
 
 describe("a curve", () => {
-  it("has a gap where nothing was measured", () => {
+  it("has a gap for missing values", () => {
     const { line, area } = paths(curve([0, 100, null, null, 50, 50]));
     expect(line).toBe("M0 24L20 2M80 13L100 13");
     expect(area).toBe("M0 26L0 24L20 2L20 26ZM80 26L80 13L100 13L100 26Z");
   });
 
-  it("shows a lone value as a dot", () => {
+  it("shows a single value as a dot", () => {
     expect(paths(curve([null, 100, null])).line).toBe("M50 2h0");
   });
 
-  it("may be empty, absent or all zero", () => {
+  it("may be empty, without values, or all zero", () => {
     for (const values of [[], [null], [0, 0]]) {
       expect(paths(curve(values, null)).line).not.toContain("NaN");
     }
     expect(paths(curve([null, null])).line).toBe("");
   });
 
-  it("is not drawn where it would be a flat zero", () => {
+  it("is not drawn if it would be a flat zero", () => {
     expect(paths(curve([0, 0.04, null, 0], 4))).toEqual({ line: "", area: "" });
     expect([isFlatZero(curve([])), isFlatZero(curve([0, 0.02])), isFlatZero(curve([0, 0.06]))]).toEqual([true, true, false]);
     expect(paths(curve([0, 0.06], 4)).line).not.toBe("");
   });
 
-  it("ends at its top, or at its largest value without one", () => {
+  it("is scaled to its top, or to its largest value without one", () => {
     expect(paths(curve([0, 30], null)).line).toBe("M0 24L100 2");
     expect(paths(curve([0, 130])).line).toBe("M0 24L100 2");
   });
 
-  it("says its values, and that one is absent", () => {
+  it("describes its values, including missing ones", () => {
     expect(say(curve([90, null, 94]), 2)).toBe("94 % · now");
     expect(say(curve([90, null, 94]), 1)).toBe("not measured · 2 s ago");
     expect(say(curve([]), -1)).toContain("not measured");
   });
 });
 
-describe("its values", () => {
+describe("a curve's values", () => {
   it("are read with the arrow keys", async () => {
     const read = vi.fn();
     const el = document.createElement("div");

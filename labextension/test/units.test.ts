@@ -17,7 +17,7 @@ describe("a duration", () => {
     expect(formatElapsed(seconds)).toBe(text);
   });
 
-  it("names the start where it took a second, or where there is nothing else", () => {
+  it("shows the start if it took a second, or if there is no running time", () => {
     expect(formatDuration(12.4, 25.2)).toBe("12 s · start 25 s");
     expect(formatDuration(12.4, 0.9)).toBe("12 s");
     expect([formatDuration(0, 0.9), formatDuration(0, 0.9, true), formatDuration(0.4, 3, true)]).toEqual([
@@ -48,7 +48,7 @@ describe("money", () => {
     expect(formatMoney(amount, currency)).toBe(text);
   });
 
-  it("counts each second that has begun", () => {
+  it("charges each started second", () => {
     expect([0, 0.02, 1, 1.001, 59.5].map((seconds) => costOf(1, seconds))).toEqual([1, 1, 1, 2, 60]);
   });
 });

@@ -4,21 +4,21 @@ import { placeDetails } from "../src/run_view/components/details";
 import { mountRunView } from "../src/run_view/index";
 import type { Snapshot } from "../src/run_view/messages";
 import { eventually } from "./eventually";
-import { TestTransport, answering, card, never, picture, refusing, newLines, line } from "./samples";
+import { TestTransport, respondingWith, card, never, picture, refusing, newLines, line } from "./samples";
 
-let ends: AbortController[] = [];
+let controllers: AbortController[] = [];
 
 function mounted(transport: TestTransport) {
   const el = document.createElement("div");
   document.body.append(el);
   const end = new AbortController();
-  ends.push(end);
+  controllers.push(end);
   mountRunView(el, transport, end.signal);
   return { el, end, transport };
 }
 
 async function shown(change: Partial<Snapshot> = {}, total = 0, text?: (at: number) => string) {
-  const view = mounted(new TestTransport(answering(total, change, text)));
+  const view = mounted(new TestTransport(respondingWith(total, change, text)));
   await eventually(() => expect(view.el.querySelector(".sgpu-state")).not.toBeNull());
   return view;
 }
@@ -41,22 +41,22 @@ function press(element: Element, key: string, more: KeyboardEventInit = {}) {
   element.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true, cancelable: true, ...more }));
 }
 
-function pageIs(hidden: boolean) {
+function setPageHidden(hidden: boolean) {
   Object.defineProperty(document, "hidden", { configurable: true, get: () => hidden });
   document.dispatchEvent(new Event("visibilitychange"));
 }
 
 beforeEach(() => {
-  ends = [];
+  controllers = [];
 });
 afterEach(() => {
-  for (const end of ends) end.abort();
+  for (const end of controllers) end.abort();
   document.body.replaceChildren();
   vi.useRealTimers();
 });
 
-describe("the picture", () => {
-  it("says what the run is, in words beside every shape", async () => {
+describe("the snapshot", () => {
+  it("shows the run's state as text beside every shape", async () => {
     const { el } = await shown({
       meta: ["2 min left"],
       ranks: [card(0), card(1, { state: "failed", tone: "bad" }), card(2, { idle: "GPU under 5 % for 60 s" })],
@@ -70,39 +70,39 @@ describe("the picture", () => {
     expect(query(el, '[role="status"]').getAttribute("aria-live")).toBe("polite");
   });
 
-  it("names the node of the ranks below it, where there is more than one", async () => {
+  it("names each node if there is more than one", async () => {
     const { el } = await shown({ ranks: [card(0, { host: "ml-1" }), card(1), card(2, { host: "ml-2" }), card(3)] });
     const listed = [...query(el, ".sgpu-grid").children].map((child) => child.getAttribute("data-rank") ?? child.textContent);
     expect(listed).toEqual(["ml-1", "0", "1", "ml-2", "2", "3"]);
   });
 
-  it("goes on with what a run costs by its own clock, whole seconds at a time", async () => {
+  it("updates the running cost every second", async () => {
     vi.useFakeTimers({ toFake: ["performance", "setTimeout", "clearTimeout"] });
     const { el, transport } = mounted(new TestTransport(never));
     const cost = { text: "$0.37 (simulated)", per_s: 0.01, seconds: 36.2, currency: "USD", mark: " (simulated)" };
-    transport.draw(picture({ cost, elapsed_s: 35.0, seq: 2 }));
+    transport.sendSnapshot(picture({ cost, elapsed_s: 35.0, seq: 2 }));
     await vi.advanceTimersByTimeAsync(100);
     expect(query(el, ".sgpu-meta").textContent).toBe("4 ranks · cpu, gloo · local · 35 s · start 3 s · $0.37 (simulated)");
     await vi.advanceTimersByTimeAsync(5_000);
     expect(query(el, ".sgpu-cost").textContent).toBe("$0.42 (simulated)");
-    // a part of a session's is only told
-    transport.draw(picture({ cost: { ...cost, text: "$0.05 of its session", per_s: 0 }, seq: 3 }));
+    // the cost of a session's cell is not counted on
+    transport.sendSnapshot(picture({ cost: { ...cost, text: "$0.05 of its session", per_s: 0 }, seq: 3 }));
     await vi.advanceTimersByTimeAsync(3_000);
     expect(query(el, ".sgpu-cost").textContent).toBe("$0.05 of its session");
-    transport.draw(picture({ final: true, ticking: false, meta: ["$0.44 for 44 GPU s"], seq: 4 }));
+    transport.sendSnapshot(picture({ final: true, ticking: false, meta: ["$0.44 for 44 GPU s"], seq: 4 }));
     await vi.advanceTimersByTimeAsync(100);
     expect(el.querySelector(".sgpu-cost")).toBeNull();
     expect(query(el, ".sgpu-meta").textContent).toContain("$0.44 for 44 GPU s");
   });
 
-  it("says the cost before the ranks are there, and nothing without a price", async () => {
+  it("shows the cost before the ranks start, and none without a price", async () => {
     const cost = { text: "$0.02", per_s: 0.01, seconds: 1.2, currency: "USD", mark: "" };
     const starting = await shown({ cost, elapsed_s: 0, starting_s: 0, ticking: false, state: "starting" });
     expect(query(starting.el, ".sgpu-meta").textContent).toBe("4 ranks · cpu, gloo · local · $0.02");
     expect((await shown()).el.querySelector(".sgpu-cost")).toBeNull();
   });
 
-  it("leads to MLflow, and to nothing that is no page", async () => {
+  it("links to MLflow only if the URL is a web page", async () => {
     const tracked = { text: "MLflow run digits/train <b>", url: "http://server:5000/#/experiments/1/runs/0a1b" };
     const { el } = await shown({ final: true, ticking: false, tracked });
     const link = query(el, ".sgpu-foot a");
@@ -112,7 +112,7 @@ describe("the picture", () => {
     expect(other.el.querySelector(".sgpu-foot a")).toBeNull();
   });
 
-  it("shows the first failure, and its whole traceback when asked", async () => {
+  it("shows the first failure, and its whole traceback on request", async () => {
     const { el } = await shown({
       state: "failed",
       tone: "bad",
@@ -134,14 +134,14 @@ describe("the picture", () => {
     expect(el.querySelector(".sgpu-buttons")).toBeNull();
   });
 
-  it("marks what was sent by %sgpu_auto, before anything else", async () => {
+  it("marks a cell that %sgpu_auto sent", async () => {
     const { el } = await shown({ mark: "auto" });
     expect(query(el, ".sgpu-title").firstElementChild?.textContent).toBe("auto");
     const plain = await shown();
     expect(plain.el.querySelector(".sgpu-mark")).toBeNull();
   });
 
-  it("has a tab and a card for each rank that takes part, by its own number", async () => {
+  it("has a tab and a card for each selected rank, by its number", async () => {
     const ranks = [0, 2, 3].map((rank) => card(rank));
     const { el } = await shown({ ranks, only: [0, 2, 3], lines: [1, 0, 4, 2], devices: "3 of 4 ranks · session work" });
     expect([...el.querySelectorAll('[role="tab"]')].map((tab) => tab.textContent)).toEqual(["all", "0", "2", "3"]);
@@ -149,7 +149,7 @@ describe("the picture", () => {
     expect(query(el, ".sgpu-count").textContent).toBe("7 lines");
   });
 
-  it("shows what held the memory: the ranks with a bar each, and the culprit's largest tensors", async () => {
+  it("shows each rank's memory, and the largest tensors of the culprit", async () => {
     const heads = ["rank", "device", "used", "reserved", "free", "total"];
     const row = (rank: number, culprit: boolean) => ({
       rank,
@@ -169,7 +169,7 @@ describe("the picture", () => {
     expect(el.querySelector(".sgpu-memory b")).toBeNull();
   });
 
-  it("shows a failure that is a sentence whole", async () => {
+  it("shows the whole text of a failure without a traceback", async () => {
     const text = "rank 2 of 4 was killed by SIGKILL: most likely out of memory";
     const { el } = await shown({
       failure: { rank: 2, lines: [{ text, kind: "title" }, { text: "NaN in batch 118", kind: "error" }], whole: [], memory: null },
@@ -178,7 +178,7 @@ describe("the picture", () => {
     expect(query(el, ".sgpu-failure-error").innerHTML).toBe("NaN in batch 118");
   });
 
-  it("says how far the run is in words too, until it has ended", async () => {
+  it("shows progress as text, until the run ends", async () => {
     const bar = { fraction: 0.43, text: "epoch 2 of 3, 43 %" };
     const { el } = await shown({ bar });
     expect(query(el, ".sgpu-meta").textContent).toContain(" · epoch 2 of 3, 43 %");
@@ -187,9 +187,9 @@ describe("the picture", () => {
     expect(query(ended.el, ".sgpu-meta").textContent).not.toContain("epoch");
   });
 
-  it("shows a card's details after the pointer has rested on it, and at once for the keyboard", async () => {
+  it("shows a card's details after a delay, and at once for the keyboard", async () => {
     vi.useFakeTimers();
-    const { el } = mounted(new TestTransport(answering(0)));
+    const { el } = mounted(new TestTransport(respondingWith(0)));
     await vi.advanceTimersByTimeAsync(100);
     const first = query(el, '[data-rank="0"]');
     first.dispatchEvent(new PointerEvent("pointerenter"));
@@ -200,7 +200,7 @@ describe("the picture", () => {
     first.dispatchEvent(new PointerEvent("pointerleave"));
     await vi.advanceTimersByTimeAsync(50);
     expect(el.querySelector(".sgpu-details")).toBeNull();
-    // a pointer that passes by
+    // a pointer that only passes over the card
     first.dispatchEvent(new PointerEvent("pointerenter"));
     await vi.advanceTimersByTimeAsync(300);
     first.dispatchEvent(new PointerEvent("pointerleave"));
@@ -218,7 +218,7 @@ describe("the picture", () => {
     expect(placeDetails(box, { width: 300, height: 126 }, { left: 0, top: 0, width: 1000, height: 500 })).toEqual(place);
   });
 
-  it("keeps details that are higher than the output from its top on", () => {
+  it("aligns details with the output's top if they are taller", () => {
     const output = { left: 0, top: 20, width: 1000, height: 260 };
     expect(placeDetails({ left: 0, top: 65, width: 240, height: 88 }, { width: 300, height: 400 }, output).top).toBe(24);
   });
@@ -234,7 +234,7 @@ describe("the picture", () => {
     expect([dataset["columns"], dataset["narrow"]]).toEqual([columns, narrow]);
   });
 
-  it("has one stop for the Tab key in the grid, and arrow keys from rank to rank", async () => {
+  it("has one tab stop in the grid, and moves between ranks with arrow keys", async () => {
     const { el } = await shown();
     const stops = () => [...el.querySelectorAll<SVGElement>(".sgpu-grid [tabindex='0']")];
     expect(stops()).toHaveLength(1);
@@ -247,31 +247,31 @@ describe("the picture", () => {
     await eventually(() => expect(el.querySelector(".sgpu-details")).toBeNull());
   });
 
-  it("shows what is being prepared, and no empty log under it", async () => {
+  it("shows preparation without an empty log", async () => {
     const { el, transport } = await shown({ state: "queued", ranks: [], preparing: ["position 2 in the queue"] });
     expect(query(el, ".sgpu-preparing").textContent).toBe("position 2 in the queue");
     expect(el.querySelector(".sgpu-log")).toBeNull();
-    transport.draw(picture({ seq: 2, state: "starting", preparing: ["starting 4 ranks"] }));
+    transport.sendSnapshot(picture({ seq: 2, state: "starting", preparing: ["starting 4 ranks"] }));
     await eventually(() => expect(query(el, ".sgpu-log").textContent).toBe("no output yet"));
   });
 
-  it("is denser from nine ranks on", async () => {
+  it("is dense from nine ranks on", async () => {
     const { el } = await shown({ ranks: Array.from({ length: 9 }, (_, rank) => card(rank)) });
     expect(query(el, ".sgpu-grid").className).toBe("sgpu-grid sgpu-dense");
     expect(query(el, ".sgpu-grid").dataset["columns"]).toBe("8");
   });
 
-  it("does not go back to an older one", async () => {
+  it("ignores an older snapshot", async () => {
     const { el, transport } = await shown({ seq: 5, state: "running" });
-    transport.draw(picture({ seq: 4, state: "starting" }));
-    transport.draw(picture({ seq: 6, name: "newer" }));
+    transport.sendSnapshot(picture({ seq: 4, state: "starting" }));
+    transport.sendSnapshot(picture({ seq: 6, name: "newer" }));
     await eventually(() => expect(query(el, ".sgpu-name").textContent).toBe("newer"));
     expect(query(el, ".sgpu-state").textContent).toBe("running");
   });
 });
 
 describe("text from ranks", () => {
-  it("is text wherever it stands", async () => {
+  it("is never interpreted as HTML", async () => {
     const evil = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>';
     const { el } = await shown(
       {
@@ -300,7 +300,7 @@ describe("text from ranks", () => {
 });
 
 describe("the log", () => {
-  it("keeps the page small with 1,000,000 lines, and gets the rest when it is in view", async () => {
+  it("draws only the lines in view out of 1,000,000, and requests them", async () => {
     const { el, transport } = await shown({}, 1_000_000);
     await eventually(() => expect(query(el, ".sgpu-log").textContent).toContain("line 999999"));
     expect(query(el, ".sgpu-count").textContent).toBe("1,000,000 lines");
@@ -309,30 +309,30 @@ describe("the log", () => {
     press(query(el, ".sgpu-log"), "Home");
     await eventually(() => expect(query(el, ".sgpu-log").textContent).toContain("[0]line 0["));
     expect(el.querySelectorAll(".sgpu-row").length).toBeLessThan(200);
-    const asked = transport.asked.filter(({ kind }) => kind === "lines");
+    const asked = transport.questions.filter(({ kind }) => kind === "lines");
     expect(asked.length).toBeLessThan(6);
   });
 
-  it("takes three lines when it is empty, grows until it is full, and never shrinks", async () => {
+  it("has three rows when empty, grows until it is full, and never shrinks", async () => {
     const { el, transport } = await shown({}, 0);
     const log = () => query(el, ".sgpu-log");
     expect([log().style.minHeight, log().className]).toEqual(["54px", "sgpu-log"]);
-    transport.tell(newLines(1, 0, Array.from({ length: 7 }, (_, at) => line(at)), [2, 2, 2, 1]));
+    transport.sendUpdate(newLines(1, 0, Array.from({ length: 7 }, (_, at) => line(at)), [2, 2, 2, 1]));
     await eventually(() => expect(log().style.minHeight).toBe("126px"));
     query(el, '[role="tab"][aria-label="rank 3"]').click();
     await eventually(() => expect(log().getAttribute("aria-label")).toBe("lines of rank 3"));
     expect(log().style.minHeight).toBe("126px");
-    transport.tell(newLines(2, 7, Array.from({ length: 90 }, (_, at) => line(7 + at)), [25, 24, 24, 24]));
+    transport.sendUpdate(newLines(2, 7, Array.from({ length: 90 }, (_, at) => line(7 + at)), [25, 24, 24, 24]));
     await eventually(() => expect(log().className).toBe("sgpu-log sgpu-full"));
     expect(log().style.getPropertyValue("--full")).toBe("252px");
   });
 
-  it("is lower below the cards of many ranks", async () => {
+  it("has fewer rows below the cards of many ranks", async () => {
     const { el } = await shown({ ranks: Array.from({ length: 9 }, (_, rank) => card(rank)) }, 400);
     await eventually(() => expect(query(el, ".sgpu-full").style.getPropertyValue("--full")).toBe("180px"));
   });
 
-  it("keeps the height that it was dragged to, from tab to tab", async () => {
+  it("keeps its dragged height when the tab changes", async () => {
     const { el } = await shown({}, 400);
     await eventually(() => expect(query(el, ".sgpu-full")).not.toBeNull());
     query(el, ".sgpu-log").style.height = "400px";
@@ -341,14 +341,14 @@ describe("the log", () => {
     expect(query(el, ".sgpu-log").style.height).toBe("400px");
   });
 
-  it("follows its end until it is scrolled up, and again from End on", async () => {
+  it("follows new lines until it is scrolled up, and again after End", async () => {
     const { el, transport } = await shown({}, 400);
     await eventually(() => expect(query(el, ".sgpu-log").textContent).toContain("line 399"));
-    transport.tell(newLines(1, 400, [line(400)], [101, 100, 100, 100]));
+    transport.sendUpdate(newLines(1, 400, [line(400)], [101, 100, 100, 100]));
     await eventually(() => expect(query(el, ".sgpu-log").textContent).toContain("line 400"));
     press(query(el, ".sgpu-log"), "PageUp");
     await eventually(() => expect(query(el, ".sgpu-follow").getAttribute("aria-pressed")).toBe("false"));
-    transport.tell(newLines(2, 401, Array.from({ length: 90 }, (_, at) => line(401 + at)), [123, 123, 123, 122]));
+    transport.sendUpdate(newLines(2, 401, Array.from({ length: 90 }, (_, at) => line(401 + at)), [123, 123, 123, 122]));
     await eventually(() => expect(query(el, ".sgpu-newer").textContent).toBe("↓ 90 new lines"));
     expect(query(el, ".sgpu-log").textContent).not.toContain("line 490");
     press(query(el, ".sgpu-log"), "End");
@@ -356,17 +356,17 @@ describe("the log", () => {
     expect(el.querySelector(".sgpu-newer")).toBeNull();
   });
 
-  it("asks where the run is when a message is missing", async () => {
+  it("requests the run's state when a message is missing", async () => {
     const { transport } = await shown({}, 4);
-    const hellos = () => transport.asked.filter(({ kind }) => kind === "hello").length;
+    const hellos = () => transport.questions.filter(({ kind }) => kind === "hello").length;
     expect(hellos()).toBe(1);
-    transport.tell(newLines(1, 4, [line(4)], [2, 1, 1, 1]));
+    transport.sendUpdate(newLines(1, 4, [line(4)], [2, 1, 1, 1]));
     expect(hellos()).toBe(1);
-    transport.tell(newLines(3, 6, [line(6)], [2, 2, 2, 1]));
+    transport.sendUpdate(newLines(3, 6, [line(6)], [2, 2, 2, 1]));
     expect(hellos()).toBe(2);
   });
 
-  it("has a tab for each rank, which the arrow keys reach", async () => {
+  it("has a tab for each rank, selected with the arrow keys", async () => {
     const { el } = await shown({}, 40);
     const chosen = () => query(el, '[role="tab"][aria-selected="true"]');
     expect(chosen().textContent).toBe("all");
@@ -383,7 +383,7 @@ describe("the log", () => {
     await eventually(() => expect(chosen().textContent).toBe("all"));
   });
 
-  it("shows that there are tabs beyond the width, and goes to them", async () => {
+  it("shows that tabs are out of view, and scrolls to them", async () => {
     const { el } = await shown({ ranks: Array.from({ length: 64 }, (_, rank) => card(rank)), lines: Array<number>(64).fill(1) });
     const tabs = query(el, '[role="tablist"]');
     expect(el.querySelector(".sgpu-turn")).toBeNull();
@@ -401,7 +401,7 @@ describe("the log", () => {
     expect(button(el, "tabs before").tabIndex).toBe(-1);
   });
 
-  it("is searched where it lies, with next, previous and a count", async () => {
+  it("is searched where it is stored, with next, previous and a count", async () => {
     const { el, transport } = await shown({}, 5_000, (at) => (at % 1000 === 7 ? `needle ${at}` : `hay ${at}`));
     button(el, "find").click();
     const input = await eventually(() => query(el, ".sgpu-find input") as HTMLInputElement);
@@ -412,15 +412,15 @@ describe("the log", () => {
     press(input, "Enter", { shiftKey: true });
     await eventually(() => expect(query(el, ".sgpu-found").textContent).toBe("4 of 5"));
     await eventually(() => expect(query(el, ".sgpu-current").textContent).toContain("needle 3007"));
-    expect(transport.asked.filter(({ kind }) => kind === "find")).toHaveLength(1);
+    expect(transport.questions.filter(({ kind }) => kind === "find")).toHaveLength(1);
     press(input, "Escape");
     await eventually(() => expect(el.querySelector(".sgpu-find, mark")).toBeNull());
   });
 
-  it("is copied whole without colours, and not when it is too large", async () => {
+  it("is copied without colours, unless it is too large", async () => {
     const copied = vi.spyOn(navigator.clipboard, "writeText").mockResolvedValue();
     let size = 1;
-    const usual = answering(4);
+    const usual = respondingWith(4);
     const transport = new TestTransport((question) =>
       question.kind === "log"
         ? { kind: "log-answer", n: 0, text: "\x1b[31mx\x1b[0m".repeat(size), next_offset: question.offset < 9 ? question.offset + 9 : null }
@@ -440,7 +440,7 @@ describe("the log", () => {
 });
 
 describe("the buttons", () => {
-  it("cancel the run and show where the ranks are", async () => {
+  it("cancel the run and show stacks", async () => {
     const { el } = await shown();
     button(el, "Stacks").click();
     await eventually(() => expect(query(el, ".sgpu-stacks").textContent).toContain("rank 1   is in load_batch"));
@@ -450,8 +450,8 @@ describe("the buttons", () => {
     await eventually(() => expect(query(el, ".sgpu-notice").textContent).toContain("cancelling run 7f3a"));
   });
 
-  it("interrupt the kernel where it does not answer", async () => {
-    const usual = answering(0);
+  it("interrupt a kernel that does not answer", async () => {
+    const usual = respondingWith(0);
     const transport = new TestTransport((question) => (question.kind === "cancel" ? never() : usual(question)), "shell");
     transport.interrupt = () => {
       transport.interrupted += 1;
@@ -459,17 +459,17 @@ describe("the buttons", () => {
     };
     const { el } = mounted(transport);
     await eventually(() => expect(el.querySelector(".sgpu-state")).not.toBeNull());
-    transport.link({ busy: true, away: false, ended: "" });
+    transport.setLink({ busy: true, away: false, ended: "" });
     await eventually(() => expect(button(el, "Cancel").title).toBe("Stop this run (interrupts the kernel)"));
     button(el, "Cancel").click();
     await eventually(() => expect(query(el, ".sgpu-notice").textContent).toContain("was interrupted"));
     expect(transport.interrupted).toBe(1);
   });
 
-  it("disconnect a session without an interrupt, which would stop the cell that runs in it", async () => {
+  it("disconnect a session without an interrupt, which would stop its cell", async () => {
     const transport = new TestTransport(
       (question) =>
-        question.kind === "cancel" ? never() : answering(0, { stop: "End session", state: "connected", tone: "good" })(question),
+        question.kind === "cancel" ? never() : respondingWith(0, { stop: "End session", state: "connected", tone: "good" })(question),
       "shell",
     );
     transport.interrupt = () => {
@@ -483,22 +483,22 @@ describe("the buttons", () => {
     vi.useFakeTimers();
     button(el, "End session").click();
     await vi.advanceTimersByTimeAsync(10_000);
-    expect(transport.asked.at(-1)?.kind).toBe("cancel");
+    expect(transport.questions.at(-1)?.kind).toBe("cancel");
     expect(transport.interrupted).toBe(0);
   });
 
-  it("are words while the kernel is busy and the front end can't interrupt it", async () => {
-    const { el, transport } = mounted(new TestTransport(answering(0), "shell"));
+  it("are replaced by a hint if a busy kernel can't be interrupted", async () => {
+    const { el, transport } = mounted(new TestTransport(respondingWith(0), "shell"));
     await eventually(() => expect(button(el, "Cancel").disabled).toBe(false));
-    transport.link({ busy: true, away: false, ended: "" });
+    transport.setLink({ busy: true, away: false, ended: "" });
     await eventually(() => expect(query(el, ".sgpu-hint").textContent).toBe("to cancel, use the notebook's Interrupt button"));
     expect([...el.querySelectorAll("button")].map((each) => each.textContent)).not.toContain("Cancel");
-    transport.link({ busy: false, away: false, ended: "" });
+    transport.setLink({ busy: false, away: false, ended: "" });
     await eventually(() => expect(button(el, "Cancel").disabled).toBe(false));
   });
 
-  it("say why there is no answer", async () => {
-    const usual = answering(0);
+  it("report why there is no answer", async () => {
+    const usual = respondingWith(0);
     const { el } = mounted(
       new TestTransport((question) => (question.kind === "stacks" ? refusing("no stacks from this pool") : usual(question))),
     );
@@ -508,74 +508,74 @@ describe("the buttons", () => {
   });
 });
 
-describe("the end of the link", () => {
-  it("names the run and the command that brings it back, and stops the clock", async () => {
+describe("a lost link", () => {
+  it("shows the command that attaches the run again, and stops the clock", async () => {
     const { el, transport } = await shown();
-    transport.tell({ kind: "gone", text: "the kernel was restarted" });
+    transport.sendUpdate({ kind: "gone", text: "the kernel was restarted" });
     await eventually(() => expect(query(el, ".sgpu-banner").textContent).toContain("this was run 7f3a: %sgpu_attach 7f3a shows it"));
     expect(query(el, ".sgpu-state").textContent).toBe("was running");
     const copied = vi.spyOn(navigator.clipboard, "writeText").mockResolvedValue();
     button(el, "Copy command").click();
     expect(copied).toHaveBeenCalledWith("%sgpu_attach 7f3a");
     copied.mockRestore();
-    transport.link({ busy: false, away: true, ended: "" });
+    transport.setLink({ busy: false, away: true, ended: "" });
     await new Promise(requestAnimationFrame);
     expect(query(el, ".sgpu-banner").textContent).toContain("the kernel was restarted");
   });
 
-  it("is told while it may come back", async () => {
+  it("is shown as temporary while it may recover", async () => {
     const { el, transport } = await shown();
-    transport.link({ busy: false, away: true, ended: "" });
+    transport.setLink({ busy: false, away: true, ended: "" });
     await eventually(() => expect(query(el, ".sgpu-banner").textContent).toContain("the link to the kernel is down"));
-    transport.link({ busy: true, away: false, ended: "" });
+    transport.setLink({ busy: true, away: false, ended: "" });
     await eventually(() => expect(query(el, ".sgpu-banner").textContent).toContain("the kernel is busy"));
-    expect(transport.asked.filter(({ kind }) => kind === "hello")).toHaveLength(2);
+    expect(transport.questions.filter(({ kind }) => kind === "hello")).toHaveLength(2);
   });
 });
 
-describe("manners", () => {
-  afterEach(() => pageIs(false));
+describe("a view in the background", () => {
+  afterEach(() => setPageHidden(false));
 
-  it("draw nothing while the page is hidden, and ask where the run is after a while", async () => {
+  it("draws nothing while hidden, and requests the state after a long time", async () => {
     const { el, transport } = await shown();
     vi.useFakeTimers();
-    pageIs(true);
-    transport.draw(picture({ seq: 2, name: "unseen" }));
+    setPageHidden(true);
+    transport.sendSnapshot(picture({ seq: 2, name: "unseen" }));
     vi.advanceTimersByTime(6_000);
     expect(query(el, ".sgpu-name").textContent).toBe("train_digits");
     expect(vi.getTimerCount()).toBeLessThanOrEqual(1);
-    pageIs(false);
+    setPageHidden(false);
     await vi.advanceTimersByTimeAsync(50);
     expect(query(el, ".sgpu-name").textContent).toBe("unseen");
-    expect(transport.asked.filter(({ kind }) => kind === "hello")).toHaveLength(2);
+    expect(transport.questions.filter(({ kind }) => kind === "hello")).toHaveLength(2);
   });
 
-  it("run the clock in the meantime", async () => {
+  it("updates the clock while the run is active", async () => {
     vi.useFakeTimers();
-    const { el } = mounted(new TestTransport(answering(0)));
+    const { el } = mounted(new TestTransport(respondingWith(0)));
     await vi.advanceTimersByTimeAsync(100);
     expect(query(el, ".sgpu-clock").textContent).toBe("2 min 14 s · start 3 s");
     await vi.advanceTimersByTimeAsync(3_000);
     expect(query(el, ".sgpu-clock").textContent).toBe("2 min 17 s · start 3 s");
   });
 
-  it("run the clock of a start too", async () => {
+  it("updates the clock during a start", async () => {
     vi.useFakeTimers();
     const start = { state: "starting", elapsed_s: 0, starting_s: 0.4 };
-    const { el, transport } = mounted(new TestTransport(answering(0, start)));
+    const { el, transport } = mounted(new TestTransport(respondingWith(0, start)));
     await vi.advanceTimersByTimeAsync(100);
     expect(query(el, ".sgpu-clock").textContent).toBe("start 0 s");
     await vi.advanceTimersByTimeAsync(25_000);
     expect(query(el, ".sgpu-clock").textContent).toBe("start 25 s");
-    transport.draw(picture({ seq: 2, elapsed_s: 0.1, starting_s: 25.4 }));
+    transport.sendSnapshot(picture({ seq: 2, elapsed_s: 0.1, starting_s: 25.4 }));
     await vi.advanceTimersByTimeAsync(1_200);
     expect(query(el, ".sgpu-clock").textContent).toBe("1 s · start 25 s");
-    transport.draw(picture({ seq: 3, final: true, ticking: false, elapsed_s: 0.31, starting_s: 0.2 }));
+    transport.sendSnapshot(picture({ seq: 3, final: true, ticking: false, elapsed_s: 0.31, starting_s: 0.2 }));
     await vi.advanceTimersByTimeAsync(100);
     expect(query(el, ".sgpu-clock").textContent).toBe("0.31 s");
   });
 
-  it("leave nothing behind: no element, no timer, no listener", async () => {
+  it("leaves no element, timer or listener when it is closed", async () => {
     vi.useFakeTimers();
     const listening = new Set<string>();
     const observing = new Set<ResizeObserver>();
@@ -591,7 +591,7 @@ describe("manners", () => {
       },
     );
     const added = vi.spyOn(document, "addEventListener");
-    const { el, end, transport } = mounted(new TestTransport(answering(50_000)));
+    const { el, end, transport } = mounted(new TestTransport(respondingWith(50_000)));
     await vi.advanceTimersByTimeAsync(300);
     for (const [name, , options] of added.mock.calls) {
       if (typeof options === "object" && options.signal === end.signal) listening.add(name);
@@ -599,7 +599,7 @@ describe("manners", () => {
     }
     expect([...listening]).toEqual(["visibilitychange"]);
     added.mockRestore();
-    // of the tabs and of the lines
+    // one observes the tabs, one the lines
     expect(observing.size).toBe(2);
     end.abort();
     expect(observing.size).toBe(0);
@@ -608,7 +608,7 @@ describe("manners", () => {
     expect(el.childElementCount).toBe(0);
     expect(transport.disposed).toBe(true);
     expect(vi.getTimerCount()).toBe(0);
-    transport.draw(picture({ seq: 9 }));
+    transport.sendSnapshot(picture({ seq: 9 }));
     expect(vi.getTimerCount()).toBe(0);
   });
 });

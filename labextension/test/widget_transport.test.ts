@@ -3,7 +3,7 @@ import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
 import type { Question, FeedUpdate } from "../src/run_view/messages";
 import type { LinkState } from "../src/run_view/transport";
 import { WidgetTransport } from "../src/run_view/widget_transport";
-import { EXPIRY_MS, PATIENCE_MS } from "../src/shared/model_questions";
+import { REQUEST_TIMEOUT_MS, CHANNEL_TIMEOUT_MS } from "../src/shared/widget_requests";
 import { eventually } from "./eventually";
 import { picture } from "./samples";
 
@@ -90,21 +90,21 @@ class FakeModel {
   }
 }
 
-function linked(kernel: FakeKernel | null, comms = "subshell") {
+function createTransport(kernel: FakeKernel | null, comms = "subshell") {
   const model = new FakeModel({ snapshot: picture(), comms, model_key: "model-1" }, kernel);
   const transport = new WidgetTransport(model);
   const states: LinkState[] = [];
-  const news: FeedUpdate[] = [];
+  const updates: FeedUpdate[] = [];
   transport.onLink((state) => states.push(state));
-  transport.onUpdate((message) => news.push(message));
-  return { model, transport, states, news };
+  transport.onUpdate((message) => updates.push(message));
+  return { model, transport, states, news: updates };
 }
 
 const text = (n: number) => ({ kind: "text", n, lines: ["done"] });
 
 beforeEach(() => {
   vi.useFakeTimers();
-  // questions are numbered from a random number on
+  // question numbers start at a random number
   vi.spyOn(Math, "random").mockReturnValue(0);
 });
 afterEach(() => {
@@ -112,9 +112,9 @@ afterEach(() => {
   vi.useRealTimers();
 });
 
-describe("the way of a question", () => {
-  it("is the comm where the kernel answers comms on a subshell", async () => {
-    const { model, transport } = linked(new FakeKernel(true));
+describe("the channel of a question", () => {
+  it("is the comm if the kernel handles comms on a subshell", async () => {
+    const { model, transport } = createTransport(new FakeKernel(true));
     expect(transport.kind).toBe("subshell");
     const answer = transport.ask({ kind: "stacks" });
     expect(model.sent).toEqual([{ kind: "stacks", n: 1 }]);
@@ -122,9 +122,9 @@ describe("the way of a question", () => {
     await expect(answer).resolves.toEqual(text(1));
   });
 
-  it("is the control channel where comms wait for the cell", async () => {
+  it("is the control channel if comms wait for the cell", async () => {
     const kernel = new FakeKernel(true);
-    const { model, transport } = linked(kernel, "blocking");
+    const { model, transport } = createTransport(kernel, "blocking");
     expect(transport.kind).toBe("control");
     const answer = transport.ask({ kind: "cancel" });
     expect(model.sent).toEqual([]);
@@ -140,46 +140,46 @@ describe("the way of a question", () => {
     ["a kernel without subshells", new FakeKernel(false), "control"],
     ["a front end without a control channel", new FakeKernel(false, false), "shell"],
     ["a front end that shows no kernel", null, "shell"],
-  ])("with %s is right", (_name, kernel, kind) => {
-    expect(linked(kernel).transport.kind).toBe(kind);
+  ])("is right for %s", (_name, kernel, kind) => {
+    expect(createTransport(kernel).transport.kind).toBe(kind);
   });
 
-  it("turns to the control channel when the comm is silent, then calls the kernel busy", async () => {
+  it("changes to the control channel if the comm is silent, then reports busy", async () => {
     const kernel = new FakeKernel(true);
-    const { transport, states } = linked(kernel);
+    const { transport, states } = createTransport(kernel);
     const answer = transport.ask({ kind: "stacks" });
-    vi.advanceTimersByTime(PATIENCE_MS - 1);
+    vi.advanceTimersByTime(CHANNEL_TIMEOUT_MS - 1);
     expect(kernel.futures).toHaveLength(0);
     vi.advanceTimersByTime(1);
     expect(kernel.futures[0]?.message.content.question).toEqual({ kind: "stacks", n: 1 });
     expect(states.at(-1)?.busy).toBe(false);
-    vi.advanceTimersByTime(PATIENCE_MS);
+    vi.advanceTimersByTime(CHANNEL_TIMEOUT_MS);
     expect(states.at(-1)?.busy).toBe(true);
     kernel.futures[0]?.onReply({ content: { status: "ok", answer: text(1) } });
     await answer;
     expect(states.at(-1)?.busy).toBe(false);
   });
 
-  it("gives up after a while, so that it can be asked again", async () => {
-    const { transport } = linked(new FakeKernel(true));
+  it("times out, so that the caller can retry", async () => {
+    const { transport } = createTransport(new FakeKernel(true));
     const answer = expect(transport.ask({ kind: "stacks" })).rejects.toThrow("the kernel has not answered");
-    vi.advanceTimersByTime(EXPIRY_MS);
+    vi.advanceTimersByTime(REQUEST_TIMEOUT_MS);
     await answer;
   });
 
-  it("waits on the main shell until the cell has ended, and says that the kernel is busy", async () => {
-    const { model, transport, states } = linked(null);
+  it("is the main shell as a last resort, and the kernel is reported as busy", async () => {
+    const { model, transport, states } = createTransport(null);
     const answer = transport.ask({ kind: "lines", first: 0, count: 200, rank: null });
-    vi.advanceTimersByTime(EXPIRY_MS * 10);
+    vi.advanceTimersByTime(REQUEST_TIMEOUT_MS * 10);
     expect(states.at(-1)?.busy).toBe(true);
     model.emit("msg:custom", { kind: "lines-answer", n: 1, first: 0, rows: [], total: 0 });
     await expect(answer).resolves.toMatchObject({ total: 0 });
     expect(states.at(-1)?.busy).toBe(false);
   });
 
-  it("goes by comm after a control channel that does not know it", async () => {
+  it("is the comm if the control channel does not know the message", async () => {
     const kernel = new FakeKernel(false);
-    const { model, transport } = linked(kernel);
+    const { model, transport } = createTransport(kernel);
     const answer = transport.ask({ kind: "stacks" });
     kernel.futures[0]?.onReply({ content: { status: "error", evalue: "unknown message" } });
     await eventually(() => expect(model.sent).toEqual([{ kind: "stacks", n: 1 }]));
@@ -188,9 +188,9 @@ describe("the way of a question", () => {
   });
 });
 
-describe("what comes by itself", () => {
-  it("is the snapshot of the model, now and when it changes", () => {
-    const { model, transport } = linked(null);
+describe("updates from the kernel", () => {
+  it("include the model's snapshot, now and when it changes", () => {
+    const { model, transport } = createTransport(null);
     const drawn: number[] = [];
     transport.onSnapshot(({ seq }) => drawn.push(seq));
     model.traits["snapshot"] = picture({ seq: 2 });
@@ -200,9 +200,9 @@ describe("what comes by itself", () => {
     expect(drawn).toEqual([1, 2]);
   });
 
-  it("is told, and what makes no sense is left out", () => {
+  it("are passed on unless they are malformed", () => {
     const warn = vi.spyOn(console, "warn").mockReturnValue();
-    const { model, news } = linked(null);
+    const { model, news } = createTransport(null);
     model.emit("msg:custom", { kind: "lines", seq: 1, first: 0, rows: [], ranks: [] });
     model.emit("msg:custom", { kind: "lines", seq: "1" });
     model.emit("msg:custom", "text");
@@ -215,9 +215,9 @@ describe("what comes by itself", () => {
     ["restarting", "the kernel was restarted"],
     ["autorestarting", "the kernel was restarted"],
     ["dead", "the kernel has died"],
-  ])("is the kernel's end: %s", async (status, ended) => {
+  ])("include the end of the kernel: %s", async (status, ended) => {
     const kernel = new FakeKernel(true);
-    const { transport, states } = linked(kernel);
+    const { transport, states } = createTransport(kernel);
     const answer = expect(transport.ask({ kind: "stacks" })).rejects.toThrow(ended);
     kernel.statusChanged.emit(status);
     await answer;
@@ -225,9 +225,9 @@ describe("what comes by itself", () => {
     await expect(transport.ask({ kind: "stacks" })).rejects.toThrow(ended);
   });
 
-  it("is that the link is down, and back", () => {
+  it("include the loss and the recovery of the link", () => {
     const kernel = new FakeKernel(true);
-    const { states } = linked(kernel);
+    const { states } = createTransport(kernel);
     kernel.connectionStatusChanged.emit("connecting");
     expect(states.at(-1)?.away).toBe(true);
     kernel.connectionStatusChanged.emit("connected");
@@ -235,10 +235,10 @@ describe("what comes by itself", () => {
   });
 });
 
-describe("a closed transport", () => {
+describe("a disposed transport", () => {
   it("leaves no listener and no timer", async () => {
     const kernel = new FakeKernel(true);
-    const { model, transport } = linked(kernel);
+    const { model, transport } = createTransport(kernel);
     const answer = expect(transport.ask({ kind: "stacks" })).rejects.toThrow("the view is closed");
     transport.dispose();
     await answer;
@@ -252,7 +252,7 @@ describe("a closed transport", () => {
 });
 
 describe("two views of one model", () => {
-  it("do not take each other's answers", async () => {
+  it("ignore each other's answers", async () => {
     vi.mocked(Math.random).mockReturnValueOnce(0.25).mockReturnValueOnce(0.5);
     const model = new FakeModel({ comms: "subshell", model_key: "key" }, null);
     const first = new WidgetTransport(model);

@@ -1,4 +1,4 @@
-import { Connection } from "./components/connection";
+import { Session } from "./components/session";
 import { Devices } from "./components/devices";
 import { Notebook } from "./components/notebook";
 import { PoolState } from "./components/pool_state";
@@ -8,24 +8,24 @@ import { Usage } from "./components/usage";
 import { PanelContext, useRedraw } from "./context";
 import type { PanelModel } from "./model";
 
-/** The panel: the active notebook above, the pool below. */
+/** The panel: the active notebook at the top, the pool below. */
 export function App({ model }: { model: PanelModel }) {
   useRedraw(model);
   const t = model.host.translate;
   const { notebook, pool } = model;
-  const hasForm = (notebook?.kernel ?? null) !== null && notebook?.asksToConfirm === false;
+  const hasForm = (notebook?.kernel ?? null) !== null && notebook?.needsConfirmation === false;
   return (
     <PanelContext.Provider value={model}>
       <div class="sgpu-panel" role="region" aria-label={t("GPU environment")} data-notebook={notebook?.link.name ?? ""}>
         <div class="sgpu-content">
           <h1>{t("GPU environment")}</h1>
-          {notebook && <Connection />}
+          {notebook && <Session />}
           <PoolState />
           <Notebook />
           {!hasForm && pool.pools.length > 1 && <Pools />}
           <CommandNotice model={model} />
           <Devices />
-          {/* above the runs, which may be a thousand */}
+          {/* above the runs, of which there may be a thousand */}
           <Usage />
           <Runs />
         </div>

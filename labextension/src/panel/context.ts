@@ -17,7 +17,7 @@ export function useTranslate(): Translate {
 }
 
 /** Returns an id for an element, unique in the page: the ids of `useId` repeat across panels. */
-export function useOwnId(): string {
+export function usePanelId(): string {
   return `${usePanel().id}-${useId()}`;
 }
 
@@ -25,17 +25,17 @@ export function useOwnId(): string {
 export function useNow(isActive: boolean): number {
   const { ticker, pool } = usePanel();
   const [, redraw] = useState(0);
-  useEffect(() => (isActive ? ticker.listen(() => redraw((count) => count + 1)) : undefined), [ticker, isActive]);
+  useEffect(() => (isActive ? ticker.subscribe(() => redraw((count) => count + 1)) : undefined), [ticker, isActive]);
   return pool.now_s;
 }
 
-/** A string that the host keeps for the panel, and its setter. */
-export function useMemory(key: string, otherwise: string): readonly [string, (value: string) => void] {
-  const { memory } = usePanel().host;
-  const [value, setValue] = useState(() => memory.get(key) ?? otherwise);
+/** Returns a string that the host stores for the panel, and its setter. */
+export function useStored(key: string, initialValue: string): readonly [string, (value: string) => void] {
+  const { storage } = usePanel().host;
+  const [value, setValue] = useState(() => storage.get(key) ?? initialValue);
   const set = (next: string) => {
     setValue(next);
-    memory.set(key, next);
+    storage.set(key, next);
   };
   return [value, set];
 }

@@ -1,7 +1,7 @@
-/** The form's state: a notebook's choice before it is applied. No rendering, no messages. */
+/** The form's state: a notebook's choice before it is applied. Pure functions, without rendering or messages. */
 import type { Choice, PackageLine, PoolPicture, TypePicture } from "./messages";
 
-export const NOTHING: Choice = { gpus: 0, type: "", pool: "", env_version: "", dependencies: [], removed: [] };
+export const EMPTY_CHOICE: Choice = { gpus: 0, type: "", pool: "", env_version: "", dependencies: [], removed: [] };
 /** Default number of ranks on CPU. */
 const CPU_RANKS = 2;
 export const CPU = "cpu";
@@ -96,7 +96,7 @@ export function packageLines(known: readonly PackageLine[], effect: Choice, form
 }
 
 /** Reverts a line's pending change. */
-export function undone(choice: Choice, effect: Choice, line: FormLine): Choice {
+export function undoLine(choice: Choice, effect: Choice, line: FormLine): Choice {
   if (line.pending !== "dropped") return withoutLine(choice, line);
   const name = canonicalName(line.name);
   const own = (names: readonly string[]) => names.filter((each) => canonicalName(each) !== name);
@@ -116,37 +116,37 @@ export function typeOf(pool: PoolPicture | null, type: string): TypePicture | nu
  * Fills in a choice's missing type and number as the pool would: all devices of its only accelerator type, or two
  * ranks if it has only CPU. With several types, one device of the cheapest, preferring types with free devices.
  */
-export function resolved(choice: Choice, pool: PoolPicture | null): Choice {
+export function resolveChoice(choice: Choice, pool: PoolPicture | null): Choice {
   const accelerators = (pool?.types ?? []).filter(({ type }) => type !== CPU);
   const offered = accelerators.length > 0 ? accelerators : (pool?.types ?? []);
-  const type = choice.type ? typeOf(pool, choice.type) : ([...offered].sort(byThrift)[0] ?? null);
+  const type = choice.type ? typeOf(pool, choice.type) : ([...offered].sort(compareTypes)[0] ?? null);
   if (!type) return choice;
-  const usual = choice.type === "" && offered.length > 1 ? 1 : usualNumber(type);
-  return { ...choice, type: type.type, gpus: choice.gpus || usual };
+  const defaultGpus = choice.type === "" && offered.length > 1 ? 1 : defaultNumber(type);
+  return { ...choice, type: type.type, gpus: choice.gpus || defaultGpus };
 }
 
 /** Returns a choice with another type, keeping the number if the type has that many devices. */
 export function withType(choice: Choice, type: TypePicture): Choice {
-  const had = choice.gpus > 0 && choice.gpus <= type.total ? choice.gpus : 0;
-  return { ...choice, type: type.type, gpus: had || (type.type === CPU ? usualNumber(type) : 1) };
+  const keptGpus = choice.gpus > 0 && choice.gpus <= type.total ? choice.gpus : 0;
+  return { ...choice, type: type.type, gpus: keptGpus || (type.type === CPU ? defaultNumber(type) : 1) };
 }
 
 export function sameChoice(a: Choice, b: Choice): boolean {
-  return JSON.stringify(ordered(a)) === JSON.stringify(ordered(b));
+  return JSON.stringify(choiceKey(a)) === JSON.stringify(choiceKey(b));
 }
 
-function ordered(choice: Choice): unknown {
+function choiceKey(choice: Choice): unknown {
   const { gpus, type, pool, env_version, dependencies, removed } = choice;
   return [gpus, type, pool, env_version, [...dependencies].sort(), [...removed].sort()];
 }
 
 /** Orders types with free devices first, then by hourly price, then by memory. */
-function byThrift(a: TypePicture, b: TypePicture): number {
+function compareTypes(a: TypePicture, b: TypePicture): number {
   const price = (type: TypePicture) => type.price ?? 0;
   return Number(b.free > 0) - Number(a.free > 0) || price(a) - price(b) || a.memory_bytes - b.memory_bytes;
 }
 
-function usualNumber(type: TypePicture | null): number {
+function defaultNumber(type: TypePicture | null): number {
   if (!type) return 0;
   return type.type === CPU ? Math.min(CPU_RANKS, type.total) : type.total;
 }

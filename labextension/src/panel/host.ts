@@ -3,8 +3,8 @@ import type { KernelQuestion, KernelReply, KeptChoice, PanelOrder, RunRow, Panel
 
 type WithoutNumber<Q> = Q extends unknown ? Omit<Q, "n"> : never;
 
-/** A question to the kernel before it is numbered. */
-export type KernelAsk = WithoutNumber<KernelQuestion>;
+/** A question to the kernel without its number. */
+export type KernelQuestionBody = WithoutNumber<KernelQuestion>;
 
 /**
  * State of the connection to the pools.
@@ -39,24 +39,24 @@ export interface NotebookLink {
   readonly kernel: string;
   readonly kernelState: KernelState;
   /** The choice in its metadata; null if there is none or it can't be read. */
-  readonly kept: KeptChoice | null;
+  readonly savedChoice: KeptChoice | null;
   /**
    * Calls back when any of these changes, when a cell ends, and when the kernel is restarted or replaced.
    * Returns a function that unsubscribes.
    */
   onChange(callback: () => void): () => void;
   /**
-   * Sends a question to its kernel, also while a cell runs.
+   * Sends a question to its kernel, even while a cell runs.
    *
    * @throws NoExtension: The kernel does not know the question.
    * @throws Error: The kernel can't be asked now; the text is a sentence.
    */
-  ask(question: KernelAsk): Promise<KernelReply>;
-  /** Writes its metadata. */
-  keep(kept: KeptChoice): void;
-  /** Puts `%load_ext sgpu_magic` into a new first cell and shows it; nothing runs. Absent where it can't be done. */
+  ask(question: KernelQuestionBody): Promise<KernelReply>;
+  /** Writes the choice to its metadata. */
+  saveChoice(choice: KeptChoice): void;
+  /** Inserts a first cell with `%load_ext sgpu_magic` and shows it, without running it. Absent if the host can't. */
   insertLoad?: (() => void) | undefined;
-  /** Starts a kernel, where the front end can. */
+  /** Starts a kernel. Absent if the host can't. */
   startKernel?: (() => Promise<void>) | undefined;
 }
 
@@ -77,9 +77,9 @@ export interface PanelHost {
   readonly notebook: NotebookLink | null;
   /** Calls back when another notebook becomes active or the settings change. Returns a function that unsubscribes. */
   onChange(callback: () => void): () => void;
-  /** Creates a notebook and shows it. Absent where it can't be done. */
+  /** Creates a notebook and shows it. Absent if the host can't. */
   newNotebook?: (() => void) | undefined;
-  /** Opens a run's log, stacks and devices in a tab of its own. Absent where it can't be done. */
+  /** Opens a run's log, stacks and devices in a separate tab. Absent if the host can't. */
   openRun?: ((run: RunRow) => void) | undefined;
   /** Inserts a cell with `%sgpu_attach` into the active notebook and runs it. */
   attachRun?: ((run: RunRow) => void) | undefined;
@@ -87,6 +87,6 @@ export interface PanelHost {
   replayRun?: ((run: RunRow) => void) | undefined;
   /** Inserts a cell with `%sgpu_connect` and a session's devices into the active notebook and runs it. */
   connectRun?: ((session: RunRow) => void) | undefined;
-  /** Keeps the panel's state, over a reload where the host can: the filter, collapsed sections. */
-  readonly memory: { get(key: string): string | null; set(key: string, value: string): void };
+  /** Stores the panel's filter and collapsed sections, across page reloads if the host can. */
+  readonly storage: { get(key: string): string | null; set(key: string, value: string): void };
 }

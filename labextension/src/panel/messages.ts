@@ -32,7 +32,7 @@ export function readReply(value: unknown): KernelReply {
 }
 
 /** Parses the value of `CHOICE_KEY` in a notebook's metadata; null if it is missing or can't be read. */
-export function readKept(value: unknown): KeptChoice | null {
+export function readSavedChoice(value: unknown): KeptChoice | null {
   try {
     const kept = keptChoice(value, "choice", false);
     return kept.version === VERSION ? kept : null;

@@ -1,6 +1,6 @@
 import type { Activity } from "../shared/activity";
 import { Ticker } from "../shared/ticker";
-import { resolved } from "./form";
+import { resolveChoice } from "./form";
 import type { NotebookLink, PanelHost, PoolLinkState } from "./host";
 import type { Choice, RunRow, PanelUpdate } from "./messages";
 import { NotebookModel } from "./notebook_model";
@@ -17,14 +17,14 @@ export class PanelModel {
   link: PoolLinkState = { kind: "connecting", text: "" };
   /** Runs that are being cancelled by a button of this panel. */
   readonly cancelling = new Set<string>();
-  /** The pool is being started by a button of this panel. */
+  /** Whether the pool is being started by a button of this panel. */
   isStarting = false;
   /** Ticks once a second, by the server's clock. */
   readonly ticker: Ticker;
 
   private readonly drafts = new Map<string, Choice>();
   private readonly listeners = new Set<() => void>();
-  private sessionSeen = "";
+  private lastSession = "";
   /** A pool that was chosen before the kernel had answered. */
   private pickedPool: string | null = null;
   private isWatching = false;
@@ -38,17 +38,17 @@ export class PanelModel {
   ) {
     this.pool = new PoolModel(host.firstPool);
     this.ticker = new Ticker(() => this.pool.now_s, activity, signal);
-    const unlisten = host.onChange(() => this.hostChanged());
+    const unsubscribe = host.onChange(() => this.onHostChange());
     host.pools.onUpdate((update) => this.onUpdate(update));
     host.pools.onLink((link) => {
       this.link = link;
-      this.changed();
+      this.requestRedraw();
     });
-    activity.onChange(() => this.look());
+    activity.onChange(() => this.updateWatching());
     signal.addEventListener(
       "abort",
       () => {
-        unlisten();
+        unsubscribe();
         this.notebook?.close();
         this.listeners.clear();
         if (this.frame !== undefined) cancelAnimationFrame(this.frame);
@@ -56,11 +56,11 @@ export class PanelModel {
       },
       { once: true },
     );
-    this.follow(host.notebook);
-    this.look();
+    this.setNotebook(host.notebook);
+    this.updateWatching();
   }
 
-  /** The active notebook's session as the pool reports it, so also while the kernel is busy or dead. */
+  /** The active notebook's session as the pool reports it, even while the kernel is busy or dead. */
   get session(): RunRow | null {
     const notebook = this.notebook;
     return notebook ? this.pool.sessionOf(notebook.link.kernel, notebook.currentSession) : null;
@@ -72,12 +72,12 @@ export class PanelModel {
     return notebook && !this.session ? this.pool.endedSessionOf(notebook.link.kernel) : null;
   }
 
-  /** A session like the ended one can be connected now: by the kernel, or by a cell that loads the extension. */
+  /** Whether a session like the ended one can be connected, by the kernel or by a cell that loads the extension. */
   get canReconnect(): boolean {
     const { notebook } = this;
-    if (!notebook || notebook.isAway || !this.endedSession || notebook.asksToConfirm) return false;
+    if (!notebook || notebook.isKernelUnavailable || !this.endedSession || notebook.needsConfirmation) return false;
     if (notebook.kernel) return true;
-    return notebook.trouble?.kind === "no-extension" && this.host.connectRun !== undefined;
+    return notebook.kernelProblem?.kind === "no-extension" && this.host.connectRun !== undefined;
   }
 
   /** The pool that is shown. */
@@ -97,11 +97,11 @@ export class PanelModel {
     if (notebook?.kernel) notebook.choose({ ...notebook.form, pool });
     else this.pickedPool = pool;
     this.watch(pool);
-    this.changed();
+    this.requestRedraw();
   }
 
   /** Runs the action of the button below a pool's sentence. */
-  remedy(): void {
+  runRemedy(): void {
     const { picture } = this.pool;
     if (picture?.remedy === "start") {
       this.isStarting = true;
@@ -109,13 +109,13 @@ export class PanelModel {
     } else {
       this.host.pools.order({ kind: "watch", pool: this.pool.watched });
     }
-    this.changed();
+    this.requestRedraw();
   }
 
   cancel(run: RunRow): void {
     this.cancelling.add(run.run_id);
     this.host.pools.order({ kind: "cancel-run", run_id: run.run_id, pool: this.poolName });
-    this.changed();
+    this.requestRedraw();
   }
 
   /** Ends the notebook's session through its kernel, or through the pool if the kernel can't. */
@@ -134,7 +134,7 @@ export class PanelModel {
     else this.host.connectRun?.(endedSession);
   }
 
-  /** Whether a run is this user's: every run of the local pool, else the runs of the user of the active kernel. */
+  /** Whether a run is this user's: any run of the local pool, or a run of the active kernel's user. */
   isMine(run: RunRow): boolean {
     if (this.poolName === LOCAL) return true;
     const kernel = this.notebook?.link.kernel ?? "";
@@ -143,10 +143,10 @@ export class PanelModel {
 
   dismissNotice(): void {
     this.pool.result = null;
-    this.changed();
+    this.requestRedraw();
   }
 
-  changed(): void {
+  requestRedraw(): void {
     this.dirty = true;
     if (this.frame !== undefined || !this.activity.active || this.signal.aborted) return;
     this.frame = requestAnimationFrame(() => {
@@ -156,7 +156,7 @@ export class PanelModel {
   }
 
   private onUpdate(update: PanelUpdate): void {
-    this.pool.take(update);
+    this.pool.apply(update);
     if (update.kind === "command-result") {
       this.isStarting = false;
       if (!update.ok) this.cancelling.clear();
@@ -166,47 +166,47 @@ export class PanelModel {
       this.notebook?.planIfStale();
     } else if (update.kind === "runs") {
       for (const id of this.cancelling) if (this.pool.run(id)?.final !== false) this.cancelling.delete(id);
-      this.sessionMayHaveChanged();
+      this.onRunsChange();
     }
-    this.changed();
+    this.requestRedraw();
   }
 
-  /** Asks the kernel when the session has changed: it knows more about the session than the pool does. */
-  private sessionMayHaveChanged(): void {
+  /** Asks the kernel if the session has changed, because it knows more about its session than the pool. */
+  private onRunsChange(): void {
     const { session } = this;
-    const seen = session ? `${session.run_id} ${session.state} ${session.words}` : "";
-    if (seen === this.sessionSeen) return;
-    this.sessionSeen = seen;
+    const current = session ? `${session.run_id} ${session.state} ${session.words}` : "";
+    if (current === this.lastSession) return;
+    this.lastSession = current;
     // the last message was about the session that has ended
     if (!session) this.notebook?.dismissNotice();
     this.notebook?.askKernel();
     this.notebook?.planSoon();
   }
 
-  private hostChanged(): void {
-    if (this.host.notebook !== (this.notebook?.link ?? null)) this.follow(this.host.notebook);
-    this.changed();
+  private onHostChange(): void {
+    if (this.host.notebook !== (this.notebook?.link ?? null)) this.setNotebook(this.host.notebook);
+    this.requestRedraw();
   }
 
-  private follow(link: NotebookLink | null): void {
+  private setNotebook(link: NotebookLink | null): void {
     this.notebook?.close();
     this.notebook = null;
     this.pickedPool = null;
     if (link) {
       const notebook = new NotebookModel(
         link,
-        (choice) => resolved(choice, this.pool.picture),
-        () => this.notebookChanged(),
+        (choice) => resolveChoice(choice, this.pool.picture),
+        () => this.onNotebookChange(),
       );
       notebook.draft = this.drafts.get(draftKey(link)) ?? null;
       this.notebook = notebook;
     }
     const { session } = this;
-    this.sessionSeen = session ? `${session.run_id} ${session.state} ${session.words}` : "";
+    this.lastSession = session ? `${session.run_id} ${session.state} ${session.words}` : "";
     this.followPool();
   }
 
-  private notebookChanged(): void {
+  private onNotebookChange(): void {
     const { notebook } = this;
     if (notebook) {
       const key = draftKey(notebook.link);
@@ -214,7 +214,7 @@ export class PanelModel {
       else this.drafts.delete(key);
     }
     this.followPool();
-    this.changed();
+    this.requestRedraw();
   }
 
   /** Shows the pool that the active notebook asks for. */
@@ -223,21 +223,21 @@ export class PanelModel {
     if (!kernel || !this.notebook) return;
     const picked = this.pickedPool;
     this.pickedPool = null;
-    if (picked !== null && !this.notebook.asksToConfirm) this.notebook.choose({ ...this.notebook.form, pool: picked });
+    if (picked !== null && !this.notebook.needsConfirmation) this.notebook.choose({ ...this.notebook.form, pool: picked });
     const wanted = this.notebook.form.pool || kernel.pool;
     if (wanted !== "" && wanted !== this.poolName && this.poolName !== "") this.watch(wanted);
   }
 
   private watch(pool: string): void {
     if (pool === this.pool.watched) return;
-    this.pool.watch(pool);
+    this.pool.switchTo(pool);
     this.isStarting = false;
     this.cancelling.clear();
     if (this.isWatching) this.host.pools.order({ kind: "watch", pool });
   }
 
   /** Watches the pool only while the panel is visible. */
-  private look(): void {
+  private updateWatching(): void {
     const { active } = this.activity;
     if (active && !this.isWatching) this.host.pools.order({ kind: "watch", pool: this.pool.watched });
     else if (!active && this.isWatching) this.host.pools.order({ kind: "rest" });

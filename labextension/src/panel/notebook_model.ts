@@ -1,5 +1,5 @@
-import { NOTHING, sameChoice } from "./form";
-import type { KernelAsk, KernelState, NotebookLink } from "./host";
+import { EMPTY_CHOICE, sameChoice } from "./form";
+import type { KernelQuestionBody, KernelState, NotebookLink } from "./host";
 import { NoExtension } from "./host";
 import { OtherVersion } from "./messages";
 import type { Choice, KernelAnswer, KernelPicture, KernelReply, PlanPicture } from "./messages";
@@ -11,93 +11,93 @@ export const ASK_PAUSE_MS = 300;
 export const INSTALLING_PAUSE_MS = 1_500;
 
 /** Why the kernel's state is unknown. */
-export interface Trouble {
+export interface KernelProblem {
   readonly kind: "no-extension" | "other-version" | "unanswered";
   /** A sentence. */
   readonly text: string;
 }
 
-/** The button whose request is pending. */
-export type Doing = "" | "apply" | "accept" | "disconnect";
+/** The action whose request is pending, "" if there is none. */
+export type PendingAction = "" | "apply" | "accept" | "disconnect";
 
-const AWAY: ReadonlySet<KernelState> = new Set(["none", "starting", "restarting", "dead", "disconnected"]);
+const UNAVAILABLE: ReadonlySet<KernelState> = new Set(["none", "starting", "restarting", "dead", "disconnected"]);
 
-/** One notebook: its kernel's state, what the user is choosing, and what applying that would do. */
+/** One notebook: its kernel's state, the user's draft of a choice, and the plan for it. */
 export class NotebookModel {
   kernel: KernelPicture | null = null;
-  trouble: Trouble | null = null;
-  /** What the user is choosing; null until something is changed. */
+  kernelProblem: KernelProblem | null = null;
+  /** The user's changed choice, null if nothing was changed. */
   draft: Choice | null = null;
   plan: PlanPicture | null = null;
-  /** A plan for the current form is pending; `plan` is out of date. */
+  /** Whether a plan for the current form is pending, so that `plan` is out of date. */
   isPlanning = false;
-  doing: Doing = "";
-  installing = false;
-  /** Why the last button's action failed, "" if it did not. */
+  pendingAction: PendingAction = "";
+  isInstalling = false;
+  /** Why the last action failed, "" if it did not. */
   refusal = "";
-  /** What the last button did. */
+  /** What the last action did. */
   notice = "";
-  /** The user makes a choice of their own instead of confirming the notebook's. */
-  chooses = false;
+  /** Whether the user makes their own choice instead of confirming the notebook's. */
+  overridesChoice = false;
 
   private kernelId: string;
   private kernelState: KernelState;
-  private incarnation = 0;
-  private asking = false;
+  private generation = 0;
+  private isAsking = false;
   private askAgain = false;
-  private planned: { readonly choice: Choice; readonly connect: boolean; readonly incarnation: number } | null = null;
+  private lastPlanQuestion: { readonly choice: Choice; readonly connect: boolean; readonly generation: number } | null = null;
   private planNumber = 0;
   private readonly timers = new Map<"ask" | "plan" | "install", ReturnType<typeof setTimeout>>();
-  private readonly unlisten: () => void;
+  private readonly unsubscribe: () => void;
   private closed = false;
 
   /**
    * @param link: The notebook.
-   * @param wanted: Returns the choice that the form shows for a choice, with the pool's defaults filled in.
-   * @param changed: Called after every change.
+   * @param resolve: Returns a choice with the pool's defaults filled in, as the form shows it.
+   * @param onChange: Called after every change.
    */
   constructor(
     readonly link: NotebookLink,
-    private readonly wanted: (choice: Choice) => Choice,
-    private readonly changed: () => void,
+    private readonly resolve: (choice: Choice) => Choice,
+    private readonly onChange: () => void,
   ) {
     this.kernelId = link.kernel;
     this.kernelState = link.kernelState;
-    this.unlisten = link.onChange(() => this.linkChanged());
+    this.unsubscribe = link.onChange(() => this.onLinkChange());
     this.askKernel();
   }
 
-  /** The kernel can't answer in this state. */
-  get isAway(): boolean {
-    return AWAY.has(this.link.kernelState);
+  /** Whether the kernel can't answer in its present state. */
+  get isKernelUnavailable(): boolean {
+    return UNAVAILABLE.has(this.link.kernelState);
   }
 
   /** The choice in effect. */
-  get effect(): Choice {
-    return this.kernel?.choice ?? NOTHING;
+  get choiceInEffect(): Choice {
+    return this.kernel?.choice ?? EMPTY_CHOICE;
   }
 
   /** The choice that the form shows. */
   get form(): Choice {
-    return this.wanted(this.draft ?? (this.isForeign ? NOTHING : this.effect));
+    return this.resolve(this.draft ?? (this.isUnconfirmed ? EMPTY_CHOICE : this.choiceInEffect));
   }
 
-  /** The notebook's choice was not made or confirmed by this user. */
-  get isForeign(): boolean {
+  /** Whether the notebook's choice was neither made nor confirmed by this user. */
+  get isUnconfirmed(): boolean {
     return (this.kernel?.choice ?? null) !== null && this.kernel?.confirmed === false;
   }
 
-  /** A choice from an untrusted notebook needs confirmation. */
-  get asksToConfirm(): boolean {
-    return this.isForeign && !this.chooses && this.draft === null;
+  /** Whether to ask the user to confirm the notebook's choice before anything else. */
+  get needsConfirmation(): boolean {
+    return this.isUnconfirmed && !this.overridesChoice && this.draft === null;
   }
 
-  /** The form differs from the choice in effect. */
+  /** Whether the form differs from the choice in effect. */
   get isChanged(): boolean {
-    return this.draft !== null && !sameChoice(this.wanted(this.draft), this.wanted(this.effect));
+    return this.draft !== null && !sameChoice(this.resolve(this.draft), this.resolve(this.choiceInEffect));
   }
 
-  /** The run id of the session that bare cells run in, "" if the kernel has none or has not answered. */
+  /** The run id of the session that cells without options run in, "" if there is none or it is unknown. */
   get currentSession(): string {
     return this.kernel?.sessions.find(({ current }) => current)?.run_id ?? "";
   }
@@ -107,7 +107,7 @@ export class NotebookModel {
     this.refusal = "";
     this.notice = "";
     this.planSoon();
-    this.changed();
+    this.onChange();
   }
 
   /** Reverts all changes of the form. */
@@ -116,35 +116,35 @@ export class NotebookModel {
     this.refusal = "";
     this.notice = "";
     this.planSoon();
-    this.changed();
+    this.onChange();
   }
 
-  chooseMyself(): void {
-    this.chooses = true;
+  overrideChoice(): void {
+    this.overridesChoice = true;
     this.planSoon();
-    this.changed();
+    this.onChange();
   }
 
   /** Requests a plan for the form after `PLAN_PAUSE_MS` without further changes. */
   planSoon(): void {
-    this.stop("plan");
+    this.clearTimer("plan");
     if (!this.kernel || this.closed) return;
     this.isPlanning = true;
-    this.later("plan", PLAN_PAUSE_MS, () => void this.askPlan());
+    this.setTimer("plan", PLAN_PAUSE_MS, () => void this.askPlan());
   }
 
   /** Requests a new plan if the form resolves differently now: the pool's types have arrived, a session has ended. */
   planIfStale(): void {
-    if (this.isPlanning || !this.kernel || this.isAway || !this.planned) return;
+    if (this.isPlanning || !this.kernel || this.isKernelUnavailable || !this.lastPlanQuestion) return;
     const { choice, connect } = this.planQuestion();
-    if (!sameChoice(choice, this.planned.choice) || connect !== this.planned.connect) this.planSoon();
+    if (!sameChoice(choice, this.lastPlanQuestion.choice) || connect !== this.lastPlanQuestion.connect) this.planSoon();
   }
 
   async apply(connect: boolean): Promise<void> {
     // the user has not seen the plan for this form yet
     if (this.isPlanning) return;
     const { form } = this;
-    const answer = await this.does("apply", {
+    const answer = await this.runAction("apply", {
       kind: "apply",
       choice: form,
       connect,
@@ -152,31 +152,31 @@ export class NotebookModel {
     });
     if (answer) {
       this.draft = null;
-      this.chooses = false;
+      this.overridesChoice = false;
       this.planSoon();
-      this.changed();
+      this.onChange();
     }
   }
 
   /** Connects a session with `gpus` devices of a type; the rest is taken from the choice in effect, if confirmed. */
   async reconnect(gpus: number, type: string): Promise<void> {
-    const answer = await this.does("apply", {
+    const answer = await this.runAction("apply", {
       kind: "apply",
-      choice: { ...(this.isForeign ? NOTHING : this.effect), gpus, type },
+      choice: { ...(this.isUnconfirmed ? EMPTY_CHOICE : this.choiceInEffect), gpus, type },
       connect: true,
       confirmed: false,
     });
     if (answer) {
       this.planSoon();
-      this.changed();
+      this.onChange();
     }
   }
 
-  /** Confirms the choice of an untrusted notebook. */
+  /** Confirms the notebook's choice. */
   async accept(): Promise<void> {
     const choice = this.kernel?.choice;
     if (!choice || this.isPlanning) return;
-    const answer = await this.does("accept", {
+    const answer = await this.runAction("accept", {
       kind: "apply",
       choice,
       connect: false,
@@ -184,15 +184,15 @@ export class NotebookModel {
     });
     if (answer) {
       this.planSoon();
-      this.changed();
+      this.onChange();
     }
   }
 
-  /** Ends the session; false when the kernel can't do it now. */
+  /** Ends the session; returns false if the kernel can't do it now. */
   async disconnect(name: string): Promise<boolean> {
-    if (!this.kernel || this.isAway) return false;
+    if (!this.kernel || this.isKernelUnavailable) return false;
     try {
-      await this.asked("disconnect", { kind: "disconnect", name });
+      await this.sendAction("disconnect", { kind: "disconnect", name });
     } catch {
       return false;
     }
@@ -201,22 +201,22 @@ export class NotebookModel {
 
   /** Requests the kernel's state now, or soon if a request is pending or recent. */
   askKernel(): void {
-    if (this.closed || this.isAway) return;
-    if (this.asking || this.timers.has("ask")) {
+    if (this.closed || this.isKernelUnavailable) return;
+    if (this.isAsking || this.timers.has("ask")) {
       this.askAgain = true;
       return;
     }
-    this.asking = true;
-    const { incarnation } = this;
+    this.isAsking = true;
+    const { generation } = this;
     this.link
-      .ask({ kind: "kernel", kept: this.link.kept })
+      .ask({ kind: "kernel", kept: this.link.savedChoice })
       .then(
-        (reply) => this.isOf(incarnation) && this.takeReply(reply),
-        (error: unknown) => this.isOf(incarnation) && this.takeTrouble(error),
+        (reply) => this.isCurrent(generation) && this.applyReply(reply),
+        (error: unknown) => this.isCurrent(generation) && this.onKernelError(error),
       )
       .finally(() => {
-        this.asking = false;
-        this.later("ask", ASK_PAUSE_MS, () => {
+        this.isAsking = false;
+        this.setTimer("ask", ASK_PAUSE_MS, () => {
           if (!this.askAgain) return;
           this.askAgain = false;
           this.askKernel();
@@ -224,122 +224,122 @@ export class NotebookModel {
       });
   }
 
-  /** Clears the error and asks the kernel again, for a button. */
+  /** Clears the error and asks the kernel again. */
   retry(): void {
-    this.trouble = null;
+    this.kernelProblem = null;
     this.askKernel();
-    this.changed();
+    this.onChange();
   }
 
-  /** Closes the message about the last button's action. */
+  /** Closes the message about the last action. */
   dismissNotice(): void {
     this.notice = "";
-    this.changed();
+    this.onChange();
   }
 
-  /** Shows why a button's action failed. */
-  failed(error: unknown): void {
+  /** Shows why an action failed. */
+  showError(error: unknown): void {
     this.refusal = error instanceof Error ? error.message : String(error);
-    this.changed();
+    this.onChange();
   }
 
   close(): void {
     this.closed = true;
-    this.unlisten();
-    for (const name of [...this.timers.keys()]) this.stop(name);
+    this.unsubscribe();
+    for (const name of [...this.timers.keys()]) this.clearTimer(name);
   }
 
   // ---------------------------------------------------------------- replies
 
-  private linkChanged(): void {
+  private onLinkChange(): void {
     const { kernel, kernelState } = this.link;
-    const wasState = this.kernelState;
-    const isOther = kernel !== this.kernelId || (this.isAway && kernelState !== "disconnected");
+    const previousState = this.kernelState;
+    const isOther = kernel !== this.kernelId || (this.isKernelUnavailable && kernelState !== "disconnected");
     this.kernelId = kernel;
     this.kernelState = kernelState;
-    if (isOther) this.forgetKernel();
-    // the start of a cell changes nothing, and the answer would only arrive late
-    const hasBegun = kernelState === "busy" && wasState === "idle";
-    if (!hasBegun) this.askKernel();
-    this.changed();
+    if (isOther) this.resetKernel();
+    // the start of a cell changes nothing, and the answer would arrive only after it
+    const cellStarted = kernelState === "busy" && previousState === "idle";
+    if (!cellStarted) this.askKernel();
+    this.onChange();
   }
 
-  private forgetKernel(): void {
-    this.incarnation += 1;
+  private resetKernel(): void {
+    this.generation += 1;
     this.kernel = null;
-    this.trouble = null;
+    this.kernelProblem = null;
     this.plan = null;
-    this.planned = null;
+    this.lastPlanQuestion = null;
     this.isPlanning = false;
-    this.installing = false;
-    this.doing = "";
+    this.isInstalling = false;
+    this.pendingAction = "";
     this.refusal = "";
     this.notice = "";
-    this.chooses = false;
-    this.stop("plan");
-    this.stop("install");
+    this.overridesChoice = false;
+    this.clearTimer("plan");
+    this.clearTimer("install");
   }
 
-  private takeReply(reply: KernelReply): void {
+  private applyReply(reply: KernelReply): void {
     if (reply.kind === "kernel-answer") {
-      this.takeAnswer(reply);
+      this.applyAnswer(reply);
     } else if (reply.kind === "panel-refusal" && this.kernel) {
       this.refusal = reply.text;
-      if (this.installing) {
+      if (this.isInstalling) {
         // the installation has ended, after the reply to the button's request
-        this.installing = false;
+        this.isInstalling = false;
         this.askAgain = true;
         this.planSoon();
       }
     } else if (reply.kind === "panel-refusal") {
-      this.trouble = { kind: "unanswered", text: reply.text };
+      this.kernelProblem = { kind: "unanswered", text: reply.text };
     }
-    this.changed();
+    this.onChange();
   }
 
-  private takeAnswer(answer: KernelAnswer): void {
+  private applyAnswer(answer: KernelAnswer): void {
     const isFirst = this.kernel === null;
-    const before = this.effect;
-    const wasInstalling = this.installing;
+    const before = this.choiceInEffect;
+    const wasInstalling = this.isInstalling;
     this.kernel = answer.picture;
-    this.trouble = null;
-    this.installing = answer.installing;
+    this.kernelProblem = null;
+    this.isInstalling = answer.installing;
     if (answer.notice) this.notice = answer.notice;
-    else if (!sameChoice(before, this.effect)) this.notice = "";
+    else if (!sameChoice(before, this.choiceInEffect)) this.notice = "";
     // write only a difference: each write of the metadata triggers another request
-    if (answer.kept && JSON.stringify(answer.kept) !== JSON.stringify(this.link.kept)) this.link.keep(answer.kept);
-    if (this.draft && sameChoice(this.wanted(this.draft), this.wanted(this.effect))) this.draft = null;
-    if (isFirst || !sameChoice(before, this.effect) || (wasInstalling && !this.installing)) this.planSoon();
-    this.stop("install");
-    if (this.installing) this.later("install", INSTALLING_PAUSE_MS, () => this.askKernel());
+    if (answer.kept && JSON.stringify(answer.kept) !== JSON.stringify(this.link.savedChoice)) this.link.saveChoice(answer.kept);
+    if (this.draft && sameChoice(this.resolve(this.draft), this.resolve(this.choiceInEffect))) this.draft = null;
+    if (isFirst || !sameChoice(before, this.choiceInEffect) || (wasInstalling && !this.isInstalling)) this.planSoon();
+    this.clearTimer("install");
+    if (this.isInstalling) this.setTimer("install", INSTALLING_PAUSE_MS, () => this.askKernel());
   }
 
-  private takeTrouble(error: unknown): void {
+  private onKernelError(error: unknown): void {
     const text = error instanceof Error ? error.message : String(error);
     if (error instanceof NoExtension) {
-      this.trouble = { kind: "no-extension", text };
+      this.kernelProblem = { kind: "no-extension", text };
       this.kernel = null;
     } else if (error instanceof OtherVersion) {
-      this.trouble = { kind: "other-version", text };
+      this.kernelProblem = { kind: "other-version", text };
       this.kernel = null;
     } else {
-      this.trouble = { kind: "unanswered", text };
+      this.kernelProblem = { kind: "unanswered", text };
     }
-    this.changed();
+    this.onChange();
   }
 
   // ---------------------------------------------------------------- requests
 
   private planQuestion(): { readonly choice: Choice; readonly connect: boolean } {
     const choice = this.kernel?.choice;
-    return this.asksToConfirm && choice ? { choice, connect: false } : { choice: this.form, connect: true };
+    return this.needsConfirmation && choice ? { choice, connect: false } : { choice: this.form, connect: true };
   }
 
   private async askPlan(): Promise<void> {
     const question = this.planQuestion();
     const number = ++this.planNumber;
-    const { incarnation } = this;
-    this.planned = { ...question, incarnation };
+    const { generation } = this;
+    this.lastPlanQuestion = { ...question, generation };
     let plan: PlanPicture | null = null;
     let problem = "";
     try {
@@ -349,59 +349,59 @@ export class NotebookModel {
     } catch (error) {
       problem = error instanceof Error ? error.message : String(error);
     }
-    if (number !== this.planNumber || !this.isOf(incarnation) || this.timers.has("plan")) return;
+    if (number !== this.planNumber || !this.isCurrent(generation) || this.timers.has("plan")) return;
     this.plan = plan ?? { sentences: [], loses: false, problem, button: "" };
     this.isPlanning = false;
-    this.changed();
+    this.onChange();
   }
 
-  private async does(doing: Doing, question: KernelAsk): Promise<KernelAnswer | null> {
-    if (this.doing !== "") return null;
+  private async runAction(action: PendingAction, question: KernelQuestionBody): Promise<KernelAnswer | null> {
+    if (this.pendingAction !== "") return null;
     try {
-      return await this.asked(doing, question);
+      return await this.sendAction(action, question);
     } catch (error) {
-      this.failed(error);
+      this.showError(error);
       return null;
     }
   }
 
-  /** Sends a button's request. Throws if the kernel does not answer; shows a refusal and returns null. */
-  private async asked(doing: Doing, question: KernelAsk): Promise<KernelAnswer | null> {
-    const { incarnation } = this;
-    this.doing = doing;
+  /** Sends an action's request. Throws if the kernel does not answer; shows a refusal and returns null. */
+  private async sendAction(action: PendingAction, question: KernelQuestionBody): Promise<KernelAnswer | null> {
+    const { generation } = this;
+    this.pendingAction = action;
     this.refusal = "";
     this.notice = "";
-    this.changed();
+    this.onChange();
     try {
       const reply = await this.link.ask(question);
-      if (!this.isOf(incarnation)) return null;
+      if (!this.isCurrent(generation)) return null;
       if (reply.kind === "panel-refusal") this.refusal = reply.text;
       if (reply.kind !== "kernel-answer") return null;
-      this.takeAnswer(reply);
+      this.applyAnswer(reply);
       return reply;
     } finally {
-      if (this.isOf(incarnation)) this.doing = "";
-      this.changed();
+      if (this.isCurrent(generation)) this.pendingAction = "";
+      this.onChange();
     }
   }
 
-  private isOf(incarnation: number): boolean {
-    return !this.closed && incarnation === this.incarnation;
+  private isCurrent(generation: number): boolean {
+    return !this.closed && generation === this.generation;
   }
 
-  private later(name: "ask" | "plan" | "install", delay_ms: number, then: () => void): void {
-    this.stop(name);
+  private setTimer(name: "ask" | "plan" | "install", delay_ms: number, callback: () => void): void {
+    this.clearTimer(name);
     if (this.closed) return;
     this.timers.set(
       name,
       setTimeout(() => {
         this.timers.delete(name);
-        then();
+        callback();
       }, delay_ms),
     );
   }
 
-  private stop(name: "ask" | "plan" | "install"): void {
+  private clearTimer(name: "ask" | "plan" | "install"): void {
     clearTimeout(this.timers.get(name));
     this.timers.delete(name);
   }

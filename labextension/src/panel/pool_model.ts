@@ -1,12 +1,12 @@
 import { MAX_RUNS } from "./messages";
 import type { PoolChoice, PoolPicture, RunRow, CommandResult, PanelUpdate } from "./messages";
 
-/** A pool's state, folded from its updates: its picture, its runs by id, the server's clock. */
+/** A pool's state, built from its updates: its picture, its runs by id, the server's clock. */
 export class PoolModel {
   /** Pools that may be chosen. */
   pools: readonly PoolChoice[] = [];
   picture: PoolPicture | null = null;
-  /** The last answer to an order, until it is dismissed. */
+  /** The result of the last order, until it is dismissed. */
   result: CommandResult | null = null;
   private readonly byId = new Map<string, RunRow>();
   private sorted: readonly RunRow[] | null = null;
@@ -32,13 +32,13 @@ export class PoolModel {
   }
 
   /** Switches to another pool and drops the previous one's state. */
-  watch(pool: string): void {
+  switchTo(pool: string): void {
     this.watched = pool;
     this.picture = null;
-    this.forgetRuns();
+    this.clearRuns();
   }
 
-  take(update: PanelUpdate): void {
+  apply(update: PanelUpdate): void {
     switch (update.kind) {
       case "pools":
         this.pools = update.pools;
@@ -87,7 +87,7 @@ export class PoolModel {
     return newest?.final === true ? newest : null;
   }
 
-  private forgetRuns(): void {
+  private clearRuns(): void {
     this.byId.clear();
     this.sorted = null;
   }

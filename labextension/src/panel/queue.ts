@@ -1,8 +1,8 @@
-/** Finds the blockers of a queued run. No rendering, no messages. */
+/** Finds the blockers of a queued run. Pure functions, without rendering or messages. */
 import type { RunRow } from "./messages";
 
 const HOLDING_KINDS: ReadonlySet<string> = new Set(["cell", "call", "session"]);
-const ANY = "any";
+const ANY_TYPE = "any";
 
 /** A run that holds devices of the type that another one waits for. */
 export interface Holder {
@@ -25,7 +25,7 @@ function holdsDevices(run: RunRow): boolean {
 }
 
 function isOfType(run: RunRow, type: string): boolean {
-  return type === ANY || run.device_type === type;
+  return type === ANY_TYPE || run.device_type === type;
 }
 
 /** When a session's last cell ended, or the session began; null while a cell runs. */

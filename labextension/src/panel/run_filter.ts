@@ -13,17 +13,17 @@ export interface RunFilter {
 
 export const EVERY_RUN: RunFilter = { text: "", state: "all", own: false };
 
-export function isFiltered(filter: RunFilter): boolean {
+export function hasFilter(filter: RunFilter): boolean {
   return filter.text.trim() !== "" || filter.state !== "all" || filter.own;
 }
 
 /** Returns the runs that match a filter, in their order. */
-export function filtered(runs: readonly RunRow[], filter: RunFilter, notebook: string, kernel: string): readonly RunRow[] {
-  if (!isFiltered(filter)) return runs;
+export function filterRuns(runs: readonly RunRow[], filter: RunFilter, notebook: string, kernel: string): readonly RunRow[] {
+  if (!hasFilter(filter)) return runs;
   const words = filter.text.toLowerCase().split(/\s+/).filter(Boolean);
   return runs.filter((run) => {
     if (filter.own && !isOwn(run, notebook, kernel)) return false;
-    if (!isIn(run, filter.state)) return false;
+    if (!matchesState(run, filter.state)) return false;
     if (words.length === 0) return true;
     const text = [run.name, run.short_id, run.run_id, run.words, run.state, run.notebook, run.user, run.device_type]
       .join(" ")
@@ -38,17 +38,17 @@ export function isOwn(run: RunRow, notebook: string, kernel: string): boolean {
 }
 
 /** Parses a stored filter; one that can't be read matches every run. */
-export function readFilter(text: string | null): RunFilter {
+export function parseFilter(text: string | null): RunFilter {
   try {
-    const kept = JSON.parse(text ?? "") as Partial<Record<keyof RunFilter, unknown>>;
-    const state = STATES.find((each) => each === kept.state) ?? "all";
-    return { text: typeof kept.text === "string" ? kept.text : "", state, own: kept.own === true };
+    const stored = JSON.parse(text ?? "") as Partial<Record<keyof RunFilter, unknown>>;
+    const state = STATES.find((each) => each === stored.state) ?? "all";
+    return { text: typeof stored.text === "string" ? stored.text : "", state, own: stored.own === true };
   } catch {
     return EVERY_RUN;
   }
 }
 
-function isIn(run: RunRow, state: StateFilter): boolean {
+function matchesState(run: RunRow, state: StateFilter): boolean {
   switch (state) {
     case "all":
       return true;

@@ -3,10 +3,10 @@ import type { RefObject } from "preact";
 import { useLayoutEffect, useState } from "preact/hooks";
 
 /** Assumed height of the view until it is measured. */
-const USUAL_PX = 440;
+const DEFAULT_HEIGHT_PX = 440;
 
 /** The visible part of a list. */
-export interface View {
+export interface VisibleRange {
   /** Offset of the view's top from the list's top; negative if the list begins below it. */
   readonly from_px: number;
   readonly view_px: number;
@@ -15,20 +15,20 @@ export interface View {
 }
 
 /** Tracks the visible part of an element in the panel. */
-export function useView(box: RefObject<HTMLElement | null>): View {
-  const [{ from_px, view_px }, setSeen] = useState({ from_px: 0, view_px: USUAL_PX });
+export function useVisibleRange(box: RefObject<HTMLElement | null>): VisibleRange {
+  const [{ from_px, view_px }, setRange] = useState({ from_px: 0, view_px: DEFAULT_HEIGHT_PX });
 
   const measure = (): void => {
-    const scroller = scrollerOf(box);
+    const scroller = scrollContainer(box);
     if (!scroller || !box.current) return;
-    const next = { from_px: scroller.scrollTop - box.current.offsetTop, view_px: scroller.clientHeight || USUAL_PX };
-    setSeen((seen) => (seen.from_px === next.from_px && seen.view_px === next.view_px ? seen : next));
+    const next = { from_px: scroller.scrollTop - box.current.offsetTop, view_px: scroller.clientHeight || DEFAULT_HEIGHT_PX };
+    setRange((range) => (range.from_px === next.from_px && range.view_px === next.view_px ? range : next));
   };
 
   // the height of the content above the list may have changed
   useLayoutEffect(measure);
   useLayoutEffect(() => {
-    const scroller = scrollerOf(box);
+    const scroller = scrollContainer(box);
     if (!scroller) return undefined;
     const end = new AbortController();
     scroller.addEventListener("scroll", measure, { signal: end.signal, passive: true });
@@ -45,7 +45,7 @@ export function useView(box: RefObject<HTMLElement | null>): View {
     from_px,
     view_px,
     scrollTo: (top_px, bottom_px) => {
-      const scroller = scrollerOf(box);
+      const scroller = scrollContainer(box);
       if (!scroller) return;
       if (top_px < from_px) scroller.scrollTop += top_px - from_px;
       else if (bottom_px > from_px + view_px) scroller.scrollTop += bottom_px - from_px - view_px;
@@ -54,6 +54,6 @@ export function useView(box: RefObject<HTMLElement | null>): View {
   };
 }
 
-function scrollerOf(box: RefObject<HTMLElement | null>): HTMLElement | null {
+function scrollContainer(box: RefObject<HTMLElement | null>): HTMLElement | null {
   return box.current?.closest<HTMLElement>(".sgpu-panel") ?? null;
 }

@@ -1,5 +1,5 @@
-/** anywidget's entry point of the panel: `%sgpu_env --panel` in VS Code, Colab and wherever there is no sidebar. */
-import type { WidgetModel } from "../shared/model_questions";
+/** anywidget's entry point for the panel: `%sgpu_env --panel` in front ends without a sidebar, such as VS Code and Colab. */
+import type { WidgetModel } from "../shared/widget_requests";
 import { mountPanel } from "./index";
 import { WidgetPanelHost } from "./widget_host";
 
@@ -9,13 +9,13 @@ interface RenderProps {
   readonly signal?: AbortSignal;
 }
 
-/** Draws the widget; the returned function ends the view, for hosts that give no signal. */
+/** Draws the widget. Returns a function that ends the view, for hosts without an abort signal. */
 function render({ model, el, signal }: RenderProps): () => void {
-  const end = new AbortController();
-  signal?.addEventListener("abort", () => end.abort(), { signal: end.signal });
+  const controller = new AbortController();
+  signal?.addEventListener("abort", () => controller.abort(), { signal: controller.signal });
   el.classList.add("sgpu-panel-below");
-  mountPanel(el, new WidgetPanelHost(model, end.signal), end.signal);
-  return () => end.abort();
+  mountPanel(el, new WidgetPanelHost(model, controller.signal), controller.signal);
+  return () => controller.abort();
 }
 
 export default { render };

@@ -1,15 +1,15 @@
-import { kernelOf } from "../shared/kernel_link";
-import type { KernelConnection, Signal } from "../shared/kernel_link";
-import { ModelQuestions, NoAnswer, readOrNull } from "../shared/model_questions";
-import type { WidgetModel } from "../shared/model_questions";
-import type { KernelAsk, KernelState, NotebookLink, PanelHost, PanelSettings, PoolLink, PoolLinkState, Translate } from "./host";
+import { kernelConnectionOf } from "../shared/kernel_connection";
+import type { KernelConnection, Signal } from "../shared/kernel_connection";
+import { WidgetRequests, NoAnswer, readOrNull } from "../shared/widget_requests";
+import type { WidgetModel } from "../shared/widget_requests";
+import type { KernelQuestionBody, KernelState, NotebookLink, PanelHost, PanelSettings, PoolLink, PoolLinkState, Translate } from "./host";
 import { OtherVersion, readReply, readUpdate } from "./messages";
 import type { KernelReply, PanelOrder, PanelUpdate } from "./messages";
 
 /** Interval of the heartbeat to the kernel, which is not notified when a page is closed. */
-export const HERE_MS = 20_000;
+export const HEARTBEAT_MS = 20_000;
 /** Timeout for questions that may install packages, connect or disconnect, which take longer than the others. */
-export const SLOW_MS = 60_000;
+export const SLOW_TIMEOUT_MS = 60_000;
 
 const STATES: Readonly<Record<string, KernelState>> = {
   idle: "idle",
@@ -22,33 +22,33 @@ const STATES: Readonly<Record<string, KernelState>> = {
 };
 
 /** A restarted kernel has lost its widgets and sends no more updates. */
-const GONE = "This panel belongs to a kernel that has ended. %sgpu_env --panel shows a new one.";
+const KERNEL_ENDED = "This panel belongs to a kernel that has ended. %sgpu_env --panel shows a new one.";
 /** Includes `starting`: it is the only status that is reported when another client restarts the kernel. */
-const ENDS = new Set(["starting", "restarting", "autorestarting", "dead", "terminating"]);
+const END_STATES = new Set(["starting", "restarting", "autorestarting", "dead", "terminating"]);
 
-/** Inserts a sentence's values without translating it. */
-export const plainly: Translate = (text, ...values) =>
-  text.replace(/%(\d)/g, (found, place: string) => String(values[Number(place) - 1] ?? found));
+/** Inserts values into a sentence without translating it. */
+export const interpolate: Translate = (text, ...values) =>
+  text.replace(/%(\d)/g, (found, number: string) => String(values[Number(number) - 1] ?? found));
 
 /**
- * Host of a panel in a notebook's output: pools and kernel are both reached through one widget's messages.
+ * Host of a panel in a notebook's output: one widget's messages carry both the pools' and the kernel's.
  *
  * The notebook's metadata can be neither read nor written from a widget.
  */
 export class WidgetPanelHost implements PanelHost {
   readonly settings: PanelSettings = { showPrices: true };
-  readonly translate = plainly;
+  readonly translate = interpolate;
   readonly firstPool: string;
   readonly pools: PoolLink;
   readonly notebook: NotebookLink;
-  readonly memory: PanelHost["memory"];
-  private readonly questions: ModelQuestions<KernelReply>;
+  readonly storage: PanelHost["storage"];
+  private readonly requests: WidgetRequests<KernelReply>;
   private readonly connection: KernelConnection | null;
-  private readonly kernelChanged = new Set<() => void>();
-  private updated: (update: PanelUpdate) => void = () => undefined;
-  private linked: (state: PoolLinkState) => void = () => undefined;
+  private readonly kernelCallbacks = new Set<() => void>();
+  private updateCallback: (update: PanelUpdate) => void = () => undefined;
+  private linkCallback: (state: PoolLinkState) => void = () => undefined;
   private link: PoolLinkState = { kind: "connecting", text: "" };
-  private watched: PanelOrder | null = null;
+  private watchOrder: PanelOrder | null = null;
   private hasEnded = false;
   private timer: ReturnType<typeof setInterval> | undefined;
 
@@ -56,42 +56,42 @@ export class WidgetPanelHost implements PanelHost {
     private readonly model: WidgetModel,
     private readonly signal: AbortSignal,
   ) {
-    this.connection = kernelOf(model.widget_manager);
-    this.firstPool = this.text("pool");
-    this.questions = new ModelQuestions({
+    this.connection = kernelConnectionOf(model.widget_manager);
+    this.firstPool = this.textTrait("pool");
+    this.requests = new WidgetRequests({
       model,
       kernel: this.connection,
-      modelId: () => this.text("model_key"),
-      read: (content) => this.read(() => readReply(content)),
-      onBusy: () => this.tellKernel(),
+      modelId: () => this.textTrait("model_key"),
+      read: (content) => this.parseOrNull(() => readReply(content)),
+      onBusy: () => this.notifyKernelChange(),
     });
     this.pools = {
       order: (order) => this.order(order),
       onUpdate: (callback) => {
-        this.updated = callback;
+        this.updateCallback = callback;
       },
       onLink: (callback) => {
-        this.linked = callback;
+        this.linkCallback = callback;
         callback(this.link);
       },
       retry: () => {
-        if (this.watched) this.order(this.watched);
+        if (this.watchOrder) this.order(this.watchOrder);
       },
     };
     this.notebook = this.notebookLink();
-    this.memory = new PageMemory();
+    this.storage = new PageStorage();
     this.listen("msg:custom", (content: never) => this.receive(content));
-    for (const trait of ["notebook", "kernel"]) this.listen(`change:${trait}`, () => this.tellKernel());
-    this.watch(this.connection?.statusChanged, (status) => {
-      if (ENDS.has(status)) this.ended();
-      this.tellKernel();
+    for (const trait of ["notebook", "kernel"]) this.listen(`change:${trait}`, () => this.notifyKernelChange());
+    this.connectSignal(this.connection?.statusChanged, (status) => {
+      if (END_STATES.has(status)) this.onKernelEnd();
+      this.notifyKernelChange();
     });
-    this.watch(this.connection?.disposed, () => this.ended());
-    this.watch(this.connection?.connectionStatusChanged, (status) => {
+    this.connectSignal(this.connection?.disposed, () => this.onKernelEnd());
+    this.connectSignal(this.connection?.connectionStatusChanged, (status) => {
       if (this.hasEnded) return;
       const away = status !== "connected";
       this.setLink(away ? { kind: "away", text: "The link to the kernel is down." } : { kind: "open", text: "" });
-      this.tellKernel();
+      this.notifyKernelChange();
     });
     signal.addEventListener("abort", () => this.close(), { once: true });
   }
@@ -105,21 +105,21 @@ export class WidgetPanelHost implements PanelHost {
     const host = this;
     return {
       get name() {
-        return host.text("notebook");
+        return host.textTrait("notebook");
       },
       get kernel() {
-        return host.text("kernel");
+        return host.textTrait("kernel");
       },
       get kernelState() {
         return host.kernelState;
       },
-      kept: null,
+      savedChoice: null,
       onChange: (callback) => {
-        host.kernelChanged.add(callback);
-        return () => host.kernelChanged.delete(callback);
+        host.kernelCallbacks.add(callback);
+        return () => host.kernelCallbacks.delete(callback);
       },
       ask: (question) => host.ask(question),
-      keep: () => undefined,
+      saveChoice: () => undefined,
     };
   }
 
@@ -131,13 +131,13 @@ export class WidgetPanelHost implements PanelHost {
     return STATES[connection.status ?? "idle"] ?? "idle";
   }
 
-  private async ask(question: KernelAsk): Promise<KernelReply> {
+  private async ask(question: KernelQuestionBody): Promise<KernelReply> {
     const isSlow = question.kind === "apply" || question.kind === "disconnect";
     try {
-      return await this.questions.ask(question, isSlow ? SLOW_MS : undefined);
+      return await this.requests.ask(question, isSlow ? SLOW_TIMEOUT_MS : undefined);
     } catch (error) {
       if (!(error instanceof NoAnswer) || this.hasEnded || this.signal.aborted) throw error;
-      // an idle kernel that does not answer does not know this panel: another client has restarted it unnoticed
+      // an idle kernel that does not answer was restarted by another client, and does not know this panel
       const isOther = this.kernelState === "idle" && this.connection !== null;
       throw new Error(
         isOther
@@ -147,36 +147,36 @@ export class WidgetPanelHost implements PanelHost {
     }
   }
 
-  private ended(): void {
+  private onKernelEnd(): void {
     if (this.hasEnded) return;
     this.hasEnded = true;
     clearInterval(this.timer);
-    this.questions.close(GONE);
-    this.setLink({ kind: "refused", text: GONE });
-    this.tellKernel();
+    this.requests.close(KERNEL_ENDED);
+    this.setLink({ kind: "refused", text: KERNEL_ENDED });
+    this.notifyKernelChange();
   }
 
   private order(order: PanelOrder): void {
     if (this.hasEnded) return;
     this.model.send(order);
     clearInterval(this.timer);
-    if (order.kind === "watch") this.watched = order;
-    if (order.kind === "rest") this.watched = null;
-    if (this.watched && !this.signal.aborted) this.timer = setInterval(() => this.model.send({ kind: "here" }), HERE_MS);
+    if (order.kind === "watch") this.watchOrder = order;
+    if (order.kind === "rest") this.watchOrder = null;
+    if (this.watchOrder && !this.signal.aborted) this.timer = setInterval(() => this.model.send({ kind: "here" }), HEARTBEAT_MS);
   }
 
   private receive(content: unknown): void {
     if (typeof content === "object" && content !== null && "n" in content) {
-      this.questions.receive(content);
+      this.requests.receive(content);
       return;
     }
-    const update = this.read(() => readUpdate(content));
+    const update = this.parseOrNull(() => readUpdate(content));
     if (!update || this.hasEnded) return;
     this.setLink({ kind: "open", text: "" });
-    this.updated(update);
+    this.updateCallback(update);
   }
 
-  private read<T>(parse: () => T): T | null {
+  private parseOrNull<T>(parse: () => T): T | null {
     return readOrNull(() => {
       try {
         return parse();
@@ -190,14 +190,14 @@ export class WidgetPanelHost implements PanelHost {
   private setLink(link: PoolLinkState): void {
     if (link.kind === this.link.kind && link.text === this.link.text) return;
     this.link = link;
-    this.linked(link);
+    this.linkCallback(link);
   }
 
-  private tellKernel(): void {
-    for (const callback of [...this.kernelChanged]) callback();
+  private notifyKernelChange(): void {
+    for (const callback of [...this.kernelCallbacks]) callback();
   }
 
-  private text(trait: string): string {
+  private textTrait(trait: string): string {
     const value = this.model.get(trait);
     return typeof value === "string" ? value : "";
   }
@@ -207,30 +207,30 @@ export class WidgetPanelHost implements PanelHost {
     this.signal.addEventListener("abort", () => this.model.off(name, callback), { once: true });
   }
 
-  private watch<T>(signal: Signal<T> | undefined, then: (value: T) => void): void {
+  private connectSignal<T>(signal: Signal<T> | undefined, callback: (value: T) => void): void {
     if (!signal) return;
-    const slot = (_sender: unknown, value: T): void => then(value);
+    const slot = (_sender: unknown, value: T): void => callback(value);
     signal.connect(slot);
     this.signal.addEventListener("abort", () => void signal.disconnect(slot), { once: true });
   }
 
   private close(): void {
     clearInterval(this.timer);
-    this.kernelChanged.clear();
-    this.updated = this.linked = () => undefined;
-    this.questions.close("the panel is closed");
+    this.kernelCallbacks.clear();
+    this.updateCallback = this.linkCallback = () => undefined;
+    this.requests.close("the panel is closed");
   }
 }
 
-/** Keeps values until the page is closed or reloaded. */
-class PageMemory {
-  private readonly kept = new Map<string, string>();
+/** Stores values until the page is closed or reloaded. */
+class PageStorage {
+  private readonly values = new Map<string, string>();
 
   get(key: string): string | null {
-    return this.kept.get(key) ?? null;
+    return this.values.get(key) ?? null;
   }
 
   set(key: string, value: string): void {
-    this.kept.set(key, value);
+    this.values.set(key, value);
   }
 }

@@ -1,22 +1,22 @@
-/** The choice last sent to each kernel: a kernel has one choice, and several notebooks may share the kernel. */
+/** The choice last sent to each kernel. A kernel has one choice, and several notebooks may share a kernel. */
 export class ChoiceStore {
   private readonly sent = new Map<string, string>();
 
-  /** @returns Whether any choice was sent to the kernel. */
-  knowsAny(kernel: string): boolean {
+  /** Returns whether any choice was sent to the kernel. */
+  hasAny(kernel: string): boolean {
     return this.sent.has(kernel);
   }
 
-  knows(kernel: string, kept: string): boolean {
-    return this.sent.get(kernel) === kept;
+  has(kernel: string, choice: string): boolean {
+    return this.sent.get(kernel) === choice;
   }
 
-  tell(kernel: string, kept: string): void {
-    this.sent.set(kernel, kept);
+  set(kernel: string, choice: string): void {
+    this.sent.set(kernel, choice);
   }
 
-  /** Called when the kernel's process was replaced. */
-  forget(kernel: string): void {
+  /** To be called when the kernel's process was replaced. */
+  delete(kernel: string): void {
     this.sent.delete(kernel);
   }
 }

@@ -8,5 +8,5 @@ const SVG = `<svg xmlns="http://www.w3.org/2000/svg" width="16" viewBox="0 0 24 
   </g>
 </svg>`;
 
-/** A chip with its pins. */
+/** A chip with pins. */
 export const gpuIcon = new LabIcon({ name: "sgpu-magic:gpu", svgstr: SVG });

@@ -2,12 +2,12 @@
 import type { JupyterFrontEnd, JupyterFrontEndPlugin } from "@jupyterlab/application";
 import { INotebookTracker } from "@jupyterlab/notebook";
 
-import { followFailedLines } from "./failed_lines";
+import { handleFailedLineClicks } from "./failed_lines";
 import { NotebookRuns } from "./notebook_runs";
 import outputs from "./outputs.css";
 import { panelPlugin } from "./panel_plugin";
 import { RunServer } from "./run_server";
-import { requestOf } from "./server_requests";
+import { createRequest } from "./server_requests";
 
 const runsPlugin: JupyterFrontEndPlugin<void> = {
   id: "@sgpu-magic/labextension:runs",
@@ -17,7 +17,7 @@ const runsPlugin: JupyterFrontEndPlugin<void> = {
   optional: [INotebookTracker],
   activate: (app: JupyterFrontEnd, notebooks: INotebookTracker | null) => {
     if (!notebooks) return;
-    const server = new RunServer(requestOf(app.serviceManager.serverSettings));
+    const server = new RunServer(createRequest(app.serviceManager.serverSettings));
     notebooks.forEach((panel) => new NotebookRuns(panel, server));
     notebooks.widgetAdded.connect((_, panel) => {
       new NotebookRuns(panel, server);
@@ -31,7 +31,7 @@ const outputsPlugin: JupyterFrontEndPlugin<void> = {
   autoStart: true,
   optional: [INotebookTracker],
   activate: (_: JupyterFrontEnd, notebooks: INotebookTracker | null) => {
-    if (notebooks) followFailedLines(notebooks);
+    if (notebooks) handleFailedLineClicks(notebooks);
     const style = document.createElement("style");
     style.textContent = outputs;
     document.head.append(style);

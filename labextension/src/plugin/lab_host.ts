@@ -3,10 +3,10 @@ import { NotebookActions } from "@jupyterlab/notebook";
 
 import type { NotebookLink, PanelHost, Translate } from "../panel/host";
 import type { RunRow } from "../panel/messages";
-import { runLabel } from "../panel/words";
+import { runLabel } from "../panel/format";
 import type { LabNotebooks } from "./lab_notebooks";
 import { connectLine } from "./magic_lines";
-import type { PanelMemory } from "./memory";
+import type { PanelStorage } from "./panel_storage";
 import type { PanelSettings } from "./panel_settings";
 import { PanelPools } from "./pool_connection";
 import type { PoolConnection } from "./pool_connection";
@@ -14,13 +14,13 @@ import type { RunTabs } from "./run_tabs";
 
 const NEW_NOTEBOOK = "notebook:create-new";
 
-/** What the panel's host is made of. */
-export interface HostParts {
+/** The services of the page that the panel's host uses. */
+export interface HostOptions {
   readonly app: JupyterFrontEnd;
   readonly connection: PoolConnection;
   readonly notebooks: LabNotebooks;
   readonly settings: PanelSettings;
-  readonly memory: PanelMemory;
+  readonly storage: PanelStorage;
   readonly runs: RunTabs;
   readonly translate: Translate;
 }
@@ -29,41 +29,41 @@ export interface HostParts {
 export class LabHost implements PanelHost {
   readonly pools: PanelPools;
   readonly translate: Translate;
-  readonly memory: PanelMemory;
+  readonly storage: PanelStorage;
   readonly newNotebook: (() => void) | undefined;
 
   constructor(
-    private readonly parts: HostParts,
+    private readonly options: HostOptions,
     signal: AbortSignal,
   ) {
-    const { app } = parts;
-    this.pools = new PanelPools(parts.connection, signal);
-    this.translate = parts.translate;
-    this.memory = parts.memory;
+    const { app } = options;
+    this.pools = new PanelPools(options.connection, signal);
+    this.translate = options.translate;
+    this.storage = options.storage;
     this.newNotebook = app.commands.hasCommand(NEW_NOTEBOOK)
       ? () => void app.commands.execute(NEW_NOTEBOOK, { activate: true })
       : undefined;
   }
 
   get settings(): { readonly showPrices: boolean } {
-    return this.parts.settings.current;
+    return this.options.settings.current;
   }
 
   get firstPool(): string {
-    return this.parts.settings.current.defaultPool;
+    return this.options.settings.current.defaultPool;
   }
 
   get notebook(): NotebookLink | null {
-    return this.parts.notebooks.front;
+    return this.options.notebooks.activeNotebook;
   }
 
   onChange(callback: () => void): () => void {
-    const unlisten = [this.parts.notebooks.onChange(callback), this.parts.settings.onChange(callback)];
-    return () => unlisten.forEach((each) => each());
+    const unsubscribe = [this.options.notebooks.onChange(callback), this.options.settings.onChange(callback)];
+    return () => unsubscribe.forEach((each) => each());
   }
 
   readonly openRun = (run: RunRow): void => {
-    this.parts.runs.open({ run_id: run.run_id, name: runLabel(run) });
+    this.options.runs.open({ run_id: run.run_id, name: runLabel(run) });
   };
 
   readonly attachRun = (run: RunRow): void => {
@@ -75,18 +75,18 @@ export class LabHost implements PanelHost {
   };
 
   readonly connectRun = (session: RunRow): void => {
-    const { picture, pools } = this.parts.connection.model;
-    const usual = pools.find((pool) => pool.default)?.name ?? "";
-    this.runInNewCell(connectLine(session, picture && picture.pool !== usual ? picture.pool : ""));
+    const { picture, pools } = this.options.connection.model;
+    const defaultPool = pools.find((pool) => pool.default)?.name ?? "";
+    this.runInNewCell(connectLine(session, picture && picture.pool !== defaultPool ? picture.pool : ""));
   };
 
   /** Runs a line in a new cell below the active one; the cell loads the extension first if necessary. */
   private runInNewCell(line: string): void {
-    const { frontPanel, front } = this.parts.notebooks;
-    if (!frontPanel || !front) return;
-    const { content, sessionContext } = frontPanel;
+    const { activePanel, activeNotebook } = this.options.notebooks;
+    if (!activePanel || !activeNotebook) return;
+    const { content, sessionContext } = activePanel;
     NotebookActions.insertBelow(content);
-    const lines = front.isKnown ? [] : ["%load_ext sgpu_magic"];
+    const lines = activeNotebook.isKnown ? [] : ["%load_ext sgpu_magic"];
     content.activeCell?.model.sharedModel.setSource([...lines, line].join("\n"));
     void NotebookActions.run(content, sessionContext);
   }

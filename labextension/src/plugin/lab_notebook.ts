@@ -3,33 +3,33 @@ import type { INotebookModel } from "@jupyterlab/notebook";
 import type { Kernel } from "@jupyterlab/services";
 import type { ISignal } from "@lumino/signaling";
 
-import type { KernelAsk, KernelState, NotebookLink } from "../panel/host";
+import type { KernelQuestionBody, KernelState, NotebookLink } from "../panel/host";
 import { NoExtension } from "../panel/host";
-import { CHOICE_KEY, PANEL, readKept, readReply } from "../panel/messages";
+import { CHOICE_KEY, PANEL, readSavedChoice, readReply } from "../panel/messages";
 import type { KernelReply, KeptChoice } from "../panel/messages";
-import { askOverControl } from "../shared/kernel_link";
-import type { KernelConnection } from "../shared/kernel_link";
-import { FollowedKernel } from "./followed_kernel";
+import { askOverControl } from "../shared/kernel_connection";
+import type { KernelConnection } from "../shared/kernel_connection";
+import { KernelMonitor } from "./kernel_monitor";
 import type { ChoiceStore } from "./choice_store";
 import type { LoadedKernels } from "./loaded_kernels";
 
-/** A kernel that does not reply within this time counts as one without sgpu-magic. */
-export const PATIENCE_MS = 2_000;
-/** For a kernel with sgpu-magic: the code that it runs may block everything else for a while. */
-export const KNOWN_PATIENCE_MS = 10_000;
-/** For requests that install, connect and disconnect. */
-export const SLOW_PATIENCE_MS = 60_000;
+/** A kernel that does not reply within this time is assumed not to have loaded sgpu-magic. */
+export const REPLY_TIMEOUT_MS = 2_000;
+/** Timeout of a kernel with sgpu-magic, whose code may block its other threads for a while. */
+export const KNOWN_REPLY_TIMEOUT_MS = 10_000;
+/** Timeout of requests that install packages, connect or disconnect. */
+export const SLOW_REPLY_TIMEOUT_MS = 60_000;
 
-const LOAD = "%load_ext sgpu_magic";
+const LOAD_LINE = "%load_ext sgpu_magic";
 /** Part of a kernel's banner when sgpu-magic is loaded. */
-const IN_BANNER = "sgpu-magic";
+const BANNER_MARK = "sgpu-magic";
 const NOT_LOADED = "This kernel has not loaded sgpu-magic.";
 const OTHER_VERSION = "This kernel has loaded another version of sgpu-magic than this page. Restart the kernel.";
 const SILENT = "The kernel does not answer: the code running in it blocks everything else. It is asked again automatically.";
 const RESTARTED = "The kernel was restarted.";
 
 /** The part of a notebook's document that is used here. */
-export interface Document {
+export interface NotebookDocument {
   readonly path: string;
   readonly pathChanged: ISignal<unknown, string>;
   readonly isReady: boolean;
@@ -37,19 +37,19 @@ export interface Document {
   readonly model: Pick<INotebookModel, "getMetadata" | "setMetadata" | "metadataChanged" | "sharedModel"> | null;
 }
 
-/** What a notebook needs from its page. */
-export interface Surroundings {
-  readonly context: Document;
+/** What a notebook uses of its page. */
+export interface NotebookOptions {
+  readonly document: NotebookDocument;
   readonly session: ISessionContext;
   /** The choices that were sent to the page's kernels. */
   readonly choices: ChoiceStore;
   /** The kernels that have loaded sgpu-magic. */
   readonly loaded: LoadedKernels;
   /** Whether the panel is visible. */
-  isLooked(): boolean;
-  /** Whether this notebook is the one in front. */
-  isFront(): boolean;
-  /** Makes this cell the active one, and shows it. */
+  isPanelVisible(): boolean;
+  /** Whether this notebook is the active one. */
+  isActive(): boolean;
+  /** Makes this cell the active one, and scrolls to it. */
   showCell(index: number): void;
   /** Asks the user for a kernel. */
   selectKernel(): Promise<void>;
@@ -57,67 +57,67 @@ export interface Surroundings {
 
 /** One of JupyterLab's notebooks and its kernel. */
 export class LabNotebook implements NotebookLink {
-  /** The kernel has answered, and was not restarted since. */
+  /** Whether the kernel has answered since its last restart. */
   isKnown = false;
 
-  private readonly kernelOf: FollowedKernel;
+  private readonly monitor: KernelMonitor;
   private readonly callbacks = new Set<() => void>();
-  private readonly waiting = new Set<AbortController>();
-  private telling: string | null = null;
+  private readonly pending = new Set<AbortController>();
+  private sendingChoice: string | null = null;
   /** Whether the kernel's process reports that it has loaded sgpu-magic; null before the first request. */
-  private looking: Promise<boolean> | null = null;
-  private isLate = false;
-  private count = 0;
+  private loadedRequest: Promise<boolean> | null = null;
+  private hasMissedChanges = false;
+  private questionNumber = 0;
 
   constructor(
-    private readonly around: Surroundings,
+    private readonly options: NotebookOptions,
     private readonly signal: AbortSignal,
   ) {
-    const { context, session } = around;
-    this.kernelOf = new FollowedKernel(
+    const { document, session } = options;
+    this.monitor = new KernelMonitor(
       session,
       {
         // when a cell starts, the choice is sent at its end instead
-        changed: () => this.changed(this.kernelState !== "busy"),
-        cellEnded: () => this.changed(),
-        replaced: (isOtherKernel) => this.replaced(isOtherKernel),
-        announced: (isLoaded) => {
-          this.setLoaded(this.kernelOf.kernelId, isLoaded);
+        onChange: () => this.notify(this.kernelState !== "busy"),
+        onCellEnd: () => this.notify(),
+        onReplaced: (isOtherKernel) => this.onKernelReplaced(isOtherKernel),
+        onLoadedChange: (isLoaded) => {
+          this.setLoaded(this.monitor.kernelId, isLoaded);
           // the extension finishes loading after the end of the cell that loads it
-          this.changed();
+          this.notify();
         },
       },
       signal,
     );
-    const pathChanged = (): void => this.changed();
-    context.pathChanged.connect(pathChanged);
+    const onPathChange = (): void => this.notify();
+    document.pathChanged.connect(onPathChange);
     signal.addEventListener(
       "abort",
       () => {
-        context.pathChanged.disconnect(pathChanged);
+        document.pathChanged.disconnect(onPathChange);
         this.callbacks.clear();
-        this.drop("The notebook was closed.");
+        this.abortPending("The notebook was closed.");
       },
       { once: true },
     );
-    void context.ready.then(() => this.opened());
+    void document.ready.then(() => this.onDocumentReady());
   }
 
   get name(): string {
-    return this.around.context.path.split("/").at(-1) ?? "";
+    return this.options.document.path.split("/").at(-1) ?? "";
   }
 
   get kernel(): string {
-    return this.kernelOf.kernelId;
+    return this.monitor.kernelId;
   }
 
   get kernelState(): KernelState {
-    // the notebook's metadata can't be read before
-    return this.around.context.isReady ? this.kernelOf.state : "starting";
+    // the notebook's metadata can't be read before its document is ready
+    return this.options.document.isReady ? this.monitor.state : "starting";
   }
 
-  get kept(): KeptChoice | null {
-    return readKept(this.around.context.model?.getMetadata(CHOICE_KEY));
+  get savedChoice(): KeptChoice | null {
+    return readSavedChoice(this.options.document.model?.getMetadata(CHOICE_KEY));
   }
 
   onChange(callback: () => void): () => void {
@@ -125,199 +125,200 @@ export class LabNotebook implements NotebookLink {
     return () => this.callbacks.delete(callback);
   }
 
-  async ask(question: KernelAsk): Promise<KernelReply> {
-    const { connection } = this.kernelOf;
+  async ask(question: KernelQuestionBody): Promise<KernelReply> {
+    const { connection } = this.monitor;
     if (!connection) throw new Error("This notebook has no kernel.");
-    const kernel = this.kernelOf.kernelId;
-    this.count += 1;
-    const end = new AbortController();
-    this.waiting.add(end);
+    const kernel = this.monitor.kernelId;
+    this.questionNumber += 1;
+    const controller = new AbortController();
+    this.pending.add(controller);
     let timer: ReturnType<typeof setTimeout> | undefined;
-    const given = new Promise<never>((_, reject) => {
-      end.signal.addEventListener("abort", () => reject(end.signal.reason as Error), { once: true });
+    const timeout = new Promise<never>((_, reject) => {
+      controller.signal.addEventListener("abort", () => reject(controller.signal.reason as Error), { once: true });
     });
     const setTimer = (): void => {
       clearTimeout(timer);
-      timer = setTimeout(() => end.abort(this.silence()), this.patience(question.kind));
+      timer = setTimeout(() => controller.abort(this.timeoutError()), this.replyTimeout_ms(question.kind));
     };
     setTimer();
     try {
-      if (!(await this.hasLoaded(connection, given))) throw new NoExtension(NOT_LOADED);
+      if (!(await this.hasLoaded(connection, timeout))) throw new NoExtension(NOT_LOADED);
       setTimer();
-      const link = connection as unknown as KernelConnection;
-      const asked = askOverControl(link, PANEL, { ...question, n: this.count }, end.signal);
-      // it may still reject after the timeout
+      const kernelConnection = connection as unknown as KernelConnection;
+      const asked = askOverControl(kernelConnection, PANEL, { ...question, n: this.questionNumber }, controller.signal);
+      // prevents an unhandled rejection after the timeout
       asked.catch(() => undefined);
-      const reply = await Promise.race([asked.catch((error: unknown) => this.refused(error, end.signal)), given]);
-      const read = this.read(reply);
-      if (question.kind === "kernel") this.sentChoice(kernel, question.kept);
-      if (read.kind === "kernel-answer" && read.kept) this.sentChoice(kernel, read.kept);
-      return read;
+      const reply = await Promise.race([asked.catch((error: unknown) => this.throwKernelError(error, controller.signal)), timeout]);
+      const answer = this.parseReply(reply);
+      if (question.kind === "kernel") this.recordSentChoice(kernel, question.kept);
+      if (answer.kind === "kernel-answer" && answer.kept) this.recordSentChoice(kernel, answer.kept);
+      return answer;
     } finally {
       clearTimeout(timer);
-      this.waiting.delete(end);
+      this.pending.delete(controller);
     }
   }
 
-  keep(kept: KeptChoice): void {
-    this.around.context.model?.setMetadata(CHOICE_KEY, kept);
+  saveChoice(kept: KeptChoice): void {
+    this.options.document.model?.setMetadata(CHOICE_KEY, kept);
   }
 
   readonly insertLoad = (): void => {
-    const model = this.around.context.model;
+    const model = this.options.document.model;
     if (!model) return;
     const { cells } = model.sharedModel;
-    const found = cells.findIndex((cell) => cell.cell_type === "code" && cell.getSource().trim() === LOAD);
-    // the cell is there if the button was pressed twice, or if it was inserted before a restart of the kernel
-    if (found < 0) model.sharedModel.insertCell(0, { cell_type: "code", source: LOAD, metadata: { trusted: true } });
-    this.around.showCell(Math.max(found, 0));
+    const found = cells.findIndex((cell) => cell.cell_type === "code" && cell.getSource().trim() === LOAD_LINE);
+    // the cell exists if the button was pressed twice, or if it was inserted before a kernel restart
+    if (found < 0) model.sharedModel.insertCell(0, { cell_type: "code", source: LOAD_LINE, metadata: { trusted: true } });
+    this.options.showCell(Math.max(found, 0));
   };
 
   readonly startKernel = async (): Promise<void> => {
-    const { session } = this.around;
-    const { state, connection } = this.kernelOf;
+    const { session } = this.options;
+    const { state, connection } = this.monitor;
     if (state === "disconnected" && connection) await connection.reconnect();
     else if (state === "dead" && session.session?.kernel) await session.restartKernel();
-    else if (await session.startKernel()) await this.around.selectKernel();
+    else if (await session.startKernel()) await this.options.selectKernel();
   };
 
-  /** The panel is visible again: reports the changes that it missed. */
-  looked(): void {
-    if (!this.isLate) return;
-    this.isLate = false;
+  /** Reports the changes that the panel has missed while it was hidden. */
+  onPanelShown(): void {
+    if (!this.hasMissedChanges) return;
+    this.hasMissedChanges = false;
     for (const callback of [...this.callbacks]) callback();
   }
 
   /**
    * Sends the notebook's choice to the kernel, unless the kernel has it.
    *
-   * If several notebooks share the kernel, only the one in front replaces a choice. A notebook without a choice is
+   * If several notebooks share the kernel, only the active one replaces a choice. A notebook without a choice is
    * never the first to send: its kernel may not use sgpu-magic.
    */
-  async tellKept(): Promise<void> {
-    const { kept, kernel, kernelState } = this;
+  async sendChoice(): Promise<void> {
+    const { savedChoice, kernel, kernelState } = this;
     if (this.signal.aborted || kernel === "" || (kernelState !== "idle" && kernelState !== "busy")) return;
-    const { choices } = this.around;
-    const written = JSON.stringify(kept);
-    if (choices.knows(kernel, written) || this.telling === written) return;
-    if (choices.knowsAny(kernel) ? !this.around.isFront() : kept === null) return;
-    this.telling = written;
+    const { choices } = this.options;
+    const written = JSON.stringify(savedChoice);
+    if (choices.has(kernel, written) || this.sendingChoice === written) return;
+    if (choices.hasAny(kernel) ? !this.options.isActive() : savedChoice === null) return;
+    this.sendingChoice = written;
     try {
-      const reply = await this.ask({ kind: "kernel", kept });
-      if (reply.kind === "kernel-answer" && reply.kept && JSON.stringify(reply.kept) !== written) this.keep(reply.kept);
+      const reply = await this.ask({ kind: "kernel", kept: savedChoice });
+      if (reply.kind === "kernel-answer" && reply.kept && JSON.stringify(reply.kept) !== written) this.saveChoice(reply.kept);
     } catch {
       // sgpu-magic is not loaded, or the kernel is blocked: retried after the next cell
     } finally {
-      this.telling = null;
+      this.sendingChoice = null;
     }
   }
 
   // ---------------------------------------------------------------- events
 
-  private opened(): void {
-    const { model } = this.around.context;
+  private onDocumentReady(): void {
+    const { model } = this.options.document;
     if (this.signal.aborted || !model) return;
-    const metadataChanged = (_: unknown, change: { readonly key: string }): void => {
-      if (change.key === CHOICE_KEY) this.changed();
+    const onMetadataChange = (_: unknown, change: { readonly key: string }): void => {
+      if (change.key === CHOICE_KEY) this.notify();
     };
-    model.metadataChanged.connect(metadataChanged);
-    this.signal.addEventListener("abort", () => model.metadataChanged.disconnect(metadataChanged), { once: true });
-    this.changed();
+    model.metadataChanged.connect(onMetadataChange);
+    this.signal.addEventListener("abort", () => model.metadataChanged.disconnect(onMetadataChange), { once: true });
+    this.notify();
   }
 
-  private changed(tells = true): void {
+  private notify(sendsChoice = true): void {
     if (this.signal.aborted) return;
-    if (this.around.isLooked()) for (const callback of [...this.callbacks]) callback();
+    if (this.options.isPanelVisible()) for (const callback of [...this.callbacks]) callback();
     // a hidden panel sends no requests to kernels
-    else this.isLate = true;
-    if (tells) void this.tellKept();
+    else this.hasMissedChanges = true;
+    if (sendsChoice) void this.sendChoice();
   }
 
-  private replaced(isOtherKernel: boolean): void {
+  private onKernelReplaced(isOtherKernel: boolean): void {
     this.isKnown = false;
-    this.looking = null;
-    // another kernel may be known as loaded from before this notebook used it
-    if (!isOtherKernel) this.around.loaded.forget(this.kernelOf.kernelId);
-    this.around.choices.forget(this.kernelOf.kernelId);
-    this.drop(RESTARTED);
+    this.loadedRequest = null;
+    // another kernel may have been recorded as loaded before this notebook used it
+    if (!isOtherKernel) this.options.loaded.delete(this.monitor.kernelId);
+    this.options.choices.delete(this.monitor.kernelId);
+    this.abortPending(RESTARTED);
   }
 
-  private drop(reason: string): void {
-    for (const end of [...this.waiting]) end.abort(new Error(reason));
+  private abortPending(reason: string): void {
+    for (const controller of [...this.pending]) controller.abort(new Error(reason));
   }
 
   // ---------------------------------------------------------------- requests
 
   private setLoaded(kernel: string, isLoaded: boolean): void {
-    const { loaded } = this.around;
+    const { loaded } = this.options;
     if (isLoaded) loaded.add(kernel);
-    else loaded.forget(kernel);
-    this.looking = Promise.resolve(isLoaded);
+    else loaded.delete(kernel);
+    this.loadedRequest = Promise.resolve(isLoaded);
     if (!isLoaded) this.isKnown = false;
   }
 
   /**
-   * Whether the kernel has loaded sgpu-magic. Requested once per kernel process, on the main shell, where every kernel
-   * replies: the kernel announces later changes.
+   * Returns whether the kernel has loaded sgpu-magic.
    *
-   * @param given: Rejects when the request has timed out; a busy kernel replies after its cell.
+   * The kernel is asked once per process, on the main shell, where every kernel replies. It announces later changes.
+   *
+   * @param timeout: Rejects when the request has timed out; a busy kernel replies after its cell.
    */
-  private async hasLoaded(connection: Kernel.IKernelConnection, given: Promise<never>): Promise<boolean> {
-    const kernel = this.kernelOf.kernelId;
-    if (this.around.loaded.has(kernel)) return true;
-    const looking = (this.looking ??= this.look(connection));
-    let isLate = false;
-    void looking.then((isLoaded) => {
-      if (this.looking !== looking || !isLoaded) return;
-      this.around.loaded.add(kernel);
-      if (isLate) this.changed();
+  private async hasLoaded(connection: Kernel.IKernelConnection, timeout: Promise<never>): Promise<boolean> {
+    const kernel = this.monitor.kernelId;
+    if (this.options.loaded.has(kernel)) return true;
+    const request = (this.loadedRequest ??= this.requestLoaded(connection));
+    let hasTimedOut = false;
+    void request.then((isLoaded) => {
+      if (this.loadedRequest !== request || !isLoaded) return;
+      this.options.loaded.add(kernel);
+      if (hasTimedOut) this.notify();
     });
     try {
-      return await Promise.race([looking, given]);
+      return await Promise.race([request, timeout]);
     } catch (error) {
-      isLate = true;
+      hasTimedOut = true;
       throw error;
     }
   }
 
-  private async look(connection: Kernel.IKernelConnection): Promise<boolean> {
+  private async requestLoaded(connection: Kernel.IKernelConnection): Promise<boolean> {
     try {
       const content = (await connection.requestKernelInfo())?.content;
-      return content !== undefined && "banner" in content && content.banner.includes(IN_BANNER);
+      return content !== undefined && "banner" in content && content.banner.includes(BANNER_MARK);
     } catch {
-      // the connection was closed: the next request tries again
-      this.looking = null;
+      // the connection was closed; the next request tries again
+      this.loadedRequest = null;
       return false;
     }
   }
 
-  private patience(kind: KernelAsk["kind"]): number {
-    if (!this.isKnown) return PATIENCE_MS;
-    return kind === "kernel" ? KNOWN_PATIENCE_MS : SLOW_PATIENCE_MS;
+  private replyTimeout_ms(kind: KernelQuestionBody["kind"]): number {
+    if (!this.isKnown) return REPLY_TIMEOUT_MS;
+    return kind === "kernel" ? KNOWN_REPLY_TIMEOUT_MS : SLOW_REPLY_TIMEOUT_MS;
   }
 
-  private silence(): Error {
+  private timeoutError(): Error {
     // a busy kernel can't report whether it has loaded sgpu-magic
-    const isUnknown = this.kernelState === "busy" && !this.around.loaded.has(this.kernel);
+    const isUnknown = this.kernelState === "busy" && !this.options.loaded.has(this.kernel);
     return this.isKnown || isUnknown ? new Error(SILENT) : new NoExtension(NOT_LOADED);
   }
 
   /** Throws the panel's error for a request that the kernel does not know, or whose connection was closed. */
-  private refused(error: unknown, signal: AbortSignal): never {
+  private throwKernelError(error: unknown, signal: AbortSignal): never {
     if (signal.aborted) throw signal.reason as Error;
     if (this.isKnown || this.kernelState === "dead") throw new Error(SILENT, { cause: error });
     throw new NoExtension(NOT_LOADED);
   }
 
-  private read(reply: unknown): KernelReply {
-    // from a version with views of runs but no panel
+  private parseReply(reply: unknown): KernelReply {
+    // a reply of a version that has views of runs but no panel
     if ((reply as { readonly kind?: unknown } | null)?.kind === "refusal") throw new NoExtension(OTHER_VERSION);
     const read = readReply(reply);
     this.isKnown = true;
     return read;
   }
 
-  private sentChoice(kernel: string, kept: KeptChoice | null): void {
-    if (kernel === this.kernelOf.kernelId) this.around.choices.tell(kernel, JSON.stringify(kept));
+  private recordSentChoice(kernel: string, kept: KeptChoice | null): void {
+    if (kernel === this.monitor.kernelId) this.options.choices.set(kernel, JSON.stringify(kept));
   }
 }

@@ -3,15 +3,15 @@ import type { INotebookTracker, NotebookPanel } from "@jupyterlab/notebook";
 
 import { ChoiceStore } from "./choice_store";
 import { LabNotebook } from "./lab_notebook";
-import { LoadedKernels, pageStore } from "./loaded_kernels";
+import { LoadedKernels, browserStorage } from "./loaded_kernels";
 
-/** The notebooks of the page, and which one is in front. */
+/** The notebooks of the page, and the active one. */
 export class LabNotebooks {
-  private readonly links = new Map<NotebookPanel, LabNotebook>();
+  private readonly notebooks = new Map<NotebookPanel, LabNotebook>();
   private readonly choices = new ChoiceStore();
-  private readonly loaded = new LoadedKernels(pageStore());
+  private readonly loaded = new LoadedKernels(browserStorage());
   private readonly callbacks = new Set<() => void>();
-  private looked = false;
+  private isPanelVisible = false;
 
   constructor(
     private readonly tracker: INotebookTracker | null,
@@ -21,66 +21,66 @@ export class LabNotebooks {
     tracker.forEach((panel) => this.add(panel));
     tracker.widgetAdded.connect((_, panel) => this.add(panel));
     tracker.currentChanged.connect(() => {
-      void this.front?.tellKept();
-      this.changed();
+      void this.activeNotebook?.sendChoice();
+      this.notify();
     });
   }
 
-  /** The panel of the notebook in front. */
-  get frontPanel(): NotebookPanel | null {
+  /** The panel of the active notebook. */
+  get activePanel(): NotebookPanel | null {
     const panel = this.tracker?.currentWidget ?? null;
     return panel?.isDisposed === false ? panel : null;
   }
 
-  get front(): LabNotebook | null {
-    const panel = this.frontPanel;
-    return panel ? (this.links.get(panel) ?? null) : null;
+  get activeNotebook(): LabNotebook | null {
+    const panel = this.activePanel;
+    return panel ? (this.notebooks.get(panel) ?? null) : null;
   }
 
-  /** Calls back when another notebook is in front. Returns a function that removes the callback. */
+  /** Calls back when another notebook becomes active. Returns a function that removes the callback. */
   onChange(callback: () => void): () => void {
     this.callbacks.add(callback);
     return () => this.callbacks.delete(callback);
   }
 
-  /** Sets whether the panel is visible: while it is hidden, notebooks do not report changes to it. */
-  setLooked(looked: boolean): void {
-    if (looked === this.looked) return;
-    this.looked = looked;
-    if (looked) for (const link of this.links.values()) link.looked();
+  /** Sets whether the panel is visible. Notebooks report no changes to a hidden panel. */
+  setPanelVisible(isVisible: boolean): void {
+    if (isVisible === this.isPanelVisible) return;
+    this.isPanelVisible = isVisible;
+    if (isVisible) for (const notebook of this.notebooks.values()) notebook.onPanelShown();
   }
 
   private add(panel: NotebookPanel): void {
-    if (this.links.has(panel)) return;
-    const end = new AbortController();
-    const link: LabNotebook = new LabNotebook(
+    if (this.notebooks.has(panel)) return;
+    const controller = new AbortController();
+    const notebook: LabNotebook = new LabNotebook(
       {
-        context: panel.context,
+        document: panel.context,
         session: panel.sessionContext,
         choices: this.choices,
         loaded: this.loaded,
-        isLooked: () => this.looked,
-        isFront: () => this.frontPanel === panel,
+        isPanelVisible: () => this.isPanelVisible,
+        isActive: () => this.activePanel === panel,
         showCell: (index) => {
           panel.content.activeCellIndex = index;
           // JupyterLab 4.4 can't focus a cell that is not rendered yet
-          const take = () => panel.content.activate();
-          panel.content.scrollToItem(index).then(take, take);
+          const activate = () => panel.content.activate();
+          panel.content.scrollToItem(index).then(activate, activate);
         },
         selectKernel: async () => this.dialogs?.selectKernel(panel.sessionContext),
       },
-      end.signal,
+      controller.signal,
     );
-    this.links.set(panel, link);
+    this.notebooks.set(panel, notebook);
     panel.disposed.connect(() => {
-      end.abort();
-      this.links.delete(panel);
-      this.changed();
+      controller.abort();
+      this.notebooks.delete(panel);
+      this.notify();
     });
-    this.changed();
+    this.notify();
   }
 
-  private changed(): void {
+  private notify(): void {
     for (const callback of [...this.callbacks]) callback();
   }
 }

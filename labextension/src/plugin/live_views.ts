@@ -2,7 +2,7 @@ import type { IRenderMime } from "@jupyterlab/rendermime-interfaces";
 import { Widget } from "@lumino/widgets";
 
 import { mountRunView } from "../run_view";
-import { LIVE_MIME, viewOf } from "./outputs";
+import { LIVE_MIME, viewNumber } from "./outputs";
 import type { RunFeed } from "./run_feed";
 import type { RunServer } from "./run_server";
 import { ServerTransport } from "./server_transport";
@@ -15,7 +15,7 @@ export class LiveViews {
   constructor(private readonly server: RunServer) {}
 
   /** Returns the number of a new live output. */
-  newView(): number {
+  allocateView(): number {
     this.count += 1;
     return this.count;
   }
@@ -28,7 +28,7 @@ export class LiveViews {
 
   get factory(): IRenderMime.IRendererFactory {
     return {
-      // the view escapes texts, and does not render what ranks display
+      // the view escapes text, and does not render the ranks' displays
       safe: true,
       mimeTypes: [LIVE_MIME],
       defaultRank: 0,
@@ -38,10 +38,10 @@ export class LiveViews {
 }
 
 class LiveOutput extends Widget implements IRenderMime.IRenderer {
-  private end = new AbortController();
+  private controller = new AbortController();
 
   constructor(
-    private readonly feedOf: (view: number) => RunFeed | undefined,
+    private readonly findFeed: (view: number) => RunFeed | undefined,
     private readonly server: RunServer,
   ) {
     super();
@@ -49,15 +49,15 @@ class LiveOutput extends Widget implements IRenderMime.IRenderer {
   }
 
   renderModel(model: IRenderMime.IMimeModel): Promise<void> {
-    this.end.abort();
-    this.end = new AbortController();
+    this.controller.abort();
+    this.controller = new AbortController();
     this.node.replaceChildren();
-    const view = viewOf(model.data[LIVE_MIME]);
-    const feed = view === null ? undefined : this.feedOf(view);
+    const view = viewNumber(model.data[LIVE_MIME]);
+    const feed = view === null ? undefined : this.findFeed(view);
     if (feed) {
-      mountRunView(this.node, new ServerTransport(this.server, feed), this.end.signal);
+      mountRunView(this.node, new ServerTransport(this.server, feed), this.controller.signal);
     } else {
-      // written by another page: a restored run replaces it, unless the server no longer has the run
+      // written by another page; a restored run replaces it, unless the server no longer has the run
       const saved = model.data["text/plain"];
       const text = document.createElement("pre");
       text.textContent = typeof saved === "string" ? saved : "";
@@ -67,7 +67,7 @@ class LiveOutput extends Widget implements IRenderMime.IRenderer {
   }
 
   override dispose(): void {
-    this.end.abort();
+    this.controller.abort();
     super.dispose();
   }
 }

@@ -1,57 +1,57 @@
 const KEY = "sgpu-magic:loaded-kernels";
-const MOST = 100;
+const MAX_KERNELS = 100;
 
 /** The part of the browser's storage that is used here. */
-export type Store = Pick<Storage, "getItem" | "setItem">;
+export type BrowserStorage = Pick<Storage, "getItem" | "setItem">;
 
 /**
- * The kernels that have loaded sgpu-magic. Others get no requests on their control channel: they would log each one as
- * an unknown message.
+ * The kernels that have loaded sgpu-magic. Others get no requests on their control channel, because they would log each
+ * one as an unknown message.
  *
- * Kept in the browser's storage: after a page reload, a busy kernel can't report whether it has loaded sgpu-magic.
+ * Stored in the browser, because a busy kernel can't report after a page reload whether it has loaded sgpu-magic.
  */
 export class LoadedKernels {
-  private readonly known: Set<string>;
+  private readonly ids: Set<string>;
 
-  constructor(private readonly store: Store | null) {
-    this.known = new Set(read(store));
+  constructor(private readonly storage: BrowserStorage | null) {
+    this.ids = new Set(readKernels(storage));
   }
 
   has(kernel: string): boolean {
-    return this.known.has(kernel);
+    return this.ids.has(kernel);
   }
 
   add(kernel: string): void {
-    if (kernel === "" || this.known.has(kernel)) return;
-    this.known.add(kernel);
-    this.write();
+    if (kernel === "" || this.ids.has(kernel)) return;
+    this.ids.add(kernel);
+    this.save();
   }
 
-  /** Called when the kernel's process was replaced, or has unloaded sgpu-magic. */
-  forget(kernel: string): void {
-    if (this.known.delete(kernel)) this.write();
+  /** To be called when the kernel's process was replaced, or has unloaded sgpu-magic. */
+  delete(kernel: string): void {
+    if (this.ids.delete(kernel)) this.save();
   }
 
-  private write(): void {
+  private save(): void {
     try {
-      this.store?.setItem(KEY, JSON.stringify([...this.known].slice(-MOST)));
+      this.storage?.setItem(KEY, JSON.stringify([...this.ids].slice(-MAX_KERNELS)));
     } catch {
-      // storage is full or forbidden: this page keeps them in memory
+      // storage is full or disabled; the ids last as long as the page
     }
   }
 }
 
-function read(store: Store | null): string[] {
+function readKernels(storage: BrowserStorage | null): string[] {
   try {
-    const kept: unknown = JSON.parse(store?.getItem(KEY) ?? "[]");
-    return Array.isArray(kept) ? kept.filter((id): id is string => typeof id === "string") : [];
+    const stored: unknown = JSON.parse(storage?.getItem(KEY) ?? "[]");
+    return Array.isArray(stored) ? stored.filter((id): id is string => typeof id === "string") : [];
   } catch {
     return [];
   }
 }
 
-/** Returns the page's storage, null where the browser forbids it. */
-export function pageStore(): Store | null {
+/** Returns the page's storage, null if the browser disables it. */
+export function browserStorage(): BrowserStorage | null {
   try {
     return window.localStorage;
   } catch {

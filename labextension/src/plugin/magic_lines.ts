@@ -1,11 +1,11 @@
 import type { RunRow } from "../panel/messages";
 
-const ANY = "any";
+const ANY_TYPE = "any";
 /** The session that a magic connects by default. */
-const MAIN = "main";
+const MAIN_SESSION = "main";
 
 /**
- * Returns the magic that connects a session like one that has ended.
+ * Returns the line magic that connects a session like one that has ended.
  *
  * @param pool: The pool, "" for the one in the settings.
  */
@@ -13,8 +13,8 @@ export function connectLine(session: RunRow, pool: string): string {
   const name = session.name.replace(/^session /, "");
   const options = [
     ["--gpus", String(session.ranks)],
-    ["--type", session.device_type === ANY ? "" : session.device_type],
-    ["--name", name === MAIN ? "" : name],
+    ["--type", session.device_type === ANY_TYPE ? "" : session.device_type],
+    ["--name", name === MAIN_SESSION ? "" : name],
     ["--pool", pool],
   ].filter(([, value]) => value !== "");
   return ["%sgpu_connect", ...options.flat()].join(" ");

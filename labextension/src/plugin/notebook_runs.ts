@@ -2,10 +2,10 @@ import type { Cell, CodeCell } from "@jupyterlab/cells";
 import type { NotebookPanel } from "@jupyterlab/notebook";
 
 import { LiveViews } from "./live_views";
-import { mentioned, missing } from "./outputs";
+import { findShownRun, findMissingRun } from "./outputs";
 import { isFollowed, RestoredRun } from "./restored_run";
-import type { Reason } from "./restored_run";
-import type { OwnedRun, RunServer } from "./run_server";
+import type { RestoreReason } from "./restored_run";
+import type { SubmittedRun, RunServer } from "./run_server";
 
 const RESTARTING = new Set(["restarting", "autorestarting"]);
 
@@ -14,9 +14,9 @@ const RESTARTING = new Set(["restarting", "autorestarting"]);
  * restart. Ends when the notebook's panel is disposed.
  */
 export class NotebookRuns {
-  private readonly end = new AbortController();
+  private readonly controller = new AbortController();
   private readonly views: LiveViews;
-  private readonly restored = new Map<CodeCell, RestoredRun>();
+  private readonly restoredRuns = new Map<CodeCell, RestoredRun>();
   private isRestarting = false;
 
   constructor(
@@ -26,20 +26,20 @@ export class NotebookRuns {
     this.views = new LiveViews(server);
     panel.content.rendermime.addFactory(this.views.factory);
     const context = panel.sessionContext;
-    const kernelChanged = (): void => void this.restore("loaded");
-    const statusChanged = (_: unknown, status: string): void => this.statusChanged(status);
-    context.kernelChanged.connect(kernelChanged);
-    context.statusChanged.connect(statusChanged);
-    panel.disposed.connect(() => this.end.abort());
-    this.end.signal.addEventListener("abort", () => {
-      context.kernelChanged.disconnect(kernelChanged);
-      context.statusChanged.disconnect(statusChanged);
-      this.restored.clear();
+    const onKernelChange = (): void => void this.restore("loaded");
+    const onStatus = (_: unknown, status: string): void => this.onStatus(status);
+    context.kernelChanged.connect(onKernelChange);
+    context.statusChanged.connect(onStatus);
+    panel.disposed.connect(() => this.controller.abort());
+    this.controller.signal.addEventListener("abort", () => {
+      context.kernelChanged.disconnect(onKernelChange);
+      context.statusChanged.disconnect(onStatus);
+      this.restoredRuns.clear();
     });
     void Promise.all([panel.context.ready, context.ready]).then(() => this.restore("loaded"));
   }
 
-  private statusChanged(status: string): void {
+  private onStatus(status: string): void {
     if (RESTARTING.has(status)) this.isRestarting = true;
     else if (this.isRestarting) {
       this.isRestarting = false;
@@ -47,17 +47,17 @@ export class NotebookRuns {
     }
   }
 
-  private async restore(reason: Reason): Promise<void> {
+  private async restore(reason: RestoreReason): Promise<void> {
     const kernel = this.panel.sessionContext.session?.kernel?.id;
-    let runs: readonly OwnedRun[] = [];
+    let runs: readonly SubmittedRun[] = [];
     try {
-      runs = kernel === undefined ? [] : await this.server.runs(kernel, this.end.signal);
+      runs = kernel === undefined ? [] : await this.server.runs(kernel, this.controller.signal);
     } catch {
-      // the server has no extension or can't be reached: the notebook stays as it is
+      // the server has no extension or can't be reached, so the notebook stays as it is
       return;
     }
-    if (this.end.signal.aborted) return;
-    // the runs are sorted, oldest first: this keeps the newest of each cell
+    if (this.controller.signal.aborted) return;
+    // the runs are sorted oldest first, so this keeps the newest of each cell
     const submitted = new Map(runs.map((run) => [run.cell, run]));
     const saved_s = Date.parse(this.panel.context.contentsModel?.last_modified ?? "") / 1000 || 0;
     for (const cell of this.panel.content.widgets) {
@@ -65,16 +65,16 @@ export class NotebookRuns {
     }
   }
 
-  private restoreCell(cell: CodeCell, submitted: OwnedRun | null, saved_s: number, reason: Reason): void {
+  private restoreCell(cell: CodeCell, submitted: SubmittedRun | null, saved_s: number, reason: RestoreReason): void {
     if (isFollowed(cell)) return;
-    const before = this.restored.get(cell);
-    if (before && !before.isOver) return;
-    const shown = mentioned(cell.model.outputs.toJSON());
-    const found = missing(shown, submitted, saved_s);
+    const previous = this.restoredRuns.get(cell);
+    if (previous && !previous.isOver) return;
+    const shown = findShownRun(cell.model.outputs.toJSON());
+    const found = findMissingRun(shown, submitted, saved_s);
     if (!found) return;
     const { model } = this.panel.context;
-    const restored = new RestoredRun(cell, model, found, reason, this.server, this.views, this.end.signal);
-    this.restored.set(cell, restored);
+    const restored = new RestoredRun(cell, model, found, reason, this.server, this.views, this.controller.signal);
+    this.restoredRuns.set(cell, restored);
     void restored.show();
   }
 }

@@ -1,51 +1,51 @@
-import type { CellOutput, OwnedRun } from "./run_server";
+import type { CellOutput, SubmittedRun } from "./run_server";
 
-/** The record that the kernel's own outputs carry: `sgpu_magic/views/bundle.py`. */
+/** MIME type of the record in the kernel's own outputs: `sgpu_magic/views/bundle.py`. */
 export const RUN_MIME = "application/vnd.sgpu.run.v1+json";
-/** An output that shows a run while it is active, rendered by this extension only. */
+/** MIME type of an output that shows an active run; only this extension renders it. */
 export const LIVE_MIME = "application/vnd.sgpu.live.v1+json";
 
-const FINAL = new Set(["succeeded", "failed", "cancelled", "timed out"]);
+const FINAL_STATES = new Set(["succeeded", "failed", "cancelled", "timed out"]);
 
 /** The run that a cell's outputs belong to. */
-export interface Mention {
+export interface ShownRun {
   readonly run: string;
   /** Whether the outputs show the run's final state. */
   readonly final: boolean;
 }
 
 /** Returns the run that the outputs belong to, null if there is none. */
-export function mentioned(outputs: readonly CellOutput[]): Mention | null {
-  let found: Mention | null = null;
+export function findShownRun(outputs: readonly CellOutput[]): ShownRun | null {
+  let found: ShownRun | null = null;
   for (const output of outputs) {
     const data = isRecord(output["data"]) ? output["data"] : {};
     const live = data[LIVE_MIME];
     const record = data[RUN_MIME];
     if (isRecord(live) && typeof live["run_id"] === "string") found = { run: live["run_id"], final: false };
     else if (isRecord(record) && typeof record["run_id"] === "string") {
-      found = { run: record["run_id"], final: FINAL.has(String(record["state"])) };
+      found = { run: record["run_id"], final: FINAL_STATES.has(String(record["state"])) };
     }
   }
   return found;
 }
 
-/** A run that a cell should show and does not. */
-export interface Missing {
+/** A run that a cell should show, but does not. */
+export interface MissingRun {
   readonly run: string;
   /** Whether the run is known to be active. */
   readonly isActive: boolean;
-  /** Whether the cell runs as long as the run does. */
+  /** Whether the cell runs until the run ends. */
   readonly blocks: boolean;
 }
 
 /**
- * Returns the run that a cell should show and does not, null if there is none.
+ * Returns the run that a cell should show, but does not; null if there is none.
  *
  * @param shown: The run that its outputs belong to.
  * @param submitted: The newest run that was submitted from this cell, null when there is none.
  * @param saved_s: When the notebook's file was saved last, seconds since the epoch.
  */
-export function missing(shown: Mention | null, submitted: OwnedRun | null, saved_s: number): Missing | null {
+export function findMissingRun(shown: ShownRun | null, submitted: SubmittedRun | null, saved_s: number): MissingRun | null {
   const isActive = submitted !== null && !submitted.final;
   if (submitted && submitted.run_id !== shown?.run) {
     // if a run ended before the last save and is not in the file, the user has removed its outputs
@@ -53,8 +53,8 @@ export function missing(shown: Mention | null, submitted: OwnedRun | null, saved
     if (isNewer) return { run: submitted.run_id, isActive, blocks: submitted.blocks };
   }
   if (!shown || shown.final) return null;
-  const isTheSame = submitted?.run_id === shown.run;
-  return { run: shown.run, isActive: isActive && isTheSame, blocks: !isTheSame || submitted.blocks };
+  const isSameRun = submitted?.run_id === shown.run;
+  return { run: shown.run, isActive: isActive && isSameRun, blocks: !isSameRun || submitted.blocks };
 }
 
 /**
@@ -75,7 +75,7 @@ export function liveOutput(run: string, view: number): CellOutput {
 }
 
 /** Returns the number of a live output, null for any other data. */
-export function viewOf(data: unknown): number | null {
+export function viewNumber(data: unknown): number | null {
   return isRecord(data) && typeof data["view"] === "number" ? data["view"] : null;
 }
 

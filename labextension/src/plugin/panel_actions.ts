@@ -1,13 +1,13 @@
 import { Dialog, Notification, showDialog } from "@jupyterlab/apputils";
 
-import { NOTHING } from "../panel/form";
+import { EMPTY_CHOICE } from "../panel/form";
 import type { Translate } from "../panel/host";
 import type { KernelReply, RunRow } from "../panel/messages";
 import type { LabNotebook } from "./lab_notebook";
 import type { LabNotebooks } from "./lab_notebooks";
 import type { PoolConnection } from "./pool_connection";
 
-/** Actions of menus and the command palette on the notebook in front; the panel need not be open. */
+/** Actions of menus and the command palette on the active notebook; the panel need not be open. */
 export class PanelActions {
   constructor(
     private readonly notebooks: LabNotebooks,
@@ -17,31 +17,31 @@ export class PanelActions {
   ) {}
 
   get hasNotebook(): boolean {
-    return this.notebooks.front !== null;
+    return this.notebooks.activeNotebook !== null;
   }
 
-  /** The session of the notebook in front, as far as the page knows. */
+  /** The active notebook's session, as far as the page knows. */
   get session(): RunRow | null {
-    const { front } = this.notebooks;
-    return front ? this.connection.model.sessionOf(front.kernel, "") : null;
+    const { activeNotebook } = this.notebooks;
+    return activeNotebook ? this.connection.model.sessionOf(activeNotebook.kernel, "") : null;
   }
 
-  /** Active runs of the notebook in front, without sessions. */
+  /** The active notebook's active runs, without sessions. */
   get runs(): readonly RunRow[] {
-    const kernel = this.notebooks.front?.kernel ?? "";
+    const kernel = this.notebooks.activeNotebook?.kernel ?? "";
     if (kernel === "") return [];
     return this.connection.model.runs.filter((run) => run.kernel === kernel && !run.final && run.kind !== "session");
   }
 
-  /** Connects a session with the notebook's choice. Opens the panel, which handles whatever needs a decision. */
+  /** Opens the panel, and connects a session with the notebook's choice unless that needs a decision there. */
   async connect(): Promise<void> {
     this.openPanel();
     await this.withKernel(async (notebook) => {
-      const state = await notebook.ask({ kind: "kernel", kept: notebook.kept });
+      const state = await notebook.ask({ kind: "kernel", kept: notebook.savedChoice });
       if (state.kind !== "kernel-answer") return state;
       const { choice, confirmed } = state.picture;
       if (choice && !confirmed) return null;
-      const asked = choice ?? NOTHING;
+      const asked = choice ?? EMPTY_CHOICE;
       const plan = await notebook.ask({ kind: "plan", choice: asked, connect: true });
       if (plan.kind !== "plan-answer") return plan;
       if (plan.plan.loses || plan.plan.problem) return null;
@@ -49,7 +49,7 @@ export class PanelActions {
     });
   }
 
-  /** Ends the session of the notebook in front: through its kernel, or through the pool if the kernel fails. */
+  /** Ends the active notebook's session through its kernel, or through the pool if the kernel fails. */
   async disconnect(): Promise<void> {
     const { session } = this;
     await this.withKernel(
@@ -58,7 +58,7 @@ export class PanelActions {
     );
   }
 
-  /** Ends the runs of the notebook in front, after a confirmation. */
+  /** Ends the active notebook's runs after a confirmation. */
   async endRuns(): Promise<void> {
     const t = this.translate;
     const { runs } = this;
@@ -82,21 +82,21 @@ export class PanelActions {
 
   private async withKernel(
     act: (notebook: LabNotebook) => Promise<KernelReply | null>,
-    otherwise?: () => void,
+    onFailure?: () => void,
   ): Promise<void> {
-    const { front } = this.notebooks;
-    if (!front) return;
+    const { activeNotebook } = this.notebooks;
+    if (!activeNotebook) return;
     try {
-      const reply = await act(front);
-      if (reply?.kind === "panel-refusal") tell(reply.text);
-      if (reply?.kind === "kernel-answer" && reply.kept) front.keep(reply.kept);
+      const reply = await act(activeNotebook);
+      if (reply?.kind === "panel-refusal") showError(reply.text);
+      if (reply?.kind === "kernel-answer" && reply.kept) activeNotebook.saveChoice(reply.kept);
     } catch (error) {
-      if (otherwise) otherwise();
-      else tell(error instanceof Error ? error.message : String(error));
+      if (onFailure) onFailure();
+      else showError(error instanceof Error ? error.message : String(error));
     }
   }
 }
 
-function tell(text: string): void {
+function showError(text: string): void {
   Notification.error(text, { autoClose: 10_000 });
 }

@@ -11,15 +11,15 @@ import { Chips } from "./chips";
 import { gpuIcon } from "./icon";
 import { LabHost } from "./lab_host";
 import { LabNotebooks } from "./lab_notebooks";
-import { PanelMemory } from "./memory";
+import { PanelStorage } from "./panel_storage";
 import { PanelActions } from "./panel_actions";
 import { PanelSettings, SCHEMA } from "./panel_settings";
 import { PoolConnection } from "./pool_connection";
 import { RunTabs } from "./run_tabs";
 import { RunServer } from "./run_server";
-import { requestOf, socketOf } from "./server_requests";
+import { createRequest, openSocket } from "./server_requests";
 import { Sidebar } from "./sidebar";
-import { translateBy } from "./translating";
+import { createTranslate } from "./translation";
 
 const commands = {
   open: "sgpu-magic:open-panel",
@@ -60,27 +60,27 @@ export const panelPlugin: JupyterFrontEndPlugin<void> = {
     dialogs: ISessionContextDialogs | null,
   ) => {
     const texts = (translator ?? nullTranslator).load("sgpu_magic");
-    const t = translateBy(texts);
+    const t = createTranslate(texts);
     const { serverSettings } = app.serviceManager;
-    const request = requestOf(serverSettings);
+    const request = createRequest(serverSettings);
     const page = new AbortController();
-    const connection = new PoolConnection({ open: (path) => socketOf(serverSettings, path), request }, page.signal);
+    const connection = new PoolConnection({ open: (path) => openSocket(serverSettings, path), request }, page.signal);
     const settings = new PanelSettings();
-    const memory = new PanelMemory(state);
+    const storage = new PanelStorage(state);
     const notebooks = new LabNotebooks(tracker, dialogs);
     const runs = new RunTabs(app, new RunServer(request), labShell ? "main" : "down");
 
     settings.onChange(() => {
-      connection.pollEvery_ms = 1_000 * settings.current.refresh_s;
-      connection.preferred = settings.current.defaultPool;
+      connection.pollInterval_ms = 1_000 * settings.current.refresh_s;
+      connection.defaultPool = settings.current.defaultPool;
     });
-    const ready = Promise.all([settings.load(registry), memory.load()]);
+    const ready = Promise.all([settings.load(registry), storage.load()]);
 
-    const parts = { app, connection, notebooks, settings, memory, runs, translate: t };
+    const options = { app, connection, notebooks, settings, storage, runs, translate: t };
     const sidebar = new Sidebar(
-      (signal) => new LabHost(parts, signal),
+      (signal) => new LabHost(options, signal),
       ready,
-      (looked) => notebooks.setLooked(looked),
+      (isVisible) => notebooks.setPanelVisible(isVisible),
       t("GPU environment"),
     );
     app.shell.add(sidebar, "left", { rank: 300 });
@@ -124,8 +124,8 @@ export const panelPlugin: JupyterFrontEndPlugin<void> = {
     }
 
     if (toolbars) {
-      const chips = new Chips({ connection, settings, translate: t, alwaysThere: !labShell, openPanel });
-      toolbars.addFactory("Notebook", CHIP, chips.make);
+      const chips = new Chips({ connection, settings, translate: t, alwaysVisible: !labShell, openPanel });
+      toolbars.addFactory("Notebook", CHIP, chips.create);
     }
   },
 };

@@ -4,7 +4,7 @@ import type { ISettingRegistry } from "@jupyterlab/settingregistry";
 export interface Settings {
   /** "" for the pool in sgpu-magic's settings. */
   readonly defaultPool: string;
-  /** Polling interval of pages without a websocket. */
+  /** Polling interval of pages without a websocket, in seconds. */
   readonly refresh_s: number;
   readonly showPrices: boolean;
   /** Whether notebooks' toolbars show the session. */
@@ -14,12 +14,12 @@ export interface Settings {
 const DEFAULTS: Settings = { defaultPool: "", refresh_s: 2, showPrices: true, showChip: true };
 export const SCHEMA = "@sgpu-magic/labextension:panel";
 
-/** The user's settings; the defaults until they are loaded, and in applications without a settings registry. */
+/** The user's settings. They have their defaults until they are loaded, and in applications without a registry. */
 export class PanelSettings {
   current: Settings = DEFAULTS;
   private readonly callbacks = new Set<() => void>();
 
-  /** Returns a function that removes the callback. */
+  /** Calls back after each change. Returns a function that removes the callback. */
   onChange(callback: () => void): () => void {
     this.callbacks.add(callback);
     return () => this.callbacks.delete(callback);
@@ -34,13 +34,13 @@ export class PanelSettings {
       console.warn("sgpu: the settings can't be read:", error);
       return;
     }
-    found.changed.connect(() => this.take(found.composite));
-    this.take(found.composite);
+    found.changed.connect(() => this.apply(found.composite));
+    this.apply(found.composite);
   }
 
-  /** Parses the stored settings; missing and invalid values get their defaults. */
-  take(written: Readonly<Record<string, unknown>>): void {
-    const { defaultPool, refreshSeconds, showPrices, showChip } = written;
+  /** Applies stored settings; missing and invalid values get their defaults. */
+  apply(stored: Readonly<Record<string, unknown>>): void {
+    const { defaultPool, refreshSeconds, showPrices, showChip } = stored;
     this.current = {
       defaultPool: typeof defaultPool === "string" ? defaultPool.trim() : DEFAULTS.defaultPool,
       refresh_s: typeof refreshSeconds === "number" && refreshSeconds >= 1 ? refreshSeconds : DEFAULTS.refresh_s,

@@ -2,17 +2,17 @@ import type { PoolLink, PoolLinkState } from "../panel/host";
 import { OtherVersion, readUpdate } from "../panel/messages";
 import type { PanelOrder, PanelUpdate } from "../panel/messages";
 import { PoolModel } from "../panel/pool_model";
-import { readOrNull } from "../shared/model_questions";
-import { reason } from "./run_server";
+import { readOrNull } from "../shared/widget_requests";
+import { errorText } from "./run_server";
 import type { Request } from "./run_server";
 
-/** Pause after a failure; each further one doubles it, up to the longest. */
+/** Pause after a failure; each further failure doubles it, up to `MAX_PAUSE_MS`. */
 export const PAUSE_MS = 500;
-export const LONGEST_PAUSE_MS = 8_000;
-/** Pause if the server has no sgpu-magic: it may have it after a restart. */
+export const MAX_PAUSE_MS = 8_000;
+/** Pause if the server has no sgpu-magic, which a restart of the server may change. */
 export const ABSENT_PAUSE_MS = 60_000;
 /** Give up on websockets after this many silent ones: a proxy probably blocks them. */
-export const MOST_MUTE = 3;
+export const MAX_SILENT_SOCKETS = 3;
 
 const PATH = "sgpu/panel";
 const OPEN = 1;
@@ -32,7 +32,7 @@ export interface PanelServer {
 /** Receives updates from the pool. */
 export interface PoolListener {
   onUpdate?(update: PanelUpdate): void;
-  linked?(link: PoolLinkState): void;
+  onLinkChange?(link: PoolLinkState): void;
 }
 
 /**
@@ -42,25 +42,25 @@ export interface PoolListener {
  * while there is no subscription.
  */
 export class PoolConnection {
-  /** The state folded from all updates. */
+  /** The state built from all updates. */
   readonly model = new PoolModel();
   link: PoolLinkState = { kind: "connecting", text: "" };
   /** Polling interval where websockets are blocked. */
-  pollEvery_ms = 2_000;
-  /** The pool to watch until a subscription names one, "" for the one in sgpu-magic's settings. */
-  preferred = "";
+  pollInterval_ms = 2_000;
+  /** The pool to watch until a subscriber names one, "" for the one in sgpu-magic's settings. */
+  defaultPool = "";
 
   private readonly listeners = new Set<PoolListener>();
   /** Each subscriber's pool; null for whichever pool is watched. */
-  private readonly users = new Map<object, string | null>();
+  private readonly subscribers = new Map<object, string | null>();
   private watched: string | null = null;
   private socket: Socket | null = null;
   private polling = false;
-  private mute = 0;
+  private silentSockets = 0;
   private pause_ms = PAUSE_MS;
   private timer: ReturnType<typeof setTimeout> | undefined;
-  /** Incremented by every `stop`: later results of earlier requests are ignored. */
-  private turn = 0;
+  /** Incremented by every `stop`, so that late results of earlier requests are ignored. */
+  private generation = 0;
 
   constructor(
     private readonly server: PanelServer,
@@ -69,40 +69,40 @@ export class PoolConnection {
     signal.addEventListener("abort", () => this.close(), { once: true });
   }
 
-  listen(listener: PoolListener): () => void {
+  addListener(listener: PoolListener): () => void {
     this.listeners.add(listener);
     return () => this.listeners.delete(listener);
   }
 
-  /** Subscribes to a pool, "" for the default one; its whole state is sent first. */
-  watch(user: object, pool: string): void {
-    this.users.delete(user);
-    this.users.set(user, pool);
-    this.usersChanged(true);
+  /** Subscribes to a pool, "" for the default one. The pool's whole state is sent first. */
+  watch(subscriber: object, pool: string): void {
+    this.subscribers.delete(subscriber);
+    this.subscribers.set(subscriber, pool);
+    this.onSubscribersChange(true);
   }
 
   /** Subscribes to whichever pool is watched. */
-  keep(user: object): void {
-    if (this.users.has(user)) return;
-    this.users.set(user, null);
-    this.usersChanged(false);
+  subscribe(subscriber: object): void {
+    if (this.subscribers.has(subscriber)) return;
+    this.subscribers.set(subscriber, null);
+    this.onSubscribersChange(false);
   }
 
-  /** Unsubscribe. */
-  rest(user: object): void {
-    if (this.users.delete(user)) this.usersChanged(false);
+  /** Removes a subscription. */
+  unsubscribe(subscriber: object): void {
+    if (this.subscribers.delete(subscriber)) this.onSubscribersChange(false);
   }
 
-  /** Sends an order; listeners receive its outcome. */
+  /** Sends an order to the pool; listeners receive the result. */
   order(order: PanelOrder): void {
     if (this.socket?.readyState === OPEN) this.socket.send(JSON.stringify(order));
     else void this.post(order);
   }
 
-  /** Tries again at once. */
+  /** Reconnects at once. */
   retry(): void {
     this.stop();
-    this.mute = 0;
+    this.silentSockets = 0;
     this.pause_ms = PAUSE_MS;
     this.setLink({ kind: "connecting", text: "" });
     if (this.watched !== null) this.connect();
@@ -110,27 +110,27 @@ export class PoolConnection {
 
   // ---------------------------------------------------------------- subscriptions
 
-  private usersChanged(again: boolean): void {
-    const named = [...this.users.values()].filter((pool) => pool !== null).at(-1);
+  private onSubscribersChange(resend: boolean): void {
+    const named = [...this.subscribers.values()].filter((pool) => pool !== null).at(-1);
     const before = this.watched;
-    this.watched = this.users.size === 0 ? null : (named ?? (this.model.watched || this.preferred));
+    this.watched = this.subscribers.size === 0 ? null : (named ?? (this.model.watched || this.defaultPool));
     if (this.watched === null) {
-      if (before !== null) this.restNow();
-    } else if (again || this.watched !== before) {
-      this.watchNow();
+      if (before !== null) this.stopWatching();
+    } else if (resend || this.watched !== before) {
+      this.startWatching();
     }
   }
 
-  private watchNow(): void {
+  private startWatching(): void {
     if (this.watched === null || this.signal.aborted) return;
-    if (this.watched !== this.model.watched) this.model.watch(this.watched);
+    if (this.watched !== this.model.watched) this.model.switchTo(this.watched);
     if (this.socket?.readyState === OPEN) this.sendWatch(this.socket);
     else if (this.polling) this.poll();
     // otherwise it is sent when the socket opens
     else if (!this.socket && this.timer === undefined && this.link.kind !== "refused") this.connect();
   }
 
-  private restNow(): void {
+  private stopWatching(): void {
     if (this.socket?.readyState === OPEN) this.socket.send(JSON.stringify({ kind: "rest" }));
     else this.stop();
   }
@@ -143,54 +143,54 @@ export class PoolConnection {
 
   private connect(): void {
     this.stop();
-    const { turn } = this;
-    const isNow = (): boolean => turn === this.turn;
-    let hasSpoken = false;
+    const { generation } = this;
+    const isCurrent = (): boolean => generation === this.generation;
+    let hasReceived = false;
     let socket: Socket;
     try {
       socket = this.server.open(PATH);
     } catch {
-      void this.lost(false);
+      void this.onDisconnect(false);
       return;
     }
     this.socket = socket;
     socket.onopen = () => {
-      if (isNow() && this.watched !== null) this.sendWatch(socket);
+      if (isCurrent() && this.watched !== null) this.sendWatch(socket);
     };
     socket.onmessage = ({ data }: MessageEvent<unknown>) => {
-      if (!isNow()) return;
-      hasSpoken = true;
-      this.mute = 0;
+      if (!isCurrent()) return;
+      hasReceived = true;
+      this.silentSockets = 0;
       this.pause_ms = PAUSE_MS;
-      this.take(() => JSON.parse(String(data)) as unknown);
+      this.applyUpdate(() => JSON.parse(String(data)) as unknown);
     };
     socket.onclose = () => {
-      if (!isNow()) return;
+      if (!isCurrent()) return;
       this.socket = null;
-      void this.lost(hasSpoken);
+      void this.onDisconnect(hasReceived);
     };
   }
 
-  /** Requests the reason over HTTP: browsers do not report why a websocket failed. */
-  private async lost(hasSpoken: boolean): Promise<void> {
+  /** Requests the state, because browsers do not report why a websocket failed, and schedules the next attempt. */
+  private async onDisconnect(hasReceived: boolean): Promise<void> {
     if (this.watched === null) return;
-    const { turn } = this;
-    // the link state changes only if this fails too: the server may be back from a restart
-    const found = await this.ask();
-    if (turn !== this.turn || this.signal.aborted) return;
-    if (found === "refused") return;
-    if (found === "absent") {
-      this.later(ABSENT_PAUSE_MS, () => this.connect());
+    const { generation } = this;
+    // the link state changes only if this fails too, since the server may have just restarted
+    const outcome = await this.requestState();
+    if (generation !== this.generation || this.signal.aborted) return;
+    if (outcome === "refused") return;
+    if (outcome === "absent") {
+      this.schedule(ABSENT_PAUSE_MS, () => this.connect());
       return;
     }
-    if (found === "updated" && !hasSpoken) this.mute += 1;
-    if (this.mute >= MOST_MUTE) {
+    if (outcome === "updated" && !hasReceived) this.silentSockets += 1;
+    if (this.silentSockets >= MAX_SILENT_SOCKETS) {
       this.polling = true;
-      this.later(this.pollEvery_ms, () => this.poll());
+      this.schedule(this.pollInterval_ms, () => this.poll());
       return;
     }
-    this.later(this.pause_ms, () => this.connect());
-    this.pause_ms = Math.min(2 * this.pause_ms, LONGEST_PAUSE_MS);
+    this.schedule(this.pause_ms, () => this.connect());
+    this.pause_ms = Math.min(2 * this.pause_ms, MAX_PAUSE_MS);
   }
 
   // ---------------------------------------------------------------- REST
@@ -198,38 +198,38 @@ export class PoolConnection {
   private poll(): void {
     this.stop();
     this.polling = true;
-    const { turn } = this;
-    void this.ask().then((found) => {
-      if (turn !== this.turn || this.signal.aborted || this.watched === null || found === "refused") return;
-      if (found === "updated") {
-        this.later(this.pollEvery_ms, () => this.poll());
+    const { generation } = this;
+    void this.requestState().then((outcome) => {
+      if (generation !== this.generation || this.signal.aborted || this.watched === null || outcome === "refused") return;
+      if (outcome === "updated") {
+        this.schedule(this.pollInterval_ms, () => this.poll());
         return;
       }
-      // after the server has restarted, websockets may work
+      // websockets may work after a restart of the server
       this.polling = false;
-      this.mute = 0;
-      this.later(this.pause_ms, () => this.connect());
+      this.silentSockets = 0;
+      this.schedule(this.pause_ms, () => this.connect());
     });
   }
 
   /** Requests the whole state once, passes it to the listeners, and returns the outcome. */
-  private async ask(): Promise<"updated" | "absent" | "refused" | "away"> {
+  private async requestState(): Promise<"updated" | "absent" | "refused" | "away"> {
     const query = new URLSearchParams({ pool: this.watched ?? "" });
-    const { turn } = this;
+    const { generation } = this;
     let response: Response;
     let body: Partial<Record<"pools" | "pool" | "runs", unknown>> = {};
     try {
       response = await this.server.request(`${PATH}?${query.toString()}`, { method: "GET", signal: this.signal });
       if (response.ok) body = (await response.json()) as typeof body;
     } catch {
-      if (turn === this.turn) this.setLink({ kind: "away", text: AWAY });
+      if (generation === this.generation) this.setLink({ kind: "away", text: AWAY });
       return "away";
     }
-    if (turn !== this.turn) return "away";
+    if (generation !== this.generation) return "away";
     if (response.ok) {
-      for (const update of [body.pools, body.pool, body.runs]) this.take(() => update);
+      for (const update of [body.pools, body.pool, body.runs]) this.applyUpdate(() => update);
       // an update of another version stops the connection
-      return turn === this.turn ? "updated" : "refused";
+      return generation === this.generation ? "updated" : "refused";
     }
     if (response.status === 404) {
       this.setLink({ kind: "absent", text: ABSENT });
@@ -239,7 +239,7 @@ export class PoolConnection {
       this.setLink({ kind: "refused", text: REFUSED });
       return "refused";
     }
-    this.setLink({ kind: "away", text: sentence(await reason(response)) });
+    this.setLink({ kind: "away", text: asSentence(await errorText(response)) });
     return "away";
   }
 
@@ -250,18 +250,18 @@ export class PoolConnection {
       const response = await this.server.request(`${PATH}/orders`, init);
       update = response.ok
         ? readUpdate(await response.json())
-        : { kind: "command-result", ok: false, text: sentence(await reason(response)) };
+        : { kind: "command-result", ok: false, text: asSentence(await errorText(response)) };
     } catch (error) {
       if (this.signal.aborted) return;
       const text = error instanceof OtherVersion ? error.message : "The Jupyter server does not answer. Try again.";
       update = { kind: "command-result", ok: false, text };
     }
-    this.tell((listener) => listener.onUpdate?.(update));
+    this.notify((listener) => listener.onUpdate?.(update));
   }
 
   // ---------------------------------------------------------------- updates
 
-  private take(value: () => unknown): void {
+  private applyUpdate(value: () => unknown): void {
     const update = readOrNull(() => {
       try {
         return readUpdate(value());
@@ -272,8 +272,8 @@ export class PoolConnection {
     });
     if (!update) return;
     this.setLink({ kind: "open", text: "" });
-    this.model.take(update);
-    this.tell((listener) => listener.onUpdate?.(update));
+    this.model.apply(update);
+    this.notify((listener) => listener.onUpdate?.(update));
   }
 
   private refuse(text: string): void {
@@ -284,26 +284,26 @@ export class PoolConnection {
   private setLink(link: PoolLinkState): void {
     if (this.signal.aborted || (link.kind === this.link.kind && link.text === this.link.text)) return;
     this.link = link;
-    this.tell((listener) => listener.linked?.(link));
+    this.notify((listener) => listener.onLinkChange?.(link));
   }
 
-  private tell(call: (listener: PoolListener) => void): void {
+  private notify(call: (listener: PoolListener) => void): void {
     for (const listener of [...this.listeners]) call(listener);
   }
 
   // ---------------------------------------------------------------- timers and shutdown
 
-  private later(delay_ms: number, then: () => void): void {
+  private schedule(delay_ms: number, callback: () => void): void {
     clearTimeout(this.timer);
     this.timer = setTimeout(() => {
       this.timer = undefined;
-      if (!this.signal.aborted && this.watched !== null) then();
+      if (!this.signal.aborted && this.watched !== null) callback();
     }, delay_ms);
   }
 
   /** Closes the websocket or ends polling; results of pending requests are ignored. */
   private stop(): void {
-    this.turn += 1;
+    this.generation += 1;
     clearTimeout(this.timer);
     this.timer = undefined;
     this.polling = false;
@@ -316,7 +316,7 @@ export class PoolConnection {
 
   private close(): void {
     this.stop();
-    this.users.clear();
+    this.subscribers.clear();
     this.listeners.clear();
     this.watched = null;
   }
@@ -328,21 +328,21 @@ export class PanelPools implements PoolLink {
     private readonly connection: PoolConnection,
     private readonly signal: AbortSignal,
   ) {
-    signal.addEventListener("abort", () => connection.rest(this), { once: true });
+    signal.addEventListener("abort", () => connection.unsubscribe(this), { once: true });
   }
 
   order(order: PanelOrder): void {
     if (order.kind === "watch") this.connection.watch(this, order.pool);
-    else if (order.kind === "rest") this.connection.rest(this);
+    else if (order.kind === "rest") this.connection.unsubscribe(this);
     else this.connection.order(order);
   }
 
   onUpdate(callback: (update: PanelUpdate) => void): void {
-    this.listen({ onUpdate: callback });
+    this.addListener({ onUpdate: callback });
   }
 
   onLink(callback: (state: PoolLinkState) => void): void {
-    this.listen({ linked: callback });
+    this.addListener({ onLinkChange: callback });
     callback(this.connection.link);
   }
 
@@ -350,13 +350,13 @@ export class PanelPools implements PoolLink {
     this.connection.retry();
   }
 
-  private listen(listener: PoolListener): void {
-    const unlisten = this.connection.listen(listener);
-    this.signal.addEventListener("abort", unlisten, { once: true });
+  private addListener(listener: PoolListener): void {
+    const removeListener = this.connection.addListener(listener);
+    this.signal.addEventListener("abort", removeListener, { once: true });
   }
 }
 
-function sentence(text: string): string {
+function asSentence(text: string): string {
   const first = text.charAt(0).toUpperCase() + text.slice(1);
   return /[.!?]$/.test(first) ? first : `${first}.`;
 }

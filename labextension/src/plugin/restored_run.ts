@@ -2,17 +2,17 @@ import type { CodeCell } from "@jupyterlab/cells";
 import type { IOutput } from "@jupyterlab/nbformat";
 
 import type { LiveViews } from "./live_views";
-import { liveOutput, restartedOutput, viewOf, LIVE_MIME } from "./outputs";
-import type { Missing } from "./outputs";
-import { paused, RunFeed } from "./run_feed";
-import { Refused } from "./run_server";
+import { liveOutput, restartedOutput, viewNumber, LIVE_MIME } from "./outputs";
+import type { MissingRun } from "./outputs";
+import { sleep, RunFeed } from "./run_feed";
+import { ServerError } from "./run_server";
 import type { CellOutput, CellOutputs, RunServer } from "./run_server";
 
 const RETRY_MS = 2_000;
-const GOES_ON = 409;
+const STILL_ACTIVE_STATUS = 409;
 
-/** Why a run is shown through the server. */
-export type Reason = "loaded" | "restarted";
+/** Why a run is restored: the page was loaded, or the kernel restarted. */
+export type RestoreReason = "loaded" | "restarted";
 
 /**
  * Shows a run in a cell whose execution this page does not follow: first its live view, then the cell's final outputs.
@@ -21,29 +21,29 @@ export type Reason = "loaded" | "restarted";
  * cell's outputs, or with the signal.
  */
 export class RestoredRun {
-  private readonly end = new AbortController();
+  private readonly controller = new AbortController();
   private readonly view: number;
-  private writing = false;
+  private isWriting = false;
 
   constructor(
     private readonly cell: CodeCell,
     private readonly document: { dirty: boolean },
-    private readonly missing: Missing,
-    private readonly reason: Reason,
+    private readonly missing: MissingRun,
+    private readonly reason: RestoreReason,
     private readonly server: RunServer,
     private readonly views: LiveViews,
     signal: AbortSignal,
   ) {
-    this.view = views.newView();
-    const { signal: ended } = this.end;
-    const stop = (): void => this.end.abort();
+    this.view = views.allocateView();
+    const { signal: ended } = this.controller;
+    const stop = (): void => this.controller.abort();
     if (signal.aborted) stop();
     signal.addEventListener("abort", stop, { signal: ended });
     cell.disposed.connect(stop);
-    cell.model.outputs.changed.connect(this.outputsChanged);
+    cell.model.outputs.changed.connect(this.onOutputsChange);
     ended.addEventListener("abort", () => {
       cell.disposed.disconnect(stop);
-      if (!cell.isDisposed) cell.model.outputs.changed.disconnect(this.outputsChanged);
+      if (!cell.isDisposed) cell.model.outputs.changed.disconnect(this.onOutputsChange);
     });
   }
 
@@ -52,56 +52,56 @@ export class RestoredRun {
   }
 
   get isOver(): boolean {
-    return this.end.signal.aborted;
+    return this.controller.signal.aborted;
   }
 
   /** Shows the run until `isOver`. */
   async show(): Promise<void> {
     try {
-      const outputs = this.missing.isActive ? null : await this.final();
-      if (outputs) this.finish(outputs);
-      else await this.live();
+      const outputs = this.missing.isActive ? null : await this.requestFinal();
+      if (outputs) this.showFinal(outputs);
+      else await this.showLive();
     } catch (error) {
-      // the server refuses, or no longer has the run: the cell stays as it was saved
-      if (!this.isOver && !(error instanceof Refused)) throw error;
+      // the server refuses, or no longer has the run, so the cell stays as it was saved
+      if (!this.isOver && !(error instanceof ServerError)) throw error;
     } finally {
-      this.end.abort();
+      this.controller.abort();
     }
   }
 
   /** Returns the cell's final outputs, null while the run is active. Retries when the server can't be reached. */
-  private async final(): Promise<CellOutputs | null> {
+  private async requestFinal(): Promise<CellOutputs | null> {
     for (;;) {
       try {
-        return await this.server.outputs(this.run, this.end.signal);
+        return await this.server.outputs(this.run, this.controller.signal);
       } catch (error) {
         if (this.isOver) throw error;
-        if (error instanceof Refused && error.status === GOES_ON) return null;
-        if (error instanceof Refused && error.status < 500) throw error;
-        await paused(RETRY_MS, this.end.signal);
+        if (error instanceof ServerError && error.status === STILL_ACTIVE_STATUS) return null;
+        if (error instanceof ServerError && error.status < 500) throw error;
+        await sleep(RETRY_MS, this.controller.signal);
       }
     }
   }
 
-  private async live(): Promise<void> {
-    const feed = new RunFeed(this.server, this.run, this.end.signal);
+  private async showLive(): Promise<void> {
+    const feed = new RunFeed(this.server, this.run, this.controller.signal);
     this.views.open(this.view, feed);
-    feed.listen({ displayed: () => void this.showDisplays() });
-    this.unsaved(() => {
+    feed.addListener({ onDisplay: () => void this.showDisplays() });
+    this.withoutMarkingDirty(() => {
       this.write([liveOutput(this.run, this.view)]);
       if (this.missing.blocks) this.cell.model.executionState = "running";
     });
-    await feed.follow();
+    await feed.poll();
     if (this.isOver) return;
     if (feed.isFinal) {
-      const outputs = await this.final();
-      if (outputs) this.finish(outputs);
+      const outputs = await this.requestFinal();
+      if (outputs) this.showFinal(outputs);
     }
-    // otherwise the view stays, and shows why the feed has ended
-    else await new Promise((resolve) => this.end.signal.addEventListener("abort", resolve, { once: true }));
+    // the view stays, and shows why the feed has ended
+    else await new Promise((resolve) => this.controller.signal.addEventListener("abort", resolve, { once: true }));
   }
 
-  private finish(final: CellOutputs): void {
+  private showFinal(final: CellOutputs): void {
     if (this.isOver) return;
     const outputs = this.reason === "restarted" ? [...final.outputs, restartedOutput(this.run)] : final.outputs;
     this.write(outputs);
@@ -113,12 +113,12 @@ export class RestoredRun {
   private async showDisplays(): Promise<void> {
     let found: CellOutputs;
     try {
-      found = await this.server.displays(this.run, this.end.signal);
+      found = await this.server.displays(this.run, this.controller.signal);
     } catch {
-      // retried with the next display, or at the run's end
+      // the next display or the run's end tries again
       return;
     }
-    if (!this.isOver) this.unsaved(() => this.writeDisplays(found.outputs));
+    if (!this.isOver) this.withoutMarkingDirty(() => this.writeDisplays(found.outputs));
   }
 
   private writeDisplays(displays: readonly CellOutput[]): void {
@@ -135,8 +135,8 @@ export class RestoredRun {
     });
   }
 
-  /** Writes without marking the notebook as changed: these outputs are temporary, and other pages may have it open. */
-  private unsaved(write: () => void): void {
+  /** Writes temporary outputs without marking the notebook as changed, as other pages may have it open too. */
+  private withoutMarkingDirty(write: () => void): void {
     const { dirty } = this.document;
     write();
     this.document.dirty = dirty;
@@ -144,22 +144,22 @@ export class RestoredRun {
 
   private write(outputs: readonly CellOutput[]): void {
     const { model } = this.cell;
-    this.writing = true;
-    // the outputs come from the user's own execution, like those from the kernel
+    this.isWriting = true;
+    // like outputs from the kernel, these come from the user's own execution
     model.trusted = true;
     model.outputs.fromJSON(outputs as unknown as IOutput[]);
-    this.writing = false;
+    this.isWriting = false;
   }
 
-  /** Ends when the outputs were cleared, or replaced by another execution. */
-  private readonly outputsChanged = (): void => {
-    if (this.writing) return;
+  /** Ends the restoration if the outputs were cleared, or replaced by another execution. */
+  private readonly onOutputsChange = (): void => {
+    if (this.isWriting) return;
     const { outputs } = this.cell.model;
     for (let at = 0; at < outputs.length; at++) {
-      if (viewOf(outputs.get(at).data[LIVE_MIME]) === this.view) return;
+      if (viewNumber(outputs.get(at).data[LIVE_MIME]) === this.view) return;
     }
     if (this.cell.model.executionState === "running" && !this.isFollowed) this.cell.model.executionState = "idle";
-    this.end.abort();
+    this.controller.abort();
   };
 
   private get isFollowed(): boolean {
@@ -167,7 +167,7 @@ export class RestoredRun {
   }
 }
 
-/** Whether this page follows the cell's execution, that is, receives the kernel's messages about it. */
+/** Returns whether this page receives the kernel's messages about the cell's execution. */
 export function isFollowed(cell: CodeCell): boolean {
   const future = cell.outputArea.future as { isDisposed: boolean } | null | undefined;
   return future ? !future.isDisposed : false;

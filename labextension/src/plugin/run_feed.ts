@@ -1,33 +1,33 @@
 import type { Snapshot, FeedUpdate } from "../run_view/messages";
 import type { LinkState } from "../run_view/transport";
-import { Refused } from "./run_server";
-import type { News, RunServer } from "./run_server";
+import { ServerError } from "./run_server";
+import type { RunChanges, RunServer } from "./run_server";
 
-/** Timeout of a long poll: the server replies after this time if there is no news. */
-export const WAIT_S = 15;
-/** More feeds than this do not long-poll: a browser opens six connections to a server, and other requests need some. */
-export const MAX_WAITING = 3;
-/** Pause after a short poll, and after a failure; each further failure doubles it, up to the longest. */
+/** Timeout of a long poll: the server replies after this time even without changes. */
+export const LONG_POLL_S = 15;
+/** Maximum of concurrent long polls: a browser opens six connections to a server, and other requests need some. */
+export const MAX_LONG_POLLS = 3;
+/** Pause after a short poll, and after a failure; each further failure doubles it, up to `MAX_PAUSE_MS`. */
 export const PAUSE_MS = 1_000;
-export const LONGEST_PAUSE_MS = 8_000;
+export const MAX_PAUSE_MS = 8_000;
 
 /** Receives the updates of a feed. */
-export interface Listener {
+export interface FeedListener {
   onUpdate?(update: FeedUpdate): void;
-  drawn?(snapshot: Snapshot): void;
-  linked?(link: LinkState): void;
-  /** The ranks have displayed something since the last call. */
-  displayed?(): void;
-  /** Nothing changes any more. */
-  final?(): void;
+  onSnapshot?(snapshot: Snapshot): void;
+  onLinkChange?(link: LinkState): void;
+  /** The ranks have displayed something new. */
+  onDisplay?(): void;
+  /** The run has ended, and no more updates follow. */
+  onFinal?(): void;
 }
 
-const REFUSED_FOR_GOOD = new Set([400, 401, 403, 404, 405]);
+const PERMANENT_ERRORS = new Set([400, 401, 403, 404, 405]);
 
-let waiting = 0;
+let longPolls = 0;
 
 /**
- * Polls the server for the news of a run. Views that share a feed share its connection.
+ * Polls the server for a run's changes. Views that share a feed share its connection.
  *
  * Ends with the signal, with the run, or when the server refuses the run for good.
  */
@@ -39,37 +39,37 @@ export class RunFeed {
   isFinal = false;
   private lines = 0;
   private displays = 0;
-  private readonly listeners = new Set<Listener>();
+  private readonly listeners = new Set<FeedListener>();
 
   constructor(
     private readonly server: RunServer,
     readonly run: string,
     readonly signal: AbortSignal,
-    private readonly pause: (ms: number, signal: AbortSignal) => Promise<void> = paused,
+    private readonly pause: (ms: number, signal: AbortSignal) => Promise<void> = sleep,
   ) {}
 
-  listen(listener: Listener): () => void {
+  addListener(listener: FeedListener): () => void {
     this.listeners.add(listener);
     return () => this.listeners.delete(listener);
   }
 
   /** Polls until the feed ends. */
-  async follow(): Promise<void> {
+  async poll(): Promise<void> {
     let pause_ms = PAUSE_MS;
     while (this.isOpen()) {
       try {
-        this.take(await this.ask());
+        this.apply(await this.requestChanges());
         pause_ms = PAUSE_MS;
       } catch (error) {
         if (!this.isOpen()) return;
         const text = error instanceof Error ? error.message : String(error);
-        if (error instanceof Refused && REFUSED_FOR_GOOD.has(error.status)) {
+        if (error instanceof ServerError && PERMANENT_ERRORS.has(error.status)) {
           this.setLink({ ...this.link, ended: text });
           return;
         }
         this.setLink({ ...this.link, away: true });
         await this.pause(pause_ms, this.signal);
-        pause_ms = Math.min(2 * pause_ms, LONGEST_PAUSE_MS);
+        pause_ms = Math.min(2 * pause_ms, MAX_PAUSE_MS);
       }
     }
   }
@@ -78,57 +78,57 @@ export class RunFeed {
     return !this.signal.aborted && !this.isFinal && !this.link.ended;
   }
 
-  private async ask(): Promise<News> {
+  private async requestChanges(): Promise<RunChanges> {
     const known = { after: this.seq, lines: this.lines, drawn: this.snapshot?.seq ?? 0, displays: this.displays };
-    if (waiting >= MAX_WAITING) {
-      const news = await this.server.news(this.run, known, 0, this.signal);
-      if (!news.final) await this.pause(PAUSE_MS, this.signal);
-      return news;
+    if (longPolls >= MAX_LONG_POLLS) {
+      const changes = await this.server.changes(this.run, known, 0, this.signal);
+      if (!changes.final) await this.pause(PAUSE_MS, this.signal);
+      return changes;
     }
-    waiting += 1;
+    longPolls += 1;
     try {
-      return await this.server.news(this.run, known, WAIT_S, this.signal);
+      return await this.server.changes(this.run, known, LONG_POLL_S, this.signal);
     } finally {
-      waiting -= 1;
+      longPolls -= 1;
     }
   }
 
-  private take(news: News): void {
+  private apply(changes: RunChanges): void {
     if (this.signal.aborted) return;
     if (this.link.away) this.setLink({ ...this.link, away: false });
-    for (const update of news.updates) {
+    for (const update of changes.updates) {
       if (update.kind === "lines") this.seq = update.seq;
       else this.link = { ...this.link, ended: update.text };
-      this.tell((listener) => listener.onUpdate?.(update));
+      this.notify((listener) => listener.onUpdate?.(update));
     }
-    this.lines = news.lines;
-    if (news.snapshot) {
-      const { snapshot } = news;
+    this.lines = changes.lines;
+    if (changes.snapshot) {
+      const { snapshot } = changes;
       this.snapshot = snapshot;
-      this.tell((listener) => listener.drawn?.(snapshot));
+      this.notify((listener) => listener.onSnapshot?.(snapshot));
     }
-    if (news.displays !== this.displays) {
-      this.displays = news.displays;
-      this.tell((listener) => listener.displayed?.());
+    if (changes.displays !== this.displays) {
+      this.displays = changes.displays;
+      this.notify((listener) => listener.onDisplay?.());
     }
-    if (news.final) {
+    if (changes.final) {
       this.isFinal = true;
-      this.tell((listener) => listener.final?.());
+      this.notify((listener) => listener.onFinal?.());
     }
   }
 
   private setLink(link: LinkState): void {
     this.link = link;
-    this.tell((listener) => listener.linked?.(link));
+    this.notify((listener) => listener.onLinkChange?.(link));
   }
 
-  private tell(call: (listener: Listener) => void): void {
+  private notify(call: (listener: FeedListener) => void): void {
     for (const listener of [...this.listeners]) call(listener);
   }
 }
 
 /** Resolves after `ms`, or as soon as the signal aborts. */
-export function paused(ms: number, signal: AbortSignal): Promise<void> {
+export function sleep(ms: number, signal: AbortSignal): Promise<void> {
   return new Promise((resolve) => {
     if (signal.aborted) {
       resolve();

@@ -1,12 +1,12 @@
 import { readAnswer, readSnapshot, readUpdate } from "../run_view/messages";
 import type { Answer, Question, Snapshot, FeedUpdate } from "../run_view/messages";
-import { NoAnswer } from "../shared/model_questions";
+import { NoAnswer } from "../shared/widget_requests";
 
-/** Sends a request to the Jupyter server, with its token and its cookies; the path is below the server's base URL. */
+/** Sends an authenticated request to the Jupyter server; the path is relative to the server's base URL. */
 export type Request = (path: string, init: RequestInit) => Promise<Response>;
 
 /** A run that was submitted from a notebook's kernel. */
-export interface OwnedRun {
+export interface SubmittedRun {
   readonly run_id: string;
   /** The cell's id, "" when it is not known. */
   readonly cell: string;
@@ -14,24 +14,24 @@ export interface OwnedRun {
   /** Seconds since the epoch; null while the run is active, or if its end was not recorded. */
   readonly ended: number | null;
   readonly execution_count: number | null;
-  /** Whether its cell runs as long as the run does. */
+  /** Whether its cell runs until the run ends. */
   readonly blocks: boolean;
 }
 
-/** What has changed of a run since the last request. */
-export interface News {
+/** A run's changes since the last request. */
+export interface RunChanges {
   readonly snapshot: Snapshot | null;
   readonly updates: readonly FeedUpdate[];
   /** Number of the last `NewLines`. */
   readonly seq: number;
-  /** Lines of all ranks so far. */
+  /** Number of lines of all ranks so far. */
   readonly lines: number;
-  /** Grows when a rank displays something or clears its output. */
+  /** Incremented when a rank displays something or clears its output. */
   readonly displays: number;
   readonly final: boolean;
 }
 
-/** What a run's cell shows. */
+/** The outputs of a run's cell. */
 export interface CellOutputs {
   readonly outputs: readonly CellOutput[];
   readonly execution_count: number | null;
@@ -43,8 +43,8 @@ export interface CellOutput {
   readonly [key: string]: unknown;
 }
 
-/** The server replied with an error; `status` is the HTTP status. */
-export class Refused extends NoAnswer {
+/** The server has replied with an error; `status` is the HTTP status. */
+export class ServerError extends NoAnswer {
   constructor(
     readonly status: number,
     text: string,
@@ -53,25 +53,25 @@ export class Refused extends NoAnswer {
   }
 }
 
-/** The Jupyter server's requests about runs. Methods throw `Refused`, or the error of a failed request. */
+/** Requests to the Jupyter server about runs. Methods throw `ServerError`, or the error of a failed request. */
 export class RunServer {
   constructor(private readonly request: Request) {}
 
-  async runs(kernel: string, signal: AbortSignal): Promise<readonly OwnedRun[]> {
+  async runs(kernel: string, signal: AbortSignal): Promise<readonly SubmittedRun[]> {
     const query = new URLSearchParams({ kernel });
-    return (await this.get(`sgpu/runs?${query.toString()}`, signal)) as readonly OwnedRun[];
+    return (await this.get(`sgpu/runs?${query.toString()}`, signal)) as readonly SubmittedRun[];
   }
 
-  /** Returns what is newer than `known`; waits at most `wait_s` for it. */
-  async news(
+  /** Returns the changes since `known`; waits for them for at most `wait_s`. */
+  async changes(
     run: string,
     known: { after: number; lines: number; drawn: number; displays: number },
     wait_s: number,
     signal: AbortSignal,
-  ): Promise<News> {
+  ): Promise<RunChanges> {
     const query = new URLSearchParams({ wait: String(wait_s) });
     for (const [name, value] of Object.entries(known)) query.set(name, String(value));
-    const found = (await this.get(`${path(run)}/news?${query.toString()}`, signal)) as News;
+    const found = (await this.get(`${path(run)}/news?${query.toString()}`, signal)) as RunChanges;
     return {
       ...found,
       snapshot: found.snapshot === null ? null : readSnapshot(found.snapshot),
@@ -84,7 +84,7 @@ export class RunServer {
     return readAnswer(await this.json(`${path(run)}/ask`, { method: "POST", body, signal }));
   }
 
-  /** Returns the run's final outputs; throws `Refused` with 409 while it is active. */
+  /** Returns the run's final outputs; throws `ServerError` with 409 while it is active. */
   async outputs(run: string, signal: AbortSignal): Promise<CellOutputs> {
     return (await this.get(`${path(run)}/outputs`, signal)) as CellOutputs;
   }
@@ -101,7 +101,7 @@ export class RunServer {
   private async json(path: string, init: RequestInit): Promise<unknown> {
     const response = await this.request(path, init);
     if (response.ok) return response.json();
-    throw new Refused(response.status, await reason(response));
+    throw new ServerError(response.status, await errorText(response));
   }
 }
 
@@ -110,12 +110,12 @@ function path(run: string): string {
 }
 
 /** Returns the message of an error reply, or a sentence with its status. */
-export async function reason(response: Response): Promise<string> {
+export async function errorText(response: Response): Promise<string> {
   try {
     const found = (await response.json()) as { message?: unknown };
     if (typeof found.message === "string" && found.message) return found.message;
   } catch {
-    // not JSON: an error page of a proxy or of the server
+    // not JSON, but an error page of a proxy or of the server
   }
   return `the Jupyter server answered ${response.status} ${response.statusText}`.trim();
 }

@@ -8,7 +8,7 @@ import { RunFeed } from "./run_feed";
 import type { RunServer } from "./run_server";
 import { ServerTransport } from "./server_transport";
 
-const LOWEST = "280px";
+const MIN_HEIGHT = "280px";
 
 /** A run to open. */
 export interface RunToOpen {
@@ -16,7 +16,7 @@ export interface RunToOpen {
   readonly name: string;
 }
 
-/** Tabs with a run's log, stacks and devices, one for each run. */
+/** Tabs with runs' logs, stacks and devices, one for each run. */
 export class RunTabs {
   private readonly tracker = new WidgetTracker<MainAreaWidget<RunTab>>({ namespace: "sgpu-runs" });
 
@@ -29,8 +29,8 @@ export class RunTabs {
 
   open(run: RunToOpen): void {
     const found = this.tracker.find((tab) => tab.content.run.run_id === run.run_id);
-    const tab = found ?? this.make(run);
-    // a tab, not a split: the notebook keeps its height
+    const tab = found ?? this.create(run);
+    // a tab rather than a split, so that the notebook keeps its height
     if (!tab.isAttached) this.app.shell.add(tab, this.area, { mode: "tab-after" });
     this.app.shell.activateById(tab.id);
   }
@@ -44,7 +44,7 @@ export class RunTabs {
     });
   }
 
-  private make(run: RunToOpen): MainAreaWidget<RunTab> {
+  private create(run: RunToOpen): MainAreaWidget<RunTab> {
     const tab = new MainAreaWidget({ content: new RunTab(run, this.server) });
     tab.id = `sgpu-run-${run.run_id}`;
     tab.title.label = run.name;
@@ -53,15 +53,15 @@ export class RunTabs {
     tab.title.closable = true;
     tab.toolbar.hide();
     // widgets in the `down` area have no height of their own
-    if (this.area !== "main") tab.content.node.style.minHeight = LOWEST;
+    if (this.area !== "main") tab.content.node.style.minHeight = MIN_HEIGHT;
     void this.tracker.add(tab);
     return tab;
   }
 }
 
-/** The run's view as a document; disposing it ends the feed. */
+/** A run's view in a tab; disposing it ends the feed. */
 class RunTab extends Widget {
-  private readonly end = new AbortController();
+  private readonly controller = new AbortController();
 
   constructor(
     readonly run: RunToOpen,
@@ -71,13 +71,13 @@ class RunTab extends Widget {
     this.addClass("sgpu-run-tab");
     this.node.style.cssText = "overflow:auto;padding:8px;background:var(--jp-layout-color0)";
     this.node.tabIndex = -1;
-    const feed = new RunFeed(server, run.run_id, this.end.signal);
-    mountRunView(this.node, new ServerTransport(server, feed), this.end.signal);
-    void feed.follow();
+    const feed = new RunFeed(server, run.run_id, this.controller.signal);
+    mountRunView(this.node, new ServerTransport(server, feed), this.controller.signal);
+    void feed.poll();
   }
 
   override dispose(): void {
-    this.end.abort();
+    this.controller.abort();
     super.dispose();
   }
 }

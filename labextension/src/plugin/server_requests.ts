@@ -3,13 +3,13 @@ import { ServerConnection } from "@jupyterlab/services";
 
 import type { Request } from "./run_server";
 
-/** Requests to the Jupyter server with JupyterLab's own authentication. */
-export function requestOf(settings: ServerConnection.ISettings): Request {
+/** Returns a function that sends requests to the Jupyter server with JupyterLab's authentication. */
+export function createRequest(settings: ServerConnection.ISettings): Request {
   return (path, init) => ServerConnection.makeRequest(URLExt.join(settings.baseUrl, path), init, settings);
 }
 
 /** Opens a websocket to the Jupyter server, authenticated like JupyterLab's kernel websockets. */
-export function socketOf(settings: ServerConnection.ISettings, path: string): WebSocket {
+export function openSocket(settings: ServerConnection.ISettings, path: string): WebSocket {
   const url = URLExt.join(settings.wsUrl, path);
   const token = settings.appendToken && settings.token !== "" ? `?token=${encodeURIComponent(settings.token)}` : "";
   return new settings.WebSocket(url + token);

@@ -1,38 +1,38 @@
 import type { Answer, Snapshot, FeedUpdate } from "../run_view/messages";
-import type { Ask, LinkState, Transport } from "../run_view/transport";
-import { NoAnswer } from "../shared/model_questions";
+import type { QuestionBody, LinkState, Transport } from "../run_view/transport";
+import { NoAnswer } from "../shared/widget_requests";
 import type { RunFeed } from "./run_feed";
 import type { RunServer } from "./run_server";
 
-/** Requests go to the Jupyter server, which reads the run's directory: the kernel's state does not matter. */
+/** Sends questions to the Jupyter server, which reads the run's directory, so they are answered without the kernel. */
 export class ServerTransport implements Transport {
   readonly kind = "server";
-  private readonly ending = new AbortController();
-  private readonly unlisten: () => void;
-  private updated: (update: FeedUpdate) => void = () => undefined;
-  private drawn: (snapshot: Snapshot) => void = () => undefined;
-  private linked: (state: LinkState) => void = () => undefined;
+  private readonly controller = new AbortController();
+  private readonly removeListener: () => void;
+  private updateCallback: (update: FeedUpdate) => void = () => undefined;
+  private snapshotCallback: (snapshot: Snapshot) => void = () => undefined;
+  private linkCallback: (state: LinkState) => void = () => undefined;
   private count = 0;
 
   constructor(
     private readonly server: RunServer,
     private readonly feed: RunFeed,
   ) {
-    this.unlisten = feed.listen({
-      onUpdate: (update) => this.updated(update),
-      drawn: (snapshot) => this.drawn(snapshot),
-      linked: (link) => this.linked(link),
+    this.removeListener = feed.addListener({
+      onUpdate: (update) => this.updateCallback(update),
+      onSnapshot: (snapshot) => this.snapshotCallback(snapshot),
+      onLinkChange: (link) => this.linkCallback(link),
     });
-    feed.signal.addEventListener("abort", () => this.dispose(), { signal: this.ending.signal });
+    feed.signal.addEventListener("abort", () => this.dispose(), { signal: this.controller.signal });
   }
 
-  async ask(question: Ask): Promise<Answer> {
-    // read before the request: updates that arrive before the reply are applied on top of it
+  async ask(question: QuestionBody): Promise<Answer> {
+    // read before the request, so that updates that arrive before the reply are applied on top of it
     const { seq } = this.feed;
     this.count += 1;
     let answer: Answer;
     try {
-      answer = await this.server.ask(this.feed.run, { ...question, n: this.count }, this.ending.signal);
+      answer = await this.server.ask(this.feed.run, { ...question, n: this.count }, this.controller.signal);
     } catch (error) {
       if (error instanceof NoAnswer) throw error;
       throw new NoAnswer(`the Jupyter server does not answer: ${error instanceof Error ? error.message : String(error)}`);
@@ -42,21 +42,21 @@ export class ServerTransport implements Transport {
   }
 
   onUpdate(callback: (update: FeedUpdate) => void): void {
-    this.updated = callback;
+    this.updateCallback = callback;
   }
 
   onSnapshot(callback: (snapshot: Snapshot) => void): void {
-    this.drawn = callback;
+    this.snapshotCallback = callback;
     if (this.feed.snapshot) callback(this.feed.snapshot);
   }
 
   onLink(callback: (state: LinkState) => void): void {
-    this.linked = callback;
+    this.linkCallback = callback;
     callback(this.feed.link);
   }
 
   dispose(): void {
-    this.unlisten();
-    this.ending.abort();
+    this.removeListener();
+    this.controller.abort();
   }
 }

@@ -4,20 +4,20 @@ import { mountPanel } from "../panel";
 import type { PanelHost } from "../panel/host";
 import { gpuIcon } from "./icon";
 
-/** The panel in the application's left area; it is drawn when it is first shown. */
+/** The panel in the application's left area, drawn when it is first shown. */
 export class Sidebar extends Widget {
-  private readonly end = new AbortController();
+  private readonly controller = new AbortController();
   private isDrawn = false;
 
   /**
-   * @param makeHost: Called once, when the panel is drawn.
+   * @param createHost: Called once, when the panel is drawn.
    * @param ready: Resolves when the settings and the panel's stored state are loaded.
-   * @param looked: Called whenever the panel is shown or hidden.
+   * @param onVisibilityChange: Called whenever the panel is shown or hidden.
    */
   constructor(
-    private readonly makeHost: (signal: AbortSignal) => PanelHost,
+    private readonly createHost: (signal: AbortSignal) => PanelHost,
     private readonly ready: Promise<unknown>,
-    private readonly looked: (looked: boolean) => void,
+    private readonly onVisibilityChange: (isVisible: boolean) => void,
     title: string,
   ) {
     super();
@@ -32,30 +32,30 @@ export class Sidebar extends Widget {
   }
 
   override dispose(): void {
-    this.end.abort();
+    this.controller.abort();
     super.dispose();
   }
 
   protected override onAfterAttach(): void {
-    this.look();
+    this.drawIfVisible();
   }
 
   protected override onAfterShow(): void {
-    this.look();
+    this.drawIfVisible();
   }
 
   protected override onAfterHide(): void {
-    this.look();
+    this.drawIfVisible();
   }
 
   protected override onActivateRequest(): void {
     this.node.focus();
   }
 
-  private look(): void {
-    this.looked(this.isVisible);
+  private drawIfVisible(): void {
+    this.onVisibilityChange(this.isVisible);
     if (!this.isVisible || this.isDrawn) return;
     this.isDrawn = true;
-    void this.ready.then(() => mountPanel(this.node, this.makeHost(this.end.signal), this.end.signal));
+    void this.ready.then(() => mountPanel(this.node, this.createHost(this.controller.signal), this.controller.signal));
   }
 }

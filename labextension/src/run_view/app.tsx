@@ -13,7 +13,7 @@ interface Props {
   readonly model: RunModel;
   readonly activity: Activity;
   readonly signal: AbortSignal;
-  /** Sets this view's element ids apart from other views'. */
+  /** Prefix of this view's element ids, unique in the page. */
   readonly id: string;
 }
 
@@ -33,7 +33,7 @@ function isPage(url: string): boolean {
   return /^https?:\/\//i.test(url);
 }
 
-/** A run, from its preparation to its end. */
+/** The view of one run, from its preparation to its end. */
 export function App({ model, activity, signal, id }: Props) {
   const [, redraw] = useState(0);
   const [tab, setTab] = useState<Tab>("all");
@@ -42,10 +42,10 @@ export function App({ model, activity, signal, id }: Props) {
   const run = model.snapshot;
   const dense = run !== null && run.ranks.length > 8;
   const hasLines = model.log.lines("all").total > 0;
-  // an empty log of a session is hidden: its ranks rarely print between cells
+  // hide a session's empty log: its ranks rarely print between cells
   const hasLog = run !== null && (hasLines || (model.interrupts && run.ranks.length > 0));
   const ranks = run?.ranks;
-  // lines arrive much more often than `ranks` changes: skip diffing an unchanged grid
+  // lines arrive much more often than `ranks` changes, so skip diffing an unchanged grid
   const grid = useMemo(() => ranks && ranks.length > 0 && <RankGrid ranks={ranks} onShow={setTab} />, [ranks]);
   const tabs = run ? (run.only.length > 0 ? run.only : run.lines.map((_, rank) => rank)) : [];
   const words = run ? [...run.others, ...run.footer] : [];

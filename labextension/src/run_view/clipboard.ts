@@ -1,6 +1,6 @@
-/** Copies a text; false when the browser does not allow it. */
+/** Copies a text; returns false if the browser does not allow it. */
 export async function copyText(text: string): Promise<boolean> {
-  // undefined on pages served over plain http from another machine, as many notebooks are
+  // undefined on insecure pages, such as notebooks served over plain http from another machine
   const clipboard = navigator.clipboard as Clipboard | undefined;
   if (clipboard) {
     try {

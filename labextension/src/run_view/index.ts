@@ -2,7 +2,7 @@
 import { h, render as draw } from "preact";
 
 import { Activity } from "../shared/activity";
-import type { WidgetModel } from "../shared/model_questions";
+import type { WidgetModel } from "../shared/widget_requests";
 import theme from "../shared/theme.css";
 import { App } from "./app";
 import { RunModel } from "./run_model";
@@ -49,17 +49,17 @@ interface RenderProps {
   readonly signal?: AbortSignal;
 }
 
-/** Draws a widget; the returned function ends the view, for hosts that give no signal. */
+/** Draws a widget. Returns a function that ends the view, for hosts without an abort signal. */
 function render({ model, el, signal }: RenderProps): () => void {
-  const end = new AbortController();
-  signal?.addEventListener("abort", () => end.abort(), { signal: end.signal });
-  mountRunView(el, new WidgetTransport(model), end.signal);
-  return () => end.abort();
+  const controller = new AbortController();
+  signal?.addEventListener("abort", () => controller.abort(), { signal: controller.signal });
+  mountRunView(el, new WidgetTransport(model), controller.signal);
+  return () => controller.abort();
 }
 
 /**
- * Sends hello for a view that is not drawn yet, e.g. because its cell is scrolled out of view: without a hello, the
- * kernel assumes a front end that can't draw it.
+ * Sends a hello for a view that is not drawn yet, such as one in a cell that is scrolled out of view. Without a hello,
+ * the kernel assumes that the front end can't draw the view.
  */
 function initialize({ model }: { readonly model: WidgetModel }): void {
   const transport = new WidgetTransport(model);

@@ -4,36 +4,36 @@ import { copyText } from "./clipboard";
 import type { Tab } from "./log_model";
 import type { RunModel } from "./run_model";
 
-/** Longer logs can only be downloaded: they make the clipboard and the pasting application slow. */
+/** Longer logs can only be downloaded: they would slow down the clipboard and the application that pastes them. */
 export const MAX_COPY_CHARS = 5_000_000;
 /** Text is moved into Blobs of this size, which browsers keep outside the page's memory. */
 const PART_CHARS = 4_000_000;
 
-/** `tell` reports progress; `signal` aborts the export. */
+/** Callback for progress messages, and a signal that aborts the export. */
 export interface Progress {
   readonly signal: AbortSignal;
-  readonly tell: (text: string) => void;
+  readonly report: (text: string) => void;
 }
 
-async function* log(model: RunModel, tab: Tab, signal: AbortSignal): AsyncGenerator<string> {
+async function* readLog(model: RunModel, tab: Tab, signal: AbortSignal): AsyncGenerator<string> {
   for (let offset: number | null = 0; offset !== null; ) {
-    const answer = await model.piece(offset, tab);
+    const answer = await model.readLog(offset, tab);
     if (signal.aborted) return;
     yield answer.text;
-    // stop if the offset does not advance: the same piece would be requested forever
+    // stop if the offset does not advance, rather than request the same part forever
     offset = answer.next_offset !== null && answer.next_offset > offset ? answer.next_offset : null;
   }
 }
 
 /** Copies the whole log of a tab, without colours; returns a message for the user. */
-export async function copyLog(model: RunModel, tab: Tab, { signal, tell }: Progress): Promise<string> {
+export async function copyLog(model: RunModel, tab: Tab, { signal, report }: Progress): Promise<string> {
   const parts: string[] = [];
   let size = 0;
-  for await (const text of log(model, tab, signal)) {
+  for await (const text of readLog(model, tab, signal)) {
     parts.push(text);
     size += text.length;
     if (size > MAX_COPY_CHARS) return `the log is larger than ${formatMegabytes(MAX_COPY_CHARS)}: download it instead`;
-    tell(`copying ${formatMegabytes(size)}`);
+    report(`copying ${formatMegabytes(size)}`);
   }
   if (signal.aborted) return "";
   const copied = await copyText(plainLines(parts.join("")));
@@ -41,12 +41,12 @@ export async function copyLog(model: RunModel, tab: Tab, { signal, tell }: Progr
 }
 
 /** Saves the whole log of a tab as a file; returns a message for the user. */
-export async function downloadLog(model: RunModel, tab: Tab, { signal, tell }: Progress): Promise<string> {
+export async function downloadLog(model: RunModel, tab: Tab, { signal, report }: Progress): Promise<string> {
   const blobs: Blob[] = [];
   let parts: string[] = [];
   let pending = 0;
   let size = 0;
-  for await (const text of log(model, tab, signal)) {
+  for await (const text of readLog(model, tab, signal)) {
     parts.push(text);
     pending += text.length;
     size += text.length;
@@ -55,14 +55,14 @@ export async function downloadLog(model: RunModel, tab: Tab, { signal, tell }: P
       parts = [];
       pending = 0;
     }
-    tell(`downloading ${formatMegabytes(size)}`);
+    report(`downloading ${formatMegabytes(size)}`);
   }
   if (signal.aborted) return "";
-  save(new Blob([...blobs, ...parts], { type: "text/plain;charset=utf-8" }), fileName(model, tab));
+  saveFile(new Blob([...blobs, ...parts], { type: "text/plain;charset=utf-8" }), fileName(model, tab));
   return `downloaded ${formatMegabytes(size)}`;
 }
 
-/** Returns a text without colours; line by line, since an escape sequence ends with its line. */
+/** Returns a text without colours. Works line by line, because an escape sequence ends with its line. */
 function plainLines(text: string): string {
   return text.includes("\x1b") ? text.split("\n").map(plain).join("\n") : text;
 }
@@ -73,7 +73,7 @@ function fileName(model: RunModel, tab: Tab): string {
   return `${name}-${run?.short_id ?? "log"}${tab === "all" ? "" : `-rank-${tab}`}.log`;
 }
 
-function save(blob: Blob, name: string): void {
+function saveFile(blob: Blob, name: string): void {
   const link = document.createElement("a");
   link.href = URL.createObjectURL(blob);
   link.download = name;

@@ -36,17 +36,17 @@ export class PagedLines {
 
   put(line: number, row: LineRow): void {
     const number = Math.floor(line / PAGE_LINES);
-    const page = this.pages.get(number) ?? this.begin(number);
+    const page = this.pages.get(number) ?? this.addPage(number);
     const before = page.rows[line % PAGE_LINES];
     const grown = row[2].length - (before ? before[2].length : 0);
     page.rows[line % PAGE_LINES] = row;
     page.chars += grown;
     this.chars += grown;
-    if (this.chars > MAX_CHARS) this.shrink();
+    if (this.chars > MAX_CHARS) this.evict();
   }
 
   /** Marks lines as recently used. */
-  use(first: number, count: number): void {
+  touch(first: number, count: number): void {
     for (let number = Math.floor(first / PAGE_LINES); number * PAGE_LINES < first + count; number++) {
       const page = this.pages.get(number);
       if (!page) continue;
@@ -55,16 +55,16 @@ export class PagedLines {
     }
   }
 
-  private begin(number: number): Page {
+  private addPage(number: number): Page {
     const page: Page = { rows: [], chars: 0 };
     this.pages.set(number, page);
-    this.shrink();
+    this.evict();
     return page;
   }
 
-  private shrink(): void {
+  private evict(): void {
     for (const [number, page] of this.pages) {
-      // keep two pages however long their lines are: the view may span their border
+      // keep two pages, however long their lines: the view may span both
       const tooMany = this.pages.size > this.maxPages || (this.chars > MAX_CHARS && this.pages.size > 2);
       if (!tooMany) return;
       this.pages.delete(number);
@@ -73,26 +73,27 @@ export class PagedLines {
   }
 }
 
-/** Asks for lines, and resolves with null when there is no answer. */
-export type Fetch = (first: number, count: number, rank: number | null) => Promise<LinesAnswer | null>;
+/** Requests lines; resolves with null if there is no answer. */
+export type FetchLines = (first: number, count: number, rank: number | null) => Promise<LinesAnswer | null>;
 
 /**
  * The browser's copy of a run's log: its length, and some pages of its lines.
  *
- * Every line has an absolute number, so messages may arrive late, twice or never: missing lines are holes, and holes
- * in view are requested.
+ * Lines have absolute numbers, so messages may arrive late, twice or never. Missing lines are requested when they are
+ * in view.
  */
 export class LogModel {
-  /** Number of the last `NewLines` that is accounted for. */
+  /** Number of the last `NewLines` that was applied. */
   seq = 0;
   private readonly all = new PagedLines(ALL_PAGES);
   private readonly ranks: PagedLines[] = [];
-  private readonly asked = new Map<string, number>();
+  /** When each requested page may be requested again; `Infinity` while its request is pending. */
+  private readonly retryAt_ms = new Map<string, number>();
 
   constructor(
-    private readonly fetch: Fetch,
-    private readonly changed: () => void,
-    private readonly now: () => number = () => performance.now(),
+    private readonly fetch: FetchLines,
+    private readonly onChange: () => void,
+    private readonly now_ms: () => number = () => performance.now(),
   ) {}
 
   lines(tab: Tab): PagedLines {
@@ -107,11 +108,11 @@ export class LogModel {
       lines.total = Math.max(lines.total, total);
     });
     this.all.total = Math.max(this.all.total, ranks.reduce((sum, total) => sum + total, 0));
-    this.changed();
+    this.onChange();
   }
 
   /** Applies the reply to a hello. */
-  hello(seq: number, ranks: readonly number[]): void {
+  onHello(seq: number, ranks: readonly number[]): void {
     this.seq = Math.max(this.seq, seq);
     this.grow(ranks);
   }
@@ -119,7 +120,7 @@ export class LogModel {
   /** Adds new lines; false when messages before this one are missing. */
   add(message: NewLines): boolean {
     if (message.seq <= this.seq) return true;
-    const follows = message.seq === this.seq + 1;
+    const isNext = message.seq === this.seq + 1;
     this.seq = message.seq;
     let at = message.first;
     for (const row of message.rows) {
@@ -133,53 +134,53 @@ export class LogModel {
     }
     this.all.total = Math.max(this.all.total, at);
     this.grow(message.ranks);
-    return follows;
+    return isNext;
   }
 
   /** Requests the missing lines in view, page by page, once each. */
-  ensure(tab: Tab, first: number, count: number): void {
+  requestMissing(tab: Tab, first: number, count: number): void {
     const lines = this.lines(tab);
-    lines.use(first, count);
+    lines.touch(first, count);
     const end = Math.min(first + count, lines.total);
     for (let line = first; line < end; line++) {
       if (lines.get(line)) continue;
       const page = Math.floor(line / PAGE_LINES);
       const pageEnd = Math.min((page + 1) * PAGE_LINES, lines.total);
-      if (!this.isAsked(tab, page)) this.ask(tab, page, line, pageEnd);
+      if (!this.isRequested(tab, page)) this.requestPage(tab, page, line, pageEnd);
       line = pageEnd - 1;
     }
   }
 
-  private isAsked(tab: Tab, page: number): boolean {
-    const until = this.asked.get(`${tab}:${page}`);
-    return until !== undefined && this.now() < until;
+  private isRequested(tab: Tab, page: number): boolean {
+    const retryAt_ms = this.retryAt_ms.get(`${tab}:${page}`);
+    return retryAt_ms !== undefined && this.now_ms() < retryAt_ms;
   }
 
-  private ask(tab: Tab, page: number, line: number, pageEnd: number): void {
+  private requestPage(tab: Tab, page: number, line: number, pageEnd: number): void {
     const key = `${tab}:${page}`;
     const lines = this.lines(tab);
-    // start at the page's first hole: the lines above the view are likely to be needed next
+    // start at the page's first missing line: the lines above the view are likely to be needed next
     let first = page * PAGE_LINES;
     while (first < line && lines.get(first)) first++;
-    this.asked.set(key, Infinity);
+    this.retryAt_ms.set(key, Infinity);
     this.fetch(first, Math.min(pageEnd - first, MAX_LINES), tab === "all" ? null : tab).then(
       (answer) => {
         if (answer && answer.rows.length > 0) {
-          this.asked.delete(key);
-          this.take(tab, answer);
+          this.retryAt_ms.delete(key);
+          this.addAnswer(tab, answer);
         } else {
-          this.asked.set(key, this.now() + RETRY_MS);
+          this.retryAt_ms.set(key, this.now_ms() + RETRY_MS);
         }
-        this.changed();
+        this.onChange();
       },
       () => {
-        this.asked.set(key, this.now() + RETRY_MS);
-        this.changed();
+        this.retryAt_ms.set(key, this.now_ms() + RETRY_MS);
+        this.onChange();
       },
     );
   }
 
-  private take(tab: Tab, answer: LinesAnswer): void {
+  private addAnswer(tab: Tab, answer: LinesAnswer): void {
     const lines = this.lines(tab);
     answer.rows.forEach((row, index) => lines.put(answer.first + index, row));
     lines.total = Math.max(lines.total, answer.total);

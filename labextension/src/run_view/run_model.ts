@@ -1,17 +1,17 @@
 import type { Activity } from "../shared/activity";
-import { NoAnswer } from "../shared/model_questions";
+import { NoAnswer } from "../shared/widget_requests";
 import { costOf, formatMoney } from "../shared/units";
 import { LogModel } from "./log_model";
 import type { Tab } from "./log_model";
 import type { Answer, FindAnswer, LogAnswer, Snapshot, FeedUpdate } from "./messages";
-import type { Ask, LinkState, Transport } from "./transport";
+import type { QuestionBody, LinkState, Transport } from "./transport";
 
-/** A page that was hidden for longer requests the run's state when it is shown again. */
+/** A page that was hidden for longer than this requests the run's state when it is shown again. */
 const LONG_HIDDEN_MS = 5_000;
-/** Lines that a snapshot counts and that have not arrived after this delay are requested. */
-const UNTOLD_MS = 1_500;
-/** How long Cancel waits for the kernel's answer before it interrupts: on the main shell, and on other transports. */
-const CANCEL_PATIENCE_MS = { shell: 700, other: 4_500 };
+/** Delay after which lines that a snapshot counts, but that have not arrived, are requested. */
+const MISSING_LINES_MS = 1_500;
+/** How long Cancel waits for the kernel's answer before it interrupts: on the main shell, and on other channels. */
+const CANCEL_TIMEOUT_MS = { shell: 700, other: 4_500 };
 
 /** The result of a button's action. */
 export interface Notice {
@@ -25,11 +25,11 @@ export class RunModel {
   readonly log: LogModel;
   link: LinkState = { busy: false, away: false, ended: "" };
   notice: Notice | null = null;
-  /** Buttons whose request is pending. */
-  readonly waiting = new Set<"cancel" | "stacks">();
+  /** Actions whose request is pending. */
+  readonly pendingActions = new Set<"cancel" | "stacks">();
   private received_ms = 0;
-  private helloAsked = false;
-  private untold: ReturnType<typeof setTimeout> | undefined;
+  private isHelloPending = false;
+  private growTimer: ReturnType<typeof setTimeout> | undefined;
   private readonly listeners = new Set<() => void>();
   private frame: number | undefined;
   private dirty = false;
@@ -44,17 +44,17 @@ export class RunModel {
         const answer = await transport.ask({ kind: "lines", first, count, rank });
         return answer.kind === "lines-answer" ? answer : null;
       },
-      () => this.changed(),
+      () => this.requestRedraw(),
     );
     transport.onUpdate((message) => this.onUpdate(message));
-    transport.onLink?.((link) => this.linked(link));
-    transport.onSnapshot((snapshot) => this.drawn(snapshot));
+    transport.onLink?.((link) => this.onLinkChange(link));
+    transport.onSnapshot((snapshot) => this.onSnapshot(snapshot));
     activity.onChange(() => this.flush());
     activity.onReturn((hidden_ms) => {
-      if (hidden_ms > LONG_HIDDEN_MS) this.hello();
+      if (hidden_ms > LONG_HIDDEN_MS) this.sendHello();
     });
     signal.addEventListener("abort", () => this.close(), { once: true });
-    this.hello();
+    this.sendHello();
   }
 
   /** Seconds since the ranks started; 0 before. */
@@ -67,7 +67,7 @@ export class RunModel {
     return this.hasStarted ? (this.snapshot?.starting_s ?? 0) : this.clock_s;
   }
 
-  /** What the running clock shows: how long the ranks have run or, before that, how long they have been starting. */
+  /** Seconds that the clock shows: since the ranks started or, before that, since the lease. */
   get clock_s(): number {
     if (!this.snapshot) return 0;
     const seconds = this.hasStarted ? this.snapshot.elapsed_s : this.snapshot.starting_s;
@@ -92,11 +92,11 @@ export class RunModel {
   }
 
   /**
-   * The kernel answers only when its cell has ended.
+   * Whether the kernel answers only after its cell.
    *
-   * On the main shell, only a late answer shows this: kernels that handle comms in a subshell of their own answer.
+   * This shows only in a late answer on the main shell: kernels that handle comms in their own subshell answer in time.
    */
-  get isMute(): boolean {
+  get isKernelBlocked(): boolean {
     return this.transport.kind === "shell" && this.link.busy;
   }
 
@@ -115,7 +115,7 @@ export class RunModel {
     return () => this.listeners.delete(callback);
   }
 
-  changed(): void {
+  requestRedraw(): void {
     this.dirty = true;
     if (this.frame !== undefined || !this.activity.active || this.signal.aborted) return;
     this.frame = requestAnimationFrame(() => {
@@ -124,14 +124,14 @@ export class RunModel {
     });
   }
 
-  /** Requests that the run is cancelled, and interrupts the kernel if it does not answer. */
+  /** Requests the run's cancellation, and interrupts the kernel if it does not answer. */
   async cancel(): Promise<void> {
-    await this.pressed("cancel", async () => {
+    await this.runAction("cancel", async () => {
       const asked = this.ask({ kind: "cancel" });
       const interrupt = this.transport.interrupt;
       if (!interrupt || !this.interrupts) return asked;
-      const patience_ms = this.transport.kind === "shell" ? CANCEL_PATIENCE_MS.shell : CANCEL_PATIENCE_MS.other;
-      const first = await Promise.race([asked, this.pause(patience_ms)]);
+      const timeout_ms = this.transport.kind === "shell" ? CANCEL_TIMEOUT_MS.shell : CANCEL_TIMEOUT_MS.other;
+      const first = await Promise.race([asked, this.pause(timeout_ms)]);
       if (first) return first;
       await interrupt();
       return ["The kernel did not answer and was interrupted: that cancels the run of its cell."];
@@ -140,92 +140,92 @@ export class RunModel {
 
   /** Shows every rank's stack. */
   async stacks(): Promise<void> {
-    await this.pressed("stacks", () => this.ask({ kind: "stacks" }));
+    await this.runAction("stacks", () => this.ask({ kind: "stacks" }));
   }
 
-  dismiss(): void {
+  dismissNotice(): void {
     this.notice = null;
-    this.changed();
+    this.requestRedraw();
   }
 
-  say(...lines: string[]): void {
+  showNotice(...lines: string[]): void {
     this.notice = { lines, isStacks: false };
-    this.changed();
+    this.requestRedraw();
   }
 
   /** Finds lines; throws `NoAnswer`. */
   async find(text: string, tab: Tab): Promise<FindAnswer> {
     const answer = await this.transport.ask({ kind: "find", text, rank: rankOf(tab) });
-    return answer.kind === "find-answer" ? answer : none(answer);
+    return answer.kind === "find-answer" ? answer : throwNoAnswer(answer);
   }
 
   /** Returns a piece of the whole log; throws `NoAnswer`. */
-  async piece(offset: number, tab: Tab): Promise<LogAnswer> {
+  async readLog(offset: number, tab: Tab): Promise<LogAnswer> {
     const answer = await this.transport.ask({ kind: "log", offset, rank: rankOf(tab) });
-    return answer.kind === "log-answer" ? answer : none(answer);
+    return answer.kind === "log-answer" ? answer : throwNoAnswer(answer);
   }
 
-  private async pressed(button: "cancel" | "stacks", act: () => Promise<readonly string[]>): Promise<void> {
-    if (this.waiting.has(button)) return;
-    this.waiting.add(button);
-    this.changed();
+  private async runAction(action: "cancel" | "stacks", send: () => Promise<readonly string[]>): Promise<void> {
+    if (this.pendingActions.has(action)) return;
+    this.pendingActions.add(action);
+    this.requestRedraw();
     try {
-      const lines = await act();
-      this.notice = lines.length ? { lines, isStacks: button === "stacks" } : null;
+      const lines = await send();
+      this.notice = lines.length ? { lines, isStacks: action === "stacks" } : null;
     } catch (error) {
-      this.notice = { lines: [`${button}: ${textOf(error)}`], isStacks: false };
+      this.notice = { lines: [`${action}: ${errorText(error)}`], isStacks: false };
     }
-    this.waiting.delete(button);
-    this.changed();
+    this.pendingActions.delete(action);
+    this.requestRedraw();
   }
 
-  private async ask(question: Ask): Promise<readonly string[]> {
+  private async ask(question: QuestionBody): Promise<readonly string[]> {
     const answer = await this.transport.ask(question);
-    return answer.kind === "text" ? answer.lines : none(answer);
+    return answer.kind === "text" ? answer.lines : throwNoAnswer(answer);
   }
 
-  private hello(): void {
-    if (this.helloAsked) return;
-    this.helloAsked = true;
+  private sendHello(): void {
+    if (this.isHelloPending) return;
+    this.isHelloPending = true;
     this.transport.ask({ kind: "hello", over: this.transport.kind }).then(
       (answer) => {
-        this.helloAsked = false;
+        this.isHelloPending = false;
         if (answer.kind !== "hello") return;
-        this.drawn(answer.snapshot);
-        this.log.hello(answer.seq, answer.snapshot.lines);
+        this.onSnapshot(answer.snapshot);
+        this.log.onHello(answer.seq, answer.snapshot.lines);
       },
       () => {
-        this.helloAsked = false;
+        this.isHelloPending = false;
       },
     );
   }
 
   private onUpdate(message: FeedUpdate): void {
-    if (message.kind === "gone") this.linked({ ...this.link, ended: message.text });
-    else if (!this.log.add(message)) this.hello();
+    if (message.kind === "gone") this.onLinkChange({ ...this.link, ended: message.text });
+    else if (!this.log.add(message)) this.sendHello();
   }
 
-  private drawn(snapshot: Snapshot): void {
+  private onSnapshot(snapshot: Snapshot): void {
     if (this.snapshot && snapshot.seq < this.snapshot.seq) return;
     this.snapshot = snapshot;
     this.received_ms = performance.now();
-    // lines arrive before or soon after the snapshot that counts them; otherwise their message was lost
+    // lines arrive before or soon after the snapshot that counts them, unless their message was lost
     if (snapshot.final) this.log.grow(snapshot.lines);
-    else this.untold ??= setTimeout(() => this.takeUntold(snapshot.lines), UNTOLD_MS);
-    this.changed();
+    else this.growTimer ??= setTimeout(() => this.growLog(snapshot.lines), MISSING_LINES_MS);
+    this.requestRedraw();
   }
 
-  private takeUntold(lines: readonly number[]): void {
-    this.untold = undefined;
+  private growLog(lines: readonly number[]): void {
+    this.growTimer = undefined;
     this.log.grow(lines);
   }
 
-  private linked(link: LinkState): void {
-    const back = this.link.away && !link.away;
+  private onLinkChange(link: LinkState): void {
+    const hasRecovered = this.link.away && !link.away;
     // a link that has ended never reopens
     this.link = { ...link, ended: link.ended || this.link.ended };
-    if (back) this.hello();
-    this.changed();
+    if (hasRecovered) this.sendHello();
+    this.requestRedraw();
   }
 
   private flush(): void {
@@ -242,14 +242,14 @@ export class RunModel {
   }
 
   private close(): void {
-    clearTimeout(this.untold);
+    clearTimeout(this.growTimer);
     if (this.frame !== undefined) cancelAnimationFrame(this.frame);
     this.listeners.clear();
     this.transport.dispose();
   }
 }
 
-export function textOf(error: unknown): string {
+export function errorText(error: unknown): string {
   return error instanceof Error ? error.message : String(error);
 }
 
@@ -257,6 +257,6 @@ function rankOf(tab: Tab): number | null {
   return tab === "all" ? null : tab;
 }
 
-function none(answer: Answer): never {
+function throwNoAnswer(answer: Answer): never {
   throw new NoAnswer(answer.kind === "refusal" ? answer.text : "the kernel sent an unexpected answer");
 }

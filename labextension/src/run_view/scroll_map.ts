@@ -2,11 +2,11 @@
 export const MAX_HEIGHT_PX = 10_000_000;
 
 /**
- * Which lines a scroll position shows, for any number of lines of one height.
+ * Maps scroll positions to lines of one height, for any number of lines.
  *
  * Up to `MAX_HEIGHT_PX` the scrolled height is the lines' height. Above it, a drag of the scroll bar moves the lines in
  * proportion, while a wheel or key event moves them by its own pixels: the position among the lines is kept separately
- * from the scroll bar's, and `settle` aligns the two when scrolling has paused.
+ * from the scroll bar's, and `alignScrollBar` aligns the two when scrolling has paused.
  */
 export class ScrollMap {
   private lines = 0;
@@ -61,7 +61,7 @@ export class ScrollMap {
   }
 
   /** Applies a scroll position that the browser reports. */
-  scrolled(scroll_px: number): void {
+  onScroll(scroll_px: number): void {
     const by = scroll_px - this.bar_px;
     this.bar_px = Math.max(0, Math.min(scroll_px, this.maxBar_px));
     if (!this.isScaled) this.top_px = this.bar_px;
@@ -72,31 +72,31 @@ export class ScrollMap {
   }
 
   /** Moves the scroll bar to match the lines in view; true when it moved. */
-  settle(): boolean {
+  alignScrollBar(): boolean {
     const to = this.isScaled ? Math.round((this.top_px / this.maxTop_px) * this.maxBar_px) : this.top_px;
     const moved = Math.abs(to - this.bar_px) >= 1;
     if (moved) this.bar_px = to;
     return moved;
   }
 
-  toEnd(): void {
+  scrollToEnd(): void {
     this.top_px = this.maxTop_px;
     this.bar_px = this.maxBar_px;
   }
 
   /** Moves by lines and pages; a page is one line less than the view. */
-  move(lines: number, pages: number): void {
+  scrollBy(lines: number, pages: number): void {
     const page_px = Math.max(this.row_px, this.view_px - this.row_px);
     this.top_px = this.clamp(this.top_px + lines * this.row_px + pages * page_px);
-    this.settle();
+    this.alignScrollBar();
   }
 
   /** Scrolls a line to the middle of the view, unless it is already in view. */
-  show(line: number): void {
+  scrollToLine(line: number): void {
     const at = line * this.row_px;
     if (at >= this.top_px && at + this.row_px <= this.top_px + this.view_px) return;
     this.top_px = this.clamp(at - (this.view_px - this.row_px) / 2);
-    this.settle();
+    this.alignScrollBar();
   }
 
   /** The first line to draw and how many, with `beyond` more on each side, which avoids blank flashes. */
@@ -107,7 +107,7 @@ export class ScrollMap {
   }
 
   /** Where a line is drawn within the scrolled height. */
-  place_px(line: number): number {
+  lineTop_px(line: number): number {
     return this.bar_px + line * this.row_px - this.top_px;
   }
 

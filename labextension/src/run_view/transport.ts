@@ -2,19 +2,19 @@ import type { Answer, Question, Snapshot, FeedUpdate } from "./messages";
 
 type WithoutNumber<Q> = Q extends unknown ? Omit<Q, "n"> : never;
 
-/** A question before its transport numbers it. */
-export type Ask = WithoutNumber<Question>;
+/** A question without the number that its transport adds. */
+export type QuestionBody = WithoutNumber<Question>;
 
-/** How questions travel: on the kernel's comm subshell, its control channel, its main shell, or through the server. */
+/** The channel of questions: the kernel's comm subshell, its control channel, its main shell, or the server. */
 export type TransportKind = "subshell" | "control" | "shell" | "server";
 
-/** State of a view's link. */
+/** State of a view's connection to the source of its updates. */
 export interface LinkState {
   /** Questions are waiting because the kernel is busy. */
   readonly busy: boolean;
   /** The link is down and expected to recover. */
   readonly away: boolean;
-  /** Why the link has ended for good, "" while it has not. */
+  /** Why the link has ended for good, "" if it has not. */
   readonly ended: string;
 }
 
@@ -30,7 +30,7 @@ export interface Transport {
    *
    * @throws NoAnswer: There will be no answer.
    */
-  ask(question: Ask): Promise<Answer>;
+  ask(question: QuestionBody): Promise<Answer>;
   onUpdate(callback: (update: FeedUpdate) => void): void;
   onSnapshot(callback: (snapshot: Snapshot) => void): void;
   onLink?(callback: (state: LinkState) => void): void;

@@ -1,26 +1,26 @@
-import { kernelOf } from "../shared/kernel_link";
-import type { KernelConnection, Signal } from "../shared/kernel_link";
-import { ModelQuestions, NoAnswer, readOrNull } from "../shared/model_questions";
-import type { WidgetModel } from "../shared/model_questions";
+import { kernelConnectionOf } from "../shared/kernel_connection";
+import type { KernelConnection, Signal } from "../shared/kernel_connection";
+import { WidgetRequests, NoAnswer, readOrNull } from "../shared/widget_requests";
+import type { WidgetModel } from "../shared/widget_requests";
 import { readAnswer, readSnapshot, readUpdate } from "./messages";
 import type { Answer, Snapshot, FeedUpdate } from "./messages";
-import type { Ask, LinkState, Transport, TransportKind } from "./transport";
+import type { QuestionBody, LinkState, Transport, TransportKind } from "./transport";
 
 const RESTARTING = new Set(["restarting", "autorestarting"]);
 
-/** A transport over anywidget's model: the snapshot is a synced trait, the rest are custom messages. */
+/** A transport over anywidget's model: snapshots are a synced trait, all else is sent as custom messages. */
 export class WidgetTransport implements Transport {
-  private readonly questions: ModelQuestions<Answer>;
-  private readonly undo: (() => void)[] = [];
+  private readonly requests: WidgetRequests<Answer>;
+  private readonly disposers: (() => void)[] = [];
   private readonly kernel: KernelConnection | null;
-  private updated: (message: FeedUpdate) => void = () => undefined;
-  private drawn: (snapshot: Snapshot) => void = () => undefined;
-  private linked: (state: LinkState) => void = () => undefined;
+  private updateCallback: (message: FeedUpdate) => void = () => undefined;
+  private snapshotCallback: (snapshot: Snapshot) => void = () => undefined;
+  private linkCallback: (state: LinkState) => void = () => undefined;
   private link: LinkState = { busy: false, away: false, ended: "" };
 
   constructor(private readonly model: WidgetModel) {
-    this.kernel = kernelOf(model.widget_manager);
-    this.questions = new ModelQuestions({
+    this.kernel = kernelConnectionOf(model.widget_manager);
+    this.requests = new WidgetRequests({
       model,
       kernel: this.kernel,
       modelId: () => this.modelKey,
@@ -29,13 +29,13 @@ export class WidgetTransport implements Transport {
     });
     this.listen("change:snapshot", () => this.readSnapshot());
     this.listen("msg:custom", (content: never) => this.receive(content));
-    this.watch(this.kernel?.statusChanged, (status) => this.kernelIs(status));
-    this.watch(this.kernel?.connectionStatusChanged, (status) => this.setLink({ away: status !== "connected" }));
-    this.watch(this.kernel?.disposed, () => this.setLink({ ended: "the notebook has another kernel now" }));
+    this.connectSignal(this.kernel?.statusChanged, (status) => this.onKernelStatus(status));
+    this.connectSignal(this.kernel?.connectionStatusChanged, (status) => this.setLink({ away: status !== "connected" }));
+    this.connectSignal(this.kernel?.disposed, () => this.setLink({ ended: "the notebook has another kernel now" }));
   }
 
   get kind(): TransportKind {
-    return this.questions.way;
+    return this.requests.channel;
   }
 
   get interrupt(): (() => Promise<void>) | undefined {
@@ -44,27 +44,27 @@ export class WidgetTransport implements Transport {
   }
 
   onUpdate(callback: (update: FeedUpdate) => void): void {
-    this.updated = callback;
+    this.updateCallback = callback;
   }
 
   onSnapshot(callback: (snapshot: Snapshot) => void): void {
-    this.drawn = callback;
+    this.snapshotCallback = callback;
     this.readSnapshot();
   }
 
   onLink(callback: (state: LinkState) => void): void {
-    this.linked = callback;
+    this.linkCallback = callback;
     callback(this.link);
   }
 
-  ask(asked: Ask): Promise<Answer> {
-    return this.link.ended ? Promise.reject(new NoAnswer(this.link.ended)) : this.questions.ask(asked);
+  ask(question: QuestionBody): Promise<Answer> {
+    return this.link.ended ? Promise.reject(new NoAnswer(this.link.ended)) : this.requests.ask(question);
   }
 
   dispose(): void {
-    for (const undo of this.undo.splice(0)) undo();
-    this.updated = this.drawn = this.linked = () => undefined;
-    this.questions.close("the view is closed");
+    for (const dispose of this.disposers.splice(0)) dispose();
+    this.updateCallback = this.snapshotCallback = this.linkCallback = () => undefined;
+    this.requests.close("the view is closed");
   }
 
   private get modelKey(): string {
@@ -75,49 +75,49 @@ export class WidgetTransport implements Transport {
   private receive(content: unknown): void {
     const kind = typeof content === "object" && content !== null ? content : {};
     if ("n" in kind) {
-      this.questions.receive(content);
+      this.requests.receive(content);
       return;
     }
     const message = readOrNull(() => readUpdate(content));
     if (!message) return;
     if (message.kind === "gone") this.setLink({ ended: message.text });
-    this.updated(message);
+    this.updateCallback(message);
   }
 
   private readSnapshot(): void {
     const value = this.model.get("snapshot");
     if (typeof value !== "object" || value === null || Object.keys(value).length === 0) return;
     const snapshot = readOrNull(() => readSnapshot(value), (text) => this.setLink({ ended: text }));
-    if (snapshot) this.drawn(snapshot);
+    if (snapshot) this.snapshotCallback(snapshot);
   }
 
-  private kernelIs(status: string): void {
-    if (RESTARTING.has(status)) this.end("the kernel was restarted");
-    else if (status === "dead") this.end("the kernel has died");
-    else if (status === "terminating") this.end("the kernel was shut down");
+  private onKernelStatus(status: string): void {
+    if (RESTARTING.has(status)) this.endLink("the kernel was restarted");
+    else if (status === "dead") this.endLink("the kernel has died");
+    else if (status === "terminating") this.endLink("the kernel was shut down");
   }
 
-  private end(text: string): void {
+  private endLink(text: string): void {
     this.setLink({ ended: text });
-    this.questions.drop(text);
+    this.requests.rejectAll(text);
   }
 
   private setLink(change: Partial<LinkState>): void {
     const link = { ...this.link, ...change };
     if (link.busy === this.link.busy && link.away === this.link.away && link.ended === this.link.ended) return;
     this.link = link;
-    this.linked(link);
+    this.linkCallback(link);
   }
 
   private listen(name: string, callback: (...args: never[]) => void): void {
     this.model.on(name, callback);
-    this.undo.push(() => this.model.off(name, callback));
+    this.disposers.push(() => this.model.off(name, callback));
   }
 
-  private watch<T>(signal: Signal<T> | undefined, then: (value: T) => void): void {
+  private connectSignal<T>(signal: Signal<T> | undefined, callback: (value: T) => void): void {
     if (!signal) return;
-    const slot = (_sender: unknown, value: T): void => then(value);
+    const slot = (_sender: unknown, value: T): void => callback(value);
     signal.connect(slot);
-    this.undo.push(() => void signal.disconnect(slot));
+    this.disposers.push(() => void signal.disconnect(slot));
   }
 }

@@ -1,31 +1,31 @@
 /**
- * Whether a view is visible: its page is shown, and the view is attached and not scrolled away.
+* Tracks whether a view is visible: its page is shown, and the view is attached and in the viewport.
  *
- * Views of hidden pages keep their state and draw nothing.
+* Views keep their state while they are hidden, but draw nothing.
  */
 export class Activity {
-  private pageShown = !document.hidden;
-  private onScreen = true;
-  private hiddenSince = document.hidden ? performance.now() : null;
+  private isPageVisible = !document.hidden;
+  private isOnScreen = true;
+  private hiddenSince_ms = document.hidden ? performance.now() : null;
   private readonly callbacks = new Set<() => void>();
-  private readonly returned = new Set<(hidden_ms: number) => void>();
+  private readonly returnCallbacks = new Set<(hidden_ms: number) => void>();
 
   constructor(element: Element, signal: AbortSignal) {
-    document.addEventListener("visibilitychange", () => this.pageChanged(), { signal });
+    document.addEventListener("visibilitychange", () => this.onVisibilityChange(), { signal });
     if (typeof IntersectionObserver !== "undefined") {
-      // notebooks detach cells that are scrolled far away: these count as off the screen
+      // notebooks detach cells that are scrolled far away; these are reported as off-screen
       const observer = new IntersectionObserver((entries) => {
         const last = entries.at(-1);
-        if (last) this.screenChanged(last.isIntersecting);
+        if (last) this.onIntersection(last.isIntersecting);
       });
       observer.observe(element);
       signal.addEventListener("abort", () => observer.disconnect(), { once: true });
     }
-    signal.addEventListener("abort", () => this.forget(), { once: true });
+    signal.addEventListener("abort", () => this.clear(), { once: true });
   }
 
   get active(): boolean {
-    return this.pageShown && this.onScreen;
+    return this.isPageVisible && this.isOnScreen;
   }
 
   /** Calls back whenever `active` changes. Returns a function that removes the callback. */
@@ -36,33 +36,33 @@ export class Activity {
 
   /** Calls back when the page is shown again, with how long it was hidden. */
   onReturn(callback: (hidden_ms: number) => void): void {
-    this.returned.add(callback);
+    this.returnCallbacks.add(callback);
   }
 
-  private pageChanged(): void {
-    const was = this.active;
-    this.pageShown = !document.hidden;
-    if (document.hidden) this.hiddenSince ??= performance.now();
-    else if (this.hiddenSince !== null) {
-      const hidden_ms = performance.now() - this.hiddenSince;
-      this.hiddenSince = null;
-      for (const callback of this.returned) callback(hidden_ms);
+  private onVisibilityChange(): void {
+    const wasActive = this.active;
+    this.isPageVisible = !document.hidden;
+    if (document.hidden) this.hiddenSince_ms ??= performance.now();
+    else if (this.hiddenSince_ms !== null) {
+      const hidden_ms = performance.now() - this.hiddenSince_ms;
+      this.hiddenSince_ms = null;
+      for (const callback of this.returnCallbacks) callback(hidden_ms);
     }
-    if (was !== this.active) this.tell();
+    if (wasActive !== this.active) this.notify();
   }
 
-  private screenChanged(onScreen: boolean): void {
-    const was = this.active;
-    this.onScreen = onScreen;
-    if (was !== this.active) this.tell();
+  private onIntersection(isOnScreen: boolean): void {
+    const wasActive = this.active;
+    this.isOnScreen = isOnScreen;
+    if (wasActive !== this.active) this.notify();
   }
 
-  private tell(): void {
+  private notify(): void {
     for (const callback of this.callbacks) callback();
   }
 
-  private forget(): void {
+  private clear(): void {
     this.callbacks.clear();
-    this.returned.clear();
+    this.returnCallbacks.clear();
   }
 }

@@ -1,8 +1,8 @@
 import type { JSX } from "preact";
 
-export type Sign = "dot" | "ring" | "check" | "cross" | "square" | "triangle" | "dash";
+export type ShapeName = "dot" | "ring" | "check" | "cross" | "square" | "triangle" | "dash";
 
-const SHAPES: Readonly<Record<Sign, JSX.Element>> = {
+const SHAPES: Readonly<Record<ShapeName, JSX.Element>> = {
   dot: <circle cx="5" cy="5" r="4" fill="currentColor" />,
   ring: <circle cx="5" cy="5" r="3.4" fill="none" stroke="currentColor" stroke-width="1.4" />,
   check: <path d="M1.2 5.4 4 8.2 8.9 2.2" fill="none" stroke="currentColor" stroke-width="1.9" />,
@@ -13,10 +13,10 @@ const SHAPES: Readonly<Record<Sign, JSX.Element>> = {
 };
 
 /** A small shape in the current text colour; always placed next to text. */
-export function Shape({ sign }: { sign: Sign }) {
+export function Shape({ name }: { name: ShapeName }) {
   return (
     <svg class="sgpu-icon" viewBox="0 0 10 10" aria-hidden="true">
-      {SHAPES[sign]}
+      {SHAPES[name]}
     </svg>
   );
 }

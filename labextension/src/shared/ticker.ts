@@ -5,7 +5,7 @@ export class Ticker {
   private readonly callbacks = new Set<() => void>();
   private timer: ReturnType<typeof setTimeout> | undefined;
 
-  /** @param now_s: The clock. */
+  /** @param now_s: Returns the time, in seconds since the epoch. */
   constructor(
     private readonly now_s: () => number,
     private readonly activity: Activity,
@@ -18,10 +18,10 @@ export class Ticker {
     signal.addEventListener("abort", () => this.stop(), { once: true });
   }
 
-  /** Returns a function that removes the callback. */
-  listen(callback: () => void): () => void {
+  /** Calls back every second. Returns a function that removes the callback. */
+  subscribe(callback: () => void): () => void {
     this.callbacks.add(callback);
-    this.wait();
+    this.schedule();
     return () => {
       this.callbacks.delete(callback);
       if (this.callbacks.size === 0) this.stop();
@@ -30,10 +30,10 @@ export class Ticker {
 
   private tick(): void {
     for (const callback of [...this.callbacks]) callback();
-    this.wait();
+    this.schedule();
   }
 
-  private wait(): void {
+  private schedule(): void {
     if (this.timer !== undefined || this.callbacks.size === 0 || !this.activity.active || this.signal.aborted) return;
     // a little after the full second, so that no second is shown twice or skipped
     const left_ms = 1000 - ((this.now_s() * 1000) % 1000) + 5;

@@ -1,7 +1,7 @@
 /** Numbers with their units, as `sgpu_magic/views/units.py` writes them. */
 
-/** Shorter times count as zero, such as that of a refused run. */
-const LEAST_S = 0.0005;
+/** Shorter times are treated as zero, such as that of a refused run. */
+const MIN_SHOWN_S = 0.0005;
 
 /** Returns an elapsed time: `38 ms`, `0.31 s`, `12 s`, `2 min 14 s`, `1 h 05 min`; from 1 s on it is rounded down. */
 export function formatElapsed(seconds: number): string {
@@ -9,9 +9,9 @@ export function formatElapsed(seconds: number): string {
   if (seconds < 0.995) return `${seconds.toFixed(2)} s`;
   const whole = Math.max(Math.floor(seconds), 1);
   if (whole < 100) return `${whole} s`;
-  const pair = (value: number) => String(value).padStart(2, "0");
-  if (whole < 3600) return `${Math.floor(whole / 60)} min ${pair(whole % 60)} s`;
-  return `${Math.floor(whole / 3600)} h ${pair(Math.floor((whole % 3600) / 60))} min`;
+  const twoDigits = (value: number) => String(value).padStart(2, "0");
+  if (whole < 3600) return `${Math.floor(whole / 60)} min ${twoDigits(whole % 60)} s`;
+  return `${Math.floor(whole / 3600)} h ${twoDigits(Math.floor((whole % 3600) / 60))} min`;
 }
 
 /**
@@ -23,8 +23,8 @@ export function formatElapsed(seconds: number): string {
  */
 export function formatDuration(running_s: number, starting_s: number, isTicking = false): string {
   const format = (seconds: number) => (isTicking && seconds < 1 ? "0 s" : formatElapsed(seconds));
-  const parts = running_s >= LEAST_S ? [format(running_s)] : [];
-  if (starting_s >= 1 || (starting_s >= LEAST_S && parts.length === 0)) parts.push(`start ${format(starting_s)}`);
+  const parts = running_s >= MIN_SHOWN_S ? [format(running_s)] : [];
+  if (starting_s >= 1 || (starting_s >= MIN_SHOWN_S && parts.length === 0)) parts.push(`start ${format(starting_s)}`);
   return parts.join(" · ");
 }
 
@@ -49,20 +49,20 @@ export function formatValue(value: number, unit: string): string {
   return `${value.toFixed(digits)} ${unit}`;
 }
 
-const SIGNS: Readonly<Record<string, string>> = { USD: "$", EUR: "€", GBP: "£", JPY: "¥", INR: "₹", KRW: "₩" };
+const CURRENCY_SYMBOLS: Readonly<Record<string, string>> = { USD: "$", EUR: "€", GBP: "£", JPY: "¥", INR: "₹", KRW: "₩" };
 
 /** Returns `$0.37`, `3.10 CHF`; a few cents have two significant digits: `$0.015`, as in `sgpu_magic/wire/costs.py`. */
 export function formatMoney(amount: number, currency: string): string {
-  if (amount > 0 && amount < 1e-6) return `under ${withSign("0.000001", currency)}`;
+  if (amount > 0 && amount < 1e-6) return `under ${withCurrency("0.000001", currency)}`;
   if (amount === 0 || amount >= 0.0995) {
-    return withSign(amount.toLocaleString("en-US", { minimumFractionDigits: 2, maximumFractionDigits: 2 }), currency);
+    return withCurrency(amount.toLocaleString("en-US", { minimumFractionDigits: 2, maximumFractionDigits: 2 }), currency);
   }
-  return withSign(Number(amount.toExponential(1)).toFixed(6).replace(/0+$/, "").padEnd(4, "0"), currency);
+  return withCurrency(Number(amount.toExponential(1)).toFixed(6).replace(/0+$/, "").padEnd(4, "0"), currency);
 }
 
-function withSign(digits: string, currency: string): string {
-  const sign = SIGNS[currency] ?? (/^.$/u.test(currency) ? currency : "");
-  return sign ? `${sign}${digits}` : `${digits} ${currency}`.trimEnd();
+function withCurrency(digits: string, currency: string): string {
+  const symbol = CURRENCY_SYMBOLS[currency] ?? (/^.$/u.test(currency) ? currency : "");
+  return symbol ? `${symbol}${digits}` : `${digits} ${currency}`.trimEnd();
 }
 
 /** Returns the cost of `seconds`: a started second is charged in full, and at least one, as in `wire/costs.py`. */

@@ -3,12 +3,12 @@ import { usePanel, useTranslate } from "../context";
 import { CPU, withType } from "../form";
 import type { TypePicture } from "../messages";
 import type { NotebookModel } from "../notebook_model";
-import { formatMemory, formatEstimate } from "../words";
+import { formatMemory, formatEstimate } from "../format";
 import { Gpus } from "./gpus";
 import { RadioGroup } from "./radio_group";
 import { Section } from "./section";
 
-/** The types that the pool has, to choose one. */
+/** A choice of the pool's device types. */
 export function Accelerators({ notebook }: { notebook: NotebookModel }) {
   const { pool, host } = usePanel();
   const t = useTranslate();

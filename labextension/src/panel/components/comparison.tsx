@@ -2,22 +2,22 @@ import { useLayoutEffect, useRef } from "preact/hooks";
 
 import { usePanel, useTranslate } from "../context";
 import type { RunRow } from "../messages";
-import { costWords, formatMoment, rankWords, runLabel, runSpan } from "../words";
+import { formatCost, formatMoment, ranksLabel, runLabel, runDuration } from "../format";
 
 interface Props {
-  /** Two runs, or one while the other is still to be chosen. */
+  /** Two runs, or one until the other is chosen. */
   readonly runs: readonly RunRow[];
   readonly now: number;
   readonly onClose: () => void;
 }
 
-/** Two runs side by side: what they ran on, how long they took, what they cost, and with which parameters. */
+/** Two runs side by side: devices, duration, cost and parameters. */
 export function Comparison({ runs, now, onClose }: Props) {
   const { pool, host } = usePanel();
   const t = useTranslate();
   const [first, second] = runs;
   const box = useRef<HTMLDivElement>(null);
-  // the row whose button was pressed may be far below the table
+  // the button that was pressed may be far below the table
   useLayoutEffect(() => box.current?.scrollIntoView({ block: "nearest" }), [second?.run_id]);
   if (!first) return null;
   const close = (
@@ -33,13 +33,13 @@ export function Comparison({ runs, now, onClose }: Props) {
       </div>
     );
   }
-  const price = (run: RunRow): string => (host.settings.showPrices ? costWords(run, now) : "");
+  const price = (run: RunRow): string => (host.settings.showPrices ? formatCost(run, now) : "");
   const rows: readonly (readonly [string, (run: RunRow) => string])[] = [
     [t("run"), ({ short_id }) => short_id],
     [t("state"), ({ state }) => t(state)],
-    [t("devices"), (run) => rankWords(run, pool.picture, t)],
+    [t("devices"), (run) => ranksLabel(run, pool.picture, t)],
     [t("started"), ({ started_at }) => (started_at === null ? "" : formatMoment(started_at, now))],
-    [t("duration"), (run) => runSpan(run, now)],
+    [t("duration"), (run) => runDuration(run, now)],
     [t("cost"), price],
     [t("user"), ({ user }) => user],
     ...parameterNames(first, second).map((name) => [name, (run: RunRow) => parameter(run, name)] as const),

@@ -1,15 +1,15 @@
-import { useMemory, useOwnId, usePanel, useTranslate } from "../context";
+import { useStored, usePanelId, usePanel, useTranslate } from "../context";
 import { CPU } from "../form";
 import type { DevicePicture, TypePicture } from "../messages";
-import { formatUsed } from "../words";
+import { formatUsed } from "../format";
 import { Section } from "./section";
 
-/** Types with more devices have a bar instead of squares. */
-const MOST_SQUARES = 64;
-/** Up to this many devices of a type are expanded by default if this notebook holds some. */
-const FEW = 8;
+/** Types with more devices than this have a bar instead of squares. */
+const MAX_SQUARES = 64;
+/** Types with at most this many devices are expanded by default if this notebook holds some. */
+const EXPANDED_UP_TO = 8;
 
-/** How many devices of each type are free, this notebook's and others'; expanded, each device's load and user. */
+/** For each type, the numbers of free, own and others' devices; if expanded, each device's load and user. */
 export function Devices() {
   const { pool, notebook } = usePanel();
   const t = useTranslate();
@@ -46,21 +46,21 @@ export function Devices() {
 
 interface OfTypeProps {
   readonly type: TypePicture;
-  /** Every device or, if there are many, this notebook's and a row for each node. */
+  /** All devices or, if there are many, this notebook's and a row for each node. */
   readonly devices: readonly DevicePicture[];
   readonly kernel: string;
 }
 
 function DevicesOfType({ type, devices, kernel }: OfTypeProps) {
   const t = useTranslate();
-  const id = useOwnId();
+  const id = usePanelId();
   const isOwn = (device: DevicePicture): boolean => kernel !== "" && device.kernel === kernel;
   const own = devices.filter(isOwn).length;
   const free = Math.min(type.free, type.total - own);
   const others = type.total - free - own;
-  // until the user folds or unfolds it, expanded if it is short and this notebook holds some of the devices
-  const [kept, keep] = useMemory(`devices ${type.type}`, "");
-  const isOpen = kept === "" ? own > 0 && type.total <= FEW : kept === "true";
+  // by default expanded if the list is short and this notebook holds some of the devices
+  const [stored, setStored] = useStored(`devices ${type.type}`, "");
+  const isOpen = stored === "" ? own > 0 && type.total <= EXPANDED_UP_TO : stored === "true";
   const words = t("%1 of %2 free", type.free, type.total);
   const more = [
     own > 0 ? t("%1 this notebook's", own) : "",
@@ -76,7 +76,7 @@ function DevicesOfType({ type, devices, kernel }: OfTypeProps) {
         aria-expanded={isOpen}
         aria-controls={isOpen ? id : undefined}
         title={[words, ...more].join(", ")}
-        onClick={() => keep(String(!isOpen))}
+        onClick={() => setStored(String(!isOpen))}
       >
         <b>{type.label}</b>
         <span class="sgpu-hidden">: </span>
@@ -95,14 +95,14 @@ function DevicesOfType({ type, devices, kernel }: OfTypeProps) {
   );
 }
 
-/** A square for each device, this notebook's first and free ones last; a bar if there are many. */
+/** A square for each device, this notebook's first and free ones last, or a bar if there are many. */
 function Strip({ own, others, free }: { own: number; others: number; free: number }) {
   const parts = [
     ["own", own],
     ["others", others],
     ["free", free],
   ] as const;
-  if (own + others + free > MOST_SQUARES) {
+  if (own + others + free > MAX_SQUARES) {
     return (
       <span class="sgpu-strip sgpu-strip-bar" aria-hidden="true">
         {parts.map(([kind, count]) => (

@@ -2,31 +2,31 @@ import { useState } from "preact/hooks";
 
 import { usePanel, useTranslate } from "../context";
 import type { RunRow } from "../messages";
-import { runLabel } from "../words";
+import { runLabel } from "../format";
 
-/** Ends a run or a session after a confirmation. `words` label the button. */
-export function EndRun({ run, words }: { run: RunRow; words: string }) {
+/** A button that ends a run or a session after a confirmation. */
+export function EndRun({ run, label }: { run: RunRow; label: string }) {
   const model = usePanel();
   const t = useTranslate();
-  const [asks, setAsks] = useState(false);
+  const [isConfirming, setConfirming] = useState(false);
   const isEnding = run.state === "cancelling" || model.cancelling.has(run.run_id);
   if (run.final) return null;
-  if (!asks || isEnding) {
+  if (!isConfirming || isEnding) {
     return (
-      <button type="button" class="sgpu-end" disabled={isEnding} onClick={() => setAsks(true)}>
-        {isEnding ? t("Ending…") : words}
+      <button type="button" class="sgpu-end" disabled={isEnding} onClick={() => setConfirming(true)}>
+        {isEnding ? t("Ending…") : label}
       </button>
     );
   }
   const answer = (element: Element, ends: boolean): void => {
-    toNeighbour(element);
-    setAsks(false);
+    focusContainer(element);
+    setConfirming(false);
     if (ends) model.cancel(run);
   };
   return (
     <span class="sgpu-question" role="group" aria-label={t("End it?")}>
       <span>{t("End %1?", runLabel(run))}</span>
-      <button type="button" class="sgpu-risky" ref={focused} onClick={(event) => answer(event.currentTarget, true)}>
+      <button type="button" class="sgpu-risky" ref={focusButton} onClick={(event) => answer(event.currentTarget, true)}>
         {t("End")}
       </button>
       <button type="button" onClick={(event) => answer(event.currentTarget, false)}>
@@ -37,12 +37,12 @@ export function EndRun({ run, words }: { run: RunRow; words: string }) {
 }
 
 /** Moves the focus to the row or section, because the focused button is removed. */
-function toNeighbour(element: Element): void {
+function focusContainer(element: Element): void {
   const row = element.closest(".sgpu-run-row")?.querySelector<HTMLElement>(".sgpu-run-head");
   (row ?? element.closest<HTMLElement>("section"))?.focus();
 }
 
 /** Moves the focus to the confirmation, which replaces the pressed button. */
-function focused(button: HTMLButtonElement | null): void {
+function focusButton(button: HTMLButtonElement | null): void {
   button?.focus();
 }

@@ -1,20 +1,20 @@
 import { useState } from "preact/hooks";
 
-import { useOwnId, useTranslate } from "../context";
-import { packageLines, requirementProblem, undone, withPackage, withoutLine } from "../form";
+import { usePanelId, useTranslate } from "../context";
+import { packageLines, requirementProblem, undoLine, withPackage, withoutLine } from "../form";
 import type { FormLine } from "../form";
 import type { NotebookModel } from "../notebook_model";
 import { Section } from "./section";
 
-/** The ranks' packages: a base, and the differences from it. */
+/** The ranks' packages: a base environment and the differences from it. */
 export function Environment({ notebook }: { notebook: NotebookModel }) {
   const t = useTranslate();
-  const id = useOwnId();
-  const { kernel, form, effect } = notebook;
+  const id = usePanelId();
+  const { kernel, form, choiceInEffect } = notebook;
   if (!kernel) return null;
-  const isSameBase = form.env_version === effect.env_version;
+  const isSameBase = form.env_version === choiceInEffect.env_version;
   const base = kernel.bases.find(({ name }) => name === form.env_version);
-  const lines = packageLines(kernel.differences, effect, form);
+  const lines = packageLines(kernel.differences, choiceInEffect, form);
   const count = kernel.packages === 1 ? t("1 package") : t("%1 packages", kernel.packages.toLocaleString("en-US"));
   return (
     <Section title={t("Environment")}>
@@ -58,25 +58,25 @@ export function Environment({ notebook }: { notebook: NotebookModel }) {
   );
 }
 
-const WORDS: Readonly<Record<FormLine["sign"], string>> = { "+": "added", "-": "left out", "~": "another version" };
+const SIGN_LABELS: Readonly<Record<FormLine["sign"], string>> = { "+": "added", "-": "left out", "~": "another version" };
 
 function PackageRow({ line, notebook }: { line: FormLine; notebook: NotebookModel }) {
   const t = useTranslate();
   const kind = { "+": "plus", "-": "minus", "~": "other" }[line.sign];
   const isUndo = line.pending !== "" || line.sign === "-";
   const word = isUndo ? t("undo") : t("remove");
-  const take = () =>
-    notebook.choose(line.pending === "" ? withoutLine(notebook.form, line) : undone(notebook.form, notebook.effect, line));
+  const undoOrRemove = () =>
+    notebook.choose(line.pending === "" ? withoutLine(notebook.form, line) : undoLine(notebook.form, notebook.choiceInEffect, line));
   return (
     <li class={`sgpu-package sgpu-${kind}${line.pending ? ` sgpu-${line.pending}` : ""}`}>
       <span title={line.words}>
         <span aria-hidden="true">{line.sign} </span>
         {/* the meaning of the colour and the strikethrough, in words */}
-        <span class="sgpu-hidden">{`${t(line.pending === "dropped" ? "will be undone" : WORDS[line.sign])}: `}</span>
+        <span class="sgpu-hidden">{`${t(line.pending === "dropped" ? "will be undone" : SIGN_LABELS[line.sign])}: `}</span>
         {line.words}
       </span>
       {(line.removable || line.pending !== "") && (
-        <button type="button" class="sgpu-word" aria-label={`${word} ${line.name}`} onClick={take}>
+        <button type="button" class="sgpu-word" aria-label={`${word} ${line.name}`} onClick={undoOrRemove}>
           {word}
         </button>
       )}
@@ -86,13 +86,13 @@ function PackageRow({ line, notebook }: { line: FormLine; notebook: NotebookMode
 
 function AddPackage({ notebook }: { notebook: NotebookModel }) {
   const t = useTranslate();
-  const id = useOwnId();
+  const id = usePanelId();
   const [typed, setTyped] = useState("");
   const [problem, setProblem] = useState("");
   const add = (requirement: string) => {
-    const wrong = requirementProblem(requirement);
-    setProblem(wrong && t(wrong, requirement));
-    if (wrong || requirement === "") return;
+    const found = requirementProblem(requirement);
+    setProblem(found && t(found, requirement));
+    if (found || requirement === "") return;
     notebook.choose(withPackage(notebook.form, requirement));
     setTyped("");
   };

@@ -1,16 +1,16 @@
 import { useState } from "preact/hooks";
 
-import { useOwnId, usePanel, useTranslate } from "../context";
+import { usePanelId, usePanel, useTranslate } from "../context";
 import { CPU, typeOf } from "../form";
 import type { TypePicture } from "../messages";
 import type { NotebookModel } from "../notebook_model";
-import { formatEstimate } from "../words";
+import { formatEstimate } from "../format";
 import { RadioGroup } from "./radio_group";
 
 /** Above this many devices, a number field replaces the buttons. */
-const MOST_BUTTONS = 8;
+const MAX_BUTTONS = 8;
 
-/** How many devices of the chosen type, and when that many will be free. */
+/** The number of devices of the chosen type, and when that many will be free. */
 export function Gpus({ notebook }: { notebook: NotebookModel }) {
   const { pool } = usePanel();
   const t = useTranslate();
@@ -20,26 +20,26 @@ export function Gpus({ notebook }: { notebook: NotebookModel }) {
   const label = type.type === CPU ? t("Ranks") : t("GPUs");
   const tooMany = form.gpus > type.total ? t("this pool has %1 %2", type.total, type.label) : "";
   const choose = (gpus: number) => notebook.choose({ ...notebook.form, gpus });
-  // this notebook's own session frees its devices before it is connected again
-  const own = pool.picture?.devices.filter((device) => device.type === type.type && isOf(device.kernel, notebook)).length ?? 0;
+  // this notebook's session frees its devices before it is connected again
+  const own = pool.picture?.devices.filter((device) => device.type === type.type && isHeldBy(device.kernel, notebook)).length ?? 0;
   const free = type.free + own;
   const numbers = Array.from({ length: type.total }, (_, index) => index + 1);
   const options = [...numbers, ...(tooMany ? [form.gpus] : [])].map((number) => ({
     value: number,
-    label: number > free && number <= type.total ? `${number}, ${waitWords(type, number, t)}` : String(number),
+    label: number > free && number <= type.total ? `${number}, ${waitLabel(type, number, t)}` : String(number),
     reason: number > type.total ? tooMany : "",
     class: number > free ? "sgpu-later" : "",
     children: number,
   }));
   return (
     <>
-      {type.total <= MOST_BUTTONS ? (
+      {type.total <= MAX_BUTTONS ? (
         <div class="sgpu-pair sgpu-number">
           <span aria-hidden="true">{label}</span>
           <RadioGroup label={label} class="sgpu-segments" value={form.gpus || null} options={options} onChange={choose} />
         </div>
       ) : (
-        <NumberField label={label} value={form.gpus} most={type.total} onChange={choose} />
+        <NumberField label={label} value={form.gpus} max={type.total} onChange={choose} />
       )}
       {tooMany && <p class="sgpu-under sgpu-warn">{t("The notebook asks for %1: %2.", form.gpus, tooMany)}</p>}
       {!tooMany && form.gpus > free && <p class="sgpu-under sgpu-soft">{waitSentence(type, form.gpus, t)}</p>}
@@ -50,16 +50,16 @@ export function Gpus({ notebook }: { notebook: NotebookModel }) {
 interface FieldProps {
   readonly label: string;
   readonly value: number;
-  readonly most: number;
+  readonly max: number;
   readonly onChange: (value: number) => void;
 }
 
-function NumberField({ label, value, most, onChange }: FieldProps) {
+function NumberField({ label, value, max, onChange }: FieldProps) {
   const t = useTranslate();
-  const id = useOwnId();
+  const id = usePanelId();
   const [typed, setTyped] = useState<string | null>(null);
   const number = Number(typed ?? value);
-  const isWrong = typed !== null && (!Number.isInteger(number) || number < 1 || number > most);
+  const isWrong = typed !== null && (!Number.isInteger(number) || number < 1 || number > max);
   return (
     <div class="sgpu-pair sgpu-number">
       <label for={id}>{label}</label>
@@ -68,7 +68,7 @@ function NumberField({ label, value, most, onChange }: FieldProps) {
           id={id}
           type="number"
           min={1}
-          max={most}
+          max={max}
           value={typed ?? (value || "")}
           aria-invalid={isWrong}
           aria-describedby={`${id}-most`}
@@ -76,12 +76,12 @@ function NumberField({ label, value, most, onChange }: FieldProps) {
             const text = event.currentTarget.value;
             const next = Number(text);
             setTyped(text);
-            if (Number.isInteger(next) && next >= 1 && next <= most) onChange(next);
+            if (Number.isInteger(next) && next >= 1 && next <= max) onChange(next);
           }}
           onBlur={() => setTyped(null)}
         />{" "}
         <small id={`${id}-most`} class={isWrong ? "sgpu-bad" : "sgpu-soft"}>
-          {t("of %1", most)}
+          {t("of %1", max)}
         </small>
       </span>
     </div>
@@ -90,7 +90,7 @@ function NumberField({ label, value, most, onChange }: FieldProps) {
 
 type T = ReturnType<typeof useTranslate>;
 
-function waitWords(type: TypePicture, number: number, t: T): string {
+function waitLabel(type: TypePicture, number: number, t: T): string {
   const wait = type.waits_s[number - 1] ?? null;
   return wait === null ? t("not free now") : t("free in about %1", formatEstimate(wait));
 }
@@ -102,6 +102,6 @@ function waitSentence(type: TypePicture, number: number, t: T): string {
   return t("%1 will be free in about %2, based on earlier runs.", what, formatEstimate(wait));
 }
 
-function isOf(kernel: string, notebook: NotebookModel): boolean {
+function isHeldBy(kernel: string, notebook: NotebookModel): boolean {
   return kernel !== "" && kernel === notebook.link.kernel;
 }

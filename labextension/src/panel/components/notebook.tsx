@@ -1,13 +1,13 @@
-import { useMemory, usePanel, useTranslate } from "../context";
+import { useStored, usePanel, useTranslate } from "../context";
 import type { NotebookModel } from "../notebook_model";
 import { Accelerators } from "./accelerators";
 import { Environment } from "./environment";
-import { Foreign } from "./foreign";
+import { ConfirmChoice } from "./confirm_choice";
 import { Plan } from "./plan";
 import { Pools } from "./pools";
 import { StateCard } from "./state_card";
 
-/** The active notebook: its kernel's state, and what it asks for. */
+/** The active notebook: its kernel's state, or the form with its choice. */
 export function Notebook() {
   const { notebook, host } = usePanel();
   const t = useTranslate();
@@ -22,18 +22,18 @@ export function Notebook() {
       </StateCard>
     );
   }
-  if (notebook.link.kernelState === "disconnected" || (!notebook.kernel && notebook.isAway)) {
-    return <Away notebook={notebook} />;
+  if (notebook.link.kernelState === "disconnected" || (!notebook.kernel && notebook.isKernelUnavailable)) {
+    return <KernelUnavailable notebook={notebook} />;
   }
-  if (notebook.kernel) return <Choosing notebook={notebook} />;
-  return notebook.trouble ? <Unknown notebook={notebook} /> : <Asking notebook={notebook} />;
+  if (notebook.kernel) return <ChoiceForm notebook={notebook} />;
+  return notebook.kernelProblem ? <KernelUnknown notebook={notebook} /> : <KernelPending notebook={notebook} />;
 }
 
-function Away({ notebook }: { notebook: NotebookModel }) {
+function KernelUnavailable({ notebook }: { notebook: NotebookModel }) {
   const t = useTranslate();
   const { kernelState, startKernel } = notebook.link;
   const start = startKernel && (
-    <button type="button" onClick={() => void startKernel.call(notebook.link).catch((error: unknown) => notebook.failed(error))}>
+    <button type="button" onClick={() => void startKernel.call(notebook.link).catch((error: unknown) => notebook.showError(error))}>
       {t("Start a kernel")}
     </button>
   );
@@ -75,18 +75,18 @@ function Away({ notebook }: { notebook: NotebookModel }) {
   }
 }
 
-function Unknown({ notebook }: { notebook: NotebookModel }) {
+function KernelUnknown({ notebook }: { notebook: NotebookModel }) {
   const t = useTranslate();
-  const { trouble, link } = notebook;
+  const { kernelProblem, link } = notebook;
   const again = (
     <button type="button" onClick={() => notebook.retry()}>
       {t("Ask again")}
     </button>
   );
-  if (trouble?.kind === "no-extension") {
+  if (kernelProblem?.kind === "no-extension") {
     return (
       <StateCard
-        title={trouble.text || t("This kernel has not loaded sgpu-magic.")}
+        title={kernelProblem.text || t("This kernel has not loaded sgpu-magic.")}
         text={link.insertLoad ? t("The pool can be watched all the same.") : t("Run %load_ext sgpu_magic in a cell.")}
       >
         {link.insertLoad ? (
@@ -100,13 +100,13 @@ function Unknown({ notebook }: { notebook: NotebookModel }) {
     );
   }
   return (
-    <StateCard title={trouble?.text ?? ""} isBad={trouble?.kind === "other-version"}>
+    <StateCard title={kernelProblem?.text ?? ""} isBad={kernelProblem?.kind === "other-version"}>
       {again}
     </StateCard>
   );
 }
 
-function Asking({ notebook }: { notebook: NotebookModel }) {
+function KernelPending({ notebook }: { notebook: NotebookModel }) {
   const t = useTranslate();
   const isBusy = notebook.link.kernelState === "busy";
   return (
@@ -117,15 +117,15 @@ function Asking({ notebook }: { notebook: NotebookModel }) {
   );
 }
 
-/** The form; folded by default while there is a session. */
-function Choosing({ notebook }: { notebook: NotebookModel }) {
+/** The form, collapsed by default while there is a session. */
+function ChoiceForm({ notebook }: { notebook: NotebookModel }) {
   const { session } = usePanel();
   const t = useTranslate();
-  const [unfolded, setUnfolded] = useMemory("choosing", "false");
-  const { trouble, isChanged } = notebook;
+  const [unfolded, setUnfolded] = useStored("choosing", "false");
+  const { kernelProblem, isChanged } = notebook;
   const chosen = notebook.kernel?.choice_words ?? "";
   const words = chosen === "" ? t("nothing saved in the notebook") : chosen;
-  if (notebook.asksToConfirm) return <Foreign notebook={notebook} />;
+  if (notebook.needsConfirmation) return <ConfirmChoice notebook={notebook} />;
   const isFolded = session !== null && unfolded !== "true" && !isChanged;
   return (
     <>
@@ -149,9 +149,9 @@ function Choosing({ notebook }: { notebook: NotebookModel }) {
         </>
       )}
       <Plan notebook={notebook} />
-      {trouble && (
+      {kernelProblem && (
         <section class="sgpu-part sgpu-pair" aria-label={t("Kernel")}>
-          <span class="sgpu-soft">{trouble.text}</span>
+          <span class="sgpu-soft">{kernelProblem.text}</span>
           <button type="button" class="sgpu-word" onClick={() => notebook.retry()}>
             {t("Ask again")}
           </button>

@@ -1,21 +1,21 @@
 import { usePanel, useTranslate } from "../context";
 import type { NotebookModel } from "../notebook_model";
 
-/** What applying the form would do, and the button that does it. */
+/** The effects of applying the form, and the button that applies it. */
 export function Plan({ notebook }: { notebook: NotebookModel }) {
   const { session } = usePanel();
   const t = useTranslate();
-  const { plan, isPlanning, doing, installing, refusal, notice, isChanged } = notebook;
-  const isBusy = doing === "apply" || installing;
+  const { plan, isPlanning, pendingAction, isInstalling, refusal, notice, isChanged } = notebook;
+  const isBusy = pendingAction === "apply" || isInstalling;
   const nothingToDo = session !== null && !isChanged && !isBusy;
   if (nothingToDo && !refusal && !notice) return null;
-  const word = (): string => {
-    if (installing) return t("Installing packages…");
-    if (doing === "apply") return t("Applying…");
+  const buttonLabel = (): string => {
+    if (isInstalling) return t("Installing packages…");
+    if (pendingAction === "apply") return t("Applying…");
     if (plan?.loses) return t("Confirm");
     return plan && plan.button !== "" ? plan.button : t("Connect");
   };
-  const can = plan !== null && plan.problem === "" && !isPlanning && doing === "" && !installing;
+  const isReady = plan !== null && plan.problem === "" && !isPlanning && pendingAction === "" && !isInstalling;
   return (
     <section class="sgpu-part" aria-label={t("Apply")} aria-busy={isBusy}>
       {!nothingToDo && (
@@ -26,10 +26,10 @@ export function Plan({ notebook }: { notebook: NotebookModel }) {
           <button
             type="button"
             class={`sgpu-primary${plan?.loses ? " sgpu-risky" : ""}`}
-            disabled={!can}
+            disabled={!isReady}
             onClick={() => void notebook.apply(true)}
           >
-            {word()}
+            {buttonLabel()}
           </button>
           {isChanged && (
             <div class="sgpu-row-buttons">
@@ -38,7 +38,7 @@ export function Plan({ notebook }: { notebook: NotebookModel }) {
                   type="button"
                   class="sgpu-quiet"
                   title={t("Bare %%distributed cells use it; nothing is connected.")}
-                  disabled={!can}
+                  disabled={!isReady}
                   onClick={() => void notebook.apply(false)}
                 >
                   {t("Apply only")}

@@ -1,7 +1,7 @@
 import { usePanel, useTranslate } from "../context";
 import { StateCard } from "./state_card";
 
-/** What is wrong with the pool or the connection to it; empty if nothing is. */
+/** Problems of the pool or of the connection to it; empty if there are none. */
 export function PoolState() {
   const model = usePanel();
   const t = useTranslate();
@@ -45,7 +45,7 @@ export function PoolState() {
   return (
     <StateCard title={picture.sentence} isBad={picture.state !== "none"}>
       {picture.remedy !== "" && (
-        <button type="button" disabled={model.isStarting} onClick={() => model.remedy()}>
+        <button type="button" disabled={model.isStarting} onClick={() => model.runRemedy()}>
           {model.isStarting ? t("Starting…") : picture.remedy_words}
         </button>
       )}

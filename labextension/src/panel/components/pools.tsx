@@ -1,11 +1,11 @@
-import { useOwnId, usePanel, useTranslate } from "../context";
+import { usePanelId, usePanel, useTranslate } from "../context";
 import type { PoolChoice } from "../messages";
 
-/** Selects the pool that is used and shown. */
+/** Selects the pool that is shown and that runs use. */
 export function Pools() {
   const model = usePanel();
   const t = useTranslate();
-  const id = useOwnId();
+  const id = usePanelId();
   const { pools } = model.pool;
   if (pools.length === 0) return null;
   const current = pools.find(({ name }) => name === model.poolName);

@@ -4,7 +4,7 @@ import { useRef } from "preact/hooks";
 export interface RadioOption<T> {
   readonly value: T;
   readonly label: string;
-  /** Why it can't be chosen, "" when it can. */
+  /** Why it can't be chosen, "" if it can. */
   readonly reason: string;
   readonly children: ComponentChildren;
   readonly class?: string;
@@ -20,7 +20,7 @@ interface Props<T> {
 
 const STEPS: Readonly<Record<string, number>> = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 };
 
-/** Buttons of which one is chosen: Tab focuses the chosen one, the arrow keys choose the next. */
+/** Buttons of which one is chosen. Tab focuses the chosen one; the arrow keys choose another. */
 export function RadioGroup<T extends string | number>({ label, class: name, value, options, onChange }: Props<T>) {
   const box = useRef<HTMLDivElement>(null);
   const possible = options.filter(({ reason }) => reason === "");
@@ -30,7 +30,7 @@ export function RadioGroup<T extends string | number>({ label, class: name, valu
     const step = STEPS[event.key];
     if (step === undefined || event.ctrlKey || event.metaKey || event.altKey || possible.length === 0) return;
     event.preventDefault();
-    // start at the focused button: possibly none is chosen yet
+    // start at the focused button, since possibly none is chosen yet
     const focused = (event.target as HTMLElement).dataset["value"];
     const at = possible.findIndex((option) => String(option.value) === focused);
     const next = possible[(at + step + possible.length) % possible.length];

@@ -1,7 +1,7 @@
 import { Shape } from "../../shared/shape";
 import { usePanel, useTranslate } from "../context";
 import type { RunRow as Run } from "../messages";
-import { costWords, rankWords, runLabel, runNames, runWords, signOf } from "../words";
+import { formatCost, ranksLabel, runLabel, runNames, runSummary, shapeOf } from "../format";
 import { EndRun } from "./end_run";
 import { HeldBy } from "./held_by";
 
@@ -10,42 +10,42 @@ interface Props {
   readonly now: number;
   readonly isOpen: boolean;
   readonly isOwn: boolean;
-  /** It is one of the runs that are compared. */
+  /** Whether it is one of the compared runs. */
   readonly isCompared: boolean;
-  /** Names the runs that hold the devices it waits for, "" for none. */
+  /** Names the runs whose devices it waits for, "" for none. */
   readonly heldBy: string;
-  /** It is the list's tab stop. */
-  readonly isStop: boolean;
-  readonly at: number;
+  /** Whether it is the list's tab stop. */
+  readonly isTabStop: boolean;
+  readonly index: number;
   readonly count: number;
-  /** Shows or hides its actions. */
+  /** Called to show or hide its actions. */
   readonly onOpen: () => void;
   readonly onCompare: () => void;
   readonly onFocus: () => void;
 }
 
-/** One run of the list: a click opens its view if the host can show it; the button beside it opens its actions. */
-export function RunRow({ run, now, isOpen, isOwn, isCompared, heldBy, isStop, at, count, onOpen, onCompare, onFocus }: Props) {
+/** One run of the list. A click opens its view, if the host can show it; the button beside it opens its actions. */
+export function RunRow({ run, now, isOpen, isOwn, isCompared, heldBy, isTabStop, index, count, onOpen, onCompare, onFocus }: Props) {
   const { host } = usePanel();
   const t = useTranslate();
   const [notebook, name] = runNames(run);
   const opensView = host.openRun !== undefined && run.here;
-  const words = runWords(run, now, t);
+  const words = runSummary(run, now, t);
   return (
-    <div class={`sgpu-run-row${isOpen ? " sgpu-open-row" : ""}`} role="listitem" aria-setsize={count} aria-posinset={at + 1}>
+    <div class={`sgpu-run-row${isOpen ? " sgpu-open-row" : ""}`} role="listitem" aria-setsize={count} aria-posinset={index + 1}>
       <div class="sgpu-run-line">
         <button
           type="button"
           class="sgpu-run-head"
           data-run={run.run_id}
           aria-expanded={opensView ? undefined : isOpen}
-          tabIndex={isStop ? 0 : -1}
+          tabIndex={isTabStop ? 0 : -1}
           title={[runLabel(run), words, heldBy].filter(Boolean).join("\n")}
           onClick={() => (opensView ? host.openRun?.(run) : onOpen())}
           onFocus={onFocus}
         >
           <span class={`sgpu-dot sgpu-tone-${run.tone}`}>
-            <Shape sign={signOf(run)} />
+            <Shape name={shapeOf(run)} />
             <span class="sgpu-hidden">{t(run.state)}</span>
           </span>
           <span class="sgpu-run-name">
@@ -58,14 +58,14 @@ export function RunRow({ run, now, isOpen, isOwn, isCompared, heldBy, isStop, at
           </span>
           <small class="sgpu-soft sgpu-run-words">{words}</small>
           {heldBy !== "" && <small class="sgpu-soft sgpu-run-words sgpu-run-held">{heldBy}</small>}
-          <small class="sgpu-soft sgpu-run-cost">{host.settings.showPrices ? costWords(run, now) : ""}</small>
+          <small class="sgpu-soft sgpu-run-cost">{host.settings.showPrices ? formatCost(run, now) : ""}</small>
         </button>
         <button
           type="button"
           class="sgpu-more"
           aria-label={t("Actions of %1", runLabel(run))}
           aria-expanded={isOpen}
-          tabIndex={isStop ? 0 : -1}
+          tabIndex={isTabStop ? 0 : -1}
           onClick={onOpen}
         >
           <svg class="sgpu-dots" viewBox="0 0 14 4" aria-hidden="true">
@@ -93,7 +93,7 @@ function Actions({ run, now, isCompared, onCompare }: ActionsProps) {
   const { host, pool } = model;
   const isCode = run.kind === "cell" || run.kind === "call";
   const away = host.openRun && !run.here ? t("its files are on another machine") : "";
-  const about = [run.short_id, rankWords(run, pool.picture, t), run.user, away].filter(Boolean);
+  const about = [run.short_id, ranksLabel(run, pool.picture, t), run.user, away].filter(Boolean);
   return (
     <div class="sgpu-actions">
       <small class="sgpu-soft">{about.join(" · ")}</small>
@@ -114,7 +114,7 @@ function Actions({ run, now, isCompared, onCompare }: ActionsProps) {
             {t("Compare")}
           </button>
         )}
-        <EndRun run={run} words={run.kind === "session" ? t("End session") : t("End run")} />
+        <EndRun run={run} label={run.kind === "session" ? t("End session") : t("End run")} />
         {/^https?:\/\//i.test(run.tracked_url) && (
           <a href={run.tracked_url} target="_blank" rel="noopener noreferrer">
             {t("Open in MLflow")}

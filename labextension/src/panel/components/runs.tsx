@@ -1,49 +1,49 @@
 import { useLayoutEffect, useRef, useState } from "preact/hooks";
 
-import { useMemory, useNow, usePanel, useTranslate } from "../context";
+import { useStored, useNow, usePanel, useTranslate } from "../context";
 import type { RunRow as Run } from "../messages";
 import { holdersOf } from "../queue";
-import { EVERY_RUN, STATES, filtered, isFiltered, isOwn, readFilter } from "../run_filter";
+import { EVERY_RUN, STATES, filterRuns, hasFilter, isOwn, parseFilter } from "../run_filter";
 import type { RunFilter, StateFilter } from "../run_filter";
-import { useView } from "../scrolling";
-import { holderWords } from "../words";
+import { useVisibleRange } from "../scrolling";
+import { holderLabel } from "../format";
 import { Comparison } from "./comparison";
 import { RunRow } from "./run_row";
 import { Section } from "./section";
 
 const ROW_PX = 44;
-/** Height of the extra line of a run that waits for held devices. */
-const LINE_PX = 16;
-/** Rows that are drawn above and below those in view. */
-const BEYOND = 6;
-/** Extra height of an opened row until it is measured. */
+/** Height of the extra line that names the holders of a run's devices. */
+const HELD_LINE_PX = 16;
+/** Rows that are rendered above and below those in view. */
+const OVERSCAN_ROWS = 6;
+/** Assumed height of a row's actions until it is measured. */
 const ACTIONS_PX = 60;
-/** Number of runs in a comparison. */
-const COMPARED = 2;
+/** Maximum number of runs in a comparison. */
+const MAX_COMPARED = 2;
 /** Show the search field only above this many runs. */
-const FEW = 5;
+const SEARCH_ABOVE = 5;
 
 /** The pool's queue, and its running and recent runs, newest first. */
 export function Runs() {
   const { pool, notebook } = usePanel();
   const t = useTranslate();
-  const [kept, keep] = useMemory("filter", "");
-  const filter = readFilter(kept);
+  const [stored, setStored] = useStored("filter", "");
+  const filter = parseFilter(stored);
   if (!pool.picture && !pool.hasRuns) return null;
   const [name, kernel] = [notebook?.link.name ?? "", notebook?.link.kernel ?? ""];
-  const runs = filtered(pool.runs, filter, name, kernel);
+  const runs = filterRuns(pool.runs, filter, name, kernel);
   return (
     <Section title={t("Runs")} name="runs">
-      {(pool.runs.length > FEW || isFiltered(filter)) && (
-        <Filter filter={filter} onChange={(next) => keep(JSON.stringify(next))} hasNotebook={notebook !== null} />
+      {(pool.runs.length > SEARCH_ABOVE || hasFilter(filter)) && (
+        <Filter filter={filter} onChange={(next) => setStored(JSON.stringify(next))} hasNotebook={notebook !== null} />
       )}
       {runs.length > 0 ? (
         <RunList runs={runs} notebook={name} kernel={kernel} />
       ) : (
         <p class="sgpu-soft">
-          {isFiltered(filter) ? t("No matching runs.") : t("No runs yet. Cells that begin with %%distributed appear here.")}{" "}
-          {isFiltered(filter) && (
-            <button type="button" class="sgpu-word" onClick={() => keep(JSON.stringify(EVERY_RUN))}>
+          {hasFilter(filter) ? t("No matching runs.") : t("No runs yet. Cells that begin with %%distributed appear here.")}{" "}
+          {hasFilter(filter) && (
+            <button type="button" class="sgpu-word" onClick={() => setStored(JSON.stringify(EVERY_RUN))}>
               {t("Show all")}
             </button>
           )}
@@ -100,45 +100,45 @@ function Filter({ filter, onChange, hasNotebook }: FilterProps) {
   );
 }
 
-/** A virtual list: only the rows in view are in the DOM; the panel is the scroll container. */
+/** A virtual list: only the rows in view are in the DOM. The panel is the scroll container. */
 function RunList({ runs, notebook, kernel }: { runs: readonly Run[]; notebook: string; kernel: string }) {
   const { pool } = usePanel();
   const t = useTranslate();
   const [opened, setOpened] = useState("");
-  const [stop, setStop] = useState("");
+  const [tabStop, setTabStop] = useState("");
   const [compared, setCompared] = useState<readonly string[]>([]);
-  const [actions_px, setActions] = useState(ACTIONS_PX);
+  const [actions_px, setActionsHeight] = useState(ACTIONS_PX);
   const box = useRef<HTMLDivElement>(null);
-  const wanted = useRef("");
-  const { from_px, view_px, scrollTo } = useView(box);
+  const nextFocus = useRef("");
+  const { from_px, view_px, scrollTo } = useVisibleRange(box);
   const now = useNow(runs.some(({ final }) => !final));
 
-  const heldBy = heldWords(pool.runs, now, t);
+  const heldBy = holderLabels(pool.runs, now, t);
   const tops = [0];
   for (const run of runs) {
-    const more_px = (heldBy(run) === "" ? 0 : LINE_PX) + (run.run_id === opened ? actions_px : 0);
+    const more_px = (heldBy(run) === "" ? 0 : HELD_LINE_PX) + (run.run_id === opened ? actions_px : 0);
     tops.push((tops.at(-1) ?? 0) + ROW_PX + more_px);
   }
   const all_px = tops.at(-1) ?? 0;
   const top = (at: number) => tops[at] ?? all_px;
   const shown_px = Math.min(Math.max(0, from_px), Math.max(0, all_px - view_px));
-  const first = Math.max(0, rowAt(tops, shown_px) - BEYOND);
-  const last = Math.min(runs.length, rowAt(tops, shown_px + view_px) + 1 + BEYOND);
-  const stopAt = Math.max(0, runs.findIndex(({ run_id }) => run_id === stop));
+  const first = Math.max(0, rowAt(tops, shown_px) - OVERSCAN_ROWS);
+  const last = Math.min(runs.length, rowAt(tops, shown_px + view_px) + 1 + OVERSCAN_ROWS);
+  const tabStopIndex = Math.max(0, runs.findIndex(({ run_id }) => run_id === tabStop));
 
   useLayoutEffect(() => {
     const height = box.current?.querySelector<HTMLElement>(".sgpu-actions")?.offsetHeight ?? 0;
-    if (height > 0 && height !== actions_px) setActions(height);
+    if (height > 0 && height !== actions_px) setActionsHeight(height);
   });
   useLayoutEffect(() => {
     const at = runs.findIndex(({ run_id }) => run_id === opened);
     if (at >= 0) scrollTo(top(at), top(at + 1));
   }, [opened, actions_px]);
   useLayoutEffect(() => {
-    if (wanted.current === "") return;
+    if (nextFocus.current === "") return;
     const row = [...(box.current?.querySelectorAll<HTMLElement>(".sgpu-run-head") ?? [])];
-    row.find((each) => each.dataset["run"] === wanted.current)?.focus({ preventScroll: true });
-    wanted.current = "";
+    row.find((each) => each.dataset["run"] === nextFocus.current)?.focus({ preventScroll: true });
+    nextFocus.current = "";
   });
 
   const onKey = (event: KeyboardEvent) => {
@@ -159,13 +159,13 @@ function RunList({ runs, notebook, kernel }: { runs: readonly Run[]; notebook: s
     if (to === undefined) return;
     event.preventDefault();
     const next = Math.min(runs.length - 1, Math.max(0, to));
-    wanted.current = runs[next]?.run_id ?? "";
-    setStop(wanted.current);
+    nextFocus.current = runs[next]?.run_id ?? "";
+    setTabStop(nextFocus.current);
     scrollTo(top(next), top(next + 1));
   };
 
   const compare = (id: string) =>
-    setCompared(compared.includes(id) ? compared.filter((each) => each !== id) : [...compared, id].slice(-COMPARED));
+    setCompared(compared.includes(id) ? compared.filter((each) => each !== id) : [...compared, id].slice(-MAX_COMPARED));
   return (
     <>
       <Comparison
@@ -184,12 +184,12 @@ function RunList({ runs, notebook, kernel }: { runs: readonly Run[]; notebook: s
               isOwn={isOwn(run, notebook, kernel)}
               isCompared={compared.includes(run.run_id)}
               heldBy={heldBy(run)}
-              isStop={first + index === stopAt || (index === 0 && (stopAt < first || stopAt >= last))}
-              at={first + index}
+              isTabStop={first + index === tabStopIndex || (index === 0 && (tabStopIndex < first || tabStopIndex >= last))}
+              index={first + index}
               count={runs.length}
               onOpen={() => setOpened(run.run_id === opened ? "" : run.run_id)}
               onCompare={() => compare(run.run_id)}
-              onFocus={() => setStop(run.run_id)}
+              onFocus={() => setTabStop(run.run_id)}
             />
           ))}
         </div>
@@ -199,19 +199,19 @@ function RunList({ runs, notebook, kernel }: { runs: readonly Run[]; notebook: s
 }
 
 /** Returns a function that names the holders of a run's devices, "" for none; cached by type, user and kernel. */
-function heldWords(runs: readonly Run[], now: number, t: ReturnType<typeof useTranslate>): (run: Run) => string {
-  const found = new Map<string, string>();
+function holderLabels(runs: readonly Run[], now: number, t: ReturnType<typeof useTranslate>): (run: Run) => string {
+  const cache = new Map<string, string>();
   return (run) => {
     if (run.final || run.tone !== "waiting" || run.session !== "") return "";
     const key = `${run.device_type} ${run.user} ${run.kernel}`;
-    const known = found.get(key);
-    if (known !== undefined) return known;
+    const cached = cache.get(key);
+    if (cached !== undefined) return cached;
     const [holder, ...others] = holdersOf(run, runs);
     const since_s = holder?.idleSince_s ?? null;
     const idle_s = since_s === null ? null : now - since_s;
-    const first = holder ? t("held by %1", holderWords(holder.run, idle_s, run, t)) : "";
+    const first = holder ? t("held by %1", holderLabel(holder.run, idle_s, run, t)) : "";
     const words = others.length > 0 ? `${first} ${t("and %1 more", others.length)}` : first;
-    found.set(key, words);
+    cache.set(key, words);
     return words;
   };
 }

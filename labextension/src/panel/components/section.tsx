@@ -1,19 +1,19 @@
 import type { ComponentChildren } from "preact";
 
-import { useMemory, useOwnId } from "../context";
+import { useStored, usePanelId } from "../context";
 
 interface Props {
   readonly title: string;
-  /** The key under which the host keeps whether it is folded; without one it can't be folded. */
+  /** Key under which the host stores whether it is collapsed; without one it can't be collapsed. */
   readonly name?: string;
   readonly open?: boolean;
   readonly children: ComponentChildren;
 }
 
-/** A part of the panel with a heading, which may fold it. */
+/** A part of the panel with a heading, which collapses it if it has a `name`. */
 export function Section({ title, name, open = true, children }: Props) {
-  const id = useOwnId();
-  const [isOpen, setOpen] = useMemory(`section ${name ?? ""}`, String(open));
+  const id = usePanelId();
+  const [isOpen, setOpen] = useStored(`section ${name ?? ""}`, String(open));
   const shown = name === undefined || isOpen === "true";
   return (
     <section class="sgpu-part" aria-labelledby={id}>

@@ -4,11 +4,11 @@ interface Props {
   readonly title: string;
   readonly text?: string;
   readonly isBad?: boolean;
-  /** Buttons, where something can be done. */
+  /** Buttons, if the user can do something. */
   readonly children?: ComponentChildren;
 }
 
-/** A state in which there is nothing else to show: a sentence, what it means, and what can be done. */
+/** A state without further content: a sentence, its meaning, and buttons. */
 export function StateCard({ title, text, isBad, children }: Props) {
   return (
     <section class="sgpu-part sgpu-state-card" aria-label={title}>

@@ -13,7 +13,7 @@ interface Box {
 }
 
 /**
- * Places a card's details above the card if there is room in the output, else beside it with aligned bottom edges.
+ * Places a card's details above the card if they fit into the output, else beside it with aligned bottom edges.
  *
  * All boxes have the same origin. The details stay inside the output, and start at its top if they are taller.
  */
@@ -33,7 +33,7 @@ export function placeDetails(card: Box, size: { width: number; height: number },
   };
 }
 
-/** Everything that was measured on a rank. */
+/** All measurements of a rank. */
 export function Details({ card, beside }: { card: RankCard; beside: HTMLElement }) {
   const box = useRef<HTMLDivElement>(null);
   const [place, setPlace] = useState({ left: 0, top: 0 });

@@ -3,7 +3,7 @@ import { useState } from "preact/hooks";
 import type { FailureBlock, FailureLine } from "../messages";
 import { Memory } from "./memory";
 
-/** The exception's type at the start of a line, which is coloured; a title without one is coloured whole. */
+/** Match the exception's type at the start of a line, which is coloured; a title without one is coloured whole. */
 const TYPES = { title: /^[\w.]+(?= on rank \d| ·|$)/, error: /^[A-Za-z_][\w.]*(?=:)/ };
 
 function Line({ line }: { line: FailureLine }) {

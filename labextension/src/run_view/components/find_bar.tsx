@@ -4,11 +4,11 @@ import { formatCount } from "../../shared/units";
 import type { Tab } from "../log_model";
 import type { FindAnswer } from "../messages";
 import { MAX_MATCHES } from "../messages";
-import { textOf } from "../run_model";
+import { errorText } from "../run_model";
 import type { RunModel } from "../run_model";
 
 /** How long typing must pause before the search starts. */
-const PAUSE_MS = 250;
+const SEARCH_DELAY_MS = 250;
 
 interface Props {
   readonly model: RunModel;
@@ -23,56 +23,56 @@ interface Props {
 /** Searches for a text in the whole log; the search runs where the log is stored. */
 export function FindBar({ model, tab, top, onQuery, onLine, onClose }: Props) {
   const [text, setText] = useState("");
-  const [found, setFound] = useState<FindAnswer | null>(null);
-  const [at, setAt] = useState(0);
-  const [says, setSays] = useState("");
+  const [result, setResult] = useState<FindAnswer | null>(null);
+  const [position, setPosition] = useState(0);
+  const [status, setStatus] = useState("");
   const input = useRef<HTMLInputElement>(null);
-  const searched = useRef({ text: "", total: -1, number: 0 });
+  const lastSearch = useRef({ text: "", total: -1, number: 0 });
 
   const search = async (step: -1 | 0 | 1) => {
     const total = model.log.lines(tab).total;
-    const number = searched.current.number + 1;
-    searched.current = { text, total, number };
+    const number = lastSearch.current.number + 1;
+    lastSearch.current = { text, total, number };
     onQuery(text);
-    setSays("searching");
+    setStatus("searching");
     try {
       const answer = await model.find(text, tab);
-      if (searched.current.number !== number) return;
-      const from = found?.matches[at];
-      setFound(answer);
-      setSays("");
+      if (lastSearch.current.number !== number) return;
+      const from = result?.matches[position];
+      setResult(answer);
+      setStatus("");
       const next = from === undefined || step === 0 ? answer.matches.findIndex((line) => line >= top.current) : -1;
-      if (from === undefined || step === 0) go(answer, next >= 0 ? next : answer.matches.length - 1);
-      else go(answer, answer.matches.indexOf(from) + step);
+      if (from === undefined || step === 0) goTo(answer, next >= 0 ? next : answer.matches.length - 1);
+      else goTo(answer, answer.matches.indexOf(from) + step);
     } catch (error) {
-      if (searched.current.number === number) setSays(textOf(error));
+      if (lastSearch.current.number === number) setStatus(errorText(error));
     }
   };
-  const go = (answer: FindAnswer, index: number) => {
+  const goTo = (answer: FindAnswer, index: number) => {
     const count = answer.matches.length;
     const to = count === 0 ? 0 : (index + count) % count;
-    setAt(to);
+    setPosition(to);
     onLine(answer.matches[to] ?? null);
   };
   const step = (by: -1 | 1) => {
     if (text === "") return;
     // new lines have arrived: search again from the current match
-    const isOld = searched.current.text !== text || searched.current.total !== model.log.lines(tab).total;
-    if (isOld || !found) void search(searched.current.text === text ? by : 0);
-    else go(found, at + by);
+    const isOld = lastSearch.current.text !== text || lastSearch.current.total !== model.log.lines(tab).total;
+    if (isOld || !result) void search(lastSearch.current.text === text ? by : 0);
+    else goTo(result, position + by);
   };
 
   useEffect(() => input.current?.focus(), []);
   useEffect(() => {
-    setFound(null);
+    setResult(null);
     onLine(null);
     if (text === "") {
-      searched.current = { text: "", total: -1, number: searched.current.number + 1 };
+      lastSearch.current = { text: "", total: -1, number: lastSearch.current.number + 1 };
       onQuery("");
-      setSays("");
+      setStatus("");
       return;
     }
-    const timer = setTimeout(() => void search(0), PAUSE_MS);
+    const timer = setTimeout(() => void search(0), SEARCH_DELAY_MS);
     return () => clearTimeout(timer);
   }, [text, tab]);
 
@@ -95,7 +95,7 @@ export function FindBar({ model, tab, top, onQuery, onLine, onClose }: Props) {
         onInput={(event) => setText(event.currentTarget.value)}
       />
       <span class="sgpu-found" role="status">
-        {says || countText(found, at)}
+        {status || countText(result, position)}
       </span>
       <button type="button" aria-label="previous match" title="previous (Shift+Enter)" onClick={() => step(-1)}>
         ↑
@@ -110,10 +110,10 @@ export function FindBar({ model, tab, top, onQuery, onLine, onClose }: Props) {
   );
 }
 
-function countText(found: FindAnswer | null, at: number): string {
-  if (!found) return "";
-  if (found.total === 0) return "no match";
-  const before = found.total - found.matches.length;
-  const position = `${formatCount(before + at + 1)} of ${formatCount(found.total)}`;
+function countText(result: FindAnswer | null, index: number): string {
+  if (!result) return "";
+  if (result.total === 0) return "no match";
+  const before = result.total - result.matches.length;
+  const position = `${formatCount(before + index + 1)} of ${formatCount(result.total)}`;
   return before > 0 ? `${position} (last ${formatCount(MAX_MATCHES)})` : position;
 }

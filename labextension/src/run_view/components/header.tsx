@@ -17,15 +17,15 @@ function Clock({ model, activity, signal }: { model: RunModel; activity: Activit
       timer = undefined;
       if (!model.isTicking || !activity.active || signal.aborted) return;
       redraw((count) => count + 1);
-      // just after the second changes, so that no second is shown twice or left out
+      // just after the second changes, so that no second is shown twice or skipped
       timer = setTimeout(tick, 1000 - ((model.clock_s * 1000) % 1000) + 5);
     };
-    const forget = activity.onChange(tick);
+    const unsubscribe = activity.onChange(tick);
     const stop = () => clearTimeout(timer);
     signal.addEventListener("abort", stop, { once: true });
     tick();
     return () => {
-      forget();
+      unsubscribe();
       stop();
       signal.removeEventListener("abort", stop);
     };
@@ -54,7 +54,7 @@ interface Props {
   readonly signal: AbortSignal;
 }
 
-/** State, name, where it runs, for how long, and the buttons. */
+/** The run's state, name, devices, duration and buttons. */
 export function Header({ model, activity, signal }: Props) {
   const run = model.snapshot;
   if (!run) {
@@ -67,7 +67,7 @@ export function Header({ model, activity, signal }: Props) {
   const words = [run.devices, run.pool, run.host, run.attempt].filter(Boolean);
   const hasClock = run.ticking || run.elapsed_s > 0 || run.starting_s > 0;
   const isLost = model.link.ended !== "" && !run.final;
-  const mute = model.isMute && !model.transport.interrupt;
+  const isBlocked = model.isKernelBlocked && !model.transport.interrupt;
   return (
     <>
       <header class="sgpu-head">
@@ -93,23 +93,23 @@ export function Header({ model, activity, signal }: Props) {
         </div>
         {!run.final && !isLost && (
           <span class="sgpu-buttons">
-            {mute && run.can_cancel && (
+            {isBlocked && run.can_cancel && (
               <span class="sgpu-hint">{model.interrupts ? "to cancel, use the notebook's Interrupt button" : "%sgpu_disconnect ends it"}</span>
             )}
-            {!mute && (
+            {!isBlocked && (
               <>
                 <button
                   type="button"
-                  title={model.isMute ? "Where every rank is now (answered when the cell has ended)" : "Where every rank is now"}
-                  disabled={model.waiting.has("stacks")}
+                  title={model.isKernelBlocked ? "Where every rank is now (answered when the cell has ended)" : "Where every rank is now"}
+                  disabled={model.pendingActions.has("stacks")}
                   onClick={() => void model.stacks()}
                 >
                   Stacks
                 </button>
                 <button
                   type="button"
-                  title={model.interrupts ? `Stop this run${model.isMute ? " (interrupts the kernel)" : ""}` : "End this session and free its devices"}
-                  disabled={!model.canCancel || model.waiting.has("cancel")}
+                  title={model.interrupts ? `Stop this run${model.isKernelBlocked ? " (interrupts the kernel)" : ""}` : "End this session and free its devices"}
+                  disabled={!model.canCancel || model.pendingActions.has("cancel")}
                   onClick={() => void model.cancel()}
                 >
                   {run.stop}

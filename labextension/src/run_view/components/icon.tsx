@@ -1,8 +1,8 @@
 import { Shape } from "../../shared/shape";
-import type { Sign } from "../../shared/shape";
+import type { ShapeName } from "../../shared/shape";
 import type { Tone } from "../messages";
 
-const SIGNS: Readonly<Record<string, Sign>> = {
+const STATE_SHAPES: Readonly<Record<string, ShapeName>> = {
   running: "dot",
   connected: "dot",
   alive: "dot",
@@ -22,14 +22,14 @@ const SIGNS: Readonly<Record<string, Sign>> = {
   released: "dash",
   idle: "triangle",
 };
-const TONES: Readonly<Record<Tone, Sign>> = {
+const TONE_SHAPES: Readonly<Record<Tone, ShapeName>> = {
   plain: "ring",
   busy: "dot",
   good: "check",
   bad: "cross",
   warn: "triangle",
 };
-/** A state's shape; its word is always shown beside it. */
+/** A state's shape, always shown next to the state's name. */
 export function Icon({ state, tone }: { state: string; tone: Tone }) {
-  return <Shape sign={SIGNS[state] ?? TONES[tone]} />;
+  return <Shape name={STATE_SHAPES[state] ?? TONE_SHAPES[tone]} />;
 }

@@ -4,7 +4,7 @@ import { countOf } from "../../shared/units";
 import { copyLog, downloadLog } from "../log_export";
 import type { Progress } from "../log_export";
 import type { Tab } from "../log_model";
-import { textOf } from "../run_model";
+import { errorText } from "../run_model";
 import type { RunModel } from "../run_model";
 import { FindBar } from "./find_bar";
 import { LogView, grownRows } from "./log_view";
@@ -15,7 +15,7 @@ interface Props {
   readonly tab: Tab;
   readonly onTab: (tab: Tab) => void;
   readonly ranks: readonly number[];
-  /** There are many ranks, whose cards need the room. */
+  /** Whether there are many ranks, whose cards take up space. */
   readonly dense: boolean;
   readonly id: string;
   readonly signal: AbortSignal;
@@ -24,16 +24,16 @@ interface Props {
 /** The log: its tabs, tools and lines. */
 export function LogPanel({ model, tab, onTab, ranks, dense, id, signal }: Props) {
   const [following, setFollowing] = useState(true);
-  const [finding, setFinding] = useState(false);
+  const [isFindOpen, setFindOpen] = useState(false);
   const [query, setQuery] = useState("");
   const [target, setTarget] = useState<{ line: number } | null>(null);
-  const [says, setSays] = useState("");
-  const [busy, setBusy] = useState(false);
-  const leftAt = useRef(0);
+  const [status, setStatus] = useState("");
+  const [isExporting, setExporting] = useState(false);
+  const seenLines = useRef(0);
   const top = useRef(0);
   const panel = useRef<HTMLDivElement>(null);
   const rows = useRef(0);
-  const dragged = useRef("");
+  const draggedHeight = useRef("");
   const total = model.log.lines(tab).total;
   // sized for the longest tab so far, so that changing tabs does not move the content below
   rows.current = grownRows(rows.current, total, dense);
@@ -44,40 +44,40 @@ export function LogPanel({ model, tab, onTab, ranks, dense, id, signal }: Props)
   }, [tab]);
 
   const follow = (on: boolean) => {
-    if (!on && following) leftAt.current = total;
+    if (!on && following) seenLines.current = total;
     if (on && !following) setTarget(null);
     setFollowing(on);
   };
   const closeFind = () => {
-    setFinding(false);
+    setFindOpen(false);
     setQuery("");
     setTarget(null);
     panel.current?.querySelector<HTMLElement>(".sgpu-log")?.focus();
   };
-  const run = async (work: (progress: Progress) => Promise<string>) => {
-    setBusy(true);
+  const runExport = async (exportLog: (progress: Progress) => Promise<string>) => {
+    setExporting(true);
     try {
-      setSays(await work({ signal, tell: setSays }));
+      setStatus(await exportLog({ signal, report: setStatus }));
     } catch (error) {
-      setSays(textOf(error));
+      setStatus(errorText(error));
     }
-    setBusy(false);
+    setExporting(false);
   };
   const onKey = (event: KeyboardEvent) => {
     // the browser's own search finds only the lines in view
     if ((event.ctrlKey || event.metaKey) && event.key === "f") {
       event.preventDefault();
       event.stopPropagation();
-      setFinding(true);
+      setFindOpen(true);
     }
   };
-  const unseen = total - leftAt.current;
+  const unseen = total - seenLines.current;
   return (
     <section class="sgpu-log-panel" aria-label="log" onKeyDown={onKey}>
       <nav class="sgpu-nav">
         <Tabs tab={tab} ranks={ranks} onTab={onTab} id={id} />
         <span class="sgpu-tools">
-          <span class="sgpu-count">{says || countOf(total, "line")}</span>
+          <span class="sgpu-count">{status || countOf(total, "line")}</span>
           <button
             type="button"
             class="sgpu-follow"
@@ -87,13 +87,13 @@ export function LogPanel({ model, tab, onTab, ranks, dense, id, signal }: Props)
           >
             {following ? "following" : "follow"}
           </button>
-          <button type="button" aria-expanded={finding} title="Find in the whole log (Ctrl+F)" onClick={() => (finding ? closeFind() : setFinding(true))}>
+          <button type="button" aria-expanded={isFindOpen} title="Find in the whole log (Ctrl+F)" onClick={() => (isFindOpen ? closeFind() : setFindOpen(true))}>
             find
           </button>
-          <button type="button" disabled={busy} title="Copy the whole log" onClick={() => void run((to) => copyLog(model, tab, to))}>
+          <button type="button" disabled={isExporting} title="Copy the whole log" onClick={() => void runExport((progress) => copyLog(model, tab, progress))}>
             copy
           </button>
-          <button type="button" disabled={busy} title="Download the whole log" onClick={() => void run((to) => downloadLog(model, tab, to))}>
+          <button type="button" disabled={isExporting} title="Download the whole log" onClick={() => void runExport((progress) => downloadLog(model, tab, progress))}>
             download
           </button>
         </span>
@@ -108,11 +108,11 @@ export function LogPanel({ model, tab, onTab, ranks, dense, id, signal }: Props)
           query={query}
           target={target}
           top={top}
-          rows={rows.current}
+          minRows={rows.current}
           isFull={rows.current >= grownRows(0, Infinity, dense)}
-          dragged={dragged}
+          draggedHeight={draggedHeight}
         />
-        {finding && (
+        {isFindOpen && (
           <FindBar
             model={model}
             tab={tab}

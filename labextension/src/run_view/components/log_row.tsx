@@ -2,35 +2,35 @@ import { pieces } from "../ansi";
 import type { Piece } from "../ansi";
 import type { LineRow } from "../messages";
 
-/** Longer lines are cut when drawn; the log has them whole. */
-const MAX_DRAWN = 4_000;
+/** Longer lines are shortened when drawn; the log has all of them. */
+const MAX_DRAWN_CHARS = 4_000;
 
-const drawn = new WeakMap<LineRow, readonly Piece[]>();
+const cachedPieces = new WeakMap<LineRow, readonly Piece[]>();
 
 function piecesOf(row: LineRow): readonly Piece[] {
-  let found = drawn.get(row);
-  if (!found) {
-    const cut = row[2].length - MAX_DRAWN;
-    found = pieces(cut > 0 ? row[2].slice(0, MAX_DRAWN) : row[2]);
-    if (cut > 0) found = [...found, { text: ` ... ${cut} more characters in the log`, style: { opacity: ".55" } }];
-    drawn.set(row, found);
+  let linePieces = cachedPieces.get(row);
+  if (!linePieces) {
+    const cut = row[2].length - MAX_DRAWN_CHARS;
+    linePieces = pieces(cut > 0 ? row[2].slice(0, MAX_DRAWN_CHARS) : row[2]);
+    if (cut > 0) linePieces = [...linePieces, { text: ` ... ${cut} more characters in the log`, style: { opacity: ".55" } }];
+    cachedPieces.set(row, linePieces);
   }
-  return found;
+  return linePieces;
 }
 
-/** Characters that a line takes when drawn. */
+/** Returns the width of a drawn line, in characters. */
 export function widthOf(row: LineRow): number {
   return piecesOf(row).reduce((sum, { text }) => sum + text.length, 0);
 }
 
 /** Splits pieces where `query` begins and ends, so that a match across colours is marked whole. */
-export function marked(found: readonly Piece[], query: string): (Piece & { isMatch: boolean })[] {
-  const whole = found.map(({ text }) => text).join("").toLowerCase();
+export function markMatches(linePieces: readonly Piece[], query: string): (Piece & { isMatch: boolean })[] {
+  const whole = linePieces.map(({ text }) => text).join("").toLowerCase();
   const needle = query.toLowerCase();
   const split: (Piece & { isMatch: boolean })[] = [];
   let offset = 0;
   let match = whole.indexOf(needle);
-  for (const piece of found) {
+  for (const piece of linePieces) {
     let at = 0;
     while (at < piece.text.length) {
       const position = offset + at;
@@ -48,7 +48,7 @@ export function marked(found: readonly Piece[], query: string): (Piece & { isMat
 
 interface Props {
   readonly row: LineRow | undefined;
-  /** Width of the rank before the line, in characters; 0 draws none. */
+  /** Width of the rank label before the line, in characters; 0 for no label. */
   readonly label: number;
   readonly query: string;
   readonly isCurrent: boolean;
@@ -57,8 +57,8 @@ interface Props {
 /** One line of the log. */
 export function LogRow({ row, label, query, isCurrent }: Props) {
   if (!row) return <div class="sgpu-row sgpu-hole">...</div>;
-  const found = piecesOf(row);
-  const parts = query ? marked(found, query) : found.map((piece) => ({ ...piece, isMatch: false }));
+  const linePieces = piecesOf(row);
+  const parts = query ? markMatches(linePieces, query) : linePieces.map((piece) => ({ ...piece, isMatch: false }));
   return (
     <div class={`sgpu-row${isCurrent ? " sgpu-current" : ""}`}>
       {label > 0 && (

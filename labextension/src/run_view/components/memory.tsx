@@ -1,6 +1,6 @@
 import type { MemoryBlock } from "../messages";
 
-/** Titles of a bar's parts: memory of tensors, memory that torch's allocator holds unused, and other processes'. */
+/** Titles of a bar's parts: memory of tensors, unused memory of torch's allocator, memory of other processes. */
 const PARTS = ["used", "reserved, unused", "other processes"];
 
 function Cells({ texts }: { texts: readonly string[] }) {

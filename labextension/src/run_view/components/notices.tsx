@@ -27,7 +27,7 @@ function Ended({ model }: { model: RunModel }) {
         )}
       </span>
       {command && (
-        <button type="button" onClick={() => void copyText(command).then((done) => done || model.say(`can't copy here: type ${command}`))}>
+        <button type="button" onClick={() => void copyText(command).then((done) => done || model.showNotice(`can't copy here: type ${command}`))}>
           Copy command
         </button>
       )}
@@ -60,7 +60,7 @@ export function Notices({ model }: { model: RunModel }) {
               <div key={index}>{text || "\u200b"}</div>
             ))}
           </div>
-          <Close onClick={() => model.dismiss()} />
+          <Close onClick={() => model.dismissNotice()} />
         </section>
       )}
     </>

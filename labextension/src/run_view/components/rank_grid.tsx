@@ -7,33 +7,33 @@ import { ProgressBar } from "./bar";
 import { Icon } from "./icon";
 import { Sparkline } from "./sparkline";
 
-/** From this many ranks on the cards are small, eight in a row. */
+/** Minimum number of ranks for small cards, eight in a row. */
 export const DENSE_FROM = 9;
-/** From this many ranks on the grid scrolls. */
+/** Minimum number of ranks for a grid that scrolls. */
 export const SCROLL_FROM = 65;
 
-/** How long the pointer rests on a card before its details are shown. */
-const REST_MS = 400;
+/** Delay before the details of the card under the pointer are shown. */
+const HOVER_DELAY_MS = 400;
 
-/** States that need no label, because the card's curve and use show them. */
-const SAID_BY_USE = new Set(["running", "alive"]);
+/** States without a label, because the card's curve and values show them. */
+const UNLABELLED_STATES = new Set(["running", "alive"]);
 
 interface CardProps {
   readonly card: RankCard;
   readonly dense: boolean;
   readonly isOpen: boolean;
-  readonly isStop: boolean;
-  /** Receives the card under the pointer or the focus, and the delay of its details; null when it left. */
+  readonly isTabStop: boolean;
+  /** Called with the hovered or focused card and the delay of its details; with null when it is left. */
   readonly onOpen: (element: HTMLElement | null, delay_ms?: number) => void;
   readonly onShow: (rank: number) => void;
 }
 
-function Card({ card, dense, isOpen, isStop, onOpen, onShow }: CardProps) {
+function Card({ card, dense, isOpen, isTabStop, onOpen, onShow }: CardProps) {
   const [reading, setReading] = useState("");
   const curve = card.curves[0];
   const idle = card.idle !== "";
-  // a running rank is recognized by its use, curve and last line; any other state is labelled
-  const word = idle ? "idle" : SAID_BY_USE.has(card.state) && card.use ? "" : card.state;
+  // a running rank is recognized by its values, curve and last line; any other state has a label
+  const word = idle ? "idle" : UNLABELLED_STATES.has(card.state) && card.use ? "" : card.state;
   const tone = idle ? "warn" : card.tone;
   const labelled = `rank ${card.rank}, ${card.state}${idle ? `, idle: ${card.idle}` : ""}`;
   return (
@@ -43,7 +43,7 @@ function Card({ card, dense, isOpen, isStop, onOpen, onShow }: CardProps) {
       aria-label={labelled}
       data-rank={card.rank}
       data-state={card.state}
-      onPointerEnter={(event) => onOpen(event.currentTarget, REST_MS)}
+      onPointerEnter={(event) => onOpen(event.currentTarget, HOVER_DELAY_MS)}
       onPointerLeave={() => onOpen(null)}
       onFocusCapture={(event) => onOpen(event.currentTarget)}
       onBlurCapture={() => onOpen(null)}
@@ -55,7 +55,7 @@ function Card({ card, dense, isOpen, isStop, onOpen, onShow }: CardProps) {
       }}
     >
       <div class="sgpu-card-head">
-        {/* no tab stop: the keyboard reaches a rank's lines by the log's tabs */}
+        {/* no tab stop: with the keyboard, the log's tabs select a rank's lines */}
         <button type="button" class="sgpu-rank" tabIndex={-1} title={`the lines of rank ${card.rank}`} onClick={() => onShow(card.rank)}>
           <span class={`sgpu-${tone}`}>
             <Icon state={idle ? "idle" : card.state} tone={tone} />
@@ -64,13 +64,13 @@ function Card({ card, dense, isOpen, isStop, onOpen, onShow }: CardProps) {
         </button>
         {word && <span class={`sgpu-word sgpu-${tone}`}>{word}</span>}
         <span class="sgpu-use">
-          {parts(reading || card.use || card.label).map((text, index) => (
+          {splitParts(reading || card.use || card.label).map((text, index) => (
             <span key={index}>{index > 0 ? `\u00a0· ${text}` : text}</span>
           ))}
         </span>
       </div>
       {curve ? (
-        <Sparkline curve={curve} label={`${curve.name} of rank ${card.rank}`} warn={idle} isStop={isStop} onRead={setReading} />
+        <Sparkline curve={curve} label={`${curve.name} of rank ${card.rank}`} warn={idle} isTabStop={isTabStop} onRead={setReading} />
       ) : (
         <div class="sgpu-spark" />
       )}
@@ -82,14 +82,14 @@ function Card({ card, dense, isOpen, isStop, onOpen, onShow }: CardProps) {
   );
 }
 
-/** All ranks: state, use, progress, last line; details of the one under the pointer or the focus. */
+/** A card for each rank: state, values, progress, last line; details of the hovered or focused one. */
 export function RankGrid({ ranks, onShow }: { ranks: readonly RankCard[]; onShow: (rank: number) => void }) {
   const [open, setOpen] = useState<{ rank: number; element: HTMLElement } | null>(null);
   // a single tab stop for all ranks: Up and Down move between them
-  const [stop, setStop] = useState(ranks[0]?.rank);
+  const [tabStop, setTabStop] = useState(ranks[0]?.rank);
   const grid = useRef<HTMLDivElement>(null);
-  const opening = useRef<ReturnType<typeof setTimeout> | undefined>(undefined);
-  useEffect(() => () => clearTimeout(opening.current), []);
+  const openTimer = useRef<ReturnType<typeof setTimeout> | undefined>(undefined);
+  useEffect(() => () => clearTimeout(openTimer.current), []);
   const dense = ranks.length >= DENSE_FROM;
   const classes = ["sgpu-grid", dense ? "sgpu-dense" : "", ranks.length >= SCROLL_FROM ? "sgpu-scrolls" : ""];
   const onKey = (event: KeyboardEvent) => {
@@ -124,13 +124,13 @@ export function RankGrid({ ranks, onShow }: { ranks: readonly RankCard[]; onShow
               card={card}
               dense={dense}
               isOpen={open?.rank === card.rank}
-              isStop={stop === card.rank}
+              isTabStop={tabStop === card.rank}
               onOpen={(element, delay_ms = 0) => {
-                clearTimeout(opening.current);
+                clearTimeout(openTimer.current);
                 const show = () => setOpen(element && { rank: card.rank, element });
-                if (delay_ms > 0) opening.current = setTimeout(show, delay_ms);
+                if (delay_ms > 0) openTimer.current = setTimeout(show, delay_ms);
                 else show();
-                if (element?.contains(document.activeElement)) setStop(card.rank);
+                if (element?.contains(document.activeElement)) setTabStop(card.rank);
               }}
               onShow={onShow}
             />
@@ -142,8 +142,8 @@ export function RankGrid({ ranks, onShow }: { ranks: readonly RankCard[]; onShow
   );
 }
 
-/** Splits a text into parts; a narrow card leaves out the last ones. */
-function parts(text: string): string[] {
+/** Splits a text into parts, of which a narrow card leaves out the last ones. */
+function splitParts(text: string): string[] {
   return text.split(" · ");
 }
 
@@ -151,7 +151,7 @@ function columns(ranks: number): number {
   return ranks >= DENSE_FROM ? 8 : Math.min(Math.max(ranks, 1), 4);
 }
 
-/** The number of columns where four cards do not fit side by side. */
+/** Returns the number of columns of an output that is too narrow for four cards. */
 function narrowColumns(ranks: number): number {
   return ranks === 4 ? 2 : ranks <= 6 ? Math.min(columns(ranks), 3) : columns(ranks);
 }

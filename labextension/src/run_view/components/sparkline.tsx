@@ -5,18 +5,18 @@ import type { Curve } from "../messages";
 
 const WIDTH = 100;
 const HEIGHT = 26;
-/** Space above and below, so that a line at either end is not clipped. */
+/** Space above and below, so that extreme values are not clipped. */
 const MARGIN = 2;
 
-/** Smaller values count as 0, whatever the axis: they are formatted as `0.0`. */
-const NEXT_TO_ZERO = 0.05;
+/** Smaller values count as 0, since they are formatted as `0.0`. */
+const NEAR_ZERO = 0.05;
 
-/** Whether a curve would be a line at the bottom. */
+/** Returns whether a curve would be a flat line at zero. */
 export function isFlatZero(curve: Curve): boolean {
-  return curve.values.every((value) => (value ?? 0) < NEXT_TO_ZERO);
+  return curve.values.every((value) => (value ?? 0) < NEAR_ZERO);
 }
 
-/** The lines of a curve and the areas under them: one of each between two gaps; none for a flat zero. */
+/** Returns SVG paths of a curve's line and of the area below it, interrupted by gaps; empty for a flat zero. */
 export function paths(curve: Curve): { line: string; area: string } {
   if (isFlatZero(curve)) return { line: "", area: "" };
   const { values } = curve;
@@ -41,7 +41,7 @@ export function paths(curve: Curve): { line: string; area: string } {
   return { line, area };
 }
 
-/** Describes one value of a curve. */
+/** Returns one value of a curve and its age, as text. */
 export function describe(curve: Curve, at: number): string {
   const value = curve.values[at];
   const ago_s = Math.round((curve.values.length - 1 - at) * curve.step_s);
@@ -53,12 +53,12 @@ export function describe(curve: Curve, at: number): string {
 export function StillSparkline({ curve }: { curve: Curve }) {
   return (
     <svg class="sgpu-spark" viewBox={`0 0 ${WIDTH} ${HEIGHT}`} preserveAspectRatio="none" aria-hidden="true">
-      <Drawing curve={curve} />
+      <CurvePaths curve={curve} />
     </svg>
   );
 }
 
-function Drawing({ curve }: { curve: Curve }) {
+function CurvePaths({ curve }: { curve: Curve }) {
   const { line, area } = useMemo(() => paths(curve), [curve]);
   return (
     <>
@@ -72,14 +72,14 @@ interface Props {
   readonly curve: Curve;
   readonly label: string;
   readonly warn?: boolean;
-  /** Whether the Tab key stops here. */
-  readonly isStop?: boolean;
-  /** Receives a description of the value under the pointer or the cursor, "" when it has left. */
+  /** Whether the curve is a tab stop. */
+  readonly isTabStop?: boolean;
+  /** Called with a description of the value at the pointer or cursor, "" when it has left. */
   readonly onRead?: (text: string) => void;
 }
 
 /** A curve without axes; the pointer and the arrow keys read its values. */
-export function Sparkline({ curve, label, warn = false, isStop = true, onRead }: Props) {
+export function Sparkline({ curve, label, warn = false, isTabStop = true, onRead }: Props) {
   const [cursor, setCursor] = useState<number | null>(null);
   const box = useRef<SVGSVGElement>(null);
   const last = curve.values.length - 1;
@@ -116,14 +116,14 @@ export function Sparkline({ curve, label, warn = false, isStop = true, onRead }:
       aria-valuetext={`${curve.name} ${describe(curve, at ?? last)}`}
       aria-readonly={true}
       // SVG attributes are case-sensitive: `tabIndex` would be ignored
-      tabindex={isStop ? 0 : -1}
+      tabindex={isTabStop ? 0 : -1}
       onPointerMove={onPointer}
       onPointerLeave={() => read(null)}
       onFocus={() => read(last)}
       onBlur={() => read(null)}
       onKeyDown={onKey}
     >
-      <Drawing curve={curve} />
+      <CurvePaths curve={curve} />
       {at !== null && last > 0 && !isFlatZero(curve) && (
         <path class="sgpu-cursor" d={`M${round((at * WIDTH) / last)} 0V${HEIGHT}`} vector-effect="non-scaling-stroke" />
       )}

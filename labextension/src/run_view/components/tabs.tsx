@@ -10,32 +10,32 @@ interface Props {
 }
 
 /** Share of the visible width that a button scrolls by. */
-const PAGE = 0.8;
-/** Width in which tabs fade out, as in the style sheet. */
+const SCROLL_SHARE = 0.8;
+/** Width of the fade at the strip's edges, as in the style sheet. */
 const FADE_PX = 24;
 
-/** The log's tabs: all ranks, then each; arrow keys select the next one, buttons scroll to those out of view. */
+/** The log's tabs: all ranks, then each rank. Arrow keys select a tab; buttons scroll to tabs out of view. */
 export function Tabs({ tab, ranks, onTab, id }: Props) {
   const list = useRef<HTMLDivElement>(null);
-  const [beyond, setBeyond] = useState({ left: false, right: false });
+  const [hidden, setHidden] = useState({ left: false, right: false });
   const tabs: readonly Tab[] = ["all", ...ranks];
-  const look = () => {
+  const updateHidden = () => {
     const box = list.current;
     if (!box) return;
     const left = box.scrollLeft > 1;
     const right = box.scrollLeft + box.clientWidth < box.scrollWidth - 1;
-    setBeyond((before) => (before.left === left && before.right === right ? before : { left, right }));
+    setHidden((before) => (before.left === left && before.right === right ? before : { left, right }));
   };
-  useLayoutEffect(look, [ranks.length]);
+  useLayoutEffect(updateHidden, [ranks.length]);
   useLayoutEffect(() => {
     if (!list.current || typeof ResizeObserver === "undefined") return;
-    const observer = new ResizeObserver(look);
+    const observer = new ResizeObserver(updateHidden);
     observer.observe(list.current);
     return () => observer.disconnect();
   }, []);
-  const turn = (by: number) => {
+  const scrollBy = (by: number) => {
     const box = list.current;
-    if (box) box.scrollLeft += by * PAGE * box.clientWidth;
+    if (box) box.scrollLeft += by * SCROLL_SHARE * box.clientWidth;
   };
   useLayoutEffect(() => {
     // scroll the strip only: `scrollIntoView` could scroll the page too
@@ -61,10 +61,10 @@ export function Tabs({ tab, ranks, onTab, id }: Props) {
     onTab(tabs[index] ?? "all");
     list.current?.querySelectorAll<HTMLElement>('[role="tab"]')[index]?.focus();
   };
-  const classes = ["sgpu-tabs", beyond.left ? "sgpu-before" : "", beyond.right ? "sgpu-after" : ""].filter(Boolean);
+  const classes = ["sgpu-tabs", hidden.left ? "sgpu-before" : "", hidden.right ? "sgpu-after" : ""].filter(Boolean);
   return (
     <div class="sgpu-tab-strip">
-      {beyond.left && <Turn label="tabs before" sign="‹" onTurn={() => turn(-1)} />}
+      {hidden.left && <ScrollButton label="tabs before" symbol="‹" onClick={() => scrollBy(-1)} />}
       <div
         ref={list}
         class={classes.join(" ")}
@@ -72,7 +72,7 @@ export function Tabs({ tab, ranks, onTab, id }: Props) {
         aria-label="log by rank"
         onKeyDown={onKey}
         onWheel={onWheel}
-        onScroll={look}
+        onScroll={updateHidden}
       >
         {tabs.map((each) => (
           <button
@@ -90,16 +90,16 @@ export function Tabs({ tab, ranks, onTab, id }: Props) {
           </button>
         ))}
       </div>
-      {beyond.right && <Turn label="tabs after" sign="›" onTurn={() => turn(1)} />}
+      {hidden.right && <ScrollButton label="tabs after" symbol="›" onClick={() => scrollBy(1)} />}
     </div>
   );
 }
 
-/** Scrolls to tabs out of view, for pointers only; the keyboard has the arrow keys. */
-function Turn({ label, sign, onTurn }: { label: string; sign: string; onTurn: () => void }) {
+/** A button for pointers only, that scrolls to tabs out of view; keyboards have the arrow keys. */
+function ScrollButton({ label, symbol, onClick }: { label: string; symbol: string; onClick: () => void }) {
   return (
-    <button type="button" class="sgpu-turn" aria-label={label} title={label} tabIndex={-1} onClick={onTurn}>
-      {sign}
+    <button type="button" class="sgpu-turn" aria-label={label} title={label} tabIndex={-1} onClick={onClick}>
+      {symbol}
     </button>
   );
 }

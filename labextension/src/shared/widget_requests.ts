@@ -1,12 +1,12 @@
-import { askOverControl } from "./kernel_link";
-import type { KernelConnection } from "./kernel_link";
+import { askOverControl } from "./kernel_connection";
+import type { KernelConnection } from "./kernel_connection";
 
-/** Timeout of each channel: comm before the control channel is tried, the last one before the kernel counts as busy. */
-export const PATIENCE_MS = 2_000;
-/** Timeout of a request, so that the caller can retry. Requests on the main shell have none: they wait for the cell. */
-export const EXPIRY_MS = 30_000;
+/** Timeout of the comm until the control channel is tried, and of the last channel until the kernel is reported busy. */
+export const CHANNEL_TIMEOUT_MS = 2_000;
+/** Timeout of a request. Requests on the main shell have none: they wait for the end of the cell. */
+export const REQUEST_TIMEOUT_MS = 30_000;
 
-/** No answer will come; the text says why. */
+/** A request will not be answered; the text says why. */
 export class NoAnswer extends Error {}
 
 /** The part of a widget's model that anywidget provides. */
@@ -19,23 +19,23 @@ export interface WidgetModel {
 }
 
 /** The channel of a widget's requests: the kernel's comm subshell, its control channel, or its main shell. */
-export type ModelWay = "subshell" | "control" | "shell";
+export type RequestChannel = "subshell" | "control" | "shell";
 
 interface Pending<A> {
   readonly resolve: (answer: A) => void;
   readonly reject: (reason: Error) => void;
   readonly timers: Set<ReturnType<typeof setTimeout>>;
-  late: boolean;
+  isOverdue: boolean;
 }
 
 interface Options<A> {
   readonly model: WidgetModel;
   readonly kernel: KernelConnection | null;
-  /** The model's id for requests on the control channel, "" when the channel can't be used. */
+  /** Returns the model's id for requests on the control channel, "" if the channel can't be used. */
   readonly modelId: () => string;
   /** Returns the reply, null for any other message. */
   readonly read: (content: unknown) => A | null;
-  /** Called with whether any request is overdue, whenever that may have changed. */
+  /** Called with whether any request is overdue, whenever this may have changed. */
   readonly onBusy: (busy: boolean) => void;
 }
 
@@ -46,15 +46,15 @@ interface Options<A> {
  * subshell and the front end sends them there, else the control channel. Without either, they are comm messages on the
  * main shell, and the kernel replies when the cell ends.
  */
-export class ModelQuestions<A extends { readonly n: number }> {
+export class WidgetRequests<A extends { readonly n: number }> {
   private readonly pending = new Map<number, Pending<A>>();
   // two views of one model receive each other's replies: their request numbers must differ
-  private count = Math.floor(Math.random() * 2 ** 40);
-  private closed = "";
+  private lastNumber = Math.floor(Math.random() * 2 ** 40);
+  private closeReason = "";
 
   constructor(private readonly options: Options<A>) {}
 
-  get way(): ModelWay {
+  get channel(): RequestChannel {
     if (this.options.kernel?.supportsSubshells === true && this.options.model.get("comms") === "subshell") return "subshell";
     return this.hasControl ? "control" : "shell";
   }
@@ -62,32 +62,32 @@ export class ModelQuestions<A extends { readonly n: number }> {
   /**
    * Sends a request, and resolves with the reply.
    *
-   * @throws NoAnswer: No reply came within `expiry_ms`, or none will come.
+   * @throws NoAnswer: No reply came within `timeout_ms`, or none will come.
    */
-  ask(asked: object, expiry_ms = EXPIRY_MS): Promise<A> {
-    if (this.closed) return Promise.reject(new NoAnswer(this.closed));
-    const n = ++this.count;
-    const question = { ...asked, n };
+  ask(body: object, timeout_ms = REQUEST_TIMEOUT_MS): Promise<A> {
+    if (this.closeReason) return Promise.reject(new NoAnswer(this.closeReason));
+    const n = ++this.lastNumber;
+    const question = { ...body, n };
     return new Promise((resolve, reject) => {
-      const pending: Pending<A> = { resolve, reject, timers: new Set(), late: false };
+      const pending: Pending<A> = { resolve, reject, timers: new Set(), isOverdue: false };
       this.pending.set(n, pending);
-      const { way } = this;
-      if (way === "control") {
+      const { channel } = this;
+      if (channel === "control") {
         this.sendOverControl(question);
-        this.after(pending, PATIENCE_MS, () => this.isLate(pending));
+        this.setTimer(pending, CHANNEL_TIMEOUT_MS, () => this.markOverdue(pending));
       } else {
         this.options.model.send(question);
-        this.after(pending, PATIENCE_MS, () => {
+        this.setTimer(pending, CHANNEL_TIMEOUT_MS, () => {
           if (!this.hasControl) {
-            this.isLate(pending);
+            this.markOverdue(pending);
             return;
           }
           this.sendOverControl(question);
-          this.after(pending, PATIENCE_MS, () => this.isLate(pending));
+          this.setTimer(pending, CHANNEL_TIMEOUT_MS, () => this.markOverdue(pending));
         });
       }
-      if (way !== "shell") {
-        this.after(pending, expiry_ms, () => this.settle(n, new NoAnswer("the kernel has not answered")));
+      if (channel !== "shell") {
+        this.setTimer(pending, timeout_ms, () => this.settle(n, new NoAnswer("the kernel has not answered")));
       }
     });
   }
@@ -99,14 +99,14 @@ export class ModelQuestions<A extends { readonly n: number }> {
   }
 
   /** Fails all pending requests. */
-  drop(reason: string): void {
+  rejectAll(reason: string): void {
     for (const n of [...this.pending.keys()]) this.settle(n, new NoAnswer(reason));
   }
 
   /** Fails all pending requests, and rejects any later one. */
   close(reason: string): void {
-    this.closed = reason;
-    this.drop(reason);
+    this.closeReason = reason;
+    this.rejectAll(reason);
   }
 
   private get hasControl(): boolean {
@@ -121,9 +121,9 @@ export class ModelQuestions<A extends { readonly n: number }> {
         // a kernel without the handler may refuse at once, and still reply by comm when the cell has ended
         const pending = this.pending.get(question.n);
         if (!pending) return;
-        if (this.way === "control") this.options.model.send(question);
+        if (this.channel === "control") this.options.model.send(question);
         console.debug("sgpu: no answer on the control channel:", reason instanceof Error ? reason.message : reason);
-        this.isLate(pending);
+        this.markOverdue(pending);
       },
     );
   }
@@ -138,32 +138,32 @@ export class ModelQuestions<A extends { readonly n: number }> {
     this.updateBusy();
   }
 
-  private isLate(pending: Pending<A>): void {
-    pending.late = true;
+  private markOverdue(pending: Pending<A>): void {
+    pending.isOverdue = true;
     this.updateBusy();
   }
 
   private updateBusy(): void {
-    this.options.onBusy([...this.pending.values()].some(({ late }) => late));
+    this.options.onBusy([...this.pending.values()].some(({ isOverdue }) => isOverdue));
   }
 
-  private after(pending: Pending<A>, delay_ms: number, then: () => void): void {
+  private setTimer(pending: Pending<A>, delay_ms: number, callback: () => void): void {
     const timer = setTimeout(() => {
       pending.timers.delete(timer);
-      then();
+      callback();
     }, delay_ms);
     pending.timers.add(timer);
   }
 }
 
 /** Returns the parsed message; logs a warning and returns null if it can't be parsed. */
-export function readOrNull<T>(parse: () => T, tell?: (text: string) => void): T | null {
+export function readOrNull<T>(parse: () => T, onError?: (text: string) => void): T | null {
   try {
     return parse();
   } catch (error) {
     const text = error instanceof Error ? error.message : String(error);
     console.warn("sgpu: can't read a message:", text);
-    tell?.(text);
+    onError?.(text);
     return null;
   }
 }

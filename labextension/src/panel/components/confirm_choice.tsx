@@ -1,14 +1,14 @@
 import { useTranslate } from "../context";
 import type { NotebookModel } from "../notebook_model";
 
-/** Asks the user to confirm a choice that someone else made. */
-export function Foreign({ notebook }: { notebook: NotebookModel }) {
+/** Asks the user to confirm another user's choice. */
+export function ConfirmChoice({ notebook }: { notebook: NotebookModel }) {
   const t = useTranslate();
-  const { kernel, plan, isPlanning, doing, installing, refusal } = notebook;
+  const { kernel, plan, isPlanning, pendingAction, isInstalling, refusal } = notebook;
   if (!kernel) return null;
   const words = plan ? plan.problem || plan.sentences.join(" ") : "";
-  const can = plan?.problem === "" && !isPlanning;
-  const isBusy = doing !== "" || installing;
+  const isReady = plan?.problem === "" && !isPlanning;
+  const isBusy = pendingAction !== "" || isInstalling;
   return (
     <section class="sgpu-part sgpu-state-card" aria-label={t("The notebook's choice")} aria-busy={isBusy}>
       <p class="sgpu-sentence">{t("This notebook asks for %1, which someone else chose.", kernel.choice_words)}</p>
@@ -17,12 +17,12 @@ export function Foreign({ notebook }: { notebook: NotebookModel }) {
         <button
           type="button"
           class="sgpu-strong"
-          disabled={isBusy || !can}
+          disabled={isBusy || !isReady}
           onClick={() => void notebook.accept()}
         >
-          {installing ? t("Installing packages…") : t("Use it")}
+          {isInstalling ? t("Installing packages…") : t("Use it")}
         </button>
-        <button type="button" disabled={isBusy} onClick={() => notebook.chooseMyself()}>
+        <button type="button" disabled={isBusy} onClick={() => notebook.overrideChoice()}>
           {t("Choose my own")}
         </button>
       </div>

@@ -89,7 +89,7 @@ function uuid(): string {
 }
 
 /** Returns the kernel connection of a widget's manager, null where the front end provides none. */
-export function kernelOf(manager: unknown): KernelConnection | null {
+export function kernelConnectionOf(manager: unknown): KernelConnection | null {
   if (typeof manager !== "object" || manager === null) return null;
   const kernel = (manager as { kernel?: unknown }).kernel;
   return typeof kernel === "object" && kernel !== null ? kernel : null;

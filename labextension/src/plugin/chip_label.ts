@@ -1,12 +1,12 @@
 import type { Translate } from "../panel/host";
 import type { PoolPicture, RunRow } from "../panel/messages";
-import { formatSpan, rankWords, stageOf } from "../panel/words";
+import { formatSpan, ranksLabel, stageOf } from "../panel/format";
 
-/** Returns the text in a notebook's toolbar: `4 × A10 · connected · 12 min`. */
-export function chipWords(session: RunRow, pool: PoolPicture | null, now_s: number, t: Translate): string {
+/** Returns the text of a notebook's toolbar button: `4 × A10 · connected · 12 min`. */
+export function chipLabel(session: RunRow, pool: PoolPicture | null, now_s: number, t: Translate): string {
   const stage = stageOf(session);
   const words = { waiting: "waiting", connecting: "connecting", connected: "connected", ending: "ending" };
-  const pieces = [rankWords(session, pool, t), t(words[stage])];
+  const pieces = [ranksLabel(session, pool, t), t(words[stage])];
   const since = stage === "connected" ? session.started_at : null;
   if (since !== null) pieces.push(formatSpan(now_s - since));
   return pieces.join(" · ");

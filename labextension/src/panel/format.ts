@@ -1,5 +1,5 @@
 /** Formats the panel's numbers and states. */
-import type { Sign } from "../shared/shape";
+import type { ShapeName } from "../shared/shape";
 import { formatDuration, formatMoney } from "../shared/units";
 import { CPU, typeOf } from "./form";
 import type { Translate } from "./host";
@@ -25,19 +25,19 @@ function inMinutes(seconds: number): string {
 }
 
 /** Memory sizes of devices on the market, in GB. */
-const SIZES_GB = [
+const MARKETED_SIZES_GB = [
   1, 2, 3, 4, 5, 6, 8, 10, 11, 12, 16, 20, 24, 32, 40, 48, 64, 80, 94, 96, 120, 141, 144, 180, 186, 192, 288,
 ] as const;
-/** Drivers report GiB, less what they and ECC reserve: at least this share of the nominal size. */
-const LEAST_REPORTED = 0.92;
+/** Drivers report GiB, without the memory that they and ECC reserve, but at least this share of the nominal size. */
+const MIN_REPORTED_SHARE = 0.92;
 
 /** A device's memory in GB as its vendor states it: 80 for the 85.5 GB that an H100's driver reports. */
 function vendorGigabytes(bytes: number): number {
   // already the vendor's number
   if (bytes % 1e9 === 0 || bytes < 2 ** 29) return bytes / 1e9;
   const gib = bytes / 2 ** 30;
-  const size = SIZES_GB.find((one) => one >= gib * 0.999) ?? 0;
-  return size > 0 && gib >= LEAST_REPORTED * size ? size : Math.round(gib);
+  const size = MARKETED_SIZES_GB.find((one) => one >= gib * 0.999) ?? 0;
+  return size > 0 && gib >= MIN_REPORTED_SHARE * size ? size : Math.round(gib);
 }
 
 /** Returns a device's memory as its vendor states it: `24 GB`, `0.5 GB`. */
@@ -60,7 +60,7 @@ export function formatMoment(at_s: number, now_s: number): string {
 }
 
 /** Returns a run's cost so far, "" without a price. A started second is charged in full. */
-export function costWords(run: RunRow, now_s: number): string {
+export function formatCost(run: RunRow, now_s: number): string {
   if (run.cost !== null) return formatMoney(run.cost, run.currency);
   if (run.hourly === null || run.metered_at === null || run.final) return "";
   const seconds = Math.max(1, Math.ceil(now_s - run.metered_at - 1e-6));
@@ -68,20 +68,20 @@ export function costWords(run: RunRow, now_s: number): string {
 }
 
 /** Returns `A10`, or `A10 (simulated)` for simulated devices. */
-export function typeWords(pool: PoolPicture | null, type: string, simulated: boolean, t: Translate): string {
+export function typeLabel(pool: PoolPicture | null, type: string, simulated: boolean, t: Translate): string {
   const label = typeOf(pool, type)?.label ?? (type === "" ? "" : type.toUpperCase());
   return simulated && type !== CPU ? `${label} ${t("(simulated)")}` : label;
 }
 
 /** Returns `2 × A10`, `2 ranks on CPU`. */
-export function rankWords(run: RunRow, pool: PoolPicture | null, t: Translate): string {
-  const type = typeWords(pool, run.device_type, run.simulated, t);
+export function ranksLabel(run: RunRow, pool: PoolPicture | null, t: Translate): string {
+  const type = typeLabel(pool, run.device_type, run.simulated, t);
   if (run.device_type === CPU) return run.ranks === 1 ? t("1 rank on CPU") : t("%1 ranks on CPU", run.ranks);
   return type === "" ? t("%1 ranks", run.ranks) : `${run.ranks}\u00a0×\u00a0${type}`;
 }
 
 /** Returns `train.ipynb`, or `bob's train.ipynb` for another user's run. */
-function ownerWords(run: RunRow, user: string): string {
+function ownerLabel(run: RunRow, user: string): string {
   return user !== "" && run.user !== "" && run.user !== user ? `${run.user}'s ${run.notebook}` : run.notebook;
 }
 
@@ -102,9 +102,9 @@ export function runLabel(run: RunRow): string {
  * @param idle_s: For how long a session has been idle; null for others.
  * @param waiting: The run that waits for the devices.
  */
-export function holderWords(run: RunRow, idle_s: number | null, waiting: RunRow, t: Translate): string {
+export function holderLabel(run: RunRow, idle_s: number | null, waiting: RunRow, t: Translate): string {
   const isSameKernel = run.kernel !== "" && run.kernel === waiting.kernel;
-  const owner = isSameKernel ? "" : ownerWords(run, waiting.user);
+  const owner = isSameKernel ? "" : ownerLabel(run, waiting.user);
   const isNamedByNotebook = run.kind === "session" && owner !== "";
   const name = isNamedByNotebook ? owner : [owner, run.name || run.short_id].filter(Boolean).join(" · ");
   return idle_s === null ? name : t("%1, idle %2", name, formatSpan(idle_s));
@@ -120,53 +120,53 @@ export function stageOf(run: RunRow): SessionStage {
 
 /** Returns `Connected: 2 × A10 · local`. */
 export function sessionLine(session: RunRow, pool: PoolPicture | null, poolName: string, t: Translate): string {
-  // the line below says that devices are simulated: there is little room here
-  const devices = rankWords({ ...session, simulated: false }, pool, t);
-  return `${t("%1: %2", stageWord(session, t), devices)}${poolName === "" ? "" : ` · ${poolName}`}`;
+  // the line below says that devices are simulated, because this one is short
+  const devices = ranksLabel({ ...session, simulated: false }, pool, t);
+  return `${t("%1: %2", stageLabel(session, t), devices)}${poolName === "" ? "" : ` · ${poolName}`}`;
 }
 
-/** Returns a run's words without the number of its ranks: why it waits, why it ended. */
+/** Returns why a run waits or has ended: its words without the number of ranks. */
 export function reasonOf(run: RunRow): string {
   return run.tone === "bad" ? run.words : run.words.split(" · ").slice(1).join(" · ");
 }
 
-/** The state of a session in a word. */
-export function stageWord(run: RunRow, t: Translate): string {
+/** Returns a session's state in one word. */
+export function stageLabel(run: RunRow, t: Translate): string {
   const words = { waiting: "Waiting", connecting: "Connecting", connected: "Connected", ending: "Ending" };
   return t(words[stageOf(run)]);
 }
 
-/** How long a run took, or has been running: `2 min 14 s · start 3 s`; "" before it has started. */
-export function runSpan(run: RunRow, now_s: number): string {
+/** Returns a run's duration so far: `2 min 14 s · start 3 s`; "" before it has started. */
+export function runDuration(run: RunRow, now_s: number): string {
   if (run.started_at === null) return "";
   if (run.final && run.ended_at === null) return "";
-  return formatDuration((run.ended_at ?? now_s) - run.started_at, startOf(run), !run.final);
+  return formatDuration((run.ended_at ?? now_s) - run.started_at, startDuration_s(run), !run.final);
 }
 
 /** Returns the text below a run's name: its words, how long it has run, and when it ended. */
-export function runWords(run: RunRow, now_s: number, t: Translate): string {
+export function runSummary(run: RunRow, now_s: number, t: Translate): string {
   const pieces = run.words === "" ? [] : [run.words];
   if (!run.final) {
     const state = run.kind === "session" && run.state === "running" ? "connected" : run.state;
-    if (run.started_at !== null) pieces.push(`${t(state)} ${formatDuration(now_s - run.started_at, startOf(run), true)}`);
+    if (run.started_at !== null) pieces.push(`${t(state)} ${formatDuration(now_s - run.started_at, startDuration_s(run), true)}`);
     else if (run.tone !== "waiting") pieces.push(t(state));
   } else {
     if (run.started_at !== null && run.ended_at !== null && run.tone !== "bad") {
-      pieces.push(formatDuration(run.ended_at - run.started_at, startOf(run)));
+      pieces.push(formatDuration(run.ended_at - run.started_at, startDuration_s(run)));
     }
     if (run.ended_at !== null) pieces.push(formatMoment(run.ended_at, now_s));
   }
   return pieces.join(" · ");
 }
 
-/** How long a run's ranks took to start, 0 where that is unknown. */
-function startOf(run: RunRow): number {
+/** Returns how many seconds a run's ranks took to start, 0 if unknown. */
+function startDuration_s(run: RunRow): number {
   return run.started_at !== null && run.metered_at !== null ? run.started_at - run.metered_at : 0;
 }
 
-const SIGNS: Readonly<Record<string, Sign>> = { waiting: "ring", going: "dot", good: "check", bad: "cross" };
+const TONE_SHAPES: Readonly<Record<string, ShapeName>> = { waiting: "ring", going: "dot", good: "check", bad: "cross" };
 
-/** The shape of a run's dot. */
-export function signOf(run: RunRow): Sign {
-  return SIGNS[run.tone] ?? "square";
+/** Returns the shape that stands for a run's state. */
+export function shapeOf(run: RunRow): ShapeName {
+  return TONE_SHAPES[run.tone] ?? "square";
 }

@@ -1,14 +1,14 @@
 import { useNow, usePanel, useTranslate } from "../context";
 import type { RunRow } from "../messages";
-import { costWords, formatMoment, formatSpan, rankWords, reasonOf, sessionLine, stageOf } from "../words";
+import { formatCost, formatMoment, formatSpan, ranksLabel, reasonOf, sessionLine, stageOf } from "../format";
 import { HeldBy } from "./held_by";
 
-/** Whether the active notebook has a session, in one line; below it details and actions. */
-export function Connection() {
+/** The active notebook's session: its state in one line, with details and actions below. */
+export function Session() {
   const { session, endedSession } = usePanel();
   const t = useTranslate();
-  if (session) return <Active session={session} />;
-  if (endedSession) return <Ended session={endedSession} />;
+  if (session) return <ActiveSession session={session} />;
+  if (endedSession) return <EndedSession session={endedSession} />;
   return (
     <section class="sgpu-part" aria-label={t("Session")} data-stage="none">
       <p class="sgpu-state-line sgpu-soft" role="status">
@@ -18,22 +18,22 @@ export function Connection() {
   );
 }
 
-/** A session's state, how long it has lasted, what it costs, when it ends by itself. */
-function Active({ session }: { session: RunRow }) {
+/** A session's state, duration, cost, and idle timeout. */
+function ActiveSession({ session }: { session: RunRow }) {
   const model = usePanel();
   const t = useTranslate();
   const { notebook, host, pool } = model;
   const now = useNow(true);
   const stage = stageOf(session);
-  const isEnding = stage === "ending" || notebook?.doing === "disconnect" || model.cancelling.has(session.run_id);
+  const isEnding = stage === "ending" || notebook?.pendingAction === "disconnect" || model.cancelling.has(session.run_id);
   const since = session.started_at ?? session.submitted_at;
   const line = sessionLine(session, pool.picture, model.poolName, t);
   const pieces = [
     stage === "connected" ? "" : reasonOf(session),
     formatSpan(now - since),
-    host.settings.showPrices ? costWords(session, now) : "",
+    host.settings.showPrices ? formatCost(session, now) : "",
     session.simulated ? t("simulated") : "",
-    session.idle_ends_at === null ? "" : t("ends after %1", idleWords(session.idle_ends_at - now, t)),
+    session.idle_ends_at === null ? "" : t("ends after %1", idleLabel(session.idle_ends_at - now, t)),
   ];
   return (
     <section class="sgpu-part" aria-label={t("Session")} data-stage={stage} tabIndex={-1}>
@@ -51,12 +51,12 @@ function Active({ session }: { session: RunRow }) {
   );
 }
 
-/** How the last session ended, and a button that connects one like it. */
-function Ended({ session }: { session: RunRow }) {
+/** How the last session ended, with a button that connects a session with the same devices. */
+function EndedSession({ session }: { session: RunRow }) {
   const model = usePanel();
   const t = useTranslate();
   const { notebook, pool } = model;
-  const devices = rankWords({ ...session, simulated: false }, pool.picture, t);
+  const devices = ranksLabel({ ...session, simulated: false }, pool.picture, t);
   const ended = session.ended_at === null ? "" : formatMoment(session.ended_at, pool.now_s);
   return (
     <section class="sgpu-part" aria-label={t("Session")} data-stage="ended">
@@ -68,7 +68,7 @@ function Ended({ session }: { session: RunRow }) {
           <button
             type="button"
             title={t("Connect %1 again", devices)}
-            disabled={notebook?.doing !== "" || notebook.installing}
+            disabled={notebook?.pendingAction !== "" || notebook.isInstalling}
             onClick={() => model.reconnect()}
           >
             {t("Reconnect")}
@@ -80,7 +80,7 @@ function Ended({ session }: { session: RunRow }) {
   );
 }
 
-function idleWords(seconds: number, t: ReturnType<typeof useTranslate>): string {
+function idleLabel(seconds: number, t: ReturnType<typeof useTranslate>): string {
   const left = Math.max(0, seconds);
   return left < 100 ? t("%1 idle s", Math.ceil(left)) : t("%1 idle min", Math.ceil(left / 60));
 }
