@@ -21,9 +21,12 @@ rank_requests      clients' requests to ranks, and streams to their ports
 file_requests      uploads, payloads, and files of runs
 submissions        checks and holds submitted runs; the files that describe their packages
 environment_store  the files that describe environments, kept by the pool
+format_queue       what a waiting run waits for, in words
+format_end         why a run ends, is refused or is warned, in words
 instructions       executes the scheduler's instructions: starts groups of ranks, and restarts failed ones
 reports            handles the nodes' reports about their runs
 active_runs        the active runs, up to their final events
+queue_updates      when waiting runs' followers get their runs' positions and reasons
 pool_run           one run: its submission, its clients, its log, and how far its group of ranks is
 run_log            a run's numbered and stored events
 billing            records the runs' meters, and computes the pool's budget

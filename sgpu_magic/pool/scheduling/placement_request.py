@@ -17,7 +17,8 @@ from sgpu_magic.pool.scheduling.capacity import (
     Stock,
     amount,
 )
-from sgpu_magic.pool.scheduling.run import ScheduledRun, named
+from sgpu_magic.pool.scheduling.end_reason import EndReason, SessionClosed
+from sgpu_magic.pool.scheduling.run import ScheduledRun
 from sgpu_magic.wire.base import short
 from sgpu_magic.wire.devices import ANY, CPU, Placement, memory_bytes, memory_text
 from sgpu_magic.wire.option_text import OptionName, Text, text_of
@@ -61,15 +62,13 @@ def resolve(
 # ---------------------------------------------------------------- requests for sessions and their cells
 
 
-def session_refusal(spec: RunSpec, session: ScheduledRun | None) -> Text | None:
+def session_refusal(spec: RunSpec, session: ScheduledRun | None) -> EndReason | None:
     """Return why the session will never accept this cell; None when it will."""
     if session is None or not session.is_session:
         return f"there is no session {short(spec.session)} in this pool. Start one with %sgpu_connect."
-    name, ranks, asked = named(session.spec), session.spec.placement.ranks, spec.placement.ranks
+    name, ranks, asked = _session_name(session.spec), session.spec.placement.ranks, spec.placement.ranks
     if not session.is_open:
-        has = "has ended" if session.state.is_final else "is ending"
-        why = f": {session.reason}" if session.reason else ""
-        return f"{name} {has}{why}. Start another with %sgpu_connect."
+        return SessionClosed(session.run_id, session.spec.name, session.state.is_final, session.reason)
     if spec.fresh:
         if spec.only:
             return text_of(
@@ -108,7 +107,7 @@ def on_nodes(spec: RunSpec) -> Text | None:
     if nodes <= 1 and spec.placement.strategy != SPREAD:
         return None
     return text_of(
-        f"the ranks of {named(spec)} are all on one node, and ",
+        f"the ranks of {_session_name(spec)} are all on one node, and ",
         OptionName("nodes", nodes) if nodes > 1 else OptionName("placement", SPREAD),
         " asks for more. Leave it out, or run the cell without a session (%%distributed with the same options).",
     )
@@ -129,6 +128,10 @@ def too_large(want: ResourceRequest, stock: Stock) -> Text:
 
 
 # ---------------------------------------------------------------- internals
+
+
+def _session_name(spec: RunSpec) -> str:
+    return f"session {spec.name or short(spec.run_id)}"
 
 
 def _misshapen(placement: Placement, stock: Stock) -> Text | None:
