@@ -25,7 +25,8 @@ class QueueUpdates:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        self._sent: dict[str, QueueStatus] = {}
+        # by the run's number
+        self._sent: dict[int, QueueStatus] = {}
         # for delayed updates: the time of the last full update, and whether a run is out of date since then
         self._updated_at = float("-inf")
         self._behind = False
@@ -36,22 +37,23 @@ class QueueUpdates:
         Args:
             now: The time of the stimulus, on the scheduler's clock.
         """
-        waiting = {run.run_id for run in self._scheduler.waiting}
-        self._sent = {run_id: status for run_id, status in self._sent.items() if run_id in waiting}
+        waiting = {run.number for run in self._scheduler.waiting}
+        for number in self._sent.keys() - waiting:
+            del self._sent[number]
         deferred = self._behind = len(waiting) > AT_ONCE and now < self._updated_at + len(waiting) / PER_S
         if not deferred:
             self._updated_at = now
         queue = self._scheduler.queue()
         due: dict[int, tuple[str, QueueStatus]] = {}
         for run, position in queue.positions(_FIRST if deferred else None, self._sent):
-            if deferred and run.run_id in self._sent and position > _FIRST:
+            if deferred and run.number in self._sent and position > _FIRST:
                 continue
             status = QueueStatus(position, queue.reason(run))
-            if status != self._sent.get(run.run_id):
-                self._sent[run.run_id] = status
+            if status != self._sent.get(run.number):
+                self._sent[run.number] = status
                 due[run.number] = run.run_id, status
         return dict(due[number] for number in sorted(due))
 
     def next_deadline(self) -> float | None:
         """Return when the delayed updates are due; None without any."""
-        return self._updated_at + len(self._scheduler.waiting) / PER_S if self._behind else None
+        return self._updated_at + self._scheduler.count_waiting() / PER_S if self._behind else None

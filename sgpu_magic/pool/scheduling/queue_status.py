@@ -91,19 +91,19 @@ class QueueSnapshot:
         self._unfreed = unfreed_devices(table)
         self._found: dict[tuple[ResourceRequest, str | None], WaitReason] = {}
 
-    def positions(self, most: int | None = None, known: Collection[str] = ()) -> list[tuple[ScheduledRun, int]]:
+    def positions(self, most: int | None = None, known: Collection[int] = ()) -> list[tuple[ScheduledRun, int]]:
         """Return the waiting runs with their positions; cells after their sessions.
 
         Args:
             most: How many runs of a line to return if all its runs are `known`; None for all.
-            known: IDs of runs.
+            known: Numbers of runs.
         """
         found: list[tuple[ScheduledRun, int]] = []
         asked = by_line(self._table.asked())
         for line in [*self._lines, *(line for line in asked if line not in self._lines)]:
             first = self._keepers.of_lines.get(line, ())
             waiting = self._lines.get(line, [])
-            only = most if all(run.run_id in known for run, _ in waiting) else None
+            only = most if all(run.number in known for run, _ in waiting) else None
             order = self._fair.in_order(line, waiting, first, self._table.now, only)
             found += [
                 (run, position) for position, run in enumerate([*(run for run, _ in asked.get(line, ())), *order], 1)

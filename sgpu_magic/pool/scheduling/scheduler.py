@@ -127,6 +127,10 @@ class Scheduler:
         """The runs that wait for devices, sessions or nodes."""
         return [*self._table.waiting(), *self._table.waiting_cells(), *self._table.asked()]
 
+    def count_waiting(self) -> int:
+        """Return how many runs wait for devices, sessions or nodes."""
+        return self._table.count_waiting()
+
     def queue(self) -> QueueSnapshot:
         """Return the queue as it is now; it is outdated after the next stimulus."""
         return QueueSnapshot(self._table, self._queue, self._fair)
