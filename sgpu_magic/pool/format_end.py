@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from sgpu_magic.formatting import format_exact_span, format_money, format_rough_span
+from sgpu_magic.pool.format_capacity import format_amount, format_session
 from sgpu_magic.pool.format_queue import format_blockers, format_holders, format_wait
-from sgpu_magic.pool.scheduling.capacity import amount
+from sgpu_magic.pool.format_refusal import format_refusal
 from sgpu_magic.pool.scheduling.end_reason import (
     AlreadySubmitted,
     BudgetExhausted,
@@ -23,7 +24,6 @@ from sgpu_magic.pool.scheduling.end_reason import (
     TimeLimitReached,
     WaitOver,
 )
-from sgpu_magic.wire.base import short
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.option_text import OptionName, Text, TextWithOptions, text_of
 
@@ -72,6 +72,8 @@ def format_end(reason: EndReason | None) -> Text:
             return f"{text}. Start another with %sgpu_connect."
         case AlreadySubmitted(run_id=run_id):
             return f"run {run_id} was already submitted; each run needs its own ID."
+        case _:
+            return format_refusal(reason)
 
 
 def format_warning(warning: CostWarning) -> str:
@@ -87,16 +89,11 @@ def format_warning(warning: CostWarning) -> str:
             return f"80 % of {budget} is used; runs with a price are stopped when it is used up"
 
 
-def format_session(run_id: str, name: str) -> str:
-    """Return `session` and its name, or its short ID if it has none."""
-    return f"session {name or short(run_id)}"
-
-
 # ---------------------------------------------------------------- one reason
 
 
 def _format_wait_over(over: WaitOver) -> Text:
-    need = amount(over.need, over.line)
+    need = format_amount(over.need, over.line)
     if isinstance(over.reason, InUse):
         why = ", ".join([*format_holders(over.reason.holders), *format_blockers(over.reason.blockers)])
     else:

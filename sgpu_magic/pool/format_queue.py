@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from sgpu_magic.formatting import format_ranks, plural
-from sgpu_magic.pool.scheduling.capacity import SPREAD, QueueKey, ResourceRequest, amount
+from sgpu_magic.formatting import format_ranks
+from sgpu_magic.pool.format_capacity import format_amount, format_quota
+from sgpu_magic.pool.scheduling.capacity import SPREAD, ResourceRequest
 from sgpu_magic.pool.scheduling.wait_reason import (
     Availability,
     CellActivity,
@@ -45,7 +46,7 @@ def format_wait(reason: WaitReason) -> str:
         case OverQuota():
             return _format_quota(reason)
         case Shortage():
-            what = amount(reason.missing, reason.line).replace(" ", " more ", 1)
+            what = format_amount(reason.missing, reason.line).replace(" ", " more ", 1)
             reserved = ["freed ones are reserved for it"] if reason.is_reserved else []
             return "; ".join([f"needs {what}", *format_blockers(reason.blockers), *reserved])
         case NodeShortage():
@@ -95,11 +96,6 @@ def format_holders(holders: Holders) -> list[str]:
     return [*parts, f"{holders.others} more runs hold others"] if holders.others else parts
 
 
-def format_quota_of(quota: int, kind: str | None) -> str:
-    """Return a quota: `4 A10`, `2 devices`."""
-    return f"{quota} {plural(quota, 'device')}" if kind is None else amount(quota, QueueKey(kind))
-
-
 def format_run_title(run_id: str, name: str) -> str:
     """Return a run's short ID, with its name if it has one: `7f3a (train)`."""
     return f"{short(run_id)} ({name})" if name else short(run_id)
@@ -113,15 +109,15 @@ def _format_quota(over: OverQuota) -> str:
     if over.others:
         runs.append(f"{over.others} more")
     return (
-        f"user {over.user} may have {format_quota_of(over.quota, over.kind)} at once (the pool's setting user_quotas): "
-        f"{_are(over.in_use)} in use by {', '.join(runs)}, and it needs {amount(over.ranks, over.line)}"
+        f"user {over.user} may have {format_quota(over.quota, over.kind)} at once (the pool's setting user_quotas): "
+        f"{_are(over.in_use)} in use by {', '.join(runs)}, and it needs {format_amount(over.ranks, over.line)}"
     )
 
 
 def _format_blocker(blocker: DeviceBlocker) -> str:
     match blocker:
         case UnfreedDevices(run_id=run_id, count=count, line=line, ranks=ranks):
-            return f"run {short(run_id)} still holds {amount(count, line)}: {format_remaining(ranks)}"
+            return f"run {short(run_id)} still holds {format_amount(count, line)}: {format_remaining(ranks)}"
         case SlotsRefused(why=why):
             return f"the engine refuses more: {why}"
         case DevicesLocked(count=count, why=why):
@@ -132,7 +128,7 @@ def _format_blocker(blocker: DeviceBlocker) -> str:
             takes = f"--allow-busy takes {'it' if count == 1 else 'them'}"
             return f"{_are(count)} in use outside the pool ({use}; {takes})"
         case TooFewDevices(count=count, line=line):
-            return f"the pool has only {amount(count, line)} now"
+            return f"the pool has only {format_amount(count, line)} now"
         case NoNodesAdded(why=why):
             return f"the cluster added no more: {why}"
 
@@ -173,13 +169,13 @@ def _format_node_shortage(shortage: NodeShortage) -> str:
 
 def _format_need(want: ResourceRequest) -> str:
     """Return a request in words: `needs 8 H100 on one node`."""
-    what = amount(want.ranks, want.line)
+    what = format_amount(want.ranks, want.line)
     if want.min_memory_bytes:
         what += f" with {want.min_memory_bytes / _GB:g} GB"
     if want.on_one_node:
         return f"needs {what} on one node"
     if want.nodes:
-        return f"needs {amount(want.per_node, want.line)} on each of {want.nodes} nodes"
+        return f"needs {format_amount(want.per_node, want.line)} on each of {want.nodes} nodes"
     return f"needs {what}" + (" (spread)" if want.strategy == SPREAD else "")
 
 

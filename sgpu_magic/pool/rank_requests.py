@@ -14,7 +14,7 @@ import msgspec
 from sgpu_magic.errors import SessionError, UsageError
 from sgpu_magic.nodes.engine import Engine
 from sgpu_magic.pool.active_runs import ActiveRuns
-from sgpu_magic.pool.format_end import format_session
+from sgpu_magic.pool.format_capacity import format_session
 from sgpu_magic.pool.format_queue import format_restarting, format_run_title
 from sgpu_magic.pool.ledger import Ledger
 from sgpu_magic.pool.pool_run import PoolRun

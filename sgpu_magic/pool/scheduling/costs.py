@@ -10,14 +10,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
 from msgspec.structs import replace
 
 from sgpu_magic.config import Settings
 from sgpu_magic.config.pool_terms import read_prices
-from sgpu_magic.pool.scheduling.capacity import PlacementRefusal, ResourceRequest
+from sgpu_magic.pool.scheduling.capacity import ResourceRequest
 from sgpu_magic.pool.scheduling.end_reason import (
     BudgetExhausted,
     BudgetNear,
@@ -25,13 +25,13 @@ from sgpu_magic.pool.scheduling.end_reason import (
     CostLimitNear,
     CostLimitReached,
 )
+from sgpu_magic.pool.scheduling.placement_refusal import NoPrice, PlacementRefusal
 from sgpu_magic.pool.scheduling.run import WARN_SHARE, Meter, ScheduledRun
 from sgpu_magic.pool.scheduling.run_table import RunTable
 from sgpu_magic.pool.scheduling.stimuli import Instruction, PublishWarning
 from sgpu_magic.wire.base import ErrorKind, RunLimit, RunState
 from sgpu_magic.wire.costs import HOUR_S, Prices, device_count
 from sgpu_magic.wire.devices import Lease
-from sgpu_magic.wire.option_text import OptionName, text_of
 from sgpu_magic.wire.run import RunSpec
 
 _NONE = Prices()
@@ -69,9 +69,9 @@ class Tariff(msgspec.Struct, frozen=True):
         """Return a run's meter for its new lease."""
         return replace(meter, lease=lease, hourly=self.hourly(lease))
 
-    def priced(self) -> str:
-        """Return the types with a price: `a10, h100`."""
-        return ", ".join(self.prices.types(self.pool)) or "nothing"
+    def priced(self) -> Sequence[str]:
+        """Return the types with a price."""
+        return self.prices.types(self.pool)
 
 
 def tariff_of(settings: Settings, pool: str = "local") -> Tariff:
@@ -144,17 +144,8 @@ class CostRules:
         """Return why a run's cost limit can't be enforced; None when it can, or the run has none."""
         if spec.max_cost is None or spec.session or self.tariff.of(want.device_type) is not None:
             return None
-        return PlacementRefusal(
-            ErrorKind.USAGE,
-            text_of(
-                OptionName("max-cost", f"{spec.max_cost:g}"),
-                f" can't be enforced: this pool has no price for {want.device_type} (it has one for "
-                f"{self.tariff.priced()}). Leave ",
-                OptionName("max-cost"),
-                f' out, or set the price in the settings, such as SGPU_PRICES="{want.device_type}=1.20" for one device '
-                "and hour, and restart the pool.",
-            ),
-        )
+        priced = tuple(self.tariff.priced())
+        return PlacementRefusal(ErrorKind.USAGE, NoPrice(spec.max_cost, want.device_type, priced))
 
     def adopted(self, run: ScheduledRun) -> None:
         """Don't repeat the warning of an adopted run, which an earlier service has sent."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from sgpu_magic.pool.scheduling.capacity import QueueKey
+from sgpu_magic.pool.scheduling.placement_refusal import RefusalReason
 from sgpu_magic.pool.scheduling.wait_reason import DeviceBlocker, Holders, WaitReason
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.option_text import Text
@@ -234,5 +235,6 @@ EndReason = (
     | SessionEnded
     | SessionClosed
     | AlreadySubmitted
+    | RefusalReason
 )
 """Why a run ends or is refused; a text where somebody else has given the reason."""

@@ -17,11 +17,12 @@ from collections.abc import Iterable
 
 import msgspec
 
-from sgpu_magic.pool.scheduling.capacity import STRICT_PACK, PlacementRefusal, QueueKey, ResourceRequest
+from sgpu_magic.pool.scheduling.capacity import STRICT_PACK, QueueKey, ResourceRequest
 from sgpu_magic.pool.scheduling.costs import CostRules
 from sgpu_magic.pool.scheduling.end_reason import BudgetExhausted
 from sgpu_magic.pool.scheduling.fair_share import FairShare
 from sgpu_magic.pool.scheduling.placement import FreeCapacity
+from sgpu_magic.pool.scheduling.placement_refusal import PlacementRefusal
 from sgpu_magic.pool.scheduling.placement_request import on_nodes, resolve, too_large
 from sgpu_magic.pool.scheduling.queue_status import Blockers, by_line, unfreed_devices, wait_over
 from sgpu_magic.pool.scheduling.run import ScheduledRun
