@@ -137,7 +137,7 @@ class Instructions:
     def _accept(self, run: PoolRun) -> bool:
         """Record the run. Returns False if that failed and the run was refused."""
         self._active.resubmittable.pop(run.run_id, None)
-        if why := self._active.accept(run):
+        if (why := self._active.accept(run)) is not None:
             self._refuse(run, why, ErrorKind.POOL)
             self._loop.call_soon(self._feed, sched.RanksReaped(run.run_id, RunState.FAILED))
             return False
@@ -243,17 +243,18 @@ class LaunchHandler:
             why = "it was stopped between two attempts"
             self._active.end_without_ranks(run, run.scheduled.stopping_as, why, FailureKind.TIMEOUT)
             return False
-        if not (why := self._find_payload(run)) and run.lost_node:
-            self._requeue(run)
-        elif not why:
+        why = self._find_payload(run)
+        if why is None and run.lost_node is not None:
+            self._requeue(run, run.lost_node)
+        elif why is None:
             why = self._relaunch(run)
-        if why:
+        if why is not None:
             failure = msgspec.structs.replace(failure, message=f"{failure.message}\nIt was not started again: {why}.")
             self._active.end_without_ranks(run, RunState.FAILED, failure.message, failure.kind, failure)
-        return not why
+        return why is None
 
-    def _relaunch(self, run: PoolRun) -> str:
-        """Restart the run's group on its lease. Returns why that is not possible; "" when it is done."""
+    def _relaunch(self, run: PoolRun) -> str | None:
+        """Restart the run's group on its lease. Returns why that is not possible; None when it is done."""
         if self._scheduler.run(run.run_id) is None or run.lease is None:
             return "its devices were released"
         session = self._scheduler.run(run.spec.session)
@@ -262,16 +263,15 @@ class LaunchHandler:
         self.order(run, run.lease)
         if not self._prepares(run):
             self._feed(sched.RunMoved(run.run_id, RunState.STARTING))
-        return ""
+        return None
 
-    def _requeue(self, run: PoolRun) -> None:
+    def _requeue(self, run: PoolRun, why: str) -> None:
         """Return a run to the queue after its node was lost and its lease given back."""
-        why = run.lost_node or ""
         run.requeue()
         self._loop.call_soon(self._feed, sched.RunRequeued(run.run_id, why))
 
-    def _find_payload(self, run: PoolRun) -> str:
-        """Find the run's payload for another launch. Returns why it is lost; "" when it was found."""
+    def _find_payload(self, run: PoolRun) -> str | None:
+        """Find the run's payload for another launch. Returns why it is lost; None when it was found."""
         match run.submit.payload.source:
             case InlinePayload():
                 lost = not run.frames
@@ -283,12 +283,12 @@ class LaunchHandler:
                 # the store keeps it while the run is active
                 lost = False
         if not lost:
-            return ""
+            return None
         kept = self._active.directory(run.run_id) / PAYLOAD
         if not kept.is_file():
             return "its variables were in the memory of processes that have ended"
         run.move_payload(FilePayload(path=str(kept), size=kept.stat().st_size))
-        return ""
+        return None
 
     # ------------------------------------------------------------ internals
 

@@ -75,7 +75,7 @@ class RankRequests:
         """Restart ranks of a session, unless a cell runs in it."""
         session = self._session(message.session)
         problem = self.no_session(message.session) if session is None else self._why_not_now(session, message.ranks)
-        if problem:
+        if problem is not None:
             raise SessionError(problem)
         number = self._number(client, message, message.session)
         self._feed(sched.SessionPaused(message.session, message.ranks))
@@ -156,7 +156,8 @@ class RankRequests:
         run = self._active.get(run_id)
         return run if run is not None and run.is_session and not run.ended else None
 
-    def _why_not_now(self, session: PoolRun, ranks: tuple[int, ...]) -> str:
+    def _why_not_now(self, session: PoolRun, ranks: tuple[int, ...]) -> str | None:
+        """Return why ranks of the session can't be restarted now; None when they can."""
         name, last = format_session(session.run_id, session.spec.name), session.spec.placement.ranks - 1
         if session.state is not RunState.RUNNING:
             return f"{name} is {session.state}; its ranks can be restarted while it is running."
@@ -172,7 +173,7 @@ class RankRequests:
                     f"run {title} is running in {name}. Cancel it first: interrupt its cell, or "
                     f"`sgpu cancel {short(run.run_id)}`. Then restart the ranks."
                 )
-        return ""
+        return None
 
     def _answer(self, client: ConnectedClient, message: AskRank, answer: RankAnswer) -> None:
         self._server.send(client, RankAnswered(request=message.request, answer=answer))

@@ -149,7 +149,7 @@ class Reports:
             return
         run.exit_group()
         if not self._launches.restart(run):
-            if run.lost_node and not run.payload_released:
+            if run.lost_node is not None and not run.payload_released:
                 # the agent that would report this may be dead
                 self._active.publish(run, PayloadReleased(kept=False, reason=run.lost_node), time.time())
                 run.payload_released = True

@@ -109,8 +109,8 @@ class PoolService:
         self.finished = self._loop.create_future()
         # set once the engine knows its nodes
         self.ready = asyncio.Event()
-        # why no run can start here any more; "" while runs can
-        self.broken_why = ""
+        # why no run can start here any more; None while runs can
+        self.broken_why: str | None = None
         self._health = Health()
         self._probation: asyncio.TimerHandle | None = None
         if earlier_fault:

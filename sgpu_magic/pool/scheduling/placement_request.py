@@ -176,7 +176,9 @@ def _resolve_any(
     return _on_cpu(placement, stock, CPU)
 
 
-def _want(placement: Placement, line: QueueKey, device_type: str = "", *, simulated: bool = False) -> ResourceRequest:
+def _want(
+    placement: Placement, line: QueueKey, device_type: str | None = None, *, simulated: bool = False
+) -> ResourceRequest:
     return ResourceRequest(
         line,
         placement.ranks,

@@ -253,22 +253,23 @@ def _availability(want: ResourceRequest, room: FreeCapacity) -> Availability:
     free, sizes = room.free_by_node(want), room.stock.sizes(want.line, want.min_memory_bytes)
     count, total = room.free(want), room.stock.total(want.line, want.min_memory_bytes)
     limit = max(total, room.stock.elastic(want.line))
-    if not sizes:
-        return Availability(count, total, limit)
-    large_enough = sum(count >= want.per_node for count in free.values()) if want.nodes > 1 else None
     # the emptiest of the nodes that are large enough: the run waits for what it lacks
     least = want.per_node if want.on_one_node or want.nodes else 1
     node = _emptiest(free, sizes, least) or _emptiest(free, sizes, 1)
+    if node is None:
+        return Availability(count, total, limit)
+    large_enough = sum(count >= want.per_node for count in free.values()) if want.nodes > 1 else None
     shows_holders = want.on_one_node or want.line == CPU_LINE or len(sizes) > 1
     holders = room.holders(want, node, most=2) if shows_holders else Holders()
     largest = NodeFree(max(0, free.get(node, 0)), sizes[node], holders)
     return Availability(count, total, limit, large_enough, largest)
 
 
-def _emptiest(free: Mapping[str, int], sizes: Mapping[str, int], least: int) -> str:
-    """Return the node with the most free among those with a size of at least `least`; the first of several."""
+def _emptiest(free: Mapping[str, int], sizes: Mapping[str, int], least: int) -> str | None:
+    """Return the node with the most free among those with at least `least` devices; None without any."""
     # called for each waiting run, with up to a thousand nodes: faster than `max` with a key
-    best, most = "", (-1, 0)
+    best: str | None = None
+    most = (-1, 0)
     for node, size in sizes.items():
         if size >= least and (there := (max(0, free.get(node, 0)), size)) > most:
             best, most = node, there

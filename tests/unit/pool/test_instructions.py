@@ -140,7 +140,7 @@ class Service:
         self.active.add(run)
         self.known.add(run_id)
         if accepted:
-            assert self.active.accept(run) == ""
+            assert self.active.accept(run) is None
             self.heard.clear()
         return run
 
