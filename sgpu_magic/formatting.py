@@ -87,6 +87,24 @@ def format_span(seconds: float) -> str:
     return f"{round(seconds / 60)} min" if 100 <= seconds < 3570 else format_seconds(seconds)
 
 
+def format_exact_span(seconds: float) -> str:
+    """Return `90 s`, `10 min`, `2 h`, `7 d`: a duration that was set, in the largest unit that divides it."""
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= size and seconds % size == 0:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:g} s"
+
+
+def format_rough_span(seconds: float) -> str:
+    """Return `40 s`, `12 min`, `5 h 10 min`, `2 d 3 h`: a duration in at most two units."""
+    whole = max(0, round(seconds))
+    if whole < 100:
+        return f"{whole} s"
+    units = [(whole // 86400, "d"), (whole % 86400 // 3600, "h"), (whole % 3600 // 60, "min")]
+    first = next(index for index, (count, _) in enumerate(units) if count)
+    return " ".join(f"{count} {unit}" for count, unit in units[first : first + 2] if count)
+
+
 def format_clock(seconds: float) -> str:
     """Return `02:14`, from an hour on `1:02:14`: for running times."""
     hours, rest = divmod(int(max(seconds, 0)), 3600)

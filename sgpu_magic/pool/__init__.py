@@ -21,9 +21,14 @@ rank_requests      clients' requests to ranks, and streams to their ports
 file_requests      uploads, payloads, and files of runs
 submissions        checks and holds submitted runs; the files that describe their packages
 environment_store  the files that describe environments, kept by the pool
+format_capacity    devices, quotas and sessions by the names that users know
+format_queue       what a waiting run waits for, in words
+format_end         why a run ends or is warned, in words
+format_refusal     why a pool can never place a request, in words
 instructions       executes the scheduler's instructions: starts groups of ranks, and restarts failed ones
 reports            handles the nodes' reports about their runs
 active_runs        the active runs, up to their final events
+queue_updates      when waiting runs' followers get their runs' positions and reasons
 pool_run           one run: its submission, its clients, its log, and the state of its group of ranks
 run_log            a run's numbered and stored events
 billing            records the runs' meters, and computes the pool's budget

@@ -107,10 +107,10 @@ class ActiveRuns:
             run.release_payload()
             self._on_forgotten(run_id)
 
-    def accept(self, run: PoolRun) -> str:
-        """Record a new run and tell its client; later calls do nothing. Returns why it can't be recorded, or ""."""
+    def accept(self, run: PoolRun) -> str | None:
+        """Record a new run and tell its client; later calls do nothing. Returns why it can't be recorded, or None."""
         if run.log is not None:
-            return ""
+            return None
         log = RunLog(self.directory(run.run_id), run.run_id)
         known = bool(log.seq)
         submitted = None if known else log.append(Submitted(spec=run.spec), run.spec.submitted_at)
@@ -129,7 +129,7 @@ class ActiveRuns:
             self._send(run.owner, Accepted(request=run.submit.request, run_id=run.run_id), ())
         if submitted is not None:
             self.event_feed.publish(run.followers, submitted, (), log.directory)
-        return ""
+        return None
 
     def publish(
         self, run: PoolRun, body: EventBody, at: float, frames: Sequence[bytes] = (), report: RunEvent | None = None

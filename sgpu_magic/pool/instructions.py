@@ -15,11 +15,14 @@ from sgpu_magic.nodes.engine import Engine
 from sgpu_magic.pool.active_runs import ActiveRuns
 from sgpu_magic.pool.environment_store import EnvironmentStore
 from sgpu_magic.pool.file_requests import needed_blobs
+from sgpu_magic.pool.format_end import format_end, format_warning
+from sgpu_magic.pool.format_queue import format_wait
 from sgpu_magic.pool.health import Guard
 from sgpu_magic.pool.inventory import FreshInventory
 from sgpu_magic.pool.pool_run import GroupState, PoolRun, submitted_fields
 from sgpu_magic.pool.scheduling import stimuli as sched
 from sgpu_magic.pool.scheduling.scheduler import Scheduler
+from sgpu_magic.pool.scheduling.wait_reason import QueueStatus
 from sgpu_magic.pool.server import Server
 from sgpu_magic.pool.submissions import Submissions
 from sgpu_magic.pool.tracker import Tracker
@@ -74,31 +77,36 @@ class Instructions:
         if (run := self._active.get(instruction.run_id)) is None:
             return
         match instruction:
-            case sched.RefuseRun(error=error, message=message):
-                self._refuse(run, message, error)
+            case sched.RefuseRun(error=error, reason=reason):
+                self._refuse(run, format_end(reason), error)
             case sched.LaunchRun(lease=lease) if self._accept(run):
                 self._launches.order(run, lease)
                 if run.spec.in_session:
                     # the session's ranks are waiting: record the launch while they already work
                     self._launches.launched(run, lease)
-            case sched.PublishQueueStatus(position=position, reason=reason) if self._accept(run):
-                self._active.publish(run, QueueMoved(position=position, reason=reason), time.time())
             case sched.MoveRun(state=state, reason=reason):
                 self._active.move(run, state)
                 if state is not RunState.STARTING or not run.spec.in_session:
-                    self._active.publish(run, StateChanged(state=state, reason=reason), time.time())
-            case sched.PublishNote(text=text):
-                self._active.publish(run, Noted(text=text), time.time())
+                    self._active.publish(run, StateChanged(state=state, reason=str(format_end(reason))), time.time())
+            case sched.PublishWarning(warning=warning):
+                self._active.publish(run, Noted(text=format_warning(warning)), time.time())
             case sched.StopRun(state=state, reason=reason):
-                self._engine.end_run(instruction.run_id, state, reason)
+                self._engine.end_run(instruction.run_id, state, str(format_end(reason)))
             case sched.EndUnstartedRun(state=state, reason=reason):
                 self._submissions.unprepare(run)
                 kind = instruction.kind if state is RunState.FAILED else FailureKind.TIMEOUT
-                self._active.end_without_ranks(run, state, reason, kind)
+                self._active.end_without_ranks(run, state, format_end(reason), kind)
                 self._active.forget(instruction.run_id)
-            case sched.LaunchRun() | sched.PublishQueueStatus():
+            case sched.LaunchRun():
                 # the run could not be recorded, and has been refused
                 pass
+
+    def publish_status(self, run_id: str, status: QueueStatus) -> None:
+        """Send a waiting run's position and reason to its followers."""
+        run = self._active.get(run_id)
+        if run is not None and self._accept(run):
+            moved = QueueMoved(position=status.position, reason=format_wait(status.reason))
+            self._active.publish(run, moved, time.time())
 
     def end_of_fault(self, run: PoolRun, why: str, have_ranks_exited: bool) -> None:
         """End a run after a fault of the service, and order the end of its ranks.
@@ -129,7 +137,7 @@ class Instructions:
     def _accept(self, run: PoolRun) -> bool:
         """Record the run. Returns False if that failed and the run was refused."""
         self._active.resubmittable.pop(run.run_id, None)
-        if why := self._active.accept(run):
+        if (why := self._active.accept(run)) is not None:
             self._refuse(run, why, ErrorKind.POOL)
             self._loop.call_soon(self._feed, sched.RanksReaped(run.run_id, RunState.FAILED))
             return False
@@ -235,17 +243,18 @@ class LaunchHandler:
             why = "it was stopped between two attempts"
             self._active.end_without_ranks(run, run.scheduled.stopping_as, why, FailureKind.TIMEOUT)
             return False
-        if not (why := self._find_payload(run)) and run.lost_node:
-            self._requeue(run)
-        elif not why:
+        why = self._find_payload(run)
+        if why is None and run.lost_node is not None:
+            self._requeue(run, run.lost_node)
+        elif why is None:
             why = self._relaunch(run)
-        if why:
+        if why is not None:
             failure = msgspec.structs.replace(failure, message=f"{failure.message}\nIt was not started again: {why}.")
             self._active.end_without_ranks(run, RunState.FAILED, failure.message, failure.kind, failure)
-        return not why
+        return why is None
 
-    def _relaunch(self, run: PoolRun) -> str:
-        """Restart the run's group on its lease. Returns why that is not possible; "" when it is done."""
+    def _relaunch(self, run: PoolRun) -> str | None:
+        """Restart the run's group on its lease. Returns why that is not possible; None when it is done."""
         if self._scheduler.run(run.run_id) is None or run.lease is None:
             return "its devices were released"
         session = self._scheduler.run(run.spec.session)
@@ -254,16 +263,15 @@ class LaunchHandler:
         self.order(run, run.lease)
         if not self._prepares(run):
             self._feed(sched.RunMoved(run.run_id, RunState.STARTING))
-        return ""
+        return None
 
-    def _requeue(self, run: PoolRun) -> None:
+    def _requeue(self, run: PoolRun, why: str) -> None:
         """Return a run to the queue after its node was lost and its lease given back."""
-        why = run.lost_node or ""
         run.requeue()
         self._loop.call_soon(self._feed, sched.RunRequeued(run.run_id, why))
 
-    def _find_payload(self, run: PoolRun) -> str:
-        """Find the run's payload for another launch. Returns why it is lost; "" when it was found."""
+    def _find_payload(self, run: PoolRun) -> str | None:
+        """Find the run's payload for another launch. Returns why it is lost; None when it was found."""
         match run.submit.payload.source:
             case InlinePayload():
                 lost = not run.frames
@@ -275,12 +283,12 @@ class LaunchHandler:
                 # the store keeps it while the run is active
                 lost = False
         if not lost:
-            return ""
+            return None
         kept = self._active.directory(run.run_id) / PAYLOAD
         if not kept.is_file():
             return "its variables were in the memory of processes that have ended"
         run.move_payload(FilePayload(path=str(kept), size=kept.stat().st_size))
-        return ""
+        return None
 
     # ------------------------------------------------------------ internals
 

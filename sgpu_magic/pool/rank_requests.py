@@ -12,14 +12,13 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from sgpu_magic.errors import SessionError, UsageError
-from sgpu_magic.formatting import format_ranks
 from sgpu_magic.nodes.engine import Engine
 from sgpu_magic.pool.active_runs import ActiveRuns
+from sgpu_magic.pool.format_capacity import format_session
+from sgpu_magic.pool.format_queue import format_restarting, format_run_title
 from sgpu_magic.pool.ledger import Ledger
 from sgpu_magic.pool.pool_run import PoolRun
 from sgpu_magic.pool.scheduling import stimuli as sched
-from sgpu_magic.pool.scheduling.queue_status import titled
-from sgpu_magic.pool.scheduling.run import named
 from sgpu_magic.pool.server import ConnectedClient, Server
 from sgpu_magic.system.message_stream import Pending
 from sgpu_magic.wire.base import ErrorKind, RunKind, RunState, short
@@ -76,11 +75,10 @@ class RankRequests:
         """Restart ranks of a session, unless a cell runs in it."""
         session = self._session(message.session)
         problem = self.no_session(message.session) if session is None else self._why_not_now(session, message.ranks)
-        if problem:
+        if problem is not None:
             raise SessionError(problem)
         number = self._number(client, message, message.session)
-        reason = f"{_ranks(message.ranks)} of its session {_are(message.ranks)} being restarted"
-        self._feed(sched.SessionPaused(message.session, reason))
+        self._feed(sched.SessionPaused(message.session, message.ranks))
         order = RestartSessionRanks(request=number, session=message.session, ranks=message.ranks)
         self._engine.ask_session(order)
 
@@ -89,9 +87,9 @@ class RankRequests:
         if (session := self._session(message.session)) is None:
             problem = self.no_session(message.session)
         elif session.state is not RunState.RUNNING:
-            problem = f"{named(session.spec)} is {session.state}."
+            problem = f"{format_session(session.run_id, session.spec.name)} is {session.state}."
         elif not 0 <= message.question.rank < session.spec.placement.ranks:
-            problem = f"{named(session.spec)} has no rank {message.question.rank}."
+            problem = f"{format_session(session.run_id, session.spec.name)} has no rank {message.question.rank}."
         else:
             number = self._number(client, message, message.session)
             order = Question(request=number, session=message.session, question=message.question)
@@ -118,7 +116,7 @@ class RankRequests:
             self._server.send(client, Stacks(request=message.request, run_id=run_id, stacks=stacks, cell=cell))
 
     def restarted(self, request: int, session: str, problem: str) -> None:
-        self._feed(sched.SessionPaused(session, ""))
+        self._feed(sched.SessionResumed(session))
         if (asked := self._asked.pop(request, None)) is None or not isinstance(asked[1], RestartRanks):
             return
         client, message = asked[0], asked[1]
@@ -126,8 +124,9 @@ class RankRequests:
             self._server.refuse(client, message.request, problem, ErrorKind.SESSION)
             return
         run = self._session(session)
-        name = named(run.spec) if run is not None else f"session {short(session)}"
-        text = f"{_ranks(message.ranks)} of {name} {_are(message.ranks)} new"
+        name = format_session(run.run_id, run.spec.name) if run is not None else f"session {short(session)}"
+        are = "is" if len(message.ranks) == 1 else "are"
+        text = f"{format_restarting(message.ranks)} of {name} {are} new"
         self._server.send(client, Accepted(request=message.request, run_id=session, text=text))
 
     def answered(self, request: int, answer: RankAnswer) -> None:
@@ -157,8 +156,9 @@ class RankRequests:
         run = self._active.get(run_id)
         return run if run is not None and run.is_session and not run.ended else None
 
-    def _why_not_now(self, session: PoolRun, ranks: tuple[int, ...]) -> str:
-        name, last = named(session.spec), session.spec.placement.ranks - 1
+    def _why_not_now(self, session: PoolRun, ranks: tuple[int, ...]) -> str | None:
+        """Return why ranks of the session can't be restarted now; None when they can."""
+        name, last = format_session(session.run_id, session.spec.name), session.spec.placement.ranks - 1
         if session.state is not RunState.RUNNING:
             return f"{name} is {session.state}; its ranks can be restarted while it is running."
         if strange := [rank for rank in ranks if not 0 <= rank <= last]:
@@ -168,22 +168,15 @@ class RankRequests:
             return f"ranks of {name} are already being restarted."
         for run in self._active.going:
             if run.spec.session == session.run_id and run.spec.in_session and run.placed_at and not run.ended:
+                title = format_run_title(run.run_id, run.spec.name)
                 return (
-                    f"run {titled(run.scheduled)} is running in {name}. Cancel it first: interrupt its cell, or "
+                    f"run {title} is running in {name}. Cancel it first: interrupt its cell, or "
                     f"`sgpu cancel {short(run.run_id)}`. Then restart the ranks."
                 )
-        return ""
+        return None
 
     def _answer(self, client: ConnectedClient, message: AskRank, answer: RankAnswer) -> None:
         self._server.send(client, RankAnswered(request=message.request, answer=answer))
-
-
-def _ranks(ranks: tuple[int, ...]) -> str:
-    return format_ranks(ranks) if ranks else "all ranks"
-
-
-def _are(ranks: tuple[int, ...]) -> str:
-    return "is" if len(ranks) == 1 else "are"
 
 
 # ---------------------------------------------------------------- streams

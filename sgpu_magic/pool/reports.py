@@ -14,6 +14,7 @@ import msgspec
 
 from sgpu_magic.nodes.engine import Engine
 from sgpu_magic.pool.active_runs import ActiveRuns
+from sgpu_magic.pool.format_end import format_end
 from sgpu_magic.pool.health import Guard
 from sgpu_magic.pool.instructions import LaunchHandler
 from sgpu_magic.pool.inventory import FreshInventory
@@ -106,7 +107,7 @@ class Reports:
                 self._active.publish(run, body, at, frames, event)
                 failure = in_one_line(body)
                 self._ledger.update(run.run_id, ended_at=at, failure=failure or None, meter=meter)
-                self._feed(sched.RunMoved(run.run_id, body.state, failure, body.unstopped))
+                self._feed(sched.RunMoved(run.run_id, body.state, failure or None, body.unstopped))
                 self._give_back(run)
             case Noted(remaining=remaining) if remaining:
                 self._active.publish(run, body, at, report=event)
@@ -148,7 +149,7 @@ class Reports:
             return
         run.exit_group()
         if not self._launches.restart(run):
-            if run.lost_node and not run.payload_released:
+            if run.lost_node is not None and not run.payload_released:
                 # the agent that would report this may be dead
                 self._active.publish(run, PayloadReleased(kept=False, reason=run.lost_node), time.time())
                 run.payload_released = True
@@ -245,7 +246,8 @@ class Reports:
         if state is RunState.TIMED_OUT:
             # the time limit ended the run, and its agent died before it could report that
             self._active.publish(run, Noted(text=failure.message), failure.at)
-            failure = msgspec.structs.replace(failure, kind=FailureKind.TIMEOUT, message=run.scheduled.reason)
+            reason = str(format_end(run.scheduled.reason))
+            failure = msgspec.structs.replace(failure, kind=FailureKind.TIMEOUT, message=reason)
         self._active.end_without_ranks(run, state, failure.message, failure.kind, failure)
         return state
 

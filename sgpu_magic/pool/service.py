@@ -33,6 +33,7 @@ from sgpu_magic.pool.ledger import Ledger
 from sgpu_magic.pool.lifecycle import Idleness, PoolPresence
 from sgpu_magic.pool.permissions import Permissions
 from sgpu_magic.pool.pool_run import PoolRun
+from sgpu_magic.pool.queue_updates import QueueUpdates
 from sgpu_magic.pool.rank_requests import Forwarding, RankRequests
 from sgpu_magic.pool.remote_clients import Listening
 from sgpu_magic.pool.reports import Reports
@@ -104,14 +105,15 @@ class PoolService:
             limits=read_limits(settings.user_priorities, settings.user_quotas),
             fair_half_life_s=settings.fair_half_life_s,
         )
+        self._queue_updates = QueueUpdates(scheduler)
         stock = self._stock = FreshInventory(engine.take_inventory)
         self._deadline: asyncio.TimerHandle | None = None
         self._begun_at = time.monotonic()
         self.finished = self._loop.create_future()
         # set once the engine knows its nodes
         self.ready = asyncio.Event()
-        # why no run can start here any more; "" while runs can
-        self.broken_why = ""
+        # why no run can start here any more; None while runs can
+        self.broken_why: str | None = None
         self._health = Health()
         self._probation: asyncio.TimerHandle | None = None
         if earlier_fault:
@@ -403,14 +405,18 @@ class PoolService:
                 self._guard.for_nobody(end, f"the end of run {run.run_id} is not recorded")
 
     def feed(self, stimulus: sched.Stimulus) -> None:
+        now = time.monotonic()
         try:
-            instructions = self._scheduler.handle(stimulus, time.monotonic())
+            instructions = self._scheduler.handle(stimulus, now)
+            statuses = self._queue_updates.due(now)
         except Exception:
             if isinstance(stimulus, sched.RunSubmitted):
                 self._scheduler.drop(stimulus.run.run_id)
             raise
         for instruction in instructions:
             self._guard.for_run(instruction.run_id, functools.partial(self._instructions.execute, instruction))
+        for run_id, status in statuses.items():
+            self._guard.for_run(run_id, functools.partial(self._instructions.publish_status, run_id, status))
         self._set_deadline()
 
     def _end_after_fault(self, run: PoolRun, why: str, have_ranks_exited: bool) -> None:
@@ -436,7 +442,8 @@ class PoolService:
     def _set_deadline(self) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
-        due = self._scheduler.next_deadline()
+        times = (self._scheduler.next_deadline(), self._queue_updates.next_deadline())
+        due = min((at for at in times if at is not None), default=None)
         if self._scheduler.waits_for_devices:
             refresh_s = _MANY_NODES_REFRESH_S if self._stock.inventory.nodes else _QUEUE_REFRESH_S
             due = min(due or float("inf"), time.monotonic() + refresh_s)

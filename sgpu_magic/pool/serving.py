@@ -105,7 +105,7 @@ async def _serve(engine_name: str, settings: Settings, presence: PoolPresence) -
         service.leave(str(fault), lambda: os.execv(sys.executable, command))
     saying.cancel()
     service.close()
-    if service.broken_why:
+    if service.broken_why is not None:
         raise PoolError(service.broken_why)
 
 

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from sgpu_magic import __version__
 from sgpu_magic.config import Settings
 from sgpu_magic.pool.billing import budget_state
+from sgpu_magic.pool.format_queue import format_remaining, format_wait
 from sgpu_magic.pool.health import Health
 from sgpu_magic.pool.inventory import FreshInventory
 from sgpu_magic.pool.ledger import Ledger
@@ -24,8 +25,8 @@ from sgpu_magic.wire.pool_status import AskStatus, PoolStatus, RunSummary, chang
 # a larger difference between the clocks means that the wall clock was set
 _STEP_S = 1.0
 
-_Published = tuple[int | None, str]
-_Added = tuple[_Published | None, float | None, float | None]
+_Waiting = tuple[int | None, str]
+_Added = tuple[_Waiting | None, float | None, float | None]
 _NOTHING: _Added = (None, None, None)
 
 
@@ -77,9 +78,10 @@ class StatusReports:
     def _status(self, question: AskStatus) -> PoolStatus:
         """Return the status, newest runs first, with queue positions and the end times of idle sessions."""
         scheduler = self._scheduler
-        waiting: Mapping[str, _Published] = scheduler.waiting()
-        if held := scheduler.held_by_remaining():
-            waiting = {**{run_id: (None, text) for run_id, text in held.items()}, **waiting}
+        waiting: dict[str, _Waiting] = {
+            run_id: (None, format_remaining(ranks)) for run_id, ranks in scheduler.remaining_ranks().items()
+        }
+        waiting |= {run_id: (at.position, format_wait(at.reason)) for run_id, at in scheduler.statuses().items()}
         rows = self._ledger.recent(question.recent)
         if question.recent:
             # active runs are shown even if more recent runs exceed the limit
@@ -118,7 +120,7 @@ class RowsWithTimes:
     def of(
         self,
         rows: Iterable[RunSummary],
-        waiting: Mapping[str, _Published],
+        waiting: Mapping[str, _Waiting],
         ends: Mapping[str, float],
         began: Mapping[str, float],
     ) -> tuple[RunSummary, ...]:
@@ -149,8 +151,8 @@ class RowsWithTimes:
 
 
 def _with(
-    row: RunSummary, published: _Published | None, idle_ends_at: float | None, metered_at: float | None
+    row: RunSummary, waiting: _Waiting | None, idle_ends_at: float | None, metered_at: float | None
 ) -> RunSummary:
-    position, waiting_for = published or (None, "")
+    position, waiting_for = waiting or (None, "")
     metered_at = row.metered_at if metered_at is None else metered_at
     return replace(row, metered_at=metered_at, position=position, waiting_for=waiting_for, idle_ends_at=idle_ends_at)

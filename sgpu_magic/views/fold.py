@@ -82,7 +82,7 @@ class RunView:
         labels: The devices' labels in rank order, empty when there are none.
         hourly: Cost of the devices per hour, in `currency`; None without a price.
         currency: Currency of the price, "" without one.
-        warm: How the ranks were started: `standby`, `zygote`, `cold`; "" until then.
+        warm: How the ranks were started: `standby`, `zygote`, `cold`; None until then.
         rank_failures: The first failure of each rank, in order of time.
         attempt: Number of the current attempt, from 1.
         attempts: Maximum number of attempts.
@@ -121,7 +121,7 @@ class RunView:
         self.labels: tuple[str, ...] = ()
         self.hourly: float | None = None
         self.currency = ""
-        self.warm = ""
+        self.warm: str | None = None
         self.rank_failures: dict[int, Failure] = {}
         self.attempt = 1
         self.attempts = spec.retries + 1

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 
+from sgpu_magic.pool.format_queue import format_wait
+from sgpu_magic.pool.queue_updates import QueueUpdates
 from sgpu_magic.pool.scheduling.run import ScheduledRun
 from sgpu_magic.pool.scheduling.scheduler import Scheduler
 from sgpu_magic.pool.scheduling.stimuli import Instruction, LaunchRun, RanksReaped, RunMoved, RunSubmitted, Stimulus
@@ -64,12 +66,15 @@ class Traffic:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
+        self.updates = QueueUpdates(scheduler)
         self.now = 0.0
         self.running: list[str] = []
 
     def feed(self, stimulus: Stimulus) -> Sequence[Instruction]:
         """Bring one stimulus before the scheduler, and ask it when it is next to be asked, as the service does."""
         out = self.scheduler.handle(stimulus, self.now)
+        for status in self.updates.due(self.now).values():
+            format_wait(status.reason)
         self.scheduler.next_deadline()
         self.running += [one.run_id for one in out if isinstance(one, LaunchRun)]
         return out

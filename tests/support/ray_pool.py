@@ -22,7 +22,7 @@ async def _serve(settings: config.Settings, presence: PoolPresence) -> None:
     finally:
         ready.cancel()
         service.close()
-    if service.broken_why:
+    if service.broken_why is not None:
         sys.exit(service.broken_why)
 
 

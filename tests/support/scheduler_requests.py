@@ -3,19 +3,94 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
 from sgpu_magic import errors
+from sgpu_magic.pool import format_end, format_queue
+from sgpu_magic.pool.queue_updates import QueueUpdates
+from sgpu_magic.pool.scheduling import scheduler
 from sgpu_magic.pool.scheduling.run import ScheduledRun
-from sgpu_magic.pool.scheduling.scheduler import Scheduler
-from sgpu_magic.pool.scheduling.stimuli import Instruction, LaunchRun, MoveRun, RefuseRun, RunMoved, RunSubmitted
+from sgpu_magic.pool.scheduling.stimuli import (
+    EndUnstartedRun,
+    LaunchRun,
+    MoveRun,
+    PublishWarning,
+    RefuseRun,
+    RunMoved,
+    RunSubmitted,
+    Stimulus,
+    StopRun,
+)
+from sgpu_magic.pool.scheduling.stimuli import Instruction as PureInstruction
+from sgpu_magic.pool.scheduling.wait_reason import QueueStatus
 from sgpu_magic.wire.base import RunKind, RunState
 from sgpu_magic.wire.devices import Device, Inventory, Lease, Placement
 from sgpu_magic.wire.run import CellSource, Owner, RunSpec
 
 SESSION = "5e550000"
+
+
+class QueueMoved(NamedTuple):
+    """A waiting run's status, as its followers see it."""
+
+    run_id: str
+    position: int
+    reason: str
+
+
+class Warned(NamedTuple):
+    """A warning, as the run's followers see it."""
+
+    run_id: str
+    text: str
+
+
+Instruction = PureInstruction | QueueMoved | Warned
+
+
+class Scheduler(scheduler.Scheduler):
+    """The scheduler with its queue updates, and with words in place of facts: what users see of it."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.updates = QueueUpdates(self)
+        # the last status of each waiting run
+        self.published: dict[str, QueueMoved] = {}
+
+    def handle(self, stimulus: Stimulus, now: float) -> list[Instruction]:
+        out = [_worded(one) for one in super().handle(stimulus, now)]
+        moved = {run_id: _moved(run_id, status) for run_id, status in self.updates.due(now).items()}
+        waiting = {run.run_id for run in self.waiting}
+        self.published = {run_id: last for run_id, last in (self.published | moved).items() if run_id in waiting}
+        return [*out, *moved.values()]
+
+    def next_deadline(self) -> float | None:
+        times = (super().next_deadline(), self.updates.next_deadline())
+        return min((at for at in times if at is not None), default=None)
+
+    def worded_statuses(self) -> dict[str, tuple[int, str]]:
+        return {run_id: _moved(run_id, status)[1:] for run_id, status in self.statuses().items()}
+
+    def worded_remaining(self) -> dict[str, str]:
+        return {run_id: format_queue.format_remaining(ranks) for run_id, ranks in self.remaining_ranks().items()}
+
+
+def _moved(run_id: str, status: QueueStatus) -> QueueMoved:
+    return QueueMoved(run_id, status.position, format_queue.format_wait(status.reason))
+
+
+def _worded(one: PureInstruction) -> Instruction:
+    match one:
+        case MoveRun(reason=reason):
+            return replace(one, reason=str(format_end.format_end(reason)) or None)
+        case StopRun(reason=reason) | RefuseRun(reason=reason) | EndUnstartedRun(reason=reason):
+            return replace(one, reason=str(format_end.format_end(reason)))
+        case PublishWarning(run_id=run_id, warning=warning):
+            return Warned(run_id, format_end.format_warning(warning))
+        case _:
+            return one
 
 
 def gpus(count: int, kind: str = "a10", *, simulated: bool = False, outside: Sequence[int] = ()) -> tuple[Device, ...]:
@@ -66,11 +141,11 @@ def launched(instructions: Sequence[Instruction]) -> dict[str, Lease]:
 
 
 def refusal(instructions: Sequence[Instruction]) -> RefuseRun:
-    """Return the only instruction, a refusal, with its options spelled as on a command line."""
+    """Return the only instruction, a refusal."""
     (one,) = instructions
     assert isinstance(one, RefuseRun)
     assert issubclass(getattr(errors, one.error), errors.SgpuError)
-    return replace(one, message=str(one.message))
+    return one
 
 
 def running(scheduler: Scheduler, run_id: str, now: float = 0.0) -> None:

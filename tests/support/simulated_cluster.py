@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from msgspec.structs import replace
+from scheduler_requests import Instruction, Scheduler
 
 from sgpu_magic.pool.scheduling.run import ScheduledRun
-from sgpu_magic.pool.scheduling.scheduler import Scheduler
 from sgpu_magic.pool.scheduling.stimuli import (
     CancelRequested,
-    Instruction,
     LaunchRun,
     RanksReaped,
     RefuseRun,
@@ -118,7 +116,7 @@ class Driven:
                 self.launched.append(one.run_id)
                 self.leases[one.run_id] = one.lease
             elif isinstance(one, RefuseRun):
-                self.refused[one.run_id] = replace(one, message=str(one.message))
+                self.refused[one.run_id] = one
         return out
 
     def submit(self, *specs: RunSpec) -> None:
@@ -151,7 +149,7 @@ class Driven:
 
     def reason(self, run_id: str) -> str:
         """Return the reason that a waiting run is given."""
-        return self.scheduler.waiting()[run_id][1]
+        return self.scheduler.worded_statuses()[run_id][1]
 
     def parts(self, run_id: str) -> list[tuple[str, int]]:
         """Return (node, ranks) of each part of a run's lease."""

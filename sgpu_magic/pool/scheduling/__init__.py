@@ -10,5 +10,8 @@ placement          which devices a request gets, and what blocks it
 queue_rules        which run is next in each queue
 fair_share         which user is next
 costs              prices, cost limits, and the pool's budget
-queue_status       each waiting run's position and what it waits for
+queue_status       finds each waiting run's position, and what it waits for
+wait_reason        a waiting run's status: facts, which `pool.format_queue` words
+end_reason         why a run ends or is warned: facts, which `pool.format_end` words
+placement_refusal  why a request can never be placed: facts, which `pool.format_refusal` words
 """

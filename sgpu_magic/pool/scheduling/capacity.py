@@ -12,25 +12,15 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
 
 import msgspec
 
-from sgpu_magic.wire.base import ErrorKind
 from sgpu_magic.wire.devices import CPU, Device, Inventory, Lease, Node, memory_bytes
-from sgpu_magic.wire.option_text import Text
 
 PACK, STRICT_PACK, SPREAD = STRATEGIES = ("pack", "strict_pack", "spread")
 
 Parts = list[tuple[str, int]]
 """A node and how many ranks it gets, for each node of a lease; "" is the machine of a one-machine pool."""
-
-
-class PlacementRefusal(NamedTuple):
-    """Why a request can't be placed."""
-
-    error: ErrorKind
-    message: Text
 
 
 class QueueKey(msgspec.Struct, frozen=True):
@@ -43,9 +33,6 @@ class QueueKey(msgspec.Struct, frozen=True):
 
     device_type: str
     simulated: bool = False
-
-    def __str__(self) -> str:
-        return self.device_type.upper() + (" (simulated)" if self.simulated else "")
 
 
 CPU_LINE = QueueKey(CPU)
@@ -92,11 +79,30 @@ class ResourceRequest(msgspec.Struct, frozen=True):
         return self.ranks // self.nodes if self.nodes else self.ranks
 
 
-def amount(count: int, line: QueueKey) -> str:
-    """Return a count in words: `4 A10` or `1 CPU slot`."""
-    if line == CPU_LINE:
-        return f"{count} CPU slot{'s' if count != 1 else ''}"
-    return f"{count} {line}"
+class LineCount(msgspec.Struct, frozen=True):
+    """How many devices of a kind a pool has.
+
+    Args:
+        line: The kind.
+        count: How many it has now.
+        limit: The most that it can have, with an autoscaler; at least `count`.
+    """
+
+    line: QueueKey
+    count: int
+    limit: int
+
+
+class PoolContents(msgspec.Struct, frozen=True):
+    """What a pool has.
+
+    Args:
+        lines: Its devices, including those that only an autoscaler provides.
+        cpu_slots: Its CPU slots.
+    """
+
+    lines: tuple[LineCount, ...]
+    cpu_slots: int
 
 
 class Stock:
@@ -191,18 +197,10 @@ class Stock:
         """Return the node's display name."""
         return self.nodes[node].host if node in self.nodes else self.inventory.host
 
-    def describe(self) -> str:
-        """Return what the pool has in words: `4 a10, 8 h100 (simulated), up to 64 l4, cpu (16 slots)`."""
-        parts: list[str] = []
-        for line in self.all_lines():
-            count, most = self.counts[line], self.elastic(line)
-            words = str(count)
-            if most > count:
-                words = f"{count} of up to {most}" if count else f"up to {most}"
-            parts.append(f"{words} {line.device_type}{' (simulated)' if line.simulated else ''}")
-        if self.inventory.cpu_slots > 0:
-            parts.append(f"cpu ({self.inventory.cpu_slots} slots)")
-        return ", ".join(parts) or "nothing"
+    def contents(self) -> PoolContents:
+        """Return what the pool has, used or not."""
+        lines = (LineCount(line, self.counts[line], self.limit(line)) for line in self.all_lines())
+        return PoolContents(tuple(lines), self.inventory.cpu_slots)
 
 
 class Free(msgspec.Struct):

@@ -10,22 +10,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import msgspec
 from msgspec.structs import replace
 
 from sgpu_magic.config import Settings
 from sgpu_magic.config.pool_terms import read_prices
-from sgpu_magic.formatting import format_money
-from sgpu_magic.pool.scheduling.capacity import PlacementRefusal, ResourceRequest
-from sgpu_magic.pool.scheduling.run import WARN_SHARE, Meter, ScheduledRun, rough, span
+from sgpu_magic.pool.scheduling.capacity import ResourceRequest
+from sgpu_magic.pool.scheduling.end_reason import (
+    BudgetExhausted,
+    BudgetNear,
+    BudgetUsedUp,
+    CostLimitNear,
+    CostLimitReached,
+)
+from sgpu_magic.pool.scheduling.placement_refusal import NoPrice, PlacementRefusal
+from sgpu_magic.pool.scheduling.run import WARN_SHARE, Meter, ScheduledRun
 from sgpu_magic.pool.scheduling.run_table import RunTable
-from sgpu_magic.pool.scheduling.stimuli import Instruction, PublishNote
+from sgpu_magic.pool.scheduling.stimuli import Instruction, PublishWarning
 from sgpu_magic.wire.base import ErrorKind, RunLimit, RunState
 from sgpu_magic.wire.costs import HOUR_S, Prices, device_count
 from sgpu_magic.wire.devices import Lease
-from sgpu_magic.wire.option_text import OptionName, text_of
 from sgpu_magic.wire.run import RunSpec
 
 _NONE = Prices()
@@ -63,13 +69,9 @@ class Tariff(msgspec.Struct, frozen=True):
         """Return a run's meter for its new lease."""
         return replace(meter, lease=lease, hourly=self.hourly(lease))
 
-    def money(self, amount: float) -> str:
-        """Return the amount with its currency."""
-        return format_money(amount, self.currency)
-
-    def priced(self) -> str:
-        """Return the types with a price: `a10, h100`."""
-        return ", ".join(self.prices.types(self.pool)) or "nothing"
+    def priced(self) -> Sequence[str]:
+        """Return the types with a price."""
+        return self.prices.types(self.pool)
 
 
 def tariff_of(settings: Settings, pool: str = "local") -> Tariff:
@@ -142,38 +144,25 @@ class CostRules:
         """Return why a run's cost limit can't be enforced; None when it can, or the run has none."""
         if spec.max_cost is None or spec.session or self.tariff.of(want.device_type) is not None:
             return None
-        return PlacementRefusal(
-            ErrorKind.USAGE,
-            text_of(
-                OptionName("max-cost", f"{spec.max_cost:g}"),
-                f" can't be enforced: this pool has no price for {want.device_type} (it has one for "
-                f"{self.tariff.priced()}). Leave ",
-                OptionName("max-cost"),
-                f' out, or set the price in the settings, such as SGPU_PRICES="{want.device_type}=1.20" for one device '
-                "and hour, and restart the pool.",
-            ),
-        )
+        priced = tuple(self.tariff.priced())
+        return PlacementRefusal(ErrorKind.USAGE, NoPrice(spec.max_cost, want.device_type, priced))
 
     def adopted(self, run: ScheduledRun) -> None:
         """Don't repeat the warning of an adopted run, which an earlier service has sent."""
         if run.cost_warning is not None and self._table.now >= run.cost_warning:
             self._table.change(run, cost_reported=True)
 
-    def over_budget(self, want: ResourceRequest) -> str:
-        """Return why the budget keeps a request from starting now; "" when it can start."""
+    def over_budget(self, want: ResourceRequest) -> BudgetExhausted | None:
+        """Return why the budget keeps a request from starting now; None when it can start."""
         if (budget := self._budget) is None or self.tariff.of(want.device_type) is None:
-            return ""
+            return None
         now, live = self._table.now, self._table.live_cost()
         spent = budget.spent(now) + live
         if spent < budget.limit * _EXACT:
-            return ""
+            return None
         frees_at = budget.frees_at(now, live)
-        when = "when the active runs have ended" if frees_at is None else f"in {rough(frees_at - now)}"
-        return (
-            f"{self._named(budget)} is used up: the pool's runs have cost {self.tariff.money(spent)} in that time. "
-            f"There is room again {when}; until then only devices without a price are granted. Raise the "
-            "setting budget and restart the pool, or wait."
-        )
+        frees_in_s = None if frees_at is None else frees_at - now
+        return BudgetExhausted(budget.limit, budget.days, self.tariff.currency, spent, frees_in_s)
 
     def settle(self) -> list[Instruction]:
         """Warn the runs that are near a cost limit or the budget, and stop those that reached it."""
@@ -203,52 +192,38 @@ class CostRules:
         limit, max_cost, meter, now = run.cost_limit, run.spec.max_cost, run.meter, self._table.now
         if limit is None or max_cost is None or meter.since is None or meter.hourly is None:
             return []
+        currency = self.tariff.currency
         if now >= limit:
-            cost = self.tariff.money(meter.stopped(now).spent)
-            reason = (
-                f"its cost limit of {self.tariff.money(max_cost)} is reached (--max-cost {max_cost:g}): {_what(run)} "
-                f"at {self.tariff.money(meter.hourly)} an hour cost {cost} in {rough(now - meter.since)}. Raise "
-                "--max-cost, or take fewer devices with --gpus or cheaper ones with --type"
+            reason = CostLimitReached(
+                max_cost=max_cost,
+                cost=meter.stopped(now).spent,
+                hourly=meter.hourly,
+                currency=currency,
+                ran_s=now - meter.since,
+                lease=run.lease,
             )
             return self._table.stop(run, RunState.TIMED_OUT, reason, RunLimit.COST)
         warning = run.cost_warning
         if run.cost_reported or warning is None or now < warning:
             return []
         self._table.change(run, cost_reported=True)
-        text = (
-            f"80 % of its cost limit of {self.tariff.money(max_cost)} is used (--max-cost {max_cost:g}): it is "
-            f"stopped in {rough(limit - now)}"
-        )
-        return [PublishNote(run.run_id, text)]
+        return [PublishWarning(run.run_id, CostLimitNear(max_cost, currency, limit - now))]
 
     def _by_budget(self) -> list[Instruction]:
         if (budget := self._budget) is None:
             return []
         # `live_cost` includes runs that were just stopped by their own limit
-        runs, now = self._table.on_meter(), self._table.now
+        runs, now, currency = self._table.on_meter(), self._table.now, self.tariff.currency
         spent = budget.spent(now) + self._table.live_cost()
         out: list[Instruction] = []
         if spent >= budget.limit * _EXACT:
             for run in runs:
-                own = self.tariff.money(run.meter.running_cost(now))
-                reason = (
-                    f"{self._named(budget)} is used up: its runs have cost {self.tariff.money(spent)}, this one {own} "
-                    "of it. Raise the setting budget and restart the pool, or take devices without a price"
-                )
+                own = run.meter.running_cost(now)
+                reason = BudgetUsedUp(budget.limit, budget.days, currency, spent, own)
                 out += self._table.stop(run, RunState.TIMED_OUT, reason, RunLimit.BUDGET)
         elif spent >= WARN_SHARE * budget.limit * _EXACT:
             for run in runs:
                 if not run.budget_reported:
                     self._table.change(run, budget_reported=True)
-                    text = f"80 % of {self._named(budget)} is used; runs with a price are stopped when it is used up"
-                    out.append(PublishNote(run.run_id, text))
+                    out.append(PublishWarning(run.run_id, BudgetNear(budget.limit, budget.days, currency)))
         return out
-
-    def _named(self, budget: Budget) -> str:
-        return f"the pool's budget of {self.tariff.money(budget.limit)} in {span(budget.days * 86400)}"
-
-
-def _what(run: ScheduledRun) -> str:
-    if (lease := run.lease) is None:
-        return "it"
-    return f"{lease.ranks} {lease.device_type}" + (" (simulated)" if lease.simulated else "")

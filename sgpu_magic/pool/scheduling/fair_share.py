@@ -13,11 +13,12 @@ import math
 from collections.abc import Iterable, Sequence
 
 from sgpu_magic.config.pool_terms import UserLimits, quota_types
-from sgpu_magic.pool.scheduling.capacity import PlacementRefusal, QueueKey, ResourceRequest, amount, line_of_lease
+from sgpu_magic.pool.scheduling.capacity import QueueKey, ResourceRequest, line_of_lease
+from sgpu_magic.pool.scheduling.placement_refusal import PlacementRefusal, QuotaTooSmall
 from sgpu_magic.pool.scheduling.run import ScheduledRun
-from sgpu_magic.wire.base import ErrorKind, short
+from sgpu_magic.pool.scheduling.wait_reason import OverQuota
+from sgpu_magic.wire.base import ErrorKind
 from sgpu_magic.wire.devices import CPU, Lease
-from sgpu_magic.wire.option_text import OptionName, text_of
 from sgpu_magic.wire.run import RunSpec
 
 NO_LIMITS = UserLimits()
@@ -67,37 +68,21 @@ class FairShare:
         user, ranks = spec.owner.user, want.ranks
         for kind in quota_types(want.line.device_type):
             if (quota := self._limits.quota(user, kind)) is not None and ranks > quota:
-                return PlacementRefusal(
-                    ErrorKind.CAPACITY,
-                    text_of(
-                        f"user {user} may have {_of(quota, kind)} at once in this pool (its setting user_quotas), and "
-                        f"the run asks for {ranks}. Ask for ",
-                        f"{quota} or fewer with " if quota else "another type with ",
-                        OptionName("gpus") if quota else OptionName("type"),
-                        ", choose another pool with ",
-                        OptionName("pool"),
-                        ", or ask this pool's operator for more.",
-                    ),
-                )
+                return PlacementRefusal(ErrorKind.CAPACITY, QuotaTooSmall(user, quota, kind or None, ranks))
         return None
 
-    def over_quota(self, run: ScheduledRun, want: ResourceRequest) -> str:
-        """Return why the run must wait for other runs of its user; "" when it need not."""
+    def over_quota(self, run: ScheduledRun, want: ResourceRequest) -> OverQuota | None:
+        """Return why the run must wait for other runs of its user; None when it need not."""
         user = run.spec.owner.user
         for kind in quota_types(want.line.device_type) if self._limits.quotas else ():
             if (quota := self._limits.quota(user, kind)) is None:
                 continue
             held = {one: count for one, (of, count) in self._leases.get(user, {}).items() if kind in quota_types(of)}
             if (in_use := sum(held.values())) and in_use + want.ranks > quota:
-                runs = [f"run {short(one)}" for one in held]
-                if len(runs) > _NAMED_RUNS:
-                    runs[_NAMED_RUNS:] = [f"{len(runs) - _NAMED_RUNS} more"]
-                return (
-                    f"user {user} may have {_of(quota, kind)} at once (the pool's setting user_quotas): {in_use} "
-                    f"{'is' if in_use == 1 else 'are'} in use by {', '.join(runs)}, and it needs "
-                    f"{amount(want.ranks, want.line)}"
-                )
-        return ""
+                run_ids = tuple(held)
+                named, others = run_ids[:_NAMED_RUNS], max(0, len(run_ids) - _NAMED_RUNS)
+                return OverQuota(user, quota, kind or None, in_use, named, others, want.ranks, want.line)
+        return None
 
     # ------------------------------------------------------------ order
 
@@ -177,9 +162,3 @@ class _Use:
 
 def _count(lease: Lease) -> int:
     return len(lease.uuids) or lease.cpu_slots or lease.ranks
-
-
-def _of(count: int, kind: str) -> str:
-    if kind:
-        return amount(count, QueueKey(kind))
-    return "1 device" if count == 1 else f"{count} devices"

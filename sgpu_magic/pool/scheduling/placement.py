@@ -16,12 +16,21 @@ from sgpu_magic.pool.scheduling.capacity import (
     QueueKey,
     ResourceRequest,
     Stock,
-    amount,
     laid_out,
     line_of,
     line_of_lease,
 )
-from sgpu_magic.wire.base import short
+from sgpu_magic.pool.scheduling.wait_reason import (
+    DeviceBlocker,
+    DevicesLocked,
+    DevicesUnavailable,
+    DevicesUsedOutside,
+    HeldByRun,
+    Holders,
+    NoNodesAdded,
+    SlotsRefused,
+    TooFewDevices,
+)
 from sgpu_magic.wire.devices import CPU, Device, Inventory, Lease, NodeShare, memory_bytes
 
 _ASKED = "requested from the cluster, which has to add nodes for it"
@@ -151,7 +160,7 @@ class FreeCapacity:
 
     def missing(self, want: ResourceRequest) -> int:
         """Return how many more must become free; 0 when enough are free, regardless of their nodes."""
-        return max(0, self._need(want) - self.free(want))
+        return max(0, self.need(want) - self.free(want))
 
     def fits_when_empty(self, want: ResourceRequest) -> bool:
         """Whether the request would fit if all runs were over; otherwise keeping devices for it is useless."""
@@ -182,14 +191,22 @@ class FreeCapacity:
         large = (node for node in free if sizes.get(node, 0) >= want.ranks and node not in without)
         return max(large, key=free.__getitem__, default=None)
 
-    # ------------------------------------------------------------ text for messages
+    # ------------------------------------------------------------ what blocks a request
 
-    def amount(self, want: ResourceRequest, count: int | None = None) -> str:
-        """Return a count in words, by default the request's whole need: `4 A10` or `1 CPU slot`."""
-        return amount(self._need(want) if count is None else count, want.line)
+    def need(self, want: ResourceRequest) -> int:
+        """Return how many devices or slots the request takes; on one machine, ranks may share CPU slots."""
+        if want.line == CPU_LINE and not self.stock.many:
+            return max(1, min(want.ranks, self.stock.inventory.cpu_slots))
+        return want.ranks
 
-    def held_by(self, want: ResourceRequest, node: str | None = None, *, most: int = 4) -> list[str]:
-        """Return which runs hold how many, on one node or anywhere: `2 are held by run 7f3a`."""
+    def holders(self, want: ResourceRequest, node: str | None = None, *, most: int = 4) -> Holders:
+        """Return which runs hold how many of a request's devices, on one node or anywhere.
+
+        Args:
+            want: The request.
+            node: The node; None for all.
+            most: How many entries to return at most; the last one may be the number of further runs.
+        """
         held: Counter[str] = Counter()
         if want.line == CPU_LINE:
             for run_id, (_, slots) in sorted(self._slots.items(), key=lambda item: item[1][0]):
@@ -198,34 +215,30 @@ class FreeCapacity:
         else:
             devices = self.stock.line(want.line) if node is None else self.stock.by_node(want.line).get(node, ())
             held.update(self._holders[device.uuid][0] for device in devices if device.uuid in self._holders)
-        parts = [f"{_are(count)} held by run {short(run)}" for run, count in held.items()]
-        if len(parts) > most:
-            parts[most - 1 :] = [f"{len(parts) - most + 1} more runs hold others"]
-        return parts
+        runs = tuple(HeldByRun(run_id, count) for run_id, count in held.items())
+        return Holders(runs) if len(runs) <= most else Holders(runs[: most - 1], len(runs) - most + 1)
 
-    def not_the_pools(self, want: ResourceRequest) -> list[str]:
+    def blockers(self, want: ResourceRequest) -> tuple[DeviceBlocker, ...]:
         """Return what blocks the request that no run of this pool can free."""
         if want.line == CPU_LINE:
-            return [f"the engine refuses more: {self.refused[CPU]}"] if CPU in self.refused else []
-        parts: list[str] = []
+            return (SlotsRefused(self.refused[CPU]),) if CPU in self.refused else ()
+        found: list[DeviceBlocker] = []
         line = self.stock.line(want.line) if self.refused else ()
         refused = [device for device in line if device.uuid in self.refused and not device.unavailable]
         if locked := [device for device in refused if device.uuid not in self._holders]:
-            why = self.refused[locked[0].uuid]
-            parts.append(f"{_are(len(locked))} in use outside the pool{f' ({why})' if why else ''}")
+            found.append(DevicesLocked(len(locked), self.refused[locked[0].uuid] or None))
         out = [device for device in self.stock.unavailable.get(want.line, ()) if device.uuid not in self._holders]
         if out:
-            parts.append(f"{_are(len(out))} unavailable ({out[0].unavailable.rstrip('.')})")
+            found.append(DevicesUnavailable(len(out), out[0].unavailable))
         used = [device for device in self.stock.used_outside.get(want.line, ()) if not device.unavailable]
         busy = [device for device in used if device.uuid not in self.refused and device.uuid not in self._holders]
         if busy and not want.allow_busy:
-            takes = f"--allow-busy takes {'it' if len(busy) == 1 else 'them'}"
-            parts.append(f"{_are(len(busy))} in use outside the pool ({busy[0].outside_use}; {takes})")
+            found.append(DevicesUsedOutside(len(busy), busy[0].outside_use))
         if (count := self.stock.total(want.line)) < want.ranks and self.stock.elastic(want.line) < want.ranks:
-            parts.append(f"the pool has only {self.amount(want, count)} now")
+            found.append(TooFewDevices(count, want.line))
         if (key := _elastic_key(want.line)) in self.refused:
-            parts.append(f"the cluster added no more: {self.refused[key]}")
-        return parts
+            found.append(NoNodesAdded(self.refused[key]))
+        return tuple(found)
 
     # ------------------------------------------------------------ internals
 
@@ -256,7 +269,7 @@ class FreeCapacity:
             device_type=want.device_type,
             ranks=want.ranks,
             uuids=tuple(uuid for share in shares for uuid in share.uuids),
-            cpu_slots=self._need(want) if on_cpu else 0,
+            cpu_slots=self.need(want) if on_cpu else 0,
             simulated=want.simulated,
             note=note,
             shares=tuple(shares) if self.stock.many else (),
@@ -270,11 +283,6 @@ class FreeCapacity:
         used = [device for device in free if device.outside_use]
         chosen = close_together(idle, count) if count < len(idle) else [*idle, *used[: count - len(idle)]]
         return tuple(device.uuid for device in sorted(chosen, key=lambda device: (device.index, device.uuid)))
-
-    def _need(self, want: ResourceRequest) -> int:
-        if want.line == CPU_LINE and not self.stock.many:
-            return max(1, min(want.ranks, self.stock.inventory.cpu_slots))
-        return want.ranks
 
     def _free_for(self, want: ResourceRequest) -> Free:
         key = (want.line, want.allow_busy, want.min_memory_bytes)
@@ -363,7 +371,3 @@ def close_together(devices: Sequence[Device], count: int) -> list[Device]:
 def _elastic_key(line: QueueKey) -> str:
     """Return the key in `FreeCapacity.refused` for a type that the autoscaler could not provide."""
     return f"elastic {line.device_type}"
-
-
-def _are(count: int) -> str:
-    return f"{count} {'is' if count == 1 else 'are'}"

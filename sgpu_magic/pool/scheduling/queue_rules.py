@@ -17,12 +17,14 @@ from collections.abc import Iterable
 
 import msgspec
 
-from sgpu_magic.pool.scheduling.capacity import STRICT_PACK, PlacementRefusal, QueueKey, ResourceRequest
+from sgpu_magic.pool.scheduling.capacity import STRICT_PACK, QueueKey, ResourceRequest
 from sgpu_magic.pool.scheduling.costs import CostRules
+from sgpu_magic.pool.scheduling.end_reason import BudgetExhausted
 from sgpu_magic.pool.scheduling.fair_share import FairShare
 from sgpu_magic.pool.scheduling.placement import FreeCapacity
+from sgpu_magic.pool.scheduling.placement_refusal import PlacementRefusal
 from sgpu_magic.pool.scheduling.placement_request import on_nodes, resolve, too_large
-from sgpu_magic.pool.scheduling.queue_status import Blockers, UnfreedDevices, by_line, waited_in_vain
+from sgpu_magic.pool.scheduling.queue_status import Blockers, by_line, unfreed_devices, wait_over
 from sgpu_magic.pool.scheduling.run import ScheduledRun
 from sgpu_magic.pool.scheduling.run_table import RunTable
 from sgpu_magic.pool.scheduling.stimuli import Instruction, LaunchRun
@@ -42,7 +44,7 @@ class _Round(msgspec.Struct):
         given: By user, the number of the newest run that got something.
         unfit: Requests that did not fit, and will not in this round, since free capacity only shrinks.
         kept: Nodes that are kept for a run.
-        unaffordable: By type, why the budget keeps runs from starting; "" when it does not.
+        unaffordable: By type, why the budget keeps runs from starting; None when it does not.
         out: The resulting instructions, by the runs' numbers.
     """
 
@@ -52,7 +54,7 @@ class _Round(msgspec.Struct):
     given: dict[str, int] = msgspec.field(default_factory=dict[str, int])
     unfit: set[ResourceRequest] = msgspec.field(default_factory=set[ResourceRequest])
     kept: set[str] = msgspec.field(default_factory=set[str])
-    unaffordable: dict[str, str] = msgspec.field(default_factory=dict[str, str])
+    unaffordable: dict[str, BudgetExhausted | None] = msgspec.field(default_factory=dict[str, "BudgetExhausted | None"])
     out: dict[int, list[Instruction]] = msgspec.field(default_factory=dict[int, "list[Instruction]"])
 
 
@@ -269,9 +271,8 @@ class QueueRules:
             return False
         self._leases_given += 1
         asked, user = granted is None, run.spec.owner.user
-        published = run.last_published if asked else None
         meter = self._costs.tariff.metered(run.meter, lease)
-        self._table.change(run, lease=lease, last_published=published, accepted=True, meter=meter, asked=asked)
+        self._table.change(run, lease=lease, accepted=True, meter=meter, asked=asked)
         line.out[run.number] = [LaunchRun(run.run_id, lease)]
         line.given[user] = max(line.given.get(user, 0), run.number)
         for passed, _ in line.skipped.get(user, ()):
@@ -295,8 +296,8 @@ class QueueRules:
         waiting = [(run, run.want) for run in self._table.waiting() if run.want is not None]
         due = [(run, want) for run, want in waiting if self._table.waited_in_vain(run)]
         keepers = self.keepers(self.waiting()) if due else Blockers()
-        held = UnfreedDevices(self._table)
-        given_up = [self._table.give_up(run, waited_in_vain(run, want, self.room, keepers, held)) for run, want in due]
+        unfreed = unfreed_devices(self._table)
+        given_up = [self._table.give_up(run, wait_over(run, want, self.room, keepers, unfreed)) for run, want in due]
         return [instruction for instructions in given_up for instruction in instructions]
 
     def _aged(self, since: float | None) -> bool:

@@ -1,4 +1,4 @@
-"""The scheduler's data of one run, its meter, its name in words, and the wording of durations. Pure."""
+"""The scheduler's data of one run, and its meter. Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import msgspec
 from msgspec.structs import replace
 
 from sgpu_magic.pool.scheduling.capacity import ResourceRequest
-from sgpu_magic.wire.base import RunKind, RunLimit, RunState, short
+from sgpu_magic.pool.scheduling.end_reason import EndReason
+from sgpu_magic.wire.base import RunKind, RunLimit, RunState
 from sgpu_magic.wire.costs import HOUR_S, billed_s, cost_of, device_count
 from sgpu_magic.wire.devices import CPU, Lease
 from sgpu_magic.wire.events import RemainingRank
@@ -106,11 +107,10 @@ class ScheduledRun:
             there; None when none has.
         stopping_as: The final state of a stop in progress; None otherwise.
         limit: The limit that ends it; None if none does.
-        last_published: The last position and reason sent to its followers; None when it does not wait.
-        reason: Why it is ending or has ended; "" otherwise, or without a known reason.
+        reason: Why it is ending or has ended; None otherwise, or without a known reason.
         unstopped: Ranks of its session that still run it after its end.
         remaining: Its ranks that were killed and have not ended.
-        paused: For a session, why no cell may start in it now; "" when cells may.
+        restarting: For a session, the ranks that are being restarted, all if empty: no cell may start. None otherwise.
         quiet_since: For a session, since when no cell has run in it; None before it is RUNNING. Counts only while
             no cell runs.
         have_ranks_exited: For a session, whether its ranks have exited while it still holds its lease for `--fresh`
@@ -136,11 +136,10 @@ class ScheduledRun:
     overtaken_at: float | None = None
     stopping_as: RunState | None = None
     limit: RunLimit | None = None
-    last_published: tuple[int, str] | None = None
-    reason: str = ""
+    reason: EndReason | None = None
     unstopped: tuple[int, ...] = ()
     remaining: tuple[RemainingRank, ...] = ()
-    paused: str = ""
+    restarting: tuple[int, ...] | None = None
     quiet_since: float | None = None
     have_ranks_exited: bool = False
     orphaned: bool = False
@@ -197,26 +196,3 @@ class ScheduledRun:
         if (limit := self.cost_limit) is None or self.meter.since is None:
             return None
         return self.meter.since + WARN_SHARE * (limit - self.meter.since)
-
-
-def named(spec: RunSpec) -> str:
-    """Return `session` and its name, or its short ID if it has none."""
-    return f"session {spec.name or short(spec.run_id)}"
-
-
-def rough(seconds: float) -> str:
-    """Return a duration for a person, in two units at most: `40 s`, `12 min`, `5 h 10 min`, `2 d 3 h`."""
-    whole = max(0, round(seconds))
-    if whole < 100:
-        return f"{whole} s"
-    units = [(whole // 86400, "d"), (whole % 86400 // 3600, "h"), (whole % 3600 // 60, "min")]
-    first = next(index for index, (count, _) in enumerate(units) if count)
-    return " ".join(f"{count} {unit}" for count, unit in units[first : first + 2] if count)
-
-
-def span(seconds: float) -> str:
-    """Return an exact duration for a person: `90 s`, `10 min`, `2 h`, `7 d`."""
-    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= size and seconds % size == 0:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:g} s"

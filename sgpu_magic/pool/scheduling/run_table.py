@@ -12,11 +12,11 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from sgpu_magic.pool.scheduling.run import ScheduledRun, named
+from sgpu_magic.pool.scheduling.end_reason import EndReason, SessionEnded
+from sgpu_magic.pool.scheduling.run import ScheduledRun
 from sgpu_magic.pool.scheduling.stimuli import EndUnstartedRun, Instruction, MoveRun, RefuseRun, StopRun
 from sgpu_magic.wire.base import ErrorKind, FailureKind, RunLimit, RunState, can_move
 from sgpu_magic.wire.devices import Lease
-from sgpu_magic.wire.option_text import Text
 
 # a run that is over holds its devices until its ranks have exited; even a run with `wait_s=0` waits this long for that
 _LEAVING_S = 1.0
@@ -125,7 +125,7 @@ class RunTable:
     def quiet_until(self, session: ScheduledRun) -> float | None:
         """Return when the session ends for being idle; None while it has cells or is paused, or without a limit."""
         since, idle_s = session.quiet_since, session.spec.idle_s
-        if since is None or idle_s is None or session.state is not RunState.RUNNING or session.paused:
+        if since is None or idle_s is None or session.state is not RunState.RUNNING or session.restarting is not None:
             return None
         return None if self.cells_of(session.run_id) else since + idle_s
 
@@ -158,7 +158,7 @@ class RunTable:
         if not cells:
             self._cells.pop(run.spec.session, None)
 
-    def move(self, run: ScheduledRun, state: RunState, reason: str = "") -> list[Instruction]:
+    def move(self, run: ScheduledRun, state: RunState, reason: EndReason | None = None) -> list[Instruction]:
         """Change a run's state, the only place that does. A move without a transition is an outdated report."""
         out: list[Instruction] = []
         if not can_move(run.state, state):
@@ -193,13 +193,15 @@ class RunTable:
             self._spent(self.now, cost)
         self.change(run, meter=run.meter.stopped(self.now))
 
-    def stop(self, run: ScheduledRun, state: RunState, reason: str, limit: RunLimit | None = None) -> list[Instruction]:
+    def stop(
+        self, run: ScheduledRun, state: RunState, reason: EndReason, limit: RunLimit | None = None
+    ) -> list[Instruction]:
         """End a waiting run; stop the ranks of one that has a lease, once.
 
         Args:
             run: The run.
             state: Its final state.
-            reason: Why it ends, a sentence.
+            reason: Why it ends.
             limit: The limit that ends it.
         """
         self.change(run, limit=limit)
@@ -211,28 +213,32 @@ class RunTable:
         return [*self.move(run, RunState.CANCELLING, reason), StopRun(run.run_id, state, reason)]
 
     def end(
-        self, run: ScheduledRun, state: RunState, reason: Text, kind: FailureKind = FailureKind.CAPACITY
+        self,
+        run: ScheduledRun,
+        state: RunState,
+        reason: EndReason | None,
+        kind: FailureKind = FailureKind.CAPACITY,
     ) -> list[Instruction]:
         """End a run without ranks."""
-        moves = self.move(run, state, str(reason))
-        self.change(run, reason=str(reason))
+        moves = self.move(run, state, reason)
+        self.change(run, reason=reason)
         return [*moves, EndUnstartedRun(run.run_id, state, reason, kind), *self.remove(run)]
 
     def give_up(
         self,
         run: ScheduledRun,
-        message: Text,
+        reason: EndReason,
         error: ErrorKind = ErrorKind.CAPACITY,
         kind: FailureKind = FailureKind.CAPACITY,
     ) -> list[Instruction]:
         """Fail a run that will not get what it waits for, or refuse it if it was not accepted yet."""
         if run.accepted:
-            return self.end(run, RunState.FAILED, message, kind)
-        return self.refuse(run, error, message)
+            return self.end(run, RunState.FAILED, reason, kind)
+        return self.refuse(run, error, reason)
 
-    def refuse(self, run: ScheduledRun, error: ErrorKind, message: Text) -> list[Instruction]:
-        self.change(run, reason=str(message))
-        return [RefuseRun(run.run_id, error, message), *self.remove(run)]
+    def refuse(self, run: ScheduledRun, error: ErrorKind, reason: EndReason) -> list[Instruction]:
+        self.change(run, reason=reason)
+        return [RefuseRun(run.run_id, error, reason), *self.remove(run)]
 
     def over(self, run: ScheduledRun, state: RunState) -> list[Instruction]:
         """Remove a run whose own ranks are gone; a session stays while `--fresh` cells use its devices."""
@@ -259,13 +265,15 @@ class RunTable:
         out: list[Instruction] = []
         cancelled = (session.stopping_as or session.state) is RunState.CANCELLED
         for cell in self.cells_of(session.run_id):
-            why = _end_of_cell(cell, session)
-            if cell.lease is not None:
+            name, has_started = session.spec.name, cell.lease is not None
+            why = SessionEnded(session.run_id, name, session.reason, has_started)
+            if has_started:
                 out += self.stop(cell, RunState.CANCELLED, why) if cell.spec.fresh else []
             elif cell.accepted and cancelled:
                 out += self.end(cell, RunState.CANCELLED, why, FailureKind.SESSION)
             else:
-                out += self.give_up(cell, f"{why}.", ErrorKind.SESSION, FailureKind.SESSION)
+                failed = replace(why, fails_cell=True)
+                out += self.give_up(cell, failed, ErrorKind.SESSION, FailureKind.SESSION)
         return out
 
     # ------------------------------------------------------------ internals
@@ -308,13 +316,6 @@ class RunTable:
 
 def _in_order(runs: Mapping[int, ScheduledRun]) -> list[ScheduledRun]:
     return [runs[number] for number in sorted(runs)]
-
-
-def _end_of_cell(cell: ScheduledRun, session: ScheduledRun) -> str:
-    """Return why a cell ends with its session: a waiting cell, or one with its own processes on its devices."""
-    why = f": {session.reason}" if session.reason else ""
-    ended = " ended before the run could start" if cell.lease is None else ", whose devices it uses, ended"
-    return f"{named(session.spec)}{ended}{why}"
 
 
 def _on_its_devices(cells: Sequence[ScheduledRun]) -> bool:

@@ -4,7 +4,8 @@ Pure: no clock (`handle` takes the time of each stimulus, always from the same c
 feeds it stimuli and executes its instructions. The design follows distributed's `worker_state_machine`.
 
     - `placement_request` interprets a request in this pool. `queue_rules` and `fair_share` decide which run gets
-      devices first. `queue_status` reports why the others wait.
+      devices first. `queue_status` finds why the others wait.
+    - Reasons are facts (`wait_reason`, `end_reason`). The service words them, and remembers what it has sent.
     - `LaunchRun` grants the lease. `RanksReaped` frees it, or `LeaseFreed` if the run's final event comes later. The
       run stays queued until the agent's first `RunMoved`; until then the engine may return the lease with
       `LeaseRefused`.
@@ -24,17 +25,19 @@ from msgspec.structs import replace
 from sgpu_magic.config.pool_terms import UserLimits
 from sgpu_magic.pool.scheduling.capacity import ResourceRequest
 from sgpu_magic.pool.scheduling.costs import Budget, CostRules, Tariff
+from sgpu_magic.pool.scheduling.end_reason import (
+    AlreadySubmitted,
+    CellWaitOver,
+    EndReason,
+    NoNodesInTime,
+    SessionWasIdle,
+    TimeLimitReached,
+)
 from sgpu_magic.pool.scheduling.fair_share import NO_LIMITS, FairShare
 from sgpu_magic.pool.scheduling.placement_request import session_refusal
 from sgpu_magic.pool.scheduling.queue_rules import QueueRules
-from sgpu_magic.pool.scheduling.queue_status import (
-    Published,
-    QueueStatus,
-    cell_waited_in_vain,
-    obstacle,
-    remaining_ranks,
-)
-from sgpu_magic.pool.scheduling.run import Meter, ScheduledRun, span
+from sgpu_magic.pool.scheduling.queue_status import QueueSnapshot, session_obstacle
+from sgpu_magic.pool.scheduling.run import Meter, ScheduledRun
 from sgpu_magic.pool.scheduling.run_table import RunTable
 from sgpu_magic.pool.scheduling.stimuli import (
     CancelRequested,
@@ -52,12 +55,15 @@ from sgpu_magic.pool.scheduling.stimuli import (
     RunRequeued,
     RunSubmitted,
     SessionPaused,
+    SessionResumed,
     Stimulus,
     StimulusOfRun,
     TimePassed,
 )
+from sgpu_magic.pool.scheduling.wait_reason import QueueStatus
 from sgpu_magic.wire.base import ErrorKind, RunLimit, RunState
 from sgpu_magic.wire.devices import Inventory, Lease
+from sgpu_magic.wire.events import RemainingRank
 from sgpu_magic.wire.run import RunSpec
 
 _NO_PRICES = Tariff()
@@ -97,9 +103,8 @@ class Scheduler:
         self._costs = CostRules(self._table, tariff, budget)
         self._fair = FairShare(limits, fair_half_life_s)
         self._queue = QueueRules(self._table, self._costs, self._fair, inventory, pass_over_s)
-        self._words = QueueStatus(self._table, self._queue, self._fair)
         self._runs = self._table.runs
-        self._waiting: Mapping[str, Published] | None = None
+        self._statuses: Mapping[str, QueueStatus] | None = None
 
     @property
     def runs(self) -> tuple[ScheduledRun, ...]:
@@ -117,20 +122,33 @@ class Scheduler:
         some_real = stock.many or any(not line.simulated for line in stock.counts)
         return some_real and any(run.accepted for run in self._table.waiting())
 
-    def waiting(self) -> Mapping[str, Published]:
-        """Return each waiting run's current position, in the order in which they would start, and its reason."""
-        # cached, because the queue is unchanged between most status requests
-        if self._waiting is None:
-            self._waiting = self._words.now()
-        return self._waiting
+    @property
+    def waiting(self) -> list[ScheduledRun]:
+        """The runs that wait for devices, sessions or nodes."""
+        return [*self._table.waiting(), *self._table.waiting_cells(), *self._table.asked()]
 
-    def held_by_remaining(self) -> Mapping[str, str]:
-        """Return, for each run whose killed ranks have not ended, which ranks these are."""
-        return {run.run_id: remaining_ranks(run) for run in self._runs.values() if run.remaining}
+    def count_waiting(self) -> int:
+        """Return how many runs wait for devices, sessions or nodes."""
+        return self._table.count_waiting()
+
+    def queue(self) -> QueueSnapshot:
+        """Return the queue as it is now; it is outdated after the next stimulus."""
+        return QueueSnapshot(self._table, self._queue, self._fair)
+
+    def statuses(self) -> Mapping[str, QueueStatus]:
+        """Return each waiting run's position and reason, in the order in which they would start."""
+        # cached, because the queue is unchanged between most status requests
+        if self._statuses is None:
+            self._statuses = self.queue().statuses()
+        return self._statuses
+
+    def remaining_ranks(self) -> Mapping[str, tuple[RemainingRank, ...]]:
+        """Return the ranks that were killed and have not ended, by run."""
+        return {run.run_id: run.remaining for run in self._runs.values() if run.remaining}
 
     def drop(self, run_id: str) -> None:
         """Forget a run that the pool could not accept."""
-        self._waiting = None
+        self._statuses = None
         self._table.drop(run_id)
 
     def run(self, run_id: str) -> ScheduledRun | None:
@@ -146,10 +164,9 @@ class Scheduler:
 
     def next_deadline(self) -> float | None:
         """Return when `TimePassed` is next useful; None when only events can change anything."""
-        parts = (self._costs, self._queue, self._words)
+        parts = (self._costs, self._queue)
         times = [self._table.next_limit(), *(part.next_deadline() for part in parts)]
-        waiting = [*self._table.waiting(), *self._table.waiting_cells(), *self._table.asked()]
-        times += map(self._table.queue_deadline, waiting)
+        times += map(self._table.queue_deadline, self.waiting)
         times += [self._table.quiet_until(session) for session in self._table.sessions()]
         return min((time for time in times if time is not None), default=None)
 
@@ -162,7 +179,7 @@ class Scheduler:
             ValueError: `RanksReaped` with a state that is not final.
         """
         self._table.now = max(self._table.now, now)
-        self._waiting = None
+        self._statuses = None
         match stimulus:
             case RunSubmitted(run=run):
                 out = self._submit(run)
@@ -183,8 +200,7 @@ class Scheduler:
     def _submit(self, run: ScheduledRun) -> list[Instruction]:
         spec = run.spec
         if spec.run_id in self._runs:
-            message = f"run {spec.run_id} was already submitted; each run needs its own ID."
-            return [RefuseRun(spec.run_id, ErrorKind.USAGE, message)]
+            return [RefuseRun(spec.run_id, ErrorKind.USAGE, AlreadySubmitted(spec.run_id))]
         if spec.session and (refusal := session_refusal(spec, self._runs.get(spec.session))):
             return [RefuseRun(spec.run_id, ErrorKind.SESSION, refusal)]
         self._table.change(run, queued_at=self._table.now)
@@ -249,7 +265,7 @@ class Scheduler:
             case LeaseGranted(lease=lease):
                 if run.lease is not None and not run.spec.session:
                     meter = self._tariff.metered(run.meter, lease)
-                    self._table.change(run, lease=lease, asked=False, last_published=None, meter=meter)
+                    self._table.change(run, lease=lease, asked=False, meter=meter)
             case RunRequeued(why=why):
                 return self._requeued(run, why)
             case RanksRemain(ranks=ranks):
@@ -257,25 +273,31 @@ class Scheduler:
                 hosts = {each.host for each in ranks}
                 others = tuple(each for each in run.remaining if each.host not in hosts) if ranks else ()
                 self._table.change(run, remaining=(*others, *ranks))
-            case SessionPaused(reason=reason):
-                self._table.change(run, paused=reason, quiet_since=None if run.quiet_since is None else self._table.now)
+            case SessionPaused(ranks=ranks):
+                self._set_restarting(run, ranks)
+            case SessionResumed():
+                self._set_restarting(run, None)
         return []
+
+    def _set_restarting(self, session: ScheduledRun, ranks: tuple[int, ...] | None) -> None:
+        quiet_since = None if session.quiet_since is None else self._table.now
+        self._table.change(session, restarting=ranks, quiet_since=quiet_since)
 
     def _moved(self, run: ScheduledRun, moved: RunMoved) -> list[Instruction]:
         if run.lease is None or moved.state is RunState.QUEUED:
             return []
         quiet_since = self._table.now if moved.state is RunState.RUNNING else run.quiet_since
-        published, reason = None if run.asked else run.last_published, run.reason or moved.reason
-        changes = {
-            "quiet_since": quiet_since,
-            "last_published": published,
-            "reason": reason,
-            "unstopped": moved.unstopped,
-        }
-        if moved.state is RunState.RUNNING:
-            # the run has new ranks
-            changes["remaining"] = ()
-        self._table.change(run, begun=True, asked=False, **changes)
+        # a running run has new ranks
+        remaining = () if moved.state is RunState.RUNNING else run.remaining
+        self._table.change(
+            run,
+            begun=True,
+            asked=False,
+            quiet_since=quiet_since,
+            reason=run.reason or moved.reason,
+            unstopped=moved.unstopped,
+            remaining=remaining,
+        )
         return self._table.move(run, moved.state)
 
     def _lease_refused(self, run: ScheduledRun, refused: LeaseRefused) -> list[Instruction]:
@@ -283,7 +305,7 @@ class Scheduler:
             return []
         self._queue.room.refuse(run.lease, refused.uuids, refused.why)
         self._table.change(run, lease=None, asked=False)
-        return [] if run.stopping_as is None else self._table.end(run, run.stopping_as, "")
+        return [] if run.stopping_as is None else self._table.end(run, run.stopping_as, None)
 
     def _requeued(self, run: ScheduledRun, why: str) -> list[Instruction]:
         if run.lease is None or run.spec.session:
@@ -299,28 +321,31 @@ class Scheduler:
     # ------------------------------------------------------------ after every stimulus
 
     def _settle(self) -> list[Instruction]:
-        return [
+        out = [
             *self._settle_times(),
             *self._costs.settle(),
             *self._queue.settle(),
             # after the queue, which may have given a session its devices or ended it
             *self._settle_cells(),
-            *self._words.publish(),
         ]
+        for run in self.waiting:
+            # a request that the pool has not resolved yet may still be refused
+            is_resolved = run.want is not None or bool(run.spec.session)
+            if run.accepted != is_resolved:
+                self._table.change(run, accepted=is_resolved)
+        return out
 
     def _settle_times(self) -> list[Instruction]:
         now = self._table.now
-        due: list[tuple[ScheduledRun, RunState, str, RunLimit | None]] = [
-            (run, RunState.TIMED_OUT, f"its time limit of {span(run.spec.timeout_s)} is reached", RunLimit.TIME)
+        due: list[tuple[ScheduledRun, RunState, EndReason, RunLimit | None]] = [
+            (run, RunState.TIMED_OUT, TimeLimitReached(run.spec.timeout_s), RunLimit.TIME)
             for run in self._table.over_time()
         ]
         for session in self._table.sessions():
             if (until := self._table.quiet_until(session)) is not None and now >= until:
-                reason = f"nothing ran in it for {span(session.spec.idle_s or 0.0)} (--idle)"
-                due.append((session, RunState.CANCELLED, reason, None))
+                due.append((session, RunState.CANCELLED, SessionWasIdle(session.spec.idle_s or 0.0), None))
         for run in self._table.asked_too_long():
-            reason = f"the cluster added nothing within {span(run.spec.wait_s or 0.0)}"
-            due.append((run, RunState.FAILED, reason, None))
+            due.append((run, RunState.FAILED, NoNodesInTime(run.spec.wait_s or 0.0), None))
         due.sort(key=lambda one: one[0].number)
         return [instruction for one in due for instruction in self._table.stop(*one)]
 
@@ -330,12 +355,12 @@ class Scheduler:
         out = [instruction for session in closed for instruction in self._table.end_cells(session)]
         for cell in self._table.waiting_cells():
             session = self._runs[cell.spec.session]
-            if not (why := obstacle(self._table, cell)) and session.lease is not None:
+            if session.lease is not None and session_obstacle(self._table, cell) is None:
                 lease = _share(session.lease, cell.spec)
-                self._table.change(cell, lease=lease, last_published=None, accepted=True)
+                self._table.change(cell, lease=lease, accepted=True)
                 out.append(LaunchRun(cell.run_id, lease))
             elif self._table.waited_in_vain(cell):
-                out += self._table.give_up(cell, cell_waited_in_vain(cell, why))
+                out += self._table.give_up(cell, CellWaitOver(cell.spec.wait_s or 0.0, self.queue().reason(cell)))
         return out
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
+from sgpu_magic.pool.scheduling.end_reason import CostWarning, EndReason
 from sgpu_magic.pool.scheduling.run import ScheduledRun
 from sgpu_magic.wire.base import ErrorKind, FailureKind, RunState
 from sgpu_magic.wire.devices import Inventory, Lease
 from sgpu_magic.wire.events import RemainingRank
-from sgpu_magic.wire.option_text import Text
 
 
 class _OfRun(msgspec.Struct, frozen=True):
@@ -54,12 +54,12 @@ class RunMoved(_OfRun, frozen=True):
     `STARTING` after `RUNNING` means that the group is restarted on the same lease.
 
     Args:
-        reason: Why it ended, "" if there is nothing to say.
+        reason: Why it ended; None without a known reason.
         unstopped: Ranks of its session that still run it after its end.
     """
 
     state: RunState
-    reason: str = ""
+    reason: str | None = None
     unstopped: tuple[int, ...] = ()
 
 
@@ -113,9 +113,17 @@ class RanksRemain(_OfRun, frozen=True):
 
 
 class SessionPaused(_OfRun, frozen=True):
-    """No cell may start in the session for now. `reason` is shown to waiting cells; "" resumes the session."""
+    """Ranks of the session are being restarted: no cell may start in it.
 
-    reason: str
+    Args:
+        ranks: The ranks; all if empty.
+    """
+
+    ranks: tuple[int, ...]
+
+
+class SessionResumed(_OfRun, frozen=True):
+    """No rank of the session is being restarted any more: cells may start in it."""
 
 
 class TimePassed(msgspec.Struct, frozen=True):
@@ -132,6 +140,7 @@ StimulusOfRun = (
     | RunRequeued
     | RanksRemain
     | SessionPaused
+    | SessionResumed
 )
 Stimulus = RunSubmitted | RunAdopted | InventoryChanged | TimePassed | StimulusOfRun
 
@@ -151,53 +160,47 @@ class LaunchRun(_OfRun, frozen=True):
 
 
 class MoveRun(_OfRun, frozen=True):
-    """The run's state changed to `state`: record it and tell the client."""
+    """The run's state changed to `state`: record it and tell the client.
 
-    state: RunState
-    reason: str = ""
-
-
-class PublishQueueStatus(_OfRun, frozen=True):
-    """The run waits at `position` (1 is next) of its queue or session; sent only when something changed.
-
-    If very many runs wait, some get this with a delay; `Scheduler.waiting` is always current.
+    Args:
+        reason: Why; None without a reason.
     """
 
-    position: int
-    reason: str
+    state: RunState
+    reason: EndReason | None = None
 
 
-class PublishNote(_OfRun, frozen=True):
-    """Send the run's followers this sentence."""
+class PublishWarning(_OfRun, frozen=True):
+    """Warn the run's followers."""
 
-    text: str
+    warning: CostWarning
 
 
 class StopRun(_OfRun, frozen=True):
     """Stop a launched run; `state` is its final state."""
 
     state: RunState
-    reason: str
+    reason: EndReason
 
 
 class RefuseRun(_OfRun, frozen=True):
     """The run is refused, and the scheduler has forgotten it."""
 
     error: ErrorKind
-    message: Text
+    reason: EndReason
 
 
 class EndUnstartedRun(_OfRun, frozen=True):
     """A run without ranks is over, and the scheduler has forgotten it; its `MoveRun` came just before.
 
     Args:
-        reason: The failure's message, or who cancelled it.
+        reason: Why it failed, or who cancelled it; None without a known reason.
         kind: The failure's kind.
     """
 
     state: RunState
-    reason: Text
+    reason: EndReason | None
     kind: FailureKind = FailureKind.CAPACITY
 
 
-Instruction = LaunchRun | MoveRun | PublishQueueStatus | PublishNote | StopRun | RefuseRun | EndUnstartedRun
+Instruction = LaunchRun | MoveRun | PublishWarning | StopRun | RefuseRun | EndUnstartedRun

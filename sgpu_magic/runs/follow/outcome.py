@@ -237,7 +237,7 @@ def _after_interrupt(followed: Subscription, interrupts: Interrupts | None) -> E
         return None
     run = followed.run
     deadline = time.monotonic() + _SESSION_PATIENCE_S
-    if followed.view.warm:
+    if followed.view.warm is not None:
         interrupts.interrupted(run)
     else:
         # the cell has not started, perhaps because it waits for ranks that an earlier interrupt has not stopped

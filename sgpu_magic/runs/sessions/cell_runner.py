@@ -221,7 +221,7 @@ def begin_in(session: Session, prepare: Callable[[], Prepared], ui: str = "auto"
     before = session.shipping.cell_begun(prepared.effects, prepared.plan, session.context.namespace)
 
     def settled(view: RunView) -> None:
-        if not view.warm:
+        if view.warm is None:
             session.shipping.not_begun(before)
         settle(session, prepared, view)
         if view.state is RunState.SUCCEEDED:
@@ -310,7 +310,7 @@ def settle(session: Session, prepared: Prepared, view: RunView) -> None:
     """Record which names the ranks have after a run that this process is done with."""
     packed, plan, shipping = prepared.submission.packed, prepared.plan, session.shipping
     ended = view.ended
-    if not view.warm and ended is not None:
+    if view.warm is None and ended is not None:
         # the run never started
         shipping.not_arrived(packed.names, plan.ranks)
         return

@@ -10,10 +10,9 @@ import msgspec
 import pytest
 from examples import examples
 from hypothesis import given, settings
-from scheduler_requests import gpus, launched, node, spec, submit
+from scheduler_requests import Scheduler, gpus, launched, node, spec, submit
 
 from sgpu_magic.pool.scheduling.placement import close_together
-from sgpu_magic.pool.scheduling.scheduler import Scheduler
 from sgpu_magic.wire.devices import Device
 
 A, B = "aaaa0000", "bbbb0000"

@@ -241,7 +241,7 @@ def test_who_follows_a_run_before_it_is_recorded_gets_all_of_it(tmp_path: Path, 
         assert isinstance(answer, Attached)
         await asyncio.sleep(0.01)
         assert capfd.readouterr().err == "", "no log is read that is not there"
-        assert asking.book.accept(asking.run) == ""
+        assert asking.book.accept(asking.run) is None
         asking.book.publish(asking.run, Noted(text="on"), 1.0)
         await until(lambda: reader.seen == [1, 2])
 

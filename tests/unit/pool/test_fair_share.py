@@ -6,13 +6,13 @@ import hypothesis.strategies as st
 import pytest
 from examples import examples
 from hypothesis import HealthCheck, given, settings
+from scheduler_requests import Scheduler
 from simulated_cluster import Driven, cluster, spec
 
 from sgpu_magic.config.pool_terms import read_limits, read_priorities, read_quotas
 from sgpu_magic.pool.scheduling.capacity import QueueKey
 from sgpu_magic.pool.scheduling.fair_share import FairShare
 from sgpu_magic.pool.scheduling.run import ScheduledRun
-from sgpu_magic.pool.scheduling.scheduler import Scheduler
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.run import RunSpec
 
@@ -45,7 +45,7 @@ def drained(pool: Driven) -> list[str]:
 def test_one_run_of_another_comes_before_the_fifty_that_were_there_first() -> None:
     pool = driven(gpus=1)
     pool.submit(*runs("alice", 50), *runs("bob", 1))
-    assert pool.scheduler.waiting()["bob0000"][0] == 1
+    assert pool.scheduler.worded_statuses()["bob0000"][0] == 1
     pool.end("alice0000")
     assert pool.launched == ["alice0000", "bob0000"]
 
@@ -53,7 +53,7 @@ def test_one_run_of_another_comes_before_the_fifty_that_were_there_first() -> No
 def test_users_take_turns_and_each_of_them_first_come_first_served() -> None:
     pool = driven(gpus=1)
     pool.submit(*runs("alice", 4), *runs("bob", 3))
-    order = [run for run, _ in sorted(pool.scheduler.waiting().items(), key=lambda item: item[1][0])]
+    order = [run for run, _ in sorted(pool.scheduler.worded_statuses().items(), key=lambda item: item[1][0])]
     # computed as if all devices became free now, while alice has one
     assert order == ["bob0000", "bob0001", "alice0001", "bob0002", "alice0002", "alice0003"]
     begun = drained(pool)
@@ -64,7 +64,7 @@ def test_users_take_turns_and_each_of_them_first_come_first_served() -> None:
 def test_who_has_fewer_devices_is_next_however_many_runs_those_are() -> None:
     pool = driven(gpus=4)
     pool.submit(*runs("alice", 1, ranks=3), *runs("bob", 1), spec("bob0001", user="bob"), spec("alice0001"))
-    assert [run for run, _ in pool.scheduler.waiting().items()] == ["bob0001", "alice0001"]
+    assert [run for run, _ in pool.scheduler.worded_statuses().items()] == ["bob0001", "alice0001"]
     pool.end("alice0000")
     assert pool.launched[2:] == ["bob0001", "alice0001"]
 
@@ -109,7 +109,7 @@ def test_devices_of_another_type_are_another_matter() -> None:
 def test_one_user_alone_is_served_first_come_first_served() -> None:
     pool = driven(gpus=1)
     pool.submit(*runs("alice", 9))
-    assert [place for place, _ in pool.scheduler.waiting().values()] == list(range(1, 9))
+    assert [place for place, _ in pool.scheduler.worded_statuses().values()] == list(range(1, 9))
     assert drained(pool) == [f"alice{number:04d}" for number in range(9)]
 
 
@@ -167,7 +167,7 @@ def test_more_than_the_quota_is_refused_at_once() -> None:
     pool = driven(quotas="*=2,boss=4", gpus=4)
     pool.submit(spec("aaaa0000", 3), spec("bbbb0000", 4, user="boss"))
     assert pool.refused["aaaa0000"].error == "CapacityError"
-    assert pool.refused["aaaa0000"].message == (
+    assert pool.refused["aaaa0000"].reason == (
         "user alice may have 2 devices at once in this pool (its setting user_quotas), and the run asks for 3. Ask for "
         "2 or fewer with --gpus, choose another pool with --pool, or ask this pool's operator for more."
     )
@@ -177,7 +177,7 @@ def test_more_than_the_quota_is_refused_at_once() -> None:
 def test_what_waits_over_its_quota_has_the_last_places() -> None:
     pool = driven(quotas="alice=1", gpus=1)
     pool.submit(*runs("alice", 3), *runs("bob", 2))
-    places = {run: place for run, (place, _) in pool.scheduler.waiting().items()}
+    places = {run: place for run, (place, _) in pool.scheduler.worded_statuses().items()}
     assert places == {"bob0000": 1, "bob0001": 2, "alice0001": 3, "alice0002": 4}
 
 

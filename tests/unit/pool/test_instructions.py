@@ -31,6 +31,8 @@ from sgpu_magic.pool.ledger import Ledger
 from sgpu_magic.pool.pool_run import GroupState, PoolRun
 from sgpu_magic.pool.scheduling import stimuli as sched
 from sgpu_magic.pool.scheduling.costs import Tariff
+from sgpu_magic.pool.scheduling.end_reason import CostLimitNear
+from sgpu_magic.pool.scheduling.wait_reason import DevicesUnknown, QueueStatus
 from sgpu_magic.pool.server import ConnectedClient
 from sgpu_magic.wire import events as ev
 from sgpu_magic.wire.attachments import FilePayload, InlinePayload, SharedPayload, StoredPayload
@@ -42,6 +44,7 @@ from sgpu_magic.wire.node import HeldRun, Launch
 from sgpu_magic.wire.rank_events import Failure
 from sgpu_magic.wire.run import Owner
 
+WARNING = CostLimitNear(max_cost=1.0, currency="USD", left_s=60.0)
 LEASE = Lease(lease_id="l", device_type="cpu", ranks=1, cpu_slots=1)
 DIED = Failure(kind=FailureKind.WORKER_DIED, message="rank 0 was killed", rank=0)
 
@@ -137,7 +140,7 @@ class Service:
         self.active.add(run)
         self.known.add(run_id)
         if accepted:
-            assert self.active.accept(run) == ""
+            assert self.active.accept(run) is None
             self.heard.clear()
         return run
 
@@ -182,8 +185,8 @@ def test_a_run_is_recorded_with_its_first_instruction_and_ends_with_its_last(tmp
     def story(service: Service) -> None:
         run = service.run(accepted=False)
         obey = service.instructions.execute
-        obey(sched.PublishQueueStatus(run.run_id, 2, "2 runs before it"))
-        obey(sched.PublishNote(run.run_id, "it is simulated"))
+        service.instructions.publish_status(run.run_id, QueueStatus(2, DevicesUnknown()))
+        obey(sched.PublishWarning(run.run_id, WARNING))
         obey(sched.MoveRun(run.run_id, RunState.QUEUED, ""))
         obey(sched.StopRun(run.run_id, RunState.CANCELLED, "asked"))
         heard = service.take()
@@ -199,7 +202,7 @@ def test_a_run_is_recorded_with_its_first_instruction_and_ends_with_its_last(tmp
         assert ended.failure is not None
         assert (ended.failure.kind, ended.failure.message) == (FailureKind.TIMEOUT, "no device within 5 s")
         # nothing is published for a run that is over
-        obey(sched.PublishNote(run.run_id, "late"))
+        obey(sched.PublishWarning(run.run_id, WARNING))
         assert len(service.events()) == 5
 
     served(tmp_path, story)
@@ -209,12 +212,12 @@ def test_a_run_that_can_not_be_recorded_is_refused_and_started_nowhere(tmp_path:
     async def story(service: Service) -> None:
         service.settings.runs_path.rmdir()
         service.settings.runs_path.touch()
-        for instruction in (
-            sched.LaunchRun("000000a1", LEASE),
-            sched.PublishQueueStatus("000000a1", 1, ""),
+        for order in (
+            lambda: service.instructions.execute(sched.LaunchRun("000000a1", LEASE)),
+            lambda: service.instructions.publish_status("000000a1", QueueStatus(1, DevicesUnknown())),
         ):
             run = service.run(accepted=False)
-            service.instructions.execute(instruction)
+            order()
             unprepared, (kind, text) = service.take()
             assert (unprepared, kind) == ("unprepare", "PoolError")
             assert text.startswith(f"the pool can't record the run in {service.settings.runs_path}: ")

@@ -10,24 +10,21 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scheduler_requests import gpus, launched, node, running, spec, submit
+from scheduler_requests import Instruction, Scheduler, Warned, gpus, launched, node, running, spec, submit
 
 from sgpu_magic.config import load_settings
 from sgpu_magic.config.pool_terms import read_prices
 from sgpu_magic.errors import UsageError
-from sgpu_magic.formatting import format_money
+from sgpu_magic.formatting import format_money, format_rough_span
 from sgpu_magic.pool.billing import Billing, IdleMeter, budget_of, budget_state
 from sgpu_magic.pool.ledger import Ledger, Metered
 from sgpu_magic.pool.scheduling.costs import DAY_S, Budget, Tariff, tariff_of
-from sgpu_magic.pool.scheduling.run import Bill, Meter, ScheduledRun, bill, rough
-from sgpu_magic.pool.scheduling.scheduler import Scheduler
+from sgpu_magic.pool.scheduling.run import Bill, Meter, ScheduledRun, bill
 from sgpu_magic.pool.scheduling.stimuli import (
     EndUnstartedRun,
-    Instruction,
     LaunchRun,
     LeaseFreed,
     MoveRun,
-    PublishNote,
     RanksReaped,
     RefuseRun,
     RunAdopted,
@@ -250,7 +247,7 @@ def test_the_ledger_says_what_was_spent(tmp_path: Path) -> None:
     [(39.6, "40 s"), (720, "12 min"), (18_600, "5 h 10 min"), (7200, "2 h"), (183_600, "2 d 3 h"), (86_400, "1 d")],
 )
 def test_rough_lengths_of_time(seconds: float, text: str) -> None:
-    assert rough(seconds) == text
+    assert format_rough_span(seconds) == text
 
 
 # ---------------------------------------------------------------- limits in the scheduler
@@ -271,7 +268,7 @@ def stops(instructions: Sequence[Instruction]) -> dict[str, str]:
 
 
 def remarks(instructions: Sequence[Instruction]) -> dict[str, str]:
-    return {one.run_id: one.text for one in instructions if isinstance(one, PublishNote)}
+    return {one.run_id: one.text for one in instructions if isinstance(one, Warned)}
 
 
 def test_a_run_is_told_at_80_percent_of_its_cost_limit_and_stopped_at_100() -> None:
@@ -326,7 +323,7 @@ def test_a_cost_limit_needs_a_price(kind: str) -> None:
     (refused,) = submit(machine, msgspec.structs.replace(spec(A, 1, kind), max_cost=5.0))
     assert isinstance(refused, RefuseRun)
     assert refused.error == "UsageError"
-    assert str(refused.message).startswith(
+    assert str(refused.reason).startswith(
         f"--max-cost 5 can't be enforced: this pool has no price for {kind} (it has one for a10, h100)."
     )
     assert machine.runs == ()
@@ -393,7 +390,7 @@ def test_a_budget_that_is_used_up_takes_no_priced_run_until_it_frees() -> None:
     (refused,) = submit(machine, spec(A), now=3600.0)
     assert isinstance(refused, RefuseRun)
     assert refused.error == "CapacityError"
-    assert str(refused.message) == (
+    assert str(refused.reason) == (
         "the pool's budget of $10.00 in 1 d is used up: the pool's runs have cost $10.00 in that time. There is room "
         "again in 23 h; until then only devices without a price are granted. Raise the setting budget and restart "
         "the pool, or wait."
@@ -417,7 +414,7 @@ def test_runs_that_wait_end_when_the_budget_does() -> None:
     machine.handle(RanksReaped(A, RunState.TIMED_OUT), 53.0)
     (refused,) = submit(machine, spec(C), now=53.0)
     assert isinstance(refused, RefuseRun)
-    assert "have cost $1.06 in that time. There is room again in 1 d;" in str(refused.message)
+    assert "have cost $1.06 in that time. There is room again in 1 d;" in str(refused.reason)
 
 
 def test_a_pool_without_prices_has_no_budget_to_keep() -> None:

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 import msgspec
 import pytest
+from scheduler_requests import Scheduler
 from simulated_cluster import Driven, cluster, spec
 
 from sgpu_magic.config.pool_terms import read_prices
 from sgpu_magic.pool.scheduling.costs import Tariff
-from sgpu_magic.pool.scheduling.scheduler import Scheduler
 from sgpu_magic.pool.scheduling.stimuli import (
     EndUnstartedRun,
     InventoryChanged,
@@ -203,7 +203,7 @@ def test_what_can_never_be_is_refused_at_once(asked: RunSpec, message: str) -> N
     pool = driven(cluster(TWO))
     pool.submit(asked)
     error = "SessionError" if asked.kind is RunKind.SESSION else "UsageError"
-    assert (pool.refused[A].error, pool.refused[A].message) == (error, message)
+    assert (pool.refused[A].error, pool.refused[A].reason) == (error, message)
     assert pool.scheduler.runs == ()
 
 
@@ -211,7 +211,7 @@ def test_one_machine_has_no_nodes_to_ask_for() -> None:
     inventory = msgspec.structs.replace(cluster({"": ("h100", 8)}), nodes=())
     pool = driven(inventory)
     pool.submit(spec(A, 4, nodes=2), spec(B, 4, nodes=1), spec(C, 4, strategy="spread"))
-    assert pool.refused[A].message == (
+    assert pool.refused[A].reason == (
         "this pool is one machine, and the run asks for 2 nodes. Leave --nodes out, or choose another pool with --pool."
     )
     assert pool.leases[B].shares == pool.leases[C].shares == ()
@@ -221,7 +221,7 @@ def test_a_session_is_on_one_node() -> None:
     pool = driven(cluster(TWO))
     pool.submit(spec(A, 6), spec(B, 4), spec(C, 6, session=True), spec(D, 8, nodes=2, session=True))
     assert pool.refused[D].error == "SessionError"
-    assert pool.refused[D].message == (
+    assert pool.refused[D].reason == (
         "the ranks of session cell are all on one node, and --nodes 2 asks for more. Leave it out, or run the cell "
         "without a session (%%distributed with the same options)."
     )
@@ -234,7 +234,7 @@ def test_a_session_that_asks_for_memory_is_on_one_node_too() -> None:
     pool = driven(cluster(TWO))
     pool.submit(spec(A, 9, "any", memory=40, session=True), spec(B, 6, memory=40), spec(C, 6, "any", memory=40))
     pool.submit(spec(D, 4, "any", memory=40, session=True))
-    assert "no node of this pool has 9 H100" in pool.refused[A].message
+    assert "no node of this pool has 9 H100" in pool.refused[A].reason
     assert pool.reason(D).startswith("needs 4 H100 with 40 GB on one node; 4 are free of 16")
 
 
@@ -265,7 +265,7 @@ def test_who_needs_more_than_is_free_is_told_how_much_there_is() -> None:
     assert pool.reason(D) == (
         "needs 4 H100 (spread); 3 are free of 16, the largest node has 2 free of 8 (6 are held by run aaaa)"
     )
-    assert pool.refused[C].message == (
+    assert pool.refused[C].reason == (
         "the run needs 12 H100, 3 are free, and it does not wait: needs 12 H100; 3 are free of 16, the largest node "
         "has 2 free of 8 (6 are held by run aaaa). Queue it with --wait 10m, ask for fewer with --gpus, or choose "
         "another pool with --pool."
@@ -318,7 +318,7 @@ def test_what_an_autoscaler_may_bring_is_asked_of_the_engine() -> None:
 def test_nothing_is_asked_for_beyond_what_may_come() -> None:
     pool = driven(elastic())
     pool.submit(spec(A, 20), spec(B, 14), spec(C, 33))
-    assert pool.refused[C].message.startswith("this pool has up to 32 H100, and the run asks for 33.")
+    assert pool.refused[C].reason.startswith("this pool has up to 32 H100, and the run asks for 33.")
     # 14 are free while A's nodes have not joined, but if B took them, A's nodes would never be requested
     assert B not in pool.leases
     pool.end(A)
@@ -336,7 +336,7 @@ def test_what_the_engine_gave_takes_the_place_of_what_was_asked() -> None:
     )
     uuids = tuple(uuid for share in shares for uuid in share.uuids)
     pool.feed(LeaseGranted(A, msgspec.structs.replace(pool.leases[A], uuids=uuids, shares=shares)))
-    assert A not in pool.scheduler.waiting()
+    assert A not in pool.scheduler.worded_statuses()
     assert pool.scheduler.holder("GPU-n3-7") == A
     pool.submit(spec(B, 4))
     assert pool.leases[B].uuids == ("GPU-n2-4", "GPU-n2-5", "GPU-n2-6", "GPU-n2-7")
@@ -396,7 +396,7 @@ def test_a_run_whose_node_was_lost_waits_in_its_old_place_and_begins_elsewhere()
     out = pool.feed(RunRequeued(A, "node host-n1 was lost"))
     assert MoveRun(A, RunState.QUEUED, "node host-n1 was lost") in out
     assert not any(isinstance(one, LaunchRun) for one in out)
-    assert [pool.scheduler.waiting()[run][0] for run in (A, C)] == [1, 2]
+    assert [pool.scheduler.worded_statuses()[run][0] for run in (A, C)] == [1, 2]
     pool.end(B)
     assert pool.launched[-1] == A
     assert pool.parts(A) == [("n2", 8)]

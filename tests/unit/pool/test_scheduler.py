@@ -13,13 +13,13 @@ from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from msgspec.structs import replace
-from scheduler_requests import gpus, launched, node, refusal, running, spec, submit
+from scheduler_requests import QueueMoved, Scheduler, gpus, launched, node, refusal, running, spec, submit
 
 from sgpu_magic import errors, pool
+from sgpu_magic.formatting import format_exact_span
 from sgpu_magic.pool.scheduling.capacity import CPU_LINE, QueueKey, ResourceRequest, line_of
 from sgpu_magic.pool.scheduling.placement import FreeCapacity
-from sgpu_magic.pool.scheduling.run import ScheduledRun, span
-from sgpu_magic.pool.scheduling.scheduler import Scheduler
+from sgpu_magic.pool.scheduling.run import ScheduledRun
 from sgpu_magic.pool.scheduling.stimuli import (
     CancelRequested,
     EndUnstartedRun,
@@ -28,7 +28,6 @@ from sgpu_magic.pool.scheduling.stimuli import (
     LeaseFreed,
     LeaseRefused,
     MoveRun,
-    PublishQueueStatus,
     RanksReaped,
     RanksRemain,
     RefuseRun,
@@ -124,34 +123,34 @@ def test_any_is_cpu_where_there_are_no_gpus_and_is_refused_where_they_are_too_fe
     assert (lease.device_type, lease.cpu_slots, lease.uuids, lease.note) == ("cpu", 4, (), "")
     refused = refusal(submit(Scheduler(node(*gpus(2))), spec(A, 4, "any")))
     assert refused.error == "UsageError"
-    assert "this pool has 2 A10, and the run asks for 4" in str(refused.message)
+    assert "this pool has 2 A10, and the run asks for 4" in str(refused.reason)
 
 
 def test_any_waits_for_gpus_that_exist_rather_than_take_cpu() -> None:
     scheduler = Scheduler(node(*gpus(2)))
     submit(scheduler, spec(A, 2))
-    assert submit(scheduler, spec(B, 2, "any")) == [PublishQueueStatus(B, 1, "needs 2 more A10")]
+    assert submit(scheduler, spec(B, 2, "any")) == [QueueMoved(B, 1, "needs 2 more A10")]
 
 
 def test_a_type_that_the_pool_lacks_is_refused_with_what_it_has() -> None:
     refused = refusal(submit(Scheduler(node()), spec(A, 2, "h100")))
     assert refused.error == "UsageError"
-    assert str(refused.message) == (
+    assert str(refused.reason) == (
         "this pool has no h100. It has: cpu (16 slots). Run the ranks on CPU instead with SGPU_STAND_IN=cpu, "
         "leave --type out to use what is there, simulate devices on this machine's pool with SGPU_SIMULATE=h100:8, or "
         "choose another pool with --pool. `%env NAME=VALUE` sets a variable in a notebook."
     )
     pool = node(*gpus(4), *gpus(8, "a100", simulated=True), problem="the driver is too old.")
-    message = refusal(submit(Scheduler(pool), spec(A, 12, "h100"))).message
+    message = refusal(submit(Scheduler(pool), spec(A, 12, "h100"))).reason
     assert "It has: 4 a10, 8 a100 (simulated), cpu (16 slots). " in message
     assert "Its GPUs could not be read: the driver is too old. Run the" in message
     assert "SGPU_SIMULATE=h100:12," in message
 
 
 def test_a_pool_without_cpu_slots_has_no_cpu() -> None:
-    message = refusal(submit(Scheduler(node(*gpus(1), slots=0)), spec(A, 1, "cpu"))).message
+    message = refusal(submit(Scheduler(node(*gpus(1), slots=0)), spec(A, 1, "cpu"))).reason
     assert message.startswith("this pool has no cpu. It has: 1 a10. Leave --type out")
-    message = refusal(submit(Scheduler(node(slots=0)), spec(A, 1, "any"))).message
+    message = refusal(submit(Scheduler(node(slots=0)), spec(A, 1, "any"))).reason
     assert message.startswith("this pool can't place 1 ranks. It has: nothing.")
 
 
@@ -171,7 +170,7 @@ def test_more_gpus_than_exist_are_refused_with_how_many_do() -> None:
     submit(scheduler, spec(A, 4))  # whether they are busy does not matter
     refused = refusal(submit(scheduler, spec(B, 8)))
     assert refused.error == "UsageError"
-    assert str(refused.message).startswith("this pool has 4 A10, and the run asks for 8. Use --gpus 4 or fewer,")
+    assert str(refused.reason).startswith("this pool has 4 A10, and the run asks for 8. Use --gpus 4 or fewer,")
 
 
 def test_no_ranks_are_refused() -> None:
@@ -182,7 +181,7 @@ def test_simulated_devices_are_leased_like_devices_and_marked() -> None:
     scheduler = Scheduler(node(*gpus(2, "h100", simulated=True)))
     lease = launched(submit(scheduler, spec(A, 2, "h100")))[A]
     assert (lease.uuids, lease.simulated, lease.cpu_slots) == (("SIM-h100-0", "SIM-h100-1"), True, 0)
-    assert submit(scheduler, spec(B, 1, "h100")) == [PublishQueueStatus(B, 1, "needs 1 more H100 (simulated)")]
+    assert submit(scheduler, spec(B, 1, "h100")) == [QueueMoved(B, 1, "needs 1 more H100 (simulated)")]
 
 
 def test_a_lease_never_mixes_real_and_simulated_devices() -> None:
@@ -191,7 +190,7 @@ def test_a_lease_never_mixes_real_and_simulated_devices() -> None:
     assert launched(submit(scheduler, spec(B, 3)))[B].simulated
     assert (
         "has 2 A10 and 4 A10 (simulated), and the run asks for 5. Use --gpus 4"
-        in refusal(submit(scheduler, spec(C, 5))).message
+        in refusal(submit(scheduler, spec(C, 5))).reason
     )
 
 
@@ -202,14 +201,14 @@ def test_cpu_runs_take_slots() -> None:
     scheduler = Scheduler(node(slots=4))
     assert launched(submit(scheduler, spec(A, 3, "cpu")))[A].cpu_slots == 3
     assert scheduler.cpu_slots_free == 1
-    assert submit(scheduler, spec(B, 2, "cpu")) == [PublishQueueStatus(B, 1, "needs 1 more CPU slot")]
+    assert submit(scheduler, spec(B, 2, "cpu")) == [QueueMoved(B, 1, "needs 1 more CPU slot")]
     assert list(launched(submit(scheduler, spec(C, 1, "cpu")))) == [C]
 
 
 def test_more_ranks_than_slots_take_them_all_and_the_lease_says_so() -> None:
     scheduler = Scheduler(node(slots=16, cores=2))
     submit(scheduler, spec(A, 1, "cpu"))
-    assert submit(scheduler, spec(B, 64, "cpu")) == [PublishQueueStatus(B, 1, "needs 1 more CPU slot")]
+    assert submit(scheduler, spec(B, 64, "cpu")) == [QueueMoved(B, 1, "needs 1 more CPU slot")]
     lease = launched(scheduler.handle(RanksReaped(A, RunState.FAILED), 1.0))[B]
     assert (lease.ranks, lease.cpu_slots, lease.note) == (64, 16, "64 ranks share 2 cores (16 slots)")
     assert scheduler.cpu_slots_free == 0
@@ -229,7 +228,7 @@ def test_devices_in_use_outside_the_pool_are_left_alone() -> None:
     assert launched(submit(scheduler, spec(A, 2)))[A].uuids == ("GPU-a10-1", "GPU-a10-2")
     told = submit(scheduler, spec(B, 1))
     reason = "needs 1 more A10; 1 is in use outside the pool (python (pid 9) holds 12 GB; --allow-busy takes it)"
-    assert told == [PublishQueueStatus(B, 1, reason)]
+    assert told == [QueueMoved(B, 1, reason)]
 
 
 def test_allow_busy_takes_them_last() -> None:
@@ -243,7 +242,7 @@ def test_an_unavailable_device_is_for_no_request() -> None:
     odd = replace(inventory.devices[0], unavailable="its lock is a link. Have root remove it.")
     scheduler = Scheduler(replace(inventory, devices=(odd, inventory.devices[1])))
     why = "1 is unavailable (its lock is a link. Have root remove it)"
-    assert PublishQueueStatus(A, 1, f"needs 1 more A10; {why}") in submit(scheduler, spec(A, 2, allow_busy=True))
+    assert QueueMoved(A, 1, f"needs 1 more A10; {why}") in submit(scheduler, spec(A, 2, allow_busy=True))
     assert launched(submit(scheduler, spec(B, 1)))[B].uuids == ("GPU-a10-1",)
     scheduler.handle(RanksReaped(B, RunState.FAILED), 5.0)
     assert list(launched(scheduler.handle(InventoryChanged(inventory), 6.0))) == [A]
@@ -255,7 +254,7 @@ def test_the_pools_own_use_is_no_use_from_outside() -> None:
     submit(scheduler, spec(B, 2))
     submit(scheduler, spec(C, 1))
     assert scheduler.handle(InventoryChanged(node(*gpus(2, outside=[0, 1]))), 20.0) == [
-        PublishQueueStatus(B, 1, "needs 2 more A10; freed ones are reserved for it")
+        QueueMoved(B, 1, "needs 2 more A10; freed ones are reserved for it")
     ]
 
 
@@ -273,8 +272,8 @@ def test_a_refused_lease_goes_back_to_its_place_with_the_devices_barred() -> Non
     # B may pass on the remaining device, and even --allow-busy does not get the locked one
     assert launched(out)[B].uuids == ("GPU-a10-1",)
     why = "1 is in use outside the pool (another user's pool holds it)"
-    assert PublishQueueStatus(A, 1, f"needs 2 more A10; {why}") in out
-    assert submit(scheduler, spec(C, 1, allow_busy=True)) == [PublishQueueStatus(C, 2, f"needs 1 more A10; {why}")]
+    assert QueueMoved(A, 1, f"needs 2 more A10; {why}") in out
+    assert submit(scheduler, spec(C, 1, allow_busy=True)) == [QueueMoved(C, 2, f"needs 1 more A10; {why}")]
     scheduler.handle(CancelRequested(C, ""), 2.0)
     scheduler.handle(RanksReaped(B, RunState.FAILED), 2.0)
     # the next inventory retries it, first in its queue
@@ -288,14 +287,14 @@ def test_a_refusal_that_names_none_of_its_devices_bars_them_all(named: tuple[str
     scheduler = Scheduler(node(*gpus(3)))
     submit(scheduler, spec(A, 2))
     out = scheduler.handle(LeaseRefused(A, named, ""), 1.0)
-    assert out == [PublishQueueStatus(A, 1, "needs 1 more A10; 2 are in use outside the pool")]
+    assert out == [QueueMoved(A, 1, "needs 1 more A10; 2 are in use outside the pool")]
 
 
 def test_a_refused_cpu_lease_waits_for_the_next_inventory() -> None:
     scheduler = Scheduler(node())
     submit(scheduler, spec(A, 2, "cpu"))
     out = scheduler.handle(LeaseRefused(A, (), "no memory"), 1.0)
-    assert out == [PublishQueueStatus(A, 1, "needs 2 more CPU slots; the engine refuses more: no memory")]
+    assert out == [QueueMoved(A, 1, "needs 2 more CPU slots; the engine refuses more: no memory")]
     assert list(launched(scheduler.handle(InventoryChanged(node()), 2.0))) == [A]
 
 
@@ -324,12 +323,12 @@ def test_a_lease_that_ranks_run_on_can_not_be_refused() -> None:
 def test_first_come_first_served_with_positions_told_once() -> None:
     scheduler = Scheduler(node(*gpus(1)))
     submit(scheduler, spec(A))
-    assert submit(scheduler, spec(B), 1.0) == [PublishQueueStatus(B, 1, "needs 1 more A10")]
-    assert submit(scheduler, spec(C), 2.0) == [PublishQueueStatus(C, 2, "needs 1 more A10")]
+    assert submit(scheduler, spec(B), 1.0) == [QueueMoved(B, 1, "needs 1 more A10")]
+    assert submit(scheduler, spec(C), 2.0) == [QueueMoved(C, 2, "needs 1 more A10")]
     assert scheduler.handle(TimePassed(), 3.0) == []
     out = scheduler.handle(RanksReaped(A, RunState.FAILED), 4.0)
     assert list(launched(out)) == [B]
-    assert PublishQueueStatus(C, 1, "needs 1 more A10") in out
+    assert QueueMoved(C, 1, "needs 1 more A10") in out
 
 
 def test_each_type_has_a_line_of_its_own() -> None:
@@ -338,7 +337,7 @@ def test_each_type_has_a_line_of_its_own() -> None:
         submit(scheduler, spec(f"0000000{number}", 1 if kind != "cpu" else 2, kind))
     for number, kind in enumerate(("a10", "h100", "cpu")):
         (told,) = submit(scheduler, spec(f"1000000{number}", 1, kind))
-        assert isinstance(told, PublishQueueStatus)
+        assert isinstance(told, QueueMoved)
         assert told.position == 1
     assert list(launched(scheduler.handle(RanksReaped("00000001", RunState.FAILED), 1.0))) == ["10000001"]
 
@@ -346,10 +345,10 @@ def test_each_type_has_a_line_of_its_own() -> None:
 def test_a_later_run_that_fits_passes_one_that_does_not() -> None:
     scheduler = Scheduler(node(*gpus(2)))
     submit(scheduler, spec(A, 1))
-    assert submit(scheduler, spec(B, 2)) == [PublishQueueStatus(B, 1, "needs 1 more A10")]
+    assert submit(scheduler, spec(B, 2)) == [QueueMoved(B, 1, "needs 1 more A10")]
     out = submit(scheduler, spec(C, 1))
     assert list(launched(out)) == [C]
-    assert PublishQueueStatus(B, 1, "needs 2 more A10") in out
+    assert QueueMoved(B, 1, "needs 2 more A10") in out
 
 
 def test_a_run_passed_over_for_long_keeps_freed_devices() -> None:
@@ -362,20 +361,20 @@ def test_a_run_passed_over_for_long_keeps_freed_devices() -> None:
     scheduler.handle(RanksReaped(C, RunState.FAILED), 300.0)
     assert list(launched(submit(scheduler, spec(C, 1), 799.0))) == [C]  # within the limit, it still passes
     assert scheduler.handle(TimePassed(), 800.0) == [
-        PublishQueueStatus(B, 1, "needs 2 more A10; freed ones are reserved for it")
+        QueueMoved(B, 1, "needs 2 more A10; freed ones are reserved for it")
     ]
     assert scheduler.next_deadline() is None
     scheduler.handle(RanksReaped(C, RunState.FAILED), 900.0)
     kept = "the free ones are reserved for run bbbb, which has waited longer"
-    assert submit(scheduler, spec(D, 1), 901.0) == [PublishQueueStatus(D, 2, kept)]
+    assert submit(scheduler, spec(D, 1), 901.0) == [QueueMoved(D, 2, kept)]
     # other queues are not affected
     assert list(launched(submit(scheduler, spec("eeee0000", 1, "cpu"), 902.0))) == ["eeee0000"]
     # a run that does not wait gets the same reason
     refused = refusal(submit(scheduler, spec("ffff0000", 1, wait_s=0.0), 903.0))
-    assert f"the run needs 1 A10, 1 is free, and it does not wait: {kept}." in str(refused.message)
+    assert f"the run needs 1 A10, 1 is free, and it does not wait: {kept}." in str(refused.reason)
     out = scheduler.handle(RanksReaped(A, RunState.FAILED), 904.0)
     assert list(launched(out)) == [B]
-    assert PublishQueueStatus(D, 1, "needs 1 more A10") in out
+    assert QueueMoved(D, 1, "needs 1 more A10") in out
 
 
 def test_when_the_run_that_devices_were_kept_for_is_cancelled_the_next_goes() -> None:
@@ -410,7 +409,7 @@ def test_nothing_is_kept_for_a_run_that_could_not_use_it() -> None:
     # a device disappears: no ended run would let B start now, so B blocks no other run
     out = scheduler.handle(InventoryChanged(node(*gpus(2)[1:])), 2.0)
     assert list(launched(out)) == [D]
-    assert PublishQueueStatus(B, 1, "needs 2 more A10; the pool has only 1 A10 now") in out
+    assert QueueMoved(B, 1, "needs 2 more A10; the pool has only 1 A10 now") in out
     # the device returns, and B gets its turn back
     scheduler.handle(InventoryChanged(node(*gpus(2))), 3.0)
     scheduler.handle(RanksReaped(A, RunState.FAILED), 4.0)
@@ -436,7 +435,7 @@ def test_a_large_run_gets_its_turn_under_a_stream_of_small_ones() -> None:
 def test_any_run_that_waits_takes_up_with_the_devices_that_come() -> None:
     scheduler = Scheduler(node(slots=2))
     submit(scheduler, spec(A, 2, "cpu"))
-    assert submit(scheduler, spec(B, 1, "any")) == [PublishQueueStatus(B, 1, "needs 1 more CPU slot")]
+    assert submit(scheduler, spec(B, 1, "any")) == [QueueMoved(B, 1, "needs 1 more CPU slot")]
     assert launched(scheduler.handle(InventoryChanged(node(*gpus(1), slots=2)), 1.0))[B].uuids == ("GPU-a10-0",)
 
 
@@ -445,7 +444,7 @@ def test_a_waiting_run_whose_devices_vanish_goes_on_waiting_and_says_why() -> No
     submit(scheduler, spec(A))
     submit(scheduler, spec(B, wait_s=60.0))
     assert scheduler.handle(InventoryChanged(node(problem="NVML: unknown error")), 1.0) == [
-        PublishQueueStatus(B, 1, "needs 1 more A10; the pool has only 0 A10 now")
+        QueueMoved(B, 1, "needs 1 more A10; the pool has only 0 A10 now")
     ]
     assert scheduler.run(A) is not None  # the agent reports its end
     moved, ended = scheduler.handle(TimePassed(), 60.0)
@@ -455,7 +454,7 @@ def test_a_waiting_run_whose_devices_vanish_goes_on_waiting_and_says_why() -> No
 def test_an_id_is_submitted_once() -> None:
     scheduler = Scheduler(node(*gpus(1)))
     submit(scheduler, spec(A))
-    assert "already submitted" in refusal(submit(scheduler, spec(A))).message
+    assert "already submitted" in refusal(submit(scheduler, spec(A))).reason
     assert scheduler.holder("GPU-a10-0") == A
 
 
@@ -465,9 +464,9 @@ def test_an_id_is_submitted_once() -> None:
 def test_runs_are_held_until_the_devices_are_known() -> None:
     scheduler = Scheduler()
     looking = "the pool is still looking for its devices"
-    assert submit(scheduler, spec(A)) == [PublishQueueStatus(A, 1, looking)]
-    assert submit(scheduler, spec(B, 1, "h100")) == [PublishQueueStatus(B, 2, looking)]
-    assert submit(scheduler, spec(C, 1, wait_s=0.0)) == [PublishQueueStatus(C, 3, looking)]
+    assert submit(scheduler, spec(A)) == [QueueMoved(A, 1, looking)]
+    assert submit(scheduler, spec(B, 1, "h100")) == [QueueMoved(B, 2, looking)]
+    assert submit(scheduler, spec(C, 1, wait_s=0.0)) == [QueueMoved(C, 3, looking)]
     assert (scheduler.cpu_slots_free, scheduler.holder("GPU-a10-0"), scheduler.next_deadline()) == (
         0,
         None,
@@ -496,7 +495,7 @@ def test_who_would_not_wait_is_refused_with_what_is_in_the_way() -> None:
     submit(scheduler, spec(A, 2))
     refused = refusal(submit(scheduler, spec(B, 3, wait_s=0.0)))
     assert refused.error == "CapacityError"
-    assert str(refused.message) == (
+    assert str(refused.reason) == (
         "the run needs 3 A10, 1 is free, and it does not wait: 2 are held by run aaaa, 1 is in use outside "
         "the pool (python (pid 9) holds 12 GB; --allow-busy takes it). Queue it with --wait 10m, ask for "
         "fewer with --gpus, or choose another pool with --pool."
@@ -509,7 +508,7 @@ def test_a_long_list_of_holders_is_cut() -> None:
     scheduler = Scheduler(node(slots=6))
     for number in range(6):
         submit(scheduler, spec(f"{number}0000000", 1, "cpu"))
-    message = refusal(submit(scheduler, spec(A, 1, "cpu", wait_s=0.0))).message
+    message = refusal(submit(scheduler, spec(A, 1, "cpu", wait_s=0.0))).reason
     assert "run 0000, 1 is held by run 1000, 1 is held by run 2000, 3 more runs hold others. Queue" in message
 
 
@@ -557,7 +556,7 @@ def test_the_time_limit_counts_from_the_start_and_stops_the_run() -> None:
 
 
 def test_spans_are_exact() -> None:
-    assert [span(s) for s in (0.0, 0.5, 90.0, 600.0, 7200.0, 604800.0, 3601.0)] == [
+    assert [format_exact_span(s) for s in (0.0, 0.5, 90.0, 600.0, 7200.0, 604800.0, 3601.0)] == [
         "0 s",
         "0.5 s",
         "90 s",
@@ -578,7 +577,7 @@ def test_cancelling_a_queued_run_ends_it_and_moves_up_the_rest() -> None:
     assert scheduler.handle(CancelRequested(B, "interrupted"), 1.0) == [
         MoveRun(B, RunState.CANCELLED, "interrupted"),
         EndUnstartedRun(B, RunState.CANCELLED, "interrupted"),
-        PublishQueueStatus(C, 1, "needs 1 more A10"),
+        QueueMoved(C, 1, "needs 1 more A10"),
     ]
 
 
@@ -799,7 +798,7 @@ class Pool(RuleBasedStateMachine):
                     assert run_id in self.leases or run_id in self.freed
                     assert run_id not in self.stopped
                     self.stopped.add(run_id)
-                case RefuseRun(error=error, message=message):
+                case RefuseRun(error=error, reason=message):
                     # the reply to its submission, or to the inventory that it was held for
                     assert run_id not in before or before[run_id] is None
                     assert issubclass(getattr(errors, error), errors.SgpuError)
@@ -810,7 +809,7 @@ class Pool(RuleBasedStateMachine):
                     assert state.is_final
                     assert run_id not in self.leases
                     self.gone.add(run_id)
-                case PublishQueueStatus(position=position, reason=reason):
+                case QueueMoved(position=position, reason=reason):
                     assert position >= 1
                     assert reason
                     assert run_id not in self.leases
@@ -981,14 +980,14 @@ class Pool(RuleBasedStateMachine):
             assert run.state is self.states[run_id]
             assert run.held_lease == self.leases.get(run_id)
             # each waiting run has been given a reason
-            assert (run.last_published is None) == (run.lease is not None)
+            assert (run_id in self.scheduler.published) == (run.lease is None)
 
     @invariant()
     def positions_count_from_one(self) -> None:
         by_line: dict[object, list[int]] = {}
         for run in self.scheduler.runs:
-            if run.last_published is not None:
-                by_line.setdefault(run.want and run.want.line, []).append(run.last_published[0])
+            if (published := self.scheduler.published.get(run.run_id)) is not None:
+                by_line.setdefault(run.want and run.want.line, []).append(published.position)
         for positions in by_line.values():
             assert positions == list(range(1, len(positions) + 1))
 
@@ -998,8 +997,7 @@ class Pool(RuleBasedStateMachine):
         for run in self.scheduler.runs:
             if run.lease is None and run.want is not None and run.want.line not in seen:
                 seen.add(run.want.line)
-                assert run.last_published is not None
-                assert re.match(r"needs [1-9]\d* more ", run.last_published[1])
+                assert re.match(r"needs [1-9]\d* more ", self.scheduler.published[run.run_id].reason)
 
     @invariant()
     def deadlines_are_not_past(self) -> None:
@@ -1038,18 +1036,18 @@ def test_a_waiting_run_learns_of_killed_ranks_that_keep_their_devices() -> None:
     scheduler.handle(RunMoved(A, RunState.CANCELLED), 1.0)
     submit(scheduler, spec(B, 2, wait_s=60.0), 2.0)
     kept = (RemainingRank(rank=2, pid=123, host="here"),)
-    told = [one for one in scheduler.handle(RanksRemain(A, kept), 3.0) if isinstance(one, PublishQueueStatus)]
+    told = [one for one in scheduler.handle(RanksRemain(A, kept), 3.0) if isinstance(one, QueueMoved)]
     why = "needs 1 more A10; run aaaa still holds 3 A10: rank 2 (process 123) was killed and does not end"
-    assert told == [PublishQueueStatus(B, 1, why)]
-    assert scheduler.held_by_remaining() == {A: "rank 2 (process 123) was killed and does not end"}
+    assert told == [QueueMoved(B, 1, why)]
+    assert scheduler.worded_remaining() == {A: "rank 2 (process 123) was killed and does not end"}
     # a new inventory changes nothing
     scheduler.handle(InventoryChanged(node(*gpus(4), cores=3)), 4.0)
-    assert scheduler.waiting()[B] == (1, why)
+    assert scheduler.worded_statuses()[B] == (1, why)
     (given_up,) = [one for one in scheduler.handle(TimePassed(), 62.0) if isinstance(one, EndUnstartedRun)]
     assert "rank 2 (process 123) was killed and does not end" in str(given_up.reason)
     submit(scheduler, spec(C, 4), 63.0)
     assert list(launched(scheduler.handle(RanksReaped(A, RunState.CANCELLED), 64.0))) == [C]
-    assert scheduler.held_by_remaining() == {}
+    assert scheduler.worded_remaining() == {}
 
 
 def test_killed_ranks_of_several_nodes_are_named_with_their_hosts() -> None:
@@ -1058,6 +1056,6 @@ def test_killed_ranks_of_several_nodes_are_named_with_their_hosts() -> None:
     running(scheduler, A)
     for rank, host in enumerate(("a", "b")):
         scheduler.handle(RanksRemain(A, (RemainingRank(rank=rank, pid=7, host=host),)), 1.0)
-    assert scheduler.held_by_remaining() == {
+    assert scheduler.worded_remaining() == {
         A: "rank 0 (process 7 on a), rank 1 (process 7 on b) were killed and do not end"
     }

@@ -12,18 +12,29 @@ from examples import examples
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from scheduler_requests import SESSION as S
-from scheduler_requests import cell, changed, gpus, launched, node, refusal, running, session, spec, submit
+from scheduler_requests import (
+    Instruction,
+    QueueMoved,
+    Scheduler,
+    cell,
+    changed,
+    gpus,
+    launched,
+    node,
+    refusal,
+    running,
+    session,
+    spec,
+    submit,
+)
 
 from sgpu_magic.pool.scheduling.run import ScheduledRun
-from sgpu_magic.pool.scheduling.scheduler import Scheduler
 from sgpu_magic.pool.scheduling.stimuli import (
     CancelRequested,
     EndUnstartedRun,
-    Instruction,
     InventoryChanged,
     LaunchRun,
     MoveRun,
-    PublishQueueStatus,
     RanksReaped,
     RanksRemain,
     RefuseRun,
@@ -31,6 +42,7 @@ from sgpu_magic.pool.scheduling.stimuli import (
     RunMoved,
     RunSubmitted,
     SessionPaused,
+    SessionResumed,
     Stimulus,
     StopRun,
     TimePassed,
@@ -52,7 +64,7 @@ def connected(ranks: int = 2, devices: int = 4, **fields: Any) -> Scheduler:
 
 
 def waits_for(instructions: Sequence[Instruction], run_id: str) -> tuple[int, str]:
-    (told,) = [one for one in instructions if isinstance(one, PublishQueueStatus) and one.run_id == run_id]
+    (told,) = [one for one in instructions if isinstance(one, QueueMoved) and one.run_id == run_id]
     return told.position, told.reason
 
 
@@ -159,10 +171,10 @@ def test_a_session_whose_devices_do_not_exist_takes_its_cells_along() -> None:
 
 def test_nothing_begins_while_ranks_are_restarted() -> None:
     scheduler = connected()
-    assert scheduler.handle(SessionPaused(S, "rank 1 of its session is being restarted"), 1.0) == []
+    assert scheduler.handle(SessionPaused(S, (1,)), 1.0) == []
     assert waits_for(submit(scheduler, cell(A)), A) == (1, "rank 1 of its session is being restarted")
     assert not launched(submit(scheduler, cell(B, fresh=True)))
-    assert list(launched(scheduler.handle(SessionPaused(S, ""), 2.0))) == [A, B]
+    assert list(launched(scheduler.handle(SessionResumed(S), 2.0))) == [A, B]
 
 
 # ---------------------------------------------------------------- refusals
@@ -182,22 +194,22 @@ def test_nothing_begins_while_ranks_are_restarted() -> None:
 def test_what_can_not_run_in_the_session_is_refused(wanted: RunSpec, says: str) -> None:
     one = refusal(submit(connected(), wanted))
     assert one.error == "SessionError"
-    assert says in str(one.message)
+    assert says in str(one.reason)
 
 
 def test_an_ordinary_run_is_no_session() -> None:
     scheduler = Scheduler(node(*gpus(2)))
     submit(scheduler, spec(D, 2))
-    assert "no session dddd" in refusal(submit(scheduler, cell(A, of=D))).message
+    assert "no session dddd" in refusal(submit(scheduler, cell(A, of=D))).reason
 
 
 def test_a_session_that_ends_takes_no_cell_and_says_why() -> None:
     scheduler = connected()
     scheduler.handle(CancelRequested(S, "%sgpu_disconnect"), 1.0)
     one = refusal(submit(scheduler, cell(A), 1.0))
-    assert str(one.message) == "session work is ending: %sgpu_disconnect. Start another with %sgpu_connect."
+    assert str(one.reason) == "session work is ending: %sgpu_disconnect. Start another with %sgpu_connect."
     scheduler.handle(RunMoved(S, RunState.CANCELLED), 2.0)
-    assert "session work has ended: %sgpu_disconnect." in refusal(submit(scheduler, cell(B), 2.0)).message
+    assert "session work has ended: %sgpu_disconnect." in refusal(submit(scheduler, cell(B), 2.0)).reason
 
 
 # ---------------------------------------------------------------- runs that do not wait
@@ -208,7 +220,7 @@ def test_who_would_not_wait_is_refused_with_what_is_in_the_way() -> None:
     submit(scheduler, cell(A))
     one = refusal(submit(scheduler, cell(B, wait_s=0.0)))
     assert one.error == "CapacityError"
-    assert str(one.message).startswith("run aaaa (train) is still running in its session, and the run does not wait.")
+    assert str(one.reason).startswith("run aaaa (train) is still running in its session, and the run does not wait.")
 
 
 def test_who_would_not_wait_waits_for_a_cell_that_is_ending() -> None:
@@ -289,12 +301,12 @@ def test_a_killed_rank_that_does_not_end_is_named_to_the_next_cell_until_it_is_r
     assert waits_for(told, B)[1] == "rank 2 (process 123) was killed and does not end; it still runs aaaa"
     assert list(launched(scheduler.handle(RanksReaped(A, RunState.CANCELLED), 9.0))) == [B]
     submit(scheduler, cell(C, 4), 10.0)
-    scheduler.handle(SessionPaused(S, "rank 2 is being restarted"), 10.0)
+    scheduler.handle(SessionPaused(S, (2,)), 10.0)
     scheduler.handle(RanksReaped(B, RunState.SUCCEEDED), 10.0)
     told = scheduler.handle(RanksRemain(S, kept), 12.0)
     assert waits_for(told, C)[1].endswith("; rank 2 (process 123) was killed and does not end")
     scheduler.handle(RanksRemain(S, ()), 13.0)
-    assert list(launched(scheduler.handle(SessionPaused(S, ""), 13.0))) == [C]
+    assert list(launched(scheduler.handle(SessionResumed(S), 13.0))) == [C]
 
 
 def test_several_ranks_that_do_not_stop() -> None:
@@ -370,7 +382,7 @@ def test_a_session_keeps_its_devices_until_the_last_fresh_process_on_them_is_gon
     assert StopRun(A, RunState.CANCELLED, why) in out
     assert not launched(scheduler.handle(RanksReaped(S, RunState.CANCELLED), 2.0))
     assert scheduler.holder("GPU-a10-0") == S
-    assert "has ended" in refusal(submit(scheduler, cell(B), 2.0)).message
+    assert "has ended" in refusal(submit(scheduler, cell(B), 2.0)).reason
     assert list(launched(scheduler.handle(RanksReaped(A, RunState.CANCELLED), 3.0))) == [D]
     assert scheduler.run(S) is None
 
@@ -413,7 +425,7 @@ def test_a_session_in_which_nothing_runs_ends() -> None:
     assert StopRun(S, RunState.CANCELLED, "nothing ran in it for 1 h (--idle)") in scheduler.handle(
         TimePassed(), 8600.0
     )
-    assert "nothing ran in it for 1 h" in refusal(submit(scheduler, cell(B), 8600.0)).message
+    assert "nothing ran in it for 1 h" in refusal(submit(scheduler, cell(B), 8600.0)).reason
 
 
 def test_a_session_that_still_waits_or_starts_is_not_idle() -> None:
@@ -437,9 +449,9 @@ def test_a_session_whose_time_and_quiet_are_over_at_one_moment_is_stopped_once()
 
 def test_restarting_ranks_is_use() -> None:
     scheduler = connected(idle_s=60.0)
-    scheduler.handle(SessionPaused(S, "rank 1 of its session is being restarted"), 50.0)
+    scheduler.handle(SessionPaused(S, (1,)), 50.0)
     assert not scheduler.handle(TimePassed(), 70.0)
-    scheduler.handle(SessionPaused(S, ""), 80.0)
+    scheduler.handle(SessionResumed(S), 80.0)
     assert scheduler.next_deadline() == 140.0
 
 
@@ -495,7 +507,7 @@ class Sessions(RuleBasedStateMachine):
                     self.states[run_id] = state
                 case StopRun():
                     assert run_id in self.leases
-                case RefuseRun(message=message):
+                case RefuseRun(reason=message):
                     assert message
                     assert run_id not in self.leases
                     self.gone.add(run_id)
@@ -504,7 +516,7 @@ class Sessions(RuleBasedStateMachine):
                     assert run_id not in self.leases
                     assert reason
                     self.gone.add(run_id)
-                case PublishQueueStatus(position=position, reason=reason):
+                case QueueMoved(position=position, reason=reason):
                     assert position >= 1
                     assert reason
                     assert run_id not in self.leases
@@ -599,9 +611,10 @@ class Sessions(RuleBasedStateMachine):
     def cancel(self, data: st.DataObject) -> None:
         self.feed(CancelRequested(data.draw(st.sampled_from(sorted(self.specs))), "interrupted"))
 
-    @rule(data=st.data(), reason=st.sampled_from(["rank 1 of its session is being restarted", ""]))
-    def pause(self, data: st.DataObject, reason: str) -> None:
-        self.feed(SessionPaused(data.draw(st.sampled_from(sorted(self.specs))), reason))
+    @rule(data=st.data(), is_paused=st.booleans())
+    def pause(self, data: st.DataObject, is_paused: bool) -> None:
+        run_id = data.draw(st.sampled_from(sorted(self.specs)))
+        self.feed(SessionPaused(run_id, (1,)) if is_paused else SessionResumed(run_id))
 
     @rule()
     def service_is_killed_and_another_takes_over(self) -> None:
@@ -629,13 +642,13 @@ class Sessions(RuleBasedStateMachine):
         for run_id, run in kept.items():
             assert run.state is self.states[run_id]
             assert run.lease == self.leases.get(run_id)
-            assert (run.last_published is None) == (run.lease is not None)
+            assert (run_id in self.scheduler.published) == (run.lease is None)
 
     @invariant()
     def nobody_waits_for_nothing(self) -> None:
         for run in self.scheduler.runs:
-            if run.last_published is not None:
-                assert re.match(r"needs [1-9]|its session|run |rank", run.last_published[1])
+            if (published := self.scheduler.published.get(run.run_id)) is not None:
+                assert re.match(r"needs [1-9]|its session|run |rank", published.reason)
             if run.have_ranks_exited:
                 assert any(self.specs[o].session == run.run_id and self.specs[o].fresh for o in self.leases)
 
@@ -647,7 +660,7 @@ class Sessions(RuleBasedStateMachine):
     def teardown(self) -> None:
         """Ranks start and end normally: every run ends."""
         for run_id in sorted(self.specs):
-            self.feed(SessionPaused(run_id, ""))
+            self.feed(SessionResumed(run_id))
         for _ in range(2 * len(self.specs) + 1):
             for run_id in sorted(self.leases):
                 self.feed(RunMoved(run_id, RunState.RUNNING))
