@@ -9,6 +9,7 @@ import os
 import pickle
 import pty
 import re
+import statistics
 import sys
 import threading
 import time
@@ -531,11 +532,14 @@ def test_endless_line_is_cut_into_pieces() -> None:
 def test_a_million_lines_stay_bounded() -> None:
     run = Run().start()
     batches = ["".join(f"rank {rank} step {step:07d} loss 0.2200\n" for step in range(500)) for rank in range(4)]
-    began = time.perf_counter()
+    spent_s: list[float] = []
     for at in range(2000):
+        began = time.thread_time()
         run.say(at % 4, batches[at % 4])
-    per_batch = (time.perf_counter() - began) / 2000
-    assert per_batch < 0.001, f"{per_batch * 1e3:.3f} ms for 16 kB"
+        spent_s.append(time.thread_time() - began)
+    # the view is full after a few batches; a later one costs no more than those
+    early, late = (statistics.median(each) for each in (spent_s[20:520], spent_s[-500:]))
+    assert late < 2 * early, f"{early * 1e3:.3f} ms and then {late * 1e3:.3f} ms for 16 kB"
     run.end()
     items = run.view.items
     gaps = [item for item in items if isinstance(item, GapItem)]
