@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from sgpu_magic.cli.headless.job import job_from
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for name, value in {"STATE_DIR": "state", "RUNTIME_DIR": "run", "CONFIG": "config.toml"}.items():
         monkeypatch.setenv(f"SGPU_{name}", str(tmp_path / value))
     for name in ("SGPU_POOL", "SGPU_VARIABLES"):
@@ -27,7 +28,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     monkeypatch.chdir(tmp_path)
     add_kernel(tmp_path, monkeypatch, [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"])
-    return tmp_path
+    yield tmp_path
+    # a cell that imports the package may have started one
+    cli.main(["pool", "stop", "--force"])
 
 
 def add_kernel(folder: Path, monkeypatch: pytest.MonkeyPatch, argv: list[str]) -> None:
