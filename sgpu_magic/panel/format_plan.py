@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from sgpu_magic.formatting import count_of, names_text
-from sgpu_magic.panel.plan import MOST_NAMED, PackageChanges, Plan, Restart, SessionStep, Shortage
+from sgpu_magic.panel.plan import MOST_NAMED, DeviceShortage, PackageChanges, Plan, Restart, SessionStep
 from sgpu_magic.panel.pool_state import as_sentence
 from sgpu_magic.panel.schema import PlanPicture
 from sgpu_magic.runs.choice.schema import label_of
@@ -91,7 +91,7 @@ def _about_restart(restart: Restart) -> str:
     return f"{text}."
 
 
-def _about_shortage(shortage: Shortage) -> str:
+def _about_shortage(shortage: DeviceShortage) -> str:
     if shortage.free <= 0:
         one = "CPU slot" if shortage.device_type == CPU else label_of(shortage.device_type)
         return f"No {one} is free now: the session waits in the queue."

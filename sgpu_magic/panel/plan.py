@@ -104,7 +104,7 @@ class Restart(msgspec.Struct, frozen=True):
     running: tuple[str, ...]
 
 
-class Shortage(msgspec.Struct, frozen=True):
+class DeviceShortage(msgspec.Struct, frozen=True):
     """Devices that a session has to wait for.
 
     Args:
@@ -127,7 +127,7 @@ class DevicesNow(msgspec.Struct, frozen=True):
     """
 
     type_note: str = ""
-    shortage: Shortage | None = None
+    shortage: DeviceShortage | None = None
 
 
 class Plan(msgspec.Struct, frozen=True):
@@ -304,7 +304,7 @@ def _devices(
             several, note = one_of_several(replace(asked, status=status), DeviceRequest(choice.gpus or None), money)
             chosen = several or max(types, key=lambda name: types[name])
         free, wanted = counts(status)[chosen].free, choice.gpus or types[chosen]
-    return DevicesNow(note, Shortage(chosen, wanted, free) if free < wanted else None)
+    return DevicesNow(note, DeviceShortage(chosen, wanted, free) if free < wanted else None)
 
 
 # ---------------------------------------------------------------- sessions

@@ -11,12 +11,12 @@ from sgpu_magic.pool.scheduling.wait_reason import (
     Availability,
     CellActivity,
     DeviceBlocker,
-    DevicesLocked,
     DevicesReserved,
     DevicesUnavailable,
     DevicesUnknown,
     DevicesUsedOutside,
     Holders,
+    LockedDevices,
     NodeReserved,
     NodeShortage,
     NodesRequested,
@@ -120,7 +120,7 @@ def _format_blocker(blocker: DeviceBlocker) -> str:
             return f"run {short(run_id)} still holds {format_amount(count, line)}: {format_remaining(ranks)}"
         case SlotsRefused(why=why):
             return f"the engine refuses more: {why}"
-        case DevicesLocked(count=count, why=why):
+        case LockedDevices(count=count, why=why):
             return f"{_are(count)} in use outside the pool{'' if why is None else f' ({why})'}"
         case DevicesUnavailable(count=count, why=why):
             return f"{_are(count)} unavailable ({why.rstrip('.')})"

@@ -22,11 +22,11 @@ from sgpu_magic.pool.scheduling.capacity import (
 )
 from sgpu_magic.pool.scheduling.wait_reason import (
     DeviceBlocker,
-    DevicesLocked,
     DevicesUnavailable,
     DevicesUsedOutside,
     HeldByRun,
     Holders,
+    LockedDevices,
     NoNodesAdded,
     SlotsRefused,
     TooFewDevices,
@@ -226,7 +226,7 @@ class FreeCapacity:
         line = self.stock.line(want.line) if self.refused else ()
         refused = [device for device in line if device.uuid in self.refused and not device.unavailable]
         if locked := [device for device in refused if device.uuid not in self._holders]:
-            found.append(DevicesLocked(len(locked), self.refused[locked[0].uuid] or None))
+            found.append(LockedDevices(len(locked), self.refused[locked[0].uuid] or None))
         out = [device for device in self.stock.unavailable.get(want.line, ()) if device.uuid not in self._holders]
         if out:
             found.append(DevicesUnavailable(len(out), out[0].unavailable))

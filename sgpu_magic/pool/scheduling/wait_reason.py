@@ -62,7 +62,7 @@ class SlotsRefused(msgspec.Struct, frozen=True):
     why: str
 
 
-class DevicesLocked(msgspec.Struct, frozen=True):
+class LockedDevices(msgspec.Struct, frozen=True):
     """The engine could not lock devices.
 
     Args:
@@ -123,7 +123,7 @@ class NoNodesAdded(msgspec.Struct, frozen=True):
 DeviceBlocker = (
     UnfreedDevices
     | SlotsRefused
-    | DevicesLocked
+    | LockedDevices
     | DevicesUnavailable
     | DevicesUsedOutside
     | TooFewDevices
