@@ -75,6 +75,7 @@ class SerialExecutor:
             try:
                 work()
             except Exception:
+                # a thread's top: the task's fault must not keep the tasks behind it from running
                 logging.getLogger("sgpu_magic").exception("a fault in thread %s", self._name)
 
 
