@@ -20,7 +20,7 @@ from sgpu_magic.agent.runs.execution_kinds import FreshRun
 from sgpu_magic.agent.runs.node_run import NodeRun
 from sgpu_magic.agent.runs.send_files_to_pool import FilesToPool
 from sgpu_magic.agent.runs.session import NodeSession
-from sgpu_magic.wire.base import FailureKind, RunState
+from sgpu_magic.wire.base import FailureKind, RunLimit, RunState
 from sgpu_magic.wire.codec import UnreadableLaunch
 from sgpu_magic.wire.events import EventBody, RunEnded
 from sgpu_magic.wire.node import Launch
@@ -93,9 +93,9 @@ class RunRegistry:
     def locks(self, run_id: str) -> Sequence[int]:
         return self._locks.get(run_id, ())
 
-    def end(self, run: NodeRun, state: RunState, reason: str) -> None:
+    def end(self, run: NodeRun, state: RunState, reason: str, limit: RunLimit | None = None) -> None:
         """Stop a run by the stop path. The pool service itself ends fresh runs on a session's lease."""
-        run.end_as(state, reason)
+        run.end_as(state, reason, limit)
         if isinstance(run, NodeSession):
             self.groups.drop(run.run_id)
 

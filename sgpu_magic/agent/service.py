@@ -276,7 +276,7 @@ class Agent:
     def _execute_for(self, run: NodeRun, message: Order, frames: Sequence[bytes]) -> None:
         match message:
             case EndRun():
-                self._runs.end(run, message.state, message.reason)
+                self._runs.end(run, message.state, message.reason, message.limit)
             case TakeStacks(request=request, run_id=run_id):
                 run.take_stacks(lambda stacks: self._send(StacksTaken(request=request, run_id=run_id, stacks=stacks)))
             case _:

@@ -246,7 +246,11 @@ class RankQuestions:
             session = registry.find(options.session)
         if session is None or not session.is_idle:
             return None
-        return session, _lowest_living(session, options.only), found.end()
+        try:
+            only = session.only(options.selected or None)
+        except SgpuError:
+            return None
+        return session, _lowest_living(session, only), found.end()
 
 
 def _lowest_living(session: Session, only: tuple[int, ...]) -> int:

@@ -142,7 +142,7 @@ class DistributedMagics(Magics):
             self._run_here(cell_body)
         if session is None or options.fresh:
             return self._run_fresh(magic_line, cell_body, options, session)
-        options = replace(options, only=session.only(options.only or None))
+        options = replace(options, only=session.only(options.selected or None))
         if options.nowait:
             return session.begin_cell(magic_line, cell_body, options)
         return session.run_cell(magic_line, cell_body, options)

@@ -161,7 +161,7 @@ class SessionMagics(Magics):
     def sgpu_restart(self, values: Namespace) -> None:
         """Replace ranks of the session with new processes: `%sgpu_restart [--rank 1,2]`."""
         session = registry.chosen(values.session)
-        ranks = () if values.ranks is None else parse_ranks("--rank", values.ranks)
+        ranks = () if values.ranks is None else session.only(parse_ranks("--rank", values.ranks))
         print(session.restart(*ranks))  # noqa: T201
 
     @line_magic
@@ -253,4 +253,4 @@ def _chosen(values: Namespace) -> tuple[Session, tuple[int, ...]]:
     """Return the session that a line names and the chosen ranks, empty for all."""
     only = None if values.ranks is None else parse_ranks("--ranks", values.ranks)
     session = registry.chosen(values.session)
-    return session, session.only(only or None)
+    return session, session.only(only)

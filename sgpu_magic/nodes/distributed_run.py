@@ -178,7 +178,9 @@ class DistributedRun:
                 self.part_failed(index)
         elif isinstance(body, RunEnded) and body.state in (RunState.CANCELLED, RunState.TIMED_OUT):
             # ended by its own agent, for example because the run has no client any more
-            self._order_others(index, EndRun(run_id=self.run_id, state=body.state, reason=body.reason))
+            self._order_others(
+                index, EndRun(run_id=self.run_id, state=body.state, reason=body.reason, limit=body.limit)
+            )
 
     def part_failed(self, index: int) -> None:
         """A rank of this part failed, or its node is lost: release the ranks of the other parts."""

@@ -23,7 +23,7 @@ from sgpu_magic.nodes.joint_run import MergedEvent
 from sgpu_magic.nodes.node_files import NodeFiles
 from sgpu_magic.packages.node.store import needs_build
 from sgpu_magic.wire.attachments import Environment
-from sgpu_magic.wire.base import FailureKind, RunKind, RunState
+from sgpu_magic.wire.base import FailureKind, RunKind, RunLimit, RunState
 from sgpu_magic.wire.client import ReclaimPayload, ResultsReceived, SendComms, Warm
 from sgpu_magic.wire.devices import Inventory, Lease
 from sgpu_magic.wire.events import RunEnded
@@ -330,7 +330,7 @@ class Engine:
         run.order(order)
         return not run.over
 
-    def end_run(self, run_id: str, state: RunState, reason: str) -> None:
+    def end_run(self, run_id: str, state: RunState, reason: str, limit: RunLimit | None = None) -> None:
         launch = self._placing.pop(run_id, None)
         if launch is not None:
             self.withdraw(run_id)
@@ -341,12 +341,12 @@ class Engine:
                 self._over.append(run)
                 launch = run.launch
             else:
-                run.order(EndRun(run_id=run_id, state=state, reason=reason))
+                run.order(EndRun(run_id=run_id, state=state, reason=reason, limit=limit))
                 for part in never:
                     self._part_exited(run, part)
         if launch is not None:
             # deferred: the caller is still changing its own state
-            self._loop.call_soon(self._end_unstarted, launch, RunEnded(state=state, reason=reason))
+            self._loop.call_soon(self._end_unstarted, launch, RunEnded(state=state, reason=reason, limit=limit))
 
     def give_back(self, run_id: str) -> None:
         """Release the lease of a run without ranks; a session's only once its `--fresh` runs are over too."""

@@ -172,6 +172,7 @@ def join_ends(parts: Sequence[PartEnd]) -> tuple[RunEnded, tuple[bytes, ...]]:
             state=state,
             failure=failure,
             reason=next((end.reason for end in ends if end.state is state), ""),
+            limit=next((end.limit for end in ends if end.state is state), None),
             others=others,
             results=tuple(result for end in ends for result in end.results) if state is RunState.SUCCEEDED else (),
             stacks=tuple(stack for end in ends for stack in end.stacks),

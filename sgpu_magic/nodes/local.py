@@ -26,7 +26,7 @@ from sgpu_magic.system import child_process, processes
 from sgpu_magic.system.message_stream import MessageStream
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.attachments import Environment
-from sgpu_magic.wire.base import Record, RunState
+from sgpu_magic.wire.base import Record, RunLimit, RunState
 from sgpu_magic.wire.client import Warm
 from sgpu_magic.wire.devices import Device, Inventory, Lease
 from sgpu_magic.wire.events import RanksStarted
@@ -103,11 +103,11 @@ class LocalEngine(Engine):
         if self.builds(interpreter, environment):
             self._agent.send(BuildEnvironment(run_id=run_id, interpreter=interpreter, environment=environment))
 
-    def end_run(self, run_id: str, state: RunState, reason: str) -> None:
+    def end_run(self, run_id: str, state: RunState, reason: str, limit: RunLimit | None = None) -> None:
         if run_id not in self._runs:
             # the run is still queued, but its environment may be under construction
-            self._agent.send(EndRun(run_id=run_id, state=state, reason=reason))
-        super().end_run(run_id, state, reason)
+            self._agent.send(EndRun(run_id=run_id, state=state, reason=reason, limit=limit))
+        super().end_run(run_id, state, reason, limit)
 
     def close(self) -> None:
         self._channels.clear()

@@ -2,7 +2,7 @@
 
 table           the table of options, and parsing into records
 values          parsers of values: durations, memory, ranks, names, amounts
-rank_lists      lists of ranks, such as `0,2-3` and `-1`
+rank_lists      lists of ranks, such as `0,2-3`, `-1` and `::2`
 option_records  records of what cells, calls and sessions request, and whether a session has it
 argparse_form   command lines: the magics and the `sgpu` command
 python_form     `@distributed`, `map` and `connect`

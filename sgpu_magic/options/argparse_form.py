@@ -23,7 +23,7 @@ NO_SESSION = "none"
 _IN_CELL = "In the cell: rank, local_rank, world_size, device; the process group is initialised.\n"
 _IN_DRIVER = "In the cell: RAY_ADDRESS is set; the cluster has the lease's GPUs.\n"
 _VALUE = "The cell's value is a result: .values by rank, .lines, .logs(rank), .directory."
-_FIRST_WORD = re.compile(r"\s*(\[[\d,\s-]*\]|[\d,\s-]*\d)(?=\s|$)(.*)", re.DOTALL)
+_FIRST_WORD = re.compile(r"\s*(\[[\d,:\s-]*\]|[\d,:\s-]*[\d:])(?=\s|$)(.*)", re.DOTALL)
 _SESSION_NAME = re.compile(r"[^\W\d][\w.-]*")
 _ABOUT = {
     "%%distributed": "Run the cell on N ranks of a pool, with the notebook's variables, and bring back what it prints, "

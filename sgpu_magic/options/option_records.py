@@ -10,6 +10,7 @@ import msgspec
 from sgpu_magic.config import SEVEN_DAYS_S
 from sgpu_magic.errors import UsageError
 from sgpu_magic.formatting import count_of
+from sgpu_magic.options.rank_lists import RankList
 from sgpu_magic.wire.run import OutputName
 
 if TYPE_CHECKING:
@@ -140,9 +141,11 @@ class CellOptions(RunOptions, frozen=True, kw_only=True):
 
     Args:
         session: `--session`; "" if not given.
+        selected: The ranks that the line names; empty if it names none. `only` has them once the session is known.
     """
 
     session: str = ""
+    selected: RankList = ()
 
 
 class CallOptions(RunOptions, frozen=True, kw_only=True):
@@ -170,7 +173,7 @@ class ReplayOptions(RunOptions, frozen=True, kw_only=True):
 # ---------------------------------------------------------------- checks against a session
 
 
-def check_cell(session: Session | None, options: RunOptions, magic: str) -> None:
+def check_cell(session: Session | None, options: CellOptions, magic: str) -> None:
     """Reject options of a cell that contradict its session.
 
     Args:
@@ -182,11 +185,12 @@ def check_cell(session: Session | None, options: RunOptions, magic: str) -> None
         UsageError: An option contradicts the session.
     """
     if session is None:
-        if options.only:
+        if options.selected:
+            highest = max((rank for rank in options.selected if isinstance(rank, int) and rank > 0), default=1)
             option = "--ranks" if magic == "%%distributed" else "%%rank"
             raise UsageError(
                 f"{option} names ranks of a session, and this cell runs in none. Connect first: %sgpu_connect "
-                f"--gpus {max(options.only) + 1}, or leave {option} out."
+                f"--gpus {highest + 1}, or leave {option} out."
             )
         return
     has = f"session {session.name} has {count_of(session.ranks, 'rank')} on {session.device_type}"

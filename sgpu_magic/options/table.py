@@ -191,7 +191,7 @@ OPTIONS: Mapping[str, Option] = {
     "here": Option("here", "run the cell in the notebook first, then on the ranks", switch=True),
     "group": Option("group", "show what the ranks printed rank by rank at the end", switch=True),
     "ranks": Option(
-        "only", "run on these ranks of the session only (default: all)", "0,2-3", read=rank_lists.parse_ranks
+        "selected", "run on these ranks of the session only (default: all)", "0,2-3", read=rank_lists.parse_ranks
     ),
     "fresh": Option("fresh", "run in new processes on the session's devices, beside its ranks", switch=True),
     "reload": Option("reload", "reload edited local modules in the session first", switch=True),

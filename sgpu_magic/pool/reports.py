@@ -99,9 +99,8 @@ class Reports:
                 # the report may be late if there was no pool service for a while
                 ended_at = now - max(0.0, time.time() - at)
                 queued_s = (run.placed_at or ended_at) - run.submitted_at
-                limit = run.scheduled.limit if body.state is RunState.TIMED_OUT else None
                 total_s = ended_at - run.submitted_at
-                body = msgspec.structs.replace(body, limit=limit, queued_s=queued_s, total_s=total_s)
+                body = msgspec.structs.replace(body, queued_s=queued_s, total_s=total_s)
                 body, meter = self._active.billing.ended(run.scheduled, body, now)
                 run.ended_as = body.state
                 self._active.publish(run, body, at, frames, event)

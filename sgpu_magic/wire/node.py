@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sgpu_magic.wire.attachments import CodeBundle, Environment, Payload, Upload
-from sgpu_magic.wire.base import Numbered, OfRun, Record, RunState
+from sgpu_magic.wire.base import Numbered, OfRun, Record, RunLimit, RunState
 from sgpu_magic.wire.client import ReclaimPayload, ResultsReceived, SendComms
 from sgpu_magic.wire.devices import Inventory, Lease
 from sgpu_magic.wire.events import EventBody
@@ -109,10 +109,11 @@ class PartsOver(OfRun, frozen=True, tag="parts-over", kw_only=True):
 
 
 class EndRun(OfRun, frozen=True, tag="end-run", kw_only=True):
-    """Stop this run's ranks. `state` is the run's final state."""
+    """Stop this run's ranks. `state` is the run's final state; `limit` is the limit that was reached, if any."""
 
     state: RunState
     reason: str
+    limit: RunLimit | None = None
 
 
 class KillRanks(OfRun, frozen=True, tag="kill-ranks", kw_only=True):

@@ -8,6 +8,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,10 @@ from waiting import eventually
 from sgpu_magic.client.ledger import recent_runs
 from sgpu_magic.config import load_settings
 from sgpu_magic.errors import CapacityError, SgpuError, UsageError
-from sgpu_magic.wire.base import FailureKind, RunState
+from sgpu_magic.wire.base import FailureKind, RunLimit, RunState
 from sgpu_magic.wire.events import AttemptFailed, Noted, Placed, RanksStarted
 from sgpu_magic.wire.pool_status import RunSummary
+from sgpu_magic.wire.rank_events import OutputWritten
 
 # per device and second, 0.01
 PRICES = "a10=36,cpu=3.6"
@@ -38,6 +40,19 @@ print("ready", flush=True)
 time.sleep(60)
 """
 
+
+# ends only when the file is there
+ENDS_WITH_FILE = """
+import signal, sys, time
+from pathlib import Path
+def end(*_):
+    print("TERM", flush=True)
+    while not Path({!r}).exists():
+        time.sleep(0.01)
+    sys.exit(3)
+signal.signal(signal.SIGTERM, end)
+time.sleep(60)
+"""
 
 # lets the test set the pool's wall clock: it is that many seconds off
 STEPPED_CLOCK = """
@@ -158,6 +173,7 @@ def test_a_cost_limit_warns_and_stops_with_term_and_grace(client: PoolClient) ->
     assert ended.state is RunState.TIMED_OUT
     assert ended.failure is not None
     assert ended.failure.kind is FailureKind.TIMEOUT
+    assert ended.limit is RunLimit.COST
     assert ended.failure.message.startswith(
         "its cost limit of $0.03 is reached (--max-cost 0.03): 2 a10 (simulated) at $72.00 an hour cost $0.04 in 2 s."
     )
@@ -168,6 +184,29 @@ def test_a_cost_limit_warns_and_stops_with_term_and_grace(client: PoolClient) ->
     # the grace is billed, too
     assert 0.04 <= (ended.cost or 0) <= 0.1
     assert final_row(client, run.run_id).state is RunState.TIMED_OUT
+
+
+@pytest.mark.slow
+def test_a_pool_that_is_replaced_while_it_stops_a_run_still_says_which_limit_it_was(
+    clients: Callable[..., PoolClient], tmp_path: Path
+) -> None:
+    client = clients(SGPU_ADOPT_TIMEOUT_S="20")
+    code = ENDS_WITH_FILE.format(str(tmp_path / "end"))
+    run = client.begin(code, ranks=1, device_type="a10", max_cost=0.01, grace_s=60.0)
+    run.wait_for(OutputWritten)
+    first = client.home.pool_pid()
+    os.kill(first or 0, signal.SIGKILL)
+
+    def end_rank_under_the_next_pool() -> None:
+        eventually(lambda: client.home.pool_pid() not in (None, first), 20, "no other pool started")
+        (tmp_path / "end").touch()
+
+    with ThreadPoolExecutor(1) as beside:
+        replaced = beside.submit(end_rank_under_the_next_pool)
+        # only who follows a run starts the next pool
+        ended = run.ended()
+        replaced.result()
+    assert (ended.state, ended.limit) == (RunState.TIMED_OUT, RunLimit.COST)
 
 
 @pytest.fixture

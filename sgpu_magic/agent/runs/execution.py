@@ -26,7 +26,7 @@ from sgpu_magic.agent.runs.rank_supervisor import RankSupervisor
 from sgpu_magic.agent.runs.tracking_requests import TrackingRequests
 from sgpu_magic.agent.runs.unfinished_work import UnfinishedWork
 from sgpu_magic.agent.watch.run_watch import RunWatch
-from sgpu_magic.wire.base import FailureKind, RunState
+from sgpu_magic.wire.base import FailureKind, RunLimit, RunState
 from sgpu_magic.wire.client import ReclaimPayload, ResultsReceived, SendComms
 from sgpu_magic.wire.codec import Order
 from sgpu_magic.wire.events import Noted, RunEnded
@@ -203,12 +203,13 @@ class Execution(NodeRun):
 
     # ------------------------------------------------------------ stop path
 
-    def end_as(self, state: RunState, reason: str) -> None:
+    def end_as(self, state: RunState, reason: str, limit: RunLimit | None = None) -> None:
         """Stop the run by the stop path; a timeout takes the ranks' stacks first."""
         if self.ended or self._ending_as is not None:
             return
         self._ending_as = state
         self._end_reason = reason
+        self._limit = limit
         self._watch.is_ending()
         if state is RunState.TIMED_OUT:
             self._stacks.take(self._begin_stop_unless_ended)
@@ -253,6 +254,7 @@ class Execution(NodeRun):
                 state=state,
                 failure=late if state is RunState.TIMED_OUT else None,
                 reason=self._end_reason if state is RunState.CANCELLED else "",
+                limit=self._limit if state is RunState.TIMED_OUT else None,
                 cut_off=unfinished if state is RunState.SUCCEEDED else (),
                 finish_s=self._here.settings.finish_timeout_s if unfinished else 0.0,
                 stacks=self._stacks.at_end(self._reports.failures),

@@ -17,7 +17,7 @@ from sgpu_magic.agent.runs.run_memory import BackgroundCopier
 from sgpu_magic.agent.runs.send_files_to_pool import FilesToPool
 from sgpu_magic.agent.watch.sampling import Sampling
 from sgpu_magic.config import Settings
-from sgpu_magic.wire.base import FailureKind, RunState
+from sgpu_magic.wire.base import FailureKind, RunLimit, RunState
 from sgpu_magic.wire.codec import Order
 from sgpu_magic.wire.events import EventBody, RanksStarted
 from sgpu_magic.wire.node import DetachRun, Launch
@@ -88,6 +88,7 @@ class NodeRun(abc.ABC):
         self._started_at: float | None = None
         self._ending_as: RunState | None = None
         self._end_reason = ""
+        self._limit: RunLimit | None = None
         self._final_state = RunState.FAILED
         self.ended = False
         self.has_exited = False
@@ -119,8 +120,8 @@ class NodeRun(abc.ABC):
         """Start the run. Failures are reported as events."""
 
     @abc.abstractmethod
-    def end_as(self, state: RunState, reason: str) -> None:
-        """Stop the run; it ends with this state and reason."""
+    def end_as(self, state: RunState, reason: str, limit: RunLimit | None = None) -> None:
+        """Stop the run; it ends with this state and reason, and with the limit that it reached, if any."""
 
     @abc.abstractmethod
     def fail_whole(self, kind: FailureKind, message: str) -> None:

@@ -31,7 +31,7 @@ from sgpu_magic.files.atomic_file import appearing
 from sgpu_magic.files.content_store import join_blobs, piece_sizes
 from sgpu_magic.packages.node.store import Built
 from sgpu_magic.wire.attachments import CodeBundle, StoredPayload, Wheel
-from sgpu_magic.wire.base import FailureKind, RunKind, RunState
+from sgpu_magic.wire.base import FailureKind, RunKind, RunLimit, RunState
 from sgpu_magic.wire.client import ReclaimPayload
 from sgpu_magic.wire.codec import Order
 from sgpu_magic.wire.events import EnvironmentMoved, RunEnded
@@ -162,14 +162,15 @@ class PreparingRun(NodeRun):
             self._arriving.cancel()
         self._inputs.over(self.run_id)
         self._environments.leave(self.run_id)
-        self._say(RunEnded(state=state, reason=reason, failure=failure, starting_s=self.age_s))
+        self._say(RunEnded(state=state, reason=reason, limit=self._limit, failure=failure, starting_s=self.age_s))
         self._is_over()
 
     # ------------------------------------------------------------ the agent's interface (NodeRun)
 
-    def end_as(self, state: RunState, reason: str) -> None:
+    def end_as(self, state: RunState, reason: str, limit: RunLimit | None = None) -> None:
         """End at once, since there are no ranks."""
         if not self.ended:
+            self._limit = limit
             self._end(state, reason)
 
     @property

@@ -25,7 +25,7 @@ from sgpu_magic.agent.runs.session_logs import SessionLogs
 from sgpu_magic.agent.runs.session_repair import SessionRepair
 from sgpu_magic.agent.runs.unfinished_work import UnfinishedWork
 from sgpu_magic.agent.watch.sampling import RunSampler
-from sgpu_magic.wire.base import OWNER_GONE, FailureKind, RunState
+from sgpu_magic.wire.base import OWNER_GONE, FailureKind, RunLimit, RunState
 from sgpu_magic.wire.client import ReclaimPayload, SendComms
 from sgpu_magic.wire.codec import Order
 from sgpu_magic.wire.events import Noted, RunEnded
@@ -271,11 +271,11 @@ class NodeSession(NodeRun):
 
     # ------------------------------------------------------------ end (NodeRun)
 
-    def end_as(self, state: RunState, reason: str) -> None:
+    def end_as(self, state: RunState, reason: str, limit: RunLimit | None = None) -> None:
         """End the session: its cell first, then its ranks."""
         if self._ending_as is not None:
             return
-        self._ending_as, self._end_reason = state, reason
+        self._ending_as, self._end_reason, self._limit = state, reason, limit
         self._repair.fail("the session ends")
         cell = self._cell
         if cell is None or cell.ended:
@@ -361,6 +361,7 @@ class NodeSession(NodeRun):
                 state=self._ending_as,
                 failure=failure,
                 reason="" if failure is not None else self._end_reason,
+                limit=self._limit,
                 cut_off=unfinished,
                 finish_s=self._finish_s if unfinished else 0.0,
                 starting_s=connected - self._launched_at,

@@ -210,7 +210,7 @@ class RunTable:
         if not can_move(run.state, RunState.CANCELLING):
             return []
         self.change(run, stopping_as=state, reason=reason)
-        return [*self.move(run, RunState.CANCELLING, reason), StopRun(run.run_id, state, reason)]
+        return [*self.move(run, RunState.CANCELLING, reason), StopRun(run.run_id, state, reason, limit)]
 
     def end(
         self,

@@ -6,7 +6,7 @@ import msgspec
 
 from sgpu_magic.pool.scheduling.end_reason import CostWarning, EndReason
 from sgpu_magic.pool.scheduling.run import ScheduledRun
-from sgpu_magic.wire.base import ErrorKind, FailureKind, RunState
+from sgpu_magic.wire.base import ErrorKind, FailureKind, RunLimit, RunState
 from sgpu_magic.wire.devices import Inventory, Lease
 from sgpu_magic.wire.events import RemainingRank
 
@@ -177,10 +177,11 @@ class PublishWarning(_OfRun, frozen=True):
 
 
 class StopRun(_OfRun, frozen=True):
-    """Stop a launched run; `state` is its final state."""
+    """Stop a launched run; `state` is its final state, `limit` the limit that it reached, if any."""
 
     state: RunState
     reason: EndReason
+    limit: RunLimit | None = None
 
 
 class RefuseRun(_OfRun, frozen=True):

@@ -76,7 +76,7 @@ class Service:
         )
         engine = SimpleNamespace(
             launch=lambda launch, frames: self.heard.append(launch),
-            end_run=lambda run_id, state, why: self.heard.append((run_id, state, why)),
+            end_run=lambda run_id, state, why, limit=None: self.heard.append((run_id, state, why)),
             builds=lambda interpreter, environment: self.builds,
             adopt=lambda run_id, numbers: self.heard.append(f"adopt {run_id}"),
         )

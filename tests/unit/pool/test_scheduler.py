@@ -38,7 +38,7 @@ from sgpu_magic.pool.scheduling.stimuli import (
     StopRun,
     TimePassed,
 )
-from sgpu_magic.wire.base import RunState, can_move, is_valid_id
+from sgpu_magic.wire.base import RunLimit, RunState, can_move, is_valid_id
 from sgpu_magic.wire.devices import Inventory, Lease
 from sgpu_magic.wire.events import RemainingRank
 
@@ -547,7 +547,7 @@ def test_the_time_limit_counts_from_the_start_and_stops_the_run() -> None:
     reason = "its time limit of 90 s is reached"
     assert scheduler.handle(TimePassed(), 100.0) == [
         MoveRun(A, RunState.CANCELLING, reason),
-        StopRun(A, RunState.TIMED_OUT, reason),
+        StopRun(A, RunState.TIMED_OUT, reason, RunLimit.TIME),
     ]
     assert scheduler.next_deadline() is None
     assert scheduler.handle(TimePassed(), 200.0) == []
@@ -689,9 +689,9 @@ def test_an_adopted_run_keeps_its_devices_and_its_time() -> None:
     out += submit(scheduler, spec("bbbbbbbb", 1, "a10"), 41.0)
     assert not launched(out)
     assert scheduler.next_deadline() == 100.0
-    assert StopRun("aaaaaaaa", RunState.TIMED_OUT, "its time limit of 100 s is reached") in scheduler.handle(
-        TimePassed(), 100.0
-    )
+    assert StopRun(
+        "aaaaaaaa", RunState.TIMED_OUT, "its time limit of 100 s is reached", RunLimit.TIME
+    ) in scheduler.handle(TimePassed(), 100.0)
     assert list(launched(scheduler.handle(RanksReaped("aaaaaaaa", RunState.TIMED_OUT), 101.0))) == ["bbbbbbbb"]
 
 

@@ -47,7 +47,7 @@ from sgpu_magic.pool.scheduling.stimuli import (
     StopRun,
     TimePassed,
 )
-from sgpu_magic.wire.base import FailureKind, RunKind, RunState, can_move
+from sgpu_magic.wire.base import FailureKind, RunKind, RunLimit, RunState, can_move
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.events import RemainingRank
 from sgpu_magic.wire.run import RunSpec
@@ -401,7 +401,7 @@ def test_the_sessions_time_limit_ends_it_and_fails_what_waits() -> None:
     submit(scheduler, cell(A))
     submit(scheduler, cell(B))
     out = scheduler.handle(TimePassed(), 100.0)
-    assert StopRun(S, RunState.TIMED_OUT, "its time limit of 100 s is reached") in out
+    assert StopRun(S, RunState.TIMED_OUT, "its time limit of 100 s is reached", RunLimit.TIME) in out
     end = next(one for one in out if isinstance(one, EndUnstartedRun))
     assert (end.run_id, end.state) == (B, RunState.FAILED)
 
@@ -443,7 +443,7 @@ def test_a_session_that_still_waits_or_starts_is_not_idle() -> None:
 def test_a_session_whose_time_and_quiet_are_over_at_one_moment_is_stopped_once() -> None:
     out = connected(idle_s=60.0, timeout_s=60.0).handle(TimePassed(), 60.0)
     assert [one for one in out if isinstance(one, StopRun)] == [
-        StopRun(S, RunState.TIMED_OUT, "its time limit of 1 min is reached")
+        StopRun(S, RunState.TIMED_OUT, "its time limit of 1 min is reached", RunLimit.TIME)
     ]
 
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from sgpu_magic.errors import UsageError
-from sgpu_magic.options.option_records import Devices, RunOptions, check_call, check_cell
+from sgpu_magic.options.option_records import CellOptions, Devices, RunOptions, check_call, check_cell
 from sgpu_magic.payload.call import FunctionCall
 from sgpu_magic.runs.submit.cell_source import check_outputs, pack_cell, read_cell
 from sgpu_magic.runs.submit.pack_call import pack_call
@@ -78,35 +78,35 @@ def test_what_a_cell_never_sets_can_not_be_brought_back():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (RunOptions(devices=Devices(ranks=4)), "--gpus 4"),
-        (RunOptions(devices=Devices(ranks=1)), "--gpus 1"),
-        (RunOptions(devices=Devices(ranks=3), fresh=True), "--gpus 3"),
-        (RunOptions(devices=Devices(device_type="h100")), "--type h100"),
-        (RunOptions(devices=Devices(allow_busy=True)), "--allow-busy"),
-        (RunOptions(devices=Devices(nodes=2)), "--nodes"),
-        (RunOptions(pool="other"), "--pool other"),
-        (RunOptions(max_cost=1.0), "has no cost of its own"),
-        (RunOptions(detach=True), "--detach"),
-        (RunOptions(retries=1), "--retries"),
+        (CellOptions(devices=Devices(ranks=4)), "--gpus 4"),
+        (CellOptions(devices=Devices(ranks=1)), "--gpus 1"),
+        (CellOptions(devices=Devices(ranks=3), fresh=True), "--gpus 3"),
+        (CellOptions(devices=Devices(device_type="h100")), "--type h100"),
+        (CellOptions(devices=Devices(allow_busy=True)), "--allow-busy"),
+        (CellOptions(devices=Devices(nodes=2)), "--nodes"),
+        (CellOptions(pool="other"), "--pool other"),
+        (CellOptions(max_cost=1.0), "has no cost of its own"),
+        (CellOptions(detach=True), "--detach"),
+        (CellOptions(retries=1), "--retries"),
     ],
 )
-def test_a_session_is_what_it_is(options: RunOptions, said: str):
+def test_a_session_is_what_it_is(options: CellOptions, said: str):
     with pytest.raises(UsageError, match=said):
         check_cell(SESSION, options, "%%distributed")
 
 
 def test_what_a_session_has_may_be_asked_for():
     for options in (
-        RunOptions(),
-        RunOptions(devices=Devices(2, "a10"), pool="lab"),
-        RunOptions(devices=Devices(ranks=1, device_type="any"), fresh=True, retries=2),
+        CellOptions(),
+        CellOptions(devices=Devices(2, "a10"), pool="lab"),
+        CellOptions(devices=Devices(ranks=1, device_type="any"), fresh=True, retries=2),
     ):
         check_cell(SESSION, options, "%%distributed")
     check_call(SESSION, RunOptions(devices=Devices(2)))
     with pytest.raises(UsageError, match="Leave gpus and gpu_type out"):
         check_call(SESSION, RunOptions(devices=Devices(1)))
     with pytest.raises(UsageError, match="--ranks names ranks of a session"):
-        check_cell(None, RunOptions(only=(0, 3)), "%%distributed")
+        check_cell(None, CellOptions(selected=(0, 3)), "%%distributed")
 
 
 @pytest.mark.parametrize(

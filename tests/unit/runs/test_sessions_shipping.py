@@ -432,10 +432,10 @@ def test_names_that_a_cell_deletes():
     ("text", "ranks"), [("0", (0,)), ("0,2-3", (0, 2, 3)), ("3, 1", (1, 3)), ("1,1-2", (1, 2)), ("0,", (0,))]
 )
 def test_lists_of_ranks(text: str, ranks: tuple[int, ...]):
-    assert parse_ranks("--ranks", text) == ranks
+    assert ranks_from(text, 6, "session s") == ranks
 
 
-@pytest.mark.parametrize("text", ["", "a", "3-1", "-", "1;2", "99999", "1--2", "[]"])
+@pytest.mark.parametrize("text", ["", "a", "3-1", "-", "1;2", "99999", "1--2", "[]", "::0", "1:2:3:4", "4096"])
 def test_what_is_no_list_of_ranks(text: str):
     with pytest.raises(UsageError, match="--ranks"):
         parse_ranks("--ranks", text)
@@ -446,7 +446,7 @@ def test_ranks_from_python(ranks: Any, found: tuple[int, ...]):
     assert ranks_from(ranks, 4, "session s") == found
 
 
-@pytest.mark.parametrize("ranks", [4, [0, 4], "4", [], -5])
+@pytest.mark.parametrize("ranks", [4, [0, 4], "4", [], -5, "4:"])
 def test_ranks_that_a_session_does_not_have(ranks: Any):
     with pytest.raises(UsageError, match="session s has ranks 0 to 3"):
         ranks_from(ranks, 4, "session s")
@@ -457,10 +457,13 @@ def test_ranks_in_words():
 
 
 @pytest.mark.parametrize(
-    ("line", "only"), [("0", (0,)), ("0,2-3 --ui text", (0, 2, 3)), ("0, 2 --out x", (0, 2)), ("1", (1,))]
+    ("line", "ranks"),
+    [("0", (0,)), ("0,2-3 --ui text", (0, 2, 3)), ("0, 2 --out x", (0, 2)), ("1", (1,)), ("::2 --group", (0, 2, 4))],
 )
-def test_the_rank_magics_line(line: str, only: tuple[int, ...]):
-    assert parse(line, "%%rank").only == only
+def test_the_rank_magics_line(line: str, ranks: tuple[int, ...]):
+    options = parse(line, "%%rank")
+    assert options is not None
+    assert ranks_from(options.selected, 6, "session s") == ranks
 
 
 @pytest.mark.parametrize("line", ["", "--ui text", "0 --ranks 1", "0 --fresh", "x"])
@@ -498,7 +501,19 @@ def test_cells_that_go_to_the_ranks(cell: str):
 
 @pytest.mark.parametrize(
     ("ranks", "found"),
-    [("all", ()), (":", ()), ("-1", (3,)), (-1, (3,)), ("[0, 2]", (0, 2)), ([-1, 0], (0, 3)), ("[-2]", (2,))],
+    [
+        ("all", ()),
+        (":", ()),
+        ("-1", (3,)),
+        (-1, (3,)),
+        ("[0, 2]", (0, 2)),
+        ([-1, 0], (0, 3)),
+        ("[-2]", (2,)),
+        ("::2", (0, 2)),
+        ("[1:]", (1, 2, 3)),
+        ("0:4:3,1", (0, 1, 3)),
+        (slice(None, 2), (0, 1)),
+    ],
 )
 def test_ranks_as_ipyparallel_names_them(ranks: Any, found: tuple[int, ...]):
     assert ranks_from(ranks, 4, "session s") == found
