@@ -24,6 +24,7 @@ from sgpu_magic.wire.base import FailureKind, RunLimit, RunState
 from sgpu_magic.wire.codec import UnreadableLaunch
 from sgpu_magic.wire.events import EventBody, RunEnded
 from sgpu_magic.wire.node import Launch
+from sgpu_magic.wire.option_text import Text
 from sgpu_magic.wire.rank_events import Failure
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ class RunRegistry:
     def locks(self, run_id: str) -> Sequence[int]:
         return self._locks.get(run_id, ())
 
-    def end(self, run: NodeRun, state: RunState, reason: str, limit: RunLimit | None = None) -> None:
+    def end(self, run: NodeRun, state: RunState, reason: Text, limit: RunLimit | None = None) -> None:
         """Stop a run by the stop path. The pool service itself ends fresh runs on a session's lease."""
         run.end_as(state, reason, limit)
         if isinstance(run, NodeSession):

@@ -36,11 +36,13 @@ from sgpu_magic.wire.attachments import (
 )
 from sgpu_magic.wire.decoding import MsgpackDecoder
 from sgpu_magic.wire.files import PIECE_BYTES
+from sgpu_magic.wire.option_text import OptionName, text_of
 
 if TYPE_CHECKING:
     from sgpu_magic.client.run import Attachments
 
 FILE = ".sgpuignore"
+_UPLOAD = OptionName("upload")
 
 # excluded unless a pattern with `!` in the file includes them
 _ALWAYS = (".git/", "__pycache__/", ".ipynb_checkpoints/", "/.sgpuignore")
@@ -95,8 +97,11 @@ def find_files(root: Path) -> FoundFiles:
         walk.scan()
     except OSError as error:
         raise SerializationError(
-            f"--upload {root}: {error.filename or real} can't be read: {error.strerror or error}. Make it readable, or "
-            f"list it in {FILE}."
+            text_of(
+                _UPLOAD,
+                f" {root}: {error.filename or real} can't be read: {error.strerror or error}. Make it readable, or "
+                f"list it in {FILE}.",
+            )
         ) from None
     used = {str(parent) for file in walk.files for parent in PurePosixPath(file.name).parents}
     empty = sorted(name for name in walk.folders if name not in used)
@@ -139,13 +144,16 @@ class _Walk:
             name.encode("utf-8")
         except UnicodeEncodeError:
             raise UsageError(
-                f"--upload: {os.fsencode(entry.path)!r} has a name that is not UTF-8, which other machines may not "
-                f"support. Rename it, or list it in {FILE}."
+                text_of(
+                    _UPLOAD,
+                    f": {os.fsencode(entry.path)!r} has a name that is not UTF-8, which other machines may not "
+                    f"support. Rename it, or list it in {FILE}.",
+                )
             ) from None
         if is_folder:
             if is_link and f"{os.path.dirname(entry.path)}/".startswith(f"{path}/"):
                 raise UsageError(
-                    f"--upload: the link {entry.path} leads to a folder that contains it. List it in {FILE}."
+                    text_of(_UPLOAD, f": the link {entry.path} leads to a folder that contains it. List it in {FILE}.")
                 )
             self.folders.append(name)
             yield f"{name}/", path
@@ -155,23 +163,31 @@ class _Walk:
         self.files.append(FoundFile(name, path, status))
         if len(self.files) > MOST_UPLOADED_FILES:
             raise UsageError(
-                f"--upload {self._root} has more than {MOST_UPLOADED_FILES:,} files. Pack them into an archive, or "
-                f"leave some out in {FILE}."
+                text_of(
+                    _UPLOAD,
+                    f" {self._root} has more than {MOST_UPLOADED_FILES:,} files. Pack them into an archive, or leave "
+                    f"some out in {FILE}.",
+                )
             )
 
     def _led_to(self, name: str, path: str) -> str:
         real = os.path.realpath(path)
         if not f"{real}/".startswith(f"{self._root}/"):
             raise UsageError(
-                f"--upload {self._root}: the link {name} points outside it, to {real}. Only what is in the folder is "
-                f"uploaded: copy it there, upload {real} by itself, or list {name} in {FILE}."
+                text_of(
+                    _UPLOAD,
+                    f" {self._root}: the link {name} points outside it, to {real}. Only what is in the folder is "
+                    f"uploaded: copy it there, upload {real} by itself, or list {name} in {FILE}.",
+                )
             )
         return real
 
 
 def _check_kind(path: Path, mode: int) -> None:
     if not stat.S_ISREG(mode):
-        raise UsageError(f"--upload: {path} is neither a file nor a folder. List it in {FILE}, or leave it out.")
+        raise UsageError(
+            text_of(_UPLOAD, f": {path} is neither a file nor a folder. List it in {FILE}, or leave it out.")
+        )
 
 
 class IgnoreRules:
@@ -305,7 +321,7 @@ def _send(upload: Upload, link: PoolLink, state: Path, sending: Sending) -> tupl
     )
     manifest = manifest_bytes(Manifest(files=files, folders=found.folders, single=found.single))
     if len(manifest) > PIECE_BYTES:
-        raise UsageError(f"--upload {upload.name} has too many files: pack them into an archive.")
+        raise UsageError(text_of(_UPLOAD, f" {upload.name} has too many files: pack them into an archive."))
     (digest,) = sender.send([BlobContent(len(manifest), lambda: memoryview(manifest))])
     made = replace(upload, path="", manifest=digest, manifest_size=len(manifest))
     count = "1 file" if len(found.files) == 1 else f"{len(found.files):,} files"

@@ -56,6 +56,7 @@ from sgpu_magic.wire.node import (
     TrackingKnown,
     WarmZygote,
 )
+from sgpu_magic.wire.option_text import Text
 from sgpu_magic.wire.rank_events import Failure, RankStack
 from sgpu_magic.wire.run import Interpreter, RankAnswer
 from sgpu_magic.wire.streams import StreamClosed, StreamData, StreamEnded, StreamOpened, StreamTaken
@@ -330,7 +331,7 @@ class Engine:
         run.order(order)
         return not run.over
 
-    def end_run(self, run_id: str, state: RunState, reason: str, limit: RunLimit | None = None) -> None:
+    def end_run(self, run_id: str, state: RunState, reason: Text, limit: RunLimit | None = None) -> None:
         launch = self._placing.pop(run_id, None)
         if launch is not None:
             self.withdraw(run_id)
@@ -346,7 +347,7 @@ class Engine:
                     self._part_exited(run, part)
         if launch is not None:
             # deferred: the caller is still changing its own state
-            self._loop.call_soon(self._end_unstarted, launch, RunEnded(state=state, reason=reason, limit=limit))
+            self._loop.call_soon(self._end_unstarted, launch, RunEnded(state=state, reason=str(reason), limit=limit))
 
     def give_back(self, run_id: str) -> None:
         """Release the lease of a run without ranks; a session's only once its `--fresh` runs are over too."""

@@ -41,6 +41,7 @@ from sgpu_magic.wire.node import (
     ToAgent,
     WarmZygote,
 )
+from sgpu_magic.wire.option_text import Text
 from sgpu_magic.wire.pool_status import PROTOCOL_VERSION, agent_socket_file
 from sgpu_magic.wire.run import Interpreter
 
@@ -103,7 +104,7 @@ class LocalEngine(Engine):
         if self.builds(interpreter, environment):
             self._agent.send(BuildEnvironment(run_id=run_id, interpreter=interpreter, environment=environment))
 
-    def end_run(self, run_id: str, state: RunState, reason: str, limit: RunLimit | None = None) -> None:
+    def end_run(self, run_id: str, state: RunState, reason: Text, limit: RunLimit | None = None) -> None:
         if run_id not in self._runs:
             # the run is still queued, but its environment may be under construction
             self._agent.send(EndRun(run_id=run_id, state=state, reason=reason, limit=limit))

@@ -33,6 +33,7 @@ from sgpu_magic.packages.requirement_files import key_of, read_file, version_of
 from sgpu_magic.packages.uv_command import index_variables
 from sgpu_magic.packages.wheels import build_project
 from sgpu_magic.wire.attachments import Environment, Wheel
+from sgpu_magic.wire.option_text import OptionName, Text, text_of
 
 NONE = "none"
 """`--env-version none`: the notebook's own packages."""
@@ -242,16 +243,24 @@ def _check_python(what: str, python: str, first: str) -> None:
     """Refuse another minor version of Python: pickled functions and binary packages do not work across versions."""
     if python and python != own_python():
         raise EnvironmentFailed(
-            f"{what} is for Python {python}, and the notebook runs Python {own_python()}. Functions that a notebook "
-            f"sends load only in the same minor version: {first}start the notebook with a kernel of Python "
-            f"{python}, or leave --env-version out (`--env-version none`)."
+            text_of(
+                f"{what} is for Python {python}, and the notebook runs Python {own_python()}. Functions that a "
+                f"notebook sends load only in the same minor version: {first}start the notebook with a kernel of "
+                f"Python {python}, or leave ",
+                OptionName("env-version"),
+                " out (`",
+                OptionName("env-version", "none"),
+                "`).",
+            )
         )
 
 
-def _unknown(settings: Settings, name: str) -> str:
+def _unknown(settings: Settings, name: str) -> Text:
     kept = named_environments.saved_names(settings)
     there = f"Available are the base environments {' and '.join(BASE_NAMES)}, `{NONE}` for the notebook's own packages"
     there += f", and saved ones: {', '.join(kept)}" if kept else ", and none is saved yet (%sgpu_env save NAME)"
     is_file = "/" in name or name.endswith((".txt", ".toml"))
     what = f"there is no such file ({os.path.abspath(name)[:300]})" if is_file else "there is no such environment"
-    return f"--env-version is {name[:200]!r}, and {what}. {there}; a requirements file's path works too."
+    return text_of(
+        OptionName("env-version"), f" is {name[:200]!r}, and {what}. {there}; a requirements file's path works too."
+    )

@@ -13,6 +13,7 @@ from sgpu_magic.errors import SerializationError
 from sgpu_magic.packages.distributions import distribution_name, normalised
 from sgpu_magic.packages.snapshot import take_snapshot
 from sgpu_magic.wire.attachments import Environment
+from sgpu_magic.wire.option_text import OptionName, text_of
 
 if TYPE_CHECKING:
     from packaging.specifiers import SpecifierSet
@@ -83,11 +84,16 @@ def check_versions(modules: Iterable[tuple[str, str]], environment: Environment)
         label = f"environment {environment.label}" if environment.label else "the ranks' environment"
         own, version = f"{package} {here(package)}", str(versions).removeprefix("==")
         raise SerializationError(
-            f"a value of this cell can't travel to the ranks: the notebook has {own}, and {label} has {package} "
-            f"{version}, which can't read {what} of the newer version. Nothing was started. Install the same "
-            f"version on both sides (`%pip install '{package}{versions}'` and a restart of the kernel, or "
-            f"{package}=={here(package)} in {label}), leave --env-version out (`--env-version none`), or send the "
-            "value in another form, such as a plain array, list or dict."
+            text_of(
+                f"a value of this cell can't travel to the ranks: the notebook has {own}, and {label} has {package} "
+                f"{version}, which can't read {what} of the newer version. Nothing was started. Install the same "
+                f"version on both sides (`%pip install '{package}{versions}'` and a restart of the kernel, or "
+                f"{package}=={here(package)} in {label}), leave ",
+                OptionName("env-version"),
+                " out (`",
+                OptionName("env-version", "none"),
+                "`), or send the value in another form, such as a plain array, list or dict.",
+            )
         )
 
 

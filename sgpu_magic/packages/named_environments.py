@@ -23,6 +23,7 @@ from sgpu_magic.files.atomic_file import link_or_copy
 from sgpu_magic.packages.distributions import normalised
 from sgpu_magic.wire.attachments import Environment, Wheel
 from sgpu_magic.wire.decoding import decode_json, decode_toml
+from sgpu_magic.wire.option_text import OptionName, text_of
 
 BASE_NAMES = ("4", "ai-4")
 """Names of the base environments."""
@@ -113,7 +114,11 @@ def check_name(name: str) -> str:
             "letter or digit, and don't end with a file extension."
         )
     if name in _NOT_NAMES:
-        raise UsageError(f"{name!r} already names another environment for --env-version. Choose another name.")
+        raise UsageError(
+            text_of(
+                f"{name!r} already names another environment for ", OptionName("env-version"), ". Choose another name."
+            )
+        )
     return name
 
 

@@ -40,6 +40,7 @@ from sgpu_magic.packages.distributions import (
 from sgpu_magic.packages.secrets import without_url_credentials
 from sgpu_magic.wire.attachments import Environment
 from sgpu_magic.wire.decoding import decode_toml
+from sgpu_magic.wire.option_text import OptionName, text_of
 
 if TYPE_CHECKING:
     from sgpu_magic.packages.lock import Lock
@@ -185,9 +186,13 @@ def _checked(path: Path, line: str) -> str:
         raise UsageError(f"{path} has constraints ({shown}). Write the versions into the file itself.")
     if line.startswith(("-e", "--editable", ".", "/", "file:")):
         raise UsageError(
-            f"{path} refers to a path of this machine ({shown}), which other machines do not have. Write it "
-            "with its name, `NAME @ file:///...`: then a wheel is built from it. Or install it in the notebook's "
-            "Python and leave --env-version out: then it travels with the notebook's own packages."
+            text_of(
+                f"{path} refers to a path of this machine ({shown}), which other machines do not have. Write it "
+                "with its name, `NAME @ file:///...`: then a wheel is built from it. Or install it in the notebook's "
+                "Python and leave ",
+                OptionName("env-version"),
+                " out: then it travels with the notebook's own packages.",
+            )
         )
     if line.startswith("-"):
         raise UsageError(f"{path} has the option {shown.split()[0]}, which has no meaning for a run. Remove it.")
@@ -237,8 +242,12 @@ def _locked_line(path: Path, package: Package, source: object) -> str:
             return f"{package.name} @ {source.url}#sha256={source.hashes.get('sha256', '')}".removesuffix("#sha256=")
         case PackageDirectory() | PackageArchive():
             raise UsageError(
-                f"{path} takes {package.name} from a directory or file of this machine, which other machines do not "
-                "have. Install it in the notebook's Python and leave --env-version out."
+                text_of(
+                    f"{path} takes {package.name} from a directory or file of this machine, which other machines do "
+                    "not have. Install it in the notebook's Python and leave ",
+                    OptionName("env-version"),
+                    " out.",
+                )
             )
         case _:
             files = [*(package.wheels or ()), *([package.sdist] if package.sdist else [])]

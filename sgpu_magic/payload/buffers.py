@@ -21,6 +21,7 @@ from sgpu_magic.config import SET_IN_NOTEBOOK
 from sgpu_magic.errors import UsageError
 from sgpu_magic.files.atomic_file import appearing, write_at
 from sgpu_magic.wire.files import PIECE_BYTES
+from sgpu_magic.wire.option_text import OptionName, text_of
 
 if TYPE_CHECKING:
     from sgpu_magic.payload.pack import Packed
@@ -147,9 +148,12 @@ def write_file(packed: Packed, path: Path | str) -> None:
     free = shutil.disk_usage(path.parent).free
     if packed.total_bytes > free:
         raise UsageError(
-            f"the cell's variables take {packed.total_bytes / 1e9:,.1f} GB, but the disk under {path.parent} "
-            f"has only {free / 1e9:,.1f} GB free. Ship less (--exclude), free some room, or set "
-            f"SGPU_STATE_DIR to a larger disk {SET_IN_NOTEBOOK}."
+            text_of(
+                f"the cell's variables take {packed.total_bytes / 1e9:,.1f} GB, but the disk under {path.parent} "
+                f"has only {free / 1e9:,.1f} GB free. Ship less (",
+                OptionName("exclude"),
+                f"), free some room, or set SGPU_STATE_DIR to a larger disk {SET_IN_NOTEBOOK}.",
+            )
         )
     try:
         with appearing(path) as file:
@@ -158,9 +162,12 @@ def write_file(packed: Packed, path: Path | str) -> None:
                 write_at(file.fileno(), view, offset)
     except OSError as error:
         raise UsageError(
-            f"the cell's variables ({packed.total_bytes / 1e9:,.1f} GB) can't be written under "
-            f"{path.parent}: {error.strerror}. Ship less (--exclude) or set SGPU_STATE_DIR to a larger disk "
-            f"{SET_IN_NOTEBOOK}."
+            text_of(
+                f"the cell's variables ({packed.total_bytes / 1e9:,.1f} GB) can't be written under "
+                f"{path.parent}: {error.strerror}. Ship less (",
+                OptionName("exclude"),
+                f") or set SGPU_STATE_DIR to a larger disk {SET_IN_NOTEBOOK}.",
+            )
         ) from error
 
 

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import CodeType, FunctionType, ModuleType
 
 from sgpu_magic.errors import UsageError
+from sgpu_magic.wire.option_text import OptionName, text_of
 
 # methods of `get_ipython()` that IPython's transform calls, and how many of their leading strings are not code
 MAGIC_CALLS = {"run_line_magic": 1, "run_cell_magic": 1, "system": 0, "getoutput": 0, "getoutput_or_list": 0}
@@ -159,9 +160,19 @@ def collect(
     asked, excluded = frozenset(extra), frozenset(exclude)
     for name in sorted(asked):
         if name not in user_ns:
-            raise UsageError(f"the notebook has no `{name}`, which --in names. {_near(name, user_ns)}")
+            raise UsageError(
+                text_of(f"the notebook has no `{name}`, which ", OptionName("in"), f" names. {_near(name, user_ns)}")
+            )
         if name in excluded:
-            raise UsageError(f"`{name}` is in both --in and --exclude. Remove it from one of them.")
+            raise UsageError(
+                text_of(
+                    f"`{name}` is in both ",
+                    OptionName("in"),
+                    " and ",
+                    OptionName("exclude"),
+                    ". Remove it from one of them.",
+                )
+            )
     wanted = {name for name in names if name not in excluded and name in user_ns} | asked
     found: dict[str, object] = {}
     for name, value in user_ns.items() if wanted else ():

@@ -111,13 +111,18 @@ def _format_wait_over(over: WaitOver) -> Text:
     )
 
 
-def _format_cost_limit(reached: CostLimitReached) -> str:
+def _format_cost_limit(reached: CostLimitReached) -> Text:
     currency, max_cost = reached.currency, reached.max_cost
-    return (
-        f"its cost limit of {format_money(max_cost, currency)} is reached (--max-cost {max_cost:g}): "
-        f"{_format_lease(reached.lease)} at {format_money(reached.hourly, currency)} an hour cost "
-        f"{format_money(reached.cost, currency)} in {format_rough_span(reached.ran_s)}. Raise --max-cost, or take "
-        "fewer devices with --gpus or cheaper ones with --type"
+    return text_of(
+        f"its cost limit of {format_money(max_cost, currency)} is reached (",
+        OptionName("max-cost", f"{max_cost:g}"),
+        f"): {_format_lease(reached.lease)} at {format_money(reached.hourly, currency)} an hour cost "
+        f"{format_money(reached.cost, currency)} in {format_rough_span(reached.ran_s)}. Raise ",
+        OptionName("max-cost"),
+        ", or take fewer devices with ",
+        OptionName("gpus"),
+        " or cheaper ones with ",
+        OptionName("type"),
     )
 
 

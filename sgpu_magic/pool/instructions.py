@@ -91,7 +91,7 @@ class Instructions:
             case sched.PublishWarning(warning=warning):
                 self._active.publish(run, Noted(text=format_warning(warning)), time.time())
             case sched.StopRun(state=state, reason=reason, limit=limit):
-                self._engine.end_run(instruction.run_id, state, str(format_end(reason)), limit)
+                self._engine.end_run(instruction.run_id, state, format_end(reason), limit)
             case sched.EndUnstartedRun(state=state, reason=reason):
                 self._submissions.unprepare(run)
                 kind = instruction.kind if state is RunState.FAILED else FailureKind.TIMEOUT

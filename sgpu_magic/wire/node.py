@@ -8,6 +8,7 @@ from sgpu_magic.wire.client import ReclaimPayload, ResultsReceived, SendComms
 from sgpu_magic.wire.devices import Inventory, Lease
 from sgpu_magic.wire.events import EventBody
 from sgpu_magic.wire.files import FromStream, NodeFileReply, NodeFileRequest, RunFile, ToStream
+from sgpu_magic.wire.option_text import Text
 from sgpu_magic.wire.rank_events import RankStack
 from sgpu_magic.wire.run import Interpreter, RankAnswer, RankContext, RankQuestion, RunSpec
 from sgpu_magic.wire.tracking import TrackedRun, Tracking
@@ -112,7 +113,7 @@ class EndRun(OfRun, frozen=True, tag="end-run", kw_only=True):
     """Stop this run's ranks. `state` is the run's final state; `limit` is the limit that was reached, if any."""
 
     state: RunState
-    reason: str
+    reason: Text
     limit: RunLimit | None = None
 
 

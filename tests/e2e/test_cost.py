@@ -19,6 +19,7 @@ from waiting import eventually
 from sgpu_magic.client.ledger import recent_runs
 from sgpu_magic.config import load_settings
 from sgpu_magic.errors import CapacityError, SgpuError, UsageError
+from sgpu_magic.options.table import as_argument
 from sgpu_magic.wire.base import FailureKind, RunLimit, RunState
 from sgpu_magic.wire.events import AttemptFailed, Noted, Placed, RanksStarted
 from sgpu_magic.wire.pool_status import RunSummary
@@ -177,6 +178,8 @@ def test_a_cost_limit_warns_and_stops_with_term_and_grace(client: PoolClient) ->
     assert ended.failure.message.startswith(
         "its cost limit of $0.03 is reached (--max-cost 0.03): 2 a10 (simulated) at $72.00 an hour cost $0.04 in 2 s."
     )
+    assert ended.failure.text is not None
+    assert "(max_cost=0.03)" in ended.failure.text.spelled(as_argument)
     assert "Raise --max-cost" in ended.failure.message
     assert {rank: text.split() for rank, text in run.printed.items()} == {
         rank: ["ready", "TERM", "saved"] for rank in (0, 1)

@@ -31,6 +31,7 @@ from sgpu_magic.wire.client import ReclaimPayload, ResultsReceived, SendComms
 from sgpu_magic.wire.codec import Order
 from sgpu_magic.wire.events import Noted, RunEnded
 from sgpu_magic.wire.node import Adopt, KillRanks, TrackingKnown
+from sgpu_magic.wire.option_text import Text
 from sgpu_magic.wire.rank import (
     AskTracking,
     CellFailed,
@@ -203,7 +204,7 @@ class Execution(NodeRun):
 
     # ------------------------------------------------------------ stop path
 
-    def end_as(self, state: RunState, reason: str, limit: RunLimit | None = None) -> None:
+    def end_as(self, state: RunState, reason: Text, limit: RunLimit | None = None) -> None:
         """Stop the run by the stop path; a timeout takes the ranks' stacks first."""
         if self.ended or self._ending_as is not None:
             return
@@ -253,7 +254,7 @@ class Execution(NodeRun):
             RunEnded(
                 state=state,
                 failure=late if state is RunState.TIMED_OUT else None,
-                reason=self._end_reason if state is RunState.CANCELLED else "",
+                reason=str(self._end_reason) if state is RunState.CANCELLED else "",
                 limit=self._limit if state is RunState.TIMED_OUT else None,
                 cut_off=unfinished if state is RunState.SUCCEEDED else (),
                 finish_s=self._here.settings.finish_timeout_s if unfinished else 0.0,

@@ -21,6 +21,7 @@ from sgpu_magic.wire.base import FailureKind, RunLimit, RunState
 from sgpu_magic.wire.codec import Order
 from sgpu_magic.wire.events import EventBody, RanksStarted
 from sgpu_magic.wire.node import DetachRun, Launch
+from sgpu_magic.wire.option_text import Text, TextWithOptions
 from sgpu_magic.wire.rank_events import Failure, RankStack
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ class NodeRun(abc.ABC):
         self._launched_at = time.monotonic()
         self._started_at: float | None = None
         self._ending_as: RunState | None = None
-        self._end_reason = ""
+        self._end_reason: Text = ""
         self._limit: RunLimit | None = None
         self._final_state = RunState.FAILED
         self.ended = False
@@ -120,7 +121,7 @@ class NodeRun(abc.ABC):
         """Start the run. Failures are reported as events."""
 
     @abc.abstractmethod
-    def end_as(self, state: RunState, reason: str, limit: RunLimit | None = None) -> None:
+    def end_as(self, state: RunState, reason: Text, limit: RunLimit | None = None) -> None:
         """Stop the run; it ends with this state and reason, and with the limit that it reached, if any."""
 
     @abc.abstractmethod
@@ -172,9 +173,10 @@ class NodeRun(abc.ABC):
         self._started_at = time.monotonic()
         self._say(RanksStarted(pids=tuple(pids), warm=warm))
 
-    def _failure_now(self, kind: FailureKind, message: str) -> Failure:
+    def _failure_now(self, kind: FailureKind, message: Text) -> Failure:
         """Return a failure of the whole run, without a rank."""
-        return Failure(kind=kind, message=message, host=self._host, at=time.time())
+        text = message if isinstance(message, TextWithOptions) else None
+        return Failure(kind=kind, message=str(message), text=text, host=self._host, at=time.time())
 
     def _on_ranks_exited(self) -> None:
         """Mark the run's ranks as exited and cancel its timers."""

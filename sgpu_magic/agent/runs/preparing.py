@@ -36,6 +36,7 @@ from sgpu_magic.wire.client import ReclaimPayload
 from sgpu_magic.wire.codec import Order
 from sgpu_magic.wire.events import EnvironmentMoved, RunEnded
 from sgpu_magic.wire.node import Launch, PeerFailed
+from sgpu_magic.wire.option_text import Text
 from sgpu_magic.wire.rank_events import Failure, RankStack
 
 if TYPE_CHECKING:
@@ -155,19 +156,19 @@ class PreparingRun(NodeRun):
         if not self.ended:
             self._end(RunState.FAILED, "", self._failure_now(kind, message))
 
-    def _end(self, state: RunState, reason: str, failure: Failure | None = None) -> None:
+    def _end(self, state: RunState, reason: Text, failure: Failure | None = None) -> None:
         self.ended = True
         self._final_state = state
         if self._arriving is not None:
             self._arriving.cancel()
         self._inputs.over(self.run_id)
         self._environments.leave(self.run_id)
-        self._say(RunEnded(state=state, reason=reason, limit=self._limit, failure=failure, starting_s=self.age_s))
+        self._say(RunEnded(state=state, reason=str(reason), limit=self._limit, failure=failure, starting_s=self.age_s))
         self._is_over()
 
     # ------------------------------------------------------------ the agent's interface (NodeRun)
 
-    def end_as(self, state: RunState, reason: str, limit: RunLimit | None = None) -> None:
+    def end_as(self, state: RunState, reason: Text, limit: RunLimit | None = None) -> None:
         """End at once, since there are no ranks."""
         if not self.ended:
             self._limit = limit

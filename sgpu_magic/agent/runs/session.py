@@ -30,6 +30,7 @@ from sgpu_magic.wire.client import ReclaimPayload, SendComms
 from sgpu_magic.wire.codec import Order
 from sgpu_magic.wire.events import Noted, RunEnded
 from sgpu_magic.wire.node import KillRanks
+from sgpu_magic.wire.option_text import Text
 from sgpu_magic.wire.rank import (
     CellFailed,
     Cleared,
@@ -271,7 +272,7 @@ class NodeSession(NodeRun):
 
     # ------------------------------------------------------------ end (NodeRun)
 
-    def end_as(self, state: RunState, reason: str, limit: RunLimit | None = None) -> None:
+    def end_as(self, state: RunState, reason: Text, limit: RunLimit | None = None) -> None:
         """End the session: its cell first, then its ranks."""
         if self._ending_as is not None:
             return
@@ -360,7 +361,7 @@ class NodeSession(NodeRun):
             RunEnded(
                 state=self._ending_as,
                 failure=failure,
-                reason="" if failure is not None else self._end_reason,
+                reason="" if failure is not None else str(self._end_reason),
                 limit=self._limit,
                 cut_off=unfinished,
                 finish_s=self._finish_s if unfinished else 0.0,

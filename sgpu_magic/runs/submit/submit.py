@@ -37,6 +37,7 @@ from sgpu_magic.wire.base import RunKind, short
 from sgpu_magic.wire.client import Describe, TrackRun
 from sgpu_magic.wire.codec import printable
 from sgpu_magic.wire.events import as_warning
+from sgpu_magic.wire.option_text import OptionName, text_of
 from sgpu_magic.wire.run import CellSource, RunSpec
 
 if TYPE_CHECKING:
@@ -324,7 +325,9 @@ def _uploads_of(submission: Submission) -> tuple[Upload, ...]:
 def _upload(text: str, cwd: Path) -> Upload:
     path = os.path.normpath(cwd / os.path.expanduser(text))
     if not text.strip() or not os.path.exists(path):
-        raise UsageError(f"--upload {text!r}: there is no such folder or file. Paths are relative to {cwd}.")
+        raise UsageError(
+            text_of(OptionName("upload"), f" {text!r}: there is no such folder or file. Paths are relative to {cwd}.")
+        )
     below = os.path.relpath(path, cwd)
     if below.split(os.sep, 1)[0] in (os.curdir, os.pardir):
         # the working directory itself, or a path outside of it
