@@ -173,7 +173,8 @@ class RunView:
                 self.hourly, self.currency = body.hourly, body.currency
                 self.position, self.waiting_for = None, ""
                 self.times.placed_at = to_steady_time(event.at)
-                self._notes.add(lease.note)
+                if lease.shared_cores is not None:
+                    self._notes.add(run_notes.shared_cores_note(lease.ranks, lease.shared_cores))
             case RanksStarted(warm=warm):
                 self.warm, self.times.started_at = warm, to_steady_time(event.at)
             case DisplayPublished() as body:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from sgpu_magic.formatting import clipped, format_ranks, format_seconds
+from sgpu_magic.formatting import clipped, count_of, format_ranks, format_seconds
 from sgpu_magic.system.processes import signal_name
 from sgpu_magic.views import ansi
 from sgpu_magic.wire.base import FailureKind, RunKind, RunLimit, short
+from sgpu_magic.wire.devices import SharedCores
 from sgpu_magic.wire.events import WARNING, AttemptFailed, GroupRenewed, RanksRestarted, RunEnded, SessionMoved
 from sgpu_magic.wire.pool_status import RunSummary
 from sgpu_magic.wire.rank_events import Death, Failure, RankUnfinished
@@ -272,6 +273,10 @@ def _way(other: Failure) -> str:
     if other.kind is FailureKind.WORKER_DIED:
         return f": {died_of(other) if other.death is None else other.death.what}{at}"
     return f": {error_line(other)}{at}"
+
+
+def shared_cores_note(ranks: int, shared: SharedCores) -> str:
+    return f"{ranks} ranks share {count_of(shared.cores, 'core')} ({count_of(shared.slots, 'slot')})"
 
 
 def timeout_sentence(seconds: float) -> str:

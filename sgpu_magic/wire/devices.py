@@ -297,6 +297,18 @@ class NodeShare(Record, frozen=True, kw_only=True):
     uuids: tuple[str, ...] = ()
 
 
+class SharedCores(Record, frozen=True):
+    """The CPU cores that more ranks share than there are slots for.
+
+    Args:
+        cores: Number of cores.
+        slots: Number of CPU slots.
+    """
+
+    cores: int
+    slots: int
+
+
 class Lease(Record, frozen=True, kw_only=True):
     """Devices granted to one run.
 
@@ -306,7 +318,7 @@ class Lease(Record, frozen=True, kw_only=True):
         uuids: The devices in rank order; empty for CPU slots.
         cpu_slots: Number of CPU slots held; 0 if devices are.
         simulated: The run uses CPU in place of the type.
-        note: A note for the user, such as oversubscription; "" for none.
+        shared_cores: What its ranks share if they are more than the CPU slots; None otherwise.
         shares: The part of each node, in rank order; empty in a single-machine pool.
     """
 
@@ -316,5 +328,5 @@ class Lease(Record, frozen=True, kw_only=True):
     uuids: tuple[str, ...] = ()
     cpu_slots: int = 0
     simulated: bool = False
-    note: str = ""
+    shared_cores: SharedCores | None = None
     shares: tuple[NodeShare, ...] = ()

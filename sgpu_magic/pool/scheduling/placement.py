@@ -31,9 +31,7 @@ from sgpu_magic.pool.scheduling.wait_reason import (
     SlotsRefused,
     TooFewDevices,
 )
-from sgpu_magic.wire.devices import CPU, Device, Inventory, Lease, NodeShare, memory_bytes
-
-_ASKED = "requested from the cluster, which has to add nodes for it"
+from sgpu_magic.wire.devices import CPU, Device, Inventory, Lease, NodeShare, SharedCores, memory_bytes
 
 
 class FreeCapacity:
@@ -134,18 +132,14 @@ class FreeCapacity:
         """
         if (parts := self._parts(want, without)) is None or not self._within_limit(want):
             return None
-        note, slots = "", self.stock.inventory.cpu_slots
-        if want.line == CPU_LINE and want.ranks > slots:
-            cores = self.stock.inventory.cores
-            note = f"{want.ranks} ranks share {cores} core{'s' if cores != 1 else ''} ({slots} slots)"
-        return self._lease(want, lease_id, parts, note)
+        return self._lease(want, lease_id, parts)
 
     def ask(self, want: ResourceRequest, lease_id: str) -> Lease | None:
         """Return a lease without devices, which asks the autoscaler for nodes; None if it can't provide them."""
         elastic = self.stock.elastic(want.line)
         if elastic <= self.stock.total(want.line, want.min_memory_bytes) or not self._within_limit(want):
             return None
-        return None if _elastic_key(want.line) in self.refused else self._lease(want, lease_id, [], _ASKED)
+        return None if _elastic_key(want.line) in self.refused else self._lease(want, lease_id, [])
 
     def fits(self, want: ResourceRequest) -> bool:
         """Whether the request would get a lease now if no other run were first."""
@@ -257,8 +251,10 @@ class FreeCapacity:
         asked = sum(ranks for line, ranks in self._asked.values() if line == want.line)
         return self._in_use[want.line] + asked + want.ranks <= max(elastic, self.stock.total(want.line))
 
-    def _lease(self, want: ResourceRequest, lease_id: str, parts: Parts, note: str) -> Lease:
+    def _lease(self, want: ResourceRequest, lease_id: str, parts: Parts) -> Lease:
         on_cpu = want.line == CPU_LINE
+        here = self.stock.inventory
+        is_crowded = on_cpu and bool(parts) and want.ranks > here.cpu_slots
         shares: list[NodeShare] = []
         for node, ranks in parts:
             at = self.stock.nodes[node]
@@ -271,7 +267,7 @@ class FreeCapacity:
             uuids=tuple(uuid for share in shares for uuid in share.uuids),
             cpu_slots=self.need(want) if on_cpu else 0,
             simulated=want.simulated,
-            note=note,
+            shared_cores=SharedCores(here.cores, here.cpu_slots) if is_crowded else None,
             shares=tuple(shares) if self.stock.many else (),
         )
 

@@ -306,7 +306,6 @@ def test_what_an_autoscaler_may_bring_is_asked_of_the_engine() -> None:
     for run in (A, B):
         lease = pool.leases[run]
         assert (lease.uuids, lease.shares) == ((), ())
-        assert lease.note == "requested from the cluster, which has to add nodes for it"
     assert pool.reason(A) == (
         "needs 20 H100, 16 are free of 16 there now, 32 at most, the largest node has 8 free of 8; the cluster was "
         "asked for more nodes"

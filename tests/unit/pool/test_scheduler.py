@@ -39,7 +39,7 @@ from sgpu_magic.pool.scheduling.stimuli import (
     TimePassed,
 )
 from sgpu_magic.wire.base import RunLimit, RunState, can_move, is_valid_id
-from sgpu_magic.wire.devices import Inventory, Lease
+from sgpu_magic.wire.devices import Inventory, Lease, SharedCores
 from sgpu_magic.wire.events import RemainingRank
 
 A, B, C, D = "aaaa0000", "bbbb0000", "cccc0000", "dddd0000"
@@ -52,12 +52,12 @@ def test_a_run_gets_devices_by_uuid_in_bus_order() -> None:
     devices = tuple(reversed(gpus(4)))
     lease = launched(submit(Scheduler(node(*devices)), spec(A, 3)))[A]
     assert lease.uuids == ("GPU-a10-0", "GPU-a10-1", "GPU-a10-2")
-    assert (lease.device_type, lease.ranks, lease.cpu_slots, lease.simulated, lease.note) == (
+    assert (lease.device_type, lease.ranks, lease.cpu_slots, lease.simulated, lease.shared_cores) == (
         "a10",
         3,
         0,
         False,
-        "",
+        None,
     )
     assert is_valid_id(lease.lease_id)
 
@@ -120,7 +120,7 @@ def test_any_takes_the_smallest_gpus_that_are_enough_and_free() -> None:
 
 def test_any_is_cpu_where_there_are_no_gpus_and_is_refused_where_they_are_too_few() -> None:
     lease = launched(submit(Scheduler(node()), spec(A, 4, "any")))[A]
-    assert (lease.device_type, lease.cpu_slots, lease.uuids, lease.note) == ("cpu", 4, (), "")
+    assert (lease.device_type, lease.cpu_slots, lease.uuids, lease.shared_cores) == ("cpu", 4, (), None)
     refused = refusal(submit(Scheduler(node(*gpus(2))), spec(A, 4, "any")))
     assert refused.error == "UsageError"
     assert "this pool has 2 A10, and the run asks for 4" in str(refused.reason)
@@ -210,10 +210,10 @@ def test_more_ranks_than_slots_take_them_all_and_the_lease_says_so() -> None:
     submit(scheduler, spec(A, 1, "cpu"))
     assert submit(scheduler, spec(B, 64, "cpu")) == [QueueMoved(B, 1, "needs 1 more CPU slot")]
     lease = launched(scheduler.handle(RanksReaped(A, RunState.FAILED), 1.0))[B]
-    assert (lease.ranks, lease.cpu_slots, lease.note) == (64, 16, "64 ranks share 2 cores (16 slots)")
+    assert (lease.ranks, lease.cpu_slots, lease.shared_cores) == (64, 16, SharedCores(2, 16))
     assert scheduler.cpu_slots_free == 0
     lease = launched(submit(Scheduler(node(slots=1, cores=1)), spec(A, 2, "cpu")))[A]
-    assert lease.note == "2 ranks share 1 core (1 slots)"
+    assert lease.shared_cores == SharedCores(1, 1)
 
 
 def test_more_ranks_than_cores_within_the_slots_need_no_note() -> None:

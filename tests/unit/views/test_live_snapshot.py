@@ -22,7 +22,7 @@ from sgpu_magic.wire import events as ev
 from sgpu_magic.wire import rank_events
 from sgpu_magic.wire.attachments import InlinePayload, PackedLayout, Payload
 from sgpu_magic.wire.base import FailureKind, RunKind, RunState
-from sgpu_magic.wire.devices import Lease
+from sgpu_magic.wire.devices import Lease, SharedCores
 from sgpu_magic.wire.events import as_warning
 from sgpu_magic.wire.rank_events import (
     Collective,
@@ -92,7 +92,7 @@ def queued(directory: Path) -> LiveRun:
 
 
 def starting(directory: Path) -> LiveRun:
-    lease = Lease(lease_id="l", device_type="h100", ranks=4, simulated=True, note="4 ranks share 2 cores")
+    lease = Lease(lease_id="l", device_type="h100", ranks=4, simulated=True, shared_cores=SharedCores(2, 2))
     return LiveRun(directory).tell(
         ev.StateChanged(state=RunState.PREPARING, reason="building the environment: 3 of 12 packages"),
         ev.Placed(lease=lease, host="gpu-node-2"),
