@@ -28,8 +28,8 @@ _KEPT_BYTES = 64 << 20
 _SMALL_BYTES = 512
 
 
-FileAnswer = tuple[str, Sequence[bytes]]
-"""Why a `NodeFileRequest` failed, "" for success, and the raw frames of the answer."""
+FileAnswer = tuple[str | None, Sequence[bytes]]
+"""Why a `NodeFileRequest` failed, None for success, and the raw frames of the answer."""
 
 
 class Send(Protocol):

@@ -124,7 +124,7 @@ class RunRegistry:
         self.report_failed(
             launch.run_id,
             f"the agent on {socket.gethostname()} can't read the pool's order to start this run, so it started none "
-            f"of its ranks: {launch.problem[:_FAULT_CHARS]}. The pool and the agent may have been started from "
+            f"of its ranks: {(launch.problem or '')[:_FAULT_CHARS]}. The pool and the agent may have been started from "
             "different installations of sgpu-magic: restart the pool, which starts new agents (`sgpu pool stop`; a "
             "served pool's operator restarts it), and submit the run again. If that fails too, please report it.",
         )

@@ -292,8 +292,8 @@ class Agent:
             request = message.request
             session.ask(request, message.question, lambda answer: self._send(Answered(request=request, answer=answer)))
 
-    def _reply(self, message: Question | RestartSessionRanks | OpenStream, problem: str) -> None:
-        """Answer a request with why it failed, "" for success."""
+    def _reply(self, message: Question | RestartSessionRanks | OpenStream, problem: str | None) -> None:
+        """Answer a request with why it failed, None for success."""
         match message:
             case Question(request=request):
                 self._send(Answered(request=request, answer=RankAnswer(problem=problem)))

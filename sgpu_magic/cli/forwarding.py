@@ -55,14 +55,14 @@ class Forwarder:
         link.on_stream = lambda message, frames: self._from_link(self._on_message, message, frames)
         link.on_gap = lambda: self._from_link(self._gap)
 
-    async def begin(self, local: int | None) -> tuple[str, int, str]:
+    async def begin(self, local: int | None) -> tuple[str, int, str | None]:
         """Find the run and start listening.
 
         Args:
             local: Local port; None for the remote port's number, 0 for any free port.
 
         Returns:
-            The run's id, the local port, and why connections can't be made yet ("" if they can).
+            The run's id, the local port, and why connections can't be made yet (None if they can).
 
         Raises:
             RunUnknown: This user has no such active run, or it has no such rank.
@@ -71,7 +71,7 @@ class Forwarder:
         """
         answer = await self._opened(self._order)
         if isinstance(answer, StreamClosed):
-            raise RunUnknown(answer.problem if answer.problem.endswith(".") else f"{answer.problem}.")
+            raise RunUnknown(_as_sentence(answer))
         wanted = self._order.port if local is None else local
         try:
             self._server = await asyncio.start_server(self._connected, _LOOPBACK, wanted)
@@ -116,7 +116,7 @@ class Forwarder:
         except PoolError as error:
             answer = StreamClosed(stream=number, problem=error.message.rstrip("."))
         if isinstance(answer, StreamClosed):
-            self._say(f"a connection was refused: {answer.problem.rstrip('.')}.")
+            self._say(f"a connection was refused: {_as_sentence(answer)}")
             with contextlib.suppress(RuntimeError):
                 writer.transport.abort()
             return
@@ -137,7 +137,7 @@ class Forwarder:
         finally:
             self._opening.pop(order.stream, None)
 
-    def _on_closed(self, number: int, problem: str) -> None:
+    def _on_closed(self, number: int, problem: str | None) -> None:
         self._streams.pop(number, None)
         if problem and not self._over.done():
             self._say(f"a connection was ended: {problem.rstrip('.')}.")
@@ -195,6 +195,10 @@ async def _forward(link: PoolLink, run: str, rank: int, local: int | None, remot
         return 1 if ended is not None and link.lost.is_set() else 0
     finally:
         await forwarder.close()
+
+
+def _as_sentence(closed: StreamClosed) -> str:
+    return f"{(closed.problem or 'the connection was closed').rstrip('.')}."
 
 
 def _read_ports(text: str) -> tuple[int | None, int]:

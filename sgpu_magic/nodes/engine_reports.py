@@ -241,7 +241,7 @@ class JointStacks:
         return tuple(sorted(asked.stacks, key=lambda stack: stack.rank))
 
 
-def inventory_with(host: str, nodes: Sequence[Node], devices: Iterable[Device], problem: str) -> Inventory:
+def inventory_with(host: str, nodes: Sequence[Node], devices: Iterable[Device], problem: str | None) -> Inventory:
     """Return the total inventory of the nodes: their devices, and the sums of CPU slots and cores."""
     return Inventory(
         host=host,
@@ -281,4 +281,4 @@ def merged_inventory(host: str, inventories: Mapping[str, Inventory], addresses:
         for device in inventory.devices
     )
     problems = [f"{inventory.host}: {inventory.problem}" for inventory in inventories.values() if inventory.problem]
-    return inventory_with(host, nodes, devices, "; ".join(problems))
+    return inventory_with(host, nodes, devices, "; ".join(problems) or None)

@@ -17,4 +17,4 @@ class Obstacle(NamedTuple):
     """
 
     holder: str = ""
-    problem: str = ""
+    problem: str | None = None

@@ -115,7 +115,7 @@ class RankRequests:
             cell = run.spec.cell if run is not None else CellSource(body="")
             self._server.send(client, Stacks(request=message.request, run_id=run_id, stacks=stacks, cell=cell))
 
-    def restarted(self, request: int, session: str, problem: str) -> None:
+    def restarted(self, request: int, session: str, problem: str | None) -> None:
         self._feed(sched.SessionResumed(session))
         if (asked := self._asked.pop(request, None)) is None or not isinstance(asked[1], RestartRanks):
             return

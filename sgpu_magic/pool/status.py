@@ -103,7 +103,7 @@ class StatusReports:
             cpu_slots_free=scheduler.cpu_slots_free,
             runs=self._rows.of(rows, waiting, ends, began),
             clients=len(self._server.clients),
-            problem="; ".join(text for text in (self._health.problem, self._ledger.problem, nodes) if text),
+            problem="; ".join(text for text in (self._health.problem, self._ledger.problem, nodes) if text) or None,
             idle_ends_at=self._idleness.ends_at,
             budget=budget_state(scheduler.budget, scheduler.runs, self._settings.currency, time.monotonic()),
             version=str(next(self._versions)),

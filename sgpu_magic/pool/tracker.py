@@ -67,7 +67,7 @@ class _Entry(msgspec.Struct):
     sent: bool = False
     asked: bool = False
     known: TrackedRun | None = None
-    problem: str = ""
+    problem: str | None = None
     done: bool = False
     maybe: PoolRun | None = None
     begun: float | None = None
@@ -280,10 +280,10 @@ class Tracker:
         run = self._active.get(message.run_id)
         match message:
             case TrackingStarted(tracked=tracked) if entry.known is None:
-                entry.known, entry.problem = tracked, ""
+                entry.known, entry.problem = tracked, None
                 self._pending_report.pop(_key(entry.order.tracking), None)
                 if run is not None:
-                    self._engine.order(TrackingKnown(run_id=message.run_id, tracked=tracked, problem=""))
+                    self._engine.order(TrackingKnown(run_id=message.run_id, tracked=tracked))
                     if not run.ended:
                         self._active.publish(run, Tracked(tracked=tracked), time.time())
             case TrackingTroubled(text=text) if not entry.problem:

@@ -26,14 +26,14 @@ class ByteStream:
         reader: The socket's reader.
         writer: The socket's writer; the stream owns it.
         send: Sends a message to the other end.
-        on_over: Called once when this end is finished, with the problem as a sentence, "" if there was none.
+        on_over: Called once when this end is finished, with the problem as a sentence, None if there was none.
     """
 
     number: int
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     send: Send
-    on_over: Callable[[str], None]
+    on_over: Callable[[str | None], None]
 
     def __post_init__(self) -> None:
         self._sent = self._taken_there = 0
@@ -71,7 +71,7 @@ class ByteStream:
             case StreamClosed(problem=problem):
                 self._finish(problem)
 
-    def close(self, problem: str = "") -> None:
+    def close(self, problem: str | None = None) -> None:
         """Close both directions now and notify the other end."""
         if not self._over:
             self.send(StreamClosed(stream=self.number, problem=problem), ())
@@ -110,14 +110,14 @@ class ByteStream:
         match task.exception():
             case None:
                 if all(each.done() for each in self._tasks):
-                    self._finish("")
+                    self._finish(None)
             case OSError():
                 self.close()
             case error:
                 self.close("an internal error of sgpu-magic in the connection")
                 raise error
 
-    def _finish(self, problem: str) -> None:
+    def _finish(self, problem: str | None) -> None:
         if self._over:
             return
         self._over = True

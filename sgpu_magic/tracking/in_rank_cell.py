@@ -265,9 +265,10 @@ class CellHere:
             # a forked child has no thread that could receive the answer
             return None
         if self._answer.tracked is None:
+            problem = self._answer.problem or "the run is not tracked"
             self.remark(
                 "no-store",
-                f"MLflow: {self._answer.problem.rstrip('.')}. The run continues; its metrics, parameters and tags are "
+                f"MLflow: {problem.rstrip('.')}. The run continues; its metrics, parameters and tags are "
                 f"kept for `sgpu sync`, artifacts in {self.kept_artifacts}. Models, child runs and calls that "
                 "read from MLflow are not available.",
             )

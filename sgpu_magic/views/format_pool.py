@@ -178,7 +178,7 @@ def format_type(status: PoolStatus) -> list[str]:
         lines.append(text + largest + _up_to(most.pop(kind, 0), total[kind]))
     most = {kind: count for kind, count in most.items() if count and kind != "cpu"}
     lines += [f"{kind}: none available now{_up_to(count, 0)}" for kind, count in most.items()]
-    coming = status.inventory.coming.strip()
+    coming = (status.inventory.coming or "").strip()
     return [*lines, coming] if coming else lines
 
 

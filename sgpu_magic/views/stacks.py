@@ -60,7 +60,7 @@ class StackGroup(msgspec.Struct, frozen=True):
         location: Such as `Cell In[7], line 15`; "" when unknown.
         source: The notebook's source line there.
         whole: The first rank's stack as a traceback, the most recent call last, or why there is none.
-        problem: Why there is no stack.
+        problem: Why there is no stack; None if there is one.
     """
 
     ranks: tuple[int, ...]
@@ -68,7 +68,7 @@ class StackGroup(msgspec.Struct, frozen=True):
     location: str
     source: str
     whole: Sequence[str]
-    problem: str = ""
+    problem: str | None = None
 
     @property
     def doing(self) -> str:
@@ -130,7 +130,9 @@ def group_stacks(stacks: Iterable[RankStack], cell: CellSource) -> list[StackGro
     for members in found.values():
         (first, activity), ranks = members[0], tuple(stack.rank for stack, _ in members)
         frame = activity.frame
-        location, source = (first.problem, "") if frame is None else (sources.location(frame), sources.source(frame))
+        location, source = (
+            (first.problem or "", "") if frame is None else (sources.location(frame), sources.source(frame))
+        )
         whole = stack_lines(first.frames, cell) or [first.problem or "no Python stack"]
         groups.append(StackGroup(ranks, activity, location, source, whole, first.problem))
     return sorted(groups, key=lambda group: (-len(group.ranks), group.ranks))

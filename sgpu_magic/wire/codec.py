@@ -117,7 +117,7 @@ class UnreadableLaunch(msgspec.Struct, frozen=True, tag="launch"):
     spec: _SpecOutline
     number: int = 0
     locks: int = 0
-    problem: str = ""
+    problem: str | None = None
 
     @property
     def run_id(self) -> str:

@@ -175,8 +175,8 @@ class Device(Record, frozen=True, kw_only=True):
         simulated: The device is simulated by CPU processes.
         used_bytes: Memory in use; None if the driver does not report it.
         utilization_pct: 0 to 100; None if the driver does not report it.
-        outside_use: Why it counts as in use outside the pool; "" if it does not.
-        unavailable: Why no run can have it, even one that takes devices in use, with the remedy; "" if one can.
+        outside_use: Why it counts as in use outside the pool; None if it does not.
+        unavailable: Why no run can have it, even one that takes devices in use, with the remedy; None if one can.
         node: Id of its node; "" in a single-machine pool.
         distances: How far it is from each device of its node, by their index: 0 over NVLink, else NVML's level of their
             common ancestor, from 10 (the same PCIe switch) to 50 (other sockets). Empty if unknown.
@@ -190,10 +190,10 @@ class Device(Record, frozen=True, kw_only=True):
     simulated: bool = False
     used_bytes: int | None = None
     utilization_pct: float | None = None
-    outside_use: str = ""
+    outside_use: str | None = None
     node: str = ""
     distances: tuple[int, ...] = ()
-    unavailable: str = ""
+    unavailable: str | None = None
 
 
 def is_slice(uuid: str) -> bool:
@@ -241,8 +241,8 @@ class Inventory(Record, frozen=True, kw_only=True):
         nodes: The machines of a multi-node pool; empty in a single-machine pool, where everything is on `host`.
         elastic: (type, number) of the most devices that an autoscaler can provide, including existing ones; `cpu` for
             slots.
-        coming: A sentence about what an autoscaler is starting; "" for nothing.
-        problem: Why NVML could not be read; "" if it could, or if there is no driver.
+        coming: A sentence about what an autoscaler is starting; None for nothing.
+        problem: Why NVML could not be read; None if it could, or if there is no driver.
         driver: Version of the NVIDIA driver; "" without one.
     """
 
@@ -250,11 +250,11 @@ class Inventory(Record, frozen=True, kw_only=True):
     devices: tuple[Device, ...] = ()
     cpu_slots: int = 16
     cores: int = 1
-    problem: str = ""
+    problem: str | None = None
     driver: str = ""
     nodes: tuple[Node, ...] = ()
     elastic: tuple[tuple[str, int], ...] = ()
-    coming: str = ""
+    coming: str | None = None
 
 
 class Placement(Record, frozen=True, kw_only=True):

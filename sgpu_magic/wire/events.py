@@ -133,13 +133,13 @@ class GroupRenewed(Record, frozen=True, tag="group-renewed", kw_only=True):
 
     Args:
         reason: Why, such as `rank 1 failed while others were in a collective`.
-        lost: A sentence about what torch could not preserve; "" if every group, DDP and FSDP model still works.
-        problem: Why they could not be reconnected; "" if they were.
+        lost: A sentence about what torch could not preserve; None if every group, DDP and FSDP model still works.
+        problem: Why they could not be reconnected; None if they were.
     """
 
     reason: str
-    lost: str = ""
-    problem: str = ""
+    lost: str | None = None
+    problem: str | None = None
 
 
 class RanksRestarted(Record, frozen=True, tag="ranks-restarted", kw_only=True):
@@ -153,7 +153,7 @@ class RanksRestarted(Record, frozen=True, tag="ranks-restarted", kw_only=True):
 
     ranks: tuple[int, ...]
     pids: tuple[int, ...]
-    lost: str = ""
+    lost: str | None = None
 
 
 class EnvironmentMoved(Record, frozen=True, tag="environment", kw_only=True):

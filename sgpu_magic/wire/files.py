@@ -279,13 +279,13 @@ NodeFileRequest = FetchBlob | FetchRunFile | StoreRunFile
 class BlobFetched(Numbered, frozen=True, tag="blob-fetched", kw_only=True):
     """The requested part is the raw frame. `problem` says why there is none."""
 
-    problem: str = ""
+    problem: str | None = None
 
 
 class RunFileStored(Numbered, frozen=True, tag="run-file-stored", kw_only=True):
     """The part was written. `problem` says why it was not."""
 
-    problem: str = ""
+    problem: str | None = None
 
 
 NodeFileReply = BlobFetched | RunFileStored

@@ -91,7 +91,7 @@ class TrackingKnown(OfRun, frozen=True, tag="tracking-known", kw_only=True):
     """The run's MLflow run. None if there is none; `problem` says why."""
 
     tracked: TrackedRun | None = None
-    problem: str = ""
+    problem: str | None = None
 
 
 class MasterKnown(OfRun, frozen=True, tag="master-known", kw_only=True):
@@ -263,10 +263,10 @@ class StacksTaken(Numbered, frozen=True, tag="stacks-taken", kw_only=True):
 
 
 class SessionRanksRestarted(Numbered, frozen=True, tag="session-ranks-restarted", kw_only=True):
-    """The new ranks have joined. `problem` says why they have not; "" if they have."""
+    """The new ranks have joined. `problem` says why they have not; None if they have."""
 
     session: str
-    problem: str = ""
+    problem: str | None = None
 
 
 class Answered(Numbered, frozen=True, tag="answered", kw_only=True):

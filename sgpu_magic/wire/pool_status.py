@@ -228,7 +228,7 @@ class PoolStatus(Numbered, frozen=True, tag="status", kw_only=True):
     """What `%sgpu_status` and `sgpu pool status` show.
 
     Args:
-        problem: Why no new run is started, and the ledger's problem; "" without one.
+        problem: Why no new run is started, and the ledger's problem; None without one.
         idle_ends_at: Wall-clock time at which the idle pool releases its processes; None while it is in use.
         budget: The pool's budget; None without one.
         version: Identifies it among the statuses of a link.
@@ -243,7 +243,7 @@ class PoolStatus(Numbered, frozen=True, tag="status", kw_only=True):
     cpu_slots_free: int
     runs: tuple[RunSummary, ...]
     clients: int
-    problem: str = ""
+    problem: str | None = None
     idle_ends_at: float | None = None
     budget: BudgetState | None = None
     version: str = ""

@@ -125,7 +125,7 @@ class TrackingAnswered(OfRun, frozen=True, tag="tracking-answered", kw_only=True
     """
 
     tracked: TrackedRun | None = None
-    problem: str = ""
+    problem: str | None = None
 
 
 class CommsFromFrontEnd(Record, frozen=True, tag="comms-heard", kw_only=True):
@@ -157,12 +157,12 @@ class Renewed(Record, frozen=True, tag="renewed", kw_only=True):
     """The rank's process groups are reconnected.
 
     Args:
-        problem: Why they are not; "" if they are.
-        lost: A sentence about what could not be preserved; "" if nothing was lost.
+        problem: Why they are not; None if they are.
+        lost: A sentence about what could not be preserved; None if nothing was lost.
     """
 
-    problem: str = ""
-    lost: str = ""
+    problem: str | None = None
+    lost: str | None = None
 
 
 class Raised(Record, frozen=True, tag="raised", kw_only=True):

@@ -68,14 +68,14 @@ class RankStack(Record, frozen=True, kw_only=True):
         rank: The rank.
         frames: Python stack of its main thread, innermost frame first; empty if unavailable.
         collective: Its entry in the flight recorder; None without one.
-        problem: Why the stack is missing; "" if it is not.
+        problem: Why the stack is missing; None if it is not.
         taken_at: Wall-clock time at which it was taken.
     """
 
     rank: int
     frames: tuple[StackFrame, ...] = ()
     collective: Collective | None = None
-    problem: str = ""
+    problem: str | None = None
     taken_at: float = 0.0
 
 
@@ -209,7 +209,7 @@ class RankSample(Record, frozen=True, kw_only=True, array_like=True):
         temperature_c: Temperature in degrees Celsius.
         cpu_cores: Number of cores that the rank's processes kept busy, such as 2.5.
         rss_bytes: Resident memory of the rank's processes. Pages that they share with each other count once.
-        problem: Why the device can no longer be read; "" if it can.
+        problem: Why the device can no longer be read; None if it can.
         cores: The rank's share of its node's cores. Only in its first sample.
         line: Where a rank that has printed nothing is in its cell: `line 3: import torch`; "" when that is unknown.
     """
@@ -226,7 +226,7 @@ class RankSample(Record, frozen=True, kw_only=True, array_like=True):
     temperature_c: float | None = None
     cpu_cores: float | None = None
     rss_bytes: int | None = None
-    problem: str = ""
+    problem: str | None = None
     cores: int | None = None
     line: str = ""
 

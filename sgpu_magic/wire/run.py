@@ -267,7 +267,7 @@ class RankResult(Record, frozen=True, kw_only=True):
         rank: The rank.
         payload: Its packed `{"names": {...}, "value": ...}`; None if it returned nothing.
         value_repr: The last expression's text as IPython shows it; "" without one.
-        value_problem: Why the last expression's value could not be sent; "" if it was.
+        value_problem: Why the last expression's value could not be sent; None if it was.
         seconds: The cell's duration on the rank.
         lines: Number of lines that the rank printed.
         output_bytes: Number of bytes that it printed.
@@ -276,7 +276,7 @@ class RankResult(Record, frozen=True, kw_only=True):
     rank: int
     payload: Payload | None = None
     value_repr: str = ""
-    value_problem: str = ""
+    value_problem: str | None = None
     seconds: float = 0.0
     lines: int = 0
     output_bytes: int = 0
@@ -315,7 +315,7 @@ class RankAnswer(Record, frozen=True, kw_only=True):
     """A rank's answer to `RankQuestion`.
 
     Args:
-        problem: Why there is no answer, such as that the rank is busy; "" if there is one.
+        problem: Why there is no answer, such as that the rank is busy; None if there is one.
         matches: For `complete`: the completions.
         start: Start in `code` of the text that the matches replace, in characters.
         end: End of that text.
@@ -323,7 +323,7 @@ class RankAnswer(Record, frozen=True, kw_only=True):
         names: For `names`: names in its namespace that were not there when the rank started.
     """
 
-    problem: str = ""
+    problem: str | None = None
     matches: tuple[Match, ...] = ()
     start: int = 0
     end: int = 0

@@ -32,11 +32,11 @@ class StreamOpened(OfStream, frozen=True, tag="stream-opened", kw_only=True):
 
     Args:
         run_id: The run's id.
-        problem: For a watched port: why it does not accept connections yet; "" if it does.
+        problem: For a watched port: why it does not accept connections yet; None if it does.
     """
 
     run_id: str
-    problem: str = ""
+    problem: str | None = None
 
 
 class StreamData(OfStream, frozen=True, tag="stream-data", kw_only=True):
@@ -58,6 +58,6 @@ class StreamEnded(OfStream, frozen=True, tag="stream-ended", kw_only=True):
 
 
 class StreamClosed(OfStream, frozen=True, tag="stream-closed", kw_only=True):
-    """Both directions are closed. `problem` says why; "" if the connected programs closed them."""
+    """Both directions are closed. `problem` says why; None if the connected programs closed them."""
 
-    problem: str = ""
+    problem: str | None = None

@@ -147,7 +147,7 @@ def test_time_out_tells_where_every_rank_is(kernel: Kernel):
     stacks = stacks_at_the_end(kernel.home)
     assert [stack.rank for stack in stacks] == [0, 1, 2, 3]
     for stack in stacks:
-        assert stack.problem == ""
+        assert stack.problem is None
         assert stack.frames[-1].file.startswith("<ipython-input-")
         assert not [frame for frame in stack.frames if "IPython" in frame.file or "sgpu_magic" in frame.file]
         assert stack.collective is not None

@@ -64,7 +64,7 @@ def test_the_driver_tells_what_a_gpu_does(gpus: tuple[Device, ...]):
     assert found.keys() == set(uuids)
     for device in gpus:
         reading = found[device.uuid]
-        assert reading.problem == ""
+        assert reading.problem is None
         assert reading.total_bytes == device.memory_bytes
         assert reading.used_bytes is not None
         if not device.uuid.startswith("MIG-"):
@@ -159,5 +159,5 @@ def test_a_rank_that_uses_no_gpu_memory_shows_the_whole_device(kernel: Kernel, g
     sample = run.sample()
     assert sample.kind == ("mig" if sample.uuid.startswith("MIG-") else "gpu")
     assert (sample.total_bytes or 0) > GB
-    assert sample.problem == ""
+    assert sample.problem is None
     ended(run, go)

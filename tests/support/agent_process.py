@@ -161,8 +161,8 @@ class AgentProcess:
     def kill_ranks(self, run_id: str) -> None:
         self._link.send(KillRanks(run_id=run_id))
 
-    def restart(self, session: str, ranks: tuple[int, ...]) -> str:
-        """Replace ranks; return the problem, "" for none."""
+    def restart(self, session: str, ranks: tuple[int, ...]) -> str | None:
+        """Replace ranks; return the problem, None for none."""
         self._link.send(RestartSessionRanks(request=1, session=session, ranks=ranks))
         return self._until(lambda: self._take(SessionRanksRestarted), "ranks that are restarted").problem
 

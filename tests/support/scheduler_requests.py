@@ -106,7 +106,7 @@ def gpus(count: int, kind: str = "a10", *, simulated: bool = False, outside: Seq
     )
 
 
-def node(*devices: Device, slots: int = 16, cores: int = 2, problem: str = "") -> Inventory:
+def node(*devices: Device, slots: int = 16, cores: int = 2, problem: str | None = None) -> Inventory:
     return Inventory(host="here", devices=devices, cpu_slots=slots, cores=cores, problem=problem)
 
 

@@ -279,7 +279,7 @@ class RunPorts:
         )
 
 
-def address_of(ranks: Collection[int], port: int) -> tuple[str, str]:
+def address_of(ranks: Collection[int], port: int) -> tuple[str, str | None]:
     """Find the address at which a process of the run listens on a port.
 
     Ports of other processes on this machine are not available to the run's user.
@@ -289,7 +289,7 @@ def address_of(ranks: Collection[int], port: int) -> tuple[str, str]:
         port: The TCP port.
 
     Returns:
-        The address to connect to, and why there is none; one of them is "".
+        The address to connect to and None, or "" and why there is none.
     """
     listening = {
         each.pid: str(each.laddr.ip)
@@ -301,5 +301,5 @@ def address_of(ranks: Collection[int], port: int) -> tuple[str, str]:
     for pid in processes_of(ranks):
         if pid in listening:
             address = listening[pid]
-            return _ANY.get(address, address).removeprefix("::ffff:"), ""
+            return _ANY.get(address, address).removeprefix("::ffff:"), None
     return "", f"no process of the run listens on port {port} there"

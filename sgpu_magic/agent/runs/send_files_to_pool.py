@@ -76,7 +76,7 @@ class _FarRun(msgspec.Struct, eq=False):
     directory: Path
     source: str = msgspec.field(default_factory=lambda: secrets.token_hex(8))
     sent_bytes: dict[str, int] = msgspec.field(default_factory=dict[str, int])
-    results: list[asyncio.Task[str]] = msgspec.field(default_factory=list[asyncio.Task[str]])
+    results: list[asyncio.Task[str | None]] = msgspec.field(default_factory=list[asyncio.Task[str | None]])
     # `RunEnded` and later events, while `RunEnded` waits for files
     held: deque[Callable[[], None]] | None = None
     logs: asyncio.Task[None] | None = None
@@ -194,7 +194,7 @@ class FilesToPool:
                 if problem:
                     run.left[name] = problem
 
-    async def _send_log(self, run: _FarRun, name: str) -> str:
+    async def _send_log(self, run: _FarRun, name: str) -> str | None:
         descriptor = open_below(run.directory, name)
         try:
             begin, end = run.sent_bytes.get(name, 0), os.fstat(descriptor).st_size
@@ -294,7 +294,8 @@ class FilesToPool:
             and not _is_as_fetched(file, unchanged.get(file.name))
         ]
 
-    async def _send_file(self, run: _FarRun, file: RunFile) -> str:
+    async def _send_file(self, run: _FarRun, file: RunFile) -> str | None:
+        """Send a file; return why it did not arrive, None for success."""
         if file.size > self._most_bytes:
             return f"its size is {file.size / 1e9:,.1f} GB, more than the setting run_files_bytes allows"
         staged = run.part_of(_name_at_pool(run.launch, file.name))
@@ -303,7 +304,7 @@ class FilesToPool:
             target = _target_at_pool(run.launch, file)
             return (await self._requests.ask(msgspec.structs.replace(staged, action=action, target=target), (b"",)))[0]
         part = msgspec.structs.replace(staged, action=Store.STAGED, executable=file.executable)
-        problem = ""
+        problem: str | None = None
         for _ in range(_TRIES):
             try:
                 descriptor = open_below(run.directory, file.name)
@@ -312,16 +313,16 @@ class FilesToPool:
                 unchanged = _version(os.lstat(run.directory / file.name)) == _version(before)
             except OSError as error:
                 problem, unchanged = error.strerror or str(error), True
-            if unchanged and not problem:
-                return ""
+            if unchanged and problem is None:
+                return None
             # a partial file must not replace an earlier complete one
             await self._requests.ask(msgspec.structs.replace(staged, action=Store.DROP), (b"",))
             if unchanged:
                 return problem
         return problem or "it changed while it was being sent"
 
-    async def _send_whole(self, part: StoreRunFile, descriptor: int) -> str:
-        """Send a file and close its descriptor; return why the pool refused it, "" for success."""
+    async def _send_whole(self, part: StoreRunFile, descriptor: int) -> str | None:
+        """Send a file and close its descriptor; return why the pool refused it, None for success."""
         try:
             size = os.fstat(descriptor).st_size
             part = msgspec.structs.replace(part, size=size)
@@ -330,8 +331,8 @@ class FilesToPool:
         finally:
             os.close(descriptor)
 
-    async def _send_part(self, part: StoreRunFile, descriptor: int, begin: int, end: int) -> str:
-        """Send bytes of a file and return why the pool refused them, "" for success."""
+    async def _send_part(self, part: StoreRunFile, descriptor: int, begin: int, end: int) -> str | None:
+        """Send bytes of a file and return why the pool refused them, None for success."""
         waiting: deque[asyncio.Future[FileAnswer]] = deque()
         for at in range(begin, end, CHUNK_BYTES):
             data = os.pread(descriptor, min(CHUNK_BYTES, end - at), at)
@@ -342,7 +343,7 @@ class FilesToPool:
             while waiting and waiting[0].done():
                 if problem := waiting.popleft().result()[0]:
                     return problem
-        return next((problem for problem, _ in await asyncio.gather(*waiting) if problem), "")
+        return next((problem for problem, _ in await asyncio.gather(*waiting) if problem), None)
 
 
 def _version(status: os.stat_result) -> tuple[int, int, int]:

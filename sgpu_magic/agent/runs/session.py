@@ -153,12 +153,12 @@ class NodeSession(NodeRun):
         else:
             self._repair.renew(reason, done)
 
-    def restart(self, ranks: Sequence[int], done: Callable[[str], None]) -> None:
+    def restart(self, ranks: Sequence[int], done: Callable[[str | None], None]) -> None:
         """Replace ranks by new processes.
 
         Args:
             ranks: The ranks to replace; empty for all.
-            done: Called with why the replacement failed, "" when the new ranks have joined.
+            done: Called with why the replacement failed, None when the new ranks have joined.
         """
         if not self.connected:
             done("the session is not connected")

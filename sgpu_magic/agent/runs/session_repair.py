@@ -22,8 +22,8 @@ from sgpu_magic.wire.rank import Renew, Renewed
 
 # gloo's own limit on the ranks is shorter
 _PATIENCE_S = 60.0
-# receives why it failed, "" for success, and what was lost
-_Regrouped = Callable[[str, str], None]
+# receives why it failed and what was lost; None for neither
+_Regrouped = Callable[[str | None, str | None], None]
 
 
 @dataclass(eq=False, repr=False)
@@ -50,11 +50,12 @@ class SessionRepair:
         # the current renewal: its callback, ranks that have yet to answer, and their answers
         self._regrouped: _Regrouped | None = None
         self._waiting: set[int] = set()
-        self._problem = self._lost = ""
+        self._problem: str | None = None
+        self._lost: str | None = None
         self._timer: asyncio.TimerHandle | None = None
         # the current replacement: the killed ranks and its callback
         self._replacing: tuple[int, ...] = ()
-        self._done: Callable[[str], None] | None = None
+        self._done: Callable[[str | None], None] | None = None
 
     @property
     def busy(self) -> bool:
@@ -68,19 +69,19 @@ class SessionRepair:
     def renew(self, reason: str, done: Callable[[GroupRenewed], None]) -> None:
         """Renew the process groups, report the result and call `done` with it. Every rank must be alive and idle."""
 
-        def renewed(problem: str, lost: str) -> None:
+        def renewed(problem: str | None, lost: str | None) -> None:
             group_renewed = GroupRenewed(reason=reason, lost=lost, problem=problem)
             self.say(group_renewed)
             done(group_renewed)
 
         self._regroup((), renewed)
 
-    def replace(self, ranks: Sequence[int], done: Callable[[str], None]) -> None:
+    def replace(self, ranks: Sequence[int], done: Callable[[str | None], None]) -> None:
         """Kill these ranks. Call `go_on` when one has died, and when no cell uses them any more.
 
         Args:
             ranks: The ranks to replace.
-            done: Called with why the replacement failed, "" when the new ranks have joined.
+            done: Called with why the replacement failed, None when the new ranks have joined.
         """
         self._replacing, self._done = tuple(ranks), done
         for rank in ranks:
@@ -100,7 +101,7 @@ class SessionRepair:
         if self._regrouped is not None:
             self._end_regrouping(problem)
         elif self._replacing:
-            self._end_replacement(problem, "")
+            self._end_replacement(problem, None)
 
     # ------------------------------------------------------------ from the ranks
 
@@ -130,7 +131,7 @@ class SessionRepair:
             regrouped: Called once with the result.
         """
         self._regrouped = regrouped
-        self._problem = self._lost = ""
+        self._problem = self._lost = None
         self._waiting = {process.rank for process in self.group.ranks}
         self._timer = asyncio.get_running_loop().call_later(
             _PATIENCE_S, self._end_regrouping, f"it took longer than {_PATIENCE_S:.0f} s"
@@ -149,13 +150,13 @@ class SessionRepair:
         except OSError as error:
             self._end_regrouping(str(error))
 
-    def _end_regrouping(self, problem: str) -> None:
+    def _end_regrouping(self, problem: str | None) -> None:
         regrouped, self._regrouped = self._regrouped, None
         if regrouped is not None and self._timer is not None:
             self._timer.cancel()
             regrouped(problem, self._lost)
 
-    def _end_replacement(self, problem: str, lost: str) -> None:
+    def _end_replacement(self, problem: str | None, lost: str | None) -> None:
         ranks, self._replacing = self._replacing, ()
         done, self._done = self._done, None
         if done is None:
@@ -163,7 +164,7 @@ class SessionRepair:
         for rank in ranks:
             if not self.group.rank(rank).alive:
                 self.events.died(rank)
-        if not problem:
+        if problem is None:
             pids = tuple(self.group.rank(rank).pid or 0 for rank in ranks)
             self.say(RanksRestarted(ranks=ranks, pids=pids, lost=lost))
             self.events.replaced(ranks)

@@ -28,7 +28,7 @@ class TrackingRequests:
     def on_request(self, rank: int) -> None:
         """Answer a rank, at once or when the target is known."""
         if self._target is not None:
-            self._answer(rank, "")
+            self._answer(rank, None)
             return
         self._waiting.append(rank)
         if len(self._waiting) == 1:
@@ -49,5 +49,5 @@ class TrackingRequests:
     def _ask(self) -> None:
         self._reports.ask(TrackingAsked(run_id=self._run_id))
 
-    def _answer(self, rank: int, problem: str) -> None:
+    def _answer(self, rank: int, problem: str | None) -> None:
         self._group.order(rank, TrackingAnswered(run_id=self._run_id, tracked=self._target, problem=problem))

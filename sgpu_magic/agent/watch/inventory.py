@@ -76,7 +76,7 @@ def take_inventory(*, simulate: str, cpu_slots: int, own_pids: Collection[int] =
         ValueError: `simulate` can't be parsed; `load_settings` refuses such a setting.
     """
     if simulate.strip():
-        devices, problem = _simulated_devices(simulate), ""
+        devices, problem = _simulated_devices(simulate), None
     else:
         devices, problem = _real_devices(frozenset(own_pids))
     return Inventory(
@@ -144,7 +144,7 @@ def _simulated_devices(simulate: str) -> tuple[Device, ...]:
 # ---------------------------------------------------------------- real
 
 
-def _real_devices(own_pids: frozenset[int]) -> tuple[tuple[Device, ...], str]:
+def _real_devices(own_pids: frozenset[int]) -> tuple[tuple[Device, ...], str | None]:
     failed = nvml_error()
     try:
         nvml = open_nvml()
@@ -158,13 +158,13 @@ def _real_devices(own_pids: frozenset[int]) -> tuple[tuple[Device, ...], str]:
         close_nvml(nvml)
 
 
-def _open_problem(code: int) -> str:
-    """Return why NVML can't be opened, "" on machines without GPUs."""
+def _open_problem(code: int) -> str | None:
+    """Return why NVML can't be opened, None on machines without GPUs."""
     if code == Code.LIBRARY_NOT_FOUND:
-        return ""
+        return None
     # container images often contain the library on machines without a GPU
     if code == Code.DRIVER_NOT_LOADED and not _has_nvidia_hardware():
-        return ""
+        return None
     return _problem_text("the GPUs can't be listed", code)
 
 
@@ -210,7 +210,7 @@ class _Reader:
         self._handles: dict[str, object] = {}
         self._problems: dict[str, None] = {}  # a set that keeps its order
 
-    def read(self) -> tuple[tuple[Device, ...], str]:
+    def read(self) -> tuple[tuple[Device, ...], str | None]:
         found: list[tuple[tuple[int, int, int], list[Device]]] = []
         directory, assigned = self._device_nodes, assigned_by_batch_system(self._environ)
         for number in range(self._nvml.nvmlDeviceGetCount()):
@@ -231,7 +231,7 @@ class _Reader:
             msgspec.structs.replace(device, index=index, distances=distances.get(device.uuid, ()))
             for index, device in enumerate(devices)
         )
-        return placed, " ".join(self._problems)
+        return placed, " ".join(self._problems) or None
 
     def _distances(self, uuids: Sequence[str]) -> dict[str, tuple[int, ...]]:
         """Return the devices' `Device.distances`; empty if the driver does not report them, and for slices."""
@@ -341,8 +341,10 @@ def _assigned_of(groups: list[list[Device]], entries: Sequence[str]) -> list[lis
     return [[device for device in group if device.uuid in uuids] for group in groups]
 
 
-def outside_use(processes: Mapping[int, int], own: frozenset[int], total_bytes: int, used_bytes: int | None) -> str:
-    """Return why a device counts as in use outside the pool, "" if it does not.
+def outside_use(
+    processes: Mapping[int, int], own: frozenset[int], total_bytes: int, used_bytes: int | None
+) -> str | None:
+    """Return why a device counts as in use outside the pool, None if it does not.
 
     Args:
         processes: The memory of the processes that NVML lists for the device, by pid. `SYSTEM_PROCESSES` do not count.
@@ -361,7 +363,7 @@ def outside_use(processes: Mapping[int, int], own: frozenset[int], total_bytes: 
         used_bytes -= sum(processes[pid] for pid in of_system)
     if used_bytes is not None and used_bytes > BUSY_MEMORY_SHARE * total_bytes and not any(is_own.values()):
         return f"{used_bytes_of(used_bytes, total_bytes) / 1e9:.1f} of {memory_text(total_bytes)} are in use"
-    return ""
+    return None
 
 
 def _descends_from(pid: int, ancestors: frozenset[int]) -> bool:

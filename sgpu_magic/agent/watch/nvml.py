@@ -180,7 +180,7 @@ class GpuReading(msgspec.Struct, frozen=True):
     temperature_c: int | None = None
     process_bytes: Mapping[int, int] = msgspec.field(default_factory=dict[int, int])
     process_pct: Mapping[int, float] | None = None
-    problem: str = ""
+    problem: str | None = None
     lost: bool = False
 
 

@@ -178,7 +178,7 @@ class RunSampler:
     def _report_lost(self, samples: Iterable[RankSample], readings: Mapping[str, GpuReading]) -> None:
         for sample in samples:
             reading = readings.get(sample.uuid)
-            if reading is not None and reading.lost and sample.rank not in self._lost:
+            if reading is not None and reading.lost and reading.problem and sample.rank not in self._lost:
                 self._lost.add(sample.rank)
                 why = reading.problem.removeprefix("it can't be read: it ")
                 self.say(Noted(text=f"rank {sample.rank}'s GPU ({sample.uuid}) {why}"))

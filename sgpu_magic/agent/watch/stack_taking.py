@@ -149,7 +149,7 @@ class StackTaker:
         now = time.time()
         for process in self._run_ranks.ranks:
             rank = process.rank
-            problem = taking.problems.get(rank, "")
+            problem = taking.problems.get(rank)
             frames = taking.frames.get(rank)
             if frames is None:
                 frames = self._notebook.upwards(by_py_spy.get(rank, ()))

@@ -170,7 +170,7 @@ class ClusterProcess:
 
     async def _see(self) -> None:
         seen = await self._call(cluster.nodes, self._prefix, self._facts)
-        bringing = await self._call(cluster.coming) if self._asked else ""
+        bringing = await self._call(cluster.coming) if self._asked else None
         before, self._facts = self._facts, {facts.node: facts for facts in seen}
         # Ray's resource view lags behind its groups: only what two consecutive views show counts as used by others
         steady = tuple(_steady(before.get(facts.node), facts) for facts in seen)

@@ -136,16 +136,16 @@ def inspect_node(node: NodeFacts) -> NodeFacts:
     except RayError as error:
         first, *_ = str(error).strip().splitlines() or [type(error).__name__]
         return msgspec.structs.replace(node, problem=first[:300])
-    return convert({**msgspec.structs.asdict(node), **facts, "probed": True, "problem": ""}, NodeFacts)
+    return convert({**msgspec.structs.asdict(node), **facts, "probed": True, "problem": None}, NodeFacts)
 
 
-def coming() -> str:
-    """The nodes that an autoscaler is adding, as a sentence without a full stop; "" if there are none."""
+def coming() -> str | None:
+    """The nodes that an autoscaler is adding, as a sentence without a full stop; None if there are none."""
     try:
         sdk: Any = importlib.import_module("ray.autoscaler.v2.sdk")
         status = sdk.get_cluster_status(str(ray.get_runtime_context().gcs_address), timeout=2)
     except (RayError, RuntimeError, ValueError, OSError):
-        return ""
+        return None
     failed: Sequence[Any] = status.failed_launches
     launches: Counter[str] = Counter(node.ray_node_type_name for node in status.pending_nodes)
     for launch in status.pending_launches:
@@ -153,7 +153,7 @@ def coming() -> str:
     words = [f"{count} of {kind}" for kind, count in sorted(launches.items())]
     sentences = [f"the autoscaler is adding {', '.join(words)}"] if words else []
     sentences += [f"the autoscaler could not add {one.ray_node_type_name}: {one.details}" for one in failed[-1:]]
-    return "; ".join(sentences)
+    return "; ".join(sentences) or None
 
 
 def type_names() -> tuple[str, ...]:

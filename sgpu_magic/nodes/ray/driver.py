@@ -165,14 +165,14 @@ class NodeFacts(Record, frozen=True, kw_only=True):
     cores: int = 1
     version: str = ""
     lacks: tuple[str, ...] = ()
-    problem: str = ""
+    problem: str | None = None
 
 
 class NodesSeen(Record, frozen=True, tag="nodes-seen", kw_only=True):
     """The nodes that are alive, and those that an autoscaler is adding, as a sentence."""
 
     nodes: tuple[NodeFacts, ...]
-    coming: str = ""
+    coming: str | None = None
 
 
 class LeasePart(Record, frozen=True, kw_only=True):

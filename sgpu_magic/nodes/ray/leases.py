@@ -111,7 +111,12 @@ def devices_of(facts: NodeFacts) -> tuple[Device, ...]:
 
 
 def inventory_of(
-    name: str, nodes: Iterable[NodeFacts], leases: Iterable[Lease], elastic: Elastic, coming: str, away: Collection[str]
+    name: str,
+    nodes: Iterable[NodeFacts],
+    leases: Iterable[Lease],
+    elastic: Elastic,
+    coming: str | None,
+    away: Collection[str],
 ) -> Inventory:
     """Return the inventory of the whole cluster for the scheduler.
 
@@ -120,7 +125,7 @@ def inventory_of(
         nodes: The nodes that are alive.
         leases: The pool's own leases.
         elastic: Device types and numbers that an autoscaler may add.
-        coming: The nodes that the autoscaler is adding now, a sentence.
+        coming: The nodes that the autoscaler is adding now, a sentence; None for none.
         away: Ids of nodes that do not answer.
     """
     ours = frozenset(uuid for lease in leases for uuid in lease.uuids)
@@ -148,7 +153,7 @@ def inventory_of(
             devices += [msgspec.structs.replace(device, outside_use=AWAY) for device in own]
         else:
             devices += _marked(own, facts.gpus_outside, ours)
-    whole = inventory_with(name, there, devices, " ".join(problems))
+    whole = inventory_with(name, there, devices, " ".join(problems) or None)
     return msgspec.structs.replace(whole, elastic=elastic, coming=coming)
 
 
@@ -256,7 +261,9 @@ def _any_of(values: list[str]) -> str:
     return values[0] if len(values) == 1 else f"in({','.join(values)})"
 
 
-def why_not(order: AskLease, lease: Lease, nodes: Iterable[NodeFacts], leases: Iterable[Lease], coming: str) -> str:
+def why_not(
+    order: AskLease, lease: Lease, nodes: Iterable[NodeFacts], leases: Iterable[Lease], coming: str | None
+) -> str:
     """Why Ray has not granted a request, as a sentence without a full stop.
 
     Args:
@@ -264,7 +271,7 @@ def why_not(order: AskLease, lease: Lease, nodes: Iterable[NodeFacts], leases: I
         lease: The lease that the scheduler proposed.
         nodes: The cluster's nodes as last seen.
         leases: The pool's own leases.
-        coming: The nodes that an autoscaler is adding, a sentence.
+        coming: The nodes that an autoscaler is adding, a sentence; None for none.
     """
     kind = CPU if lease.cpu_slots else lease.device_type
     ours: Counter[str] = Counter()

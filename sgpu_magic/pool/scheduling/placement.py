@@ -223,11 +223,11 @@ class FreeCapacity:
             found.append(LockedDevices(len(locked), self.refused[locked[0].uuid] or None))
         out = [device for device in self.stock.unavailable.get(want.line, ()) if device.uuid not in self._holders]
         if out:
-            found.append(DevicesUnavailable(len(out), out[0].unavailable))
+            found.append(DevicesUnavailable(len(out), out[0].unavailable or ""))
         used = [device for device in self.stock.used_outside.get(want.line, ()) if not device.unavailable]
         busy = [device for device in used if device.uuid not in self.refused and device.uuid not in self._holders]
         if busy and not want.allow_busy:
-            found.append(DevicesUsedOutside(len(busy), busy[0].outside_use))
+            found.append(DevicesUsedOutside(len(busy), busy[0].outside_use or ""))
         if (count := self.stock.total(want.line)) < want.ranks and self.stock.elastic(want.line) < want.ranks:
             found.append(TooFewDevices(count, want.line))
         if (key := _elastic_key(want.line)) in self.refused:

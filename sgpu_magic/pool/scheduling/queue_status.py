@@ -277,4 +277,4 @@ def _emptiest(free: Mapping[str, int], sizes: Mapping[str, int], least: int) -> 
 
 
 def _coming(room: FreeCapacity) -> str | None:
-    return room.stock.inventory.coming.strip().rstrip(".") or None
+    return (room.stock.inventory.coming or "").strip().rstrip(".") or None

@@ -211,7 +211,7 @@ class CellRun:
         if remark and first:
             self._say(Remarked(text=remark))
 
-    def _finished(self, packed: results.Packed | None, text: str, problem: str, seconds: float) -> Reply:
+    def _finished(self, packed: results.Packed | None, text: str, problem: str | None, seconds: float) -> Reply:
         reply = results.finished(packed, self._rank, self._message.run_dir, text=text, problem=problem, seconds=seconds)
         self._shell.forget_failure()
         return reply

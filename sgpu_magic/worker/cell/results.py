@@ -89,7 +89,9 @@ def failed(failure: Failure, error: BaseException, shell: RankShell, key: bytes)
     return Reply(CellFailed(failure=failure, grouped=grouped), [packed.to_bytes()])
 
 
-def finished(packed: Packed | None, rank: int, run_dir: str, *, text: str, problem: str, seconds: float) -> Reply:
+def finished(
+    packed: Packed | None, rank: int, run_dir: str, *, text: str, problem: str | None, seconds: float
+) -> Reply:
     """Return the reply for a cell that succeeded, with its results.
 
     Args:
@@ -97,7 +99,7 @@ def finished(packed: Packed | None, rank: int, run_dir: str, *, text: str, probl
         rank: The rank.
         run_dir: The run's directory, for a result that does not fit in memory.
         text: The last expression as text.
-        problem: Why its value is not returned, "" if it is.
+        problem: Why its value is not returned, None if it is.
         seconds: The cell's time.
 
     Raises:
@@ -123,11 +125,11 @@ def finished(packed: Packed | None, rank: int, run_dir: str, *, text: str, probl
     return Reply(Finished(result=result, grouped=dist.is_initialized()), blobs, shared)
 
 
-def pack_result(shell: RankShell, order: Execute, rank: int) -> tuple[Packed | None, str]:
+def pack_result(shell: RankShell, order: Execute, rank: int) -> tuple[Packed | None, str | None]:
     """Pack the names that this rank returns and the last expression's value.
 
     Returns:
-        The packed result, None if there is nothing to return, and why the value is not returned ("" if it is).
+        The packed result, None if there is nothing to return, and why the value is not returned (None if it is).
 
     Raises:
         UsageError: A name does not exist on this rank.
@@ -135,7 +137,7 @@ def pack_result(shell: RankShell, order: Execute, rank: int) -> tuple[Packed | N
     """
     key = order.context.key
     if order.kind is RunKind.CALL:
-        return _pack_call(shell, order, rank), ""
+        return _pack_call(shell, order, rank), None
     names: dict[str, object] = {}
     for name in _names_of(shell, order):
         if name not in shell.user_ns:
@@ -145,16 +147,16 @@ def pack_result(shell: RankShell, order: Execute, rank: int) -> tuple[Packed | N
     option = "%sgpu_pull" if order.kind is RunKind.PULL else "--out"
     value = None if order.kind is RunKind.PULL else hook_of(shell).last_value
     if not names and value is None:
-        return None, ""
+        return None, None
     if value is None:
-        return pack_names(names, None, rank, key, option), ""
+        return pack_names(names, None, rank, key, option), None
     try:
         packed = pack_names(names, value, rank, key, option)
     except SerializationError as error:
         return (pack_names(names, None, rank, key, option) if names else None), error.message
     if not names and packed.total_bytes > _VALUE_LIMIT_BYTES:
         return None, f"its size is {packed.total_bytes / 1e6:,.0f} MB: name it in --out to get it"
-    return packed, ""
+    return packed, None
 
 
 def parts_remark(packed: Packed | None, shell: RankShell, order: Execute) -> str:

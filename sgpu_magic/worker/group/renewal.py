@@ -75,8 +75,8 @@ _aborted: list[Any] = []
 _aborts: list[threading.Event] = []
 
 
-def renew(rank: int, ranks: int, store_path: str, replaced: Sequence[int] = (), *, cuda: bool) -> str:
-    """Reconnect the groups. Returns a sentence about the lost ones, "" if all were reconnected.
+def renew(rank: int, ranks: int, store_path: str, replaced: Sequence[int] = (), *, cuda: bool) -> str | None:
+    """Reconnect the groups. Returns a sentence about the lost ones, None if all were reconnected.
 
     Every rank of the default group calls this with the same store. A rank without a default group (a new process, or
     one whose cell has destroyed the group) initialises it.
@@ -191,8 +191,8 @@ def _count_alike(every_census: Sequence[_Census]) -> None:
     local_names.begin_generation(max(census.generation for census in every_census) + 1)
 
 
-def _connect_others(rank: int, store: Any, every_census: Sequence[_Census], replaced: Sequence[int]) -> str:
-    """Reconnect the groups that all their members have, in the same order on all ranks. Returns the lost ones."""
+def _connect_others(rank: int, store: Any, every_census: Sequence[_Census], replaced: Sequence[int]) -> str | None:
+    """Reconnect the groups that all their members have, in the same order on all ranks. As `renew`."""
     lost: dict[str, None] = {}
     groups = {str(name): group for group, name in c10d._world.pg_names.items()}
     if not replaced:
@@ -213,7 +213,7 @@ def _connect_others(rank: int, store: Any, every_census: Sequence[_Census], repl
         elif rank in members and name in groups:
             _connect(groups[name], f"group/{name}", members.index(rank), len(members), store)
     if not lost:
-        return ""
+        return None
     which = ", ".join(lost)
     if replaced:
         return f"The process groups of ranks {which} can't continue, as {reason}: create them again."

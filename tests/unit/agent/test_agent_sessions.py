@@ -114,7 +114,7 @@ def test_one_rank_raises_while_the_other_waits_for_it_and_everything_goes_on(ses
     assert ended.failure is not None
     assert (ended.failure.rank, ended.failure.message) == (1, "NaN")
     renewed = session.agent.wait_for(session.run_id, GroupRenewed)
-    assert (renewed.reason, renewed.lost) == ("ranks were released from a collective", "")
+    assert (renewed.reason, renewed.lost) == ("ranks were released from a collective", None)
     second = trained(session)
     assert len(first) == len(second) == 1
     assert next(iter(second)).startswith("2 2 ")
@@ -210,7 +210,7 @@ def test_a_dead_rank_is_replaced_and_the_others_keep_what_they_have(session: Age
     os.kill(pids[1], signal.SIGKILL)
     assert "rank 1 of 2" in agent.wait_for(session.run_id, Noted).text
     assert agent.wait_for(session.run_id, SessionMoved).dead == (1,)
-    assert agent.restart(session.run_id, (1,)) == ""
+    assert agent.restart(session.run_id, (1,)) is None
     restarted = agent.wait_for(session.run_id, RanksRestarted)
     assert restarted.ranks == (1,)
     assert restarted.pids[0] not in pids
@@ -227,13 +227,13 @@ def test_a_rank_that_dies_in_a_cell_fails_it_and_not_the_session(session: AgentS
     assert ended.state is RunState.FAILED
     assert ended.failure is not None
     assert ended.failure.kind is FailureKind.WORKER_DIED
-    assert session.agent.restart(session.run_id, (0,)) == ""
+    assert session.agent.restart(session.run_id, (0,)) is None
     assert session.run("print(globals().get('kept'))")[1] == {0: "None\n", 1: "1\n"}
 
 
 def test_all_ranks_are_replaced_when_none_is_named(session: AgentSession):
     session.run("x = 1")
-    assert session.agent.restart(session.run_id, ()) == ""
+    assert session.agent.restart(session.run_id, ()) is None
     body = (
         "import torch, torch.distributed as dist\n"
         "y = torch.ones(1)\ndist.all_reduce(y)\nprint(int(y), 'x' in globals())"
@@ -247,7 +247,7 @@ def test_a_stuck_rank_is_replaced_too(session: AgentSession):
     agent.wait_for(run_id, OutputWritten)
     agent.end_run(run_id)
     agent.wait_for(run_id, RunEnded)
-    assert agent.restart(session.run_id, (0,)) == ""
+    assert agent.restart(session.run_id, (0,)) is None
     assert session.run("print(rank)")[1] == {0: "0\n", 1: "1\n"}
 
 

@@ -43,7 +43,7 @@ class Node:
         assert isinstance(message, FetchBlob)
         self.fetched.append((message.store, message.digest))
         data = self.stores[message.store].get(message.digest)
-        problem = "" if data is not None else "it is not in the store"
+        problem = None if data is not None else "it is not in the store"
         part = (data or b"")[message.offset : message.offset + message.size]
         asyncio.get_running_loop().call_soon(
             self.requests.answered, BlobFetched(request=message.request, problem=problem), (part,)

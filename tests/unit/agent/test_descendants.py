@@ -159,7 +159,7 @@ def test_a_replaced_rank_of_a_session_leaves_nothing_and_the_others_keep_theirs(
     )
     eventually(lambda: all(len(there(folder / rank)) >= ALL for rank in "01"), 20)
     before = there(folder / "1")
-    assert agent.restart(session.run_id, (0,)) == ""
+    assert agent.restart(session.run_id, (0,)) is None
     assert there(folder / "0") == set()
     assert there(folder / "1") == before
     agent.end_run(session.run_id)

@@ -176,12 +176,12 @@ def test_simulated_devices_have_ids_types_and_plausible_memory() -> None:
     assert [device.index for device in found.devices] == [0, 1, 0]
     assert [device.type for device in found.devices] == ["a10", "a10", "h100"]
     assert all(device.simulated and device.used_bytes is None for device in found.devices)
-    assert all(device.utilization_pct is None and device.outside_use == "" for device in found.devices)
+    assert all(device.utilization_pct is None and device.outside_use is None for device in found.devices)
     assert found.devices[2].memory_bytes == 80 * GB
     assert found.cpu_slots == 5
     assert found.cores >= 1
     assert found.host
-    assert found.problem == ""
+    assert found.problem is None
 
 
 # ---------------------------------------------------------------- real
@@ -193,8 +193,8 @@ def test_four_idle_a10s(nvml_stub: Stub) -> None:
     first = found.devices[0]
     assert (first.type, first.name, first.memory_bytes) == ("a10", "NVIDIA A10", nvml.A10_BYTES)
     assert (first.used_bytes, first.utilization_pct) == (0, 0.0)
-    assert all(device.outside_use == "" and not device.simulated for device in found.devices)
-    assert (found.problem, found.cpu_slots) == ("", 16)
+    assert all(device.outside_use is None and not device.simulated for device in found.devices)
+    assert (found.problem, found.cpu_slots) == (None, 16)
 
 
 def test_devices_stand_in_the_order_of_the_pci_bus(nvml_stub: Stub) -> None:
@@ -218,7 +218,7 @@ def test_memory_of_others_counts_above_five_per_cent(nvml_stub: Stub) -> None:
     busy = nvml.StubGpu(nvml.gpu_uuid(1), bus=2, used_bytes=7_200_000_000, utilization_pct=93)
     small = nvml.StubGpu(nvml.gpu_uuid(2), bus=3, memory_bytes=4 * GB)  # the driver's own share is 7 % of it
     found = inventory(nvml_stub([idle, busy, small]))
-    assert [device.outside_use for device in found.devices] == ["", "7.2 of 24 GB are in use", ""]
+    assert [device.outside_use for device in found.devices] == [None, "7.2 of 24 GB are in use", None]
     assert found.devices[1].utilization_pct == 93.0
 
 
@@ -233,14 +233,14 @@ def test_a_foreign_process_is_outside_use_and_ours_is_not(nvml_stub: Stub, sleep
     assert [device.outside_use for device in inventory(environ).devices] == [
         f"process {child} of user {me()} uses it",
         f"process {child} of user {me()} and 1 more use it",
-        "",
+        None,
     ]
     # descendants of the parent count as ours; the child's pid alone does not include its parent
-    assert [device.outside_use for device in inventory(environ, [parent]).devices] == ["", "", ""]
+    assert [device.outside_use for device in inventory(environ, [parent]).devices] == [None, None, None]
     assert [device.outside_use for device in inventory(environ, [child]).devices] == [
-        "",
+        None,
         f"process {parent} of user {me()} uses it",
-        "",
+        None,
     ]
 
 
@@ -259,7 +259,7 @@ def test_a_process_that_has_ended_is_no_use_unless_it_may_be_the_hosts(nvml_stub
     processes = [nvml.StubProcess(gone.pid)]
     (device,) = inventory(nvml_stub([nvml.StubGpu(nvml.gpu_uuid(0), processes=processes)])).devices
     in_container = os.stat("/proc/self/ns/pid").st_ino != 0xEFFFFFFC
-    assert device.outside_use == (f"process {gone.pid} outside this container uses it" if in_container else "")
+    assert device.outside_use == (f"process {gone.pid} outside this container uses it" if in_container else None)
 
 
 @pytest.mark.needs_root
@@ -290,7 +290,7 @@ def test_a_process_of_the_system_does_not_use_a_gpu(nvml_stub: Stub, tmp_path: P
             (busy,) = inventory(nvml_stub(gpus)).devices
         finally:
             process.kill()
-    assert idle.outside_use == ""
+    assert idle.outside_use is None
     assert busy.outside_use.endswith("are in use")
 
 
@@ -309,9 +309,9 @@ def test_mig_slices_are_devices_of_their_own(nvml_stub: Stub, sleeper: tuple[int
     assert [device.index for device in found.devices] == [0, 1, 2]
     first, second, _ = found.devices
     assert (first.type, first.name, first.memory_bytes) == ("a100-1g.5gb", name, 5 * GB)
-    assert (first.used_bytes, first.utilization_pct, first.outside_use) == (0, None, "")
+    assert (first.used_bytes, first.utilization_pct, first.outside_use) == (0, None, None)
     assert second.outside_use == f"process {sleeper[0]} of user {me()} uses it"
-    assert found.problem == ""
+    assert found.problem is None
 
 
 @pytest.mark.parametrize(
@@ -331,7 +331,7 @@ def test_in_a_job_the_assigned_gpus_are_the_pools(
 ) -> None:
     found = inventory(nvml_stub(nvml.a10s(8)) | variables)
     assert [device.uuid for device in found.devices] == [nvml.gpu_uuid(number) for number in numbers]
-    assert found.problem == ""
+    assert found.problem is None
 
 
 def test_gpus_without_a_device_file_are_not_the_pools(nvml_stub: Stub, tmp_path: Path) -> None:
@@ -366,7 +366,7 @@ def test_what_the_driver_does_not_tell_is_none(nvml_stub: Stub) -> None:
     found = inventory(nvml_stub([nvml.StubGpu(nvml.gpu_uuid(0), used_bytes=9 * GB)], failures=untold))
     (device,) = found.devices
     assert (device.memory_bytes, device.used_bytes, device.utilization_pct) == (0, None, None)
-    assert (device.outside_use, found.problem) == ("", "")
+    assert (device.outside_use, found.problem) == (None, None)
 
 
 def test_an_older_driver_counts_its_own_share_as_used(nvml_stub: Stub) -> None:
@@ -418,13 +418,13 @@ def test_devices_change_while_a_machine_runs(nvml_stub: Stub) -> None:
 @pytest.mark.skipif(os.path.exists("/dev/nvidiactl"), reason="this machine has a driver")
 def test_a_machine_without_driver_has_no_devices_and_no_problem() -> None:
     found = take_inventory(simulate="", cpu_slots=2)
-    assert (found.devices, found.problem) == ((), "")
+    assert (found.devices, found.problem) == ((), None)
 
 
 @pytest.mark.skipif(os.path.exists("/dev/nvidiactl"), reason="this machine has a driver")
 def test_a_library_without_driver_and_gpu_is_no_problem(nvml_stub: Stub) -> None:
     found = inventory(nvml_stub(failures={"nvmlInitWithFlags": 9}))
-    assert (found.devices, found.problem) == ((), "")
+    assert (found.devices, found.problem) == ((), None)
 
 
 def test_nvml_is_loaded_only_when_it_is_asked() -> None:

@@ -302,7 +302,7 @@ def test_everything_that_a_gpu_tells(reader: Callable[..., Reader]):
         "temperature_c": 61,
         "process_bytes": {"4242": 3 * GB},
         "process_pct": {"4242": 95, "4343": 2},
-        "problem": "",
+        "problem": None,
         "lost": False,
     }
 
@@ -314,7 +314,7 @@ def test_what_a_gpu_does_not_tell_is_absent(reader: Callable[..., Reader]):
     found = one.read()[UUIDS[0]]
     absent = ("utilization_pct", "power_w", "temperature_c", "process_pct")
     assert [found[name] for name in absent] == [None] * 4
-    assert (found["used_bytes"], found["problem"]) == (0, "")
+    assert (found["used_bytes"], found["problem"]) == (0, None)
 
 
 def test_of_a_slice_only_memory_is_told(reader: Callable[..., Reader]):
@@ -364,7 +364,7 @@ def test_a_call_that_does_not_return_costs_only_its_device(reader: Callable[...,
     assert UUIDS[1] not in answer["readings"]
     threads = Path(f"/proc/{one.pid}/task")
     before = len(list(threads.iterdir()))
-    wait_for(one, lambda found: "does not answer" in found.get(UUIDS[1], {}).get("problem", ""))
+    wait_for(one, lambda found: "does not answer" in (found.get(UUIDS[1], {}).get("problem") or ""))
     wait_for(one, lambda found: found.get(UUIDS[0], {}).get("utilization_pct") == 11 and UUIDS[2] in found)
     assert one.read()[UUIDS[1]]["utilization_pct"] is None
     assert len(list(threads.iterdir())) <= before + 1, "slow calls do not pile up"
@@ -388,7 +388,7 @@ def test_nvml_is_open_only_while_a_run_holds_a_gpu(reader: Callable[..., Reader]
 def test_a_driver_that_can_not_be_opened_is_said(reader: Callable[..., Reader]):
     one = reader(nvml.a10s(1), failures={"nvmlInitWithFlags": 18})
     one.ask("hold", UUIDS[0])
-    wait_for(one, lambda found: "different versions" in found.get(UUIDS[0], {}).get("problem", ""))
+    wait_for(one, lambda found: "different versions" in (found.get(UUIDS[0], {}).get("problem") or ""))
 
 
 # ---------------------------------------------------------------- samples
@@ -520,7 +520,7 @@ def test_a_gpu_that_has_not_answered_leaves_only_the_rank():
     run = Sampler(2, uuids=("GPU-0", "GPU-1"))
     run.step({"GPU-1": GpuReading(90, GB, 24 * GB)})
     first, second = run.samples[0].samples
-    assert (first.utilization_pct, first.used_bytes, first.cpu_cores, first.problem) == (None, None, 0.5, "")
+    assert (first.utilization_pct, first.used_bytes, first.cpu_cores, first.problem) == (None, None, 0.5, None)
     assert second.utilization_pct == 90
 
 

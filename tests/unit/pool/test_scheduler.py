@@ -217,7 +217,7 @@ def test_more_ranks_than_slots_take_them_all_and_the_lease_says_so() -> None:
 
 
 def test_more_ranks_than_cores_within_the_slots_need_no_note() -> None:
-    assert launched(submit(Scheduler(node(slots=16, cores=2)), spec(A, 16, "cpu")))[A].note == ""
+    assert launched(submit(Scheduler(node(slots=16, cores=2)), spec(A, 16, "cpu")))[A].shared_cores is None
 
 
 # ---------------------------------------------------------------- use from outside

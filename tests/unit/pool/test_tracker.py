@@ -159,7 +159,7 @@ def test_a_run_is_written_a_moment_after_it_was_accepted(service: Service):
         writer.say(TrackingStarted(run_id="000000a1", tracked=MLFLOW))
         writer.say(TrackingStarted(run_id="other", tracked=MLFLOW))
         assert service.events == [("000000a1", Tracked(tracked=MLFLOW))]
-        assert service.ranks == [("000000a1", MLFLOW, "")]
+        assert service.ranks == [("000000a1", MLFLOW, None)]
         tracker.run_ended("000000a1")
         tracker.run_ended("000000a2")
         assert service.told == ["over 000000a1"]
@@ -190,12 +190,12 @@ def test_a_rank_that_asks_is_answered_now_or_once_it_is_known(service: Service):
         writer.say(TrackingStarted(run_id="000000a1", tracked=MLFLOW))
         writer.say(TrackingTroubled(run_id="000000a2", text="it is down"))
         writer.say(TrackingTroubled(run_id="000000a2", text="it is still down"))
-        assert service.ranks == [("000000a1", MLFLOW, ""), ("000000a2", None, "it is down")]
+        assert service.ranks == [("000000a1", MLFLOW, None), ("000000a2", None, "it is down")]
         assert service.events[-1] == ("000000a2", Noted(text="it is down"))
         service.ranks.clear()
         tracker.asked("000000a1")
         tracker.asked("000000a2")
-        assert service.ranks == [("000000a1", MLFLOW, ""), ("000000a2", None, "it is down")]
+        assert service.ranks == [("000000a1", MLFLOW, None), ("000000a2", None, "it is down")]
         # a run that is done stays known while it is active
         writer.say(TrackingDone(run_id="000000a1", complete=True))
         tracker.run_ended("000000a1")

@@ -32,7 +32,7 @@ def cell_of(said: list[Record], folder: Path, uri: str = "sqlite:///here.db", *,
     )
 
 
-def answer(tracked: TrackedRun | None, run_id: str = "run-1", problem: str = "") -> TrackingAnswered:
+def answer(tracked: TrackedRun | None, run_id: str = "run-1", problem: str | None = None) -> TrackingAnswered:
     return TrackingAnswered(run_id=run_id, tracked=tracked, problem=problem)
 
 

@@ -73,7 +73,7 @@ class Tracked:
         self.place = place
         self.tracking = Tracking(uri=place.uri, experiment="notebook", variables={"MLFLOW_RUN_ID": "of-the-parent"})
         self.known: TrackedRun | None = place.tracked
-        self.problem = ""
+        self.problem: str | None = None
 
     def run(self, body: str, *, answers: bool = True, **options: Any) -> list[Any]:
         """Run a cell and return each rank's value; the ranks' reports have arrived when it returns."""
@@ -130,7 +130,7 @@ def shared(zygote: Zygote, place: Place) -> Iterator[Tracked]:
 
 @pytest.fixture
 def ranks(shared: Tracked) -> Tracked:
-    shared.known, shared.problem = shared.place.tracked, ""
+    shared.known, shared.problem = shared.place.tracked, None
     return shared
 
 

@@ -25,7 +25,7 @@ def session() -> Iterator[Session]:
 
 def texts(session: Session, code: str) -> list[str]:
     answer = session.ranks[0].ask("complete", code)
-    assert answer.problem == ""
+    assert answer.problem is None
     return [match.text for match in answer.matches]
 
 
