@@ -104,10 +104,10 @@ def ray_engine(settings: Settings) -> Engine:
 
 
 def ray_run(
-    standing: RankState, message: Execute, order: Order, say: Callable[[Record], None], ray: PrivateRay
+    state: RankState, message: Execute, order: Order, say: Callable[[Record], None], ray: PrivateRay
 ) -> CellRun:
     """Return the execution of a cell on a rank of a run that has its own Ray cluster, `ray`."""
-    return import_module("sgpu_magic.worker.ray.cluster").RayRun(standing, message, order, say, ray)
+    return import_module("sgpu_magic.worker.ray.cluster").RayRun(state, message, order, say, ray)
 
 
 if TYPE_CHECKING:

@@ -2,17 +2,17 @@ import { describe, expect, it } from "vitest";
 
 import * as messages from "../src/run_view/messages";
 import { BadMessage } from "../src/shared/checks";
-import { picture, newLines } from "./samples";
+import { snapshot, newLines } from "./samples";
 
 it("parses answers and updates by their kind", () => {
   expect(messages.readUpdate(newLines(1, 0, [[0, 0, "a"], [1, 4, 7]], [1, 5]))).toMatchObject({ kind: "lines" });
   expect(messages.readUpdate({ kind: "gone", text: "over" })).toMatchObject({ text: "over" });
   expect(messages.readAnswer({ kind: "log-answer", n: 1, text: "a", next_offset: null })).toMatchObject({ n: 1 });
-  expect(messages.readAnswer({ kind: "hello", n: 2, snapshot: picture(), seq: 1 })).toMatchObject({ n: 2 });
+  expect(messages.readAnswer({ kind: "hello", n: 2, snapshot: snapshot(), seq: 1 })).toMatchObject({ n: 2 });
 });
 
 describe("a malformed message", () => {
-  const good = picture();
+  const good = snapshot();
 
   it("is rejected with the path of the invalid part", () => {
     expect(() => messages.readSnapshot({ ...good, elapsed_s: "1" })).toThrow("snapshot.elapsed_s is not a number");

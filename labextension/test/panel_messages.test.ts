@@ -8,7 +8,7 @@ const MESSAGES = { kind: "command-result", text: "It is done.", ok: true };
 
 it("parses updates and replies by their kind", () => {
   for (const updates of [
-    { kind: "pool", picture: poolPicture() },
+    { kind: "pool", snapshot: poolPicture() },
     { kind: "runs", pool: "local", whole: true, changed: [run("a")], gone: [] },
     { kind: "pools", pools: [] },
     MESSAGES,
@@ -28,8 +28,8 @@ describe("a malformed message", () => {
   });
 
   it("is rejected when it has another version, even if other parts are invalid", () => {
-    expect(() => messages.readUpdate({ kind: "pool", picture: { version: 99 } })).toThrow("than the Jupyter server");
-    expect(() => messages.readReply({ kind: "kernel-answer", picture: { version: 99 } })).toThrow(messages.OtherVersion);
+    expect(() => messages.readUpdate({ kind: "pool", snapshot: { version: 99 } })).toThrow("than the Jupyter server");
+    expect(() => messages.readReply({ kind: "kernel-answer", snapshot: { version: 99 } })).toThrow(messages.OtherVersion);
   });
 
   it("is ignored in a notebook's metadata", () => {

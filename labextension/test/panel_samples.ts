@@ -3,24 +3,24 @@ import type { KernelQuestionBody, KernelState, NotebookLink, PanelHost, PoolLink
 import { VERSION } from "../src/panel/messages";
 import type {
   Choice,
-  DevicePicture,
+  PanelDevice,
   KernelAnswer,
-  KernelPicture,
+  PanelKernel,
   KernelReply,
   KeptChoice,
   PanelOrder,
-  PlanPicture,
-  PoolPicture,
+  PanelPlan,
+  PanelPool,
   RunRow,
   PanelUpdate,
-  TypePicture,
+  PanelType,
 } from "../src/panel/messages";
 import { interpolate } from "../src/panel/widget_host";
 
 export const NOW = Math.floor(Date.now() / 1000);
 export const KERNEL = "kernel-1";
 
-export function type(change: Partial<TypePicture> = {}): TypePicture {
+export function type(change: Partial<PanelType> = {}): PanelType {
   return {
     type: "a10",
     label: "A10",
@@ -57,7 +57,7 @@ export const CPUS = type({
   waits_s: Array.from({ length: 16 }, () => 0),
 });
 
-export function device(index: number, change: Partial<DevicePicture> = {}): DevicePicture {
+export function device(index: number, change: Partial<PanelDevice> = {}): PanelDevice {
   return {
     uuid: `gpu-${index}`,
     type: "a10",
@@ -81,7 +81,7 @@ export const DEVICES = [
   device(3),
 ];
 
-export function poolPicture(change: Partial<PoolPicture> = {}): PoolPicture {
+export function poolPicture(change: Partial<PanelPool> = {}): PanelPool {
   return {
     version: VERSION,
     pool: "local",
@@ -208,7 +208,7 @@ export function choice(change: Partial<Choice> = {}): Choice {
   return { gpus: 2, type: "a10", pool: "", env_version: "", dependencies: [], removed: [], ...change };
 }
 
-export function kernelPicture(change: Partial<KernelPicture> = {}): KernelPicture {
+export function kernelPicture(change: Partial<PanelKernel> = {}): PanelKernel {
   return {
     version: VERSION,
     package_version: "0.1.0",
@@ -230,7 +230,7 @@ export function kernelPicture(change: Partial<KernelPicture> = {}): KernelPictur
   };
 }
 
-export const PLAN: PlanPicture = {
+export const PLAN: PanelPlan = {
   sentences: ["2 packages will be installed, about 20 s.", "Nothing is running."],
   loses: false,
   problem: "",
@@ -239,13 +239,13 @@ export const PLAN: PlanPicture = {
 
 export type Responder = (question: KernelQuestionBody) => KernelReply | Promise<KernelReply>;
 
-export function kernelAnswer(picture: KernelPicture, change: Partial<KernelAnswer> = {}): KernelAnswer {
-  return { kind: "kernel-answer", n: 0, picture, kept: null, notice: "", installing: false, ...change };
+export function kernelAnswer(snapshot: PanelKernel, change: Partial<KernelAnswer> = {}): KernelAnswer {
+  return { kind: "kernel-answer", n: 0, snapshot, kept: null, notice: "", installing: false, ...change };
 }
 
 /** Answers every question with a fixed kernel state or a fixed plan. */
-export function respondingWith(picture: KernelPicture, plan: PlanPicture = PLAN): Responder {
-  return (question) => (question.kind === "plan" ? { kind: "plan-answer", n: 0, plan } : kernelAnswer(picture));
+export function respondingWith(snapshot: PanelKernel, plan: PanelPlan = PLAN): Responder {
+  return (question) => (question.kind === "plan" ? { kind: "plan-answer", n: 0, plan } : kernelAnswer(snapshot));
 }
 
 export class TestNotebook implements NotebookLink {
@@ -376,12 +376,12 @@ export class TestHost implements PanelHost {
   }
 
   /** Sends the updates that a server sends first. */
-  sendPoolState(picture: PoolPicture = poolPicture(), runs: readonly RunRow[] = RUNS): void {
+  sendPoolState(snapshot: PanelPool = poolPicture(), runs: readonly RunRow[] = RUNS): void {
     this.pools.setLink({ kind: "open", text: "" });
     this.pools.sendUpdates(
       { kind: "pools", pools: [{ name: "local", about: "this machine", reserved: false, default: true }] },
-      { kind: "pool", picture },
-      { kind: "runs", pool: picture.pool, whole: true, changed: runs, gone: [] },
+      { kind: "pool", snapshot },
+      { kind: "runs", pool: snapshot.pool, whole: true, changed: runs, gone: [] },
     );
   }
 }

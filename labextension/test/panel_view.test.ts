@@ -4,7 +4,7 @@ import type { KernelState } from "../src/panel/host";
 import { NoExtension } from "../src/panel/host";
 import { mountPanel } from "../src/panel/index";
 import { OtherVersion } from "../src/panel/messages";
-import type { PlanPicture } from "../src/panel/messages";
+import type { PanelPlan } from "../src/panel/messages";
 import { eventually } from "./eventually";
 import {
   CPUS,
@@ -93,8 +93,8 @@ afterEach(() => {
   vi.useRealTimers();
 });
 
-async function ready(picture = kernelPicture(), plan: PlanPicture = PLAN, runs = RUNS, pool = poolPicture()) {
-  const host = new TestHost(new TestNotebook(respondingWith(picture, plan)));
+async function ready(snapshot = kernelPicture(), plan: PanelPlan = PLAN, runs = RUNS, pool = poolPicture()) {
+  const host = new TestHost(new TestNotebook(respondingWith(snapshot, plan)));
   const view = mounted(host);
   host.sendPoolState(pool, runs);
   await eventually(() => expect(view.el.querySelector(".sgpu-add, .sgpu-word, .sgpu-strong")).not.toBeNull());
@@ -199,7 +199,7 @@ describe("the choice of devices", () => {
       { kind: "watch", pool: "team" },
     ]);
     await waitForText(el, "Waiting for the pool's first update…");
-    host.pools.sendUpdates({ kind: "pool", picture: poolPicture() });
+    host.pools.sendUpdates({ kind: "pool", snapshot: poolPicture() });
     await eventually(() => expect(notebook.questions.at(-1)).toMatchObject({ kind: "plan", choice: { pool: "team" } }));
     expect(text(el)).toContain("Waiting for the pool's first update…");
   });
@@ -225,7 +225,7 @@ describe("a pool", () => {
     const select = query(el, "[aria-label=Pool] select") as HTMLSelectElement;
     select.value = "team";
     select.dispatchEvent(new Event("change", { bubbles: true }));
-    host.pools.sendUpdates({ kind: "pool", picture: poolPicture({ pool: "team" }) });
+    host.pools.sendUpdates({ kind: "pool", snapshot: poolPicture({ pool: "team" }) });
     answer();
     await eventually(() => expect(notebook.questions.at(-1)).toMatchObject({ kind: "plan", choice: { pool: "team" } }));
     expect(host.pools.orders.at(-1)).toEqual({ kind: "watch", pool: "team" });
@@ -572,7 +572,7 @@ describe("the session", () => {
     const { el, host } = await ready(kernelPicture({ pool: "team" }), PLAN, [waiting, idle, cell, bobs, own, elsewhere], poolPicture({ pool: "team" }));
     host.pools.sendUpdates(
       { kind: "pools", pools: [{ name: "team", about: "", reserved: false, default: true }] },
-      { kind: "pool", picture: poolPicture({ pool: "team" }) },
+      { kind: "pool", snapshot: poolPicture({ pool: "team" }) },
       { kind: "runs", pool: "team", whole: true, changed: [waiting, idle, cell, bobs, own, elsewhere], gone: [] },
     );
     const held = () => all(query(el, "[aria-label=Session]"), ".sgpu-held li").map(text);

@@ -76,7 +76,7 @@ describe("the panel's widget", () => {
     expect(model.sent).toContainEqual({ kind: "watch", pool: "local" });
     const question = model.sent.find(({ kind }) => kind === "kernel");
     expect(question).toMatchObject({ kind: "kernel", kept: null });
-    model.emit({ kind: "pool", picture: poolPicture() });
+    model.emit({ kind: "pool", snapshot: poolPicture() });
     model.emit({ kind: "runs", pool: "local", whole: true, changed: [...RUNS, SESSION], gone: [] });
     model.emit(kernelAnswer(kernelPicture(), { n: question?.n ?? 0 }));
     await eventually(() => expect(el.textContent).toContain("nothing saved in the notebook"));
@@ -129,7 +129,7 @@ describe("the panel's widget", () => {
     expect(host.notebook.kernelState).toBe("busy");
     const answer = host.notebook.ask({ kind: "kernel", kept: null });
     await vi.advanceTimersByTimeAsync(10);
-    expect(await answer).toMatchObject({ kind: "kernel-answer", picture: { packages: 166 } });
+    expect(await answer).toMatchObject({ kind: "kernel-answer", snapshot: { packages: 166 } });
     expect(asked.map(({ model_id, question }) => [model_id, question.kind])).toEqual([["key", "kernel"]]);
     expect(model.sent).toEqual([]);
   });
@@ -180,7 +180,7 @@ describe("the panel's widget", () => {
     const host = new WidgetPanelHost(model, controller.signal);
     const states: string[] = [];
     host.pools.onLink(({ kind, text }) => states.push(`${kind} ${text}`));
-    model.emit({ kind: "pool", picture: { ...poolPicture(), version: 99 } });
+    model.emit({ kind: "pool", snapshot: { ...poolPicture(), version: 99 } });
     model.emit("nonsense");
     expect(states.length).toBe(2);
     expect(states[1]).toContain("refused This page has another version of sgpu-magic");

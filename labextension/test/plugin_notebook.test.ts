@@ -323,7 +323,7 @@ describe("a question to a notebook's kernel", () => {
 
   it("distinguishes another version from no extension", async () => {
     const notebook = openNotebook();
-    kernel.reply = () => answer({ picture: { ...answer().picture, version: 99 } });
+    kernel.reply = () => answer({ snapshot: { ...answer().snapshot, version: 99 } });
     await expect(notebook.ask(ask)).rejects.toThrow(OtherVersion);
     kernel.reply = () => ({ kind: "refusal", n: 1, text: "This view is no longer live" });
     await expect(notebook.ask(ask)).rejects.toThrow("another version");

@@ -39,7 +39,7 @@ class FakeSocket implements Socket {
   }
 }
 
-const POOL: PanelUpdate = { kind: "pool", picture: poolPicture() };
+const POOL: PanelUpdate = { kind: "pool", snapshot: poolPicture() };
 const RUNS: PanelUpdate = { kind: "runs", pool: "local", whole: true, changed: [SESSION], gone: [] };
 const POOLS: PanelUpdate = { kind: "pools", pools: [{ name: "local", about: "this machine", reserved: false, default: true }] };
 const ALL = { pools: POOLS, pool: POOL, runs: RUNS };
@@ -202,7 +202,7 @@ describe("PoolConnection", () => {
     connection.watch({}, "");
     server.socket.emitOpen();
     vi.spyOn(console, "warn").mockImplementationOnce(() => undefined);
-    server.socket.emitMessage({ kind: "pool", picture: { ...poolPicture(), version: VERSION + 1 } });
+    server.socket.emitMessage({ kind: "pool", snapshot: { ...poolPicture(), version: VERSION + 1 } });
     expect(connection.link.kind).toBe("refused");
     expect(connection.link.text).toContain("another version of sgpu-magic than the Jupyter server");
     expect(server.socket.closed).toBe(true);

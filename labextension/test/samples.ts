@@ -20,7 +20,7 @@ export function card(rank: number, change: Partial<RankCard> = {}): RankCard {
   };
 }
 
-export function picture(change: Partial<Snapshot> = {}): Snapshot {
+export function snapshot(change: Partial<Snapshot> = {}): Snapshot {
   return {
     version: VERSION,
     seq: 1,
@@ -115,7 +115,7 @@ export function respondingWith(total: number, change: Partial<Snapshot> = {}, te
   return (question) => {
     switch (question.kind) {
       case "hello":
-        return { kind: "hello", n: 0, snapshot: picture({ lines: ranks, ...change }), seq: 0 };
+        return { kind: "hello", n: 0, snapshot: snapshot({ lines: ranks, ...change }), seq: 0 };
       case "lines": {
         const all = question.rank === null ? total : (ranks[question.rank] ?? 0);
         const count = Math.max(0, Math.min(question.count, all - question.first));

@@ -4,7 +4,7 @@ import { placeDetails } from "../src/run_view/components/details";
 import { mountRunView } from "../src/run_view/index";
 import type { Snapshot } from "../src/run_view/messages";
 import { eventually } from "./eventually";
-import { TestTransport, respondingWith, card, never, picture, refusing, newLines, line } from "./samples";
+import { TestTransport, respondingWith, card, never, snapshot, refusing, newLines, line } from "./samples";
 
 let controllers: AbortController[] = [];
 
@@ -80,16 +80,16 @@ describe("the snapshot", () => {
     vi.useFakeTimers({ toFake: ["performance", "setTimeout", "clearTimeout"] });
     const { el, transport } = mounted(new TestTransport(never));
     const cost = { text: "$0.37 (simulated)", per_s: 0.01, seconds: 36.2, currency: "USD", mark: " (simulated)" };
-    transport.sendSnapshot(picture({ cost, elapsed_s: 35.0, seq: 2 }));
+    transport.sendSnapshot(snapshot({ cost, elapsed_s: 35.0, seq: 2 }));
     await vi.advanceTimersByTimeAsync(100);
     expect(query(el, ".sgpu-meta").textContent).toBe("4 ranks · cpu, gloo · local · 35 s · start 3 s · $0.37 (simulated)");
     await vi.advanceTimersByTimeAsync(5_000);
     expect(query(el, ".sgpu-cost").textContent).toBe("$0.42 (simulated)");
     // the cost of a session's cell is not counted on
-    transport.sendSnapshot(picture({ cost: { ...cost, text: "$0.05 of its session", per_s: 0 }, seq: 3 }));
+    transport.sendSnapshot(snapshot({ cost: { ...cost, text: "$0.05 of its session", per_s: 0 }, seq: 3 }));
     await vi.advanceTimersByTimeAsync(3_000);
     expect(query(el, ".sgpu-cost").textContent).toBe("$0.05 of its session");
-    transport.sendSnapshot(picture({ final: true, ticking: false, meta: ["$0.44 for 44 GPU s"], seq: 4 }));
+    transport.sendSnapshot(snapshot({ final: true, ticking: false, meta: ["$0.44 for 44 GPU s"], seq: 4 }));
     await vi.advanceTimersByTimeAsync(100);
     expect(el.querySelector(".sgpu-cost")).toBeNull();
     expect(query(el, ".sgpu-meta").textContent).toContain("$0.44 for 44 GPU s");
@@ -251,7 +251,7 @@ describe("the snapshot", () => {
     const { el, transport } = await shown({ state: "queued", ranks: [], preparing: ["position 2 in the queue"] });
     expect(query(el, ".sgpu-preparing").textContent).toBe("position 2 in the queue");
     expect(el.querySelector(".sgpu-log")).toBeNull();
-    transport.sendSnapshot(picture({ seq: 2, state: "starting", preparing: ["starting 4 ranks"] }));
+    transport.sendSnapshot(snapshot({ seq: 2, state: "starting", preparing: ["starting 4 ranks"] }));
     await eventually(() => expect(query(el, ".sgpu-log").textContent).toBe("no output yet"));
   });
 
@@ -263,8 +263,8 @@ describe("the snapshot", () => {
 
   it("ignores an older snapshot", async () => {
     const { el, transport } = await shown({ seq: 5, state: "running" });
-    transport.sendSnapshot(picture({ seq: 4, state: "starting" }));
-    transport.sendSnapshot(picture({ seq: 6, name: "newer" }));
+    transport.sendSnapshot(snapshot({ seq: 4, state: "starting" }));
+    transport.sendSnapshot(snapshot({ seq: 6, name: "newer" }));
     await eventually(() => expect(query(el, ".sgpu-name").textContent).toBe("newer"));
     expect(query(el, ".sgpu-state").textContent).toBe("running");
   });
@@ -540,7 +540,7 @@ describe("a view in the background", () => {
     const { el, transport } = await shown();
     vi.useFakeTimers();
     setPageHidden(true);
-    transport.sendSnapshot(picture({ seq: 2, name: "unseen" }));
+    transport.sendSnapshot(snapshot({ seq: 2, name: "unseen" }));
     vi.advanceTimersByTime(6_000);
     expect(query(el, ".sgpu-name").textContent).toBe("train_digits");
     expect(vi.getTimerCount()).toBeLessThanOrEqual(1);
@@ -567,10 +567,10 @@ describe("a view in the background", () => {
     expect(query(el, ".sgpu-clock").textContent).toBe("start 0 s");
     await vi.advanceTimersByTimeAsync(25_000);
     expect(query(el, ".sgpu-clock").textContent).toBe("start 25 s");
-    transport.sendSnapshot(picture({ seq: 2, elapsed_s: 0.1, starting_s: 25.4 }));
+    transport.sendSnapshot(snapshot({ seq: 2, elapsed_s: 0.1, starting_s: 25.4 }));
     await vi.advanceTimersByTimeAsync(1_200);
     expect(query(el, ".sgpu-clock").textContent).toBe("1 s · start 25 s");
-    transport.sendSnapshot(picture({ seq: 3, final: true, ticking: false, elapsed_s: 0.31, starting_s: 0.2 }));
+    transport.sendSnapshot(snapshot({ seq: 3, final: true, ticking: false, elapsed_s: 0.31, starting_s: 0.2 }));
     await vi.advanceTimersByTimeAsync(100);
     expect(query(el, ".sgpu-clock").textContent).toBe("0.31 s");
   });
@@ -608,7 +608,7 @@ describe("a view in the background", () => {
     expect(el.childElementCount).toBe(0);
     expect(transport.disposed).toBe(true);
     expect(vi.getTimerCount()).toBe(0);
-    transport.sendSnapshot(picture({ seq: 9 }));
+    transport.sendSnapshot(snapshot({ seq: 9 }));
     expect(vi.getTimerCount()).toBe(0);
   });
 });

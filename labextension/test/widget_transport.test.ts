@@ -5,7 +5,7 @@ import type { LinkState } from "../src/run_view/transport";
 import { WidgetTransport } from "../src/run_view/widget_transport";
 import { REQUEST_TIMEOUT_MS, CHANNEL_TIMEOUT_MS } from "../src/shared/widget_requests";
 import { eventually } from "./eventually";
-import { picture } from "./samples";
+import { snapshot } from "./samples";
 
 type Callback = (...args: never[]) => void;
 
@@ -91,7 +91,7 @@ class FakeModel {
 }
 
 function createTransport(kernel: FakeKernel | null, comms = "subshell") {
-  const model = new FakeModel({ snapshot: picture(), comms, model_key: "model-1" }, kernel);
+  const model = new FakeModel({ snapshot: snapshot(), comms, model_key: "model-1" }, kernel);
   const transport = new WidgetTransport(model);
   const states: LinkState[] = [];
   const updates: FeedUpdate[] = [];
@@ -193,7 +193,7 @@ describe("updates from the kernel", () => {
     const { model, transport } = createTransport(null);
     const drawn: number[] = [];
     transport.onSnapshot(({ seq }) => drawn.push(seq));
-    model.traits["snapshot"] = picture({ seq: 2 });
+    model.traits["snapshot"] = snapshot({ seq: 2 });
     model.emit("change:snapshot");
     model.traits["snapshot"] = {};
     model.emit("change:snapshot");

@@ -59,7 +59,7 @@ class RunLauncher(msgspec.Struct, frozen=True):
             self._prepare(attempt)
             return
         if built is not None:
-            self.here.reports.happened(spec.run_id, self.environments.found(built), ())
+            self.here.reports.report(spec.run_id, self.environments.found(built), ())
         self._start(attempt, built, {})
         if built is not None:
             # the zygote holds the environment from now on

@@ -74,7 +74,7 @@ class EventReports:
         self._runs: dict[str, _ReportedRun] = {}
         self._bytes = 0
 
-    def happened(self, run_id: str, body: EventBody, frames: Sequence[bytes]) -> None:
+    def report(self, run_id: str, body: EventBody, frames: Sequence[bytes]) -> None:
         """Number, keep and send an event."""
         reported = self._runs.setdefault(run_id, _ReportedRun())
         reported.number += 1

@@ -177,7 +177,7 @@ class RunRegistry:
         if not self.reports.has_ended(run_id):
             failure = Failure(kind=kind, message=words, host=socket.gethostname(), at=time.time())
             with faults.guarded(None):
-                self.reports.happened(run_id, RunEnded(state=RunState.FAILED, failure=failure), ())
+                self.reports.report(run_id, RunEnded(state=RunState.FAILED, failure=failure), ())
         if not self.reports.have_ranks_exited(run_id):
             self.ranks_exited(run_id)
             if (run := self._runs.get(run_id)) is not None:
@@ -185,8 +185,8 @@ class RunRegistry:
 
     # ------------------------------------------------------------ from the runs
 
-    def happened(self, run_id: str, body: EventBody, frames: Iterable[bytes]) -> None:
-        self.far.happened(run_id, body, tuple(frames))
+    def on_event(self, run_id: str, body: EventBody, frames: Iterable[bytes]) -> None:
+        self.far.report(run_id, body, tuple(frames))
 
     def run_exited(self, run: NodeRun) -> None:
         self.ranks_exited(run.run_id)

@@ -253,7 +253,7 @@ class PoolLink:
     def _dispatch(self, message: PoolMessage, frames: Sequence[bytes]) -> None:
         match message:
             case Event():
-                self._happened(message, frames)
+                self._on_event(message, frames)
             case Welcome():
                 if not self._welcome.done():
                     self._welcome.set_result(message)
@@ -285,7 +285,7 @@ class PoolLink:
             case _:
                 self._reply(message.request, result=message)
 
-    def _happened(self, event: Event, frames: Sequence[bytes]) -> None:
+    def _on_event(self, event: Event, frames: Sequence[bytes]) -> None:
         run_id = event.run_id
         with self._lock:
             followers = tuple(self._followers.get(run_id, ()))

@@ -92,7 +92,7 @@ def prepare(
         code = pack_call(context, call, options)
         session = registry.lending(options) if beside_sessions and not options.ray else None
         if session is not None:
-            return describe(context, code, replace(options, fresh=True), session.lends(options.ranks), session)
+            return describe(context, code, replace(options, fresh=True), session.fresh_target(options.ranks), session)
         options, found = with_target(context, options)
         return describe(context, code, options, found)
 

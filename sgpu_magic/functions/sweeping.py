@@ -21,7 +21,7 @@ from sgpu_magic.options.option_records import CallOptions
 from sgpu_magic.payload.call import FunctionCall, name_of
 from sgpu_magic.runs.handle import Run
 from sgpu_magic.runs.kernel_context import KernelContext
-from sgpu_magic.views.cell_outputs import SweepPicture, SweepProgress, failure_line
+from sgpu_magic.views.cell_outputs import SweepProgress, SweepView, failure_line
 from sgpu_magic.wire.base import RunState, short
 
 T = TypeVar("T")
@@ -106,7 +106,7 @@ class Sweeping(Generic[T, R]):
                         yield self._over(task)
                 now = time.monotonic()
                 if progress.is_due(now):
-                    progress.show(self._picture(self._unreached), now)
+                    progress.show(self._view(self._unreached), now)
                 if (more or self._out) and (task := self._next()) is not None:
                     yield self._over(task)
             ending = ""
@@ -122,7 +122,7 @@ class Sweeping(Generic[T, R]):
         finally:
             if self._out:
                 self._cancel_all()
-            progress.show(self._picture(ending, is_final=True), time.monotonic())
+            progress.show(self._view(ending, is_final=True), time.monotonic())
 
     def _bound(self) -> int:
         """Return the maximum number of runs submitted at the same time."""
@@ -208,10 +208,10 @@ class Sweeping(Generic[T, R]):
             except queue.Empty:
                 return
 
-    def _picture(self, ending: str = "", *, is_final: bool = False) -> SweepPicture:
+    def _view(self, ending: str = "", *, is_final: bool = False) -> SweepView:
         waits = (RunState.QUEUED, RunState.PREPARING, RunState.STARTING)
         running = sum(1 for task in list(self._out.values()) if task.run is not None and task.run.state not in waits)
-        return SweepPicture(
+        return SweepView(
             name=self._name,
             done=self._done,
             running=running,

@@ -166,7 +166,7 @@ class DistributedMagics(Magics):
     def _run_fresh(self, magic_line: str, cell_body: str, options: RunOptions, session: Session | None) -> Launched:
         """Run a cell on new ranks, on a new lease or on a session's."""
         if session is not None:
-            found = session.checked().lends(options.ranks)
+            found = session.checked().fresh_target(options.ranks)
         else:
             options, found = with_target(self.context, options)
         with interrupted(_NOT_SUBMITTED):

@@ -45,7 +45,7 @@ _PATIENCE_WITH_VICTIM_S = 0.25
 
 Send = Callable[[str, ToAgent, Sequence[bytes]], None]
 # commands that are repeated to a node after it was unreachable; all are idempotent
-_STANDING = (MasterKnown, DetachRun, EndRun, PeerFailed, PartsOver, KillRanks, ReclaimPayload, ResultsReceived)
+_STANDING_ORDERS = (MasterKnown, DetachRun, EndRun, PeerFailed, PartsOver, KillRanks, ReclaimPayload, ResultsReceived)
 
 
 class DistributedRun:
@@ -71,7 +71,7 @@ class DistributedRun:
         self._send = send
         self.joint = JointRun(len(self.nodes), numbers or dict.fromkeys(range(len(nodes)), launch.number))
         self.over = False
-        self._standing: list[ToAgent] = []
+        self._standing_orders: list[ToAgent] = []
         self._unstarted: set[int] = set()
         # parts that were launched but have sent nothing yet: the command may have been lost with a link
         self._silent: set[int] = set()
@@ -115,7 +115,7 @@ class DistributedRun:
         self._unstarted.discard(index)
         self._silent.add(index)
         self._send(node, part_of(self.launch, index), self._frames)
-        for order in self._standing:
+        for order in self._standing_orders:
             self._send(node, order, ())
         return True
 
@@ -132,8 +132,8 @@ class DistributedRun:
 
     def order(self, order: ToAgent) -> None:
         """Send a command to every part that has been started."""
-        if isinstance(order, _STANDING) and order not in self._standing:
-            self._standing.append(order)
+        if isinstance(order, _STANDING_ORDERS) and order not in self._standing_orders:
+            self._standing_orders.append(order)
         for index, node in enumerate(self.nodes):
             if index not in self._unstarted:
                 self._send(node, order, ())
@@ -143,7 +143,7 @@ class DistributedRun:
         self.note_launched(index)
         node = self.nodes[index]
         self._send(node, Adopt(run_id=self.run_id, number=self.joint.parts[index].passed), ())
-        for order in self._standing:
+        for order in self._standing_orders:
             self._send(node, order, ())
 
     def events_kept(self, numbers: Mapping[int, int]) -> None:
@@ -163,7 +163,7 @@ class DistributedRun:
         if len(self._ready) == len(self.nodes):
             first = self._ready[0]
             known = MasterKnown(run_id=self.run_id, address=first.address, port=first.port)
-            if known not in self._standing:
+            if known not in self._standing_orders:
                 self.order(known)
 
     def forward_event(self, index: int, body: EventBody) -> None:
@@ -188,8 +188,8 @@ class DistributedRun:
 
     def _order_others(self, index: int, order: PeerFailed | EndRun) -> None:
         """Send the command once, to all parts with ranks except one."""
-        if not any(isinstance(standing, type(order)) for standing in self._standing):
-            self._standing.append(order)
+        if not any(isinstance(standing, type(order)) for standing in self._standing_orders):
+            self._standing_orders.append(order)
             for other, node in self.parts.items():
                 if other != index:
                     self._send(node, order, ())

@@ -205,7 +205,7 @@ class Engine:
             return
         match message:
             case RunEvent():
-                self._happened(run, part, message, frames)
+                self._on_run_event(run, part, message, frames)
             case PartEnded():
                 run.part_ended(part)
             case DevicesFree():
@@ -450,7 +450,7 @@ class Engine:
 
     # ------------------------------------------------------------ events of the parts
 
-    def _happened(self, run: DistributedRun, part: int, event: RunEvent, frames: Sequence[bytes]) -> None:
+    def _on_run_event(self, run: DistributedRun, part: int, event: RunEvent, frames: Sequence[bytes]) -> None:
         ended = run.joint.ended
         run.note_launched(part)
         merged = run.joint.on_event(part, event, frames, time.time())
@@ -481,7 +481,7 @@ class Engine:
 
     def _pass_on(self, events: Sequence[MergedEvent]) -> None:
         for event, frames in events:
-            self._listener.run_happened(event, frames)
+            self._listener.on_run_event(event, frames)
 
     def _part_silent(self, run: DistributedRun, part: int) -> None:
         for request, stacks in self._stacks.part_silent(run.run_id, part):
@@ -586,7 +586,7 @@ class Engine:
         """Report the end of a run that never had ranks."""
         run_id = launch.spec.run_id
         event = RunEvent(run_id=run_id, number=launch.number + 1, at=time.time(), body=ended)
-        self._listener.run_happened(event, ())
+        self._listener.on_run_event(event, ())
         self.give_back(run_id)
         self._listener.ranks_exited(run_id)
 

@@ -9,7 +9,7 @@ from pathlib import PurePath
 import msgspec
 from msgspec.structs import replace
 
-from sgpu_magic.panel.schema import DevicePicture
+from sgpu_magic.panel.schema import PanelDevice
 from sgpu_magic.views.format_pool import HOLDING, Holders, device_name, format_outside, is_free
 from sgpu_magic.views.run_notes import run_name
 from sgpu_magic.wire.base import RunKind, RunState
@@ -29,7 +29,7 @@ _LEAST_S = 1.0
 _STEPS = ((60.0, 10.0), (600.0, 30.0), (float("inf"), 60.0))
 
 
-def device_pictures(inventory: Inventory, order: Mapping[str, int], holders: Holders) -> tuple[DevicePicture, ...]:
+def panel_devices(inventory: Inventory, order: Mapping[str, int], holders: Holders) -> tuple[PanelDevice, ...]:
     """Return what a panel shows of a pool's devices.
 
     A pool of several nodes and more than 64 devices is summarized: first each device that a notebook holds, then one
@@ -52,7 +52,7 @@ def device_pictures(inventory: Inventory, order: Mapping[str, int], holders: Hol
     rows.sort(key=lambda row: row[0], reverse=True)
     return (
         *(_device(device, holders, hosts.get(device.node, "")) for device in held[:_MOST_DEVICES]),
-        *(picture for _, picture in rows[:_MOST_NODES]),
+        *(snapshot for _, snapshot in rows[:_MOST_NODES]),
     )
 
 
@@ -72,7 +72,7 @@ def file_name(path: str) -> str:
     return PurePath(path).name
 
 
-def _device(device: Device, holders: Holders, host: str) -> DevicePicture:
+def _device(device: Device, holders: Holders, host: str) -> PanelDevice:
     run, rank = holders.get(device.uuid, (None, 0))
     if run is None:
         user = format_outside(device) or _FREE
@@ -80,7 +80,7 @@ def _device(device: Device, holders: Holders, host: str) -> DevicePicture:
         user = file_name(run.notebook) or run_name(run)
     else:
         user = f"{run_name(run)} · rank {rank}"
-    return DevicePicture(
+    return PanelDevice(
         uuid=device.uuid,
         type=device.type,
         label=f"{device_name(device)} · {host}" if host else device_name(device),
@@ -95,13 +95,13 @@ def _device(device: Device, holders: Holders, host: str) -> DevicePicture:
     )
 
 
-def _node(host: str, devices: Sequence[Device], holders: Holders) -> tuple[int, DevicePicture]:
-    """Return how many of the node's devices of a type are free, and their picture."""
+def _node(host: str, devices: Sequence[Device], holders: Holders) -> tuple[int, PanelDevice]:
+    """Return how many of the node's devices of a type are free, and their snapshot."""
     free = sum(is_free(device, holders) for device in devices)
     used = [device.used_bytes for device in devices if device.used_bytes is not None]
     busy = [device.utilization_pct for device in devices if device.utilization_pct is not None]
     first = devices[0]
-    return free, DevicePicture(
+    return free, PanelDevice(
         uuid=f"{first.node} {first.type}",
         type=first.type,
         label=f"{host} · {len(devices)} {first.type.upper()}",

@@ -7,15 +7,15 @@ from collections.abc import Iterable
 from sgpu_magic.formatting import count_of, names_text
 from sgpu_magic.panel.plan import MOST_NAMED, DeviceShortage, PackageChanges, Plan, Restart, SessionStep
 from sgpu_magic.panel.pool_state import as_sentence
-from sgpu_magic.panel.schema import PlanPicture
+from sgpu_magic.panel.schema import PanelPlan
 from sgpu_magic.runs.choice.schema import label_of
 from sgpu_magic.wire.devices import CPU
 
 
-def plan_picture(plan: Plan) -> PlanPicture:
+def panel_plan(plan: Plan) -> PanelPlan:
     """Return what a panel shows of a plan."""
     notes = [as_sentence(note) for note in plan.pool_notes]
-    return PlanPicture(
+    return PanelPlan(
         # the choice of a pool and the choice of a type may have the same note
         sentences=tuple(dict.fromkeys([*notes, *_about_packages(plan.packages), *_about_sessions(plan)])),
         loses=plan.problem is None and plan.loses,

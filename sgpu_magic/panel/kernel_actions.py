@@ -17,7 +17,7 @@ from sgpu_magic.options.option_records import SessionOptions
 from sgpu_magic.packages import snapshot
 from sgpu_magic.packages.distributions import normalised
 from sgpu_magic.packages.snapshot import versions
-from sgpu_magic.panel.format_plan import plan_picture
+from sgpu_magic.panel.format_plan import panel_plan
 from sgpu_magic.panel.kernel_state import (
     AskApply,
     AskDisconnect,
@@ -28,7 +28,7 @@ from sgpu_magic.panel.kernel_state import (
     KernelReply,
     PanelRefusal,
     PlanAnswer,
-    kernel_picture,
+    kernel_snapshot,
 )
 from sgpu_magic.panel.plan import Plan, Restart, living, plan
 from sgpu_magic.panel.pool_state import as_sentence, format_failure
@@ -98,7 +98,7 @@ class KernelActions:
             case AskPlan():
                 held = self._context.choice.now()
                 planned = plan(self._context, held, question.choice, connect=question.connect)
-                return PlanAnswer(n=question.n, plan=plan_picture(planned))
+                return PlanAnswer(n=question.n, plan=panel_plan(planned))
             case AskApply():
                 if not self._applying.acquire(blocking=False):
                     raise UsageError(_BUSY)
@@ -114,8 +114,8 @@ class KernelActions:
     def _state(self, number: int, kept: KeptChoice | None = None, text: str = "") -> KernelAnswer:
         held = self._context.choice.now()
         installing = self._is_installing()
-        picture = kernel_picture(self._context, held)
-        return KernelAnswer(n=number, picture=picture, kept=kept, notice=text, installing=installing)
+        snapshot = kernel_snapshot(self._context, held)
+        return KernelAnswer(n=number, snapshot=snapshot, kept=kept, notice=text, installing=installing)
 
     def _is_installing(self) -> bool:
         with self._lock:
@@ -140,7 +140,7 @@ class KernelActions:
         if planned.problem is not None:
             raise UsageError(as_sentence(planned.problem.message))
         if planned.loses and not question.confirmed:
-            raise UsageError(f"{' '.join(plan_picture(planned).sentences)} Nothing was done: confirm first.")
+            raise UsageError(f"{' '.join(panel_plan(planned).sentences)} Nothing was done: confirm first.")
         if not planned.changes_packages:
             kept, text = self._carry_out(planned, question.choice)
             return self._state(question.n, kept, text)

@@ -29,7 +29,7 @@ from sgpu_magic.packages.package_metadata import packages_of
 from sgpu_magic.packages.requirement_files import key_of, version_of
 from sgpu_magic.packages.snapshot import Change, changes, versions
 from sgpu_magic.panel.pool_state import as_sentence
-from sgpu_magic.panel.schema import BaseChoice, KernelPicture, PackageLine, PlanPicture, SessionPicture
+from sgpu_magic.panel.schema import BaseChoice, PackageLine, PanelKernel, PanelPlan, PanelSession
 from sgpu_magic.runs.choice.keeper import CurrentChoice
 from sgpu_magic.runs.choice.packages import Base, base_of, base_versions, problem_of_base
 from sgpu_magic.runs.choice.schema import VERSION, Choice, KeptChoice, describe_choice, label_of
@@ -109,7 +109,7 @@ class KernelAnswer(Message, frozen=True, tag_field="kind", tag="kernel-answer"):
     """
 
     n: int
-    picture: KernelPicture
+    snapshot: PanelKernel
     kept: KeptChoice | None = None
     notice: str = ""
     installing: bool = False
@@ -119,7 +119,7 @@ class PlanAnswer(Message, frozen=True, tag_field="kind", tag="plan-answer"):
     """What applying the choice would do."""
 
     n: int
-    plan: PlanPicture
+    plan: PanelPlan
 
 
 class PanelRefusal(Message, frozen=True, tag_field="kind", tag="panel-refusal"):
@@ -135,7 +135,7 @@ KernelReply = KernelAnswer | PlanAnswer | PanelRefusal
 # ---------------------------------------------------------------- the state
 
 
-def kernel_picture(context: KernelContext, held: CurrentChoice) -> KernelPicture:
+def kernel_snapshot(context: KernelContext, held: CurrentChoice) -> PanelKernel:
     """Return the kernel's current state.
 
     Args:
@@ -162,7 +162,7 @@ def kernel_picture(context: KernelContext, held: CurrentChoice) -> KernelPicture
         notes += [*describe_stale(now), *_broken(now)]
     notes += since_connected(now, [session for session in registry.all_sessions() if not session.has_ended])
     pool = target.pool_name(context)
-    return KernelPicture(
+    return PanelKernel(
         version=VERSION,
         package_version=__version__,
         pool=pool,
@@ -279,10 +279,10 @@ def _about(python: str, packages: int) -> str:
 # ---------------------------------------------------------------- sessions
 
 
-def _sessions() -> list[SessionPicture]:
+def _sessions() -> list[PanelSession]:
     sessions = registry.all_sessions()
     return [
-        SessionPicture(
+        PanelSession(
             run_id=session.run_id,
             name=session.name,
             current=session is sessions[-1],

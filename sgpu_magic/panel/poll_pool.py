@@ -21,13 +21,13 @@ from sgpu_magic.panel.past_runs import MonthUsage, RunFilesOfPool, SimulatedUse
 from sgpu_magic.panel.pool_state import (
     RunDirectoryInfo,
     as_sentence,
-    away_picture,
+    away_snapshot,
     pool_choices,
-    pool_picture,
+    pool_snapshot,
     rates_of,
     run_row,
 )
-from sgpu_magic.panel.schema import MAX_RUNS, PoolPicture, PoolState, PoolsUpdate, Remedy, RunRow
+from sgpu_magic.panel.schema import MAX_RUNS, PanelPool, PoolState, PoolsUpdate, Remedy, RunRow
 from sgpu_magic.wire.pool_status import PoolStatus, RunSummary, address_file
 
 if TYPE_CHECKING:
@@ -52,11 +52,11 @@ class PollResult(msgspec.Struct, frozen=True):
     """The result of a poll.
 
     Args:
-        picture: The pool.
+        snapshot: The pool.
         rows: Its runs by id, newest first.
     """
 
-    picture: PoolPicture
+    snapshot: PanelPool
     rows: Mapping[str, RunRow]
 
 
@@ -114,7 +114,7 @@ class PoolPoller:
             return self._without_pool(now)
         self._was_up = True
         rows = self._drawn(now)
-        picture = pool_picture(
+        snapshot = pool_snapshot(
             status,
             self._rates,
             now,
@@ -123,7 +123,7 @@ class PoolPoller:
             usage=self._usage.line(now, status.budget) if self._entry is None else "",
             notice="" if self._pool is None else self._pool.notice,
         )
-        return PollResult(picture, rows)
+        return PollResult(snapshot, rows)
 
     def close(self) -> None:
         """Close the connection to the pool."""
@@ -183,7 +183,7 @@ class PoolPoller:
 
     def _away(self, state: PoolState, sentence: str, remedy: Remedy, words: str, now: float) -> PollResult:
         usage = "" if state == "problem" or self._entry is not None else self._usage.line(now, None)
-        return PollResult(away_picture(self._name, state, sentence, remedy, words, now, usage), self._drawn(now))
+        return PollResult(away_snapshot(self._name, state, sentence, remedy, words, now, usage), self._drawn(now))
 
     def _read_ledger(self) -> None:
         """Read the runs from the local pool's ledger, so that the list is not empty; skipped for a remote pool."""
@@ -233,7 +233,7 @@ class NoPoller:
     Args:
         pool: Its name.
         sentence: Why, and what to do.
-        remedy: As in `PoolPicture`.
+        remedy: As in `PanelPool`.
     """
 
     def __init__(self, pool: str, sentence: str, remedy: Remedy = "") -> None:
@@ -248,7 +248,7 @@ class NoPoller:
 
     def poll(self) -> PollResult:
         words = LOOK_AGAIN if self._remedy else ""
-        return PollResult(away_picture(self._pool, "problem", self._sentence, self._remedy, words, time.time()), {})
+        return PollResult(away_snapshot(self._pool, "problem", self._sentence, self._remedy, words, time.time()), {})
 
     def close(self) -> None:
         """Do nothing: there is no connection."""

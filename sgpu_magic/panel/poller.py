@@ -206,27 +206,27 @@ class PoolWatcher(Watcher[PollResult]):
 
     def add(self, key: object, on_update: OnUpdate) -> None:
         super().add(key, on_update)
-        if (seen := self._seen) is not None and seen.picture.state != "up":
+        if (seen := self._seen) is not None and seen.snapshot.state != "up":
             # the state may be outdated: poll at once whether the pool is up now
             self.poll_soon()
 
     def _updates(self, before: PollResult | None, seen: PollResult) -> Sequence[StateUpdate]:
         if before is None:
             return whole(seen)
-        runs = changes(seen.picture.pool, before.rows, seen.rows)
+        runs = changes(seen.snapshot.pool, before.rows, seen.rows)
         # a change of `now` alone is not reported
-        is_same = msgspec.structs.replace(before.picture, now=seen.picture.now) == seen.picture
+        is_same = msgspec.structs.replace(before.snapshot, now=seen.snapshot.now) == seen.snapshot
         updates: list[StateUpdate] = []
         if not is_same:
-            updates.append(PoolUpdate(picture=seen.picture))
+            updates.append(PoolUpdate(snapshot=seen.snapshot))
         if runs is not None:
             updates.append(runs)
         return updates
 
     def _failed(self) -> PollResult:
         """Keep the runs that were listed."""
-        picture = NoPoller(self._name, FAILED, "retry").poll().picture
-        return PollResult(picture, {} if self._seen is None else self._seen.rows)
+        snapshot = NoPoller(self._name, FAILED, "retry").poll().snapshot
+        return PollResult(snapshot, {} if self._seen is None else self._seen.rows)
 
 
 class ListWatcher(Watcher[PoolsUpdate]):
@@ -259,7 +259,7 @@ class ListWatcher(Watcher[PoolsUpdate]):
 def whole(seen: PollResult) -> tuple[PoolUpdate, RunsUpdate]:
     """Return the whole state, for a page that has nothing yet."""
     rows = tuple(seen.rows.values())
-    return PoolUpdate(picture=seen.picture), RunsUpdate(pool=seen.picture.pool, whole=True, changed=rows, gone=())
+    return PoolUpdate(snapshot=seen.snapshot), RunsUpdate(pool=seen.snapshot.pool, whole=True, changed=rows, gone=())
 
 
 def changes(pool: str, before: Mapping[str, RunRow], after: Mapping[str, RunRow]) -> RunsUpdate | None:

@@ -19,14 +19,14 @@ from sgpu_magic.formatting import count_of, format_money
 from sgpu_magic.panel.device_rows import (
     Durations,
     Use,
-    device_pictures,
     file_name,
     holders_of,
+    panel_devices,
     queue_of,
     waits,
     with_use,
 )
-from sgpu_magic.panel.schema import PoolChoice, PoolPicture, PoolState, Remedy, RunParameter, RunRow, TypePicture
+from sgpu_magic.panel.schema import PanelPool, PanelType, PoolChoice, PoolState, Remedy, RunParameter, RunRow
 from sgpu_magic.runs.choice.schema import VERSION
 from sgpu_magic.views.format_pool import (
     Holders,
@@ -76,7 +76,7 @@ class RunDirectoryInfo(msgspec.Struct, frozen=True):
     parameters: tuple[RunParameter, ...] | None = None
 
 
-def pool_picture(
+def pool_snapshot(
     status: PoolStatus,
     rates: PriceBook,
     now: float,
@@ -85,7 +85,7 @@ def pool_picture(
     use: Use = _NO_USE,
     usage: str = "",
     notice: str = "",
-) -> PoolPicture:
+) -> PanelPool:
     """Return the state of a pool that has answered.
 
     Args:
@@ -102,14 +102,14 @@ def pool_picture(
     types = _types(status, rates, now, holders, durations)
     order = {each.type: at for at, each in enumerate(types)}
     slots = count_of(inventory.cpu_slots, "CPU slot")
-    return PoolPicture(
+    return PanelPool(
         version=VERSION,
         pool=status.pool,
         state="up",
         now=now,
         about=f"{status.pool} · {_location_of(status.pool, inventory.host)} · {slots}",
         types=types,
-        devices=device_pictures(with_use(inventory, use), order, holders),
+        devices=panel_devices(with_use(inventory, use), order, holders),
         cpu_slots=inventory.cpu_slots,
         cpu_slots_free=status.cpu_slots_free,
         usage=usage,
@@ -117,11 +117,11 @@ def pool_picture(
     )
 
 
-def away_picture(
+def away_snapshot(
     pool: str, state: PoolState, sentence: str, remedy: Remedy, remedy_words: str, now: float, usage: str = ""
-) -> PoolPicture:
-    """Return the state of a pool that can't be reached; arguments as in `PoolPicture`."""
-    return PoolPicture(
+) -> PanelPool:
+    """Return the state of a pool that can't be reached; arguments as in `PanelPool`."""
+    return PanelPool(
         version=VERSION,
         pool=pool,
         state=state,
@@ -226,7 +226,7 @@ def _location_of(pool: str, host: str) -> str:
 
 def _types(
     status: PoolStatus, rates: PriceBook, now: float, holders: Holders, durations: Durations
-) -> tuple[TypePicture, ...]:
+) -> tuple[PanelType, ...]:
     """Return the pool's types: most expensive first, those without a price by memory, CPU last."""
     by_type: dict[str, list[Device]] = {}
     for device in status.inventory.devices:
@@ -234,11 +234,11 @@ def _types(
     # the type that the pool chooses for runs that name none
     main = max(by_type, key=lambda kind: len(by_type[kind]), default=CPU)
 
-    def drawn(kind: str, total: int, free: int, devices: Sequence[Device]) -> TypePicture:
+    def drawn(kind: str, total: int, free: int, devices: Sequence[Device]) -> PanelType:
         price, reserved = _price(status.pool, kind, rates)
         uuids = frozenset(device.uuid for device in devices)
         held = holders_of(kind, status.runs, durations, now, uuids)
-        return TypePicture(
+        return PanelType(
             type=kind,
             label=kind.upper(),
             total=total,

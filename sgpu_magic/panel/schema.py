@@ -33,7 +33,7 @@ class PoolChoice(Message, frozen=True):
     default: bool
 
 
-class TypePicture(Message, frozen=True):
+class PanelType(Message, frozen=True):
     """A type of device that the pool has.
 
     Args:
@@ -62,7 +62,7 @@ class TypePicture(Message, frozen=True):
     waits_s: tuple[float | None, ...]
 
 
-class DevicePicture(Message, frozen=True, kw_only=True):
+class PanelDevice(Message, frozen=True, kw_only=True):
     """One device.
 
     Args:
@@ -160,7 +160,7 @@ class RunRow(Message, frozen=True):
     parameters: tuple[RunParameter, ...]
 
 
-class PoolPicture(Message, frozen=True, kw_only=True):
+class PanelPool(Message, frozen=True, kw_only=True):
     """A pool without its runs.
 
     Args:
@@ -188,8 +188,8 @@ class PoolPicture(Message, frozen=True, kw_only=True):
     remedy_words: str = ""
     now: float
     about: str
-    types: tuple[TypePicture, ...] = ()
-    devices: tuple[DevicePicture, ...] = ()
+    types: tuple[PanelType, ...] = ()
+    devices: tuple[PanelDevice, ...] = ()
     cpu_slots: int = 0
     cpu_slots_free: int = 0
     usage: str
@@ -202,7 +202,7 @@ class PoolPicture(Message, frozen=True, kw_only=True):
 class PoolUpdate(Message, frozen=True, tag_field="kind", tag="pool"):
     """The pool's state, sent first and whenever it changes."""
 
-    picture: PoolPicture
+    snapshot: PanelPool
 
 
 class RunsUpdate(Message, frozen=True, tag_field="kind", tag="runs"):
@@ -261,7 +261,7 @@ class PackageLine(Message, frozen=True):
     removable: bool
 
 
-class SessionPicture(Message, frozen=True):
+class PanelSession(Message, frozen=True):
     """A session of this kernel.
 
     Args:
@@ -279,7 +279,7 @@ class SessionPicture(Message, frozen=True):
     words: str
 
 
-class KernelPicture(Message, frozen=True):
+class PanelKernel(Message, frozen=True):
     """A kernel that has loaded sgpu-magic.
 
     Args:
@@ -309,11 +309,11 @@ class KernelPicture(Message, frozen=True):
     packages: int
     differences: tuple[PackageLine, ...]
     more_differences: int
-    sessions: tuple[SessionPicture, ...]
+    sessions: tuple[PanelSession, ...]
     notes: tuple[str, ...]
 
 
-class PlanPicture(Message, frozen=True, kw_only=True):
+class PanelPlan(Message, frozen=True, kw_only=True):
     """What applying a choice would do.
 
     Args:

@@ -219,9 +219,9 @@ class Ledger:
         """Checkpoint the write-ahead log if it is large. Blocks until the disk has it."""
         self._database.checkpoint()
 
-    def checkpoint_beside(self) -> None:
+    def checkpoint_in_background(self) -> None:
         """Checkpoint from another thread, while changes are written."""
-        self._database.checkpoint_beside()
+        self._database.checkpoint_in_background()
 
     # ------------------------------------------------------------ internals
 

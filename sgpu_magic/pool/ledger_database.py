@@ -110,7 +110,7 @@ class LedgerDatabase:
         if os.path.exists(log := f"{self._path}-wal") and os.stat(log).st_size > _LOG_BYTES:
             self.rows("PRAGMA wal_checkpoint(TRUNCATE)")
 
-    def checkpoint_beside(self) -> None:
+    def checkpoint_in_background(self) -> None:
         """Checkpoint from a thread that may wait for the disk, while the owning thread writes.
 
         The write-ahead log shrinks with the next change.

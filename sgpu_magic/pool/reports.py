@@ -65,7 +65,7 @@ class Reports:
         # whether a call of `_confirm_due` is scheduled
         self._confirms = False
 
-    def run_happened(self, event: RunEvent, frames: Sequence[bytes]) -> None:
+    def on_run_event(self, event: RunEvent, frames: Sequence[bytes]) -> None:
         run = self._active.speaker(event.run_id)
         if run is None or run.log is None or event.number <= run.log.numbers.get(event.part, 0):
             # logged before the service was restarted

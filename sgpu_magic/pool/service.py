@@ -333,8 +333,8 @@ class PoolService:
         for call in (functools.partial(self.feed, sched.InventoryChanged(inventory)), *waiting):
             self._guard.for_nobody(call, _IGNORED)
 
-    def run_happened(self, event: RunEvent, frames: Sequence[bytes]) -> None:
-        self._guard.for_run(event.run_id, lambda: self._reports.run_happened(event, frames))
+    def on_run_event(self, event: RunEvent, frames: Sequence[bytes]) -> None:
+        self._guard.for_run(event.run_id, lambda: self._reports.on_run_event(event, frames))
 
     def devices_free(self, run_id: str) -> None:
         self._guard.for_run(run_id, lambda: self._reports.devices_free(run_id))
@@ -432,7 +432,7 @@ class PoolService:
     def _looked_after(self) -> None:
         self._environments.remove_unlinked()
         if self._active.going:
-            self._loop.run_in_executor(None, self._ledger.checkpoint_beside)
+            self._loop.run_in_executor(None, self._ledger.checkpoint_in_background)
         else:
             self._ledger.checkpoint()
 

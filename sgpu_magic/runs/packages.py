@@ -141,7 +141,7 @@ class Packages:
         with contextlib.suppress(KeyboardInterrupt), self._moved:
             # threads do not survive a fork
             self._moved.wait_for(
-                lambda: not self._owes() or self._thread is None or not self._thread.is_alive(), _LAST_LOOK_S
+                lambda: not self._has_pending() or self._thread is None or not self._thread.is_alive(), _LAST_LOOK_S
             )
         self._closed.set()
 
@@ -158,7 +158,7 @@ class Packages:
         link = self._pool.connected
         return link is not None and link is self._described_to and digest in self._described
 
-    def _owes(self) -> bool:
+    def _has_pending(self) -> bool:
         """Whether a run's directory still lacks its files."""
         return bool(self._late or self._wanted)
 
@@ -200,7 +200,7 @@ class Packages:
             with self._moved:
                 # packages were installed while the last snapshot was reported
                 is_outdated = snapshots.kept_snapshot() is None and not self._hurries.is_set()
-                if not self._owes() and not is_outdated:
+                if not self._has_pending() and not is_outdated:
                     # under the lock: later work starts a new thread
                     self._thread = None
                     return

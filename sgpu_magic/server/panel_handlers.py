@@ -40,29 +40,29 @@ class Outbox:
     def __init__(self) -> None:
         self._results: deque[CommandResult] = deque(maxlen=_MAX_RESULTS)
         # the newest state message of each type
-        self._pictures: dict[type[PanelUpdate], PanelUpdate] = {}
+        self._pending: dict[type[PanelUpdate], PanelUpdate] = {}
 
     def put(self, update: PanelUpdate) -> None:
         """Add a message; a state message replaces an unsent one of its type."""
         if isinstance(update, CommandResult):
             self._results.append(update)
             return
-        before = self._pictures.get(type(update))
+        before = self._pending.get(type(update))
         if isinstance(update, RunsUpdate) and isinstance(before, RunsUpdate):
             update = merged(before, update)
-        self._pictures[type(update)] = update
+        self._pending[type(update)] = update
 
     def take(self) -> PanelUpdate | None:
         """Return the next message, None when the outbox is empty."""
         if self._results:
             return self._results.popleft()
-        kind = next((kind for kind in (PoolsUpdate, PoolUpdate, RunsUpdate) if kind in self._pictures), None)
-        return self._pictures.pop(kind) if kind is not None else None
+        kind = next((kind for kind in (PoolsUpdate, PoolUpdate, RunsUpdate) if kind in self._pending), None)
+        return self._pending.pop(kind) if kind is not None else None
 
     def clear(self) -> None:
         """Discard all messages."""
         self._results.clear()
-        self._pictures.clear()
+        self._pending.clear()
 
 
 def merged(earlier: RunsUpdate, later: RunsUpdate) -> RunsUpdate:
@@ -196,8 +196,8 @@ class PanelHandler(WebSocketMixin, WebSocketHandler, JupyterHandler):
         seen = await in_thread(self.watchers.poll, pool)
         if seen is None:
             raise web.HTTPError(503, "the pool's state can't be read now. Try again.")
-        picture, runs = whole(seen)
-        answer(self, {"pools": pools, "pool": picture, "runs": runs})
+        snapshot, runs = whole(seen)
+        answer(self, {"pools": pools, "pool": snapshot, "runs": runs})
 
     async def _may(self, action: str) -> bool:
         return bool(await ensure_async(self.authorizer.is_authorized(self, self.current_user, action, RESOURCE)))

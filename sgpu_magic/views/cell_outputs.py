@@ -152,7 +152,7 @@ def _publish(display_id: str, data: dict[str, object], metadata: dict[str, objec
 # ---------------------------------------------------------------- a sweep
 
 
-class SweepPicture(msgspec.Struct, frozen=True):
+class SweepView(msgspec.Struct, frozen=True):
     """The data of a sweep that its progress display shows.
 
     Args:
@@ -193,36 +193,36 @@ class SweepPicture(msgspec.Struct, frozen=True):
         return max(self.total or self.begun, 1)
 
 
-def progress_line(picture: SweepPicture) -> str:
+def progress_line(sweep: SweepView) -> str:
     """Return `tune · 7 of 20 done · 4 running · 9 waiting · 1 failed · 12.4 s`."""
-    of = f" of {picture.total:,}" if picture.total is not None else ""
-    parts = [picture.name, f"{picture.done:,}{of} done"]
-    counts = {} if picture.is_final else {"running": picture.running, "waiting": picture.waiting}
-    parts += [f"{count:,} {word}" for word, count in {**counts, "failed": picture.failed}.items() if count]
-    return " · ".join(filter(None, [*parts, picture.ending, format_seconds(picture.seconds)]))
+    of = f" of {sweep.total:,}" if sweep.total is not None else ""
+    parts = [sweep.name, f"{sweep.done:,}{of} done"]
+    counts = {} if sweep.is_final else {"running": sweep.running, "waiting": sweep.waiting}
+    parts += [f"{count:,} {word}" for word, count in {**counts, "failed": sweep.failed}.items() if count]
+    return " · ".join(filter(None, [*parts, sweep.ending, format_seconds(sweep.seconds)]))
 
 
-def failure_list(picture: SweepPicture) -> list[str]:
+def failure_list(sweep: SweepView) -> list[str]:
     """Return a line for each of the first failures, and one with the number of others."""
-    shown = [ansi.plain(line) for line in picture.failures[:_MAX_FAILURES]]
-    more = picture.failed - len(shown)
+    shown = [ansi.plain(line) for line in sweep.failures[:_MAX_FAILURES]]
+    more = sweep.failed - len(shown)
     return [*shown, *([f"and {count_of(more, 'more failure')}: .failures lists them all"] if more > 0 else [])]
 
 
-def progress_html(picture: SweepPicture) -> str:
+def progress_html(sweep: SweepView) -> str:
     """Return the bar, the line and the failures as HTML."""
 
     def part(count: int, colour: str) -> str:
-        return f'<div style="width:{100 * count / picture.whole:.2f}%;background:{colour}"></div>' if count else ""
+        return f'<div style="width:{100 * count / sweep.whole:.2f}%;background:{colour}"></div>' if count else ""
 
     bar = (
         f'<div style="display:flex;height:4px;background:{LINE}">'
-        f"{part(picture.done, GOOD)}{part(picture.failed, BAD)}"
-        f"{part(picture.running, f'{GOOD};opacity:.35') if not picture.is_final else ''}</div>"
+        f"{part(sweep.done, GOOD)}{part(sweep.failed, BAD)}"
+        f"{part(sweep.running, f'{GOOD};opacity:.35') if not sweep.is_final else ''}</div>"
     )
-    name, *rest = progress_line(picture).split(" · ")
+    name, *rest = progress_line(sweep).split(" · ")
     line = f'<b>{escape(name)}</b><span style="{SOFT}"> · {escape(" · ".join(rest))}</span>'
-    failures = "".join(f"<div>{escape(text)}</div>" for text in failure_list(picture))
+    failures = "".join(f"<div>{escape(text)}</div>" for text in failure_list(sweep))
     block = f'<div style="padding:4px 12px 6px;{MONO};font-size:12px;color:{BAD}">{failures}</div>' if failures else ""
     return f'<div style="{BOX}">{bar}<div style="padding:6px 12px">{line}</div>{block}</div>'
 
@@ -244,46 +244,46 @@ class SweepProgress:
         self._display_id = ""
         self._began: float | None = None
         self._drawn_at = 0.0
-        self._drawn: SweepPicture | None = None
+        self._drawn: SweepView | None = None
 
     def is_due(self, now: float) -> bool:
         """Whether an update is due: at most 4 times a second, and not in the first 100 ms."""
         self._began = now if self._began is None else self._began
         return now - self._began >= _FIRST_AFTER_S and now - self._drawn_at >= _INTERVAL_S
 
-    def show(self, picture: SweepPicture, now: float) -> None:
+    def show(self, sweep: SweepView, now: float) -> None:
         """Show the progress; if only the time has changed, at most once a second.
 
         Args:
-            picture: The progress.
+            sweep: The progress.
             now: Monotonic time in seconds.
         """
-        same = self._drawn is not None and replace(picture, seconds=self._drawn.seconds) == self._drawn
+        same = self._drawn is not None and replace(sweep, seconds=self._drawn.seconds) == self._drawn
         if self._silent or (same and now - self._drawn_at < 1.0):
             return
-        self._drawn, self._drawn_at = picture, now
+        self._drawn, self._drawn_at = sweep, now
         if self._html:
-            self._publish(picture)
-        elif self._is_terminal or picture.is_final:
-            self._write(picture)
+            self._publish(sweep)
+        elif self._is_terminal or sweep.is_final:
+            self._write(sweep)
 
-    def _write(self, picture: SweepPicture) -> None:
+    def _write(self, sweep: SweepView) -> None:
         over = "\r\x1b[K" if self._is_terminal else ""
-        line = ansi.plain(progress_line(picture))
-        if self._is_terminal and not picture.is_final:
+        line = ansi.plain(progress_line(sweep))
+        if self._is_terminal and not sweep.is_final:
             # a wrapped line could not be overwritten
             columns = shutil.get_terminal_size().columns - 1
-            full = round(_BAR_CHARS * (picture.done + picture.failed) / picture.whole)
+            full = round(_BAR_CHARS * (sweep.done + sweep.failed) / sweep.whole)
             self._stream.write(over + f"[{'#' * full}{'.' * (_BAR_CHARS - full)}] {line}"[:columns])
         else:
-            self._stream.write("".join(f"{text}\n" for text in (over + line, *failure_list(picture))))
+            self._stream.write("".join(f"{text}\n" for text in (over + line, *failure_list(sweep))))
         self._stream.flush()
 
-    def _publish(self, picture: SweepPicture) -> None:
+    def _publish(self, sweep: SweepView) -> None:
         update = bool(self._display_id)
         self._display_id = self._display_id or f"sgpu-sweep-{secrets.token_hex(4)}"
-        text = ansi.plain("\n".join((progress_line(picture), *failure_list(picture))))
-        _publish(self._display_id, {"text/plain": text, "text/html": progress_html(picture)}, {}, update=update)
+        text = ansi.plain("\n".join((progress_line(sweep), *failure_list(sweep))))
+        _publish(self._display_id, {"text/plain": text, "text/html": progress_html(sweep)}, {}, update=update)
 
 
 def failure_line(index: int, run: str, error: BaseException) -> str:

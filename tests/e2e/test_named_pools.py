@@ -380,13 +380,13 @@ def test_a_run_goes_on_when_its_pool_is_listed_no_more(scene: Scene):
 
 def test_a_choice_of_the_panel_is_made_in_the_pool_that_it_names(scene: Scene, gone: str):
     panel = Panel(scene.kernel)
-    assert panel.state()["picture"]["pool"] == "team"
+    assert panel.state()["snapshot"]["pool"] == "team"
     choice = {"type": "h100", "gpus": 2, "pool": "cloud"}
     try:
         panel.plan(choice, connect=True)
         answer = panel.apply(choice, connect=True)
-        assert answer["picture"]["choice_words"].startswith("2")
-        eventually(lambda: panel.state()["picture"]["sessions"][0]["state"] == "running", 30)
+        assert answer["snapshot"]["choice_words"].startswith("2")
+        eventually(lambda: panel.state()["snapshot"]["sessions"][0]["state"] == "running", 30)
         assert scene.kernel.check("%%distributed\nprint('ranks', world_size)").lines(0) == ["ranks 2"]
         assert "2/2 h100" not in scene.sgpu("pool", "list")
         assert "The pool has no H100" in panel.plan({**choice, "pool": "team"})["problem"]

@@ -72,7 +72,7 @@ class Panel:
         return answer["text"]
 
     def disconnect_all(self) -> None:
-        while self.state()["picture"]["sessions"]:
+        while self.state()["snapshot"]["sessions"]:
             self.ask("disconnect", name="")
 
 
@@ -85,7 +85,7 @@ def panel(kernel: Kernel) -> Iterator[Panel]:
     made.disconnect_all()
     made.state(made.apply({})["kept"])
     # the metadata are empty again
-    assert made.state()["picture"]["choice"] is None
+    assert made.state()["snapshot"]["choice"] is None
 
 
 @pytest.fixture
@@ -123,14 +123,19 @@ def foreign(**fields: object) -> dict[str, Any]:
 
 def test_it_tells_packages_bases_and_that_nothing_is_chosen(panel: Panel):
     answer = panel.state()
-    picture = answer["picture"]
-    assert (picture["version"], picture["pool"], picture["choice"], picture["choice_words"]) == (1, "local", None, "")
-    assert picture["sessions"] == []
-    assert picture["python"].startswith(f"Python {'.'.join(map(str, sys.version_info[:3]))} · torch ")
-    assert picture["packages"] > 50
-    assert [base["name"] for base in picture["bases"][:3]] == ["", "4", "ai-4"]
+    snapshot = answer["snapshot"]
+    assert (snapshot["version"], snapshot["pool"], snapshot["choice"], snapshot["choice_words"]) == (
+        1,
+        "local",
+        None,
+        "",
+    )
+    assert snapshot["sessions"] == []
+    assert snapshot["python"].startswith(f"Python {'.'.join(map(str, sys.version_info[:3]))} · torch ")
+    assert snapshot["packages"] > 50
+    assert [base["name"] for base in snapshot["bases"][:3]] == ["", "4", "ai-4"]
     minor = ".".join(map(str, sys.version_info[:2]))
-    assert [base["label"] for base in picture["bases"][:3]] == [
+    assert [base["label"] for base in snapshot["bases"][:3]] == [
         f"this notebook's packages, Python {minor}",
         "4: Databricks serverless GPU, Python 3.12",
         "ai-4: Databricks serverless GPU with AI libraries, Python 3.12",
@@ -161,18 +166,18 @@ def test_it_answers_quickly_while_a_cell_blocks_the_kernel(panel: Panel, blocked
 def test_it_answers_on_every_ipykernel(home: Home, new_kernel: Callable[..., Kernel], version: str):
     kernel = new_kernel(variables=variables_for(version))
     panel = Panel(kernel)
-    assert panel.state()["picture"]["sessions"] == []
+    assert panel.state()["snapshot"]["sessions"] == []
     cell = kernel.start(BLOCKED.replace("'go'", "'go-6-7'"))
     cell.until_shown("up")
     kept = panel.apply(choice(gpus=1, type="cpu"), connect=True)["kept"]
-    eventually(lambda: panel.state(kept)["picture"]["sessions"][0]["state"] == "running", 60, "connected")
+    eventually(lambda: panel.state(kept)["snapshot"]["sessions"][0]["state"] == "running", 60, "connected")
     assert not cell.idle
     go = home.work / "go-6-7"
     go.touch()
     assert cell.wait().text.split() == ["up", "over"]
     go.unlink()
     assert "ranks 1" in kernel.check(f"%%distributed\n{TELL}").text
-    assert panel.ask("disconnect", name="")["picture"]["sessions"] == []
+    assert panel.ask("disconnect", name="")["snapshot"]["sessions"] == []
 
 
 @pytest.mark.parametrize(
@@ -202,8 +207,8 @@ def test_bad_input_is_refused_and_leaves_nothing(
 ):
     before = set(home.runs)
     assert words in panel.refused(kind, **({"connect": True} | fields if kind == "apply" else fields))
-    picture = panel.state()["picture"]
-    assert (picture["choice"], picture["sessions"]) == (None, [])
+    snapshot = panel.state()["snapshot"]
+    assert (snapshot["choice"], snapshot["sessions"]) == (None, [])
     assert set(home.runs) == before
 
 
@@ -215,8 +220,8 @@ def test_a_bare_cell_uses_the_choice_and_each_option_wins_by_itself(panel: Panel
     kept = answer["kept"]
     assert kept["choice"]["type"] == "a10"
     assert stat.S_IMODE(os.stat(home.state / NOTEBOOKS_FILE).st_mode) == 0o600
-    picture = panel.state(kept)["picture"]
-    assert (picture["confirmed"], picture["choice_words"]) == (True, "3 on A10, local, this notebook's packages")
+    snapshot = panel.state(kept)["snapshot"]
+    assert (snapshot["confirmed"], snapshot["choice_words"]) == (True, "3 on A10, local, this notebook's packages")
     reply = kernel.check(f"%%distributed --name bare\n{TELL}")
     assert "ranks 3" in reply.text
     assert "a10" in reply.text.lower()
@@ -241,16 +246,16 @@ def test_the_first_answer_after_applying_does_not_undo_it(panel: Panel, kernel: 
     # requested before the page has written it
     late = panel.state(before)
     assert late["kept"] == chosen
-    assert late["picture"]["choice_words"].startswith("1 on H100")
+    assert late["snapshot"]["choice_words"].startswith("1 on H100")
     assert panel.state(chosen)["kept"] is None
     # from here on the metadata apply: the user has undone the change
-    assert panel.state(before)["picture"]["choice_words"].startswith("2 on A10")
+    assert panel.state(before)["snapshot"]["choice_words"].startswith("2 on A10")
 
 
 def test_a_strangers_choice_is_refused_until_it_is_confirmed(panel: Panel, home: Home, kernel: Kernel):
     strange = foreign(gpus=2, type="h100")
-    picture = panel.state(strange)["picture"]
-    assert (picture["confirmed"], picture["choice"]["gpus"]) == (False, 2)
+    snapshot = panel.state(strange)["snapshot"]
+    assert (snapshot["confirmed"], snapshot["choice"]["gpus"]) == (False, 2)
     before = set(home.runs)
     for code in (f"%%distributed\n{TELL}", "%sgpu_connect", f"%%distributed --gpus 1\n{TELL}"):
         reply = kernel.run(code)
@@ -269,11 +274,11 @@ def test_a_strangers_choice_is_refused_until_it_is_confirmed(panel: Panel, home:
     assert "confirmed: this notebook asks for 2 on H100" in kernel.check("%sgpu_env --accept").text
     assert "ranks 2" in kernel.check(f"%%distributed\n{TELL}").text
     answer = panel.state(strange)
-    assert (answer["kept"], answer["picture"]["confirmed"]) == (None, True)
+    assert (answer["kept"], answer["snapshot"]["confirmed"]) == (None, True)
 
 
 def test_a_choice_that_asks_for_nothing_needs_no_confirmation(panel: Panel, kernel: Kernel):
-    assert panel.state(foreign())["picture"]["confirmed"]
+    assert panel.state(foreign())["snapshot"]["confirmed"]
     assert "ranks 2" in kernel.check(f"%%distributed --type cpu\n{TELL}").text
 
 
@@ -291,9 +296,9 @@ def test_it_connects_while_a_cell_runs(panel: Panel, kernel: Kernel, blocked: Ca
     assert plan == {"sentences": [], "loses": False, "problem": "", "button": "Apply and connect"}
     answer = panel.apply(choice(gpus=2, type="a10"), connect=True)
     assert answer["notice"] == "%%distributed cells run in session main from now on."
-    (session,) = answer["picture"]["sessions"]
+    (session,) = answer["snapshot"]["sessions"]
     assert (session["name"], session["current"], session["words"]) == ("main", True, "2 on A10")
-    eventually(lambda: panel.state(answer["kept"])["picture"]["sessions"][0]["state"] == "running", 60, "connected")
+    eventually(lambda: panel.state(answer["kept"])["snapshot"]["sessions"][0]["state"] == "running", 60, "connected")
     assert not cell.idle
     blocked()
     # nothing was printed into the cell
@@ -315,10 +320,10 @@ def test_another_choice_restarts_the_session_when_that_is_confirmed(panel: Panel
     assert plan["loses"]
     assert plan["sentences"] == ["Session main restarts: its ranks' variables are lost (weights)."]
     assert "Nothing was done" in panel.refused("apply", choice=choice(gpus=4, type="a10"), connect=True)
-    assert panel.state(kept)["picture"]["sessions"][0]["words"] == "2 on A10"
+    assert panel.state(kept)["snapshot"]["sessions"][0]["words"] == "2 on A10"
     # the session's own devices are enough for it
     answer = panel.apply(choice(gpus=4, type="a10"), connect=True, confirmed=True)
-    assert [session["words"] for session in answer["picture"]["sessions"]] == ["4 on A10"]
+    assert [session["words"] for session in answer["snapshot"]["sessions"]] == ["4 on A10"]
     reply = kernel.check(f"%%distributed\n{TELL}\nprint('weights' in globals())")
     assert "ranks 4" in reply.text
     assert "True" not in reply.text
@@ -335,7 +340,7 @@ def test_a_cell_that_runs_in_the_session_is_named_before_it_is_stopped(panel: Pa
     (words,) = panel.plan(choice(gpus=2, type="a10"), connect=True)["sentences"]
     assert "and what runs in it is stopped (epoch)" in words
     answer = panel.apply(choice(gpus=2, type="a10"), connect=True, confirmed=True)
-    assert [session["words"] for session in answer["picture"]["sessions"]] == ["2 on A10"]
+    assert [session["words"] for session in answer["snapshot"]["sessions"]] == ["2 on A10"]
     assert cell.wait().status == "error"
     assert "ranks 2" in kernel.check(f"%%distributed\n{TELL}").text
 
@@ -345,7 +350,7 @@ def test_it_disconnects_while_a_cell_runs(panel: Panel, kernel: Kernel, home: Ho
     cell = blocked()
     answer = panel.ask("disconnect", name="main")
     assert answer["notice"] == "Session main has ended."
-    assert answer["picture"]["sessions"] == []
+    assert answer["snapshot"]["sessions"] == []
     assert not cell.idle
     blocked()
     assert cell.wait().text.split() == ["up", "over"]
@@ -361,7 +366,7 @@ def test_plain_cells_run_here_again_after_disconnecting_and_no_cell_is_told(pane
 
 def test_devices_that_others_have_are_told_before(panel: Panel, kernel: Kernel):
     kernel.check("%sgpu_connect --name other --gpus 3 --type a10")
-    eventually(lambda: panel.state()["picture"]["sessions"][0]["state"] == "running", 60, "connected")
+    eventually(lambda: panel.state()["snapshot"]["sessions"][0]["state"] == "running", 60, "connected")
     plan = panel.plan(choice(gpus=2, type="a10"), connect=True)
     assert plan["sentences"] == ["1 of the 2 A10 that this needs is free now: the session waits in the queue."]
     assert not plan["loses"]
@@ -444,7 +449,7 @@ def test_packages_are_installed_into_the_notebooks_own_environment_and_removed_f
     assert answer["notice"] == "paperclippy installed."
     # they are among the notebook's packages now
     assert answer["kept"]["choice"]["dependencies"] == []
-    lines = {line["name"]: line for line in answer["picture"]["differences"]}
+    lines = {line["name"]: line for line in answer["snapshot"]["differences"]}
     assert lines["paperclippy"]["words"] == "paperclippy 2.0"
     assert (lines["paperclippy"]["sign"], lines["paperclippy"]["removable"]) == ("+", True)
     assert kernel.check("import paperclippy; print(paperclippy.__version__)").text == "2.0"
@@ -453,12 +458,12 @@ def test_packages_are_installed_into_the_notebooks_own_environment_and_removed_f
     # an install failure is shown in the installer's words, and the choice stays
     panel.state(answer["kept"])
     assert "there-is-no-such-thing-at-all" in panel.refused("apply", choice=choice(gpus=2, dependencies=["brokenish"]))
-    assert panel.state(answer["kept"])["picture"]["choice"]["gpus"] == 1
+    assert panel.state(answer["kept"])["snapshot"]["choice"]["gpus"] == 1
     gone = choice(gpus=1, type="cpu", removed=["paperclippy"])
     assert panel.plan(gone)["loses"]
     assert "will be removed" in panel.refused("apply", choice=gone)
     assert panel.apply(gone, confirmed=True)["notice"] == "paperclippy removed."
-    names = {line["name"] for line in panel.state()["picture"]["differences"]}
+    names = {line["name"] for line in panel.state()["snapshot"]["differences"]}
     assert "paperclippy" not in names
     assert "clipboardish" in names
 
@@ -515,15 +520,15 @@ def test_a_base_with_changes_is_what_the_ranks_have(new_home: Callable[..., Home
         wanted = choice(gpus=1, type="cpu", env_version=str(base), dependencies=["paperclippy"], removed=["notwanted"])
         answer = panel.apply(wanted)
         assert answer["kept"]["choice"]["dependencies"] == ["paperclippy"]
-        picture = answer["picture"]
-        assert [(line["sign"], line["words"]) for line in picture["differences"]] == [
+        snapshot = answer["snapshot"]
+        assert [(line["sign"], line["words"]) for line in snapshot["differences"]] == [
             ("-", "notwanted 1.0"),
             ("+", "paperclippy"),
         ]
         assert (
-            picture["choice_words"] == f"1 on CPU, local, the packages of {base}, paperclippy added, notwanted removed"
+            snapshot["choice_words"] == f"1 on CPU, local, the packages of {base}, paperclippy added, notwanted removed"
         )
-        assert f"{base.name}: a file" in [found["label"] for found in picture["bases"]]
+        assert f"{base.name}: a file" in [found["label"] for found in snapshot["bases"]]
         code = (
             "import importlib.util as find, inbase, paperclippy\n"
             "print('ranks have', inbase.__version__, paperclippy.__version__, find.find_spec('notwanted'))"
@@ -588,8 +593,8 @@ def test_the_panel_below_a_cell_tells_of_the_pool_while_it_is_watched(widget: tu
     assert told(view, "pools")[0]["pools"][0]["name"] == "local"
     # the pool may still be starting, without devices
     pictures = functools.partial(told, view, "pool")
-    cell.until(lambda: pictures()[-1]["picture"]["types"], 30, "the pool's devices")
-    assert [found["type"] for found in pictures()[-1]["picture"]["types"]] == ["h100", "a10", "cpu"]
+    cell.until(lambda: pictures()[-1]["snapshot"]["types"], 30, "the pool's devices")
+    assert [found["type"] for found in pictures()[-1]["snapshot"]["types"]] == ["h100", "a10", "cpu"]
     assert told(view, "runs")[0]["whole"]
     assert panel_threads(kernel)
     kernel.check("%%distributed -n 1 --type cpu --name seen --ui none\npass")
@@ -618,7 +623,7 @@ def test_the_panel_below_a_cell_asks_its_kernel_while_a_cell_blocks_it(
         number = kernel.front_end.ask(view, {"kind": "kernel"}, over)
         cell.until(lambda number=number: number in view.answers, 10, f"the answer over {over}")
         # it does not know the notebook's metadata, and leaves the choice as it is
-        assert view.answers[number]["picture"]["choice_words"] == "1 on CPU, local, this notebook's packages"
+        assert view.answers[number]["snapshot"]["choice_words"] == "1 on CPU, local, this notebook's packages"
         assert view.answers[number]["kept"] is None
     assert not cell.idle
     (home.work / "go-on").touch()
@@ -637,4 +642,4 @@ def test_nothing_is_left_when_the_extension_is_unloaded(home: Home, new_kernel: 
     # there is no reply, and the channel still works
     assert kernel.front_end.control("kernel_info_request", {})["status"] == "ok"
     kernel.check("%load_ext sgpu_magic")
-    assert panel.state()["picture"]["choice"] is None
+    assert panel.state()["snapshot"]["choice"] is None

@@ -130,7 +130,7 @@ def test_one_that_is_away_says_so_with_a_button_and_holds_up_no_other(
     page.order("watch", pool="team")
     page.until(lambda: page.picture["pool"] == "team")
     answer = server.get("sgpu/panel?pool=team").body
-    assert answer["pool"]["picture"]["state"] == "up"
+    assert answer["pool"]["snapshot"]["state"] == "up"
     assert [pool["name"] for pool in answer["pools"]["pools"]] == ["team", "gone", "local"]
 
 

@@ -27,7 +27,7 @@ from sgpu_magic.config import Settings
 from sgpu_magic.panel.orders import CancelRun, CommandResult, Page, PanelUpdate, Rest, StartPool, Watch
 from sgpu_magic.panel.poll_pool import PollResult, PoolPoller
 from sgpu_magic.panel.poller import FAILED, POLLED_S, PoolWatcher, Watchers
-from sgpu_magic.panel.pool_state import away_picture
+from sgpu_magic.panel.pool_state import away_snapshot
 from sgpu_magic.panel.schema import PoolsUpdate, PoolUpdate, RunsUpdate
 from sgpu_magic.pool.ledger import Ledger
 from sgpu_magic.wire.base import RunState
@@ -46,7 +46,7 @@ class ServedPage:
         address = f"ws{server.url.removeprefix('http')}/sgpu/panel?token={shown}"
         self._socket = websocket.create_connection(address, timeout=20, **options)
         self.pools: list[dict[str, Any]] = []
-        self.picture: dict[str, Any] = {}
+        self.snapshot: dict[str, Any] = {}
         self.runs: dict[str, dict[str, Any]] = {}
         self.said: list[dict[str, Any]] = []
         self.messages = 0
@@ -68,7 +68,7 @@ class ServedPage:
             case "pools":
                 self.pools = told["pools"]
             case "pool":
-                self.picture = told["picture"]
+                self.snapshot = told["snapshot"]
             case "runs":
                 self.runs = {} if told["whole"] else self.runs
                 self.runs |= {row["run_id"]: row for row in told["changed"]}
@@ -85,12 +85,12 @@ class ServedPage:
             try:
                 self.read()
             except websocket.WebSocketTimeoutException:
-                raise AssertionError(f"not within {deadline_s:g} s: {self.picture}, {self.said}") from None
+                raise AssertionError(f"not within {deadline_s:g} s: {self.snapshot}, {self.said}") from None
         return found
 
     def until_state(self, state: str, deadline_s: float = 20.0) -> dict[str, Any]:
-        self.until(lambda: self.picture.get("state") == state, deadline_s)
-        return self.picture
+        self.until(lambda: self.snapshot.get("state") == state, deadline_s)
+        return self.snapshot
 
     def until_said(self, deadline_s: float = 20.0) -> dict[str, Any]:
         self.until(lambda: self.said, deadline_s)
@@ -156,14 +156,14 @@ def test_a_page_is_told_everything_first(kernel: ServerKernel, open_page: Callab
     page = open_page()
     assert [page.read() for _ in range(3)] == ["pools", "pool", "runs"]
     assert [(pool["name"], pool["default"]) for pool in page.pools] == [("local", True)]
-    picture = page.picture
-    assert (picture["pool"], picture["state"], picture["sentence"], picture["remedy"]) == ("local", "up", "", "")
-    types = [(one["type"], one["total"], one["price"], one["simulated"]) for one in picture["types"]]
+    snapshot = page.snapshot
+    assert (snapshot["pool"], snapshot["state"], snapshot["sentence"], snapshot["remedy"]) == ("local", "up", "", "")
+    types = [(one["type"], one["total"], one["price"], one["simulated"]) for one in snapshot["types"]]
     assert types == [("h100", 8, 7.0, True), ("a10", 4, 2.5, True), ("cpu", 16, None, False)]
-    assert [one["label"] for one in picture["devices"] if one["type"] == "a10"] == [f"A10 · {at}" for at in range(4)]
-    assert picture["notes"] == ["No GPU on this machine: ranks run on CPU."]
-    assert re.match(r"This month \d+\.\d\d GPU h \(simulated\)", picture["usage"])
-    assert abs(picture["now"] - time.time()) < 10
+    assert [one["label"] for one in snapshot["devices"] if one["type"] == "a10"] == [f"A10 · {at}" for at in range(4)]
+    assert snapshot["notes"] == ["No GPU on this machine: ranks run on CPU."]
+    assert re.match(r"This month \d+\.\d\d GPU h \(simulated\)", snapshot["usage"])
+    assert abs(snapshot["now"] - time.time()) < 10
     assert [row["state"] for row in page.runs.values()][-1] == "succeeded"
 
 
@@ -175,8 +175,8 @@ def test_a_run_is_told_from_its_beginning_to_its_end(
     row = page.row(running.run_id)
     assert (row["ranks"], row["device_type"], row["simulated"], row["tone"]) == (2, "a10", True, "going")
     assert (row["kernel"], row["hourly"], row["cost"], row["here"]) == (kernel.id, 5.0, None, True)
-    page.until(lambda: [one["free"] for one in page.picture["types"]][:2] == [8, 2])
-    users = [one["user"] for one in page.picture["devices"] if one["run_id"] == running.run_id]
+    page.until(lambda: [one["free"] for one in page.snapshot["types"]][:2] == [8, 2])
+    users = [one["user"] for one in page.snapshot["devices"] if one["run_id"] == running.run_id]
     assert users == [f"{row['name']} · rank 0", f"{row['name']} · rank 1"]
     known = page.runs.keys()
     running.end()
@@ -184,7 +184,7 @@ def test_a_run_is_told_from_its_beginning_to_its_end(
     assert page.row(running.run_id)["state"] == "succeeded"
     assert page.row(running.run_id)["cost"] > 0
     assert page.runs.keys() == known
-    page.until(lambda: [one["free"] for one in page.picture["types"]][:2] == [8, 4])
+    page.until(lambda: [one["free"] for one in page.snapshot["types"]][:2] == [8, 4])
 
 
 def test_a_run_that_waits_says_for_what(
@@ -287,14 +287,14 @@ def test_nobody_who_looks_leaves_nothing(
     page.order("watch")
     page.until_state("up")
     page.order("rest")
-    page.picture = {}
+    page.snapshot = {}
     quiet = eventually(lambda: _resting(server), 30, "the threads of earlier pages stay")
     page.order("watch")
     page.until_state("up")
     assert _threads(server) > quiet
     page.order("rest")
     eventually(lambda: _threads(server) <= quiet, 1.5, lambda: f"{quiet} threads -> {_threads(server)}")
-    page.picture = {}
+    page.snapshot = {}
     page.order("watch")
     page.until_state("up")
     assert _threads(server) > quiet
@@ -323,7 +323,7 @@ def test_a_page_that_can_only_poll_gets_the_same(kernel: ServerKernel, server: J
         "pool": "pool",
         "runs": "runs",
     }
-    assert answer.body["pool"]["picture"]["state"] == "up"
+    assert answer.body["pool"]["snapshot"]["state"] == "up"
     assert answer.body["runs"]["whole"] is True
     said = server.post("sgpu/panel/orders", {"kind": "cancel-run", "run_id": running.run_id})
     assert (said.status, said.body["ok"]) == (200, True)
@@ -343,8 +343,8 @@ def test_a_page_that_can_only_poll_gets_the_same(kernel: ServerKernel, server: J
 def test_a_pool_that_nobody_has_is_told_in_a_sentence(server: JupyterServer, open_page: Callable[..., ServedPage]):
     page = open_page(watch=False)
     page.order("watch", pool="team")
-    picture = page.until_state("problem")
-    assert picture["sentence"] == "There is no pool 'team' here: only the local one. Choose that."
+    snapshot = page.until_state("problem")
+    assert snapshot["sentence"] == "There is no pool 'team' here: only the local one. Choose that."
     page.order("start-pool", pool="team")
     assert page.until_said() == {
         "kind": "command-result",
@@ -352,7 +352,7 @@ def test_a_pool_that_nobody_has_is_told_in_a_sentence(server: JupyterServer, ope
         "ok": False,
     }
     page.order("watch")
-    page.until(lambda: page.picture["pool"] == "local")
+    page.until(lambda: page.snapshot["pool"] == "local")
 
 
 # ------------------------------------------------------------ access
@@ -402,7 +402,7 @@ def test_nonsense_is_answered_and_harms_nothing(server: JupyterServer, open_page
     assert said["ok"] is False
     assert "request is" in said["text"]
     page.order("watch")
-    page.until(lambda: page.picture)
+    page.until(lambda: page.snapshot)
 
 
 # ------------------------------------------------------------ a pool that is not there
@@ -415,9 +415,9 @@ def test_a_killed_pool_is_lost_and_started_again_by_the_page(new_home: Callable[
     try:
         page = ServedPage(server)
         page.order("watch")
-        picture = page.until_state("none")
-        assert picture["sentence"] == "No pool is running. It starts with the first run."
-        assert (picture["remedy"], picture["remedy_words"]) == ("start", "Start the pool")
+        snapshot = page.until_state("none")
+        assert snapshot["sentence"] == "No pool is running. It starts with the first run."
+        assert (snapshot["remedy"], snapshot["remedy_words"]) == ("start", "Start the pool")
         assert home.pool_pid() is None, "looking has started a pool"
         page.order("start-pool")
         assert page.until_said()["text"] == "The pool is running."
@@ -425,16 +425,16 @@ def test_a_killed_pool_is_lost_and_started_again_by_the_page(new_home: Callable[
         pid = home.pool_pid()
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
-        picture = page.until_state("lost", 3.0)
-        assert picture["sentence"].startswith("The pool ended unexpectedly.")
-        assert (picture["remedy"], picture["remedy_words"]) == ("start", "Start it again")
+        snapshot = page.until_state("lost", 3.0)
+        assert snapshot["sentence"].startswith("The pool ended unexpectedly.")
+        assert (snapshot["remedy"], snapshot["remedy_words"]) == ("start", "Start it again")
         page.order("start-pool")
         assert page.until_said()["ok"] is True
         page.until_state("up")
         assert home.pool_pid() not in (None, pid)
         os.kill(home.pool_pid() or 0, signal.SIGTERM)
-        picture = page.until_state("none")
-        assert "it has shut down" in picture["sentence"]
+        snapshot = page.until_state("none")
+        assert "it has shut down" in snapshot["sentence"]
         page.close()
     finally:
         server.close()
@@ -453,9 +453,9 @@ def test_a_pool_that_does_not_answer_is_lost_until_it_does(new_home: Callable[..
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)
         try:
-            picture = page.until_state("lost", 15)
-            assert (picture["remedy"], picture["remedy_words"]) == ("retry", "Check again")
-            assert "did not answer within 5 s" in picture["sentence"]
+            snapshot = page.until_state("lost", 15)
+            assert (snapshot["remedy"], snapshot["remedy_words"]) == ("retry", "Check again")
+            assert "did not answer within 5 s" in snapshot["sentence"]
         finally:
             os.kill(pid, signal.SIGCONT)
         page.order("watch")
@@ -474,9 +474,9 @@ def test_broken_settings_are_a_sentence_until_they_are_mended(new_home: Callable
     try:
         page = ServedPage(server)
         page.order("watch")
-        picture = page.until_state("problem")
-        assert "'nonsense', which is not a setting" in picture["sentence"]
-        assert picture["remedy"] == "retry"
+        snapshot = page.until_state("problem")
+        assert "'nonsense', which is not a setting" in snapshot["sentence"]
+        assert snapshot["remedy"] == "retry"
         page.order("start-pool")
         assert page.until_said()["ok"] is False
         config.write_text("")
@@ -584,7 +584,7 @@ def test_without_a_pool_the_list_is_the_ledgers(watchers: tuple[Home, Watchers])
     assert runs.whole
     assert len(runs.changed) == 1000
     assert [row.run_id for row in runs.changed[:2]] == ["000003ec", "000003eb"]
-    assert told.last(PoolUpdate).picture.state == "none"
+    assert told.last(PoolUpdate).snapshot.state == "none"
     assert page.execute(Rest()) is None
     page.close()
     count = len(told.all)
@@ -638,12 +638,12 @@ def test_a_pool_of_another_version_is_told_with_its_runs(
         newer.setattr("sgpu_magic.client.this_machine.PROTOCOL_VERSION", 99)
         newer.setattr("sgpu_magic.client.connection.PROTOCOL_VERSION", 99)
         page.execute(Watch())
-        picture = eventually(lambda: (one := told.last(PoolUpdate)) and one.picture, 10)
-        assert picture.state == "other-version"
-        assert "speaks protocol" in picture.sentence
-        assert (picture.remedy, picture.remedy_words) == ("start", "Restart it")
+        snapshot = eventually(lambda: (one := told.last(PoolUpdate)) and one.snapshot, 10)
+        assert snapshot.state == "other-version"
+        assert "speaks protocol" in snapshot.sentence
+        assert (snapshot.remedy, snapshot.remedy_words) == ("start", "Restart it")
         assert len(eventually(lambda: told.last(RunsUpdate), 10).changed) == 3
-    eventually(lambda: told.last(PoolUpdate).picture.state == "up", 10)
+    eventually(lambda: told.last(PoolUpdate).snapshot.state == "up", 10)
     page.close()
 
 
@@ -688,7 +688,7 @@ class ScriptedPoller:
         threading.Event().wait(self._takes_s)
         if self.broken:
             raise KeyError("a fault of our own")
-        return PollResult(away_picture("local", "none", f"look {len(self.began)}", "", "", time.time()), {})
+        return PollResult(away_snapshot("local", "none", f"look {len(self.began)}", "", "", time.time()), {})
 
     def close(self) -> None:
         self.closed += 1
@@ -721,7 +721,7 @@ def test_who_comes_after_the_last_has_left_gets_a_new_look():
     looks = len(look.began)
     watcher.add(4, told)
     eventually(lambda: told.last(PoolUpdate), 10)
-    assert told.last(PoolUpdate).picture.sentence != f"look {looks}", "what was seen earlier is outdated"
+    assert told.last(PoolUpdate).snapshot.sentence != f"look {looks}", "what was seen earlier is outdated"
     watcher.stop()
     watcher.join()
     assert not watcher._polls
@@ -738,10 +738,10 @@ def test_a_fault_of_our_own_is_told_and_looked_past():
     watcher.add(1, told)
     eventually(lambda: told.last(PoolUpdate), 10)
     look.broken = True
-    eventually(lambda: told.last(PoolUpdate).picture.state == "problem", 10)
-    assert told.last(PoolUpdate).picture.sentence == FAILED
+    eventually(lambda: told.last(PoolUpdate).snapshot.state == "problem", 10)
+    assert told.last(PoolUpdate).snapshot.sentence == FAILED
     look.broken = False
-    eventually(lambda: told.last(PoolUpdate).picture.state == "none", 10)
+    eventually(lambda: told.last(PoolUpdate).snapshot.state == "none", 10)
     watcher.stop()
     watcher.join()
 

@@ -1,5 +1,5 @@
 /** The form's state: a notebook's choice before it is applied. Pure functions, without rendering or messages. */
-import type { Choice, PackageLine, PoolPicture, TypePicture } from "./messages";
+import type { Choice, PackageLine, PanelPool, PanelType } from "./messages";
 
 export const EMPTY_CHOICE: Choice = { gpus: 0, type: "", pool: "", env_version: "", dependencies: [], removed: [] };
 /** Default number of ranks on CPU. */
@@ -108,7 +108,7 @@ export function undoLine(choice: Choice, effect: Choice, line: FormLine): Choice
   };
 }
 
-export function typeOf(pool: PoolPicture | null, type: string): TypePicture | null {
+export function typeOf(pool: PanelPool | null, type: string): PanelType | null {
   return pool?.types.find((each) => each.type === type) ?? null;
 }
 
@@ -116,7 +116,7 @@ export function typeOf(pool: PoolPicture | null, type: string): TypePicture | nu
  * Fills in a choice's missing type and number as the pool would: all devices of its only accelerator type, or two
  * ranks if it has only CPU. With several types, one device of the cheapest, preferring types with free devices.
  */
-export function resolveChoice(choice: Choice, pool: PoolPicture | null): Choice {
+export function resolveChoice(choice: Choice, pool: PanelPool | null): Choice {
   const accelerators = (pool?.types ?? []).filter(({ type }) => type !== CPU);
   const offered = accelerators.length > 0 ? accelerators : (pool?.types ?? []);
   const type = choice.type ? typeOf(pool, choice.type) : ([...offered].sort(compareTypes)[0] ?? null);
@@ -126,7 +126,7 @@ export function resolveChoice(choice: Choice, pool: PoolPicture | null): Choice 
 }
 
 /** Returns a choice with another type, keeping the number if the type has that many devices. */
-export function withType(choice: Choice, type: TypePicture): Choice {
+export function withType(choice: Choice, type: PanelType): Choice {
   const keptGpus = choice.gpus > 0 && choice.gpus <= type.total ? choice.gpus : 0;
   return { ...choice, type: type.type, gpus: keptGpus || (type.type === CPU ? defaultNumber(type) : 1) };
 }
@@ -141,12 +141,12 @@ function choiceKey(choice: Choice): unknown {
 }
 
 /** Orders types with free devices first, then by hourly price, then by memory. */
-function compareTypes(a: TypePicture, b: TypePicture): number {
-  const price = (type: TypePicture) => type.price ?? 0;
+function compareTypes(a: PanelType, b: PanelType): number {
+  const price = (type: PanelType) => type.price ?? 0;
   return Number(b.free > 0) - Number(a.free > 0) || price(a) - price(b) || a.memory_bytes - b.memory_bytes;
 }
 
-function defaultNumber(type: TypePicture | null): number {
+function defaultNumber(type: PanelType | null): number {
   if (!type) return 0;
   return type.type === CPU ? Math.min(CPU_RANKS, type.total) : type.total;
 }

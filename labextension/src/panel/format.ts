@@ -3,7 +3,7 @@ import type { ShapeName } from "../shared/shape";
 import { formatDuration, formatMoney } from "../shared/units";
 import { CPU, typeOf } from "./form";
 import type { Translate } from "./host";
-import type { PoolPicture, RunRow } from "./messages";
+import type { PanelPool, RunRow } from "./messages";
 
 const HOUR_S = 3600;
 
@@ -68,13 +68,13 @@ export function formatCost(run: RunRow, now_s: number): string {
 }
 
 /** Returns `A10`, or `A10 (simulated)` for simulated devices. */
-export function typeLabel(pool: PoolPicture | null, type: string, simulated: boolean, t: Translate): string {
+export function typeLabel(pool: PanelPool | null, type: string, simulated: boolean, t: Translate): string {
   const label = typeOf(pool, type)?.label ?? (type === "" ? "" : type.toUpperCase());
   return simulated && type !== CPU ? `${label} ${t("(simulated)")}` : label;
 }
 
 /** Returns `2 × A10`, `2 ranks on CPU`. */
-export function ranksLabel(run: RunRow, pool: PoolPicture | null, t: Translate): string {
+export function ranksLabel(run: RunRow, pool: PanelPool | null, t: Translate): string {
   const type = typeLabel(pool, run.device_type, run.simulated, t);
   if (run.device_type === CPU) return run.ranks === 1 ? t("1 rank on CPU") : t("%1 ranks on CPU", run.ranks);
   return type === "" ? t("%1 ranks", run.ranks) : `${run.ranks}\u00a0×\u00a0${type}`;
@@ -119,7 +119,7 @@ export function stageOf(run: RunRow): SessionStage {
 }
 
 /** Returns `Connected: 2 × A10 · local`. */
-export function sessionLine(session: RunRow, pool: PoolPicture | null, poolName: string, t: Translate): string {
+export function sessionLine(session: RunRow, pool: PanelPool | null, poolName: string, t: Translate): string {
   // the line below says that devices are simulated, because this one is short
   const devices = ranksLabel({ ...session, simulated: false }, pool, t);
   return `${t("%1: %2", stageLabel(session, t), devices)}${poolName === "" ? "" : ` · ${poolName}`}`;

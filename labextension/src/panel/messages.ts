@@ -16,7 +16,7 @@ export class OtherVersion extends BadMessage {}
  * @throws BadMessage: It is not a valid update.
  */
 export function readUpdate(value: unknown): PanelUpdate {
-  checkVersion(inner(value, "picture"), "the Jupyter server");
+  checkVersion(inner(value, "snapshot"), "the Jupyter server");
   return panelUpdate(value, "message", false);
 }
 
@@ -27,7 +27,7 @@ export function readUpdate(value: unknown): PanelUpdate {
  * @throws BadMessage: It is not a valid reply.
  */
 export function readReply(value: unknown): KernelReply {
-  checkVersion(inner(value, "picture"), "the kernel");
+  checkVersion(inner(value, "snapshot"), "the kernel");
   return kernelReply(value, "answer", false);
 }
 
@@ -45,8 +45,8 @@ function inner(value: unknown, key: string): unknown {
   return typeof value === "object" && value !== null ? (value as Record<string, unknown>)[key] : undefined;
 }
 
-function checkVersion(picture: unknown, whose: string): void {
-  const version = inner(picture, "version");
+function checkVersion(snapshot: unknown, whose: string): void {
+  const version = inner(snapshot, "version");
   if (typeof version !== "number" || version === VERSION) return;
   throw new OtherVersion(
     `This page has another version of sgpu-magic than ${whose}: after an upgrade, restart it and reload the page.`,

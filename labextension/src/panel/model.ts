@@ -82,7 +82,7 @@ export class PanelModel {
 
   /** The pool that is shown. */
   get poolName(): string {
-    return this.pool.picture?.pool ?? this.pool.watched;
+    return this.pool.snapshot?.pool ?? this.pool.watched;
   }
 
   /** Calls back after changes, at most once a frame, and only while the panel is visible. */
@@ -102,10 +102,10 @@ export class PanelModel {
 
   /** Runs the action of the button below a pool's sentence. */
   runRemedy(): void {
-    const { picture } = this.pool;
-    if (picture?.remedy === "start") {
+    const { snapshot } = this.pool;
+    if (snapshot?.remedy === "start") {
       this.isStarting = true;
-      this.host.pools.order({ kind: "start-pool", pool: picture.pool });
+      this.host.pools.order({ kind: "start-pool", pool: snapshot.pool });
     } else {
       this.host.pools.order({ kind: "watch", pool: this.pool.watched });
     }
@@ -161,7 +161,7 @@ export class PanelModel {
       this.isStarting = false;
       if (!update.ok) this.cancelling.clear();
     } else if (update.kind === "pool") {
-      if (update.picture.state === "up") this.isStarting = false;
+      if (update.snapshot.state === "up") this.isStarting = false;
       this.followPool();
       this.notebook?.planIfStale();
     } else if (update.kind === "runs") {
@@ -195,7 +195,7 @@ export class PanelModel {
     if (link) {
       const notebook = new NotebookModel(
         link,
-        (choice) => resolveChoice(choice, this.pool.picture),
+        (choice) => resolveChoice(choice, this.pool.snapshot),
         () => this.onNotebookChange(),
       );
       notebook.draft = this.drafts.get(draftKey(link)) ?? null;

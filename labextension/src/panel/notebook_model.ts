@@ -2,7 +2,7 @@ import { EMPTY_CHOICE, sameChoice } from "./form";
 import type { KernelQuestionBody, KernelState, NotebookLink } from "./host";
 import { NoExtension } from "./host";
 import { OtherVersion } from "./messages";
-import type { Choice, KernelAnswer, KernelPicture, KernelReply, PlanPicture } from "./messages";
+import type { Choice, KernelAnswer, PanelKernel, KernelReply, PanelPlan } from "./messages";
 
 /** Delay between the last change of the form and the request for a plan. */
 export const PLAN_PAUSE_MS = 300;
@@ -24,11 +24,11 @@ const UNAVAILABLE: ReadonlySet<KernelState> = new Set(["none", "starting", "rest
 
 /** One notebook: its kernel's state, the user's draft of a choice, and the plan for it. */
 export class NotebookModel {
-  kernel: KernelPicture | null = null;
+  kernel: PanelKernel | null = null;
   kernelProblem: KernelProblem | null = null;
   /** The user's changed choice, null if nothing was changed. */
   draft: Choice | null = null;
-  plan: PlanPicture | null = null;
+  plan: PanelPlan | null = null;
   /** Whether a plan for the current form is pending, so that `plan` is out of date. */
   isPlanning = false;
   pendingAction: PendingAction = "";
@@ -301,7 +301,7 @@ export class NotebookModel {
     const isFirst = this.kernel === null;
     const before = this.choiceInEffect;
     const wasInstalling = this.isInstalling;
-    this.kernel = answer.picture;
+    this.kernel = answer.snapshot;
     this.kernelProblem = null;
     this.isInstalling = answer.installing;
     if (answer.notice) this.notice = answer.notice;
@@ -340,7 +340,7 @@ export class NotebookModel {
     const number = ++this.planNumber;
     const { generation } = this;
     this.lastPlanQuestion = { ...question, generation };
-    let plan: PlanPicture | null = null;
+    let plan: PanelPlan | null = null;
     let problem = "";
     try {
       const reply = await this.link.ask({ kind: "plan", ...question });

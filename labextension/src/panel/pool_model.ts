@@ -1,11 +1,11 @@
 import { MAX_RUNS } from "./messages";
-import type { PoolChoice, PoolPicture, RunRow, CommandResult, PanelUpdate } from "./messages";
+import type { PoolChoice, PanelPool, RunRow, CommandResult, PanelUpdate } from "./messages";
 
-/** A pool's state, built from its updates: its picture, its runs by id, the server's clock. */
+/** A pool's state, built from its updates: its snapshot, its runs by id, the server's clock. */
 export class PoolModel {
   /** Pools that may be chosen. */
   pools: readonly PoolChoice[] = [];
-  picture: PoolPicture | null = null;
+  snapshot: PanelPool | null = null;
   /** The result of the last order, until it is dismissed. */
   result: CommandResult | null = null;
   private readonly byId = new Map<string, RunRow>();
@@ -34,7 +34,7 @@ export class PoolModel {
   /** Switches to another pool and drops the previous one's state. */
   switchTo(pool: string): void {
     this.watched = pool;
-    this.picture = null;
+    this.snapshot = null;
     this.clearRuns();
   }
 
@@ -44,9 +44,9 @@ export class PoolModel {
         this.pools = update.pools;
         break;
       case "pool":
-        if (!this.isWatched(update.picture.pool)) return;
-        this.picture = update.picture;
-        this.clock = { server_s: update.picture.now, here_ms: performance.now() };
+        if (!this.isWatched(update.snapshot.pool)) return;
+        this.snapshot = update.snapshot;
+        this.clock = { server_s: update.snapshot.now, here_ms: performance.now() };
         break;
       case "runs":
         if (!this.isWatched(update.pool)) return;

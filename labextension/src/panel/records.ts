@@ -40,7 +40,7 @@ export const MAX_RUNS = 1000;
 export const poolChoice = record({ name: str, about: str, reserved: bool, default: bool });
 export type PoolChoice = Of<typeof poolChoice>;
 
-export const typePicture = record({
+export const panelType = record({
   type: str,
   label: str,
   total: num,
@@ -52,9 +52,9 @@ export const typePicture = record({
   reserved: bool,
   waits_s: list(nullable(num)),
 });
-export type TypePicture = Of<typeof typePicture>;
+export type PanelType = Of<typeof panelType>;
 
-export const devicePicture = record({
+export const panelDevice = record({
   uuid: str,
   type: str,
   label: str,
@@ -67,7 +67,7 @@ export const devicePicture = record({
   user: str,
   free: bool,
 });
-export type DevicePicture = Of<typeof devicePicture>;
+export type PanelDevice = Of<typeof panelDevice>;
 
 export const runParameter = record({ name: str, value: str });
 export type RunParameter = Of<typeof runParameter>;
@@ -102,7 +102,7 @@ export const runRow = record({
 });
 export type RunRow = Of<typeof runRow>;
 
-export const poolPicture = record({
+export const panelPool = record({
   version: num,
   pool: str,
   state: poolState,
@@ -111,16 +111,16 @@ export const poolPicture = record({
   remedy_words: str,
   now: num,
   about: str,
-  types: list(typePicture),
-  devices: list(devicePicture),
+  types: list(panelType),
+  devices: list(panelDevice),
   cpu_slots: num,
   cpu_slots_free: num,
   usage: str,
   notes: list(str),
 });
-export type PoolPicture = Of<typeof poolPicture>;
+export type PanelPool = Of<typeof panelPool>;
 
-export const poolUpdate = record({ kind: oneOf("pool"), picture: poolPicture });
+export const poolUpdate = record({ kind: oneOf("pool"), snapshot: panelPool });
 export type PoolUpdate = Of<typeof poolUpdate>;
 
 export const runsUpdate = record({
@@ -148,10 +148,10 @@ export type BaseChoice = Of<typeof baseChoice>;
 export const packageLine = record({ sign: oneOf("+", "-", "~"), name: str, words: str, removable: bool });
 export type PackageLine = Of<typeof packageLine>;
 
-export const sessionPicture = record({ run_id: str, name: str, current: bool, state: str, words: str });
-export type SessionPicture = Of<typeof sessionPicture>;
+export const panelSession = record({ run_id: str, name: str, current: bool, state: str, words: str });
+export type PanelSession = Of<typeof panelSession>;
 
-export const kernelPicture = record({
+export const panelKernel = record({
   version: num,
   package_version: str,
   pool: str,
@@ -163,13 +163,13 @@ export const kernelPicture = record({
   packages: num,
   differences: list(packageLine),
   more_differences: num,
-  sessions: list(sessionPicture),
+  sessions: list(panelSession),
   notes: list(str),
 });
-export type KernelPicture = Of<typeof kernelPicture>;
+export type PanelKernel = Of<typeof panelKernel>;
 
-export const planPicture = record({ sentences: list(str), loses: bool, problem: str, button: str });
-export type PlanPicture = Of<typeof planPicture>;
+export const panelPlan = record({ sentences: list(str), loses: bool, problem: str, button: str });
+export type PanelPlan = Of<typeof panelPlan>;
 
 export const PANEL = "panel";
 
@@ -202,14 +202,14 @@ export type KernelQuestion = Of<typeof kernelQuestion>;
 export const kernelAnswer = record({
   kind: oneOf("kernel-answer"),
   n: num,
-  picture: kernelPicture,
+  snapshot: panelKernel,
   kept: nullable(keptChoice),
   notice: str,
   installing: bool,
 });
 export type KernelAnswer = Of<typeof kernelAnswer>;
 
-export const planAnswer = record({ kind: oneOf("plan-answer"), n: num, plan: planPicture });
+export const planAnswer = record({ kind: oneOf("plan-answer"), n: num, plan: panelPlan });
 export type PlanAnswer = Of<typeof planAnswer>;
 
 export const panelRefusal = record({ kind: oneOf("panel-refusal"), n: num, text: str });

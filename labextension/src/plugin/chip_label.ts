@@ -1,9 +1,9 @@
 import type { Translate } from "../panel/host";
-import type { PoolPicture, RunRow } from "../panel/messages";
+import type { PanelPool, RunRow } from "../panel/messages";
 import { formatSpan, ranksLabel, stageOf } from "../panel/format";
 
 /** Returns the text of a notebook's toolbar button: `4 × A10 · connected · 12 min`. */
-export function chipLabel(session: RunRow, pool: PoolPicture | null, now_s: number, t: Translate): string {
+export function chipLabel(session: RunRow, pool: PanelPool | null, now_s: number, t: Translate): string {
   const stage = stageOf(session);
   const words = { waiting: "waiting", connecting: "connecting", connected: "connected", ending: "ending" };
   const pieces = [ranksLabel(session, pool, t), t(words[stage])];

@@ -98,7 +98,7 @@ class Chip extends Widget {
     const { model } = connection;
     const kernel = this.panel.sessionContext.session?.kernel?.id ?? "";
     const session = settings.current.showChip ? model.sessionOf(kernel, "") : null;
-    const text = session ? chipLabel(session, model.picture, model.now_s, t) : "";
+    const text = session ? chipLabel(session, model.snapshot, model.now_s, t) : "";
     if (text === this.drawnText) return;
     const previousText = this.drawnText;
     this.drawnText = text;

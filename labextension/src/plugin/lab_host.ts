@@ -75,9 +75,9 @@ export class LabHost implements PanelHost {
   };
 
   readonly connectRun = (session: RunRow): void => {
-    const { picture, pools } = this.options.connection.model;
+    const { snapshot, pools } = this.options.connection.model;
     const defaultPool = pools.find((pool) => pool.default)?.name ?? "";
-    this.runInNewCell(connectLine(session, picture && picture.pool !== defaultPool ? picture.pool : ""));
+    this.runInNewCell(connectLine(session, snapshot && snapshot.pool !== defaultPool ? snapshot.pool : ""));
   };
 
   /** Runs a line in a new cell below the active one; the cell loads the extension first if necessary. */

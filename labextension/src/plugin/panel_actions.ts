@@ -39,7 +39,7 @@ export class PanelActions {
     await this.withKernel(async (notebook) => {
       const state = await notebook.ask({ kind: "kernel", kept: notebook.savedChoice });
       if (state.kind !== "kernel-answer") return state;
-      const { choice, confirmed } = state.picture;
+      const { choice, confirmed } = state.snapshot;
       if (choice && !confirmed) return null;
       const asked = choice ?? EMPTY_CHOICE;
       const plan = await notebook.ask({ kind: "plan", choice: asked, connect: true });
@@ -76,7 +76,7 @@ export class PanelActions {
   }
 
   private cancel(run: RunRow): void {
-    const pool = this.connection.model.picture?.pool ?? "";
+    const pool = this.connection.model.snapshot?.pool ?? "";
     this.connection.order({ kind: "cancel-run", run_id: run.run_id, pool });
   }
 

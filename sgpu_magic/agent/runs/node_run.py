@@ -151,7 +151,7 @@ class NodeRun(abc.ABC):
     # ------------------------------------------------------------ internals
 
     def _say(self, body: EventBody, frames: Sequence[bytes] = ()) -> None:
-        self._listener.happened(self.run_id, body, frames)
+        self._listener.on_event(self.run_id, body, frames)
 
     def _later(self, delay_s: float, call: Callable[[], None]) -> None:
         """Call `call` after `delay_s` seconds unless the run is gone by then."""

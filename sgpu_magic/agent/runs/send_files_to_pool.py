@@ -136,10 +136,10 @@ class FilesToPool:
         run.results.append(asyncio.ensure_future(self._send_whole(run.part_of(name), descriptor)))
         return os.path.join(run.launch.run_dir, name)
 
-    def happened(self, run_id: str, body: EventBody, frames: Sequence[bytes]) -> None:
+    def report(self, run_id: str, body: EventBody, frames: Sequence[bytes]) -> None:
         """Report an event. `RunEnded` and all events after it wait until the run's logs and results are at the pool."""
         run = self._runs.get(run_id)
-        say = functools.partial(self._reports.happened, run_id, body, frames)
+        say = functools.partial(self._reports.report, run_id, body, frames)
         if run is None:
             say()
         elif run.held is not None:
@@ -262,7 +262,7 @@ class FilesToPool:
             run.left |= missing
 
     def _note(self, run: _FarRun, text: str) -> None:
-        self._reports.happened(run.launch.spec.run_id, Noted(text=text), ())
+        self._reports.report(run.launch.spec.run_id, Noted(text=text), ())
 
     async def _files(self, run: _FarRun) -> list[RunFile]:
         found: list[RunFile] = []

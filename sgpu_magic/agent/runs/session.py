@@ -143,7 +143,7 @@ class NodeSession(NodeRun):
         self._events.over()
         if not self.has_exited:
             self._logs.take_back(cell.run_ranks.numbers)
-        self._repair.go_on()
+        self._repair.proceed()
 
     def renew(self, reason: str, done: OnRenewed) -> None:
         """Renew the process groups if possible; call `done` with the result to report, or None."""
@@ -168,7 +168,7 @@ class NodeSession(NodeRun):
             self._repair.replace(tuple(sorted(ranks)) or self.run_ranks.numbers, done)
             self._supervisor.check_killed()
             if self._cell is None:
-                self._repair.go_on()
+                self._repair.proceed()
 
     def ask(self, request: int, question: RankQuestion, done: Callable[[RankAnswer], None]) -> None:
         """Ask an idle rank; if the ranks are busy, `done` is called at once with a problem."""
@@ -246,13 +246,13 @@ class NodeSession(NodeRun):
             self._failure = self._supervisor.describe_death(rank, status)
             self.end_as(RunState.FAILED, "")
         if self._cell is None:
-            self._repair.go_on()
+            self._repair.proceed()
         self._finish_if_exited()
 
     def on_descendants_ended(self, rank: int, message: DescendantsEnded) -> None:
         """Handle the end of a dead rank's last descendant."""
         if self._cell is None:
-            self._repair.go_on()
+            self._repair.proceed()
         if not self.has_exited:
             self._supervisor.note_descendants(rank, message)
         self._finish_if_exited()

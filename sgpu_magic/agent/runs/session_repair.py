@@ -87,7 +87,7 @@ class SessionRepair:
         for rank in ranks:
             self.group.rank(rank).signal(signal.SIGKILL, whole_session=True)
 
-    def go_on(self) -> None:
+    def proceed(self) -> None:
         """Fork the new ranks once all old ones and their descendants have ended."""
         ranks = self._replacing
         if not ranks or self._regrouped is not None or not all(self.group.rank(rank).has_exited for rank in ranks):

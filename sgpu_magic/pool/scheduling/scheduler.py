@@ -192,7 +192,7 @@ class Scheduler:
                 out = []
             case _:
                 known = self._runs.get(stimulus.run_id)
-                out = [] if known is None else self._happened(known, stimulus)
+                out = [] if known is None else self._handle_for(known, stimulus)
         return out + self._settle()
 
     # ------------------------------------------------------------ stimuli
@@ -248,7 +248,7 @@ class Scheduler:
         self._table.change(run, want=want)
         return []
 
-    def _happened(self, run: ScheduledRun, stimulus: StimulusOfRun) -> list[Instruction]:
+    def _handle_for(self, run: ScheduledRun, stimulus: StimulusOfRun) -> list[Instruction]:
         match stimulus:
             case RunMoved():
                 return self._moved(run, stimulus)

@@ -166,7 +166,7 @@ def _comparison(session: Session) -> Comparison:
 def _prepared(
     session: Session, code: PackedCode, options: RunOptions, plan: ShippingPlan, effects: Effects | None = None
 ) -> Prepared:
-    submission = describe(session.context, code, options, session.lends(None), session)
+    submission = describe(session.context, code, options, session.fresh_target(None), session)
     return Prepared(submission, plan, effects or Effects())
 
 

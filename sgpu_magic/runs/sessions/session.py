@@ -281,7 +281,7 @@ class Session(RankCollection):
         """The pool that the session runs in."""
         return self.context.pool_of(self._run)
 
-    def lends(self, ranks: int | None) -> ResolvedTarget:
+    def fresh_target(self, ranks: int | None) -> ResolvedTarget:
         """Return the target for `ranks` new processes on the session's devices; None means one per rank."""
         return ResolvedTarget(self.pool, replace(self.placement, ranks=ranks or self.ranks))
 

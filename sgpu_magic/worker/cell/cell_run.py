@@ -106,10 +106,10 @@ class CellRun:
         say: Sends a message to the agent.
     """
 
-    def __init__(self, standing: RankState, message: Execute, order: Order, say: Callable[[Record], None]) -> None:
-        self._standing = standing
-        self._shell = standing.shell
-        self._rank = standing.rank
+    def __init__(self, state: RankState, message: Execute, order: Order, say: Callable[[Record], None]) -> None:
+        self._state = state
+        self._shell = state.shell
+        self._rank = state.rank
         self._message = message
         self._frames = order.frames
         # the payload's, and those of its mapped ranges
@@ -135,9 +135,9 @@ class CellRun:
         kind = self._message.kind
         seconds = 0.0
         if kind in (RunKind.CELL, RunKind.CALL):
-            training = lone_training.LoneTraining(self._rank, len(self._message.only) or self._standing.ranks)
-            if self._shell.is_first and self._standing.stand_in_note:
-                self._say(Remarked(text=self._standing.stand_in_note))
+            training = lone_training.LoneTraining(self._rank, len(self._message.only) or self._state.ranks)
+            if self._shell.is_first and self._state.stand_in_note:
+                self._say(Remarked(text=self._state.stand_in_note))
             error, seconds = self._run_cell()
             if error is not None:
                 return self.failed(error)
@@ -202,7 +202,7 @@ class CellRun:
         is_cell = message.in_session and message.kind in (RunKind.CELL, RunKind.CALL)
         if not is_cell or not (message.reload or first):
             return
-        modules = self._standing.modules
+        modules = self._state.modules
         edited = modules.find(message.context)
         if not edited:
             return
@@ -224,12 +224,12 @@ class CellRun:
         """Take over the kernel's context."""
         message = self._message
         if message.in_session:
-            self._standing.follow(message.context, message.rank_variables)
+            self._state.follow(message.context, message.rank_variables)
         else:
-            self._standing.take(message.context, message.device, message.rank_variables)
+            self._state.take(message.context, message.device, message.rank_variables)
             self._say(Joined())
         if self._shell.is_first:
-            for problem in self._standing.settings_refused:
+            for problem in self._state.settings_refused:
                 self._say(Remarked(text=as_warning(problem)))
 
     def _take_names(self) -> None:

@@ -132,8 +132,8 @@ class Shown(msgspec.Struct):
 def inspect_error(error: BaseException, whole: WholeTexts) -> Shown:
     """Describe an exception. Never raises because of the user's code."""
     user_code.asking.refused = 0
-    standing = _Standing(whole)
-    stand_in = standing.of(error)
+    stand_ins = _StandIns(whole)
+    stand_in = stand_ins.of(error)
     drawn = ask(_draw_itself, error, default=None)
     drawing: list[str] | None = None
     if type(drawn) in (list, tuple):
@@ -141,10 +141,10 @@ def inspect_error(error: BaseException, whole: WholeTexts) -> Shown:
         drawing = [encodable(whole.cut(line, MESSAGE_CHARS, "a line")) for line in lines if line is not None]
     is_odd = whole.has_cut or user_code.asking.refused > 0
     type_name = ".".join(_names_of(type(error)))
-    return Shown(error, stand_in, type_name, str(stand_in), is_odd, standing.has_group, drawing)
+    return Shown(error, stand_in, type_name, str(stand_in), is_odd, stand_ins.has_group, drawing)
 
 
-class _Standing:
+class _StandIns:
     """Makes the stand-ins of an exception and of those shown before it, one for each object.
 
     Args:

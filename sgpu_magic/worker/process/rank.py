@@ -103,7 +103,7 @@ def live(order: Fork, descriptors: list[int]) -> int:
     helper = Helper(link, shell, sampler, order.rank, int(rehearsed), leaving)
     first = helper.order_of(received[0], received[1])
     try:
-        _Life(link, helper, RankState(order, store_path, join_error), leaving).go_on(first)
+        _Life(link, helper, RankState(order, store_path, join_error), leaving).run(first)
     except ConnectionError:
         # the agent is gone
         return 1
@@ -126,18 +126,18 @@ class _Life:
         leaving: Finishes what cells have started.
     """
 
-    def __init__(self, link: StreamConnection[ToRank], helper: Helper, standing: RankState, leaving: Leaving) -> None:
+    def __init__(self, link: StreamConnection[ToRank], helper: Helper, state: RankState, leaving: Leaving) -> None:
         self._link = link
         self._leaving = leaving
         self._helper = helper
-        self._standing = standing
-        self._shell = standing.shell
+        self._state = state
+        self._shell = state.shell
         self._display_lock = threading.RLock()
         self._pid = os.getpid()
         # a fresh rank keeps its last result until it exits: releasing the pages takes time
         self._last: Reply | None = None
 
-    def go_on(self, order: Order) -> None:
+    def run(self, order: Order) -> None:
         """Execute orders until the agent sends `Leave`."""
         self._shell.report_raised = self._report_raised
         publisher = self._shell.display_pub
@@ -209,8 +209,8 @@ class _Life:
 
     def _cell_run(self, message: Execute, order: Order) -> CellRun:
         if message.ray is None:
-            return CellRun(self._standing, message, order, self._link.send)
-        return extensions.ray_run(self._standing, message, order, self._link.send, message.ray)
+            return CellRun(self._state, message, order, self._link.send)
+        return extensions.ray_run(self._state, message, order, self._link.send, message.ray)
 
     def _prepare(self, message: Prepare, order: Order) -> None:
         if order.descriptors:
@@ -218,8 +218,8 @@ class _Life:
         try:
             try:
                 user_code.allow_interrupts()
-                self._standing.take(message.context, message.device, message.rank_variables, renewal=message.renewal)
-                if self._standing.cuda and torch.cuda.is_available():
+                self._state.take(message.context, message.device, message.rank_variables, renewal=message.renewal)
+                if self._state.cuda and torch.cuda.is_available():
                     # creates the CUDA context, which takes half a second, before the first cell
                     torch.cuda.synchronize()
                 reply = Reply(Joined())
@@ -228,9 +228,7 @@ class _Life:
         except (KeyboardInterrupt, OSError, RuntimeError, ValueError, EnvironmentFailed) as error:
             user_code.refuse_interrupts()
             self._shell.showtraceback((type(error), error, error.__traceback__))
-            reply = Reply(
-                CellFailed(failure=diagnosis.describe(error, self._shell, self._standing.rank), grouped=False)
-            )
+            reply = Reply(CellFailed(failure=diagnosis.describe(error, self._shell, self._state.rank), grouped=False))
         self._reply(reply)
 
     def _renew(self, message: Renew, order: Order) -> None:
@@ -238,11 +236,11 @@ class _Life:
         user_code.early.came = False
         store_path = message.store_path or f"/proc/self/fd/{order.descriptors[0]}"
         try:
-            standing = self._standing
-            lost = renewal.renew(standing.rank, standing.ranks, store_path, message.replaced, cuda=standing.uses_nccl)
+            state = self._state
+            lost = renewal.renew(state.rank, state.ranks, store_path, message.replaced, cuda=state.uses_nccl)
             renewed = Renewed(lost=lost)
         except (RuntimeError, OSError, ValueError) as error:
-            renewed = Renewed(problem=f"rank {self._standing.rank}: {error}")
+            renewed = Renewed(problem=f"rank {self._state.rank}: {error}")
         self._link.send(renewed)
 
     def _answer(self, message: AnswerQuestion) -> None:

@@ -286,9 +286,9 @@ class RayRun(CellRun):
     """
 
     def __init__(
-        self, standing: RankState, message: Execute, order: Order, say: Callable[[Record], None], ray: PrivateRay
+        self, state: RankState, message: Execute, order: Order, say: Callable[[Record], None], ray: PrivateRay
     ) -> None:
-        super().__init__(standing, message, order, say)
+        super().__init__(state, message, order, say)
         self._ray = ray
         self._member: Member | None = None
 

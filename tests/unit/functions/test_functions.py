@@ -339,24 +339,24 @@ def test_a_call_fills_in_on_the_rank(monkeypatch: pytest.MonkeyPatch):
 # ---------------------------------------------------------------- the progress of a sweep
 
 
-def picture(**changes: Any) -> SweepPicture:
+def sweep(**changes: Any) -> SweepPicture:
     return SweepPicture(
         **{"name": "trial", "done": 7, "running": 4, "failed": 1, "total": 20, "seconds": 12.4} | changes
     )
 
 
 def test_the_progress_says_what_is_done_running_waiting_and_failed():
-    assert progress_line(picture()) == "trial · 7 of 20 done · 4 running · 8 waiting · 1 failed · 12.4 s"
-    assert progress_line(picture(total=None)) == "trial · 7 done · 4 running · 1 failed · 12.4 s"
-    final = picture(done=19, running=0, is_final=True)
+    assert progress_line(sweep()) == "trial · 7 of 20 done · 4 running · 8 waiting · 1 failed · 12.4 s"
+    assert progress_line(sweep(total=None)) == "trial · 7 done · 4 running · 1 failed · 12.4 s"
+    final = sweep(done=19, running=0, is_final=True)
     assert progress_line(final) == "trial · 19 of 20 done · 1 failed · 12.4 s"
-    assert progress_line(picture(ending="interrupted", is_final=True)) == (
+    assert progress_line(sweep(ending="interrupted", is_final=True)) == (
         "trial · 7 of 20 done · 1 failed · interrupted · 12.4 s"
     )
 
 
 def test_the_progress_bar_has_parts_of_the_whole_and_escapes_names():
-    html = progress_html(picture(name="<lambda>", failures=("item 3 · ValueError: <script>",)))
+    html = progress_html(sweep(name="<lambda>", failures=("item 3 · ValueError: <script>",)))
     assert "width:35.00%" in html
     assert "width:20.00%" in html
     assert "&lt;lambda&gt;" in html
@@ -368,9 +368,9 @@ def test_a_long_list_of_failures_ends():
     shown = io.StringIO()
     failures = tuple(f"item {index} · ValueError: bad" for index in range(30))
     progress = SweepProgress(shown, is_notebook=False)
-    progress.show(picture(failed=30, failures=failures), 0.0)
+    progress.show(sweep(failed=30, failures=failures), 0.0)
     assert shown.getvalue() == ""
-    progress.show(picture(failed=30, failures=failures, is_final=True), 1.0)
+    progress.show(sweep(failed=30, failures=failures, is_final=True), 1.0)
     lines = shown.getvalue().splitlines()
     assert lines[1:3] == ["item 0 · ValueError: bad", "item 1 · ValueError: bad"]
     assert lines[-1] == "and 20 more failures: .failures lists them all"
@@ -387,11 +387,11 @@ def test_a_terminal_has_one_line_that_is_written_over(monkeypatch: pytest.Monkey
     progress = SweepProgress(shown, is_notebook=False)
     assert not progress.is_due(10.0)
     assert progress.is_due(10.2)
-    progress.show(picture(), 10.2)
+    progress.show(sweep(), 10.2)
     assert not progress.is_due(10.3)
-    progress.show(picture(seconds=12.5), 10.4)  # only the elapsed time has changed
-    progress.show(picture(done=8), 10.5)
-    progress.show(picture(done=20, running=0, failed=0, is_final=True), 11.0)
+    progress.show(sweep(seconds=12.5), 10.4)  # only the elapsed time has changed
+    progress.show(sweep(done=8), 10.5)
+    progress.show(sweep(done=20, running=0, failed=0, is_final=True), 11.0)
     text = shown.getvalue()
     assert text.count("\n") == 1
     assert text.count("\r\x1b[K") == 3
@@ -402,7 +402,7 @@ def test_a_terminal_has_one_line_that_is_written_over(monkeypatch: pytest.Monkey
 
 def test_nothing_is_shown_without_a_wish():
     shown = io.StringIO()
-    SweepProgress(shown, is_notebook=False, ui="none").show(picture(is_final=True), 0.0)
+    SweepProgress(shown, is_notebook=False, ui="none").show(sweep(is_final=True), 0.0)
     assert shown.getvalue() == ""
 
 

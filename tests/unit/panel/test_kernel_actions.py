@@ -58,10 +58,10 @@ def base(tmp_path: Path) -> str:
     return str(file)
 
 
-def picture(place: KernelContext, choice: Choice | None = None) -> dict[str, Any]:
+def snapshot(place: KernelContext, choice: Choice | None = None) -> dict[str, Any]:
     """The notebook's state, as sent to a page that has this choice in the notebook's metadata."""
     kept = {"choice": msgspec.to_builtins(choice)} if choice is not None else None
-    return asked(KernelActions(place), kind="kernel", kept=kept)["picture"]
+    return asked(KernelActions(place), kind="kernel", kept=kept)["snapshot"]
 
 
 def asked(actions: KernelActions, **content: object) -> dict[str, Any]:
@@ -82,7 +82,7 @@ def test_a_base_is_shown_with_the_changes_of_the_choice(make: Any, base: str):
         dependencies=("Beta==2.5", "delta==1.0", "epsilon>2", "torch", "zeta"),
         removed=("Alpha", "not-in-it"),
     )
-    found = picture(place, choice)
+    found = snapshot(place, choice)
     assert lines(found) == [
         ("-", "alpha 1.0"),
         ("~", "beta 2.0 → 2.5"),
@@ -95,14 +95,14 @@ def test_a_base_is_shown_with_the_changes_of_the_choice(make: Any, base: str):
     # alpha is removed, and three packages are added
     assert (found["packages"], found["python"]) == (5, f"Python {HERE}")
     assert (found["notes"], found["more_differences"]) == ((), 0)
-    unchanged = picture(place, Choice(env_version=base))
+    unchanged = snapshot(place, Choice(env_version=base))
     assert (lines(unchanged), unchanged["packages"]) == ([], 3)
     assert unchanged["python"] == f"Python {HERE} · torch 2.9.0"
 
 
 def test_more_differences_than_a_panel_has_room_for_are_counted(make: Any, base: str):
     many = tuple(f"p{number}" for number in range(100))
-    found = picture(make(), Choice(env_version=base, dependencies=many))
+    found = snapshot(make(), Choice(env_version=base, dependencies=many))
     assert (len(found["differences"]), found["more_differences"]) == (60, 40)
 
 
@@ -114,7 +114,7 @@ def test_own_packages_are_shown_with_what_changed_since_the_kernel_began(make: A
         python=now.python,
     )
     monkeypatch.setattr(kernel_state.snapshot, "first_snapshot", lambda: first)
-    found = picture(place)
+    found = snapshot(place)
     assert lines(found) == [
         ("-", "gone 1.0"),
         ("+", f"packaging {metadata.version('packaging')}"),
@@ -132,7 +132,7 @@ def test_the_bases_on_offer_are_published_saved_and_chosen(make: Any, base: str)
         named_environments.save(place.settings, name, kept)
     named_environments.save(place.settings, "torn", Environment(digest="00"))
     (named_environments.saved_path(place.settings) / "torn" / "environment.json").write_text("{")
-    found = {one["name"]: (one["label"], one["about"]) for one in picture(place)["bases"]}
+    found = {one["name"]: (one["label"], one["about"]) for one in snapshot(place)["bases"]}
     assert list(found) == ["", "4", "ai-4", "mine", "old", base]
     assert found[""][0] == f"this notebook's packages, Python {HERE}"
     assert found["4"][0] == "4: Databricks serverless GPU, Python 3.12"
@@ -140,16 +140,16 @@ def test_the_bases_on_offer_are_published_saved_and_chosen(make: Any, base: str)
     assert found["old"][1] == f"Python {OTHER} · 1 package · needs a kernel of Python {OTHER}"
     assert found[base] == ("team.txt: a file", f"the file {base}")
     # naming the damaged environment shows why it is not offered
-    torn = picture(place, Choice(env_version="torn"))
+    torn = snapshot(place, Choice(env_version="torn"))
     assert torn["notes"][0].startswith("The saved environment torn can't be read: ")
     assert torn["notes"][0].endswith("Save it again.")
-    gone = picture(place, Choice(env_version="gone"))
+    gone = snapshot(place, Choice(env_version="gone"))
     assert gone["notes"] == (
         "There is no environment 'gone' here. There are: 4, ai-4, mine, old, torn; "
         "a requirements file's path works too.",
     )
     assert {one["name"]: one["about"] for one in gone["bases"]}["gone"] == "no such environment here"
-    wrong = picture(place, Choice(env_version="old"))
+    wrong = snapshot(place, Choice(env_version="old"))
     assert wrong["notes"][0].startswith(f"The packages of old are for Python {OTHER}, and this notebook runs")
 
 
@@ -161,7 +161,7 @@ def test_a_choice_made_in_another_notebook_is_named(make: Any, tmp_path: Path):
     kept = ChoiceKeeper(state, lambda: str(mine)).confirm(Choice(gpus=2))
     place = make()
     place.choice = ChoiceKeeper(place.settings.state_path, lambda: str(theirs))
-    found = asked(KernelActions(place), kind="kernel", kept=msgspec.to_builtins(kept))["picture"]
+    found = asked(KernelActions(place), kind="kernel", kept=msgspec.to_builtins(kept))["snapshot"]
     assert not found["confirmed"]
     assert found["notes"][0] == f"You chose this in {mine}. Confirm it here if this notebook is yours as well."
 
@@ -221,7 +221,7 @@ def test_an_installation_that_takes_long_is_reported_later(make: Any, monkeypatc
         )
         assert failed["text"].startswith("Sgpu-no-such-thing can't be installed: ")
         after = asked(actions, kind="kernel")
-        assert (after["kind"], after["installing"], after["picture"]["choice"]) == ("kernel-answer", False, None)
+        assert (after["kind"], after["installing"], after["snapshot"]["choice"]) == ("kernel-answer", False, None)
         # a failure within the time limit is the reply
         monkeypatch.setattr(kernel_actions, "ANSWER_S", 30.0)
         assert asked(actions, kind="apply", choice=choice)["text"] == failed["text"]

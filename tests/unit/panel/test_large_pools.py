@@ -10,7 +10,7 @@ from simulated_cluster import cluster
 
 from sgpu_magic.config import Settings
 from sgpu_magic.panel.device_rows import Durations
-from sgpu_magic.panel.pool_state import pool_picture, rates_of
+from sgpu_magic.panel.pool_state import pool_snapshot, rates_of
 from sgpu_magic.views.pool_tables import status_html, status_text
 from sgpu_magic.views.units import TIMES
 from sgpu_magic.wire.base import RunState
@@ -111,8 +111,8 @@ def test_a_long_queue_and_many_runs_are_cut() -> None:
 def test_the_panel_draws_each_device_of_a_small_pool_and_the_nodes_of_a_large_one(nodes: int) -> None:
     inventory = cluster({f"n{number}": ("h100", 8) for number in range(nodes)})
     session = run("aaaa0000", devices("n0", 0, 1), kernel="k1")
-    picture = pool_picture(status(inventory, session), rates_of(Settings()), 144.0, durations=Durations([]))
-    drawn = [(one.label, one.user, one.free) for one in picture.devices]
+    snapshot = pool_snapshot(status(inventory, session), rates_of(Settings()), 144.0, durations=Durations([]))
+    drawn = [(one.label, one.user, one.free) for one in snapshot.devices]
     if nodes == 4:
         assert len(drawn) == 32
         assert drawn[:3] == [
@@ -122,7 +122,7 @@ def test_the_panel_draws_each_device_of_a_small_pool_and_the_nodes_of_a_large_on
         ]
     else:
         # a notebook's own devices are always listed
-        assert [one.kernel for one in picture.devices[:2]] == ["k1", "k1"]
+        assert [one.kernel for one in snapshot.devices[:2]] == ["k1", "k1"]
         assert drawn[2] == ("host-n1 · 8 H100", "8 of 8 free", True)
         assert len(drawn) == 2 + 32
-    assert (picture.types[0].total, picture.types[0].free) == (8 * nodes, 8 * nodes - 2)
+    assert (snapshot.types[0].total, snapshot.types[0].free) == (8 * nodes, 8 * nodes - 2)

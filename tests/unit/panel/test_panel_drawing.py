@@ -17,8 +17,8 @@ from sgpu_magic.panel.device_rows import Durations
 from sgpu_magic.panel.orders import CommandResult
 from sgpu_magic.panel.past_runs import RunFilesOfPool, SimulatedUse, month_began, month_line, month_sums
 from sgpu_magic.panel.poller import changes
-from sgpu_magic.panel.pool_state import NO_GPU, RunDirectoryInfo, pool_choices, pool_picture, run_row
-from sgpu_magic.panel.schema import PoolPicture, PoolUpdate, RunParameter, RunRow, RunsUpdate
+from sgpu_magic.panel.pool_state import NO_GPU, RunDirectoryInfo, pool_choices, pool_snapshot, run_row
+from sgpu_magic.panel.schema import PanelPool, PoolUpdate, RunParameter, RunRow, RunsUpdate
 from sgpu_magic.pool.run_log import RunLog
 from sgpu_magic.server.panel_handlers import Outbox
 from sgpu_magic.wire.base import RunKind, RunState
@@ -76,9 +76,9 @@ def status(*runs: RunSummary, devices: tuple[Device, ...] | None = None, **other
     return msgspec.structs.replace(base, **others)
 
 
-def picture(*runs: RunSummary, notice: str = "", **others: object) -> PoolPicture:
+def snapshot(*runs: RunSummary, notice: str = "", **others: object) -> PanelPool:
     asked = status(*runs, **others)  # pyright: ignore[reportArgumentType]
-    return pool_picture(asked, RATES, NOW, durations=Durations(runs), notice=notice)
+    return pool_snapshot(asked, RATES, NOW, durations=Durations(runs), notice=notice)
 
 
 def row(of: RunSummary, place: RunDirectoryInfo | None = None) -> RunRow:
@@ -90,7 +90,7 @@ def row(of: RunSummary, place: RunDirectoryInfo | None = None) -> RunRow:
 
 def test_types_stand_dearest_first_and_cpu_last():
     devices = (device(0, "l4", memory_bytes=1), device(1), device(2, "t4", memory_bytes=9), device(3, "h100"))
-    drawn = picture(devices=devices)
+    drawn = snapshot(devices=devices)
     assert [(one.type, one.label, one.price) for one in drawn.types] == [
         ("h100", "H100", 7.0),
         ("a10", "A10", 2.5),
@@ -104,7 +104,7 @@ def test_types_stand_dearest_first_and_cpu_last():
 
 
 def test_a_type_that_has_only_a_reserved_price_is_reserved():
-    drawn = picture(devices=(device(0, "b300"), device(1)))
+    drawn = snapshot(devices=(device(0, "b300"), device(1)))
     assert [(one.type, one.price, one.reserved) for one in drawn.types[:2]] == [
         ("b300", 9.0, True),
         ("a10", 2.5, False),
@@ -114,7 +114,7 @@ def test_a_type_that_has_only_a_reserved_price_is_reserved():
 def test_devices_say_who_uses_them():
     session = run("00000002", kind=RunKind.SESSION, name="main", uuids=("G2",))
     cell = run("00000003", session="00000002", uuids=("G2",))
-    drawn = picture(
+    drawn = snapshot(
         run(),
         session,
         cell,
@@ -141,20 +141,20 @@ def test_devices_say_who_uses_them():
 
 
 def test_a_session_without_a_notebook_is_called_by_its_name():
-    drawn = picture(run(kind=RunKind.SESSION, name="work", notebook=""))
+    drawn = snapshot(run(kind=RunKind.SESSION, name="work", notebook=""))
     assert drawn.devices[0].user == "session work"
 
 
 def test_a_busy_type_says_when_so_many_will_be_free():
     ended = run("00000002", RunState.SUCCEEDED, metered_at=NOW - 1000.0, ended_at=NOW - 100.0)
-    (a10, cpu) = picture(run(), ended).types
+    (a10, cpu) = snapshot(run(), ended).types
     # the former 900 s less the 135 s that have passed, in whole minutes
     assert a10.waits_s == (0.0, 0.0, 780.0, 780.0)
     assert cpu.waits_s == (0.0,) * 12 + (None,) * 4
 
 
 def test_what_is_measured_is_passed_on_and_what_is_not_stays_unknown():
-    drawn = picture(devices=(device(0, utilization_pct=91.0, used_bytes=18 * 10**9), device(1, simulated=True)))
+    drawn = snapshot(devices=(device(0, utilization_pct=91.0, used_bytes=18 * 10**9), device(1, simulated=True)))
     assert (drawn.devices[0].utilization_pct, drawn.devices[0].used_bytes) == (91.0, 18 * 10**9)
     assert (drawn.devices[1].utilization_pct, drawn.devices[1].used_bytes) == (None, None)
     assert drawn.devices[1].simulated
@@ -164,14 +164,14 @@ def test_what_is_measured_is_passed_on_and_what_is_not_stays_unknown():
 
 
 def test_without_a_gpu_it_is_said_that_ranks_run_on_cpu():
-    assert picture(devices=()).notes == (NO_GPU,)
-    assert picture(devices=(device(0, simulated=True),)).notes == (NO_GPU,)
-    assert picture().notes == ()
+    assert snapshot(devices=()).notes == (NO_GPU,)
+    assert snapshot(devices=(device(0, simulated=True),)).notes == (NO_GPU,)
+    assert snapshot().notes == ()
 
 
 def test_what_is_wrong_is_noted_as_sentences():
     budget = BudgetState(limit=300.0, days=30.0, spent=290.0, currency="USD")
-    drawn = picture(
+    drawn = snapshot(
         notice="the pool has been idle for 55 min",
         problem="the ledger can't be used",
         idle_ends_at=NOW + 60,
@@ -182,8 +182,8 @@ def test_what_is_wrong_is_noted_as_sentences():
         "Budget: $290.00 of $300.00 in 30 d.",
         "The pool has been idle for 55 min.",
     )
-    assert picture(idle_ends_at=NOW + 300).notes == ("Idle: ends its processes in 5 min.",)
-    assert picture(idle_ends_at=NOW + 3000).notes == ()
+    assert snapshot(idle_ends_at=NOW + 300).notes == ("Idle: ends its processes in 5 min.",)
+    assert snapshot(idle_ends_at=NOW + 3000).notes == ()
 
 
 def test_the_local_pool_may_be_chosen():
@@ -253,16 +253,16 @@ def runs_told(*changed: RunRow, gone: tuple[str, ...] = (), whole: bool = False,
 
 
 def test_a_slow_page_is_told_the_newest_of_everything_at_once():
-    outbox, first, second = Outbox(), picture(), picture(run())
+    outbox, first, second = Outbox(), snapshot(), snapshot(run())
     old, new = row(run("00000001")), row(run("00000001", RunState.FAILED))
     other, third = row(run("00000002")), row(run("00000003"))
-    outbox.put(PoolUpdate(picture=first))
+    outbox.put(PoolUpdate(snapshot=first))
     outbox.put(runs_told(old, other, whole=True))
-    outbox.put(PoolUpdate(picture=second))
+    outbox.put(PoolUpdate(snapshot=second))
     outbox.put(runs_told(third, new, gone=("00000002",)))
     outbox.put(CommandResult(text="done", ok=True))
     assert outbox.take() == CommandResult(text="done", ok=True)
-    assert outbox.take() == PoolUpdate(picture=second)
+    assert outbox.take() == PoolUpdate(snapshot=second)
     runs = outbox.take()
     assert isinstance(runs, RunsUpdate)
     assert {one.run_id: one for one in runs.changed} == {"00000001": new, "00000003": third}
@@ -365,7 +365,7 @@ def test_only_simulated_devices_are_read_from_logs_and_a_damaged_log_reports_no_
 
 def test_the_use_of_ranks_is_drawn_at_their_devices():
     devices = (device(0, simulated=True), device(1, simulated=True))
-    drawn = pool_picture(status(devices=devices), RATES, NOW, durations=Durations(()), use={"G1": (25.0, 10**9)})
+    drawn = pool_snapshot(status(devices=devices), RATES, NOW, durations=Durations(()), use={"G1": (25.0, 10**9)})
     assert [(one.utilization_pct, one.used_bytes) for one in drawn.devices] == [(None, None), (25.0, 10**9)]
 
 

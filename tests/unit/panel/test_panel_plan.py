@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from sgpu_magic.config import Settings
-from sgpu_magic.panel.format_plan import plan_picture
+from sgpu_magic.panel.format_plan import panel_plan
 from sgpu_magic.panel.plan import Plan, plan
 from sgpu_magic.runs.choice import packages as chosen_packages
 from sgpu_magic.runs.choice.keeper import CurrentChoice
@@ -109,19 +109,19 @@ def place(tmp_path: Path) -> Place:
 )
 def test_what_the_pool_can_never_give_is_a_problem(place: Place, choice: Choice, problem: str):
     found = planned(place, choice, connect=True)
-    assert plan_picture(found).problem.startswith(problem) if problem else not plan_picture(found).problem
+    assert panel_plan(found).problem.startswith(problem) if problem else not panel_plan(found).problem
     assert found.connects == (not problem)
-    assert not plan_picture(found).loses
+    assert not panel_plan(found).loses
 
 
 def test_an_empty_choice_can_be_kept(place: Place):
-    found = plan_picture(planned(place, Choice()))
+    found = panel_plan(planned(place, Choice()))
     assert (found.problem, found.sentences, found.button) == ("", ("Nothing is running.",), "Apply")
 
 
 def test_types_that_cpu_stands_in_for_are_possible(tmp_path: Path):
     place = Place(tmp_path, status(), stand_in="cpu")
-    assert plan_picture(planned(place, Choice(gpus=2, type="b200"), connect=True)).problem == ""
+    assert panel_plan(planned(place, Choice(gpus=2, type="b200"), connect=True)).problem == ""
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_types_that_cpu_stands_in_for_are_possible(tmp_path: Path):
     ],
 )
 def test_waiting_is_told_before(tmp_path: Path, choice: Choice, told: PoolStatus | None, sentence: str):
-    found = plan_picture(planned(Place(tmp_path, told), choice, connect=True))
+    found = panel_plan(planned(Place(tmp_path, told), choice, connect=True))
     assert " ".join(found.sentences) == sentence
     assert not found.loses
 
@@ -177,7 +177,7 @@ def test_waiting_is_told_before(tmp_path: Path, choice: Choice, told: PoolStatus
     ],
 )
 def test_the_button_says_what_is_done(place: Place, held: CurrentChoice, connect: bool, button: str):
-    assert plan_picture(planned(place, Choice(gpus=2, type="A10"), connect=connect, held=held)).button == button
+    assert panel_plan(planned(place, Choice(gpus=2, type="A10"), connect=connect, held=held)).button == button
 
 
 # ---------------------------------------------------------------- packages
@@ -185,7 +185,7 @@ def test_the_button_says_what_is_done(place: Place, held: CurrentChoice, connect
 
 def test_what_is_there_is_not_installed_again(place: Place):
     found = planned(place, Choice(dependencies=(f"Six=={SIX}",)))
-    assert (found.packages.added, found.packages.removed, plan_picture(found).sentences) == (
+    assert (found.packages.added, found.packages.removed, panel_plan(found).sentences) == (
         (),
         (),
         ("Nothing is running.",),
@@ -195,8 +195,8 @@ def test_what_is_there_is_not_installed_again(place: Place):
 def test_a_removal_loses_something(place: Place):
     found = planned(place, Choice(removed=("Six", "there-is-no-such-thing")))
     assert found.packages.removed == ("Six",)
-    assert plan_picture(found).loses
-    assert plan_picture(found).sentences[0] == "Six will be removed from this notebook's environment."
+    assert panel_plan(found).loses
+    assert panel_plan(found).sentences[0] == "Six will be removed from this notebook's environment."
 
 
 def test_a_slow_index_does_not_keep_anybody_waiting(place: Place, monkeypatch: pytest.MonkeyPatch):
@@ -207,7 +207,7 @@ def test_a_slow_index_does_not_keep_anybody_waiting(place: Place, monkeypatch: p
     found = planned(place, Choice(dependencies=("there-is-no-such-thing",)))
     assert found.packages.added == ("there-is-no-such-thing",)
     assert (
-        plan_picture(found).sentences[0]
+        panel_plan(found).sentences[0]
         == "1 package and its dependencies will be installed, in this notebook's environment."
     )
 
@@ -223,25 +223,25 @@ def test_packages_of_a_base_come_where_the_ranks_run(place: Place, tmp_path: Pat
     base = tmp_path / "team.txt"
     base.write_text(f"# Python {HERE} on any machine, digest 00\n# Complete: all.\nalpha==1.0\nbeta==2.0\n")
     found = planned(place, Choice(env_version=str(base)))
-    assert plan_picture(found).sentences[0] == "2 packages will be installed where the ranks run, when they start."
+    assert panel_plan(found).sentences[0] == "2 packages will be installed where the ranks run, when they start."
     changed = planned(place, Choice(env_version=str(base), dependencies=("gamma",), removed=("alpha",)))
-    assert plan_picture(changed).sentences[0] == (
+    assert panel_plan(changed).sentences[0] == (
         "About 2 packages will be installed where the ranks run, when they start, unless they are there already."
     )
     assert (changed.packages.added, changed.packages.removed) == ((), ())
     wrong = planned(place, Choice(env_version=str(base), removed=("delta",)))
-    assert plan_picture(wrong).problem.endswith("team.txt has no delta to leave out.")
+    assert panel_plan(wrong).problem.endswith("team.txt has no delta to leave out.")
 
 
 def test_a_base_for_another_python_is_a_problem(place: Place, tmp_path: Path):
     base = tmp_path / "old.txt"
     base.write_text("# Python 3.8 on any machine, digest 00\nalpha==1.0\n")
-    problem = plan_picture(planned(place, Choice(env_version=str(base)))).problem
+    problem = panel_plan(planned(place, Choice(env_version=str(base)))).problem
     assert "are for Python 3.8" in problem
     assert f"Python {HERE}" in problem
 
 
 def test_a_setting_that_does_not_count_any_more_is_named(tmp_path: Path):
     place = Place(tmp_path, status(), env_version="4")
-    found = plan_picture(planned(place, Choice(gpus=1, type="a10")))
+    found = panel_plan(planned(place, Choice(gpus=1, type="a10")))
     assert found.sentences[0] == "The setting env_version (4) does not apply to this notebook."

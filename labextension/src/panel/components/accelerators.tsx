@@ -1,7 +1,7 @@
 import { formatMoney } from "../../shared/units";
 import { usePanel, useTranslate } from "../context";
 import { CPU, withType } from "../form";
-import type { TypePicture } from "../messages";
+import type { PanelType } from "../messages";
 import type { NotebookModel } from "../notebook_model";
 import { formatMemory, formatEstimate } from "../format";
 import { Gpus } from "./gpus";
@@ -12,21 +12,21 @@ import { Section } from "./section";
 export function Accelerators({ notebook }: { notebook: NotebookModel }) {
   const { pool, host } = usePanel();
   const t = useTranslate();
-  const types = pool.picture?.types ?? [];
+  const types = pool.snapshot?.types ?? [];
   const { form } = notebook;
-  const missing = form.type !== "" && pool.picture !== null && !types.some(({ type }) => type === form.type);
+  const missing = form.type !== "" && pool.snapshot !== null && !types.some(({ type }) => type === form.type);
   if (types.length === 0) return null;
-  const free = (type: TypePicture): string => {
+  const free = (type: PanelType): string => {
     if (type.free > 0) return t("%1 of %2 free", type.free, type.total);
     const wait = type.waits_s[0] ?? null;
     return wait === null ? t("none · unknown") : t("none · about %1", formatEstimate(wait));
   };
-  const marks = (type: TypePicture): string => {
+  const marks = (type: PanelType): string => {
     const memory = type.memory_bytes > 0 ? [formatMemory(type.memory_bytes)] : [];
     const simulated = type.simulated ? [t("simulated")] : [];
     return [...memory, ...simulated, ...(type.reserved ? [t("reserved")] : [])].join(" · ");
   };
-  const price = (type: TypePicture): string => {
+  const price = (type: PanelType): string => {
     if (type.price === null || !host.settings.showPrices) return "";
     const amount = formatMoney(type.price, type.currency);
     return type.type === CPU ? t("%1 / rank h", amount) : t("%1 / GPU h", amount);

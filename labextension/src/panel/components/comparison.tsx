@@ -37,7 +37,7 @@ export function Comparison({ runs, now, onClose }: Props) {
   const rows: readonly (readonly [string, (run: RunRow) => string])[] = [
     [t("run"), ({ short_id }) => short_id],
     [t("state"), ({ state }) => t(state)],
-    [t("devices"), (run) => ranksLabel(run, pool.picture, t)],
+    [t("devices"), (run) => ranksLabel(run, pool.snapshot, t)],
     [t("started"), ({ started_at }) => (started_at === null ? "" : formatMoment(started_at, now))],
     [t("duration"), (run) => runDuration(run, now)],
     [t("cost"), price],

@@ -1,6 +1,6 @@
 import { useStored, usePanelId, usePanel, useTranslate } from "../context";
 import { CPU } from "../form";
-import type { DevicePicture, TypePicture } from "../messages";
+import type { PanelDevice, PanelType } from "../messages";
 import { formatUsed } from "../format";
 import { Section } from "./section";
 
@@ -13,10 +13,10 @@ const EXPANDED_UP_TO = 8;
 export function Devices() {
   const { pool, notebook } = usePanel();
   const t = useTranslate();
-  const { picture } = pool;
-  if (!picture || (picture.devices.length === 0 && picture.cpu_slots === 0 && picture.notes.length === 0)) return null;
+  const { snapshot } = pool;
+  if (!snapshot || (snapshot.devices.length === 0 && snapshot.cpu_slots === 0 && snapshot.notes.length === 0)) return null;
   const kernel = notebook?.link.kernel ?? "";
-  const types = picture.types.filter(({ type }) => type !== CPU);
+  const types = snapshot.types.filter(({ type }) => type !== CPU);
   // as wide as the longest label, so that the columns beside the labels align
   const widest = Math.max(...types.map(({ label }) => label.length), 0);
   return (
@@ -26,16 +26,16 @@ export function Devices() {
           <DevicesOfType
             key={type.type}
             type={type}
-            devices={picture.devices.filter((device) => device.type === type.type)}
+            devices={snapshot.devices.filter((device) => device.type === type.type)}
             kernel={kernel}
           />
         ))}
-        {picture.cpu_slots > 0 && <Slots total={picture.cpu_slots} free={picture.cpu_slots_free} />}
+        {snapshot.cpu_slots > 0 && <Slots total={snapshot.cpu_slots} free={snapshot.cpu_slots_free} />}
       </ul>
-      {picture.devices.some(({ simulated }) => simulated) && (
+      {snapshot.devices.some(({ simulated }) => simulated) && (
         <p class="sgpu-soft sgpu-under">{t("Simulated devices show the CPU and memory of their ranks.")}</p>
       )}
-      {picture.notes.map((note) => (
+      {snapshot.notes.map((note) => (
         <p key={note} class="sgpu-soft sgpu-under">
           {note}
         </p>
@@ -45,16 +45,16 @@ export function Devices() {
 }
 
 interface OfTypeProps {
-  readonly type: TypePicture;
+  readonly type: PanelType;
   /** All devices or, if there are many, this notebook's and a row for each node. */
-  readonly devices: readonly DevicePicture[];
+  readonly devices: readonly PanelDevice[];
   readonly kernel: string;
 }
 
 function DevicesOfType({ type, devices, kernel }: OfTypeProps) {
   const t = useTranslate();
   const id = usePanelId();
-  const isOwn = (device: DevicePicture): boolean => kernel !== "" && device.kernel === kernel;
+  const isOwn = (device: PanelDevice): boolean => kernel !== "" && device.kernel === kernel;
   const own = devices.filter(isOwn).length;
   const free = Math.min(type.free, type.total - own);
   const others = type.total - free - own;
@@ -120,7 +120,7 @@ function Strip({ own, others, free }: { own: number; others: number; free: numbe
   );
 }
 
-function Device({ device, isOwn }: { device: DevicePicture; isOwn: boolean }) {
+function Device({ device, isOwn }: { device: PanelDevice; isOwn: boolean }) {
   const t = useTranslate();
   const used = device.used_bytes === null ? "" : formatUsed(device.used_bytes);
   const use = device.utilization_pct === null ? t("not measured") : `${Math.round(device.utilization_pct)} %`;

@@ -2,7 +2,7 @@ import { useState } from "preact/hooks";
 
 import { usePanelId, usePanel, useTranslate } from "../context";
 import { CPU, typeOf } from "../form";
-import type { TypePicture } from "../messages";
+import type { PanelType } from "../messages";
 import type { NotebookModel } from "../notebook_model";
 import { formatEstimate } from "../format";
 import { RadioGroup } from "./radio_group";
@@ -15,13 +15,13 @@ export function Gpus({ notebook }: { notebook: NotebookModel }) {
   const { pool } = usePanel();
   const t = useTranslate();
   const { form } = notebook;
-  const type = typeOf(pool.picture, form.type);
+  const type = typeOf(pool.snapshot, form.type);
   if (!type) return null;
   const label = type.type === CPU ? t("Ranks") : t("GPUs");
   const tooMany = form.gpus > type.total ? t("this pool has %1 %2", type.total, type.label) : "";
   const choose = (gpus: number) => notebook.choose({ ...notebook.form, gpus });
   // this notebook's session frees its devices before it is connected again
-  const own = pool.picture?.devices.filter((device) => device.type === type.type && isHeldBy(device.kernel, notebook)).length ?? 0;
+  const own = pool.snapshot?.devices.filter((device) => device.type === type.type && isHeldBy(device.kernel, notebook)).length ?? 0;
   const free = type.free + own;
   const numbers = Array.from({ length: type.total }, (_, index) => index + 1);
   const options = [...numbers, ...(tooMany ? [form.gpus] : [])].map((number) => ({
@@ -90,12 +90,12 @@ function NumberField({ label, value, max, onChange }: FieldProps) {
 
 type T = ReturnType<typeof useTranslate>;
 
-function waitLabel(type: TypePicture, number: number, t: T): string {
+function waitLabel(type: PanelType, number: number, t: T): string {
   const wait = type.waits_s[number - 1] ?? null;
   return wait === null ? t("not free now") : t("free in about %1", formatEstimate(wait));
 }
 
-function waitSentence(type: TypePicture, number: number, t: T): string {
+function waitSentence(type: PanelType, number: number, t: T): string {
   const wait = type.waits_s[number - 1] ?? null;
   const what = `${number} × ${type.label}`;
   if (wait === null) return t("%1 are not free now; when they will be free is unknown.", what);

@@ -35,18 +35,18 @@ export function PoolState() {
         </StateCard>
       );
     case "connecting":
-      if (!pool.picture) return <StateCard title={t("Looking for the pool…")} />;
+      if (!pool.snapshot) return <StateCard title={t("Looking for the pool…")} />;
       break;
     case "open":
-      if (!pool.picture) return <StateCard title={t("Waiting for the pool's first update…")}>{again}</StateCard>;
+      if (!pool.snapshot) return <StateCard title={t("Waiting for the pool's first update…")}>{again}</StateCard>;
   }
-  const { picture } = pool;
-  if (picture.state === "up") return null;
+  const { snapshot } = pool;
+  if (snapshot.state === "up") return null;
   return (
-    <StateCard title={picture.sentence} isBad={picture.state !== "none"}>
-      {picture.remedy !== "" && (
+    <StateCard title={snapshot.sentence} isBad={snapshot.state !== "none"}>
+      {snapshot.remedy !== "" && (
         <button type="button" disabled={model.isStarting} onClick={() => model.runRemedy()}>
-          {model.isStarting ? t("Starting…") : picture.remedy_words}
+          {model.isStarting ? t("Starting…") : snapshot.remedy_words}
         </button>
       )}
     </StateCard>

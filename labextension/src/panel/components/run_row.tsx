@@ -93,7 +93,7 @@ function Actions({ run, now, isCompared, onCompare }: ActionsProps) {
   const { host, pool } = model;
   const isCode = run.kind === "cell" || run.kind === "call";
   const away = host.openRun && !run.here ? t("its files are on another machine") : "";
-  const about = [run.short_id, ranksLabel(run, pool.picture, t), run.user, away].filter(Boolean);
+  const about = [run.short_id, ranksLabel(run, pool.snapshot, t), run.user, away].filter(Boolean);
   return (
     <div class="sgpu-actions">
       <small class="sgpu-soft">{about.join(" · ")}</small>

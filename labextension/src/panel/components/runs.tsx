@@ -29,7 +29,7 @@ export function Runs() {
   const t = useTranslate();
   const [stored, setStored] = useStored("filter", "");
   const filter = parseFilter(stored);
-  if (!pool.picture && !pool.hasRuns) return null;
+  if (!pool.snapshot && !pool.hasRuns) return null;
   const [name, kernel] = [notebook?.link.name ?? "", notebook?.link.kernel ?? ""];
   const runs = filterRuns(pool.runs, filter, name, kernel);
   return (

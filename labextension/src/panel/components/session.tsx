@@ -27,7 +27,7 @@ function ActiveSession({ session }: { session: RunRow }) {
   const stage = stageOf(session);
   const isEnding = stage === "ending" || notebook?.pendingAction === "disconnect" || model.cancelling.has(session.run_id);
   const since = session.started_at ?? session.submitted_at;
-  const line = sessionLine(session, pool.picture, model.poolName, t);
+  const line = sessionLine(session, pool.snapshot, model.poolName, t);
   const pieces = [
     stage === "connected" ? "" : reasonOf(session),
     formatSpan(now - since),
@@ -56,7 +56,7 @@ function EndedSession({ session }: { session: RunRow }) {
   const model = usePanel();
   const t = useTranslate();
   const { notebook, pool } = model;
-  const devices = ranksLabel({ ...session, simulated: false }, pool.picture, t);
+  const devices = ranksLabel({ ...session, simulated: false }, pool.snapshot, t);
   const ended = session.ended_at === null ? "" : formatMoment(session.ended_at, pool.now_s);
   return (
     <section class="sgpu-part" aria-label={t("Session")} data-stage="ended">

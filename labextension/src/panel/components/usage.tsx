@@ -4,11 +4,11 @@ import { usePanel, useTranslate } from "../context";
 export function Usage() {
   const { pool } = usePanel();
   const t = useTranslate();
-  const { picture } = pool;
-  if (!picture) return null;
+  const { snapshot } = pool;
+  if (!snapshot) return null;
   // `PoolState` shows the sentence of a pool that is not up
-  const sentence = picture.state === "up" ? picture.sentence : "";
-  const lines = [picture.usage, sentence, picture.about].filter(Boolean);
+  const sentence = snapshot.state === "up" ? snapshot.sentence : "";
+  const lines = [snapshot.usage, sentence, snapshot.about].filter(Boolean);
   if (lines.length === 0) return null;
   return (
     <section class="sgpu-part sgpu-soft sgpu-usage" aria-label={t("Usage")}>
