@@ -27,7 +27,7 @@ from sgpu_magic.payload import unpack
 from sgpu_magic.payload.call import FunctionCall, RankValue, name_of
 from sgpu_magic.payload.pack import pack_object
 from sgpu_magic.runs.submit.pack_call import bind, by_reference
-from sgpu_magic.views.cell_outputs import SweepPicture, SweepProgress, progress_html, progress_line
+from sgpu_magic.views.cell_outputs import SweepProgress, SweepView, progress_html, progress_line
 
 SUPPORT = Path(__file__).parents[2] / "support"
 
@@ -339,8 +339,8 @@ def test_a_call_fills_in_on_the_rank(monkeypatch: pytest.MonkeyPatch):
 # ---------------------------------------------------------------- the progress of a sweep
 
 
-def sweep(**changes: Any) -> SweepPicture:
-    return SweepPicture(
+def sweep(**changes: Any) -> SweepView:
+    return SweepView(
         **{"name": "trial", "done": 7, "running": 4, "failed": 1, "total": 20, "seconds": 12.4} | changes
     )
 
