@@ -65,8 +65,8 @@ POINTS = (
     Point("last rank", "begins the cell", run_cell),
     Point("last rank", "has executed it", run_cell, "end"),
     Point("last rank", "reports", _Life._reply),
-    Point("agent", "reports the end", EventReports.happened, kind=RunEnded),
-    Point("pool", "has the end", Reports.run_happened, kind=RunEnded),
+    Point("agent", "reports the end", EventReports.report, kind=RunEnded),
+    Point("pool", "has the end", Reports.on_run_event, kind=RunEnded),
     Point("kernel", "has the end", Subscription.apply, kind=RunEnded),
     Point("kernel", "returns from the magic", DistributedMagics._run, "end"),
 )

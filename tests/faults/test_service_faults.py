@@ -195,7 +195,7 @@ def leaves(scene: Scene, callback: Callback) -> None:
 
 
 PLANTS: list[tuple[Callback, Callable[[Scene, Callback], None]]] = [
-    (at(Reports.run_happened), running),
+    (at(Reports.on_run_event), running),
     (at(ActiveRuns.publish), running),
     (at(Billing.ended), running),
     (at(Reports.ranks_exited), over),
@@ -218,7 +218,7 @@ PLANTS: list[tuple[Callback, Callable[[Scene, Callback], None]]] = [
     (at(Ledger.write), leaves),
 ]
 _IN_SHORT = {
-    at(Reports.run_happened),
+    at(Reports.on_run_event),
     at(LaunchHandler.order),
     at(Requests.on_message, Attach),
     at(Engine.events_kept),

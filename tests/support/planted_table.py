@@ -49,7 +49,7 @@ FRESH = (
     at(RankOutcomes.final_event),
     at(AttemptFiles.describe),
     at(AttemptFiles.take_result),
-    at(EventReports.happened),
+    at(EventReports.report),
 )
 # of these, the one that may be called after a short run has ended
 WHILE_IT_GOES_ON = (at(MemoryWatch.begin),)
@@ -86,7 +86,7 @@ FAILING = (
 CELLS = (
     at(SessionCell.start),
     at(SessionCell.on_rank_message),
-    at(RunRegistry.happened, RunEnded, after=True),
+    at(RunRegistry.on_event, RunEnded, after=True),
     at(AttemptFiles.describe),
     at(NodeSession.execute),
     at(NodeSession.cell_over),
@@ -96,7 +96,7 @@ CELLS = (
 )
 SESSIONS = (
     at(NodeSession.start),
-    at(RunRegistry.happened, RanksStarted),
+    at(RunRegistry.on_event, RanksStarted),
     at(Sampling.end),
     at(remove_leftovers),
     at(SessionRepair.fail),
@@ -110,7 +110,7 @@ STACKS = (
 CALLBACKS = dict.fromkeys((*FRESH, *AFTER, *WATCHING, *SPARED, *FAILING, *CELLS, *SESSIONS, *ASKED, *STACKS))
 # only these report to the pool
 TOLD = (
-    at(EventReports.happened),
+    at(EventReports.report),
     at(EventReports.ranks_exited),
     at(RunRegistry.ranks_exited),
 )

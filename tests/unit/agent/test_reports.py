@@ -76,7 +76,7 @@ class Wire(RuleBasedStateMachine):
     @rule()
     def say(self) -> None:
         self.said.append(str(len(self.said)))
-        self.reports.happened(RUN, Noted(text=self.said[-1]), ())
+        self.reports.report(RUN, Noted(text=self.said[-1]), ())
 
     @precondition(lambda self: not self.is_gone)
     @rule()
@@ -146,7 +146,7 @@ def test_an_agent_that_takes_a_run_over_from_a_dead_one_goes_on_counting():
     sent: list[Record] = []
     counting = EventReports(lambda message, frames=(): sent.append(message))
     counting.begin(RUN, 41)
-    counting.happened(RUN, Noted(text="on"), ())
+    counting.report(RUN, Noted(text="on"), ())
     assert [message.number for message in sent if isinstance(message, RunEvent)] == [42]
 
 
@@ -159,7 +159,7 @@ def test_a_flood_while_no_service_is_there_is_not_kept_for_ever(monkeypatch: pyt
     line = "x" * 999 + "\n"
     for number in range(50):
         text = OutputWritten(rank=0, stream="stdout", text=line, start=number * 1000, end=(number + 1) * 1000)
-        flooded.happened(RUN, text, ())
+        flooded.report(RUN, text, ())
     flooded.adopt(RUN, 0)
     batches = [message.body for message in sent if isinstance(message, RunEvent)]
     assert len(batches) == 50
@@ -180,9 +180,9 @@ def test_figures_and_widgets_while_no_service_is_there_are_not_kept_for_ever(mon
     update = CommMessage(comm_id="bar", kind="msg", data=b"{}", buffers=1)
     close = CommMessage(comm_id="bar", kind="close")
     for _ in range(50):
-        flooded.happened(RUN, figure, ())
-        flooded.happened(RUN, CommsMoved(rank=0, messages=(update, close)), (bytes(1000),))
-    flooded.happened(RUN, figure, ())
+        flooded.report(RUN, figure, ())
+        flooded.report(RUN, CommsMoved(rank=0, messages=(update, close)), (bytes(1000),))
+    flooded.report(RUN, figure, ())
     flooded.adopt(RUN, 0)
     events = [(message, frames) for message, frames in sent if isinstance(message, RunEvent)]
     assert [event.number for event, _ in events] == list(range(1, 102))
@@ -200,7 +200,7 @@ def test_figures_and_widgets_while_no_service_is_there_are_not_kept_for_ever(mon
     flooded.confirmed(RUN, 101)
     sent.clear()
     flooded.service_lost()
-    flooded.happened(RUN, figure, ())
+    flooded.report(RUN, figure, ())
     flooded.adopt(RUN, 101)
     assert [message.body for message, _ in sent if isinstance(message, RunEvent)] == [figure]
 
@@ -251,7 +251,7 @@ class FarAgent:
 
     def end(self) -> None:
         """Its ranks have ended and are gone."""
-        self.runs.happened(RUN_THERE, RunEnded(state=RunState.SUCCEEDED), ())
+        self.runs.on_event(RUN_THERE, RunEnded(state=RunState.SUCCEEDED), ())
         self.runs.run_exited(self.run)
 
     async def until(self, done: Callable[[], object]) -> None:
@@ -274,7 +274,7 @@ def test_devices_are_told_free_before_files_are_there_and_the_run_is_kept_until_
 ):
     async def scenario() -> None:
         agent = FarAgent(tmp_path, monkeypatch)
-        agent.runs.happened(RUN_THERE, Noted(text="begun"), ())
+        agent.runs.on_event(RUN_THERE, Noted(text="begun"), ())
         (agent.directory / "rank-0.log").write_text("printed")
         agent.takes_files = False
         agent.end()

@@ -56,7 +56,7 @@ class Service:
         self.told: list[EventBody] = []
         self.heard: list[str] = []
 
-    def run_happened(self, event: RunEvent, frames: Sequence[bytes]) -> None:
+    def on_run_event(self, event: RunEvent, frames: Sequence[bytes]) -> None:
         self.told.append(event.body)
 
     def __getattr__(self, name: str) -> Callable[..., None]:
