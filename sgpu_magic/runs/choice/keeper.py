@@ -99,7 +99,10 @@ class ChoiceKeeper:
         kept = KeptChoice(choice=choice, version=VERSION)
         self._known.add(choice, self._notebook())
         with self._lock:
-            self._pending, self._held = kept, CurrentChoice(choice, True)
+            # a choice that the notebook's file has already need not be written, and later changes of the file count
+            is_in_file = not self._is_reported and self._pending is None and self._held.choice == choice
+            self._pending = None if is_in_file else kept
+            self._held = CurrentChoice(choice, True)
         return kept
 
     def _read_notebook(self) -> None:
