@@ -158,12 +158,13 @@ class Forwarder:
         if isinstance(message, StreamOpened | StreamClosed) and waiting is not None:
             if not waiting.done():
                 waiting.set_result(message)
+        elif message.stream == _WATCH:
+            # it is opened again after a gap, without a request that waits
+            if isinstance(message, StreamClosed) and not self._over.done():
+                self._over.set_result(message.problem)
         elif isinstance(message, StreamOpened):
             # the request has timed out
             self._send(StreamClosed(stream=message.stream), ())
-        elif message.stream == _WATCH:
-            if isinstance(message, StreamClosed) and not self._over.done():
-                self._over.set_result(message.problem)
         elif (stream := self._streams.get(message.stream)) is not None:
             stream.on_message(message, frames)
 
