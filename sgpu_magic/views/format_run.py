@@ -213,8 +213,8 @@ def state_word(view: RunView) -> StateWord:
 
 def failed_line(view: RunView, brief: bool = False) -> str:
     """Return the first line of a failure, with the error in it when `brief` or when there is no traceback."""
-    # a refused run has no duration
-    after = f" after {duration}" if (duration := view.times.text()) else ""
+    # a refused run has no duration; that of a run which failed before its ranks had started is their start
+    after = f" after {duration.removeprefix('start ')}" if (duration := view.times.text()) else ""
     failure = view.failure
     word = limit_of(failure, view.limit).word if view.state is RunState.TIMED_OUT else view.state
     start = f"{view.name} · {word}{after}"

@@ -50,9 +50,9 @@ def test_ranks_have_the_notebooks_packages_and_the_nodes_torch(machines: TwoMach
     for rank in (0, 1):
         assert "1.16.0 0.12.1 0.4.6 42" in reply.lines(rank), reply.story
     cwd, prefix, torch, network = kernel.value("where")
-    assert cwd.startswith(str(machines.node_state / "runs"))
-    assert prefix.startswith(str(machines.node_state / "environments"))
-    assert torch.startswith(str(machines.node_state / "environments"))
+    assert cwd.startswith(str(machines.home.state / "runs"))
+    assert prefix.startswith(str(machines.home.state / "environments"))
+    assert torch.startswith(str(machines.home.state / "environments"))
     # its ranks really are in the other machine's network
     assert network != machines.network_of(kernel.pid)
 

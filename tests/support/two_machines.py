@@ -1,7 +1,7 @@
-"""Two simulated machines: two Pythons with different packages, two state folders, and a network namespace.
+"""Two simulated machines: two Pythons with different packages, and a network namespace.
 
-Machine 1 has the notebook; machine 2 has the pool, whose nodes do not see the notebook's packages. They share the
-folder of the pool's socket. Needs root (network namespaces).
+Machine 1 has the notebook; machine 2 has the pool, whose nodes do not see the notebook's packages. They share the state
+directory, as two machines do that have one home. Needs root (network namespaces).
 """
 
 from __future__ import annotations
@@ -75,8 +75,6 @@ class TwoMachines:
         self.home = Home(variables)
         self.notebook_python = light_venv(folder / "machine1", *notebook)
         self.node_python = light_venv(folder / "machine2", *node)
-        self.node_state = self.home.path / "state2"
-        self.node_state.mkdir(mode=0o700)
         self.namespace = f"sgpu{os.getpid()}"
         _ip("netns", "add", self.namespace)
         _ip("-n", self.namespace, "link", "set", "lo", "up")
@@ -86,7 +84,6 @@ class TwoMachines:
     def node_environ(self) -> dict[str, str]:
         """Return machine 2's variables. Its packages come from uv's cache, as its namespace has no network access."""
         return self.home.environ | {
-            "SGPU_STATE_DIR": str(self.node_state),
             "SGPU_ENVIRONMENTS": "built",
             "UV_OFFLINE": "1",
         }
@@ -94,7 +91,7 @@ class TwoMachines:
     def start_pool(self) -> int:
         """Start machine 2's pool; return its pid."""
         inside = ["ip", "netns", "exec", self.namespace]
-        with open(self.node_state / "pool.log", "ab") as log:
+        with open(self.home.state / "pool.log", "ab") as log:
             self.pool = subprocess.Popen(
                 [*inside, str(self.node_python), "-m", "sgpu_magic.pool"],
                 env=self.node_environ,
@@ -144,7 +141,7 @@ class TwoMachines:
             with contextlib.suppress(subprocess.CalledProcessError):
                 _ip("netns", "delete", self.namespace)
             # a test may have used a pool elsewhere
-            written = self.node_state / "pool.log"
+            written = self.home.state / "pool.log"
             log = written.read_text(errors="replace") if written.exists() else ""
             self.home.close()
         assert "Traceback (most recent call last)" not in log, f"faults in machine 2's log:\n{log[-4000:]}"
