@@ -205,10 +205,10 @@ def test_it_answers_on_every_ipykernel(home: Home, new_kernel: Callable[..., Ker
 def test_bad_input_is_refused_and_leaves_nothing(
     panel: Panel, home: Home, kind: str, fields: dict[str, Any], words: str
 ):
-    before = set(home.runs)
+    before, chosen = set(home.runs), panel.state()["snapshot"]["choice"]
     assert words in panel.refused(kind, **({"connect": True} | fields if kind == "apply" else fields))
     snapshot = panel.state()["snapshot"]
-    assert (snapshot["choice"], snapshot["sessions"]) == (None, [])
+    assert (snapshot["choice"], snapshot["sessions"]) == (chosen, [])
     assert set(home.runs) == before
 
 

@@ -171,9 +171,10 @@ class Head(Member):
         for node in range(1, self._nodes):
             key = f"{what}/{node}"
             while not self._store.check([key]):
-                if time.monotonic() > until or self._shell.released:
-                    # worded as a lost connection, so that it counts as a consequence and not as the cause
-                    raise RuntimeError(f"Connection closed by peer: the first rank of node {node} is gone")
+                if self._shell.released.is_set():
+                    raise RuntimeError(f"released while it waited for the first rank of node {node}")
+                if time.monotonic() > until:
+                    raise RuntimeError(f"the first rank of node {node} did not answer within {within_s:.0f} s")
                 time.sleep(_LOOK_S)
             found.append(self._store.get(key).decode())
         return found
