@@ -179,7 +179,10 @@ class RayEngine(Engine):
             self._refuse_asked(launch, "a node that Ray granted is already gone")
             return
         uuids = tuple(uuid for share in shares for uuid in share.uuids)
-        lease = msgspec.structs.replace(launch.lease, shares=shares, uuids=uuids)
+        # a node that an autoscaler has added may have simulated GPUs only
+        simulated = leases.simulated_in(self._facts[share.node] for share in shares)
+        is_simulated = launch.lease.simulated or (bool(uuids) and simulated.issuperset(uuids))
+        lease = msgspec.structs.replace(launch.lease, shares=shares, uuids=uuids, simulated=is_simulated)
         for share in shares:
             if share.node not in self._channels and share.node not in self._agents.leaving:
                 self._need(share.node)

@@ -157,6 +157,11 @@ def inventory_of(
     return msgspec.structs.replace(whole, elastic=elastic, coming=coming)
 
 
+def simulated_in(nodes: Iterable[NodeFacts]) -> frozenset[str]:
+    """Return the UUIDs of the nodes' simulated GPUs."""
+    return frozenset(device.uuid for facts in nodes for device in devices_of(facts) if device.simulated)
+
+
 def _problem(facts: NodeFacts) -> str:
     if facts.lacks:
         return (
