@@ -29,6 +29,7 @@ from sgpu_magic.errors import PoolError, UsageError
 from sgpu_magic.files.run_directory import disk_room
 from sgpu_magic.files.run_directory import remedy as remedy_for_disk
 from sgpu_magic.formatting import count_of, format_bytes
+from sgpu_magic.system.processes import descendants, is_stopped
 from sgpu_magic.system.secure_sockets import read_key_pair
 from sgpu_magic.views import ansi
 from sgpu_magic.wire.pool_status import MAX_SOCKET_PATH_BYTES, PROTOCOL_VERSION, socket_file
@@ -208,6 +209,9 @@ def pool(settings: Settings) -> Iterator[Finding]:
     if status.package_version != __version__:
         remedy = "`sgpu pool stop` when it is idle; the next run starts one of this version."
         yield warning("pool", f"{text}, but this is sgpu-magic {__version__}", remedy)
+    elif stopped := [pid for pid in descendants(status.pid) if is_stopped(pid)]:
+        pids = " ".join(map(str, stopped))
+        yield problem("pool", f"{text}: stopped by a signal or a debugger: {pids}", f"`kill -CONT {pids}` continues them.")
     else:
         # this command is one of the clients
         yield ok("pool", f"{text}, {count_of(max(0, status.clients - 1), 'client')}")

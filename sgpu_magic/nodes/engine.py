@@ -318,6 +318,10 @@ class Engine:
         self._placing[run_id] = launch
         self.start_run(launch, frames)
 
+    def stopped_processes(self) -> Sequence[int]:
+        """Return the pids of processes that start runs and are stopped, by a signal or a debugger, as far as known."""
+        return ()
+
     def events_kept(self, run_id: str, numbers: Mapping[int, int]) -> None:
         """Acknowledge events that are persisted. `numbers` as in `Engine.adopt`."""
         if (run := self._runs.get(run_id)) is not None:

@@ -100,6 +100,9 @@ class LocalEngine(Engine):
             )
             agent.kill()
 
+    def stopped_processes(self) -> Sequence[int]:
+        return processes.stopped_below(self._agent.pid) if self._agent.pid else ()
+
     def prepare(self, run_id: str, interpreter: Interpreter, environment: Environment) -> None:
         if self.builds(interpreter, environment):
             self._agent.send(BuildEnvironment(run_id=run_id, interpreter=interpreter, environment=environment))

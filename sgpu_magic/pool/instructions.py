@@ -29,13 +29,15 @@ from sgpu_magic.pool.tracker import Tracker
 from sgpu_magic.wire.attachments import FilePayload, InlinePayload, SharedPayload, StoredPayload
 from sgpu_magic.wire.base import ErrorKind, FailureKind, RunState
 from sgpu_magic.wire.devices import Inventory, Lease
-from sgpu_magic.wire.events import AttemptFailed, Noted, QueueMoved, RunEnded, StateChanged
+from sgpu_magic.wire.events import AttemptFailed, Noted, QueueMoved, RunEnded, StateChanged, as_warning
 from sgpu_magic.wire.files import PAYLOAD
 from sgpu_magic.wire.node import Launch
 from sgpu_magic.wire.option_text import Text
 
 # delay until a run's environment files are linked into its directory, so that its ranks start first
 _LINK_LATER_S = 0.1
+# a run that takes longer to start may wait for a stopped process
+_START_LOOK_S = 5.0
 _NOT_USERS_FAULT = (FailureKind.WORKER_DIED, FailureKind.NODE_LOST)
 
 
@@ -201,6 +203,8 @@ class LaunchHandler:
         spec = run.spec
         link = functools.partial(self._kept_environments.link, spec.environment, run.run_id, spec.owner.user)
         self._loop.call_later(_LINK_LATER_S, self._guard.for_run, run.run_id, link)
+        if not spec.in_session:
+            self._look_later(run)
         if not run.spec.retries:
             # only needed for the launch; may be secret or large
             run.frames = ()
@@ -220,6 +224,24 @@ class LaunchHandler:
         )
         self._engine.launch(launch, run.frames)
         run.order_group()
+
+    def _look_later(self, run: PoolRun) -> None:
+        self._loop.call_later(_START_LOOK_S, self._guard.for_run, run.run_id, lambda: self._look_at_start(run))
+
+    def _look_at_start(self, run: PoolRun) -> None:
+        """Tell a run that does not start which stopped processes it waits for, once."""
+        if run.ended or run.scheduled.state is not RunState.STARTING:
+            return
+        stopped = self._engine.stopped_processes()
+        if not stopped:
+            self._look_later(run)
+            return
+        pids = " ".join(map(str, stopped))
+        which = f"process {pids} of the pool is" if len(stopped) == 1 else f"processes {pids} of the pool are"
+        text = (
+            f"{which} stopped, by a signal or a debugger, so the ranks can't start: `kill -CONT {pids}` continues them"
+        )
+        self._active.publish(run, Noted(text=as_warning(text)), time.time())
 
     # ------------------------------------------------------------ restarts
 

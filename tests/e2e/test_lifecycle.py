@@ -639,6 +639,26 @@ def test_a_forced_stop_ends_a_stopped_agent_and_the_next_cell_runs(kernel: Kerne
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("who", ["agent", "zygote"])
+def test_a_run_says_that_what_starts_its_ranks_is_stopped(kernel: Kernel, home: Home, who: str):
+    runs_again(kernel)
+    stopped = victims(home, who)
+    send(signal.SIGSTOP, *stopped)
+    try:
+        cell = kernel.start("%%distributed -n 2\nprint('healed')")
+        cell.until(lambda: f"process {stopped[0]} of the pool is stopped" in _warnings(cell), 20, "the note")
+        assert f"kill -CONT {stopped[0]}" in command(home, "doctor")
+    finally:
+        send(signal.SIGCONT, *stopped)
+    assert cell.wait(40).lines(1) == ["healed"]
+
+
+def _warnings(cell: Cell) -> str:
+    views = [output.view for output in cell.reply.outputs if output.view is not None]
+    return "\n".join(text for view in views for text in view.snapshot.get("warnings", ()))
+
+
+@pytest.mark.slow
 def test_an_adopted_agent_that_does_not_answer_is_replaced(kernel: Kernel, home: Home):
     runs_again(kernel)
     agents = victims(home, "agent")
