@@ -340,9 +340,7 @@ def test_a_call_fills_in_on_the_rank(monkeypatch: pytest.MonkeyPatch):
 
 
 def sweep(**changes: Any) -> SweepView:
-    return SweepView(
-        **{"name": "trial", "done": 7, "running": 4, "failed": 1, "total": 20, "seconds": 12.4} | changes
-    )
+    return SweepView(**{"name": "trial", "done": 7, "running": 4, "failed": 1, "total": 20, "seconds": 12.4} | changes)
 
 
 def test_the_progress_says_what_is_done_running_waiting_and_failed():

@@ -390,20 +390,20 @@ def test_its_log_of_changes_stays_small_while_it_is_written(path: Path) -> None:
     log = path.with_name("ledger.sqlite3-wal")
     for number in range(1200):
         book.record(spec(f"{number:08x}"), RunState.QUEUED)
-    thread = threading.Thread(target=book.checkpoint_beside)
+    thread = threading.Thread(target=book.checkpoint_in_background)
     thread.start()
     for number in range(1200, 1300):
         book.record(spec(f"{number:08x}"), RunState.QUEUED)
     thread.join()
     # rows written meanwhile may have to wait for the next checkpoint
-    book.checkpoint_beside()
+    book.checkpoint_in_background()
     book.record(spec(f"{1300:08x}"), RunState.QUEUED)
     assert log.stat().st_size <= 1 << 20
     assert (len(book.recent(5000)), book.problem) == (1301, "")
     book.close()
     # the file no longer exists, and is not created
     path.unlink()
-    book.checkpoint_beside()
+    book.checkpoint_in_background()
     assert not path.exists()
 
 
