@@ -211,9 +211,8 @@ def pool(settings: Settings) -> Iterator[Finding]:
         yield warning("pool", f"{text}, but this is sgpu-magic {__version__}", remedy)
     elif stopped := [pid for pid in descendants(status.pid) if is_stopped(pid)]:
         pids = " ".join(map(str, stopped))
-        yield problem(
-            "pool", f"{text}: stopped by a signal or a debugger: {pids}", f"`kill -CONT {pids}` continues them."
-        )
+        why = f"{text}. Of its processes, a signal or a debugger has stopped {pids}"
+        yield problem("pool", why, f"`kill -CONT {pids}` continues what is stopped.")
     else:
         # this command is one of the clients
         yield ok("pool", f"{text}, {count_of(max(0, status.clients - 1), 'client')}")
