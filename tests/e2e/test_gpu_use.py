@@ -248,7 +248,7 @@ def test_a_driver_call_that_blocks_hangs_neither_the_run_nor_the_pool(
     run.until(lambda view: has_samples(view, 2))
     blocked = gpu(0, utilization_pct=61, blocks="nvmlDeviceGetPowerUsage")
     nvml.change(machine, [blocked, *(gpu(number, utilization_pct=62) for number in range(1, 4))])
-    run.until(lambda view: "does not answer" in run.sample(0).problem)
+    run.until(lambda view: "does not answer" in (run.sample(0).problem or ""))
     run.until(lambda view: run.sample(1).utilization_pct == 62)
     began = time.monotonic()
     assert kernel.home.pool_pid() is not None

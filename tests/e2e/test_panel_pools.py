@@ -94,7 +94,7 @@ def test_the_chosen_one_is_followed_as_this_machines_own(
     page.until(lambda: page.row(run).get("state") == "running")
     row = page.row(run)
     assert (row["user"], row["here"], row["device_type"]) == ("bob", False, "a10")
-    page.until(lambda: [device["free"] for device in page.picture["devices"]].count(False) == 1)
+    page.until(lambda: [device["free"] for device in page.snapshot["devices"]].count(False) == 1)
     # runs of other users can't be cancelled
     page.order("cancel-run", run_id=run, pool="team")
     said = page.until_said()
@@ -128,7 +128,7 @@ def test_one_that_is_away_says_so_with_a_button_and_holds_up_no_other(
     other = open_page("local")
     assert other.until_state("none")["pool"] == "local"
     page.order("watch", pool="team")
-    page.until(lambda: page.picture["pool"] == "team")
+    page.until(lambda: page.snapshot["pool"] == "team")
     answer = server.get("sgpu/panel?pool=team").body
     assert answer["pool"]["snapshot"]["state"] == "up"
     assert [pool["name"] for pool in answer["pools"]["pools"]] == ["team", "gone", "local"]
