@@ -36,12 +36,17 @@ _DISTRIBUTED = "torch.distributed"
 _DISPATCHERS = frozenset({"torch._ops"})
 
 
-def find_collective_error(error: BaseException) -> BaseException | None:
+def find_collective_error(error: BaseException, *, is_released: bool) -> BaseException | None:
     """Return the exception that a collective raised: this one, or one that it was raised for or while handling.
 
     An exception group counts if all its exceptions come from collectives.
+
+    Args:
+        error: The exception.
+        is_released: Whether the rank was released from its collectives. Then an error of autograd counts if the rank
+            has called a collective: torch may have recorded that of a model in DDP as over by now.
     """
-    return next((one for one in _chain(error) if _comes_from_collective(one)), None)
+    return next((one for one in _chain(error) if _comes_from_collective(one, is_released)), None)
 
 
 def is_raised_by_c(error: BaseException) -> bool:
@@ -61,11 +66,11 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         waiting += [before for before in (context_of(one), cause_of(one)) if before is not None]
 
 
-def _comes_from_collective(error: BaseException) -> bool:
+def _comes_from_collective(error: BaseException, is_released: bool) -> bool:
     if not is_a(error, BaseExceptionGroup):
-        return _is_of_collective(error)
+        return _is_of_collective(error, is_released)
     leaves = list(_leaves(error))
-    return bool(leaves) and all(map(_is_of_collective, leaves))
+    return bool(leaves) and all(_is_of_collective(leaf, is_released) for leaf in leaves)
 
 
 def _leaves(group: BaseException) -> Iterator[BaseException]:
@@ -80,7 +85,7 @@ def _leaves(group: BaseException) -> Iterator[BaseException]:
             yield one
 
 
-def _is_of_collective(error: BaseException) -> bool:
+def _is_of_collective(error: BaseException, is_released: bool) -> bool:
     """Whether a collective, a wait for one, or torch's store raised it."""
     is_dist_error = is_a(error, dist.DistError)
     # subclasses have other origins, such as a failed allocation or a kernel that failed on the device
@@ -97,8 +102,8 @@ def _is_of_collective(error: BaseException) -> bool:
         return True
     if module.startswith("torch."):
         # autograd waits for DDP's collectives
-        pending, _ = position.current_collective()
-        return pending is not None and pending.pending
+        newest, _ = position.current_collective()
+        return newest is not None and (newest.pending or is_released)
     return _has_failed_work(entry.tb_frame)
 
 

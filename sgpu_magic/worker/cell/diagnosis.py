@@ -50,7 +50,10 @@ def describe(error: BaseException, shell: RankShell, rank: int) -> Failure:
     if shown is None or shown.error is not error:
         shown = shell.shown = failures.inspect_error(error, shell.whole)
     message = shown.message
-    if shell.released.is_set() and is_a(error, dist.DistStoreError) and find_collective_error(error) is error:
+    is_released = shell.released.is_set()
+    # a rank is interrupted after its release, on top of the error for a lost peer
+    collective_error = find_collective_error(error, is_released=is_released)
+    if is_released and is_a(error, dist.DistStoreError) and collective_error is error:
         # torch's own text names the file of the store, which `file_stores.revoke` has made unreadable
         message = "released while it waited for a peer that did not join"
     ansi = "\n".join(shown.lines)
@@ -67,8 +70,6 @@ def describe(error: BaseException, shell: RankShell, rank: int) -> Failure:
     out_of_memory = is_a(error, MemoryError, torch.cuda.OutOfMemoryError) or (
         is_a(error, RuntimeError) and is_raised_by_c(error) and _CPU_REFUSED in message
     )
-    # a rank is interrupted after its release, on top of the error for a lost peer
-    collective_error = find_collective_error(error)
     if collective_error is not None and collective_error is not error:
         # if that came after the cell's last line, only the error has the cell's frames
         released_line, released_where = position_in_cell(user_code.traceback_of(collective_error), shell)
@@ -78,7 +79,7 @@ def describe(error: BaseException, shell: RankShell, rank: int) -> Failure:
     held: RankMemory | None = None
     if out_of_memory:
         held = measure_memory(error, entry, shell)
-    elif is_consequence or shell.released.is_set() or user_code.is_a(error, KeyboardInterrupt):
+    elif is_consequence or is_released or user_code.is_a(error, KeyboardInterrupt):
         held = measure("cuda" if torch.cuda.is_initialized() else "cpu")
     return Failure(
         kind=kind,

@@ -218,7 +218,8 @@ class RankShell(InteractiveShell):
             is_failure = ends and threading.current_thread() is threading.main_thread()
             with user_code.interruptible():
                 failures.leave_own_frames_out(error)
-                if is_failure and find_collective_error(error) is not None:
+                # what counts once the rank is released counts here
+                if is_failure and find_collective_error(error, is_released=True) is not None:
                     # a peer that failed first draws its traceback now, and this rank is released once that is reported
                     self.released.wait(_RELEASE_PATIENCE_S)
                 is_victim = self.released.is_set()

@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from msgspec.structs import replace
 
+from sgpu_magic.wire.rank_events import Collective
 from sgpu_magic.worker.cell.collective_errors import find_collective_error, is_raised_by_c
+from sgpu_magic.worker.process import position
 
 LOST = "Connection reset by peer"
 # NCCL's messages; gloo raises a plain RuntimeError
@@ -43,6 +46,10 @@ def raised(loop: asyncio.AbstractEventLoop, error: BaseException, code: str, mod
     raise AssertionError("it raised nothing")
 
 
+def found_in(error: BaseException) -> BaseException | None:
+    return find_collective_error(error, is_released=False)
+
+
 C10D = "torch.distributed.distributed_c10d"
 
 
@@ -53,17 +60,17 @@ def in_collective(loop: asyncio.AbstractEventLoop, error: BaseException) -> Base
 @pytest.mark.parametrize("text", NCCL_WORDS)
 def test_what_nccl_raises_comes_from_a_collective(loop: asyncio.AbstractEventLoop, text: str):
     error = in_collective(loop, dist.DistBackendError(text))
-    assert find_collective_error(error) is error
+    assert found_in(error) is error
     # for a wait on a result, the innermost frame is the user's own
-    assert find_collective_error(raised(loop, dist.DistBackendError(text), "fail()", "__main__")) is not None
+    assert found_in(raised(loop, dist.DistBackendError(text), "fail()", "__main__")) is not None
     # the same text in a user's exception
-    assert find_collective_error(raised(loop, RuntimeError(text), "raise error", "__main__")) is None
-    assert find_collective_error(raised(loop, dist.DistBackendError(text), "raise error", "__main__")) is None
+    assert found_in(raised(loop, RuntimeError(text), "raise error", "__main__")) is None
+    assert found_in(raised(loop, dist.DistBackendError(text), "raise error", "__main__")) is None
 
 
 def test_what_gloo_raises_comes_from_a_collective(loop: asyncio.AbstractEventLoop):
     error = in_collective(loop, RuntimeError(LOST))
-    assert find_collective_error(error) is error
+    assert found_in(error) is error
     assert is_raised_by_c(error)
 
 
@@ -80,12 +87,12 @@ def test_what_gloo_raises_comes_from_a_collective(loop: asyncio.AbstractEventLoo
     ],
 )
 def test_other_runtime_errors_do_not(loop: asyncio.AbstractEventLoop, code: str, module: str):
-    assert find_collective_error(raised(loop, RuntimeError(LOST), code, module)) is None
+    assert found_in(raised(loop, RuntimeError(LOST), code, module)) is None
 
 
 @pytest.mark.parametrize("kind", [ValueError, TypeError, MemoryError, NotImplementedError, KeyboardInterrupt])
 def test_arguments_that_a_collective_refuses_do_not(loop: asyncio.AbstractEventLoop, kind: type[BaseException]):
-    assert find_collective_error(in_collective(loop, kind(LOST))) is None
+    assert found_in(in_collective(loop, kind(LOST))) is None
 
 
 @pytest.mark.parametrize(
@@ -102,26 +109,38 @@ def test_arguments_that_a_collective_refuses_do_not(loop: asyncio.AbstractEventL
 )
 def test_what_is_raised_for_one_does_too(loop: asyncio.AbstractEventLoop, code: str):
     lost = in_collective(loop, RuntimeError(LOST))
-    assert find_collective_error(raised(loop, lost, code, "__main__")) is not None
+    assert found_in(raised(loop, lost, code, "__main__")) is not None
 
 
 def test_one_that_was_handled_before_does_not(loop: asyncio.AbstractEventLoop):
     lost = in_collective(loop, RuntimeError(LOST))
     code = "try:\n    fail()\nexcept RuntimeError:\n    pass\nraise ValueError('later')"
-    assert find_collective_error(raised(loop, lost, code, "__main__")) is None
+    assert found_in(raised(loop, lost, code, "__main__")) is None
 
 
 def test_a_group_with_an_own_exception_does_not(loop: asyncio.AbstractEventLoop):
     group = ExceptionGroup("mixed", [in_collective(loop, RuntimeError(LOST)), ValueError("own")])
-    assert find_collective_error(raised(loop, group, "raise error", "__main__")) is None
+    assert found_in(raised(loop, group, "raise error", "__main__")) is None
 
 
 def test_chains_without_end_are_followed_to_a_limit():
     first, second = ValueError("a"), ValueError("b")
     first.__context__, second.__context__ = second, first
-    assert find_collective_error(first) is None
+    assert found_in(first) is None
     deep = ValueError("end")
     for _ in range(10_000):
         above = ValueError("above")
         above.__context__, deep = deep, above
-    assert find_collective_error(deep) is None
+    assert found_in(deep) is None
+
+
+def test_an_error_of_autograd_counts_once_the_rank_is_released(
+    loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
+):
+    """A model in DDP: its collective has failed, and torch's recorder has it as over."""
+    over = Collective(name="all_reduce", seq=3, pending=False)
+    error = raised(loop, RuntimeError(LOST), "fail()", "torch.autograd.graph")
+    for newest, before, after in ((replace(over, pending=True), True, True), (over, False, True), (None, False, False)):
+        monkeypatch.setattr(position, "current_collective", lambda newest=newest: (newest, 0.0))
+        assert (find_collective_error(error, is_released=False) is error) is before
+        assert (find_collective_error(error, is_released=True) is error) is after
