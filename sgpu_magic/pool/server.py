@@ -135,7 +135,11 @@ class Server(Router):
 
     def _greet(self, identity: bytes, hello: Hello, frame: zmq.Frame) -> ConnectedClient | None:
         connection = _connection_of(frame)
-        peer = None if connection < 0 else _peer(connection)
+        try:
+            peer = None if connection < 0 else _peer(connection)
+        except OSError:
+            # the sender has gone: its descriptor is closed, or belongs to something else by now
+            return None
         # the pid in this process's PID namespace; the client may report another one
         pid = hello.pid if peer is None else peer.pid
         client = ConnectedClient(identity, pid, user=hello.user, shares_pids=pid == hello.pid)

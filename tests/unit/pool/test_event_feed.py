@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import inspect
 import os
+import socket
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
@@ -135,6 +137,38 @@ def test_of_a_run_that_is_over_the_end_is_the_end(tmp_path: Path):
         assert not feed.lags
 
     in_loop(body)
+
+
+def test_a_client_that_has_gone_before_it_is_greeted_is_no_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    """Its descriptor may belong to a file by then."""
+    asked: list[int] = []
+
+    def no_socket(connection: socket.socket) -> None:
+        asked.append(connection.fileno())
+        raise OSError(errno.ENOTSOCK, "Socket operation on non-socket")
+
+    async def body() -> None:
+        said: list[ConnectedClient] = []
+        server = Server(tmp_path / "s", lambda client, message, frames: said.append(client), lambda client: None)
+        context = zmq.Context()
+        dealer = context.socket(zmq.DEALER)
+        dealer.connect(f"ipc://{tmp_path / 's'}")
+        hello = Hello(protocol_version=PROTOCOL_VERSION, package_version="", pid=os.getpid(), host="", user="u")
+        with monkeypatch.context() as patched:
+            patched.setattr("sgpu_magic.pool.server.peer_of", no_socket)
+            dealer.send(codec.encode(hello))
+            await until(lambda: bool(asked))
+        assert said == []
+        dealer.send(codec.encode(hello))
+        await until(lambda: bool(said))
+        dealer.close(0)
+        server.close()
+        context.term()
+
+    in_loop(body)
+    assert "Traceback" not in capfd.readouterr().err
 
 
 @pytest.mark.slow
