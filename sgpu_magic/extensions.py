@@ -55,6 +55,9 @@ class TrackingInRank(Protocol):
     def begin(self, order: Execute, tracking: Tracking, rank: int, say: Callable[[Record], None]) -> None:
         """Start a tracked cell in this rank. `say` sends a message to the agent."""
 
+    def flush(self) -> None:
+        """Send what the cell has logged so far, if one is tracked. It goes on logging."""
+
     def end(self) -> None:
         """End the cell, if one is tracked, after everything that it has logged is sent."""
 

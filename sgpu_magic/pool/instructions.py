@@ -237,9 +237,12 @@ class LaunchHandler:
             self._look_later(run)
             return
         pids = " ".join(map(str, stopped))
-        which = f"process {pids} of the pool is" if len(stopped) == 1 else f"processes {pids} of the pool are"
+        which, them = f"process {pids} of the pool is", "it"
+        if len(stopped) > 1:
+            which, them = f"processes {pids} of the pool are", "them"
         text = (
-            f"{which} stopped, by a signal or a debugger, so the ranks can't start: `kill -CONT {pids}` continues them"
+            f"{which} stopped, by a signal or a debugger, so the ranks can't start: `kill -CONT {pids}` "
+            f"continues {them}"
         )
         self._active.publish(run, Noted(text=as_warning(text)), time.time())
 

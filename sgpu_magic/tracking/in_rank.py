@@ -57,6 +57,15 @@ def begin(order: Execute, tracking: Tracking, rank: int, say: Callable[[Record],
         _change(module, cell)
 
 
+def flush() -> None:
+    """Send what the cell has logged, before its final message: a failed run's end may follow at once.
+
+    The cell goes on logging: its threads and exit functions are still to be finished.
+    """
+    if (cell := current()) is not None:
+        cell.reports.flush()
+
+
 def end() -> None:
     """End the cell. Everything it has logged is sent before its final message."""
     if (cell := current()) is None:

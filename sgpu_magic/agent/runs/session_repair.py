@@ -22,7 +22,7 @@ from sgpu_magic.wire.rank import Renew, Renewed
 
 # gloo's own limit on the ranks is shorter
 _PATIENCE_S = 60.0
-# receives why it failed and what was lost; None for neither
+# receives why it failed, None if it has not, and what was lost, None if nothing was
 _Regrouped = Callable[[str | None, str | None], None]
 
 

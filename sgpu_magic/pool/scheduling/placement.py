@@ -221,13 +221,23 @@ class FreeCapacity:
         refused = [device for device in line if device.uuid in self.refused and not device.unavailable]
         if locked := [device for device in refused if device.uuid not in self._holders]:
             found.append(LockedDevices(len(locked), self.refused[locked[0].uuid] or None))
-        out = [device for device in self.stock.unavailable.get(want.line, ()) if device.uuid not in self._holders]
-        if out:
-            found.append(DevicesUnavailable(len(out), out[0].unavailable or ""))
-        used = [device for device in self.stock.used_outside.get(want.line, ()) if not device.unavailable]
-        busy = [device for device in used if device.uuid not in self.refused and device.uuid not in self._holders]
-        if busy and not want.allow_busy:
-            found.append(DevicesUsedOutside(len(busy), busy[0].outside_use or ""))
+        broken = [
+            device.unavailable
+            for device in self.stock.unavailable.get(want.line, ())
+            if device.unavailable is not None and device.uuid not in self._holders
+        ]
+        if broken:
+            found.append(DevicesUnavailable(len(broken), broken[0]))
+        used = [
+            device.outside_use
+            for device in self.stock.used_outside.get(want.line, ())
+            if device.outside_use is not None
+            and device.unavailable is None
+            and device.uuid not in self.refused
+            and device.uuid not in self._holders
+        ]
+        if used and not want.allow_busy:
+            found.append(DevicesUsedOutside(len(used), used[0]))
         if (count := self.stock.total(want.line)) < want.ranks and self.stock.elastic(want.line) < want.ranks:
             found.append(TooFewDevices(count, want.line))
         if (key := _elastic_key(want.line)) in self.refused:

@@ -188,6 +188,7 @@ class _Life:
         finishes = not self._helper.stays and self._leaving.has_work()
         if finishes:
             self._leaving.announce()
+            extensions.tracking_in_rank().flush()
         else:
             extensions.tracking_in_rank().end()
         self._reply(reply, rests=not finishes)

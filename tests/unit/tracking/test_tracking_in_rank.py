@@ -14,7 +14,17 @@ from mlflow_stores import copy_store
 from ranks import Session, Zygote
 from tracking_writers import quiet_mlflow
 
-from sgpu_magic.wire.rank import AskTracking, CellFailed, FromRank, MetricsReported, Remarked, TrackingAnswered
+from sgpu_magic.wire.rank import (
+    AskTracking,
+    CellFailed,
+    Finished,
+    Finishing,
+    FromRank,
+    Joined,
+    MetricsReported,
+    Remarked,
+    TrackingAnswered,
+)
 from sgpu_magic.wire.tracking import MetricPoint, TrackedRun, Tracking, absolute_uri
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory files")
@@ -317,6 +327,25 @@ def test_what_was_logged_before_an_error_comes_before_it(ranks: Tracked):
     for rank in (0, 1):
         ranks.session.ranks[rank].expect(CellFailed)
         assert ranks.metrics(rank) == [("last", 1.0, 0)]
+
+
+@pytest.mark.parametrize("body", ["raise SystemExit(3)", "pass"])
+def test_what_was_logged_comes_before_the_cells_end_where_work_is_left_to_finish(
+    zygote: Zygote, place: Place, body: str
+):
+    session = Session(zygote, 1, cwd=str(place.folder))
+    session.prepare(stays=False)
+    session.ranks[0].expect(Joined)
+    alone = Tracked(session, place)
+    logs_at_exit = "import atexit, mlflow\natexit.register(mlflow.log_metric, 'late', 2)\n"
+    alone.begin(f"{logs_at_exit}mlflow.log_metric('last', 1)\n{body}", in_session=False)
+    session.ranks[0].expect(CellFailed, Finished)
+    # the agent may report a failed run's end now
+    assert alone.metrics(0) == [("last", 1.0, 0)]
+    while session.ranks[0].expect(Finishing).work is not None:
+        pass
+    assert alone.metrics(0) == [("last", 1.0, 0), ("late", 2.0, 0)]
+    session.leave()
 
 
 @pytest.mark.slow
