@@ -110,15 +110,15 @@ describe("the choice of devices", () => {
     expect(all(el, ".sgpu-type").map((each) => all(each, "*").map(text).filter(Boolean))).toEqual([
       ["A10", "3 of 4 free", "24 GB", "$2.50 / GPU h"],
       ["H100", "8 of 8 free", "80 GB · reserved", "$7.00 / GPU h"],
-      ["B300", "none · about 12 min", "288 GB", "$11.00 / GPU h"],
+      ["B300", "0 of 2 free · about 12 min", "288 GB", "$11.00 / GPU h"],
     ]);
     expect(query(el, "[role=radiogroup]").getAttribute("aria-label")).toBe("Accelerator");
-    expect(button(el, "B300, none · about 12 min, 288 GB, $11.00 / GPU h").getAttribute("aria-checked")).toBe("false");
+    expect(button(el, "B300, 0 of 2 free · about 12 min, 288 GB, $11.00 / GPU h").getAttribute("aria-checked")).toBe("false");
   });
 
   it("shows simulated devices and unknown waiting times", async () => {
     const { el } = await ready(kernelPicture(), PLAN, [], poolPicture({ types: [type({ simulated: true, free: 0, waits_s: [null] }), CPUS] }));
-    await waitForText(el, "none · unknown");
+    await waitForText(el, "0 of 4 free");
     expect(text(query(el, ".sgpu-type"))).toContain("24 GB · simulated");
   });
 
@@ -635,7 +635,7 @@ describe("a state without a form", () => {
     await waitForText(el, "This kernel has not loaded sgpu-magic.");
     button(el, "Insert %load_ext sgpu_magic").click();
     expect(notebook.insertCount).toBe(1);
-    expect(text(el)).toContain("The pool can be watched all the same.");
+    expect(text(el)).toContain("You can still watch the pool.");
     notebook.respond = respondingWith(kernelPicture());
     notebook.change({ kernelState: "busy" });
     notebook.change({ kernelState: "idle" });

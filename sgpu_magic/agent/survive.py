@@ -28,7 +28,7 @@ from sgpu_magic.agent.watch.inventory import NvmlSession, take_inventory
 from sgpu_magic.config import Settings
 from sgpu_magic.system import child_process, processes
 from sgpu_magic.system.processes import may_be_alive
-from sgpu_magic.wire.base import OWNER_GONE, RunState
+from sgpu_magic.wire.base import CancelReason, RunState
 from sgpu_magic.wire.devices import Inventory
 from sgpu_magic.wire.node import AgentReady, HeldRun, InventoryTaken
 from sgpu_magic.wire.pool_status import PROTOCOL_VERSION
@@ -180,7 +180,7 @@ class Orphaned:
                 wanted |= not run.has_exited or run.files.memory.in_use or self.runs.reports.has_unkept(run.run_id)
             elif not run.ended:
                 with faults.guarded(run.faulted):
-                    run.end_as(RunState.CANCELLED, OWNER_GONE)
+                    run.end_as(RunState.CANCELLED, CancelReason.OWNER_GONE)
         still_there = any(not run.has_exited for run in self.runs.all())
         if not still_there and not any(run.launch.spec.detach for run in self.runs.all()):
             self._until = min(self._until, self._loop.time() + _OVER_S)

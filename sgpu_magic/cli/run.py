@@ -152,7 +152,7 @@ def _attempts(
         code = notebook_run.run(until)
         took = format_seconds(time.monotonic() - began)
         is_whole = not job.is_script and notebook_run.exit_value is None
-        ran = "every cell ran" if is_whole else "it succeeded"
+        ran = "every cell ran" if is_whole else "succeeded"
         say(f"{ran if code is ExitCode.OK else f'ended with code {int(code)}'} in {took}")
         if code is not ExitCode.POOL or left == 0:
             return code, record

@@ -25,7 +25,7 @@ from sgpu_magic.formatting import clipped, format_money
 from sgpu_magic.views.pool_tables import run_duration
 from sgpu_magic.views.stacks import stacks_text
 from sgpu_magic.views.units import TIMES, aligned
-from sgpu_magic.wire.base import RunKind, short
+from sgpu_magic.wire.base import CancelReason, RunKind, short
 from sgpu_magic.wire.costs import HOUR_S, cost_so_far
 from sgpu_magic.wire.pool_status import RunSummary
 
@@ -96,7 +96,7 @@ def _stacks(pool: Pool, run: str) -> str:
 
 
 _OF_ONE: Mapping[str, tuple[str, Callable[[Pool, str], str]]] = {
-    "cancel": ("that could be cancelled", lambda pool, run: pool.cancel(run, "cancelled by `sgpu cancel`")),
+    "cancel": ("that could be cancelled", lambda pool, run: pool.cancel(run, CancelReason.COMMAND)),
     "detach": ("that could be detached", lambda pool, run: pool.detach(run)),
     "stacks": ("whose stacks could be shown", _stacks),
 }

@@ -32,7 +32,7 @@ from sgpu_magic.config import Settings, load_settings
 from sgpu_magic.errors import CapacityError, PoolError, RunUnknown, SessionError, SgpuError, UsageError
 from sgpu_magic.payload.pack import Packed
 from sgpu_magic.wire.attachments import FilePayload
-from sgpu_magic.wire.base import RunState
+from sgpu_magic.wire.base import CancelReason, RunState
 from sgpu_magic.wire.client import (
     Accepted,
     AskRank,
@@ -448,7 +448,7 @@ class Pool:
             ask(link, message, Accepted, frames=frames)
         except BaseException:
             # also on an interrupt: a run that was accepted nevertheless must not continue unnoticed
-            link.send(Cancel(request=0, run=spec.run_id, reason="it was interrupted while it was submitted"))
+            link.send(Cancel(request=0, run=spec.run_id, reason=CancelReason.INTERRUPT))
             link.unfollow(spec.run_id, events)
             if isinstance(payload.source, FilePayload):
                 Path(payload.source.path).unlink(missing_ok=True)

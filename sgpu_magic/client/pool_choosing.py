@@ -96,14 +96,21 @@ class PoolSelection(msgspec.Struct, frozen=True):
     Args:
         name: The pool's name.
         device_type: The device type to request there; None to request none.
-        why: The reason, a sentence without a full stop for the run's view.
-        note: Which of several types was chosen for a run that names none, likewise; "" otherwise.
+        why: The reason; "" if it is the only pool.
+        type_note: As `one_of_several`, for a run that names no type.
     """
 
     name: str
     device_type: str | None
     why: str
-    note: str = ""
+    type_note: str | None = None
+
+    @property
+    def note(self) -> str:
+        """The choice and its reason, for the run's view."""
+        if self.name == LOCAL:
+            return f"on this machine; {self.why}" if self.why else "on this machine"
+        return f"pool {self.name}: {self.why}"
 
 
 def counts(status: PoolStatus, min_memory_bytes: int = 0) -> dict[str, TypeCount]:
@@ -175,19 +182,19 @@ def cheapest_type(asked: PoolStatusReply, wanted: DeviceRequest, money: PriceBoo
     return min(enough, key=rank_of)
 
 
-def one_of_several(asked: PoolStatusReply, wanted: DeviceRequest, money: PriceBook) -> tuple[str | None, str]:
-    """Return the device type for a run that names none, as `cheapest_type`, and the sentence that reports it.
+def one_of_several(asked: PoolStatusReply, wanted: DeviceRequest, money: PriceBook) -> tuple[str | None, str | None]:
+    """Return the device type for a run that names none, as `cheapest_type`, and the note that reports it.
 
-    Returns None and "" if the pool has only one type, or too few devices of each type: the pool then decides.
+    Returns None twice if the pool has only one type, or too few devices of each type: the pool then decides.
     """
     there = {} if asked.status is None else _remaining(asked.status)
     ranks = wanted.ranks or 1
     if len(there) < 2 or all(count.total < ranks for count in there.values()):
-        return None, ""
+        return None, None
     chosen = cheapest_type(asked, DeviceRequest(ranks), money)
     how = "smallest" if money.of(asked.entry, chosen) is None else "cheapest"
-    free = " that is free" if there[chosen].free >= ranks else ""
-    return chosen, f"on {chosen}, the {how} type{free}; --type takes another of {', '.join(sorted(there))}"
+    free = "free " if there[chosen].free >= ranks else ""
+    return chosen, f"{chosen.upper()}: {how} {free}type (--type to choose)"
 
 
 def check_memory(asked: PoolStatusReply, wanted: DeviceRequest) -> None:
@@ -264,7 +271,7 @@ def choose(answers: Sequence[PoolStatusReply], wanted: DeviceRequest, money: Pri
         why += f"; {', '.join(unreached)} can't be reached"
     if wanted.min_memory_bytes:
         return PoolSelection(chosen.name, kind if wanted.device_type is None else None, why)
-    several, note = one_of_several(chosen, wanted, money) if wanted.device_type in (None, ANY) else (None, "")
+    several, note = one_of_several(chosen, wanted, money) if wanted.device_type in (None, ANY) else (None, None)
     return PoolSelection(chosen.name, several, why, note)
 
 
@@ -307,7 +314,7 @@ def _for_local(
         raise CapacityError(
             f"no {wanted.kind} pool can take the run: {why}. `sgpu pool list` shows the pools. {problems}".strip()
         )
-    return PoolSelection(LOCAL, None, f"this machine's own: {'; '.join(reasons)}")
+    return PoolSelection(LOCAL, None, "; ".join(reasons))
 
 
 def _why(

@@ -194,7 +194,7 @@ def check_cell(session: Session | None, options: CellOptions, magic: str) -> Non
             )
         return
     has = f"session {session.name} has {count_of(session.ranks, 'rank')} on {session.device_type}"
-    ways = "--session none gives the cell a lease of its own"
+    ways = "--session none gives the cell its own devices"
     if not options.fresh:
         ways = f"--ranks runs it on some of them, --fresh in new processes on the session's devices, and {ways}"
     asks = {
@@ -208,16 +208,16 @@ def check_cell(session: Session | None, options: CellOptions, magic: str) -> Non
     differs = next(iter(misfits(session, options, fewer=options.fresh)), "")
     if differs in asks:
         raise UsageError(f"{has}{asks[differs]}")
-    _refuse_in_session(session, options, "give the cell a lease of its own with --session none")
+    _refuse_in_session(session, options, "give the cell its own devices with --session none")
     if options.detach:
         raise UsageError(
             f"--detach is not possible in session {session.name}: its ranks end with this notebook, and all that runs "
-            "on their devices. Leave it out, or give the cell a lease of its own with --session none."
+            "on their devices. Leave it out, or give the cell its own devices with --session none."
         )
     if (options.retries or options.retry_any) and not options.fresh:
         raise UsageError(
             f"--retries is not possible in session {session.name}: its ranks stay, and the cell is not started again. "
-            "Use --fresh for new processes on its devices, or --session none for a lease of its own."
+            "Use --fresh for new processes on its devices, or --session none for devices of its own."
         )
 
 

@@ -75,7 +75,7 @@ def _about_new_session(plan: Plan) -> list[str]:
     sentences = [] if plan.restart is None else [_about_restart(plan.restart)]
     if plan.devices is None:
         return [*sentences, "The pool is started first."]
-    if plan.devices.type_note:
+    if plan.devices.type_note is not None:
         sentences.append(as_sentence(plan.devices.type_note))
     if plan.devices.shortage is not None:
         sentences.append(_about_shortage(plan.devices.shortage))

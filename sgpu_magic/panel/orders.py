@@ -19,7 +19,7 @@ from sgpu_magic.panel.pool_state import as_sentence, format_failure
 from sgpu_magic.panel.schema import StateUpdate
 from sgpu_magic.views.live.schema import Message
 from sgpu_magic.views.run_notes import stop_texts
-from sgpu_magic.wire.base import is_valid_id, short
+from sgpu_magic.wire.base import CancelReason, is_valid_id, short
 from sgpu_magic.wire.decoding import JsonDecoder, convert
 
 
@@ -182,7 +182,7 @@ def _cancel(settings: Settings, pool: str, run_id: str) -> str:
         raise UsageError("no pool is running, so there is no run to cancel.")
     run = ledger.find_run(settings, run_id) if entry is None else None
     # a run that is not in the ledger yet is known only to the pool
-    pressed, text = "Cancel was pressed", f"run {short(run_id)} is being stopped"
+    pressed, text = CancelReason.CANCEL_BUTTON, f"run {short(run_id)} is being stopped"
     if run is not None:
         pressed, text = stop_texts(run)
     from sgpu_magic.client.pool import Pool

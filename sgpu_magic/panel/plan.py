@@ -122,11 +122,11 @@ class DevicesNow(msgspec.Struct, frozen=True):
     """What a session would find in the pool now.
 
     Args:
-        type_note: Which of several types is taken and why; "" if there is no choice.
+        type_note: Which of several types is taken and why; None if there is no choice.
         shortage: The devices that it waits for; None if enough are free.
     """
 
-    type_note: str = ""
+    type_note: str | None = None
     shortage: DeviceShortage | None = None
 
 
@@ -290,7 +290,7 @@ def _devices(
 ) -> DevicesNow:
     """Return which of several types is taken, and the devices that the session will wait for."""
     types = _totals(status)
-    note = ""
+    note = None
     if choice.type == CPU or not types or (choice.type and choice.type not in types):
         # CPU stands in for a type that the pool lacks
         ours = restarts.ranks if restarts is not None and restarts.device_type == CPU else 0

@@ -19,7 +19,7 @@ from sgpu_magic.pool.pool_run import PoolRun, submitted_fields
 from sgpu_magic.pool.run_log import RunLog
 from sgpu_magic.pool.scheduling import stimuli as sched
 from sgpu_magic.system.processes import may_be_alive
-from sgpu_magic.wire.base import OWNER_GONE, FailureKind, RunState
+from sgpu_magic.wire.base import CancelReason, FailureKind, RunState
 from sgpu_magic.wire.client import Submit
 from sgpu_magic.wire.costs import cost_so_far, gpu_s_so_far
 from sgpu_magic.wire.events import Noted, RunEnded, Submitted
@@ -138,7 +138,7 @@ class Adoption:
         for run in self._active.going:
             if run.adopted and run.owner is None and not run.spec.detach and not run.ended:
                 if over or not _owner_may_live(run.spec.owner):
-                    self._feed(sched.CancelRequested(run.run_id, OWNER_GONE))
+                    self._feed(sched.CancelRequested(run.run_id, CancelReason.OWNER_GONE))
                 else:
                     waits = True
         if waits:

@@ -40,7 +40,7 @@ def format_end(reason: EndReason | None) -> Text:
         case str() | TextWithOptions():
             return reason
         case TimeLimitReached(limit_s=limit_s):
-            return f"its time limit of {format_exact_span(limit_s)} is reached"
+            return f"reached its {format_exact_span(limit_s)} time limit"
         case SessionWasIdle(idle_s=idle_s):
             return f"nothing ran in it for {format_exact_span(idle_s)} (--idle)"
         case NoNodesInTime(wait_s=wait_s):

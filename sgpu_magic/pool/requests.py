@@ -28,7 +28,7 @@ from sgpu_magic.pool.server import ConnectedClient, Server
 from sgpu_magic.pool.status import StatusReports
 from sgpu_magic.pool.submissions import Submissions, ends_with_notebook
 from sgpu_magic.pool.tracker import Tracker
-from sgpu_magic.wire.base import OWNER_GONE, RunState, short
+from sgpu_magic.wire.base import CancelReason, RunState, short
 from sgpu_magic.wire.client import (
     Accepted,
     AskRank,
@@ -204,7 +204,7 @@ class Requests:
         self._forwarding.on_client_disconnect(client)
         for run in self._active.on_client_disconnect(client):
             self._engine.order(ResultsReceived(run_id=run.run_id))
-            self._feed(sched.CancelRequested(run.run_id, OWNER_GONE))
+            self._feed(sched.CancelRequested(run.run_id, CancelReason.OWNER_GONE))
 
     def ranks_exited(self, run_id: str) -> None:
         """End the requests and streams to a run whose ranks are gone."""

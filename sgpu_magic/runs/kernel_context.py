@@ -68,6 +68,7 @@ class KernelContext:
         # views of active runs that no cell waits for
         self._windows: dict[str, Background] = {}
         self.detached: set[str] = set()
+        self.type_notes: set[str] = set()
         self.follower = EventPump()
         self.restarts = watch_restarts(kernel, self.pools, detaches=self.settings.detach_on_restart)
         if self.restarts is not None and self.live_views.channels is not None:

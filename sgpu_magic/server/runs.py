@@ -24,7 +24,7 @@ from sgpu_magic.views.live.messages import Answer, NewLines, Question
 from sgpu_magic.views.live.schema import Snapshot
 from sgpu_magic.views.output import Caption, ShownDisplay, TextSegment, segments
 from sgpu_magic.views.remote_error import run_exception
-from sgpu_magic.views.run_notes import last_part
+from sgpu_magic.views.run_notes import cancelled_sentence, last_part
 from sgpu_magic.wire.base import FailureKind, RunKind, RunState, is_valid_id, short
 from sgpu_magic.wire.events import Detached, Event, EventBody, Noted, RunEnded
 from sgpu_magic.wire.rank_events import DisplayPublished, Failure, OutputCleared
@@ -302,7 +302,7 @@ def _last_word(view: RunView, ended: RunEnded, directory: Path) -> Sequence[Outp
         return (value | {"execution_count": view.spec.cell.execution_count},)
     failure = ended.failure
     if ended.state is RunState.CANCELLED:
-        error = RunCancelled(f"run {view.short_id} was cancelled: {ended.reason}.", run_id=view.run_id)
+        error = RunCancelled(cancelled_sentence(view.run_id, ended.reason), run_id=view.run_id)
         return (_error(error),)
     if failure is None:
         return ()

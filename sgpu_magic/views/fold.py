@@ -18,7 +18,7 @@ from sgpu_magic.views.run_notes import Notes, SessionState
 from sgpu_magic.views.stacks import stall_note
 from sgpu_magic.views.units import RunTimes, to_steady_time
 from sgpu_magic.views.usage import RunUsage
-from sgpu_magic.wire.base import OWNER_GONE, RunKind, RunLimit, RunState, short
+from sgpu_magic.wire.base import CancelReason, RunKind, RunLimit, RunState, short
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.events import (
     AttemptFailed,
@@ -339,7 +339,7 @@ class RunView:
             self._notes.add(run_notes.cut_off_note(body), is_warning=True)
         if body.unstopped:
             self._notes.add(run_notes.unstopped_note(body.unstopped), is_warning=True)
-        if body.reason == OWNER_GONE and self.session is None:
+        if body.reason == CancelReason.OWNER_GONE and self.session is None:
             # this is read in another kernel
             self._notes.add(f"%sgpu_attach {self.short_id} shows run {self.short_id} again")
         self.position, self.waiting_for = None, ""

@@ -280,15 +280,15 @@ def is_quiet(view: RunView) -> bool:
 
 
 def quiet_line(view: RunView) -> str:
-    """Return `sent cfg, loader (1.2 MB) to 4 ranks of session work`, `brought history (1.2 kB) from rank 0 ...`."""
+    """Return `pushed cfg, loader (1.2 MB) to 4 ranks of session work`, `pulled history (1.2 kB) from rank 0 ...`."""
     over = view.state is RunState.SUCCEEDED
     if view.spec.kind is RunKind.PUSH:
         shipped = view.spec.shipped
         what = f"{names_text(shipped.names)} ({format_bytes(shipped.total_bytes)})"
-        line = f"{'sent' if over else 'sending'} {what} to {_ranks(view)} of {session_text(view)}"
+        line = f"{'pushed' if over else 'pushing'} {what} to {_ranks(view)} of {session_text(view)}"
     else:
         size = f" ({format_bytes(returned_bytes(view))})" if over else ""
-        line = f"{'brought' if over else 'bringing'} {_origins(view)} of {session_text(view)}{size}"
+        line = f"{'pulled' if over else 'pulling'} {_origins(view)} of {session_text(view)}{size}"
     return " · ".join(filter(None, [line, "" if over else view.waiting_for, *view.notes]))
 
 

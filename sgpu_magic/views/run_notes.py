@@ -8,7 +8,7 @@ from typing import NamedTuple
 from sgpu_magic.formatting import clipped, count_of, format_ranks, format_seconds
 from sgpu_magic.system.processes import signal_name
 from sgpu_magic.views import ansi
-from sgpu_magic.wire.base import FailureKind, RunKind, RunLimit, short
+from sgpu_magic.wire.base import CancelReason, FailureKind, RunKind, RunLimit, short
 from sgpu_magic.wire.devices import SharedCores
 from sgpu_magic.wire.events import WARNING, AttemptFailed, GroupRenewed, RanksRestarted, RunEnded, SessionMoved
 from sgpu_magic.wire.pool_status import RunSummary
@@ -31,11 +31,32 @@ def run_name(spec: RunSpec | RunSummary) -> str:
             return spec.name or f"{kind}"
 
 
-def stop_texts(spec: RunSpec | RunSummary) -> tuple[str, str]:
+def stop_texts(spec: RunSpec | RunSummary) -> tuple[CancelReason, str]:
     """Return the reason recorded when a view's button stops the run, and the sentence shown to the user."""
     if spec.kind is RunKind.SESSION:
-        return "End session was pressed", f"{run_name(spec)} is being ended"
-    return "Cancel was pressed", f"run {short(spec.run_id)} is being stopped"
+        return CancelReason.END_BUTTON, f"{run_name(spec)} is being ended"
+    return CancelReason.CANCEL_BUTTON, f"run {short(spec.run_id)} is being stopped"
+
+
+def cancelled_sentence(run_id: str, reason: str) -> str:
+    """Return `Run 9173 was cancelled with the Cancel button.`
+
+    Args:
+        run_id: The run.
+        reason: Why it was cancelled, as its final event says: a `CancelReason` or another text.
+    """
+    match reason:
+        case CancelReason.INTERRUPT:
+            how = "was interrupted"
+        case CancelReason.SECOND_INTERRUPT:
+            how = "was interrupted twice, and its ranks were killed"
+        case CancelReason.CANCEL_BUTTON | CancelReason.END_BUTTON:
+            how = f"was cancelled with the {reason}"
+        case CancelReason.COMMAND:
+            how = f"was cancelled by {reason}"
+        case _:
+            how = f"was cancelled: {reason}"
+    return f"Run {short(run_id)} {how}."
 
 
 class Notes:
@@ -102,10 +123,9 @@ def renewal_note(body: GroupRenewed) -> str:
 
 
 def restart_note(body: RanksRestarted) -> str:
-    """Return `rank 2 is a new process (4711): its variables are lost`."""
-    what = "is a new process" if len(body.ranks) == 1 else "are new processes"
+    """Return `rank 2 restarted (pid 4711): its variables are lost`."""
     lost = f": {body.lost}" if body.lost else ""
-    return f"{format_ranks(body.ranks)} {what} ({', '.join(map(str, body.pids))}){lost}"
+    return f"{format_ranks(body.ranks)} restarted (pid {', '.join(map(str, body.pids))}){lost}"
 
 
 def restart_command(ranks: Sequence[int]) -> str:
@@ -280,4 +300,4 @@ def shared_cores_note(ranks: int, shared: SharedCores) -> str:
 
 
 def timeout_sentence(seconds: float) -> str:
-    return f"its time limit of {format_seconds(seconds)} is reached (--timeout)"
+    return f"reached its {format_seconds(seconds)} time limit (--timeout)"

@@ -13,8 +13,6 @@ import msgspec
 
 _ID = re.compile(r"[0-9a-f]{8}")
 SHORT_LENGTH = 4
-OWNER_GONE = "the notebook that started it is gone"
-"""Reason of a run that was cancelled because its notebook exited."""
 
 
 class Record(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -75,6 +73,18 @@ class RunState(enum.StrEnum):
     @property
     def is_final(self) -> bool:
         return not TRANSITIONS[self]
+
+
+class CancelReason(enum.StrEnum):
+    """Why a run was cancelled or a session ended, where a part of sgpu-magic did it. Recorded as plain text."""
+
+    INTERRUPT = "interrupted"
+    SECOND_INTERRUPT = "interrupted again"
+    CANCEL_BUTTON = "Cancel button"
+    END_BUTTON = "End session button"
+    COMMAND = "`sgpu cancel`"
+    DISCONNECT = "disconnected"
+    OWNER_GONE = "the notebook that started it is gone"
 
 
 class ErrorKind(enum.StrEnum):

@@ -155,7 +155,7 @@ def test_a_session_from_connect_to_the_disconnect_button(opened: Callable[..., O
     assert "%sgpu_restart --rank 2" in text
     notebook.run(11)
     expect(seen(session).locator('.sgpu-card[data-state="dead"]')).to_have_count(0, timeout=20_000)
-    expect(session).to_contain_text("rank 2 is a new process")
+    expect(session).to_contain_text("rank 2 restarted")
     notebook.picture("session-mended", session)
     text = notebook.run(12)
     assert ("[1] True" in text, "[2] False" in text) == (True, True), text
@@ -163,7 +163,7 @@ def test_a_session_from_connect_to_the_disconnect_button(opened: Callable[..., O
     assert "sent cfg" in notebook.run(13)
     notebook.picture("session-pushed", notebook.output(13))
     text = notebook.run(14)
-    assert "brought cfg from 4 ranks of session work" in text, text
+    assert "pulled cfg from 4 ranks of session work" in text, text
     text = notebook.run(15)
     notebook.picture("session-status", notebook.output(15))
     assert "session work" in text

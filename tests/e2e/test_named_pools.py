@@ -140,7 +140,9 @@ def linked_pools(kernel: Kernel) -> list[str]:
 
 def goes_to(reply: Reply) -> str:
     """The line that says where a run went and why."""
-    return next((line for line in reply.text.splitlines() if line.startswith("note: pool ")), "")
+    return next(
+        (line for line in reply.text.splitlines() if line.startswith(("note: pool ", "note: on this machine"))), ""
+    )
 
 
 # ---------------------------------------------------------------- where runs go
@@ -177,7 +179,7 @@ def test_a_pool_that_is_named_is_the_one_and_nothing_is_explained(scene: Scene, 
 @pytest.mark.slow
 def test_this_machines_own_for_what_no_other_has(scene: Scene):
     reply = scene.kernel.check("%%distributed -n 17 --type cpu\nrank")
-    assert goes_to(reply) == "note: pool local: this machine's own: no pool of cloud, team has 17 cpu"
+    assert goes_to(reply) == "note: on this machine; no pool of cloud, team has 17 cpu"
     reply = scene.kernel.check("%%distributed -n 2 --type cpu --pool local\nrank")
     assert "2 ranks on local" in reply.text
     assert goes_to(reply) == ""
@@ -193,17 +195,17 @@ def test_a_run_without_a_type_gets_the_cheapest_that_is_free_and_says_so(scene: 
         ):
             reply = scene.kernel.check(f"%%distributed -n 1 {options}\nrank")
             assert "1 x a10" in reply.text, reply.story
-            assert "on a10, the cheapest type that is free; --type takes another of a10, h100" in reply.text
+            assert ("A10: cheapest free type (--type to choose)" in reply.text) is (options == "--pool cloud")
             assert goes_to(reply) == went
         reply = scene.kernel.check("%%distributed -n 2 --pool cloud\nrank")
-        assert "on h100, the cheapest type that is free" in reply.text
+        assert "H100: cheapest free type" in reply.text
         scene.kernel.check("import sgpu_magic")
         reply = scene.kernel.check("sgpu_magic.distributed(gpus=1, pool='cloud')(lambda: 1).distributed()")
         assert "1 x a10" in reply.text, reply.story
     finally:
         scene.sgpu("cancel", run)
     # with one type there is no choice
-    assert "the cheapest type" not in scene.kernel.check("%%distributed -n 1 --pool team\nrank").text
+    assert "cheapest free type" not in scene.kernel.check("%%distributed -n 1 --pool team\nrank").text
 
 
 @pytest.mark.slow

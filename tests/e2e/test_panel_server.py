@@ -218,7 +218,7 @@ def test_a_run_is_cancelled_through_the_page(running: RunningCell, open_page: Ca
     }
     page.until(lambda: page.row(running.run_id)["final"])
     assert page.row(running.run_id)["state"] == "cancelled"
-    assert page.row(running.run_id)["words"] == "2 ranks · Cancel was pressed"
+    assert page.row(running.run_id)["words"] == "2 ranks · Cancel button"
 
 
 @pytest.mark.parametrize("run_id", ["", "dead", "../../etc", "0000dead"])

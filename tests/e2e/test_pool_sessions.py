@@ -140,7 +140,7 @@ def test_fresh_runs_have_processes_of_their_own_on_the_same_lease(session: Clien
     assert placed.lease == lease
     one = session.do("rank", fresh=True, ranks=1)
     assert one.wait_for(Placed).lease.uuids == lease.uuids[:1]
-    busy.run.cancel("it was interrupted")
+    busy.run.cancel("interrupted")
     assert busy.ended().state is RunState.CANCELLED
 
 
@@ -149,7 +149,7 @@ def test_not_to_wait_for_a_busy_session(session: ClientSession):
     busy.wait_for(OutputWritten)
     with pytest.raises(CapacityError, match=r"\(train\) is still running in its session, and the run does not wait"):
         session.begin("1", wait_s=0.0)
-    busy.run.cancel("it was interrupted")
+    busy.run.cancel("interrupted")
     busy.ended()
 
 
@@ -219,7 +219,7 @@ def test_what_a_session_and_its_cells_can_not_do(client: PoolClient, session: Cl
             client.pool.detach(run_id)
     # runs that other tests cancelled may not have ended yet
     eventually(lambda: client.pool.detach("") == "no run to detach")
-    run.run.cancel("it was interrupted")
+    run.run.cancel("interrupted")
     assert not any(isinstance(event, Detached) for event in run.events)
 
 
@@ -278,11 +278,11 @@ def test_a_rank_that_does_not_stop_holds_the_next_cell_until_it_is_killed(client
     session = client.connect(2)
     run = session.begin(UNSTOPPABLE, name="train")
     run.wait_for(OutputWritten)
-    run.run.cancel("it was interrupted")
+    run.run.cancel("interrupted")
     assert run.ended().unstopped == (1,)
     waiting = session.begin("rank", only=(0,))
     assert waits(waiting).startswith(f"rank 1 still runs {short(run.run_id)}, which was interrupted:")
-    run.run.cancel("it was interrupted again", kill=True)
+    run.run.cancel("interrupted again", kill=True)
     assert waiting.values == [0]
     assert client.pool.restart_ranks(session.run_id, (1,)) == "rank 1 of session work is new"
     session.run.wait_for(RanksRestarted)
@@ -294,7 +294,7 @@ def test_a_first_kill_is_only_a_cancel(session: ClientSession):
     session.do("x = 1")
     run = session.begin("import time\nprint('in', flush=True)\ntime.sleep(30)")
     run.wait_for(OutputWritten)
-    run.run.cancel("it was interrupted", kill=True)
+    run.run.cancel("interrupted", kill=True)
     assert run.ended().state is RunState.CANCELLED
     assert session.do("x").values == [1, 1]
 
@@ -305,7 +305,7 @@ def test_ranks_are_not_restarted_under_a_cell(session: ClientSession):
     run.wait_for(OutputWritten)
     with pytest.raises(SessionError, match=r"\(train\) is running in session work. Cancel it first"):
         pool.restart_ranks(session.run_id, (0,))
-    run.run.cancel("it was interrupted")
+    run.run.cancel("interrupted")
     run.ended()
     with pytest.raises(SessionError, match="session work has ranks 0 to 1, not 7"):
         pool.restart_ranks(session.run_id, (7,))
@@ -341,7 +341,7 @@ def test_an_idle_rank_answers_and_a_busy_or_absent_one_says_why(client: PoolClie
     began = time.monotonic()
     assert client.pool.ask_rank(session.run_id, RankQuestion(rank=0, what="names")).problem
     assert time.monotonic() - began < 0.9
-    run.run.cancel("it was interrupted")
+    run.run.cancel("interrupted")
     run.ended()
 
 

@@ -163,7 +163,7 @@ def test_packages_are_made_while_the_run_waits(client: PoolClient, home: Home):
     run.wait_for(QueueMoved)
     eventually(lambda: len(store.names()) > before, 20, "an environment, built in the queue")
     assert states(run) == []
-    holder.run.cancel("it was interrupted")
+    holder.run.cancel("interrupted")
     assert run.ended().state is RunState.SUCCEEDED
     (there,) = moves(run)
     assert there.built is False
@@ -179,10 +179,10 @@ def test_a_run_that_leaves_the_queue_leaves_no_build(client: PoolClient, home: H
     run = begin(client, tiny(4))
     run.wait_for(QueueMoved)
     wait_for_build(home, index, asked)
-    run.run.cancel("it was interrupted")
+    run.run.cancel("interrupted")
     assert run.ended().state is RunState.CANCELLED
     nothing_is_begun(home)
-    holder.run.cancel("it was interrupted")
+    holder.run.cancel("interrupted")
     holder.ended()
 
 
@@ -194,12 +194,12 @@ def test_a_run_is_cancelled_while_its_packages_are_made(client: PoolClient, home
     other = begin(client, tiny(5))
     wait_for_build(home, index, asked)
     run.wait_for(EnvironmentMoved)
-    run.run.cancel("it was interrupted")
+    run.run.cancel("interrupted")
     ended = run.ended()
-    assert (ended.state, ended.reason) == (RunState.CANCELLED, "it was interrupted")
+    assert (ended.state, ended.reason) == (RunState.CANCELLED, "interrupted")
     # another run still waits for the environment
     assert builders(home)
-    other.run.cancel("it was interrupted")
+    other.run.cancel("interrupted")
     assert other.ended().state is RunState.CANCELLED
     nothing_is_begun(home)
     index.open.set()

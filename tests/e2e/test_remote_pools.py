@@ -26,7 +26,7 @@ from sgpu_magic.runs.follow.run_loop import Subscription
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.html import render_html
 from sgpu_magic.views.publisher import TerminalPublisher
-from sgpu_magic.wire.base import OWNER_GONE, RunState
+from sgpu_magic.wire.base import CancelReason, RunState
 from sgpu_magic.wire.rank_events import OutputWritten
 from sgpu_magic.wire.run import Owner
 
@@ -217,7 +217,7 @@ def test_a_client_that_stays_away_too_long_is_gone_and_so_is_a_pool():
         assert pool.home.ledger()[kept.run_id].state == "running"
         line.mend()
         ended = mine.ended()
-        assert (ended.state, ended.reason) == (RunState.CANCELLED, OWNER_GONE)
+        assert (ended.state, ended.reason) == (RunState.CANCELLED, CancelReason.OWNER_GONE)
         # no service follows: this pool's operator starts none, and ranks wait no longer than configured
         pool.kill()
         assert pool.home.rank_pids()

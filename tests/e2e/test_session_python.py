@@ -39,8 +39,8 @@ def test_a_context_manager(home: Home):
     assert lines[0] == "connected 2 cpu"
     assert lines[1] == "[0.5, 1.0] [0.5, 1.0] 1.0"
     assert lines[2] == "[(5, 2), (6, 2)] [(6, 2)]"
-    assert lines[3].startswith("rank 1 of session work is a new process")
-    assert "ended: it was disconnected" in lines[4]
+    assert lines[3].startswith("Rank 1 of session work restarted.")
+    assert "ended: disconnected" in lines[4]
     eventually(lambda: not home.rank_pids(), 5, "the ranks are gone")
 
 
@@ -90,7 +90,7 @@ def test_an_event_loop_goes_on_while_it_connects(home: Home):
         "asyncio.run(main())\n",
     )
     lines = [line for line in printed.splitlines() if not line.startswith(("add(", "succeeded"))]
-    assert lines == ["connected", "True", "[(1, 2), (2, 2)]", "ended: it was disconnected", "KeyError('the body')"]
+    assert lines == ["connected", "True", "[(1, 2), (2, 2)]", "ended: disconnected", "KeyError('the body')"]
 
 
 def test_errors_come_as_their_own_types(home: Home):
@@ -127,7 +127,7 @@ def test_waiting_is_limited(home: Home):
         "    second.close()\n"
         "    print(second.state)\n",
     )
-    assert printed.splitlines() == ["True", "ended: it was disconnected"]
+    assert printed.splitlines() == ["True", "ended: disconnected"]
 
 
 def test_a_program_that_ends_takes_its_session_along(home: Home):

@@ -133,8 +133,8 @@ def test_every_section_shows_what_it_is_about(executed: Executed):
     raised = {cell.section: cell.errors[0] for cell in executed.cells if cell.fails}
     assert raised == {
         "The cell or an option is wrong": "UsageError",
-        "A value can't travel": "SerializationError",
-        "There is no room": "CapacityError",
+        "A value can't be sent to the ranks": "SerializationError",
+        "Not enough free devices": "CapacityError",
         "A session can't take the cell": "SessionError",
         "The ranks' Python does not start": "EnvironmentFailed",
         "Your code raised": "ValueError",
@@ -145,7 +145,7 @@ def test_every_section_shows_what_it_is_about(executed: Executed):
         "The run was cancelled": "RunCancelled",
         "The pool can't be reached": "PoolError",
     }
-    assert set(headings(NOTEBOOK)) - raised.keys() == {title(HANGS), "A fault of sgpu-magic"}
+    assert set(headings(NOTEBOOK)) - raised.keys() == {title(HANGS), "A bug in sgpu-magic"}
 
 
 @pytest.mark.slow
@@ -165,8 +165,8 @@ def test_saved_outputs_are_those_of_this_version_and_of_no_machine(executed: Exe
     ("section", "words"),
     [
         ("The cell or an option is wrong", ["--gpu 2", "%%distributed -h"]),
-        ("A value can't travel", ["loader.lock", "['a.parquet', 'b.parquet']"]),
-        ("There is no room", ["--wait", "first"]),
+        ("A value can't be sent to the ranks", ["loader.lock", "['a.parquet', 'b.parquet']"]),
+        ("Not enough free devices", ["--wait", "first"]),
         ("A session can't take the cell", ["%sgpu_restart --rank 1", "[1] both again"]),
         ("The ranks' Python does not start", ["'torch' is not a package", "its log: "]),
         ("Your code raised", ["rank 1 of 2", "NaN in batch 118", "released from barrier", "division by zero"]),
@@ -175,9 +175,9 @@ def test_saved_outputs_are_those_of_this_version_and_of_no_machine(executed: Exe
         ("The node was lost", ["the agent", "[1] here again"]),
         ("The run timed out", ["time limit of 2 s", "rank 1 is in load_batch", "rank 1 has not reached barrier"]),
         ("A run hangs", ["rank 1 has not reached barrier", "time.sleep(6)", "[0] at last"]),
-        ("The run was cancelled", ["it was interrupted"]),
+        ("The run was cancelled", ["interrupted"]),
         ("The pool can't be reached", ["SGPU_RUNTIME_DIR"]),
-        ("A fault of sgpu-magic", ["torch", "runtime directory"]),
+        ("A bug in sgpu-magic", ["torch", "runtime directory"]),
     ],
 )
 def test_what_a_reader_sees(executed: Executed, section: str, words: list[str]):

@@ -170,14 +170,12 @@ def _everywhere(
 
 
 _LOST_OWNER = Ending("cancelled", says=_NO_OWNER, within_s=GRACE_S + _SLACK_S)
-_INTERRUPTED = Ending("cancelled", "RunCancelled", "it was interrupted", within_s=GRACE_S + _SLACK_S)
-_RESTARTED = Ending("cancelled", says="it was interrupted", within_s=GRACE_S + _SLACK_S)
+_INTERRUPTED = Ending("cancelled", "RunCancelled", "interrupted", within_s=GRACE_S + _SLACK_S)
+_RESTARTED = Ending("cancelled", says="interrupted", within_s=GRACE_S + _SLACK_S)
 _AGENT_LOST = Ending("failed", "NodeLost", _AGENT_ENDED)
 _ZYGOTE_LOST = Ending("failed", "WorkerDied", _ZYGOTE_ENDED)
 _POOL_STOPPED = Ending("cancelled", "RunCancelled", _STOPPED)
-_TIMED_OUT = Ending(
-    "timed out", "RunTimeout", "its time limit of 4 s is reached", within_s=_TIMEOUT_S + GRACE_S + _SLACK_S
-)
+_TIMED_OUT = Ending("timed out", "RunTimeout", "reached its 4 s time limit", within_s=_TIMEOUT_S + GRACE_S + _SLACK_S)
 _BOTH_LOST = Ending("failed", "NodeLost", _BOTH_ENDED, within_s=_COLD_S)
 # only the next pool service can report it, and no client is left to receive the report
 _LOST_ALONE = Ending("failed", says=_BOTH_ENDED, within_s=GRACE_S + _SLACK_S)

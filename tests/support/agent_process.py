@@ -155,7 +155,7 @@ class AgentProcess:
         self.wait_for(session.run_id, RanksStarted)
         return session
 
-    def end_run(self, run_id: str, reason: str = "it was interrupted") -> None:
+    def end_run(self, run_id: str, reason: str = "interrupted") -> None:
         self._link.send(EndRun(run_id=run_id, state=RunState.CANCELLED, reason=reason))
 
     def kill_ranks(self, run_id: str) -> None:

@@ -401,7 +401,7 @@ def renewed(lost: str = "") -> Run:
 
 def unstopped() -> Run:
     run = cell_in_session().start().say(1, "in C\n")
-    return run.end(RunState.CANCELLED, 3.1, unstopped=(1,), reason="it was interrupted")
+    return run.end(RunState.CANCELLED, 3.1, unstopped=(1,), reason="interrupted")
 
 
 def refused_by_session() -> Run:
@@ -469,7 +469,7 @@ def session_mended() -> Run:
 
 def session_ended() -> Run:
     run = session_mended()
-    return run.end(RunState.CANCELLED, 734.0, reason="it was disconnected", at=834.0)
+    return run.end(RunState.CANCELLED, 734.0, reason="disconnected", at=834.0)
 
 
 def session_lost() -> Run:

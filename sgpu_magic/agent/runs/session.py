@@ -25,7 +25,7 @@ from sgpu_magic.agent.runs.session_logs import SessionLogs
 from sgpu_magic.agent.runs.session_repair import SessionRepair
 from sgpu_magic.agent.runs.unfinished_work import UnfinishedWork
 from sgpu_magic.agent.watch.sampling import RunSampler
-from sgpu_magic.wire.base import OWNER_GONE, FailureKind, RunLimit, RunState
+from sgpu_magic.wire.base import CancelReason, FailureKind, RunLimit, RunState
 from sgpu_magic.wire.client import ReclaimPayload, SendComms
 from sgpu_magic.wire.codec import Order
 from sgpu_magic.wire.events import Noted, RunEnded
@@ -298,7 +298,7 @@ class NodeSession(NodeRun):
         for rank in ranks:
             self.group.order(rank, Finish())
         # if the notebook is gone or a time limit is reached, ranks get only the grace of a stopped run
-        is_asked = self._ending_as is RunState.CANCELLED and self._end_reason != OWNER_GONE
+        is_asked = self._ending_as is RunState.CANCELLED and self._end_reason != CancelReason.OWNER_GONE
         self._finish_s = self._here.settings.finish_timeout_s if is_asked else self.grace_s
         self._later(SHOWN_AFTER_S, self._show_finishing)
         self._later(self._finish_s, self._say_end)

@@ -23,8 +23,8 @@ from sgpu_magic.errors import NodeLost, RunCancelled, SgpuError
 from sgpu_magic.runs.follow.run_loop import HISTORY_PATIENCE_S, Ending, Subscription, follow
 from sgpu_magic.runs.kernel_restarts import RestartWatch
 from sgpu_magic.views.remote_error import run_exception
-from sgpu_magic.views.run_notes import unstopped_note
-from sgpu_magic.wire.base import RunKind, RunState, short
+from sgpu_magic.views.run_notes import cancelled_sentence, unstopped_note
+from sgpu_magic.wire.base import CancelReason, RunKind, RunState, short
 from sgpu_magic.wire.events import RunEnded
 from sgpu_magic.wire.run import RunSpec
 
@@ -41,8 +41,6 @@ _SESSION_PATIENCE_S = 2.8
 _KILL_PATIENCE_S = 1.0
 # a second interrupt within this time is meant for the same ranks
 _AGAIN_S = 5.0
-_REASON = "it was interrupted"
-_AGAIN = "it was interrupted again"
 # further interrupts within this time belong to the first
 _SAME_PRESS_S = 1.0
 _TOO_SOON = (
@@ -208,7 +206,7 @@ class Interrupts:
     def kill(self, run: ClientRun) -> None:
         """Kill the ranks of a run that have not stopped."""
         self._killed = True
-        run.cancel(_AGAIN, kill=True)
+        run.cancel(CancelReason.SECOND_INTERRUPT, kill=True)
 
     def has_killed(self) -> bool:
         """Whether ranks were killed since the last call."""
@@ -220,7 +218,7 @@ def _cancel(run: ClientRun) -> None:
     """Cancel a run, even if interrupted again meanwhile; otherwise it would continue unattended."""
     while True:
         with contextlib.suppress(KeyboardInterrupt):
-            run.cancel(_REASON)
+            run.cancel(CancelReason.INTERRUPT)
             return
 
 
@@ -273,7 +271,7 @@ def _not_yet_stopped(run: ClientRun) -> str:
 def _wait(followed: Subscription, until: float) -> Ending | None:
     """Wait for a cancelled run's end. If its pool service is gone, the run is cancelled in the background."""
     # once, although `follow` calls it again and again
-    cancel = functools.cache(lambda: followed.pool.cancel_in_background(followed.run, _REASON))
+    cancel = functools.cache(lambda: followed.pool.cancel_in_background(followed.run, CancelReason.INTERRUPT))
     return follow(followed, until=until, lost=lambda _: cancel())
 
 
@@ -301,7 +299,7 @@ def deliver(followed: Subscription, ending: Ending, namespace: Names, into: Name
     if ended.state is RunState.CANCELLED:
         note = unstopped_note(ended.unstopped) if ended.unstopped else ""
         still = f" {note[:1].upper()}{note[1:]}." if note else ""
-        raise RunCancelled(f"run {short(run.run_id)} was cancelled: {ended.reason}.{still}", run_id=run.run_id)
+        raise RunCancelled(f"{cancelled_sentence(run.run_id, ended.reason)}{still}", run_id=run.run_id)
     if (failure := ended.failure) is None:
         raise NodeLost(f"run {short(run.run_id)} ended without a reason.", run_id=run.run_id)
     exception = run.load_exception(failure.exception, frames, namespace)

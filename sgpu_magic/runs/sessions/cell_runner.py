@@ -26,7 +26,7 @@ from sgpu_magic.runs.submit.pack_call import pack_call
 from sgpu_magic.runs.submit.spec import PackedCode, Submission, describe, nothing_packed, pack
 from sgpu_magic.runs.submit.submit import release, submit
 from sgpu_magic.views.fold import RunView
-from sgpu_magic.wire.base import FailureKind, RunKind, RunState
+from sgpu_magic.wire.base import CancelReason, FailureKind, RunKind, RunState
 from sgpu_magic.wire.run import CellSource, OutputName, RankQuestion
 
 if TYPE_CHECKING:
@@ -272,7 +272,7 @@ def start_in(session: Session, prepare: Callable[[], Prepared]) -> tuple[ClientR
             session.shipping.sent(submission.packed.names, plan.prints, plan.ranks)
         except BaseException:
             # interrupted: the run would be left without a follower
-            run.cancel("it was interrupted while it was submitted")
+            run.cancel(CancelReason.INTERRUPT)
             release(session.pool, run)
             raise
     return run, prepared

@@ -39,16 +39,18 @@ def restart_ranks(session: Session, only: tuple[int, ...]) -> str:
             again.update(there)
     if pushed:
         session.push(**pushed, ranks=ranks)
-    one = len(ranks) == 1
-    what = f"{format_ranks(ranks)} of session {session.name} {'is a new process' if one else 'are new processes'}"
     listed = functools.partial(names_text, most=_MOST_NAMES)
-    sent = f"sent again from the notebook: {listed(sorted(again))}" if again else "the notebook had shipped nothing"
+    sentences = [f"{format_ranks(ranks).capitalize()} of session {session.name} restarted."]
+    if again:
+        sentences.append(f"Sent again: {listed(sorted(again))}.")
     if pushed:
-        sent += f"; from another rank: {listed(sorted(pushed))}"
-    if not (lost_names := sorted(lost - again - set(pushed))):
-        return f"{what}; {sent}; no name that a cell had set was lost."
-    again_on = f" with --ranks {','.join(map(str, only))}" if only else ""
-    return f"{what}; {sent}; lost, as cells had set it there: {listed(lost_names)}. Run those cells again{again_on}."
+        sentences.append(f"Copied from another rank: {listed(sorted(pushed))}.")
+    if lost_names := sorted(lost - again - set(pushed)):
+        on_ranks = f" with --ranks {','.join(map(str, only))}" if only else ""
+        sentences.append(f"Lost (set by cells): {listed(lost_names)}. Rerun those cells{on_ranks}.")
+    else:
+        sentences.append("No variable was lost.")
+    return " ".join(sentences)
 
 
 def _pushed_values(session: Session, ranks: tuple[int, ...]) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from sgpu_magic.runs.sessions.rank_collection import RankCollection
 from sgpu_magic.runs.sessions.rank_restart import restart_ranks
 from sgpu_magic.runs.submit.target import ResolvedTarget
 from sgpu_magic.views.run_notes import SessionState, finishing_text
-from sgpu_magic.wire.base import RunState, short
+from sgpu_magic.wire.base import CancelReason, RunState, short
 from sgpu_magic.wire.devices import Placement
 from sgpu_magic.wire.run import OutputName
 
@@ -440,7 +440,7 @@ class Session(RankCollection):
         The ranks first finish what cells have started, such as threads (the setting `finish_timeout_s`). An interrupt
         ends the waiting, not the ranks' work.
         """
-        self.end("it was disconnected")
+        self.end(CancelReason.DISCONNECT)
         while not self.wait_for_end(_CLOSE_PATIENCE_S) and self._view.finishing:
             pass
         self._release()
@@ -476,7 +476,7 @@ class Session(RankCollection):
         try:
             return await self._connected()
         except BaseException:
-            self.end("it was disconnected")
+            self.end(CancelReason.DISCONNECT)
             raise
 
     async def __aexit__(self, *exception: object) -> None:

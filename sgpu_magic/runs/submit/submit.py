@@ -33,7 +33,7 @@ from sgpu_magic.runs.notebook import working_directory
 from sgpu_magic.runs.submit.spec import Submission
 from sgpu_magic.runs.submit.tracking_target import MOVE_NAMES, tracking_of
 from sgpu_magic.wire.attachments import CodeBundle, Environment, Upload
-from sgpu_magic.wire.base import RunKind, short
+from sgpu_magic.wire.base import CancelReason, RunKind, short
 from sgpu_magic.wire.client import Describe, TrackRun
 from sgpu_magic.wire.codec import printable
 from sgpu_magic.wire.events import as_warning
@@ -96,7 +96,7 @@ def submit(pool: Pool, submission: Submission) -> ClientRun:
 
 def interrupted(run: ClientRun) -> RunCancelled:
     """Cancel a run that was interrupted before it was followed; return the exception to raise."""
-    run.cancel("it was interrupted")
+    run.cancel(CancelReason.INTERRUPT)
     return RunCancelled(f"run {short(run.run_id)} was interrupted as it started.", run_id=run.run_id)
 
 

@@ -55,11 +55,13 @@ class ResolvedTarget(msgspec.Struct, frozen=True):
         pool: The pool.
         placement: The devices to request there.
         notes: Notes for the run's view: the reason for the choice, and settings that the pool does not apply.
+        type_note: Which of several types was chosen and why; None if there was no choice.
     """
 
     pool: Pool
     placement: Placement
     notes: tuple[str, ...] = ()
+    type_note: str | None = None
 
 
 def resolve_target(pools: Pools, settings: Settings, name: str, devices: Devices) -> ResolvedTarget:
@@ -86,13 +88,13 @@ def resolve_target(pools: Pools, settings: Settings, name: str, devices: Devices
     pool = pools.named(name or LOCAL)
     kept_settings = pool.apply_settings()
     entry = next((each for each in entries if each.name == name), None)
-    device_type, note = devices.device_type, "" if choice is None else choice.note
+    device_type, type_note = devices.device_type, None if choice is None else choice.type_note
     if choice is not None and choice.device_type is not None:
         device_type = choice.device_type
     elif devices.min_memory_bytes:
         device_type = _type_by_memory(pool, entry, devices, money_of(settings))
     elif device_type in (None, "any") and (choice is None or entry is None):
-        kind, note = one_of_several(_asked(pool, entry), DeviceRequest(devices.ranks), money_of(settings))
+        kind, type_note = one_of_several(_asked(pool, entry), DeviceRequest(devices.ranks), money_of(settings))
         device_type = kind or device_type
     ranks = devices.ranks or default_ranks(pool, entry, device_type)
     check_spread(ranks, devices.nodes, devices.strategy)
@@ -105,9 +107,9 @@ def resolve_target(pools: Pools, settings: Settings, name: str, devices: Devices
         strategy=devices.strategy or STRATEGIES[0],
         min_memory_bytes=devices.min_memory_bytes,
     )
-    notes = () if choice is None else (f"pool {choice.name}: {choice.why}",)
+    notes = () if choice is None else (choice.note,)
     kept = (as_warning(kept_settings),) if kept_settings else ()
-    return ResolvedTarget(pool, placement, (*notes, *filter(None, [note]), *kept))
+    return ResolvedTarget(pool, placement, (*notes, *kept), type_note)
 
 
 def default_ranks(pool: Pool, entry: PoolEntry | None, device_type: str | None) -> int:
@@ -238,7 +240,11 @@ def with_target(context: KernelContext, asked: R) -> tuple[R, ResolvedTarget]:
         SgpuError: As `with_choice` and `resolve_target`.
     """
     asked = with_choice(context, asked)
-    return asked, context.resolve_target(context.wanted_pool(asked.pool), asked.devices)
+    found = context.resolve_target(context.wanted_pool(asked.pool), asked.devices)
+    if found.type_note is not None and found.type_note not in context.type_notes:
+        context.type_notes.add(found.type_note)
+        found = msgspec.structs.replace(found, notes=(*found.notes, found.type_note))
+    return asked, found
 
 
 def pool_name(context: KernelContext) -> str:

@@ -137,7 +137,8 @@ def test_of_on_demand_ones_the_free_and_then_the_cheapest():
 
 def test_this_machines_own_is_for_what_none_has_and_what_is_silent_is_named():
     chosen = choose([asked(TEAM, "a10:4"), silent(CLOUD)], DeviceRequest(2, "h100"), MONEY)
-    assert chosen == PoolSelection("local", None, "this machine's own: team has no 2 h100; cloud can't be reached")
+    assert chosen == PoolSelection("local", None, "team has no 2 h100; cloud can't be reached")
+    assert chosen.note == "on this machine; team has no 2 h100; cloud can't be reached"
     chosen = choose([silent(TEAM), asked(CLOUD, "a10:4")], DeviceRequest(2, "a10"), MONEY)
     assert chosen.name == "cloud"
     assert chosen.why.endswith("; team can't be reached")
@@ -166,10 +167,10 @@ def test_of_several_types_a_run_that_names_none_gets_the_cheapest_that_is_free(k
     """Not the most frequent type."""
     chosen = choose([asked(CLOUD, "a10:4 h100:8", held=3)], DeviceRequest(1, kind), MONEY)
     assert (chosen.device_type, chosen.why) == ("a10", "on demand at $2.00 an hour for each, and has 1 a10 free")
-    assert chosen.note == "on a10, the cheapest type that is free; --type takes another of a10, h100"
+    assert chosen.type_note == "A10: cheapest free type (--type to choose)"
     busy = choose([asked(CLOUD, "a10:4 h100:8", held=3)], DeviceRequest(2, kind), MONEY)
-    assert (busy.device_type, busy.note[:40]) == ("h100", "on h100, the cheapest type that is free;")
-    assert choose([asked(CLOUD, "a10:4")], DeviceRequest(1, kind), MONEY).note == ""
+    assert (busy.device_type, busy.type_note) == ("h100", "H100: cheapest free type (--type to choose)")
+    assert choose([asked(CLOUD, "a10:4")], DeviceRequest(1, kind), MONEY).type_note is None
     # pools are compared by the cost of this run
     others = [asked(entry("a"), "h100:8"), asked(entry("b"), "h100:8 a10:1")]
     assert choose(others, DeviceRequest(1, kind), MONEY).name == "b"

@@ -106,9 +106,9 @@ def test_a_run_is_cancelled_at_the_next_service(make: Any, monkeypatch: pytest.M
     first, second = ScriptedPool(), ScriptedPool()
     run = submit(make(first))
     first.die()
-    make(PoolError("it starts"), PoolError("it still starts"), second).cancel_in_background(run, "it was interrupted")
+    make(PoolError("it starts"), PoolError("it still starts"), second).cancel_in_background(run, "interrupted")
     eventually(lambda: second.kinds() == ["Attach", "Cancel"], what="it is cancelled")
-    assert (second.sent[-1].run, second.sent[-1].reason) == (RUN, "it was interrupted")
+    assert (second.sent[-1].run, second.sent[-1].reason) == (RUN, "interrupted")
     # the run must not be submitted again just to be cancelled
     assert run.submission is None
 
@@ -119,7 +119,7 @@ def test_a_run_that_no_service_has_needs_no_cancelling(make: Any):
     run = submit(client)
     first.die()
     before = threading.active_count()
-    client.cancel_in_background(run, "it was interrupted")
+    client.cancel_in_background(run, "interrupted")
     eventually(lambda: second.kinds() == ["Attach"] and threading.active_count() <= before, what="it is given up")
     assert not [message for message in second.sent if isinstance(message, Submit | Cancel)]
 

@@ -212,7 +212,7 @@ def test_the_local_pool_may_be_chosen():
         (run(state=RunState.FAILED), "bad", "2 ranks"),
         (run(state=RunState.FAILED, failure="x" * 200), "bad", "x" * 100 + " ..."),
         (run(state=RunState.TIMED_OUT, failure="its time is over"), "bad", "its time is over"),
-        (run(state=RunState.CANCELLED, failure="Cancel was pressed"), "plain", "2 ranks · Cancel was pressed"),
+        (run(state=RunState.CANCELLED, failure="Cancel button"), "plain", "2 ranks · Cancel button"),
         (run(state=RunState.SUCCEEDED, kind=RunKind.SESSION), "plain", "2 ranks"),
     ],
 )

@@ -75,7 +75,7 @@ class Place:
         return self._told
 
 
-A10 = "On a10, the smallest type that is free; --type takes another of a10, h100."
+A10 = "A10: smallest free type (--type to choose)."
 
 
 def planned(place: Place, choice: Choice, *, connect: bool = False, held: CurrentChoice | None = None) -> Plan:
@@ -141,11 +141,11 @@ def test_types_that_cpu_stands_in_for_are_possible(tmp_path: Path):
         # without a type, the smallest one that is free
         (Choice(), status(), A10),
         (Choice(gpus=3), status(), A10),
-        (Choice(gpus=3), status(taken=("a10-0", "a10-1")), A10.replace("On a10", "On h100")),
+        (Choice(gpus=3), status(taken=("a10-0", "a10-1")), A10.replace("A10:", "H100:")),
         (
             Choice(gpus=4),
             status("a10:4,h100:4", taken=("a10-0", "h100-0", "h100-1")),
-            "On a10, the smallest type; --type takes another of a10, h100. 3 of the 4 A10 that this needs are free "
+            "A10: smallest type (--type to choose). 3 of the 4 A10 that this needs are free "
             "now: the session waits in the queue.",
         ),
         (

@@ -544,7 +544,7 @@ def test_the_time_limit_counts_from_the_start_and_stops_the_run() -> None:
     running(scheduler, A, 10.0)
     assert scheduler.next_deadline() == 100.0
     assert scheduler.handle(TimePassed(), 99.0) == []
-    reason = "its time limit of 90 s is reached"
+    reason = "reached its 90 s time limit"
     assert scheduler.handle(TimePassed(), 100.0) == [
         MoveRun(A, RunState.CANCELLING, reason),
         StopRun(A, RunState.TIMED_OUT, reason, RunLimit.TIME),
@@ -689,9 +689,9 @@ def test_an_adopted_run_keeps_its_devices_and_its_time() -> None:
     out += submit(scheduler, spec("bbbbbbbb", 1, "a10"), 41.0)
     assert not launched(out)
     assert scheduler.next_deadline() == 100.0
-    assert StopRun(
-        "aaaaaaaa", RunState.TIMED_OUT, "its time limit of 100 s is reached", RunLimit.TIME
-    ) in scheduler.handle(TimePassed(), 100.0)
+    assert StopRun("aaaaaaaa", RunState.TIMED_OUT, "reached its 100 s time limit", RunLimit.TIME) in scheduler.handle(
+        TimePassed(), 100.0
+    )
     assert list(launched(scheduler.handle(RanksReaped("aaaaaaaa", RunState.TIMED_OUT), 101.0))) == ["bbbbbbbb"]
 
 

@@ -278,8 +278,8 @@ def test_a_rank_that_does_not_stop_keeps_the_session_busy_and_is_named() -> None
     submit(scheduler, cell(A, 4))
     running(scheduler, A)
     submit(scheduler, cell(B, 4))
-    stopped = scheduler.handle(CancelRequested(A, "it was interrupted"), 1.0)
-    assert StopRun(A, RunState.CANCELLED, "it was interrupted") in stopped
+    stopped = scheduler.handle(CancelRequested(A, "interrupted"), 1.0)
+    assert StopRun(A, RunState.CANCELLED, "interrupted") in stopped
     assert waits_for(stopped, B)[1] == "run aaaa (train) is being stopped in its session"
     ended = scheduler.handle(RunMoved(A, RunState.CANCELLED, unstopped=(2,)), 2.0)
     assert waits_for(ended, B) == (
@@ -401,7 +401,7 @@ def test_the_sessions_time_limit_ends_it_and_fails_what_waits() -> None:
     submit(scheduler, cell(A))
     submit(scheduler, cell(B))
     out = scheduler.handle(TimePassed(), 100.0)
-    assert StopRun(S, RunState.TIMED_OUT, "its time limit of 100 s is reached", RunLimit.TIME) in out
+    assert StopRun(S, RunState.TIMED_OUT, "reached its 100 s time limit", RunLimit.TIME) in out
     end = next(one for one in out if isinstance(one, EndUnstartedRun))
     assert (end.run_id, end.state) == (B, RunState.FAILED)
 
@@ -443,7 +443,7 @@ def test_a_session_that_still_waits_or_starts_is_not_idle() -> None:
 def test_a_session_whose_time_and_quiet_are_over_at_one_moment_is_stopped_once() -> None:
     out = connected(idle_s=60.0, timeout_s=60.0).handle(TimePassed(), 60.0)
     assert [one for one in out if isinstance(one, StopRun)] == [
-        StopRun(S, RunState.TIMED_OUT, "its time limit of 1 min is reached", RunLimit.TIME)
+        StopRun(S, RunState.TIMED_OUT, "reached its 1 min time limit", RunLimit.TIME)
     ]
 
 

@@ -335,14 +335,14 @@ def test_how_it_ended_is_said(
     settings: Settings, writer: WriterProcess, store: Runs, state: RunState, failure: Failure | None, status: str
 ):
     run = ToldRun(settings)
-    run.end(state, failure=failure, reason="" if failure else "it was interrupted")
+    run.end(state, failure=failure, reason="" if failure else "interrupted")
     writer.track(run)
     writer.until_done(run)
     found = store.one(run.run_id)
     assert (found.info.status, found.data.tags["sgpu.state"]) == (status, str(state))
     assert found.data.params["gpu_type"] == "any"
     if failure is None:
-        assert found.data.tags["sgpu.reason"] == "it was interrupted"
+        assert found.data.tags["sgpu.reason"] == "interrupted"
     else:
         assert found.data.tags["sgpu.failure_kind"] == str(failure.kind)
         assert failure.message in found.data.tags["sgpu.failure"]

@@ -110,7 +110,7 @@ def test_a_session_that_has_ended_says_what_it_cost() -> None:
             "budget used up",
             "when the pool's budget was used up:",
         ),
-        (RunLimit.TIME, "its time limit of 90 s is reached", "timed out", "when its time limit was reached:"),
+        (RunLimit.TIME, "reached its 90 s time limit", "timed out", "when its time limit was reached:"),
         (None, "", "timed out", "when its time limit was reached:"),
     ],
 )

@@ -149,8 +149,8 @@ def died(directory: Path) -> LiveRun:
 
 def cancelled(directory: Path) -> LiveRun:
     run = LiveRun(directory).start()
-    run.tell(ev.StateChanged(state=RunState.CANCELLING, reason="it was interrupted"))
-    return run.end(RunState.CANCELLED, reason="it was interrupted")
+    run.tell(ev.StateChanged(state=RunState.CANCELLING, reason="interrupted"))
+    return run.end(RunState.CANCELLED, reason="interrupted")
 
 
 def succeeded(directory: Path) -> LiveRun:

@@ -50,10 +50,11 @@ from sgpu_magic.views.live.snapshot import snapshot_of
 from sgpu_magic.views.output import Caption, TextSegment, segments
 from sgpu_magic.views.pool_tables import status_html, status_text
 from sgpu_magic.views.publisher import TerminalPublisher
+from sgpu_magic.views.run_notes import cancelled_sentence
 from sgpu_magic.views.units import TIMES
 from sgpu_magic.wire import events as ev
 from sgpu_magic.wire import rank_events
-from sgpu_magic.wire.base import OWNER_GONE, FailureKind, RunKind, RunState
+from sgpu_magic.wire.base import CancelReason, FailureKind, RunKind, RunState
 from sgpu_magic.wire.devices import Device, Inventory
 from sgpu_magic.wire.pool_status import PoolStatus, RunSummary
 from sgpu_magic.wire.rank_events import Failure, TensorUse
@@ -190,7 +191,7 @@ def test_what_a_session_refuses_was_never_there() -> None:
 
 def test_a_push_is_one_quiet_line_in_every_form() -> None:
     view = pushed().view
-    line = "sent cfg, loader (1.2 MB) to 4 ranks of session work"
+    line = "pushed cfg, loader (1.2 MB) to 4 ranks of session work"
     assert render_text(view) == line
     assert plain(render_html(view)).strip() == line
     bundle = mime_bundle(view, TextSegment((), 0))
@@ -214,7 +215,7 @@ def test_a_pull_says_from_whom() -> None:
     names = tuple(msgspec.convert(pair, tuple[str, bool]) for pair in (("a", False), ("b", True), ("c", False)))
     outputs = tuple(type(in_session().view.spec.outputs[0])(*pair) for pair in names)
     run.view.spec = msgspec.structs.replace(spec, outputs=outputs)
-    assert render_text(run.view) == "bringing a, c from rank 1 and b from ranks 1, 2 of session work"
+    assert render_text(run.view) == "pulling a, c from rank 1 and b from ranks 1, 2 of session work"
 
 
 def test_a_calls_value_has_no_name_of_ours() -> None:
@@ -278,7 +279,7 @@ def test_a_dead_rank_is_marked_in_the_grid_until_it_is_restarted() -> None:
     assert drawn(restarted).ranks[2].state == "alive", "before the session's next word"
     mended = drawn(session_mended())
     assert [card.state for card in mended.ranks] == ["alive"] * 4
-    assert mended.notes[0] == "rank 2 is a new process (4712): its variables and what was on its GPU are lost"
+    assert mended.notes[0] == "rank 2 restarted (pid 4712): its variables and what was on its GPU are lost"
     assert mended.idle == ()
 
 
@@ -293,15 +294,15 @@ def test_an_ended_session_says_what_it_was() -> None:
     text = plain(render_html(session_ended().view))
     assert (
         f"■ ended session work 4 {TIMES} A10, nccl · team · 12 min 14 s · 14 cells · 0.82 GPU h · GPUs busy 90 % · "
-        "it was disconnected" in text
+        "disconnected" in text
     )
     assert text.count("<title>") == 0
     assert render_html(session_ended().view).count("<svg") == 4, "its GPUs over its whole life"
 
 
 def test_who_ended_with_their_kernel_are_not_attached_to() -> None:
-    gone = session_working().end(RunState.CANCELLED, 9.0, reason=OWNER_GONE)
-    assert OWNER_GONE in render_text(gone.view)
+    gone = session_working().end(RunState.CANCELLED, 9.0, reason=CancelReason.OWNER_GONE)
+    assert CancelReason.OWNER_GONE in render_text(gone.view)
     assert "%sgpu_attach" not in render_text(gone.view)
 
 
@@ -331,7 +332,7 @@ def test_a_terminal_tells_of_dead_ranks_once() -> None:
     assert stream.getvalue().splitlines() == [
         "session work · 4 ranks on team (cpu, gloo)",
         "note: rank 2 is dead; %sgpu_restart --rank 2 replaces it, and the others keep their state",
-        "note: rank 2 is a new process (9)",
+        "note: rank 2 restarted (pid 9)",
         "session work ended after 60 s · 1 cell · %sgpu_disconnect · run 5e55",
     ]
 
@@ -483,3 +484,21 @@ def test_what_status_says_of_a_session() -> None:
     orphan = said(*CELLS)
     assert "└" not in orphan, "a cell whose session is not told of stands alone"
     assert ansi.plain(orphan) == orphan
+
+
+# ---------------------------------------------------------------- why a run was cancelled
+
+
+@pytest.mark.parametrize(
+    ("reason", "sentence"),
+    [
+        (CancelReason.INTERRUPT, "Run 9173 was interrupted."),
+        (CancelReason.SECOND_INTERRUPT, "Run 9173 was interrupted twice, and its ranks were killed."),
+        (CancelReason.CANCEL_BUTTON, "Run 9173 was cancelled with the Cancel button."),
+        (CancelReason.COMMAND, "Run 9173 was cancelled by `sgpu cancel`."),
+        ("the pool was stopped", "Run 9173 was cancelled: the pool was stopped."),
+    ],
+)
+def test_a_cancelled_run_says_how(reason: str, sentence: str):
+    # as it comes from a pool
+    assert cancelled_sentence("9173aaaa", str(reason)) == sentence

@@ -17,9 +17,9 @@ export function Accelerators({ notebook }: { notebook: NotebookModel }) {
   const missing = form.type !== "" && pool.snapshot !== null && !types.some(({ type }) => type === form.type);
   if (types.length === 0) return null;
   const free = (type: PanelType): string => {
-    if (type.free > 0) return t("%1 of %2 free", type.free, type.total);
-    const wait = type.waits_s[0] ?? null;
-    return wait === null ? t("none · unknown") : t("none · about %1", formatEstimate(wait));
+    const wait = type.free > 0 ? null : (type.waits_s[0] ?? null);
+    if (wait === null) return t("%1 of %2 free", type.free, type.total);
+    return t("%1 of %2 free · about %3", type.free, type.total, formatEstimate(wait));
   };
   const marks = (type: PanelType): string => {
     const memory = type.memory_bytes > 0 ? [formatMemory(type.memory_bytes)] : [];

@@ -13,7 +13,7 @@ export function Notebook() {
   const t = useTranslate();
   if (!notebook) {
     return (
-      <StateCard title={t("No notebook is open.")} text={t("The pool can be watched all the same.")}>
+      <StateCard title={t("No notebook is open.")} text={t("You can still watch the pool.")}>
         {host.newNotebook && (
           <button type="button" onClick={() => host.newNotebook?.()}>
             {t("New notebook")}
@@ -67,7 +67,7 @@ function KernelUnavailable({ notebook }: { notebook: NotebookModel }) {
       );
     default:
       return (
-        <StateCard title={t("This notebook has no kernel.")} text={t("The pool can be watched all the same.")}>
+        <StateCard title={t("This notebook has no kernel.")} text={t("You can still watch the pool.")}>
           {start}
           {problem}
         </StateCard>
@@ -87,7 +87,7 @@ function KernelUnknown({ notebook }: { notebook: NotebookModel }) {
     return (
       <StateCard
         title={kernelProblem.text || t("This kernel has not loaded sgpu-magic.")}
-        text={link.insertLoad ? t("The pool can be watched all the same.") : t("Run %load_ext sgpu_magic in a cell.")}
+        text={link.insertLoad ? t("You can still watch the pool.") : t("Run %load_ext sgpu_magic in a cell.")}
       >
         {link.insertLoad ? (
           <button type="button" onClick={() => link.insertLoad?.()}>
@@ -112,7 +112,7 @@ function KernelPending({ notebook }: { notebook: NotebookModel }) {
   return (
     <StateCard
       title={isBusy ? t("The kernel is busy and has not answered yet.") : t("Asking the kernel…")}
-      text={t("The pool can be watched all the same.")}
+      text={t("You can still watch the pool.")}
     />
   );
 }
