@@ -55,6 +55,8 @@ class RunResult:
         directory: Path,
         mirror: Mirror | None = None,
         ask_tracked: Callable[[], None] | None = None,
+        *,
+        view_draws: bool = False,
     ) -> None:
         # only the driver of a Ray cluster runs the cell; the other ranks hold their devices
         results = ended.results[:1] if spec.ray else ended.results
@@ -72,6 +74,8 @@ class RunResult:
         self.shipped: Shipped = spec.shipped
         self.directory = directory
         self._texts = [result.value_repr for result in results]
+        self._in_view = [view_draws and result.value_displayed for result in results]
+        self._cell = spec.cell.execution_count
         self._only = spec.only
         self._mlflow_run_id = ""
         self._mirror = mirror
@@ -96,6 +100,15 @@ class RunResult:
                 self._mirror.bring(TRACKING)
         self._mlflow_run_id = self._mlflow_run_id or mlflow_run_id(self.directory)
         return self._mlflow_run_id
+
+    @property
+    def adds_nothing(self) -> bool:
+        """Whether the run's view shows all of it: no rank has a value, or their values are among its displays."""
+        return all(shown or not text for shown, text in zip(self._in_view, self._texts, strict=True))
+
+    def came_from(self, cell: int | None) -> bool:
+        """Whether the cell of this number in the notebook ran it."""
+        return cell is not None and cell == self._cell
 
     def __getstate__(self) -> dict[str, object]:
         # a copy on a rank or in another kernel has no link to the pool

@@ -3,6 +3,7 @@
 extension       the extension as a whole: all magics, hooks and the panel's endpoint, registered with a shell
 run_magics      magics that run cells and inspect runs
 session_magics  magics for sessions, and `%sgpu_env` for packages
+cell_values     values of distributed cells below their own cells
 rank_errors     errors of ranks that IPython itself renders
 warm_pool       keeps ranks warm while the notebook is in use
 rebind_tracker  names that plain cells rebind while sessions are connected

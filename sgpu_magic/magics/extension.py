@@ -13,6 +13,7 @@ from IPython.core.magic import Magics
 
 from sgpu_magic.magics import completion
 from sgpu_magic.magics.auto_mode import AutoMode
+from sgpu_magic.magics.cell_values import show_values_as_usual, show_values_once
 from sgpu_magic.magics.completion import RankQuestions
 from sgpu_magic.magics.rank_errors import draw_no_rank_errors, draw_rank_errors
 from sgpu_magic.magics.rebind_tracker import RebindTracker
@@ -47,6 +48,8 @@ def load(shell: InteractiveShell) -> None:
         undo.callback(_unregister, shell, each)
     draw_rank_errors(shell)
     undo.callback(draw_no_rank_errors, shell)
+    show_values_once(shell)
+    undo.callback(show_values_as_usual, shell)
     assignments = RebindTracker(shell, auto)
     for event, call in (
         ("pre_run_cell", assignments.before_cell),

@@ -297,7 +297,9 @@ def _last_word(view: RunView, ended: RunEnded, directory: Path) -> Sequence[Outp
             # a function's value is used by the cell's own code
             return ()
         # only the values' texts are needed
-        result = RunResult(view.spec, ended, [None] * len(ended.results), directory)
+        result = RunResult(view.spec, ended, [None] * len(ended.results), directory, view_draws=True)
+        if result.adds_nothing:
+            return ()
         value: Output = {"output_type": "execute_result", "data": {"text/plain": repr(result)}, "metadata": {}}
         return (value | {"execution_count": view.spec.cell.execution_count},)
     failure = ended.failure

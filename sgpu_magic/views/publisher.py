@@ -29,7 +29,14 @@ CLOCK_S = 1.0
 
 
 class Publisher(Protocol):
-    """Shows a view. Call `tick` after events were applied and about every 50 ms."""
+    """Shows a view. Call `tick` after events were applied and about every 50 ms.
+
+    Attributes:
+        draws_displays: Whether it draws ranks' displays in their rich forms, such as tables.
+    """
+
+    @property
+    def draws_displays(self) -> bool: ...
 
     def tick(self, now: float, final: bool = False) -> None:
         """Update what is shown.
@@ -43,6 +50,8 @@ class Publisher(Protocol):
 
 class SilentPublisher:
     """Shows nothing (`--ui none`)."""
+
+    draws_displays = False
 
     def tick(self, now: float, final: bool = False) -> None:
         pass
@@ -80,6 +89,8 @@ class NotebookPublisher:
     Attributes:
         remark: A sentence below the live form that is not about the run, "" for none.
     """
+
+    draws_displays = True
 
     def __init__(self, view: RunView, slots: OutputSlots | None = None, pace: Pace | None = None) -> None:
         self._view = view
@@ -144,6 +155,8 @@ class TerminalPublisher:
         errors: Receives the ranks' standard error and messages about the run, so that `stream` gets only the ranks'
             standard output; None to write everything to `stream`.
     """
+
+    draws_displays = False
 
     def __init__(self, view: RunView, stream: TextIO, errors: TextIO | None = None) -> None:
         self._view = view

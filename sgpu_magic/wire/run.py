@@ -267,6 +267,7 @@ class RankResult(Record, frozen=True, kw_only=True):
         rank: The rank.
         payload: Its packed `{"names": {...}, "value": ...}`; None if it returned nothing.
         value_repr: The last expression's text as IPython shows it; "" without one.
+        value_displayed: Whether the value has rich forms, such as a table, which are among the rank's displays.
         value_problem: Why the last expression's value could not be sent; None if it was.
         seconds: The cell's duration on the rank.
         lines: Number of lines that the rank printed.
@@ -276,6 +277,7 @@ class RankResult(Record, frozen=True, kw_only=True):
     rank: int
     payload: Payload | None = None
     value_repr: str = ""
+    value_displayed: bool = False
     value_problem: str | None = None
     seconds: float = 0.0
     lines: int = 0

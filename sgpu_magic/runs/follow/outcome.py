@@ -291,11 +291,12 @@ def deliver(followed: Subscription, ending: Ending, namespace: Names, into: Name
         RunCancelled: The run was cancelled.
         Exception: The exception of the rank that failed first, in its own type if that exists here.
     """
-    run, (received, frames) = followed.run, ending
+    received, frames = ending
+    run = followed.run
     # the view's copy spells options as the caller does
     ended = followed.view.ended or received
     if ended.state is RunState.SUCCEEDED:
-        return _result(run, ended, frames, namespace, namespace if into is None else into)
+        return _result(followed, ended, frames, namespace, namespace if into is None else into)
     if ended.state is RunState.CANCELLED:
         note = unstopped_note(ended.unstopped) if ended.unstopped else ""
         still = f" {note[:1].upper()}{note[1:]}." if note else ""
@@ -306,7 +307,10 @@ def deliver(followed: Subscription, ending: Ending, namespace: Names, into: Name
     raise run_exception(followed.view, ended, failure, exception, namespace) from None
 
 
-def _result(run: ClientRun, ended: RunEnded, frames: Sequence[bytes], namespace: Names, into: Names) -> RunResult:
+def _result(
+    followed: Subscription, ended: RunEnded, frames: Sequence[bytes], namespace: Names, into: Names
+) -> RunResult:
+    run = followed.run
     returned = run.load_results(ended, frames, namespace)
     if run.spec.kind is RunKind.CALL:
         # a call returns one value per rank and sets no names
@@ -316,4 +320,5 @@ def _result(run: ClientRun, ended: RunEnded, frames: Sequence[bytes], namespace:
         for output in run.spec.outputs:
             found = [rank.names[output.name] for rank in (returned if output.all_ranks else returned[:1])]
             into[output.name] = found if output.all_ranks else found[0]
-    return RunResult(run.spec, ended, values, run.directory, run.mirror, run.ask_tracked)
+    draws = followed.publisher.draws_displays
+    return RunResult(run.spec, ended, values, run.directory, run.mirror, run.ask_tracked, view_draws=draws)

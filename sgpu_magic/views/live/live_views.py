@@ -53,6 +53,8 @@ class WidgetPublisher:
         kernel: Provides the ipywidget's class.
     """
 
+    draws_displays = True
+
     def __init__(
         self, view: RunView, feed: Feed, answers: Answers, widgets: RankWidgets, channels: Channels, kernel: LiveViews
     ) -> None:

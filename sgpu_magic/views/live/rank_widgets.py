@@ -212,6 +212,10 @@ class SessionWidgets(msgspec.Struct, frozen=True):
     widgets: RankWidgets
     ended: Callable[[], object]
 
+    @property
+    def draws_displays(self) -> bool:
+        return self.publisher.draws_displays
+
     def tick(self, now: float, final: bool = False) -> None:
         self.publisher.tick(now, final)
         if final:

@@ -114,6 +114,8 @@ class WidgetAsValue:
         widget: The ipywidget. Its requests are answered in the thread in which the front end delivers them.
     """
 
+    draws_displays = False
+
     def __init__(self, view: RunView, buttons: Buttons) -> None:
         self._feed = Feed(view)
         self._answers = buttons.answers(view, self._feed)

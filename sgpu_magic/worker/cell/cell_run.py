@@ -74,7 +74,7 @@ def source_of(cell: CellSource) -> str:
 def run_cell(shell: RankShell, order: Execute) -> tuple[BaseException | None, float]:
     """Run the cell in the shell's namespace. Return the exception it raised, if any, and its time in seconds."""
     hook = hook_of(shell)
-    hook.last_value = None
+    hook.last_value, hook.is_displayed = None, False
     hook.source = order.cell.body
     shell.execution_count = order.cell.execution_count or 1
     # `__future__` imports of the notebook's earlier cells, and in a session of the rank's own
@@ -212,7 +212,15 @@ class CellRun:
             self._say(Remarked(text=remark))
 
     def _finished(self, packed: results.Packed | None, text: str, problem: str | None, seconds: float) -> Reply:
-        reply = results.finished(packed, self._rank, self._message.run_dir, text=text, problem=problem, seconds=seconds)
+        reply = results.finished(
+            packed,
+            self._rank,
+            self._message.run_dir,
+            text=text,
+            is_displayed=hook_of(self._shell).is_displayed,
+            problem=problem,
+            seconds=seconds,
+        )
         self._shell.forget_failure()
         return reply
 

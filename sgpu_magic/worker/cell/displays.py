@@ -86,6 +86,7 @@ class RankDisplayHook(DisplayHook):
 
     last_value: object = None
     last_text: str = ""
+    is_displayed: bool = False
     source: str = ""
 
     @property
@@ -102,7 +103,8 @@ class RankDisplayHook(DisplayHook):
 
     def write_format_data(self, format_dict: Mapping[str, object], md_dict: Mapping[str, object] | None = None) -> None:
         self.last_text = str(format_dict.get(_PLAIN, ""))
-        if set(format_dict) - {_PLAIN}:
+        self.is_displayed = bool(set(format_dict) - {_PLAIN})
+        if self.is_displayed:
             self.shell.display_pub.publish(format_dict, md_dict)  # pyright: ignore[reportOptionalMemberAccess]
 
     def fill_exec_result(self, result: Any) -> None:

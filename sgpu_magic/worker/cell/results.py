@@ -90,7 +90,14 @@ def failed(failure: Failure, error: BaseException, shell: RankShell, key: bytes)
 
 
 def finished(
-    packed: Packed | None, rank: int, run_dir: str, *, text: str, problem: str | None, seconds: float
+    packed: Packed | None,
+    rank: int,
+    run_dir: str,
+    *,
+    text: str,
+    is_displayed: bool,
+    problem: str | None,
+    seconds: float,
 ) -> Reply:
     """Return the reply for a cell that succeeded, with its results.
 
@@ -99,6 +106,7 @@ def finished(
         rank: The rank.
         run_dir: The run's directory, for a result that does not fit in memory.
         text: The last expression as text.
+        is_displayed: Whether its rich forms were displayed.
         problem: Why its value is not returned, None if it is.
         seconds: The cell's time.
 
@@ -121,7 +129,14 @@ def finished(
             shared.write(packed)
             source = SharedPayload(pid=os.getpid(), fd=shared.fd, size=shared.size)
         payload = Payload(source=source, layout=packed.layout)
-    result = RankResult(rank=rank, payload=payload, value_repr=text, value_problem=problem, seconds=seconds)
+    result = RankResult(
+        rank=rank,
+        payload=payload,
+        value_repr=text,
+        value_displayed=is_displayed,
+        value_problem=problem,
+        seconds=seconds,
+    )
     return Reply(Finished(result=result, grouped=dist.is_initialized()), blobs, shared)
 
 
