@@ -277,8 +277,8 @@ def format_moved(view: RunView) -> list[str]:
 
 def next_step(view: RunView) -> str:
     """Return why an active run is not followed here any more, or the command for a failed run's logs; else ""."""
-    logs = f"sgpu logs {view.short_id}" if view.is_final and view.state is RunState.FAILED else ""
-    return view.left or logs
+    has_failed = view.is_final and view.state is RunState.FAILED
+    return view.left or (f"full log: !sgpu logs {view.short_id}" if has_failed else "")
 
 
 def tracked_link(view: RunView) -> Link | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import time
+from pathlib import Path, PurePath
 
 from sgpu_magic.formatting import (
     count_of,
@@ -130,9 +131,18 @@ def _value(value: float, unit: str) -> str:
 
 
 def log_files(view: RunView) -> str:
-    """Return the files with everything that the ranks printed, "" when their place is unknown."""
+    """Return the files with everything that the ranks printed, "" when their place is unknown.
+
+    The home directory is written as `~`: a saved notebook may go to others.
+    """
+    if not view.directory:
+        return ""
+    directory = PurePath(view.directory)
     which = view.rank_numbers[0] if len(view.rank_numbers) == 1 else "*"
-    return f"{shlex.quote(view.directory)}/rank-{which}.log" if view.directory else ""
+    home = Path.home()
+    if directory.is_relative_to(home):
+        return f"~/{shlex.quote(str(directory.relative_to(home)))}/rank-{which}.log"
+    return f"{shlex.quote(str(directory))}/rank-{which}.log"
 
 
 def rank_label(rank: int, width: int) -> str:

@@ -226,7 +226,8 @@ def _footer(view: RunView) -> str:
     parts += [*values_left_there(view), *format_moved(view), packages_text(view)]
     if not view.is_final and view.output.total_lines:
         parts.append(count_of(view.output.total_lines, "line"))
-    parts.append(next_step(view) or f"run {view.short_id}")
+    # the sentence about a run that is not followed any more names it
+    parts += [next_step(view)] if view.left else [next_step(view), f"run {view.short_id}"]
     *paragraphs, last = [safe(ansi.plain(part)[:1000]) for part in parts if part]
     text = " · ".join(filter(None, [*paragraphs, _tracked(view) if view.is_final else "", last]))
     return (

@@ -63,9 +63,13 @@ def boxed(body: str) -> str:
 
 
 def scroll(body: str, label: str) -> str:
-    """Return HTML in a box of at most twenty lines that scrolls, and that is printed whole."""
-    style = f"max-height:{_SCROLL_PX}px;overflow:auto"
-    return f'<div {_SCROLLS} role="group" aria-label="{label}" tabindex="0" style="{style}">{body}</div>'
+    """Return HTML in a box of at most twenty lines that scrolls, shows its end at first, and is printed whole."""
+    # a box whose items are laid out from the bottom is scrolled to its end, without a script
+    style = f"max-height:{_SCROLL_PX}px;overflow:auto;display:flex;flex-direction:column-reverse"
+    return (
+        f'<div {_SCROLLS} role="group" aria-label="{label}" tabindex="0" style="{style}">'
+        f'<div style="flex:none">{body}</div></div>'
+    )
 
 
 def fold(summary: str, body: str, style: str = "padding:0 12px 6px") -> str:

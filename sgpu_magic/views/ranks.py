@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import shlex
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
-from pathlib import PurePath
 from weakref import WeakKeyDictionary
 
 from sgpu_magic.formatting import count_of
@@ -14,7 +12,7 @@ from sgpu_magic.views import ansi
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.format_run import BEFORE_RANKS, new_host
 from sgpu_magic.views.format_summary import curve_text, is_low, measured_lines, whole_text
-from sgpu_magic.views.html_style import ACCENT, BAD, FAINT, LINE, MONO, PANEL, PRE, SOFT, WARN, safe, sparkline
+from sgpu_magic.views.html_style import ACCENT, BAD, FAINT, LINE, MONO, PANEL, PRE, SOFT, WARN, fold, safe, sparkline
 from sgpu_magic.views.live.bars import bar_of, without_bar
 from sgpu_magic.views.live.schema import Curve, RankCard, Tone
 from sgpu_magic.views.output_buffer import DisplayItem, LineItem, count_fitting, html_limit
@@ -33,6 +31,8 @@ _MAX_LINES = 20
 _MAX_LINE_CHARS = 400
 # with fewer lines than this, listing the lines of each rank is not worthwhile
 _MANY_LINES = 20
+# rows of ranks that an ended run shows without a click
+_MOST_ROWS = 8
 
 
 def rank_cards(view: RunView) -> tuple[RankCard, ...]:
@@ -181,15 +181,31 @@ def _ended(view: RunView) -> str:
     listed = sorted(ranks[: count_fitting(map(_size, frames.values()), limit)])
     room = (limit - sum(_size(frames[rank]) for rank in listed)) // max(len(listed), 1)
     lines = _last_lines(view, listed, room)
-    drawn = ""
-    for at, rank in enumerate(listed):
+    rows: dict[int, str] = {}
+    for rank in listed:
         head, foot = frames[rank]
-        drawn += _host_row(new_host(view, listed, at)) + head + _pre(lines[rank], view.output.rank_lines[rank]) + foot
+        rows[rank] = head + _pre(lines[rank], view.output.rank_lines[rank]) + foot
+    drawn = _grouped(view, rows)
     if rest := len(view.rank_numbers) - len(listed):
         what = f"and {count_of(rest, 'more rank')}" if listed else count_of(rest, "rank")
         command = f"sgpu logs {view.short_id} --rank N"
         drawn += f'<div style="padding:3px 12px;font-size:12px;{SOFT}">{what}: {command}</div>'
     return f'<div style="border-top:1px solid {LINE};padding:2px 0">{drawn}</div>'
+
+
+def _grouped(view: RunView, rows: Mapping[int, str]) -> str:
+    """Return ranks' rows. Of more than eight, only those that failed or idled are open; a summary hides the others."""
+
+    def drawn(ranks: Sequence[int]) -> str:
+        return "".join(_host_row(new_host(view, ranks, at)) + rows[rank] for at, rank in enumerate(ranks))
+
+    if len(rows) <= _MOST_ROWS:
+        return drawn(list(rows))
+    notable = _notable(view)
+    shown = [rank for rank in rows if rank in notable][:_MOST_ROWS]
+    others = [rank for rank in rows if rank not in shown]
+    what = count_of(len(others), "other rank" if shown else "rank")
+    return drawn(shown) + fold(what, drawn(others), "padding:2px 12px")
 
 
 def _host_row(host: str) -> str:
@@ -202,10 +218,16 @@ def _host_row(host: str) -> str:
 def _most_urgent(view: RunView) -> list[int]:
     """Return the ranks in order of importance: the first to fail, other failed or idle ranks, then by number."""
     culprit = view.failure.rank if view.failure is not None else None
-    outstanding = {rank for rank, usage in view.usage.ranks.items() if is_low(usage)}
-    outstanding |= {other.rank for other in view.others if other.rank is not None and not _is_secondary(other)}
-    order = sorted(view.rank_numbers, key=lambda rank: (rank != culprit, rank not in outstanding, rank))
+    notable = _notable(view)
+    order = sorted(view.rank_numbers, key=lambda rank: (rank != culprit, rank not in notable, rank))
     return order[:MAX_RANKS]
+
+
+def _notable(view: RunView) -> set[int]:
+    """Return the ranks that failed by themselves or whose GPU idled."""
+    idle = {rank for rank, usage in view.usage.ranks.items() if is_low(usage)}
+    failures = [view.failure, *(other for other in view.others if not _is_secondary(other))]
+    return idle | {each.rank for each in failures if each is not None and each.rank is not None}
 
 
 def _frame(view: RunView, rank: int, shows: int, *, is_brief: bool = False) -> tuple[str, str]:
@@ -215,7 +237,7 @@ def _frame(view: RunView, rank: int, shows: int, *, is_brief: bool = False) -> t
         view: The run.
         rank: The rank.
         shows: Number of its displays.
-        is_brief: Leave out its curve and what was measured.
+        is_brief: Leave out its curve, what was measured, and the last line beside its name.
     """
     usage = view.usage.ranks.get(rank) or RankUsage(rank)
     (state, colour), label = _ended_as(view, rank), _label(view, rank)
@@ -225,14 +247,16 @@ def _frame(view: RunView, rank: int, shows: int, *, is_brief: bool = False) -> t
     if curves and not curves[0].is_flat_zero:
         stroke, title = WARN if is_low(usage) else ACCENT, f"({curve_text(curves[0])})"
         curve = " " + sparkline(curves[0].series.values, curves[0].top, title, stroke)
-    # the marker that opens it stays on its line
-    beside = "calc(100% - 1.5em)"
+    last = "" if is_brief else safe(ansi.plain(view.output.last_lines.get(rank, ""))[:_MAX_LAST_CHARS])
+    ellipsis = f"flex:1 1 14em;min-width:0;{MONO};{SOFT};white-space:nowrap;overflow:hidden;text-overflow:ellipsis"
     head = (
         f'<details style="font-size:12px"><summary style="cursor:pointer;padding:3px 12px">'
-        f'<span style="display:inline-block;min-width:min(23em,{beside});max-width:{beside}">'
-        f'<b style="font-weight:600{colour}">rank {rank}</b>'
-        f"{''.join(f' · {part}' for part in texts if part)}</span>{curve}</summary>"
-        f'<div style="padding:2px 12px 6px 28px;background:{PANEL}">'
+        # the marker that opens it stays on its line
+        f'<span style="display:inline-flex;width:calc(100% - 1.5em);flex-wrap:wrap;gap:0 12px;align-items:center">'
+        f'<span style="min-width:min(23em,100%)"><b style="font-weight:600{colour}">rank {rank}</b>'
+        f"{''.join(f' · {part}' for part in texts if part)}</span>{curve}"
+        + (f' <span style="{ellipsis}">{last}</span>' if last else "")
+        + f'</span></summary><div style="padding:2px 12px 6px 28px;background:{PANEL}">'
     )
     parts = [f"on {label}"] if label else []
     parts += [] if is_brief else measured_lines(usage)
@@ -272,9 +296,8 @@ def _ended_as(view: RunView, rank: int) -> tuple[str, str]:
 
 
 def _log(view: RunView, rank: int) -> str:
-    """Return where the rank's whole log is."""
-    file = f" · {shlex.quote(str(PurePath(view.directory) / f'rank-{rank}.log'))}" if view.directory else ""
-    return f"whole log: sgpu logs {view.short_id} --rank {rank}{file}"
+    """Return the command that prints the rank's whole log."""
+    return f"whole log: !sgpu logs {view.short_id} --rank {rank}"
 
 
 def _last_lines(view: RunView, ranks: Iterable[int], room: int) -> dict[int, list[str]]:

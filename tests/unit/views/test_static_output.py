@@ -133,10 +133,10 @@ def test_the_same_picture_from_top_to_bottom() -> None:
         )
     ]
     assert places == sorted(places)
-    assert text.count("step 2  loss 0.7") == 8, "once in the output, once at its rank"
+    assert text.count("step 2  loss 0.7") == 12, "once in the output, in its rank's row, and behind that"
     for words in ("on A10 · 2", "1 display", "power: 200 W on average, 210 W at most", "of 24.0 GB"):
         assert words in text
-    assert f"whole log: sgpu logs 7f3a --rank 2 · {DIRECTORY}/rank-2.log" in text
+    assert "whole log: !sgpu logs 7f3a --rank 2" in text
     assert "succeeded in 3 min 10 s · GPUs busy 68 % · returned" in render_text(measured().view)
     assert "note: rank 3's GPU was under 5 % for 3 min 10 s" in render_text(measured().view)
 
@@ -163,7 +163,7 @@ def test_many_lines_are_reason_enough_to_list_the_ranks() -> None:
         run.say(step % 2, f"step {step}\n")
     text = stripped(render_html(run.end().view))
     assert "rank 1 · 15 lines" in text
-    assert "whole log: sgpu logs 7f3a --rank 1" in text
+    assert "whole log: !sgpu logs 7f3a --rank 1" in text
 
 
 # ------------------------------------------------------------ bounds
@@ -190,12 +190,15 @@ def test_it_stays_within_its_limit_and_says_where_the_rest_is(ranks: int) -> Non
     assert 60_000 < len(html.encode()) <= 75_000
     assert len(html.encode()) + len(plain.encode()) <= 100_000
     assert html.count("<details style") == ranks
+    # the ranks that need attention are seen at once, the others after a click
+    before, _, after = html.partition(f"{ranks - 1} other ranks</summary>")
+    assert [part.count("<details style") for part in (before, after)] == [1, ranks - 1]
     text = stripped(html)
     # with this many ranks there is no room for the measurements
     assert ("power: 200 W on average" in text) == (ranks == 16)
     assert f"lines of {ranks} ranks in the run's log: sgpu logs 7f3a · {DIRECTORY}/rank-*.log" in text
     assert f"lines of {ranks} ranks in the run's log: sgpu logs 7f3a · {DIRECTORY}/rank-*.log" in plain
-    assert f"sgpu logs 7f3a --rank {ranks - 1} · {DIRECTORY}/rank-{ranks - 1}.log" in text
+    assert f"whole log: !sgpu logs 7f3a --rank {ranks - 1}" in text
 
 
 def printed(lines: int, ranks: int = 4) -> Run:
@@ -209,7 +212,7 @@ def printed(lines: int, ranks: int = 4) -> Run:
 def test_a_long_log_scrolls_in_a_box_of_twenty_lines() -> None:
     html = render_html(printed(50_000).view)
     assert len(html.encode()) <= 75_000
-    box = re.search(r'<div class="sgpu-scroll"[^>]*style="max-height:372px;overflow:auto">', html)
+    box = re.search(r'<div class="sgpu-scroll"[^>]*style="max-height:372px;overflow:auto;[^>]*>', html)
     assert box is not None
     assert "sgpu-scroll" not in render_html(printed(20).view)
     assert "<details" not in render_html(printed(20).view)
