@@ -29,7 +29,7 @@ from sgpu_magic.errors import PoolError, UsageError
 from sgpu_magic.files.run_directory import disk_room
 from sgpu_magic.files.run_directory import remedy as remedy_for_disk
 from sgpu_magic.formatting import count_of, format_bytes
-from sgpu_magic.system.processes import descendants, is_stopped
+from sgpu_magic.system.processes import stopped_below
 from sgpu_magic.system.secure_sockets import read_key_pair
 from sgpu_magic.views import ansi
 from sgpu_magic.wire.pool_status import MAX_SOCKET_PATH_BYTES, PROTOCOL_VERSION, socket_file
@@ -209,7 +209,8 @@ def pool(settings: Settings) -> Iterator[Finding]:
     if status.package_version != __version__:
         remedy = "`sgpu pool stop` when it is idle; the next run starts one of this version."
         yield warning("pool", f"{text}, but this is sgpu-magic {__version__}", remedy)
-    elif stopped := [pid for pid in descendants(status.pid) if is_stopped(pid)]:
+    # the agents and zygotes; ranks that stand by are below them, and the agent itself stops those
+    elif stopped := stopped_below(status.pid, 2):
         pids = " ".join(map(str, stopped))
         why = f"{text}. Of its processes, a signal or a debugger has stopped {pids}"
         yield problem("pool", why, f"`kill -CONT {pids}` continues what is stopped.")

@@ -101,7 +101,7 @@ class LocalEngine(Engine):
             agent.kill()
 
     def stopped_processes(self) -> Sequence[int]:
-        return processes.stopped_below(self._agent.pid) if self._agent.pid else ()
+        return processes.stopped_below(self._agent.pid, 1) if self._agent.pid else ()
 
     def prepare(self, run_id: str, interpreter: Interpreter, environment: Environment) -> None:
         if self.builds(interpreter, environment):

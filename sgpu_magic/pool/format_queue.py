@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from sgpu_magic.formatting import format_ranks
-from sgpu_magic.pool.format_capacity import format_amount, format_quota
+from sgpu_magic.pool.format_capacity import format_amount, format_quota, format_session
 from sgpu_magic.pool.scheduling.capacity import SPREAD, ResourceRequest
 from sgpu_magic.pool.scheduling.wait_reason import (
     Availability,
@@ -15,6 +15,7 @@ from sgpu_magic.pool.scheduling.wait_reason import (
     DevicesUnavailable,
     DevicesUnknown,
     DevicesUsedOutside,
+    HeldByRun,
     Holders,
     LockedDevices,
     NodeReserved,
@@ -48,7 +49,8 @@ def format_wait(reason: WaitReason) -> str:
         case Shortage():
             what = format_amount(reason.missing, reason.line).replace(" ", " more ", 1)
             reserved = ["freed ones are reserved for it"] if reason.is_reserved else []
-            return "; ".join([f"needs {what}", *format_blockers(reason.blockers), *reserved])
+            held = format_holders(reason.holders)
+            return "; ".join([f"needs {what}", *held, *format_blockers(reason.blockers), *reserved])
         case NodeShortage():
             return _format_node_shortage(reason)
         case NodesRequested(request=request, available=available, coming=coming):
@@ -91,9 +93,13 @@ def format_blockers(blockers: Iterable[DeviceBlocker]) -> list[str]:
 
 
 def format_holders(holders: Holders) -> list[str]:
-    """Return which runs hold how many devices: `2 are held by run 7f3a`."""
-    parts = [f"{_are(held.count)} held by run {short(held.run_id)}" for held in holders.runs]
+    """Return which runs hold how many devices: `2 are held by run 7f3a`, `4 are held by session walk`."""
+    parts = [f"{_are(held.count)} held by {_holder(held)}" for held in holders.runs]
     return [*parts, f"{holders.others} more runs hold others"] if holders.others else parts
+
+
+def _holder(held: HeldByRun) -> str:
+    return f"run {short(held.run_id)}" if held.session is None else format_session(held.run_id, held.session)
 
 
 def format_run_title(run_id: str, name: str) -> str:

@@ -250,7 +250,7 @@ def test_nbconvert_to_html(executed: Callable[..., nbformat.NotebookNode]) -> No
         "✓ succeeded train",
         "[1] epoch 1  <b>loss</b> 0.5",
         "rank 1 · ",
-        "whole log: sgpu logs",
+        "whole log: !sgpu logs",
         "returned total, where",
         "✕ failed broken",
         "ValueError on rank 1",

@@ -52,6 +52,8 @@ class FreeCapacity:
         self._holders: dict[str, tuple[str, ...]] = {}
         # (run's number, its slots on each node) by run
         self._slots: dict[str, tuple[int, Mapping[str, int]]] = {}
+        # the names of the sessions among the runs that hold anything
+        self._sessions: dict[str, str] = {}
         # (line, number of ranks) of each run that waits for an autoscaler
         self._asked: dict[str, tuple[QueueKey, int]] = {}
         self._in_use: Counter[QueueKey] = Counter()
@@ -67,7 +69,9 @@ class FreeCapacity:
 
     # ------------------------------------------------------------ leases
 
-    def take(self, run_id: str, lease: Lease, number: int = 0, *, shared: bool = False) -> None:
+    def take(
+        self, run_id: str, lease: Lease, number: int = 0, *, shared: bool = False, session: str | None = None
+    ) -> None:
         """Count `lease` as held.
 
         Args:
@@ -75,6 +79,7 @@ class FreeCapacity:
             lease: Its lease.
             number: The run's number, in order of submission.
             shared: Whether other runs may hold the same devices.
+            session: The run's name, if it is a session.
 
         Raises:
             ValueError: One of its devices is already held. This is not checked for leases with shares: an engine may
@@ -83,6 +88,8 @@ class FreeCapacity:
         taken = [uuid for uuid in lease.uuids if uuid in self._holders]
         if (taken and not lease.shares and not shared) or len(set(lease.uuids)) != len(lease.uuids):
             raise ValueError(f"lease {lease.lease_id} of run {run_id} takes devices twice: {lease.uuids}")
+        if session is not None:
+            self._sessions[run_id] = session
         for uuid in lease.uuids:
             holders = self._holders.get(uuid, ())
             self._holders[uuid] = (*holders, run_id)
@@ -105,6 +112,7 @@ class FreeCapacity:
         _, slots = self._slots.pop(run_id, (0, {}))
         self._count_slots(slots, +1)
         self._asked.pop(run_id, None)
+        self._sessions.pop(run_id, None)
 
     def refuse(self, lease: Lease, uuids: Collection[str], why: str) -> None:
         """Exclude what the engine could not get for a lease: devices, CPU slots or nodes of an autoscaler.
@@ -209,7 +217,7 @@ class FreeCapacity:
         else:
             devices = self.stock.line(want.line) if node is None else self.stock.by_node(want.line).get(node, ())
             held.update(self._holders[device.uuid][0] for device in devices if device.uuid in self._holders)
-        runs = tuple(HeldByRun(run_id, count) for run_id, count in held.items())
+        runs = tuple(HeldByRun(run_id, count, self._sessions.get(run_id)) for run_id, count in held.items())
         return Holders(runs) if len(runs) <= most else Holders(runs[: most - 1], len(runs) - most + 1)
 
     def blockers(self, want: ResourceRequest) -> tuple[DeviceBlocker, ...]:

@@ -28,7 +28,7 @@ from sgpu_magic.pool.scheduling.queue_status import Blockers, by_line, unfreed_d
 from sgpu_magic.pool.scheduling.run import ScheduledRun
 from sgpu_magic.pool.scheduling.run_table import RunTable
 from sgpu_magic.pool.scheduling.stimuli import Instruction, LaunchRun
-from sgpu_magic.wire.base import ErrorKind
+from sgpu_magic.wire.base import ErrorKind, RunKind
 from sgpu_magic.wire.devices import ANY, Inventory, Lease, Placement, memory_of
 
 Waiting = list[tuple[ScheduledRun, ResourceRequest]]
@@ -182,7 +182,8 @@ class QueueRules:
     # ------------------------------------------------------------ internals
 
     def _assign(self, run: ScheduledRun, lease: Lease) -> None:
-        self.room.take(run.run_id, lease, run.number, shared=run.orphaned)
+        session = run.spec.name if run.spec.kind is RunKind.SESSION else None
+        self.room.take(run.run_id, lease, run.number, shared=run.orphaned, session=session)
 
     def _start_waiting(self) -> list[Instruction]:
         out: dict[int, list[Instruction]] = {}

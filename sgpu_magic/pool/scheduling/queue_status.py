@@ -177,7 +177,8 @@ def wait_reason(
     missing = room.missing(want)
     if missing == 0:
         return DevicesReserved(keepers.before(run, want))
-    return Shortage(missing, want.line, _blockers(want, room, unfreed), keepers.keeps(run, want))
+    blockers = _blockers(want, room, unfreed)
+    return Shortage(missing, want.line, room.holders(want, most=3), blockers, keepers.keeps(run, want))
 
 
 def wait_over(

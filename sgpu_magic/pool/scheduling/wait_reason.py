@@ -18,10 +18,12 @@ class HeldByRun(msgspec.Struct, frozen=True):
     Args:
         run_id: The run.
         count: How many of the requested devices or slots it holds.
+        session: Its name, if it is a session; None for another run.
     """
 
     run_id: str
     count: int
+    session: str | None = None
 
 
 class Holders(msgspec.Struct, frozen=True):
@@ -168,12 +170,14 @@ class Shortage(msgspec.Struct, frozen=True):
     Args:
         missing: How many more the run needs.
         line: What they are.
+        holders: The runs that hold the others.
         blockers: Why others than those in use can't be granted.
         is_reserved: Whether freed devices are kept for the run.
     """
 
     missing: int
     line: QueueKey
+    holders: Holders = Holders()
     blockers: tuple[DeviceBlocker, ...] = ()
     is_reserved: bool = False
 
