@@ -44,7 +44,7 @@ def cluster() -> Iterator[FakeCluster]:
 @pytest.fixture(scope="module")
 def shared(cluster: FakeCluster) -> Iterator[tuple[RayPool, PoolClient]]:
     with ray_pool(cluster.address) as pool:
-        client = PoolClient(pool.home)
+        client = pool.client()
         try:
             yield pool, client
         finally:
@@ -157,7 +157,7 @@ def _in_use(client: PoolClient) -> int:
 def test_an_autoscaler_brings_what_is_asked_for(cluster: FakeCluster):
     """No node has such a GPU: the placement group asks for one, and the run goes on when it comes."""
     with ray_pool(cluster.address, ray_elastic="h100:4") as pool:
-        client = PoolClient(pool.home)
+        client = pool.client()
         try:
             given_up = client.begin("1", ranks=2, device_type="h100")
             eventually(lambda: "groups" in cluster.left(pool.name), 20, "Ray is not asked")
@@ -248,7 +248,7 @@ def test_a_killed_node_is_named_and_the_run_goes_elsewhere(client: PoolClient, p
 
 def test_a_killed_service_finds_its_runs_again(cluster: FakeCluster, tmp_path: Path):
     with ray_pool(cluster.address) as pool:
-        client = PoolClient(pool.home)
+        client = pool.client()
         try:
             go = tmp_path / "go"
             body = f"import pathlib, time\nwhile not pathlib.Path({str(go)!r}).exists():\n    time.sleep(0.05)\n7"
@@ -268,7 +268,7 @@ def test_a_killed_service_finds_its_runs_again(cluster: FakeCluster, tmp_path: P
 
 def test_a_pool_that_never_comes_back_leaves_nothing(cluster: FakeCluster):
     with ray_pool(cluster.address, adopt_timeout_s="3") as pool:
-        client = PoolClient(pool.home)
+        client = pool.client()
         try:
             run = client.begin(SLEEP, ranks=4, device_type="a10")
             run.wait_for(RanksStarted)

@@ -55,7 +55,7 @@ def pool() -> Iterator[ManyAgents]:
 
 @pytest.fixture
 def client(pool: ManyAgents) -> Iterator[PoolClient]:
-    client = PoolClient(pool.home)
+    client = pool.client()
     yield client
     client.close()
 
@@ -135,7 +135,7 @@ def test_in_a_pool_on_ray_the_outer_cluster_is_another_one():
     try:
         pool = RayPool(cluster.address, {"SGPU_RAY_DASHBOARD": "false"})
         try:
-            client = PoolClient(pool.home)
+            client = pool.client()
             try:
                 body = (
                     "import os, ray\nray.init(namespace='sgpu-outer')\n"

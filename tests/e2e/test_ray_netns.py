@@ -43,7 +43,7 @@ def pool(cluster: NetnsCluster) -> Iterator[RayPool]:
 
 @pytest.fixture(scope="module")
 def client(pool: RayPool, cluster: NetnsCluster) -> Iterator[PoolClient]:
-    client = PoolClient(pool.home)
+    client = pool.client()
     try:
         eventually(lambda: gpus(client) == 4, 60, lambda: f"the pool has {gpus(client)} GPUs")
         yield client

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from homes import Home
-from pool_client import set_environ
+from pool_client import PoolClient, set_environ
 from process_table import Process, below, is_alive, process_table
 from waiting import eventually
 
@@ -277,6 +277,15 @@ class RayPool:
                 [sys.executable, str(program)], env=self.home.environ, stdout=log, stderr=log, cwd="/"
             )
         eventually(lambda: self.home.pool_pid() is not None, _START_S, lambda: self.log.read_text())
+
+    def client(self) -> PoolClient:
+        """Return a client once the nodes have answered.
+
+        On a busy machine Ray starts its workers for longer than the pool lets a run wait for its nodes.
+        """
+        client = PoolClient(self.home)
+        eventually(lambda: client.pool.status().problem is None, 60, lambda: f"{client.pool.status().problem}")
+        return client
 
     def kill(self) -> None:
         assert self.process is not None

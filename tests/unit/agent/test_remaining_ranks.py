@@ -116,6 +116,6 @@ def test_a_killed_rank_of_a_session_is_replaced_once_it_has_ended(agent: AgentPr
     assert cell not in agent.gone
     lasting.release()
     agent.wait_until_gone(cell)
-    assert agent.restart(session.run_id, (1,)) == ""
+    assert agent.restart(session.run_id, (1,)) is None
     assert agent.wait_for(session.run_id, RanksRestarted).ranks == (1,)
     assert session.run("print(rank)")[1] == {0: "0\n", 1: "1\n"}
