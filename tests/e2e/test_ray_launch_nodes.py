@@ -55,7 +55,7 @@ def pool() -> Iterator[ManyAgents]:
 
 @pytest.fixture
 def client(pool: ManyAgents) -> Iterator[PoolClient]:
-    client = pool.client()
+    client = PoolClient(pool.home)
     yield client
     client.close()
 

@@ -280,8 +280,9 @@ def test_with_little_room_the_ranks_that_stand_out_are_listed() -> None:
     html = render_html(run.end(RunState.FAILED, 70, failure, released(*range(900))).view)
     assert len(html.encode()) <= 21_000
     listed = re.findall(r">rank (\d+)</b>", html)
-    assert {"700", "900", "0"} <= set(listed)
-    assert listed == sorted(listed, key=int)
+    # those that stand out are open, the others behind a summary
+    assert listed[:3] == ["700", "900", "0"]
+    assert listed[2:] == sorted(listed[2:], key=int)
     assert f"and {1000 - len(listed)} more ranks: sgpu logs 7f3a --rank N" in stripped(html)
 
 
