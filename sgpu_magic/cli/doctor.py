@@ -5,11 +5,13 @@ Starts no pool and changes nothing. Each check prints one line as soon as it is 
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import os
 import stat
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
@@ -18,7 +20,9 @@ from typing import TextIO
 from sgpu_magic import __version__
 from sgpu_magic.cli import machine_checks, python_checks
 from sgpu_magic.cli.finding import Finding, Level, ok, problem, warning
-from sgpu_magic.cli.main import CommandParser
+from sgpu_magic.cli.json_form import text_or_none
+from sgpu_magic.cli.json_records import DoctorReport, FindingRow, encode
+from sgpu_magic.cli.main import CommandParser, add_json
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.client.pool_choosing import describe_devices
 from sgpu_magic.client.pools import Pools, PoolStatusReply
@@ -285,8 +289,36 @@ def _pool_finding(answer: PoolStatusReply) -> Finding:
     return ok(name, text)
 
 
+def report(environ: Mapping[str, str]) -> DoctorReport:
+    """Run all checks and return their findings in the form of `--json`."""
+    found = list(findings(environ))
+    levels = Counter(finding.level for finding in found)
+    return DoctorReport(
+        findings=tuple(
+            FindingRow(
+                level=finding.level.value,
+                name=finding.name,
+                text=ansi.plain(finding.text),
+                remedy=text_or_none(finding.remedy),
+            )
+            for finding in found
+        ),
+        problems=levels[Level.PROBLEM],
+        warnings=levels[Level.WARNING],
+    )
+
+
 def _options(parser: CommandParser) -> None:
-    parser.does(lambda _: 0 if run(os.environ, sys.stdout) else 1)
+    add_json(parser)
+    parser.does(_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    if not options.json:
+        return 0 if run(os.environ, sys.stdout) else 1
+    found = report(os.environ)
+    sys.stdout.write(f"{encode(found)}\n")
+    return 1 if found.problems else 0
 
 
 COMMANDS = {"doctor": _options}

@@ -35,7 +35,7 @@ _COMMANDS = {
     "replay": ("replay", "run a recorded run again"),
     "sync": ("sync", "send to MLflow what could not be sent before"),
     "env": ("environments", "manage base, saved and built environments"),
-    "usage": ("runs", "show what runs used and cost"),
+    "usage": ("usage", "show what runs used and cost"),
     "help": ("main", "show the page about an error, or list all pages"),
     "doctor": ("doctor", "check this machine's set-up"),
 }
@@ -70,6 +70,11 @@ def whole_number(least: int, most: int, what: str) -> Callable[[str], int]:
         return int(text)
 
     return read
+
+
+def add_json(parser: CommandParser, what: str = "print one JSON document instead of text") -> None:
+    """Add the option `--json`."""
+    parser.add_argument("--json", action="store_true", help=what)
 
 
 positive = whole_number(1, 999_999_999, "a whole number above 0")
