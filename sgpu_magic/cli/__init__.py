@@ -2,7 +2,7 @@
 
 __main__         `python -m sgpu_magic.cli`
 main             the top-level parser, exit codes, the table of commands, shared option types
-status           `sgpu pool status`
+status           `sgpu status`, `sgpu pool status`
 runs             `sgpu runs`, `sgpu cancel`, `sgpu detach`, `sgpu stacks`
 usage            `sgpu usage`
 forwarding       `sgpu port-forward`

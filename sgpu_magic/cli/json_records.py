@@ -364,7 +364,7 @@ class PoolDetails(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PoolStatusRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A pool of `sgpu pool status`.
+    """A pool of `sgpu status`.
 
     Args:
         name: The pool's name.
@@ -384,7 +384,7 @@ class PoolStatusRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Status(Document, frozen=True, kw_only=True):
-    """`sgpu pool status`.
+    """`sgpu status`, and `sgpu pool status`.
 
     Args:
         pools: The local pool, then those of the list.
@@ -542,6 +542,7 @@ DOCUMENTS: Mapping[str, type[Document]] = {
     "sgpu runs": RunList,
     "sgpu logs": LogLine,
     "sgpu jobs": JobList,
+    "sgpu status": Status,
     "sgpu pool status": Status,
     "sgpu pool list": PoolList,
     "sgpu types": TypeList,

@@ -20,6 +20,7 @@ _INTERRUPTED = 128 + signal.SIGINT
 # a shell's exit code for a program killed by SIGPIPE
 _NOBODY_READS = 128 + 13
 _COMMANDS = {
+    "status": ("status", "show the pools' devices, queue and runs"),
     "pool": ("pools", "manage pools: show, list, serve, stop"),
     "types": ("pools", "list the pools' GPU types with memory, nodes and price"),
     "runs": ("runs", "list the most recent runs"),

@@ -1,4 +1,4 @@
-"""`sgpu pool status`: the pools' devices, queue and runs, as `%sgpu_status` shows them."""
+"""`sgpu status`: the pools' devices, queue and runs, as `%sgpu_status` shows them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def status_text(answers: list[PoolStatusReply]) -> str:
 
 
 def add_options(parser: CommandParser) -> None:
-    """Add the options of `sgpu pool status` to its parser."""
+    """Add the options of `sgpu status` to its parser, and to that of `sgpu pool status`."""
     parser.add_argument("--pool", default="", metavar="NAME", help="only this pool (default: all in the list)")
     add_json(parser)
     parser.does(_show)
@@ -47,3 +47,6 @@ def add_options(parser: CommandParser) -> None:
 def _show(options: argparse.Namespace) -> str:
     answers = ask(load_settings(), options.pool)
     return encode(status_document(answers, time.time())) if options.json else status_text(answers)
+
+
+COMMANDS = {"status": add_options}

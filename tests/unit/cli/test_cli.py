@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -104,6 +105,7 @@ def newest_run(home: Home) -> str:
 
 @pytest.mark.slow
 def test_without_a_pool_everything_says_so_and_starts_none(bare_home: Home):
+    assert "no local pool is running" in output_of(bare_home, "status")
     assert "no local pool is running" in output_of(bare_home, "pool", "status")
     assert "no local pool is running" in output_of(bare_home, "pool", "stop")
     assert output_of(bare_home, "runs") == "no runs yet\n"
@@ -221,9 +223,25 @@ def test_a_reader_that_leaves_is_no_error(bare_home: Home):
 
 
 def test_status_is_that_of_the_magic(kernel: Kernel, home: Home):
-    shown = output_of(home, "pool", "status")
+    kernel.check("%%distributed -n 1 --name counted --ui none\npass")
+    shown = output_of(home, "status")
     assert shown.splitlines()[0] == kernel.check("%sgpu_status").text.splitlines()[0]
     assert "succeeded" in shown
+    assert output_of(home, "pool", "status").splitlines()[0] == shown.splitlines()[0]
+
+
+def test_status_as_json_has_the_facts_of_the_pool(kernel: Kernel, home: Home):
+    kernel.check("%%distributed -n 1 --name counted --ui none\npass")
+    (pool,) = json.loads(output_of(home, "status", "--json"))["pools"]
+    details = pool["details"]
+    assert (pool["name"], pool["kind"], pool["state"], pool["problem"]) == ("local", "local", "up", None)
+    assert details["pid"] == home.pool_pid()
+    assert details["cpu_slots"] >= details["cpu_slots_free"] > 0
+    newest = details["runs"][0]
+    assert (newest["id"], newest["name"], newest["state"]) == (newest_run(home), "counted", "succeeded")
+    assert newest["duration_s"] >= 0
+    (listed,) = json.loads(output_of(home, "runs", "-n", "1", "--json"))["runs"]
+    assert listed == newest
 
 
 def test_the_doctor_names_the_pool_and_its_version(kernel: Kernel, home: Home, monkeypatch: pytest.MonkeyPatch):

@@ -179,9 +179,10 @@ def test_pools_that_do_not_answer(kept: KeptRuns, document: Callable[..., Any]):
     assert [each["pool"] for each in document("runs")["omitted"]] == ["team"]
     assert [each["pool"] for each in document("usage")["omitted"]] == ["team"]
     assert [each["pool"] for each in document("types")["omitted"]] == ["team"]
-    local, team = document("pool", "status")["pools"]
-    assert (local["state"], local["details"]) == ("not running", None)
-    assert (team["state"], team["details"]) == ("unreachable", None)
+    for command in (["status"], ["pool", "status"]):
+        local, team = document(*command)["pools"]
+        assert (local["state"], local["details"]) == ("not running", None)
+        assert (team["state"], team["details"]) == ("unreachable", None)
 
 
 def test_the_status_of_a_pool():
