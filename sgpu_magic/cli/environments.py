@@ -19,7 +19,7 @@ from sgpu_magic.cli.json_records import (
 from sgpu_magic.cli.main import CommandParser, add_json
 from sgpu_magic.config import Settings, load_settings
 from sgpu_magic.errors import UsageError
-from sgpu_magic.formatting import count_of, format_bytes, format_clock
+from sgpu_magic.formatting import count_of, format_bytes, format_rough_span
 from sgpu_magic.packages import named_environments
 from sgpu_magic.packages.named_environments import BASE_NAMES, BaseList, base_list
 from sgpu_magic.packages.node.store import BuiltEnvironments, read_built
@@ -165,7 +165,7 @@ def prune(settings: Settings, days: float, now: float | None = None) -> str:
 def _built_row(store: BuiltEnvironments, name: str, now: float) -> tuple[str, ...]:
     built, size = read_built(store.folder(name)), store.size(name)
     packages = count_of(built.packages, "package") if built is not None else "unreadable"
-    used = f"used {format_clock(max(0.0, now - store.last_used(name)))} ago"
+    used = f"used {format_rough_span(now - store.last_used(name))} ago"
     return (name[:12], packages, "-" if size is None else format_bytes(size), used)
 
 

@@ -21,7 +21,7 @@ from sgpu_magic.cli.main import CommandParser, add_json, positive
 from sgpu_magic.config import Settings, load_settings, private_dir
 from sgpu_magic.errors import UsageError
 from sgpu_magic.files.atomic_file import read_json, write_whole
-from sgpu_magic.formatting import format_clock
+from sgpu_magic.formatting import format_elapsed
 from sgpu_magic.system.processes import is_running, process_start
 from sgpu_magic.views.units import aligned
 from sgpu_magic.wire.base import is_valid_id, short
@@ -37,7 +37,7 @@ def listing(settings: Settings, limit: int) -> str:
     found = all_jobs(settings)[:limit]
     if not found:
         return "no jobs yet: `sgpu run notebook.ipynb` starts one"
-    rows = [("job", "notebook", "state", "cells", "started", "for", "executed copy")]
+    rows = [("job", "notebook", "state", "cells", "started", "duration", "executed copy")]
     rows += [_row(record, time.time()) for record in found]
     return "\n".join(aligned(rows, right=(5,)))
 
@@ -79,7 +79,7 @@ def _row(record: JobRecord, now: float) -> tuple[str, ...]:
         record.state if record.code in (None, 0) else f"{record.state} ({record.code})",
         f"{record.done}/{record.cells}",
         time.strftime("%Y-%m-%d %H:%M", time.localtime(record.started_at)),
-        "-" if duration_s is None else format_clock(duration_s),
+        "-" if duration_s is None else format_elapsed(duration_s),
         record.copy or "-",
     )
 
