@@ -73,7 +73,7 @@ def run_row(run: RunSummary, pool: str, now: float) -> RunRow:
         submitted_at=time_of(run.submitted_at),
         started_at=time_or_none(run.started_at),
         ended_at=time_or_none(run.ended_at),
-        duration_s=_duration_s(run, now),
+        duration_s=running_s(run, now),
         ranks=run.ranks,
         gpus=_gpus(run),
         type=run.device_type,
@@ -89,7 +89,8 @@ def run_row(run: RunSummary, pool: str, now: float) -> RunRow:
     )
 
 
-def _duration_s(run: RunSummary, now: float) -> float | None:
+def running_s(run: RunSummary, now: float) -> float | None:
+    """Return seconds since a run's ranks started, until its end or now; None before, and if its end is unknown."""
     if run.started_at is None:
         return None
     if run.ended_at is not None:

@@ -336,7 +336,7 @@ def test_types_of_all_pools(scene: Scene):
 @pytest.mark.slow
 def test_a_runs_pool_is_found_by_its_id(scene: Scene):
     run = scene.long_run("-n 1 --type h100", "far")
-    assert re.search(rf"^{run[:4]}\w* +cloud +far +1 . H100", scene.sgpu("runs"), re.MULTILINE)
+    assert re.search(rf"^{run[:4]}\w* +cloud +far +\w+ .* 1 . H100", scene.sgpu("runs"), re.MULTILINE)
     assert re.search(rf"^{run[:4]}\w* +cloud ", scene.sgpu("runs", "--pool", "cloud"), re.MULTILINE)
     assert run[:4] not in scene.sgpu("runs", "--pool", "team")
     for pool, has in (("", True), ("cloud", True), ("team", False), ("local", False)):
