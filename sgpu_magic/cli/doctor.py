@@ -6,7 +6,6 @@ Starts no pool and changes nothing. Each check prints one line as soon as it is 
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 import stat
 import sys
@@ -33,6 +32,7 @@ from sgpu_magic.errors import PoolError, UsageError
 from sgpu_magic.files.run_directory import disk_room
 from sgpu_magic.files.run_directory import remedy as remedy_for_disk
 from sgpu_magic.formatting import count_of, format_bytes
+from sgpu_magic.suggestions import did_you_mean
 from sgpu_magic.system.processes import stopped_below
 from sgpu_magic.system.secure_sockets import read_key_pair
 from sgpu_magic.views import ansi
@@ -136,8 +136,7 @@ def variables(environ: Mapping[str, str]) -> Iterator[Finding]:
     known = [*(f"SGPU_{name.upper()}" for name in Settings.__struct_fields__), *_OTHER_VARIABLES]
     for name in sorted(environ):
         if name.startswith("SGPU_") and name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            remedy = f"Did you mean {near[0]}?" if near else f"The variables are: {', '.join(sorted(known))}."
+            remedy = did_you_mean(name, known) or f"The variables are: {', '.join(sorted(known))}."
             yield warning("variables", f"{name} is not a variable of sgpu-magic", remedy)
 
 

@@ -9,10 +9,10 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
 
 from sgpu_magic import __version__
 from sgpu_magic.errors import SgpuError, UsageError
+from sgpu_magic.options.strict_parser import StrictParser
 
 _PAIRED = {"-p": "--parameters", "--parameters": "--parameters", "-r": "--raw", "--raw": "--raw"}
 _OK, _FAILED, _USAGE = 0, 1, 2
@@ -42,14 +42,8 @@ _COMMANDS = {
 }
 
 
-class CommandParser(argparse.ArgumentParser):
-    """An argument parser that raises `UsageError`, and accepts no abbreviated options."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options, allow_abbrev=False)
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}. `{self.prog} --help` shows the usage.")
+class CommandParser(StrictParser):
+    """The parser of the command or of a subcommand."""
 
     def does(self, do: Callable[[argparse.Namespace], str | int]) -> None:
         """Set the function that executes the command. It returns an exit code, or a text to print."""
@@ -116,7 +110,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         words = list(sys.argv[1:] if arguments is None else arguments)
         parser = command_parser(words)
-        options = parser.parse_args(normalized(words))
+        try:
+            options = parser.parse_args(normalized(words))
+        except UsageError as error:
+            # the message begins with the command
+            print(error.message, file=sys.stderr)
+            return _USAGE
         options.words = words
         if options.command is None:
             parser.print_help(sys.stderr)
@@ -131,7 +130,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _NOBODY_READS
     except SgpuError as error:
-        print(f"sgpu: {error.message}\nSee `sgpu help {error.topic}`.", file=sys.stderr)
+        print(f"sgpu: {error.message}", file=sys.stderr)
+        if error.points_to_help:
+            print(f"See `sgpu help {error.topic}`.", file=sys.stderr)
         return _USAGE if isinstance(error, UsageError) else _FAILED
     except KeyboardInterrupt:
         return _INTERRUPTED

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from examples import first_rows
+from kept_runs import KeptRuns
 from kernels import Home, Kernel, eventually
 
 from sgpu_magic.cli import doctor
@@ -54,6 +55,14 @@ def only_error(result: tuple[int, str, str], code: int) -> str:
     paragraph, pointer = result[2].splitlines()
     assert re.fullmatch(r"See `sgpu help [a-z-]+`\.", pointer)
     return paragraph
+
+
+def only_line(result: tuple[int, str, str]) -> str:
+    """The only line of a command line that can't be parsed. It begins with the command, and needs no pointer."""
+    assert (result[0], result[1]) == (2, "")
+    assert result[2].startswith("sgpu ") or result[2].startswith("sgpu: ")
+    assert result[2].count("\n") == 1
+    return result[2].rstrip("\n")
 
 
 def kept_run(home: Home, run_id: str, logs: dict[int, bytes]) -> str:
@@ -120,23 +129,59 @@ def test_without_a_pool_everything_says_so_and_starts_none(bare_home: Home):
 @pytest.mark.parametrize(
     ("arguments", "word"),
     first_rows([
-        (["logs"], "RUN"),
         (["logs", "../../etc/passwd"], "is not a run's id"),
         (["logs", ""], "is not a run's id"),
-        (["logs", "7f3a", "--rank", "-1"], "--rank"),
-        (["logs", "7f3a", "--rank", "one"], "'one' is not a rank"),
-        (["runs", "-n", "0"], "'0' is not a whole number above 0"),
-        (["runs", "--all", "-n", "3"], "not allowed with"),
-        (["pool", "restart"], "restart"),
         (["cancel", "%"], "is not a run's id"),
         (["detach", "%"], "is not a run's id"),
         (["stacks", "%"], "is not a run's id"),
-        (["detach"], "RUN"),
-        (["fly"], "fly"),
-    ], 5),
+    ], 2),
 )  # fmt: skip
 def test_what_means_nothing_is_one_paragraph(bare_home: Home, arguments: list[str], word: str):
     assert word in only_error(sgpu(bare_home, *arguments), 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    first_rows([
+        (["fly"], "sgpu has no command `fly`. `sgpu --help` shows the usage."),
+        (["log"], "sgpu has no command `log`. Did you mean `logs`?"),
+        (["pool", "lst"], "sgpu pool has no command `lst`. Did you mean `list`?"),
+        (["logs", "--folow", "7f3a"], "sgpu logs has no option `--folow`. Did you mean `--follow`?"),
+        (["pool", "serve", "--lisen", "tcp://a:1"], "sgpu pool serve has no option `--lisen`. Did you mean `--listen`?"),
+        (["run", "--timeot", "5m", "n.ipynb"], "sgpu run has no option `--timeot`. Did you mean `--timeout`?"),
+        (["runs", "--state", "faild"], "sgpu runs: --state has no value `faild`. Did you mean `failed`?"),
+        (["usage", "--by", "colour"], "sgpu usage: --by has no value `colour`. The values are day, user, session, "
+         "notebook, type."),
+        (["jobs", "-n", "5", "lo"], "sgpu jobs has no command `lo`. Did you mean `log`?"),
+        (["pool", "restart"], "sgpu pool has no command `restart`. `sgpu pool --help` shows the usage."),
+        (["logs"], "sgpu logs: the following arguments are required: RUN. `sgpu logs --help` shows the usage."),
+        (["logs", "7f3a", "more"], "sgpu logs: unrecognized arguments: more. `sgpu logs --help` shows the usage."),
+        (["logs", "7f3a", "--rank", "one"], "sgpu logs: argument --rank: 'one' is not a rank: 0, 1, 2 .... "
+         "`sgpu logs --help` shows the usage."),
+        (["runs", "-n", "0"], "sgpu runs: argument -n: '0' is not a whole number above 0. `sgpu runs --help` shows "
+         "the usage."),
+        (["runs", "--all", "-n", "3"], "sgpu runs: argument -n: not allowed with argument --all. `sgpu runs --help` "
+         "shows the usage."),
+    ], 5),
+)  # fmt: skip
+def test_a_command_line_that_means_nothing_is_one_line(bare_home: Home, arguments: list[str], line: str):
+    assert only_line(sgpu(bare_home, *arguments)) == line
+
+
+def test_a_suggestion_replaces_the_pointer_to_help(bare_home: Home):
+    code, out, err = sgpu(bare_home, "types", "--pool", "locl")
+    assert (code, out, err) == (2, "", "sgpu: there is no pool named `locl`. Did you mean `local`?\n")
+
+
+def test_a_misspelled_run_is_suggested_from_the_newest(bare_home: Home):
+    settings = load_settings(bare_home.environ)
+    kept = KeptRuns(settings)
+    kept.add("7f3a0001")
+    kept.close()
+    code, out, err = sgpu(bare_home, "logs", "7f3b")
+    assert (code, out) == (2, "")
+    assert err == "sgpu: no run on this machine has an id that begins with '7f3b'. Did you mean `7f3a`?\n"
+    assert "`sgpu runs --all` lists them" in only_error(sgpu(bare_home, "logs", "00"), 2)
 
 
 def test_settings_that_mean_nothing_are_one_paragraph(bare_home: Home):

@@ -259,6 +259,7 @@ def test_the_command_reads_the_ledger(kept_home: Home) -> None:
     for bad in (("--since", "soon"), ("--since", "0d"), ("--by", "colour"), ("--format", "xml")):
         done = sgpu(kept_home, "usage", *bad)
         assert (done.returncode, done.stdout) == (2, "")
-        assert len(done.stderr.splitlines()) == 2
+        # the command's parser knows what to write instead, other errors have a page of help
+        assert len(done.stderr.splitlines()) == (2 if bad[0] == "--since" else 1)
     with pytest.raises(UsageError, match="--since 'soon' is not a length of time: write one such as 7d, 12h"):
         usage_within(load_settings(kept_home.environ), [], "soon", "day")
