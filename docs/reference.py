@@ -130,6 +130,20 @@ values. `env_version`, `variables`, `track`, `tracking_uri`, `code_warn_bytes`, 
 `stand_in`, `lone_training` and `session_idle_s` belong to the notebook: `%env SGPU_TRACK=off` in a running one counts
 from the next run.
 """,
+    "completion": """## Completion in a shell
+
+Tab completes commands, options and their values, the ids of runs and jobs, pools and GPU types. Candidates come from
+files on this machine: no pool is asked or started.
+
+| shell | in its startup file |
+|---|---|
+| bash | `eval "$(register-python-argcomplete sgpu)"` |
+| zsh | `autoload -U bashcompinit && bashcompinit`, then `eval "$(register-python-argcomplete sgpu)"` |
+| fish | `register-python-argcomplete --shell fish sgpu \\| source` |
+
+`register-python-argcomplete` is installed beside `sgpu`. See [argcomplete](https://kislyuk.github.io/argcomplete/) for
+completion of all programs that use it.
+""",
     "json": """# JSON of the `sgpu` command
 
 With `--json` these commands print one JSON document on standard output and nothing else; `sgpu logs --json` prints one
@@ -223,6 +237,7 @@ def _command() -> Iterator[str]:
     yield f"{whole.description}\n"
     yield f"{whole.epilog}\n"
     yield "`--json` prints what a command lists for other programs: [the documents](json.md).\n"
+    yield INTRODUCTIONS["completion"]
     for name in _commands(whole):
         yield from _parser(f"`sgpu {name}`", _commands(command_parser([name]))[name])
 

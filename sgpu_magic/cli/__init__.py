@@ -18,6 +18,7 @@ replay           `sgpu replay`: launches a run again from its directory
 torchrun         `sgpu torchrun`: torchrun's options for `sgpu run`
 jobs             `sgpu jobs`, and the records of the jobs that `sgpu run` executes
 headless/        executing a notebook without a front end
+completion       completion of the command in shells
 json_records     the documents of `--json`
 json_form        runs, pools and amounts as records of these documents
 

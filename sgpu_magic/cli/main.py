@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """Entry point of the `sgpu` command: the top-level parser, exit codes, and option types that the commands share."""
 
 from __future__ import annotations
@@ -107,6 +108,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             # characters that the terminal lacks are replaced instead of raising an error
             stream.reconfigure(errors="replace")
+    if "_ARGCOMPLETE" in os.environ:
+        importlib.import_module("sgpu_magic.cli.completion").complete()
     try:
         words = list(sys.argv[1:] if arguments is None else arguments)
         parser = command_parser(words)

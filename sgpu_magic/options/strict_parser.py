@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar, NoReturn
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, NoReturn, cast
 
 from sgpu_magic.errors import UsageError
 
@@ -39,6 +39,19 @@ class StrictParser(argparse.ArgumentParser):
             self._check_options(rest)
             self.error(f"unrecognized arguments: {' '.join(rest)}")
         return found, rest
+
+    def arguments(self) -> Iterator[tuple[str, argparse.Action]]:
+        """Yield the arguments of this parser and of its subcommands, each with the name of its parser."""
+        for action in self._actions:
+            yield self.prog, action
+            for subparser in self._commands_of(action):
+                yield from subparser.arguments()
+
+    @staticmethod
+    def _commands_of(action: argparse.Action) -> list[StrictParser]:
+        if action.nargs != argparse.PARSER:
+            return []
+        return list(cast("Mapping[str, StrictParser]", action.choices).values())
 
     @property
     def _pointer(self) -> str:
