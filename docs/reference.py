@@ -22,7 +22,7 @@ from docstring_parser import DocstringStyle, parse
 
 from sgpu_magic import errors
 from sgpu_magic.cli import json_records
-from sgpu_magic.cli.main import command_parser
+from sgpu_magic.cli.main import CommandParser, command_parser
 from sgpu_magic.config import Settings
 from sgpu_magic.options.argparse_form import LINE_PARSERS, RAY, parser
 from sgpu_magic.wire import client, events, files, node, rank, tracking
@@ -259,6 +259,8 @@ def _parser(title: str, made: argparse.ArgumentParser, depth: int = 2) -> Iterat
         yield from _table(("option", "meaning"), rows)
     if made.epilog:
         yield f"{made.epilog}\n"
+    if isinstance(made, CommandParser):
+        yield f"    {made.example}\n"
     for name, command in _commands(made).items():
         yield from _parser(f"`{command.prog}`" if name in command.prog else f"`{name}`", command, depth + 1)
 

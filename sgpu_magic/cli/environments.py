@@ -16,7 +16,7 @@ from sgpu_magic.cli.json_records import (
     SavedEnvironmentRow,
     encode,
 )
-from sgpu_magic.cli.main import CommandParser, add_json
+from sgpu_magic.cli.main import CommandParser, add_command, add_json
 from sgpu_magic.config import Settings, load_settings
 from sgpu_magic.errors import UsageError
 from sgpu_magic.formatting import count_of, format_bytes, format_rough_span
@@ -192,19 +192,21 @@ def _list(options: argparse.Namespace) -> str:
 
 def _options(parser: CommandParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    made = actions.add_parser("list", help="list environments with size and last use")
+    made = add_command(actions, "list", "list environments with size and last use", "sgpu env list")
     add_json(made)
     made.does(_list)
-    made = actions.add_parser("export", help="write the requirements file of a base environment")
+    made = add_command(
+        actions, "export", "write the requirements file of a base environment", "sgpu env export 4 requirements"
+    )
     made.add_argument("name", metavar="4|ai-4", help="base environment")
     made.add_argument(
         "directory", metavar="DIR", nargs="?", default=".", help="directory to write to (default: the current one)"
     )
     made.does(lambda options: export(options.name, options.directory))
-    made = actions.add_parser("remove", help="remove a saved or built environment")
+    made = add_command(actions, "remove", "remove a saved or built environment", "sgpu env remove work")
     made.add_argument("name", metavar="NAME", help="name, or the first digits of a built environment's ID")
     made.does(lambda options: remove(load_settings(), options.name))
-    made = actions.add_parser("prune", help="remove built environments that no run uses")
+    made = add_command(actions, "prune", "remove built environments that no run uses", "sgpu env prune --days 30")
     made.add_argument(
         "--days", type=_days, default=0.0, metavar="N", help="only those not used for N days (default: 0)"
     )

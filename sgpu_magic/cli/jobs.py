@@ -17,7 +17,7 @@ import msgspec
 
 from sgpu_magic.cli.json_form import time_of, time_or_none
 from sgpu_magic.cli.json_records import JobList, JobRow, encode
-from sgpu_magic.cli.main import CommandParser, add_json, positive
+from sgpu_magic.cli.main import CommandParser, add_command, add_json, positive
 from sgpu_magic.config import Settings, load_settings, private_dir
 from sgpu_magic.errors import UsageError
 from sgpu_magic.files.atomic_file import read_json, write_whole
@@ -252,9 +252,9 @@ def _options(parser: CommandParser) -> None:
     add_json(parser)
     parser.does(_list)
     actions = parser.add_subparsers(dest="action", metavar="ACTION")
-    log = actions.add_parser("log", help="print the output of a detached job")
+    log = add_command(actions, "log", "print the output of a detached job", "sgpu jobs log 3c1e")
     log.does(lambda options: log_text(load_settings(), options.job))
-    ends = actions.add_parser("stop", help="stop a job and its runs")
+    ends = add_command(actions, "stop", "stop a job and its runs", "sgpu jobs stop 3c1e")
     ends.does(lambda options: stop(load_settings(), options.job))
     for made in (log, ends):
         made.add_argument("job", metavar="JOB", help="ID of the job, or its first digits")

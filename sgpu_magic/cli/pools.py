@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -20,7 +20,7 @@ from sgpu_magic.cli.json_records import (
     TypeRow,
     encode,
 )
-from sgpu_magic.cli.main import CommandParser, add_json
+from sgpu_magic.cli.main import CommandParser, add_command, add_json
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.client.pool_choosing import PriceBook, counts, describe_devices, money_of
 from sgpu_magic.client.pools import PATIENCE_S, Pools, PoolStatusReply
@@ -241,8 +241,15 @@ def stop(settings: Settings, *, force: bool) -> str:
 
 def _pool_options(parser: CommandParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    status.add_options(actions.add_parser("status", help="show devices, queue and runs; starts no pool"))
-    made = actions.add_parser("add", help="add a pool on another machine to the list, for --pool")
+    status.add_options(
+        add_command(actions, "status", "show devices, queue and runs; starts no pool", "sgpu pool status --pool team")
+    )
+    made = add_command(
+        actions,
+        "add",
+        "add a pool on another machine to the list, for --pool",
+        "sgpu pool add team tcp://gpu1.example.org:8700 --key KEY",
+    )
     made.add_argument("name", metavar="NAME", help="name to use with --pool")
     made.add_argument("address", metavar="tcp://HOST:PORT", help="address that it listens on")
     made.add_argument("--key", required=True, metavar="KEY", help="its public key, as printed by `sgpu pool serve`")
@@ -252,14 +259,14 @@ def _pool_options(parser: CommandParser) -> None:
     made.add_argument("--replace", action="store_true", help="replace the pool of that name")
     made.add_argument("--no-check", action="store_true", help="add it without trying to reach it")
     made.does(_add)
-    made = actions.add_parser("list", help="list pools for --pool, with their state")
+    made = add_command(actions, "list", "list pools for --pool, with their state", "sgpu pool list")
     add_json(made)
     made.does(_list)
-    made = actions.add_parser("remove", help="remove a pool from the list; its runs continue")
+    made = add_command(actions, "remove", "remove a pool from the list; its runs continue", "sgpu pool remove team")
     made.add_argument("name", metavar="NAME", help="name of the pool in the list")
     made.does(lambda options: remove(options.name))
-    _serving_options(actions.add_parser)
-    made = actions.add_parser("stop", help="stop the pool; the next run starts it again")
+    _serving_options(actions)
+    made = add_command(actions, "stop", "stop the pool; the next run starts it again", "sgpu pool stop")
     made.add_argument("--force", action="store_true", help="even if runs are in progress, which end too")
     made.does(lambda options: stop(load_settings(), force=options.force))
 
@@ -274,15 +281,25 @@ def _add(it: argparse.Namespace) -> str:
     return add(load_settings(), entry, check=not it.no_check, replace=it.replace)
 
 
-def _serving_options(add: Callable[..., CommandParser]) -> None:
-    serve = add("serve", help="serve a pool to other machines, in the foreground")
+def _serving_options(actions: Any) -> None:
+    serve = add_command(
+        actions,
+        "serve",
+        "serve a pool to other machines, in the foreground",
+        "sgpu pool serve --listen tcp://0.0.0.0:8700 --name team",
+    )
     serve.add_argument("--engine", choices=("local", "ray"), default="local", help="where ranks run (default: local)")
     serve.add_argument("--listen", required=True, metavar="tcp://0.0.0.0:PORT", help="address to listen on for clients")
     _add_name(serve)
     serve.add_argument(
         "--same-files", action="store_true", help="nodes see the clients' files and Pythons, so build no environments"
     )
-    deploy = add("deploy", help="start a served pool on a Ray cluster, as a Ray job")
+    deploy = add_command(
+        actions,
+        "deploy",
+        "start a served pool on a Ray cluster, as a Ray job",
+        "sgpu pool deploy --ray http://head:8265 --name team",
+    )
     _add_ray(deploy)
     deploy.add_argument(
         "--listen",
@@ -292,17 +309,19 @@ def _serving_options(add: Callable[..., CommandParser]) -> None:
     )
     _add_name(deploy)
     deploy.add_argument("job", nargs="*", metavar="-- OPTIONS", help="options of `ray job submit`")
-    undeploy = add("undeploy", help="stop a deployed pool")
+    undeploy = add_command(
+        actions, "undeploy", "stop a deployed pool", "sgpu pool undeploy --ray http://head:8265 --name team"
+    )
     _add_ray(undeploy)
     _add_name(undeploy)
-    keygen = add("keygen", help="create the key that identifies you to pools")
+    keygen = add_command(actions, "keygen", "create the key that identifies you to pools", "sgpu pool keygen")
     keygen.add_argument("--force", action="store_true", help="replace the existing key")
-    authorize = add("authorize", help="let a user use the pool served here")
+    authorize = add_command(actions, "authorize", "let a user use the pool served here", "sgpu pool authorize ann KEY")
     authorize.add_argument("who", metavar="WHO", help="name of the user, shown with their runs")
     authorize.add_argument("key", metavar="KEY", help="the user's public key, as printed by `sgpu pool keygen`")
     authorize.add_argument("--admin", action="store_true", help="may stop everybody's runs and the pool")
     _add_name(authorize)
-    revoke = add("revoke", help="no longer let a user use the pool")
+    revoke = add_command(actions, "revoke", "no longer let a user use the pool", "sgpu pool revoke ann")
     revoke.add_argument("who", metavar="WHO", help="user whose keys are removed")
     _add_name(revoke)
     serve.does(lambda it: _serving().serve(load_settings(), it.engine, it.listen, it.name, same_files=it.same_files))
