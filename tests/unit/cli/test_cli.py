@@ -147,7 +147,8 @@ def test_what_means_nothing_is_one_paragraph(bare_home: Home, arguments: list[st
         (["log"], "sgpu has no command `log`. Did you mean `logs`?"),
         (["pool", "lst"], "sgpu pool has no command `lst`. Did you mean `list`?"),
         (["logs", "--folow", "7f3a"], "sgpu logs has no option `--folow`. Did you mean `--follow`?"),
-        (["pool", "serve", "--lisen", "tcp://a:1"], "sgpu pool serve has no option `--lisen`. Did you mean `--listen`?"),
+        # not that --listen is missing
+        (["pool", "serve", "--lisen", "x"], "sgpu pool serve has no option `--lisen`. Did you mean `--listen`?"),
         (["run", "--timeot", "5m", "n.ipynb"], "sgpu run has no option `--timeot`. Did you mean `--timeout`?"),
         (["runs", "--state", "faild"], "sgpu runs: --state has no value `faild`. Did you mean `failed`?"),
         (["usage", "--by", "colour"], "sgpu usage: --by has no value `colour`. The values are day, user, session, "
@@ -358,6 +359,25 @@ def test_following_goes_on_until_the_run_is_over(
     flag.touch()
     out, err = process.communicate(timeout=20)
     assert sorted(out.splitlines()) == ["[0] done 0", "[1] done 1"]
+    assert (process.returncode, err) == (0, f"sgpu: run {run_id[:4]} succeeded\n")
+    assert cell.wait(20).status == "ok"
+
+
+def test_following_as_json_gives_each_line_when_it_is_printed(
+    kernel: Kernel, home: Home, started: Callable[..., subprocess.Popen[str]]
+):
+    flag = home.work / "go"
+    before = set(home.runs)
+    cell = kernel.start("%%distributed -n 1 --ui none\n" + WAITS.format(flag=str(flag)))
+    (run_id,) = eventually(lambda: set(home.runs) - before)
+    process = started("logs", run_id, "--follow", "--json")
+    assert process.stdout is not None
+    assert json.loads(process.stdout.readline()) == {"schema": 1, "run": run_id, "rank": 0, "text": "begun 0"}
+    (listed,) = json.loads(output_of(home, "runs", "-n", "1", "--state", "running", "--json"))["runs"]
+    assert (listed["id"], listed["ended_at"]) == (run_id, None)
+    flag.touch()
+    out, err = process.communicate(timeout=20)
+    assert [json.loads(line)["text"] for line in out.splitlines()] == ["done 0"]
     assert (process.returncode, err) == (0, f"sgpu: run {run_id[:4]} succeeded\n")
     assert cell.wait(20).status == "ok"
 
