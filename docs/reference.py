@@ -8,6 +8,7 @@ They are made anew whenever the site is built and are not kept in the repository
 from __future__ import annotations
 
 import argparse
+import enum
 import inspect
 import re
 import sys
@@ -20,7 +21,8 @@ import msgspec
 from docstring_parser import DocstringStyle, parse
 
 from sgpu_magic import errors
-from sgpu_magic.cli.main import command_parser
+from sgpu_magic.cli import json_records
+from sgpu_magic.cli.main import CommandParser, command_parser
 from sgpu_magic.config import Settings
 from sgpu_magic.options.argparse_form import LINE_PARSERS, RAY, parser
 from sgpu_magic.wire import client, events, files, node, rank, tracking
@@ -128,6 +130,29 @@ values. `env_version`, `variables`, `track`, `tracking_uri`, `code_warn_bytes`, 
 `stand_in`, `lone_training` and `session_idle_s` belong to the notebook: `%env SGPU_TRACK=off` in a running one counts
 from the next run.
 """,
+    "completion": """## Completion in a shell
+
+Tab completes commands, options and their values, the ids of runs and jobs, pools and GPU types. Candidates come from
+files on this machine: no pool is asked or started.
+
+| shell | in its startup file |
+|---|---|
+| bash | `eval "$(register-python-argcomplete sgpu)"` |
+| zsh | `autoload -U bashcompinit && bashcompinit`, then `eval "$(register-python-argcomplete sgpu)"` |
+| fish | `register-python-argcomplete --shell fish sgpu \\| source` |
+
+`register-python-argcomplete` is installed beside `sgpu`. See [argcomplete](https://kislyuk.github.io/argcomplete/) for
+completion of all programs that use it.
+""",
+    "json": """# JSON of the `sgpu` command
+
+With `--json` these commands print one JSON document on standard output and nothing else; `sgpu logs --json` prints one
+document per line, also with `--follow`. Exit codes are those without `--json`, and an error is a sentence on standard
+error.
+
+    sgpu runs --json | jq -r '.runs[] | select(.state == "failed") | .id'
+    sgpu logs 7f3a --follow --json | jq -r 'select(.rank == 0) | .text'
+""",
     "errors": """# Errors
 
 All of them are in `sgpu_magic.errors`. An exception that your code raises on a rank is raised in the notebook as its
@@ -156,6 +181,7 @@ def write(docs: Path) -> None:
     made = {
         "magics": _magics(),
         "command": _command(),
+        "json": _json(),
         "settings": _settings(),
         "errors": _errors(),
         "tracking": _tracking(),
@@ -210,6 +236,8 @@ def _command() -> Iterator[str]:
     yield "# The `sgpu` command\n"
     yield f"{whole.description}\n"
     yield f"{whole.epilog}\n"
+    yield "`--json` prints what a command lists for other programs: [the documents](json.md).\n"
+    yield INTRODUCTIONS["completion"]
     for name in _commands(whole):
         yield from _parser(f"`sgpu {name}`", _commands(command_parser([name]))[name])
 
@@ -231,6 +259,8 @@ def _parser(title: str, made: argparse.ArgumentParser, depth: int = 2) -> Iterat
         yield from _table(("option", "meaning"), rows)
     if made.epilog:
         yield f"{made.epilog}\n"
+    if isinstance(made, CommandParser):
+        yield f"    {made.example}\n"
     for name, command in _commands(made).items():
         yield from _parser(f"`{command.prog}`" if name in command.prog else f"`{name}`", command, depth + 1)
 
@@ -250,6 +280,51 @@ def _option(action: argparse.Action) -> tuple[str, str]:
     written = f"{names} {value}" if takes else names
     # argparse formats help, where a per cent sign is written twice
     return f"`{written}`", (action.help or "").replace("%%", "%")
+
+
+# ---------------------------------------------------------------- JSON
+
+JSON_TYPES = {"str": "string", "int": "integer", "float": "number", "bool": "boolean", "datetime": "time"}
+
+
+def json_record_classes() -> list[type[msgspec.Struct]]:
+    """The records of `--json`, in the order in which they are written."""
+    found = [value for value in vars(json_records).values() if isinstance(value, type)]
+    return [value for value in found if issubclass(value, msgspec.Struct) and value is not json_records.Document]
+
+
+def _json() -> Iterator[str]:
+    yield INTRODUCTIONS["json"]
+    told = parse(inspect.getdoc(json_records) or "", DocstringStyle.GOOGLE)
+    yield f"{told.long_description}\n"
+    documents = [(f"`{command} --json`", _link(record)) for command, record in json_records.DOCUMENTS.items()]
+    yield from _table(("command", "document"), documents)
+    for record in json_record_classes():
+        yield f"## {record.__name__}\n"
+        yield f"{_paragraphs(parse(inspect.getdoc(record) or '', DocstringStyle.GOOGLE))}\n"
+        described = arguments_of(json_records.Document) | arguments_of(record)
+        hints = typing.get_type_hints(record)
+        rows = [(f"`{name}`", _json_type(hints[name]), described[name]) for name in record.__struct_fields__]
+        yield from _table(("field", "type", "meaning"), rows)
+
+
+def _json_type(hint: Any) -> str:
+    """The type of a field in words."""
+    members = typing.get_args(hint)
+    if type(None) in members:
+        (given,) = [member for member in members if member is not type(None)]
+        return f"{_json_type(given)} or null"
+    if typing.get_origin(hint) is tuple:
+        return f"list: {_json_type(members[0])}"
+    if typing.get_origin(hint) is typing.Literal:
+        return ", ".join(f"`{member}`" for member in members)
+    if issubclass(hint, enum.Enum):
+        return ", ".join(f"`{member.value}`" for member in hint)
+    return JSON_TYPES.get(hint.__name__) or _link(hint)
+
+
+def _link(record: type) -> str:
+    return f"[{record.__name__}](#{record.__name__.lower()})"
 
 
 # ---------------------------------------------------------------- settings, errors

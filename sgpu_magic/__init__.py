@@ -11,31 +11,32 @@ The same from Python:
 
 The modules and folders, each built on those below it (the contracts in pyproject.toml hold the allowed imports):
 
-magics/     the magics: parse, submit, show
-cli/        the `sgpu` command
-server/     the Jupyter server extension
-panel/      the environment panel
-functions/  the Python API above, and the names of serverless_gpu
-compat      the extension for notebooks written in Databricks
-options/    every option, declared once, and its form in magics, commands, Python and job files
-runs/       a run in the process that submits it: submit, follow, deliver the results
-views/      how a run is displayed
-client/     connections to pools, and file transfer to and from them
-pool/       the pool service: devices, queue, leases, ledger
-nodes/      the engines, which start agents on this machine or on a Ray cluster
-agent/      one per node: starts and stops ranks, reads their output, finds the root cause of failures
-worker/     the zygote and the ranks
-runtime     rank, world size, device and checkpoint directory for code on a rank
-tracking/   runs in MLflow
-payload/    serialization of Python objects
-packages/   the notebook's Python packages on the ranks
-files/      files on disk, and their transfer over a connection
-config/     the settings
-system/     the operating system: processes, streams, sockets, keys
-extensions  where the core calls Databricks' names, MLflow and Ray
-errors      the exceptions that users can catch
-wire/       the messages between the processes
-formatting  numbers, amounts and lists as people read them
+magics/      the magics: parse, submit, show
+cli/         the `sgpu` command
+server/      the Jupyter server extension
+panel/       the environment panel
+functions/   the Python API above, and the names of serverless_gpu
+compat       the extension for notebooks written in Databricks
+options/     every option, declared once, and its form in magics, commands, Python and job files
+runs/        a run in the process that submits it: submit, follow, deliver the results
+views/       how a run is displayed
+client/      connections to pools, and file transfer to and from them
+pool/        the pool service: devices, queue, leases, ledger
+nodes/       the engines, which start agents on this machine or on a Ray cluster
+agent/       one per node: starts and stops ranks, reads their output, finds the root cause of failures
+worker/      the zygote and the ranks
+runtime      rank, world size, device and checkpoint directory for code on a rank
+tracking/    runs in MLflow
+payload/     serialization of Python objects
+packages/    the notebook's Python packages on the ranks
+files/       files on disk, and their transfer over a connection
+config/      the settings
+system/      the operating system: processes, streams, sockets, keys
+extensions   where the core calls Databricks' names, MLflow and Ray
+errors       the exceptions that users can catch
+wire/        the messages between the processes
+formatting   numbers, amounts and lists as people read them
+suggestions  similar names, for errors about a name that does not exist
 """
 
 from __future__ import annotations

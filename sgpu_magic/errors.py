@@ -30,9 +30,10 @@ Each class has a `topic`, the name of its page in the folder `views/help`. The e
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, ClassVar
 
+from sgpu_magic.suggestions import did_you_mean
 from sgpu_magic.wire.option_text import OptionName, Text, TextWithOptions
 
 if TYPE_CHECKING:
@@ -56,9 +57,11 @@ class SgpuError(Exception):
 
     Attributes:
         topic: Name of the help page.
+        points_to_help: Whether a line below the message says how to show that page.
     """
 
     topic: ClassVar[str] = "internal"
+    points_to_help: bool = True
 
     @property
     def text(self) -> Text:
@@ -78,13 +81,40 @@ class SgpuError(Exception):
 
     def _render_traceback_(self) -> list[str]:
         """IPython's hook for exceptions that render themselves (`InteractiveShell.showtraceback`)."""
-        return [f"{type(self).__name__}: {self.message}", see(self.topic)]
+        pointer = [see(self.topic)] if self.points_to_help else []
+        return [f"{type(self).__name__}: {self.message}", *pointer]
 
 
 class UsageError(SgpuError):
-    """An option, a name or a cell is invalid, or the pool does not have the requested devices."""
+    """An option, a name or a cell is invalid, or the pool does not have the requested devices.
+
+    Args:
+        message: The cause and the remedy.
+        says_remedy: The message needs no pointer to a help page, because it names what to write instead.
+    """
 
     topic = "usage"
+
+    def __init__(self, message: object = "", *, says_remedy: bool = False) -> None:
+        super().__init__(message)
+        self.points_to_help = not says_remedy
+
+    @classmethod
+    def of_unknown_name(
+        cls, message: str, given: str, known: Iterable[str], *, otherwise: str | None = None, most: int = 1
+    ) -> UsageError:
+        """Return the error for a name that does not exist: ``... no command `log`. Did you mean `logs`?``.
+
+        Args:
+            message: What does not exist, a sentence.
+            given: The name.
+            known: The names that exist.
+            otherwise: What follows the message if none of them is similar.
+            most: How many names are suggested.
+        """
+        suggestion = did_you_mean(given, known, most)
+        ending = otherwise if suggestion is None else suggestion
+        return cls(message if ending is None else f"{message} {ending}", says_remedy=suggestion is not None)
 
 
 class NoSuchName(UsageError, KeyError):

@@ -105,12 +105,6 @@ def format_rough_span(seconds: float) -> str:
     return " ".join(f"{count} {unit}" for count, unit in units[first : first + 2] if count)
 
 
-def format_clock(seconds: float) -> str:
-    """Return `02:14`, from an hour on `1:02:14`: for running times."""
-    hours, rest = divmod(int(max(seconds, 0)), 3600)
-    return (f"{hours}:" if hours else "") + f"{rest // 60:02d}:{rest % 60:02d}"
-
-
 def format_ranks(ranks: Iterable[int]) -> str:
     """Return `rank 1`, `ranks 0, 2, 3`, `ranks 0-14, 16`."""
     ranks = frozenset(ranks)

@@ -2,13 +2,15 @@
 
 __main__         `python -m sgpu_magic.cli`
 main             the top-level parser, exit codes, the table of commands, shared option types
-runs             `sgpu runs`, `sgpu usage`, `sgpu cancel`, `sgpu detach`, `sgpu stacks`
+status           `sgpu status`, `sgpu pool status`
+runs             `sgpu runs`, `sgpu cancel`, `sgpu detach`, `sgpu stacks`
+usage            `sgpu usage`
 forwarding       `sgpu port-forward`
 logs             `sgpu logs`
 sync             `sgpu sync`: sends to MLflow what is not there yet
 copying          `sgpu cp`
 environments     `sgpu env`
-pools            `sgpu pool status`, `stop`, `add`, `list`, `remove`, and `sgpu types`
+pools            `sgpu pool stop`, `add`, `list`, `remove`, and `sgpu types`
 serving          `sgpu pool serve`, `keygen`, `authorize`, `revoke`
 ray_deployment   `sgpu pool deploy`, `undeploy`
 run              `sgpu run`
@@ -16,6 +18,9 @@ replay           `sgpu replay`: launches a run again from its directory
 torchrun         `sgpu torchrun`: torchrun's options for `sgpu run`
 jobs             `sgpu jobs`, and the records of the jobs that `sgpu run` executes
 headless/        executing a notebook without a front end
+completion       completion of the command in shells
+json_records     the documents of `--json`
+json_form        runs, pools and amounts as records of these documents
 
 doctor           `sgpu doctor`: all checks in order; those of settings, directories and pools
 python_checks    checks of this Python, its packages and GPUs, with a real two-rank group

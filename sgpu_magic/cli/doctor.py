@@ -5,11 +5,12 @@ Starts no pool and changes nothing. Each check prints one line as soon as it is 
 
 from __future__ import annotations
 
-import difflib
+import argparse
 import os
 import stat
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
@@ -18,7 +19,9 @@ from typing import TextIO
 from sgpu_magic import __version__
 from sgpu_magic.cli import machine_checks, python_checks
 from sgpu_magic.cli.finding import Finding, Level, ok, problem, warning
-from sgpu_magic.cli.main import CommandParser
+from sgpu_magic.cli.json_form import text_or_none
+from sgpu_magic.cli.json_records import DoctorReport, FindingRow, encode
+from sgpu_magic.cli.main import CommandParser, add_json
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.client.pool_choosing import describe_devices
 from sgpu_magic.client.pools import Pools, PoolStatusReply
@@ -29,6 +32,7 @@ from sgpu_magic.errors import PoolError, UsageError
 from sgpu_magic.files.run_directory import disk_room
 from sgpu_magic.files.run_directory import remedy as remedy_for_disk
 from sgpu_magic.formatting import count_of, format_bytes
+from sgpu_magic.suggestions import did_you_mean
 from sgpu_magic.system.processes import stopped_below
 from sgpu_magic.system.secure_sockets import read_key_pair
 from sgpu_magic.views import ansi
@@ -132,8 +136,7 @@ def variables(environ: Mapping[str, str]) -> Iterator[Finding]:
     known = [*(f"SGPU_{name.upper()}" for name in Settings.__struct_fields__), *_OTHER_VARIABLES]
     for name in sorted(environ):
         if name.startswith("SGPU_") and name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            remedy = f"Did you mean {near[0]}?" if near else f"The variables are: {', '.join(sorted(known))}."
+            remedy = did_you_mean(name, known) or f"The variables are: {', '.join(sorted(known))}."
             yield warning("variables", f"{name} is not a variable of sgpu-magic", remedy)
 
 
@@ -285,8 +288,36 @@ def _pool_finding(answer: PoolStatusReply) -> Finding:
     return ok(name, text)
 
 
+def report(environ: Mapping[str, str]) -> DoctorReport:
+    """Run all checks and return their findings in the form of `--json`."""
+    found = list(findings(environ))
+    levels = Counter(finding.level for finding in found)
+    return DoctorReport(
+        findings=tuple(
+            FindingRow(
+                level=finding.level.value,
+                name=finding.name,
+                text=ansi.plain(finding.text),
+                remedy=text_or_none(finding.remedy),
+            )
+            for finding in found
+        ),
+        problems=levels[Level.PROBLEM],
+        warnings=levels[Level.WARNING],
+    )
+
+
 def _options(parser: CommandParser) -> None:
-    parser.does(lambda _: 0 if run(os.environ, sys.stdout) else 1)
+    add_json(parser)
+    parser.does(_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    if not options.json:
+        return 0 if run(os.environ, sys.stdout) else 1
+    found = report(os.environ)
+    sys.stdout.write(f"{encode(found)}\n")
+    return 1 if found.problems else 0
 
 
 COMMANDS = {"doctor": _options}

@@ -8,10 +8,18 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from sgpu_magic.cli.main import CommandParser
+from sgpu_magic.cli.json_form import time_of
+from sgpu_magic.cli.json_records import (
+    BaseEnvironmentRow,
+    BuiltEnvironmentRow,
+    EnvironmentList,
+    SavedEnvironmentRow,
+    encode,
+)
+from sgpu_magic.cli.main import CommandParser, add_command, add_json
 from sgpu_magic.config import Settings, load_settings
 from sgpu_magic.errors import UsageError
-from sgpu_magic.formatting import count_of, format_bytes, format_clock
+from sgpu_magic.formatting import count_of, format_bytes, format_rough_span
 from sgpu_magic.packages import named_environments
 from sgpu_magic.packages.named_environments import BASE_NAMES, BaseList, base_list
 from sgpu_magic.packages.node.store import BuiltEnvironments, read_built
@@ -41,6 +49,36 @@ def listing(settings: Settings, now: float | None = None) -> str:
     budget = format_bytes(settings.environments_bytes)
     lines += ["", f"built on this machine: {format_bytes(total)} of {budget} in {settings.environments_path}"]
     return "\n".join([*lines, *_indented(aligned(rows, right=(1, 2)))])
+
+
+def document(settings: Settings) -> EnvironmentList:
+    """Return the base, saved and built environments in the form of `--json`."""
+    store = BuiltEnvironments(settings.environments_path)
+    names = sorted(store.names(), key=store.last_used, reverse=True)
+    return EnvironmentList(
+        base=tuple(
+            BaseEnvironmentRow(name=name, title=base.title, python=base.python_minor, packages=len(base.public))
+            for name, base in zip(BASE_NAMES, map(base_list, BASE_NAMES), strict=True)
+        ),
+        saved=tuple(_saved_record(settings, name) for name in named_environments.saved_names(settings)),
+        built=tuple(_built_record(store, name) for name in names),
+        directory=str(settings.environments_path),
+        budget_bytes=settings.environments_bytes,
+    )
+
+
+def _built_record(store: BuiltEnvironments, name: str) -> BuiltEnvironmentRow:
+    built = read_built(store.folder(name))
+    packages = None if built is None else built.packages
+    last_used_at = time_of(store.last_used(name))
+    return BuiltEnvironmentRow(id=name, packages=packages, size_bytes=store.size(name), last_used_at=last_used_at)
+
+
+def _saved_record(settings: Settings, name: str) -> SavedEnvironmentRow:
+    with contextlib.suppress(UsageError):
+        if (kept := named_environments.load(settings, name)) is not None:
+            return SavedEnvironmentRow(name=name, python=kept.python, packages=kept.packages)
+    return SavedEnvironmentRow(name=name, python=None, packages=None)
 
 
 def export(name: str, directory: str) -> str:
@@ -127,7 +165,7 @@ def prune(settings: Settings, days: float, now: float | None = None) -> str:
 def _built_row(store: BuiltEnvironments, name: str, now: float) -> tuple[str, ...]:
     built, size = read_built(store.folder(name)), store.size(name)
     packages = count_of(built.packages, "package") if built is not None else "unreadable"
-    used = f"used {format_clock(max(0.0, now - store.last_used(name)))} ago"
+    used = f"used {format_rough_span(now - store.last_used(name))} ago"
     return (name[:12], packages, "-" if size is None else format_bytes(size), used)
 
 
@@ -147,20 +185,28 @@ def _indented(lines: list[str]) -> list[str]:
     return [f"  {line}" for line in lines]
 
 
+def _list(options: argparse.Namespace) -> str:
+    settings = load_settings()
+    return encode(document(settings)) if options.json else listing(settings)
+
+
 def _options(parser: CommandParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    made = actions.add_parser("list", help="list environments with size and last use")
-    made.does(lambda _: listing(load_settings()))
-    made = actions.add_parser("export", help="write the requirements file of a base environment")
+    made = add_command(actions, "list", "list environments with size and last use", "sgpu env list")
+    add_json(made)
+    made.does(_list)
+    made = add_command(
+        actions, "export", "write the requirements file of a base environment", "sgpu env export 4 requirements"
+    )
     made.add_argument("name", metavar="4|ai-4", help="base environment")
     made.add_argument(
         "directory", metavar="DIR", nargs="?", default=".", help="directory to write to (default: the current one)"
     )
     made.does(lambda options: export(options.name, options.directory))
-    made = actions.add_parser("remove", help="remove a saved or built environment")
+    made = add_command(actions, "remove", "remove a saved or built environment", "sgpu env remove work")
     made.add_argument("name", metavar="NAME", help="name, or the first digits of a built environment's ID")
     made.does(lambda options: remove(load_settings(), options.name))
-    made = actions.add_parser("prune", help="remove built environments that no run uses")
+    made = add_command(actions, "prune", "remove built environments that no run uses", "sgpu env prune --days 30")
     made.add_argument(
         "--days", type=_days, default=0.0, metavar="N", help="only those not used for N days (default: 0)"
     )

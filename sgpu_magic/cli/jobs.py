@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import shutil
@@ -14,11 +15,13 @@ from pathlib import Path
 
 import msgspec
 
-from sgpu_magic.cli.main import CommandParser, positive
+from sgpu_magic.cli.json_form import time_of, time_or_none
+from sgpu_magic.cli.json_records import JobList, JobRow, encode
+from sgpu_magic.cli.main import CommandParser, add_command, add_json, positive
 from sgpu_magic.config import Settings, load_settings, private_dir
 from sgpu_magic.errors import UsageError
 from sgpu_magic.files.atomic_file import read_json, write_whole
-from sgpu_magic.formatting import format_clock
+from sgpu_magic.formatting import format_elapsed
 from sgpu_magic.system.processes import is_running, process_start
 from sgpu_magic.views.units import aligned
 from sgpu_magic.wire.base import is_valid_id, short
@@ -34,21 +37,49 @@ def listing(settings: Settings, limit: int) -> str:
     found = all_jobs(settings)[:limit]
     if not found:
         return "no jobs yet: `sgpu run notebook.ipynb` starts one"
-    rows = [("job", "notebook", "state", "cells", "started", "for", "executed copy")]
+    rows = [("job", "notebook", "state", "cells", "started", "duration", "executed copy")]
     rows += [_row(record, time.time()) for record in found]
     return "\n".join(aligned(rows, right=(5,)))
 
 
+def document(settings: Settings, limit: int) -> JobList:
+    """Return the newest jobs in the form of `--json`."""
+    now = time.time()
+    return JobList(jobs=tuple(_json_row(record, now) for record in all_jobs(settings)[:limit]))
+
+
+def _json_row(record: JobRecord, now: float) -> JobRow:
+    return JobRow(
+        id=record.job_id,
+        source=record.source,
+        copy=record.copy or None,
+        state=record.state,
+        exit_code=record.code,
+        started_at=time_of(record.started_at),
+        ended_at=time_or_none(record.ended_at),
+        duration_s=_duration_s(record, now),
+        cells_done=record.done,
+        cells=record.cells,
+        detached=record.detached,
+    )
+
+
+def _duration_s(record: JobRecord, now: float) -> float | None:
+    """Return the seconds since a job's start, until its end or now; None for a killed job, whose end is unknown."""
+    if record.code is None and not record.is_active:
+        return None
+    return (record.ended_at or now) - record.started_at
+
+
 def _row(record: JobRecord, now: float) -> tuple[str, ...]:
-    # the end time of a killed job is unknown
-    is_killed = record.code is None and not record.is_active
+    duration_s = _duration_s(record, now)
     return (
         short(record.job_id),
         Path(record.source).name,
         record.state if record.code in (None, 0) else f"{record.state} ({record.code})",
         f"{record.done}/{record.cells}",
         time.strftime("%Y-%m-%d %H:%M", time.localtime(record.started_at)),
-        "-" if is_killed else format_clock((record.ended_at or now) - record.started_at),
+        "-" if duration_s is None else format_elapsed(duration_s),
         record.copy or "-",
     )
 
@@ -209,15 +240,21 @@ def start_detached(settings: Settings, record: JobRecord, arguments: Sequence[st
     return started
 
 
+def _list(options: argparse.Namespace) -> str:
+    settings = load_settings()
+    return encode(document(settings, options.number)) if options.json else listing(settings, options.number)
+
+
 def _options(parser: CommandParser) -> None:
     parser.add_argument(
         "-n", dest="number", type=positive, default=20, metavar="N", help="how many to show (default: 20)"
     )
-    parser.does(lambda options: listing(load_settings(), options.number))
+    add_json(parser)
+    parser.does(_list)
     actions = parser.add_subparsers(dest="action", metavar="ACTION")
-    log = actions.add_parser("log", help="print the output of a detached job")
+    log = add_command(actions, "log", "print the output of a detached job", "sgpu jobs log 3c1e")
     log.does(lambda options: log_text(load_settings(), options.job))
-    ends = actions.add_parser("stop", help="stop a job and its runs")
+    ends = add_command(actions, "stop", "stop a job and its runs", "sgpu jobs stop 3c1e")
     ends.does(lambda options: stop(load_settings(), options.job))
     for made in (log, ends):
         made.add_argument("job", metavar="JOB", help="ID of the job, or its first digits")

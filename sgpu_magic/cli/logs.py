@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from sgpu_magic.cli.main import CommandParser, note, rank
+from sgpu_magic.cli.json_records import LogLine, encode_line
+from sgpu_magic.cli.main import CommandParser, add_json, note, rank
 from sgpu_magic.client.run_files import FilesOfRun, RemoteRunFiles, files_of
 from sgpu_magic.config import load_settings
 from sgpu_magic.errors import RunFileUnknown, UsageError
@@ -27,6 +28,10 @@ _READ_BYTES = 1 << 18
 _LONGEST_LINE_CHARS = 1 << 20
 _POLL_S = 0.1
 
+LineForm = Callable[[str], str]
+LineForms = Callable[[int], LineForm]
+"""Returns the form of a rank's lines."""
+
 
 def show(options: argparse.Namespace) -> int:
     """Write the logs of one or all ranks of a run. With several ranks each line is prefixed with its rank.
@@ -35,11 +40,11 @@ def show(options: argparse.Namespace) -> int:
         UsageError: There is no such run, or it has no such rank.
     """
     with files_of(load_settings(), options.run) as files:
-        _show(files, options.rank, options.follow, sys.stdout)
+        _show(files, options.rank, options.follow, sys.stdout, as_json=options.json)
     return 0
 
 
-def _show(files: FilesOfRun, rank: int | None, follow: bool, out: TextIO) -> None:
+def _show(files: FilesOfRun, rank: int | None, follow: bool, out: TextIO, *, as_json: bool) -> None:
     run_id, row = files.run_id, files.row()
     if isinstance(files, RemoteRunFiles):
         # raises for another user's run; a run without a directory has not started yet
@@ -51,11 +56,9 @@ def _show(files: FilesOfRun, rank: int | None, follow: bool, out: TextIO) -> Non
         if not ranks:
             has = "no rank that has started"
         raise UsageError(f"run {short(run_id)} has {has}, not {rank}.")
-    has_colours = out.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    clean = ansi.colours_only if has_colours else ansi.plain
     wanted = range(ranks) if rank is None else [rank]
-    prefix = "[{}] " if len(wanted) > 1 else ""
-    logs = [RankLog(files.directory / f"rank-{at}.log", prefix.format(at), clean, files.follow) for at in wanted]
+    line_form = _json_lines(run_id) if as_json else _text_lines(out, several=len(wanted) > 1)
+    logs = [RankLog(files.directory / f"rank-{at}.log", line_form(at), files.follow) for at in wanted]
     try:
         row = _follow(files, logs, out) if follow else row
         for log in logs:
@@ -73,6 +76,23 @@ def _show(files: FilesOfRun, rank: int | None, follow: bool, out: TextIO) -> Non
         note(f"run {short(run_id)} {row.state.value}" + (f": {row.failure}" if row.failure else ""))
 
 
+def _text_lines(out: TextIO, *, several: bool) -> LineForms:
+    """Return the form of lines for people: several ranks in front of their lines, colours if `out` shows them."""
+    has_colours = out.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    clean = ansi.colours_only if has_colours else ansi.plain
+
+    def form_of(rank: int) -> LineForm:
+        prefix = f"[{rank}] " if several else ""
+        return lambda line: f"{prefix}{clean(line)}"
+
+    return form_of
+
+
+def _json_lines(run_id: str) -> LineForms:
+    """Return the form of lines for programs: one document each."""
+    return lambda rank: lambda line: encode_line(LogLine(run=run_id, rank=rank, text=ansi.plain(line)))
+
+
 def _ranks_with_logs(files: FilesOfRun) -> int:
     matches = [_LOG_NAME.fullmatch(file.name) for file in files.list().files]
     return 1 + max((int(match[1]) for match in matches if match), default=-1)
@@ -83,16 +103,14 @@ class RankLog:
 
     Args:
         path: Path of the log.
-        prefix: Prefix of each line.
-        clean: Removes escape sequences that the output can't show.
+        form: Returns a line in the form in which it is written.
         bring: Fetches new data of the log with this name if it is written on another machine.
     """
 
-    def __init__(self, path: Path, prefix: str, clean: Callable[[str], str], bring: Callable[[str], None]) -> None:
+    def __init__(self, path: Path, form: LineForm, bring: Callable[[str], None]) -> None:
         self._bring = bring
         self._path = path
-        self._prefix = prefix
-        self._clean = clean
+        self._form = form
         self._file: int | None = None
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._pending = ""
@@ -143,7 +161,7 @@ class RankLog:
     def _write(self, lines: Iterable[str], out: TextIO) -> None:
         # a terminal shows what follows a line's last carriage return
         shown = (line.rstrip("\r").rpartition("\r")[2] for line in lines)
-        out.write("".join(f"{self._prefix}{self._clean(line)}\n" for line in shown))
+        out.write("".join(f"{self._form(line)}\n" for line in shown))
 
 
 def _follow(files: FilesOfRun, logs: Sequence[RankLog], out: TextIO) -> RunSummary | None:
@@ -175,6 +193,7 @@ def _logs_options(parser: CommandParser) -> None:
     parser.add_argument("run", metavar="RUN", help="ID of the run, or its first digits")
     parser.add_argument("--rank", type=rank, metavar="N", help="only this rank")
     parser.add_argument("-f", "--follow", action="store_true", help="follow until the run has ended")
+    add_json(parser, "print each line as a JSON document")
     parser.does(show)
 
 

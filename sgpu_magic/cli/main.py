@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK
 """Entry point of the `sgpu` command: the top-level parser, exit codes, and option types that the commands share."""
 
 from __future__ import annotations
@@ -9,50 +10,75 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from sgpu_magic import __version__
 from sgpu_magic.errors import SgpuError, UsageError
+from sgpu_magic.options.strict_parser import StrictParser
 
 _PAIRED = {"-p": "--parameters", "--parameters": "--parameters", "-r": "--raw", "--raw": "--raw"}
 _OK, _FAILED, _USAGE = 0, 1, 2
 _INTERRUPTED = 128 + signal.SIGINT
 # a shell's exit code for a program killed by SIGPIPE
 _NOBODY_READS = 128 + 13
+# module, what the command does, and an example
 _COMMANDS = {
-    "pool": ("pools", "manage pools: show, list, serve, stop"),
-    "types": ("pools", "list the pools' GPU types with memory, nodes and price"),
-    "runs": ("runs", "list the most recent runs"),
-    "logs": ("logs", "print the output of a run"),
-    "cancel": ("runs", "stop a run"),
-    "detach": ("runs", "let a run continue without its notebook"),
-    "stacks": ("runs", "show where every rank of a run is"),
-    "run": ("run", "execute a notebook, script or job file"),
-    "torchrun": ("torchrun", "start a script with torchrun's options"),
-    "jobs": ("jobs", "list the jobs of `sgpu run`"),
-    "cp": ("copying", "copy files of a run to this machine"),
-    "port-forward": ("forwarding", "reach a dashboard or TensorBoard in a run"),
-    "replay": ("replay", "run a recorded run again"),
-    "sync": ("sync", "send to MLflow what could not be sent before"),
-    "env": ("environments", "manage base, saved and built environments"),
-    "usage": ("runs", "show what runs used and cost"),
-    "help": ("main", "show the page about an error, or list all pages"),
-    "doctor": ("doctor", "check this machine's set-up"),
+    "status": ("status", "show the pools' devices, queue and runs", "sgpu status --pool team"),
+    "pool": ("pools", "manage pools: show, list, serve, stop", "sgpu pool list"),
+    "types": ("pools", "list the pools' GPU types with memory, nodes and price", "sgpu types --pool team"),
+    "runs": ("runs", "list the most recent runs", "sgpu runs --state failed --since 7d"),
+    "logs": ("logs", "print the output of a run", "sgpu logs 7f3a --rank 1 --follow"),
+    "cancel": ("runs", "stop a run", "sgpu cancel 7f3a"),
+    "detach": ("runs", "let a run continue without its notebook", "sgpu detach 7f3a"),
+    "stacks": ("runs", "show where every rank of a run is", "sgpu stacks 7f3a"),
+    "run": ("run", "execute a notebook, script or job file", "sgpu run train.ipynb --gpus 4 -p lr=0.01"),
+    "torchrun": (
+        "torchrun",
+        "start a script with torchrun's options",
+        "sgpu torchrun --nproc-per-node 4 train.py --lr 0.01",
+    ),
+    "jobs": ("jobs", "list the jobs of `sgpu run`", "sgpu jobs -n 5"),
+    "cp": ("copying", "copy files of a run to this machine", "sgpu cp 7f3a:checkpoints ."),
+    "port-forward": ("forwarding", "reach a dashboard or TensorBoard in a run", "sgpu port-forward 7f3a 6006"),
+    "replay": ("replay", "run a recorded run again", "sgpu replay 7f3a --gpus 8"),
+    "sync": ("sync", "send to MLflow what could not be sent before", "sgpu sync --list"),
+    "env": ("environments", "manage base, saved and built environments", "sgpu env list"),
+    "usage": ("usage", "show what runs used and cost", "sgpu usage --by type --since 4w"),
+    "help": ("main", "show the page about an error, or list all pages", "sgpu help rank-died"),
+    "doctor": ("doctor", "check this machine's set-up", "sgpu doctor"),
 }
 
 
-class CommandParser(argparse.ArgumentParser):
-    """An argument parser that raises `UsageError`, and accepts no abbreviated options."""
+class CommandParser(StrictParser):
+    """The parser of the command or of a subcommand.
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options, allow_abbrev=False)
+    Attributes:
+        example: A command line that `--help` shows.
+    """
 
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}. `{self.prog} --help` shows the usage.")
+    example: str = ""
+
+    def format_help(self) -> str:
+        """Return the help, with the example below it."""
+        return f"{super().format_help()}\nexample:\n  {self.example}\n"
 
     def does(self, do: Callable[[argparse.Namespace], str | int]) -> None:
         """Set the function that executes the command. It returns an exit code, or a text to print."""
         self.set_defaults(do=do)
+
+
+def add_command(commands: Any, name: str, about: str, example: str) -> CommandParser:
+    """Add a subcommand and return its parser.
+
+    Args:
+        commands: What `add_subparsers` has returned.
+        name: Its name.
+        about: What it does, for the list of commands; its own help begins with it, as a sentence.
+        example: A command line that shows its use.
+    """
+    made: CommandParser = commands.add_parser(name, help=about, description=f"{about[0].upper()}{about[1:]}.")
+    made.example = example
+    return made
 
 
 def note(text: str) -> None:
@@ -70,6 +96,11 @@ def whole_number(least: int, most: int, what: str) -> Callable[[str], int]:
         return int(text)
 
     return read
+
+
+def add_json(parser: CommandParser, what: str = "print one JSON document instead of text") -> None:
+    """Add the option `--json`."""
+    parser.add_argument("--json", action="store_true", help=what)
 
 
 positive = whole_number(1, 999_999_999, "a whole number above 0")
@@ -107,10 +138,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):
             # characters that the terminal lacks are replaced instead of raising an error
             stream.reconfigure(errors="replace")
+    if "_ARGCOMPLETE" in os.environ:
+        importlib.import_module("sgpu_magic.cli.completion").complete()
     try:
         words = list(sys.argv[1:] if arguments is None else arguments)
         parser = command_parser(words)
-        options = parser.parse_args(normalized(words))
+        try:
+            options = parser.parse_args(normalized(words))
+        except UsageError as error:
+            # the message begins with the command
+            print(error.message, file=sys.stderr)
+            return _USAGE
         options.words = words
         if options.command is None:
             parser.print_help(sys.stderr)
@@ -125,7 +163,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _NOBODY_READS
     except SgpuError as error:
-        print(f"sgpu: {error.message}\nSee `sgpu help {error.topic}`.", file=sys.stderr)
+        print(f"sgpu: {error.message}", file=sys.stderr)
+        if error.points_to_help:
+            print(f"See `sgpu help {error.topic}`.", file=sys.stderr)
         return _USAGE if isinstance(error, UsageError) else _FAILED
     except KeyboardInterrupt:
         return _INTERRUPTED
@@ -143,10 +183,11 @@ def command_parser(words: Sequence[str]) -> CommandParser:
         epilog="RUN is the ID of a run, or its first digits, as listed by `sgpu runs`.",
     )
     parser.add_argument("--version", action="version", version=f"sgpu-magic {__version__}")
+    parser.example = "sgpu runs --state failed"
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     asked = next((word for word in words if not word.startswith("-")), "")
-    for name, (module, about) in _COMMANDS.items():
-        made = commands.add_parser(name, help=about)
+    for name, (module, about, example) in _COMMANDS.items():
+        made = add_command(commands, name, about, example)
         if name == asked:
             importlib.import_module(f"sgpu_magic.cli.{module}").COMMANDS[name](made)
     return parser

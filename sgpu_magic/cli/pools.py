@@ -4,28 +4,43 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from typing import Any
 
-from sgpu_magic.cli.main import CommandParser
+from sgpu_magic.cli import status
+from sgpu_magic.cli.json_form import address_of, kind_of, omitted_pools, reachability, text_or_none
+from sgpu_magic.cli.json_records import (
+    Money,
+    PoolList,
+    PoolReachability,
+    PoolRow,
+    TypeCountRow,
+    TypeList,
+    TypeRow,
+    encode,
+)
+from sgpu_magic.cli.main import CommandParser, add_command, add_json
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.client.pool_choosing import PriceBook, counts, describe_devices, money_of
 from sgpu_magic.client.pools import PATIENCE_S, Pools, PoolStatusReply
-from sgpu_magic.client.pools_file import LOCAL, PoolEntry, add_pool, new_entry, pools_path, read_pools, remove_pool
+from sgpu_magic.client.pools_file import LOCAL, PoolEntry, add_pool, new_entry, pools_path, remove_pool
 from sgpu_magic.client.this_machine import find_pool
 from sgpu_magic.config import Settings, host_name, load_settings
 from sgpu_magic.errors import PoolError, SgpuError
 from sgpu_magic.formatting import format_money
 from sgpu_magic.runs import pools_status
-from sgpu_magic.views.pool_tables import status_text
 from sgpu_magic.views.units import aligned
-from sgpu_magic.wire.devices import CPU, interconnect_of, memory_bytes, memory_of, memory_text
+from sgpu_magic.wire.devices import CPU, Device, interconnect_of, memory_bytes, memory_of, memory_text
 from sgpu_magic.wire.pool_status import PoolStatus
 
 # the first link needs a handshake, and perhaps a diagnosis of why it fails
 _CHECK_S = 10.0
-_NOT_RUNNING = "not running"
+_STATE_TEXTS: Mapping[PoolReachability, str] = {
+    "up": "up",
+    "not running": "not running",
+    "unreachable": "can't be reached",
+}
 
 
 def add(settings: Settings, entry: PoolEntry, *, check: bool, replace: bool = False) -> str:
@@ -43,9 +58,9 @@ def add(settings: Settings, entry: PoolEntry, *, check: bool, replace: bool = Fa
     """
     answer = "It was not contacted."
     if check:
-        status = _checked(settings, entry)
-        answer = f"It answers, and has {describe_devices(status)}."
-        lacking = [kind for kind in entry.types if kind not in counts(status)]
+        found = _checked(settings, entry)
+        answer = f"It answers, and has {describe_devices(found)}."
+        lacking = [kind for kind in entry.types if kind not in counts(found)]
         if lacking:
             answer += f" It has no {', '.join(lacking)} now, although --types names it."
     add_pool(entry, replace=replace)
@@ -62,29 +77,46 @@ def remove(name: str) -> str:
     return f"the pool {entry.name} ({entry.address}) is no longer listed. Its runs continue."
 
 
-def listing(settings: Settings) -> str:
-    """Return the pools and their current state as a table. Takes 2 s at most.
+def pool_rows(settings: Settings) -> list[PoolRow]:
+    """Return the pools and their current state. Takes 2 s at most.
 
     Raises:
         UsageError: The list can't be read.
     """
-    answers = _all(settings, "")
+    return [
+        PoolRow(
+            name=answer.name,
+            kind=kind_of(answer),
+            address=address_of(answer),
+            state=reachability(answer),
+            problem=text_or_none(answer.problem),
+            types=() if answer.status is None else _counts(answer.status),
+        )
+        for answer in _all(settings, "")
+    ]
+
+
+def _counts(status: PoolStatus) -> tuple[TypeCountRow, ...]:
+    return tuple(TypeCountRow(type=kind, free=each.free, total=each.total) for kind, each in counts(status).items())
+
+
+def pools_table(pools: Sequence[PoolRow]) -> str:
+    """Return pools as a table, and below it why some can't be reached."""
     rows = [("pool", "kind", "address", "now", "free/total")]
-    for answer in answers:
-        kind, address = ("this machine", "") if answer.entry is None else (answer.entry.kind, answer.entry.address)
-        state = _NOT_RUNNING if answer.status is None else "up"
-        if answer.problem:
-            state = "can't be reached"
-        there = {} if answer.status is None else counts(answer.status)
-        free = ", ".join(f"{count.free}/{count.total} {kind}" for kind, count in there.items())
-        rows.append((answer.name, kind, address, state, free))
+    for pool in pools:
+        free = ", ".join(f"{each.free}/{each.total} {each.type}" for each in pool.types)
+        rows.append((pool.name, _kind_text(pool.kind), pool.address or "", _STATE_TEXTS[pool.state], free))
     lines = aligned(rows)
-    lines += [f"{answer.name}: {answer.problem}" for answer in answers if answer.problem]
+    lines += [f"{pool.name}: {pool.problem}" for pool in pools if pool.problem]
     return "\n".join(lines)
 
 
-def types(settings: Settings, name: str = "") -> str:
-    """Return the device types of the pools as a table. Takes 2 s at most.
+def _kind_text(kind: str) -> str:
+    return "this machine" if kind == LOCAL else kind
+
+
+def type_list(settings: Settings, name: str = "") -> tuple[list[TypeRow], list[PoolStatusReply]]:
+    """Return the device types of the pools, and the answers of pools that have none. Takes 2 s at most.
 
     Args:
         settings: The user's settings.
@@ -95,14 +127,24 @@ def types(settings: Settings, name: str = "") -> str:
     """
     answers = _all(settings, name)
     money = money_of(settings)
+    rows = [row for answer in answers if answer.status is not None for row in _type_rows(answer, answer.status, money)]
+    return rows, [answer for answer in answers if answer.status is None]
+
+
+def types_table(types: Sequence[TypeRow], silent: Sequence[PoolStatusReply]) -> str:
+    """Return device types as a table, and below it why pools have none."""
     rows = [("pool", "type", "memory", "interconnect", "free/total", "nodes", "largest node", "an hour", "")]
-    silent: list[str] = []
-    for answer in answers:
-        if answer.status is None:
-            silent.append(f"{answer.name}: {answer.problem or pools_status.NOT_RUNNING}")
-        else:
-            rows += _type_rows(answer, answer.status, money)
-    return "\n".join([*(aligned(rows, right=(2, 4, 5, 6, 7)) if len(rows) > 1 else []), *silent])
+    for row in types:
+        price = row.hourly_price
+        cost = "" if price is None else format_money(price.amount, price.currency)
+        interconnect = "/".join(sorted(each or "?" for each in row.interconnects))
+        free = f"{row.free}/{row.total}"
+        spread = (str(row.nodes), str(row.largest_node))
+        rows.append(
+            (row.pool, row.type, _memory_text(row.memory_bytes), interconnect, free, *spread, cost, _remark(row))
+        )
+    lines = aligned(rows, right=(2, 4, 5, 6, 7)) if types else []
+    return "\n".join([*lines, *(f"{answer.name}: {answer.problem or pools_status.NOT_RUNNING}" for answer in silent)])
 
 
 def _all(settings: Settings, name: str) -> list[PoolStatusReply]:
@@ -122,15 +164,28 @@ def _checked(settings: Settings, entry: PoolEntry) -> PoolStatus:
     return found
 
 
-def _type_rows(answer: PoolStatusReply, status: PoolStatus, money: PriceBook) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = []
+def _type_rows(answer: PoolStatusReply, status: PoolStatus, money: PriceBook) -> list[TypeRow]:
+    rows: list[TypeRow] = []
     for kind, count in counts(status).items():
         price = money.of(answer.entry, kind)
         nodes, largest = _spread(status, kind)
-        memory, interconnect = ("", "") if kind == CPU else (_memory(status, kind), _interconnect(status, kind))
-        cost = "" if price is None else format_money(price, money.currency)
-        free, remark = f"{count.free}/{count.total}", _remark(answer, status, kind)
-        rows.append((answer.name, kind, memory, interconnect, free, str(nodes), str(largest), cost, remark))
+        devices = [device for device in status.inventory.devices if device.type == kind]
+        rows.append(
+            TypeRow(
+                pool=answer.name,
+                kind=kind_of(answer),
+                type=kind,
+                memory_bytes=() if kind == CPU else _memory_sizes(devices, kind),
+                interconnects=() if kind == CPU else _interconnects(devices, kind),
+                free=count.free,
+                total=count.total,
+                existing=count.total if kind == CPU else len(devices),
+                nodes=nodes,
+                largest_node=largest,
+                hourly_price=None if price is None else Money(amount=price, currency=money.currency),
+                simulated=any(device.simulated for device in devices),
+            )
+        )
     return rows
 
 
@@ -144,44 +199,31 @@ def _spread(status: PoolStatus, kind: str) -> tuple[int, int]:
     return len(by_node), max(by_node.values(), default=0)
 
 
-def _memory(status: PoolStatus, kind: str) -> str:
-    sizes = sorted({memory_bytes(device) for device in status.inventory.devices if device.type == kind})
-    known = [size for size in sizes if size] or [memory_of(kind)]
-    texts = [memory_text(size) for size in (known[0], known[-1])]
-    return texts[0] if texts[0] == texts[1] else f"{texts[0]} to {texts[1]}"
+def _memory_sizes(devices: Sequence[Device], kind: str) -> tuple[int, ...]:
+    known = sorted({memory_bytes(device) for device in devices} - {0})
+    expected = memory_of(kind)
+    return tuple(known or [size for size in (expected,) if size])
 
 
-def _interconnect(status: PoolStatus, kind: str) -> str:
-    found = {interconnect_of(kind, device.name) for device in status.inventory.devices if device.type == kind}
-    found = found or {interconnect_of(kind)}
-    return "/".join(sorted(each or "?" for each in found))
+def _memory_text(sizes: Sequence[int]) -> str:
+    if not sizes:
+        return ""
+    least, most = memory_text(sizes[0]), memory_text(sizes[-1])
+    return least if least == most else f"{least} to {most}"
 
 
-def _remark(answer: PoolStatusReply, status: PoolStatus, kind: str) -> str:
-    words = [] if answer.entry is None else [answer.entry.kind]
-    if any(device.simulated for device in status.inventory.devices if device.type == kind):
+def _interconnects(devices: Sequence[Device], kind: str) -> tuple[str | None, ...]:
+    found = {interconnect_of(kind, device.name) for device in devices} or {interconnect_of(kind)}
+    return tuple(each or None for each in sorted(found))
+
+
+def _remark(row: TypeRow) -> str:
+    words = [] if row.kind == LOCAL else [row.kind]
+    if row.simulated:
         words.append("simulated on cpu")
-    there = sum(device.type == kind for device in status.inventory.devices)
-    more = dict(status.inventory.elastic).get(kind, 0) - there
-    if kind != CPU and more > 0:
-        words.append(f"{there} now, up to {more} more on demand")
+    if row.total > row.existing:
+        words.append(f"{row.existing} now, up to {row.total - row.existing} more on demand")
     return ", ".join(words)
-
-
-def status(settings: Settings, name: str = "") -> str:
-    """Return the text of `%sgpu_status` for one pool or for all. Never starts a pool.
-
-    Raises:
-        PoolError: The pool does not answer, or has an incompatible version.
-    """
-    if name != LOCAL and (name or read_pools()):
-        with closing(Pools(settings)) as pools:
-            return pools_status.drawn(pools_status.ask(pools, name, start=False), {})["text/plain"]
-    with closing(Pool(settings)) as pool:
-        answer = pool.status(start=False)
-    if answer is None:
-        return f"no local pool is running on {host_name()}; the first %%distributed cell starts one"
-    return status_text(answer)
 
 
 def stop(settings: Settings, *, force: bool) -> str:
@@ -199,10 +241,15 @@ def stop(settings: Settings, *, force: bool) -> str:
 
 def _pool_options(parser: CommandParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    made = actions.add_parser("status", help="show devices, queue and runs; starts no pool")
-    made.add_argument("--pool", default="", metavar="NAME", help="only this pool (default: all in the list)")
-    made.does(lambda options: status(load_settings(), options.pool))
-    made = actions.add_parser("add", help="add a pool on another machine to the list, for --pool")
+    status.add_options(
+        add_command(actions, "status", "show devices, queue and runs; starts no pool", "sgpu pool status --pool team")
+    )
+    made = add_command(
+        actions,
+        "add",
+        "add a pool on another machine to the list, for --pool",
+        "sgpu pool add team tcp://gpu1.example.org:8700 --key KEY",
+    )
     made.add_argument("name", metavar="NAME", help="name to use with --pool")
     made.add_argument("address", metavar="tcp://HOST:PORT", help="address that it listens on")
     made.add_argument("--key", required=True, metavar="KEY", help="its public key, as printed by `sgpu pool serve`")
@@ -212,15 +259,21 @@ def _pool_options(parser: CommandParser) -> None:
     made.add_argument("--replace", action="store_true", help="replace the pool of that name")
     made.add_argument("--no-check", action="store_true", help="add it without trying to reach it")
     made.does(_add)
-    made = actions.add_parser("list", help="list pools for --pool, with their state")
-    made.does(lambda _: listing(load_settings()))
-    made = actions.add_parser("remove", help="remove a pool from the list; its runs continue")
+    made = add_command(actions, "list", "list pools for --pool, with their state", "sgpu pool list")
+    add_json(made)
+    made.does(_list)
+    made = add_command(actions, "remove", "remove a pool from the list; its runs continue", "sgpu pool remove team")
     made.add_argument("name", metavar="NAME", help="name of the pool in the list")
     made.does(lambda options: remove(options.name))
-    _serving_options(actions.add_parser)
-    made = actions.add_parser("stop", help="stop the pool; the next run starts it again")
+    _serving_options(actions)
+    made = add_command(actions, "stop", "stop the pool; the next run starts it again", "sgpu pool stop")
     made.add_argument("--force", action="store_true", help="even if runs are in progress, which end too")
     made.does(lambda options: stop(load_settings(), force=options.force))
+
+
+def _list(options: argparse.Namespace) -> str:
+    pools = pool_rows(load_settings())
+    return encode(PoolList(pools=tuple(pools))) if options.json else pools_table(pools)
 
 
 def _add(it: argparse.Namespace) -> str:
@@ -228,15 +281,25 @@ def _add(it: argparse.Namespace) -> str:
     return add(load_settings(), entry, check=not it.no_check, replace=it.replace)
 
 
-def _serving_options(add: Callable[..., CommandParser]) -> None:
-    serve = add("serve", help="serve a pool to other machines, in the foreground")
+def _serving_options(actions: Any) -> None:
+    serve = add_command(
+        actions,
+        "serve",
+        "serve a pool to other machines, in the foreground",
+        "sgpu pool serve --listen tcp://0.0.0.0:8700 --name team",
+    )
     serve.add_argument("--engine", choices=("local", "ray"), default="local", help="where ranks run (default: local)")
     serve.add_argument("--listen", required=True, metavar="tcp://0.0.0.0:PORT", help="address to listen on for clients")
     _add_name(serve)
     serve.add_argument(
         "--same-files", action="store_true", help="nodes see the clients' files and Pythons, so build no environments"
     )
-    deploy = add("deploy", help="start a served pool on a Ray cluster, as a Ray job")
+    deploy = add_command(
+        actions,
+        "deploy",
+        "start a served pool on a Ray cluster, as a Ray job",
+        "sgpu pool deploy --ray http://head:8265 --name team",
+    )
     _add_ray(deploy)
     deploy.add_argument(
         "--listen",
@@ -246,17 +309,19 @@ def _serving_options(add: Callable[..., CommandParser]) -> None:
     )
     _add_name(deploy)
     deploy.add_argument("job", nargs="*", metavar="-- OPTIONS", help="options of `ray job submit`")
-    undeploy = add("undeploy", help="stop a deployed pool")
+    undeploy = add_command(
+        actions, "undeploy", "stop a deployed pool", "sgpu pool undeploy --ray http://head:8265 --name team"
+    )
     _add_ray(undeploy)
     _add_name(undeploy)
-    keygen = add("keygen", help="create the key that identifies you to pools")
+    keygen = add_command(actions, "keygen", "create the key that identifies you to pools", "sgpu pool keygen")
     keygen.add_argument("--force", action="store_true", help="replace the existing key")
-    authorize = add("authorize", help="let a user use the pool served here")
+    authorize = add_command(actions, "authorize", "let a user use the pool served here", "sgpu pool authorize ann KEY")
     authorize.add_argument("who", metavar="WHO", help="name of the user, shown with their runs")
     authorize.add_argument("key", metavar="KEY", help="the user's public key, as printed by `sgpu pool keygen`")
     authorize.add_argument("--admin", action="store_true", help="may stop everybody's runs and the pool")
     _add_name(authorize)
-    revoke = add("revoke", help="no longer let a user use the pool")
+    revoke = add_command(actions, "revoke", "no longer let a user use the pool", "sgpu pool revoke ann")
     revoke.add_argument("who", metavar="WHO", help="user whose keys are removed")
     _add_name(revoke)
     serve.does(lambda it: _serving().serve(load_settings(), it.engine, it.listen, it.name, same_files=it.same_files))
@@ -290,7 +355,15 @@ def _add_name(parser: CommandParser) -> None:
 
 def _types_options(parser: CommandParser) -> None:
     parser.add_argument("--pool", default="", metavar="NAME", help="only this pool (default: all)")
-    parser.does(lambda options: types(load_settings(), options.pool))
+    add_json(parser)
+    parser.does(_types)
+
+
+def _types(options: argparse.Namespace) -> str:
+    types, silent = type_list(load_settings(), options.pool)
+    if options.json:
+        return encode(TypeList(types=tuple(types), omitted=omitted_pools(silent)))
+    return types_table(types, silent)
 
 
 COMMANDS = {"pool": _pool_options, "types": _types_options}

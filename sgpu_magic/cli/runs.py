@@ -1,41 +1,105 @@
-"""`sgpu runs` and `sgpu usage`: the pools' runs and their use; `cancel`, `detach` and `stacks` for one run."""
+"""`sgpu runs`: the pools' runs; `cancel`, `detach` and `stacks` for one run."""
 
 from __future__ import annotations
 
 import argparse
-import csv
-import io
-import json
+import shutil
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from pathlib import PurePath
+from typing import NamedTuple
 
-from sgpu_magic.cli.main import CommandParser, note, positive
+import msgspec
+
+from sgpu_magic.cli.json_form import omitted_pools, run_row, running_s
+from sgpu_magic.cli.json_records import RunList, encode
+from sgpu_magic.cli.main import CommandParser, add_json, note, positive
 from sgpu_magic.client import ledger
 from sgpu_magic.client.find_run import check_prefix, pool_of
-from sgpu_magic.client.ledger import Usage, Use, usage_within
+from sgpu_magic.client.ledger import seconds_of
 from sgpu_magic.client.pool import Pool
-from sgpu_magic.client.pools import Pools
+from sgpu_magic.client.pools import Pools, PoolStatusReply
 from sgpu_magic.client.pools_file import LOCAL
 from sgpu_magic.config import Settings, load_settings
 from sgpu_magic.errors import PoolError
-from sgpu_magic.formatting import clipped, format_money
-from sgpu_magic.views.pool_tables import run_duration
+from sgpu_magic.formatting import format_elapsed, format_money
+from sgpu_magic.views import ansi
 from sgpu_magic.views.stacks import stacks_text
 from sgpu_magic.views.units import TIMES, aligned
-from sgpu_magic.wire.base import CancelReason, RunKind, short
-from sgpu_magic.wire.costs import HOUR_S, cost_so_far
+from sgpu_magic.wire.base import CancelReason, RunKind, RunState, short
+from sgpu_magic.wire.costs import cost_so_far
+from sgpu_magic.wire.devices import ANY, CPU
 from sgpu_magic.wire.pool_status import RunSummary
 
-_MAX_FAILURE = 100
 _ALL = 1_000_000_000
 _RECENT = 20
+# `timed-out` is one word in a shell
+_STATES = {state.value.replace(" ", "-"): state for state in RunState}
+_MAX_REMARK = 100
+_LEAST_NAME = 8
+# Columns that are left out if they are empty, or do not fit in a terminal; the first is kept longest. For each, the
+# length to which names may be cut for it, None if they may not.
+_OPTIONAL: Mapping[str, int | None] = {"pool": 12, "cost": 12, "notebook": None}
+# between the columns of `aligned`
+_BETWEEN = "   "
+_ALL_SIMULATED = "All GPUs in this list are simulated on CPU."
 
 
-def recent(settings: Settings, limit: int | None, name: str = "") -> tuple[str, str]:
-    """Return the table of the newest runs, and a note about its sources ("" for none).
+class RunFilter(msgspec.Struct, frozen=True):
+    """Which runs a list has.
+
+    Args:
+        states: Only runs in one of these states; empty for any.
+        notebook: Only runs of notebooks whose path ends with this, or matches it as a pattern; None for any.
+        since: Only runs submitted at this time or later, seconds since the epoch; None for any.
+    """
+
+    states: frozenset[RunState] = frozenset()
+    notebook: str | None = None
+    since: float | None = None
+
+    @property
+    def is_set(self) -> bool:
+        """Whether it leaves out any runs."""
+        return self != RunFilter()
+
+    def accepts(self, run: RunSummary) -> bool:
+        """Whether a list has the run."""
+        if self.states and run.state not in self.states:
+            return False
+        if self.notebook is not None and not (run.notebook and PurePath(run.notebook).match(self.notebook)):
+            return False
+        return self.since is None or run.submitted_at >= self.since
+
+
+class ListedRun(NamedTuple):
+    """A run and the name of its pool."""
+
+    pool: str
+    run: RunSummary
+
+
+class RecentRuns(msgspec.Struct, frozen=True):
+    """Runs of one or several pools.
+
+    Args:
+        listed: The runs, newest first.
+        several: Other pools than one were asked, so that a list names each run's pool.
+        omitted: The answers of pools that could not be asked.
+        local_problem: Why the local pool did not answer, so that its ledger was read instead; None if it did.
+    """
+
+    listed: Sequence[ListedRun]
+    several: bool = False
+    omitted: Sequence[PoolStatusReply] = ()
+    local_problem: str | None = None
+
+
+def recent(settings: Settings, limit: int | None, name: str, wanted: RunFilter) -> RecentRuns:
+    """Return the newest runs.
 
     The local pool's runs come from the pool if it is running, else from the ledger's file.
 
@@ -43,33 +107,33 @@ def recent(settings: Settings, limit: int | None, name: str = "") -> tuple[str, 
         settings: The settings.
         limit: Maximum number of runs; None for all.
         name: Only this pool; "" for all.
+        wanted: Only these runs.
 
     Raises:
         PoolError: The ledger can't be read, or the named pool can't be reached.
         UsageError: There is no pool of that name.
     """
-    number = _ALL if limit is None else limit
-    status = None
-    notes: list[str] = []
+    # all runs have to be seen to find the newest that a filter accepts
+    number = _ALL if limit is None or wanted.is_set else limit
+    status, local_problem = None, None
     with closing(Pools(settings)) as pools:
         if name not in ("", LOCAL):
             status = pools.named(name).status(number)
-            runs = () if status is None else status.runs[:limit]
-            return runs_table(runs, time.time(), {run.run_id: name for run in runs}), ""
+            runs = () if status is None else filter(wanted.accepts, status.runs)
+            return RecentRuns([ListedRun(name, run) for run in runs][:limit], several=True)
         elsewhere = pools.asked(() if name else pools.entries(), local=False, recent=number)
         try:
             status = pools.local.status(recent=number, start=False)
         except PoolError as error:
-            notes.append(f"this list is from the ledger's file, because {error.message}")
-    local = ledger.recent_runs(settings, limit) if status is None else status.runs
-    if not elsewhere:
-        return runs_table(local, time.time()), " ".join(notes)
-    notes += [f"{each.name} is left out: {each.problem}" for each in elsewhere if each.problem]
-    listed = [(LOCAL, run) for run in local]
-    listed += [(each.name, run) for each in elsewhere if each.status is not None for run in each.status.runs]
-    listed = sorted(listed, key=lambda found: -found[1].submitted_at)[:limit]
-    pool_of = {run.run_id: pool for pool, run in listed}
-    return runs_table([run for _, run in listed], time.time(), pool_of), " ".join(notes)
+            local_problem = error.message
+    local = ledger.recent_runs(settings, number) if status is None else status.runs
+    listed = [ListedRun(LOCAL, run) for run in local]
+    listed += [ListedRun(each.name, run) for each in elsewhere if each.status is not None for run in each.status.runs]
+    if elsewhere:
+        listed.sort(key=lambda found: -found.run.submitted_at)
+    listed = [found for found in listed if wanted.accepts(found.run)]
+    omitted = [each for each in elsewhere if each.problem]
+    return RecentRuns(listed[:limit], bool(elsewhere), omitted, local_problem)
 
 
 def of_one(settings: Settings, command: str, run: str) -> str:
@@ -102,40 +166,94 @@ _OF_ONE: Mapping[str, tuple[str, Callable[[Pool, str], str]]] = {
 }
 
 
-def runs_table(runs: Sequence[RunSummary], now: float, pools: Mapping[str, str] | None = None) -> str:
-    """Return the runs as aligned text.
+# ---------------------------------------------------------------- the list
+
+
+def runs_table(
+    runs: Sequence[RunSummary], now: float, pools: Mapping[str, str] | None = None, width: int | None = None
+) -> str:
+    """Return the runs as aligned text, with failures and reasons to wait below their runs.
 
     Args:
         runs: The runs, newest first.
         now: The current time, seconds since the epoch.
         pools: Pool of each run by its id; adds a column.
+        width: Characters of a line; names are cut, and columns that do not fit are left out. None for no limit.
     """
-    if not runs:
-        return "no runs yet"
     times_seen = Counter(short(run.run_id) for run in runs)
+    # where all GPUs are simulated, a line says so once
+    simulated = [run.simulated for run in runs if run.device_type not in (ANY, CPU)]
+    says_once = bool(simulated) and all(simulated)
     columns: dict[str, list[str]] = {
         "run": [short(run.run_id) if times_seen[short(run.run_id)] == 1 else run.run_id for run in runs],
         "pool": [pools[run.run_id] for run in runs] if pools else [],
-        "name": [f"session {run.name}".rstrip() if run.kind is RunKind.SESSION else run.name for run in runs],
-        "ranks": [_ranks(run) for run in runs],
+        "name": [_name(run) for run in runs],
         "state": [run.state.value for run in runs],
-        "submitted": [_date(run.submitted_at) for run in runs],
-        # the end of a run is unknown if its pool died with it
-        "for": ["-" if run.state.is_final and run.ended_at is None else run_duration(run, now) for run in runs],
+        "submitted": [_when(run.submitted_at, now) for run in runs],
+        "duration": [_duration(run, now) for run in runs],
+        "devices": [_devices(run, says_simulated=not says_once) for run in runs],
         "cost": [_cost(run, now) for run in runs],
-        "": [_remark(run) for run in runs],
+        "notebook": [PurePath(run.notebook).name for run in runs],
     }
-    # omit the pool where there is only one, and the cost if no run has a price
-    columns = {head: cells for head, cells in columns.items() if any(cells) or head not in ("pool", "cost")}
-    right = tuple(at for at, head in enumerate(columns) if head in ("for", "cost"))
-    return "\n".join(aligned([tuple(columns), *zip(*columns.values(), strict=True)], right=right))
+    shown = _fitted(columns, width)
+    right = tuple(at for at, head in enumerate(shown) if head in ("duration", "cost"))
+    head, *rows = aligned([tuple(shown), *zip(*shown.values(), strict=True)], right=right)
+    indent = " " * (max(map(len, shown["run"])) + len(_BETWEEN))
+    longest = _MAX_REMARK if width is None else width - len(indent)
+    lines = [head]
+    for run, row in zip(runs, rows, strict=True):
+        remark = _remark(run)
+        lines += [row, f"{indent}{_cut(remark, longest)}"] if remark else [row]
+    return "\n".join([*lines, _ALL_SIMULATED] if says_once else lines)
 
 
-def _ranks(run: RunSummary) -> str:
-    if run.device_type == "any":
+def _fitted(columns: Mapping[str, Sequence[str]], width: int | None) -> dict[str, Sequence[str]]:
+    """Return the columns that fit into a line, with names cut to what is left; empty optional ones are left out."""
+    filled = {head: cells for head, cells in columns.items() if head not in _OPTIONAL or any(cells)}
+    if width is None:
+        return filled
+    widths = {head: max(len(head), *map(len, cells)) for head, cells in filled.items()}
+    kept = [head for head in filled if head not in _OPTIONAL]
+    for head, least_name in _OPTIONAL.items():
+        name_width = min(widths["name"], least_name or widths["name"])
+        if head in filled and _line_width(widths | {"name": name_width}, [*kept, head]) <= width:
+            kept.append(head)
+    others = _line_width(widths | {"name": 0}, kept)
+    longest_name = max(_LEAST_NAME, width - others)
+    names = [_cut(name, longest_name) for name in filled["name"]]
+    return {head: names if head == "name" else cells for head, cells in filled.items() if head in kept}
+
+
+def _line_width(widths: Mapping[str, int], heads: Sequence[str]) -> int:
+    return sum(widths[head] for head in heads) + len(_BETWEEN) * (len(heads) - 1)
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
+def _name(run: RunSummary) -> str:
+    return ansi.plain(f"session {run.name}".rstrip() if run.kind is RunKind.SESSION else run.name)
+
+
+def _when(at: float, now: float) -> str:
+    """Return `14:05` for today, `Nov 29 14:05` for this year, else `2025-11-29`."""
+    then, today = time.localtime(at), time.localtime(now)
+    if then[:3] == today[:3]:
+        return time.strftime("%H:%M", then)
+    return time.strftime("%b %d %H:%M" if then.tm_year == today.tm_year else "%Y-%m-%d", then)
+
+
+def _duration(run: RunSummary, now: float) -> str:
+    duration_s = running_s(run, now)
+    return "-" if duration_s is None else format_elapsed(duration_s)
+
+
+def _devices(run: RunSummary, *, says_simulated: bool) -> str:
+    if run.device_type == ANY:
         return str(run.ranks)
-    kind = run.device_type if run.device_type == "cpu" else run.device_type.upper()
-    return f"{run.ranks} {TIMES} {kind}" + (" (simulated on cpu)" if run.simulated else "")
+    kind = run.device_type if run.device_type == CPU else run.device_type.upper()
+    return f"{run.ranks} {TIMES} {kind}" + (" (simulated)" if run.simulated and says_simulated else "")
 
 
 def _cost(run: RunSummary, now: float) -> str:
@@ -145,25 +263,49 @@ def _cost(run: RunSummary, now: float) -> str:
 
 def _remark(run: RunSummary) -> str:
     in_session = f"in session {short(run.session)}" if run.session else ""
-    return clipped(run.waiting_for or run.failure.strip().partition("\n")[0] or in_session, _MAX_FAILURE)
+    return ansi.plain(run.waiting_for or run.failure.strip().partition("\n")[0] or in_session)
 
 
 def _list_options(parser: CommandParser) -> None:
     parser.add_argument("--pool", default="", metavar="NAME", help="only this pool (default: all)")
+    parser.add_argument(
+        "--state",
+        action="append",
+        choices=tuple(_STATES),
+        metavar="STATE",
+        help=f"only this state: {', '.join(_STATES)}",
+    )
+    parser.add_argument("--notebook", metavar="NAME", help="only of this notebook: its name, path or pattern")
+    parser.add_argument("--since", metavar="2h", help="only runs submitted in this time: 30m, 2h, 7d, 4w")
     how_many = parser.add_mutually_exclusive_group()
     how_many.add_argument(
         "-n", dest="number", type=positive, default=_RECENT, metavar="N", help="how many to show (default: 20)"
     )
     how_many.add_argument("--all", action="store_true", help="show all")
+    add_json(parser)
     parser.does(_list)
 
 
-def _list(options: argparse.Namespace) -> int:
-    table, where = recent(load_settings(), None if options.all else options.number, options.pool)
-    sys.stdout.write(f"{table}\n")
-    if where:
-        note(where)
-    return 0
+def _list(options: argparse.Namespace) -> str:
+    now = time.time()
+    wanted = RunFilter(
+        states=frozenset(_STATES[word] for word in options.state or ()),
+        notebook=options.notebook,
+        since=None if options.since is None else now - seconds_of(options.since),
+    )
+    found = recent(load_settings(), None if options.all else options.number, options.pool, wanted)
+    if found.local_problem is not None:
+        note(f"this list is from the ledger's file, because {found.local_problem}")
+    if options.json:
+        rows = tuple(run_row(run, pool, now) for pool, run in found.listed)
+        return encode(RunList(runs=rows, omitted=omitted_pools(found.omitted)))
+    for answer in found.omitted:
+        note(f"{answer.name} is left out: {answer.problem}")
+    if not found.listed:
+        return "no run matches" if wanted.is_set else "no runs yet"
+    pool_of_run = {run.run_id: pool for pool, run in found.listed} if found.several else None
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    return runs_table([run for _, run in found.listed], now, pool_of_run, width)
 
 
 def _one_options(parser: CommandParser) -> None:
@@ -171,158 +313,4 @@ def _one_options(parser: CommandParser) -> None:
     parser.does(lambda options: of_one(load_settings(), options.command, options.run))
 
 
-# ---------------------------------------------------------------- usage
-
-
-def table(used: Usage) -> str:
-    """Return usage as text: a row per group, the total, and notes on the columns."""
-    total = used.total
-    if not total.runs:
-        return f"no runs since {_date(used.since)}"
-    columns: list[tuple[str, Callable[[Use], str]]] = [
-        (used.by, lambda use: use.name),
-        ("runs", lambda use: f"{use.runs:,}"),
-        ("GPU-hours", lambda use: _hours(use.gpu_s)),
-    ]
-    if total.slot_s:
-        columns.append(("slot-hours", lambda use: _hours(use.slot_s)))
-    if total.cost:
-        columns.append(("cost", lambda use: _money(use.cost)))
-    if total.idle_s:
-        columns.append(("idle GPU-hours", lambda use: _hours(use.idle_s)))
-        if total.idle_cost:
-            columns.append(("idle cost", lambda use: _money(use.idle_cost)))
-    if total.reserved is not None:
-        columns.append(
-            ("reserved", lambda use: "" if use.reserved is None else format_money(use.reserved, used.currency))
-        )
-    rows = [tuple(text(use) for _, text in columns) for use in (*used.groups, total)]
-    lines = aligned([tuple(head for head, _ in columns), *rows], right=tuple(range(1, len(columns))))
-    return "\n".join([*lines, "", *_remarks(used)])
-
-
-def _remarks(used: Usage) -> list[str]:
-    total = used.total
-    lines = [f"runs that have ended since {_date(used.since)}, and active ones; each counts in full"]
-    if total.idle_s:
-        lines.append("idle: time of sessions in which no cell ran; it is included in the hours and the cost")
-    if total.reserved is not None:
-        lines.append("reserved: what the same hours cost at the reserved prices, for types that have one")
-    if total.simulated_s:
-        cost = f" and {_money(total.simulated_cost)} of the cost" if total.simulated_cost else ""
-        lines.append(f"simulated: {_hours(total.simulated_s)} of the GPU-hours{cost}; it is not charged")
-    return lines
-
-
-def comma_separated(used: Usage) -> str:
-    """Return usage as CSV: a row per group, six decimals, and cost columns for each currency that occurs."""
-    currencies = sorted(used.total.cost)
-    heads = [used.by, "runs", "gpu_hours", "slot_hours", "idle_gpu_hours", "simulated_gpu_hours"]
-    for currency in currencies:
-        heads += [f"cost_{currency}", f"idle_cost_{currency}", f"simulated_cost_{currency}"]
-    reserved = used.total.reserved is not None
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow([*heads, *([f"reserved_cost_{used.currency}"] if reserved else [])])
-    for use in used.groups:
-        # a spreadsheet would evaluate a name that begins like a formula
-        row: list[object] = [f"'{use.name}" if use.name.startswith(("=", "+", "-", "@")) else use.name, use.runs]
-        row += [_rounded(seconds / HOUR_S) for seconds in (use.gpu_s, use.slot_s, use.idle_s, use.simulated_s)]
-        for currency in currencies:
-            row += [_rounded(sums.get(currency, 0.0)) for sums in (use.cost, use.idle_cost, use.simulated_cost)]
-        if reserved:
-            row.append("" if use.reserved is None else _rounded(use.reserved))
-        writer.writerow(row)
-    return out.getvalue().rstrip("\n")
-
-
-def as_json(used: Usage) -> str:
-    """Return usage as JSON: the groups and the total, with costs by currency."""
-    record = {
-        "since": round(used.since, 3),
-        "until": round(used.until, 3),
-        "by": used.by,
-        "groups": [_record(use, used.currency) for use in used.groups],
-        "total": _record(used.total, used.currency),
-    }
-    return json.dumps(record, indent=1, ensure_ascii=False)
-
-
-def _record(use: Use, currency: str) -> dict[str, object]:
-    return {
-        "name": use.name,
-        "runs": use.runs,
-        "gpu_hours": _rounded(use.gpu_s / HOUR_S),
-        "slot_hours": _rounded(use.slot_s / HOUR_S),
-        "cost": _sums(use.cost),
-        "idle": {"gpu_hours": _rounded(use.idle_s / HOUR_S), "cost": _sums(use.idle_cost)},
-        "simulated": {"gpu_hours": _rounded(use.simulated_s / HOUR_S), "cost": _sums(use.simulated_cost)},
-        "reserved_cost": {} if use.reserved is None else {currency: _rounded(use.reserved)},
-    }
-
-
-def _sums(sums: Mapping[str, float]) -> dict[str, float]:
-    return {currency: _rounded(amount) for currency, amount in sorted(sums.items())}
-
-
-def _rounded(value: float) -> float:
-    return round(value, 6)
-
-
-def _hours(seconds: float) -> str:
-    return f"{seconds / HOUR_S:,.2f}"
-
-
-def _money(sums: Mapping[str, float]) -> str:
-    return " + ".join(format_money(amount, currency) for currency, amount in sorted(sums.items()))
-
-
-def _date(at: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(at))
-
-
-_FORMATS: Mapping[str, Callable[[Usage], str]] = {"table": table, "csv": comma_separated, "json": as_json}
-
-
-def _usage_options(parser: CommandParser) -> None:
-    parser.add_argument("--since", default="7d", metavar="7d", help="how far back, such as 12h, 7d or 4w (default: 7d)")
-    groups = ("day", "user", "session", "notebook", "type")
-    parser.add_argument("--by", choices=groups, default="day", help="what to group by (default: day)")
-    parser.add_argument("--format", choices=tuple(_FORMATS), default="table", help="output format (default: table)")
-    parser.add_argument("--pool", default="", metavar="NAME", help="only this pool (default: all)")
-    parser.does(_usage)
-
-
-def _usage(options: argparse.Namespace) -> str:
-    settings = load_settings()
-    rows, where = all_runs(settings, options.pool)
-    text = _FORMATS[options.format](usage_within(settings, rows, options.since, options.by))
-    if where:
-        note(where)
-    return text
-
-
-def all_runs(settings: Settings, name: str = "") -> tuple[list[RunSummary], str]:
-    """Return all runs of the pools that this machine lists, and a note about pools that are left out ("" for none).
-
-    The local pool's are read from its ledger, whether it is running or not. Served pools answer with this user's runs.
-
-    Args:
-        settings: The settings.
-        name: Only this pool; "" for all.
-
-    Raises:
-        PoolError: The ledger can't be read, or the named pool can't be reached.
-        UsageError: There is no pool of that name.
-    """
-    with closing(Pools(settings)) as pools:
-        if name not in ("", LOCAL):
-            status = pools.named(name).status(_ALL)
-            return [] if status is None else list(status.runs), ""
-        elsewhere = pools.asked(() if name else pools.entries(), local=False, recent=_ALL)
-    rows = ledger.recent_runs(settings, None)
-    rows += [run for each in elsewhere if each.status is not None for run in each.status.runs]
-    return rows, " ".join(f"{each.name} is left out: {each.problem}" for each in elsewhere if each.problem)
-
-
-COMMANDS = {"runs": _list_options, "usage": _usage_options, **dict.fromkeys(_OF_ONE, _one_options)}
+COMMANDS = {"runs": _list_options, **dict.fromkeys(_OF_ONE, _one_options)}

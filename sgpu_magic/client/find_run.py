@@ -14,11 +14,13 @@ from sgpu_magic.client.this_machine import find_pool
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError, RunUnknown, UsageError
 from sgpu_magic.formatting import format_bytes, plural
-from sgpu_magic.wire.base import is_valid_id, short
+from sgpu_magic.wire.base import SHORT_LENGTH, is_valid_id, short
 
 # number of each pool's newest runs that are searched; older ones are requested by id
 NEWEST_RUNS = 300
 _MOST_LISTED = 8
+# a misspelled id is compared with so many of the newest ones: among more, some would be similar by chance
+_SUGGESTED_FROM = 30
 _PREFIX = re.compile(r"[0-9a-f]{1,8}")
 
 
@@ -62,10 +64,12 @@ def pool_with(pools: Pools, settings: Settings, run: str, *, only_active: bool =
     asked = [answer.name for answer in answers if not answer.problem] or [LOCAL]
     silent = ", ".join(answer.name for answer in answers if answer.problem)
     what = "active run" if only_active else "run"
-    raise RunUnknown(
-        f"no {what} has an id that begins with {run!r} in the {plural(len(asked), 'pool')} "
-        f"{', '.join(asked)}. %sgpu_status and `sgpu runs` list them."
-        + (f" Not asked, because it can't be reached: {silent}." if silent else "")
+    raise RunUnknown.of_unknown_name(
+        f"no {what} has an id that begins with {run!r} in the {plural(len(asked), 'pool')} {', '.join(asked)}."
+        + (f" Not asked, because it can't be reached: {silent}." if silent else ""),
+        run,
+        similar_to(run, [row.run_id for _, row in rows]),
+        otherwise="%sgpu_status and `sgpu runs` list the runs.",
     )
 
 
@@ -89,6 +93,12 @@ def pool_of(settings: Settings, run: str, wish: str, *, only_active: bool = Fals
         if not pools.entries() and find_pool(settings) is None:
             raise PoolError(f"no local pool is running, so there is no run {wish}.")
         yield pool_with(pools, settings, prefix, only_active=only_active, start=False)
+
+
+def similar_to(prefix: str, run_ids: Sequence[str]) -> list[str]:
+    """Return the beginnings of ids that a misspelled beginning can be meant for: those of its length, or longer."""
+    length = max(len(prefix), SHORT_LENGTH)
+    return [run_id[:length] for run_id in run_ids[:_SUGGESTED_FROM]] if len(prefix) >= SHORT_LENGTH else []
 
 
 def check_prefix(text: str, listed: str = ", as `sgpu runs` lists them", option: str = "") -> str:
@@ -124,9 +134,12 @@ def find_directory(settings: Settings, text: str) -> str:
                     f"lists it. Of ended runs the newest {settings.keep_runs:,} are kept, for {settings.keep_days:g} "
                     f"days and within {format_bytes(settings.keep_bytes)} (settings keep_runs, keep_days, keep_bytes)."
                 )
-        raise UsageError(
-            f"no run on this machine has an id that begins with {prefix!r}. `sgpu runs --all` lists them; "
-            f"their directories are in {settings.runs_path}."
+        newest = [run.run_id for run in ledger.recent_runs(settings, NEWEST_RUNS)]
+        raise UsageError.of_unknown_name(
+            f"no run on this machine has an id that begins with {prefix!r}.",
+            prefix,
+            similar_to(prefix, newest),
+            otherwise=f"`sgpu runs --all` lists them; their directories are in {settings.runs_path}.",
         )
     if len(found) > 1:
         raise UsageError(_ambiguous(prefix, found))

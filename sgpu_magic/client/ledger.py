@@ -183,7 +183,7 @@ def usage_within(settings: Settings, rows: Sequence[RunSummary], since: str, by:
         UsageError: `since` is not a length of time.
     """
     now = time.time()
-    began = now - _seconds(since)
+    began = now - seconds_of(since)
     return usage(rows, began, now, by, read_prices(settings.reserved_prices), settings.currency)
 
 
@@ -275,7 +275,12 @@ def _idle_times(rows: Iterable[RunSummary], now: float) -> Callable[[RunSummary]
     return idle_s
 
 
-def _seconds(since: str) -> float:
+def seconds_of(since: str) -> float:
+    """Return the length of time of an option `--since` in seconds.
+
+    Raises:
+        UsageError: It is not a length of time.
+    """
     found = _SINCE.fullmatch(since.strip().lower())
     if found is None or not float(found[1]):
         raise UsageError(f"--since {since[:40]!r} is not a length of time: write one such as 7d, 12h, 30m or 2w.")

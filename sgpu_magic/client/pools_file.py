@@ -12,7 +12,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import re
@@ -91,11 +90,8 @@ def read_pools(path: Path | None = None) -> tuple[PoolEntry, ...]:
 def unknown_pool(name: str, known: Iterable[str]) -> UsageError:
     """Return the error for a name that no pool has."""
     names = [LOCAL, *(each for each in known if each != LOCAL)]
-    near = difflib.get_close_matches(name.lower(), names, n=2)
-    mean = f" Did you mean {' or '.join(near)}?" if near else ""
-    return UsageError(
-        f"there is no pool named {name[:40]!r}.{mean} You have: {', '.join(names)}. `sgpu pool add` lists another one."
-    )
+    others = f"You have: {', '.join(names)}. `sgpu pool add` lists another one."
+    return UsageError.of_unknown_name(f"there is no pool named `{name[:40]}`.", name, names, otherwise=others, most=2)
 
 
 def default_pool(setting: str, entries: Sequence[PoolEntry]) -> str:

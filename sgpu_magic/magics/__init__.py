@@ -8,6 +8,7 @@ rank_errors     errors of ranks that IPython itself renders
 warm_pool       keeps ranks warm while the notebook is in use
 rebind_tracker  names that plain cells rebind while sessions are connected
 auto_mode       `%sgpu_auto`: cells that run on the pool without a magic
+unknown_magics  a suggestion for a magic that does not exist
 completion      completion of options, types and runs; completion and `obj?` answered by a rank
 """
 

@@ -19,6 +19,7 @@ from sgpu_magic.magics.rank_errors import draw_no_rank_errors, draw_rank_errors
 from sgpu_magic.magics.rebind_tracker import RebindTracker
 from sgpu_magic.magics.run_magics import DistributedMagics
 from sgpu_magic.magics.session_magics import SessionMagics
+from sgpu_magic.magics.unknown_magics import UnknownMagics
 from sgpu_magic.panel.kernel_endpoint import KernelEndpoint
 from sgpu_magic.runs import packages
 from sgpu_magic.runs.submit import target
@@ -43,7 +44,8 @@ def load(shell: InteractiveShell) -> None:
     undo.callback(magics.close)
     endpoint = KernelEndpoint(magics.context)
     undo.callback(endpoint.close)
-    for each in (magics, SessionMagics(shell, auto, endpoint)):
+    own = (magics, SessionMagics(shell, auto, endpoint))
+    for each in own:
         shell.register_magics(each)
         undo.callback(_unregister, shell, each)
     draw_rank_errors(shell)
@@ -55,6 +57,7 @@ def load(shell: InteractiveShell) -> None:
         ("pre_run_cell", assignments.before_cell),
         ("post_run_cell", assignments.after_cell),
         ("post_run_cell", magics.warmth.after_cell),
+        ("post_run_cell", UnknownMagics(shell, own).after_cell),
     ):
         shell.events.register(event, call)
         undo.callback(shell.events.unregister, event, call)

@@ -7,11 +7,12 @@ import functools
 import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from sgpu_magic.errors import UsageError
 from sgpu_magic.options import rank_lists, table, values
 from sgpu_magic.options.option_records import CellOptions, ReplayOptions, SessionOptions
+from sgpu_magic.options.strict_parser import StrictParser
 from sgpu_magic.options.table import OF_RANKS_THAT_STAY, OPTIONS, Reader
 
 T = TypeVar("T")
@@ -39,8 +40,10 @@ LINE_PARSERS: dict[str, Callable[[], OptionParser]] = {}
 """Parsers of the line magics decorated with `takes`, by name."""
 
 
-class OptionParser(argparse.ArgumentParser):
-    """The argument parser of a magic; errors raise `UsageError`."""
+class OptionParser(StrictParser):
+    """The parser of a magic."""
+
+    pointer = "`{prog} -h` shows the options."
 
     def __init__(self, prog: str, description: str = "", epilog: str = "") -> None:
         super().__init__(
@@ -48,12 +51,8 @@ class OptionParser(argparse.ArgumentParser):
             description=description,
             epilog=epilog,
             add_help=False,
-            allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{self.prog}: {message}. `{self.prog} -h` shows the options.")
 
     def offer_help(self) -> None:
         self.add_argument("-h", "--help", action="store_true", help="show this help")

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import os
 import re
@@ -93,9 +92,8 @@ def read_job_file(path: Path) -> JobFile:
     known = JobFile.__struct_fields__
     for key in found:
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            meant = f"did you mean {near[0]!r}?" if near else f"the keys are: {', '.join(known)}."
-            raise UsageError(f"{path} has the key {key!r}, which is not a key of a job file; {meant}")
+            message = f"{path} has the key `{key}`, which job files do not have."
+            raise UsageError.of_unknown_name(message, key, known, otherwise=f"The keys are: {', '.join(known)}.")
     try:
         file = convert(found, JobFile)
     except msgspec.DecodeError as error:

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from sgpu_magic.client.pool_choosing import KINDS, DeviceRequest, PriceBook, counts, money_of, one_of_several
 from sgpu_magic.client.pools import PATIENCE_S, PoolStatusReply
-from sgpu_magic.client.pools_file import LOCAL
+from sgpu_magic.client.pools_file import LOCAL, unknown_pool
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError, SgpuError, UsageError
 from sgpu_magic.formatting import names_text
@@ -244,7 +244,7 @@ def _asked(context: KernelContext, choice: Choice, *, connect: bool) -> tuple[Po
         notes, pool = found.notes, found.pool
     else:
         if name and name not in (known := context.pools.names()):
-            raise UsageError(f"There is no pool named {name!r}. You have: {', '.join(known)}.")
+            raise unknown_pool(name, known)
         pool = context.pools.named(name or LOCAL)
     if pool is not context.pools.local:
         if connect and not choice.gpus:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import builtins
 import contextlib
-import difflib
 import dis
 import linecache
 import re
@@ -18,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import CodeType, FunctionType, ModuleType
 
 from sgpu_magic.errors import UsageError
+from sgpu_magic.suggestions import did_you_mean
 from sgpu_magic.wire.option_text import OptionName, text_of
 
 # methods of `get_ipython()` that IPython's transform calls, and how many of their leading strings are not code
@@ -188,10 +188,7 @@ def collect(
 
 def _near(name: str, user_ns: Mapping[str, object]) -> str:
     own = [known for known, value in user_ns.items() if not is_ipythons(known, value)]
-    near = difflib.get_close_matches(name, own, n=3, cutoff=0.6)
-    if near:
-        return f"Did you mean {' or '.join(f'`{known}`' for known in near)}?"
-    return "Define it in an earlier cell or remove it from --in."
+    return did_you_mean(name, own, most=3) or "Define it in an earlier cell or remove it from --in."
 
 
 def submodules_read(code_names: Iterable[str], values: Iterable[object]) -> tuple[str, ...]:

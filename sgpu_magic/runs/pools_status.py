@@ -1,4 +1,4 @@
-"""The status of several pools in one view: of `sgpu pool status`, and kept current below the cell of `%sgpu_status`."""
+"""The status of several pools in one view: of `sgpu status`, and kept current below the cell of `%sgpu_status`."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ class _LiveStatus:
 
     def start(self) -> None:
         """Keep the output up to date in a thread."""
-        # imported here, as below: `sgpu pool status` does not need it
+        # imported here, as below: `sgpu status` does not need it
         from sgpu_magic.runs.notices import Background
 
         self._background = Background("sgpu-status", self._watch)

@@ -182,8 +182,9 @@ _OF_SESSIONS: dict[RunState, StateWord] = {
     RunState.QUEUED: StateWord("waits for devices", "plain", "○"),
     RunState.PREPARING: StateWord("starting", "busy"),
     RunState.CANCELLING: StateWord("disconnecting", "warn", "■"),
-    RunState.SUCCEEDED: StateWord("ended", "plain", "■"),
-    RunState.CANCELLED: StateWord("ended", "plain", "■"),
+    # the usual ends of a session
+    RunState.SUCCEEDED: StateWord("succeeded", "plain", "■"),
+    RunState.CANCELLED: StateWord("cancelled", "plain", "■"),
 }
 _LEFT = StateWord("continues", "plain", "→")
 _FINISHING = StateWord("finishing", "busy")

@@ -228,7 +228,7 @@ def _state(run: RunSummary, cells: Sequence[RunSummary], now: float) -> str:
             return f"runs {under_way[0].name or 'a cell'}"
         ended = [cell.ended_at for cell in cells if cell.ended_at is not None]
         return idle_since(max(ended), now) if ended else "connected"
-    return "ended" if run.state in (RunState.CANCELLED, RunState.SUCCEEDED) else str(run.state)
+    return str(run.state)
 
 
 def run_duration(run: RunSummary, now: float) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from sgpu_magic.suggestions import did_you_mean
 from sgpu_magic.wire.base import Record
 
 CPU = "cpu"
@@ -86,13 +87,8 @@ def canonical_type(text: str) -> str:
         return short
     if len(words) > 1 and words[0] in _VENDORS:
         return "-".join(words)
-    # imported late because ranks import this module too
-    import difflib
-
-    near = difflib.get_close_matches(joined, KNOWN_TYPES, n=3) if joined else []
-    if near:
-        raise ValueError(f"{text[:60]!r} is not a device type. Did you mean {' or '.join(near)}?")
-    raise ValueError(f"{text[:60]!r} is not a device type. Types are {', '.join(KNOWN_TYPES)}, {CPU} and {ANY}.")
+    types = f"Types are {', '.join(KNOWN_TYPES)}, {CPU} and {ANY}."
+    raise ValueError(f"`{text[:60]}` is not a device type. {did_you_mean(joined, KNOWN_TYPES, most=3) or types}")
 
 
 def type_named(name: str) -> str:

@@ -225,7 +225,7 @@ class StatusChanges(Record, frozen=True, kw_only=True):
 
 
 class PoolStatus(Numbered, frozen=True, tag="status", kw_only=True):
-    """What `%sgpu_status` and `sgpu pool status` show.
+    """What `%sgpu_status` and `sgpu status` show.
 
     Args:
         problem: Why no new run is started, and the ledger's problem; None without one.

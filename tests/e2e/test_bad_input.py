@@ -15,10 +15,15 @@ from kernels import Home, Kernel, Reply, eventually, stop_process, wait_gone
 
 
 def paragraph(reply: Reply) -> str:
-    """The one paragraph that is shown above the pointer to its page of help; fails when a frame of a traceback is."""
+    """The one paragraph that is shown, above the pointer to its page of help unless it names what to write instead.
+
+    Fails when a frame of a traceback is shown.
+    """
     assert reply.status == "error", reply.story
     shown, _, pointer = reply.traceback.strip().rpartition("\n")
-    assert pointer.startswith("See `%sgpu_help "), reply.traceback
+    if not pointer.startswith("See `%sgpu_help "):
+        shown = reply.traceback.strip()
+        assert "Did you mean `" in shown or "-h` shows the options." in shown
     assert "sgpu_magic/" not in shown, shown
     assert "Traceback" not in shown, shown
     assert "\n\n" not in shown, shown
@@ -55,7 +60,8 @@ def ledger(home: Home) -> int:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("--bogus", ["--bogus", "%%distributed -h"]),
+        ("--frobnicate", ["--frobnicate", "%%distributed -h"]),
+        ("--gpu 2", ["`--gpu`. Did you mean `--gpus`?"]),
         ("-n", ["-n", "%%distributed -h"]),
         ("-n zero", ["'zero'", "number of ranks"]),
         ("-n 0", ["'0'", "number of ranks"]),
@@ -75,7 +81,7 @@ def ledger(home: Home) -> int:
         ("-n 2 --env =x", ["KEY=VALUE"]),
         ("-n 2 --env CUDA_VISIBLE_DEVICES= --env RANK=7", ["CUDA_VISIBLE_DEVICES, RANK", "`--gpus`"]),
         ("-n 2 --ui fancy", ["fancy", "widget"]),
-        ("-n 2 --pool moon", ["'moon'", "local"]),
+        ("-n 2 --pool moon", ["`moon`", "local"]),
         ("-n 2 --name 'open", ["quotes"]),
         ("-n 2 stray", ["stray"]),
     ],

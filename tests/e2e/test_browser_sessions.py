@@ -170,7 +170,7 @@ def test_a_session_from_connect_to_the_disconnect_button(opened: Callable[..., O
     assert "idle since" in text
 
     session.get_by_role("button", name="End session").click()
-    expect(notebook.output(1)).to_contain_text("ended", timeout=20_000)
+    expect(notebook.output(1)).to_contain_text("cancelled", timeout=20_000)
     expect(session).to_have_count(0, timeout=10_000)
     expect(notebook.output(1)).to_contain_text("End session was pressed")
     notebook.picture("session-ended", notebook.output(1))
@@ -195,7 +195,7 @@ def test_a_session_is_there_again_after_the_page_was_reloaded(opened: Callable[.
     notebook.picture("session-reloaded", session)
     session.get_by_role("button", name="End session").click()
     expect(notebook.output(1)).to_contain_text("End session was pressed", timeout=20_000)
-    expect(notebook.output(1)).to_contain_text("ended")
+    expect(notebook.output(1)).to_contain_text("cancelled")
     notebook.picture("session-reloaded-ended", notebook.output(1))
 
 

@@ -44,7 +44,7 @@ def test_without_a_number_and_a_type_it_takes_all_of_the_smallest(kernel: Kernel
 
 def test_a_pool_that_is_not_there_is_named_in_pythons_words(kernel: Kernel):
     reply = kernel.run("where.options(gpus=1, pool='team').distributed()")
-    assert "there is no pool named 'team'" in reply.traceback
+    assert "there is no pool named `team`" in reply.traceback
     assert "--" not in reply.traceback
 
 

@@ -348,7 +348,7 @@ def test_a_pool_that_nobody_has_is_told_in_a_sentence(server: JupyterServer, ope
     page.order("start-pool", pool="team")
     assert page.until_said() == {
         "kind": "command-result",
-        "text": "There is no pool named 'team'. You have: local. `sgpu pool add` lists another one.",
+        "text": "There is no pool named `team`. You have: local. `sgpu pool add` lists another one.",
         "ok": False,
     }
     page.order("watch")

@@ -85,7 +85,7 @@ def test_options_that_mean_nothing(kernel: Kernel):
         ("--retries -1", "--retries"),
         ("--retries many", "is not a number of retries"),
         ("--retry-on any", "add --retries N"),
-        ("--retries 1 --retry-on sunday", "invalid choice"),
+        ("--retries 1 --retry-on sunday", "--retry-on has no value `sunday`"),
         ("--grace soon", "write a number with its unit"),
     ):
         reply = kernel.run(f"%%distributed -n 2 {options}\npass")

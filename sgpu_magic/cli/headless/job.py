@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import difflib
 import json
 import keyword
 import math
@@ -149,8 +148,7 @@ def _existing(path: Path) -> Path:
     if path.is_file():
         return path.absolute()
     beside = [each.name for each in sorted(path.parent.glob(f"*{path.suffix}"))] if path.parent.is_dir() else []
-    near = difflib.get_close_matches(path.name, beside, n=1)
-    raise UsageError(f"{path} does not exist.{f' Did you mean {near[0]}?' if near else ''}")
+    raise UsageError.of_unknown_name(f"{path} does not exist.", path.name, beside)
 
 
 # ---------------------------------------------------------------- parameters

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from importlib import resources
 
@@ -40,9 +39,8 @@ def page(topic: str) -> str:
     if isinstance(error, type) and issubclass(error, errors.SgpuError):
         topic = error.topic
     if topic not in known:
-        near = difflib.get_close_matches(topic, known, n=1)
-        meant = f" Did you mean {near[0]}?" if near else ""
-        raise UsageError(f"there is no help page {topic!r}.{meant} The pages are: {', '.join(known)}.")
+        message = f"there is no help page `{topic}`."
+        raise UsageError.of_unknown_name(message, topic, known, otherwise=f"The pages are: {', '.join(known)}.")
     return _read(topic)
 
 

@@ -129,7 +129,7 @@ def test_nonsense_is_no_type(text: str) -> None:
 
 
 def test_a_misspelt_type_is_answered_with_those_close_to_it() -> None:
-    with pytest.raises(ValueError, match=r"'h10' is not a device type. Did you mean .*h100"):
+    with pytest.raises(ValueError, match=r"`h10` is not a device type. Did you mean .*`h100`"):
         canonical_type("h10")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from examples import first_rows
+from kept_runs import KeptRuns
 from kernels import Home, Kernel, eventually
 
 from sgpu_magic.cli import doctor
@@ -53,6 +55,14 @@ def only_error(result: tuple[int, str, str], code: int) -> str:
     paragraph, pointer = result[2].splitlines()
     assert re.fullmatch(r"See `sgpu help [a-z-]+`\.", pointer)
     return paragraph
+
+
+def only_line(result: tuple[int, str, str]) -> str:
+    """The only line of a command line that can't be parsed. It begins with the command, and needs no pointer."""
+    assert (result[0], result[1]) == (2, "")
+    assert result[2].startswith("sgpu ") or result[2].startswith("sgpu: ")
+    assert result[2].count("\n") == 1
+    return result[2].rstrip("\n")
 
 
 def kept_run(home: Home, run_id: str, logs: dict[int, bytes]) -> str:
@@ -104,6 +114,7 @@ def newest_run(home: Home) -> str:
 
 @pytest.mark.slow
 def test_without_a_pool_everything_says_so_and_starts_none(bare_home: Home):
+    assert "no local pool is running" in output_of(bare_home, "status")
     assert "no local pool is running" in output_of(bare_home, "pool", "status")
     assert "no local pool is running" in output_of(bare_home, "pool", "stop")
     assert output_of(bare_home, "runs") == "no runs yet\n"
@@ -118,23 +129,60 @@ def test_without_a_pool_everything_says_so_and_starts_none(bare_home: Home):
 @pytest.mark.parametrize(
     ("arguments", "word"),
     first_rows([
-        (["logs"], "RUN"),
         (["logs", "../../etc/passwd"], "is not a run's id"),
         (["logs", ""], "is not a run's id"),
-        (["logs", "7f3a", "--rank", "-1"], "--rank"),
-        (["logs", "7f3a", "--rank", "one"], "'one' is not a rank"),
-        (["runs", "-n", "0"], "'0' is not a whole number above 0"),
-        (["runs", "--all", "-n", "3"], "not allowed with"),
-        (["pool", "restart"], "restart"),
         (["cancel", "%"], "is not a run's id"),
         (["detach", "%"], "is not a run's id"),
         (["stacks", "%"], "is not a run's id"),
-        (["detach"], "RUN"),
-        (["fly"], "fly"),
-    ], 5),
+    ], 2),
 )  # fmt: skip
 def test_what_means_nothing_is_one_paragraph(bare_home: Home, arguments: list[str], word: str):
     assert word in only_error(sgpu(bare_home, *arguments), 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    first_rows([
+        (["fly"], "sgpu has no command `fly`. `sgpu --help` shows the usage."),
+        (["log"], "sgpu has no command `log`. Did you mean `logs`?"),
+        (["pool", "lst"], "sgpu pool has no command `lst`. Did you mean `list`?"),
+        (["logs", "--folow", "7f3a"], "sgpu logs has no option `--folow`. Did you mean `--follow`?"),
+        # not that --listen is missing
+        (["pool", "serve", "--lisen", "x"], "sgpu pool serve has no option `--lisen`. Did you mean `--listen`?"),
+        (["run", "--timeot", "5m", "n.ipynb"], "sgpu run has no option `--timeot`. Did you mean `--timeout`?"),
+        (["runs", "--state", "faild"], "sgpu runs: --state has no value `faild`. Did you mean `failed`?"),
+        (["usage", "--by", "colour"], "sgpu usage: --by has no value `colour`. The values are day, user, session, "
+         "notebook, type."),
+        (["jobs", "-n", "5", "lo"], "sgpu jobs has no command `lo`. Did you mean `log`?"),
+        (["pool", "restart"], "sgpu pool has no command `restart`. `sgpu pool --help` shows the usage."),
+        (["logs"], "sgpu logs: the following arguments are required: RUN. `sgpu logs --help` shows the usage."),
+        (["logs", "7f3a", "more"], "sgpu logs: unrecognized arguments: more. `sgpu logs --help` shows the usage."),
+        (["logs", "7f3a", "--rank", "one"], "sgpu logs: argument --rank: 'one' is not a rank: 0, 1, 2 .... "
+         "`sgpu logs --help` shows the usage."),
+        (["runs", "-n", "0"], "sgpu runs: argument -n: '0' is not a whole number above 0. `sgpu runs --help` shows "
+         "the usage."),
+        (["runs", "--all", "-n", "3"], "sgpu runs: argument -n: not allowed with argument --all. `sgpu runs --help` "
+         "shows the usage."),
+    ], 5),
+)  # fmt: skip
+def test_a_command_line_that_means_nothing_is_one_line(bare_home: Home, arguments: list[str], line: str):
+    assert only_line(sgpu(bare_home, *arguments)) == line
+
+
+def test_a_suggestion_replaces_the_pointer_to_help(bare_home: Home):
+    code, out, err = sgpu(bare_home, "types", "--pool", "locl")
+    assert (code, out, err) == (2, "", "sgpu: there is no pool named `locl`. Did you mean `local`?\n")
+
+
+def test_a_misspelled_run_is_suggested_from_the_newest(bare_home: Home):
+    settings = load_settings(bare_home.environ)
+    kept = KeptRuns(settings)
+    kept.add("7f3a0001")
+    kept.close()
+    code, out, err = sgpu(bare_home, "logs", "7f3b")
+    assert (code, out) == (2, "")
+    assert err == "sgpu: no run on this machine has an id that begins with '7f3b'. Did you mean `7f3a`?\n"
+    assert "`sgpu runs --all` lists them" in only_error(sgpu(bare_home, "logs", "00"), 2)
 
 
 def test_settings_that_mean_nothing_are_one_paragraph(bare_home: Home):
@@ -221,9 +269,25 @@ def test_a_reader_that_leaves_is_no_error(bare_home: Home):
 
 
 def test_status_is_that_of_the_magic(kernel: Kernel, home: Home):
-    shown = output_of(home, "pool", "status")
+    kernel.check("%%distributed -n 1 --name counted --ui none\npass")
+    shown = output_of(home, "status")
     assert shown.splitlines()[0] == kernel.check("%sgpu_status").text.splitlines()[0]
     assert "succeeded" in shown
+    assert output_of(home, "pool", "status").splitlines()[0] == shown.splitlines()[0]
+
+
+def test_status_as_json_has_the_facts_of_the_pool(kernel: Kernel, home: Home):
+    kernel.check("%%distributed -n 1 --name counted --ui none\npass")
+    (pool,) = json.loads(output_of(home, "status", "--json"))["pools"]
+    details = pool["details"]
+    assert (pool["name"], pool["kind"], pool["state"], pool["problem"]) == ("local", "local", "up", None)
+    assert details["pid"] == home.pool_pid()
+    assert details["cpu_slots"] >= details["cpu_slots_free"] > 0
+    newest = details["runs"][0]
+    assert (newest["id"], newest["name"], newest["state"]) == (newest_run(home), "counted", "succeeded")
+    assert newest["duration_s"] >= 0
+    (listed,) = json.loads(output_of(home, "runs", "-n", "1", "--json"))["runs"]
+    assert listed == newest
 
 
 def test_the_doctor_names_the_pool_and_its_version(kernel: Kernel, home: Home, monkeypatch: pytest.MonkeyPatch):
@@ -247,7 +311,7 @@ def test_runs_and_logs_of_a_cell(kernel: Kernel, home: Home):
     kernel.check("%%distributed -n 2 --name talkative --ui none\nprint('hello from', rank)")
     run_id = newest_run(home)
     head, first, *_ = output_of(home, "runs", "-n", "1").splitlines()
-    assert head.split()[:5] == ["run", "name", "ranks", "state", "submitted"]
+    assert head.split()[:5] == ["run", "name", "state", "submitted", "duration"]
     assert first.split()[:2] == [run_id[:4], "talkative"]
     assert "2 \u00d7 cpu" in first
     assert "succeeded" in first
@@ -272,9 +336,9 @@ def test_logs_of_a_directory_that_was_removed_say_so(kernel: Kernel, home: Home)
 
 def test_a_failed_run_says_why(kernel: Kernel, home: Home):
     kernel.run("%%distributed -n 2 --name broken --ui none\nraise ValueError('no such thing')")
-    row = output_of(home, "runs", "-n", "1").splitlines()[1]
+    _, row, below, *_ = output_of(home, "runs", "-n", "1").splitlines()
     assert "failed" in row
-    assert "ValueError: no such thing" in row
+    assert "ValueError: no such thing" in below
 
 
 WAITS = (
@@ -295,6 +359,25 @@ def test_following_goes_on_until_the_run_is_over(
     flag.touch()
     out, err = process.communicate(timeout=20)
     assert sorted(out.splitlines()) == ["[0] done 0", "[1] done 1"]
+    assert (process.returncode, err) == (0, f"sgpu: run {run_id[:4]} succeeded\n")
+    assert cell.wait(20).status == "ok"
+
+
+def test_following_as_json_gives_each_line_when_it_is_printed(
+    kernel: Kernel, home: Home, started: Callable[..., subprocess.Popen[str]]
+):
+    flag = home.work / "go"
+    before = set(home.runs)
+    cell = kernel.start("%%distributed -n 1 --ui none\n" + WAITS.format(flag=str(flag)))
+    (run_id,) = eventually(lambda: set(home.runs) - before)
+    process = started("logs", run_id, "--follow", "--json")
+    assert process.stdout is not None
+    assert json.loads(process.stdout.readline()) == {"schema": 1, "run": run_id, "rank": 0, "text": "begun 0"}
+    (listed,) = json.loads(output_of(home, "runs", "-n", "1", "--state", "running", "--json"))["runs"]
+    assert (listed["id"], listed["ended_at"]) == (run_id, None)
+    flag.touch()
+    out, err = process.communicate(timeout=20)
+    assert [json.loads(line)["text"] for line in out.splitlines()] == ["done 0"]
     assert (process.returncode, err) == (0, f"sgpu: run {run_id[:4]} succeeded\n")
     assert cell.wait(20).status == "ok"
 
@@ -345,9 +428,10 @@ def test_runs_are_the_same_after_the_pool_is_stopped(new_home: Callable[..., Hom
         assert home.pool_pid() is None
         assert cell.wait(20).status == "error"
         rows = output_of(home, "runs").splitlines()
-        assert [row.split()[1] for row in rows[1:]] == ["second", "first"]
-        assert "cancelled" in rows[1]
-        assert output_of(home, "logs", rows[2].split()[0]) == "[0] kept\n[1] kept\n"
+        second, first = (row for row in rows[1:] if not row.startswith(" "))
+        assert second.split()[1:3] == ["second", "cancelled"]
+        assert first.split()[1:3] == ["first", "succeeded"]
+        assert output_of(home, "logs", first.split()[0]) == "[0] kept\n[1] kept\n"
         assert [entry.name for entry in home.state.glob("ledger*")] == ["ledger.sqlite3"]
         assert home.pool_pid() is None
     finally:

@@ -134,7 +134,7 @@ def test_everything_wrong_at_once_is_named_with_its_remedy(bare_home: Home):
     # ranks on one machine use loopback whatever the environment says
     assert report.has("all_reduce", "ok")
     assert report.has("settings", "problem", str(config), "Fix it")
-    assert report.has("variables", "warning", "SGPU_CPU_SLOT ", "Did you mean SGPU_CPU_SLOTS?")
+    assert report.has("variables", "warning", "SGPU_CPU_SLOT ", "Did you mean `SGPU_CPU_SLOTS`?")
     assert report.has("CUDA_VISIBLE_DEVICES", "warning", "Unset it")
     assert report.has("state directory", "problem", "is not a directory", "SGPU_STATE_DIR")
     assert report.has("runtime directory", "problem", "too long", "SGPU_RUNTIME_DIR")

@@ -48,7 +48,7 @@ def test_a_script_runs_in_the_commands_folder_and_a_notebook_in_its_own(folder: 
         ("train.ipynb", {"env": {"A-B": "1"}}, "the command: 'A-B' is not the name of an environment variable"),
         ("train.ipynb", {"parameters": {"a b": 1}}, "the command: 'a b' is not a name that a variable can have"),
         ("script.py", {"parameters": {"lr": 1}}, r"is a script, .*`sgpu run script\.py -- --lr 0\.1`"),
-        ("scrpt.py", {}, r"scrpt\.py does not exist\. Did you mean script\.py\?"),
+        ("scrpt.py", {}, r"scrpt\.py does not exist\. Did you mean `script\.py`\?"),
         ("nowhere/train.ipynb", {}, r"nowhere/train\.ipynb does not exist\.$"),
     ],
 )

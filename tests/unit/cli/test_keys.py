@@ -245,7 +245,7 @@ def test_authorize_and_revoke_write_the_pools_list(own_places: Path, capsys: pyt
         (["--listen", "tcp://0.0.0.0:70000"], "--listen takes tcp://"),
         (["--listen", "tcp://0.0.0.0:8700", "--name", "local"], "is not a pool name"),
         (["--listen", "tcp://0.0.0.0:8700", "--name", "../x"], "is not a pool name"),
-        (["--listen", "tcp://0.0.0.0:8700", "--engine", "slurm"], "invalid choice"),
+        (["--listen", "tcp://0.0.0.0:8700", "--engine", "slurm"], "--engine has no value `slurm`"),
         ([], "--listen"),
     ],
 )

@@ -70,7 +70,7 @@ def test_lines_that_do_not_end_are_written_in_pieces(tmp_path: Path, monkeypatch
     path = tmp_path / "rank-0.log"
     # a bar that is redrawn repeatedly, and a line without an end
     path.write_bytes(b"1%........\r2%........\r3%........\r\n" + b"x" * 30)
-    log, out = RankLog(path, "[0] ", str, lambda _: None), io.StringIO()
+    log, out = RankLog(path, "[0] {}".format, lambda _: None), io.StringIO()
     while log.copy_to(out):
         assert len(log._pending) <= 20
     log.finish(out)

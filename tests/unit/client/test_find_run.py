@@ -124,8 +124,8 @@ def test_a_run_that_is_nowhere_says_who_was_not_asked(settings: Settings):
     with pytest.raises(RunUnknown) as raised:
         pool_with(pools, settings, "ab", only_active=True)
     assert raised.value.message == (
-        "no active run has an id that begins with 'ab' in the pools team, cloud. %sgpu_status and `sgpu runs` list "
-        "them. Not asked, because it can't be reached: far."
+        "no active run has an id that begins with 'ab' in the pools team, cloud. Not asked, because it can't be "
+        "reached: far. %sgpu_status and `sgpu runs` list the runs."
     )
 
 

@@ -234,11 +234,10 @@ def test_types_and_prices_as_people_write_them():
 
 
 def test_an_unknown_name_is_told_with_those_that_are_near():
-    assert unknown_pool("tema", ["team", "cloud"]).message == (
-        "there is no pool named 'tema'. Did you mean team? You have: local, team, cloud. "
-        "`sgpu pool add` lists another one."
+    assert unknown_pool("tema", ["team", "cloud"]).message == ("there is no pool named `tema`. Did you mean `team`?")
+    assert unknown_pool("zzz", ["team"]).message == (
+        "there is no pool named `zzz`. You have: local, team. `sgpu pool add` lists another one."
     )
-    assert "Did you mean" not in unknown_pool("zzz", ["team"]).message
 
 
 def test_the_pool_that_is_meant_where_none_is_named():

@@ -136,7 +136,7 @@ def test_options_that_are_left_out_are_the_pools():
         ({"num_gpus": "4"}, "num_gpus='4' is not a number of ranks"),
         ({"gpus": 2, "num_gpus": 4}, "are the same option"),
         ({"gpu_type": "h10"}, "is not a device type. Did you mean"),
-        ({"gpu_type": 7}, "gpu_type: '7' is not a device type"),
+        ({"gpu_type": 7}, "gpu_type: `7` is not a device type"),
         ({"remote": True}, "remote=True needs gpu_type"),
         ({"remote": False, "pool": "team"}, "remote=False selects this machine's own pool"),
         ({"timeout": "soon"}, "timeout is 'soon'; write a number with its unit"),

@@ -11,6 +11,7 @@ from types import ModuleType
 
 import pytest
 
+from sgpu_magic.cli import json_records
 from sgpu_magic.cli.main import command_parser
 from sgpu_magic.config import Settings
 from sgpu_magic.magics import extension  # noqa: F401  fills LINE_PARSERS
@@ -59,6 +60,12 @@ def test_every_error_and_message_has_a_sentence(reference: ModuleType):
     assert not [one.__name__ for one in told if one.__doc__ is None]
 
 
+def test_every_field_of_a_json_document_has_a_sentence(reference: ModuleType):
+    told = reference.arguments_of(json_records.Document).keys()
+    for record in reference.json_record_classes():
+        assert told | reference.arguments_of(record).keys() == told | set(record.__struct_fields__), record
+
+
 def test_every_tag_and_metric_of_ours_has_a_sentence(reference: ModuleType):
     source = "".join(path.read_text() for path in (ROOT / "sgpu_magic" / "tracking").glob("*.py"))
     assert set(re.findall(r'"(sgpu\.[a-z_]+)', source)) == reference.TAGS.keys()
@@ -71,6 +78,10 @@ def test_the_pages_are_written(reference: ModuleType, tmp_path: Path):
     assert "| `keep_runs` | `500` | Ended runs" in (tmp_path / "reference" / "settings.md").read_text()
     assert "`--placement pack\\|strict_pack\\|spread`" in (tmp_path / "reference" / "magics.md").read_text()
     assert "### `sgpu pool serve`" in (tmp_path / "reference" / "command.md").read_text()
+    documents = (tmp_path / "reference" / "json.md").read_text()
+    assert "| `sgpu pool list --json` | [PoolList](#poollist) |" in documents
+    assert "| `duration_s` | number or null | Seconds since its ranks started" in documents
+    assert "| `runs` | list: [RunRow](#runrow) |" in documents
     assert "../troubleshooting/room.md" in (tmp_path / "reference" / "errors.md").read_text()
     assert "### `OutputWritten`" in (tmp_path / "reference" / "wire.md").read_text()
     assert (tmp_path / "troubleshooting" / "hang.md").exists()

@@ -525,7 +525,7 @@ def test_list_shows_bases_saved_and_built_ones(settings: Settings, tmp_path: Pat
         "2 packages",
         "0123456789ab",
         "3 packages",
-        "2:00:00 ago",
+        "used 2 h ago",
     ):
         assert words in text, text
 

@@ -169,7 +169,7 @@ def test_a_choice_made_in_another_notebook_is_named(make: Any, tmp_path: Path):
 def test_the_text_says_which_pool_can_not_be_asked(make: Any):
     text = panel_text(make(pool="team"))
     pool, choice, packages = text.split("\n\n", 2)
-    assert pool == "there is no pool named 'team'. You have: local. `sgpu pool add` lists another one."
+    assert pool == "there is no pool named `team`. You have: local. `sgpu pool add` lists another one."
     assert choice.startswith("this notebook has no choice of its own")
     assert "packages" in packages
     assert panel_text(make(pool="local")).startswith("no pool is running; the first run starts it.\n")

@@ -101,7 +101,7 @@ def place(tmp_path: Path) -> Place:
         (Choice(gpus=9), "The pool has 8 of one type, but 9 are requested."),
         (Choice(gpus=17, type="cpu"), "The pool has 16 CPU slots, but 17 are requested."),
         (Choice(gpus=1, type="a100"), "The pool has no A100. It has: 4 A10, 8 H100, and 16 CPU slots."),
-        (Choice(gpus=1, pool="team"), "There is no pool named 'team'. You have: local."),
+        (Choice(gpus=1, pool="team"), "There is no pool named `team`. You have: local."),
         (Choice(), ""),
         (Choice(gpus=-3), "-3 is not a number of ranks; 1 to 4096 is possible."),
         (Choice(gpus=1, type="cpu", env_version="4x"), "There is no environment '4x' here. There are: 4, ai-4;"),

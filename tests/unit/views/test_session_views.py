@@ -260,7 +260,7 @@ def test_a_session_goes_through_its_states_in_words() -> None:
     words.append(drawn(run.tell(ev.StateChanged(state=RunState.CANCELLING))).state)
     words.append(drawn(run.end(RunState.CANCELLED, 800.0, reason="nothing ran in it for 60 min (--idle)")).state)
     assert words == [
-        "waits for devices", "starting", "connected", "runs train", "connected", "disconnecting", "ended",
+        "waits for devices", "starting", "connected", "runs train", "connected", "disconnecting", "cancelled",
     ]  # fmt: skip
     assert (idle.tone, idle.stop, idle.meta) == ("good", "End session", ("1 cell", "idle since 00:06"))
     assert idle.name == "session work"
@@ -300,7 +300,7 @@ def test_idle_gpus_of_a_session_are_no_news() -> None:
 def test_an_ended_session_says_what_it_was() -> None:
     text = plain(render_html(session_ended().view))
     assert (
-        f"■ ended session work 4 {TIMES} A10, nccl · team · 12 min 14 s · 14 cells · 0.82 GPU h · GPUs busy 90 % · "
+        f"■ cancelled session work 4 {TIMES} A10, nccl · team · 12 min 14 s · 14 cells · 0.82 GPU h · GPUs busy 90 % · "
         "disconnected" in text
     )
     assert text.count("<title>") == 0
@@ -487,7 +487,7 @@ def test_what_status_says_of_a_session() -> None:
     kept = msgspec.structs.replace(waiting, state=RunState.CANCELLED, waiting_for="rank 1 (process 9) does not end")
     assert "session work: rank 1 (process 9) does not end, its devices stay leased" in said(kept)
     ended = msgspec.structs.replace(WORK, state=RunState.CANCELLED, uuids=(), ended_at=140.0)
-    assert re.search(rf"session work +2 {TIMES} A10 +ended", said(ended))
+    assert re.search(rf"session work +2 {TIMES} A10 +cancelled", said(ended))
     orphan = said(*CELLS)
     assert "└" not in orphan, "a cell whose session is not told of stands alone"
     assert ansi.plain(orphan) == orphan
