@@ -201,13 +201,16 @@ class FreeCapacity:
             return max(1, min(want.ranks, self.stock.inventory.cpu_slots))
         return want.ranks
 
-    def holders(self, want: ResourceRequest, node: str | None = None, *, most: int = 4) -> Holders:
+    def holders(
+        self, want: ResourceRequest, node: str | None = None, *, most: int = 4, without: Collection[str] = ()
+    ) -> Holders:
         """Return which runs hold how many of a request's devices, on one node or anywhere.
 
         Args:
             want: The request.
             node: The node; None for all.
             most: How many entries to return at most; the last one may be the number of further runs.
+            without: Runs to leave out.
         """
         held: Counter[str] = Counter()
         if want.line == CPU_LINE:
@@ -217,7 +220,11 @@ class FreeCapacity:
         else:
             devices = self.stock.line(want.line) if node is None else self.stock.by_node(want.line).get(node, ())
             held.update(self._holders[device.uuid][0] for device in devices if device.uuid in self._holders)
-        runs = tuple(HeldByRun(run_id, count, self._sessions.get(run_id)) for run_id, count in held.items())
+        runs = tuple(
+            HeldByRun(run_id, count, self._sessions.get(run_id))
+            for run_id, count in held.items()
+            if run_id not in without
+        )
         return Holders(runs) if len(runs) <= most else Holders(runs[: most - 1], len(runs) - most + 1)
 
     def blockers(self, want: ResourceRequest) -> tuple[DeviceBlocker, ...]:

@@ -178,7 +178,9 @@ def wait_reason(
     if missing == 0:
         return DevicesReserved(keepers.before(run, want))
     blockers = _blockers(want, room, unfreed)
-    return Shortage(missing, want.line, room.holders(want, most=3), blockers, keepers.keeps(run, want))
+    named = {blocker.run_id for blocker in blockers if isinstance(blocker, UnfreedDevices)}
+    holders = room.holders(want, most=3, without=named)
+    return Shortage(missing, want.line, holders, blockers, keepers.keeps(run, want))
 
 
 def wait_over(

@@ -19,7 +19,7 @@ def test_of_many_waiting_runs_the_first_are_updated_at_once_and_the_others_later
     moved = [one for one in out if isinstance(one, QueueMoved)]
     assert [(one.run_id, one.position) for one in moved] == list(zip(run_ids[2:6], range(1, 5), strict=True))
     # queries are always current
-    assert scheduler.worded_statuses()[run_ids[101]] == (100, "needs 1 more A10")
+    assert scheduler.worded_statuses()[run_ids[101]] == (100, f"needs 1 more A10; 1 is held by run {run_ids[1][:4]}")
     due = scheduler.next_deadline()
     assert due is not None
     assert 0.5 < due < 1.1

@@ -129,7 +129,7 @@ def test_any_is_cpu_where_there_are_no_gpus_and_is_refused_where_they_are_too_fe
 def test_any_waits_for_gpus_that_exist_rather_than_take_cpu() -> None:
     scheduler = Scheduler(node(*gpus(2)))
     submit(scheduler, spec(A, 2))
-    assert submit(scheduler, spec(B, 2, "any")) == [QueueMoved(B, 1, "needs 2 more A10")]
+    assert submit(scheduler, spec(B, 2, "any")) == [QueueMoved(B, 1, "needs 2 more A10; 2 are held by run aaaa")]
 
 
 def test_a_type_that_the_pool_lacks_is_refused_with_what_it_has() -> None:
@@ -181,7 +181,9 @@ def test_simulated_devices_are_leased_like_devices_and_marked() -> None:
     scheduler = Scheduler(node(*gpus(2, "h100", simulated=True)))
     lease = launched(submit(scheduler, spec(A, 2, "h100")))[A]
     assert (lease.uuids, lease.simulated, lease.cpu_slots) == (("SIM-h100-0", "SIM-h100-1"), True, 0)
-    assert submit(scheduler, spec(B, 1, "h100")) == [QueueMoved(B, 1, "needs 1 more H100 (simulated)")]
+    assert submit(scheduler, spec(B, 1, "h100")) == [
+        QueueMoved(B, 1, "needs 1 more H100 (simulated); 2 are held by run aaaa")
+    ]
 
 
 def test_a_lease_never_mixes_real_and_simulated_devices() -> None:
@@ -201,14 +203,14 @@ def test_cpu_runs_take_slots() -> None:
     scheduler = Scheduler(node(slots=4))
     assert launched(submit(scheduler, spec(A, 3, "cpu")))[A].cpu_slots == 3
     assert scheduler.cpu_slots_free == 1
-    assert submit(scheduler, spec(B, 2, "cpu")) == [QueueMoved(B, 1, "needs 1 more CPU slot")]
+    assert submit(scheduler, spec(B, 2, "cpu")) == [QueueMoved(B, 1, "needs 1 more CPU slot; 3 are held by run aaaa")]
     assert list(launched(submit(scheduler, spec(C, 1, "cpu")))) == [C]
 
 
 def test_more_ranks_than_slots_take_them_all_and_the_lease_says_so() -> None:
     scheduler = Scheduler(node(slots=16, cores=2))
     submit(scheduler, spec(A, 1, "cpu"))
-    assert submit(scheduler, spec(B, 64, "cpu")) == [QueueMoved(B, 1, "needs 1 more CPU slot")]
+    assert submit(scheduler, spec(B, 64, "cpu")) == [QueueMoved(B, 1, "needs 1 more CPU slot; 1 is held by run aaaa")]
     lease = launched(scheduler.handle(RanksReaped(A, RunState.FAILED), 1.0))[B]
     assert (lease.ranks, lease.cpu_slots, lease.shared_cores) == (64, 16, SharedCores(2, 16))
     assert scheduler.cpu_slots_free == 0
@@ -227,7 +229,7 @@ def test_devices_in_use_outside_the_pool_are_left_alone() -> None:
     scheduler = Scheduler(node(*gpus(3, outside=[0])))
     assert launched(submit(scheduler, spec(A, 2)))[A].uuids == ("GPU-a10-1", "GPU-a10-2")
     told = submit(scheduler, spec(B, 1))
-    reason = "needs 1 more A10; 1 is in use outside the pool (python (pid 9) holds 12 GB; --allow-busy takes it)"
+    reason = "needs 1 more A10; 2 are held by run aaaa; 1 is in use outside the pool (python (pid 9) holds 12 GB; --allow-busy takes it)"
     assert told == [QueueMoved(B, 1, reason)]
 
 
@@ -254,7 +256,9 @@ def test_the_pools_own_use_is_no_use_from_outside() -> None:
     submit(scheduler, spec(B, 2))
     submit(scheduler, spec(C, 1))
     assert scheduler.handle(InventoryChanged(node(*gpus(2, outside=[0, 1]))), 20.0) == [
-        QueueMoved(B, 1, "needs 2 more A10; freed ones are reserved for it")
+        QueueMoved(
+            B, 1, "needs 2 more A10; 1 is held by run aaaa; 1 is held by run cccc; freed ones are reserved for it"
+        )
     ]
 
 
@@ -272,8 +276,9 @@ def test_a_refused_lease_goes_back_to_its_place_with_the_devices_barred() -> Non
     # B may pass on the remaining device, and even --allow-busy does not get the locked one
     assert launched(out)[B].uuids == ("GPU-a10-1",)
     why = "1 is in use outside the pool (another user's pool holds it)"
-    assert QueueMoved(A, 1, f"needs 2 more A10; {why}") in out
-    assert submit(scheduler, spec(C, 1, allow_busy=True)) == [QueueMoved(C, 2, f"needs 1 more A10; {why}")]
+    held = "1 is held by run bbbb"
+    assert QueueMoved(A, 1, f"needs 2 more A10; {held}; {why}") in out
+    assert submit(scheduler, spec(C, 1, allow_busy=True)) == [QueueMoved(C, 2, f"needs 1 more A10; {held}; {why}")]
     scheduler.handle(CancelRequested(C, ""), 2.0)
     scheduler.handle(RanksReaped(B, RunState.FAILED), 2.0)
     # the next inventory retries it, first in its queue
@@ -323,12 +328,12 @@ def test_a_lease_that_ranks_run_on_can_not_be_refused() -> None:
 def test_first_come_first_served_with_positions_told_once() -> None:
     scheduler = Scheduler(node(*gpus(1)))
     submit(scheduler, spec(A))
-    assert submit(scheduler, spec(B), 1.0) == [QueueMoved(B, 1, "needs 1 more A10")]
-    assert submit(scheduler, spec(C), 2.0) == [QueueMoved(C, 2, "needs 1 more A10")]
+    assert submit(scheduler, spec(B), 1.0) == [QueueMoved(B, 1, "needs 1 more A10; 1 is held by run aaaa")]
+    assert submit(scheduler, spec(C), 2.0) == [QueueMoved(C, 2, "needs 1 more A10; 1 is held by run aaaa")]
     assert scheduler.handle(TimePassed(), 3.0) == []
     out = scheduler.handle(RanksReaped(A, RunState.FAILED), 4.0)
     assert list(launched(out)) == [B]
-    assert QueueMoved(C, 1, "needs 1 more A10") in out
+    assert QueueMoved(C, 1, "needs 1 more A10; 1 is held by run bbbb") in out
 
 
 def test_each_type_has_a_line_of_its_own() -> None:
@@ -345,10 +350,10 @@ def test_each_type_has_a_line_of_its_own() -> None:
 def test_a_later_run_that_fits_passes_one_that_does_not() -> None:
     scheduler = Scheduler(node(*gpus(2)))
     submit(scheduler, spec(A, 1))
-    assert submit(scheduler, spec(B, 2)) == [QueueMoved(B, 1, "needs 1 more A10")]
+    assert submit(scheduler, spec(B, 2)) == [QueueMoved(B, 1, "needs 1 more A10; 1 is held by run aaaa")]
     out = submit(scheduler, spec(C, 1))
     assert list(launched(out)) == [C]
-    assert QueueMoved(B, 1, "needs 2 more A10") in out
+    assert QueueMoved(B, 1, "needs 2 more A10; 1 is held by run aaaa; 1 is held by run cccc") in out
 
 
 def test_a_run_passed_over_for_long_keeps_freed_devices() -> None:
@@ -361,7 +366,9 @@ def test_a_run_passed_over_for_long_keeps_freed_devices() -> None:
     scheduler.handle(RanksReaped(C, RunState.FAILED), 300.0)
     assert list(launched(submit(scheduler, spec(C, 1), 799.0))) == [C]  # within the limit, it still passes
     assert scheduler.handle(TimePassed(), 800.0) == [
-        QueueMoved(B, 1, "needs 2 more A10; freed ones are reserved for it")
+        QueueMoved(
+            B, 1, "needs 2 more A10; 1 is held by run aaaa; 1 is held by run cccc; freed ones are reserved for it"
+        )
     ]
     assert scheduler.next_deadline() is None
     scheduler.handle(RanksReaped(C, RunState.FAILED), 900.0)
@@ -374,7 +381,7 @@ def test_a_run_passed_over_for_long_keeps_freed_devices() -> None:
     assert f"the run needs 1 A10, 1 is free, and it does not wait: {kept}." in str(refused.reason)
     out = scheduler.handle(RanksReaped(A, RunState.FAILED), 904.0)
     assert list(launched(out)) == [B]
-    assert QueueMoved(D, 1, "needs 1 more A10") in out
+    assert QueueMoved(D, 1, "needs 1 more A10; 2 are held by run bbbb") in out
 
 
 def test_when_the_run_that_devices_were_kept_for_is_cancelled_the_next_goes() -> None:
@@ -409,7 +416,7 @@ def test_nothing_is_kept_for_a_run_that_could_not_use_it() -> None:
     # a device disappears: no ended run would let B start now, so B blocks no other run
     out = scheduler.handle(InventoryChanged(node(*gpus(2)[1:])), 2.0)
     assert list(launched(out)) == [D]
-    assert QueueMoved(B, 1, "needs 2 more A10; the pool has only 1 A10 now") in out
+    assert QueueMoved(B, 1, "needs 2 more A10; 1 is held by run dddd; the pool has only 1 A10 now") in out
     # the device returns, and B gets its turn back
     scheduler.handle(InventoryChanged(node(*gpus(2))), 3.0)
     scheduler.handle(RanksReaped(A, RunState.FAILED), 4.0)
@@ -435,7 +442,7 @@ def test_a_large_run_gets_its_turn_under_a_stream_of_small_ones() -> None:
 def test_any_run_that_waits_takes_up_with_the_devices_that_come() -> None:
     scheduler = Scheduler(node(slots=2))
     submit(scheduler, spec(A, 2, "cpu"))
-    assert submit(scheduler, spec(B, 1, "any")) == [QueueMoved(B, 1, "needs 1 more CPU slot")]
+    assert submit(scheduler, spec(B, 1, "any")) == [QueueMoved(B, 1, "needs 1 more CPU slot; 2 are held by run aaaa")]
     assert launched(scheduler.handle(InventoryChanged(node(*gpus(1), slots=2)), 1.0))[B].uuids == ("GPU-a10-0",)
 
 
@@ -577,7 +584,7 @@ def test_cancelling_a_queued_run_ends_it_and_moves_up_the_rest() -> None:
     assert scheduler.handle(CancelRequested(B, "interrupted"), 1.0) == [
         MoveRun(B, RunState.CANCELLED, "interrupted"),
         EndUnstartedRun(B, RunState.CANCELLED, "interrupted"),
-        QueueMoved(C, 1, "needs 1 more A10"),
+        QueueMoved(C, 1, "needs 1 more A10; 1 is held by run aaaa"),
     ]
 
 

@@ -140,7 +140,10 @@ def test_a_cell_waits_with_its_session_for_devices() -> None:
     scheduler = Scheduler(node(*gpus(2)))
     submit(scheduler, spec(D, 2))
     submit(scheduler, session(2))
-    assert waits_for(submit(scheduler, cell(A)), A) == (1, "its session waits for devices: needs 2 more A10")
+    assert waits_for(submit(scheduler, cell(A)), A) == (
+        1,
+        "its session waits for devices: needs 2 more A10; 2 are held by run dddd",
+    )
     out = scheduler.handle(RanksReaped(D, RunState.SUCCEEDED), 1.0)
     assert list(launched(out)) == [S]
     assert waits_for(out, A) == (1, "its session's ranks are starting")
@@ -682,3 +685,9 @@ TestSessions.settings = settings(
     database=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
+
+
+def test_a_run_that_waits_for_a_sessions_devices_is_told_its_name() -> None:
+    scheduler = Scheduler(node(*gpus(2)))
+    submit(scheduler, session(2))
+    assert waits_for(submit(scheduler, spec(D, 1)), D) == (1, "needs 1 more A10; 2 are held by session work")
