@@ -197,7 +197,7 @@ def test_a_run_that_waits_says_for_what(
         page = open_page()
         page.until(lambda: (run := place.run_named("waits")) and page.row(run).get("words", "").endswith("position 1"))
         row = page.row(place.run_named("waits"))
-        assert row["words"] == "3 ranks · needs 1 more A10 (simulated), position 1"
+        assert row["words"].startswith("3 ranks · needs 1 more A10 (simulated); 2 are held by run ")
         assert (row["state"], row["tone"]) == ("queued", "waiting")
         running.end()
         second.finish(message)
