@@ -191,7 +191,10 @@ def _list(options: argparse.Namespace) -> str:
 
 
 def _options(parser: CommandParser) -> None:
-    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    # without an action, as `sgpu env list`
+    add_json(parser)
+    parser.does(_list)
+    actions = parser.add_subparsers(dest="action", metavar="ACTION")
     made = add_command(actions, "list", "list environments with size and last use", "sgpu env list")
     add_json(made)
     made.does(_list)

@@ -240,7 +240,10 @@ def stop(settings: Settings, *, force: bool) -> str:
 
 
 def _pool_options(parser: CommandParser) -> None:
-    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    # without an action, as `sgpu pool list`
+    add_json(parser)
+    parser.does(_list)
+    actions = parser.add_subparsers(dest="action", metavar="ACTION")
     status.add_options(
         add_command(actions, "status", "show devices, queue and runs; starts no pool", "sgpu pool status --pool team")
     )

@@ -130,7 +130,6 @@ def report(settings: Settings, sessions: Iterable[Session], compared_to: str = "
         facts=(
             f"{len(now.distributions)} packages",
             _describe_torch(installed.get("torch")),
-            f"digest {now.digest[:8]}",
             sys.prefix,
         ),
         lines=tuple(lines),

@@ -44,7 +44,7 @@ _MAX_TOPS = 60
 # number of queued runs that are listed, from the first
 _MAX_WAITING = 20
 
-_RUN_HEADS: Row = ("run", "name", "notebook", "user", "ranks", "state", "for", "cost", "")
+_RUN_HEADS: Row = ("run", "name", "notebook", "user", "ranks", "state", "duration", "cost", "")
 _RUN_RIGHT = (6, 7)
 
 # heads of the columns that break their lines, and of those that are drawn below their rows, in HTML

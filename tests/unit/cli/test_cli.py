@@ -169,6 +169,12 @@ def test_a_command_line_that_means_nothing_is_one_line(bare_home: Home, argument
     assert only_line(sgpu(bare_home, *arguments)) == line
 
 
+@pytest.mark.parametrize("group", ["pool", "env"])
+def test_a_group_without_an_action_lists(bare_home: Home, group: str):
+    assert output_of(bare_home, group) == output_of(bare_home, group, "list")
+    assert output_of(bare_home, group, "--json") == output_of(bare_home, group, "list", "--json")
+
+
 def test_a_suggestion_replaces_the_pointer_to_help(bare_home: Home):
     code, out, err = sgpu(bare_home, "types", "--pool", "locl")
     assert (code, out, err) == (2, "", "sgpu: there is no pool named `locl`. Did you mean `local`?\n")

@@ -234,7 +234,7 @@ def a_status(rows: tuple[RunSummary, ...] = ROWS, budget: BudgetState | None = N
 def test_the_status_shows_what_runs_cost_by_its_own_clock() -> None:
     lines = status_text(a_status(), now=283.2).splitlines()
     head, live, ended, free = lines[-4:]
-    assert head.split() == ["run", "name", "ranks", "state", "for", "cost"]
+    assert head.split() == ["run", "name", "ranks", "state", "duration", "cost"]
     at = head.index("cost") + 4
     assert [line[:at].rsplit(maxsplit=1)[-1] for line in (live, ended)] == ["$0.37", "$0.021"]
     assert len(free) < at
