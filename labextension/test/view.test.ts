@@ -497,6 +497,11 @@ describe("the buttons", () => {
     await eventually(() => expect(button(el, "Cancel").disabled).toBe(false));
   });
 
+  it("have no stacks before there are ranks", async () => {
+    const { el } = await shown({ state: "queued", ranks: [], preparing: ["position 2 in the queue"] });
+    expect([...el.querySelectorAll(".sgpu-buttons button")].map((each) => each.textContent)).toEqual(["Cancel"]);
+  });
+
   it("report why there is no answer", async () => {
     const usual = respondingWith(0);
     const { el } = mounted(

@@ -98,14 +98,16 @@ export function Header({ model, activity, signal }: Props) {
             )}
             {!isBlocked && (
               <>
-                <button
-                  type="button"
-                  title={model.isKernelBlocked ? "Where every rank is now (answered when the cell has ended)" : "Where every rank is now"}
-                  disabled={model.pendingActions.has("stacks")}
-                  onClick={() => void model.stacks()}
-                >
-                  Stacks
-                </button>
+                {run.ranks.length > 0 && (
+                  <button
+                    type="button"
+                    title={model.isKernelBlocked ? "Where every rank is now (answered when the cell has ended)" : "Where every rank is now"}
+                    disabled={model.pendingActions.has("stacks")}
+                    onClick={() => void model.stacks()}
+                  >
+                    Stacks
+                  </button>
+                )}
                 <button
                   type="button"
                   title={model.interrupts ? `Stop this run${model.isKernelBlocked ? " (interrupts the kernel)" : ""}` : "End this session and free its devices"}
