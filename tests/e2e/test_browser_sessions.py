@@ -160,7 +160,7 @@ def test_a_session_from_connect_to_the_disconnect_button(opened: Callable[..., O
     text = notebook.run(12)
     assert ("[1] True" in text, "[2] False" in text) == (True, True), text
 
-    assert "sent cfg" in notebook.run(13)
+    assert "pushed cfg" in notebook.run(13)
     notebook.picture("session-pushed", notebook.output(13))
     text = notebook.run(14)
     assert "pulled cfg from 4 ranks of session work" in text, text
@@ -172,7 +172,7 @@ def test_a_session_from_connect_to_the_disconnect_button(opened: Callable[..., O
     session.get_by_role("button", name="End session").click()
     expect(notebook.output(1)).to_contain_text("cancelled", timeout=20_000)
     expect(session).to_have_count(0, timeout=10_000)
-    expect(notebook.output(1)).to_contain_text("End session was pressed")
+    expect(notebook.output(1)).to_contain_text("End session button")
     notebook.picture("session-ended", notebook.output(1))
     saved = str(notebook.save()["cells"][1]["outputs"])
     assert "widget-view" not in saved
@@ -194,7 +194,7 @@ def test_a_session_is_there_again_after_the_page_was_reloaded(opened: Callable[.
     expect(notebook.cell(1).locator(".jp-InputPrompt").first).not_to_have_text("[*]:")
     notebook.picture("session-reloaded", session)
     session.get_by_role("button", name="End session").click()
-    expect(notebook.output(1)).to_contain_text("End session was pressed", timeout=20_000)
+    expect(notebook.output(1)).to_contain_text("End session button", timeout=20_000)
     expect(notebook.output(1)).to_contain_text("cancelled")
     notebook.picture("session-reloaded-ended", notebook.output(1))
 

@@ -213,7 +213,7 @@ def test_packages_that_would_break_are_refused_before_anything_starts(kernel: Ke
     [
         ("%%distributed --max-cost 0\npass", "amount above 0"),
         ("%%distributed --max-cost much\npass", "amount above 0"),
-        ("%%distributed --torch theirs\npass", "choose from"),
+        ("%%distributed --torch theirs\npass", "The values are node, mine."),
         ("%%distributed --env-version nowhere.txt\npass", "there is no such file"),
         ("%sgpu_connect --profile", "put it on the %%distributed line"),
         ("import sgpu_magic\nsgpu_magic.distributed(torch='theirs')", "torch='theirs' is not possible"),

@@ -367,7 +367,8 @@ def test_lists_tell_sessions_from_cells(client: PoolClient, session: ClientSessi
     assert status.idle_ends_at is None
     table = runs_table([rows[session.run_id], rows[run.run_id]], time.time()).splitlines()
     assert "session work" in table[1]
-    assert table[2].endswith(f"in session {short(session.run_id)}")
+    assert table[2].startswith(short(run.run_id))
+    assert table[3].strip() == f"in session {short(session.run_id)}"
 
 
 # ---------------------------------------------------------------- deaths

@@ -223,7 +223,7 @@ def session_at_work(directory: Path) -> LiveRun:
 
 
 def session_ended(directory: Path) -> LiveRun:
-    return session_at_work(directory).end(RunState.CANCELLED, reason="End session was pressed")
+    return session_at_work(directory).end(RunState.CANCELLED, reason="End session button")
 
 
 def out_of_memory(directory: Path) -> LiveRun:
