@@ -229,7 +229,8 @@ def test_devices_in_use_outside_the_pool_are_left_alone() -> None:
     scheduler = Scheduler(node(*gpus(3, outside=[0])))
     assert launched(submit(scheduler, spec(A, 2)))[A].uuids == ("GPU-a10-1", "GPU-a10-2")
     told = submit(scheduler, spec(B, 1))
-    reason = "needs 1 more A10; 2 are held by run aaaa; 1 is in use outside the pool (python (pid 9) holds 12 GB; --allow-busy takes it)"
+    outside = "1 is in use outside the pool (python (pid 9) holds 12 GB; --allow-busy takes it)"
+    reason = f"needs 1 more A10; 2 are held by run aaaa; {outside}"
     assert told == [QueueMoved(B, 1, reason)]
 
 
