@@ -67,8 +67,8 @@ def test_types_and_nodes_have_a_line_each() -> None:
         "host-n2   8 H100       7     -   aaaa has 1",
         "host-n3   2 A10        2     -",
         "",
-        "run    name    ranks      state      for",
-        f"aaaa   train   6 {TIMES} H100   running   34 s",
+        "run    name    ranks      state     duration",
+        f"aaaa   train   6 {TIMES} H100   running       34 s",
     ]
 
 
@@ -89,8 +89,8 @@ def test_whose_runs_these_are_is_told_where_there_are_several() -> None:
     )
     text = status_text(status(inventory, run("aaaa0000", devices("n1", 0)), waits), now=144.0)
     assert "waiting: bob's train, 8 ranks, needs 8 H100, position 1" in text
-    assert "run    name    user    ranks      state      for" in text
-    assert f"bbbb   train   bob     8 {TIMES} H100   queued    44 s" in text
+    assert "run    name    user    ranks      state     duration" in text
+    assert f"bbbb   train   bob     8 {TIMES} H100   queued        44 s" in text
     alone = status_text(status(inventory, run("aaaa0000", devices("n1", 0), "bob"), waits), now=144.0)
     assert "user" not in alone
     assert "waiting: train, 8 ranks, needs 8 H100, position 1" in alone
