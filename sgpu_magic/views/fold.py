@@ -203,7 +203,7 @@ class RunView:
                 if self.session is not None:
                     self.session.moved(body, event.at)
             case GroupRenewed() as body:
-                self._notes.add(run_notes.renewal_note(body), is_warning=bool(body.problem or body.lost))
+                self._notes.add(run_notes.renewal_note(body, self.lease), is_warning=bool(body.problem or body.lost))
             case RanksRestarted() as body:
                 self._restarted(body)
             case EnvironmentMoved() as body:

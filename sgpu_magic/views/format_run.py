@@ -17,7 +17,7 @@ from sgpu_magic.views.run_notes import death_sentence, error_line, limit_of, tim
 from sgpu_magic.views.stacks import hang_heading
 from sgpu_magic.views.units import TIMES
 from sgpu_magic.wire.base import FailureKind, RunKind, RunState, short
-from sgpu_magic.wire.devices import CPU, Lease, is_slice
+from sgpu_magic.wire.devices import backend
 from sgpu_magic.wire.rank_events import Failure
 
 _MAX_NAMED = 4
@@ -74,12 +74,6 @@ def format_placement(view: RunView) -> list[str]:
         return [ranks_text(view), session_text(view)]
     beside = f"beside {session_text(view)}" if view.spec.session else ""
     return [word for word in (format_devices(view), view.pool, hosts_text(view), beside) if word]
-
-
-def backend(lease: Lease) -> str:
-    """Return the process group's backend: `nccl` on real GPUs, else `gloo`, also on MIG slices."""
-    has_gpus = not lease.simulated and lease.device_type != CPU and not any(map(is_slice, lease.uuids))
-    return "nccl" if has_gpus else "gloo"
 
 
 def format_devices(view: RunView) -> str:

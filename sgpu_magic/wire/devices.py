@@ -197,6 +197,12 @@ def is_slice(uuid: str) -> bool:
     return uuid.startswith("MIG-")
 
 
+def backend(lease: Lease) -> str:
+    """Return the process group's backend: `nccl` on real GPUs, else `gloo`, also on MIG slices."""
+    has_gpus = not lease.simulated and lease.device_type != CPU and not any(map(is_slice, lease.uuids))
+    return "nccl" if has_gpus else "gloo"
+
+
 def memory_bytes(device: Device) -> int:
     """Return the memory that a request's minimum is compared with, 0 if unknown.
 

@@ -14,7 +14,6 @@ from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.format_run import (
     BEFORE_RANKS,
     attempt_text,
-    backend,
     format_devices,
     format_moved,
     format_placement,
@@ -49,6 +48,7 @@ from sgpu_magic.views.units import steady_time
 from sgpu_magic.views.usage import thinned
 from sgpu_magic.wire.base import RunState
 from sgpu_magic.wire.costs import HOUR_S
+from sgpu_magic.wire.devices import backend
 from sgpu_magic.wire.rank_events import Failure
 
 _MAX_NOTES = 20

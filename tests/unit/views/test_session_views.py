@@ -509,3 +509,14 @@ def test_what_status_says_of_a_session() -> None:
 def test_a_cancelled_run_says_how(reason: str, sentence: str):
     # as it comes from a pool
     assert cancelled_sentence("9173aaaa", str(reason)) == sentence
+
+
+# ---------------------------------------------------------------- renewals over NCCL
+
+
+@pytest.mark.parametrize(("devices", "is_untried"), [("a10", True), ("cpu", False)])
+def test_a_renewal_over_nccl_is_called_untried(devices: str, is_untried: bool):
+    run = cell_in_session().start(devices, labels=LABELS)
+    run.tell(ev.GroupRenewed(reason="rank 1 failed"))
+    (note,) = run.view.notes
+    assert ("over NCCL this is untried" in note) is is_untried
