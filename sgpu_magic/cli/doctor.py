@@ -36,7 +36,7 @@ from sgpu_magic.suggestions import did_you_mean
 from sgpu_magic.system.processes import stopped_below
 from sgpu_magic.system.secure_sockets import read_key_pair
 from sgpu_magic.views import ansi
-from sgpu_magic.wire.pool_status import MAX_SOCKET_PATH_BYTES, PROTOCOL_VERSION, socket_file
+from sgpu_magic.wire.pool_status import MAX_SOCKET_PATH_BYTES, PROTOCOL_VERSION, PoolStatus, socket_file
 
 _NAME_WIDTH = 20
 _LEVEL_WIDTH = 7
@@ -212,14 +212,21 @@ def pool(settings: Settings) -> Iterator[Finding]:
     if status.package_version != __version__:
         remedy = "`sgpu pool stop` when it is idle; the next run starts one of this version."
         yield warning("pool", f"{text}, but this is sgpu-magic {__version__}", remedy)
-    # the agents and zygotes; ranks that stand by are below them, and the agent itself stops those
-    elif stopped := stopped_below(status.pid, 2):
+    elif stopped := _stopped_processes(status):
         pids = " ".join(map(str, stopped))
         why = f"{text}. Of its processes, a signal or a debugger has stopped {pids}"
         yield problem("pool", why, f"`kill -CONT {pids}` continues what is stopped.")
     else:
         # this command is one of the clients
         yield ok("pool", f"{text}, {count_of(max(0, status.clients - 1), 'client')}")
+
+
+def _stopped_processes(status: PoolStatus) -> list[int]:
+    """Return the stopped ones of the pool, its agents and their zygotes, but no ranks: the agent stops those itself."""
+    below = stopped_below(status.pid, 2)
+    # an agent that outlived an earlier pool is no child of this one
+    adopted = [] if status.agent_pid is None else stopped_below(status.agent_pid, 1)
+    return sorted({*below, *adopted})
 
 
 def _nearest(path: Path) -> Path:

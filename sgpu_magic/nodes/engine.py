@@ -318,9 +318,10 @@ class Engine:
         self._placing[run_id] = launch
         self.start_run(launch, frames)
 
-    def stopped_processes(self) -> Sequence[int]:
-        """Return the pids of processes that start runs and are stopped, by a signal or a debugger, as far as known."""
-        return ()
+    @property
+    def agent_pid(self) -> int | None:
+        """Pid of the agent on the pool's own machine; None without one. An adopted agent is no child of the pool."""
+        return None
 
     def events_kept(self, run_id: str, numbers: Mapping[int, int]) -> None:
         """Acknowledge events that are persisted. `numbers` as in `Engine.adopt`."""

@@ -100,8 +100,9 @@ class LocalEngine(Engine):
             )
             agent.kill()
 
-    def stopped_processes(self) -> Sequence[int]:
-        return processes.stopped_below(self._agent.pid, 1) if self._agent.pid else ()
+    @property
+    def agent_pid(self) -> int | None:
+        return self._agent.pid or None
 
     def prepare(self, run_id: str, interpreter: Interpreter, environment: Environment) -> None:
         if self.builds(interpreter, environment):

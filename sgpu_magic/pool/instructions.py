@@ -26,6 +26,7 @@ from sgpu_magic.pool.scheduling.wait_reason import QueueStatus
 from sgpu_magic.pool.server import Server
 from sgpu_magic.pool.submissions import Submissions
 from sgpu_magic.pool.tracker import Tracker
+from sgpu_magic.system.processes import stopped_below
 from sgpu_magic.wire.attachments import FilePayload, InlinePayload, SharedPayload, StoredPayload
 from sgpu_magic.wire.base import ErrorKind, FailureKind, RunState
 from sgpu_magic.wire.devices import Inventory, Lease
@@ -232,7 +233,8 @@ class LaunchHandler:
         """Tell a run that does not start which stopped processes it waits for, once."""
         if run.ended or run.scheduled.state is not RunState.STARTING:
             return
-        stopped = self._engine.stopped_processes()
+        agent = self._engine.agent_pid
+        stopped = [] if agent is None else stopped_below(agent, 1)
         if not stopped:
             self._look_later(run)
             return

@@ -163,6 +163,7 @@ class PoolService:
             server=server,
             ledger=ledger,
             scheduler=scheduler,
+            engine=engine,
             stock=stock,
             health=self._health,
             permissions=permissions,

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from sgpu_magic import __version__
 from sgpu_magic.config import Settings
+from sgpu_magic.nodes.engine import Engine
 from sgpu_magic.pool.billing import budget_state
 from sgpu_magic.pool.format_queue import format_remaining, format_wait
 from sgpu_magic.pool.health import Health
@@ -38,6 +39,7 @@ class StatusReports:
         server: Where the clients are connected.
         ledger: The rows of all runs.
         scheduler: Decides which run gets which devices.
+        engine: Knows the agent of this machine.
         stock: The newest inventory of the nodes.
         health: Why no new run is started.
         permissions: What each client may see.
@@ -51,6 +53,7 @@ class StatusReports:
         server: Server,
         ledger: Ledger,
         scheduler: Scheduler,
+        engine: Engine,
         stock: FreshInventory,
         health: Health,
         permissions: Permissions,
@@ -60,6 +63,7 @@ class StatusReports:
         self._server = server
         self._ledger = ledger
         self._scheduler = scheduler
+        self._engine = engine
         self._stock = stock
         self._health = health
         self._permissions = permissions
@@ -97,6 +101,7 @@ class StatusReports:
             request=question.request,
             pool=self._settings.pool or "local",
             pid=os.getpid(),
+            agent_pid=self._engine.agent_pid,
             package_version=__version__,
             started_at=self._started_at,
             inventory=self._stock.inventory,

@@ -228,6 +228,7 @@ class PoolStatus(Numbered, frozen=True, tag="status", kw_only=True):
     """What `%sgpu_status` and `sgpu status` show.
 
     Args:
+        agent_pid: The agent on the pool's machine; None without one, and from older pools.
         problem: Why no new run is started, and the ledger's problem; None without one.
         idle_ends_at: Wall-clock time at which the idle pool releases its processes; None while it is in use.
         budget: The pool's budget; None without one.
@@ -243,6 +244,7 @@ class PoolStatus(Numbered, frozen=True, tag="status", kw_only=True):
     cpu_slots_free: int
     runs: tuple[RunSummary, ...]
     clients: int
+    agent_pid: int | None = None
     problem: str | None = None
     idle_ends_at: float | None = None
     budget: BudgetState | None = None

@@ -639,10 +639,15 @@ def test_a_forced_stop_ends_a_stopped_agent_and_the_next_cell_runs(kernel: Kerne
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("who", ["agent", "zygote"])
+@pytest.mark.parametrize("who", ["agent", "zygote", "adopted agent"])
 def test_a_run_says_that_what_starts_its_ranks_is_stopped(kernel: Kernel, home: Home, who: str):
     runs_again(kernel)
-    stopped = victims(home, who)
+    stopped = victims(home, who.removeprefix("adopted "))
+    if who == "adopted agent":
+        (pool,) = victims(home, "pool")
+        os.kill(pool, signal.SIGKILL)
+        runs_again(kernel)
+        assert victims(home, "agent") == stopped, "the new pool adopts the agent of the earlier one"
     send(signal.SIGSTOP, *stopped)
     try:
         cell = kernel.start("%%distributed -n 2\nprint('healed')")
