@@ -9,6 +9,7 @@ installed distributions, which takes a tenth of a second in a large environment.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection
 from importlib import import_module
 from types import ModuleType
@@ -68,6 +69,7 @@ class TrackingInRank(Protocol):
         """Import MLflow by `execute(module)`, and patch it if a cell is tracked."""
 
 
+@functools.cache
 def tracking_in_rank() -> TrackingInRank:
     return cast("TrackingInRank", import_module("sgpu_magic.tracking.in_rank"))
 

@@ -55,13 +55,15 @@ class _Buffer(io.BufferedWriter):
             return memoryview(data).nbytes
 
     def flush(self) -> None:
-        # the interrupted write goes on with the rest of the buffer
-        with contextlib.suppress(RuntimeError):
+        try:
             super().flush()
+        except RuntimeError:
+            # the interrupted write goes on with the rest of the buffer
+            return
 
 
 class _LineBuffer(_Buffer):
-    """Flushes at the end of a line only after a pause. Costs 0.6 us a line."""
+    """Flushes at the end of a line only after a pause."""
 
     pause_s = _PAUSE_S
     line_at = 0.0
