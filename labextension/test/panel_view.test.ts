@@ -765,7 +765,7 @@ describe("devices", () => {
 
   it("are CPU slots in a pool without GPUs", async () => {
     const { el } = await ready(kernelPicture(), PLAN, [], poolPicture({ types: [CPUS], devices: [], cpu_slots: 16, cpu_slots_free: 12, notes: ["No GPU here."] }));
-    await waitForText(el, "12 of 16 slots free");
+    await waitForText(el, "12 of 16 ranks free");
     expect(text(query(el, ".sgpu-device-types + p"))).toBe("No GPU here.");
   });
 

@@ -266,8 +266,10 @@ def _check_devices(choice: Choice, status: PoolStatus, *, uses_stand_ins: bool) 
     inventory = status.inventory
     types = _totals(status)
     if choice.type == CPU or (not choice.type and not types):
-        if choice.gpus > inventory.cpu_slots:
-            raise UsageError(f"The pool has {inventory.cpu_slots} CPU slots, but {choice.gpus} are requested.")
+        if choice.gpus > (most := inventory.most_cpu_ranks):
+            raise UsageError(
+                f"The pool starts at most {most} ranks of one run on CPU, but {choice.gpus} are requested."
+            )
         return
     if choice.type and choice.type not in types:
         if uses_stand_ins:

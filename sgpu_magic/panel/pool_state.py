@@ -33,6 +33,7 @@ from sgpu_magic.views.format_pool import (
     device_holders,
     failure_line,
     format_budget,
+    format_cpu,
     format_idle,
     format_problem,
     is_free,
@@ -101,13 +102,12 @@ def pool_snapshot(
     inventory = status.inventory
     types = _types(status, rates, now, holders, durations)
     order = {each.type: at for at, each in enumerate(types)}
-    slots = count_of(inventory.cpu_slots, "CPU slot")
     return PanelPool(
         version=VERSION,
         pool=status.pool,
         state="up",
         now=now,
-        about=f"{status.pool} · {_location_of(status.pool, inventory.host)} · {slots}",
+        about=f"{status.pool} · {_location_of(status.pool, inventory.host)} · {format_cpu(inventory)}",
         types=types,
         devices=panel_devices(with_use(inventory, use), order, holders),
         cpu_slots=inventory.cpu_slots,

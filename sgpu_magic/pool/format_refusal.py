@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
+from sgpu_magic.formatting import count_of
 from sgpu_magic.pool.format_capacity import format_amount, format_contents, format_line, format_quota, format_session
 from sgpu_magic.pool.scheduling.capacity import SPREAD, STRATEGIES, STRICT_PACK
 from sgpu_magic.pool.scheduling.placement_refusal import (
@@ -26,6 +28,7 @@ from sgpu_magic.pool.scheduling.placement_refusal import (
     TooFewLargeNodes,
     TooLittleMemory,
     TooManyFreshRanks,
+    TooManyOnCpu,
     TypeMissing,
     UnevenNodes,
     UnknownStrategy,
@@ -78,6 +81,15 @@ def format_refusal(reason: RefusalReason) -> Text:
                 " or ",
                 _OTHER_POOL,
                 ".",
+            )
+        case TooManyOnCpu(ranks=ranks, most=most, cores=cores, slots=slots):
+            enough = math.ceil(ranks * slots / most)
+            return text_of(
+                f"this pool starts at most {most} ranks of one run on CPU, since the machine has "
+                f"{count_of(cores, 'core')}, and the run asks for {ranks}. Ask for fewer with ",
+                _GPUS,
+                f", or raise the setting cpu_slots from {slots} to {enough} (SGPU_CPU_SLOTS={enough}) and restart the "
+                "pool with `sgpu pool stop`.",
             )
         case TypeMissing():
             return _format_type_missing(reason)

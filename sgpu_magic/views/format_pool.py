@@ -10,7 +10,7 @@ from sgpu_magic.views import ansi
 from sgpu_magic.views.run_notes import run_name
 from sgpu_magic.views.units import Row
 from sgpu_magic.wire.base import RunState, short
-from sgpu_magic.wire.devices import Device, memory_bytes, memory_text, used_bytes_of, vendor_bytes
+from sgpu_magic.wire.devices import Device, Inventory, memory_bytes, memory_text, used_bytes_of, vendor_bytes
 from sgpu_magic.wire.pool_status import PoolStatus, RunSummary
 
 HOLDING = (RunState.PREPARING, RunState.STARTING, RunState.RUNNING, RunState.CANCELLING)
@@ -38,6 +38,13 @@ NODE_RIGHT = (2, 3)
 # the most nodes that are listed
 _MAX_NODES = 16
 _MAX_RUNS = 3
+
+
+def format_cpu(inventory: Inventory) -> str:
+    """Return `2 cores for 16 CPU ranks`: the cores, and how many ranks on CPU run at once if that is another number."""
+    cores = sum(node.cores for node in inventory.nodes) or inventory.cores
+    ranks = "" if inventory.cpu_slots == cores else f" for {count_of(inventory.cpu_slots, 'CPU rank')}"
+    return f"{count_of(cores, 'core')}{ranks}"
 
 
 def device_holders(status: PoolStatus) -> Holders:
@@ -194,9 +201,9 @@ def node_rows(status: PoolStatus) -> list[Row]:
     order = list(nodes) if len(nodes) <= _MAX_NODES else sorted(nodes, key=lambda name: -free[name])
     rows: list[Row] = []
     for name in order[:_MAX_NODES]:
-        host, slots = (known[name].host, known[name].cpu_slots) if name in known else (name, 0)
+        host, cores = (known[name].host, known[name].cores) if name in known else (name, 0)
         kinds = Counter(each.type.upper() + format_simulated(status, each.simulated) for each in nodes[name])
-        devices = ", ".join(f"{count} {kind}" for kind, count in kinds.items()) or count_of(slots, "cpu slot")
+        devices = ", ".join(f"{count} {kind}" for kind, count in kinds.items()) or count_of(cores, "core")
         used = [each.utilization_pct for each in nodes[name] if each.utilization_pct is not None]
         use = f"{sum(used) / len(used):.0f} %" if used else "-"
         rows.append((host, devices, str(free[name]) if kinds else "-", use, _users(nodes[name], holders)))

@@ -19,6 +19,7 @@ from sgpu_magic.views.format_pool import (
     TYPE_RIGHT,
     failure_line,
     format_budget,
+    format_cpu,
     format_idle,
     format_problem,
     format_simulated,
@@ -124,7 +125,7 @@ def _headline(status: PoolStatus) -> str:
         counted = ", ".join(f"{count:,} {kind}" for kind, count in types.items())
         parts.append(counted + (" (simulated)" if simulates_all(status) else ""))
     free = "" if status.cpu_slots_free == inventory.cpu_slots else f" ({status.cpu_slots_free} free)"
-    parts.append(count_of(inventory.cpu_slots, "cpu slot") + free)
+    parts.append(format_cpu(inventory) + free)
     if all(device.simulated for device in inventory.devices):
         parts.append("no GPU there" if _has_nodes(status) else "no GPU on this machine")
     parts += [inventory.host, count_of(len(inventory.nodes), "node") if inventory.nodes else ""]

@@ -304,7 +304,7 @@ def _way(other: Failure) -> str:
 
 
 def shared_cores_note(ranks: int, shared: SharedCores) -> str:
-    return f"{ranks} ranks share {count_of(shared.cores, 'core')} ({count_of(shared.slots, 'slot')})"
+    return f"{ranks} ranks share {count_of(shared.cores, 'core')}"
 
 
 def timeout_sentence(seconds: float) -> str:

@@ -9,6 +9,8 @@ from sgpu_magic.wire.base import Record
 
 CPU = "cpu"
 ANY = "any"
+# of one run on one machine; a run of more is taken for a mistake
+_MOST_RANKS_PER_SLOT = 4
 
 # Memory of each type in GB as the vendor states it; of several variants the most common one.
 _MODELS = (
@@ -257,6 +259,11 @@ class Inventory(Record, frozen=True, kw_only=True):
     nodes: tuple[Node, ...] = ()
     elastic: tuple[tuple[str, int], ...] = ()
     coming: str | None = None
+
+    @property
+    def most_cpu_ranks(self) -> int:
+        """The most CPU ranks of one run. On one machine, ranks may share CPU slots."""
+        return self.cpu_slots if self.nodes or self.elastic else _MOST_RANKS_PER_SLOT * self.cpu_slots
 
 
 class Placement(Record, frozen=True, kw_only=True):

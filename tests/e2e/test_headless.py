@@ -179,7 +179,7 @@ def test_terminal_shows_lines_summary_value_and_error(terminal: Terminal):
         assert part in text, text
     assert "sgpu_magic/" not in text
     text = terminal.run("%sgpu_status\n", r"In \[5\]: ")
-    assert "cpu slots" in text
+    assert " CPU rank" in text
     assert "failed" in text
 
 

@@ -117,7 +117,7 @@ def test_ranks_that_are_forked_after_their_grace_are_killed_at_once(kernel: Kern
     finally:
         for zygote in zygotes:
             os.kill(zygote, signal.SIGCONT)
-    eventually(lambda: " cpu slots ·" in kernel.check("%sgpu_status").text, 8, "all slots are free")
+    eventually(lambda: " CPU ranks ·" in kernel.check("%sgpu_status").text, 8, "all slots are free")
 
 
 def test_second_interrupt_does_not_wait(kernel: Kernel):

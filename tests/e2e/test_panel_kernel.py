@@ -377,9 +377,9 @@ def test_devices_that_others_have_are_told_before(panel: Panel, kernel: Kernel):
 
 @pytest.mark.slow
 def test_the_notebooks_file_is_read_where_no_front_end_tells(
-    home: Home, kernel: Kernel, new_kernel: Callable[..., Kernel]
+    panel: Panel, home: Home, new_kernel: Callable[..., Kernel]
 ):
-    Panel(kernel).apply({})
+    panel.apply({})
     file = home.work / "mine.ipynb"
 
     def write(kept: object) -> None:
@@ -396,14 +396,14 @@ def test_the_notebooks_file_is_read_where_no_front_end_tells(
     assert f"you chose that in {file}, not here" in copy.run(f"%%distributed\n{TELL}").evalue
     copy.check("%sgpu_env --accept")
     assert "ranks 3" in copy.check(f"%%distributed\n{TELL}").text
-    write(foreign(gpus=4, type="a10"))
+    write(foreign(gpus=7, type="h100"))
     assert "you have not chosen that on this machine" in other.run(f"%%distributed\n{TELL}").evalue
     write({"choice": {"gpus": "many"}})
     reply = other.run(f"%%distributed --gpus 1 --type cpu\n{TELL}")
     assert "ranks 1" in reply.text
     assert "can't be read" in other.check("%sgpu_env").text
     # metadata from a front end take precedence
-    write(foreign(gpus=4, type="a10"))
+    write(foreign(gpus=7, type="h100"))
     Panel(other).state(None)
     assert "ranks 1" in other.check(f"%%distributed --type h100 --gpus 1\n{TELL}").text
     assert "this notebook asks" not in other.check("%sgpu_env").text

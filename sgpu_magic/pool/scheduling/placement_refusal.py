@@ -193,6 +193,22 @@ class NothingToPlace(msgspec.Struct, frozen=True):
     contents: PoolContents
 
 
+class TooManyOnCpu(msgspec.Struct, frozen=True):
+    """The request has far more CPU ranks than the machine has cores.
+
+    Args:
+        ranks: The number that was requested.
+        most: The most that one run may have.
+        cores: The machine's cores.
+        slots: Its CPU slots.
+    """
+
+    ranks: int
+    most: int
+    cores: int
+    slots: int
+
+
 class TypeMissing(msgspec.Struct, frozen=True):
     """The pool has no device of the requested type.
 
@@ -336,6 +352,7 @@ RefusalReason = (
     | NoTypeWithMemory
     | NoTypeLargeEnough
     | NothingToPlace
+    | TooManyOnCpu
     | TypeMissing
     | NoPrice
     | QuotaTooSmall

@@ -37,6 +37,7 @@ from sgpu_magic.pool.scheduling.placement_refusal import (
     TooFewLargeNodes,
     TooLittleMemory,
     TooManyFreshRanks,
+    TooManyOnCpu,
     TypeMissing,
     UnevenNodes,
     UnknownStrategy,
@@ -196,9 +197,14 @@ def _on_cpu(
 ) -> ResourceRequest | RefusalReason:
     if stock.limit(CPU_LINE) <= 0:
         return _type_missing(placement, stock)
-    # on one machine ranks may share slots, with a note; with many nodes each rank needs a node
-    if stock.many and (problem := _too_much(placement, stock, CPU_LINE)):
-        return problem
+    if stock.many:
+        # each rank needs a node
+        if problem := _too_much(placement, stock, CPU_LINE):
+            return problem
+    # on one machine ranks may share slots, with a note
+    elif placement.ranks > stock.inventory.most_cpu_ranks:
+        here = stock.inventory
+        return TooManyOnCpu(placement.ranks, here.most_cpu_ranks, here.cores, here.cpu_slots)
     return _want(placement, CPU_LINE, device_type, simulated=simulated)
 
 

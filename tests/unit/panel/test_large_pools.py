@@ -57,7 +57,7 @@ def test_types_and_nodes_have_a_line_each() -> None:
     inventory = cluster({"n1": ("h100", 8), "n2": ("h100", 8), "n3": ("a10", 2)}, elastic=[("h100", 32), ("l4", 8)])
     shown = status(inventory, run("aaaa0000", [*devices("n1", 0, 1, 2, 3, 4), *devices("n2", 0)]))
     assert status_text(shown, now=144.0).splitlines() == [
-        "team · 16 H100, 2 A10 · 12 cpu slots · team · 3 nodes",
+        "team · 16 H100, 2 A10 · 3 cores for 12 CPU ranks · team · 3 nodes",
         "h100: 10 of 16 free on 2 nodes, largest free node 7, up to 32 with those that the cluster may add",
         "a10: 2 of 2 free on 1 node",
         "l4: none available now, up to 8 with those that the cluster may add",

@@ -99,7 +99,7 @@ def test_types_stand_dearest_first_and_cpu_last():
         ("cpu", "CPU", 0.04),
     ]
     assert [one.type for one in drawn.devices] == ["h100", "a10", "t4", "l4"]
-    assert drawn.about == "local · this machine · 16 CPU slots"
+    assert drawn.about == "local · this machine · 1 core for 16 CPU ranks"
     assert (drawn.cpu_slots, drawn.cpu_slots_free) == (16, 12)
 
 

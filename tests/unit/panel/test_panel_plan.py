@@ -99,7 +99,7 @@ def place(tmp_path: Path) -> Place:
         (Choice(gpus=16, type="cpu"), ""),
         (Choice(gpus=5, type="a10"), "The pool has 4 A10, but 5 are requested."),
         (Choice(gpus=9), "The pool has 8 of one type, but 9 are requested."),
-        (Choice(gpus=17, type="cpu"), "The pool has 16 CPU slots, but 17 are requested."),
+        (Choice(gpus=65, type="cpu"), "The pool starts at most 64 ranks of one run on CPU, but 65 are requested."),
         (Choice(gpus=1, type="a100"), "The pool has no A100. It has: 4 A10, 8 H100, and 16 CPU slots."),
         (Choice(gpus=1, pool="team"), "There is no pool named `team`. You have: local."),
         (Choice(), ""),

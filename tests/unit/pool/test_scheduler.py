@@ -177,6 +177,19 @@ def test_no_ranks_are_refused() -> None:
     assert refusal(submit(Scheduler(node()), spec(A, 0, "cpu"))).error == "UsageError"
 
 
+def test_far_more_cpu_ranks_than_cores_are_refused_on_one_machine() -> None:
+    scheduler = Scheduler(replace(node(), cpu_slots=16, cores=2))
+    assert launched(submit(scheduler, spec(A, 64, "cpu")))
+    refused = refusal(submit(scheduler, spec(B, 65, "cpu")))
+    assert refused.error == "UsageError"
+    assert str(refused.reason) == (
+        "this pool starts at most 64 ranks of one run on CPU, since the machine has 2 cores, and the run asks for 65. "
+        "Ask for fewer with --gpus, or raise the setting cpu_slots from 16 to 17 (SGPU_CPU_SLOTS=17) and restart the "
+        "pool with `sgpu pool stop`."
+    )
+    assert launched(submit(Scheduler(replace(node(), cpu_slots=17, cores=2)), spec(A, 65, "cpu")))
+
+
 def test_simulated_devices_are_leased_like_devices_and_marked() -> None:
     scheduler = Scheduler(node(*gpus(2, "h100", simulated=True)))
     lease = launched(submit(scheduler, spec(A, 2, "h100")))[A]

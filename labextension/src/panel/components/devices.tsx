@@ -143,7 +143,7 @@ function Device({ device, isOwn }: { device: PanelDevice; isOwn: boolean }) {
 
 function Slots({ total, free }: { total: number; free: number }) {
   const t = useTranslate();
-  const words = t("%1 of %2 slots free", free, total);
+  const words = t("%1 of %2 ranks free", free, total);
   return (
     <li class="sgpu-device-type sgpu-slots" title={words}>
       <b>CPU</b>
