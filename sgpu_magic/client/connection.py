@@ -123,6 +123,10 @@ class Connection(ABC):
         """As `Pool.apply_settings`. A no-op for a remote pool."""
         return ""
 
+    def new_simulation(self) -> str:
+        """As `Pool.new_simulation`. A remote pool is its operator's."""
+        return ""
+
     def close(self) -> None:
         """Say goodbye to the pool and close the link; a no-op in a fork, and while another thread is connecting."""
         if self._is_inherited:
@@ -143,7 +147,12 @@ class Connection(ABC):
 
 
 class LocalConnection(Connection):
-    """The connection to the local pool, which it starts if needed."""
+    """The connection to the local pool, which it starts if needed. Takes the arguments of `Connection`."""
+
+    def __init__(self, settings: Settings, on_lost: Callable[[], None], on_notice: OnNotice) -> None:
+        super().__init__(settings, on_lost, on_notice)
+        # the pool service whose simulated devices the user knows about
+        self._known_service = ""
 
     def warmed(self) -> None:
         with self._lock:
@@ -174,6 +183,20 @@ class LocalConnection(Connection):
         wait_for_exit(self._settings, link.welcome.pid if link.welcome.same_host else 0)
         self.made(start=True)
         return ""
+
+    def new_simulation(self) -> str:
+        welcome = self.made(start=True).welcome
+        simulated = dict(welcome.settings).get("simulate", "")
+        if not simulated or welcome.service == self._known_service:
+            return ""
+        self._known_service = welcome.service
+        if "simulate" in stated_settings():
+            return ""
+        by = f"{welcome.started_by} started it" if welcome.started_by else "it was started"
+        return (
+            f"the local pool simulates {simulated}, because {by} with SGPU_SIMULATE, and all your notebooks share it. "
+            "`sgpu pool stop` ends the simulation"
+        )
 
     def stop(self, *, force: bool) -> bool:
         if (address := find_pool(self._settings)) is None:

@@ -153,6 +153,15 @@ class Pool:
         self._kept_settings = self._connection.settings_applied()
         return self._kept_settings
 
+    def new_simulation(self) -> str:
+        """Return, once for each local pool, that it simulates devices by the setting of another process; else "".
+
+        Raises:
+            PoolError: The pool can't be reached or started.
+            UsageError: A variable has an invalid value.
+        """
+        return self._connection.new_simulation()
+
     @property
     def sees_client(self) -> bool:
         """Whether the pool's nodes see this machine's files and run its Python; starts the local pool if needed.

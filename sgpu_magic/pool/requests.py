@@ -337,4 +337,6 @@ class Requests:
             pool=settings.pool or "local",
             settings=() if settings.listen else tuple(pool_settings(settings).items()),
             bulk_port=0 if client.same_host else self._server.bulk_port,
+            # a local pool inherits the variables of its first client; Jupyter sets this one
+            started_by="" if settings.listen else os.path.basename(os.environ.get("JPY_SESSION_NAME", "")),
         )

@@ -90,6 +90,7 @@ class Welcome(Record, frozen=True, tag="welcome", kw_only=True):
         pool: The pool's own name.
         settings: (name, value) of the settings that a local pool read when it started.
         bulk_port: TCP port for messages with file data, which `AskBulk` opens to a client; 0 without one.
+        started_by: File name of the notebook that started a local pool; "" if no notebook did.
     """
 
     protocol_version: int
@@ -104,6 +105,7 @@ class Welcome(Record, frozen=True, tag="welcome", kw_only=True):
     pool: str = "local"
     settings: tuple[tuple[str, str], ...] = ()
     bulk_port: int = 0
+    started_by: str = ""
 
 
 # A client sends and receives file data over a second connection (TLS) while there is one:

@@ -101,6 +101,20 @@ def test_each_remedy_for_too_few_devices_works_in_the_same_notebook(plain_pool: 
         assert reply.status == "ok", f"{error}\n{then}\n{reply.story}"
 
 
+def test_another_notebooks_simulation_is_named_once(home: Home, new_kernel: Callable[..., Kernel]):
+    setter, other = (new_kernel(variables={"JPY_SESSION_NAME": f"/work/{name}.ipynb"}) for name in ("train", "eval"))
+    setter.check("%env SGPU_SIMULATE=a10:2")
+    cell = "%%distributed -n 1 --ui text\npass"
+    note = "simulates a10:2, because train.ipynb started it with SGPU_SIMULATE"
+    assert note not in setter.check(cell).text
+    told = other.check(cell).text
+    assert note in told
+    assert note not in other.check(cell).text
+    ((stop, _),) = remedies(told, cell)
+    other.check(stop)
+    assert "(simulated on cpu)" not in other.check(cell).text
+
+
 @pytest.mark.slow
 def test_a_pool_in_use_keeps_its_settings_and_the_error_names_the_command(
     plain_pool: Kernel, new_kernel: Callable[..., Kernel]

@@ -188,6 +188,7 @@ def prepare_replay(context: KernelContext, recorded: Recorded, options: ReplayOp
     if spec.session:
         notes.append("it ran in a session: what earlier cells had set on its ranks is not here")
     notes += [as_warning(kept_settings)] if kept_settings else []
+    notes += filter(None, [context.pool.new_simulation()])
     placement = replace(
         spec.placement,
         ranks=options.ranks or len(spec.rank_numbers),

@@ -109,7 +109,8 @@ def resolve_target(pools: Pools, settings: Settings, name: str, devices: Devices
     )
     notes = () if choice is None else (choice.note,)
     kept = (as_warning(kept_settings),) if kept_settings else ()
-    return ResolvedTarget(pool, placement, (*notes, *kept), type_note)
+    simulation = filter(None, [pool.new_simulation()])
+    return ResolvedTarget(pool, placement, (*notes, *kept, *simulation), type_note)
 
 
 def default_ranks(pool: Pool, entry: PoolEntry | None, device_type: str | None) -> int:
