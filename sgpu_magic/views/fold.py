@@ -15,7 +15,7 @@ from sgpu_magic.views.output import RunOutput
 from sgpu_magic.views.output_buffer import Item
 from sgpu_magic.views.rank_models import RankModels
 from sgpu_magic.views.run_notes import Notes, SessionState
-from sgpu_magic.views.stacks import stall_note
+from sgpu_magic.views.stacks import cancelled_note, stall_note
 from sgpu_magic.views.units import RunTimes, to_steady_time
 from sgpu_magic.views.usage import RunUsage
 from sgpu_magic.wire.base import CancelReason, RunKind, RunLimit, RunState, short
@@ -273,7 +273,7 @@ class RunView:
 
     @property
     def past_stall(self) -> list[str]:
-        """After the run's end, where its ranks waited in the last stall that was reported and is over."""
+        """After the run's end, where its ranks waited when it was cancelled, or in the last stall, which is over."""
         return [self._last_stall] if self._last_stall and self.is_final else []
 
     @property
@@ -327,8 +327,10 @@ class RunView:
         self.output.finish_lines()
         if self.log is not None:
             self.log.finish()
-        if body.stacks:
+        if body.stacks and body.state is not RunState.CANCELLED:
             self.stalled = None
+        elif body.stacks and (note := cancelled_note(body.stacks, self.spec.cell)):
+            self._last_stall, self.stalled = note, None
         elif body.state in (RunState.SUCCEEDED, RunState.CANCELLED):
             self._stall_over()
         self.usage.ended()

@@ -56,8 +56,11 @@ def _card(view: RunView, at: int, failure: Failure | None, seen: str) -> RankCar
     usage = view.usage.ranks.get(rank) or RankUsage(rank)
     latest = usage.latest
     last = without_bar(seen)
-    if not last and state == "running" and latest is not None and latest.line:
-        last = f"at {ansi.plain(latest.line)}"
+    if state == "running" and latest is not None:
+        if latest.waits_in:
+            last = f"waits in {ansi.plain(latest.waits_in)}"
+        elif latest.line and not last:
+            last = f"at {ansi.plain(latest.line)}"
     return RankCard(
         rank=rank,
         state=state,

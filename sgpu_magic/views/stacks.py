@@ -17,7 +17,7 @@ from sgpu_magic.views.html_style import BOX, LINE, MONO, PANEL, PRE, SOFT, WARN,
 from sgpu_magic.views.run_notes import limit_of
 from sgpu_magic.views.tracebacks import NO_FUNCTION, Sources, caller_at, cut_lines
 from sgpu_magic.views.units import aligned
-from sgpu_magic.wire.base import short
+from sgpu_magic.wire.base import RunState, short
 from sgpu_magic.wire.rank_events import Collective, Failure, RankStack, StackFrame, Stalled
 from sgpu_magic.wire.run import CellSource
 
@@ -142,13 +142,23 @@ def group_lines(groups: Sequence[StackGroup]) -> list[str]:
     """Return a line for each of the first groups, in columns, and one for the ranks of all others."""
     shown = groups[:_MAX_GROUPS]
     lines = aligned([(format_ranks(group.ranks), group.doing, group.location, group.source) for group in shown])
+    return lines + _elsewhere(groups)
+
+
+def _elsewhere(groups: Sequence[StackGroup]) -> list[str]:
+    """Return the line about the ranks of all groups that are left out, if there are any."""
     left_out = [rank for group in groups[_MAX_GROUPS:] for rank in group.ranks]
-    return [*lines, f"{format_ranks(left_out)} elsewhere"] if left_out else lines
+    return [f"{format_ranks(left_out)} elsewhere"] if left_out else []
 
 
 def group_sentences(stacks: Sequence[RankStack], cell: CellSource) -> list[str]:
-    """Return `group_lines` without columns."""
-    return [" ".join(line.split()) for line in group_lines(group_stacks(stacks, cell))]
+    """Return the lines of `group_lines` as `ranks 1, 2 wait in barrier #2 (Cell In[7], line 6: dist.barrier())`."""
+    groups = group_stacks(stacks, cell)
+    found: list[str] = []
+    for group in groups[:_MAX_GROUPS]:
+        at = ": ".join(filter(None, (group.location, group.source)))
+        found.append(f"{format_ranks(group.ranks)} {group.doing}" + (f" ({at})" if at else ""))
+    return found + _elsewhere(groups)
 
 
 def verdict(stacks: Sequence[RankStack], cell: CellSource) -> list[str]:
@@ -202,8 +212,17 @@ def last_python_line(frames: Sequence[StackFrame], cell: CellSource) -> str:
 
 def stall_note(stalled: Stalled, cell: CellSource) -> str:
     """Return the sentence that keeps a stall after it is over."""
-    groups = "; ".join(group_sentences(stalled.stacks, cell))
-    return ansi.plain(f"there was no progress for {format_seconds(stalled.seconds)}{taken(stalled.stacks)}: {groups}")
+    where = "; ".join([*verdict(stalled.stacks, cell), *group_sentences(stalled.stacks, cell)])
+    return ansi.plain(f"there was no progress for {format_seconds(stalled.seconds)}{taken(stalled.stacks)}: {where}")
+
+
+def cancelled_note(stacks: Sequence[RankStack], cell: CellSource) -> str:
+    """Return where the ranks of a cancelled run waited for each other, "" if none was in a collective."""
+    sources = Sources(cell)
+    if not any(activity_of(stack, sources).waits for stack in stacks):
+        return ""
+    where = "; ".join([*verdict(stacks, cell), *group_sentences(stacks, cell)])
+    return ansi.plain(f"when it was cancelled{taken(stacks)}: {where}")
 
 
 def taken(stacks: Sequence[RankStack]) -> str:
@@ -271,9 +290,11 @@ def stall_lines(view: RunView, *, has_buttons: bool = False) -> list[str]:
 
 
 def ending_stacks(view: RunView) -> list[str]:
-    """Return where the ranks were when the run ended: several lines after a limit, one line after a stall."""
+    """Return where the ranks were when the run ended: several lines after a limit, one line after a stall or cancel."""
     if view.ended is None:
         return []
+    if view.ended.state is RunState.CANCELLED:
+        return [note] if (note := cancelled_note(view.ended.stacks, view.spec.cell)) else []
     if view.ended.stacks:
         return [limit_of(view.failure, view.ended.limit).then, *summary(view.ended.stacks, view.spec.cell)]
     return [] if view.stalled is None else [stall_note(view.stalled, view.spec.cell)]

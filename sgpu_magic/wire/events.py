@@ -207,7 +207,7 @@ class RunEnded(Record, frozen=True, tag="ended", kw_only=True):
         limit: The limit that ended it, if it is `TIMED_OUT` and the service knows which.
         others: Failures of further ranks, in order of time.
         results: Results by rank; empty unless the run succeeded.
-        stacks: Where the ranks were when the run timed out; empty otherwise.
+        stacks: Where the ranks were when the run timed out, or was cancelled after a silence; empty otherwise.
         unstopped: Ranks of a session that were asked to stop the cell but still run it.
         cut_off: What ranks had not finished when their time was over (the setting `finish_timeout_s`).
         finish_s: The time that the ranks had to finish it; 0 if nothing was cut off.

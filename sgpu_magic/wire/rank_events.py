@@ -212,6 +212,7 @@ class RankSample(Record, frozen=True, kw_only=True, array_like=True):
         problem: Why the device can no longer be read; None if it can.
         cores: The rank's share of its node's cores. Only in its first sample.
         line: Where a rank that has printed nothing is in its cell: `line 3: import torch`; "" when that is unknown.
+        waits_in: The collective that it has waited in for some seconds; "" for none.
     """
 
     rank: int
@@ -229,6 +230,7 @@ class RankSample(Record, frozen=True, kw_only=True, array_like=True):
     problem: str | None = None
     cores: int | None = None
     line: str = ""
+    waits_in: str = ""
 
 
 class CommMessage(Record, frozen=True, kw_only=True):

@@ -95,6 +95,23 @@ def test_the_view_says_by_itself_that_ranks_wait_and_takes_it_back(kernel: Kerne
     assert reply.lines(0) == ["up", "through"]
 
 
+def test_an_interrupted_run_keeps_which_rank_had_not_come(kernel: Kernel):
+    cell = kernel.start(f"%%distributed -n 2\n{ONE_IS_MISSING}")
+
+    def waits() -> bool:
+        views = [output.view for output in cell.reply.outputs if output.view is not None]
+        cards = [card for view in views for card in view.snapshot.get("ranks", ())]
+        return any(card["last"] == "waits in all_reduce" for card in cards)
+
+    cell.until(waits, 30, "rank 0 says that it waits")
+    kernel.interrupt()
+    text = " ".join(cell.wait(20).text.split())
+    assert re.search(
+        r"when it was cancelled \(at [\d:]+\): rank 1 has not reached all_reduce #2; rank 0 waits in", text
+    )
+    assert "rank 1 is in load_batch" in text
+
+
 @pytest.mark.slow
 def test_a_time_limit_shows_where_the_ranks_were(kernel: Kernel):
     reply = kernel.run(f"%%distributed -n 2 --timeout 2s\n{ONE_IS_MISSING}")

@@ -205,14 +205,15 @@ class Execution(NodeRun):
     # ------------------------------------------------------------ stop path
 
     def end_as(self, state: RunState, reason: Text, limit: RunLimit | None = None) -> None:
-        """Stop the run by the stop path; a timeout takes the ranks' stacks first."""
+        """Stop the run by the stop path. The ranks' stacks are taken first at a timeout, or if it may hang."""
         if self.ended or self._ending_as is not None:
             return
+        takes_stacks = state is RunState.TIMED_OUT or self._watch.is_silent
         self._ending_as = state
         self._end_reason = reason
         self._limit = limit
         self._watch.is_ending()
-        if state is RunState.TIMED_OUT:
+        if takes_stacks:
             self._stacks.take(self._begin_stop_unless_ended)
         else:
             self._begin_stop()

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 # checks of CPU times within `stall_s`
 _TICKS = 15
+# a run that has been silent for as long may hang
+_SILENT_S = 5.0
 
 
 @dataclass(eq=False, repr=False)
@@ -96,6 +98,11 @@ class RunWatch:
         self._last_output = self._loop.time()
         if self._stalls.stalled and self._timer is not None and (resumed := self._stalls.moved()):
             self.say(resumed)
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the run has printed nothing for so long that its ranks may wait for each other."""
+        return self._timer is not None and self._loop.time() - self._last_output >= _SILENT_S
 
     def is_ending(self) -> None:
         """Stop detecting stalls and idle GPUs: ranks fail or are being stopped. Usage is still sampled."""

@@ -11,20 +11,21 @@ import asyncio
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 
 from sgpu_magic.agent import faults
 from sgpu_magic.agent.ranks.group import RankProcess, RunRanks
 from sgpu_magic.agent.ranks.rank_process import NotebookFrames, parse
-from sgpu_magic.agent.ranks.run_processes import ProcessTable, TreeUse
+from sgpu_magic.agent.ranks.run_processes import BUSY_SHARE, ProcessTable, TreeUse
 from sgpu_magic.agent.watch.gpus import Gpus
 from sgpu_magic.agent.watch.nvml import GpuReading
 from sgpu_magic.agent.watch.shared_pages import SharedPages
 from sgpu_magic.system.processes import core_count, memory_limit
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.events import Noted
-from sgpu_magic.wire.rank_events import RankSample, Sampled
+from sgpu_magic.wire.rank_events import RankSample, Sampled, StackFrame
 
 _FINE_S = 600.0
 _COARSE_S = 5.0
@@ -34,6 +35,24 @@ _INTERVAL_S = 1.0
 _MAX_LINE_CHARS = 80
 # let a run's first line of output reach the notebook before sampling starts
 _SETTLED_S = 0.2
+# a shorter wait for other ranks is ordinary
+_WAITS_AFTER_S = 5.0
+
+
+class _Wait(NamedTuple):
+    """A collective that a rank is in.
+
+    Args:
+        name: Its function.
+        line: The cell's line that called it; 0 when unknown.
+        output_bytes: What the rank had printed by then.
+        since: When it was first seen there, seconds of a monotonic clock.
+    """
+
+    name: str
+    line: int
+    output_bytes: int
+    since: float
 
 
 @dataclass(eq=False, repr=False)
@@ -62,6 +81,8 @@ class RunSampler:
         self._cpu_s: dict[int, float] = {}
         self._introduced: set[int] = set()
         self._lost: set[int] = set()
+        self._waits: dict[int, _Wait] = {}
+        self._waiting: dict[int, str] = {}
         self._pending: list[tuple[float, list[RankSample]]] = []
 
     @property
@@ -94,13 +115,16 @@ class RunSampler:
             return
         self._last_at = now
         alive = [process for process in self.run_ranks.ranks if process.alive]
-        samples = [self._sample_of(each, seconds, trees.get(each.pid or 0), readings) for each in alive]
+        samples = [self._sample_of(each, now, seconds, trees.get(each.pid or 0), readings) for each in alive]
         self._cpu_s = {pid: tree.cpu_s for pid, tree in trees.items()}
         self._report_lost(samples, readings)
         if self.gpus:
             self.used({sample.rank: sample.utilization_pct for sample in samples})
         self._pending.append((seconds, samples))
-        if now - self._began_at <= _FINE_S or sum(span for span, _ in self._pending) >= _COARSE_S - _SLACK_S:
+        waiting = {sample.rank: sample.waits_in for sample in samples if sample.waits_in}
+        has_changed, self._waiting = waiting != self._waiting, waiting
+        is_due = sum(span for span, _ in self._pending) >= _COARSE_S - _SLACK_S
+        if is_due or has_changed or now - self._began_at <= _FINE_S:
             self.publish()
 
     def publish(self) -> None:
@@ -117,7 +141,12 @@ class RunSampler:
     # ------------------------------------------------------------ internals
 
     def _sample_of(
-        self, process: RankProcess, seconds: float, tree: TreeUse | None, readings: Mapping[str, GpuReading]
+        self,
+        process: RankProcess,
+        now: float,
+        seconds: float,
+        tree: TreeUse | None,
+        readings: Mapping[str, GpuReading],
     ) -> RankSample:
         rank = process.rank
         uuid = self.lease.uuids[rank] if rank < len(self.lease.uuids) else ""
@@ -137,8 +166,12 @@ class RunSampler:
             cpu_cores=cores,
             rss_bytes=rss_bytes,
             cores=share,
-            line=self._line_of(process),
         )
+        if self.notebook is not None:
+            frames = parse(process.stack_file.sampled())
+            line = "" if process.output.total_bytes else self._line_of(frames, self.notebook)
+            waits_in = self._waits_in(process, frames, self.notebook, now, cores)
+            sample = msgspec.structs.replace(sample, line=line, waits_in=waits_in)
         if not self.gpus:
             return sample
         reading = readings.get(uuid, GpuReading())
@@ -158,14 +191,33 @@ class RunSampler:
             problem=reading.problem,
         )
 
-    def _line_of(self, process: RankProcess) -> str:
-        """Return where a rank is in its cell, "" once it has printed something."""
-        if self.notebook is None or process.output.total_bytes:
-            return ""
-        frame = self.notebook.innermost(parse(process.stack_file.sampled()))
+    @staticmethod
+    def _line_of(frames: Sequence[StackFrame], notebook: NotebookFrames) -> str:
+        """Return where a rank is in its cell."""
+        frame = notebook.innermost(frames)
         if frame is None:
             return ""
-        return f"line {frame.line}: {self.notebook.source(frame)}"[:_MAX_LINE_CHARS].removesuffix(": ")
+        return f"line {frame.line}: {notebook.source(frame)}"[:_MAX_LINE_CHARS].removesuffix(": ")
+
+    def _waits_in(
+        self,
+        process: RankProcess,
+        frames: Sequence[StackFrame],
+        notebook: NotebookFrames,
+        now: float,
+        cores: float | None,
+    ) -> str:
+        """Return the collective that a rank has waited in for a while, silently and without using the processor."""
+        name = notebook.collective(frames)
+        if not name or cores is None or cores > BUSY_SHARE:
+            self._waits.pop(process.rank, None)
+            return ""
+        frame = notebook.innermost(frames)
+        wait = _Wait(name, 0 if frame is None else frame.line, process.output.total_bytes, now)
+        before = self._waits.get(process.rank)
+        if before is None or before[:-1] != wait[:-1]:
+            self._waits[process.rank] = before = wait
+        return name if now - before.since >= _WAITS_AFTER_S - _SLACK_S else ""
 
     def _introduce(self, sample: RankSample) -> RankSample:
         """Leave out values that do not change and were reported before."""

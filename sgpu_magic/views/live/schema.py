@@ -57,7 +57,7 @@ class RankCard(Message, frozen=True):
         tone: Its colour.
         label: Its device, "" when it has none.
         last: Its last line, without colours and without a drawn progress bar; before the first line where it is in its
-            cell, such as `at line 3: import torch`.
+            cell, such as `at line 3: import torch`; `waits in barrier` once it has waited there for some seconds.
         bar: Its progress bar, None without one.
         use: Its usage in words: `94 % · 18.2 GB`, without a GPU `1.9 cores · 0.4 GB`; "" before the first sample.
         details: Everything that was measured, one line each; values that are not reported are marked as absent.

@@ -462,6 +462,48 @@ def test_a_rank_says_where_it_is_until_it_has_printed_something():
     ]
 
 
+def test_a_rank_that_waits_for_others_for_some_seconds_says_so_until_it_goes_on():
+    cell = CellSource(magic_line="%%distributed -n 2", body="dist.barrier()\nstep()\n", execution_count=9)
+    run = Sampler(2, notebook=NotebookFrames(cell))
+    in_barrier = '  File "/env/torch/distributed/distributed_c10d.py", line 4 in barrier\n'
+    for rank in run.group.ranks:
+        rank.stack = in_barrier + '  File "<ipython-input-9-a>", line 2 in <module>\n'
+        # it has printed something
+        rank.output.total_bytes = 6
+
+    def waits() -> list[list[str]]:
+        told, run.said[:] = run.samples, []
+        return [[sample.waits_in for sample in each.samples] for each in told]
+
+    for _ in range(5):
+        run.step(cores=0.0)
+    assert waits() == [["", ""]] * 5
+    run.step(cores=0.0)
+    assert waits() == [["barrier", "barrier"]]
+    run.group.ranks[0].output.total_bytes = 12
+    run.step(cores=0.0)
+    assert waits() == [["", "barrier"]]
+    # collectives that follow each other use the processor
+    run.step(cores=0.3)
+    assert waits() == [["", ""]]
+
+
+def test_a_wait_is_reported_at_once_also_when_samples_are_collected():
+    run = Sampler(1, notebook=NotebookFrames(CellSource(body="dist.barrier()", execution_count=9)))
+    run.step(cores=0.9, seconds=601)
+    run.said.clear()
+    (rank,) = run.group.ranks
+    rank.stack = (
+        '  File "/env/torch/distributed/c10d.py", line 4 in barrier\n  File "<ipython-input-9-a>", line 1 in <module>\n'
+    )
+    seen: list[int] = []
+    for step in range(8):
+        run.step(cores=0.0)
+        seen += [step for told in run.samples if told.samples[0].waits_in]
+        run.said.clear()
+    assert seen[0] == 5
+
+
 def test_cpu_ranks_are_sampled_by_their_processes():
     run = Sampler(2)
     run.step(cores=1.9)

@@ -306,7 +306,9 @@ def test_a_stall_is_shown_while_it_lasts(front_end: _Captured) -> None:
     run.tell(rank_events.Stalled(seconds=31.0, stacks=STUCK)).end()
     publisher.tick(3.0, final=True)
     (output,) = front_end.outputs.values()
-    assert "there was no progress for 31 s: ranks 0, 2, 3 wait in all_reduce #41" in str(output["text/plain"])
+    assert "there was no progress for 31 s: rank 1 has not reached all_reduce #41; ranks 0, 2, 3 wait in" in str(
+        output["text/plain"]
+    )
 
 
 def test_a_stall_is_told_once_where_nothing_can_be_taken_back() -> None:
@@ -396,10 +398,27 @@ def test_the_stacks_of_a_timeout_are_in_its_error() -> None:
     failure = Failure(kind=FailureKind.TIMEOUT, message="")
     error = raised_for(failure, run=Run(cell=CELL), seconds=90, stacks=STUCK)
     assert isinstance(error, errors.RunTimeout)
-    assert "ranks 0, 2, 3 wait in all_reduce #41 Cell In[7], line 8 loss.backward()" in error.message
+    assert "ranks 0, 2, 3 wait in all_reduce #41 (Cell In[7], line 8: loss.backward())" in error.message
     assert "rank 1 has not reached all_reduce #41" in error.message
     assert "\n" not in error.message
     assert "in _engine_run_backward" in error.remote_traceback
+
+
+def test_a_run_that_hung_when_it_was_cancelled_keeps_who_had_not_come() -> None:
+    run = Run(ranks=4, cell=CELL).start()
+    run.end(RunState.CANCELLED, stacks=STUCK)
+    note = (
+        "when it was cancelled: rank 1 has not reached all_reduce #41; ranks 0, 2, 3 wait in all_reduce #41 (Cell In[7]"
+    )
+    assert note in render_text(run.view)
+    assert note in unescape(render_html(run.view))
+
+
+def test_a_cancelled_run_whose_ranks_waited_for_nothing_says_nothing_about_it() -> None:
+    run = Run(ranks=1, cell=CELL).start()
+    busy = RankStack(rank=0, frames=(StackFrame(file="<ipython-input-7-1>", line=4, function="<module>"),))
+    run.end(RunState.CANCELLED, stacks=(busy,))
+    assert "when it was cancelled" not in render_text(run.view) + render_html(run.view)
 
 
 def test_a_death_tells_where_it_was_and_what_it_had_said() -> None:
