@@ -1,5 +1,5 @@
 # make demo   set up and run notebooks/quickstart.ipynb without a front end
-# make lab    open it in JupyterLab
+# make lab    open it in JupyterLab, which only this machine reaches
 # make test   set up and run the tests;  make test-all runs the slow ones too, with all frameworks installed
 # make test-gpu  what needs real GPUs, offline; PYTHON=... has a torch with CUDA, WHEELS=... what that Python lacks
 # make gpu-wheels  collect these wheels for another machine's Python; PY=3.12, WHEELS=wheels
@@ -18,6 +18,7 @@
 #
 # PYTHON=...  the Python to use, 3.11 or newer; a torch that it has is used instead of a download
 # VENV=...    the environment's folder; one that is there already is used as it is
+# LAB="--no-browser --port=9000"  JupyterLab's options; in a container --ip=0.0.0.0, and -p 127.0.0.1:8888:8888 of docker run
 # TESTS="tests/unit/payload/test_capture.py -k names"  what pytest gets
 # RENAMES="--package sgpu_magic.pool --seed 7 tests/unit/pool"  what else is renamed, and which tests run
 # WORKERS=4   test processes; two cores are busy with four
@@ -43,6 +44,8 @@ LAB ?=
 STORIES ?=
 
 BIN := $(VENV)/bin
+# JupyterLab refuses to start as root, the only user of many containers, unless it is asked to
+AS_ROOT = $(if $(filter 0,$(shell id -u)),--allow-root)
 STATED := pyproject.toml constraints.txt scripts/make_venv.py scripts/setup.py sgpu_magic/labextension/package.json
 NOTEBOOK := notebooks/quickstart.ipynb
 OUT := build/demo
@@ -56,8 +59,8 @@ help:
 demo: $(VENV)/.ready-quickstart
 	@$(BIN)/python scripts/demo.py $(NOTEBOOK) $(OUT)
 
-lab: $(VENV)/.ready-quickstart-lab
-	$(BIN)/python -m jupyterlab $(LAB) $(NOTEBOOK)
+lab: $(VENV)/.ready-quickstart-lab-run-learn-frameworks-ray
+	$(BIN)/python -m jupyterlab $(AS_ROOT) $(LAB) $(NOTEBOOK)
 
 test: $(VENV)/.ready-test
 	$(BIN)/python -m pytest $(SPREAD) -m "not slow" $(TESTS)
