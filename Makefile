@@ -46,7 +46,9 @@ STORIES ?=
 BIN := $(VENV)/bin
 # JupyterLab refuses to start as root, the only user of many containers, unless it is asked to
 AS_ROOT = $(if $(filter 0,$(shell id -u)),--allow-root)
-STATED := pyproject.toml constraints.txt scripts/make_venv.py scripts/setup.py sgpu_magic/labextension/package.json
+# make demo says how long everything took from here on
+BEGUN := $(shell date +%s)
+STATED := pyproject.toml constraints.txt scripts/make_venv.py scripts/progress.py scripts/setup.py sgpu_magic/labextension/package.json
 NOTEBOOK := notebooks/quickstart.ipynb
 OUT := build/demo
 CODE := sgpu_magic tests scripts docs/*.py
@@ -57,7 +59,7 @@ help:
 	@sed -n 's/^# \{0,1\}//p;t;q' Makefile
 
 demo: $(VENV)/.ready-quickstart
-	@$(BIN)/python scripts/demo.py $(NOTEBOOK) $(OUT)
+	@$(BIN)/python scripts/demo.py $(NOTEBOOK) $(OUT) $(BEGUN) $$(date +%s)
 
 lab: $(VENV)/.ready-quickstart-lab-run-learn-frameworks-ray
 	$(BIN)/python -m jupyterlab $(AS_ROOT) $(LAB) $(NOTEBOOK)

@@ -16,6 +16,11 @@ import sys
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 
+# Python's option -I leaves it out
+sys.path.insert(0, str(Path(__file__).parent))
+
+from progress import progress
+
 OLDEST_PYTHON = (3, 11)
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
 
@@ -29,7 +34,8 @@ def main(folder: Path) -> int:
     if works(python):
         return 0
     print(f"making {folder} with Python {sys.version.split()[0]}", flush=True)
-    made = subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], stdin=subprocess.DEVNULL)
+    with progress(f"making {folder}"):
+        made = subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], stdin=subprocess.DEVNULL)
     if made.returncode != 0 or not works(python):
         return fail(
             "the virtual environment could not be made. On Debian and Ubuntu the package python3-venv is needed."

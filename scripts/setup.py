@@ -6,6 +6,8 @@
 Keeps any build of torch 2.6 or newer that the environment already has. Otherwise installs the version in
 `constraints.txt`, after printing the size of the download. pip installs torch from its configured index; uv installs
 the rest from the same index in a tenth of pip's time.
+
+In a terminal the installers show their own progress. A log gets a line every ten seconds, and errors.
 """
 
 from __future__ import annotations
@@ -20,6 +22,11 @@ import urllib.request
 from importlib.metadata import PackageNotFoundError, distribution, version
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
+
+# Python's option -I leaves it out
+sys.path.insert(0, str(Path(__file__).parent))
+
+from progress import progress
 
 ROOT = Path(__file__).resolve().parents[1]
 CONSTRAINTS = ROOT / "constraints.txt"
@@ -39,7 +46,8 @@ def main(extras: list[str]) -> int:
         constraints = f"torch=={kept}\n"
     else:
         print(announcement(constraints.split()), flush=True)
-        wanted = subprocess.run([*PIP, "install", *quietly("-qq"), "--no-input", *constraints.split()])
+        with progress("installing torch"):
+            wanted = subprocess.run([*PIP, "install", *quietly("-qq"), "--no-input", *constraints.split()])
         if wanted.returncode != 0:
             return wanted.returncode
     with tempfile.TemporaryDirectory() as folder:
@@ -47,14 +55,16 @@ def main(extras: list[str]) -> int:
         file.write_text(constraints)
         target = f"{ROOT}[{','.join(extras)}]" if extras else str(ROOT)
         arguments = ("--editable", target, "--constraint", str(file))
-        if torch_is_borrowed():
-            # uv does not see packages on a path from a .pth file
-            command = [*PIP, "install", *quietly("-qq"), "--no-input", *arguments]
-        else:
-            subprocess.run([*PIP, "install", "-qq", "--no-input", "uv"], stdin=subprocess.DEVNULL, check=True)
-            uv = [sys.executable, "-m", "uv", "pip", "install", "--python", sys.executable]
-            command = [*uv, *quietly("--quiet"), *pips_index(), *arguments]
-        return subprocess.run(command, stdin=subprocess.DEVNULL).returncode
+        print("installing sgpu-magic and what else it requires", flush=True)
+        with progress("installing sgpu-magic"):
+            if torch_is_borrowed():
+                # uv does not see packages on a path from a .pth file
+                command = [*PIP, "install", *quietly("-qq"), "--no-input", *arguments]
+            else:
+                subprocess.run([*PIP, "install", "-qq", "--no-input", "uv"], stdin=subprocess.DEVNULL, check=True)
+                uv = [sys.executable, "-m", "uv", "pip", "install", "--python", sys.executable]
+                command = [*uv, *quietly("--quiet"), *pips_index(), *arguments]
+            return subprocess.run(command, stdin=subprocess.DEVNULL).returncode
 
 
 def quietly(option: str) -> tuple[str, ...]:
@@ -102,7 +112,9 @@ def announcement(torch: list[str]) -> str:
         report = Path(folder) / "report.json"
         command = [*PIP, "install", "--quiet", "--no-input", "--dry-run", "--report", str(report), *torch]
         print(f"{' '.join(torch)} is not here yet; asking how much that is ...", flush=True)
-        if subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True).returncode != 0:
+        with progress("asking"):
+            asked = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True)
+        if asked.returncode != 0:
             return "its size could not be found out: with CUDA it is about 3 GB, without about 0.2 GB"
         items = json.loads(report.read_text())["install"]
     sizes = {item["metadata"]["name"]: size_bytes(item["download_info"]["url"]) for item in items}
