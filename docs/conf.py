@@ -29,6 +29,8 @@ exclude_patterns = ["build"]
 html_theme = "pydata_sphinx_theme"
 html_title = project
 html_show_sourcelink = False
+html_static_path = ["static"]
+html_css_files = ["drawings.css"]
 html_theme_options = {
     "show_toc_level": 2,
     "navigation_with_keys": False,
