@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import io
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -46,8 +47,8 @@ def hold(name):
     while not Path(name).exists(): time.sleep(0.02)"""
 TRAIN = """%%distributed --gpus 4 --type a10 --out losses --name train_digits
 losses = []
-for epoch in range(1, 6):
-    for step in tqdm(range(40), desc=f"epoch {epoch}/5"):
+for epoch in range(1, 9):
+    for step in tqdm(range(40), desc=f"epoch {epoch}/8"):
         time.sleep(0.09)
     losses.append(2 / epoch + rank / 50)
     print(f"epoch {epoch}  loss {losses[-1]:.3f}")"""
@@ -165,11 +166,10 @@ def train(stage: Stage) -> None:
     notebook = stage.open(TRAIN, AVERAGE)
     notebook.start(1)
     shown = wait_for_state(notebook, "running")
+    # its log is full by then
+    expect(shown.locator(".sgpu-log")).to_contain_text("epoch 2  loss", timeout=_START_MS)
     if stage.docs is not None:
         _write_animation(notebook.cell(1), stage.docs / "run.webp")
-    else:
-        expect(shown.locator(".sgpu-log")).to_contain_text("epoch 2  loss", timeout=_START_MS)
-    if stage.docs is not None:
         shown.screenshot(path=stage.docs / "live.png")
     stage.take(notebook, "running", notebook.cell(1))
     notebook.wait_done(1)
@@ -284,11 +284,9 @@ def _write_animation(part: Locator, path: Path) -> None:
         picture = Image.open(io.BytesIO(part.screenshot()))
         frames.append(picture.resize((_ANIMATION_WIDTH, round(picture.height * _ANIMATION_WIDTH / picture.width))))
         time.sleep(max(0.0, (int(at * _FRAMES_PER_S) + 1) / _FRAMES_PER_S - (time.monotonic() - begun)))
-    # the cell grows while it runs
-    size = (_ANIMATION_WIDTH, max(frame.height for frame in frames))
-    whole = [Image.new("RGB", size, "white") for _ in frames]
-    for canvas, frame in zip(whole, frames, strict=True):
-        canvas.paste(frame)
+    # one height: where the view was lower, the page would have a blank below it
+    height = statistics.mode(frame.height for frame in frames)
+    whole = [frame for frame in frames if frame.height == height]
     whole[0].save(path, save_all=True, append_images=whole[1:], duration=1000 // _FRAMES_PER_S, loop=0, quality=80)
     print(f"{path}: {len(whole)} frames, {path.stat().st_size / 1e6:.2f} MB", flush=True)
 
