@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from sgpu_magic.packages.package_metadata import text_of
+from sgpu_magic.packages.distributions import contents_of
 
 # NVIDIA, "CUDA Compatibility", chapter "Minor Version Compatibility", table 1: the oldest driver by CUDA major version
 _OLDEST_DRIVERS = {11: 450, 12: 525, 13: 580}
@@ -15,7 +15,7 @@ _KERNEL_MODULE = re.compile(r"Kernel Module.*?\s(\d{3,}(?:\.\d+)+)\s")
 
 def driver_version() -> str:
     """Return the version of this machine's NVIDIA driver, "" without one. Reads one small file."""
-    return driver_in(text_of(_DRIVER_FILE))
+    return driver_in(contents_of(_DRIVER_FILE).decode(errors="replace"))
 
 
 def driver_in(text: str) -> str:

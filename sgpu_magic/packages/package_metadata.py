@@ -62,7 +62,7 @@ def _read(found: Distribution) -> Package:
     requires = {normalised(requirement.name): requirement for requirement in needed_by(info)}
     cuda = ""
     if found.key == "torch":
-        built_with = _CUDA.search(text_of(info.parent / "torch" / "version.py"))
+        built_with = _CUDA.search(contents_of(info.parent / "torch" / "version.py").decode(errors="replace"))
         cuda = built_with[1] if built_with is not None else _local_cuda(found.version)
     return Package(found.version, requires, cuda)
 
@@ -70,7 +70,3 @@ def _read(found: Distribution) -> Package:
 def _local_cuda(version: str) -> str:
     found = _LOCAL_CUDA.search(version)
     return f"{found[1]}.{found[2]}" if found is not None else ""
-
-
-def text_of(path: Path) -> str:
-    return contents_of(path).decode(errors="replace")

@@ -15,7 +15,6 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 from sgpu_magic.packages.distributions import SGPU_MAGIC, Distribution, InstalledPackages, Kind, normalised, record_of
-from sgpu_magic.packages.requirement_files import needed_by
 from sgpu_magic.packages.snapshot import take_snapshot
 
 # sgpu-magic's requirements that only notebooks and pools need
@@ -35,6 +34,9 @@ def base_layer(
         further: Names to add besides torch and sgpu-magic if the node has them, such as torchvision.
         snapshot: The packages of the node's Python. Default: those of this process.
     """
+    # `packaging` takes 20 ms to import, and an agent starts its first zygote only after its imports
+    from sgpu_magic.packages.requirement_files import needed_by
+
     snapshot = snapshot or take_snapshot()
     found: dict[str, Distribution] = {}
     wanted = [*_ROOTS, *further]

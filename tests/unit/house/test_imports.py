@@ -129,7 +129,7 @@ HEAVY = {"torch", "ray", "mlflow", "pynvml", "IPython", "numpy", "zmq", "cloudpi
         pytest.param("import sgpu_magic", HEAVY, id="the package"),
         pytest.param("import sgpu_magic.runtime", HEAVY, id="runtime"),
         pytest.param("import sgpu_magic.wire.codec", HEAVY, id="wire"),
-        pytest.param("import sgpu_magic.agent.service", HEAVY - {"zmq"}, id="agent"),
+        pytest.param("import sgpu_magic.agent.service", HEAVY - {"zmq"} | {"packaging"}, id="agent"),
         pytest.param(
             "import sgpu_magic.pool.service, sgpu_magic.nodes.local",
             HEAVY - {"zmq"},
