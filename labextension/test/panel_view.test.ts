@@ -185,8 +185,8 @@ describe("the choice of devices", () => {
     host.pools.sendUpdates({
       kind: "pools",
       pools: [
-        { name: "team", about: "reserved · 4 of 8 H100 free", reserved: true, default: false },
-        { name: "local", about: "this machine", reserved: false, default: true },
+        { name: "team", about: "reserved · 4 of 8 H100 free", reserved: true, default: false, reachable: true },
+        { name: "local", about: "this machine", reserved: false, default: true, reachable: true },
       ],
     });
     await eventually(() => query(el, "option[value=team]"));
@@ -206,6 +206,29 @@ describe("the choice of devices", () => {
 });
 
 describe("a pool", () => {
+  it.each([
+    ["with a notebook", true],
+    ["without a notebook", false],
+  ])("that does not answer gives way to the one that a run would use, %s", async (_words, hasNotebook) => {
+    const notebook = new TestNotebook((question) =>
+      question.kind === "plan" ? { kind: "plan-answer", n: 0, plan: PLAN } : kernelAnswer(kernelPicture({ pool: "team" })),
+    );
+    const host = new TestHost(hasNotebook ? notebook : null);
+    const { el } = mounted(host);
+    const row = { name: "local", about: "this machine", reserved: false, reachable: true };
+    const team = { name: "team", about: "on demand · can't be reached", reserved: false, default: false, reachable: false };
+    host.pools.sendUpdates(
+      { kind: "pools", pools: [{ ...team, about: "on demand", default: true, reachable: true }, { ...row, default: false }] },
+      { kind: "pool", snapshot: poolPicture({ pool: "team", state: "lost" }) },
+    );
+    await eventually(() => expect((query(el, "[aria-label=Pool] select") as HTMLSelectElement).value).toBe("team"));
+    host.pools.sendUpdates({ kind: "pools", pools: [{ ...row, default: true }, team] });
+    await eventually(() => expect(host.pools.orders.at(-1)).toEqual({ kind: "watch", pool: "local" }));
+    host.pools.sendUpdates({ kind: "pool", snapshot: poolPicture() });
+    await eventually(() => expect((query(el, "[aria-label=Pool] select") as HTMLSelectElement).value).toBe("local"));
+    expect(text(query(el, "[aria-label=Pool] select"))).toContain("team · on demand · can't be reached");
+  });
+
   it("is selected in the form even if it was chosen before the kernel answered", async () => {
     let answer: () => void = () => undefined;
     const notebook = new TestNotebook((question) =>
@@ -217,8 +240,8 @@ describe("a pool", () => {
     const { el } = mounted(host);
     host.sendPoolState();
     const pools = [
-      { name: "team", about: "shared", reserved: true, default: false },
-      { name: "local", about: "this machine", reserved: false, default: true },
+      { name: "team", about: "shared", reserved: true, default: false, reachable: true },
+      { name: "local", about: "this machine", reserved: false, default: true, reachable: true },
     ];
     host.pools.sendUpdates({ kind: "pools", pools });
     await eventually(() => query(el, "option[value=team]"));
@@ -571,7 +594,7 @@ describe("the session", () => {
     const waiting = { ...SESSION, state: "queued", tone: "waiting", words: "2 ranks · needs 1 more A10", started_at: null, metered_at: null, idle_ends_at: null };
     const { el, host } = await ready(kernelPicture({ pool: "team" }), PLAN, [waiting, idle, cell, bobs, own, elsewhere], poolPicture({ pool: "team" }));
     host.pools.sendUpdates(
-      { kind: "pools", pools: [{ name: "team", about: "", reserved: false, default: true }] },
+      { kind: "pools", pools: [{ name: "team", about: "", reserved: false, default: true, reachable: true }] },
       { kind: "pool", snapshot: poolPicture({ pool: "team" }) },
       { kind: "runs", pool: "team", whole: true, changed: [waiting, idle, cell, bobs, own, elsewhere], gone: [] },
     );

@@ -161,11 +161,21 @@ def pool_choices(
         entries: The entries of `pools.toml`.
         answers: The latest answers of these pools.
     """
-    default, found = default_pool(settings.pool, entries), {answer.name: answer for answer in answers}
-    pools = [PoolChoice(name=LOCAL, about=_location_of(LOCAL, ""), reserved=False, default=default == LOCAL)]
+    found = {answer.name: answer for answer in answers}
+    lost = {answer.name for answer in found.values() if answer.problem}
+    # as a run without `--pool`, which passes over pools that do not answer
+    default = default_pool(settings.pool, [entry for entry in entries if entry.name not in lost])
+    about = _location_of(LOCAL, "")
+    pools = [PoolChoice(name=LOCAL, about=about, reserved=False, default=default == LOCAL, reachable=True)]
     for entry in entries:
-        words = _describe_pool(entry, found.get(entry.name), rates_of(settings, entry))
-        pools.append(PoolChoice(name=entry.name, about=words, reserved=entry.reserved, default=default == entry.name))
+        choice = PoolChoice(
+            name=entry.name,
+            about=_describe_pool(entry, found.get(entry.name), rates_of(settings, entry)),
+            reserved=entry.reserved,
+            default=default == entry.name,
+            reachable=entry.name not in lost,
+        )
+        pools.append(choice)
     return tuple(sorted(pools, key=lambda pool: (not pool.reserved, not pool.default, pool.name)))
 
 

@@ -24,13 +24,15 @@ class PoolChoice(Message, frozen=True):
         name: As in `--pool`.
         about: `this machine`, or its current state: `reserved · 4 of 8 H100 free · $3.90`.
         reserved: Its devices are already paid for, so it is listed before the others.
-        default: It is used when no pool is named.
+        default: It is used when no pool is named, among those that can be reached.
+        reachable: Whether it has answered, or has not been asked yet.
     """
 
     name: str
     about: str
     reserved: bool
     default: bool
+    reachable: bool
 
 
 class PanelType(Message, frozen=True):

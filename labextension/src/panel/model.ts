@@ -164,7 +164,9 @@ export class PanelModel {
       if (update.snapshot.state === "up") this.isStarting = false;
       this.followPool();
       this.notebook?.planIfStale();
-    } else if (update.kind === "runs") {
+    } else if (update.kind === "pools") {
+      this.followPool();
+    } else {
       for (const id of this.cancelling) if (this.pool.run(id)?.final !== false) this.cancelling.delete(id);
       this.onRunsChange();
     }
@@ -217,14 +219,18 @@ export class PanelModel {
     this.requestRedraw();
   }
 
-  /** Shows the pool that the active notebook asks for. */
+  /** Shows the pool that the active notebook asks for, or that its next run would use. */
   private followPool(): void {
     const kernel = this.notebook?.kernel;
-    if (!kernel || !this.notebook) return;
+    if (!kernel || !this.notebook) {
+      const instead = this.pool.watched === "" ? this.pool.insteadOf(this.poolName) : "";
+      if (instead !== "") this.watch(instead);
+      return;
+    }
     const picked = this.pickedPool;
     this.pickedPool = null;
     if (picked !== null && !this.notebook.needsConfirmation) this.notebook.choose({ ...this.notebook.form, pool: picked });
-    const wanted = this.notebook.form.pool || kernel.pool;
+    const wanted = this.notebook.form.pool || this.pool.insteadOf(kernel.pool) || kernel.pool;
     if (wanted !== "" && wanted !== this.poolName && this.poolName !== "") this.watch(wanted);
   }
 

@@ -65,6 +65,13 @@ export class PoolModel {
     return this.byId.get(id) ?? null;
   }
 
+  /** Returns the pool that is used in place of one that can't be reached, if no pool is named; "" if it can be. */
+  insteadOf(pool: string): string {
+    if (this.pools.find(({ name }) => name === pool)?.reachable !== false) return "";
+    const fallback = this.pools.find((each) => each.default)?.name ?? "";
+    return fallback === pool ? "" : fallback;
+  }
+
   /** Returns a kernel's session: the one that its cells run in if that is known, else the newest. */
   sessionOf(kernel: string, current: string): RunRow | null {
     if (kernel === "") return null;

@@ -37,7 +37,13 @@ export type Remedy = Of<typeof remedy>;
 
 export const MAX_RUNS = 1000;
 
-export const poolChoice = record({ name: str, about: str, reserved: bool, default: bool });
+export const poolChoice = record({
+  name: str,
+  about: str,
+  reserved: bool,
+  default: bool,
+  reachable: bool,
+});
 export type PoolChoice = Of<typeof poolChoice>;
 
 export const panelType = record({

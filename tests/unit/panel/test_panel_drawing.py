@@ -11,6 +11,8 @@ import pytest
 
 from sgpu_magic.client.ledger import Use
 from sgpu_magic.client.pool_choosing import PriceBook
+from sgpu_magic.client.pools import PoolStatusReply
+from sgpu_magic.client.pools_file import PoolEntry
 from sgpu_magic.config import Settings
 from sgpu_magic.config.pool_terms import read_prices
 from sgpu_magic.panel.device_rows import Durations
@@ -190,6 +192,17 @@ def test_the_local_pool_may_be_chosen():
     (pool,) = pool_choices(Settings())
     assert (pool.name, pool.about, pool.default) == ("local", "this machine", True)
     assert pool_choices(Settings(pool="team"))[0].default is False
+
+
+@pytest.mark.parametrize(("setting", "default"), [("", "local"), ("on-demand", "local"), ("team", "team")])
+def test_a_pool_that_does_not_answer_is_the_default_only_if_it_is_named(setting: str, default: str):
+    entries = (PoolEntry(name="team", address="tcp://host:8700", key=""),)
+    lost = PoolStatusReply("team", entries[0], None, "nothing answers at tcp://host:8700")
+    before = pool_choices(Settings(pool=setting), entries)
+    assert {pool.name: (pool.default, pool.reachable) for pool in before}["team"] == (True, True)
+    pools = {pool.name: pool for pool in pool_choices(Settings(pool=setting), entries, [lost])}
+    assert [name for name, pool in pools.items() if pool.default] == [default]
+    assert (pools["team"].reachable, pools["team"].about) == (False, "on demand · can't be reached")
 
 
 # ------------------------------------------------------------ rows
