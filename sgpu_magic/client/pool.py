@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -25,7 +25,7 @@ from sgpu_magic.client.mirror import mirror_path, note_end, note_sent
 from sgpu_magic.client.payload_memory import PayloadMemory
 from sgpu_magic.client.pools_file import LOCAL, PoolEntry
 from sgpu_magic.client.run import Attachments, ClientRun, Submitted
-from sgpu_magic.client.send_queue import EventQueue
+from sgpu_magic.client.send_queue import Answer, EventQueue
 from sgpu_magic.client.this_machine import find_pool, this_context, this_interpreter
 from sgpu_magic.client.upload_files import sent
 from sgpu_magic.config import Settings, load_settings
@@ -358,15 +358,23 @@ class Pool:
             question: What to ask.
             timeout_s: Time to wait for the answer, in seconds; the user is typing meanwhile.
         """
+        return self.ask_ranks(session, [question], timeout_s)[0]
+
+    def ask_ranks(self, session: str, questions: Sequence[RankQuestion], timeout_s: float) -> list[RankAnswer]:
+        """Ask several idle ranks of a session at once, as `ask_rank` does, and return the answers in that order.
+
+        Args:
+            session: The session's run id.
+            questions: What to ask each rank.
+            timeout_s: Time to wait for all answers together, in seconds.
+        """
         if (link := self._connection.alive) is None:
-            return RankAnswer(problem=f"the {self.name} pool is not connected.")
-        with link.ask(AskRank(request=0, session=session, question=question)) as answer:
-            try:
-                return answer.of(RankAnswered, timeout_s).answer
-            except TimeoutError:
-                return RankAnswer(problem=f"no answer within {timeout_s:g} s.")
-            except SgpuError as error:
-                return RankAnswer(problem=error.message)
+            return [RankAnswer(problem=f"the {self.name} pool is not connected.") for _ in questions]
+        until = time.monotonic() + timeout_s
+        with contextlib.ExitStack() as asked:
+            orders = [AskRank(request=0, session=session, question=question) for question in questions]
+            pending = [asked.enter_context(link.ask(order)) for order in orders]
+            return [_answered(answer, until, timeout_s) for answer in pending]
 
     def link(self) -> PoolLink:
         """Return the link, for messages without a reply. Does not start a pool.
@@ -492,6 +500,16 @@ class Pool:
         # the first run fails with the same error and shows it to the user
         with contextlib.suppress(PoolError):
             self._connection.warmed()
+
+
+def _answered(answer: Answer, until: float, timeout_s: float) -> RankAnswer:
+    """Wait until `until`, on the monotonic clock, for a rank's answer."""
+    try:
+        return answer.of(RankAnswered, max(until - time.monotonic(), 0.0)).answer
+    except TimeoutError:
+        return RankAnswer(problem=f"no answer within {timeout_s:g} s.")
+    except SgpuError as error:
+        return RankAnswer(problem=error.message)
 
 
 def _variables_of_runs() -> list[str | None]:

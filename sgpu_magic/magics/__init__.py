@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 NAMES = {
     "line": (
         "sgpu_attach", "sgpu_auto", "sgpu_connect", "sgpu_detach", "sgpu_disconnect", "sgpu_env", "sgpu_help",
-        "sgpu_pull", "sgpu_push", "sgpu_replay", "sgpu_restart", "sgpu_stacks", "sgpu_status",
+        "sgpu_pull", "sgpu_push", "sgpu_replay", "sgpu_restart", "sgpu_stacks", "sgpu_status", "sgpu_who",
     ),
     "cell": ("distributed", "rank", "ray_launch", "sgpu_auto_cell"),
 }  # fmt: skip

@@ -36,7 +36,7 @@ from sgpu_magic.wire.decoding import load_json
 from sgpu_magic.wire.run import RankAnswer, RankQuestion
 
 _CELL = re.compile(r"\s*%%?(?P<magic>distributed|rank|ray_launch)\s")
-_LINE = re.compile(r"\s*(?:[\w,\s]+=\s*)?%?(?P<magic>sgpu_(?:connect|disconnect|pull|push|restart|auto|env))\s")
+_LINE = re.compile(r"\s*(?:[\w,\s]+=\s*)?%?(?P<magic>sgpu_(?:connect|disconnect|pull|push|who|restart|auto|env))\s")
 _TAKES_RUN = re.compile(r"\s*%?sgpu_(?:attach|detach|stacks|status)\s+(?P<word>[\w.-]*)$")
 _TAKES_TOPIC = re.compile(r"\s*%?sgpu_help\s+(?P<word>[\w-]*)$")
 _MAX_RUNS = 50
@@ -122,7 +122,7 @@ def _candidates(shell: InteractiveShell, magic: str, before: str, word: str) -> 
             return [*registry.names(), *options]
         case "sgpu_push" if not after:
             return [*_users_names(shell), *options]
-        case "sgpu_pull" if not after:
+        case "sgpu_pull" | "sgpu_who" if not after:
             return [*_names_on_ranks(), *options]
         case _:
             return options

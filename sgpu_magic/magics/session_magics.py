@@ -27,10 +27,12 @@ from sgpu_magic.runs.kernel_context import kernel_context
 from sgpu_magic.runs.notebook import cell_number, publish
 from sgpu_magic.runs.sessions import cell_runner, registry
 from sgpu_magic.runs.sessions.cell_runner import prepare_push
+from sgpu_magic.runs.sessions.rank_variables import list_variables
 from sgpu_magic.runs.sessions.registry import begin
 from sgpu_magic.runs.sessions.session import Session
 from sgpu_magic.runs.submit import target
 from sgpu_magic.views.pool_tables import environment_html, environment_text
+from sgpu_magic.views.variable_table import variables_html, variables_text
 
 T = TypeVar("T")
 
@@ -48,6 +50,12 @@ def _add_pulled(made: OptionParser) -> None:
 def _add_pushed(made: OptionParser) -> None:
     made.add_argument("names", nargs="*", metavar="NAME", help="names in the notebook")
     _add_ranks(made)
+
+
+def _add_listed(made: OptionParser) -> None:
+    made.add_argument("names", nargs="*", metavar="NAME", help="names, or patterns such as loss* (default: all)")
+    made.add_argument("--rank", "--ranks", dest="ranks", metavar="1,2", help="only these ranks (default: all)")
+    add_option(made, "session", metavar="NAME")
 
 
 def _add_ranks(made: OptionParser) -> None:
@@ -151,6 +159,21 @@ class SessionMagics(Magics):
         session, only = _chosen(values)
         session.checked()
         cell_runner.run_in(session, lambda: prepare_push(session, found, {}, only), values.ui)
+
+    @line_magic
+    @takes(
+        "List the variables on the session's ranks with type, shape, dtype, device and size. Ranks that differ from "
+        "each other have rows of their own. No code of yours runs for it, and no tensor is copied.",
+        _add_listed,
+        "Modules and names that begin with _ are left out unless you name them: %sgpu_who _state np.",
+    )
+    def sgpu_who(self, values: Namespace) -> None:
+        """List the variables on the session's ranks: `%sgpu_who [loss* model] [--rank 0,2]`."""
+        session = registry.chosen(values.session)
+        only = () if values.ranks is None else session.only(parse_ranks("--rank", values.ranks))
+        patterns = tuple(filter(None, " ".join(values.names).replace(",", " ").split()))
+        listing = list_variables(session, patterns, only)
+        self.context.publish(variables_text(listing), {"text/html": variables_html(listing)})
 
     @line_magic
     @takes(

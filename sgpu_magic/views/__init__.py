@@ -26,6 +26,7 @@ html            a run as static HTML
 ranks           its ranks: the cards of the live view, and HTML
 html_style      the colours, boxes, tables and curves that HTML views share
 pool_tables     `%sgpu_status` and `%sgpu_env`
+variable_table  `%sgpu_who`
 bundle          a run as text, as MIME bundles and as a record, as saved in the notebook
 publisher       shows an active run: below its cell, in a terminal, or nowhere
 cell_outputs    the outputs below a cell: the parts of a run, the progress of a sweep

@@ -292,11 +292,12 @@ class RankQuestion(Record, frozen=True, kw_only=True):
 
     Args:
         rank: The rank.
-        what: `complete` (names at `cursor` in `code`), `inspect` (the object there) or `names` (names that its cells
-            have set).
+        what: `complete` (names at `cursor` in `code`), `inspect` (the object there), `names` (names that its cells
+            have set) or `variables` (those names with types and sizes).
         code: The code.
         cursor: Position in `code`, in characters.
         detail: 0, or 1 to include the source, as in Jupyter's `inspect_request`.
+        patterns: For `variables`: names, or patterns such as `loss*`; empty for all that begin with no underscore.
     """
 
     rank: int
@@ -304,6 +305,7 @@ class RankQuestion(Record, frozen=True, kw_only=True):
     code: str = ""
     cursor: int = 0
     detail: int = 0
+    patterns: tuple[str, ...] = ()
 
 
 class Match(Record, frozen=True):
@@ -313,24 +315,52 @@ class Match(Record, frozen=True):
     type: str = ""
 
 
+class Variable(Record, frozen=True, kw_only=True):
+    """A variable of a rank, as its type and library store it. Names and texts are cut where they are long.
+
+    Args:
+        name: Its name.
+        type: Its class's name without the module.
+        shape: Of a tensor, an array or a table; None for other values. A DTensor's is that of the whole tensor.
+        length: Number of items, characters or bytes of a builtin container; None for other values.
+        dtype: `float32`; "" if it has none, `mixed` for a module with several.
+        device: `cuda:0`; "" if it has none, `mixed` for a module on several.
+        size_bytes: Bytes of its elements on this rank; None if unknown, as for lists and for tensors on `meta`.
+    """
+
+    name: str
+    type: str
+    shape: tuple[int, ...] | None = None
+    length: int | None = None
+    dtype: str = ""
+    device: str = ""
+    size_bytes: int | None = None
+
+
 class RankAnswer(Record, frozen=True, kw_only=True):
     """A rank's answer to `RankQuestion`.
 
     Args:
         problem: Why there is no answer, such as that the rank is busy; None if there is one.
+        busy: Whether there is none because a cell runs or ranks are being started.
         matches: For `complete`: the completions.
         start: Start in `code` of the text that the matches replace, in characters.
         end: End of that text.
         bundle: For `inspect`: a MIME bundle as JSON; empty if there is no such object.
         names: For `names`: names in its namespace that were not there when the rank started.
+        variables: For `variables`: those that were asked for, sorted by name.
+        left_out: Number of further ones, for which the answer has no room.
     """
 
     problem: str | None = None
+    busy: bool = False
     matches: tuple[Match, ...] = ()
     start: int = 0
     end: int = 0
     bundle: bytes = b""
     names: tuple[str, ...] = ()
+    variables: tuple[Variable, ...] = ()
+    left_out: int = 0
 
 
 # ---------------------------------------------------------------- records in a run's directory

@@ -168,9 +168,16 @@ class Rank:
             )
             self.others.append((message, frames))
 
-    def ask(self, what: str, code: str = "", cursor: int | None = None, detail: int = 0) -> RankAnswer:
+    def ask(
+        self, what: str, code: str = "", cursor: int | None = None, detail: int = 0, patterns: Sequence[str] = ()
+    ) -> RankAnswer:
         question = RankQuestion(
-            rank=self.rank, what=what, code=code, cursor=len(code) if cursor is None else cursor, detail=detail
+            rank=self.rank,
+            what=what,
+            code=code,
+            cursor=len(code) if cursor is None else cursor,
+            detail=detail,
+            patterns=tuple(patterns),
         )
         self.send(AnswerQuestion(request=7, question=question))
         answered = self.expect(QuestionAnswered)

@@ -36,7 +36,7 @@ class Questions:
         if not 0 <= rank < len(self._group.ranks) or not self._group.rank(rank).alive:
             done(RankAnswer(problem=f"there is no rank {rank}"))
         elif busy:
-            done(RankAnswer(problem=f"rank {rank} is busy"))
+            done(RankAnswer(problem=f"rank {rank} is busy", busy=True))
         else:
             self._asked[request] = rank, done
             self._group.order(rank, AnswerQuestion(request=request, question=question))

@@ -6,6 +6,7 @@ rank_collection  some of the ranks, and values that are spread over them
 rank_restart     restarts ranks and sends the notebook's values to them again
 cell_runner      runs cells, calls, pushes and pulls in a session
 namespace_sync   which of the notebook's names are sent with a cell
+rank_variables   asks the ranks for their variables
 comparison       reports comparisons of the notebook's values that take long
 """
 

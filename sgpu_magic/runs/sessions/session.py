@@ -339,6 +339,11 @@ class Session(RankCollection):
         return self._reported_state.dead
 
     @property
+    def running(self) -> tuple[str, ...]:
+        """The names of the running cells, as last reported."""
+        return self._reported_state.running
+
+    @property
     def cells(self) -> int:
         """Number of cells that have run in the session so far, including running ones."""
         return self._reported_state.cells

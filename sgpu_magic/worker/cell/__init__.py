@@ -7,7 +7,8 @@ lone_training      detects that each rank trains alone, without exchanging gradi
 shell              the rank's IPython shell, which runs cells and scripts
 shell_commands     runs `!command` without a keyboard
 event_loop         the event loop of cells, and the tasks in it
-results            packs a cell's results, and answers questions between cells: completion, inspection, names
+results            packs a cell's results, and answers questions between cells: completion, inspection, variables
+variables          describes the variables that are set, without running the user's code
 failures           describes an exception, and frees what its frames hold
 collective_errors  decides by where an exception was raised whether it comes from a collective
 displays           sends displays and last expressions to the notebook, or to the enclosing `Output` widget

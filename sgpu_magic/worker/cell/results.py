@@ -1,7 +1,7 @@
 """What the notebook gets from a rank's namespace: a cell's results, and answers to questions between cells.
 
 Results are the requested names and the last expression's value, or the exception. Questions are completion, inspection
-and the names that are set.
+and the variables that are set.
 """
 
 # IPython's own attributes are only partly typed
@@ -36,6 +36,7 @@ from sgpu_magic.wire.events import as_warning
 from sgpu_magic.wire.rank import CellFailed, Execute, Finished, RankAnswer, RankQuestion
 from sgpu_magic.wire.rank_events import Failure
 from sgpu_magic.wire.run import Match, RankResult
+from sgpu_magic.worker.cell import variables
 from sgpu_magic.worker.cell.displays import hook_of
 from sgpu_magic.worker.cell.shell import RankShell
 from sgpu_magic.worker.process import user_code
@@ -51,7 +52,10 @@ GIVEN = ("rank", "local_rank", "world_size", "device")
 
 # names in which IPython keeps inputs and outputs, and this package's own
 _INTERNAL = re.compile(r"_+\d*|_i\d*|_ii|_iii|_oh|_ih|_dh|In|Out|__.*__|__sgpu_.*")
+# the user is typing meanwhile
 _LIMIT_S = 0.1
+# describing variables runs no code of the user's
+_VARIABLES_LIMIT_S = 2.0
 _MOST_MATCHES = 500
 
 
@@ -277,13 +281,14 @@ def warm_up_questions(shell: RankShell) -> None:
 def answer(shell: RankShell, question: RankQuestion) -> RankAnswer:
     """Answer a question. If the user's objects raise or take too long, the answer's `problem` gives the reason."""
     hook = sys.excepthook
+    limit_s = _VARIABLES_LIMIT_S if question.what == "variables" else _LIMIT_S
     # hides the errors of matchers, which IPython's completer would print although no cell runs
     sys.excepthook = lambda kind, error, trace: None
     try:
-        with _limited(_LIMIT_S):
+        with _limited(limit_s):
             return _answer(shell, question)
     except _TooLong:
-        return RankAnswer(problem=f"the lookup took longer than {_LIMIT_S:g} s")
+        return RankAnswer(problem=f"the lookup took longer than {limit_s:g} s")
     except Exception as error:  # noqa: BLE001  the user's `__dir__` and `__repr__` run here
         return RankAnswer(problem=f"{type(error).__name__}: {error}")
     finally:
@@ -298,6 +303,8 @@ def _answer(shell: RankShell, question: RankQuestion) -> RankAnswer:
             return _inspect(shell, question)
         case "names":
             return RankAnswer(names=tuple(names_set(shell)))
+        case "variables":
+            return variables.describe(dict(shell.user_ns), names_set(shell), question.patterns)
         case other:
             return RankAnswer(problem=f"a rank can't answer `{other}`")
 
