@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from pathlib import Path
-from typing import overload
+from typing import TYPE_CHECKING, overload
 
 import msgspec
 
@@ -19,6 +19,9 @@ from sgpu_magic.wire.base import short
 from sgpu_magic.wire.events import RunEnded
 from sgpu_magic.wire.files import TRACKING
 from sgpu_magic.wire.run import RunSpec, Shipped
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 _TEXT_LIMIT = 60
 _REPR_LIMIT = 200
@@ -131,6 +134,53 @@ class RunResult:
             IndexError: That rank did not run the cell.
         """
         return self.values[rank if isinstance(rank, slice) or rank < 0 else self._index(rank)]
+
+    def frame(self, *, ignore_index: bool = False, sort: bool = False, level: str = "rank") -> pd.DataFrame:
+        """Return the ranks' DataFrames one below the other, in ascending order of the ranks.
+
+        The index has the rank's number as its outermost level: `result.frame().loc[1]` are the rows of rank 1. Frames
+        of `n` rows with the same columns give `len(result) * n` rows with these columns; a column that a rank lacks is
+        filled with missing values, as by `pandas.concat`. A Series counts as a DataFrame of one column.
+
+        Args:
+            ignore_index: Number the rows from 0 instead, without the rank and without the ranks' own indexes.
+            sort: Sort the columns if the ranks have different ones.
+            level: The name of the index level with the rank's number.
+
+        Raises:
+            UsageError: A rank has no value, or one that is neither a DataFrame nor a Series; the message names the
+                first such rank. Or pandas is not installed.
+        """
+        try:
+            import pandas as pd
+        except ImportError:
+            raise UsageError("frame() needs pandas, which is not installed here: `%pip install pandas`.") from None
+        frames: list[pd.DataFrame] = []
+        for rank, value in zip(self.ranks, self.values, strict=True):
+            if isinstance(value, pd.Series):
+                value = value.to_frame()
+            if not isinstance(value, pd.DataFrame):
+                raise UsageError(self._no_frame(rank, value))
+            frames.append(value)
+        if ignore_index:
+            return pd.concat(frames, ignore_index=True, sort=sort)
+        return pd.concat(frames, keys=self.ranks, names=[level], sort=sort)
+
+    def _no_frame(self, rank: int, value: object) -> str:
+        """Return why a rank's value can't be part of a frame, and what to do."""
+        whose = f"rank {rank} of run {short(self.run_id)}"
+        if rank in self.problems:
+            return f"the value of {whose} could not be sent, so frame() has no DataFrame of it: {self.problems[rank]}."
+        if value is None:
+            returned = "returned no value"
+        else:
+            kind = type(value)
+            library = "" if kind.__module__ == "builtins" else f"{kind.__module__.partition('.')[0]}."
+            returned = f"returned {library}{kind.__qualname__}"
+        return (
+            f"{whose} {returned}, and frame() needs a pandas DataFrame or Series of every rank. Let it be the cell's "
+            "last expression on each rank; result.values has the values as they are."
+        )
 
     def logs(self, rank: int) -> Path:
         """Return the path of the file with everything that `rank` printed.

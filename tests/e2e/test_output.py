@@ -207,6 +207,23 @@ def test_last_expression_dataframe_is_displayed_rich(kernel: Kernel):
     assert "loss" not in quiet.html
 
 
+def test_dataframes_of_the_ranks_are_put_together(kernel: Kernel):
+    kernel.check("%%distributed -n 3\nimport pandas as pd\npd.DataFrame({'step': range(2), 'loss': rank + 0.5})")
+    kernel.check("result = _")
+    assert kernel.value("[result.frame().index.names, result.frame().index.tolist()]") == [
+        ["rank", None],
+        [[rank, row] for rank in range(3) for row in range(2)],
+    ]
+    assert kernel.value("result.frame().loc[2, 'loss'].tolist()") == [2.5, 2.5]
+    assert kernel.value("result.frame(ignore_index=True).index.tolist()") == [*range(6)]
+    kernel.check("%%distributed -n 2\nimport pandas as pd\npd.Series([1, 2]) if rank == 0 else None")
+    reply = kernel.run("_.frame()")
+    assert reply.ename == "UsageError"
+    assert "rank 1 of run" in reply.evalue
+    assert "returned no value" in reply.evalue
+    kernel.check("del result")
+
+
 def test_display_handle_updates_in_place(kernel: Kernel):
     reply = kernel.check(
         "%%distributed -n 1\n"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from sgpu_magic.client.result import RunResult
+from sgpu_magic.errors import UsageError
 from sgpu_magic.wire.base import RunState
 from sgpu_magic.wire.devices import Placement
 from sgpu_magic.wire.events import RunEnded
@@ -28,7 +31,7 @@ class Picture:
         return "<img>"
 
 
-def result(values: list[object], only: tuple[int, ...] = ()) -> RunResult:
+def result(values: list[object], only: tuple[int, ...] = (), problems: dict[int, str] | None = None) -> RunResult:
     ranks = only or tuple(range(len(values)))
     spec = RunSpec(
         run_id="7f3a90c1",
@@ -41,7 +44,11 @@ def result(values: list[object], only: tuple[int, ...] = ()) -> RunResult:
         only=only,
     )
     results = tuple(
-        RankResult(rank=rank, value_repr="" if value is None else f"<{type(value).__name__}>")
+        RankResult(
+            rank=rank,
+            value_repr="" if value is None else f"<{type(value).__name__}>",
+            value_problem=(problems or {}).get(rank),
+        )
         for rank, value in zip(ranks, values, strict=True)
     )
     return RunResult(spec, RunEnded(state=RunState.SUCCEEDED, results=results), values, Path("/none"))
@@ -75,3 +82,80 @@ def test_tables_are_bounded_together() -> None:
     assert len(html) < 52_000
     assert html.count("<table>") == 2, "the second has no room, the third has"
     assert html.count("&lt;Frame&gt;") == 1
+
+
+# ---------------------------------------------------------------- frame()
+
+
+def of_rank(rank: int, rows: int = 2) -> pd.DataFrame:
+    return pd.DataFrame({"step": range(rows), "loss": [rank + 0.5] * rows})
+
+
+def test_frames_of_the_ranks_stand_below_each_other_with_the_rank_as_index() -> None:
+    frame = result([of_rank(0), of_rank(1, rows=1)]).frame()
+    assert frame.index.names == ["rank", None]
+    assert [*frame.index] == [(0, 0), (0, 1), (1, 0)]
+    assert frame.columns.tolist() == ["step", "loss"]
+    pd.testing.assert_frame_equal(frame.loc[1], of_rank(1, rows=1))
+
+
+def test_a_frame_has_the_numbers_of_the_ranks_that_ran_and_keeps_their_indexes() -> None:
+    indexed = [of_rank(rank).set_index("step") for rank in (1, 3)]
+    frame = result([*indexed], only=(1, 3)).frame(level="worker")
+    assert frame.index.names == ["worker", "step"]
+    assert [*frame.index] == [(1, 0), (1, 1), (3, 0), (3, 1)]
+
+
+def test_rows_are_numbered_without_the_ranks() -> None:
+    frame = result([of_rank(0), of_rank(1)]).frame(ignore_index=True)
+    assert [*frame.index] == [0, 1, 2, 3]
+    assert frame["loss"].tolist() == [0.5, 0.5, 1.5, 1.5]
+
+
+def test_columns_that_differ_are_filled_and_sorted_when_asked() -> None:
+    values: list[object] = [pd.DataFrame({"b": [1], "a": [2]}), pd.DataFrame({"c": [3]})]
+    assert result(values).frame().columns.tolist() == ["b", "a", "c"]
+    frame = result(values).frame(sort=True)
+    assert frame.columns.tolist() == ["a", "b", "c"]
+    assert frame["c"].isna().tolist() == [True, False]
+
+
+def test_a_series_is_a_frame_of_one_column() -> None:
+    values: list[object] = [pd.Series([1, 2], name="loss"), of_rank(1)]
+    frame = result(values).frame()
+    assert isinstance(frame, pd.DataFrame)
+    assert frame["loss"].tolist() == [1, 2, 1.5, 1.5]
+
+
+def test_empty_frames_are_no_harm() -> None:
+    frame = result([of_rank(0), of_rank(1, rows=0)]).frame()
+    assert [*frame.index] == [(0, 0), (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (None, "rank 3 of run 7f3a returned no value, and frame() needs a pandas DataFrame or Series"),
+        ({"loss": 1}, "rank 3 of run 7f3a returned dict, and"),
+        (Frame(1), f"rank 3 of run 7f3a returned {__name__}.Frame, and"),
+    ],
+)
+def test_the_first_rank_without_a_frame_is_named(value: object, said: str) -> None:
+    with pytest.raises(UsageError, match=r"result\.values has the values as they are") as raised:
+        result([of_rank(1), value, 5], only=(1, 3, 4)).frame()
+    assert raised.value.message.startswith(said)
+
+
+def test_why_a_rank_has_no_value_is_told() -> None:
+    why = "its size is 200 MB: name it in --out to get it"
+    with pytest.raises(UsageError) as raised:
+        result([of_rank(0), None], problems={1: why}).frame()
+    assert raised.value.message == (
+        f"the value of rank 1 of run 7f3a could not be sent, so frame() has no DataFrame of it: {why}."
+    )
+
+
+def test_without_pandas_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(UsageError, match="%pip install pandas"):
+        result([1]).frame()
