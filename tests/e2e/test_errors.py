@@ -24,6 +24,13 @@ def line_of(reply: Reply) -> int:
 # ---------------------------------------------------------------- the culprit
 
 
+def test_the_traceback_has_the_magics_line_as_it_is_in_the_cell(kernel: Kernel):
+    reply = kernel.run("%%distributed -n 1\n# %%distributed stays a comment\n1 / 0")
+    lines = [" ".join(line.split()) for line in reply.shown.splitlines()]
+    assert "1 %%distributed -n 1" in lines
+    assert "2 # %%distributed stays a comment" in lines
+
+
 def test_culprit_is_shown_not_the_victims_in_the_barrier(kernel: Kernel):
     culprit = Culprit(kernel, "nan")
     culprit.start(

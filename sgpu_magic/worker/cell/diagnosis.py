@@ -37,6 +37,9 @@ _LARGEST = 8
 _MOST_ITEMS = 1000
 _CPU_REFUSED = "DefaultCPUAllocator: can't allocate memory"
 _MODULE_LEVEL = "<module>"
+_COLOUR = r"(?:\x1b\[[\d;]*m)*"
+# the first line of a cell in a traceback
+_MAGIC_LINE = re.compile(rf"(?m)^({_COLOUR} *{_COLOUR}1{_COLOUR} +{_COLOUR})# (%%(?:distributed|rank|ray_launch)\b)")
 _TENSOR_PROBLEMS = (RuntimeError, NotImplementedError, AttributeError, ValueError)
 
 
@@ -56,7 +59,8 @@ def describe(error: BaseException, shell: RankShell, rank: int) -> Failure:
     if is_released and is_a(error, dist.DistStoreError) and collective_error is error:
         # torch's own text names the file of the store, which `file_stores.revoke` has made unreadable
         message = "released while it waited for a peer that did not join"
-    ansi = "\n".join(shown.lines)
+    # as in the notebook; the rank compiled the magic's line as a comment
+    ansi = _MAGIC_LINE.sub(r"\1\2", "\n".join(shown.lines))
     text = shell.whole.cut(_ANSI.sub("", ansi), failures.TRACEBACK_CHARS, "traceback")
     kind = FailureKind.USER_CODE
     if user_code.is_a(error, SerializationError):
