@@ -6,6 +6,7 @@ fold            `RunView`, the state that every view of a run renders
 output          what the ranks have printed and displayed, split into segments at the displays
 output_buffer   lines and displays in order; keeps the beginning and the end and counts what it drops between
 usage           utilization and memory of ranks and their devices, as curves
+metrics         what its code has logged to MLflow, as curves
 rank_models     widget models created by ranks, and their text and progress, which stay when the widgets are closed
 run_notes       names of runs, and the sentences that events produce: notes, a failure in one line
 
@@ -24,6 +25,7 @@ Renderers:
 ansi            escape sequences to HTML, to colours, or removed
 html            a run as static HTML
 ranks           its ranks: the cards of the live view, and HTML
+metric_charts   the metrics it has logged: charts of the live view, and HTML
 html_style      the colours, boxes, tables and curves that HTML views share
 pool_tables     `%sgpu_status` and `%sgpu_env`
 variable_table  `%sgpu_who`

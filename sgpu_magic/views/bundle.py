@@ -36,6 +36,7 @@ from sgpu_magic.views.format_summary import (
 )
 from sgpu_magic.views.html import render_segment_html
 from sgpu_magic.views.html_style import BOX, SANS, SOFT, safe
+from sgpu_magic.views.metrics import metrics_text
 from sgpu_magic.views.output import Caption, TextSegment, share_of
 from sgpu_magic.views.output_buffer import (
     HEAD_SHARE,
@@ -54,6 +55,7 @@ from sgpu_magic.views.stacks import stall_lines
 from sgpu_magic.wire.base import RunKind, RunState
 
 _MAX_SENTENCE_CHARS = 1000
+_MAX_METRICS = 8
 RUN_MIME = "application/vnd.sgpu.run.v1+json"
 RECORD_VERSION = 1
 """Version of the record under `RUN_MIME`; keys can be added without changing it."""
@@ -154,13 +156,15 @@ def _ending(view: RunView) -> list[str]:
         return [*unfinished_lines(view), *stall_lines(view), summary_line(view)]
     text = "the last expression's value could not be sent"
     problems = [f"rank {each.rank}: {text}: {each.value_problem}" for each in view.results if each.value_problem]
+    logged = metrics_text(view.metrics, _MAX_METRICS)
+    metrics = [f"metrics: {logged}"] if logged else []
     if view.state is RunState.SUCCEEDED or view.failure is None:
-        return [*problems, summary_line(view)]
-    lines = failure_lines(view, view.failure)
+        return [*problems, *metrics, summary_line(view)]
+    lines = [*metrics, *failure_lines(view, view.failure)]
     if view.session is not None:
         return [*lines, _joined(*session_meta(view), *_run_names(view))]
     last = _joined(billed_text(view), *_run_names(view))
-    if len(lines) == 1 or other_lines(view.others, view.failure.rank)[-1:] == lines[-1:]:
+    if len(lines) == len(metrics) + 1 or other_lines(view.others, view.failure.rank)[-1:] == lines[-1:]:
         lines[-1] += f" · {last}"
     else:
         lines.append(last)

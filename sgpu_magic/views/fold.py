@@ -11,6 +11,7 @@ from sgpu_magic.formatting import format_bytes
 from sgpu_magic.options.table import as_argument
 from sgpu_magic.views import run_notes
 from sgpu_magic.views.live.run_progress import RunProgress
+from sgpu_magic.views.metrics import RunMetrics
 from sgpu_magic.views.output import RunOutput
 from sgpu_magic.views.output_buffer import Item
 from sgpu_magic.views.rank_models import RankModels
@@ -89,6 +90,7 @@ class RunView:
         stalled: Where its ranks wait during a stall; kept when the run ends stalled.
         finishing: What ranks whose cell has ended still finish; empty while cells run, and after the end.
         usage: What its ranks and their devices use.
+        metrics: What its code has logged to MLflow.
         session: A session's cells and dead ranks, None for other runs.
         directory: Where its logs are, "" when unknown.
         environment: Progress of its packages, None while there is nothing to report.
@@ -128,6 +130,7 @@ class RunView:
         self.stalled: Stalled | None = None
         self.finishing: tuple[RankUnfinished, ...] = ()
         self.usage = RunUsage()
+        self.metrics = RunMetrics()
         self.session = SessionState() if spec.kind is RunKind.SESSION else None
         self.directory = ""
         self.environment: EnvironmentMoved | None = None
@@ -210,8 +213,10 @@ class RunView:
                 self.environment = body
             case Tracked(tracked=tracked):
                 self.tracked = tracked
-            case Submitted() | Detached() | Described() | MetricsLogged():
-                # the view has the spec already; the follower reports detaching; metrics are shown in MLflow
+            case MetricsLogged() as body:
+                self.metrics.apply(body)
+            case Submitted() | Detached() | Described():
+                # the view has the spec already; the follower reports detaching
                 pass
             case RunEnded() as body:
                 self._end(body)

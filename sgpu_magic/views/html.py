@@ -57,6 +57,7 @@ from sgpu_magic.views.html_style import (
     scroll,
 )
 from sgpu_magic.views.live.schema import Tone
+from sgpu_magic.views.metric_charts import metrics_html
 from sgpu_magic.views.output import ShownDisplay, TextSegment, segments, share_of
 from sgpu_magic.views.output_buffer import (
     HEAD_SHARE,
@@ -101,7 +102,9 @@ def render_html(view: RunView) -> str:
 
 
 def render_segment_html(view: RunView, segment: TextSegment, first: bool, last: bool, limit: int | None = None) -> str:
-    """Return one segment: the first has the header, the failure or the ranks; the last the ended ranks and the footer.
+    """Return one segment: the first has the header, the failure or the ranks; the last the rest.
+
+    The rest are the ended ranks, the metrics and the footer.
 
     Args:
         view: The run.
@@ -115,12 +118,19 @@ def render_segment_html(view: RunView, segment: TextSegment, first: bool, last: 
         line = f'<div style="{SANS};font-size:12px;{SOFT};padding:1px 0">{safe(quiet_line(view))}</div>'
         return line if first else ""
     top = _header(view) + _standing(view) + _notes(view) if first else ""
-    ranks, footer = (ended_ranks_html(view), _footer(view)) if last else ("", "")
-    # the share of the final form already excludes the ended ranks
-    room = _share(view, segment) if limit is None else limit - len(ranks.encode())
+    below, footer = (_below_lines(view), _footer(view)) if last else ("", "")
+    # the share of the final form already excludes what is below the lines
+    room = _share(view, segment) if limit is None else limit - len(below.encode())
     lines = _lines(view, segment, room - len((top + footer).encode()), live=limit is not None)
-    body = f"{top}{lines}{ranks}{footer}"
+    body = f"{top}{lines}{below}{footer}"
     return boxed(body) if body else ""
+
+
+def _below_lines(view: RunView) -> str:
+    """Return an ended run's ranks and metrics."""
+    if not view.is_final:
+        return ""
+    return ended_ranks_html(view) + metrics_html(view.metrics, html_limit(view.output_limit))
 
 
 def _standing(view: RunView) -> str:
@@ -135,7 +145,7 @@ def _share(view: RunView, segment: TextSegment) -> int:
     """Return the bytes allowed for this segment's lines, header and footer, by its share of all lines."""
     displays = sum(isinstance(item, DisplayItem) for item in view.items)
     frames = _FRAME_BYTES * (displays + 1)
-    room = max(html_limit(view.output_limit) - len(ended_ranks_html(view).encode()) - frames, 0)
+    room = max(html_limit(view.output_limit) - len(_below_lines(view).encode()) - frames, 0)
     return share_of(view, segment, room)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 
 import msgspec
 
@@ -29,7 +30,7 @@ from sgpu_magic.wire.rank_events import (
     TensorUse,
 )
 from sgpu_magic.wire.run import CellSource, OutputName, Owner, RankResult, RunSpec, Shipped
-from sgpu_magic.wire.tracking import TrackedRun
+from sgpu_magic.wire.tracking import MetricPoint, TrackedRun
 
 RUN_ID = "7f3a90c1"
 
@@ -568,6 +569,23 @@ def priced_in_a_file_store() -> Run:
     return run.end(seconds=1.6, results=(result(0, 1200),), gpu_s=8.0, cost=8 * 1.2 / 3600, currency="USD")
 
 
+def points(key: str, values: Sequence[float], step: int = 1) -> tuple[MetricPoint, ...]:
+    """Return points that were logged ten milliseconds apart, `step` steps apart."""
+    return tuple(MetricPoint(key, value, 10 * at, step * at) for at, value in enumerate(values))
+
+
+def logged_metrics() -> Run:
+    run = Run(ranks=2).start().say(0, "epoch 1\n")
+    for rank in range(2):
+        losses = [2.0 / (step + 1) + rank / 10 for step in range(5)]
+        run.tell(rank_events.MetricsLogged(rank=rank, metrics=points("train/loss", losses)))
+    norms = [0.5, math.nan, 3.25, math.inf]
+    run.tell(rank_events.MetricsLogged(rank=0, metrics=points("grad norm", norms)))
+    run.tell(rank_events.MetricsLogged(rank=0, metrics=points("rows/s", [1200.0, 1250.5, 1225.0], step=0)))
+    odd = (MetricPoint("<b>score</b> $1$", 0.75, 50, 4), MetricPoint("system/gpu_0_power", 200.0, 50, 0))
+    return run.tell(rank_events.MetricsLogged(rank=0, metrics=odd)).end()
+
+
 def too_dear() -> Run:
     message = (
         "its cost limit of $0.02 is reached (--max-cost 0.02): 4 a10 at $4.80 an hour cost $0.02 in 15 s. Raise "
@@ -596,6 +614,7 @@ FORMS = {
         renewed, unstopped, refused_by_session, pushed, pulled, called, session_waits, session_connected,
         session_working, session_with_a_dead_rank, session_mended, session_ended, session_lost, out_of_memory,
         out_of_memory_on_cpu, priced_and_tracked, priced_in_a_file_store, too_dear, making_packages,
+        logged_metrics,
     )
 }  # fmt: skip
 

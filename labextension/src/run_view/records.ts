@@ -28,6 +28,22 @@ export const curve = record({
 });
 export type Curve = Of<typeof curve>;
 
+export const metricCurve = record({ rank: num, last: str, steps: list(num), values: list(nullable(num)) });
+export type MetricCurve = Of<typeof metricCurve>;
+
+export const metricChart = record({
+  name: str,
+  last: str,
+  range: str,
+  low: num,
+  high: num,
+  begins: str,
+  ends: str,
+  curves: list(metricCurve),
+  others: str,
+});
+export type MetricChart = Of<typeof metricChart>;
+
 export const rankCard = record({
   rank: num,
   state: str,

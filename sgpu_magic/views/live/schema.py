@@ -48,6 +48,48 @@ class Curve(Message, frozen=True):
     top: float | None
 
 
+class MetricCurve(Message, frozen=True):
+    """What one rank has logged as one metric.
+
+    Args:
+        rank: The rank.
+        last: Its last value in words: `0.0312`, `NaN`.
+        steps: The points' positions on the axis, ascending: steps, or seconds since the first point.
+        values: The points' values; None for one that is not finite.
+    """
+
+    rank: int
+    last: str
+    steps: tuple[float, ...]
+    values: tuple[float | None, ...]
+
+
+class MetricChart(Message, frozen=True):
+    """A metric that the run's code has logged to MLflow.
+
+    Args:
+        name: Its name.
+        last: The last value of the first rank that has logged it: `0.0312`.
+        range: The smallest and the largest value in words: `0.03 to 2.3`; "" if `last` is the only one.
+        low: Lower end of the vertical axis.
+        high: Upper end of the vertical axis, above `low`.
+        begins: The first position in words: `step 0`, or `0 s` for points that all have the same step.
+        ends: The last position in words: `step 39`, `12.4 s`; "" if it is the first.
+        curves: A curve for each rank that has logged it, at most eight.
+        others: A sentence about further ranks, "" without any: `56 more ranks, last 0.03 to 0.04`.
+    """
+
+    name: str
+    last: str
+    range: str
+    low: float
+    high: float
+    begins: str
+    ends: str
+    curves: tuple[MetricCurve, ...]
+    others: str
+
+
 class RankCard(Message, frozen=True):
     """One rank in the grid.
 

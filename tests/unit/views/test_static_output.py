@@ -68,6 +68,7 @@ STORIES = {
         FORMS["failed"],
         FORMS["gapped"],
         FORMS["stalled"],
+        FORMS["logged_metrics"],
     )
 }
 
