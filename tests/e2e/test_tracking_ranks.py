@@ -108,6 +108,61 @@ print(active.info.run_id, mlflow.get_tracking_uri())
     assert [found for found in made if found not in before] == [run_id]
 
 
+def test_what_ranks_log_is_drawn_live_and_in_what_is_saved_and_when_it_is_shown_again(kernel: Kernel, home: Home):
+    body = """%%distributed -n 2
+import mlflow, os, time
+for step in range(500):
+    mlflow.log_metric("train/loss", 1 / (step + 1) + rank, step=step)
+mlflow.log_metrics({"grad norm": float("nan"), "system/mine": 1.0})
+print("logged", flush=True)
+while not os.path.exists("go"): time.sleep(0.02)
+"""
+    go = home.work / "go"
+    cell = kernel.start(body)
+    try:
+        cell.until_shown("[1] logged", 120)
+
+        def charts() -> dict[str, Any]:
+            return {chart["name"]: chart for chart in kernel.front_end.view.snapshot["metrics"]}
+
+        def has_all() -> bool:
+            found = charts()
+            ends = [curve["steps"][-1] for name in found for curve in found[name]["curves"]]
+            return ends == [499, 499, 0, 0]
+
+        cell.until(has_all, 30, "the metrics in the live view")
+        loss, norm = charts()["train/loss"], charts()["grad norm"]
+        text = kernel.front_end.view.snapshot["metrics_text"]
+    finally:
+        go.touch()
+    reply = cell.wait()
+    go.unlink()
+    assert reply.status == "ok", reply.story
+    assert [curve["rank"] for curve in loss["curves"]] == [0, 1]
+    assert [curve["last"] for curve in loss["curves"]] == ["0.002", "1.002"]
+    assert [curve["values"][0] for curve in loss["curves"]] == [1.0, 2.0]
+    assert all(100 <= len(curve["steps"]) <= 200 for curve in loss["curves"])
+    assert (loss["range"], loss["begins"], loss["ends"]) == ("0.002 to 2", "step 0", "step 499")
+    assert (norm["last"], norm["curves"][0]["values"]) == ("NaN", [None])
+    assert text == "train/loss 0.002 · grad norm NaN"
+    check_drawn(reply)
+    # a kernel that shows the run again gets the same from its events
+    check_drawn(kernel.check(f"%sgpu_attach {home.runs[-1][:4]}"))
+
+
+def check_drawn(reply: Reply) -> None:
+    """Check that the output that is saved has the two metrics of the cell above as charts, folded."""
+    assert reply.html.count("<svg") >= 2
+    folded = reply.html[reply.html.index('<b style="font-weight:600">Metrics</b>') :]
+    assert "<details open" not in reply.html
+    assert "train/loss</b> 0.002" in folded
+    assert "step 499" in folded
+    assert "rank 1 1.002" in folded
+    assert "grad norm</b> NaN" in folded
+    assert "system/mine" not in reply.html
+    assert "metrics: train/loss 0.002 · grad norm NaN" in reply.text
+
+
 @pytest.mark.slow
 def test_a_cell_that_fails_keeps_what_it_has_logged(kernel: Kernel, store: Runs):
     reply = kernel.run("%%distributed -n 2\nimport mlflow\nmlflow.log_metric('last', rank)\n1 / 0")

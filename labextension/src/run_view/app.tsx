@@ -4,6 +4,7 @@ import type { Activity } from "../shared/activity";
 import { Failure } from "./components/failure";
 import { Header } from "./components/header";
 import { LogPanel } from "./components/log_panel";
+import { Metrics } from "./components/metrics";
 import { Notices } from "./components/notices";
 import { RankGrid } from "./components/rank_grid";
 import type { Tab } from "./log_model";
@@ -45,8 +46,13 @@ export function App({ model, activity, signal, id }: Props) {
   // hide a session's empty log: its ranks rarely print between cells
   const hasLog = run !== null && (hasLines || (model.interrupts && run.ranks.length > 0));
   const ranks = run?.ranks;
+  const charts = run?.metrics;
   // lines arrive much more often than `ranks` changes, so skip diffing an unchanged grid
   const grid = useMemo(() => ranks && ranks.length > 0 && <RankGrid ranks={ranks} onShow={setTab} />, [ranks]);
+  const metrics = useMemo(
+    () => run && charts && charts.length > 0 && <Metrics charts={charts} text={run.metrics_text} more={run.more_metrics} />,
+    [charts],
+  );
   const tabs = run ? (run.only.length > 0 ? run.only : run.lines.map((_, rank) => rank)) : [];
   const words = run ? [...run.others, ...run.footer] : [];
   const saysId = run !== null && words.some((text) => text.includes(run.short_id));
@@ -70,6 +76,7 @@ export function App({ model, activity, signal, id }: Props) {
           <Sentences lines={run.stall} kind="stall" label="where the ranks wait" />
           <Sentences lines={run.warnings} kind="warnings" label="warnings" />
           <Sentences lines={run.notes} kind="notes" label="notes" />
+          {metrics}
           {hasLog && <LogPanel model={model} tab={tab} onTab={setTab} ranks={tabs} dense={dense} id={id} signal={signal} />}
           <footer class="sgpu-foot">
             {(saysId ? words : [...words, `run ${run.short_id}`]).join(" · ")}

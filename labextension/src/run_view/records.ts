@@ -10,7 +10,7 @@
 import { bool, either, kinds, list, nullable, num, oneOf, record, str, triple } from "../shared/checks";
 import type { Of } from "../shared/checks";
 
-export const VERSION = 4;
+export const VERSION = 5;
 
 export const tone = oneOf("plain", "busy", "good", "bad", "warn");
 export type Tone = Of<typeof tone>;
@@ -114,6 +114,9 @@ export const snapshot = record({
   preparing: list(str),
   bar: nullable(bar),
   ranks: list(rankCard),
+  metrics: list(metricChart),
+  metrics_text: str,
+  more_metrics: str,
   only: list(num),
   idle: list(str),
   warnings: list(str),

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-VERSION = 4
+VERSION = 5
 """Version of these records. A front end renders only its own version."""
 
 Tone = Literal["plain", "busy", "good", "bad", "warn"]
@@ -239,6 +239,9 @@ class Snapshot(Message, frozen=True):
         preparing: What happens before the ranks run, one line each; empty afterwards.
         bar: The progress of the run as a whole, None without one.
         ranks: The grid; empty before the ranks are being started.
+        metrics: The metrics that its code has logged; empty without any.
+        metrics_text: The last values of the first ones in words: `loss 0.0312 · and 3 more`.
+        more_metrics: How many are not drawn: `and 3 more`, "" if all are.
         only: The ranks that take part, ascending; empty for all ranks.
         idle: Warnings about idle GPUs and other current problems, one line each.
         warnings: Notes that ask the user for something.
@@ -275,6 +278,9 @@ class Snapshot(Message, frozen=True):
     preparing: tuple[str, ...]
     bar: Bar | None
     ranks: tuple[RankCard, ...]
+    metrics: tuple[MetricChart, ...]
+    metrics_text: str
+    more_metrics: str
     only: tuple[int, ...]
     idle: tuple[str, ...]
     warnings: tuple[str, ...]

@@ -40,6 +40,8 @@ from sgpu_magic.views.format_summary import (
 )
 from sgpu_magic.views.live.messages import json_bytes
 from sgpu_magic.views.live.schema import VERSION, Cost, Curve, FailureBlock, FailureLine, RankCard, Snapshot
+from sgpu_magic.views.metric_charts import SUMMARY_METRICS, metric_charts
+from sgpu_magic.views.metrics import metrics_text
 from sgpu_magic.views.ranks import rank_cards
 from sgpu_magic.views.run_notes import finishing_text, other_lines
 from sgpu_magic.views.stacks import stall_lines
@@ -89,7 +91,7 @@ def snapshot_of(view: RunView, seq: int, log_lines: Sequence[int], now: float | 
         A snapshot of at most 60 kB of JSON; for many ranks it has coarser curves and fewer details.
     """
     now = steady_time() if now is None else now
-    cards = rank_cards(view)
+    cards, charts = rank_cards(view), metric_charts(view.metrics)
     failure = _first_failure(view)
     ended_badly = view.is_final and view.state is not RunState.SUCCEEDED
     others = other_lines(view.others, failure.rank if failure else None) if ended_badly else []
@@ -123,6 +125,9 @@ def snapshot_of(view: RunView, seq: int, log_lines: Sequence[int], now: float | 
             preparing=tuple(map(_plain, _preparing(view, now))) if is_active else (),
             bar=view.progress.bar(view.rank_numbers) if is_active and view.session is None else None,
             ranks=cards,
+            metrics=charts,
+            metrics_text=metrics_text(view.metrics, SUMMARY_METRICS),
+            more_metrics=view.metrics.more(len(charts)),
             only=view.spec.only,
             idle=tuple(map(_plain, [*dead_rank_lines(view), *idle_lines(view)])) if is_active else (),
             warnings=tuple(map(_plain, view.warnings[-_MAX_NOTES:])),
@@ -247,7 +252,7 @@ def _until(left_s: float) -> str:
 def fitted(snapshot: Snapshot) -> Snapshot:
     """Return the snapshot with texts and cards reduced until it fits into one message."""
     for lines, characters in _TEXT_LEVELS:
-        if json_bytes(replace(snapshot, ranks=())) <= _MAX_TEXT_BYTES:
+        if json_bytes(replace(snapshot, ranks=(), metrics=())) <= _MAX_TEXT_BYTES:
             break
         snapshot = _shorter(snapshot, lines, characters)
     for smaller in _SMALLER_CARDS:

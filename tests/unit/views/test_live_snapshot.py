@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import time
@@ -12,7 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from live_log import LiveRun
-from stories import TRACKED
+from stories import TRACKED, points
 
 from sgpu_magic.views.live.messages import json_bytes
 from sgpu_magic.views.live.schema import Snapshot
@@ -258,12 +259,21 @@ def priced_and_tracked(directory: Path) -> LiveRun:
     return run.end(gpu_s=1096.0, cost=1096 * 1.2 / 3600, currency="USD")
 
 
+def logged_metrics(directory: Path) -> LiveRun:
+    run = LiveRun(directory, ranks=2).start()
+    for rank in range(2):
+        losses = [2.0 / (step + 1) + rank / 10 for step in range(5)]
+        run.tell(rank_events.MetricsLogged(rank=rank, metrics=points("train/loss", losses)))
+    run.tell(rank_events.MetricsLogged(rank=0, metrics=points("grad norm", [0.5, math.nan, 3.25, math.inf])))
+    return run.tell(rank_events.MetricsLogged(rank=0, metrics=points("rows/s", [1200.0, 1250.5], step=0)))
+
+
 STATES = {
     state.__name__: state
     for state in (
         queued, starting, running, stalled, stopping, failed, died, cancelled, succeeded, started_again, left_alone,
         in_session, renewed_after_auto, session_that_waits, session_with_a_dead_rank, session_at_work, session_ended,
-        out_of_memory, making_packages, with_price, priced_and_tracked,
+        out_of_memory, making_packages, with_price, priced_and_tracked, logged_metrics,
     )
 }  # fmt: skip
 
@@ -380,6 +390,7 @@ def test_nothing_but_plain_text_is_in_a_snapshot(tmp_path: Path) -> None:
     run.tell(
         rank_events.Sampled(seconds=1.0, samples=(gpu(0, problem=evil),)),
         rank_events.DeviceIdle(rank=0, seconds=60, waits_in=evil),
+        rank_events.MetricsLogged(rank=0, metrics=points(evil, [1.0])),
     )
     frame = StackFrame("<ipython-input-7-a>", 3, evil)
     run.tell(rank_events.Stalled(seconds=30.0, stacks=(RankStack(rank=0, frames=(frame,)),)))
@@ -408,6 +419,9 @@ def test_a_snapshot_of_64_busy_ranks_that_fail_fits_into_a_message(tmp_path: Pat
             rank_events.DeviceIdle(rank=rank, seconds=60.0, waits_in=f"the DataLoader of a long name, number {rank}")
         )
         run.write(rank, f"\repoch 7/10:  62%|{'█' * 300}| 62/100 [00:02<00:01, 25.1it/s]".encode())
+        for number in range(30):
+            values = points(f"gradients of the layer/{number}", [rank + 1 / (at + 7) for at in range(200)])
+            run.tell(rank_events.MetricsLogged(rank=rank, metrics=values))
     running = drawn(run)
     assert json_bytes(running) <= 60_000
     assert len(running.ranks) == 64
