@@ -261,8 +261,8 @@ def segments(view: RunView) -> list[Part]:
 
     One rank's displays stay where they are among its lines, as in a notebook. Lines of several ranks stay together, and
     their displays follow with captions: while the run is active in order of arrival; then the first display of every
-    rank, in rank order, the second of every rank, and so on. The lines stay in order of arrival, unless the run groups
-    them by rank.
+    rank, in rank order, the second of every rank, and so on. Widgets that a rank has closed, such as the bars of inner
+    loops, leave nothing. The lines stay in order of arrival, unless the run groups them by rank.
     """
     if len(view.rank_numbers) > 1:
         return _lines_then_displays(view)
@@ -284,19 +284,22 @@ def _lines_then_displays(view: RunView) -> list[Part]:
     lines = tuple(item for item in view.items if not isinstance(item, DisplayItem))
     if view.is_final and view.spec.grouped:
         lines = tuple(sorted(lines, key=lambda item: item.rank if isinstance(item, LineItem) else len(lines)))
-    shown: list[tuple[int, DisplayItem]] = []
+    # (number among its rank's, number among all, display)
+    shown: list[tuple[int, int, DisplayItem]] = []
     before: Counter[int] = Counter()
-    for item in view.items:
-        if isinstance(item, DisplayItem):
-            shown.append((before[item.rank], item))
+    for at, item in enumerate(item for item in view.items if isinstance(item, DisplayItem)):
+        if not view.models.is_closed(item.rank, item.bundle):
+            shown.append((before[item.rank], at, item))
             before[item.rank] += 1
     if view.is_final:
-        shown.sort(key=lambda pair: (pair[0], pair[1].rank))
-    in_row = Counter(row for row, _ in shown)
+        shown.sort(key=lambda each: (each[0], each[2].rank))
+    in_row = Counter(row for row, _, _ in shown)
     parts: list[Part] = [TextSegment(lines)]
-    for at, (row, item) in enumerate(shown):
+    for position, (row, at, item) in enumerate(shown):
+        # while the run is active, the others keep their outputs when a widget is closed
+        number = position if view.is_final else at
         most = _MOST_FIGURES if any(kind.startswith("image/") for kind in item.bundle) else _MOST_OTHERS
-        parts += [Caption(item.rank, min(in_row[row], most), 2 * at + 1), ShownDisplay(item, 2 * at + 2)]
+        parts += [Caption(item.rank, min(in_row[row], most), 2 * number + 1), ShownDisplay(item, 2 * number + 2)]
     return [*parts, TextSegment((), _END)] if shown else parts
 
 

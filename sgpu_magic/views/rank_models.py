@@ -141,6 +141,12 @@ class RankModels:
         if key in self._models:
             self._bytes -= self._models.pop(key).size
 
+    def is_closed(self, rank: int, bundle: Mapping[str, object]) -> bool:
+        """Whether a rank's display shows a widget that the rank has closed, and so nothing any more."""
+        key = widget_of(rank, bundle)
+        with self.lock:
+            return key in self._closed
+
     def static(self, rank: int, bundle: Mapping[str, object]) -> dict[str, object]:
         """Return a rank's display without its live widget: with the text or progress that it shows, as text and HTML.
 

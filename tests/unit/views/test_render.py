@@ -72,6 +72,7 @@ from sgpu_magic.views.output import Caption, LineAssembler, ShownDisplay, TextSe
 from sgpu_magic.views.output_buffer import DisplayItem, GapItem, LineItem, trim
 from sgpu_magic.views.pool_tables import away_html, status_html, status_text
 from sgpu_magic.views.publisher import NotebookPublisher, SilentPublisher, TerminalPublisher, publisher_for
+from sgpu_magic.views.rank_models import WIDGET_MIME
 from sgpu_magic.views.ranks import ended_ranks_html, live_ranks_html, rank_cards
 from sgpu_magic.views.remote_error import run_exception
 from sgpu_magic.views.stacks import group_stacks, last_python_line, stacks_html, stacks_text, verdict
@@ -82,7 +83,16 @@ from sgpu_magic.wire.base import FailureKind, RunState
 from sgpu_magic.wire.devices import Device, Inventory, NodeShare
 from sgpu_magic.wire.events import as_warning
 from sgpu_magic.wire.pool_status import PoolStatus, RunSummary
-from sgpu_magic.wire.rank_events import Collective, CollectiveTimeout, Death, Failure, RankStack, StackFrame
+from sgpu_magic.wire.rank_events import (
+    Collective,
+    CollectiveTimeout,
+    CommMessage,
+    CommsMoved,
+    Death,
+    Failure,
+    RankStack,
+    StackFrame,
+)
 from sgpu_magic.wire.run import CellSource, RunSpec, Shipped
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -679,6 +689,26 @@ def test_the_displays_of_several_ranks_are_in_rank_order_when_the_run_has_ended(
     run.end()
     assert order() == [(0, 4), (1, 4), (2, 4), (3, 4), (1, 2), (2, 2)]
     assert [part.slot for part in segments(run.view)] == slots
+
+
+def test_widgets_that_ranks_have_closed_leave_no_captions() -> None:
+    run = Run(ranks=2).start()
+    for name in ("outer", "inner"):
+        for rank in (1, 0):
+            run.tell(CommsMoved(rank=rank, messages=(CommMessage(comm_id=name, kind="open", data=b"{}"),)))
+            run.show(rank, **{WIDGET_MIME: {"model_id": name}})
+
+    def captions() -> list[tuple[int, int, int]]:
+        return [(part.rank, part.columns, part.slot) for part in segments(run.view) if isinstance(part, Caption)]
+
+    assert captions() == [(1, 2, 1), (0, 2, 3), (1, 2, 5), (0, 2, 7)]
+    run.tell(CommsMoved(rank=0, messages=(CommMessage(comm_id="inner", kind="close"),)))
+    # the others stay in their outputs
+    assert captions() == [(1, 2, 1), (0, 2, 3), (1, 1, 5)]
+    run.tell(CommsMoved(rank=1, messages=(CommMessage(comm_id="outer", kind="close"),)))
+    assert captions() == [(0, 2, 3), (1, 2, 5)]
+    run.end()
+    assert captions() == [(0, 2, 1), (1, 2, 3)]
 
 
 def test_display_comes_after_the_line_begun_before_it() -> None:
