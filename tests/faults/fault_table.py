@@ -186,7 +186,7 @@ FAULTS: dict[str, Fault] = {
         _everywhere(
             _LOST_OWNER,
             queued=Expected(Ending("cancelled", says=_NO_OWNER), ahead=WHOLE),
-            stopping=Ending("cancelled", says="cancelled by `sgpu cancel`", goes_on=True),
+            stopping=Ending("cancelled", says="`sgpu cancel`", goes_on=True),
         ),
         told="nobody",
         kills_kernel=True,
@@ -203,7 +203,7 @@ FAULTS: dict[str, Fault] = {
         _everywhere(
             _RESTARTED,
             queued=Expected(_RESTARTED, ahead=WHOLE),
-            stopping=Ending("cancelled", says="cancelled by `sgpu cancel`", goes_on=True),
+            stopping=Ending("cancelled", says="`sgpu cancel`", goes_on=True),
         ),
         told="nobody",
     ),
