@@ -89,6 +89,11 @@ class RankModels:
         self._closed: set[ModelKey] = set()
         self._bytes = 0
 
+    @property
+    def has_widgets(self) -> bool:
+        """Whether any widget is open."""
+        return bool(self._models)
+
     def get(self, key: ModelKey) -> Model | None:
         return self._models.get(key)
 

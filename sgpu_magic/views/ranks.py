@@ -15,6 +15,7 @@ from sgpu_magic.views.format_summary import curve_text, is_low, measured_lines, 
 from sgpu_magic.views.html_style import ACCENT, BAD, FAINT, LINE, MONO, PANEL, PRE, SOFT, WARN, fold, safe, sparkline
 from sgpu_magic.views.live.bars import bar_of, without_bar
 from sgpu_magic.views.live.schema import Curve, RankCard, Tone
+from sgpu_magic.views.live.widget_bars import widget_bars
 from sgpu_magic.views.output_buffer import DisplayItem, LineItem, count_fitting, html_limit
 from sgpu_magic.views.run_notes import died_of, error_line, last_part, restart_command
 from sgpu_magic.views.usage import Drawn, RankUsage, detail_lines, use_text
@@ -47,10 +48,13 @@ def rank_cards(view: RunView) -> tuple[RankCard, ...]:
         failures[view.failure.rank] = view.failure
     last_lines = view.output.last_lines
     seen = {rank: ansi.plain(last_lines.get(rank, "")[:_MAX_SEEN_CHARS]) for rank in view.rank_numbers}
-    return tuple(_card(view, at, failures.get(rank), last) for at, (rank, last) in enumerate(seen.items()))
+    bars = widget_bars(view)
+    return tuple(
+        _card(view, at, failures.get(rank), last, bars.get(rank, "")) for at, (rank, last) in enumerate(seen.items())
+    )
 
 
-def _card(view: RunView, at: int, failure: Failure | None, seen: str) -> RankCard:
+def _card(view: RunView, at: int, failure: Failure | None, seen: str, widget_bar: str) -> RankCard:
     rank = view.rank_numbers[at]
     state, tone = _state(view, rank, failure)
     usage = view.usage.ranks.get(rank) or RankUsage(rank)
@@ -67,7 +71,7 @@ def _card(view: RunView, at: int, failure: Failure | None, seen: str) -> RankCar
         tone=tone,
         label=ansi.plain(_label(view, rank))[:_MAX_LABEL_CHARS],
         last=_last(rank, state, failure, last)[:_MAX_LAST_CHARS],
-        bar=bar_of(seen) if state == "running" else None,
+        bar=(bar_of(seen) or bar_of(widget_bar)) if state == "running" else None,
         use=use_text(latest) if latest is not None else "",
         details=tuple(ansi.plain(line)[:200] for line in detail_lines(latest)) if latest is not None else (),
         curves=tuple(map(_curve, usage.curves())),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from front_end import WIDGET_MIME, Model
-from kernels import Cell, Kernel, eventually
+from kernels import Cell, Home, Kernel, eventually
 
 SLIDER = """
 import ipywidgets as widgets, time
@@ -59,6 +61,38 @@ def test_a_progress_bar_of_a_notebook_moves_and_its_last_state_stays(kernel: Ker
     reply = cell.wait()
     assert reply.status == "ok", reply.story
     assert "steps: 100%|██████████| 40/40 [00:0" in reply.text, reply.story
+
+
+NESTED_BARS = """%%distributed -n 2
+import os, time
+from tqdm.notebook import tqdm
+for epoch in tqdm(range(2), desc='epochs'):
+    for step in tqdm(range(4), desc='steps', leave=False):
+        time.sleep(0.02)
+    while epoch == 1 and not os.path.exists('bars-seen'): time.sleep(0.02)
+"""
+
+
+def test_bars_of_a_notebook_are_the_ranks_progress_and_closed_ones_leave_nothing(kernel: Kernel, home: Home):
+    cell = kernel.start(NESTED_BARS)
+
+    def snapshot() -> dict[str, Any]:
+        return next((output.view.snapshot for output in cell.reply.outputs if output.view is not None), {})
+
+    def is_half() -> bool:
+        bars = [card["bar"] for card in snapshot().get("ranks", ())]
+        return len(bars) == 2 and all(bar and bar["fraction"] == 0.5 for bar in bars)
+
+    cell.until(is_half, 20, "both ranks have done one of two epochs")
+    assert snapshot()["bar"] == {"fraction": 0.5, "text": "epochs, 50 %"}
+    (home.work / "bars-seen").touch()
+    reply = cell.wait()
+    assert reply.status == "ok", reply.story
+    texts = [text for output in reply.outputs if (text := str(output.data.get("text/plain", "")).strip())]
+    shown = [
+        text.partition("%")[0] for text in texts if "epochs:" in text or "steps:" in text or text in ("[0]", "[1]")
+    ]
+    assert shown == ["[0]", "epochs: 100", "[1]", "epochs: 100"], reply.story
 
 
 def test_widgets_of_a_session_live_between_its_cells(kernel: Kernel):

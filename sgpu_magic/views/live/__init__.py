@@ -8,6 +8,7 @@ answers       replies to requests of the view
 
 snapshot      `RunView` -> `Snapshot`: everything shown except log lines, small enough for one message
 bars          progress bars parsed from text
+widget_bars   progress bars that ranks show as widgets
 run_progress  the progress of the ranks, from the last progress bar of each
 
 log_index     maps the n-th line of the run to a rank and its line; holds the newest lines

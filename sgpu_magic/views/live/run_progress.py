@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -62,12 +62,21 @@ class RunProgress:
         """Discard everything, as a new attempt starts."""
         self._ranks, self._rest = {}, {}
 
-    def bar(self, ranks: Sequence[int]) -> Bar | None:
+    def bar(self, ranks: Sequence[int], widget_bars: Mapping[int, str]) -> Bar | None:
         """Return `epoch 2 of 3, 43 %`: the mean of the ranks if more than half of them have a bar, else None.
 
         The label is that of the slowest rank.
+
+        Args:
+            ranks: The run's ranks.
+            widget_bars: Bars that ranks show as widgets, as text. They count for ranks that print none.
         """
-        known = [self._ranks[rank] for rank in ranks if rank in self._ranks]
+        shown = self._ranks.copy()
+        for rank, text in widget_bars.items():
+            found = find_bar(text)
+            if rank not in shown and found is not None and found.fraction is not None:
+                shown[rank] = _progress_of(found, found.fraction)
+        known = [shown[rank] for rank in ranks if rank in shown]
         if 2 * len(known) <= len(ranks):
             return None
         last = min(known, key=lambda progress: progress.fraction)

@@ -40,6 +40,7 @@ from sgpu_magic.views.format_summary import (
 )
 from sgpu_magic.views.live.messages import json_bytes
 from sgpu_magic.views.live.schema import VERSION, Cost, Curve, FailureBlock, FailureLine, RankCard, Snapshot
+from sgpu_magic.views.live.widget_bars import widget_bars
 from sgpu_magic.views.metric_charts import SUMMARY_METRICS, metric_charts
 from sgpu_magic.views.metrics import metrics_text
 from sgpu_magic.views.ranks import rank_cards
@@ -123,7 +124,7 @@ def snapshot_of(view: RunView, seq: int, log_lines: Sequence[int], now: float | 
             cost=_cost(view, now),
             meta=tuple(map(_plain, _meta(view, now))),
             preparing=tuple(map(_plain, _preparing(view, now))) if is_active else (),
-            bar=view.progress.bar(view.rank_numbers) if is_active and view.session is None else None,
+            bar=view.progress.bar(view.rank_numbers, widget_bars(view)) if is_active and view.session is None else None,
             ranks=cards,
             metrics=charts,
             metrics_text=metrics_text(view.metrics, SUMMARY_METRICS),

@@ -158,7 +158,7 @@ class Ranks:
 
     def write(self, text: str, rank: int = 0, stream: str = "stderr") -> Bar | None:
         self.progress.write(OutputWritten(rank=rank, stream=stream, text=text, start=0, end=len(text)))
-        self.bars.append(self.progress.bar(self.numbers))
+        self.bars.append(self.progress.bar(self.numbers, {}))
         return self.bars[-1]
 
     @property
@@ -240,4 +240,4 @@ def test_the_run_is_as_far_as_its_ranks_are_on_average() -> None:
     assert run.write("\repoch 1/2:  40%|     | 4/10 [", rank=2) is None, "half of them is not most"
     assert run.write("\repoch 1/2:  90%|     | 9/10 [", rank=3) == Bar(fraction=0.3833, text="epoch 1 of 2, 38 %")
     run.progress.start_again()
-    assert run.progress.bar(run.numbers) is None
+    assert run.progress.bar(run.numbers, {}) is None
