@@ -250,8 +250,9 @@ class Group:
         self._store.close()
         self._break(kind, message)
         for process in self.ranks:
-            # the agent itself has ended the descendants that it adopted
-            process.has_descendants = False
+            if process.has_descendants and process.pid is not None:
+                # the agent itself has ended the descendants, which it adopted; nobody else reports their end
+                self.descendants_ended(DescendantsEnded(pid=process.pid))
             if process.alive:
                 process.signal(signal.SIGKILL, whole_session=True)
                 self._ended_without_zygote(process)

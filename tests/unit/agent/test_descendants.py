@@ -177,6 +177,25 @@ def test_nothing_is_left_of_a_killed_zygote(own_agent: AgentProcess, folder: Pat
     assert there(folder) == set()
 
 
+@pytest.mark.parametrize("kind", ["run", "session"])
+def test_a_zygote_that_is_killed_while_it_ends_leftovers_keeps_no_run(own_agent: AgentProcess, folder: Path, kind: str):
+    if kind == "session":
+        session = own_agent.connect(1)
+        session.run(BEGIN.format(folder=str(folder)) + EVERYTHING)
+        run_id = session.run_id
+        (rank,) = own_agent.wait_for(run_id, RanksStarted).pids
+    else:
+        run_id = begun(own_agent, folder, EVERYTHING, ALL)
+        (rank,) = own_agent.wait_for(run_id, RanksStarted).pids
+    zygote = process_table()[rank].parent
+    own_agent.end_run(run_id)
+    eventually(lambda: rank not in process_table(), 20, "the zygote has reaped the rank")
+    # it waits for half a second until it kills what the rank has left
+    os.kill(zygote, signal.SIGKILL)
+    own_agent.wait_until_gone(run_id)
+    assert there(folder) == set()
+
+
 def test_nothing_is_left_of_a_killed_agent(own_agent: AgentProcess, folder: Path):
     begun(own_agent, folder, EVERYTHING, ALL)
     descendants = below([own_agent.process.pid], process_table())
