@@ -255,10 +255,10 @@ export class TestNotebook implements NotebookLink {
   savedChoice: KeptChoice | null = null;
   readonly questions: KernelQuestionBody[] = [];
   readonly savedChoices: KeptChoice[] = [];
-  insertCount = 0;
+  loadCount = 0;
   startCount = 0;
-  insertLoad: (() => void) | undefined = () => {
-    this.insertCount += 1;
+  loadExtension: (() => void) | undefined = () => {
+    this.loadCount += 1;
   };
   startKernel: (() => Promise<void>) | undefined = () => {
     this.startCount += 1;

@@ -656,8 +656,8 @@ describe("a state without a form", () => {
     const { el } = mounted(host);
     host.sendPoolState();
     await waitForText(el, "This kernel has not loaded sgpu-magic.");
-    button(el, "Insert %load_ext sgpu_magic").click();
-    expect(notebook.insertCount).toBe(1);
+    button(el, "Run %load_ext sgpu_magic").click();
+    expect(notebook.loadCount).toBe(1);
     expect(text(el)).toContain("You can still watch the pool.");
     notebook.respond = respondingWith(kernelPicture());
     notebook.change({ kernelState: "busy" });

@@ -191,6 +191,6 @@ describe("the panel's widget", () => {
   it("interpolates values, including one that looks like a placeholder", () => {
     expect(interpolate("%1 of %2 free", 3, "%1")).toBe("3 of %1 free");
     expect(interpolate("100 %")).toBe("100 %");
-    expect(interpolate("Insert %load_ext sgpu_magic")).toBe("Insert %load_ext sgpu_magic");
+    expect(interpolate("Run %load_ext sgpu_magic")).toBe("Run %load_ext sgpu_magic");
   });
 });

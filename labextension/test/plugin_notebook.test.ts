@@ -37,6 +37,7 @@ class FakeKernel {
   readonly questions: Question[] = [];
   disposedFutures = 0;
   reply: ((question: Question) => unknown) | undefined = ({ n }) => answer({ n });
+  readonly requestExecute = vi.fn();
   readonly reconnect = vi.fn(() => Promise.resolve());
   banner = "Python 3.12\nsgpu-magic 1.0 is loaded.";
   readonly requestKernelInfo = vi.fn(() => Promise.resolve({ content: { banner: this.banner } }));
@@ -162,6 +163,7 @@ let controller: AbortController;
 let isPanelVisible: boolean;
 let isActive: boolean;
 let showCell: ReturnType<typeof vi.fn<(index: number) => void>>;
+let runActiveCell: ReturnType<typeof vi.fn<() => void>>;
 let selectKernel: ReturnType<typeof vi.fn<() => Promise<void>>>;
 
 function openNotebook(options: { session: FakeSession; document: FakeDocument } = { session, document: document_ }): LabNotebook {
@@ -174,6 +176,7 @@ function openNotebook(options: { session: FakeSession; document: FakeDocument } 
       isPanelVisible: () => isPanelVisible,
       isActive: () => isActive,
       showCell,
+      runActiveCell,
       selectKernel,
     },
     controller.signal,
@@ -192,6 +195,7 @@ beforeEach(() => {
   isPanelVisible = true;
   isActive = true;
   showCell = vi.fn<(index: number) => void>();
+  runActiveCell = vi.fn<() => void>();
   selectKernel = vi.fn<() => Promise<void>>(() => Promise.resolve());
 });
 
@@ -497,13 +501,24 @@ describe("a notebook's saved choice", () => {
 });
 
 describe("a notebook's actions", () => {
-  it("insert the line that loads the extension once, and run nothing", () => {
+  it("run the cell that loads the extension, and insert it once", () => {
     const notebook = openNotebook();
-    notebook.insertLoad();
-    notebook.insertLoad();
+    notebook.loadExtension();
+    notebook.loadExtension();
     expect(model.sources).toEqual(["%load_ext sgpu_magic", "print(1)"]);
     expect(showCell.mock.calls).toEqual([[0], [0]]);
-    expect(kernel.questions).toEqual([]);
+    expect(runActiveCell).toHaveBeenCalledTimes(2);
+    expect(kernel.requestExecute).not.toHaveBeenCalled();
+  });
+
+  it("run only the line that loads the extension, in a cell with others", () => {
+    const notebook = openNotebook();
+    model.sources.splice(0, 1, "%load_ext sgpu_magic\n%sgpu_connect -n 4");
+    notebook.loadExtension();
+    expect(model.sources).toEqual(["%load_ext sgpu_magic\n%sgpu_connect -n 4"]);
+    expect(showCell.mock.calls).toEqual([[0]]);
+    expect(runActiveCell).not.toHaveBeenCalled();
+    expect(kernel.requestExecute).toHaveBeenCalledExactlyOnceWith({ code: "%load_ext sgpu_magic", store_history: false });
   });
 
   it("start, restart or reconnect a kernel according to its state", async () => {

@@ -6,6 +6,7 @@ Pictures of what was seen lie in tests/artefacts afterwards.
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator
 
@@ -149,21 +150,17 @@ def test_first_use_is_connected_after_three_clicks(notebooks: Opener) -> None:
     notebook.picture("panel-disconnected")
 
 
-def test_a_kernel_without_the_extension_is_connected_after_three_clicks_too(notebooks: Opener) -> None:
+def test_a_kernel_without_the_extension_is_connected_after_two_clicks(notebooks: Opener) -> None:
     notebook = notebooks("bare", ["1"])
     shown = open_panel(notebook.page)
     expect(shown).to_contain_text("This kernel has not loaded sgpu-magic.", timeout=20_000)
-    shown.get_by_role("button", name=f"Insert {LOAD}").click()
-    expect(notebook.cell(0)).to_contain_text(LOAD)
-    # nothing is executed automatically
-    assert notebook.cell(0).locator(".jp-InputPrompt").first.inner_text().strip() == "[ ]:"
-    notebook.picture("panel-inserted")
     assert "UNKNOWN CONTROL MESSAGE" not in notebook.server.log(), "only kernels with the extension are asked"
-    # the new cell gets the keyboard focus once it is drawn
-    notebook.page.wait_for_function("document.activeElement.closest('.jp-Notebook .jp-Cell') !== null")
-    notebook.page.keyboard.press("Control+Enter")
+    shown.get_by_role("button", name=f"Run {LOAD}").click()
+    expect(notebook.cell(0)).to_contain_text(LOAD)
+    expect(notebook.cell(0).locator(".jp-InputPrompt").first).to_have_text(re.compile(r"\[\d+\]:"), timeout=30_000)
+    notebook.picture("panel-loaded")
     expect(shown.get_by_role("radio", name="H100")).to_be_visible(timeout=30_000)
-    # third click: type and number are preselected
+    # second click: type and number are preselected
     button = shown.get_by_role("button", name="Apply and connect")
     expect(button).to_be_enabled(timeout=20_000)
     button.click()

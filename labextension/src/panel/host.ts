@@ -54,8 +54,11 @@ export interface NotebookLink {
   ask(question: KernelQuestionBody): Promise<KernelReply>;
   /** Writes the choice to its metadata. */
   saveChoice(choice: KeptChoice): void;
-  /** Inserts a first cell with `%load_ext sgpu_magic` and shows it, without running it. Absent if the host can't. */
-  insertLoad?: (() => void) | undefined;
+  /**
+   * Loads the extension: runs the cell that does, which becomes the first one if there is none. Of a cell with other
+   * lines only that line is run. Absent if the host can't.
+   */
+  loadExtension?: (() => void) | undefined;
   /** Starts a kernel. Absent if the host can't. */
   startKernel?: (() => Promise<void>) | undefined;
 }

@@ -85,7 +85,10 @@ export class LabHost implements PanelHost {
     const { activePanel, activeNotebook } = this.options.notebooks;
     if (!activePanel || !activeNotebook) return;
     const { content, sessionContext } = activePanel;
+    // a run's tab may be in front of the notebook
+    this.options.app.shell.activateById(activePanel.id);
     NotebookActions.insertBelow(content);
+    void content.scrollToItem(content.activeCellIndex);
     const lines = activeNotebook.isKnown ? [] : ["%load_ext sgpu_magic"];
     content.activeCell?.model.sharedModel.setSource([...lines, line].join("\n"));
     void NotebookActions.run(content, sessionContext);

@@ -51,6 +51,8 @@ export interface NotebookOptions {
   isActive(): boolean;
   /** Makes this cell the active one, and scrolls to it. */
   showCell(index: number): void;
+  /** Runs the active cell. */
+  runActiveCell(): void;
   /** Asks the user for a kernel. */
   selectKernel(): Promise<void>;
 }
@@ -163,14 +165,16 @@ export class LabNotebook implements NotebookLink {
     this.options.document.model?.setMetadata(CHOICE_KEY, kept);
   }
 
-  readonly insertLoad = (): void => {
+  readonly loadExtension = (): void => {
     const model = this.options.document.model;
     if (!model) return;
     const { cells } = model.sharedModel;
-    const found = cells.findIndex((cell) => cell.cell_type === "code" && cell.getSource().trim() === LOAD_LINE);
-    // the cell exists if the button was pressed twice, or if it was inserted before a kernel restart
+    const found = cells.findIndex((cell) => cell.cell_type === "code" && loads(cell.getSource()));
     if (found < 0) model.sharedModel.insertCell(0, { cell_type: "code", source: LOAD_LINE, metadata: { trusted: true } });
     this.options.showCell(Math.max(found, 0));
+    if (found < 0 || cells[found]?.getSource().trim() === LOAD_LINE) this.options.runActiveCell();
+    // the cell's other lines are the user's to run
+    else this.options.session.session?.kernel?.requestExecute({ code: LOAD_LINE, store_history: false });
   };
 
   readonly startKernel = async (): Promise<void> => {
@@ -321,4 +325,9 @@ export class LabNotebook implements NotebookLink {
   private recordSentChoice(kernel: string, kept: KeptChoice | null): void {
     if (kernel === this.monitor.kernelId) this.options.choices.set(kernel, JSON.stringify(kept));
   }
+}
+
+/** Whether one of a cell's lines loads the extension. */
+function loads(source: string): boolean {
+  return source.split("\n").some((line) => line.trim() === LOAD_LINE);
 }

@@ -1,4 +1,5 @@
 import type { ISessionContextDialogs } from "@jupyterlab/apputils";
+import { NotebookActions } from "@jupyterlab/notebook";
 import type { INotebookTracker, NotebookPanel } from "@jupyterlab/notebook";
 
 import { ChoiceStore } from "./choice_store";
@@ -67,6 +68,7 @@ export class LabNotebooks {
           const activate = () => panel.content.activate();
           panel.content.scrollToItem(index).then(activate, activate);
         },
+        runActiveCell: () => void NotebookActions.run(panel.content, panel.sessionContext),
         selectKernel: async () => this.dialogs?.selectKernel(panel.sessionContext),
       },
       controller.signal,

@@ -87,11 +87,11 @@ function KernelUnknown({ notebook }: { notebook: NotebookModel }) {
     return (
       <StateCard
         title={kernelProblem.text || t("This kernel has not loaded sgpu-magic.")}
-        text={link.insertLoad ? t("You can still watch the pool.") : t("Run %load_ext sgpu_magic in a cell.")}
+        text={link.loadExtension ? t("You can still watch the pool.") : t("Run %load_ext sgpu_magic in a cell.")}
       >
-        {link.insertLoad ? (
-          <button type="button" onClick={() => link.insertLoad?.()}>
-            {t("Insert %load_ext sgpu_magic")}
+        {link.loadExtension ? (
+          <button type="button" onClick={() => link.loadExtension?.()}>
+            {t("Run %load_ext sgpu_magic")}
           </button>
         ) : (
           again
