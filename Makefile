@@ -67,7 +67,7 @@ lab: $(VENV)/.ready-quickstart-lab-run-learn-frameworks-ray
 test: $(VENV)/.ready-test
 	$(BIN)/python -m pytest $(SPREAD) -m "not slow" $(TESTS)
 
-test-all: $(VENV)/.ready-test-frameworks
+test-all: $(VENV)/.ready-test-frameworks-trackers
 	WHOLE_TESTS=1 $(BIN)/python -m pytest $(SPREAD) -m "not soak" $(TESTS)
 
 test-gpu:

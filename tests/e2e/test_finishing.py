@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -18,8 +19,8 @@ HOME_VARIABLES = {"SGPU_FINISH_TIMEOUT_S": "10"}
 
 # each way in which a script may defer work to the end of its process; slow work would be lost first
 SCRIPT = """
-import atexit, concurrent.futures, gzip, logging, logging.handlers, multiprocessing, os, pathlib, subprocess, sys
-import tempfile, threading, time, weakref, zipfile
+import atexit, concurrent.futures, gzip, logging, logging.handlers, multiprocessing, os, pathlib, queue, subprocess
+import sys, tempfile, threading, time, weakref, zipfile
 import torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
 
 rank = int(os.environ.get("RANK", 0))
@@ -67,6 +68,13 @@ writer = Writer()
 memory = logging.handlers.MemoryHandler(1000, target=logging.FileHandler(folder / "log"))
 logging.getLogger("collected").addHandler(memory)
 logging.getLogger("collected").warning("collected")
+queued = queue.Queue()
+listener = logging.handlers.QueueListener(queued, logging.FileHandler(folder / "queued-log"))
+listener.start()
+# its thread is a daemon, so what is queued is written only because of this
+atexit.register(listener.stop)
+logging.getLogger("queued").addHandler(logging.handlers.QueueHandler(queued))
+for number in range(100): logging.getLogger("queued").warning("queued %s", number)
 opened = open(folder / "opened", "w")
 opened.write("unwritten")
 class Holder: pass
@@ -84,8 +92,20 @@ print("the script ends", flush=True)
 """
 BY_PYTHON = {
     "archive.zip", "del", "executor", "exit-function", "finalizer", "log", "nested.gz", "opened", "order", "process",
-    "queue", "service", "thread",
+    "queue", "queued-log", "service", "thread",
 }  # fmt: skip
+# what `wandb` logs goes through a process of its own, which an exit function waits for
+WANDB = """
+import os
+import wandb
+rank = int(os.environ.get("RANK", 0))
+folder = os.path.join(os.environ["FOLDER"], str(rank))
+os.makedirs(folder)
+run = wandb.init(mode="offline", project="finishing", dir=folder, settings=wandb.Settings(silent=True))
+for step in range(300): run.log({"loss": 1 / (step + 1)})
+"""
+# the last record of wandb's files: the process has ended, with status 0 after so many seconds
+WANDB_EXIT = re.compile(rb"\x92\x01\x02\x10.\Z", re.DOTALL)
 SGPU = [sys.executable, "-m", "sgpu_magic.cli"]
 
 
@@ -137,6 +157,27 @@ def test_a_cell_finishes_what_python_finishes(kernel: Kernel, home: Home):
     assert set(checkpoint) == {".metadata", "__0_0.distcp"}
     assert found == {key: value for key, value in expected.items() if key != "checkpoint"}
     assert lines == expected_lines
+
+
+@pytest.mark.slow
+def test_what_is_logged_to_wandb_is_whole(kernel: Kernel, home: Home):
+    pytest.importorskip("wandb")
+    script = home.work / "tracked.py"
+    script.write_text(WANDB)
+    subprocess.run(
+        [sys.executable, str(script)], env=home.environ | {"FOLDER": str(home.work / "script")}, timeout=120, check=True
+    )
+    kernel.check(f"import os\nos.environ['FOLDER'] = {str(home.work / 'ranks')!r}")
+    kernel.check(f"%%distributed -n 2\n{WANDB}")
+
+    def logged(folder: Path) -> tuple[int, bool]:
+        (file,) = folder.glob("wandb/offline-run-*/*.wandb")
+        data = file.read_bytes()
+        return data.count(b"loss"), WANDB_EXIT.search(data) is not None
+
+    expected = logged(home.work / "script" / "0")
+    assert expected[1], "the format is as assumed"
+    assert [logged(home.work / "ranks" / str(rank)) for rank in range(2)] == [expected] * 2
 
 
 @pytest.mark.slow
