@@ -254,7 +254,8 @@ def _frame(view: RunView, rank: int, shows: int, *, is_brief: bool = False) -> t
     if curves and not curves[0].is_flat_zero:
         stroke, title = WARN if is_low(usage) else ACCENT, f"({curve_text(curves[0])})"
         curve = " " + sparkline(curves[0].series.values, curves[0].top, title, stroke)
-    last = "" if is_brief else safe(ansi.plain(view.output.last_lines.get(rank, ""))[:_MAX_LAST_CHARS])
+    seen = ansi.plain(view.output.last_lines.get(rank, "")[:_MAX_SEEN_CHARS])
+    last = "" if is_brief else safe(without_bar(seen)[:_MAX_LAST_CHARS])
     ellipsis = f"flex:1 1 14em;min-width:0;{MONO};{SOFT};white-space:nowrap;overflow:hidden;text-overflow:ellipsis"
     head = (
         f'<details style="font-size:12px"><summary style="cursor:pointer;padding:3px 12px">'

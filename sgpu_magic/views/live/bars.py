@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
+from sgpu_magic.formatting import format_seconds
 from sgpu_magic.views.live.schema import Bar
 
 MAX_CHARS = 400
@@ -26,6 +27,11 @@ COUNT_WORDS = re.compile(
 )
 
 _DRAWN = re.compile(r"(?<=%)\|[^|]*(?:\||$)|[━╸╺]{3,}|\[[=>.]{3,}\]")
+# `[00:02<00:01, 25.1it/s, loss=0.3]`, `[00:06<00:00, 2.09s/it]`, `[00:00<?, ?it/s]`
+_TIMES = re.compile(
+    r" \[[\d:]+<(?P<left>[\d:]+|\?), *(?:\?|(?P<rate>[\d.]+))(?P<unit>[^\W\d]*/s|s/[^\W\d]+)"
+    r"(?:, *(?P<more>[^\]]*))?\]$"
+)
 # omitted before counts, which are more precise
 _PERCENT = re.compile(r"(?<![\d.])\d{1,3}%\s+(?=[^\s/\[]+/[^\s\[]+ \[)")
 
@@ -60,12 +66,22 @@ def bar_of(line: str) -> Bar | None:
 
 
 def without_bar(line: str) -> str:
-    """Return a progress bar's own text without the drawn bar: `epoch 7/10: 61/98 [00:02<00:01, 25.1it/s]`.
+    """Return a progress bar's own text without the drawn bar: `epoch 7/10: 61/98 · 25.1 it/s · 1 s left`.
 
     Other lines are returned as they are.
     """
     text, bars = _DRAWN.subn(" ", line) if bar_of(line) is not None else (line, 0)
-    return " ".join(_PERCENT.sub("", text).split()) if bars else line
+    return _TIMES.sub(_rate_and_rest, " ".join(_PERCENT.sub("", text).split())) if bars else line
+
+
+def _rate_and_rest(found: re.Match[str]) -> str:
+    """Return what tqdm writes in brackets as ` · 25.1 it/s · 1 s left`."""
+    left_s = 0
+    for part in found["left"].split(":"):
+        left_s = 60 * left_s + int(part) if part.isdecimal() else 0
+    left = f"{left_s} s" if left_s < 60 else format_seconds(left_s)
+    parts = [f"{found['rate']} {found['unit']}" if found["rate"] else "", f"{left} left" if left_s else ""]
+    return "".join(f" · {part}" for part in (*parts, found["more"]) if part)
 
 
 def find_bar(line: str) -> FoundBar | None:
