@@ -291,26 +291,30 @@ class Pool:
         """
         return ask(self._connection.made(start=start), AskStacks(request=0, run=run), Stacks)
 
-    def status(self, recent: int = 20, *, start: bool = True, timeout_s: float = REPLY_TIMEOUT_S) -> PoolStatus | None:
+    def status(
+        self, recent: int = 20, *, start: bool = True, timeout_s: float = REPLY_TIMEOUT_S, history: int = 0
+    ) -> PoolStatus | None:
         """Return the pool's devices, queue and runs; None if no pool is running and `start` is False.
 
         Args:
             recent: Number of newest runs to include, besides all active ones.
             start: Start a pool if there is none.
             timeout_s: Time to wait for the reply, in seconds.
+            history: As in `AskStatus`.
 
         Raises:
             PoolError: The pool can't be started or reached, or does not answer.
         """
         if not start and self.entry is None and self.connected is None and find_pool(self._settings) is None:
             return None
-        return ask_this_or_next(self._connection, lambda link: self._status(link, recent, timeout_s), start=start)
+        question = AskStatus(request=0, recent=recent, history=history)
+        return ask_this_or_next(self._connection, lambda link: self._status(link, question, timeout_s), start=start)
 
-    def _status(self, link: PoolLink, recent: int, timeout_s: float) -> PoolStatus:
+    def _status(self, link: PoolLink, question: AskStatus, timeout_s: float) -> PoolStatus:
         of, known = self._known_status
         if of is not link:
             known = None
-        question = AskStatus(request=0, recent=recent, known="" if known is None else known.version)
+        question = replace(question, known="" if known is None else known.version)
         status = with_changes(known, ask(link, question, PoolStatus, timeout_s))
         self._known_status = link, status
         return status

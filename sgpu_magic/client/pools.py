@@ -119,7 +119,13 @@ class Pools:
         return " ".join(pool.notice for pool in self.made() if pool.notice)
 
     def asked(
-        self, entries: Iterable[PoolEntry], *, local: bool, recent: int = 0, again: bool = False
+        self,
+        entries: Iterable[PoolEntry],
+        *,
+        local: bool,
+        recent: int = 0,
+        again: bool = False,
+        history: int = 0,
     ) -> list[PoolStatusReply]:
         """Ask several pools for their status in parallel and return the answers in order, the local pool first.
 
@@ -130,11 +136,12 @@ class Pools:
             local: Also ask the local pool.
             recent: Number of newest runs to include, besides all active ones; 0 for no runs.
             again: Also ask pools that could not be reached in the last 20 s.
+            history: As in `AskStatus`.
         """
-        waits = [(entry, self._ask_in_background(entry, recent, again)) for entry in entries]
+        waits = [(entry, self._ask_in_background(entry, recent, again, history)) for entry in entries]
         answers: list[PoolStatusReply] = []
         if local:
-            answers.append(_answer(LOCAL, None, lambda: self.local.status(recent, start=False)))
+            answers.append(_answer(LOCAL, None, lambda: self.local.status(recent, start=False, history=history)))
         deadline = time.monotonic() + PATIENCE_S
         for entry, answer in waits:
             try:
@@ -188,15 +195,18 @@ class Pools:
         for pool in others:
             pool.close_if_unused()
 
-    def _ask_in_background(self, entry: PoolEntry, recent: int, again: bool) -> Future[PoolStatusReply]:
+    def _ask_in_background(self, entry: PoolEntry, recent: int, again: bool, history: int) -> Future[PoolStatusReply]:
         future: Future[PoolStatusReply] = Future()
         since, problem = self._avoided.get(entry.name, (float("-inf"), ""))
         if not again and time.monotonic() - since < _AVOIDED_S:
             future.set_result(PoolStatusReply(entry.name, entry, problem=problem))
             return future
 
+        def status() -> PoolStatus | None:
+            return self._of(entry).status(recent, timeout_s=PATIENCE_S, history=history)
+
         def work() -> None:
-            future.set_result(_answer(entry.name, entry, lambda: self._of(entry).status(recent, timeout_s=PATIENCE_S)))
+            future.set_result(_answer(entry.name, entry, status))
 
         threading.Thread(target=work, name=f"sgpu-ask-{entry.name}", daemon=True).start()
         return future

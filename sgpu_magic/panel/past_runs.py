@@ -162,7 +162,8 @@ class _Samples:
 
 def _use_of(sample: RankSample, cores: float) -> tuple[float | None, int | None]:
     """Return a rank's share of its CPU cores in percent, and its memory in bytes."""
-    pct = None if sample.cpu_cores is None else float(round(min(100.0, 100.0 * sample.cpu_cores / cores)))
+    share = sample.cpu_pct(cores)
+    pct = None if share is None else float(round(share))
     held = sample.rss_bytes
     return pct, None if held is None else round(held / _MEMORY_STEP_BYTES) * _MEMORY_STEP_BYTES
 

@@ -7,6 +7,7 @@ serving            starts a pool for clients on other machines
 lifecycle          one pool per user and machine: lock, address file, shutdown when idle
 service            assembles the parts
 inventory          the newest inventory of the nodes, and calls that wait for a fresh one
+device_history     use and memory of devices in the last ten minutes
 adoption           runs of an earlier service that this one takes over
 health             limits each fault of the service to one run or one reply
 server             receives clients' messages, sends replies and events

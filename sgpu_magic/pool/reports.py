@@ -14,6 +14,7 @@ import msgspec
 
 from sgpu_magic.nodes.engine import Engine
 from sgpu_magic.pool.active_runs import ActiveRuns
+from sgpu_magic.pool.device_history import DeviceHistories
 from sgpu_magic.pool.format_end import format_end
 from sgpu_magic.pool.health import Guard
 from sgpu_magic.pool.instructions import LaunchHandler
@@ -24,7 +25,7 @@ from sgpu_magic.pool.scheduling import stimuli as sched
 from sgpu_magic.wire.base import FailureKind, RunState
 from sgpu_magic.wire.events import EnvironmentMoved, Noted, PayloadReleased, RanksRestarted, RanksStarted, RunEnded
 from sgpu_magic.wire.node import RunEvent
-from sgpu_magic.wire.rank_events import Failure
+from sgpu_magic.wire.rank_events import Failure, Sampled
 
 # events are confirmed to the agent this long after they are on disk
 _CONFIRM_S = 1.0
@@ -38,6 +39,7 @@ class Reports:
         ledger: The rows of all runs.
         active: The active runs.
         stock: The newest inventory of the nodes.
+        histories: The use of the devices in the last minutes.
         guard: Makes calls and contains their faults.
         feed: Feeds a stimulus to the scheduler and executes its instructions.
         launches: Decides whether a failed group is restarted.
@@ -50,6 +52,7 @@ class Reports:
         ledger: Ledger,
         active: ActiveRuns,
         stock: FreshInventory,
+        histories: DeviceHistories,
         guard: Guard,
         feed: Callable[[sched.Stimulus], None],
         launches: LaunchHandler,
@@ -58,6 +61,7 @@ class Reports:
         self._ledger = ledger
         self._active = active
         self._stock = stock
+        self._histories = histories
         self._guard = guard
         self._feed = feed
         self._launches = launches
@@ -108,6 +112,11 @@ class Reports:
                 self._ledger.update(run.run_id, ended_at=at, failure=failure or None, meter=meter)
                 self._feed(sched.RunMoved(run.run_id, body.state, failure or None, body.unstopped))
                 self._give_back(run)
+            case Sampled(samples=samples):
+                self._active.publish(run, body, at, frames, event)
+                if (lease := run.scheduled.lease) is not None:
+                    # samples of a time without a service arrive together and count as one point
+                    self._histories.add_samples(lease, samples, now)
             case Noted(remaining=remaining) if remaining:
                 self._active.publish(run, body, at, report=event)
                 self._feed(sched.RanksRemain(run.run_id, remaining))

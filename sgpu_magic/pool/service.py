@@ -24,6 +24,7 @@ from sgpu_magic.nodes.engine_reports import NodeMessage
 from sgpu_magic.pool.active_runs import ActiveRuns
 from sgpu_magic.pool.adoption import Adoption
 from sgpu_magic.pool.billing import Billing, budget_of
+from sgpu_magic.pool.device_history import DeviceHistories
 from sgpu_magic.pool.environment_store import EnvironmentStore
 from sgpu_magic.pool.file_requests import FileRequestHandler
 from sgpu_magic.pool.health import Guard, Health, ServiceFault
@@ -107,6 +108,7 @@ class PoolService:
         )
         self._queue_updates = QueueUpdates(scheduler)
         stock = self._stock = FreshInventory(engine.take_inventory)
+        histories = self._histories = DeviceHistories()
         self._deadline: asyncio.TimerHandle | None = None
         self._begun_at = time.monotonic()
         self.finished = self._loop.create_future()
@@ -165,6 +167,7 @@ class PoolService:
             scheduler=scheduler,
             engine=engine,
             stock=stock,
+            histories=histories,
             health=self._health,
             permissions=permissions,
             idleness=self._idleness,
@@ -215,6 +218,7 @@ class PoolService:
             ledger=ledger,
             active=active,
             stock=stock,
+            histories=histories,
             guard=guard,
             feed=self.feed,
             launches=self._launches,
@@ -330,6 +334,7 @@ class PoolService:
 
     def inventory_taken(self, inventory: Inventory) -> None:
         waiting = self._stock.taken(inventory)
+        self._histories.add_inventory(self._stock.inventory, time.monotonic())
         self.ready.set()
         for call in (functools.partial(self.feed, sched.InventoryChanged(inventory)), *waiting):
             self._guard.for_nobody(call, _IGNORED)

@@ -13,6 +13,7 @@ from sgpu_magic import __version__
 from sgpu_magic.config import Settings
 from sgpu_magic.nodes.engine import Engine
 from sgpu_magic.pool.billing import budget_state
+from sgpu_magic.pool.device_history import DeviceHistories
 from sgpu_magic.pool.format_queue import format_remaining, format_wait
 from sgpu_magic.pool.health import Health
 from sgpu_magic.pool.inventory import FreshInventory
@@ -41,6 +42,7 @@ class StatusReports:
         scheduler: Decides which run gets which devices.
         engine: Knows the agent of this machine.
         stock: The newest inventory of the nodes.
+        histories: The use of the devices in the last minutes.
         health: Why no new run is started.
         permissions: What each client may see.
         idleness: Knows when the idle pool ends.
@@ -55,6 +57,7 @@ class StatusReports:
         scheduler: Scheduler,
         engine: Engine,
         stock: FreshInventory,
+        histories: DeviceHistories,
         health: Health,
         permissions: Permissions,
         idleness: Idleness,
@@ -65,6 +68,7 @@ class StatusReports:
         self._scheduler = scheduler
         self._engine = engine
         self._stock = stock
+        self._histories = histories
         self._health = health
         self._permissions = permissions
         self._idleness = idleness
@@ -77,6 +81,9 @@ class StatusReports:
         last = client.status
         status = client.status = self._permissions.shown(client, self._status(question))
         reply = changes_between(last, status) if last is not None and question.known == last.version else status
+        if question.history > 0:
+            # added last, as it is not part of what the next status is compared with
+            reply = replace(reply, history=self._histories.listed(question.history, time.monotonic()))
         self._server.send(client, reply)
 
     def _status(self, question: AskStatus) -> PoolStatus:

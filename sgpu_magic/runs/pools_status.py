@@ -13,6 +13,7 @@ import msgspec
 from sgpu_magic.client.pools import Pools, PoolStatusReply
 from sgpu_magic.client.pools_file import LOCAL
 from sgpu_magic.errors import SgpuError
+from sgpu_magic.views.history_table import MOST_CURVES
 from sgpu_magic.views.html_style import SANS, SOFT, safe
 from sgpu_magic.views.pool_tables import away_html, status_html, status_text
 
@@ -47,12 +48,12 @@ def ask(pools: Pools, name: str = "", *, start: bool, recent: int = RECENT) -> l
         pools.named(name)
         entries = tuple(entry for entry in entries if entry.name == name)
     if entries:
-        answers = pools.asked(entries, local=not name, recent=recent, again=bool(name))
+        answers = pools.asked(entries, local=not name, recent=recent, again=bool(name), history=MOST_CURVES)
         if name and answers[0].problem:
             # raise the error, since only this pool was requested
             pools.named(name).status(1, timeout_s=0.1)
         return answers
-    return [PoolStatusReply(LOCAL, None, pools.local.status(recent, start=start))]
+    return [PoolStatusReply(LOCAL, None, pools.local.status(recent, start=start, history=MOST_CURVES))]
 
 
 def drawn(answers: Sequence[PoolStatusReply], notices: Mapping[str, str], remark: str = "") -> dict[str, str]:

@@ -27,6 +27,7 @@ html            a run as static HTML
 ranks           its ranks: the cards of the live view, and HTML
 metric_charts   the metrics it has logged: charts of the live view, and HTML
 html_style      the colours, boxes, tables and curves that HTML views share
+history_table   the devices' use in the last ten minutes, with curves
 pool_tables     `%sgpu_status` and `%sgpu_env`
 variable_table  `%sgpu_who`
 bundle          a run as text, as MIME bundles and as a record, as saved in the notebook

@@ -47,6 +47,12 @@ _UNITS = 2 * HEIGHT
 _PAD = 3.0
 
 
+class Markup(str):
+    """HTML that `table` inserts as it is."""
+
+    __slots__ = ()
+
+
 def safe(text: str) -> str:
     """Return untrusted text as HTML.
 
@@ -100,9 +106,11 @@ def table(
             align = "right" if column in right else "left"
             colour = f";color:{BAD}" if row[column] in ("failed", "timed out") else ""
             lines = _BREAKS if column in breaks else "white-space:nowrap"
+            cell = row[column]
+            content = cell if isinstance(cell, Markup) else safe(cell)
             drawn += (
                 f'<{tag} style="text-align:{align};padding:2px 8px;{lines};vertical-align:top;'
-                f'font-variant-numeric:tabular-nums{style}{colour}">{safe(row[column])}</{tag}>'
+                f'font-variant-numeric:tabular-nums{style}{colour}">{content}</{tag}>'
             )
         drawn = f'<tr style="background:none">{drawn}</tr>'
         if tag == "th" or below is None or not row[below]:

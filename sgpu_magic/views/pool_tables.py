@@ -29,6 +29,7 @@ from sgpu_magic.views.format_pool import (
     type_rows,
 )
 from sgpu_magic.views.format_summary import idle_since
+from sgpu_magic.views.history_table import HISTORY_HEADS, HISTORY_RIGHT, history_rows
 from sgpu_magic.views.html_style import BAD, SOFT, WARN, safe, sentences, table, titled_box
 from sgpu_magic.views.units import TIMES, Row, aligned
 from sgpu_magic.wire.base import RunKind, RunState, short
@@ -59,12 +60,13 @@ _MOST_ROWS = 400
 
 
 class _Drawn(NamedTuple):
-    """What is shown of a pool: a headline, sentences, warnings, its devices or nodes, its runs."""
+    """What is shown of a pool: a headline, sentences, warnings, its devices or nodes, their use, its runs."""
 
     headline: str
     quiet: list[str]
     loud: list[str]
     devices: _Table
+    history: _Table
     runs: _Table
 
 
@@ -76,18 +78,18 @@ def status_text(status: PoolStatus, now: float | None = None, notice: str = "") 
         now: Wall-clock time, seconds since the epoch; by default the present.
         notice: A notice from the pool, "" for none.
     """
-    drawn = _drawn(status, now, notice)
+    drawn = _drawn(status, now, notice, html=False)
     lines = [drawn.headline, *drawn.quiet, *drawn.loud]
-    for rows, right in (drawn.devices, drawn.runs):
+    for rows, right in (drawn.devices, drawn.history, drawn.runs):
         lines += ["", *aligned(rows, right)] if len(rows) > 1 else []
     return "\n".join(lines if status.runs else [*lines, "no runs yet"])
 
 
 def status_html(status: PoolStatus, now: float | None = None, notice: str = "") -> str:
     """Return the pool as tables with inline style; arguments as for `status_text`."""
-    drawn = _drawn(status, now, notice)
+    drawn = _drawn(status, now, notice, html=True)
     parts = [sentences(drawn.quiet), sentences(drawn.loud, f"color:{WARN}")]
-    for (heads, *rows), right in (drawn.devices, drawn.runs):
+    for (heads, *rows), right in (drawn.devices, drawn.history, drawn.runs):
         breaks = [column for column, head in enumerate(heads) if head in _BREAKING]
         below = len(heads) - 1 if heads[-1] in _BELOW_ROWS else None
         parts += [table(heads, rows, right, breaks, below)] if rows else []
@@ -96,14 +98,15 @@ def status_html(status: PoolStatus, now: float | None = None, notice: str = "") 
     return titled_box(name, rest, "".join(parts))
 
 
-def _drawn(status: PoolStatus, now: float | None, notice: str) -> _Drawn:
+def _drawn(status: PoolStatus, now: float | None, notice: str, *, html: bool) -> _Drawn:
     now = time.time() if now is None else now
     types = format_type(status) if _has_nodes(status) else []
     quiet = [*types, *_waiting(status), *format_idle(status, now), *format_budget(status, nearly_used=False)]
     loud = [*format_problem(status), *format_budget(status, nearly_used=True), *([notice] if notice else [])]
     left_out = () if _several_users(status) else ("user",)
     runs = _with_columns(_RUN_HEADS, _run_rows(status, now), _RUN_RIGHT, ("notebook", "cost"), left_out)
-    return _Drawn(_headline(status), quiet, loud, _devices(status), runs)
+    history = _with_columns(HISTORY_HEADS, history_rows(status, now, html=html), HISTORY_RIGHT, ("memory now",))
+    return _Drawn(_headline(status), quiet, loud, _devices(status), history, runs)
 
 
 def away_html(name: str, why: str, *, is_problem: bool) -> str:

@@ -11,6 +11,11 @@ from sgpu_magic.wire.devices import Device, Inventory
 
 PROTOCOL_VERSION = 1
 
+HISTORY_STEP_S = 10.0
+"""Seconds between two points of a device's history."""
+HISTORY_POINTS = 60
+"""The most points of a device's history: ten minutes."""
+
 # ---------------------------------------------------------------- locating a local pool
 
 # sun_path of a Unix socket's address has 108 bytes, with the final zero
@@ -206,10 +211,33 @@ class AskStatus(Numbered, frozen=True, tag="ask-status", kw_only=True):
 
     Args:
         known: Version of a status that the client has; the answer may have the changes only.
+        history: The most devices of which `PoolStatus.history` has one each; of more, it has the mean of each type. 0
+            for no history.
     """
 
     recent: int = 20
     known: str = ""
+    history: int = 0
+
+
+class DeviceHistory(Record, frozen=True, kw_only=True):
+    """Use and memory of a device in the last ten minutes, or their means over the devices of a type.
+
+    Both have a value for each `HISTORY_STEP_S`, oldest first, and end now. They begin with the first measurement.
+
+    Args:
+        uuid: The device; "" for a type.
+        type: Canonical type.
+        simulated: The use is the CPU time of ranks, and the memory is theirs.
+        utilization_pct: 0 to 100; None where it was not measured.
+        memory_pct: Memory in use, 0 to 100; None where it was not measured.
+    """
+
+    uuid: str = ""
+    type: str
+    simulated: bool = False
+    utilization_pct: tuple[int | None, ...] = ()
+    memory_pct: tuple[int | None, ...] = ()
 
 
 class StatusChanges(Record, frozen=True, kw_only=True):
@@ -236,6 +264,8 @@ class PoolStatus(Numbered, frozen=True, tag="status", kw_only=True):
         budget: The pool's budget; None without one.
         version: Identifies it among the statuses of a link.
         changes: The differences from an earlier status; None if this one is complete.
+        history: Of devices, or of types, that were in use or measured in the last ten minutes; always complete. Empty
+            unless the client asked for it.
     """
 
     pool: str
@@ -252,6 +282,7 @@ class PoolStatus(Numbered, frozen=True, tag="status", kw_only=True):
     budget: BudgetState | None = None
     version: str = ""
     changes: StatusChanges | None = None
+    history: tuple[DeviceHistory, ...] = ()
 
 
 def changes_between(old: PoolStatus, new: PoolStatus) -> PoolStatus:

@@ -232,6 +232,10 @@ class RankSample(Record, frozen=True, kw_only=True, array_like=True):
     line: str = ""
     waits_in: str = ""
 
+    def cpu_pct(self, cores: float) -> float | None:
+        """Return the share of so many CPU cores that the rank's processes kept busy, 0 to 100; None if unknown."""
+        return None if self.cpu_cores is None else min(100.0, 100.0 * self.cpu_cores / cores)
+
 
 class CommMessage(Record, frozen=True, kw_only=True):
     """One Jupyter comm message. Its buffers are raw frames beside the record that carries it.

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.base import RunState
 from sgpu_magic.wire.devices import Device, Inventory
-from sgpu_magic.wire.pool_status import PoolStatus, RunSummary, changes_between, with_changes
+from sgpu_magic.wire.pool_status import DeviceHistory, PoolStatus, RunSummary, changes_between, with_changes
 
 IDS = [f"{number:08x}" for number in range(6)]
 
@@ -101,3 +101,16 @@ def test_changes_of_another_status_are_not_taken():
     for known in (None, replace(status, version="0")):
         with pytest.raises(ValueError, match="not known"):
             with_changes(known, told)
+
+
+def test_a_history_is_complete_in_each_answer():
+    old = PoolStatus(
+        request=1, pool="team", pid=1, package_version="1", started_at=0.0, inventory=Inventory(host=""),
+        cpu_slots_free=0, runs=(), clients=1, version="1", history=(DeviceHistory(uuid="GPU-0", type="a10"),),
+    )  # fmt: skip
+    newer = (DeviceHistory(uuid="GPU-0", type="a10", utilization_pct=(1, None, 3)),)
+    reply = replace(changes_between(old, replace(old, version="2")), history=newer)
+    assert with_changes(old, codec.pool_messages.decode(codec.encode(reply))).history == newer
+    # without a question for it there is none, even if there was one before
+    reply = changes_between(old, replace(old, version="2", history=()))
+    assert with_changes(old, codec.pool_messages.decode(codec.encode(reply))).history == ()
