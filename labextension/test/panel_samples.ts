@@ -70,6 +70,7 @@ export function device(index: number, change: Partial<PanelDevice> = {}): PanelD
     kernel: "",
     user: "free",
     free: true,
+    history: null,
     ...change,
   };
 }

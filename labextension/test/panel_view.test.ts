@@ -778,6 +778,30 @@ describe("devices", () => {
     await eventually(() => expect(all(again.el, ".sgpu-device").length).toBe(4));
   });
 
+  it("have a curve of their last ten minutes", async () => {
+    const history = { utilization_pct: [60, null, 100, 80], memory_pct: [50, 50, 50, null], runs: ["7f3a train.ipynb", "9b20"] };
+    const own = { kernel: KERNEL, run_id: "s1", user: "train.ipynb", free: false };
+    const devices = [
+      device(0, { ...own, used_bytes: 12e9, history }),
+      device(1, { ...own, used_bytes: null, history: { ...history, runs: [] } }),
+      device(2, own),
+    ];
+    const { el } = await ready(kernelPicture(), PLAN, [], poolPicture({ types: [type({ total: 3, free: 0 })], devices }));
+    await waitForText(el, "A10 · 0");
+    const words = [
+      "10 minutes: use 80 % on average, memory 12.0 GB of 24 GB now; held by 7f3a train.ipynb, 9b20",
+      "10 minutes: use 80 % on average, memory 50 % now",
+    ];
+    const curves = all(el, ".sgpu-history");
+    expect(curves.map(({ title }) => title)).toEqual(words);
+    expect(curves.map((curve) => text(query(curve, ".sgpu-hidden")))).toEqual(words);
+    const lines = (curve: Element | undefined, name: string) =>
+      Array.from(curve?.querySelectorAll(`.sgpu-history-${name}`) ?? [], (line) => line.getAttribute("points"));
+    // a gap interrupts the line, and the last value is at the right edge
+    expect(lines(curves[0], "use")).toEqual(["55.5,7.4 56.5,7.4", "58,1 59,4.2"]);
+    expect(lines(curves[0], "memory")).toEqual(["56,9 57,9 58,9"]);
+  });
+
   it("explain the values of simulated devices", async () => {
     const simulated = { simulated: true, utilization_pct: 50, used_bytes: 4e8 };
     const devices = [device(0, { ...simulated, kernel: KERNEL, run_id: "s1", user: "train.ipynb", free: false })];

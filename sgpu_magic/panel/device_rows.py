@@ -9,19 +9,23 @@ from pathlib import PurePath
 import msgspec
 from msgspec.structs import replace
 
-from sgpu_magic.panel.schema import PanelDevice
+from sgpu_magic.panel.schema import PanelDevice, PanelHistory
 from sgpu_magic.views.format_pool import HOLDING, Holders, device_name, format_outside, is_free
+from sgpu_magic.views.history_table import MAX_NAMED_RUNS, recent_runs
 from sgpu_magic.views.run_notes import run_name
 from sgpu_magic.wire.base import RunKind, RunState
 from sgpu_magic.wire.devices import CPU, Device, Inventory
-from sgpu_magic.wire.pool_status import RunSummary
+from sgpu_magic.wire.pool_status import DeviceHistory, RunSummary
 
 Use = Mapping[str, tuple[float | None, int | None]]
 """Maps a device's UUID to its utilization in percent and the memory in use in bytes; None when unknown."""
 
+MOST_DEVICES = 64
+"""The most devices that are listed, and that have a history each, in a pool of several nodes."""
+
 _FREE = "free"
+_NO_HISTORIES: Mapping[str, PanelHistory] = {}
 # larger pools are shown by node, with at most `_MOST_NODES` nodes
-_MOST_DEVICES = 64
 _MOST_NODES = 32
 # shortest wait for a device that is not free now
 _LEAST_S = 1.0
@@ -29,7 +33,28 @@ _LEAST_S = 1.0
 _STEPS = ((60.0, 10.0), (600.0, 30.0), (float("inf"), 60.0))
 
 
-def panel_devices(inventory: Inventory, order: Mapping[str, int], holders: Holders) -> tuple[PanelDevice, ...]:
+def panel_histories(
+    histories: Iterable[DeviceHistory], runs: Iterable[RunSummary], now: float
+) -> Mapping[str, PanelHistory]:
+    """Return the history of each device, by UUID, with the runs that held it; arguments as in `pool_snapshot`."""
+    recent = recent_runs(runs, now)
+    return {
+        history.uuid: PanelHistory(
+            utilization_pct=history.utilization_pct,
+            memory_pct=history.memory_pct,
+            runs=recent.get(history.uuid, ())[:MAX_NAMED_RUNS],
+        )
+        for history in histories
+        if history.uuid
+    }
+
+
+def panel_devices(
+    inventory: Inventory,
+    order: Mapping[str, int],
+    holders: Holders,
+    histories: Mapping[str, PanelHistory] = _NO_HISTORIES,
+) -> tuple[PanelDevice, ...]:
     """Return what a panel shows of a pool's devices.
 
     A pool of several nodes and more than 64 devices is summarized: first each device that a notebook holds, then one
@@ -39,11 +64,16 @@ def panel_devices(inventory: Inventory, order: Mapping[str, int], holders: Holde
         inventory: The pool's inventory.
         order: Maps a type to its position among the types.
         holders: The runs that hold devices.
+        histories: The devices' histories, by UUID.
     """
+
+    def drawn(device: Device) -> PanelDevice:
+        return _device(device, holders, hosts.get(device.node, ""), histories.get(device.uuid))
+
     devices = sorted(inventory.devices, key=lambda one: order[one.type])
     hosts = {node.node: node.host for node in inventory.nodes}
-    if not hosts or len(devices) <= _MOST_DEVICES:
-        return tuple(_device(device, holders, hosts.get(device.node, "")) for device in devices)
+    if not hosts or len(devices) <= MOST_DEVICES:
+        return tuple(map(drawn, devices))
     held = [device for device in devices if device.uuid in holders and holders[device.uuid][0].kernel]
     nodes: dict[tuple[str, str], list[Device]] = {}
     for device in devices:
@@ -51,7 +81,7 @@ def panel_devices(inventory: Inventory, order: Mapping[str, int], holders: Holde
     rows = [_node(hosts.get(node, node), of_node, holders) for (node, _), of_node in nodes.items()]
     rows.sort(key=lambda row: row[0], reverse=True)
     return (
-        *(_device(device, holders, hosts.get(device.node, "")) for device in held[:_MOST_DEVICES]),
+        *map(drawn, held[:MOST_DEVICES]),
         *(snapshot for _, snapshot in rows[:_MOST_NODES]),
     )
 
@@ -72,7 +102,7 @@ def file_name(path: str) -> str:
     return PurePath(path).name
 
 
-def _device(device: Device, holders: Holders, host: str) -> PanelDevice:
+def _device(device: Device, holders: Holders, host: str, history: PanelHistory | None) -> PanelDevice:
     run, rank = holders.get(device.uuid, (None, 0))
     if run is None:
         user = format_outside(device) or _FREE
@@ -92,6 +122,7 @@ def _device(device: Device, holders: Holders, host: str) -> PanelDevice:
         kernel="" if run is None else run.kernel,
         user=user,
         free=is_free(device, holders),
+        history=history,
     )
 
 

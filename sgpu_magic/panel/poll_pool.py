@@ -16,7 +16,7 @@ from sgpu_magic.client.this_machine import find_pool
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError, PoolVersionError, SgpuError
 from sgpu_magic.formatting import format_span
-from sgpu_magic.panel.device_rows import Durations
+from sgpu_magic.panel.device_rows import MOST_DEVICES, Durations, panel_histories
 from sgpu_magic.panel.past_runs import MonthUsage, RunFilesOfPool, SimulatedUse
 from sgpu_magic.panel.pool_state import (
     RunDirectoryInfo,
@@ -28,7 +28,7 @@ from sgpu_magic.panel.pool_state import (
     run_row,
 )
 from sgpu_magic.panel.schema import MAX_RUNS, PanelPool, PoolState, PoolsUpdate, Remedy, RunRow
-from sgpu_magic.wire.pool_status import PoolStatus, RunSummary, address_file
+from sgpu_magic.wire.pool_status import HISTORY_STEP_S, DeviceHistory, PoolStatus, RunSummary, address_file
 
 if TYPE_CHECKING:
     from sgpu_magic.client.pool import Pool
@@ -82,6 +82,8 @@ class PoolPoller:
         self._was_up = False
         self._runs: dict[str, RunSummary] = {}
         self._whole_at = float("-inf")
+        self._histories: tuple[DeviceHistory, ...] = ()
+        self._histories_at = float("-inf")
         self._ledger_at = float("-inf")
         self._ledger_changed: tuple[int, ...] = ()
         self._durations = Durations(())
@@ -120,6 +122,7 @@ class PoolPoller:
             now,
             durations=self._durations,
             use=self._simulated.of(status.runs, status.inventory.cores, now),
+            histories=panel_histories(self._histories, self._runs.values(), now),
             usage=self._usage.line(now, status.budget) if self._entry is None else "",
             notice="" if self._pool is None else self._pool.notice,
         )
@@ -145,7 +148,12 @@ class PoolPoller:
         clock = time.monotonic()
         # a new service may have other runs than the one that died
         whole = self._pool.connected is not self._link or clock - self._whole_at > _WHOLE_EVERY_S
-        status = self._pool.status(MAX_RUNS if whole else _NEWEST, start=False, timeout_s=_PATIENCE_S)
+        # between two points a history stays the same, apart from its last value
+        due = self._pool.connected is not self._link or clock - self._histories_at >= HISTORY_STEP_S
+        history = MOST_DEVICES if due else 0
+        status = self._pool.status(MAX_RUNS if whole else _NEWEST, start=False, timeout_s=_PATIENCE_S, history=history)
+        if status is not None and due:
+            self._histories, self._histories_at = status.history, clock
         if status is not None and not whole and self._is_short(status):
             whole = True
             status = self._pool.status(MAX_RUNS, start=False, timeout_s=_PATIENCE_S)

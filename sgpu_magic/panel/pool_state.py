@@ -26,7 +26,16 @@ from sgpu_magic.panel.device_rows import (
     waits,
     with_use,
 )
-from sgpu_magic.panel.schema import PanelPool, PanelType, PoolChoice, PoolState, Remedy, RunParameter, RunRow
+from sgpu_magic.panel.schema import (
+    PanelHistory,
+    PanelPool,
+    PanelType,
+    PoolChoice,
+    PoolState,
+    Remedy,
+    RunParameter,
+    RunRow,
+)
 from sgpu_magic.runs.choice.schema import VERSION
 from sgpu_magic.views.format_pool import (
     Holders,
@@ -59,6 +68,7 @@ _TONES: Mapping[RunState, str] = {
     RunState.CANCELLED: "plain",
 }
 _NO_USE: Use = {}
+_NO_HISTORIES: Mapping[str, PanelHistory] = {}
 _IN_OTHER_WORDS = ("name", "kind", "state", "notebook")
 _AS_IN_SUMMARY = frozenset(RunRow.__struct_fields__).intersection(RunSummary.__struct_fields__) - {*_IN_OTHER_WORDS}
 
@@ -84,6 +94,7 @@ def pool_snapshot(
     *,
     durations: Durations,
     use: Use = _NO_USE,
+    histories: Mapping[str, PanelHistory] = _NO_HISTORIES,
     usage: str = "",
     notice: str = "",
 ) -> PanelPool:
@@ -95,6 +106,7 @@ def pool_snapshot(
         now: Wall-clock time, seconds since the epoch.
         durations: Durations of earlier runs.
         use: The use of devices that do not report it themselves.
+        histories: The devices' last ten minutes, by UUID.
         usage: This month's usage, a line.
         notice: A notice from the pool.
     """
@@ -109,7 +121,7 @@ def pool_snapshot(
         now=now,
         about=f"{status.pool} · {_location_of(status.pool, inventory.host)} · {format_cpu(inventory)}",
         types=types,
-        devices=panel_devices(with_use(inventory, use), order, holders),
+        devices=panel_devices(with_use(inventory, use), order, holders, histories),
         cpu_slots=inventory.cpu_slots,
         cpu_slots_free=status.cpu_slots_free,
         usage=usage,

@@ -64,6 +64,20 @@ class PanelType(Message, frozen=True):
     waits_s: tuple[float | None, ...]
 
 
+class PanelHistory(Message, frozen=True, kw_only=True):
+    """The last ten minutes of a device: a value for each 10 s up to now, oldest first, from the first measurement on.
+
+    Args:
+        utilization_pct: 0 to 100; None where it was not measured.
+        memory_pct: Memory in use, 0 to 100; None where it was not measured.
+        runs: The runs that held it, newest first, as `7f3a train.ipynb`; at most three.
+    """
+
+    utilization_pct: tuple[int | None, ...]
+    memory_pct: tuple[int | None, ...]
+    runs: tuple[str, ...] = ()
+
+
 class PanelDevice(Message, frozen=True, kw_only=True):
     """One device.
 
@@ -79,6 +93,7 @@ class PanelDevice(Message, frozen=True, kw_only=True):
         kernel: The Jupyter kernel of that run, "" when there is none.
         user: The text beside it: `train_digits · rank 0`, `eval.ipynb`, `free`, or why it counts as used from outside.
         free: The pool can grant it to a run.
+        history: None if it was not measured in the last ten minutes, and in pools with very many devices.
     """
 
     uuid: str
@@ -92,6 +107,7 @@ class PanelDevice(Message, frozen=True, kw_only=True):
     kernel: str = ""
     user: str
     free: bool
+    history: PanelHistory | None = None
 
 
 class RunParameter(Message, frozen=True):

@@ -17,6 +17,8 @@ MOST_CURVES = 16
 HISTORY_HEADS: Row = ("device", "use in 10 minutes", "average", "memory now")
 HISTORY_RIGHT = (2, 3)
 CURVE_CHARS = 20
+MAX_NAMED_RUNS = 3
+"""The most runs that a curve's title names."""
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _GAP = " "
@@ -24,8 +26,6 @@ _GB = 1e9
 _SPAN_S = HISTORY_POINTS * HISTORY_STEP_S
 # the newest point may not have been measured yet
 _NOW_POINTS = 2
-# the most runs that are named
-_MAX_RUNS = 3
 
 
 def history_rows(status: PoolStatus, now: float, *, html: bool) -> list[Row]:
@@ -47,7 +47,7 @@ def history_rows(status: PoolStatus, now: float, *, html: bool) -> list[Row]:
         name = f"{history.type.upper()}, mean" if device is None else device_name(device)
         name += format_simulated(status, history.simulated)
         words = f"10 minutes: use {average} % on average" + (f", memory {memory} now" if memory else "")
-        held_by = ", ".join(runs.get(history.uuid, ())[:_MAX_RUNS])
+        held_by = ", ".join(runs.get(history.uuid, ())[:MAX_NAMED_RUNS])
         curve = curve_text(history.utilization_pct)
         if html:
             title = words + (f"; held by {held_by}" if held_by else "")
@@ -95,9 +95,8 @@ def recent_runs(runs: Iterable[RunSummary], now: float) -> Mapping[str, tuple[st
         now: Wall-clock time, seconds since the epoch.
     """
     found: dict[str, tuple[str, ...]] = {}
-    for run in sorted(runs, key=lambda run: run.submitted_at, reverse=True):
-        if run.session or (run.ended_at is not None and now - run.ended_at > _SPAN_S):
-            continue
+    recent = [run for run in runs if not run.session and (run.ended_at is None or now - run.ended_at <= _SPAN_S)]
+    for run in sorted(recent, key=lambda run: run.submitted_at, reverse=True):
         words = f"{short(run.run_id)} {PurePath(run.notebook).name}".strip()
         for uuid in run.uuids:
             found[uuid] = (*found.get(uuid, ()), words)

@@ -60,6 +60,13 @@ export const panelType = record({
 });
 export type PanelType = Of<typeof panelType>;
 
+export const panelHistory = record({
+  utilization_pct: list(nullable(num)),
+  memory_pct: list(nullable(num)),
+  runs: list(str),
+});
+export type PanelHistory = Of<typeof panelHistory>;
+
 export const panelDevice = record({
   uuid: str,
   type: str,
@@ -72,6 +79,7 @@ export const panelDevice = record({
   kernel: str,
   user: str,
   free: bool,
+  history: nullable(panelHistory),
 });
 export type PanelDevice = Of<typeof panelDevice>;
 

@@ -15,19 +15,19 @@ from sgpu_magic.client.pools import PoolStatusReply
 from sgpu_magic.client.pools_file import PoolEntry
 from sgpu_magic.config import Settings
 from sgpu_magic.config.pool_terms import read_prices
-from sgpu_magic.panel.device_rows import Durations
+from sgpu_magic.panel.device_rows import Durations, panel_histories
 from sgpu_magic.panel.orders import CommandResult
 from sgpu_magic.panel.past_runs import RunFilesOfPool, SimulatedUse, month_began, month_line, month_sums
 from sgpu_magic.panel.poller import changes
 from sgpu_magic.panel.pool_state import NO_GPU, RunDirectoryInfo, pool_choices, pool_snapshot, run_row
-from sgpu_magic.panel.schema import PanelPool, PoolUpdate, RunParameter, RunRow, RunsUpdate
+from sgpu_magic.panel.schema import PanelHistory, PanelPool, PoolUpdate, RunParameter, RunRow, RunsUpdate
 from sgpu_magic.pool.run_log import RunLog
 from sgpu_magic.server.panel_handlers import Outbox
 from sgpu_magic.wire.base import RunKind, RunState
 from sgpu_magic.wire.codec import frame
 from sgpu_magic.wire.devices import Device, Inventory, Placement
 from sgpu_magic.wire.events import Event, Submitted
-from sgpu_magic.wire.pool_status import BudgetState, PoolStatus, RunSummary
+from sgpu_magic.wire.pool_status import BudgetState, DeviceHistory, PoolStatus, RunSummary
 from sgpu_magic.wire.rank_events import RankSample, Sampled
 from sgpu_magic.wire.run import CellSource, Owner, RunSpec
 
@@ -88,6 +88,20 @@ def row(of: RunSummary, place: RunDirectoryInfo | None = None) -> RunRow:
 
 
 # ------------------------------------------------------------ devices and their types
+
+
+def test_devices_have_their_history_and_the_runs_that_held_them():
+    train, idle = run("7f3a0000", RunState.RUNNING), run("9b200000", RunState.SUCCEEDED)
+    history = DeviceHistory(uuid="G1", type="a10", utilization_pct=(5, None), memory_pct=(50, 60))
+    histories = panel_histories((history, DeviceHistory(type="a10", utilization_pct=(9,))), (train, idle), NOW)
+    assert histories.keys() == {"G1"}
+    asked = status(train, idle)
+    drawn = pool_snapshot(asked, RATES, NOW, durations=Durations(()), histories=histories)
+    assert [one.history is None for one in drawn.devices] == [True, False, True, True]
+    runs = ("7f3a digits.ipynb", "9b20 digits.ipynb")
+    assert drawn.devices[1].history == PanelHistory(utilization_pct=(5, None), memory_pct=(50, 60), runs=runs)
+    later = panel_histories((history,), (train, idle), NOW + 600.0)
+    assert later["G1"].runs == ("7f3a digits.ipynb",)
 
 
 def test_types_stand_dearest_first_and_cpu_last():

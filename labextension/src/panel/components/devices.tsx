@@ -2,6 +2,7 @@ import { useStored, usePanelId, usePanel, useTranslate } from "../context";
 import { CPU } from "../form";
 import type { PanelDevice, PanelType } from "../messages";
 import { formatUsed } from "../format";
+import { DeviceCurve } from "./device_curve";
 import { Section } from "./section";
 
 /** Types with more devices than this have a bar instead of squares. */
@@ -137,6 +138,7 @@ function Device({ device, isOwn }: { device: PanelDevice; isOwn: boolean }) {
         {user}
       </span>
       <span class="sgpu-hidden">{words.join(", ")}</span>
+      {device.history !== null && <DeviceCurve device={device} history={device.history} />}
     </li>
   );
 }
