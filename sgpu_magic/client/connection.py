@@ -241,7 +241,13 @@ class LocalConnection(Connection):
         if peer is None and find_pool(self._settings) != address:
             # the pool has just ended
             return self._made_anew(start)
-        link = self._new_link(address)
+        try:
+            link = self._new_link(address)
+        except PoolError:
+            if find_pool(self._settings) == address:
+                raise
+            # the pool ended before it had answered
+            return self._made_anew(start)
         try:
             return with_known_version(link)
         except PoolVersionError:

@@ -624,6 +624,29 @@ def test_a_pool_that_is_asked_to_end_ends_its_run_and_says_so(kernel: Kernel, ho
     runs_again(kernel)
 
 
+def test_a_pool_that_dies_while_a_client_connects_is_replaced(kernel: Kernel, home: Home):
+    def connections() -> int:
+        return Path("/proc/net/unix").read_text().count(f"{home.runtime}/pool.sock")
+
+    runs_again(kernel)
+    (pool,) = victims(home, "pool")
+    send(signal.SIGSTOP, pool)
+    before = connections()
+    with subprocess.Popen(
+        [sys.executable, "-c", CLIENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=home.environ
+    ) as client:
+        assert client.stdin is not None
+        assert client.stdout is not None
+        client.stdin.write("go\n")
+        client.stdin.flush()
+        eventually(lambda: connections() > before, 20, "it connects")
+        os.kill(pool, signal.SIGKILL)
+        found = client.stdout.readline()
+        client.communicate("end\n")
+    assert found, "it failed"
+    assert int(found) == home.pool_pid() != pool
+
+
 # ---------------------------------------------------------------- an agent that hangs
 
 
