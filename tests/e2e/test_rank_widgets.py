@@ -66,7 +66,7 @@ def test_a_progress_bar_of_a_notebook_moves_and_its_last_state_stays(kernel: Ker
 NESTED_BARS = """%%distributed -n 2
 import os, time
 from tqdm.notebook import tqdm
-for epoch in tqdm(range(2), desc='epochs'):
+for epoch in tqdm(range(2), desc='epochs', mininterval=0):
     for step in tqdm(range(4), desc='steps', leave=False):
         time.sleep(0.02)
     while epoch == 1 and not os.path.exists('bars-seen'): time.sleep(0.02)
