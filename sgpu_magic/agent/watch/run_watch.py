@@ -9,6 +9,7 @@ progress. `StallDetector` decides without I/O.
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -138,22 +139,27 @@ class RunWatch:
             # a query takes a rank with a full flight recorder 30 ms: back off while nothing is found
             self._next_check = now + self._pause_s
             self._pause_s = min(2 * self._pause_s, self._stall_s)
-            self.taker.take(self._took, gently=True)
+            self.taker.take(functools.partial(self._took, self._ranks_in_cell()), gently=True)
 
-    def _took(self, stacks: tuple[RankStack, ...]) -> None:
+    def _ranks_in_cell(self) -> frozenset[int]:
+        alive = [process.rank for process in self.run_ranks.ranks if process.alive]
+        return frozenset(rank for rank in alive if not self.has_reported(rank))
+
+    def _took(self, in_cell: frozenset[int], stacks: tuple[RankStack, ...]) -> None:
         if self._timer is None:
             return
         if self._uuids:
-            self.here.sampling.gpus.read(lambda readings: self._detect_stall(stacks, readings))
+            self.here.sampling.gpus.read(lambda readings: self._detect_stall(in_cell, stacks, readings))
         else:
-            self._detect_stall(stacks, {})
+            self._detect_stall(in_cell, stacks, {})
 
-    def _detect_stall(self, stacks: tuple[RankStack, ...], readings: Mapping[str, GpuReading]) -> None:
-        if self._timer is None:
+    def _detect_stall(
+        self, in_cell: frozenset[int], stacks: tuple[RankStack, ...], readings: Mapping[str, GpuReading]
+    ) -> None:
+        # the others' stacks are from before a rank ended its cell or died: that rank is what they waited for
+        if self._timer is None or in_cell != self._ranks_in_cell():
             return
         now = self._loop.time()
-        in_cell = {process.rank for process in self.run_ranks.ranks if process.alive}
-        in_cell -= {rank for rank in in_cell if self.has_reported(rank)}
         observations = [self._observe(stack, readings) for stack in stacks if stack.rank in in_cell]
         found = self._stalls.detect(now, now - self._last_output, observations) if observations else None
         if isinstance(found, Stalled):
@@ -189,7 +195,7 @@ class RunWatch:
 # ---------------------------------------------------------------- the decision
 
 
-Position = tuple[int, str, int, int]
+Position = tuple[int, str, int, bool, int]
 
 
 class RankLook(msgspec.Struct, frozen=True):
@@ -212,7 +218,7 @@ class RankLook(msgspec.Struct, frozen=True):
     @property
     def position(self) -> Position:
         number = self.stack.collective.seq if self.stack.collective is not None else 0
-        return (self.stack.rank, self.waits_in, number if self.waits_in else 0, self.at_line)
+        return (self.stack.rank, self.waits_in, number if self.waits_in else 0, self.entered_s is None, self.at_line)
 
 
 class StallDetector:
@@ -262,6 +268,8 @@ class StallDetector:
             return observation.idle_s
         if observation.entered_s is not None:
             return observation.entered_s
-        # the entry time is unknown, as for `recv` and `new_group`, which no recorder lists as pending: the rank has
-        # waited since it was first seen there, and at least as long as it has been idle
-        return max(now - self._seen[observation.position], observation.idle_s)
+        # the entry time is unknown, as for `recv` and `new_group`, which no recorder lists as pending. A rank that is
+        # seen there once may be on its way out: a collective is done shortly before its function returns, after a
+        # wait in which the rank was idle. A rank that is seen there twice waits, for as long as it has been idle
+        seen_s = now - self._seen[observation.position]
+        return max(seen_s, observation.idle_s) if seen_s > 0 else 0.0

@@ -351,9 +351,20 @@ def test_without_a_flight_recorder_the_place_must_stay_the_same():
 
 
 def test_a_wait_whose_beginning_is_unknown_counts_while_the_rank_uses_nothing():
-    """`recv` and `new_group` are reported as soon as other hangs."""
-    assert isinstance(StallDetector(30).detect(100, 31.0, [waits(0, 0, None, idle_s=30.5), works(1)]), Stalled)
-    assert StallDetector(30).detect(100, 31.0, [waits(0, 0, None, idle_s=29.0), works(1)]) is None
+    """`recv` and `new_group` are reported at the second look, not `stall_s` after the first."""
+    detector = StallDetector(30)
+    assert detector.detect(100, 31.0, [waits(0, 0, None, idle_s=30.5), works(1)]) is None
+    assert isinstance(detector.detect(102, 33.0, [waits(0, 0, None, idle_s=32.5), works(1)]), Stalled)
+    detector = StallDetector(30)
+    assert detector.detect(100, 27.0, [waits(0, 0, None, idle_s=26.0), works(1)]) is None
+    assert detector.detect(103, 30.0, [waits(0, 0, None, idle_s=29.0), works(1)]) is None
+
+
+def test_a_rank_on_its_way_out_of_a_collective_does_not_wait():
+    """It is still in the function, the recorder has the collective as done, and it was idle until then."""
+    detector = StallDetector(30)
+    assert detector.detect(100, 28.0, [waits(0, entered_s=28.0), works(1, idle_s=0.0)]) is None
+    assert detector.detect(103, 31.0, [waits(0, entered_s=None, idle_s=31.0)]) is None
 
 
 def test_a_changed_picture_is_told_again_and_movement_too():
