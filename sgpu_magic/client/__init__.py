@@ -5,7 +5,7 @@ pools             all pools of one process
 pools_file        the list of pools, `pools.toml`: reading, adding, removing
 pool_choosing     which pool a run goes to
 this_machine      describes this process to the pool and the ranks; finds and starts the local pool
-connection        one connection per pool: made on first use, remade when the pool dies
+connector         makes the link to a pool: on first use, and again when the pool has died
 link              the link to one pool service: routes replies and events, in a thread of its own
 send_queue        queues to and from that thread
 transport         what carries a link's messages

@@ -13,10 +13,10 @@ import msgspec
 from msgspec.structs import replace
 
 from sgpu_magic.client.blob_sender import Sending
-from sgpu_magic.client.connection import (
+from sgpu_magic.client.connector import (
     REPLY_TIMEOUT_S,
-    LocalConnection,
-    RemotePoolConnection,
+    LocalConnector,
+    RemoteConnector,
     ask,
     ask_this_or_next,
 )
@@ -100,7 +100,7 @@ class Pool:
         # the last status, and the link that it came over
         self._known_status: tuple[PoolLink | None, PoolStatus | None] = (None, None)
         callbacks = (settings, self._link_lost, self._noticed)
-        self._connection = LocalConnection(*callbacks) if entry is None else RemotePoolConnection(*callbacks, entry)
+        self._connector = LocalConnector(*callbacks) if entry is None else RemoteConnector(*callbacks, entry)
 
     @property
     def settings(self) -> Settings:
@@ -150,7 +150,7 @@ class Pool:
             PoolError: The pool can't be reached or started.
             UsageError: A variable has an invalid value.
         """
-        self._kept_settings = self._connection.settings_applied()
+        self._kept_settings = self._connector.settings_applied()
         return self._kept_settings
 
     def new_simulation(self) -> str:
@@ -160,7 +160,7 @@ class Pool:
             PoolError: The pool can't be reached or started.
             UsageError: A variable has an invalid value.
         """
-        return self._connection.new_simulation()
+        return self._connector.new_simulation()
 
     @property
     def sees_client(self) -> bool:
@@ -169,16 +169,16 @@ class Pool:
         Raises:
             PoolError: The pool can't be started or reached.
         """
-        return self._connection.made(start=True).welcome.sees_client
+        return self._connector.made(start=True).welcome.sees_client
 
     @property
     def connected(self) -> object | None:
         """An object that identifies the link: a different one after a reconnection to another service, None without."""
-        return self._connection.alive
+        return self._connector.alive
 
     def notify(self, message: KeepEnvironment | Describe | TrackRun | Warm) -> None:
         """Send a message without waiting for a reply; dropped if there is no link."""
-        if (link := self._connection.alive) is not None:
+        if (link := self._connector.alive) is not None:
             link.send(message)
 
     def on_run_ended(self, run_id: str, state: RunState, ended_at: float) -> None:
@@ -207,7 +207,7 @@ class Pool:
             RunUnknown: There is no such run.
         """
         link, answer = ask_this_or_next(
-            self._connection, lambda link: (link, ask(link, Attach(request=0, run=run), Attached)), start=True
+            self._connector, lambda link: (link, ask(link, Attach(request=0, run=run), Attached)), start=True
         )
         spec = answer.spec
         events = link.attached(answer.request, spec.run_id)
@@ -223,7 +223,7 @@ class Pool:
             PoolLost: The new service died too.
             PoolError: The new service can't be started or reached.
         """
-        link = self._connection.made(start=True)
+        link = self._connector.made(start=True)
         question = Attach(request=0, run=run.run_id, after=run.last_seq, owns=run.owned)
         try:
             answer = ask(link, question, Attached)
@@ -281,7 +281,7 @@ class Pool:
         Raises:
             UsageError: No run, or more than one, matches.
         """
-        return ask(self._connection.made(start=start), Detach(request=0, run=run), Accepted, timeout_s).text
+        return ask(self._connector.made(start=start), Detach(request=0, run=run), Accepted, timeout_s).text
 
     def stacks(self, run: str, *, start: bool = False) -> Stacks:
         """Return the current stack of every rank of an active run; `run` as in `attach`, `start` as in `detach`.
@@ -289,7 +289,7 @@ class Pool:
         Raises:
             RunUnknown: There is no such active run.
         """
-        return ask(self._connection.made(start=start), AskStacks(request=0, run=run), Stacks)
+        return ask(self._connector.made(start=start), AskStacks(request=0, run=run), Stacks)
 
     def status(
         self, recent: int = 20, *, start: bool = True, timeout_s: float = REPLY_TIMEOUT_S, history: int = 0
@@ -308,7 +308,7 @@ class Pool:
         if not start and self.entry is None and self.connected is None and find_pool(self._settings) is None:
             return None
         question = AskStatus(request=0, recent=recent, history=history)
-        return ask_this_or_next(self._connection, lambda link: self._status(link, question, timeout_s), start=start)
+        return ask_this_or_next(self._connector, lambda link: self._status(link, question, timeout_s), start=start)
 
     def _status(self, link: PoolLink, question: AskStatus, timeout_s: float) -> PoolStatus:
         of, known = self._known_status
@@ -331,7 +331,7 @@ class Pool:
             UsageError: No run, or more than one, matches.
         """
         order = Cancel(request=0, run=run, reason=reason, kill=kill)
-        return ask(self._connection.made(start=False), order, Accepted).text
+        return ask(self._connector.made(start=False), order, Accepted).text
 
     def restart_ranks(self, session: str, ranks: tuple[int, ...] = (), timeout_s: float = RESTART_TIMEOUT_S) -> str:
         """Replace ranks of a session by new processes; return a sentence for the user when they have joined.
@@ -345,7 +345,7 @@ class Pool:
             SessionError: There is no such session, a cell runs in it, or the new ranks did not join.
         """
         order = RestartRanks(request=0, session=session, ranks=ranks)
-        with self._connection.made(start=False).ask(order) as answer:
+        with self._connector.made(start=False).ask(order) as answer:
             try:
                 return answer.of(Accepted, timeout_s).text
             except TimeoutError:
@@ -372,7 +372,7 @@ class Pool:
             questions: What to ask each rank.
             timeout_s: Time to wait for all answers together, in seconds.
         """
-        if (link := self._connection.alive) is None:
+        if (link := self._connector.alive) is None:
             return [RankAnswer(problem=f"the {self.name} pool is not connected.") for _ in questions]
         until = time.monotonic() + timeout_s
         with contextlib.ExitStack() as asked:
@@ -386,7 +386,7 @@ class Pool:
         Raises:
             PoolError: No pool is running, or it can't be reached.
         """
-        return self._connection.made(start=False)
+        return self._connector.made(start=False)
 
     def stop(self, *, force: bool) -> bool:
         """Stop the pool. For the local pool, wait until its process has exited, and return False if there was none.
@@ -394,21 +394,21 @@ class Pool:
         Raises:
             PoolError: Runs are active and `force` is not set, or the pool does not exit.
         """
-        if not self._connection.stop(force=force):
+        if not self._connector.stop(force=force):
             return False
         self.close()
         return True
 
     def close(self) -> None:
         """Close the link; the pool cancels the runs that this kernel follows."""
-        self._connection.close()
+        self._connector.close()
         self._memory.close()
 
     def close_if_unused(self) -> None:
         """Close the link if it is idle; it is made again on next use."""
-        link = self._connection.alive
+        link = self._connector.alive
         if link is not None and not link.is_used:
-            self._unless_submitting(self._connection.close)
+            self._unless_submitting(self._connector.close)
 
     # ------------------------------------------------------------ internals
 
@@ -418,12 +418,12 @@ class Pool:
         with self._lock:
             self._submitting += 1
         try:
-            link = self._connection.made(start=True)
+            link = self._connector.made(start=True)
             try:
                 run = self._submit_once(link, spec, packed, key, environ, along)
             except PoolLost:
                 # the pool ended either before it accepted the run or after
-                link = self._connection.made(start=True)
+                link = self._connector.made(start=True)
                 try:
                     run = self._taken_before(link, spec, key)
                 except RunUnknown:
@@ -503,7 +503,7 @@ class Pool:
     def _warm(self) -> None:
         # the first run fails with the same error and shows it to the user
         with contextlib.suppress(PoolError):
-            self._connection.warmed()
+            self._connector.warmed()
 
 
 def _answered(answer: Answer, until: float, timeout_s: float) -> RankAnswer:

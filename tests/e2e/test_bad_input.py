@@ -247,7 +247,7 @@ def test_pool_of_another_version(new_home):
     try:
         kernel.check(
             "import sgpu_magic.wire.client as m\n"
-            "import sgpu_magic.client.link as link, sgpu_magic.client.connection as connection\n"
+            "import sgpu_magic.client.link as link, sgpu_magic.client.connector as connection\n"
             "%load_ext sgpu_magic"
         )
         kernel.check("%%distributed -n 1 --ui none\npass")

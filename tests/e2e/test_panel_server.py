@@ -636,7 +636,7 @@ def test_a_pool_of_another_version_is_told_with_its_runs(
     assert page.execute(StartPool()) == CommandResult(text="The pool is running.", ok=True)
     with monkeypatch.context() as newer:
         newer.setattr("sgpu_magic.client.this_machine.PROTOCOL_VERSION", 99)
-        newer.setattr("sgpu_magic.client.connection.PROTOCOL_VERSION", 99)
+        newer.setattr("sgpu_magic.client.connector.PROTOCOL_VERSION", 99)
         page.execute(Watch())
         snapshot = eventually(lambda: (one := told.last(PoolUpdate)) and one.snapshot, 10)
         assert snapshot.state == "other-version"

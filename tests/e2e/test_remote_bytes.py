@@ -24,7 +24,7 @@ from waiting import eventually
 
 from sgpu_magic.client import blob_sender, remote_transport
 from sgpu_magic.client.blob_sender import BlobContent, BlobSender
-from sgpu_magic.client.connection import REPLY_TIMEOUT_S
+from sgpu_magic.client.connector import REPLY_TIMEOUT_S
 from sgpu_magic.client.link import PoolLink
 from sgpu_magic.client.remote_transport import RemoteTransport
 from sgpu_magic.client.run_files import recorded_directory

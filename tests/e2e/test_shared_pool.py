@@ -11,7 +11,7 @@ from homes import Home
 from pool_client import FollowedRun, PoolClient
 from waiting import eventually
 
-from sgpu_magic.client.connection import ask
+from sgpu_magic.client.connector import ask
 from sgpu_magic.client.this_machine import this_owner
 from sgpu_magic.views.pool_tables import status_text
 from sgpu_magic.wire.base import RunState

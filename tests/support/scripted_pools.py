@@ -125,7 +125,7 @@ class Services:
         self._pools = list(pools)
 
     def made(self, *, start: bool) -> PoolLink:
-        """As `Connection.made`; the next service once the first one's link is lost."""
+        """As `Connector.made`; the next service once the first one's link is lost."""
         now = self._pools[0]
         if isinstance(now, Exception):
             raise self._pools.pop(0)  # type: ignore[misc]

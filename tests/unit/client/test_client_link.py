@@ -10,7 +10,7 @@ import pytest
 from waiting import eventually
 
 from sgpu_magic import errors
-from sgpu_magic.client.connection import Connection
+from sgpu_magic.client.connector import Connector
 from sgpu_magic.client.link import PoolLink
 from sgpu_magic.client.send_queue import OutboundMessage, SendQueue
 from sgpu_magic.config import Settings
@@ -117,7 +117,7 @@ def test_each_error_is_refused_as_the_nearest_class_that_a_client_knows():
     assert found == {"NoSuchName": ErrorKind.USAGE, "PoolVersionError": ErrorKind.POOL}
 
 
-class Slow(Connection):
+class Slow(Connector):
     """A pool that takes a long time to connect to."""
 
     begun = threading.Event()
@@ -133,19 +133,19 @@ class Slow(Connection):
 
 
 def test_nobody_waits_for_a_thread_that_connects():
-    connection = Slow(Settings(), lambda: None, lambda text: None)
+    connector = Slow(Settings(), lambda: None, lambda text: None)
 
     def connect() -> None:
         with pytest.raises(PoolError):
-            connection.made(start=True)
+            connector.made(start=True)
 
     thread = threading.Thread(target=connect)
     thread.start()
-    assert connection.begun.wait(5)
+    assert connector.begun.wait(5)
     began = time.monotonic()
-    assert connection.alive is None
-    connection.close()
+    assert connector.alive is None
+    connector.close()
     assert time.monotonic() - began < 5
     assert thread.is_alive()
-    connection.go_on.set()
+    connector.go_on.set()
     thread.join(5)

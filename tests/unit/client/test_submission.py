@@ -40,7 +40,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     made: list[Pool] = []
 
     def pool(*services: ScriptedPool | Exception) -> Pool:
-        monkeypatch.setattr(module, "LocalConnection", lambda *_: Services(*services))
+        monkeypatch.setattr(module, "LocalConnector", lambda *_: Services(*services))
         made.append(Pool(Settings(state_dir=str(tmp_path / "state"))))
         return made[-1]
 
@@ -198,7 +198,7 @@ def test_a_run_is_attached_through_the_next_service_if_the_pool_dies_at_that_mom
     dies = ScriptedPool(lambda message: None if isinstance(message, Attach) else has_run(message))
     services = Services(dies, ScriptedPool())
     pool = Pool(load_settings({"SGPU_STATE_DIR": str(tmp_path), "SGPU_CONFIG": str(tmp_path / "none.toml")}))
-    pool._connection = services  # type: ignore[assignment]
+    pool._connector = services  # type: ignore[assignment]
     run, state = pool.attach(RUN)
     assert (run.run_id, state, run.link.lost.is_set()) == (RUN, RunState.RUNNING, False)
     assert dies.link.lost.is_set()

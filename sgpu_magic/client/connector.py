@@ -1,4 +1,4 @@
-"""One connection per pool of a kernel or command: made on first use, and remade when the pool dies."""
+"""Makes a process's link to a pool: on first use, and again when the pool has died."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ _STOP_S = 12.0
 _ONLY_ASKS = (Attach, AskStatus, AskStacks)
 
 
-class Connection(ABC):
-    """The connection to one pool. Thread-safe.
+class Connector(ABC):
+    """Makes and keeps the link to one pool. Thread-safe.
 
     Args:
         settings: The process's settings.
@@ -69,7 +69,7 @@ class Connection(ABC):
 
     @property
     def _is_inherited(self) -> bool:
-        """Whether this process was forked from the one that made the connection."""
+        """Whether this process was forked from the one that made the link."""
         return os.getpid() != self._pid
 
     @property
@@ -146,8 +146,8 @@ class Connection(ABC):
     def _made_anew(self, start: bool) -> PoolLink: ...
 
 
-class LocalConnection(Connection):
-    """The connection to the local pool, which it starts if needed. Takes the arguments of `Connection`."""
+class LocalConnector(Connector):
+    """Links to the local pool, which it starts if needed. Takes the arguments of `Connector`."""
 
     def __init__(self, settings: Settings, on_lost: Callable[[], None], on_notice: OnNotice) -> None:
         super().__init__(settings, on_lost, on_notice)
@@ -283,13 +283,13 @@ def _signal(pid: int, number: signal.Signals) -> None:
             os.kill(pid, number)
 
 
-class RemotePoolConnection(Connection):
-    """The connection to a pool on another machine, which is never started from here.
+class RemoteConnector(Connector):
+    """Links to a pool on another machine, which is never started from here.
 
     Args:
         settings: The process's settings.
-        on_lost: As in `Connection`.
-        on_notice: As in `Connection`.
+        on_lost: As in `Connector`.
+        on_notice: As in `Connector`.
         entry: The pool's entry in `pools.toml`.
     """
 
@@ -363,14 +363,14 @@ def ask(
         raise
 
 
-def ask_this_or_next(connection: Connection, asking: Callable[[PoolLink], T], *, start: bool) -> T:
+def ask_this_or_next(connector: Connector, asking: Callable[[PoolLink], T], *, start: bool) -> T:
     """Ask the pool's service; if it had ended before the link noticed, ask the next one, unless none may be started."""
     try:
-        return asking(connection.made(start=start))
+        return asking(connector.made(start=start))
     except PoolLost:
         if not start:
             raise
-        return asking(connection.made(start=start))
+        return asking(connector.made(start=start))
 
 
 def _no_answer(link: PoolLink, timeout_s: float) -> PoolError:
