@@ -34,6 +34,7 @@ from sgpu_magic.system import child_process
 from sgpu_magic.wire.attachments import Environment
 from sgpu_magic.wire.events import EnvironmentMoved
 from sgpu_magic.wire.node import Launch
+from sgpu_magic.wire.option_text import Text
 
 if TYPE_CHECKING:
     from sgpu_magic.agent.runs.preparing import PreparingRun
@@ -118,7 +119,7 @@ class _Wanted(msgspec.Struct, eq=False):
     users: dict[str, PreparingRun | None] = msgspec.field(default_factory=dict[str, "PreparingRun | None"])
     moved: BuildMoved = _NOT_BEGUN
     was_built: bool = False
-    refused: str = ""
+    refused: Text = ""
     reported_at: float = 0.0
     telling: asyncio.TimerHandle | None = None
 
@@ -297,7 +298,7 @@ class Environments:
         for waiter in wanted.waiters:
             waiter.environment_ready(built, ready)
 
-    def _fail(self, name: str, wanted: _Wanted, message: str) -> None:
+    def _fail(self, name: str, wanted: _Wanted, message: Text) -> None:
         if self._wanted.get(name) is wanted:
             del self._wanted[name]
         waiters = wanted.waiters

@@ -228,7 +228,7 @@ class BlobStore:
         if size > self._most_bytes:
             raise BlobRefused(
                 f"an upload of {size / 1e9:,.1f} GB is more than a user may keep at this pool "
-                f"({self._most_bytes / 1e9:,.1f} GB, its setting blobs_bytes). Ship less (--exclude)."
+                f"({self._most_bytes / 1e9:,.1f} GB, its setting blobs_bytes). Send less, with the option exclude."
             )
         total = self._sizes.get(store)
         if total is None:
@@ -240,8 +240,8 @@ class BlobStore:
             self._evict(store, 0)
         if shutil.disk_usage(root).free < size + _DISK_RESERVE_BYTES:
             raise BlobRefused(
-                f"the disk of this pool has no room for {size / 1e9:,.1f} GB more. Ship less (--exclude), or have its "
-                "operator free some."
+                f"the disk of this pool has no room for {size / 1e9:,.1f} GB more. Send less, with the option "
+                "exclude, or have its operator free some."
             )
 
     def _evict(self, store: str, most_bytes: int) -> None:

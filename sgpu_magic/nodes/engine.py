@@ -56,7 +56,7 @@ from sgpu_magic.wire.node import (
     TrackingKnown,
     WarmZygote,
 )
-from sgpu_magic.wire.option_text import Text
+from sgpu_magic.wire.option_text import OptionName, Text, TextWithOptions, text_of
 from sgpu_magic.wire.rank_events import Failure, RankStack
 from sgpu_magic.wire.run import Interpreter, RankAnswer
 from sgpu_magic.wire.streams import StreamClosed, StreamData, StreamEnded, StreamOpened, StreamTaken
@@ -582,8 +582,9 @@ class Engine:
         host = self._hosts.get(node, node)
         self._lose(node, runs, f"the node {host} was lost: {why}", host)
 
-    def _refuse(self, launch: Launch, message: str) -> None:
-        failure = Failure(kind=FailureKind.SESSION, message=message, at=time.time())
+    def _refuse(self, launch: Launch, message: Text) -> None:
+        text = message if isinstance(message, TextWithOptions) else None
+        failure = Failure(kind=FailureKind.SESSION, message=str(message), text=text, at=time.time())
         # deferred: the caller is still changing its own state
         self._loop.call_soon(self._end_unstarted, launch, RunEnded(state=RunState.FAILED, failure=failure))
 
@@ -620,10 +621,13 @@ def _checkpoints(launch: Launch) -> tuple[RunFile, ...]:
     return ()
 
 
-def _too_wide(lease: Lease) -> str:
+def _too_wide(lease: Lease) -> Text:
     hosts = ", ".join(share.host for share in lease.shares)
-    return (
+    return text_of(
         f"a session's ranks must be on one node, and these would be on {len(lease.shares)} ({hosts}): after a "
-        "failed cell, its process groups could not be reconnected across nodes. Connect with --placement "
-        "strict_pack or fewer --gpus; runs without a session may use several nodes."
+        "failed cell, its process groups could not be reconnected across nodes. Connect with ",
+        OptionName("placement", "strict_pack"),
+        " or fewer ",
+        OptionName("gpus"),
+        "; runs without a session may use several nodes.",
     )

@@ -135,7 +135,7 @@ def _why(top: str, packages: Collection[str], environment: Environment | None) -
             f"the ranks lack the package {' or '.join(sorted(set(packages)))}, which {where} "
             f"{'does' if label else 'do'} not have. "
             + (
-                "Add it there, or leave --env-version out (`--env-version none`) to take the notebook's own packages."
+                "Add it there, or leave the option env-version out to take the notebook's own packages."
                 if label
                 else "Install it in the notebook from a package index, so that it can travel."
             )

@@ -81,8 +81,8 @@ def format_warning(warning: CostWarning) -> str:
     match warning:
         case CostLimitNear(max_cost=max_cost, currency=currency, left_s=left_s):
             return (
-                f"80 % of its cost limit of {format_money(max_cost, currency)} is used (--max-cost {max_cost:g}): it "
-                f"is stopped in {format_rough_span(left_s)}"
+                f"80 % of its cost limit of {format_money(max_cost, currency)} is used: it is stopped in "
+                f"{format_rough_span(left_s)}"
             )
         case BudgetNear(limit=limit, days=days, currency=currency):
             budget = _format_budget(limit, days, currency)

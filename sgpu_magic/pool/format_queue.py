@@ -131,7 +131,7 @@ def _format_blocker(blocker: DeviceBlocker) -> str:
         case DevicesUnavailable(count=count, why=why):
             return f"{_are(count)} unavailable ({why.rstrip('.')})"
         case DevicesUsedOutside(count=count, use=use):
-            takes = f"--allow-busy takes {'it' if count == 1 else 'them'}"
+            takes = f"the option allow-busy takes {'it' if count == 1 else 'them'}"
             return f"{_are(count)} in use outside the pool ({use}; {takes})"
         case TooFewDevices(count=count, line=line):
             return f"the pool has only {format_amount(count, line)} now"

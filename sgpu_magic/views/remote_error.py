@@ -243,7 +243,7 @@ def _module_hint(failure: Failure, spec: RunSpec) -> str:
     which = f" ({spec.environment_label})" if spec.environment_label else ""
     return (
         f"The notebook has `{name}`, but the packages of the ranks{which} lack it: add it to them, or choose others "
-        "with --env-version."
+        "with the option env-version."
     )
 
 

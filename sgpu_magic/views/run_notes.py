@@ -308,4 +308,4 @@ def shared_cores_note(ranks: int, shared: SharedCores) -> str:
 
 
 def timeout_sentence(seconds: float) -> str:
-    return f"reached its {format_seconds(seconds)} time limit (--timeout)"
+    return f"reached its {format_seconds(seconds)} time limit"

@@ -170,7 +170,7 @@ def test_a_cost_limit_warns_and_stops_with_term_and_grace(client: PoolClient) ->
     # two cents per second allow a second and a half
     run = client.begin(HANDLES_TERM, ranks=2, device_type="a10", max_cost=0.03, grace_s=3.0)
     ended = run.ended()
-    assert notes(run) == ["80 % of its cost limit of $0.03 is used (--max-cost 0.03): it is stopped in 0 s"]
+    assert notes(run) == ["80 % of its cost limit of $0.03 is used: it is stopped in 0 s"]
     assert ended.state is RunState.TIMED_OUT
     assert ended.failure is not None
     assert ended.failure.kind is FailureKind.TIMEOUT

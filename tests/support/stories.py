@@ -592,7 +592,7 @@ def too_dear() -> Run:
         "--max-cost, or take fewer devices with --gpus or cheaper ones with --type"
     )
     failure = Failure(kind=FailureKind.TIMEOUT, message=message)
-    run = with_price(max_cost=0.02).tell(ev.Noted(text="80 % of its cost limit of $0.02 is used (--max-cost 0.02)"))
+    run = with_price(max_cost=0.02).tell(ev.Noted(text="80 % of its cost limit of $0.02 is used"))
     priced = {"gpu_s": 64.0, "cost": 64 * 1.2 / 3600, "currency": "USD"}
     return run.end(RunState.TIMED_OUT, 15.2, failure, limit=RunLimit.COST, **priced)
 

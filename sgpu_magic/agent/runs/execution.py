@@ -231,7 +231,7 @@ class Execution(NodeRun):
             self._watch.is_ending()
             self._cause.on_peer_failure()
 
-    def fail_whole(self, kind: FailureKind, message: str) -> None:
+    def fail_whole(self, kind: FailureKind, message: Text) -> None:
         """Fail the run as a whole; no rank is to blame."""
         self._reports.add_failure(self._failure_now(kind, message))
         self._end(self._ending_as or RunState.FAILED)

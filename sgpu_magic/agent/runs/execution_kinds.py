@@ -34,6 +34,7 @@ from sgpu_magic.wire.base import FailureKind, RunState
 from sgpu_magic.wire.codec import Order
 from sgpu_magic.wire.events import GroupRenewed, Noted
 from sgpu_magic.wire.node import Adopt, MasterKnown, PartsOver, PeerFailed
+from sgpu_magic.wire.option_text import Text
 from sgpu_magic.wire.rank import CellFailed, DescendantsEnded, Finished, Finishing, FromRank, Joined
 from sgpu_magic.wire.rank_events import Unfinished
 from sgpu_magic.wire.run import PrivateRay
@@ -327,7 +328,7 @@ class SessionCell(Execution):
 
     # ------------------------------------------------------------ stop path
 
-    def fail_whole(self, kind: FailureKind, message: str) -> None:
+    def fail_whole(self, kind: FailureKind, message: Text) -> None:
         super().fail_whole(kind, message)
         # ranks that still run the cell keep the session busy
         if self._started_at is not None and not self._reports.complete and not self._stop.begun:

@@ -125,7 +125,7 @@ class NodeRun(abc.ABC):
         """Stop the run; it ends with this state and reason, and with the limit that it reached, if any."""
 
     @abc.abstractmethod
-    def fail_whole(self, kind: FailureKind, message: str) -> None:
+    def fail_whole(self, kind: FailureKind, message: Text) -> None:
         """Fail the run as a whole; no rank is to blame."""
 
     def faulted(self, error: Exception) -> None:

@@ -98,7 +98,7 @@ class PreparingRun(NodeRun):
             if not self.ended:
                 self._unpack_code(built, moved)
 
-    def environment_failed(self, message: str) -> None:
+    def environment_failed(self, message: Text) -> None:
         with faults.guarded(self.faulted):
             self.fail_whole(FailureKind.ENVIRONMENT, message)
 
@@ -151,7 +151,7 @@ class PreparingRun(NodeRun):
         self._launches.prepared(self, built, code)
         self._inputs.over(self.run_id)
 
-    def fail_whole(self, kind: FailureKind, message: str) -> None:
+    def fail_whole(self, kind: FailureKind, message: Text) -> None:
         """Fail the run and stop the preparation."""
         if not self.ended:
             self._end(RunState.FAILED, "", self._failure_now(kind, message))

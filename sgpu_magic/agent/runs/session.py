@@ -337,7 +337,7 @@ class NodeSession(NodeRun):
         for rank in self.run_ranks.numbers:
             self._questions.died(rank)
 
-    def fail_whole(self, kind: FailureKind, message: str) -> None:
+    def fail_whole(self, kind: FailureKind, message: Text) -> None:
         if self._ending_as is None:
             self._failure = self._failure_now(kind, message)
             self.end_as(RunState.FAILED, "")

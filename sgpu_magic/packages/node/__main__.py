@@ -32,7 +32,7 @@ def main() -> None:
     try:
         built, lock = builder.build()
     except BuildFailed as failed:
-        report(BuildRefused(message=str(failed)))
+        report(BuildRefused(message=failed.text))
         return
     report(BuildReady(built=built))
     if built:

@@ -22,6 +22,7 @@ from sgpu_magic.packages.secrets import without_url_credentials
 from sgpu_magic.packages.uv_command import UvFailed
 from sgpu_magic.wire.attachments import Environment
 from sgpu_magic.wire.decoding import decode_toml
+from sgpu_magic.wire.option_text import OptionName, Text, text_of
 
 _NO_WHEEL = re.compile(r"Wheels are required for `([^`]+)`|Because ([\w.-]+==\S+) has no (?:usable )?wheels")
 _NO_SPACE = ("No space left on device", "os error 28", "Disk quota exceeded")
@@ -30,8 +31,22 @@ _LARGEST = 5
 _MOST_CACHED = 20_000
 
 
+_ENV_VERSION = OptionName("env-version")
+
+
 class BuildFailed(Exception):
-    """The environment can't be built on this node. The message is shown to the user."""
+    """The environment can't be built on this node.
+
+    Args:
+        parts: The pieces of the text that is shown to the user.
+    """
+
+    def __init__(self, *parts: Text | OptionName) -> None:
+        super().__init__(*parts)
+        self.text = text_of(*parts)
+
+    def __str__(self) -> str:
+        return str(self.text)
 
 
 def refuse_unfit(environment: Environment) -> None:
@@ -51,14 +66,17 @@ def refuse_unfit(environment: Environment) -> None:
     if environment.platform and environment.platform != platform:
         raise BuildFailed(
             f"the run's packages are for {environment.platform}, and the node {host} is {platform}: files "
-            "compiled for one do not load on the other. Give the packages by name, in a requirements file for "
-            "--env-version, or choose a pool whose nodes are like the notebook's machine."
+            "compiled for one do not load on the other. Give the packages by name, in a requirements file for ",
+            _ENV_VERSION,
+            ", or choose a pool whose nodes are like the notebook's machine.",
         )
     if environment.conda:
         raise BuildFailed(
             f"conda has installed some of the notebook's packages ({names_text(environment.conda)}), and the node "
             f"{host} can't get these from a registry of wheels. Install them with pip in the notebook's environment, "
-            "choose other packages with --env-version, or a pool on the notebook's own machine."
+            "choose other packages with ",
+            _ENV_VERSION,
+            ", or a pool on the notebook's own machine.",
         )
     sources = [line for line in environment.requirements if _is_source(line)]
     if sources and not environment.allow_build:
@@ -81,8 +99,9 @@ def refuse_large(sizes: Mapping[str, int], limit_bytes: int) -> None:
         raise BuildFailed(
             f"the run's packages have {format_bytes(sum(sizes.values()))} to download, more than the "
             f"{format_bytes(limit_bytes)} that the node {socket.gethostname()} builds. The largest are {largest}. "
-            "Uninstall what the run does not need, choose other packages with --env-version, or raise the setting "
-            "environment_limit of the pool."
+            "Uninstall what the run does not need, choose other packages with ",
+            _ENV_VERSION,
+            ", or raise the setting environment_limit of the pool.",
         )
 
 
@@ -95,11 +114,14 @@ def of_uv(failed: UvFailed, root: Path) -> BuildFailed:
     if unbuilt or "--no-build" in failed.text or "source distributions is disabled" in failed.text:
         return _not_built(host, list(dict.fromkeys(name.partition("==")[0] for name in unbuilt)))
     if any(mark in failed.text for mark in _UNREACHABLE):
-        remedy = f"Make sure that {host} can reach the package index, or name another one with the setting index_url."
+        remedy: Text = (
+            f"Make sure that {host} can reach the package index, or name another one with the setting index_url."
+        )
     else:
-        remedy = (
-            "Install versions in the notebook that the package index has, choose other packages with --env-version, "
-            f"or name the index for {host} with the setting index_url."
+        remedy = text_of(
+            "Install versions in the notebook that the package index has, choose other packages with ",
+            _ENV_VERSION,
+            f", or name the index for {host} with the setting index_url.",
         )
     words = failed.words.rstrip(".")
     if not failed.text:
@@ -107,7 +129,7 @@ def of_uv(failed: UvFailed, root: Path) -> BuildFailed:
             f"the node {host} could not install the run's packages: uv printed nothing, and {words}. If nobody "
             "stopped it, the system ran out of memory. Run the cell again."
         )
-    return BuildFailed(f"the node {host} can't install the run's packages. uv says: {words}. {remedy}")
+    return BuildFailed(f"the node {host} can't install the run's packages. uv says: {words}. ", remedy)
 
 
 def of_system(error: OSError, root: Path) -> BuildFailed:
@@ -142,8 +164,9 @@ def _not_built(host: str, names: list[str]) -> BuildFailed:
     which = f" ({names_text(list(map(without_url_credentials, names)))})" if names else ""
     return BuildFailed(
         f"some of the run's packages{which} have no wheel for Python {own_python()} on {own_platform()}, and the node "
-        f"{host} builds nothing from source by default. --allow-build permits it, if the node has the compilers; "
-        "otherwise choose versions that have a wheel."
+        f"{host} builds nothing from source by default. ",
+        OptionName("allow-build"),
+        " permits it, if the node has the compilers; otherwise choose versions that have a wheel.",
     )
 
 

@@ -27,6 +27,7 @@ from sgpu_magic.files.locks import LOCK_FILE, HeldLock, locked, take_lock
 from sgpu_magic.wire.attachments import Environment
 from sgpu_magic.wire.base import Record
 from sgpu_magic.wire.decoding import JsonDecoder
+from sgpu_magic.wire.option_text import Text
 
 _DESCRIPTION = "environment.json"
 _LAST_USED = "last-used"
@@ -249,7 +250,7 @@ class BuildReady(Record, frozen=True, tag="ready", kw_only=True):
 class BuildRefused(Record, frozen=True, tag="refused", kw_only=True):
     """The environment can't be built, and nothing is left behind. `message` gives cause and remedy."""
 
-    message: str
+    message: Text
 
 
 BuildNews = BuildMoved | BuildReady | BuildRefused

@@ -19,12 +19,14 @@ import pytest
 from builds import Nodes, environment_of
 from small_index import SmallIndex, small_wheel, write_wheel
 
+from sgpu_magic.options.table import as_argument
 from sgpu_magic.packages.node.base_layer import base_layer, layer_tag, link_layer
 from sgpu_magic.packages.node.refusals import own_python, pin_of, sizes_in
 from sgpu_magic.packages.node.store import BuildReady, BuildRefused, Built
 from sgpu_magic.packages.snapshot import read_snapshot
 from sgpu_magic.packages.uv_command import index_variables, last_error
 from sgpu_magic.wire.attachments import Wheel
+from sgpu_magic.wire.option_text import TextWithOptions
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -50,7 +52,7 @@ def node(tmp_path: Path, index: SmallIndex) -> Iterator[Nodes]:
 
 def refusal(said: BuildReady | BuildRefused) -> str:
     assert isinstance(said, BuildRefused), said
-    return said.message
+    return str(said.message)
 
 
 # ---------------------------------------------------------------- what is in it
@@ -296,10 +298,15 @@ def test_another_python_platform_or_conda_is_refused_with_the_way_out(node: Node
 
 def test_what_has_no_wheel_is_not_built_unasked(node: Nodes):
     line = "secretproject @ git+https://user:geheim@127.0.0.1:9/project.git@0123456789012345678901234567890123456789"
-    said = refusal(node.build(environment_of(line)))
+    refused = node.build(environment_of(line))
+    said = refusal(refused)
     assert "secretproject" in said
     assert "--allow-build" in said
     assert "geheim" not in said
+    # a function's caller reads the option as the function takes it
+    assert isinstance(refused, BuildRefused)
+    assert isinstance(refused.message, TextWithOptions)
+    assert "allow_build=True" in refused.message.spelled(as_argument)
 
 
 def test_what_the_index_lacks_is_told_in_uvs_words(node: Nodes):

@@ -280,7 +280,7 @@ def test_a_run_is_told_at_80_percent_of_its_cost_limit_and_stopped_at_100() -> N
     assert machine.next_deadline() == pytest.approx(140.0)
     assert machine.handle(TimePassed(), 139.0) == []
     told = remarks(machine.handle(TimePassed(), 140.0))
-    assert told == {A: "80 % of its cost limit of $1.00 is used (--max-cost 1): it is stopped in 10 s"}
+    assert told == {A: "80 % of its cost limit of $1.00 is used: it is stopped in 10 s"}
     assert machine.next_deadline() == pytest.approx(150.0)
     out = machine.handle(TimePassed(), machine.next_deadline() or 0.0)
     assert stops(out)[A] == (

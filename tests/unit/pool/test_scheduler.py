@@ -242,7 +242,7 @@ def test_devices_in_use_outside_the_pool_are_left_alone() -> None:
     scheduler = Scheduler(node(*gpus(3, outside=[0])))
     assert launched(submit(scheduler, spec(A, 2)))[A].uuids == ("GPU-a10-1", "GPU-a10-2")
     told = submit(scheduler, spec(B, 1))
-    outside = "1 is in use outside the pool (python (pid 9) holds 12 GB; --allow-busy takes it)"
+    outside = "1 is in use outside the pool (python (pid 9) holds 12 GB; the option allow-busy takes it)"
     reason = f"needs 1 more A10; 2 are held by run aaaa; {outside}"
     assert told == [QueueMoved(B, 1, reason)]
 
@@ -518,7 +518,7 @@ def test_who_would_not_wait_is_refused_with_what_is_in_the_way() -> None:
     assert refused.error == "CapacityError"
     assert str(refused.reason) == (
         "the run needs 3 A10, 1 is free, and it does not wait: 2 are held by run aaaa, 1 is in use outside "
-        "the pool (python (pid 9) holds 12 GB; --allow-busy takes it). Queue it with --wait 10m, ask for "
+        "the pool (python (pid 9) holds 12 GB; the option allow-busy takes it). Queue it with --wait 10m, ask for "
         "fewer with --gpus, or choose another pool with --pool."
     )
     assert scheduler.run(B) is None
