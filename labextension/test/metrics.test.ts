@@ -12,6 +12,7 @@ const LOSS: MetricChart = {
   range: "0.4 to 2.1",
   low: 0.4,
   high: 2.1,
+  axis: "step",
   begins: "step 0",
   ends: "step 4",
   curves: [
@@ -26,6 +27,7 @@ const RATE: MetricChart = {
   range: "",
   low: 612.5,
   high: 1837.5,
+  axis: "seconds",
   begins: "0 s",
   ends: "",
   curves: [{ rank: 0, last: "1225", steps: [0], values: [1225] }],

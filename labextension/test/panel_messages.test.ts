@@ -33,7 +33,7 @@ describe("a malformed message", () => {
   });
 
   it("is ignored in a notebook's metadata", () => {
-    const kept = { choice: choice(), version: messages.VERSION };
+    const kept = { choice: choice(), version: messages.CHOICE_VERSION };
     expect(messages.readSavedChoice({ ...kept, later: 1 })).toMatchObject(kept);
     for (const none of [undefined, null, "a10", { ...kept, choice: { gpus: "2" } }, { ...kept, version: 99 }]) {
       expect(messages.readSavedChoice(none)).toBeNull();

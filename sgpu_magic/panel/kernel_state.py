@@ -29,10 +29,10 @@ from sgpu_magic.packages.package_metadata import packages_of
 from sgpu_magic.packages.requirement_files import key_of, version_of
 from sgpu_magic.packages.snapshot import Change, changes, versions
 from sgpu_magic.panel.pool_state import as_sentence
-from sgpu_magic.panel.schema import BaseChoice, PackageLine, PanelKernel, PanelPlan, PanelSession
+from sgpu_magic.panel.schema import VERSION, BaseChoice, PackageLine, PanelKernel, PanelPlan, PanelSession
 from sgpu_magic.runs.choice.keeper import CurrentChoice
 from sgpu_magic.runs.choice.packages import Base, base_of, base_versions, problem_of_base
-from sgpu_magic.runs.choice.schema import VERSION, Choice, KeptChoice, describe_choice, label_of
+from sgpu_magic.runs.choice.schema import Choice, KeptChoice, describe_choice, label_of
 from sgpu_magic.runs.environments import describe_stale, report, since_connected
 from sgpu_magic.runs.kernel_context import KernelContext
 from sgpu_magic.runs.sessions import registry

@@ -27,6 +27,7 @@ from sgpu_magic.panel.device_rows import (
     with_use,
 )
 from sgpu_magic.panel.schema import (
+    VERSION,
     PanelHistory,
     PanelPool,
     PanelType,
@@ -36,7 +37,6 @@ from sgpu_magic.panel.schema import (
     RunParameter,
     RunRow,
 )
-from sgpu_magic.runs.choice.schema import VERSION
 from sgpu_magic.views.format_pool import (
     Holders,
     device_holders,

@@ -7,6 +7,9 @@ from typing import Literal
 from sgpu_magic.runs.choice.schema import Choice
 from sgpu_magic.views.live.schema import Message
 
+VERSION = 2
+"""Version of what the panel receives. A front end only draws its own version."""
+
 PoolState = Literal["up", "none", "lost", "other-version", "problem"]
 """`none`: never started, or stopped after being idle; `lost`: it was running and does not answer."""
 
@@ -301,7 +304,7 @@ class PanelKernel(Message, frozen=True):
     """A kernel that has loaded sgpu-magic.
 
     Args:
-        version: `VERSION` of `runs/choice/schema`.
+        version: `VERSION`.
         package_version: The version of sgpu-magic.
         pool: The pool in the settings.
         choice: The choice in effect; None without one.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePath
 
@@ -65,7 +66,8 @@ def curve_text(values: Sequence[int | None]) -> str:
 
 def whole_span(values: Sequence[int | None]) -> list[int | None]:
     """Return the values of ten minutes, None before the first."""
-    return [*[None] * (HISTORY_POINTS - len(values)), *values][-HISTORY_POINTS:]
+    missing = itertools.repeat(None, HISTORY_POINTS - len(values))
+    return [*missing, *values][-HISTORY_POINTS:]
 
 
 def average_of(history: DeviceHistory) -> int | None:

@@ -99,6 +99,7 @@ def _chart(metric: LoggedMetric, most: int, curves: int) -> MetricChart:
         range="" if values == last_value else values,
         low=low,
         high=high,
+        axis="seconds" if by_time else "step",
         begins=first,
         ends=last if last != first else "",
         curves=tuple(_curve(series, most, began_ms if by_time else None) for series in drawn),

@@ -1,7 +1,7 @@
 /** Parses the messages that the environment panel receives. */
 
 import { BadMessage } from "../shared/checks";
-import { keptChoice, kernelReply, panelUpdate, VERSION } from "./records";
+import { CHOICE_VERSION, keptChoice, kernelReply, panelUpdate, VERSION } from "./records";
 import type { KeptChoice, KernelReply, PanelUpdate } from "./records";
 
 export * from "./records";
@@ -35,7 +35,7 @@ export function readReply(value: unknown): KernelReply {
 export function readSavedChoice(value: unknown): KeptChoice | null {
   try {
     const kept = keptChoice(value, "choice", false);
-    return kept.version === VERSION ? kept : null;
+    return kept.version === CHOICE_VERSION ? kept : null;
   } catch {
     return null;
   }

@@ -12,7 +12,7 @@
 import { bool, kinds, list, nullable, num, oneOf, record, str } from "../shared/checks";
 import type { Of } from "../shared/checks";
 
-export const VERSION = 1;
+export const CHOICE_VERSION = 1;
 
 export const CHOICE_KEY = "sgpu";
 
@@ -28,6 +28,8 @@ export type Choice = Of<typeof choice>;
 
 export const keptChoice = record({ choice, version: num });
 export type KeptChoice = Of<typeof keptChoice>;
+
+export const VERSION = 2;
 
 export const poolState = oneOf("up", "none", "lost", "other-version", "problem");
 export type PoolState = Of<typeof poolState>;

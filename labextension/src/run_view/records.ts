@@ -37,6 +37,7 @@ export const metricChart = record({
   range: str,
   low: num,
   high: num,
+  axis: oneOf("step", "seconds"),
   begins: str,
   ends: str,
   curves: list(metricCurve),

@@ -14,7 +14,7 @@ import msgspec
 
 from sgpu_magic.options import notebook_job
 from sgpu_magic.runs.choice.known_notebooks import KnownNotebooks
-from sgpu_magic.runs.choice.schema import VERSION, Choice, KeptChoice, Read, normal, read_kept
+from sgpu_magic.runs.choice.schema import CHOICE_VERSION, Choice, KeptChoice, Read, normal, read_kept
 from sgpu_magic.runs.notebook import notebook_path
 from sgpu_magic.wire.decoding import JsonDecoder, decode_json
 
@@ -96,7 +96,7 @@ class ChoiceKeeper:
             UsageError: The state directory belongs to another user.
         """
         choice = normal(choice)
-        kept = KeptChoice(choice=choice, version=VERSION)
+        kept = KeptChoice(choice=choice, version=CHOICE_VERSION)
         self._known.add(choice, self._notebook())
         with self._lock:
             # a choice that the notebook's file has already need not be written, and later changes of the file count

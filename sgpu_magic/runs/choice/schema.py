@@ -10,8 +10,8 @@ from sgpu_magic.views.live.schema import Message
 from sgpu_magic.wire.decoding import convert
 from sgpu_magic.wire.devices import ANY, canonical_type
 
-VERSION = 1
-"""Version of all records of the panel. A front end only draws its own version."""
+CHOICE_VERSION = 1
+"""Version of `KeptChoice`. A kernel or front end ignores a choice of a later version."""
 
 CHOICE_KEY = "sgpu"
 """Key of the choice in a notebook's metadata."""
@@ -46,7 +46,7 @@ class KeptChoice(Message, frozen=True):
 
     Args:
         choice: The choice.
-        version: `VERSION`.
+        version: `CHOICE_VERSION`.
     """
 
     choice: Choice
@@ -78,7 +78,7 @@ def read_kept(found: object) -> Read:
         return Read(None, _unreadable(str(error).rstrip(".")))
     if problem := problem_of(kept.choice):
         return Read(None, _unreadable(problem.rstrip(".")))
-    if kept.version > VERSION:
+    if kept.version > CHOICE_VERSION:
         return Read(
             kept, "This notebook's choice was saved by a newer sgpu-magic; what this version does not know is ignored."
         )

@@ -73,6 +73,7 @@ class MetricChart(Message, frozen=True):
         range: The smallest and the largest value in words: `0.03 to 2.3`; "" if `last` is the only one.
         low: Lower end of the vertical axis.
         high: Upper end of the vertical axis, above `low`.
+        axis: What the positions count.
         begins: The first position in words: `step 0`, or `0 s` for points that all have the same step.
         ends: The last position in words: `step 39`, `12.4 s`; "" if it is the first.
         curves: A curve for each rank that has logged it, at most eight.
@@ -84,6 +85,7 @@ class MetricChart(Message, frozen=True):
     range: str
     low: float
     high: float
+    axis: Literal["step", "seconds"]
     begins: str
     ends: str
     curves: tuple[MetricCurve, ...]

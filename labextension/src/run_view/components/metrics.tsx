@@ -1,7 +1,8 @@
-import { useId, useMemo, useRef, useState } from "preact/hooks";
+import { useId, useMemo, useState } from "preact/hooks";
 
 import { formatCount } from "../../shared/units";
 import type { MetricChart, MetricCurve } from "../messages";
+import { useCurveCursor } from "./curve_cursor";
 
 const WIDTH = 240;
 const HEIGHT = 48;
@@ -36,26 +37,11 @@ export function Metrics({ charts, text, more }: Props) {
 
 function Chart({ chart }: { chart: MetricChart }) {
   const { curves } = chart;
-  const [cursor, setCursor] = useState<number | null>(null);
-  const box = useRef<SVGSVGElement>(null);
   const lines = useMemo(() => curves.map((curve) => path(chart, curve)), [chart]);
   const steps = useMemo(() => [...new Set(curves.flatMap((curve) => curve.steps))].sort((a, b) => a - b), [chart]);
   const last = steps.length - 1;
-  const at = cursor === null ? null : Math.min(cursor, last);
+  const { at, slider } = useCurveCursor({ last, pointAt: (share) => nearest(steps, share) });
   const step = at === null ? undefined : steps[at];
-
-  const read = (index: number | null) => setCursor(index === null ? null : Math.max(0, Math.min(index, last)));
-  const onPointer = (event: PointerEvent) => {
-    const { left, width } = box.current?.getBoundingClientRect() ?? { left: 0, width: 0 };
-    if (width > 0) read(nearest(steps, (event.clientX - left) / width));
-  };
-  const onKey = (event: KeyboardEvent) => {
-    const from = at ?? last;
-    const to = { ArrowLeft: from - 1, ArrowRight: from + 1, Home: 0, End: last }[event.key];
-    if (to === undefined) return;
-    event.preventDefault();
-    read(to);
-  };
   const isOne = curves.length === 1;
   return (
     <div class="sgpu-chart">
@@ -63,23 +49,12 @@ function Chart({ chart }: { chart: MetricChart }) {
         <b>{chart.name}</b> {chart.last} <span>{chart.range}</span>
       </div>
       <svg
-        ref={box}
+        {...slider}
         viewBox={`0 0 ${WIDTH} ${HEIGHT}`}
-        preserveAspectRatio="none"
-        role="slider"
         aria-label={chart.name}
-        aria-valuemin={0}
-        aria-valuemax={last}
-        aria-valuenow={at ?? last}
         aria-valuetext={describe(chart, step ?? steps[last] ?? 0)}
-        aria-readonly={true}
         // SVG attributes are case-sensitive: `tabIndex` would be ignored
         tabindex={0}
-        onPointerMove={onPointer}
-        onPointerLeave={() => read(null)}
-        onFocus={() => read(last)}
-        onBlur={() => read(null)}
-        onKeyDown={onKey}
       >
         {/* the first rank's curve is above the others */}
         {lines.map((d, index) => <path key={index} class={colour(index)} d={d} vector-effect="non-scaling-stroke" />).reverse()}
@@ -184,7 +159,7 @@ function valueText(curve: MetricCurve, step: number): string {
 }
 
 function positionText(chart: MetricChart, step: number): string {
-  return chart.begins.startsWith("step") ? `step ${formatCount(step)}` : `${step} s`;
+  return chart.axis === "step" ? `step ${formatCount(step)}` : `${step} s`;
 }
 
 function round(value: number): number {

@@ -1,7 +1,8 @@
-import { useMemo, useRef, useState } from "preact/hooks";
+import { useMemo } from "preact/hooks";
 
 import { formatValue } from "../../shared/units";
 import type { Curve } from "../messages";
+import { useCurveCursor } from "./curve_cursor";
 
 const WIDTH = 100;
 const HEIGHT = 26;
@@ -80,48 +81,22 @@ interface Props {
 
 /** A curve without axes; the pointer and the arrow keys read its values. */
 export function Sparkline({ curve, label, warn = false, isTabStop = true, onRead }: Props) {
-  const [cursor, setCursor] = useState<number | null>(null);
-  const box = useRef<SVGSVGElement>(null);
   const last = curve.values.length - 1;
-  const at = cursor === null ? null : Math.max(0, Math.min(cursor, last));
-
-  const read = (index: number | null) => {
-    const bounded = index === null ? null : Math.max(0, Math.min(index, last));
-    setCursor(bounded);
-    onRead?.(bounded === null || last < 0 ? "" : describe(curve, bounded));
-  };
-  const onPointer = (event: PointerEvent) => {
-    const { left, width } = box.current?.getBoundingClientRect() ?? { left: 0, width: 0 };
-    if (width > 0) read(Math.round(((event.clientX - left) / width) * last));
-  };
-  const onKey = (event: KeyboardEvent) => {
-    const from = at ?? last;
-    const to = { ArrowLeft: from - 1, ArrowRight: from + 1, Home: 0, End: last }[event.key];
-    if (to === undefined) return;
-    event.preventDefault();
-    read(to);
-  };
+  const { at, slider } = useCurveCursor({
+    last,
+    pointAt: (share) => Math.round(share * last),
+    onRead: (index) => onRead?.(index === null || last < 0 ? "" : describe(curve, index)),
+  });
 
   return (
     <svg
-      ref={box}
+      {...slider}
       class={`sgpu-spark${warn ? " sgpu-warned" : ""}`}
       viewBox={`0 0 ${WIDTH} ${HEIGHT}`}
-      preserveAspectRatio="none"
-      role="slider"
       aria-label={label}
-      aria-valuemin={0}
-      aria-valuemax={Math.max(last, 0)}
-      aria-valuenow={at ?? Math.max(last, 0)}
       aria-valuetext={`${curve.name} ${describe(curve, at ?? last)}`}
-      aria-readonly={true}
       // SVG attributes are case-sensitive: `tabIndex` would be ignored
       tabindex={isTabStop ? 0 : -1}
-      onPointerMove={onPointer}
-      onPointerLeave={() => read(null)}
-      onFocus={() => read(last)}
-      onBlur={() => read(null)}
-      onKeyDown={onKey}
     >
       <CurvePaths curve={curve} />
       {at !== null && last > 0 && !isFlatZero(curve) && (
