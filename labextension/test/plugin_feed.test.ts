@@ -43,6 +43,7 @@ function snapshot(seq: number, final = false): Snapshot {
     tracked: null,
     lines: [2],
     can_cancel: true,
+    own_sessions: [],
     stop: "Cancel",
     attach: "",
   };

@@ -57,6 +57,7 @@ export function snapshot(change: Partial<Snapshot> = {}): Snapshot {
     tracked: null,
     lines: [0, 0, 0, 0],
     can_cancel: true,
+    own_sessions: [],
     stop: "Cancel",
     attach: "%sgpu_attach 7f3a",
     ...change,
@@ -140,6 +141,8 @@ export function respondingWith(total: number, change: Partial<Snapshot> = {}, te
         return { kind: "log-answer", n: 0, text: `piece at ${question.offset}\n`, next_offset: null };
       case "cancel":
         return { kind: "text", n: 0, lines: ["cancelling run 7f3a"] };
+      case "end-session":
+        return { kind: "text", n: 0, lines: [`session ${question.session} is being ended`] };
       case "stacks":
         return { kind: "text", n: 0, lines: ["rank 1   is in load_batch"] };
     }

@@ -450,6 +450,23 @@ describe("the buttons", () => {
     await eventually(() => expect(query(el, ".sgpu-notice").textContent).toContain("cancelling run 7f3a"));
   });
 
+  it("end the notebook's sessions that hold the devices", async () => {
+    const held = [
+      { run_id: "5e55", name: "session walk" },
+      { run_id: "5e56", name: "session talk" },
+      { run_id: "5e57", name: "session third" },
+    ];
+    const transport = new TestTransport(respondingWith(0, { state: "queued", own_sessions: held }));
+    const { el } = mounted(transport);
+    await eventually(() => button(el, "End session walk"));
+    const labels = [...el.querySelectorAll(".sgpu-buttons button")].map((each) => each.textContent);
+    expect(labels.slice(-3)).toEqual(["End session walk", "End session talk", "Cancel"]);
+    button(el, "End session talk").click();
+    await eventually(() => expect(query(el, ".sgpu-notice").textContent).toContain("session 5e56 is being ended"));
+    transport.sendSnapshot(snapshot({ state: "running", own_sessions: [] }));
+    await eventually(() => expect(el.textContent).not.toContain("End session"));
+  });
+
   it("interrupt a kernel that does not answer", async () => {
     const usual = respondingWith(0);
     const transport = new TestTransport((question) => (question.kind === "cancel" ? never() : usual(question)), "shell");

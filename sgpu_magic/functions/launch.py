@@ -98,7 +98,7 @@ def prepare(
 
 
 def _collect(context: KernelContext, submission: Submission, ui: str) -> list[Any]:
-    run = submit(context.pool_of(submission), submission)
+    run = submit(context.pool_of(submission), submission, waits=True)
     result = context.collect(run, ui)
     if result is None:
         run_id = short(run.run_id)

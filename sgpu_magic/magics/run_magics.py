@@ -173,7 +173,7 @@ class DistributedMagics(Magics):
             cell = read_cell(self.context, magic_line, cell_body, options)
             check_outputs(cell, options.outputs)
             submission = describe(self.context, pack_cell(self.context, cell, options), options, found, session)
-        run = submit(found.pool, submission)
+        run = submit(found.pool, submission, waits=not options.nowait)
 
         def over(_: RunView) -> None:
             if session is None and found.pool is self.pool:
@@ -208,7 +208,7 @@ class DistributedMagics(Magics):
             with recorded_directory(context.current_settings(), values.run) as directory:
                 recorded = read_recorded(directory)
             submission = prepare_replay(context, recorded, options)
-        run = submit(context.pool_of(submission), submission)
+        run = submit(context.pool_of(submission), submission, waits=True)
         return context.collect(run, options.ui)
 
     @line_magic

@@ -23,7 +23,9 @@ from sgpu_magic.pool.scheduling.end_reason import (
     SessionWasIdle,
     TimeLimitReached,
     WaitOver,
+    WaitsForOwnSessions,
 )
+from sgpu_magic.pool.scheduling.wait_reason import Holders
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.option_text import OptionName, Text, TextWithOptions, text_of
 
@@ -47,6 +49,8 @@ def format_end(reason: EndReason | None) -> Text:
             return f"the cluster added nothing within {format_exact_span(wait_s)}"
         case WaitOver():
             return _format_wait_over(reason)
+        case WaitsForOwnSessions():
+            return _format_own_sessions(reason)
         case CellWaitOver(wait_s=wait_s, reason=why):
             if wait_s:
                 waited = format_exact_span(wait_s)
@@ -108,6 +112,24 @@ def _format_wait_over(over: WaitOver) -> Text:
     fewer, other_pool = OptionName("gpus"), OptionName("pool")
     return text_of(
         f"{waited}: {why}. ", remedy, ", ask for fewer with ", fewer, ", or choose another pool with ", other_pool, "."
+    )
+
+
+def _format_own_sessions(waits: WaitsForOwnSessions) -> Text:
+    held = ", ".join(format_holders(Holders(waits.sessions)))
+    which = "that session" if len(waits.sessions) == 1 else "those sessions"
+    ends = "ends it" if len(waits.sessions) == 1 else "ends each"
+    return text_of(
+        f"the run needs {format_amount(waits.need, waits.line)}, {waits.free} {'is' if waits.free == 1 else 'are'} "
+        f"free, and {held}. The notebook or program that waits for this run has {which}, and so can't end "
+        f"{'it' if len(waits.sessions) == 1 else 'them'} meanwhile. `%sgpu_disconnect NAME` {ends} before; or run in "
+        "the session, ask for fewer with ",
+        OptionName("gpus"),
+        ", choose another pool with ",
+        OptionName("pool"),
+        ", or wait all the same with ",
+        OptionName("wait", "2h"),
+        ".",
     )
 
 

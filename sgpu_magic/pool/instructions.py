@@ -30,7 +30,7 @@ from sgpu_magic.system.processes import stopped_below
 from sgpu_magic.wire.attachments import FilePayload, InlinePayload, SharedPayload, StoredPayload
 from sgpu_magic.wire.base import ErrorKind, FailureKind, RunState
 from sgpu_magic.wire.devices import Inventory, Lease
-from sgpu_magic.wire.events import AttemptFailed, Noted, QueueMoved, RunEnded, StateChanged, as_warning
+from sgpu_magic.wire.events import AttemptFailed, Noted, OwnSession, QueueMoved, RunEnded, StateChanged, as_warning
 from sgpu_magic.wire.files import PAYLOAD
 from sgpu_magic.wire.node import Launch
 from sgpu_magic.wire.option_text import Text
@@ -108,7 +108,8 @@ class Instructions:
         """Send a waiting run's position and reason to its followers."""
         run = self._active.get(run_id)
         if run is not None and self._accept(run):
-            moved = QueueMoved(position=status.position, reason=format_wait(status.reason))
+            own = tuple(OwnSession(held.run_id, held.session or "") for held in status.own_sessions)
+            moved = QueueMoved(position=status.position, reason=format_wait(status.reason), own_sessions=own)
             self._active.publish(run, moved, time.time())
 
     def end_of_fault(self, run: PoolRun, why: str, have_ranks_exited: bool) -> None:

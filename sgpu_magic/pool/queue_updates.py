@@ -48,7 +48,7 @@ class QueueUpdates:
         for run, position in queue.positions(_FIRST if deferred else None, self._sent):
             if deferred and run.number in self._sent and position > _FIRST:
                 continue
-            status = QueueStatus(position, queue.reason(run))
+            status = queue.status(run, position)
             if status != self._sent.get(run.number):
                 self._sent[run.number] = status
                 due[run.number] = run.run_id, status

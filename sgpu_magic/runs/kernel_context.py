@@ -36,7 +36,7 @@ from sgpu_magic.views.live.live_views import Buttons, LiveViews
 from sgpu_magic.views.publisher import SilentPublisher
 from sgpu_magic.views.run_notes import stop_texts
 from sgpu_magic.views.stacks import stacks_text
-from sgpu_magic.wire.base import RunState, short
+from sgpu_magic.wire.base import CancelReason, RunState, short
 
 
 class KernelContext:
@@ -259,12 +259,15 @@ class KernelContext:
             run.cancel(pressed)
             return text
 
+        def end_session(run_id: str) -> None:
+            self.pool_of(run).cancel(run_id, CancelReason.END_BUTTON)
+
         def stacks() -> list[str]:
             answer = self.pool_of(run).stacks(run.run_id)
             return stacks_text(answer.run_id, answer.stacks, answer.cell).splitlines()
 
         bring = run.mirror.follow if run.mirror is not None else None
-        return Buttons(run.directory, cancel, stacks, bring, run.send_comms, run.owned)
+        return Buttons(run.directory, cancel, end_session, stacks, bring, run.send_comms, run.owned)
 
 
 def _view(run: ClientRun, settings: Settings, *, error_follows: bool = False) -> RunView:

@@ -19,7 +19,7 @@ from sgpu_magic.config import Settings
 from sgpu_magic.errors import KeyRefused, PoolError, RunFileUnknown, RunUnknown, UsageError
 from sgpu_magic.files.run_directory import read_spec
 from sgpu_magic.views.run_notes import stop_texts
-from sgpu_magic.wire.base import is_valid_id
+from sgpu_magic.wire.base import CancelReason, is_valid_id
 from sgpu_magic.wire.files import EVENTS
 from sgpu_magic.wire.pool_status import RunSummary
 from sgpu_magic.wire.run import RunSpec
@@ -87,6 +87,11 @@ class RunLocation(ABC):
         with self.linked() as pool:
             pool.cancel(self.spec.run_id, pressed)
         return text
+
+    def end_session(self, run_id: str) -> None:
+        """End a session that the run waits for. Raises as `cancel` does."""
+        with self.linked() as pool:
+            pool.cancel(run_id, CancelReason.END_BUTTON)
 
     def stacks(self) -> Sequence[str]:
         """Return the stacks of all ranks, as lines. Raises as `cancel` does."""

@@ -103,7 +103,7 @@ class Follower:
         self._view.directory = str(location.directory) if location.bring is None else ""
         self._feed = Feed(self._view)
         logs = LogReader(location.directory, location.bring)
-        self._answers = Answers(self._view, self._feed, logs, location.cancel, location.stacks)
+        self._answers = Answers(self._view, self._feed, logs, location.cancel, location.end_session, location.stacks)
         self._file = EventFile(location.directory)
         self._lock = threading.Lock()
         self._snapshot: Snapshot | None = None

@@ -29,6 +29,7 @@ from sgpu_magic.wire.events import (
     Event,
     GroupRenewed,
     Noted,
+    OwnSession,
     PayloadReleased,
     Placed,
     QueueMoved,
@@ -78,6 +79,7 @@ class RunView:
         reason: Why it is in this state, "" when there is nothing to say.
         position: Position in the queue (1 is next), None when it is not queued.
         waiting_for: What it waits for, "" when it does not wait.
+        own_sessions: Sessions of the process that submitted it that hold devices which it could take, while it waits.
         lease: The devices, None until they are granted.
         host: Where its ranks are, "" until known.
         labels: The devices' labels in rank order, empty when there are none.
@@ -118,6 +120,7 @@ class RunView:
         self.reason = ""
         self.position: int | None = None
         self.waiting_for = ""
+        self.own_sessions: tuple[OwnSession, ...] = ()
         self.lease: Lease | None = None
         self.host = ""
         self.labels: tuple[str, ...] = ()
@@ -168,13 +171,13 @@ class RunView:
                 if state is RunState.STARTING:
                     self.times.starts(to_steady_time(event.at))
                 if state is not RunState.QUEUED:
-                    self.position, self.waiting_for = None, ""
-            case QueueMoved(position=position, reason=reason):
-                self.position, self.waiting_for = position, reason
+                    self._leave_queue()
+            case QueueMoved(position=position, reason=reason, own_sessions=own):
+                self.position, self.waiting_for, self.own_sessions = position, reason, own
             case Placed(lease=lease, host=host, labels=labels) as body:
                 self.lease, self.host, self.labels = lease, host, labels
                 self.hourly, self.currency = body.hourly, body.currency
-                self.position, self.waiting_for = None, ""
+                self._leave_queue()
                 self.times.placed_at = to_steady_time(event.at)
                 if lease.shared_cores is not None:
                     self._notes.add(run_notes.shared_cores_note(lease.ranks, lease.shared_cores))
@@ -328,6 +331,9 @@ class RunView:
             self._last_stall = stall_note(self.stalled, self.spec.cell)
             self.stalled = None
 
+    def _leave_queue(self) -> None:
+        self.position, self.waiting_for, self.own_sessions = None, "", ()
+
     def _end(self, body: RunEnded) -> None:
         self.output.finish_lines()
         if self.log is not None:
@@ -349,7 +355,7 @@ class RunView:
         if body.reason == CancelReason.OWNER_GONE and self.session is None:
             # this is read in another kernel
             self._notes.add(f"%sgpu_attach {self.short_id} shows run {self.short_id} again")
-        self.position, self.waiting_for = None, ""
+        self._leave_queue()
 
 
 def _spelled(ended: RunEnded, kind: RunKind) -> RunEnded:

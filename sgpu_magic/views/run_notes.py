@@ -26,7 +26,7 @@ def run_name(spec: RunSpec | RunSummary) -> str:
     """Return `train_digits` for a cell, `train(...)` for a call, `session work` for a session."""
     match spec.kind:
         case RunKind.SESSION:
-            return f"session {spec.name or short(spec.run_id)}"
+            return session_name(spec.run_id, spec.name)
         case RunKind.CALL if spec.name and "(" not in spec.name:
             return f"{spec.name}(...)"
         case kind:
@@ -38,6 +38,11 @@ def stop_texts(spec: RunSpec | RunSummary) -> tuple[CancelReason, str]:
     if spec.kind is RunKind.SESSION:
         return CancelReason.END_BUTTON, f"{run_name(spec)} is being ended"
     return CancelReason.CANCEL_BUTTON, f"run {short(spec.run_id)} is being stopped"
+
+
+def session_name(run_id: str, name: str) -> str:
+    """Return `session walk`, or `session 7f3a` without a name."""
+    return f"session {name or short(run_id)}"
 
 
 def cancelled_sentence(run_id: str, reason: str) -> str:

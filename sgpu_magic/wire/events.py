@@ -30,11 +30,30 @@ class StateChanged(Record, frozen=True, tag="state", kw_only=True):
     reason: str = ""
 
 
+class OwnSession(Record, frozen=True):
+    """A session of the process that submitted the run.
+
+    Args:
+        run_id: Its run id.
+        name: Its name, maybe empty.
+    """
+
+    run_id: str
+    name: str
+
+
 class QueueMoved(Record, frozen=True, tag="queue", kw_only=True):
-    """The run is queued: its position (1 is next) and what it waits for."""
+    """The run is queued.
+
+    Args:
+        position: Its position; 1 is next.
+        reason: What it waits for.
+        own_sessions: Sessions that hold devices which it could take.
+    """
 
     position: int
     reason: str
+    own_sessions: tuple[OwnSession, ...] = ()
 
 
 class Placed(Record, frozen=True, tag="placed", kw_only=True):

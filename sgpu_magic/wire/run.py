@@ -156,6 +156,11 @@ class Owner(Record, frozen=True, kw_only=True):
     cell: str = ""
     namespace: int = 0
 
+    @property
+    def process(self) -> tuple[str, int, int]:
+        """What identifies the process."""
+        return self.host, self.namespace, self.pid
+
 
 class Shipped(Record, frozen=True, kw_only=True):
     """What was captured, for the line shown to the user.
@@ -207,6 +212,7 @@ class RunSpec(OfRun, frozen=True, kw_only=True):
         profile: Record a torch profiler trace on each rank.
         replay_of: Run id of the run that it replays; "" for none.
         grouped: The final views show the lines rank by rank.
+        blocks_owner: The process that submitted it waits for it and can end none of its sessions meanwhile.
         ray: Its code is the driver of a private Ray cluster on the lease's nodes, and runs on rank 0 only.
     """
 
@@ -243,6 +249,7 @@ class RunSpec(OfRun, frozen=True, kw_only=True):
     profile: bool = False
     replay_of: str = ""
     grouped: bool = False
+    blocks_owner: bool = False
     ray: bool = False
 
     @property

@@ -440,6 +440,19 @@ def test_a_lease_of_its_own_beside_a_session(session: Kernel):
     assert session.check("%%distributed --session none -n 2\nprint(world_size)").lines(1) == ["2"]
 
 
+def test_a_cell_that_only_its_own_session_could_let_start_is_refused(session: Kernel):
+    reply = session.run("%%distributed --session none -n 13 --type cpu\n1")
+    assert (reply.ename, "4 are held by session main" in reply.evalue) == ("CapacityError", True), reply.story
+    assert "--wait 2h" in reply.evalue
+    session.check("def f(): return 1")
+    reply = session.run("import sgpu_magic; sgpu_magic.distributed(gpus=13, gpu_type='cpu')(f).distributed()")
+    assert (reply.ename, 'wait="2h"' in reply.evalue) == ("CapacityError", True), reply.story
+    # one that another cell can still end the session for waits
+    session.check("run = sgpu_magic.distributed(gpus=13, gpu_type='cpu')(f).distributed.submit()")
+    session.check("%sgpu_disconnect")
+    assert session.check("run.result(60)").result == str([1] * 13)
+
+
 @pytest.mark.parametrize("magic", ["connect", "disconnect", "pull", "push", "restart", "auto", "status", "attach"])
 def test_every_magic_helps(kernel: Kernel, magic: str):
     assert f"usage: %sgpu_{magic}" in kernel.check(f"%sgpu_{magic} -h").streams

@@ -51,8 +51,16 @@ class LiveRun:
             "submitted_at": self.at,
         }
         self.view = RunView(RunSpec(**{**fields, **spec}), pool="team")
+        self.ended_sessions: list[str] = []
         self.feed = Feed(self.view, clock=lambda: self.at)
-        self.answers = Answers(self.view, self.feed, LogReader(directory), lambda: "cancelled", lambda: ("rank 0",))
+        self.answers = Answers(
+            self.view,
+            self.feed,
+            LogReader(directory),
+            lambda: "cancelled",
+            self.ended_sessions.append,
+            lambda: ("rank 0",),
+        )
         self.order: list[tuple[int, int]] = []
         self._seq = 0
         self._sizes = [0] * ranks

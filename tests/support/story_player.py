@@ -46,7 +46,7 @@ def play(name: str, go: Path, ended: str = "") -> None:
     directory = Path.cwd() / f"log-{name}"
     directory.mkdir(exist_ok=True)
     view = RunView(spec, pool="team")
-    buttons = Buttons(directory, lambda: "it is being stopped", lambda: ["rank 0   is in train"])
+    buttons = Buttons(directory, lambda: "it is being stopped", lambda _: None, lambda: ["rank 0   is in train"])
     publisher = kernel_context().live_views.publisher_for("widget", view, sys.stdout, buttons)
 
     def apply(event: Event) -> None:

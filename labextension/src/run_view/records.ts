@@ -90,6 +90,9 @@ export type FailureBlock = Of<typeof failureBlock>;
 export const cost = record({ text: str, per_s: num, seconds: num, currency: str, mark: str });
 export type Cost = Of<typeof cost>;
 
+export const holdingSession = record({ run_id: str, name: str });
+export type HoldingSession = Of<typeof holdingSession>;
+
 export const link = record({ text: str, url: str });
 export type Link = Of<typeof link>;
 
@@ -129,6 +132,7 @@ export const snapshot = record({
   tracked: nullable(link),
   lines: list(num),
   can_cancel: bool,
+  own_sessions: list(holdingSession),
   stop: str,
   attach: str,
 });
@@ -179,6 +183,9 @@ export type AskLog = Of<typeof askLog>;
 export const askCancel = record({ kind: oneOf("cancel"), n: num });
 export type AskCancel = Of<typeof askCancel>;
 
+export const askEndSession = record({ kind: oneOf("end-session"), n: num, session: str });
+export type AskEndSession = Of<typeof askEndSession>;
+
 export const askStacks = record({ kind: oneOf("stacks"), n: num });
 export type AskStacks = Of<typeof askStacks>;
 
@@ -188,6 +195,7 @@ export const question = kinds({
   find: askFind,
   log: askLog,
   cancel: askCancel,
+  "end-session": askEndSession,
   stacks: askStacks,
 });
 export type Question = Of<typeof question>;

@@ -13,6 +13,8 @@ const MISSING_LINES_MS = 1_500;
 /** How long Cancel waits for the kernel's answer before it interrupts: on the main shell, and on other channels. */
 const CANCEL_TIMEOUT_MS = { shell: 700, other: 4_500 };
 
+type Action = "cancel" | "end session" | "stacks";
+
 /** The result of a button's action. */
 export interface Notice {
   readonly lines: readonly string[];
@@ -26,7 +28,7 @@ export class RunModel {
   link: LinkState = { busy: false, away: false, ended: "" };
   notice: Notice | null = null;
   /** Actions whose request is pending. */
-  readonly pendingActions = new Set<"cancel" | "stacks">();
+  readonly pendingActions = new Set<Action>();
   private received_ms = 0;
   private isHelloPending = false;
   private growTimer: ReturnType<typeof setTimeout> | undefined;
@@ -138,6 +140,11 @@ export class RunModel {
     });
   }
 
+  /** Ends a session that holds devices for which the run waits. */
+  async endSession(session: string): Promise<void> {
+    await this.runAction("end session", () => this.ask({ kind: "end-session", session }));
+  }
+
   /** Shows every rank's stack. */
   async stacks(): Promise<void> {
     await this.runAction("stacks", () => this.ask({ kind: "stacks" }));
@@ -165,7 +172,7 @@ export class RunModel {
     return answer.kind === "log-answer" ? answer : throwNoAnswer(answer);
   }
 
-  private async runAction(action: "cancel" | "stacks", send: () => Promise<readonly string[]>): Promise<void> {
+  private async runAction(action: Action, send: () => Promise<readonly string[]>): Promise<void> {
     if (this.pendingActions.has(action)) return;
     this.pendingActions.add(action);
     this.requestRedraw();

@@ -6,7 +6,7 @@ import msgspec
 
 from sgpu_magic.pool.scheduling.capacity import QueueKey
 from sgpu_magic.pool.scheduling.placement_refusal import RefusalReason
-from sgpu_magic.pool.scheduling.wait_reason import DeviceBlocker, Holders, WaitReason
+from sgpu_magic.pool.scheduling.wait_reason import DeviceBlocker, HeldByRun, Holders, WaitReason
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.option_text import Text
 
@@ -71,6 +71,22 @@ class WaitOver(msgspec.Struct, frozen=True):
     line: QueueKey
     wait_s: float
     reason: WaitReason | InUse
+
+
+class WaitsForOwnSessions(msgspec.Struct, frozen=True):
+    """Only sessions of the process that waits for the run could free its devices, and it can't end them meanwhile.
+
+    Args:
+        need: How many devices or slots it needs.
+        free: How many it could take now.
+        line: What they are.
+        sessions: Those sessions, each with what it holds.
+    """
+
+    need: int
+    free: int
+    line: QueueKey
+    sessions: tuple[HeldByRun, ...]
 
 
 class CellWaitOver(msgspec.Struct, frozen=True):
@@ -228,6 +244,7 @@ EndReason = (
     | SessionWasIdle
     | NoNodesInTime
     | WaitOver
+    | WaitsForOwnSessions
     | CellWaitOver
     | CostLimitReached
     | BudgetUsedUp

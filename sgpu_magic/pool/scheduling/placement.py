@@ -7,7 +7,7 @@ the counts as leases are taken and released.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from sgpu_magic.pool.scheduling.capacity import (
     CPU_LINE,
@@ -170,16 +170,27 @@ class FreeCapacity:
             self._fit_when_empty[want] = self._would_fit(want)
         return self._fit_when_empty[want]
 
-    def _would_fit(self, want: ResourceRequest) -> bool:
+    def fits_beside(self, want: ResourceRequest, held: Iterable[HeldByRun]) -> bool:
+        """Return whether the request would fit if all runs but these were over."""
+        return self._would_fit(want, frozenset(each.run_id for each in held))
+
+    def _would_fit(self, want: ResourceRequest, beside: Collection[str] = ()) -> bool:
         if want.line == CPU_LINE:
             if CPU in self.refused or self.stock.inventory.cpu_slots <= 0:
                 return False
-            return not self.stock.many or laid_out(want, self.stock.slots_by_node) is not None
+            kept = [self._slots[run_id][1] for run_id in beside if run_id in self._slots]
+            if self.stock.many:
+                slots = Counter(self.stock.slots_by_node)
+                for each in kept:
+                    slots.subtract(each)
+                return laid_out(want, slots) is not None
+            return self.need(want) <= self.stock.inventory.cpu_slots - sum(sum(each.values()) for each in kept)
         free = self._free_for(want)
         usable = Counter(
             device.node
             for device in self.stock.line(want.line)
             if device.uuid not in self.refused
+            and not any(holder in beside for holder in self._holders.get(device.uuid, ()))
             # devices that the pool's own runs hold count, even if the driver reports them as in use
             and (free.takes(device) or (device.uuid in self._holders and memory_bytes(device) >= free.min_memory_bytes))
         )
@@ -226,6 +237,13 @@ class FreeCapacity:
             if run_id not in without
         )
         return Holders(runs) if len(runs) <= most else Holders(runs[: most - 1], len(runs) - most + 1)
+
+    def held_by(self, want: ResourceRequest, run_ids: Collection[str]) -> tuple[HeldByRun, ...]:
+        """Return what these runs hold of a request's devices, without those that hold none."""
+        if not run_ids:
+            return ()
+        held = self.holders(want, most=self.stock.total(want.line) + 1).runs
+        return tuple(each for each in held if each.run_id in run_ids)
 
     def blockers(self, want: ResourceRequest) -> tuple[DeviceBlocker, ...]:
         """Return what blocks the request that no run of this pool can free."""

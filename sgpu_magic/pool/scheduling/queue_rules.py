@@ -19,7 +19,7 @@ import msgspec
 
 from sgpu_magic.pool.scheduling.capacity import STRICT_PACK, QueueKey, ResourceRequest
 from sgpu_magic.pool.scheduling.costs import CostRules
-from sgpu_magic.pool.scheduling.end_reason import BudgetExhausted
+from sgpu_magic.pool.scheduling.end_reason import BudgetExhausted, WaitsForOwnSessions
 from sgpu_magic.pool.scheduling.fair_share import FairShare
 from sgpu_magic.pool.scheduling.placement import FreeCapacity
 from sgpu_magic.pool.scheduling.placement_refusal import PlacementRefusal
@@ -293,13 +293,28 @@ class QueueRules:
                 self._table.change(head[0], overtaken_at=self._table.now)
 
     def _give_up(self) -> list[Instruction]:
-        """End or refuse the runs whose waiting time is over."""
+        """End or refuse the runs whose waiting time is over, or that nothing but their owner's sessions can free."""
         waiting = [(run, run.want) for run in self._table.waiting() if run.want is not None]
+        if blocked := self._blocked_by_own_sessions(waiting):
+            return blocked
         due = [(run, want) for run, want in waiting if self._table.waited_in_vain(run)]
         keepers = self.keepers(self.waiting()) if due else Blockers()
         unfreed = unfreed_devices(self._table)
         given_up = [self._table.give_up(run, wait_over(run, want, self.room, keepers, unfreed)) for run, want in due]
         return [instruction for instructions in given_up for instruction in instructions]
+
+    def _blocked_by_own_sessions(self, waiting: Waiting) -> list[Instruction]:
+        """End or refuse the runs that could start only if sessions ended of the process that waits for them."""
+        sessions = self._table.sessions_by_owner()
+        out: list[Instruction] = []
+        for run, want in waiting if sessions else ():
+            if not run.spec.blocks_owner or run.spec.wait_s is not None:
+                continue
+            held = self.room.held_by(want, sessions.get(run.spec.owner.process, ()))
+            if held and self.room.fits_when_empty(want) and not self.room.fits_beside(want, held):
+                reason = WaitsForOwnSessions(self.room.need(want), self.room.free(want), want.line, held)
+                out += self._table.give_up(run, reason)
+        return out
 
     def _aged(self, since: float | None) -> bool:
         return since is not None and self._table.now >= since + self._pass_over_s

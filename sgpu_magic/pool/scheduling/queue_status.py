@@ -19,6 +19,7 @@ from sgpu_magic.pool.scheduling.wait_reason import (
     DeviceBlocker,
     DevicesReserved,
     DevicesUnknown,
+    HeldByRun,
     Holders,
     NodeFree,
     NodeReserved,
@@ -89,6 +90,7 @@ class QueueSnapshot:
         self._lines = queue.waiting()
         self._keepers = queue.keepers(self._lines)
         self._unfreed = unfreed_devices(table)
+        self._sessions = table.sessions_by_owner()
         self._found: dict[tuple[ResourceRequest, str | None], WaitReason] = {}
 
     def positions(self, most: int | None = None, known: Collection[int] = ()) -> list[tuple[ScheduledRun, int]]:
@@ -119,7 +121,16 @@ class QueueSnapshot:
 
     def statuses(self) -> dict[str, QueueStatus]:
         """Return the position and reason of each waiting run."""
-        return {run.run_id: QueueStatus(position, self.reason(run)) for run, position in self.positions()}
+        return {run.run_id: self.status(run, position) for run, position in self.positions()}
+
+    def status(self, run: ScheduledRun, position: int) -> QueueStatus:
+        """Return a waiting run's status; `position` is that of `positions`."""
+        return QueueStatus(position, self.reason(run), self._own_sessions(run))
+
+    def _own_sessions(self, run: ScheduledRun) -> tuple[HeldByRun, ...]:
+        if run.spec.session or run.want is None:
+            return ()
+        return self._room.held_by(run.want, self._sessions.get(run.spec.owner.process, ()))
 
     def reason(self, run: ScheduledRun) -> WaitReason:
         """Return what a waiting run waits for."""

@@ -84,6 +84,14 @@ class RunTable:
     def sessions(self) -> list[ScheduledRun]:
         return _in_order(self._sessions)
 
+    def sessions_by_owner(self) -> dict[tuple[str, int, int], list[str]]:
+        """Return the run ids of the open sessions that hold devices, by the process that started them."""
+        found: dict[tuple[str, int, int], list[str]] = {}
+        for session in self.sessions():
+            if session.is_open and session.lease is not None:
+                found.setdefault(session.spec.owner.process, []).append(session.run_id)
+        return found
+
     def on_meter(self) -> list[ScheduledRun]:
         """Return the runs with a price whose meters run and that are not being stopped."""
         return [run for run in _in_order(self._costly) if run.is_on_meter]

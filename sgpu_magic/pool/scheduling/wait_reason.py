@@ -351,7 +351,9 @@ class QueueStatus(msgspec.Struct, frozen=True):
     Args:
         position: Its position in its queue or session; 1 is next.
         reason: What it waits for.
+        own_sessions: Sessions of the same process that hold devices which it could take.
     """
 
     position: int
     reason: WaitReason
+    own_sessions: tuple[HeldByRun, ...] = ()

@@ -57,8 +57,13 @@ _sent: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {}
 _environments: dict[str, Environment] = {}
 
 
-def submit(pool: Pool, submission: Submission) -> ClientRun:
+def submit(pool: Pool, submission: Submission, *, waits: bool = False) -> ClientRun:
     """Submit a run to its pool, with the packages, code, variables and files that it needs there.
+
+    Args:
+        pool: The pool.
+        submission: The run.
+        waits: The calling thread waits for the run's end next.
 
     Raises:
         UsageError: This process belongs to a rank of a run.
@@ -77,6 +82,8 @@ def submit(pool: Pool, submission: Submission) -> ClientRun:
         settings = pool.settings
         spec, environ, along = _inputs_of(pool, settings, submission)
         spec, tracking = tracking_of(settings, notebook_job.limited(printable(spec)), submission)
+        # a session can be ended from another thread while this one waits
+        spec = replace(spec, blocks_owner=waits and threading.current_thread() is threading.main_thread())
         along = replace(along, tracking=tracking, uploads=_uploads_of(submission))
         run = pool.submit(spec, submission.packed, submission.key, environ, along)
     except KeyboardInterrupt:

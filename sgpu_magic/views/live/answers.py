@@ -22,6 +22,7 @@ from sgpu_magic.views.live.messages import (
     MAX_MATCHES,
     Answer,
     AskCancel,
+    AskEndSession,
     AskFind,
     AskHello,
     AskLines,
@@ -55,6 +56,7 @@ class Answers(msgspec.Struct, frozen=True):
         feed: Its feed.
         reader: Its logs.
         cancel: Cancels the run and returns a sentence about it.
+        end_session: Ends a session, given its run id.
         stacks: Returns the stacks of the ranks as lines.
     """
 
@@ -62,6 +64,7 @@ class Answers(msgspec.Struct, frozen=True):
     feed: Feed
     reader: LogReader
     cancel: Callable[[], str]
+    end_session: Callable[[str], None]
     stacks: Callable[[], Sequence[str]]
 
     def answer(self, question: Question) -> Answer:
@@ -92,6 +95,12 @@ class Answers(msgspec.Struct, frozen=True):
                 return self._log(question)
             case AskCancel(n=n):
                 return TextAnswer(n=n, lines=(_cut(self.cancel()),))
+            case AskEndSession(n=n, session=run_id):
+                session = next((each for each in self.feed.own_sessions if each.run_id == run_id), None)
+                if session is None:
+                    return Refusal(n=n, text=f"run {self.view.short_id} does not wait for that session any more.")
+                self.end_session(run_id)
+                return TextAnswer(n=n, lines=(f"{session.name} is being ended",))
             case AskStacks(n=n):
                 return TextAnswer(n=n, lines=_bounded(self.stacks()))
 

@@ -13,7 +13,7 @@ from sgpu_magic.views.live.messages import (
     HelloAnswer,
     NewLines,
 )
-from sgpu_magic.views.live.schema import Snapshot
+from sgpu_magic.views.live.schema import HoldingSession, Snapshot
 from sgpu_magic.views.live.snapshot import snapshot_of
 from sgpu_magic.views.units import steady_time
 
@@ -28,7 +28,8 @@ class Feed:
     """The updates for a run's front end.
 
     One thread owns the view: it applies events and calls `updates` and `snapshot`. Any thread may call `hello`,
-    `since`, `locate`, `numbers_of` and `totals`, which read only data protected by the log's lock, never the view.
+    `since`, `locate`, `numbers_of`, `totals` and `own_sessions`, which read only data protected by the log's lock,
+    never the view.
 
     Args:
         view: The run, before any event was applied.
@@ -121,6 +122,12 @@ class Feed:
         """Number of lines in each rank's log."""
         with self._lock:
             return tuple(self._order.totals)
+
+    @property
+    def own_sessions(self) -> tuple[HoldingSession, ...]:
+        """As in the last snapshot."""
+        with self._lock:
+            return self._latest.own_sessions
 
     # ------------------------------------------------------------ internals
 

@@ -144,6 +144,7 @@ class Buttons(msgspec.Struct, frozen=True):
     Args:
         directory: The run's directory, with a log for each rank.
         cancel: Cancels the run and returns a sentence about it. Called in any thread.
+        end_session: Ends a session, given its run id. Called in any thread.
         stacks: Returns the stacks of all ranks as lines. Called in any thread; may take a second.
         bring: Fetches new data of a file from another machine; None if the directory is the run's own.
         send: Sends comm messages to widgets of its ranks. Called in any thread.
@@ -152,6 +153,7 @@ class Buttons(msgspec.Struct, frozen=True):
 
     directory: Path
     cancel: Callable[[], str]
+    end_session: Callable[[str], None]
     stacks: Callable[[], Sequence[str]]
     bring: Callable[[str], None] | None = None
     send: SendToRank = lambda message, frames: None
@@ -159,7 +161,7 @@ class Buttons(msgspec.Struct, frozen=True):
 
     def answers(self, view: RunView, feed: Feed) -> Answers:
         """Return what answers a front end's requests about the run."""
-        return Answers(view, feed, LogReader(self.directory, self.bring), self.cancel, self.stacks)
+        return Answers(view, feed, LogReader(self.directory, self.bring), self.cancel, self.end_session, self.stacks)
 
 
 class LiveViews:

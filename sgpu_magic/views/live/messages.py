@@ -116,13 +116,25 @@ class AskCancel(Message, frozen=True, tag_field="kind", tag="cancel"):
     n: int
 
 
+class AskEndSession(Message, frozen=True, tag_field="kind", tag="end-session"):
+    """End a session that holds devices for which the run waits.
+
+    Args:
+        n: The request's number.
+        session: The session's run id, one of the snapshot's `own_sessions`.
+    """
+
+    n: int
+    session: str
+
+
 class AskStacks(Message, frozen=True, tag_field="kind", tag="stacks"):
     """Request the stacks of all ranks."""
 
     n: int
 
 
-Question = AskHello | AskLines | AskFind | AskLog | AskCancel | AskStacks
+Question = AskHello | AskLines | AskFind | AskLog | AskCancel | AskEndSession | AskStacks
 
 
 class HelloAnswer(Message, frozen=True, tag_field="kind", tag="hello"):

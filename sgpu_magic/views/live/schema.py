@@ -208,6 +208,18 @@ class Cost(Message, frozen=True):
     mark: str
 
 
+class HoldingSession(Message, frozen=True):
+    """A session of the run's notebook that holds devices for which the run waits.
+
+    Args:
+        run_id: Its run id.
+        name: Its name in words: `session walk`.
+    """
+
+    run_id: str
+    name: str
+
+
 class Link(Message, frozen=True):
     """A link to a web page; the URL is checked to be `http` or `https`."""
 
@@ -255,6 +267,7 @@ class Snapshot(Message, frozen=True):
         tracked: A link to its MLflow run, None when there is no web page.
         lines: Number of lines in each rank's log so far, by rank, including ranks that do not take part.
         can_cancel: The run can be cancelled.
+        own_sessions: The sessions of its notebook that hold devices for which it waits.
         stop: Label of the button that stops it: `Cancel`, or `End session`.
         attach: The command that shows the run again after a restart of its kernel.
     """
@@ -294,5 +307,6 @@ class Snapshot(Message, frozen=True):
     tracked: Link | None
     lines: tuple[int, ...]
     can_cancel: bool
+    own_sessions: tuple[HoldingSession, ...]
     stop: str
     attach: str

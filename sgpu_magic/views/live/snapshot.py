@@ -39,12 +39,21 @@ from sgpu_magic.views.format_summary import (
     silence_lines,
 )
 from sgpu_magic.views.live.messages import json_bytes
-from sgpu_magic.views.live.schema import VERSION, Cost, Curve, FailureBlock, FailureLine, RankCard, Snapshot
+from sgpu_magic.views.live.schema import (
+    VERSION,
+    Cost,
+    Curve,
+    FailureBlock,
+    FailureLine,
+    HoldingSession,
+    RankCard,
+    Snapshot,
+)
 from sgpu_magic.views.live.widget_bars import widget_bars
 from sgpu_magic.views.metric_charts import SUMMARY_METRICS, metric_charts
 from sgpu_magic.views.metrics import metrics_text
 from sgpu_magic.views.ranks import rank_cards
-from sgpu_magic.views.run_notes import finishing_text, other_lines
+from sgpu_magic.views.run_notes import finishing_text, other_lines, session_name
 from sgpu_magic.views.stacks import stall_lines
 from sgpu_magic.views.tracebacks import cut_lines
 from sgpu_magic.views.units import steady_time
@@ -143,6 +152,9 @@ def snapshot_of(view: RunView, seq: int, log_lines: Sequence[int], now: float | 
             tracked=replace(link, text=_plain(link.text)) if link is not None else None,
             lines=tuple(log_lines),
             can_cancel=is_active and view.state is not RunState.CANCELLING,
+            own_sessions=tuple(
+                HoldingSession(each.run_id, _plain(session_name(each.run_id, each.name))) for each in view.own_sessions
+            ),
             stop="Cancel" if view.session is None else "End session",
             attach=f"%sgpu_attach {view.short_id}",
         )

@@ -11,6 +11,7 @@ import pytest
 from examples import examples
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from msgspec.structs import replace
 from scheduler_requests import SESSION as S
 from scheduler_requests import (
     Instruction,
@@ -50,7 +51,7 @@ from sgpu_magic.pool.scheduling.stimuli import (
 from sgpu_magic.wire.base import FailureKind, RunKind, RunLimit, RunState, can_move
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.events import RemainingRank
-from sgpu_magic.wire.run import RunSpec
+from sgpu_magic.wire.run import Owner, RunSpec
 
 A, B, C, D = "aaaa0000", "bbbb0000", "cccc0000", "dddd0000"
 
@@ -66,6 +67,62 @@ def connected(ranks: int = 2, devices: int = 4, **fields: Any) -> Scheduler:
 def waits_for(instructions: Sequence[Instruction], run_id: str) -> tuple[int, str]:
     (told,) = [one for one in instructions if isinstance(one, QueueMoved) and one.run_id == run_id]
     return told.position, told.reason
+
+
+# ---------------------------------------------------------------- what only the own sessions could free
+
+
+def blocking(run_id: str, ranks: int, **fields: Any) -> RunSpec:
+    """A run that the session's notebook waits for."""
+    return replace(spec(run_id, ranks, **fields), blocks_owner=True)
+
+
+def test_a_run_that_only_its_own_notebooks_session_could_let_start_is_refused() -> None:
+    scheduler = connected(3, devices=4)
+    said = str(refusal(submit(scheduler, blocking(A, 2), 1.0)).reason)
+    assert "needs 2 A10, 1 is free" in said
+    assert "3 are held by session" in said
+    assert "%sgpu_disconnect" in said
+    # what is free is given, and so is what the session leaves once it has ended
+    assert list(launched(submit(scheduler, blocking(B, 1), 2.0))) == [B]
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        pytest.param(blocking(A, 2, wait_s=60.0), id="it asked to wait"),
+        pytest.param(spec(A, 2), id="nothing waits for it"),
+        pytest.param(
+            replace(blocking(A, 2), owner=Owner(pid=2, host="here", user="me")), id="the session is another notebook's"
+        ),
+    ],
+)
+def test_a_run_that_may_get_the_devices_waits_for_the_session(wanted: RunSpec) -> None:
+    scheduler = connected(3, devices=4)
+    assert waits_for(submit(scheduler, wanted, 1.0), A)[0] == 1
+
+
+def test_a_run_waits_while_other_runs_could_let_it_start() -> None:
+    scheduler = connected(2, devices=4)
+    assert list(launched(submit(scheduler, spec(B, 2), 1.0))) == [B]
+    running(scheduler, B)
+    waits_for(submit(scheduler, blocking(A, 2), 2.0), A)
+    assert [held.session for held in scheduler.statuses()[A].own_sessions] == ["work"]
+    assert list(launched(scheduler.handle(RanksReaped(B, RunState.SUCCEEDED), 3.0))) == [A]
+
+
+def test_a_run_whose_wait_has_become_useless_fails() -> None:
+    scheduler = connected(2, devices=4)
+    submit(scheduler, spec(B, 2), 1.0)
+    running(scheduler, B)
+    submit(scheduler, session(2, C), 2.0)
+    waits_for(submit(scheduler, blocking(A, 2), 3.0), A)
+    # the second session gets what the other run has left
+    done = scheduler.handle(RanksReaped(B, RunState.SUCCEEDED), 4.0)
+    assert list(launched(done)) == [C]
+    (ended,) = [one for one in done if isinstance(one, EndUnstartedRun)]
+    assert (ended.run_id, ended.state, ended.kind) == (A, RunState.FAILED, FailureKind.CAPACITY)
+    assert "2 are held by session work, 2 are held by session work" in str(ended.reason)
 
 
 # ---------------------------------------------------------------- lease and turns

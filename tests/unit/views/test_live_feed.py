@@ -34,6 +34,7 @@ from sgpu_magic.views.live.schema import Snapshot
 from sgpu_magic.wire import events as ev
 from sgpu_magic.wire import rank_events
 from sgpu_magic.wire.base import FailureKind, RunState
+from sgpu_magic.wire.events import OwnSession, QueueMoved, StateChanged
 from sgpu_magic.wire.rank_events import Failure, RankSample
 
 MOST_BYTES = 64_000
@@ -315,6 +316,27 @@ def test_what_is_no_question_is_refused_where_it_is_read() -> None:
             msgspec.convert(content, Question)
 
 
+def test_a_session_that_holds_the_devices_is_ended_from_the_view(tmp_path: Path) -> None:
+    run = LiveRun(tmp_path)
+
+    def end(session: str) -> object:
+        return run.answers.answer(msgspec.convert({"kind": "end-session", "n": 5, "session": session}, Question))
+
+    held = (OwnSession("5e550000", "walk"), OwnSession("5e560000", ""))
+    run.tell(QueueMoved(position=1, reason="needs 2 more A10; 2 are held by session walk", own_sessions=held))
+    shown = run.feed.snapshot(1000.0)
+    assert shown is not None
+    assert [each.name for each in shown.own_sessions] == ["session walk", "session 5e56"]
+    assert end("5e550000") == TextAnswer(n=5, lines=("session walk is being ended",))
+    assert run.ended_sessions == ["5e550000"]
+    # a page can end no other run
+    assert "does not wait for that session" in refused(end("7f3a0000"))
+    run.tell(StateChanged(state=RunState.STARTING))
+    run.feed.snapshot(1010.0)
+    assert "does not wait for that session" in refused(end("5e550000"))
+    assert run.ended_sessions == ["5e550000"]
+
+
 def test_the_buttons_say_what_came_of_them(tmp_path: Path) -> None:
     run = LiveRun(tmp_path)
     assert ask(run, "cancel") == TextAnswer(n=5, lines=("cancelled",))
@@ -324,7 +346,7 @@ def test_the_buttons_say_what_came_of_them(tmp_path: Path) -> None:
         raise PoolError("the pool does not answer.")
 
     many = [f"\x1b[31mframe {number}" for number in range(20_000)]
-    run.answers = Answers(run.view, run.feed, LogReader(tmp_path), fail, lambda: many)
+    run.answers = Answers(run.view, run.feed, LogReader(tmp_path), fail, lambda _: None, lambda: many)
     assert refused(ask(run, "cancel")) == "the pool does not answer."
     answer = ask(run, "stacks")
     assert isinstance(answer, TextAnswer)

@@ -6,6 +6,8 @@ import type { RunModel } from "../run_model";
 import { ProgressBar } from "./bar";
 import { Icon } from "./icon";
 
+const MOST_SESSIONS = 2;
+
 /** How long the ranks have run and took to start, and the run's cost; ticks only while the view is visible. */
 function Clock({ model, activity, signal }: { model: RunModel; activity: Activity; signal: AbortSignal }) {
   const [, redraw] = useState(0);
@@ -108,6 +110,17 @@ export function Header({ model, activity, signal }: Props) {
                     Stacks
                   </button>
                 )}
+                {run.own_sessions.slice(0, MOST_SESSIONS).map((session) => (
+                  <button
+                    key={session.run_id}
+                    type="button"
+                    title="End it and free its devices, for which this run waits"
+                    disabled={model.pendingActions.has("end session")}
+                    onClick={() => void model.endSession(session.run_id)}
+                  >
+                    End {session.name}
+                  </button>
+                ))}
                 <button
                   type="button"
                   title={model.interrupts ? `Stop this run${model.isKernelBlocked ? " (interrupts the kernel)" : ""}` : "End this session and free its devices"}
