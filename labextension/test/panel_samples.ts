@@ -127,6 +127,7 @@ export function run(id: string, change: Partial<RunRow> = {}): RunRow {
     kernel: KERNEL,
     user: "ada",
     idle_ends_at: null,
+    dead_ranks: [],
     tracked_url: "",
     here: true,
     parameters: [],

@@ -539,9 +539,13 @@ describe("a notebook's actions", () => {
 
 describe("labels", () => {
   it("show a session in its notebook's toolbar", () => {
-    const t = createTranslate({ __: (text) => text });
+    const t = createTranslate({ __: (text, ...values) => text.replace(/%(\d)/g, (_, at) => values[Number(at) - 1] ?? "") });
     const words = (change: object): string => chipLabel({ ...SESSION, ...change }, poolPicture(), NOW, t).replaceAll("\u00a0", " ");
     expect(words({})).toBe("2 × A10 · connected · 12 min");
+    expect(words({ dead_ranks: [1] })).toBe("2 × A10 · rank 1 dead");
+    expect(words({ dead_ranks: [0, 1] })).toBe("2 × A10 · ranks 0, 1 dead");
+    expect(words({ dead_ranks: [0, 1, 2, 3] })).toBe("2 × A10 · 4 ranks dead");
+    expect(words({ state: "cancelling", dead_ranks: [1] })).toBe("2 × A10 · ending");
     expect(words({ state: "queued", started_at: null })).toBe("2 × A10 · waiting");
     expect(words({ state: "preparing", started_at: null })).toBe("2 × A10 · connecting");
     expect(words({ state: "cancelling" })).toBe("2 × A10 · ending");

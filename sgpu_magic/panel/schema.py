@@ -148,6 +148,7 @@ class RunRow(Message, frozen=True):
         kernel: The Jupyter kernel that submitted it, "" for none.
         user: The user who submitted it.
         idle_ends_at: When an idle session ends by itself; None for other runs.
+        dead_ranks: A session's ranks that are dead until they are restarted.
         tracked_url: The URL of its MLflow page, "" when there is no web page.
         here: Its directory is on the server's machine, so log, stacks and result are available.
         parameters: Its scalar arguments and variables, for comparing runs; only of runs that are `here`.
@@ -176,6 +177,7 @@ class RunRow(Message, frozen=True):
     kernel: str
     user: str
     idle_ends_at: float | None
+    dead_ranks: tuple[int, ...]
     tracked_url: str
     here: bool
     parameters: tuple[RunParameter, ...]

@@ -29,8 +29,9 @@ from sgpu_magic.wire.events import RunEnded
 from sgpu_magic.wire.pool_status import RunSummary
 from sgpu_magic.wire.run import RunSpec
 
-# the excluded fields are known to the scheduler only
-_NAMES = [name for name in RunSummary.__struct_fields__ if name not in ("position", "waiting_for", "idle_ends_at")]
+# known only while the run is active, and not recorded
+_PASSING = ("position", "waiting_for", "idle_ends_at", "dead_ranks")
+_NAMES = [name for name in RunSummary.__struct_fields__ if name not in _PASSING]
 _COLUMNS = ", ".join(_NAMES)
 FINAL = tuple(state.value for state in RunState if state.is_final)
 _PREFIX = re.compile(r"[0-9a-f]{1,8}")

@@ -23,7 +23,15 @@ from sgpu_magic.pool.ledger import Ledger, in_one_line
 from sgpu_magic.pool.pool_run import GroupState, PoolRun
 from sgpu_magic.pool.scheduling import stimuli as sched
 from sgpu_magic.wire.base import FailureKind, RunState
-from sgpu_magic.wire.events import EnvironmentMoved, Noted, PayloadReleased, RanksRestarted, RanksStarted, RunEnded
+from sgpu_magic.wire.events import (
+    EnvironmentMoved,
+    Noted,
+    PayloadReleased,
+    RanksRestarted,
+    RanksStarted,
+    RunEnded,
+    SessionMoved,
+)
 from sgpu_magic.wire.node import RunEvent
 from sgpu_magic.wire.rank_events import Failure, Sampled
 
@@ -120,6 +128,9 @@ class Reports:
             case Noted(remaining=remaining) if remaining:
                 self._active.publish(run, body, at, report=event)
                 self._feed(sched.RanksRemain(run.run_id, remaining))
+            case SessionMoved(dead=dead):
+                run.dead_ranks = dead
+                self._active.publish(run, body, at, report=event)
             case RanksRestarted():
                 self._active.publish(run, body, at, report=event)
                 self._feed(sched.RanksRemain(run.run_id, ()))

@@ -165,6 +165,7 @@ class PoolService:
             server=server,
             ledger=ledger,
             scheduler=scheduler,
+            active=active,
             engine=engine,
             stock=stock,
             histories=histories,

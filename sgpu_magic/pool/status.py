@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from sgpu_magic import __version__
 from sgpu_magic.config import Settings
 from sgpu_magic.nodes.engine import Engine
+from sgpu_magic.pool.active_runs import ActiveRuns
 from sgpu_magic.pool.billing import budget_state
 from sgpu_magic.pool.device_history import DeviceHistories
 from sgpu_magic.pool.format_queue import format_remaining, format_wait
@@ -28,8 +29,8 @@ from sgpu_magic.wire.pool_status import AskStatus, PoolStatus, RunSummary, chang
 _STEP_S = 1.0
 
 _Waiting = tuple[int | None, str]
-_Added = tuple[_Waiting | None, float | None, float | None]
-_NOTHING: _Added = (None, None, None)
+_Added = tuple[_Waiting | None, float | None, float | None, tuple[int, ...]]
+_NOTHING: _Added = (None, None, None, ())
 
 
 class StatusReports:
@@ -40,6 +41,7 @@ class StatusReports:
         server: Where the clients are connected.
         ledger: The rows of all runs.
         scheduler: Decides which run gets which devices.
+        active: The submitted runs whose ranks are not gone.
         engine: Knows the agent of this machine.
         stock: The newest inventory of the nodes.
         histories: The use of the devices in the last minutes.
@@ -55,6 +57,7 @@ class StatusReports:
         server: Server,
         ledger: Ledger,
         scheduler: Scheduler,
+        active: ActiveRuns,
         engine: Engine,
         stock: FreshInventory,
         histories: DeviceHistories,
@@ -66,6 +69,7 @@ class StatusReports:
         self._server = server
         self._ledger = ledger
         self._scheduler = scheduler
+        self._active = active
         self._engine = engine
         self._stock = stock
         self._histories = histories
@@ -104,6 +108,7 @@ class StatusReports:
         ends = {session: float(round(wall + until)) for session, until in quiet.items() if until is not None}
         nodes = "" if self._stock.is_known else "its nodes have not answered yet"
         began = {run.run_id: wall + run.meter.since for run in scheduler.runs if run.meter.since is not None}
+        dead = {run.run_id: run.dead_ranks for run in self._active.going if run.dead_ranks}
         return PoolStatus(
             request=question.request,
             pool=self._settings.pool or "local",
@@ -113,7 +118,7 @@ class StatusReports:
             started_at=self._started_at,
             inventory=self._stock.inventory,
             cpu_slots_free=scheduler.cpu_slots_free,
-            runs=self._rows.of(rows, waiting, ends, began),
+            runs=self._rows.of(rows, waiting, ends, began, dead),
             clients=len(self._server.clients),
             problem="; ".join(text for text in (self._health.problem, self._ledger.problem, nodes) if text) or None,
             idle_ends_at=self._idleness.ends_at,
@@ -135,6 +140,7 @@ class RowsWithTimes:
         waiting: Mapping[str, _Waiting],
         ends: Mapping[str, float],
         began: Mapping[str, float],
+        dead: Mapping[str, tuple[int, ...]],
     ) -> tuple[RunSummary, ...]:
         """Return the rows, in the same order.
 
@@ -143,6 +149,7 @@ class RowsWithTimes:
             waiting: Queue position and reason, by run; for a run whose ranks do not end, which those are.
             ends: When idle sessions end, seconds since the epoch, by run.
             began: When metering began by the clock of now, seconds since the epoch, by run.
+            dead: Dead ranks of sessions, by run.
         """
         made: dict[str, tuple[RunSummary, _Added, RunSummary]] = {}
         out: list[RunSummary] = []
@@ -151,7 +158,7 @@ class RowsWithTimes:
             metered = began.get(run_id)
             # the wall clock was set: with this time, the duration up to now is the billed one
             moved = metered is not None and row.metered_at is not None and abs(metered - row.metered_at) > _STEP_S
-            added = waiting.get(run_id), ends.get(run_id), metered if moved else None
+            added = waiting.get(run_id), ends.get(run_id), metered if moved else None, dead.get(run_id, ())
             if added != _NOTHING:
                 if (last := self._made.get(run_id)) is None or last[0] is not row or last[1] != added:
                     last = (row, added, _with(row, *added))
@@ -163,8 +170,18 @@ class RowsWithTimes:
 
 
 def _with(
-    row: RunSummary, waiting: _Waiting | None, idle_ends_at: float | None, metered_at: float | None
+    row: RunSummary,
+    waiting: _Waiting | None,
+    idle_ends_at: float | None,
+    metered_at: float | None,
+    dead_ranks: tuple[int, ...],
 ) -> RunSummary:
     position, waiting_for = waiting or (None, "")
-    metered_at = row.metered_at if metered_at is None else metered_at
-    return replace(row, metered_at=metered_at, position=position, waiting_for=waiting_for, idle_ends_at=idle_ends_at)
+    return replace(
+        row,
+        metered_at=row.metered_at if metered_at is None else metered_at,
+        position=position,
+        waiting_for=waiting_for,
+        idle_ends_at=idle_ends_at,
+        dead_ranks=dead_ranks,
+    )

@@ -162,6 +162,7 @@ class RunSummary(OfRun, frozen=True, kw_only=True):
         cost: Cost of `gpu_s`; None while the run is active, and without a price.
         idle_s: For an ended session: seconds in which no cell ran.
         idle_ends_at: For a session without running cells: wall-clock time at which it ends by itself; None otherwise.
+        dead_ranks: For a session: its ranks that are dead until they are restarted.
     """
 
     name: str
@@ -189,6 +190,7 @@ class RunSummary(OfRun, frozen=True, kw_only=True):
     cost: float | None = None
     idle_s: float | None = None
     idle_ends_at: float | None = None
+    dead_ranks: tuple[int, ...] = ()
 
 
 class BudgetState(Record, frozen=True, kw_only=True):

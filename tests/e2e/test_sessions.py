@@ -299,9 +299,12 @@ def test_a_dead_rank_is_refused_and_restarted(session: Kernel):
     assert reply.ename == "SessionError"
     assert "%sgpu_restart --rank 1" in reply.evalue
     eventually(lambda: session.value("list(s.dead)") == [1], 5, "the handle knows")
+    dead_ranks = "[list(run.dead_ranks) for run in s.pool.status().runs if run.run_id == s.run_id]"
+    assert session.value(dead_ranks) == [[1]]
     assert by_rank(session.check("%%rank 0,2,3\nprint(x)")) == [["5"], [], ["7"], ["8"]]
     told = session.check("%sgpu_restart --rank 1").text
     assert "Sent again: cfg" in told
+    assert session.value(dead_ranks) == [[]]
     assert re.search(r"Lost \(set by cells\): .*\bx\b", told), told
     assert by_rank(session.check("%%rank 1\nprint(cfg, 'x' in globals())"))[1] == ["5 False"]
     assert by_rank(session.check(f"%%distributed\n{SUM}")) == [[f"sum {RANKS}"]] * RANKS

@@ -6,6 +6,8 @@ import type { Translate } from "./host";
 import type { PanelPool, RunRow } from "./messages";
 
 const HOUR_S = 3600;
+/** Of more ranks only the number is named. */
+const MOST_RANKS_NAMED = 3;
 
 /** Returns `40 s`, `12 min`, `1 h 05 min`: a duration, in minutes from 100 s on. */
 export function formatSpan(seconds: number): string {
@@ -123,6 +125,13 @@ export function sessionLine(session: RunRow, pool: PanelPool | null, poolName: s
   // the line below says that devices are simulated, because this one is short
   const devices = ranksLabel({ ...session, simulated: false }, pool, t);
   return `${t("%1: %2", stageLabel(session, t), devices)}${poolName === "" ? "" : ` · ${poolName}`}`;
+}
+
+/** Returns which ranks of a session are dead: `rank 1 dead`, `ranks 1, 2 dead`, `5 ranks dead`; "" for none. */
+export function deadRanksLabel({ dead_ranks: ranks }: RunRow, t: Translate): string {
+  if (ranks.length === 0) return "";
+  if (ranks.length === 1) return t("rank %1 dead", ranks.join());
+  return ranks.length > MOST_RANKS_NAMED ? t("%1 ranks dead", ranks.length) : t("ranks %1 dead", ranks.join(", "));
 }
 
 /** Returns why a run waits or has ended: its words without the number of ranks. */

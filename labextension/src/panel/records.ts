@@ -112,6 +112,7 @@ export const runRow = record({
   kernel: str,
   user: str,
   idle_ends_at: nullable(num),
+  dead_ranks: list(num),
   tracked_url: str,
   here: bool,
   parameters: list(runParameter),

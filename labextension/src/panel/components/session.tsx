@@ -1,6 +1,6 @@
 import { useNow, usePanel, useTranslate } from "../context";
 import type { RunRow } from "../messages";
-import { formatCost, formatMoment, formatSpan, ranksLabel, reasonOf, sessionLine, stageOf } from "../format";
+import { deadRanksLabel, formatCost, formatMoment, formatSpan, ranksLabel, reasonOf, sessionLine, stageOf } from "../format";
 import { HeldBy } from "./held_by";
 
 /** The active notebook's session: its state in one line, with details and actions below. */
@@ -40,6 +40,11 @@ function ActiveSession({ session }: { session: RunRow }) {
       <p class={`sgpu-state-line sgpu-clip ${stage === "connected" ? "sgpu-good" : "sgpu-plain"}`} role="status" title={line}>
         {line}
       </p>
+      {stage === "connected" && session.dead_ranks.length > 0 && (
+        <p class="sgpu-bad" role="status">
+          {t("%1: %sgpu_restart replaces dead ranks", deadRanksLabel(session, t))}
+        </p>
+      )}
       <div class="sgpu-pair">
         <small class="sgpu-soft sgpu-times">{pieces.filter(Boolean).join(" · ")}</small>
         <button type="button" disabled={isEnding} onClick={() => void model.disconnect()}>
