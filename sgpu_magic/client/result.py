@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from html import escape
@@ -22,6 +23,7 @@ from sgpu_magic.wire.run import RunSpec, Shipped
 
 if TYPE_CHECKING:
     import pandas as pd
+    import polars as pl
 
 _TEXT_LIMIT = 60
 _REPR_LIMIT = 200
@@ -135,22 +137,34 @@ class RunResult:
         """
         return self.values[rank if isinstance(rank, slice) or rank < 0 else self._index(rank)]
 
-    def frame(self, *, ignore_index: bool = False, sort: bool = False, level: str = "rank") -> pd.DataFrame:
+    def frame(
+        self, *, ignore_index: bool = False, sort: bool = False, level: str = "rank"
+    ) -> pd.DataFrame | pl.DataFrame:
         """Return the ranks' DataFrames one below the other, in ascending order of the ranks.
 
         The index has the rank's number as its outermost level: `result.frame().loc[1]` are the rows of rank 1. Frames
         of `n` rows with the same columns give `len(result) * n` rows with these columns; a column that a rank lacks is
         filled with missing values, as by `pandas.concat`. A Series counts as a DataFrame of one column.
 
+        Frames of polars, which have no index, give one of polars whose first column is the rank's number, as by
+        `polars.concat(how="diagonal_relaxed")`.
+
         Args:
-            ignore_index: Number the rows from 0 instead, without the rank and without the ranks' own indexes.
+            ignore_index: Number the rows from 0 instead, without the rank and without the ranks' own indexes. With
+                polars: leave out the column with the rank.
             sort: Sort the columns if the ranks have different ones.
-            level: The name of the index level with the rank's number.
+            level: The name of the index level, or of polars' column, with the rank's number.
 
         Raises:
             UsageError: A rank has no value, or one that is neither a DataFrame nor a Series; the message names the
-                first such rank. Or pandas is not installed.
+                first such rank. Or frames of polars already have a column `level`, or pandas is not installed.
         """
+        # where it is not imported, no value is of polars
+        if "polars" in sys.modules:
+            import polars as pl
+
+            if any(isinstance(value, pl.DataFrame | pl.Series) for value in self.values):
+                return self._polars_frame(ignore_index=ignore_index, sort=sort, level=level)
         try:
             import pandas as pd
         except ImportError:
@@ -160,13 +174,36 @@ class RunResult:
             if isinstance(value, pd.Series):
                 value = value.to_frame()
             if not isinstance(value, pd.DataFrame):
-                raise UsageError(self._no_frame(rank, value))
+                raise UsageError(self._no_frame(rank, value, "pandas"))
             frames.append(value)
         if ignore_index:
             return pd.concat(frames, ignore_index=True, sort=sort)
         return pd.concat(frames, keys=self.ranks, names=[level], sort=sort)
 
-    def _no_frame(self, rank: int, value: object) -> str:
+    def _polars_frame(self, *, ignore_index: bool, sort: bool, level: str) -> pl.DataFrame:
+        import polars as pl
+
+        frames: list[pl.DataFrame] = []
+        for rank, value in zip(self.ranks, self.values, strict=True):
+            frame = value.to_frame() if isinstance(value, pl.Series) else value
+            if not isinstance(frame, pl.DataFrame):
+                raise UsageError(self._no_frame(rank, value, "polars"))
+            if not ignore_index and level in frame.columns:
+                raise UsageError(
+                    f"the DataFrame of rank {rank} of run {short(self.run_id)} already has a column {level!r}. Name "
+                    "the column of frame() with level=, or leave it out with ignore_index=True."
+                )
+            frames.append(frame)
+        columns = list(dict.fromkeys(name for frame in frames for name in frame.columns))
+        if sort and any(frame.columns != frames[0].columns for frame in frames):
+            columns.sort()
+        if not ignore_index:
+            numbered = zip(self.ranks, frames, strict=True)
+            frames = [frame.with_columns(pl.lit(rank, dtype=pl.Int64).alias(level)) for rank, frame in numbered]
+            columns.insert(0, level)
+        return pl.concat(frames, how="diagonal_relaxed").select(columns)
+
+    def _no_frame(self, rank: int, value: object, library: str) -> str:
         """Return why a rank's value can't be part of a frame, and what to do."""
         whose = f"rank {rank} of run {short(self.run_id)}"
         if rank in self.problems:
@@ -175,11 +212,11 @@ class RunResult:
             returned = "returned no value"
         else:
             kind = type(value)
-            library = "" if kind.__module__ == "builtins" else f"{kind.__module__.partition('.')[0]}."
-            returned = f"returned {library}{kind.__qualname__}"
+            package = "" if kind.__module__ == "builtins" else f"{kind.__module__.partition('.')[0]}."
+            returned = f"returned {package}{kind.__qualname__}"
         return (
-            f"{whose} {returned}, and frame() needs a pandas DataFrame or Series of every rank. Let it be the cell's "
-            "last expression on each rank; result.values has the values as they are."
+            f"{whose} {returned}, and frame() needs a {library} DataFrame or Series of every rank. Let it be the "
+            "cell's last expression on each rank; result.values has the values as they are."
         )
 
     def logs(self, rank: int) -> Path:

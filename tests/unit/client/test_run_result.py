@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pandas as pd
+import polars as pl
 import pytest
 
 from sgpu_magic.client.result import RunResult
@@ -153,6 +154,36 @@ def test_why_a_rank_has_no_value_is_told() -> None:
     assert raised.value.message == (
         f"the value of rank 1 of run 7f3a could not be sent, so frame() has no DataFrame of it: {why}."
     )
+
+
+def polars_of_rank(rank: int, rows: int = 2) -> pl.DataFrame:
+    return pl.from_pandas(of_rank(rank, rows))
+
+
+def test_frames_of_polars_have_the_rank_as_first_column() -> None:
+    values: list[object] = [polars_of_rank(1), polars_of_rank(3, rows=0), pl.Series("loss", [7])]
+    frame = result([*values, polars_of_rank(5, rows=1)], only=(1, 3, 4, 5)).frame()
+    assert isinstance(frame, pl.DataFrame)
+    assert frame.columns == ["rank", "step", "loss"]
+    assert frame.rows() == [(1, 0, 1.5), (1, 1, 1.5), (4, None, 7.0), (5, 0, 5.5)]
+    assert values[0].columns == ["step", "loss"], "the values stay as they are"  # type: ignore[attr-defined]
+
+
+def test_columns_of_polars_are_numbered_sorted_and_named_as_asked() -> None:
+    values: list[object] = [pl.DataFrame({"b": [1], "a": [2]}), pl.DataFrame({"c": [3]})]
+    frame = result(values).frame(sort=True, level="worker")
+    assert frame.columns == ["worker", "a", "b", "c"]
+    assert result(values).frame(ignore_index=True).columns == ["b", "a", "c"]
+    ranked = result([pl.DataFrame({"rank": [9]})])
+    with pytest.raises(UsageError, match=r"already has a column 'rank'\. Name the column of frame"):
+        ranked.frame()
+    assert ranked.frame(ignore_index=True).rows() == [(9,)]  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("value", [None, of_rank(0), 5])
+def test_the_first_rank_without_a_frame_of_polars_is_named(value: object) -> None:
+    with pytest.raises(UsageError, match=r"^rank 1 of run 7f3a returned .*needs a polars DataFrame or Series of every"):
+        result([polars_of_rank(0), value, 5]).frame()
 
 
 def test_without_pandas_the_error_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
