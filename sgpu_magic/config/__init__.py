@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import shlex
 import socket
 import stat
 import sys
@@ -93,6 +94,10 @@ class Settings(msgspec.Struct, frozen=True):
         output_limit: Bytes of output that a cell shows, as HTML and as text together; the log has the rest.
         cache_dir: Directory of the node's data cache (`runtime.cache_dir()`); "" is the platform's cache directory.
         cache_bytes: Maximum size of the data cache in bytes.
+        notify: Command line that is run once when a run ends that took at least `notify_after_s`, without a shell and
+            for at most 10 s; "" runs none. It gets the run's facts as `SGPU_ENDED_ID`, `SGPU_ENDED_NAME`,
+            `SGPU_ENDED_STATE`, `SGPU_ENDED_SECONDS`, `SGPU_ENDED_REASON`, `SGPU_ENDED_POOL` and `SGPU_ENDED_NOTEBOOK`.
+        notify_after_s: Seconds from a run's submission to its end from which on `notify` is run.
         lone_training: Say so at a run's end when a rank of several has trained without the others.
         volumes_dir: Folder that holds `Volumes/...` and `dbfs/...` of notebooks that were written for Databricks.
         env_version: Packages for runs without `--env-version`, in the same form; "" is the notebook's own.
@@ -169,6 +174,8 @@ class Settings(msgspec.Struct, frozen=True):
     output_limit: int = 100_000
     cache_dir: str = ""
     cache_bytes: int = 50_000_000_000
+    notify: str = ""
+    notify_after_s: float = 60.0
     lone_training: bool = True
     volumes_dir: str = ""
     env_version: str = ""
@@ -381,7 +388,12 @@ def _check(settings: Settings) -> None:
         raise UsageError(
             f"the setting currency is {settings.currency[:40]!r}; a word or sign such as USD or € is needed."
         )
-    readers = {"simulate": read_simulated, "user_priorities": read_priorities, "user_quotas": read_quotas}
+    readers = {
+        "simulate": read_simulated,
+        "user_priorities": read_priorities,
+        "user_quotas": read_quotas,
+        "notify": shlex.split,
+    }
     for name, read in readers.items():
         try:
             read(getattr(settings, name))

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 import msgspec
 
-from sgpu_magic.config import Settings
+from sgpu_magic.config import Settings, load_settings
 from sgpu_magic.config.pool_terms import read_limits
 from sgpu_magic.nodes.engine import Engine
 from sgpu_magic.nodes.engine_reports import NodeMessage
@@ -25,6 +25,7 @@ from sgpu_magic.pool.active_runs import ActiveRuns
 from sgpu_magic.pool.adoption import Adoption
 from sgpu_magic.pool.billing import Billing, budget_of
 from sgpu_magic.pool.device_history import DeviceHistories
+from sgpu_magic.pool.end_command import DetachedEndCommands
 from sgpu_magic.pool.environment_store import EnvironmentStore
 from sgpu_magic.pool.file_requests import FileRequestHandler
 from sgpu_magic.pool.health import Guard, Health, ServiceFault
@@ -51,6 +52,7 @@ from sgpu_magic.system.processes import write_log
 from sgpu_magic.wire.base import FailureKind, RunState
 from sgpu_magic.wire.client import ClientMessage, Goodbye
 from sgpu_magic.wire.devices import Inventory, Lease
+from sgpu_magic.wire.events import RunEnded
 from sgpu_magic.wire.node import Answered, HeldRun, RunEvent, SessionRanksRestarted, TrackingAsked
 from sgpu_magic.wire.pool_status import AskStatus, Hello
 from sgpu_magic.wire.rank_events import RankStack
@@ -109,6 +111,7 @@ class PoolService:
         self._queue_updates = QueueUpdates(scheduler)
         stock = self._stock = FreshInventory(engine.take_inventory)
         histories = self._histories = DeviceHistories()
+        self._end_commands = DetachedEndCommands(load_settings) if listening is None else None
         self._deadline: asyncio.TimerHandle | None = None
         self._begun_at = time.monotonic()
         self.finished = self._loop.create_future()
@@ -133,6 +136,7 @@ class PoolService:
             send=server.send,
             offer=server.offer,
             billing=Billing(ledger, tariff),
+            on_end=self._run_ended,
             on_forgotten=self._forgotten,
             on_written=self._written,
         )
@@ -398,6 +402,10 @@ class PoolService:
             self._guard.for_run(run_id, fail)
         else:
             self._guard.for_nobody(fail, _IGNORED)
+
+    def _run_ended(self, run: PoolRun, ended: RunEnded) -> None:
+        if self._end_commands is not None:
+            self._end_commands.run_ended(run, ended)
 
     def broken(self, why: str) -> None:
         """End all runs and the pool: no agent is left, so nothing can run here any more."""

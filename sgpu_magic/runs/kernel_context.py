@@ -6,7 +6,7 @@ import atexit
 import contextlib
 import sys
 import threading
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 from sgpu_magic.client import find_run
@@ -22,6 +22,7 @@ from sgpu_magic.options.option_records import Devices
 from sgpu_magic.runs import packages
 from sgpu_magic.runs.choice.keeper import keeper_of
 from sgpu_magic.runs.follow import outcome
+from sgpu_magic.runs.follow.end_command import EndCommands
 from sgpu_magic.runs.follow.outcome import Interrupts, Names
 from sgpu_magic.runs.follow.run_loop import EventPump, Settle, Subscription
 from sgpu_magic.runs.kernel_restarts import watch_restarts
@@ -37,6 +38,7 @@ from sgpu_magic.views.publisher import SilentPublisher
 from sgpu_magic.views.run_notes import stop_texts
 from sgpu_magic.views.stacks import stacks_text
 from sgpu_magic.wire.base import CancelReason, RunState, short
+from sgpu_magic.wire.events import RunEnded
 
 
 class KernelContext:
@@ -51,6 +53,7 @@ class KernelContext:
         pools: All pools that may be used, each connected on first use.
         pool: The local pool, started on first use.
         follower: Follows runs in the background while the program continues.
+        end_commands: Runs the command of the setting `notify` when a run ends that this process submitted.
         detached: Ids of runs that this process submitted and detached.
         restarts: Detects a restart of the kernel; None if there is no kernel.
         choice: The notebook's own choice of devices and packages.
@@ -70,6 +73,7 @@ class KernelContext:
         self.detached: set[str] = set()
         self.type_notes: set[str] = set()
         self.follower = EventPump()
+        self.end_commands = EndCommands(load_settings)
         self.restarts = watch_restarts(kernel, self.pools, detaches=self.settings.detach_on_restart)
         if self.restarts is not None and self.live_views.channels is not None:
             self.live_views.channels.is_restarting = self.restarts.asked.is_set
@@ -92,6 +96,7 @@ class KernelContext:
         for window in self._windows.values():
             window.stop()
         self.follower.close()
+        self.end_commands.close()
         self.live_views.close()
         for pool in self.pools.made():
             packages.close(pool)
@@ -168,7 +173,7 @@ class KernelContext:
         draws = self.live_views.is_watched and ui in ("auto", "widget")
         view = _view(run, self.current_settings(), error_follows=error_follows and draws)
         publisher = self.live_views.publisher_for(ui, view, sys.stdout, self._buttons(run))
-        return Subscription(run, view, publisher, self.pool_of(run))
+        return Subscription(run, view, publisher, self.pool_of(run), on_end=self._on_end(run))
 
     def collect(
         self,
@@ -249,7 +254,12 @@ class KernelContext:
 
     def unseen(self, run: ClientRun) -> Subscription:
         """Return a run with a view that is not shown."""
-        return Subscription(run, _view(run, self.settings), SilentPublisher(), self.pool_of(run))
+        return Subscription(
+            run, _view(run, self.settings), SilentPublisher(), self.pool_of(run), on_end=self._on_end(run)
+        )
+
+    def _on_end(self, run: ClientRun) -> Callable[[RunView, RunEnded], None] | None:
+        return self.end_commands.run_ended if run.owned else None
 
     def _buttons(self, run: ClientRun) -> Buttons:
         """Return the actions of a view's buttons, which are called in other threads than the cell's."""

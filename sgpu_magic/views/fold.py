@@ -102,6 +102,7 @@ class RunView:
         progress: The progress of its ranks, from their progress bars.
         log: The newest lines of the ranks' logs, for a live view; None without one.
         models: Widgets of its ranks; for a session's cell those of the session.
+        is_detached: It was detached, so it may continue without its notebook.
         left: Why an active run is not followed here any more, "" while it is.
         ended: The final event, None while the run is active.
         submitted_at: When it was submitted, by the views' clock.
@@ -121,6 +122,7 @@ class RunView:
         self.position: int | None = None
         self.waiting_for = ""
         self.own_sessions: tuple[OwnSession, ...] = ()
+        self.is_detached = spec.detach
         self.lease: Lease | None = None
         self.host = ""
         self.labels: tuple[str, ...] = ()
@@ -218,8 +220,10 @@ class RunView:
                 self.tracked = tracked
             case MetricsLogged() as body:
                 self.metrics.apply(body)
-            case Submitted() | Detached() | Described():
-                # the view has the spec already; the follower reports detaching
+            case Detached():
+                self.is_detached = True
+            case Submitted() | Described():
+                # the view has the spec already
                 pass
             case RunEnded() as body:
                 self._end(body)

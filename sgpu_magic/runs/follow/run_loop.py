@@ -50,6 +50,7 @@ class Subscription(msgspec.Struct, frozen=True):
         publisher: Shows the view.
         pool: The run's pool, which finds its next service if one dies.
         on_event: Called after each event.
+        on_end: Called once with the final event, unless the run was detached before.
     """
 
     run: ClientRun
@@ -57,6 +58,7 @@ class Subscription(msgspec.Struct, frozen=True):
     publisher: Publisher
     pool: Pool
     on_event: Callable[[], None] | None = None
+    on_end: Callable[[RunView, RunEnded], None] | None = None
 
     def on_link_change(self) -> None:
         """Show or clear the note that a remote pool is silent."""
@@ -81,6 +83,8 @@ class Subscription(msgspec.Struct, frozen=True):
         self.view.apply(event, frames)
         if isinstance(event.body, RunEnded):
             self.pool.on_run_ended(event.run_id, event.body.state, event.at)
+            if self.on_end is not None and not self.view.is_detached:
+                self.on_end(self.view, event.body)
         if self.on_event is not None:
             self.on_event()
 

@@ -243,6 +243,7 @@ class Asking:
             send=server.send,
             offer=reader.offer,
             billing=Billing(ledger, Tariff()),
+            on_end=lambda run, ended: None,
             on_forgotten=lambda run_id: None,
             on_written=lambda run_id: None,
         )

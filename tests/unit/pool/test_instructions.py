@@ -89,6 +89,7 @@ class Service:
             send=server.send,
             offer=lambda client, event, frames: True,  # type: ignore[arg-type]
             billing=Billing(self.ledger, Tariff()),
+            on_end=lambda run, ended: None,
             on_forgotten=lambda run_id: None,
             on_written=lambda run_id: None,
         )
