@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import shlex
 import time
@@ -20,6 +19,7 @@ from sgpu_magic.payload.names import CellNames, names_in
 from sgpu_magic.payload.namespace import collect, submodules_read
 from sgpu_magic.runs.notebook import cell_number, future_flags
 from sgpu_magic.runs.submit import spec
+from sgpu_magic.runs.submit.cell_name import cell_name
 from sgpu_magic.runs.submit.history import history
 from sgpu_magic.runs.submit.spec import PackedCode
 from sgpu_magic.wire.base import RunKind
@@ -29,7 +29,6 @@ from sgpu_magic.wire.run import CellSource, OutputName
 if TYPE_CHECKING:
     from sgpu_magic.runs.kernel_context import KernelContext
 
-_DEFINITION = re.compile(r"^(?:async\s+)?(?:def|class)\s+(\w+)", re.MULTILINE)
 _WORD = re.compile(r"[^\W\d]\w*")
 
 
@@ -117,7 +116,7 @@ def pack_cell(
     code = spec.pack(
         context,
         RunKind.CELL,
-        _name_of(cell.source),
+        cell_name(cell.source),
         cell.source,
         (cell.read if names is None else {name: context.namespace[name] for name in names}) | past,
         begin=cell.begin,
@@ -169,33 +168,6 @@ def _without_value(word: str, before: str) -> str:
     if not option and before != "--env":
         return shlex.quote(word)
     return f"{option}{shlex.quote(setting.partition('=')[0])}=***"
-
-
-def _name_of(cell: CellSource) -> str:
-    """Return a cell's name: the first function or class that it defines and calls, else its number.
-
-    Functions that it only passes on, such as a signal handler, do not count. A cell that has only definitions is named
-    after the first.
-    """
-    defined: list[str] = _DEFINITION.findall(cell.body)
-    for name in defined:
-        if re.search(rf"^(?!\s*(?:async\s+def|def|class)\b).*\b{name}\(", cell.body, re.MULTILINE):
-            return name
-    if defined and _only_defines(cell.body):
-        return defined[0]
-    return "cell" if cell.execution_count is None else f"cell {cell.execution_count}"
-
-
-def _only_defines(body: str) -> bool:
-    """Whether the cell has only imports and definitions; False if it is not plain Python."""
-    try:
-        statements = ast.parse(body).body
-    except (SyntaxError, ValueError):
-        return False
-    return all(
-        isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom)
-        for each in statements
-    )
 
 
 def _does_not_compile(error: SyntaxError, source: str, number: int | None, file: str) -> CellSyntaxError:

@@ -30,6 +30,7 @@ from sgpu_magic.packages.travel import check_before_travel, new_mismatches
 from sgpu_magic.runs import packages
 from sgpu_magic.runs.git_state import report_git_state
 from sgpu_magic.runs.notebook import working_directory
+from sgpu_magic.runs.submit.cell_name import cell_name
 from sgpu_magic.runs.submit.spec import Submission
 from sgpu_magic.runs.submit.tracking_target import MOVE_NAMES, tracking_of
 from sgpu_magic.wire.attachments import CodeBundle, Environment, Upload
@@ -208,7 +209,8 @@ def _without_secrets(
         ),
     )
     parameters = tuple((name, blanker.clear(value)) for name, value in spec.parameters)
-    name = blanker.clear(spec.name)
+    # a name that was made of the code is made of the redacted code: it may have cut a secret
+    name = cell_name(shown) if spec.name == cell_name(cell) else blanker.clear(spec.name)
     if shown == cell and parameters == spec.parameters and name == spec.name:
         return spec, None
     return replace(spec, cell=shown, parameters=parameters, name=name), cell

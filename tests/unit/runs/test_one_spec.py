@@ -117,9 +117,10 @@ def test_what_a_session_has_may_be_asked_for():
         ("async def serve(): ...\nawait serve()", "serve"),
         # a handler, a thread's function and what a later cell uses are not called here
         ("def save(*_): ...\nsignal.signal(signal.SIGTERM, save)\ndef train(): ...\ntrain()", "train"),
-        ("def save(*_): ...\nsignal.signal(signal.SIGTERM, save)\nx + y", "cell"),
+        ("def save(*_): ...\nsignal.signal(signal.SIGTERM, save)\nx + y", "def save(*_): ..."),
         ("import torch\nclass Net: ...\ndef later(): ...", "Net"),
-        ("x + y", "cell"),
+        ("x + y", "x + y"),
+        ("# Add up\nx + y", "Add up"),
     ],
 )
 def test_an_unnamed_cell_is_named_after_what_it_is_about(body: str, name: str):
