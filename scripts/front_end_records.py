@@ -25,12 +25,14 @@ import msgspec
 from sgpu_magic.panel import kernel_state, orders
 from sgpu_magic.panel import schema as panel_schema
 from sgpu_magic.runs.choice import schema as choice
+from sgpu_magic.server import page_schema
 from sgpu_magic.views.live import messages as live_messages
 from sgpu_magic.views.live import schema as live_schema
 
 SOURCES = Path(__file__).resolve().parents[1] / "labextension" / "src"
 FILES = {
     SOURCES / "run_view" / "records.ts": (live_schema, live_messages),
+    SOURCES / "run_page" / "records.ts": (page_schema,),
     SOURCES / "panel" / "records.ts": (choice, panel_schema, kernel_state, orders),
 }
 _SCALARS: dict[object, str] = {int: "num", float: "num", str: "str", bool: "bool"}

@@ -12,7 +12,8 @@ import {
   withoutLine,
 } from "../src/panel/form";
 import type { PackageLine } from "../src/panel/messages";
-import { EVERY_RUN, filterRuns, parseFilter } from "../src/panel/run_filter";
+import { EVERY_RUN, filterRuns, notebooksOf, parseFilter } from "../src/panel/run_filter";
+import type { TimeFilter } from "../src/panel/run_filter";
 import { formatCost, formatEstimate, formatMemory, formatSpan, runSummary, shapeOf } from "../src/panel/format";
 import { interpolate } from "../src/panel/widget_host";
 import { B300, CPUS, H100, NOW, RUNS, SESSION, choice, manyRuns, poolPicture, run, type } from "./panel_samples";
@@ -131,20 +132,36 @@ describe("labels", () => {
 
 describe("the filter", () => {
   const runs = [...RUNS, ...manyRuns(20)];
-  const names = (change: Partial<typeof EVERY_RUN>) => filterRuns(runs, { ...EVERY_RUN, ...change }, "train.ipynb", "kernel-1").map(({ name }) => name);
+  const names = (change: Partial<typeof EVERY_RUN>) => filterRuns(runs, { ...EVERY_RUN, ...change }, "train.ipynb", "kernel-1", NOW).map(({ name }) => name);
 
   it("matches words, state and notebook", () => {
-    expect(filterRuns(runs, EVERY_RUN, "", "")).toBe(runs);
+    expect(filterRuns(runs, EVERY_RUN, "", "", NOW)).toBe(runs);
     expect(names({ text: "VALUEerror train" })).toEqual(["train_digits"]);
     expect(names({ state: "waiting" })).toEqual(["sweep[3]"]);
     expect(names({ state: "going" })).toEqual(["train_digits"]);
     expect(names({ state: "failed" })).toEqual(["train_digits", "step_3", "step_13"]);
     expect(names({ own: true })).not.toContain("sweep[3]");
     expect(names({ text: "nothing" })).toEqual([]);
+    expect(names({ notebook: "eval.ipynb", state: "failed" })).toEqual([]);
+    expect(names({ notebook: "eval.ipynb", text: "step" })).toHaveLength(10);
+    expect(notebooksOf(runs)).toEqual(expect.arrayContaining(["eval.ipynb", "train.ipynb"]));
+  });
+
+  it("matches runs that are active, or ended within a time", () => {
+    const ended = (hours: number) => run(`ended-${hours}`, { name: `${hours} h`, final: true, submitted_at: NOW - 1e6, ended_at: NOW - 3600 * hours });
+    const active = run("active", { name: "active", final: false, submitted_at: NOW - 1e7, ended_at: null });
+    const among = (time: TimeFilter) =>
+      filterRuns([active, ended(0.5), ended(5), ended(30), ended(200)], { ...EVERY_RUN, time }, "", "", NOW).map(({ name }) => name);
+    expect(among("hour")).toEqual(["active", "0.5 h"]);
+    expect(among("day")).toEqual(["active", "0.5 h", "5 h"]);
+    expect(among("week")).toEqual(["active", "0.5 h", "5 h", "30 h"]);
+    expect(among("any")).toHaveLength(5);
   });
 
   it("is parsed from storage, and ignores invalid values", () => {
-    expect(parseFilter('{"text":"a","state":"failed","own":true}')).toEqual({ text: "a", state: "failed", own: true });
+    expect(parseFilter('{"text":"a","state":"failed","own":true}')).toEqual({ ...EVERY_RUN, text: "a", state: "failed", own: true });
+    const whole = { text: "a", state: "ended", time: "day", own: false, notebook: "train.ipynb" } as const;
+    expect(parseFilter(JSON.stringify(whole))).toEqual(whole);
     for (const text of [null, "", "{", "3", '{"state":"x"}']) expect(parseFilter(text)).toEqual(EVERY_RUN);
   });
 });

@@ -340,6 +340,7 @@ export class TestHost implements PanelHost {
   readonly replayed: RunRow[] = [];
   readonly connected: RunRow[] = [];
   newNotebook: (() => void) | undefined = () => undefined;
+  compareRuns: PanelHost["compareRuns"];
   readonly stored = new Map<string, string>();
   readonly storage = {
     get: (key: string) => this.stored.get(key) ?? null,

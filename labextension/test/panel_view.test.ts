@@ -1,6 +1,6 @@
 import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
 
-import type { KernelState } from "../src/panel/host";
+import type { KernelState, PanelHost } from "../src/panel/host";
 import { NoExtension } from "../src/panel/host";
 import { mountPanel } from "../src/panel/index";
 import { OtherVersion } from "../src/panel/messages";
@@ -66,6 +66,13 @@ function typeInto(element: HTMLElement, value: string) {
 }
 
 const waitForText = (el: Element, words: string) => eventually(() => expect(text(el)).toContain(words));
+
+/** Chooses a value in the selection with this label. */
+function choose(el: Element, label: string, value: string) {
+  const select = query(el, `[aria-label=${label}]`) as HTMLSelectElement;
+  select.value = value;
+  select.dispatchEvent(new Event("change", { bubbles: true }));
+}
 
 function focused(): Element {
   if (!document.activeElement) throw new Error("nothing has the focus");
@@ -931,6 +938,21 @@ describe("runs", () => {
     await eventually(() => expect(el.querySelector(".sgpu-comparing")).toBeNull());
   });
 
+  it("are compared in a tab of its own where the host has tabs", async () => {
+    const { el, host } = await ready();
+    const compareRuns = vi.fn<NonNullable<PanelHost["compareRuns"]>>();
+    host.compareRuns = compareRuns;
+    await waitForText(el, "sweep[3]");
+    for (const at of [2, 3]) {
+      all(el, ".sgpu-more")[at]?.click();
+      await eventually(() => expect(all(el, ".sgpu-more")[at]?.getAttribute("aria-expanded")).toBe("true"));
+      button(el, "Compare").click();
+    }
+    await eventually(() => expect(compareRuns).toHaveBeenCalledOnce());
+    expect(compareRuns.mock.calls[0]?.map(({ name }) => name)).toEqual(["train_digits", "preprocess"]);
+    await eventually(() => expect(el.querySelector(".sgpu-comparing")).toBeNull());
+  });
+
   it("link to MLflow if the URL is a web page, and say when files are remote", async () => {
     const { el, host } = await ready(kernelPicture(), PLAN, [run("a", { tracked_url: "https://mlflow.example/1", here: false })]);
     await waitForText(el, "train_digits");
@@ -986,11 +1008,9 @@ describe("runs", () => {
     await eventually(() => query(el, "[type=search]"));
     typeInto(query(el, "[type=search]"), "step_9");
     await eventually(() => expect(query(el, ".sgpu-run-row").getAttribute("aria-setsize")).toBe("11"));
-    button(el, "this notebook").click();
+    choose(el, "Notebook", "/");
     await eventually(() => expect(query(el, ".sgpu-run-row").getAttribute("aria-setsize")).toBe("6"));
-    const select = query(el, "[aria-label=State]") as HTMLSelectElement;
-    select.value = "failed";
-    select.dispatchEvent(new Event("change", { bubbles: true }));
+    choose(el, "State", "failed");
     await eventually(() => expect(query(el, ".sgpu-run-row").getAttribute("aria-setsize")).toBe("1"));
     const again = mounted(host);
     host.sendPoolState(undefined, [...RUNS, ...manyRuns(100)]);

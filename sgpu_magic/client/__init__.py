@@ -18,6 +18,7 @@ blob_sender       sends the blobs that a pool lacks
 run               the handle of a submitted run; the attachments of a submission
 result            what a finished run returns
 find_run          finds a run by the first digits of its id: its pool, or its directory on this machine
+run_environment   the machine, packages and git commit of a recorded run; what differs between two
 run_files         a run's files, read from its directory on this machine or through its pool
 mirror            local copies of remote runs' files; which runs were submitted to remote pools
 ledger            the local ledger, read only: runs, GPU-hours and cost

@@ -2,6 +2,9 @@
 
 runs            runs folded from their events, shared by all pages that show them, and the outputs of their cells
 run_places      where a run is: in this machine's pool or in a remote one, and the connections to remote pools
+run_page        a run's page: its code, options, phases, environment
+page_schema     the records of a run's page
+run_files       the files that a run's ranks have written
 run_handlers    HTTP handlers for a kernel's runs
 panel_handlers  the environment panel's websocket and HTTP handlers
 

@@ -10,10 +10,12 @@ import asyncio
 import atexit
 import contextlib
 import functools
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ParamSpec, TypeVar
+from urllib.parse import quote
 
 import msgspec
 from jupyter_server.auth.decorator import authorized
@@ -21,11 +23,13 @@ from jupyter_server.base.handlers import APIHandler
 from jupyter_server.utils import url_path_join
 from tornado import web
 from tornado.ioloop import PeriodicCallback
+from tornado.iostream import StreamClosedError
 
 from sgpu_magic.client import ledger
 from sgpu_magic.config import Settings, load_settings
 from sgpu_magic.errors import PoolError, UsageError
 from sgpu_magic.files.run_directory import read_spec
+from sgpu_magic.server.run_files import FileNotHere, list_files, opened_file
 from sgpu_magic.server.run_places import RemotePools
 from sgpu_magic.server.runs import IDLE_S, Follower, Followers, Known, RunNotHere
 from sgpu_magic.views.live.messages import questions
@@ -37,6 +41,8 @@ MAX_WAIT_S = 20.0
 _LOOK_EVERY_S = 0.25
 _DROP_EVERY_MS = 15_000
 _MAX_QUESTION_BYTES = 10_000
+_READ_BYTES = 1 << 20
+_DOWNLOADED = "application/octet-stream"
 
 RESOURCE = "kernels"
 """Users who may read kernels may read their runs and pools; users who may write to kernels may cancel runs."""
@@ -95,11 +101,11 @@ class _Handler(APIHandler):
         """Call a function that may block, and convert its errors to HTTP errors.
 
         Raises:
-            HTTPError: The run is unknown here (404), or its files or its pool can't be read (500).
+            HTTPError: The run or its file is unknown here (404), or its files or its pool can't be read (500).
         """
         try:
             return await in_thread(call, *args, **kwargs)
-        except RunNotHere as error:
+        except (RunNotHere, FileNotHere) as error:
             raise web.HTTPError(404, str(error)) from None
         except (PoolError, OSError, ValueError, msgspec.DecodeError) as error:
             raise web.HTTPError(500, str(error)) from error
@@ -188,11 +194,65 @@ class OutputsHandler(_Handler):
         answer(self, {"outputs": outputs, "execution_count": follower.spec.cell.execution_count})
 
 
+class PageHandler(_Handler):
+    """`GET sgpu/runs/RUN/page`: what the run's page shows beside its live view."""
+
+    @web.authenticated
+    @authorized
+    async def get(self, run_id: str) -> None:
+        follower = await self.follower(run_id)
+        answer(self, await self.in_thread(self.followers.page, follower))
+
+
+class FilesHandler(_Handler):
+    """`GET sgpu/runs/RUN/files`: the files in its work and checkpoint folders."""
+
+    @web.authenticated
+    @authorized
+    async def get(self, run_id: str) -> None:
+        follower = await self.follower(run_id)
+        answer(self, await self.in_thread(list_files, follower.location))
+
+
+class DownloadHandler(_Handler):
+    """`GET sgpu/runs/RUN/files/PATH`: one of these files, to be saved by the browser."""
+
+    @web.authenticated
+    @authorized
+    async def get(self, run_id: str, name: str) -> None:
+        follower = await self.follower(run_id)
+        with contextlib.ExitStack() as opened:
+            file = await self.in_thread(opened.enter_context, opened_file(follower.location, name))
+            size = os.fstat(file).st_size
+            file_name = quote(os.path.basename(name), safe="")
+            # never rendered by the browser: a file of a run may contain any HTML
+            self.set_header("Content-Type", _DOWNLOADED)
+            self.set_header("Content-Disposition", f"attachment; filename*=UTF-8''{file_name}")
+            self.set_header("Content-Length", str(size))
+            self.set_header("Cache-Control", "no-store")
+            self.set_header("X-Content-Type-Options", "nosniff")
+            # the browser may end the download
+            with contextlib.suppress(StreamClosedError):
+                await self._send(file, size)
+                self.finish(set_content_type=_DOWNLOADED)
+
+    async def _send(self, file: int, size: int) -> None:
+        """Send the first `size` bytes of a file; it may grow meanwhile."""
+        sent = 0
+        while sent < size and (data := await in_thread(os.pread, file, min(_READ_BYTES, size - sent), sent)):
+            sent += len(data)
+            self.write(data)
+            await self.flush()
+
+
 _HANDLERS = {
     "": RunsHandler,
     "/([^/]+)/news": NewsHandler,
     "/([^/]+)/ask": AskHandler,
     "/([^/]+)/(outputs|displays)": OutputsHandler,
+    "/([^/]+)/page": PageHandler,
+    "/([^/]+)/files": FilesHandler,
+    "/([^/]+)/files/(.+)": DownloadHandler,
 }
 
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from sgpu_magic.client.mirror import Mirror
     from sgpu_magic.client.pool import Pool
     from sgpu_magic.client.pools import Pools
+    from sgpu_magic.client.run_files import LocalRunFiles
 
 # minimum interval between queries to the ledger whether a run is lost
 _LEDGER_EVERY_S = 2.0
@@ -75,6 +76,10 @@ class RunLocation(ABC):
         Raises:
             PoolError: The pool can't be reached.
         """
+
+    @abstractmethod
+    def files(self) -> LocalRunFiles | Mirror:
+        """Return the run's files."""
 
     def cancel(self) -> str:
         """Cancel the run and return a sentence about it.
@@ -129,6 +134,12 @@ class LocalRun(RunLocation):
         self._over = self._over + 1 if row is not None and row.state.is_final else 0
         return ledger.LOST if self._over > 1 else ""
 
+    def files(self) -> LocalRunFiles:
+        # imported late: it needs the client
+        from sgpu_magic.client.run_files import LocalRunFiles
+
+        return LocalRunFiles(self._settings, self.spec.run_id)
+
     def linked(self, wish: str = "") -> AbstractContextManager[Pool]:
         # imported late: the client is heavy, and most servers never need it
         from sgpu_magic.client.find_run import pool_of
@@ -177,6 +188,9 @@ class RemoteRun(RunLocation):
     def lost(self) -> str:
         sentence = f"the pool {self.pool} no longer has this run, so its outcome is unknown."
         return sentence if self._unknown >= _UNKNOWN_TIMES else ""
+
+    def files(self) -> Mirror:
+        return self._mirror
 
     def linked(self, wish: str = "") -> AbstractContextManager[Pool]:
         return nullcontext(self._ask())

@@ -14,6 +14,8 @@ from sgpu_magic.client.result import RunResult
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import RunCancelled
 from sgpu_magic.files.run_directory import EventFile
+from sgpu_magic.server.page_schema import RunPage
+from sgpu_magic.server.run_page import environment_changes, run_page
 from sgpu_magic.server.run_places import RemotePools, RunLocation, run_here
 from sgpu_magic.views.bundle import caption_bundle, mime_bundle
 from sgpu_magic.views.fold import RunView
@@ -23,10 +25,11 @@ from sgpu_magic.views.live.log_reader import LogReader
 from sgpu_magic.views.live.messages import Answer, NewLines, Question
 from sgpu_magic.views.live.schema import Snapshot
 from sgpu_magic.views.output import Caption, ShownDisplay, TextSegment, segments
+from sgpu_magic.views.phases import RunPhases
 from sgpu_magic.views.remote_error import run_exception
 from sgpu_magic.views.run_notes import cancelled_sentence, last_part
 from sgpu_magic.wire.base import FailureKind, RunKind, RunState, is_valid_id, short
-from sgpu_magic.wire.events import Detached, Event, EventBody, Noted, RunEnded
+from sgpu_magic.wire.events import Detached, Event, EventBody, Noted, RanksStarted, RunEnded
 from sgpu_magic.wire.rank_events import DisplayPublished, Failure, OutputCleared
 
 Output = dict[str, object]
@@ -90,6 +93,7 @@ class Follower:
         output_limit: The setting `output_limit`.
 
     Attributes:
+        location: Where the run is.
         turn: Serializes the requests for its news; used on the server's event loop only.
         asked_at: When it was last requested, by the clock of `Followers`.
     """
@@ -98,7 +102,7 @@ class Follower:
         self.spec = spec = location.spec
         self.turn = asyncio.Lock()
         self.asked_at = 0.0
-        self._location = location
+        self.location = location
         self._view = RunView(spec, output_limit, location.pool, error_follows=True)
         self._view.directory = str(location.directory) if location.bring is None else ""
         self._feed = Feed(self._view)
@@ -110,6 +114,8 @@ class Follower:
         self._seq = 0
         self._displays = 0
         self._returns = True
+        self._phases = RunPhases(spec.submitted_at)
+        self._started_at: float | None = None
         if spec.detach:
             self._note_detached(spec.submitted_at)
 
@@ -140,7 +146,13 @@ class Follower:
         """Return the final outputs of the run's cell, None while the run is active."""
         with self._lock:
             self._catch_up()
-            return cell_outputs(self._view, self._location.directory, returns=self._returns) if self.is_final else None
+            return cell_outputs(self._view, self.location.directory, returns=self._returns) if self.is_final else None
+
+    def page(self) -> RunPage:
+        """Return what the run's page shows beside its live view, without the differences of its environment."""
+        with self._lock:
+            self._catch_up()
+            return run_page(self._view, self._phases, self._started_at)
 
     def displays(self) -> list[Output]:
         """Return what the ranks have displayed so far, to be shown below a live view."""
@@ -153,9 +165,9 @@ class Follower:
     def _catch_up(self) -> None:
         if not self.is_final:
             self._read()
-        if not self.is_final and self._location.bring is not None:
-            self._location.bring_events(self._file.taken_bytes)
-            self._view.set_silence(self._location.silence)
+        if not self.is_final and self.location.bring is not None:
+            self.location.bring_events(self._file.taken_bytes)
+            self._view.set_silence(self.location.silence)
             self._read()
         if not self.is_final:
             self._end_if_lost()
@@ -170,7 +182,7 @@ class Follower:
                     return
         except FileNotFoundError:
             # a remote run's files may not have been fetched yet
-            if self._location.bring is None:
+            if self.location.bring is None:
                 raise _not_here(self.spec.run_id) from None
 
     def _apply(self, event: Event, frames: Sequence[bytes]) -> None:
@@ -178,6 +190,9 @@ class Follower:
         if isinstance(event.body, Detached):
             self._note_detached(event.at)
         self._view.apply(event, frames)
+        self._phases.apply(event)
+        if isinstance(event.body, RanksStarted):
+            self._started_at = event.at
         if isinstance(event.body, DisplayPublished | OutputCleared):
             self._displays += 1
 
@@ -188,7 +203,7 @@ class Follower:
 
     def _end_if_lost(self) -> None:
         """End the run here, as its notebook would, when no process can be working on it any more."""
-        if message := self._location.lost():
+        if message := self.location.lost():
             self._read()
         if message and not self.is_final:
             failure = Failure(kind=FailureKind.NODE_LOST, message=message, at=time.time())
@@ -227,6 +242,14 @@ class Followers:
             follower = self._followers.setdefault(run_id, made)
             follower.asked_at = self._clock()
             return follower
+
+    def page(self, follower: Follower) -> RunPage:
+        """Return what a run's page shows beside its live view."""
+        page = follower.page()
+        if follower.location.bring is not None:
+            # the records of its environment are at its pool
+            return page
+        return msgspec.structs.replace(page, environment=environment_changes(self._settings, follower.spec))
 
     def asked(self, run_id: str) -> None:
         """Note that a page shows the run now."""

@@ -7,6 +7,8 @@ output          what the ranks have printed and displayed, split into segments a
 output_buffer   lines and displays in order; keeps the beginning and the end and counts what it drops between
 usage           utilization and memory of ranks and their devices, as curves
 metrics         what its code has logged to MLflow, as curves
+phases          how long a run was queued, starting, running
+chosen_options  the options that a run was submitted with
 rank_models     widget models created by ranks, and their text and progress, which stay when the widgets are closed
 run_notes       names of runs, and the sentences that events produce: notes, a failure in one line
 

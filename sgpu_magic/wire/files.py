@@ -27,6 +27,7 @@ PIECE_BYTES = 64 << 20
 DIGEST_BYTES = 32
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
+_NODE = re.compile(r"node-\d+")
 _STORE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,99}")
 PAYLOAD = "payload.bin"
 PAYLOAD_PARTS = "payload"
@@ -66,6 +67,14 @@ def work_folders(node: int) -> tuple[str, ...]:
         node: Index of the node in the run, from 0.
     """
     return (f"node-{node}/{WORK}", WORK) if node else (WORK,)
+
+
+def is_written_by_ranks(name: str) -> bool:
+    """Whether a name in a run's directory is that of a file in its ranks' working directories or checkpoint folders."""
+    folder, _, rest = name.partition("/")
+    if _NODE.fullmatch(folder):
+        folder, _, rest = rest.partition("/")
+    return folder in (WORK, CHECKPOINTS) and rest != ""
 
 
 # ---------------------------------------------------------------- client -> pool

@@ -84,6 +84,8 @@ export interface PanelHost {
   newNotebook?: (() => void) | undefined;
   /** Opens a run's log, stacks and devices in a separate tab. Absent if the host can't. */
   openRun?: ((run: RunRow) => void) | undefined;
+  /** Opens a tab that compares two runs. Absent if the host can't. */
+  compareRuns?: ((first: RunRow, second: RunRow) => void) | undefined;
   /** Inserts a cell with `%sgpu_attach` into the active notebook and runs it. */
   attachRun?: ((run: RunRow) => void) | undefined;
   /** Inserts a cell with `%sgpu_replay` into the active notebook and runs it. */

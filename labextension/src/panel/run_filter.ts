@@ -4,26 +4,57 @@ import type { RunRow } from "./messages";
 export const STATES = ["all", "going", "waiting", "ended", "failed"] as const;
 export type StateFilter = (typeof STATES)[number];
 
+/** Filters by time: runs that are active, or ended within this time. */
+export const TIMES = ["any", "hour", "day", "week"] as const;
+export type TimeFilter = (typeof TIMES)[number];
+
+const HOUR_S = 3600;
+const SPANS_S: Readonly<Record<TimeFilter, number>> = { any: Infinity, hour: HOUR_S, day: 24 * HOUR_S, week: 168 * HOUR_S };
+
 export interface RunFilter {
   readonly text: string;
   readonly state: StateFilter;
+  readonly time: TimeFilter;
   /** Only runs of the active notebook. */
   readonly own: boolean;
+  /** Only runs of the notebook with this file name; "" for every notebook. */
+  readonly notebook: string;
 }
 
-export const EVERY_RUN: RunFilter = { text: "", state: "all", own: false };
+export const EVERY_RUN: RunFilter = { text: "", state: "all", time: "any", own: false, notebook: "" };
 
 export function hasFilter(filter: RunFilter): boolean {
-  return filter.text.trim() !== "" || filter.state !== "all" || filter.own;
+  const { text, state, time, own, notebook } = filter;
+  return text.trim() !== "" || state !== "all" || time !== "any" || own || notebook !== "";
 }
 
-/** Returns the runs that match a filter, in their order. */
-export function filterRuns(runs: readonly RunRow[], filter: RunFilter, notebook: string, kernel: string): readonly RunRow[] {
+/** Returns the file names of the notebooks that submitted these runs, in alphabetical order. */
+export function notebooksOf(runs: readonly RunRow[]): readonly string[] {
+  return [...new Set(runs.map(({ notebook }) => notebook))].filter((name) => name !== "").sort();
+}
+
+/**
+ * Returns the runs that match a filter, in their order.
+ *
+ * @param notebook: The active notebook's file name, "" without one.
+ * @param kernel: The active notebook's kernel, "" without one.
+ * @param now_s: The server's time, in seconds since the epoch.
+ */
+export function filterRuns(
+  runs: readonly RunRow[],
+  filter: RunFilter,
+  notebook: string,
+  kernel: string,
+  now_s: number,
+): readonly RunRow[] {
   if (!hasFilter(filter)) return runs;
+  const since_s = now_s - SPANS_S[filter.time];
   const words = filter.text.toLowerCase().split(/\s+/).filter(Boolean);
   return runs.filter((run) => {
     if (filter.own && !isOwn(run, notebook, kernel)) return false;
+    if (filter.notebook !== "" && run.notebook !== filter.notebook) return false;
     if (!matchesState(run, filter.state)) return false;
+    if (run.final && (run.ended_at ?? run.submitted_at) < since_s) return false;
     if (words.length === 0) return true;
     const text = [run.name, run.short_id, run.run_id, run.words, run.state, run.notebook, run.user, run.device_type]
       .join(" ")
@@ -42,7 +73,9 @@ export function parseFilter(text: string | null): RunFilter {
   try {
     const stored = JSON.parse(text ?? "") as Partial<Record<keyof RunFilter, unknown>>;
     const state = STATES.find((each) => each === stored.state) ?? "all";
-    return { text: typeof stored.text === "string" ? stored.text : "", state, own: stored.own === true };
+    const time = TIMES.find((each) => each === stored.time) ?? "any";
+    const [words, notebook] = [stored.text, stored.notebook].map((each) => (typeof each === "string" ? each : ""));
+    return { text: words ?? "", state, time, own: stored.own === true, notebook: notebook ?? "" };
   } catch {
     return EVERY_RUN;
   }

@@ -66,6 +66,11 @@ export class LabHost implements PanelHost {
     this.options.runs.open({ run_id: run.run_id, name: runLabel(run) });
   };
 
+  readonly compareRuns = (first: RunRow, second: RunRow): void => {
+    const [one, other] = [first, second].map((run) => ({ run_id: run.run_id, name: run.name || run.short_id }));
+    if (one && other) this.options.runs.compare(one, other);
+  };
+
   readonly attachRun = (run: RunRow): void => {
     this.runInNewCell(`%sgpu_attach ${run.short_id}`);
   };

@@ -16,8 +16,9 @@ import { PanelActions } from "./panel_actions";
 import { PanelSettings, SCHEMA } from "./panel_settings";
 import { PoolConnection } from "./pool_connection";
 import { RunTabs } from "./run_tabs";
+import type { RunToOpen } from "./run_tabs";
 import { RunServer } from "./run_server";
-import { createRequest, openSocket } from "./server_requests";
+import { createLocate, createRequest, openSocket } from "./server_requests";
 import { Sidebar } from "./sidebar";
 import { createTranslate } from "./translation";
 
@@ -27,6 +28,7 @@ const commands = {
   disconnect: "sgpu-magic:disconnect",
   cancel: "sgpu-magic:cancel-runs",
   openRun: "sgpu-magic:open-run",
+  compareRuns: "sgpu-magic:compare-runs",
 } as const;
 
 /** The toolbar item's name in `schema/panel.json`. */
@@ -68,7 +70,7 @@ export const panelPlugin: JupyterFrontEndPlugin<void> = {
     const settings = new PanelSettings();
     const storage = new PanelStorage(state);
     const notebooks = new LabNotebooks(tracker, dialogs);
-    const runs = new RunTabs(app, new RunServer(request), labShell ? "main" : "down");
+    const runs = new RunTabs(app, new RunServer(request, createLocate(serverSettings)), labShell ? "main" : "down");
 
     settings.onChange(() => {
       connection.pollInterval_ms = 1_000 * settings.current.refresh_s;
@@ -113,11 +115,19 @@ export const panelPlugin: JupyterFrontEndPlugin<void> = {
     });
     app.commands.addCommand(commands.openRun, {
       label: (args) => (typeof args["name"] === "string" ? args["name"] : t("Open a run")),
-      execute: ({ run_id, name }) => {
-        if (typeof run_id === "string") runs.open({ run_id, name: typeof name === "string" ? name : run_id });
+      execute: (args) => {
+        const run = readRun(args);
+        if (run) runs.open(run);
       },
     });
-    if (restorer) runs.restore(restorer, commands.openRun);
+    app.commands.addCommand(commands.compareRuns, {
+      label: t("Compare two runs"),
+      execute: ({ runs: compared }) => {
+        const [first, second] = Array.isArray(compared) ? compared.map(readRun) : [];
+        if (first && second) runs.compare(first, second);
+      },
+    });
+    if (restorer) runs.restore(restorer, commands.openRun, commands.compareRuns);
     const category = t("GPU");
     for (const command of [commands.open, commands.connect, commands.disconnect, commands.cancel]) {
       palette?.addItem({ command, category });
@@ -129,3 +139,9 @@ export const panelPlugin: JupyterFrontEndPlugin<void> = {
     }
   },
 };
+
+/** Returns the run that a command's arguments name, null if they name none. */
+function readRun(value: unknown): RunToOpen | null {
+  const { run_id, name } = (value ?? {}) as { readonly run_id?: unknown; readonly name?: unknown };
+  return typeof run_id === "string" ? { run_id, name: typeof name === "string" ? name : run_id } : null;
+}

@@ -1,5 +1,8 @@
 import { readAnswer, readSnapshot, readUpdate } from "../run_view/messages";
 import type { Answer, Question, Snapshot, FeedUpdate } from "../run_view/messages";
+import type { PageServer } from "../run_page/page_model";
+import { pageFiles, runPage } from "../run_page/records";
+import type { PageFiles, RunPage } from "../run_page/records";
 import { NoAnswer } from "../shared/widget_requests";
 
 /** Sends an authenticated request to the Jupyter server; the path is relative to the server's base URL. */
@@ -54,8 +57,12 @@ export class ServerError extends NoAnswer {
 }
 
 /** Requests to the Jupyter server about runs. Methods throw `ServerError`, or the error of a failed request. */
-export class RunServer {
-  constructor(private readonly request: Request) {}
+export class RunServer implements PageServer {
+  /** @param locate: Returns the URL of a path of the server, for links. */
+  constructor(
+    private readonly request: Request,
+    private readonly locate: (path: string) => string = (path) => path,
+  ) {}
 
   async runs(kernel: string, signal: AbortSignal): Promise<readonly SubmittedRun[]> {
     const query = new URLSearchParams({ kernel });
@@ -92,6 +99,20 @@ export class RunServer {
   /** Returns what the run's ranks have displayed so far. */
   async displays(run: string, signal: AbortSignal): Promise<CellOutputs> {
     return (await this.get(`${path(run)}/displays`, signal)) as CellOutputs;
+  }
+
+  /** Returns what the run's page shows beside its live view. */
+  async page(run: string, signal: AbortSignal): Promise<RunPage> {
+    return runPage(await this.get(`${path(run)}/page`, signal), "page", false);
+  }
+
+  /** Returns the files that the run's ranks have written. */
+  async files(run: string, signal: AbortSignal): Promise<PageFiles> {
+    return pageFiles(await this.get(`${path(run)}/files`, signal), "files", false);
+  }
+
+  fileUrl(run: string, name: string): string {
+    return this.locate(`${path(run)}/files/${name.split("/").map(encodeURIComponent).join("/")}`);
   }
 
   private get(path: string, signal: AbortSignal): Promise<unknown> {

@@ -2,6 +2,8 @@ import type { ILayoutRestorer, JupyterFrontEnd } from "@jupyterlab/application";
 import { MainAreaWidget, WidgetTracker } from "@jupyterlab/apputils";
 import { Widget } from "@lumino/widgets";
 
+import { mountComparison, mountRunPage } from "../run_page";
+import { RunPageModel } from "../run_page/page_model";
 import { mountRunView } from "../run_view";
 import { gpuIcon } from "./icon";
 import { RunFeed } from "./run_feed";
@@ -16,9 +18,10 @@ export interface RunToOpen {
   readonly name: string;
 }
 
-/** Tabs with runs' logs, stacks and devices, one for each run. */
+/** Tabs of runs, each with a run's live view and page, and tabs that compare two runs. */
 export class RunTabs {
-  private readonly tracker = new WidgetTracker<MainAreaWidget<RunTab>>({ namespace: "sgpu-runs" });
+  private readonly runs = new WidgetTracker<MainAreaWidget<RunTab>>({ namespace: "sgpu-runs" });
+  private readonly comparisons = new WidgetTracker<MainAreaWidget<ComparisonTab>>({ namespace: "sgpu-comparisons" });
 
   /** @param area: The shell's area: `main`, or `down` in an application that shows a single document. */
   constructor(
@@ -28,56 +31,119 @@ export class RunTabs {
   ) {}
 
   open(run: RunToOpen): void {
-    const found = this.tracker.find((tab) => tab.content.run.run_id === run.run_id);
-    const tab = found ?? this.create(run);
+    const found = this.runs.find((tab) => tab.content.run.run_id === run.run_id);
+    this.show(found ?? this.create(run));
+  }
+
+  /** Opens a tab that compares two runs. */
+  compare(first: RunToOpen, second: RunToOpen): void {
+    const id = comparisonId(first, second);
+    this.show(this.comparisons.find((tab) => tab.id === id) ?? this.createComparison(first, second));
+  }
+
+  /** Reopens the tabs that were open before a page reload. */
+  restore(restorer: ILayoutRestorer, openCommand: string, compareCommand: string): void {
+    void restorer.restore(this.runs, {
+      command: openCommand,
+      args: ({ content: { run } }) => ({ run_id: run.run_id, name: run.name }),
+      name: ({ content: { run } }) => run.run_id,
+    });
+    void restorer.restore(this.comparisons, {
+      command: compareCommand,
+      args: ({ content: { runs } }) => ({ runs: runs.map(({ run_id, name }) => ({ run_id, name })) }),
+      name: ({ id }) => id,
+    });
+  }
+
+  private show(tab: MainAreaWidget): void {
     // a tab rather than a split, so that the notebook keeps its height
     if (!tab.isAttached) this.app.shell.add(tab, this.area, { mode: "tab-after" });
     this.app.shell.activateById(tab.id);
   }
 
-  /** Reopens the tabs that were open before a page reload. */
-  restore(restorer: ILayoutRestorer, command: string): void {
-    void restorer.restore(this.tracker, {
-      command,
-      args: ({ content: { run } }) => ({ run_id: run.run_id, name: run.name }),
-      name: ({ content: { run } }) => run.run_id,
-    });
+  private create(run: RunToOpen): MainAreaWidget<RunTab> {
+    const tab = this.wrap(new RunTab(run, this.server), `sgpu-run-${run.run_id}`, run.name);
+    tab.title.caption = `${run.name} · ${run.run_id}`;
+    void this.runs.add(tab);
+    return tab;
   }
 
-  private create(run: RunToOpen): MainAreaWidget<RunTab> {
-    const tab = new MainAreaWidget({ content: new RunTab(run, this.server) });
-    tab.id = `sgpu-run-${run.run_id}`;
-    tab.title.label = run.name;
-    tab.title.caption = `${run.name} · ${run.run_id}`;
+  private createComparison(first: RunToOpen, second: RunToOpen): MainAreaWidget<ComparisonTab> {
+    const content = new ComparisonTab([first, second], this.server);
+    const tab = this.wrap(content, comparisonId(first, second), comparisonLabel(first, second));
+    void this.comparisons.add(tab);
+    return tab;
+  }
+
+  private wrap<T extends Widget>(content: T, id: string, label: string): MainAreaWidget<T> {
+    const tab = new MainAreaWidget({ content });
+    tab.id = id;
+    tab.title.label = label;
+    tab.title.caption = label;
     tab.title.icon = gpuIcon;
     tab.title.closable = true;
     tab.toolbar.hide();
     // widgets in the `down` area have no height of their own
-    if (this.area !== "main") tab.content.node.style.minHeight = MIN_HEIGHT;
-    void this.tracker.add(tab);
+    if (this.area !== "main") content.node.style.minHeight = MIN_HEIGHT;
     return tab;
   }
 }
 
-/** A run's view in a tab; disposing it ends the feed. */
-class RunTab extends Widget {
-  private readonly controller = new AbortController();
+function comparisonId(first: RunToOpen, second: RunToOpen): string {
+  return `sgpu-compare-${first.run_id}-${second.run_id}`;
+}
 
+/** Returns `fit ↔ train`, `fit 7f3a ↔ 80b1` for two runs of one name. */
+function comparisonLabel(first: RunToOpen, second: RunToOpen): string {
+  if (first.name !== second.name) return `${first.name} ↔ ${second.name}`;
+  return `${first.name} ${first.run_id.slice(0, 4)} ↔ ${second.run_id.slice(0, 4)}`;
+}
+
+/** A widget that scrolls; disposing it aborts its signal. */
+class ScrollingTab extends Widget {
+  protected readonly controller = new AbortController();
+
+  constructor() {
+    super();
+    this.node.style.cssText = "overflow:auto;padding:8px;background:var(--jp-layout-color0)";
+    this.node.tabIndex = -1;
+  }
+
+  override dispose(): void {
+    this.controller.abort();
+    super.dispose();
+  }
+}
+
+/** A run's view and its page. */
+class RunTab extends ScrollingTab {
   constructor(
     readonly run: RunToOpen,
     server: RunServer,
   ) {
     super();
     this.addClass("sgpu-run-tab");
-    this.node.style.cssText = "overflow:auto;padding:8px;background:var(--jp-layout-color0)";
-    this.node.tabIndex = -1;
-    const feed = new RunFeed(server, run.run_id, this.controller.signal);
-    mountRunView(this.node, new ServerTransport(server, feed), this.controller.signal);
+    const { signal } = this.controller;
+    const [view, below] = [document.createElement("div"), document.createElement("div")];
+    this.node.append(view, below);
+    const feed = new RunFeed(server, run.run_id, signal);
+    mountRunView(view, new ServerTransport(server, feed), signal);
+    const page = new RunPageModel(run.run_id, server, signal);
+    feed.addListener(page);
+    mountRunPage(below, page, signal);
+    void page.refresh();
     void feed.poll();
   }
+}
 
-  override dispose(): void {
-    this.controller.abort();
-    super.dispose();
+/** Two runs compared. */
+class ComparisonTab extends ScrollingTab {
+  constructor(
+    readonly runs: readonly [RunToOpen, RunToOpen],
+    server: RunServer,
+  ) {
+    super();
+    this.addClass("sgpu-comparison-tab");
+    mountComparison(this.node, [runs[0].run_id, runs[1].run_id], server, this.controller.signal);
   }
 }

@@ -8,6 +8,11 @@ export function createRequest(settings: ServerConnection.ISettings): Request {
   return (path, init) => ServerConnection.makeRequest(URLExt.join(settings.baseUrl, path), init, settings);
 }
 
+/** Returns a function that makes the URL of a path of the Jupyter server, for links: the browser sends its cookie. */
+export function createLocate(settings: ServerConnection.ISettings): (path: string) => string {
+  return (path) => URLExt.join(settings.baseUrl, path);
+}
+
 /** Opens a websocket to the Jupyter server, authenticated like JupyterLab's kernel websockets. */
 export function openSocket(settings: ServerConnection.ISettings, path: string): WebSocket {
   const url = URLExt.join(settings.wsUrl, path);

@@ -38,6 +38,17 @@ export function countOf(count: number, noun: string): string {
   return `${formatCount(count)} ${noun}${count === 1 ? "" : "s"}`;
 }
 
+/** Returns a size like `312 B`, `1.2 kB` or `45.1 MB`. */
+export function formatBytes(bytes: number): string {
+  if (bytes < 999.5) return `${Math.round(bytes)} B`;
+  let count = bytes / 1000;
+  for (const unit of ["kB", "MB", "GB"]) {
+    if (count < 999.95) return `${count.toFixed(1)} ${unit}`;
+    count /= 1000;
+  }
+  return `${count.toFixed(1)} TB`;
+}
+
 /** Returns `1.2 MB`. */
 export function formatMegabytes(bytes: number): string {
   return `${(bytes / 1e6).toFixed(1)} MB`;

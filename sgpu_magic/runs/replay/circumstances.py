@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -12,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
-from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
 from sgpu_magic import __version__
+from sgpu_magic.client.run_environment import Circumstances, commit_of, recorded_circumstances
 from sgpu_magic.client.this_machine import this_interpreter
 from sgpu_magic.config import host_name, load_settings
 from sgpu_magic.formatting import names_text
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
     from sgpu_magic.runs.replay.recorded import Recorded
 
 _PROBE_S = 30.0
-_HEAD = re.compile(r"# Python (?P<python>[\w.]+) on .*?, digest (?P<digest>[0-9a-f]+)")
 _MAX_NAMED = 6
 
 
@@ -81,9 +79,7 @@ def path_of(recorded: Recorded, chosen: Chosen) -> tuple[str, ...]:
 
 def of_run(recorded: Recorded) -> Circumstances:
     """Return the recorded circumstances of a run."""
-    record = recorded.record
-    python, digest, packages = _pins(recorded)
-    return Circumstances(record.host, python, record.version, digest, packages, *_commit_of(recorded.tags), record.cwd)
+    return recorded_circumstances(recorded.record, recorded.requirements, recorded.tags)
 
 
 def of_replay(chosen: Chosen, cwd: str, packages: Mapping[str, str]) -> Circumstances:
@@ -98,7 +94,7 @@ def of_replay(chosen: Chosen, cwd: str, packages: Mapping[str, str]) -> Circumst
     if is_own:
         packages = {canonicalize_name(each.name): each.version for each in take_snapshot().distributions}
     python = platform.python_version() if is_own else ""
-    commit = _commit_of(dict(git_tags(cwd)))
+    commit = commit_of(dict(git_tags(cwd)))
     return Circumstances(host_name(), python, __version__, chosen.digest, packages, *commit, cwd)
 
 
@@ -114,54 +110,6 @@ def _probe(executable: str) -> Chosen | None:
         return decode_json(done.stdout, type=Chosen)
     except (OSError, subprocess.SubprocessError, msgspec.MsgspecError):
         return None
-
-
-def _pins(recorded: Recorded) -> tuple[str, str, dict[str, str]]:
-    """Return a run's Python, and the digest and versions of its packages, from its spec and requirements file."""
-    python, digest, packages = "", recorded.spec.environment, dict[str, str]()
-    path = recorded.requirements
-    for line in path.read_text(errors="replace").splitlines() if path is not None else ():
-        if (head := _HEAD.match(line)) is not None:
-            # the only place of the digest for a run submitted before its packages were known
-            python, digest = head["python"], digest or head["digest"]
-        try:
-            pin = Requirement(line.partition(" #")[0].partition(" --hash")[0].strip())
-        except InvalidRequirement:
-            continue
-        versions = [each.version for each in pin.specifier if each.operator in ("==", "===")]
-        if len(versions) == 1:
-            packages[canonicalize_name(pin.name)] = versions[0]
-    return python, digest, packages
-
-
-def _commit_of(tags: Mapping[str, str]) -> tuple[str, bool | None]:
-    """Return the commit in MLflow's tags, and whether there were uncommitted changes."""
-    dirty = {"true": True, "false": False}.get(tags.get("mlflow.source.git.dirty", "").lower())
-    return tags.get("mlflow.source.git.commit", ""), dirty
-
-
-class Circumstances(msgspec.Struct, frozen=True):
-    """The circumstances of a run; "" or empty if unknown.
-
-    Args:
-        host: The machine of its ranks.
-        python: Version of Python, such as `3.11.7`.
-        version: Version of sgpu-magic.
-        digest: Digest of its packages.
-        packages: Versions of its packages by canonical name.
-        commit: Commit of the git repository that it was submitted from.
-        dirty: Whether the repository had uncommitted changes; None if unknown.
-        cwd: Its working directory.
-    """
-
-    host: str = ""
-    python: str = ""
-    version: str = ""
-    digest: str = ""
-    packages: Mapping[str, str] = msgspec.field(default_factory=dict[str, str])
-    commit: str = ""
-    dirty: bool | None = None
-    cwd: str = ""
 
 
 def differences(then: Circumstances, now: Circumstances) -> list[str]:

@@ -63,11 +63,13 @@ def pack_call(
     names = [label for label in code.packed.names if label != CALL_NAME]
     if name not in names:
         names.insert(0, name)
-    if call.args or call.kwargs:
-        names.append("its arguments")
+    arguments_label = "its arguments" if call.args or call.kwargs else name
+    if arguments_label != name:
+        names.append(arguments_label)
     shipped = replace(
         code.shipped,
         names=tuple(names),
+        sizes=tuple((arguments_label if label == CALL_NAME else label, size) for label, size in code.shipped.sizes),
         heavy=tuple(
             (f"the arguments of {name}" if label == CALL_NAME else label, size) for label, size in code.shipped.heavy
         ),

@@ -122,6 +122,7 @@ def pack(
         names=packed.names,
         total_bytes=packed.total_bytes,
         seconds=time.perf_counter() - begin,
+        sizes=tuple(packed.sizes.items()),
         heavy=tuple((name, size) for name, size in packed.sizes.items() if size > _HEAVY_BYTES),
     )
     return PackedCode(kind, name, msgspec.structs.replace(cell, linecache=sources), packed, key, outputs, shipped)

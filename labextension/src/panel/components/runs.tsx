@@ -3,8 +3,8 @@ import { useLayoutEffect, useRef, useState } from "preact/hooks";
 import { useStored, useNow, usePanel, useTranslate } from "../context";
 import type { RunRow as Run } from "../messages";
 import { holdersOf } from "../queue";
-import { EVERY_RUN, STATES, filterRuns, hasFilter, isOwn, parseFilter } from "../run_filter";
-import type { RunFilter, StateFilter } from "../run_filter";
+import { EVERY_RUN, STATES, TIMES, filterRuns, hasFilter, isOwn, notebooksOf, parseFilter } from "../run_filter";
+import type { RunFilter, StateFilter, TimeFilter } from "../run_filter";
 import { useVisibleRange } from "../scrolling";
 import { holderLabel } from "../format";
 import { Comparison } from "./comparison";
@@ -31,11 +31,16 @@ export function Runs() {
   const filter = parseFilter(stored);
   if (!pool.snapshot && !pool.hasRuns) return null;
   const [name, kernel] = [notebook?.link.name ?? "", notebook?.link.kernel ?? ""];
-  const runs = filterRuns(pool.runs, filter, name, kernel);
+  const runs = filterRuns(pool.runs, filter, name, kernel, pool.now_s);
   return (
     <Section title={t("Runs")} name="runs">
       {(pool.runs.length > SEARCH_ABOVE || hasFilter(filter)) && (
-        <Filter filter={filter} onChange={(next) => setStored(JSON.stringify(next))} hasNotebook={notebook !== null} />
+        <Filter
+          filter={filter}
+          onChange={(next) => setStored(JSON.stringify(next))}
+          hasNotebook={notebook !== null}
+          notebooks={notebooksOf(pool.runs)}
+        />
       )}
       {runs.length > 0 ? (
         <RunList runs={runs} notebook={name} kernel={kernel} />
@@ -61,14 +66,29 @@ const STATE_WORDS: Readonly<Record<StateFilter, string>> = {
   failed: "failed",
 };
 
+const TIME_WORDS: Readonly<Record<TimeFilter, string>> = {
+  any: "any time",
+  hour: "last hour",
+  day: "last 24 hours",
+  week: "last 7 days",
+};
+
+/** The values of the notebooks' list that are no file names: these contain no slash. */
+const [EVERY_NOTEBOOK, THIS_NOTEBOOK] = ["", "/"] as const;
+
 interface FilterProps {
   readonly filter: RunFilter;
   readonly onChange: (filter: RunFilter) => void;
   readonly hasNotebook: boolean;
+  /** File names of the notebooks that submitted runs. */
+  readonly notebooks: readonly string[];
 }
 
-function Filter({ filter, onChange, hasNotebook }: FilterProps) {
+function Filter({ filter, onChange, hasNotebook, notebooks }: FilterProps) {
   const t = useTranslate();
+  // the stored notebook may have no runs any more
+  const names = filter.notebook === "" || notebooks.includes(filter.notebook) ? notebooks : [filter.notebook, ...notebooks];
+  const own = hasNotebook || filter.own ? [[THIS_NOTEBOOK, t("this notebook")] as const] : [];
   return (
     <div class="sgpu-filter" role="search" aria-label={t("Runs")}>
       <input
@@ -78,31 +98,60 @@ function Filter({ filter, onChange, hasNotebook }: FilterProps) {
         aria-label={t("Search runs")}
         onInput={(event) => onChange({ ...filter, text: event.currentTarget.value })}
       />
-      <select
-        aria-label={t("State")}
+      <Select
+        label={t("State")}
         value={filter.state}
-        onChange={(event) =>
-          onChange({ ...filter, state: STATES.find((each) => each === event.currentTarget.value) ?? "all" })
-        }
-      >
-        {STATES.map((state) => (
-          <option key={state} value={state}>
-            {t(STATE_WORDS[state])}
-          </option>
-        ))}
-      </select>
-      {hasNotebook && (
-        <button type="button" aria-pressed={filter.own} onClick={() => onChange({ ...filter, own: !filter.own })}>
-          {t("this notebook")}
-        </button>
-      )}
+        options={STATES.map((state) => [state, t(STATE_WORDS[state])])}
+        onChange={(state) => onChange({ ...filter, state })}
+      />
+      <Select
+        label={t("Notebook")}
+        value={filter.own ? THIS_NOTEBOOK : filter.notebook}
+        options={[[EVERY_NOTEBOOK, t("all notebooks")], ...own, ...names.map((name) => [name, name] as const)]}
+        onChange={(value) => {
+          const isOwn = value === THIS_NOTEBOOK;
+          onChange({ ...filter, own: isOwn, notebook: isOwn ? "" : value });
+        }}
+      />
+      <Select
+        label={t("Time")}
+        value={filter.time}
+        options={TIMES.map((time) => [time, t(TIME_WORDS[time])])}
+        onChange={(time) => onChange({ ...filter, time })}
+      />
     </div>
+  );
+}
+
+interface SelectProps<T extends string> {
+  readonly label: string;
+  readonly value: T;
+  readonly options: readonly (readonly [value: T, words: string])[];
+  readonly onChange: (value: T) => void;
+}
+
+function Select<T extends string>({ label, value, options, onChange }: SelectProps<T>) {
+  return (
+    <select
+      aria-label={label}
+      value={value}
+      onChange={({ currentTarget: { selectedIndex } }) => {
+        const chosen = options[selectedIndex];
+        if (chosen) onChange(chosen[0]);
+      }}
+    >
+      {options.map(([each, words]) => (
+        <option key={each} value={each}>
+          {words}
+        </option>
+      ))}
+    </select>
   );
 }
 
 /** A virtual list: only the rows in view are in the DOM. The panel is the scroll container. */
 function RunList({ runs, notebook, kernel }: { runs: readonly Run[]; notebook: string; kernel: string }) {
-  const { pool } = usePanel();
+  const { pool, host } = usePanel();
   const t = useTranslate();
   const [opened, setOpened] = useState("");
   const [tabStop, setTabStop] = useState("");
@@ -164,8 +213,16 @@ function RunList({ runs, notebook, kernel }: { runs: readonly Run[]; notebook: s
     scrollTo(top(next), top(next + 1));
   };
 
-  const compare = (id: string) =>
-    setCompared(compared.includes(id) ? compared.filter((each) => each !== id) : [...compared, id].slice(-MAX_COMPARED));
+  const compare = (id: string) => {
+    const chosen = compared.includes(id) ? compared.filter((each) => each !== id) : [...compared, id].slice(-MAX_COMPARED);
+    const [first, second] = chosen.map((each) => pool.run(each));
+    if (host.compareRuns && first?.here && second?.here) {
+      host.compareRuns(first, second);
+      setCompared([]);
+    } else {
+      setCompared(chosen);
+    }
+  };
   return (
     <>
       <Comparison

@@ -1,0 +1,35 @@
+import { useLayoutEffect, useState } from "preact/hooks";
+
+import type { Ticker } from "../shared/ticker";
+import { Code } from "./components/code";
+import { About, Environment, Options, Parameters, Phases, ShippedNames } from "./components/facts";
+import { Files } from "./components/files";
+import type { RunPageModel } from "./page_model";
+
+/** What is known of a run beside its live view: code, options, phases, environment, files. */
+export function RunPageApp({ model, ticker }: { model: RunPageModel; ticker: Ticker }) {
+  const [, redraw] = useState(0);
+  useLayoutEffect(() => model.subscribe(() => redraw((count) => count + 1)), [model]);
+  const { page, files } = model;
+  return (
+    <article class="sgpu-page" aria-label="run page">
+      {model.error !== "" && <p class="sgpu-bad">{`The run's page can't be updated: ${model.error}`}</p>}
+      {page && (
+        <div class="sgpu-page-columns">
+          <div>
+            <Code page={page} />
+            {files && <Files model={model} files={files} />}
+          </div>
+          <div>
+            <About page={page} />
+            <Phases model={model} page={page} ticker={ticker} />
+            <Options options={page.options} />
+            <Parameters parameters={page.parameters} />
+            <ShippedNames page={page} />
+            <Environment environment={page.environment} />
+          </div>
+        </div>
+      )}
+    </article>
+  );
+}

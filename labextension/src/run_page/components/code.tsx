@@ -1,0 +1,28 @@
+import type { RunPage } from "../records";
+
+/** The code that the ranks ran, and behind a button that of other cells whose functions they were sent. */
+export function Code({ page }: { page: RunPage }) {
+  const [first, ...others] = page.code;
+  return (
+    <section class="sgpu-page-code" aria-label="code">
+      <h3>Code</h3>
+      {first ? (
+        <figure>
+          <figcaption>{first.title}</figcaption>
+          <pre>
+            {page.magic_line && <span class="sgpu-magic-line">{`${page.magic_line}\n`}</span>}
+            {first.text}
+          </pre>
+        </figure>
+      ) : (
+        <p class="sgpu-plain">The function is in an installed or imported module: its source was not sent.</p>
+      )}
+      {others.map((part, index) => (
+        <details key={index}>
+          <summary>{part.title}</summary>
+          <pre>{part.text}</pre>
+        </details>
+      ))}
+    </section>
+  );
+}

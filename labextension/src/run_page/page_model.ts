@@ -1,0 +1,81 @@
+import type { PageFiles, RunPage } from "./records";
+
+/** Requests about a run's page. Methods throw if the server refuses or does not answer. */
+export interface PageServer {
+  page(run: string, signal: AbortSignal): Promise<RunPage>;
+  files(run: string, signal: AbortSignal): Promise<PageFiles>;
+  /** Returns the URL of one of the run's files. */
+  fileUrl(run: string, name: string): string;
+}
+
+/** A run's page as the server described it last; it is requested again when the run's state changes. */
+export class RunPageModel {
+  page: RunPage | null = null;
+  files: PageFiles | null = null;
+  /** Why the page or the files can't be shown, "" if they can. */
+  error = "";
+  private received_ms = 0;
+  private state = "";
+  private isLoading = false;
+  private isStale = false;
+  private readonly listeners = new Set<() => void>();
+
+  constructor(
+    readonly run: string,
+    private readonly server: PageServer,
+    private readonly signal: AbortSignal,
+  ) {}
+
+  subscribe(callback: () => void): () => void {
+    this.listeners.add(callback);
+    return () => this.listeners.delete(callback);
+  }
+
+  /** Seconds since the server described the page. */
+  get age_s(): number {
+    return (performance.now() - this.received_ms) / 1000;
+  }
+
+  fileUrl(name: string): string {
+    return this.server.fileUrl(this.run, name);
+  }
+
+  onSnapshot(snapshot: { readonly state: string }): void {
+    if (snapshot.state === this.state) return;
+    this.state = snapshot.state;
+    void this.refresh();
+  }
+
+  onFinal(): void {
+    void this.refresh();
+  }
+
+  /** Requests the page and the files; a call during a request repeats it afterwards. */
+  async refresh(): Promise<void> {
+    if (this.isLoading) {
+      this.isStale = true;
+      return;
+    }
+    this.isLoading = true;
+    do {
+      this.isStale = false;
+      await this.load();
+    } while (this.isStale && !this.signal.aborted);
+    this.isLoading = false;
+  }
+
+  private async load(): Promise<void> {
+    try {
+      const [page, files] = await Promise.all([
+        this.server.page(this.run, this.signal),
+        this.server.files(this.run, this.signal),
+      ]);
+      [this.page, this.files, this.error] = [page, files, ""];
+      this.received_ms = performance.now();
+    } catch (error) {
+      this.error = error instanceof Error ? error.message : String(error);
+    }
+    if (this.signal.aborted) return;
+    for (const callback of [...this.listeners]) callback();
+  }
+}

@@ -1,0 +1,182 @@
+import { afterEach, describe, expect, it } from "vitest";
+
+import { diffLines } from "../src/run_page/line_diff";
+import { mountComparison, mountRunPage } from "../src/run_page";
+import { RunPageModel } from "../src/run_page/page_model";
+import type { PageServer } from "../src/run_page/page_model";
+import { pageFiles, runPage } from "../src/run_page/records";
+import type { PageFiles, RunPage } from "../src/run_page/records";
+import { formatBytes } from "../src/shared/units";
+import { eventually } from "./eventually";
+
+const PAGE: RunPage = runPage(
+  {
+    run_id: "7f3a90c1",
+    name: "Fit",
+    kind: "cell",
+    state: "running",
+    magic_line: "%%distributed -n 2",
+    code: [
+      { title: "cell 3", text: "loss = fit(lr)\nprint(loss)" },
+      { title: "cell 2", text: "def fit(lr): ..." },
+    ],
+    options: [{ name: "--gpus", value: "2" }],
+    parameters: [{ name: "lr", value: "0.1" }],
+    metrics: [{ name: "loss", value: "0.5" }],
+    devices: ["2 × A10, nccl", "local"],
+    submitted_at: 1_000,
+    started_at: 1_010,
+    phases: [
+      { name: "queued", seconds: 4, current: false },
+      { name: "running", seconds: 90, current: true },
+    ],
+    shipped: [
+      { name: "lr", size: 5 },
+      { name: "fit", size: null },
+      { name: "weights", size: 2_000_000 },
+    ],
+    shipped_bytes: 2_000_400,
+    cost: "$0.37",
+    environment: { run: "7f39", changes: [{ name: "torch", before: "2.7.1", after: "2.8.0" }, { name: "peft", before: "", after: "0.17" }] },
+  },
+  "page",
+  true,
+);
+const FILES: PageFiles = pageFiles(
+  { files: [{ name: "checkpoints/a b.pt", size: 312, changed_at: 1_020 }], more: false, cwd: "/home/ada" },
+  "files",
+  true,
+);
+
+class FakeServer implements PageServer {
+  pages: Record<string, RunPage> = { [PAGE.run_id]: PAGE };
+  refusal = "";
+  requests = 0;
+
+  page(run: string): Promise<RunPage> {
+    this.requests += 1;
+    const page = this.pages[run];
+    return this.refusal === "" && page ? Promise.resolve(page) : Promise.reject(new Error(this.refusal));
+  }
+
+  files(): Promise<PageFiles> {
+    return Promise.resolve(FILES);
+  }
+
+  fileUrl(run: string, name: string): string {
+    return `/lab/${run}/${encodeURIComponent(name)}`;
+  }
+}
+
+let controller = new AbortController();
+
+afterEach(() => {
+  controller.abort();
+  controller = new AbortController();
+  document.body.replaceChildren();
+});
+
+function element(): HTMLElement {
+  const el = document.createElement("div");
+  document.body.append(el);
+  return el;
+}
+
+function rows(el: Element, label: string): (string | null)[][] {
+  const section = el.querySelector(`[aria-label="${label}"]`);
+  return [...(section?.querySelectorAll("tr") ?? [])].map((row) => [...row.querySelectorAll("th, td")].map(({ textContent }) => textContent));
+}
+
+describe("a run's page", () => {
+  const mounted = (server: FakeServer) => {
+    const el = element();
+    const model = new RunPageModel(PAGE.run_id, server, controller.signal);
+    mountRunPage(el, model, controller.signal);
+    return { el, model };
+  };
+
+  it("shows code, options, phases, shipped names, environment and files", async () => {
+    const { el, model } = mounted(new FakeServer());
+    await model.refresh();
+    await eventually(() => expect(rows(el, "options")).toEqual([["--gpus", "2"]]));
+    expect(el.querySelector("figure pre")?.textContent).toBe("%%distributed -n 2\nloss = fit(lr)\nprint(loss)");
+    expect(el.querySelector("details")?.textContent).toContain("def fit(lr)");
+    expect(rows(el, "phases").map((row) => row.slice(0, 2))).toEqual([["queued", "4 s"], ["running", "90 s"]]);
+    expect(rows(el, "shipped")).toEqual([["weights", "2.0 MB"], ["lr", "5 B"], ["fit", ""]]);
+    expect(rows(el, "environment").slice(1)).toEqual([["torch", "2.7.1", "2.8.0"], ["peft", "–", "0.17"]]);
+    const link = el.querySelector("a");
+    expect([link?.getAttribute("href"), link?.download]).toEqual(["/lab/7f3a90c1/checkpoints%2Fa%20b.pt", "a b.pt"]);
+    expect(el.textContent).toContain("working directory was /home/ada");
+  });
+
+  it("is requested again when the state changes, and keeps what it shows when the server refuses", async () => {
+    const server = new FakeServer();
+    const { el, model } = mounted(server);
+    model.onSnapshot({ state: "running" });
+    await eventually(() => expect(rows(el, "options")).toHaveLength(1));
+    const before = server.requests;
+    model.onSnapshot({ state: "running" });
+    expect(server.requests).toBe(before);
+    server.refusal = "the run is gone";
+    model.onSnapshot({ state: "succeeded" });
+    await eventually(() => expect(el.textContent).toContain("can't be updated: the run is gone"));
+    expect(rows(el, "options")).toHaveLength(1);
+  });
+});
+
+describe("a comparison", () => {
+  it("marks what differs and shows the difference of the code", async () => {
+    const server = new FakeServer();
+    const metrics = [{ name: "loss", value: "0.25" }, { name: "accuracy", value: "0.9" }];
+    const code = [{ title: "cell 3", text: "loss = fit(2 * lr)\nprint(loss)" }];
+    server.pages["8000aaaa"] = { ...PAGE, run_id: "8000aaaa", name: "Fit again", metrics, code };
+    const el = element();
+    mountComparison(el, [PAGE.run_id, "8000aaaa"], server, controller.signal);
+    await eventually(() => expect(rows(el, "last metrics").slice(1)).toEqual([["loss", "0.5", "0.25"], ["accuracy", "–", "0.9"]]));
+    const differing = [...el.querySelectorAll(".sgpu-differs th")].map(({ textContent }) => textContent);
+    expect(differing).toEqual(["loss", "accuracy"]);
+    const lines = [...el.querySelectorAll("pre > div")].map(({ textContent }) => textContent);
+    expect(lines).toEqual(["  %%distributed -n 2", "− loss = fit(lr)", "+ loss = fit(2 * lr)", "  print(loss)", "− def fit(lr): ..."]);
+  });
+
+  it("says why a run can't be compared", async () => {
+    const server = new FakeServer();
+    server.refusal = "no directory for run 8000";
+    const el = element();
+    mountComparison(el, [PAGE.run_id, "8000aaaa"], server, controller.signal);
+    await eventually(() => expect(el.textContent).toContain("The runs can't be compared: no directory for run 8000"));
+  });
+});
+
+describe("a difference of lines", () => {
+  const diff = (before: string, after: string) => diffLines(before, after).map(({ sign, text }) => sign + text);
+
+  it("has the lines of both texts in order, with as few changes as possible", () => {
+    expect(diff("a\nb\nc\nd", "a\nc\nx\nd")).toEqual([" a", "-b", " c", "+x", " d"]);
+    expect(diff("a\na", "a")).toEqual([" a", "-a"]);
+    expect(diff("", "a\nb")).toEqual(["-", "+a", "+b"]);
+    expect(diff("same", "same")).toEqual([" same"]);
+  });
+
+  it("of very long texts shows the middle as replaced", () => {
+    const text = (first: string) => Array.from({ length: 2_100 }, (_, at) => `${first}${at}`).join("\n");
+    const lines = diffLines(text("a"), text("b"));
+    expect(lines.filter(({ sign }) => sign === "-")).toHaveLength(2_100);
+    expect(lines.filter(({ sign }) => sign === "+")).toHaveLength(2_100);
+  });
+});
+
+describe("sizes", () => {
+  it("have a decimal unit and one digit after the point", () => {
+    expect([0, 312, 999, 1_000, 45_100_000, 999_960, 2.5e9, 3e12].map(formatBytes)).toEqual([
+      "0 B",
+      "312 B",
+      "999 B",
+      "1.0 kB",
+      "45.1 MB",
+      "1.0 MB",
+      "2.5 GB",
+      "3.0 TB",
+    ]);
+  });
+});

@@ -1,0 +1,106 @@
+"""A run's tab and the comparison of two runs in JupyterLab, with Debian's Chromium, a real kernel and a simulated pool.
+
+Pictures of what was seen lie in tests/artefacts afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from browsers import OpenNotebook, has_browser
+from homes import Home
+from jupyter_servers import JupyterServer, new_notebook
+from playwright.sync_api import Browser, Locator, expect
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not has_browser(), reason="needs Debian's chromium"),
+    # a page of JupyterLab takes seconds to load on two cores
+    pytest.mark.timeout(240),
+]
+
+LOAD = "%load_ext sgpu_magic\nweights, rate = bytes(2_000_000), 0.25"
+TRAIN = """\
+%%distributed -n 2 --type a10 --timeout 5m
+# Fit the line
+import os
+folder = os.environ["SGPU_CHECKPOINT_DIR"]
+os.makedirs(folder, exist_ok=True)
+with open(os.path.join(folder, f"rank-{rank}.txt"), "w") as file:
+    file.write("weights of rank " + str(rank))
+print("loss", round(1 / (1 + rate), 3), len(weights))
+"""
+
+
+@pytest.fixture(scope="module")
+def lab_home() -> Iterator[Home]:
+    made = Home({"SGPU_SIMULATE": "a10:4", "SGPU_PRICES": "a10=2.5"})
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def notebook(lab: JupyterServer, browser: Browser) -> Iterator[OpenNotebook]:
+    changed = TRAIN.replace("--timeout 5m", "--timeout 9m").replace("1 / (1 + rate)", "2 / (1 + rate)")
+    new_notebook(lab.home.work / "fit.ipynb", LOAD, TRAIN, changed)
+    page = OpenNotebook(lab, browser, "fit.ipynb")
+    page.kernel_ready()
+    yield page
+    errors = page.errors
+    page.close()
+    assert not errors
+
+
+def rows(section: Locator) -> dict[str, str]:
+    """The rows of a section's table: the head of each and its first value."""
+    cells = [row.locator("th, td").all_inner_texts() for row in section.locator("tbody tr").all()]
+    return {cell[0]: cell[1] for cell in cells}
+
+
+def test_a_runs_tab_is_its_page_and_two_runs_are_compared(notebook: OpenNotebook, tmp_path: Path) -> None:
+    page = notebook.page
+    for cell in range(3):
+        notebook.run(cell)
+    page.get_by_role("tab", name="GPU environment").click()
+    runs = page.locator("#sgpu-panel .sgpu-run-row").filter(has_text="Fit the line")
+    expect(runs).to_have_count(2, timeout=30_000)
+
+    runs.nth(0).locator(".sgpu-run-head").click()
+    tab = page.locator(".sgpu-run-tab")
+    shown = tab.get_by_role("article", name="run page")
+    code = shown.get_by_role("region", name="code")
+    expect(code).to_contain_text("%%distributed -n 2 --type a10 --timeout 9m", timeout=20_000)
+    expect(code).to_contain_text('print("loss", round(2 / (1 + rate), 3), len(weights))')
+    assert rows(shown.get_by_role("region", name="options")) == {"--gpus": "2", "--type": "a10", "--timeout": "9 min"}
+    shipped = rows(shown.get_by_role("region", name="shipped"))
+    assert list(shipped) == ["weights", "rate"]
+    assert shipped["weights"] == "2.0 MB"
+    assert list(rows(shown.get_by_role("region", name="phases")))[-1] == "running"
+    about = rows(shown.get_by_role("region", name="run", exact=True))
+    assert about["devices"].startswith("2 \u00d7 A10 (simulated")
+    assert about["cost"].startswith("$")
+    expect(shown.get_by_role("region", name="environment")).to_contain_text(
+        "The same as in the notebook's previous run"
+    )
+    files = shown.get_by_role("region", name="files")
+    notebook.picture("run-page")
+    files.scroll_into_view_if_needed()
+    notebook.picture("run-page-files")
+    with page.expect_download() as started:
+        files.get_by_role("link", name="checkpoints/rank-1.txt").click()
+    started.value.save_as(tmp_path / "saved")
+    assert (tmp_path / "saved").read_text() == "weights of rank 1"
+    assert started.value.suggested_filename == "rank-1.txt"
+
+    for run in (runs.nth(1), runs.nth(0)):
+        run.get_by_role("button", name="Actions").click()
+        run.get_by_role("button", name="Compare").click()
+    compared = page.locator(".sgpu-comparison-tab").get_by_role("article", name="comparison")
+    expect(compared).to_be_visible()
+    lines = compared.get_by_role("region", name="code difference")
+    expect(lines.locator(".sgpu-diff-old")).to_contain_text(["--timeout 5m", "round(1 / (1 + rate)"])
+    expect(lines.locator(".sgpu-diff-new")).to_contain_text(["--timeout 9m", "round(2 / (1 + rate)"])
+    expect(compared.locator("tr.sgpu-differs").filter(has_text="--timeout")).to_contain_text("5 min9 min")
+    notebook.picture("run-comparison")
