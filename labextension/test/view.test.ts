@@ -621,8 +621,8 @@ describe("a view in the background", () => {
     }
     expect([...listening]).toEqual(["visibilitychange"]);
     added.mockRestore();
-    // one observes the tabs, one the lines
-    expect(observing.size).toBe(2);
+    // of the tabs, the lines, the whole view
+    expect(observing.size).toBe(3);
     end.abort();
     expect(observing.size).toBe(0);
     vi.unstubAllGlobals();

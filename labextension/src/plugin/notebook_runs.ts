@@ -1,6 +1,7 @@
 import type { Cell, CodeCell } from "@jupyterlab/cells";
 import type { NotebookPanel } from "@jupyterlab/notebook";
 
+import { endedRunFactory } from "./ended_runs";
 import { LiveViews } from "./live_views";
 import { findShownRun, findMissingRun } from "./outputs";
 import { isFollowed, RestoredRun } from "./restored_run";
@@ -24,7 +25,9 @@ export class NotebookRuns {
     private readonly server: RunServer,
   ) {
     this.views = new LiveViews(server);
-    panel.content.rendermime.addFactory(this.views.factory);
+    const { rendermime } = panel.content;
+    rendermime.addFactory(this.views.factory);
+    rendermime.addFactory(endedRunFactory(server, (mimeType) => rendermime.createRenderer(mimeType)));
     const context = panel.sessionContext;
     const onKernelChange = (): void => void this.restore("loaded");
     const onStatus = (_: unknown, status: string): void => this.onStatus(status);

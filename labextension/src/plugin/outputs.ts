@@ -29,6 +29,12 @@ export function findShownRun(outputs: readonly CellOutput[]): ShownRun | null {
   return found;
 }
 
+/** Returns the run whose final state an output shows as a whole, null for a part of a run and for an active run. */
+export function findEndedRun(record: unknown): string | null {
+  if (!isRecord(record) || typeof record["run_id"] !== "string" || record["whole"] !== true) return null;
+  return FINAL_STATES.has(String(record["state"])) ? record["run_id"] : null;
+}
+
 /** A run that a cell should show, but does not. */
 export interface MissingRun {
   readonly run: string;

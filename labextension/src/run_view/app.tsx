@@ -37,9 +37,10 @@ function isPage(url: string): boolean {
 /** The view of one run, from its preparation to its end. */
 export function App({ model, activity, signal, id }: Props) {
   const [, redraw] = useState(0);
-  const [tab, setTab] = useState<Tab>("all");
+  const [tab, setTab] = useState<Tab>(model.place.tab);
   // a layout effect: subscribing after the first frame could miss updates
   useLayoutEffect(() => model.subscribe(() => redraw((count) => count + 1)), [model]);
+  model.place.tab = tab;
   const run = model.snapshot;
   const dense = run !== null && run.ranks.length > 8;
   const hasLines = model.log.lines("all").total > 0;
@@ -55,10 +56,13 @@ export function App({ model, activity, signal, id }: Props) {
   );
   const tabs = run ? (run.only.length > 0 ? run.only : run.lines.map((_, rank) => rank)) : [];
   const words = run ? [...run.others, ...run.footer] : [];
+  // an ended run keeps the height that its view had
+  const held_px = run?.final || model.isContinued ? model.place.height_px : 0;
   const saysId = run !== null && words.some((text) => text.includes(run.short_id));
   return (
     <article
-      class={`sgpu-run${dense ? " sgpu-many" : ""}`}
+      class={`sgpu-run${dense ? " sgpu-many" : ""}${held_px > 0 ? " sgpu-held" : ""}`}
+      style={held_px > 0 ? { minHeight: `${held_px}px` } : undefined}
       aria-label={run ? `run ${run.short_id}, ${run.name}` : "run"}
       data-run={run?.run_id ?? ""}
       data-state={run?.state ?? ""}

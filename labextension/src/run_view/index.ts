@@ -8,6 +8,8 @@ import { App } from "./app";
 import { RunModel } from "./run_model";
 import css from "./run_view.css";
 import type { Transport } from "./transport";
+import { rememberSeen } from "./view_place";
+import type { SeenRun } from "./view_place";
 import { WidgetTransport } from "./widget_transport";
 
 let views = 0;
@@ -17,8 +19,9 @@ let views = 0;
  *
  * @param el: An empty element; it is emptied again when `signal` aborts.
  * @param transport: The source of the run's updates; not shared with another view.
+ * @param seen: What another view showed of the run, which is shown until the first update; null without one.
  */
-export function mountRunView(el: HTMLElement, transport: Transport, signal: AbortSignal): void {
+export function mountRunView(el: HTMLElement, transport: Transport, signal: AbortSignal, seen: SeenRun | null = null): void {
   if (signal.aborted) {
     transport.dispose();
     return;
@@ -30,7 +33,8 @@ export function mountRunView(el: HTMLElement, transport: Transport, signal: Abor
   root.dataset["lmSuppressShortcuts"] = "true";
   el.append(style, root);
   const activity = new Activity(root, signal);
-  const model = new RunModel(transport, activity, signal);
+  const model = new RunModel(transport, activity, signal, seen);
+  keepSeen(root, model, signal);
   draw(h(App, { model, activity, signal, id: `sgpu-${++views}` }), root);
   signal.addEventListener(
     "abort",
@@ -38,6 +42,36 @@ export function mountRunView(el: HTMLElement, transport: Transport, signal: Abor
       draw(null, root);
       root.remove();
       style.remove();
+    },
+    { once: true },
+  );
+}
+
+/** Keeps what is in view of an active run, also after `signal` aborts. */
+function keepSeen(root: HTMLElement, model: RunModel, signal: AbortSignal): void {
+  if (typeof ResizeObserver !== "undefined") {
+    const observer = new ResizeObserver(([entry]) => {
+      // no height: the view was detached from the page
+      const height_px = root.querySelector("article")?.offsetHeight ?? 0;
+      if (entry && height_px > 0 && !model.isContinued && !model.snapshot?.final) model.place.height_px = height_px;
+    });
+    observer.observe(root);
+    signal.addEventListener("abort", () => observer.disconnect(), { once: true });
+  }
+  let run = "";
+  const remember = (): void => {
+    if (run === "" && model.snapshot && !model.snapshot.final) {
+      run = model.snapshot.run_id;
+      rememberSeen(run, () => model.seen);
+    }
+  };
+  model.subscribe(remember);
+  signal.addEventListener(
+    "abort",
+    () => {
+      // without the model, which holds pages of the log
+      const { seen } = model;
+      if (run !== "") rememberSeen(run, () => seen);
     },
     { once: true },
   );

@@ -3,13 +3,17 @@ import { NoAnswer } from "../shared/widget_requests";
 import { costOf, formatMoney } from "../shared/units";
 import { LogModel } from "./log_model";
 import type { Tab } from "./log_model";
-import type { Answer, FindAnswer, LogAnswer, Snapshot, FeedUpdate } from "./messages";
+import type { Answer, FindAnswer, LineRow, LogAnswer, Snapshot, FeedUpdate } from "./messages";
 import type { QuestionBody, LinkState, Transport } from "./transport";
+import { endOfLog } from "./view_place";
+import type { SeenRun, ViewPlace } from "./view_place";
 
 /** A page that was hidden for longer than this requests the run's state when it is shown again. */
 const LONG_HIDDEN_MS = 5_000;
 /** Delay after which lines that a snapshot counts, but that have not arrived, are requested. */
 const MISSING_LINES_MS = 1_500;
+/** Lines from the top of the log's view that another view of the run shows at once. */
+const SEEN_LINES = 60;
 /** How long Cancel waits for the kernel's answer before it interrupts: on the main shell, and on other channels. */
 const CANCEL_TIMEOUT_MS = { shell: 700, other: 4_500 };
 
@@ -27,6 +31,9 @@ export class RunModel {
   readonly log: LogModel;
   link: LinkState = { busy: false, away: false, ended: "" };
   notice: Notice | null = null;
+  readonly place: ViewPlace;
+  /** Whether the view continues another view of the run. */
+  readonly isContinued: boolean;
   /** Actions whose request is pending. */
   readonly pendingActions = new Set<Action>();
   private received_ms = 0;
@@ -40,7 +47,10 @@ export class RunModel {
     readonly transport: Transport,
     private readonly activity: Activity,
     private readonly signal: AbortSignal,
+    seen: SeenRun | null = null,
   ) {
+    this.isContinued = seen !== null;
+    this.place = seen ? { ...seen.place } : endOfLog();
     this.log = new LogModel(
       async (first, count, rank) => {
         const answer = await transport.ask({ kind: "lines", first, count, rank });
@@ -48,6 +58,7 @@ export class RunModel {
       },
       () => this.requestRedraw(),
     );
+    if (seen) this.showSeen(seen);
     transport.onUpdate((message) => this.onUpdate(message));
     transport.onLink?.((link) => this.onLinkChange(link));
     transport.onSnapshot((snapshot) => this.onSnapshot(snapshot));
@@ -126,6 +137,20 @@ export class RunModel {
     });
   }
 
+  /** Returns what is in view, null before the first snapshot. */
+  get seen(): SeenRun | null {
+    if (!this.snapshot) return null;
+    const { place } = this;
+    const lines = this.log.lines(place.tab);
+    const first = place.line ?? Math.max(lines.total - SEEN_LINES, 0);
+    const rows: (readonly [number, LineRow])[] = [];
+    for (let line = first; line < first + SEEN_LINES; line++) {
+      const row = lines.get(line);
+      if (row) rows.push([line, row]);
+    }
+    return { place: { ...place }, snapshot: this.snapshot, rows };
+  }
+
   /** Requests the run's cancellation, and interrupts the kernel if it does not answer. */
   async cancel(): Promise<void> {
     await this.runAction("cancel", async () => {
@@ -189,6 +214,14 @@ export class RunModel {
   private async ask(question: QuestionBody): Promise<readonly string[]> {
     const answer = await this.transport.ask(question);
     return answer.kind === "text" ? answer.lines : throwNoAnswer(answer);
+  }
+
+  private showSeen({ place, snapshot, rows }: SeenRun): void {
+    // the numbers of this transport's snapshots begin again
+    this.snapshot = { ...snapshot, seq: 0 };
+    this.received_ms = performance.now();
+    this.log.grow(snapshot.lines);
+    for (const [line, row] of rows) this.log.lines(place.tab).put(line, row);
   }
 
   private sendHello(): void {

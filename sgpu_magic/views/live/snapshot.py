@@ -107,7 +107,11 @@ def snapshot_of(view: RunView, seq: int, log_lines: Sequence[int], now: float | 
     others = other_lines(view.others, failure.rank if failure else None) if ended_badly else []
     is_active = not (view.is_final or view.left)
     warned = frozenset(view.warnings)
-    notes = [*(note for note in view.notes if note not in warned), *(silence_lines(view) if is_active else [])]
+    notes = [
+        *(note for note in view.notes if note not in warned),
+        *view.past_stall,
+        *(silence_lines(view) if is_active else []),
+    ]
     left_out = len(notes) - _MAX_NOTES
     word, link = state_word(view), tracked_link(view)
     # a cell in a session names the session, whose view shows the location

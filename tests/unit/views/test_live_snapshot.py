@@ -463,3 +463,10 @@ def test_of_a_thousand_ranks_those_are_drawn_that_have_something_to_say(tmp_path
     assert drawn_ranks == sorted(drawn_ranks)
     assert snapshot.notes[-1] == (f"{1_000 - len(drawn_ranks)} of 1000 ranks are not drawn: too many for one view")
     assert len(snapshot.lines) == 1_000
+
+
+def test_a_hang_stays_in_the_view_of_a_run_that_was_cancelled(tmp_path: Path) -> None:
+    run = stalled(tmp_path).end(RunState.CANCELLED)
+    drawn = snapshot_of(run.view, 1, [0, 0, 0, 0])
+    assert drawn.stall == ()
+    assert any("rank 1 has not reached all_reduce #41" in note for note in drawn.notes), drawn.notes

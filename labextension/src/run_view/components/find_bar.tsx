@@ -15,14 +15,18 @@ interface Props {
   readonly tab: Tab;
   /** The first line in view: the search begins there. */
   readonly top: { current: number };
+  /** The text to find at first. */
+  readonly first: string;
+  /** Whether the input gets the focus when the bar opens. */
+  readonly takesFocus: boolean;
   readonly onQuery: (query: string) => void;
   readonly onLine: (line: number | null) => void;
   readonly onClose: () => void;
 }
 
 /** Searches for a text in the whole log; the search runs where the log is stored. */
-export function FindBar({ model, tab, top, onQuery, onLine, onClose }: Props) {
-  const [text, setText] = useState("");
+export function FindBar({ model, tab, top, first, takesFocus, onQuery, onLine, onClose }: Props) {
+  const [text, setText] = useState(first);
   const [result, setResult] = useState<FindAnswer | null>(null);
   const [position, setPosition] = useState(0);
   const [status, setStatus] = useState("");
@@ -62,7 +66,9 @@ export function FindBar({ model, tab, top, onQuery, onLine, onClose }: Props) {
     else goTo(result, position + by);
   };
 
-  useEffect(() => input.current?.focus(), []);
+  useEffect(() => {
+    if (takesFocus) input.current?.focus();
+  }, []);
   useEffect(() => {
     setResult(null);
     onLine(null);

@@ -23,22 +23,29 @@ interface Props {
 
 /** The log: its tabs, tools and lines. */
 export function LogPanel({ model, tab, onTab, ranks, dense, id, signal }: Props) {
-  const [following, setFollowing] = useState(true);
-  const [isFindOpen, setFindOpen] = useState(false);
-  const [query, setQuery] = useState("");
+  const { place } = model;
+  const [following, setFollowing] = useState(place.line === null);
+  const [isFindOpen, setFindOpen] = useState(place.find !== null);
+  const [query, setQuery] = useState(place.find ?? "");
   const [target, setTarget] = useState<{ line: number } | null>(null);
   const [status, setStatus] = useState("");
   const [isExporting, setExporting] = useState(false);
-  const seenLines = useRef(0);
+  const seenLines = useRef(model.log.lines(tab).total);
   const top = useRef(0);
   const panel = useRef<HTMLDivElement>(null);
   const rows = useRef(0);
   const draggedHeight = useRef("");
+  const lastTab = useRef(tab);
+  const wasFindOpen = useRef(isFindOpen);
   const total = model.log.lines(tab).total;
   // sized for the longest tab so far, so that changing tabs does not move the content below
   rows.current = grownRows(rows.current, total, dense);
 
+  place.find = isFindOpen ? query : null;
+
   useEffect(() => {
+    if (lastTab.current === tab) return;
+    lastTab.current = tab;
     setFollowing(true);
     setTarget(null);
   }, [tab]);
@@ -50,6 +57,7 @@ export function LogPanel({ model, tab, onTab, ranks, dense, id, signal }: Props)
   };
   const closeFind = () => {
     setFindOpen(false);
+    wasFindOpen.current = false;
     setQuery("");
     setTarget(null);
     panel.current?.querySelector<HTMLElement>(".sgpu-log")?.focus();
@@ -117,6 +125,8 @@ export function LogPanel({ model, tab, onTab, ranks, dense, id, signal }: Props)
             model={model}
             tab={tab}
             top={top}
+            first={query}
+            takesFocus={!wasFindOpen.current}
             onQuery={setQuery}
             onLine={(line) => {
               setTarget(line === null ? null : { line });

@@ -45,14 +45,18 @@ export function LogView({ model, tab, following, onFollow, query, target, top, m
   const widest = useRef(0);
   const lastTarget = useRef<{ readonly line: number } | null>(null);
   const lines = model.log.lines(tab);
+  const firstLine = useRef(model.place.line);
 
   // a grown height is reported by the ResizeObserver only after it was drawn
   map.resize(lines.total, isFull ? height_px : Math.max(height_px, minHeight_px));
   if (target && target !== lastTarget.current) map.scrollToLine(target.line);
   else if (following) map.scrollToEnd();
+  else if (firstLine.current !== null) map.scrollBy(firstLine.current, 0);
+  if (lines.total > 0) firstLine.current = null;
   lastTarget.current = target;
   const { first, count } = map.range(OVERSCAN_ROWS);
   top.current = map.topLine;
+  model.place.line = following ? null : map.topLine;
 
   const applyScroll = () => {
     const element = scroller.current;
