@@ -34,8 +34,10 @@ class EndCommands:
 
     def run_ended(self, view: RunView, ended: RunEnded) -> None:
         """Start the command, if there is one and the run has taken long enough. To be called once for each run."""
+        if view.spec.kind not in _REPORTED:
+            return
         settings = self._read_settings()
-        if not settings.notify or ended.total_s < settings.notify_after_s or view.spec.kind not in _REPORTED:
+        if not settings.notify or ended.total_s < settings.notify_after_s:
             return
         facts = EndedRun(
             run_id=view.run_id,
