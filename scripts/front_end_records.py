@@ -4,7 +4,7 @@
     python scripts/front_end_records.py [--check]
 
 Each `msgspec` record becomes a declaration with the functions of `labextension/src/shared/checks.ts`, which is a
-TypeScript type and a check at run time. Literals, tuples of three, unions of records and constants are generated too.
+TypeScript type and a check at run time. Literals, tuples of three and four, unions of records and constants are generated too.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ FILES = {
     SOURCES / "panel" / "records.ts": (choice, panel_schema, kernel_state, orders),
 }
 _SCALARS: dict[object, str] = {int: "num", float: "num", str: "str", bool: "bool"}
-_CHECKS = ("bool", "either", "kinds", "list", "nullable", "num", "oneOf", "record", "str", "triple")
+_CHECKS = ("bool", "either", "kinds", "list", "nullable", "num", "oneOf", "quadruple", "record", "str", "triple")
 _WIDTH = 120
-_ROW = 3
+_ROWS = {3: "triple", 4: "quadruple"}
 
 
 def main() -> int:
@@ -143,8 +143,8 @@ class Declarations:
                 return f"either({first}, {second})"
             case origin if origin is tuple and arguments[-1] is ...:
                 return f"list({self._check(arguments[0])})"
-            case origin if origin is tuple and len(arguments) == _ROW:
-                return f"triple({', '.join(map(self._check, arguments))})"
+            case origin if origin is tuple and len(arguments) in _ROWS:
+                return f"{_ROWS[len(arguments)]}({', '.join(map(self._check, arguments))})"
             case _:
                 raise TypeError(f"TypeScript has nothing for {hint}")
 

@@ -28,7 +28,7 @@ describe("PagedLines", () => {
   it("evicts pages of long lines above the character limit", () => {
     const lines = new PagedLines(50);
     const long = "x".repeat(16_000);
-    for (let at = 0; at < 20 * PAGE_LINES; at++) lines.put(at, [0, at, long]);
+    for (let at = 0; at < 20 * PAGE_LINES; at++) lines.put(at, [0, at, long, false]);
     expect(lines.pageCount * PAGE_LINES * long.length).toBeLessThan(MAX_CHARS + PAGE_LINES * long.length * 2);
     expect(lines.get(20 * PAGE_LINES - 1)).toBeDefined();
   });
@@ -48,7 +48,7 @@ describe("the log", () => {
   it("ignores a message that it has already applied", () => {
     const { log } = modelWith(unanswered);
     log.onHello(7, [4, 4]);
-    expect(log.add(newLines(7, 0, [[0, 0, "old"]], [1]))).toBe(true);
+    expect(log.add(newLines(7, 0, [[0, 0, "old", false]], [1]))).toBe(true);
     expect(log.lines("all").get(0)).toBeUndefined();
     expect(log.lines("all").total).toBe(8);
   });

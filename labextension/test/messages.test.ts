@@ -5,7 +5,7 @@ import { BadMessage } from "../src/shared/checks";
 import { snapshot, newLines } from "./samples";
 
 it("parses answers and updates by their kind", () => {
-  expect(messages.readUpdate(newLines(1, 0, [[0, 0, "a"], [1, 4, 7]], [1, 5]))).toMatchObject({ kind: "lines" });
+  expect(messages.readUpdate(newLines(1, 0, [[0, 0, "a", true], [1, 4, 7]], [1, 5]))).toMatchObject({ kind: "lines" });
   expect(messages.readUpdate({ kind: "gone", text: "over" })).toMatchObject({ text: "over" });
   expect(messages.readAnswer({ kind: "log-answer", n: 1, text: "a", next_offset: null })).toMatchObject({ n: 1 });
   expect(messages.readAnswer({ kind: "hello", n: 2, snapshot: snapshot(), seq: 1 })).toMatchObject({ n: 2 });

@@ -50,7 +50,7 @@ function snapshot(seq: number, final = false): Snapshot {
 }
 
 function lines(seq: number, first: number, ...texts: string[]): unknown {
-  return { kind: "lines", seq, first, rows: texts.map((text, at) => [0, first + at, text]), ranks: [first + texts.length] };
+  return { kind: "lines", seq, first, rows: texts.map((text, at) => [0, first + at, text, false]), ranks: [first + texts.length] };
 }
 
 function changes(parts: Record<string, unknown>): unknown {

@@ -66,7 +66,7 @@ export function snapshot(change: Partial<Snapshot> = {}): Snapshot {
 
 /** Returns line `at` of a run whose four ranks print in turn. */
 export function line(at: number, text = `line ${at}`): LineRow {
-  return [at % 4, Math.floor(at / 4), text];
+  return [at % 4, Math.floor(at / 4), text, false];
 }
 
 export function newLines(seq: number, first: number, rows: NewLines["rows"], ranks: readonly number[] = []): NewLines {

@@ -55,6 +55,7 @@ from sgpu_magic.views.html_style import (
     fold,
     safe,
     scroll,
+    stream_html,
 )
 from sgpu_magic.views.live.schema import Tone
 from sgpu_magic.views.metric_charts import metrics_html
@@ -95,7 +96,7 @@ def render_html(view: RunView) -> str:
     for at, part in enumerate(parts):
         if isinstance(part, ShownDisplay):
             rank, width = part.item.rank, rank_width(view)
-            drawn += _pre(_line(rank, line, width) for line in display_text(part.item).split("\n"))
+            drawn += _pre(_line(LineItem(rank, "stdout", line), width) for line in display_text(part.item).split("\n"))
         elif isinstance(part, TextSegment):
             drawn += render_segment_html(view, part, at == 0, at == len(parts) - 1)
     return drawn
@@ -192,7 +193,7 @@ def _lines(view: RunView, segment: TextSegment, room: int, live: bool) -> str:
         items = trim(items, [isinstance(item, LineItem) for item in items], _MAX_LIVE_LINES, head_share=0.0)
     width = rank_width(view)
     # keyed by the line object, so that kept lines are rendered only once
-    drawn = {id(item): _line(item.rank, item.text, width) for item in items if isinstance(item, LineItem)}
+    drawn = {id(item): _line(item, width) for item in items if isinstance(item, LineItem)}
     sizes = [1 + text_bytes(drawn[id(item)]) if isinstance(item, LineItem) else 0 for item in items]
     room -= _SCROLL_BYTES if not live and len(sizes) > SCROLL_LINES else 0
     kept = trim(items, sizes, max(room, MIN_BYTES), head_share=0.0 if live else HEAD_SHARE)
@@ -225,8 +226,9 @@ def _pre(lines: Iterable[str], padding: str = "") -> str:
     return f'<pre style="{PRE}{padding}">{text}</pre>' if text else ""
 
 
-def _line(rank: int, text: str, width: int) -> str:
-    return f'<span style="{FAINT}">{rank_label(rank, width)}</span> {ansi.to_html(text)}'
+def _line(item: LineItem, width: int) -> str:
+    text = stream_html(item.stream, item.text, ansi.to_html(item.text))
+    return f'<span style="{FAINT}">{rank_label(item.rank, width)}</span> {text}'
 
 
 def _footer(view: RunView) -> str:

@@ -7,6 +7,7 @@ from html import escape
 from itertools import groupby
 
 from sgpu_magic.views import ansi
+from sgpu_magic.views.live.log_streams import is_stderr_text
 from sgpu_magic.views.units import Row
 from sgpu_magic.views.usage import thinned
 
@@ -23,6 +24,8 @@ GOOD = "color-mix(in srgb,var(--jp-success-color1,var(--vscode-testing-iconPasse
 BAD = "color-mix(in srgb,var(--jp-error-color1,var(--vscode-errorForeground,#d9403c)) 78%,currentColor)"
 WARN = "color-mix(in srgb,var(--jp-warn-color0,var(--vscode-editorWarning-foreground,#c77800)) 66%,currentColor)"
 
+# a ground that leaves text enough contrast in light and dark themes
+STDERR = "background:rgba(230,140,0,.13)"
 PRE = (
     f"margin:0;padding:6px 12px;{MONO};font-size:12px;line-height:1.5;white-space:pre-wrap;word-break:normal;"
     "overflow-wrap:anywhere"
@@ -66,6 +69,19 @@ def boxed(body: str) -> str:
     """Return HTML in the box of a run."""
     scrolls, printed = (" sgpu-scrolls", _PRINTED) if _SCROLLS in body else ("", "")
     return f'<div class="sgpu-box{scrolls}" style="{BOX}">{printed}{body}</div>'
+
+
+def stream_html(stream: str, line: str, drawn: str) -> str:
+    """Return a line of the log with the ground of stderr if it is set apart.
+
+    Args:
+        stream: `stdout` or `stderr`.
+        line: The line.
+        drawn: The line as HTML.
+    """
+    if stream != "stderr" or not is_stderr_text(line):
+        return drawn
+    return f'<span style="{STDERR}">{drawn}</span>'
 
 
 def scroll(body: str, label: str) -> str:

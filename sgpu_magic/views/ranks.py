@@ -12,7 +12,21 @@ from sgpu_magic.views import ansi
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.format_run import BEFORE_RANKS, new_host
 from sgpu_magic.views.format_summary import curve_text, is_low, measured_lines, whole_text
-from sgpu_magic.views.html_style import ACCENT, BAD, FAINT, LINE, MONO, PANEL, PRE, SOFT, WARN, fold, safe, sparkline
+from sgpu_magic.views.html_style import (
+    ACCENT,
+    BAD,
+    FAINT,
+    LINE,
+    MONO,
+    PANEL,
+    PRE,
+    SOFT,
+    WARN,
+    fold,
+    safe,
+    sparkline,
+    stream_html,
+)
 from sgpu_magic.views.live.bars import bar_of, without_bar
 from sgpu_magic.views.live.schema import Curve, RankCard, Tone
 from sgpu_magic.views.live.widget_bars import widget_bars
@@ -310,13 +324,13 @@ def _log(view: RunView, rank: int) -> str:
 
 def _last_lines(view: RunView, ranks: Iterable[int], room: int) -> dict[int, list[str]]:
     """Return the last lines of each rank as HTML, at most `room` bytes per rank."""
-    newest: dict[int, deque[str]] = {rank: deque(maxlen=_MAX_LINES) for rank in ranks}
+    newest: dict[int, deque[LineItem]] = {rank: deque(maxlen=_MAX_LINES) for rank in ranks}
     for item in view.items:
         if isinstance(item, LineItem) and item.rank in newest:
-            newest[item.rank].append(item.text)
+            newest[item.rank].append(item)
     found: dict[int, list[str]] = {}
-    for rank, texts in newest.items():
-        lines = [_line(text) for text in texts]
+    for rank, items in newest.items():
+        lines = [stream_html(item.stream, item.text, _line(item.text)) for item in items]
         # leave 200 bytes for the line about dropped lines
         fitting = count_fitting((len(line.encode()) + 1 for line in reversed(lines)), room - 200)
         found[rank] = lines[len(lines) - fitting :]

@@ -11,6 +11,7 @@ from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.live.answers import Answers
 from sgpu_magic.views.live.feed import Feed
 from sgpu_magic.views.live.log_reader import LogReader, line_text
+from sgpu_magic.views.live.log_streams import is_stderr_text
 from sgpu_magic.views.live.messages import AskLines, LineRow, LinesAnswer, NewLines
 from sgpu_magic.wire import events as ev
 from sgpu_magic.wire import rank_events
@@ -65,6 +66,8 @@ class LiveRun:
         self._seq = 0
         self._sizes = [0] * ranks
         self._lines = [0] * ranks
+        self._streams: list[list[str]] = [[] for _ in range(ranks)]
+        self._last_stream = ["stdout"] * ranks
         self._decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in range(ranks)]
 
     def tell(self, *bodies: ev.EventBody, at: float | None = None) -> LiveRun:
@@ -96,7 +99,9 @@ class LiveRun:
             log.write(data)
         for _ in range(data.count(b"\n")):
             self.order.append((rank, self._lines[rank]))
+            self._streams[rank].append(stream)
             self._lines[rank] += 1
+        self._last_stream[rank] = stream
         if skip:
             self._decoders[rank].reset()
         start = self._sizes[rank]
@@ -117,6 +122,7 @@ class LiveRun:
         for rank, size in enumerate(self._sizes):
             if size and not self.log(rank).endswith(b"\n"):
                 self.order.append((rank, self._lines[rank]))
+                self._streams[rank].append(self._last_stream[rank])
         return self.tell(ev.RunEnded(state=state, total_s=12.4, **fields))
 
     def log(self, rank: int) -> bytes:
@@ -130,7 +136,15 @@ class LiveRun:
 
     def all_lines(self) -> list[LineRow]:
         every = {rank: self.log_lines(rank) for rank in range(self.view.ranks)}
-        return [(rank, number, every[rank][number]) for rank, number in self.order]
+        return [
+            (
+                rank,
+                number,
+                text := every[rank][number],
+                self._streams[rank][number] == "stderr" and is_stderr_text(text),
+            )
+            for rank, number in self.order
+        ]
 
 
 def lines_of(reader: LogReader, rank: int, first: int, count: int) -> list[str]:
@@ -154,13 +168,13 @@ class FrontEnd:
         assert message.first >= sum(self.ranks)
         self.seq, self.ranks = message.seq, message.ranks
         at = message.first
-        for rank, first, what in message.rows:
-            if isinstance(what, str):
-                self.rows[at] = (rank, first, what)
+        for row in message.rows:
+            if len(row) == 4:
+                self.rows[at] = row
                 self.told_rows += 1
                 at += 1
             else:
-                at += what
+                at += row[2]
         assert at == sum(self.ranks)
 
     def fetch_missing(self, among: range) -> None:

@@ -7,7 +7,7 @@
  * Written by `scripts/front_end_records.py`.
  */
 
-import { bool, either, kinds, list, nullable, num, oneOf, record, str, triple } from "../shared/checks";
+import { bool, either, kinds, list, nullable, num, oneOf, quadruple, record, str, triple } from "../shared/checks";
 import type { Of } from "../shared/checks";
 
 export const VERSION = 5;
@@ -138,7 +138,7 @@ export const snapshot = record({
 });
 export type Snapshot = Of<typeof snapshot>;
 
-export const lineRow = triple(num, num, str);
+export const lineRow = quadruple(num, num, str, bool);
 export type LineRow = Of<typeof lineRow>;
 
 export const lineSkip = triple(num, num, num);

@@ -46,6 +46,22 @@ export function triple<A, B, C>(a: Check<A>, b: Check<B>, c: Check<C>): Check<re
   };
 }
 
+export function quadruple<A, B, C, D>(
+  a: Check<A>,
+  b: Check<B>,
+  c: Check<C>,
+  d: Check<D>,
+): Check<readonly [A, B, C, D]> {
+  return (value, path, strict) => {
+    if (!Array.isArray(value) || value.length !== 4) fail(path, "a list of four");
+    a(value[0], `${path}[0]`, strict);
+    b(value[1], `${path}[1]`, strict);
+    c(value[2], `${path}[2]`, strict);
+    d(value[3], `${path}[3]`, strict);
+    return value as unknown as readonly [A, B, C, D];
+  };
+}
+
 export function either<A, B>(a: Check<A>, b: Check<B>): Check<A | B> {
   return (value, path, strict) => {
     try {

@@ -12,6 +12,7 @@ widget_bars   progress bars that ranks show as widgets
 run_progress  the progress of the ranks, from the last progress bar of each
 
 log_index     maps the n-th line of the run to a rank and its line; holds the newest lines
+log_streams   which lines ranks have written to stderr
 log_reader    reads any lines of a run's logs without reading whole files
 
 live_views    the views of one kernel: whether a run gets one, and the widget that shows it

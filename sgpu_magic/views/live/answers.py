@@ -16,6 +16,7 @@ from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.live.feed import Feed
 from sgpu_magic.views.live.log_index import Piece
 from sgpu_magic.views.live.log_reader import LogReader
+from sgpu_magic.views.live.log_streams import is_stderr_text
 from sgpu_magic.views.live.messages import (
     MAX_LINES,
     MAX_LOG_BYTES,
@@ -149,7 +150,7 @@ class Answers(msgspec.Struct, frozen=True):
         """Return lines of all ranks in order of arrival; the offset is the number of a line."""
         total = sum(self.feed.totals)
         with closing(self._rows(ask.offset, min(_MAX_LOG_LINES, total - ask.offset), None)) as found:
-            pieces = _fitting((f"[{rank}] {text}\n" for rank, _, text in found), MAX_LOG_BYTES)
+            pieces = _fitting((f"[{rank}] {text}\n" for rank, _, text, _ in found), MAX_LOG_BYTES)
         if ask.offset < total and not pieces:
             return Refusal(n=ask.n, text=self._missing(ask.offset, None))
         following = ask.offset + len(pieces)
@@ -171,7 +172,8 @@ class Answers(msgspec.Struct, frozen=True):
                     text = next(readers[piece.rank], None)
                     if text is None:
                         return
-                    yield piece.rank, number, text
+                    is_marked = self.feed.is_stderr(piece.rank, number) and is_stderr_text(text)
+                    yield piece.rank, number, text, is_marked
 
     def _missing(self, first: int, rank: int | None) -> str:
         if rank is None:

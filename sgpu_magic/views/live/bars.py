@@ -65,6 +65,12 @@ def bar_of(line: str) -> Bar | None:
     return None if found is None else Bar(fraction=fraction, text=found.text)
 
 
+def is_drawn_bar(line: str) -> bool:
+    """Return whether a line is a progress bar; words such as `epoch 7/10` are not."""
+    found = find_bar(line)
+    return found is not None and found.words is None
+
+
 def without_bar(line: str) -> str:
     """Return a progress bar's own text without the drawn bar: `epoch 7/10: 61/98 · 25.1 it/s · 1 s left`.
 

@@ -27,9 +27,8 @@ _SNAPSHOT_EVERY_S = 1.0
 class Feed:
     """The updates for a run's front end.
 
-    One thread owns the view: it applies events and calls `updates` and `snapshot`. Any thread may call `hello`,
-    `since`, `locate`, `numbers_of`, `totals` and `own_sessions`, which read only data protected by the log's lock,
-    never the view.
+    One thread owns the view: it applies events and calls `updates` and `snapshot`. Any thread may call the others,
+    which read only data protected by the log's lock, never the view.
 
     Args:
         view: The run, before any event was applied.
@@ -111,6 +110,11 @@ class Feed:
         """Return which lines of which ranks are the `count` lines from number `first` among all lines."""
         with self._lock:
             return self._order.locate(first, count)
+
+    def is_stderr(self, rank: int, line: int) -> bool:
+        """Return whether a rank has written a line of its log to stderr."""
+        with self._lock:
+            return self._order.streams.is_stderr(rank, line)
 
     def numbers_of(self, rank: int, lines: Sequence[int]) -> list[int]:
         """Return the numbers among all lines of a rank's lines, which are given in ascending order."""

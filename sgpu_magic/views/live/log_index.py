@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from sgpu_magic.views.live.log_reader import MAX_RAW_CHARS, last_rewrite, line_text
+from sgpu_magic.views.live.log_streams import LogStreams, is_stderr_text
 from sgpu_magic.views.live.messages import LineRow, LineSkip, json_bytes
 from sgpu_magic.wire.rank_events import OutputWritten
 
@@ -37,12 +38,16 @@ class LogOrder:
     Attributes:
         totals: Number of lines of each rank.
         total: Number of lines of all ranks.
+        streams: The stream of each line.
     """
 
     def __init__(self, ranks: int) -> None:
         self.totals = [0] * ranks
         self.total = 0
+        self.streams = LogStreams(ranks)
         self._open = [False] * ranks
+        # the stream of each rank's last batch
+        self._stream = ["stdout"] * ranks
         self._ranks = array("H")
         self._counts = array("I")
         # number of lines before each block: of all ranks, and of each rank
@@ -53,6 +58,7 @@ class LogOrder:
         """Count the lines that a batch completes; return their number."""
         text = body.text
         lines = text.count("\n") + body.skipped_lines
+        self._stream[body.rank] = body.stream
         if lines:
             self._add(body.rank, lines)
         if text:
@@ -121,6 +127,7 @@ class LogOrder:
         return numbers
 
     def _add(self, rank: int, lines: int) -> None:
+        self.streams.add(rank, self.totals[rank], self._stream[rank])
         if self._ranks and self._ranks[-1] == rank and self._counts[-1] + lines <= _MOST_IN_ONE:
             self._counts[-1] += lines
         else:
@@ -249,9 +256,12 @@ class RecentLines:
                 number, raw = batch.first + index, lines[index]
                 raw = last_rewrite(raw) if len(raw) > MAX_RAW_CHARS else raw
                 is_in_log_only = (index == 0 and batch.head is None) or len(raw) > MAX_RAW_CHARS
-                row = (batch.rank, number, 1) if is_in_log_only else (batch.rank, number, line_text(raw))
+                row = (batch.rank, number, 1) if is_in_log_only else self._row(batch.rank, number, line_text(raw))
                 yield batch.at + index, row
             end = batch.at
+
+    def _row(self, rank: int, number: int, text: str) -> LineRow:
+        return rank, number, text, self.order.streams.is_stderr(rank, number) and is_stderr_text(text)
 
     def _skipped(self, begin: int, end: int) -> Iterator[tuple[int, LineSkip]]:
         """Yield skips for lines between two batches, from the last to the first."""
@@ -262,7 +272,7 @@ class RecentLines:
 
 def _put_before(rows: Rows, row: LineRow | LineSkip) -> None:
     """Add a row to rows in reverse order; adjacent skips are merged."""
-    rank, first, what = row
+    rank, first, what = row[:3]
     after = rows[-1] if rows else (-1, 0, 0)
     if not isinstance(what, str) and not isinstance(after[2], str) and after[:2] == (rank, first + what):
         rows[-1] = (rank, first, what + after[2])

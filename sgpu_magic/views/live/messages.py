@@ -11,8 +11,9 @@ import msgspec
 from sgpu_magic.views.live.schema import Message, Snapshot
 from sgpu_magic.wire.decoding import JsonDecoder
 
-LineRow = tuple[int, int, str]
-"""One line of the log: its rank, its number in the rank's log (from 0), its text with colour codes."""
+LineRow = tuple[int, int, str, bool]
+"""One line of the log: its rank, its number in the rank's log (from 0), its text with colour codes, and whether it is
+set apart as stderr, which progress bars are not."""
 
 LineSkip = tuple[int, int, int]
 """Lines that are in the log but not in the message: their rank, the first one's number, their count."""

@@ -147,14 +147,14 @@ def test_a_trickle_of_lines_is_told_at_once_and_whole(tmp_path: Path) -> None:
     before = len(clock.told)
     run.write(2, b"loss 0.3\n")
     (message,) = [each for each in clock.tick() if isinstance(each, NewLines)]
-    assert message == NewLines(seq=1, first=0, rows=((2, 0, "loss 0.3"),), ranks=(0, 0, 1, 0))
+    assert message == NewLines(seq=1, first=0, rows=((2, 0, "loss 0.3", False),), ranks=(0, 0, 1, 0))
     run.write(2, b"begun")
     clock.pass_s(3.0)
     assert len(clock.told) <= before + 3, "the line that was begun is told with the snapshot"
     assert clock.snapshots[-1].ranks[2].last == "begun"
     run.write(2, b" and ended\n")
     clock.pass_s(0.5)
-    assert clock.lines[-1].rows == ((2, 1, "begun and ended"),)
+    assert clock.lines[-1].rows == ((2, 1, "begun and ended", False),)
 
 
 def test_nothing_is_told_when_nothing_happens(tmp_path: Path) -> None:
@@ -206,7 +206,7 @@ def test_hello_and_what_is_told_next_fit_together(tmp_path: Path) -> None:
     run.write(1, b"two\n")
     (message,) = run.feed.updates(1.0)
     assert isinstance(message, NewLines)
-    assert (message.first, message.rows) == (101, ((1, 26, "two"),))
+    assert (message.first, message.rows) == (101, ((1, 26, "two", False),))
     run.write(1, b"three\n")
     later = run.feed.hello(9)
     assert (later.seq, later.snapshot.lines) == (1, (25, 27, 25, 25)), "the third line is told by the next message"
@@ -228,13 +228,13 @@ def test_pages_that_ask_again_and_again_get_what_they_lack(tmp_path: Path) -> No
     run = LiveRun(tmp_path).start().write(0, b"a\nb\n")
     first = run.feed.since(0)
     assert first is not None
-    assert first.rows == ((0, 0, "a"), (0, 1, "b"))
+    assert first.rows == ((0, 0, "a", False), (0, 1, "b", False))
     assert run.feed.since(2) is None
     run.write(3, b"c\n")
     second, other = run.feed.since(2), run.feed.since(0)
     assert second is not None
     assert other is not None
-    assert (second.first, second.rows) == (2, ((3, 0, "c"),))
+    assert (second.first, second.rows) == (2, ((3, 0, "c", False),))
     assert other.rows == (*first.rows, *second.rows)
 
 
@@ -258,9 +258,9 @@ def refused(answer: Answer) -> str:
 def test_lines_are_answered_by_rank_and_in_order_of_arrival(tmp_path: Path) -> None:
     run = LiveRun(tmp_path).start().write(0, b"a\nb\n").write(1, b"c\n").write(0, b"d\n")
     assert ask(run, "lines", first=0, count=500) == LinesAnswer(
-        n=5, first=0, rows=((0, 0, "a"), (0, 1, "b"), (1, 0, "c"), (0, 2, "d")), total=4
+        n=5, first=0, rows=((0, 0, "a", False), (0, 1, "b", False), (1, 0, "c", False), (0, 2, "d", False)), total=4
     )
-    assert ask(run, "lines", first=1, count=1, rank=0) == LinesAnswer(n=5, first=1, rows=((0, 1, "b"),), total=3)
+    assert ask(run, "lines", first=1, count=1, rank=0) == LinesAnswer(n=5, first=1, rows=((0, 1, "b", False),), total=3)
     assert ask(run, "lines", first=4, count=9) == LinesAnswer(n=5, first=4, rows=(), total=4)
 
 
@@ -365,7 +365,7 @@ def test_answers_in_other_threads_are_right_while_events_come(tmp_path: Path) ->
             case HelloAnswer(snapshot=snapshot):
                 assert sum(snapshot.lines) <= sum(run.feed.totals)
             case LinesAnswer(rows=rows, first=first):
-                for index, (rank, number, text) in enumerate(rows):
+                for index, (rank, number, text, _) in enumerate(rows):
                     assert text == f"{rank}:{number}"
                     assert isinstance(question, AskLines)
                     assert question.rank is None or number == first + index

@@ -6,6 +6,7 @@ import asyncio
 import io
 import os
 import random
+import re
 import tempfile
 import tracemalloc
 from contextlib import ExitStack
@@ -20,6 +21,9 @@ from live_log import FrontEnd, LiveRun, lines_of
 from tqdm import tqdm
 
 from sgpu_magic.agent.ranks.rank_output import RankOutput
+from sgpu_magic.views import ansi
+from sgpu_magic.views.html import render_html
+from sgpu_magic.views.html_style import STDERR
 from sgpu_magic.views.live import log_index, log_reader
 from sgpu_magic.views.live.log_index import LogOrder
 from sgpu_magic.views.live.log_reader import MAX_JSON_BYTES, MAX_RAW_CHARS, LogReader, line_text
@@ -106,7 +110,7 @@ def test_the_whole_log_comes_in_pieces(writes: list[tuple[int, bytes, int, bool]
                 assert "".join(pieces) == run.log(rank).decode("utf-8", "replace")
         answer = run.answers.answer(AskLog(n=3, offset=0))
         assert isinstance(answer, LogAnswer)
-        assert answer.text == "".join(f"[{rank}] {text}\n" for rank, _, text in run.all_lines())
+        assert answer.text == "".join(f"[{rank}] {text}\n" for rank, _, text, _ in run.all_lines())
         assert answer.next_offset is None
 
 
@@ -145,6 +149,29 @@ def test_an_agents_own_batches_give_the_log_back(tmp_path: Path) -> None:
     front.fetch_missing(range(len(lines)))
     assert [front.rows[number][2] for number in range(len(lines))] == lines
     assert lines[-1] == "no end"
+
+
+def test_lines_of_stderr_are_set_apart_and_bars_are_not(tmp_path: Path) -> None:
+    run = LiveRun(tmp_path).start()
+    run.write(0, b"out\n").write(0, b"\x1b[33mwarning\x1b[0m\nin two ", stream="stderr").write(
+        0, b"pieces\n", stream="stderr"
+    )
+    run.write(1, b" 40%|####      | 4/10 [00:01<00:02, 3.0it/s]\n", stream="stderr")
+    run.write(1, b"epoch 4/10 is slow\n", stream="stderr").write(1, b"out again\n")
+    marked = ["warning", "in two pieces", "epoch 4/10 is slow"]
+    (message,) = run.feed.updates(1000.0)
+    told = [(row[2], row[3]) for row in message.rows if len(row) == 4]
+    answer = run.answers.answer(AskLines(n=1, first=0, count=50))
+    assert isinstance(answer, LinesAnswer)
+    for found in (told, [(text, is_stderr) for _, _, text, is_stderr in answer.rows]):
+        assert len(found) == 6
+        assert [ansi.plain(text) for text, is_stderr in found if is_stderr] == marked
+    run.end()
+    html = render_html(run.view)
+    for line in ("warning", "in two pieces", "epoch 4/10 is slow"):
+        assert re.search(rf"{re.escape(STDERR)}[^\n]*{line}", html), line
+    for line in ("out", "out again", "40%"):
+        assert not re.search(rf"{re.escape(STDERR)}[^\n]*>{line}<", html), line
 
 
 def test_tqdm_and_print_have_lines_of_their_own_in_the_log_and_in_the_final_form(tmp_path: Path) -> None:
@@ -240,7 +267,7 @@ def test_a_line_that_grows_in_many_batches_costs_no_memory(tmp_path: Path) -> No
     assert len(run.feed._recent._begun[0] or "") <= MAX_RAW_CHARS
     run.write(0, b"\nnext\n")
     (message,) = run.feed.updates(1.0)
-    assert message.rows == ((0, 0, 1), (0, 1, "next"))
+    assert message.rows == ((0, 0, 1), (0, 1, "next", False))
 
 
 # ------------------------------------------------------------ order
@@ -295,7 +322,7 @@ def test_find_is_what_looking_at_every_line_finds(writes: list[tuple[int, bytes,
             if left := data.replace(b"\b", b""):
                 run.write(rank, left)
         run.end()
-        plain = [text.replace("\x1b[31m", "").replace("\x1b[0m", "") for _, _, text in run.all_lines()]
+        plain = [text.replace("\x1b[31m", "").replace("\x1b[0m", "") for _, _, text, _ in run.all_lines()]
         expected = [number for number, text in enumerate(plain) if wanted.lower() in text.lower()]
         answer = run.answers.answer(AskFind(n=1, text=wanted))
         assert answer == FindAnswer(n=1, matches=tuple(expected), total=len(expected))

@@ -60,7 +60,7 @@ export function LogRow({ row, label, query, isCurrent }: Props) {
   const linePieces = piecesOf(row);
   const parts = query ? markMatches(linePieces, query) : linePieces.map((piece) => ({ ...piece, isMatch: false }));
   return (
-    <div class={`sgpu-row${isCurrent ? " sgpu-current" : ""}`}>
+    <div class={`sgpu-row${row[3] ? " sgpu-stderr" : ""}${isCurrent ? " sgpu-current" : ""}`}>
       {label > 0 && (
         <span class="sgpu-label" style={{ minWidth: `${label}ch` }}>
           [{row[0]}]
