@@ -104,8 +104,8 @@ os.makedirs(folder)
 run = wandb.init(mode="offline", project="finishing", dir=folder, settings=wandb.Settings(silent=True))
 for step in range(300): run.log({"loss": 1 / (step + 1)})
 """
-# the last record of wandb's files: the process has ended, with status 0 after so many seconds
-WANDB_EXIT = re.compile(rb"\x92\x01\x02\x10.\Z", re.DOTALL)
+# the last record of wandb's files: the process has ended, with status 0 after so many seconds, of which 0 are left out
+WANDB_EXIT = re.compile(rb"\x92\x01(?:\x00|\x02\x10.)\Z", re.DOTALL)
 SGPU = [sys.executable, "-m", "sgpu_magic.cli"]
 
 
