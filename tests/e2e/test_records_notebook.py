@@ -38,7 +38,7 @@ def test_only_the_run_over_its_limit_fails(executed: Executed):
 @pytest.mark.parametrize(
     ("section", "words"),
     [
-        ("The packages of the ranks", ["Python 3", "packages", "torch", "digest"]),
+        ("The packages of the ranks", ["Python 3", "packages", "torch", "from an index"]),
         ("Other packages for one run", ["[0] 4.12.3 12.4 million", "[1] 4.12.3 24.8 million"]),
         ("The run in MLflow", ["[1] loss 0.2063", "0.1 40 0.2063"]),
         ("What it cost", ["80 % of its cost limit of $0.01 is used", "limit of $0.01 is reached", "cpu"]),
