@@ -91,7 +91,9 @@ def test_lines_are_there_while_the_cell_goes_on(session: Kernel, tmp_path: Path)
 def test_no_display_is_dropped_in_a_row_of_cells(session: Kernel):
     # ipyparallel#457: the last display of a cell arrived too late
     for number in range(20):
-        reply = session.check(f"%%distributed\nfrom IPython.display import display\ndisplay('shown {number}')")
+        reply = session.check(
+            f"%%distributed --name shows\nfrom IPython.display import display\ndisplay('shown {number}')"
+        )
         assert reply.text.count(f"shown {number}") == RANKS, reply.story
 
 
@@ -132,7 +134,7 @@ def test_there_is_no_keyboard(session: Kernel):
 
 
 def test_same_error_on_all_ranks_is_shown_once(session: Kernel):
-    reply = session.run("%%distributed\nraise ValueError('everywhere')")
+    reply = session.run("%%distributed --name fails\nraise ValueError('everywhere')")
     assert (reply.ename, reply.evalue) == ("ValueError", "everywhere"), reply.story
     assert reply.shown.count("raise ValueError('everywhere')") == 1, reply.story
 

@@ -203,7 +203,7 @@ def test_last_expression_dataframe_is_displayed_rich(kernel: Kernel):
     reply = kernel.check("%%distributed -n 1\nimport pandas as pd\npd.DataFrame({'loss': [0.5, 0.25]})")
     tables = [data for data in reply.displays if "<table" in data.get("text/html", "") and "loss" in data["text/html"]]
     assert len(tables) == 1, reply.html
-    quiet = kernel.check("%%distributed -n 1\nimport pandas as pd\npd.DataFrame({'loss': [0.5, 0.25]});")
+    quiet = kernel.check("%%distributed -n 1 --name quiet\nimport pandas as pd\npd.DataFrame({'loss': [0.5, 0.25]});")
     assert "loss" not in quiet.html
 
 

@@ -125,7 +125,7 @@ def test_it_tells_packages_bases_and_that_nothing_is_chosen(panel: Panel):
     answer = panel.state()
     snapshot = answer["snapshot"]
     assert (snapshot["version"], snapshot["pool"], snapshot["choice"], snapshot["choice_words"]) == (
-        1,
+        2,
         "local",
         None,
         "",

@@ -124,7 +124,7 @@ def test_cuda_is_mapped_to_the_cpu_where_asked_for(kernel: Kernel):
 
 def test_second_kernel_waits_its_turn_and_runs(kernel: Kernel, neighbour: Kernel):
     first = held(kernel, "-n 2 --type h100", "go-1")
-    second = neighbour.start("%%distributed -n 2 --type h100\nprint('my turn')")
+    second = neighbour.start("%%distributed -n 2 --type h100 --name second\nprint('my turn')")
     second.until_shown("queued")
     assert "position 1" in second.reply.text
     assert "my turn" not in second.reply.text

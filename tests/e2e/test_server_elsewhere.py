@@ -85,7 +85,7 @@ class Page:
 
     def has_all(self, pool: ServedPool, run_id: str) -> bool:
         return all(
-            [text for of, _, text in self.rows if of == rank] == pool.home.log(run_id, rank).splitlines()
+            [text for of, _, text, _ in self.rows if of == rank] == pool.home.log(run_id, rank).splitlines()
             for rank in (0, 1)
         )
 

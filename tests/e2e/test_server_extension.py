@@ -132,9 +132,9 @@ def test_news_are_followed_without_a_gap_until_the_end(server: JupyterServer, ru
     assert states[0] == "running"
     assert states[-1] == "succeeded"
     for rank in (0, 1):
-        said = [text for of, _, text in rows if of == rank]
+        said = [text for of, _, text, _ in rows if of == rank]
         assert said == place.log(running.run_id, rank).splitlines()
-        assert [number for of, number, _ in rows if of == rank] == list(range(len(said)))
+        assert [number for of, number, *_ in rows if of == rank] == list(range(len(said)))
 
 
 def test_a_question_for_news_waits_until_there_are_some(server: JupyterServer, kernel: ServerKernel, place: Home):
@@ -164,7 +164,7 @@ def test_questions_are_answered_while_the_cell_blocks(server: JupyterServer, run
         lambda: sum(ask(server, running.path, kind="hello")["snapshot"]["lines"]) >= 8, 5, "no lines are told of"
     )
     lines = ask(server, running.path, kind="lines", first=0, count=3, rank=1)
-    assert lines["rows"] == [[1, 0, "begun on 1"], [1, 1, "step 1"], [1, 2, "step 2"]]
+    assert lines["rows"] == [[1, 0, "begun on 1", False], [1, 1, "step 1", False], [1, 2, "step 2", False]]
     found = ask(server, running.path, kind="find", text="BEGUN", rank=0)
     assert (found["matches"], found["total"]) == ([0], 1)
     log = ask(server, running.path, kind="log", offset=0, rank=0)

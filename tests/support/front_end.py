@@ -108,7 +108,7 @@ class LiveView:
         """Keep lines; return their number including skipped ones."""
         began = first
         for row in rows:
-            rank, _, text = row
+            rank, text = row[0], row[2]
             if isinstance(text, int):
                 # that many lines were left out
                 self.skipped += text
