@@ -101,7 +101,7 @@ def test_it_is_listed_followed_and_its_outputs_are_the_kernels(
     assert page.snapshot["state"] == "running"
     # the requests of a view
     lines = ask(server, cell.path, kind="lines", first=0, count=3, rank=1)
-    assert lines["rows"] == [[1, 0, "begun on 1"], [1, 1, "step 1"], [1, 2, "step 2"]]
+    assert lines["rows"] == [[1, 0, "begun on 1", False], [1, 1, "step 1", False], [1, 2, "step 2", False]]
     assert ask(server, cell.path, kind="log", offset=0, rank=0)["text"].startswith("begun on 0\nstep 1\n")
     assert "time.sleep(0.05)" in "\n".join(ask(server, cell.path, kind="stacks")["lines"])
     assert server.get(f"{cell.path}/outputs").status == 409

@@ -210,7 +210,7 @@ def test_questions_are_answered_while_the_cell_blocks(lab: Lab):
         # a server that has just begun to follow the run may be some events behind the kernel
         eventually(lambda: lines_told(cell, over) == [301, 301], 10, "all lines are counted")  # noqa: B023
         lines = asked(cell, {"kind": "lines", "first": 10, "count": 3, "rank": 1}, over)
-        assert lines["rows"] == [[1, 10, "line 10"], [1, 11, "line 11"], [1, 12, "line 12"]]
+        assert lines["rows"] == [[1, 10, "line 10", False], [1, 11, "line 11", False], [1, 12, "line 12", False]]
         found = asked(cell, {"kind": "find", "text": "LINE 299", "rank": None}, over)
         assert found["total"] == 2
         log = asked(cell, {"kind": "log", "offset": 0, "rank": 0}, over)
@@ -257,7 +257,9 @@ def test_attach_shows_the_same_view(lab: Lab):
     cell = lab.start("%sgpu_attach")
     cell.until_shown("[1] step 5")
     assert lab.front_end.view.snapshot["name"] == "back"
-    assert asked(cell, {"kind": "lines", "first": 0, "count": 1, "rank": 0}, "control")["rows"] == [[0, 0, "step 0"]]
+    assert asked(cell, {"kind": "lines", "first": 0, "count": 1, "rank": 0}, "control")["rows"] == [
+        [0, 0, "step 0", False]
+    ]
     reply = cell.wait()
     assert len(reply.lines(1)) == 40
     assert_static(reply)
