@@ -194,7 +194,8 @@ def mime_bundle(
 ) -> dict[str, object]:
     """Return HTML and text of a segment; the last one also includes the run as a small record.
 
-    The record's `whole` is true if the segment is the only one, so that another form of the run can replace it.
+    The record's `whole` is true if the segment is the only one and the run's events say all of it, so that a view made
+    of the events can replace it.
 
     Args:
         view: The run.
@@ -206,7 +207,11 @@ def mime_bundle(
     # few front ends show a live form's text, so it gets less space than the HTML
     text = render_segment_text(view, segment, first, last, None if limit is None else limit // 3)
     html = render_segment_html(view, segment, first, last, limit)
-    return {"text/html": html, "text/plain": text, **({RUN_MIME: {**run_record(view), "whole": first}} if last else {})}
+    return {
+        "text/html": html,
+        "text/plain": text,
+        **({RUN_MIME: {**run_record(view), "whole": first and not view.is_remarked}} if last else {}),
+    }
 
 
 def caption_bundle(caption: Caption) -> dict[str, object]:

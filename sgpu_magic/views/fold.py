@@ -80,6 +80,7 @@ class RunView:
         position: Position in the queue (1 is next), None when it is not queued.
         waiting_for: What it waits for, "" when it does not wait.
         own_sessions: Sessions of the process that submitted it that hold devices which it could take, while it waits.
+        is_remarked: It has notes that come from no event, so that no other process can show it as this one does.
         lease: The devices, None until they are granted.
         host: Where its ranks are, "" until known.
         labels: The devices' labels in rank order, empty when there are none.
@@ -122,6 +123,7 @@ class RunView:
         self.position: int | None = None
         self.waiting_for = ""
         self.own_sessions: tuple[OwnSession, ...] = ()
+        self.is_remarked = False
         self.is_detached = spec.detach
         self.lease: Lease | None = None
         self.host = ""
@@ -231,6 +233,7 @@ class RunView:
     def remark(self, sentence: str) -> None:
         """Add a note that comes from no event."""
         self._notes.add(sentence)
+        self.is_remarked = True
         self.version += 1
 
     def set_silence(self, sentence: str) -> None:

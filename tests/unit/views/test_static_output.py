@@ -15,6 +15,7 @@ from stories import CELL, FORMS, STUCK, Run, released, render_text, result, valu
 
 from sgpu_magic.config import host_name
 from sgpu_magic.views.bundle import RUN_MIME, interrupted_bundle, mime_bundle, run_record
+from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.html import render_html
 from sgpu_magic.views.html_style import HEIGHT, WIDTH, sparkline
 from sgpu_magic.views.output import TextSegment, segments
@@ -165,6 +166,20 @@ def test_many_lines_are_reason_enough_to_list_the_ranks() -> None:
     text = stripped(render_html(run.end().view))
     assert "rank 1 · 15 lines" in text
     assert "whole log: !sgpu logs 7f3a --rank 1" in text
+
+
+def test_only_what_its_events_say_whole_is_replaced_by_a_view_of_them() -> None:
+    def is_whole(view: RunView, **place: bool) -> object:
+        record = mime_bundle(view, TextSegment((), 0), **place)[RUN_MIME]
+        assert isinstance(record, dict)
+        return record["whole"]
+
+    view = Run(ranks=2).start().end().view
+    assert is_whole(view)
+    # displays of ranks are outputs of their own, between the segments
+    assert not is_whole(view, first=False)
+    view.remark("the kernel was restarted; %sgpu_attach 7f3a shows run 7f3a again")
+    assert not is_whole(view)
 
 
 # ------------------------------------------------------------ bounds
