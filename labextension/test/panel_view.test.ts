@@ -523,7 +523,7 @@ describe("the session", () => {
   });
 
   it("may be queued, and belongs to the active notebook", async () => {
-    const waiting = { ...SESSION, state: "queued", tone: "waiting", words: "2 ranks · waits for 2 A10, position 1", started_at: null, metered_at: null, idle_ends_at: null };
+    const waiting = { ...SESSION, state: "queued", tone: "waiting", reason: "waits for 2 A10, position 1", started_at: null, metered_at: null, idle_ends_at: null };
     const { el, host } = await ready(kernelPicture(), PLAN, [waiting]);
     await waitForText(el, "Waiting: 2 × A10 · localwaits for 2 A10, position 1 · 12 minEnd session");
     const other = new TestNotebook();
@@ -548,7 +548,7 @@ describe("the session", () => {
     state: "cancelled",
     tone: "plain",
     final: true,
-    words: "2 ranks · the kernel was restarted, and a session ends with its kernel",
+    reason: "the kernel was restarted, and a session ends with its kernel",
     ended_at: NOW - 60,
     cost: 1.2,
     idle_ends_at: null,
@@ -598,7 +598,7 @@ describe("the session", () => {
     const bobs = run("run-9", { name: "cell 7", user: "bob", notebook: "big.ipynb", kernel: "bobs" });
     const own = { ...SESSION, run_id: "session-8", name: "session work", submitted_at: NOW - 5000, idle_ends_at: null };
     const elsewhere = run("run-8", { device_type: "h100", kernel: "other" });
-    const waiting = { ...SESSION, state: "queued", tone: "waiting", words: "2 ranks · needs 1 more A10", started_at: null, metered_at: null, idle_ends_at: null };
+    const waiting = { ...SESSION, state: "queued", tone: "waiting", reason: "needs 1 more A10", started_at: null, metered_at: null, idle_ends_at: null };
     const { el, host } = await ready(kernelPicture({ pool: "team" }), PLAN, [waiting, idle, cell, bobs, own, elsewhere], poolPicture({ pool: "team" }));
     host.pools.sendUpdates(
       { kind: "pools", pools: [{ name: "team", about: "", reserved: false, default: true, reachable: true }] },
@@ -975,7 +975,7 @@ describe("runs", () => {
     expect(query(el, ".sgpu-run-row").getAttribute("aria-setsize")).toBe("1000");
     const began = performance.now();
     for (let index = 0; index < 20; index++) {
-      const changed = [0, 1, 2, 3, 4].map((at) => ({ ...(manyRuns(5)[at] ?? run("x")), words: `round ${index}` }));
+      const changed = [0, 1, 2, 3, 4].map((at) => ({ ...(manyRuns(5)[at] ?? run("x")), reason: `round ${index}` }));
       host.pools.sendUpdates({ kind: "runs", pool: "local", whole: false, changed, gone: [] });
       await eventually(() => expect(text(query(el, ".sgpu-run-words"))).toContain(`round ${index}`));
     }

@@ -223,7 +223,7 @@ def run_row(run: RunSummary, location: RunDirectoryInfo) -> RunRow:
         state=run.state.value,
         tone="plain" if run.kind is RunKind.SESSION and tone == "good" else tone,
         final=run.state.is_final,
-        words=_describe_run(run),
+        reason=_reason(run),
         notebook=file_name(run.notebook),
         tracked_url=location.tracked_url,
         here=location.here,
@@ -231,15 +231,11 @@ def run_row(run: RunSummary, location: RunDirectoryInfo) -> RunRow:
     )
 
 
-def _describe_run(run: RunSummary) -> str:
-    ranks, why = count_of(run.ranks, "rank"), failure_line(run)
+def _reason(run: RunSummary) -> str:
     if run.state is RunState.QUEUED:
         position = f"position {run.position}" if run.position else ""
-        why = ", ".join(filter(None, (run.waiting_for, position)))
-        return f"{ranks} · {why}" if why else ranks
-    if run.state in (RunState.FAILED, RunState.TIMED_OUT):
-        return why or ranks
-    return f"{ranks} · {why}" if run.state.is_final and why else ranks
+        return ", ".join(filter(None, (run.waiting_for, position)))
+    return failure_line(run) if run.state.is_final else ""
 
 
 def _location_of(pool: str, host: str) -> str:

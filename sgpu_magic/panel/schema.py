@@ -132,8 +132,7 @@ class RunRow(Message, frozen=True):
         state: `RunState`'s value.
         tone: `waiting`, `going`, `good`, `bad` or `plain`: the dot's colour and shape.
         final: The run will not change any more.
-        words: The line below the name, without running times: `2 ranks`, `4 ranks · waits for 1 A10, position 1`,
-            `rank 1: ValueError`.
+        reason: Why it waits, failed or was ended: `waits for 1 A10, position 1`, `rank 1: ValueError`; "" for none.
         ranks: Number of ranks.
         device_type: As in `--type`.
         simulated: CPU processes simulate the devices.
@@ -162,7 +161,7 @@ class RunRow(Message, frozen=True):
     state: str
     tone: str
     final: bool
-    words: str
+    reason: str
     ranks: int
     device_type: str
     simulated: bool

@@ -117,13 +117,10 @@ def _format_wait_over(over: WaitOver) -> Text:
 
 def _format_own_sessions(waits: WaitsForOwnSessions) -> Text:
     held = ", ".join(format_holders(Holders(waits.sessions)))
-    which = "that session" if len(waits.sessions) == 1 else "those sessions"
-    ends = "ends it" if len(waits.sessions) == 1 else "ends each"
     return text_of(
-        f"the run needs {format_amount(waits.need, waits.line)}, {waits.free} {'is' if waits.free == 1 else 'are'} "
-        f"free, and {held}. The notebook or program that waits for this run has {which}, and so can't end "
-        f"{'it' if len(waits.sessions) == 1 else 'them'} meanwhile. `%sgpu_disconnect NAME` {ends} before; or run in "
-        "the session, ask for fewer with ",
+        f"the run needs {format_amount(waits.need, waits.line)}, with {waits.free} free, and {held}. The notebook "
+        "or program that waits for this run can't end a session of its own meanwhile. End one before with "
+        "`%sgpu_disconnect NAME`, run in it, ask for fewer with ",
         OptionName("gpus"),
         ", choose another pool with ",
         OptionName("pool"),

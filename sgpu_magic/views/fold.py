@@ -63,6 +63,9 @@ from sgpu_magic.wire.tracking import TrackedRun
 if TYPE_CHECKING:
     from sgpu_magic.views.live.log_index import RecentLines
 
+# larger values are named in the run's notes
+_LARGE_VALUE_BYTES = 100_000_000
+
 
 class RunView:
     """Everything about one run that views render.
@@ -278,8 +281,12 @@ class RunView:
     @property
     def notes(self) -> list[str]:
         """Sentences for the user about large variables, the payload, the lease and the run."""
-        heavy = [f"shipping {name} costs {format_bytes(size)}" for name, size in self.spec.shipped.heavy]
-        return [*heavy, *Notes(self.spec.shipped.notes).texts, *self._notes.texts]
+        large = [
+            f"shipping {name} costs {format_bytes(size)}"
+            for name, size in self.spec.shipped.sizes
+            if size > _LARGE_VALUE_BYTES
+        ]
+        return [*large, *Notes(self.spec.shipped.notes).texts, *self._notes.texts]
 
     @property
     def warnings(self) -> list[str]:

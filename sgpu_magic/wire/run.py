@@ -170,7 +170,6 @@ class Shipped(Record, frozen=True, kw_only=True):
         total_bytes: Size of pickle and buffers.
         seconds: Time to capture and pack.
         sizes: (name, bytes) of each name whose size is known: an object with several names counts for the first.
-        heavy: (name, bytes) of each name over 100 MB.
         notes: Further sentences, such as why a pool was chosen; warnings begin with `events.WARNING`.
     """
 
@@ -178,7 +177,6 @@ class Shipped(Record, frozen=True, kw_only=True):
     total_bytes: int = 0
     seconds: float = 0.0
     sizes: tuple[tuple[str, int], ...] = ()
-    heavy: tuple[tuple[str, int], ...] = ()
     notes: tuple[str, ...] = ()
 
 

@@ -195,9 +195,9 @@ def test_a_run_that_waits_says_for_what(
         second.run("%load_ext sgpu_magic")
         message = second.start("%%distributed -n 3 --type a10 --name waits --ui none\npass")
         page = open_page()
-        page.until(lambda: (run := place.run_named("waits")) and page.row(run).get("words", "").endswith("position 1"))
+        page.until(lambda: (run := place.run_named("waits")) and page.row(run).get("reason", "").endswith("position 1"))
         row = page.row(place.run_named("waits"))
-        assert row["words"].startswith("3 ranks · needs 1 more A10 (simulated); 2 are held by run ")
+        assert row["reason"].startswith("needs 1 more A10 (simulated); 2 are held by run ")
         assert (row["state"], row["tone"]) == ("queued", "waiting")
         running.end()
         second.finish(message)
@@ -218,7 +218,7 @@ def test_a_run_is_cancelled_through_the_page(running: RunningCell, open_page: Ca
     }
     page.until(lambda: page.row(running.run_id)["final"])
     assert page.row(running.run_id)["state"] == "cancelled"
-    assert page.row(running.run_id)["words"] == "2 ranks · Cancel button"
+    assert page.row(running.run_id)["reason"] == "Cancel button"
 
 
 @pytest.mark.parametrize("run_id", ["", "dead", "../../etc", "0000dead"])

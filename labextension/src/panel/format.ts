@@ -134,11 +134,6 @@ export function deadRanksLabel({ dead_ranks: ranks }: RunRow, t: Translate): str
   return ranks.length > MOST_RANKS_NAMED ? t("%1 ranks dead", ranks.length) : t("ranks %1 dead", ranks.join(", "));
 }
 
-/** Returns why a run waits or has ended: its words without the number of ranks. */
-export function reasonOf(run: RunRow): string {
-  return run.tone === "bad" ? run.words : run.words.split(" · ").slice(1).join(" · ");
-}
-
 /** Returns a session's state in one word. */
 export function stageLabel(run: RunRow, t: Translate): string {
   const words = { waiting: "Waiting", connecting: "Connecting", connected: "Connected", ending: "Ending" };
@@ -152,9 +147,10 @@ export function runDuration(run: RunRow, now_s: number): string {
   return formatDuration((run.ended_at ?? now_s) - run.started_at, startDuration_s(run), !run.final);
 }
 
-/** Returns the text below a run's name: its words, how long it has run, and when it ended. */
+/** Returns the text below a run's name: its ranks or why it failed, how long it has run, and when it ended. */
 export function runSummary(run: RunRow, now_s: number, t: Translate): string {
-  const pieces = run.words === "" ? [] : [run.words];
+  const ranks = run.ranks === 1 ? t("1 rank") : t("%1 ranks", run.ranks);
+  const pieces = [run.tone === "bad" && run.reason !== "" ? "" : ranks, run.reason].filter(Boolean);
   if (!run.final) {
     const state = run.kind === "session" && run.state === "running" ? "connected" : run.state;
     if (run.started_at !== null) pieces.push(`${t(state)} ${formatDuration(now_s - run.started_at, startDuration_s(run), true)}`);

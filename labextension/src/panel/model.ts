@@ -176,7 +176,7 @@ export class PanelModel {
   /** Asks the kernel if the session has changed, because it knows more about its session than the pool. */
   private onRunsChange(): void {
     const { session } = this;
-    const current = session ? `${session.run_id} ${session.state} ${session.words}` : "";
+    const current = session ? `${session.run_id} ${session.state} ${session.reason}` : "";
     if (current === this.lastSession) return;
     this.lastSession = current;
     // the last message was about the session that has ended
@@ -204,7 +204,7 @@ export class PanelModel {
       this.notebook = notebook;
     }
     const { session } = this;
-    this.lastSession = session ? `${session.run_id} ${session.state} ${session.words}` : "";
+    this.lastSession = session ? `${session.run_id} ${session.state} ${session.reason}` : "";
     this.followPool();
   }
 

@@ -97,7 +97,7 @@ export const runRow = record({
   state: str,
   tone: str,
   final: bool,
-  words: str,
+  reason: str,
   ranks: num,
   device_type: str,
   simulated: bool,

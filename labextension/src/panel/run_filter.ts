@@ -56,7 +56,7 @@ export function filterRuns(
     if (!matchesState(run, filter.state)) return false;
     if (run.final && (run.ended_at ?? run.submitted_at) < since_s) return false;
     if (words.length === 0) return true;
-    const text = [run.name, run.short_id, run.run_id, run.words, run.state, run.notebook, run.user, run.device_type]
+    const text = [run.name, run.short_id, run.run_id, run.reason, run.state, run.notebook, run.user, run.device_type]
       .join(" ")
       .toLowerCase();
     return words.every((word) => text.includes(word));

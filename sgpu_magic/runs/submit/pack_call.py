@@ -70,9 +70,6 @@ def pack_call(
         code.shipped,
         names=tuple(names),
         sizes=tuple((arguments_label if label == CALL_NAME else label, size) for label, size in code.shipped.sizes),
-        heavy=tuple(
-            (f"the arguments of {name}" if label == CALL_NAME else label, size) for label, size in code.shipped.heavy
-        ),
     )
     return replace(code, shipped=shipped, parameters=scalars(arguments(call)))
 

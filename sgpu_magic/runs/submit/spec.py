@@ -32,7 +32,6 @@ Parameters = tuple[tuple[str, str], ...]
 # fields of a spec that are options of the same names
 _SAME = ("timeout_s", "wait_s", "grace_s", "retries", "retry_any", "detach", "auto", "max_cost", "profile", "ray")
 _NO_NAMES = Shipped()
-_HEAVY_BYTES = 100_000_000
 _MOST_SCALARS = 100
 _LONGEST_TEXT = 250
 
@@ -123,7 +122,6 @@ def pack(
         total_bytes=packed.total_bytes,
         seconds=time.perf_counter() - begin,
         sizes=tuple(packed.sizes.items()),
-        heavy=tuple((name, size) for name, size in packed.sizes.items() if size > _HEAVY_BYTES),
     )
     return PackedCode(kind, name, msgspec.structs.replace(cell, linecache=sources), packed, key, outputs, shipped)
 

@@ -255,8 +255,8 @@ class Guest(Member):
             started = self._wait(self._start(token, address))
             if started.ray_version != version:
                 raise EnvironmentFailed(
-                    f"it has Ray {started.ray_version}, but the head has {version}. All nodes need the same: name an "
-                    "environment for the run with --env-version."
+                    f"it has Ray {started.ray_version}, but the head has {version}. All nodes need the same: run it "
+                    "in an environment of its own, made from a requirements file, which every node installs alike."
                 )
         except EnvironmentFailed as error:
             problem = f"the node of rank {self._rank} can't join the run's Ray cluster: {error.message}"

@@ -223,29 +223,29 @@ def test_a_pool_that_does_not_answer_is_the_default_only_if_it_is_named(setting:
 
 
 @pytest.mark.parametrize(
-    ("of", "tone", "words"),
+    ("of", "tone", "reason"),
     [
-        (run(), "going", "2 ranks"),
-        (run(ranks=1), "going", "1 rank"),
+        (run(), "going", ""),
+        (run(ranks=1), "going", ""),
         (
             run(state=RunState.QUEUED, waiting_for="needs 1 more a10", position=1),
             "waiting",
-            "2 ranks · needs 1 more a10, position 1",
+            "needs 1 more a10, position 1",
         ),
-        (run(state=RunState.QUEUED), "waiting", "2 ranks"),
-        (run(state=RunState.CANCELLING), "going", "2 ranks"),
-        (run(state=RunState.SUCCEEDED), "good", "2 ranks"),
+        (run(state=RunState.QUEUED), "waiting", ""),
+        (run(state=RunState.CANCELLING), "going", ""),
+        (run(state=RunState.SUCCEEDED), "good", ""),
         (run(state=RunState.FAILED, failure="\x1b[31mrank 1: KeyError\x1b[0m\nmore"), "bad", "rank 1: KeyError"),
-        (run(state=RunState.FAILED), "bad", "2 ranks"),
+        (run(state=RunState.FAILED), "bad", ""),
         (run(state=RunState.FAILED, failure="x" * 200), "bad", "x" * 100 + " ..."),
         (run(state=RunState.TIMED_OUT, failure="its time is over"), "bad", "its time is over"),
-        (run(state=RunState.CANCELLED, failure="Cancel button"), "plain", "2 ranks · Cancel button"),
-        (run(state=RunState.SUCCEEDED, kind=RunKind.SESSION), "plain", "2 ranks"),
+        (run(state=RunState.CANCELLED, failure="Cancel button"), "plain", "Cancel button"),
+        (run(state=RunState.SUCCEEDED, kind=RunKind.SESSION), "plain", ""),
     ],
 )
-def test_a_row_says_what_its_run_does(of: RunSummary, tone: str, words: str):
+def test_a_row_says_what_its_run_does(of: RunSummary, tone: str, reason: str):
     drawn = row(of)
-    assert (drawn.tone, drawn.words) == (tone, words)
+    assert (drawn.tone, drawn.reason) == (tone, reason)
     assert drawn.state == of.state.value
     assert drawn.final is of.state.is_final
 

@@ -80,7 +80,7 @@ def blocking(run_id: str, ranks: int, **fields: Any) -> RunSpec:
 def test_a_run_that_only_its_own_notebooks_session_could_let_start_is_refused() -> None:
     scheduler = connected(3, devices=4)
     said = str(refusal(submit(scheduler, blocking(A, 2), 1.0)).reason)
-    assert "needs 2 A10, 1 is free" in said
+    assert "needs 2 A10, with 1 free" in said
     assert "3 are held by session" in said
     assert "%sgpu_disconnect" in said
     # what is free is given, and so is what the session leaves once it has ended

@@ -789,6 +789,12 @@ def test_html_escapes_everything_that_ranks_say() -> None:
         assert "<script>alert(1)</script>" in reader.text
 
 
+def test_only_large_values_are_named_with_their_size() -> None:
+    run = Run(shipped=Shipped(sizes=(("rows", 250_000_000), ("lr", 30)))).start()
+    (note,) = run.view.notes
+    assert "rows costs 250.0 MB" in note
+
+
 def test_only_notes_that_ask_for_something_are_warnings() -> None:
     hides = "the notebook's variable rank hides the rank's own"
     run = Run(shipped=Shipped(notes=("on a10, the cheapest type", as_warning(hides)))).start()

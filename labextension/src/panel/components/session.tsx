@@ -1,6 +1,6 @@
 import { useNow, usePanel, useTranslate } from "../context";
 import type { RunRow } from "../messages";
-import { deadRanksLabel, formatCost, formatMoment, formatSpan, ranksLabel, reasonOf, sessionLine, stageOf } from "../format";
+import { deadRanksLabel, formatCost, formatMoment, formatSpan, ranksLabel, sessionLine, stageOf } from "../format";
 import { HeldBy } from "./held_by";
 
 /** The active notebook's session: its state in one line, with details and actions below. */
@@ -29,7 +29,7 @@ function ActiveSession({ session }: { session: RunRow }) {
   const since = session.started_at ?? session.submitted_at;
   const line = sessionLine(session, pool.snapshot, model.poolName, t);
   const pieces = [
-    stage === "connected" ? "" : reasonOf(session),
+    stage === "connected" ? "" : session.reason,
     formatSpan(now - since),
     host.settings.showPrices ? formatCost(session, now) : "",
     session.simulated ? t("simulated") : "",
@@ -80,7 +80,7 @@ function EndedSession({ session }: { session: RunRow }) {
           </button>
         )}
       </div>
-      <small class="sgpu-soft sgpu-times">{[devices, ended, reasonOf(session)].filter(Boolean).join(" · ")}</small>
+      <small class="sgpu-soft sgpu-times">{[devices, ended, session.reason].filter(Boolean).join(" · ")}</small>
     </section>
   );
 }
