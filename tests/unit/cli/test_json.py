@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 from kept_runs import KeptRuns
+from status_rows import pool_status, run_summary
 
 from sgpu_magic.cli import main as cli
 from sgpu_magic.cli.finding import ok, problem, warning
@@ -25,7 +26,7 @@ from sgpu_magic.config import load_settings
 from sgpu_magic.system.secure_sockets import new_key_pair
 from sgpu_magic.wire.base import RunState
 from sgpu_magic.wire.devices import Device, Inventory
-from sgpu_magic.wire.pool_status import BudgetState, PoolStatus, RunSummary
+from sgpu_magic.wire.pool_status import BudgetState, RunSummary
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "command_documents.json"
 RUN = "7f3a0001"
@@ -108,8 +109,7 @@ def test_without_runs_the_list_is_empty(kept: KeptRuns, document: Callable[..., 
 
 
 def summary(**fields: object) -> RunSummary:
-    given = {"state": RunState.RUNNING, "submitted_at": NOW - 100, "device_type": "a10", "simulated": False}
-    return RunSummary(run_id=RUN, name="train", ranks=4, **given | fields)  # type: ignore[arg-type]
+    return run_summary(**{"run_id": RUN, "ranks": 4, "submitted_at": NOW - 100} | fields)
 
 
 def test_a_run_that_goes_on_lasts_until_now_and_has_a_cost():
@@ -190,12 +190,12 @@ def test_the_status_of_a_pool():
         Device(uuid="GPU-1", type="a10", memory_bytes=24_000_000_000, used_bytes=1, utilization_pct=50.0),
         Device(uuid="GPU-2", type="a10", index=1, outside_use="python (pid 7)"),
     )
-    status = PoolStatus(
-        request=1, pool="local", pid=7, package_version="0.1", started_at=NOW, cpu_slots_free=3, clients=1,
+    status = pool_status(
+        summary(uuids=("GPU-1",)),
+        cpu_slots_free=3,
         inventory=Inventory(host="box", devices=devices, cpu_slots=4, problem="\x1b[1mno driver"),
-        runs=(summary(uuids=("GPU-1",)),),
         budget=BudgetState(limit=50.0, days=30.0, spent=12.4, currency="USD"),
-    )  # fmt: skip
+    )
     (pool,) = status_document([PoolStatusReply("local", None, status)], NOW).pools
     details = pool.details
     assert details is not None

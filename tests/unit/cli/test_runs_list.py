@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from kept_runs import KeptRuns
+from status_rows import run_summary
 
 from sgpu_magic.cli import main as cli
 from sgpu_magic.cli.runs import RunFilter, runs_table
@@ -32,10 +33,15 @@ FAILURE = "rank 1: ValueError: the loss is NaN in step 41 of epoch 3, and this g
 def run(number: int, **fields: object) -> RunSummary:
     """A run on four A10 that took 2 min 14 s."""
     given: dict[str, object] = {
-        "name": "train", "ranks": 4, "device_type": "a10", "simulated": False, "state": RunState.SUCCEEDED,
-        "submitted_at": NOW - 600, "started_at": NOW - 500, "ended_at": NOW - 366, "notebook": "/work/digits.ipynb",
-    }  # fmt: skip
-    return RunSummary(run_id=f"{number:04x}0001", **given | fields)  # type: ignore[arg-type]
+        "run_id": f"{number:04x}0001",
+        "ranks": 4,
+        "state": RunState.SUCCEEDED,
+        "submitted_at": NOW - 600,
+        "started_at": NOW - 500,
+        "ended_at": NOW - 366,
+        "notebook": "/work/digits.ipynb",
+    }
+    return run_summary(**given | fields)
 
 
 RUNS = (

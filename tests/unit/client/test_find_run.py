@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from status_rows import pool_status, run_summary
 
 from sgpu_magic.client import find_run, run_files
 from sgpu_magic.client.find_run import pool_of, pool_with
@@ -20,7 +21,6 @@ from sgpu_magic.client.run_files import LocalRunFiles, RemoteRunFiles, files_of
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError, RunUnknown, UsageError
 from sgpu_magic.wire.base import RunState
-from sgpu_magic.wire.devices import Inventory
 from sgpu_magic.wire.pool_status import PoolStatus, RunSummary
 
 TEAM, CLOUD = (PoolEntry(name, "tcp://h:1", "k" * 40) for name in ("team", "cloud"))
@@ -33,23 +33,7 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
 
 
 def row(run_id: str, state: RunState = RunState.RUNNING, at: float = 1.0) -> RunSummary:
-    return RunSummary(
-        run_id=run_id, name="train", ranks=2, device_type="a10", simulated=False, state=state, submitted_at=at
-    )
-
-
-def status(*rows: RunSummary) -> PoolStatus:
-    return PoolStatus(
-        request=1,
-        pool="",
-        pid=1,
-        package_version="",
-        started_at=0.0,
-        inventory=Inventory(host="h", devices=(), cpu_slots=1),
-        cpu_slots_free=1,
-        runs=rows,
-        clients=0,
-    )
+    return run_summary(run_id=run_id, state=state, submitted_at=at)
 
 
 class Pool:
@@ -94,7 +78,7 @@ def pools_of(*answers: PoolStatusReply, pools: dict[str, Pool] | None = None) ->
 
 
 def asked(name: str, *rows: RunSummary) -> PoolStatusReply:
-    return PoolStatusReply(name, TEAM, status(*rows))
+    return PoolStatusReply(name, TEAM, pool_status(*rows))
 
 
 def test_a_run_is_found_by_its_first_digits(settings: Settings):
@@ -195,7 +179,7 @@ def test_files_here_are_copied_from_where_the_copy_ends(settings: Settings, tmp_
 
 def test_a_run_elsewhere_is_named_by_its_pool(settings: Settings, monkeypatch: pytest.MonkeyPatch):
     pool = Pool("team", "ab000001")
-    pool.answers = [status(row("cc000001")), status(row("ab000001"))]
+    pool.answers = [pool_status(row("cc000001")), pool_status(row("ab000001"))]
     # too old for the list
     files = RemoteRunFiles(settings, pool, "ab")  # type: ignore[arg-type]
     assert (files.run_id, pool.closed) == ("ab000001", ["ab000001"])
@@ -211,7 +195,7 @@ def test_a_run_elsewhere_is_named_by_its_pool(settings: Settings, monkeypatch: p
     pool.connected = None
     with pytest.raises(PoolError):
         files.row()
-    pool.answers = [status(msgspec.structs.replace(found, state=RunState.SUCCEEDED))]
+    pool.answers = [pool_status(msgspec.structs.replace(found, state=RunState.SUCCEEDED))]
     assert files.is_over(files.row())
 
 

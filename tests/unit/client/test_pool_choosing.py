@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from status_rows import pool_status, run_summary
 
 from sgpu_magic.client.pool_choosing import (
     DeviceRequest,
@@ -21,9 +22,9 @@ from sgpu_magic.client.pools_file import PoolEntry
 from sgpu_magic.config.pool_terms import read_prices
 from sgpu_magic.errors import CapacityError, UsageError
 from sgpu_magic.options.values import check_spread, memory_bytes, node_count, strategy_of
-from sgpu_magic.wire.base import RunState, new_id
+from sgpu_magic.wire.base import RunState
 from sgpu_magic.wire.devices import Device, Inventory
-from sgpu_magic.wire.pool_status import PoolStatus, RunSummary
+from sgpu_magic.wire.pool_status import PoolStatus
 
 GB = 10**9
 MONEY = PriceBook(read_prices("a10=2.00,h100=8.00"), read_prices("a10=1.00"), "USD")
@@ -43,15 +44,9 @@ def status(
         for kind, _, count in (each.partition(":") for each in types.split())
         for number in range(int(count))
     ]
-    run = RunSummary(
-        run_id=new_id(), name="", state=RunState.RUNNING, ranks=held, device_type="", user="", notebook="",
-        submitted_at=0.0, simulated=False, uuids=tuple(device.uuid for device in devices[:held]),
-    )  # fmt: skip
+    run = run_summary(ranks=held, uuids=tuple(device.uuid for device in devices[:held]))
     inventory = Inventory(host="h", devices=tuple(devices), cpu_slots=slots, elastic=tuple((elastic or {}).items()))
-    return PoolStatus(
-        request=1, pool="", pid=1, package_version="", started_at=0.0, inventory=inventory,
-        cpu_slots_free=slots_free, runs=(run,) if held else (), clients=0,
-    )  # fmt: skip
+    return pool_status(*((run,) if held else ()), inventory=inventory, cpu_slots_free=slots_free)
 
 
 def asked(pool: PoolEntry | None, types: str = "", **options: object) -> PoolStatusReply:
@@ -94,11 +89,7 @@ def test_what_others_use_outside_is_not_free():
     used = status("a10:2")
     devices = (replace_used(used.inventory.devices[0]), used.inventory.devices[1])
     inventory = Inventory(host="h", devices=devices, cpu_slots=0)
-    told = PoolStatus(
-        request=1, pool="", pid=1, package_version="", started_at=0.0, inventory=inventory, cpu_slots_free=0,
-        runs=(), clients=0,
-    )  # fmt: skip
-    assert counts(told) == {"a10": TypeCount(2, 1, 24 * GB)}
+    assert counts(pool_status(inventory=inventory, cpu_slots_free=0)) == {"a10": TypeCount(2, 1, 24 * GB)}
 
 
 def replace_used(device: Device) -> Device:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 from simulated_cluster import cluster
+from status_rows import pool_status, run_summary
 
 from sgpu_magic.config import Settings
 from sgpu_magic.panel.device_rows import Durations
@@ -19,13 +20,10 @@ from sgpu_magic.wire.pool_status import PoolStatus, RunSummary
 
 
 def run(run_id: str, uuids: Sequence[str], user: str = "alice", kernel: str = "", **more: object) -> RunSummary:
-    row = RunSummary(
+    row = run_summary(
         run_id=run_id,
-        name="train",
         ranks=max(1, len(uuids)),
         device_type="h100",
-        simulated=False,
-        state=RunState.RUNNING,
         submitted_at=100.0,
         started_at=110.0,
         uuids=tuple(uuids),
@@ -36,17 +34,7 @@ def run(run_id: str, uuids: Sequence[str], user: str = "alice", kernel: str = ""
 
 
 def status(inventory: Inventory, *runs: RunSummary) -> PoolStatus:
-    return PoolStatus(
-        request=1,
-        pool="team",
-        pid=1,
-        package_version="0",
-        started_at=0.0,
-        inventory=inventory,
-        cpu_slots_free=inventory.cpu_slots,
-        runs=runs,
-        clients=2,
-    )
+    return pool_status(*runs, pool="team", inventory=inventory, cpu_slots_free=inventory.cpu_slots, clients=2)
 
 
 def devices(node: str, *indexes: int) -> list[str]:

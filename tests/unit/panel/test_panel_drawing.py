@@ -8,6 +8,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from status_rows import pool_status, run_summary
 
 from sgpu_magic.client.ledger import Use
 from sgpu_magic.client.pool_choosing import PriceBook
@@ -39,9 +40,6 @@ def run(run_id: str = "00000001", state: RunState = RunState.RUNNING, **others: 
     base: dict[str, object] = {
         "run_id": run_id,
         "name": "train_digits",
-        "ranks": 2,
-        "device_type": "a10",
-        "simulated": False,
         "state": state,
         "submitted_at": NOW - 200.0,
         "started_at": None if state is RunState.QUEUED else NOW - 134.0,
@@ -54,7 +52,7 @@ def run(run_id: str = "00000001", state: RunState = RunState.RUNNING, **others: 
         "kernel": "k-1",
         "user": "ann",
     }
-    return msgspec.convert(base | others, RunSummary)
+    return run_summary(**base | others)
 
 
 def device(number: int, kind: str = "a10", **others: object) -> Device:
@@ -64,18 +62,8 @@ def device(number: int, kind: str = "a10", **others: object) -> Device:
 
 def status(*runs: RunSummary, devices: tuple[Device, ...] | None = None, **others: object) -> PoolStatus:
     found = tuple(device(at) for at in range(4)) if devices is None else devices
-    base = PoolStatus(
-        request=1,
-        pool="local",
-        pid=1,
-        package_version="1",
-        started_at=NOW - 999.0,
-        inventory=Inventory(host="box", devices=found),
-        cpu_slots_free=12,
-        runs=runs,
-        clients=1,
-    )
-    return msgspec.structs.replace(base, **others)
+    base: dict[str, object] = {"inventory": Inventory(host="box", devices=found), "cpu_slots_free": 12}
+    return pool_status(*runs, **base | others)
 
 
 def snapshot(*runs: RunSummary, notice: str = "", **others: object) -> PanelPool:

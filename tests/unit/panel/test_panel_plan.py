@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from status_rows import pool_status, run_summary
 
 from sgpu_magic.config import Settings
 from sgpu_magic.panel.format_plan import panel_plan
@@ -16,9 +17,8 @@ from sgpu_magic.panel.plan import Plan, plan
 from sgpu_magic.runs.choice import packages as chosen_packages
 from sgpu_magic.runs.choice.keeper import CurrentChoice
 from sgpu_magic.runs.choice.schema import Choice
-from sgpu_magic.wire.base import RunState
 from sgpu_magic.wire.devices import Device, Inventory
-from sgpu_magic.wire.pool_status import PoolStatus, RunSummary
+from sgpu_magic.wire.pool_status import PoolStatus
 
 HERE = f"{sys.version_info.major}.{sys.version_info.minor}"
 SIX = metadata.version("six")
@@ -32,26 +32,11 @@ def status(types: str = "a10:4,h100:8", taken: tuple[str, ...] = (), outside: tu
         for number in range(int(count)):
             uuid = f"{name}-{number}"
             devices.append(Device(uuid=uuid, type=name, outside_use="a process" if uuid in outside else ""))
-    run = RunSummary(
-        run_id="00000000000000000000000000000001",
-        name="other",
-        ranks=len(taken),
-        device_type="a10",
-        simulated=False,
-        state=RunState.RUNNING,
-        submitted_at=0.0,
-        uuids=taken,
-    )
-    return PoolStatus(
-        request=1,
-        pool="local",
-        pid=1,
-        package_version="0",
-        started_at=0.0,
+    run = run_summary(run_id="00000000000000000000000000000001", name="other", ranks=len(taken), uuids=taken)
+    return pool_status(
+        *((run,) if taken else ()),
         inventory=Inventory(host="here", devices=tuple(devices), cpu_slots=16),
         cpu_slots_free=5,
-        runs=(run,) if taken else (),
-        clients=1,
     )
 
 

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from status_rows import run_summary
 
 from sgpu_magic.panel.device_rows import Claim, Durations, holders_of, queue_of, waits
 from sgpu_magic.wire.base import RunKind, RunState
@@ -22,11 +23,8 @@ def run(
     """A run that ended after `took` seconds, or one that has been running for `running` seconds, or one that waits."""
     began = None if took is None and running is None else NOW - (running or 0.0) - (5000.0 if took is not None else 0.0)
     state = RunState.SUCCEEDED if took is not None else RunState.QUEUED if running is None else RunState.RUNNING
-    base = RunSummary(
-        run_id="00000001",
+    base = run_summary(
         name=name,
-        ranks=2,
-        device_type="a10",
         simulated=True,
         state=state,
         submitted_at=NOW - 9000.0,

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from scheduler_requests import Instruction, Scheduler, Warned, gpus, launched, node, running, spec, submit
+from status_rows import run_summary
 
 from sgpu_magic.config import load_settings
 from sgpu_magic.config.pool_terms import read_prices
@@ -37,7 +38,6 @@ from sgpu_magic.wire.base import FailureKind, RunKind, RunState
 from sgpu_magic.wire.costs import Prices, billed_s, cost_so_far, gpu_s_so_far, idle_seconds
 from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.events import RunEnded
-from sgpu_magic.wire.pool_status import RunSummary
 from sgpu_magic.wire.run import RunSpec
 
 A, B, C = "aaaa0000", "bbbb0000", "cccc0000"
@@ -168,10 +168,7 @@ def test_a_tariff_knows_a_lease() -> None:
 
 
 def test_a_run_that_goes_on_has_cost_what_it_has_cost_so_far() -> None:
-    row = RunSummary(
-        run_id=A, name="", ranks=4, device_type="a10", simulated=False, state=RunState.RUNNING, submitted_at=0.0,
-        metered_at=100.0, hourly=4.8,
-    )  # fmt: skip
+    row = run_summary(run_id=A, ranks=4, metered_at=100.0, hourly=4.8)
     assert (cost_so_far(row, 189.5), gpu_s_so_far(row, 189.5)) == (pytest.approx(0.12), 360.0)
     ended = msgspec.structs.replace(row, state=RunState.SUCCEEDED, cost=0.5, gpu_s=7.0)
     assert (cost_so_far(ended, 1e6), gpu_s_so_far(ended, 1e6)) == (0.5, 7.0)

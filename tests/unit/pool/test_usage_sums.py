@@ -17,6 +17,7 @@ import msgspec
 import pytest
 from homes import Home
 from scheduler_requests import spec
+from status_rows import run_summary
 
 from sgpu_magic.cli.json_records import Money
 from sgpu_magic.cli.usage import comma_separated, report, table
@@ -37,10 +38,7 @@ RESERVED = read_prices("a10=0.9,h100=3")
 
 
 def row(run_id: str, **fields: object) -> RunSummary:
-    base = RunSummary(
-        run_id=run_id, name="", ranks=4, device_type="a10", simulated=False, state=RunState.SUCCEEDED,
-        submitted_at=0.0, user="ann", notebook="digits.ipynb",
-    )  # fmt: skip
+    base = run_summary(run_id=run_id, name="", ranks=4, state=RunState.SUCCEEDED, user="ann", notebook="digits.ipynb")
     return msgspec.structs.replace(base, **fields)
 
 

@@ -7,6 +7,7 @@ import time
 
 import msgspec
 import pytest
+from status_rows import pool_status, run_summary
 from stories import FORMS, IN_A_FILE, STUCK, TRACKED, Run, cell_in_session, render_text, result, with_price
 
 from sgpu_magic.cli.runs import runs_table
@@ -19,7 +20,7 @@ from sgpu_magic.views.live.snapshot import snapshot_of
 from sgpu_magic.views.pool_tables import status_html, status_text
 from sgpu_magic.wire import events as ev
 from sgpu_magic.wire.base import FailureKind, RunKind, RunLimit, RunState
-from sgpu_magic.wire.devices import Inventory, Lease
+from sgpu_magic.wire.devices import Lease
 from sgpu_magic.wire.pool_status import BudgetState, PoolStatus, RunSummary
 from sgpu_magic.wire.rank_events import Failure
 
@@ -209,10 +210,7 @@ def test_the_record_has_cost_packages_and_mlflow() -> None:
 
 
 def a_row(run_id: str, state: RunState = RunState.RUNNING, **fields: object) -> RunSummary:
-    return RunSummary(
-        run_id=run_id, name="train", ranks=4, device_type="a10", simulated=False, state=state, submitted_at=0.0,
-        started_at=10.0, **fields,
-    )  # fmt: skip
+    return run_summary(run_id=run_id, ranks=4, state=state, started_at=10.0, **fields)
 
 
 ROWS = (
@@ -225,10 +223,7 @@ ROWS = (
 
 
 def a_status(rows: tuple[RunSummary, ...] = ROWS, budget: BudgetState | None = None) -> PoolStatus:
-    return PoolStatus(
-        request=1, pool="local", pid=1, package_version="0", started_at=0.0, inventory=Inventory(host="box"),
-        cpu_slots_free=16, runs=rows, clients=1, budget=budget,
-    )  # fmt: skip
+    return pool_status(*rows, budget=budget)
 
 
 def test_the_status_shows_what_runs_cost_by_its_own_clock() -> None:

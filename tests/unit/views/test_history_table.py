@@ -3,44 +3,24 @@
 from __future__ import annotations
 
 from msgspec.structs import replace
+from status_rows import pool_status, run_summary
 
 from sgpu_magic.views.history_table import curve_text, recent_runs, whole_span
 from sgpu_magic.views.pool_tables import status_html, status_text
 from sgpu_magic.wire.base import RunState
 from sgpu_magic.wire.devices import Device, Inventory
-from sgpu_magic.wire.pool_status import DeviceHistory, PoolStatus, RunSummary
+from sgpu_magic.wire.pool_status import DeviceHistory, PoolStatus
 
 GB = 10**9
 DEVICES = (
     Device(uuid="GPU-0", type="a10", index=0, memory_bytes=24 * GB, used_bytes=12 * GB),
     Device(uuid="GPU-1", type="a10", index=1, memory_bytes=24 * GB),
 )
-RUN = RunSummary(
-    run_id="7f3a0000",
-    name="train",
-    ranks=1,
-    device_type="a10",
-    simulated=False,
-    state=RunState.RUNNING,
-    submitted_at=100.0,
-    uuids=("GPU-0",),
-    notebook="/home/ann/train.ipynb",
-)
+RUN = run_summary(ranks=1, submitted_at=100.0, uuids=("GPU-0",), notebook="/home/ann/train.ipynb")
 
 
 def status(*history: DeviceHistory) -> PoolStatus:
-    return PoolStatus(
-        request=1,
-        pool="local",
-        pid=1,
-        package_version="0",
-        started_at=0,
-        inventory=Inventory(host="box", devices=DEVICES),
-        cpu_slots_free=16,
-        runs=(RUN,),
-        clients=1,
-        history=history,
-    )
+    return pool_status(RUN, inventory=Inventory(host="box", devices=DEVICES), history=history)
 
 
 def test_a_curve_has_twenty_blocks_and_spaces_for_gaps() -> None:

@@ -24,6 +24,7 @@ import msgspec
 import pytest
 from IPython.core.displaypub import DisplayPublisher
 from IPython.core.interactiveshell import InteractiveShell
+from status_rows import pool_status, run_summary
 from stories import (
     CELL,
     FORMS,
@@ -82,7 +83,7 @@ from sgpu_magic.wire import rank_events
 from sgpu_magic.wire.base import FailureKind, RunState
 from sgpu_magic.wire.devices import Device, Inventory, NodeShare
 from sgpu_magic.wire.events import as_warning
-from sgpu_magic.wire.pool_status import PoolStatus, RunSummary
+from sgpu_magic.wire.pool_status import PoolStatus
 from sgpu_magic.wire.rank_events import (
     Collective,
     CollectiveTimeout,
@@ -1523,7 +1524,7 @@ def test_other_cuda_errors_leave_the_context() -> None:
 # ------------------------------------------------------------ status and units
 
 
-def pool_status(gpus: bool) -> PoolStatus:
+def status_as_drawn(gpus: bool) -> PoolStatus:
     devices = tuple(
         Device(
             uuid=f"GPU-{index}",
@@ -1537,62 +1538,39 @@ def pool_status(gpus: bool) -> PoolStatus:
         for index in range(4)
     )
     runs = (
-        RunSummary(
-            run_id="7f3a90c1",
-            name="train_digits",
-            ranks=1,
-            device_type="a10",
-            simulated=False,
-            state=RunState.RUNNING,
-            submitted_at=0,
-            started_at=10,
-            uuids=("GPU-0",),
-        ),
-        RunSummary(
+        run_summary(run_id="7f3a90c1", name="train_digits", ranks=1, started_at=10, uuids=("GPU-0",)),
+        run_summary(
             run_id="7f40aaaa",
             name="train_digits",
             ranks=4,
-            device_type="a10",
             simulated=True,
             state=RunState.FAILED,
-            submitted_at=0,
             started_at=10,
             ended_at=19,
             failure="rank 1: ValueError: NaN in batch 118\nmore",
         ),
-        RunSummary(
+        run_summary(
             run_id="7f41bbbb",
             name="sweep<b>",
             ranks=4,
-            device_type="a10",
-            simulated=False,
             state=RunState.QUEUED,
             submitted_at=100,
             position=1,
             waiting_for="needs 1 more A10",
         ),
     )
-    return PoolStatus(
-        request=1,
-        pool="local",
-        pid=1,
-        package_version="0",
-        started_at=0,
-        inventory=Inventory(host="box", devices=devices if gpus else ()),
-        cpu_slots_free=16,
-        runs=runs if gpus else (),
-        clients=1,
-    )
+    shown = runs if gpus else ()
+    return pool_status(*shown, inventory=Inventory(host="box", devices=devices if gpus else ()))
 
 
 @pytest.mark.parametrize("gpus", [True, False])
 def test_status_is_as_drawn(gpus: bool) -> None:
-    text = status_text(pool_status(gpus), now=144.0) + "\n"
+    text = status_text(status_as_drawn(gpus), now=144.0) + "\n"
     file = GOLDEN / f"render_status_{'gpus' if gpus else 'cpu'}.txt"
     if os.environ.get("SGPU_UPDATE_GOLDEN"):
         file.write_text(text)
     assert text == file.read_text()
-    reader = read(status_html(pool_status(gpus), now=144.0))
+    reader = read(status_html(status_as_drawn(gpus), now=144.0))
     assert reader.tags <= {"div", "b", "span", "table", "thead", "tbody", "tr", "th", "td"}
     assert reader.names <= {"class", "style", "colspan"}
     for word in re.findall(r"[^\s·]+", text):
@@ -1600,7 +1578,7 @@ def test_status_is_as_drawn(gpus: bool) -> None:
 
 
 def test_status_says_once_that_devices_are_simulated() -> None:
-    status = pool_status(True)
+    status = status_as_drawn(True)
     devices = tuple(msgspec.structs.replace(each, simulated=True) for each in status.inventory.devices)
     h100 = Device(uuid="SIM-h100-0", type="h100", index=0, memory_bytes=80 * 10**9, simulated=True)
     inventory = msgspec.structs.replace(status.inventory, devices=(*devices, h100))
@@ -1618,7 +1596,7 @@ def test_status_says_once_that_devices_are_simulated() -> None:
 
 
 def test_status_names_the_notebooks_of_runs() -> None:
-    status = pool_status(True)
+    status = status_as_drawn(True)
     runs = tuple(
         msgspec.structs.replace(run, notebook=name)
         for run, name in zip(status.runs, ("/home/ann/train.ipynb", "eval.ipynb", ""), strict=True)
@@ -1639,10 +1617,10 @@ def test_a_pool_that_is_away_is_a_warning_only_where_somebody_has_to_do_somethin
 
 
 def test_status_says_when_an_idle_pool_ends_and_what_the_pool_wants_known() -> None:
-    status = msgspec.structs.replace(pool_status(False), idle_ends_at=400.0)
+    status = msgspec.structs.replace(status_as_drawn(False), idle_ends_at=400.0)
     assert "idle: ends its processes in 4 min" in status_text(status, now=144.0)
     assert "idle: ends its processes in 56 s" in status_text(status, now=344.0)
-    assert "idle" not in status_text(pool_status(False), now=144.0)
+    assert "idle" not in status_text(status_as_drawn(False), now=144.0)
     assert "a <word>" in status_text(status, now=144.0, notice="a <word>")
     assert "a &lt;word&gt;" in status_html(status, now=144.0, notice="a <word>")
 

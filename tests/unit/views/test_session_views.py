@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from live_log import LiveRun
+from status_rows import pool_status, run_summary
 from stories import (
     FORMS,
     LABELS,
@@ -433,18 +434,12 @@ def test_other_failures_have_no_table() -> None:
 
 
 def summary(run_id: str, name: str, state: RunState, at: float, **fields: object) -> RunSummary:
-    return RunSummary(
-        run_id=run_id, name=name, ranks=2, device_type="a10", simulated=False, state=state, submitted_at=at,
-        started_at=at, **fields,
-    )  # fmt: skip
+    return run_summary(run_id=run_id, name=name, state=state, submitted_at=at, started_at=at, **fields)
 
 
 def status(*runs: RunSummary) -> PoolStatus:
     devices = tuple(Device(uuid=f"GPU-{index}", type="a10", index=index) for index in range(3))
-    return PoolStatus(
-        request=1, pool="local", pid=1, package_version="0", started_at=0,
-        inventory=Inventory(host="box", devices=devices), cpu_slots_free=16, runs=runs, clients=1,
-    )  # fmt: skip
+    return pool_status(*runs, inventory=Inventory(host="box", devices=devices))
 
 
 WORK = summary(

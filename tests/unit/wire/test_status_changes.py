@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from status_rows import pool_status, run_summary
 
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.base import RunState
@@ -16,9 +17,7 @@ IDS = [f"{number:08x}" for number in range(6)]
 
 
 def run(run_id: str, state: RunState) -> RunSummary:
-    return RunSummary(
-        run_id=run_id, name="cell", ranks=1, device_type="a10", simulated=True, state=state, submitted_at=1.0
-    )
+    return run_summary(run_id=run_id, state=state)
 
 
 def device(number: int, memory_bytes: int) -> Device:
@@ -41,15 +40,11 @@ INVENTORIES = st.builds(
 
 @st.composite
 def statuses(draw: st.DrawFn, version: str) -> PoolStatus:
-    return PoolStatus(
+    return pool_status(
+        *draw(RUNS),
         request=draw(st.integers(1, 9)),
-        pool="team",
-        pid=1,
-        package_version="1",
-        started_at=0.0,
         inventory=draw(INVENTORIES),
         cpu_slots_free=draw(st.integers(0, 2)),
-        runs=draw(RUNS),
         clients=draw(st.integers(1, 2)),
         version=version,
     )
@@ -73,10 +68,7 @@ def test_what_is_the_same_is_not_told(old: PoolStatus):
 def test_of_many_devices_and_runs_the_changed_ones_are_told():
     devices = tuple(device(number, 1) for number in range(100))
     runs = tuple(run(f"{number:08x}", RunState.RUNNING) for number in range(100))
-    old = PoolStatus(
-        request=1, pool="team", pid=1, package_version="1", started_at=0.0, cpu_slots_free=0, clients=1, version="1",
-        inventory=Inventory(host="", devices=devices), runs=runs,
-    )  # fmt: skip
+    old = pool_status(*runs, version="1", inventory=Inventory(host="", devices=devices))
     changed = device(7, 2)
     new = replace(
         old,
@@ -92,10 +84,7 @@ def test_of_many_devices_and_runs_the_changed_ones_are_told():
 
 
 def test_changes_of_another_status_are_not_taken():
-    status = PoolStatus(
-        request=1, pool="team", pid=1, package_version="1", started_at=0.0, inventory=Inventory(host=""),
-        cpu_slots_free=0, runs=(), clients=1, version="1",
-    )  # fmt: skip
+    status = pool_status(version="1")
     told = changes_between(status, replace(status, version="2"))
     assert with_changes(None, status) is status
     for known in (None, replace(status, version="0")):
@@ -104,10 +93,7 @@ def test_changes_of_another_status_are_not_taken():
 
 
 def test_a_history_is_complete_in_each_answer():
-    old = PoolStatus(
-        request=1, pool="team", pid=1, package_version="1", started_at=0.0, inventory=Inventory(host=""),
-        cpu_slots_free=0, runs=(), clients=1, version="1", history=(DeviceHistory(uuid="GPU-0", type="a10"),),
-    )  # fmt: skip
+    old = pool_status(version="1", history=(DeviceHistory(uuid="GPU-0", type="a10"),))
     newer = (DeviceHistory(uuid="GPU-0", type="a10", utilization_pct=(1, None, 3)),)
     reply = replace(changes_between(old, replace(old, version="2")), history=newer)
     assert with_changes(old, codec.pool_messages.decode(codec.encode(reply))).history == newer
