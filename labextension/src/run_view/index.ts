@@ -1,9 +1,9 @@
 /** The run's view: anywidget's entry point, and `mountRunView` for other hosts. */
-import { h, render as draw } from "preact";
+import { h } from "preact";
 
 import { Activity } from "../shared/activity";
+import { mountView } from "../shared/mount_view";
 import type { WidgetModel } from "../shared/widget_requests";
-import theme from "../shared/theme.css";
 import { App } from "./app";
 import { RunModel } from "./run_model";
 import css from "./run_view.css";
@@ -26,25 +26,12 @@ export function mountRunView(el: HTMLElement, transport: Transport, signal: Abor
     transport.dispose();
     return;
   }
-  const style = document.createElement("style");
-  style.textContent = theme + css;
-  const root = document.createElement("div");
-  root.className = "sgpu-root";
-  root.dataset["lmSuppressShortcuts"] = "true";
-  el.append(style, root);
-  const activity = new Activity(root, signal);
-  const model = new RunModel(transport, activity, signal, seen);
-  keepSeen(root, model, signal);
-  draw(h(App, { model, activity, signal, id: `sgpu-${++views}` }), root);
-  signal.addEventListener(
-    "abort",
-    () => {
-      draw(null, root);
-      root.remove();
-      style.remove();
-    },
-    { once: true },
-  );
+  mountView(el, signal, { css }, (root) => {
+    const activity = new Activity(root, signal);
+    const model = new RunModel(transport, activity, signal, seen);
+    keepSeen(root, model, signal);
+    return h(App, { model, activity, signal, id: `sgpu-${++views}` });
+  });
 }
 
 /** Keeps what is in view of an active run, also after `signal` aborts. */
