@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -282,6 +283,30 @@ def test_an_error_in_one_rank_keeps_everybodys_variables(session: Kernel):
     assert second != first
     assert set(session.home.rank_pids()) == pids
     assert by_rank(session.check(f"%%distributed\n{SUM}")) == [[f"sum {RANKS}"]] * RANKS
+
+
+def test_a_rank_that_was_interrupted_while_it_imported_can_import_the_package(session: Kernel):
+    package = session.home.work / "halfway"
+    package.mkdir()
+    (package / "part.py").write_text("value = 41\n")
+    (package / "__init__.py").write_text(
+        "import time\n"
+        "from pathlib import Path\n"
+        "from halfway.part import value\n"
+        "folder = Path(__file__).parent\n"
+        "(folder / 'begun').touch()\n"
+        "while not (folder / 'may end').exists():\n"
+        "    time.sleep(0.01)\n"
+    )
+    reply = session.run(
+        "%%distributed\nimport time\nfrom pathlib import Path\nif rank == 1:\n    import halfway\n"
+        "while not Path('halfway/begun').exists():\n    time.sleep(0.01)\nraise ValueError('meanwhile')"
+    )
+    assert (reply.ename, reply.evalue.splitlines()[0]) == ("ValueError", "meanwhile")
+    (package / "may end").touch()
+    lines = by_rank(session.check("%%distributed\nimport halfway\nprint(halfway.part.value)"))
+    assert lines == [["41"]] * RANKS
+    shutil.rmtree(package)
 
 
 def test_out_of_memory_lets_go_of_what_it_held(session: Kernel):

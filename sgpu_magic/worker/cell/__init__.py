@@ -14,4 +14,5 @@ collective_errors  decides by where an exception was raised whether it comes fro
 displays           sends displays and last expressions to the notebook, or to the enclosing `Output` widget
 widgets            widgets' comm messages in both directions
 edited_modules     finds and reloads the user's modules that were edited after their import
+interrupted_imports  completes packages whose import was interrupted
 """

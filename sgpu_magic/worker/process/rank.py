@@ -43,7 +43,7 @@ from sgpu_magic.wire.rank import (
     ToRank,
 )
 from sgpu_magic.wire.rank_events import Failure
-from sgpu_magic.worker.cell import diagnosis, results, widgets
+from sgpu_magic.worker.cell import diagnosis, interrupted_imports, results, widgets
 from sgpu_magic.worker.cell.cell_run import CellRun, warm_up
 from sgpu_magic.worker.cell.displays import RankDisplayPublisher
 from sgpu_magic.worker.cell.event_loop import cell_loop
@@ -198,6 +198,7 @@ class _Life:
             # collect the objects that drew the traceback
             gc.collect(1)
         if self._helper.stays and isinstance(reply.message, CellFailed):
+            interrupted_imports.note_interrupted_imports()
             # if all ranks failed alike, nothing is reconnected, but models may be in the middle of an iteration
             renewal.mend_models()
         if self._helper.stays:
