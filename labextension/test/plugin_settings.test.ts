@@ -9,10 +9,22 @@ describe("PanelSettings", () => {
     const settings = new PanelSettings();
     const changed = vi.fn();
     const stop = settings.onChange(changed);
-    settings.apply({ defaultPool: " team ", refreshSeconds: 5, showPrices: false, showChip: false });
-    expect(settings.current).toEqual({ defaultPool: "team", refresh_s: 5, showPrices: false, showChip: false });
-    settings.apply({ defaultPool: 7, refreshSeconds: 0, showPrices: "no" });
-    expect(settings.current).toEqual({ defaultPool: "", refresh_s: 2, showPrices: true, showChip: true });
+    settings.apply({ defaultPool: " team ", refreshSeconds: 5, showPrices: false, showChip: false, notifyRunEnd: true });
+    expect(settings.current).toEqual({
+      defaultPool: "team",
+      refresh_s: 5,
+      showPrices: false,
+      showChip: false,
+      notifyRunEnd: true,
+    });
+    settings.apply({ defaultPool: 7, refreshSeconds: 0, showPrices: "no", notifyRunEnd: "yes" });
+    expect(settings.current).toEqual({
+      defaultPool: "",
+      refresh_s: 2,
+      showPrices: true,
+      showChip: true,
+      notifyRunEnd: false,
+    });
     expect(changed).toHaveBeenCalledTimes(2);
     stop();
     settings.apply({});

@@ -38,6 +38,11 @@ export class LabNotebooks {
     return panel ? (this.notebooks.get(panel) ?? null) : null;
   }
 
+  /** The ids of the open notebooks' kernels. */
+  get kernelIds(): readonly string[] {
+    return [...this.notebooks.keys()].flatMap((panel) => panel.sessionContext.session?.kernel?.id ?? []);
+  }
+
   /** Calls back when another notebook becomes active. Returns a function that removes the callback. */
   onChange(callback: () => void): () => void {
     this.callbacks.add(callback);

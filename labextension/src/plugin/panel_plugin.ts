@@ -7,7 +7,10 @@ import { ISettingRegistry } from "@jupyterlab/settingregistry";
 import { IStateDB } from "@jupyterlab/statedb";
 import { ITranslator, nullTranslator } from "@jupyterlab/translation";
 
+import { runLabel } from "../panel/format";
+import type { RunRow } from "../panel/messages";
 import { Chips } from "./chips";
+import { EndNotifications } from "./end_notifications";
 import { gpuIcon } from "./icon";
 import { LabHost } from "./lab_host";
 import { LabNotebooks } from "./lab_notebooks";
@@ -66,7 +69,8 @@ export const panelPlugin: JupyterFrontEndPlugin<void> = {
     const { serverSettings } = app.serviceManager;
     const request = createRequest(serverSettings);
     const page = new AbortController();
-    const connection = new PoolConnection({ open: (path) => openSocket(serverSettings, path), request }, page.signal);
+    const server = { open: (path: string) => openSocket(serverSettings, path), request };
+    const connection = new PoolConnection(server, page.signal);
     const settings = new PanelSettings();
     const storage = new PanelStorage(state);
     const notebooks = new LabNotebooks(tracker, dialogs);
@@ -77,6 +81,15 @@ export const panelPlugin: JupyterFrontEndPlugin<void> = {
       connection.defaultPool = settings.current.defaultPool;
     });
     const ready = Promise.all([settings.load(registry), storage.load()]);
+
+    const endNotifications = {
+      server,
+      settings,
+      translate: t,
+      kernelIds: () => notebooks.kernelIds,
+      openRun: (run: RunRow) => runs.open({ run_id: run.run_id, name: runLabel(run) }),
+    };
+    void ready.then(() => new EndNotifications(endNotifications, page.signal));
 
     const options = { app, connection, notebooks, settings, storage, runs, translate: t };
     const sidebar = new Sidebar(

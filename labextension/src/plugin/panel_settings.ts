@@ -9,9 +9,11 @@ export interface Settings {
   readonly showPrices: boolean;
   /** Whether notebooks' toolbars show the session. */
   readonly showChip: boolean;
+  /** Whether long runs that end while nobody looks at the page are reported. */
+  readonly notifyRunEnd: boolean;
 }
 
-const DEFAULTS: Settings = { defaultPool: "", refresh_s: 2, showPrices: true, showChip: true };
+const DEFAULTS: Settings = { defaultPool: "", refresh_s: 2, showPrices: true, showChip: true, notifyRunEnd: false };
 export const SCHEMA = "@sgpu-magic/labextension:panel";
 
 /** The user's settings. They have their defaults until they are loaded, and in applications without a registry. */
@@ -40,12 +42,13 @@ export class PanelSettings {
 
   /** Applies stored settings; missing and invalid values get their defaults. */
   apply(stored: Readonly<Record<string, unknown>>): void {
-    const { defaultPool, refreshSeconds, showPrices, showChip } = stored;
+    const { defaultPool, refreshSeconds, showPrices, showChip, notifyRunEnd } = stored;
     this.current = {
       defaultPool: typeof defaultPool === "string" ? defaultPool.trim() : DEFAULTS.defaultPool,
       refresh_s: typeof refreshSeconds === "number" && refreshSeconds >= 1 ? refreshSeconds : DEFAULTS.refresh_s,
       showPrices: typeof showPrices === "boolean" ? showPrices : DEFAULTS.showPrices,
       showChip: typeof showChip === "boolean" ? showChip : DEFAULTS.showChip,
+      notifyRunEnd: typeof notifyRunEnd === "boolean" ? notifyRunEnd : DEFAULTS.notifyRunEnd,
     };
     for (const callback of [...this.callbacks]) callback();
   }

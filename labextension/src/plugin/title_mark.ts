@@ -1,0 +1,26 @@
+/** Precedes the page's title in the browser's tab. */
+export const MARK = "● ";
+
+/** A mark in the title of the browser's tab. It stays when the application changes the title. */
+export class TitleMark {
+  private readonly observer = new MutationObserver(() => this.apply());
+  private isShown = false;
+
+  show(): void {
+    if (this.isShown) return;
+    this.isShown = true;
+    this.observer.observe(document.head, { childList: true, characterData: true, subtree: true });
+    this.apply();
+  }
+
+  clear(): void {
+    if (!this.isShown) return;
+    this.isShown = false;
+    this.observer.disconnect();
+    if (document.title.startsWith(MARK)) document.title = document.title.slice(MARK.length);
+  }
+
+  private apply(): void {
+    if (this.isShown && !document.title.startsWith(MARK)) document.title = MARK + document.title;
+  }
+}
