@@ -26,7 +26,7 @@ from sgpu_magic.client.pool import Pool
 from sgpu_magic.client.pool_choosing import describe_devices
 from sgpu_magic.client.pools import Pools, PoolStatusReply
 from sgpu_magic.client.pools_file import read_pools
-from sgpu_magic.client.this_machine import find_pool, left_by_pool, own_key_path
+from sgpu_magic.client.this_machine import left_by_pool, own_key_path, running_pool
 from sgpu_magic.config import Settings, config_path, load_settings
 from sgpu_magic.errors import PoolError, UsageError
 from sgpu_magic.files.run_directory import disk_room
@@ -190,7 +190,11 @@ def runtime_directory(settings: Settings) -> Iterator[Finding]:
 
 def pool(settings: Settings) -> Iterator[Finding]:
     """Check the local pool: is it running, does it answer, is it of this version, has a dead one left files."""
-    address = find_pool(settings)
+    try:
+        address = running_pool(settings)
+    except PoolError as error:
+        yield problem("pool", error.message)
+        return
     if address is None:
         left = [str(file) for file in left_by_pool(settings) if file.exists()]
         if left:

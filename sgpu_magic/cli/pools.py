@@ -25,7 +25,7 @@ from sgpu_magic.client.pool import Pool
 from sgpu_magic.client.pool_choosing import PriceBook, counts, describe_devices, money_of
 from sgpu_magic.client.pools import PATIENCE_S, Pools, PoolStatusReply
 from sgpu_magic.client.pools_file import LOCAL, PoolEntry, add_pool, new_entry, pools_path, remove_pool
-from sgpu_magic.client.this_machine import find_pool
+from sgpu_magic.client.this_machine import running_pool
 from sgpu_magic.config import Settings, host_name, load_settings
 from sgpu_magic.errors import PoolError, SgpuError
 from sgpu_magic.formatting import format_money
@@ -230,9 +230,9 @@ def stop(settings: Settings, *, force: bool) -> str:
     """Stop the local pool, wait until it has ended, and return a message.
 
     Raises:
-        PoolError: Runs are active and `force` is not set, or the pool does not end.
+        PoolError: Runs are active and `force` is not set, the pool does not end, or it says no address.
     """
-    address = find_pool(settings)
+    address = running_pool(settings)
     if address is None:
         return f"no local pool is running on {host_name()}"
     Pool(settings).stop(force=force)

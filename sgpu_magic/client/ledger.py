@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 import msgspec
 
-from sgpu_magic.client.this_machine import agent_path, find_pool
+from sgpu_magic.client.this_machine import agent_path, has_pool
 from sgpu_magic.config import Settings
 from sgpu_magic.config.pool_terms import read_prices
 from sgpu_magic.errors import PoolError, UsageError
@@ -72,7 +72,7 @@ def _read(settings: Settings, rest: str, values: Sequence[str | int | float]) ->
             database.row_factory = sqlite3.Row
             # all columns: a pool of another version may have another schema
             rows = [dict(row) for row in database.execute(f"SELECT * FROM runs {rest}", values)]
-        held = find_pool(settings) is not None or _agent_waits(settings)
+        held = has_pool(settings) or _agent_waits(settings)
         _bring_up_to_now(rows)
         return [_summary(row, held=held) for row in rows]
     except (sqlite3.Error, msgspec.DecodeError, ValueError) as error:

@@ -26,7 +26,7 @@ from sgpu_magic.client.payload_memory import PayloadMemory
 from sgpu_magic.client.pools_file import LOCAL, PoolEntry
 from sgpu_magic.client.run import Attachments, ClientRun, Submitted
 from sgpu_magic.client.send_queue import Answer, EventQueue
-from sgpu_magic.client.this_machine import find_pool, this_context, this_interpreter
+from sgpu_magic.client.this_machine import running_pool, this_context, this_interpreter
 from sgpu_magic.client.upload_files import sent
 from sgpu_magic.config import Settings, load_settings
 from sgpu_magic.errors import CapacityError, PoolError, RunUnknown, SessionError, SgpuError, UsageError
@@ -305,7 +305,7 @@ class Pool:
         Raises:
             PoolError: The pool can't be started or reached, or does not answer.
         """
-        if not start and self.entry is None and self.connected is None and find_pool(self._settings) is None:
+        if not start and self.entry is None and self.connected is None and running_pool(self._settings) is None:
             return None
         question = AskStatus(request=0, recent=recent, history=history)
         return ask_this_or_next(self._connector, lambda link: self._status(link, question, timeout_s), start=start)

@@ -77,6 +77,8 @@ _NOT_OURS = ("PYTHONSAFEPATH", "PYTHON_PS1")
 _START_TIMEOUT_S = 30.0
 # time limit for a pool to exit, or for the address of a pool that another client starts
 _EXIT_S = 10.0
+# a pool that is starting writes its address within this time
+_STARTING_S = 3.0
 _PAUSE_S = 0.01
 # a pool recreates a removed directory at its next check
 _RESTORED_S = 3.0
@@ -300,11 +302,8 @@ def start_pool(settings: Settings, warm: Warm | None = None) -> tuple[PoolAddres
         if is_own or time.monotonic() > deadline:
             break
         # the other client's pool was ending: try again
-    if holder := flock_holder(lock_file(settings.state_path)):
-        raise PoolError(
-            f"process {holder} holds the lock of the state directory {settings.state_path}, and no pool answers there. "
-            f"It may be a pool of another version, or one that hangs: end it with `kill {holder}`."
-        )
+    if (unknown := _unknown_holder(settings)) is not None:
+        raise unknown
     raise PoolError("the local pool ended right after its start; `sgpu doctor` looks for the reason.")
 
 
@@ -313,14 +312,38 @@ def _wait_for_address(settings: Settings, deadline: float, is_own: bool) -> Pool
     while time.monotonic() < deadline:
         if (address := find_pool(settings)) is not None:
             return address
-        if not is_own and not _is_held(settings):
+        if not is_own and not has_pool(settings):
             return None
         # another client's pool is about to write its address
         time.sleep(_PAUSE_S)
     return None
 
 
-def _is_held(settings: Settings) -> bool:
+def running_pool(settings: Settings) -> PoolAddress | None:
+    """Return the address of the local pool, also of one that is starting; None if there is none.
+
+    Raises:
+        PoolError: A process holds the lock of the state directory and says no address.
+    """
+    if (address := _wait_for_address(settings, time.monotonic() + _STARTING_S, is_own=False)) is not None:
+        return address
+    if has_pool(settings) and (unknown := _unknown_holder(settings)) is not None:
+        raise unknown
+    return None
+
+
+def _unknown_holder(settings: Settings) -> PoolError | None:
+    holder = flock_holder(lock_file(settings.state_path))
+    if not holder:
+        return None
+    return PoolError(
+        f"process {holder} holds the lock of the state directory {settings.state_path}, and no pool answers there. "
+        f"It may be a pool of another version, or one that hangs: end it with `kill {holder}`."
+    )
+
+
+def has_pool(settings: Settings) -> bool:
+    """Whether a pool runs on this state directory, also one that can't be reached: its lock is held."""
     return any(is_locked(lock_file(directory)) for directory in _directories(settings))
 
 
@@ -375,7 +398,7 @@ def wait_for_exit(settings: Settings, pid: int, timeout_s: float = _EXIT_S) -> N
     deadline = time.monotonic() + timeout_s
     started = process_start(pid) if pid else 0
     while time.monotonic() < deadline:
-        if not _is_held(settings) and not (pid and is_running(pid, started)):
+        if not has_pool(settings) and not (pid and is_running(pid, started)):
             return
         time.sleep(_PAUSE_S)
     if not pid:

@@ -14,17 +14,23 @@ from pathlib import Path
 
 import nvml_stub as nvml
 import pytest
+from kept_runs import KeptRuns
 from kernels import Home, Kernel, eventually
 from listed_pools import list_nowhere, list_pools, listed
 from process_table import wait_gone
 from served_pools import served_pool
 
-from sgpu_magic.cli import doctor, machine_checks, python_checks
+from sgpu_magic.cli import doctor, machine_checks, pools, python_checks, status
 from sgpu_magic.cli.finding import Finding, Level
 from sgpu_magic.cli.python_checks import ProbeFacts
+from sgpu_magic.client import this_machine
+from sgpu_magic.client.ledger import recent_runs
 from sgpu_magic.config import Settings, load_settings
+from sgpu_magic.errors import PoolError
+from sgpu_magic.files.locks import take_lock_or_none
 from sgpu_magic.files.run_directory import DiskRoom, mount_of
-from sgpu_magic.wire.pool_status import socket_file
+from sgpu_magic.wire.base import RunState
+from sgpu_magic.wire.pool_status import lock_file, socket_file
 
 nvml_stub = nvml.nvml_stub
 ROOT = Path(__file__).parents[3]
@@ -243,7 +249,7 @@ def test_the_state_directory_of_another_user(bare_home: Home):
 # ---------------------------------------------------------------- settings and directories
 
 
-def told(found: Iterable[Finding]) -> list[tuple[str, Level, str]]:
+def reported(found: Iterable[Finding]) -> list[tuple[str, Level, str]]:
     return [(finding.name, finding.level, finding.text) for finding in found]
 
 
@@ -252,10 +258,10 @@ def test_which_settings_file_is_read(tmp_path: Path):
     environ = {"SGPU_CONFIG": str(path), "HOME": str(tmp_path)}
     _, found = doctor.settings_file(environ)
     text = f"SGPU_CONFIG names {path}, which does not exist: the defaults apply"
-    assert told(found) == [("settings", Level.WARNING, text)]
+    assert reported(found) == [("settings", Level.WARNING, text)]
     path.write_text('pool = "team"\n')
     settings, found = doctor.settings_file(environ)
-    assert told(found) == [("settings", Level.OK, str(path))]
+    assert reported(found) == [("settings", Level.OK, str(path))]
     assert settings.pool == "team"
     # the other checks use the directories from the variables
     path.write_text("pool =\n")
@@ -285,7 +291,7 @@ def test_a_check_that_the_system_refuses_is_a_warning_and_the_others_go_on(
 
 
 @pytest.mark.parametrize(
-    ("kind", "free_bytes", "said"),
+    ("kind", "free_bytes", "sent"),
     [
         ("ext4", 10**12, [("state directory", Level.OK), ("disk", Level.OK)]),
         ("nfs4", 10**12, [("state directory", Level.WARNING), ("disk", Level.OK)]),
@@ -296,12 +302,12 @@ def test_a_check_that_the_system_refuses_is_a_warning_and_the_others_go_on(
     ],
 )
 def test_the_disk_of_the_state_directory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, free_bytes: int, said: list[tuple[str, Level]]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, free_bytes: int, sent: list[tuple[str, Level]]
 ):
     room = DiskRoom(tmp_path, "/data", kind, free_bytes, None, writable=True)
     monkeypatch.setattr(doctor, "disk_room", lambda _: room)
     found = list(doctor.state_directory(Settings(state_dir=str(tmp_path / "new" / "state"))))
-    assert [(finding.name, finding.level) for finding in found] == said
+    assert [(finding.name, finding.level) for finding in found] == sent
     for finding in found:
         if finding.name == "state directory" and finding.level is Level.WARNING:
             assert f"is on a network file system ({kind})" in finding.text
@@ -315,9 +321,9 @@ def test_a_state_directory_that_can_not_be_written(tmp_path: Path, monkeypatch: 
 
     # root may write everywhere
     monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
-    ((name, level, text),) = told(doctor.state_directory(Settings(state_dir=str(tmp_path))))
+    ((name, level, text),) = reported(doctor.state_directory(Settings(state_dir=str(tmp_path))))
     assert (name, level, text) == ("state directory", Level.PROBLEM, f"{tmp_path} can't be written: Permission denied")
-    ((name, level, text),) = told(doctor.runtime_directory(Settings(runtime_dir="/tmp")))
+    ((name, level, text),) = reported(doctor.runtime_directory(Settings(runtime_dir="/tmp")))
     assert (name, level, text) == ("runtime directory", Level.PROBLEM, "/tmp can't be written: Permission denied")
 
 
@@ -335,7 +341,7 @@ def test_a_runtime_directory_that_is_not_private(tmp_path: Path):
         here, link = Path(folder, "run"), Path(folder, "link")
         here.mkdir(mode=0o700)
         link.symlink_to(here)
-        assert told(doctor.runtime_directory(Settings(runtime_dir=str(here)))) == [
+        assert reported(doctor.runtime_directory(Settings(runtime_dir=str(here)))) == [
             ("runtime directory", Level.OK, str(here))
         ]
         here.chmod(0o750)
@@ -355,6 +361,31 @@ def test_a_pool_that_was_killed_is_no_problem(bare_home: Home):
     (found,) = doctor.pool(settings)
     assert (found.level, found.text) == (Level.WARNING, f"none is running, but one that was killed left {left}")
     left.unlink()
+
+
+def test_a_pool_that_holds_the_lock_and_does_not_answer_is_found_by_every_command(
+    bare_home: Home, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(this_machine, "_STARTING_S", 0.02)
+    settings = Settings(state_dir=str(bare_home.state), runtime_dir=str(bare_home.runtime))
+    kept = KeptRuns(settings)
+    kept.add("7f3a0000", RunState.RUNNING)
+    lock = take_lock_or_none(lock_file(bare_home.state))
+    assert lock is not None
+    held = f"process {os.getpid()} holds the lock of the state directory {bare_home.state}, and no pool answers there"
+    try:
+        (found,) = doctor.pool(settings)
+        assert found.level is Level.PROBLEM
+        assert found.text.startswith(held)
+        for ask in (lambda: pools.stop(settings, force=True), lambda: status.ask(settings, "")):
+            with pytest.raises(PoolError, match=re.escape(held)):
+                ask()
+        # whether it has ended is not known
+        assert [run.state for run in recent_runs(settings, 10)] == [RunState.RUNNING]
+    finally:
+        lock.close()
+    assert [run.state for run in recent_runs(settings, 10)] == [RunState.FAILED]
+    kept.close()
 
 
 # ---------------------------------------------------------------- pools of other machines

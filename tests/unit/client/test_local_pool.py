@@ -15,7 +15,9 @@ import pytest
 from sgpu_magic.client import this_machine
 from sgpu_magic.client.this_machine import (
     find_pool,
+    has_pool,
     listener_at,
+    running_pool,
     start_pool,
     this_context,
     this_interpreter,
@@ -196,6 +198,32 @@ def test_a_pool_that_can_not_be_seen_is_waited_for_by_its_lock(settings: Setting
     monkeypatch.setattr(this_machine, "_EXIT_S", 0.02)
     with pytest.raises(PoolError, match=r"in another PID namespace\. End it where"):
         wait_for_exit(settings, 0, 0.02)
+
+
+def test_a_process_that_holds_the_lock_and_has_no_address_is_named(settings: Settings, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(this_machine, "_STARTING_S", 0.02)
+    assert (running_pool(settings), has_pool(settings)) == (None, False)
+    lock = take_lock_or_none(lock_file(private_dir(settings.state_path)))
+    assert lock is not None
+    try:
+        assert has_pool(settings)
+        with pytest.raises(PoolError, match=rf"process {os.getpid()} holds the lock of the state directory .*`kill "):
+            running_pool(settings)
+    finally:
+        lock.close()
+
+
+def test_a_pool_that_is_starting_is_waited_for(settings: Settings):
+    lock = take_lock_or_none(lock_file(private_dir(settings.state_path)))
+    assert lock is not None
+    written = address(os.getpid(), process_start(os.getpid()) or 0)
+    timer = threading.Timer(0.1, lambda: address_file(settings.state_path).write_bytes(written))
+    timer.start()
+    try:
+        assert running_pool(settings) == msgspec.json.decode(written, type=PoolAddress)
+    finally:
+        timer.join()
+        lock.close()
 
 
 # ---------------------------------------------------------------- this process
