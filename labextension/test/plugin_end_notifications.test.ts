@@ -89,7 +89,7 @@ function ended(id: string, change: Partial<RunRow> = {}): RunRow {
 }
 
 function failed(id: string, change: Partial<RunRow> = {}): RunRow {
-  return ended(id, { state: "failed", tone: "bad", failure: "rank 3: ValueError: bad batch", ...change });
+  return ended(id, { state: "failed", tone: "bad", reason: "rank 3: ValueError: bad batch", ...change });
 }
 
 function start(stored = true): void {
@@ -235,7 +235,7 @@ describe("endText", () => {
   it.each([
     [ended("a", { started_at: NOW - 30 }), "train_digits succeeded after 30 s"],
     [failed("a"), "train_digits failed: rank 3: ValueError: bad batch"],
-    [failed("a", { failure: "" }), "train_digits failed after 12 min"],
+    [failed("a", { reason: "" }), "train_digits failed after 12 min"],
     [ended("a", { state: "cancelled", tone: "plain" }), "train_digits cancelled after 12 min"],
     [ended("abcdef", { state: "timed out", tone: "bad", name: "", started_at: null }), "abcd timed out after 12 min"],
   ])("words %#", (row, text) => {

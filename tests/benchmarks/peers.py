@@ -142,7 +142,7 @@ def accelerate_first_cell_with_import(bench: Bench) -> Series:
 
 def accelerate_raise(bench: Bench) -> tuple[Series, str]:
     """Seconds until the error of a raising rank is in the notebook, and what it says."""
-    said: list[str] = []
+    sent: list[str] = []
 
     def sample() -> float:
         with bench.peer_kernel() as kernel:
@@ -152,12 +152,12 @@ def accelerate_raise(bench: Bench) -> tuple[Series, str]:
                 raise MeasurementFailed("no error within 60 s")
             following = kernel.execute("bench_launch(bench_all_reduce)", timeout_s=20)
             shown = "shown" if "the culprit" in reply.error else "not in the notebook's error"
-            said.append(f"culprit's message {shown}; next cell: {following.status}")
+            sent.append(f"culprit's message {shown}; next cell: {following.status}")
             return reply.error_s
 
     label = "accelerate notebook_launcher"
     series = collect(label, sample, bench.count(3, 1))
-    return series, said[-1] if said else ""
+    return series, sent[-1] if sent else ""
 
 
 def ipyparallel_return(bench: Bench) -> Series:
@@ -239,7 +239,7 @@ def torchrun_lines(bench: Bench) -> tuple[Series, str]:
 
 def ipyparallel_raise(bench: Bench) -> tuple[Series, str]:
     """Seconds until the error of a raising engine is in the notebook, and what the next cell does."""
-    said: list[str] = []
+    sent: list[str] = []
 
     def sample() -> float:
         with bench.peer_kernel() as kernel:
@@ -250,14 +250,14 @@ def ipyparallel_raise(bench: Bench) -> tuple[Series, str]:
             if reply.watched_s is None:
                 raise MeasurementFailed("no error within 20 s")
             if reply.status == "timeout":
-                said.append("the error is shown, but the cell did not end within 20 s")
+                sent.append("the error is shown, but the cell did not end within 20 s")
             else:
-                said.append(f"next cell: {kernel.execute('%%px' + chr(10) + '1 + 1', timeout_s=15).status}")
+                sent.append(f"next cell: {kernel.execute('%%px' + chr(10) + '1 + 1', timeout_s=15).status}")
             return reply.watched_s
 
     label = "ipyparallel %%px"
     series = collect(label, sample, bench.count(3, 1))
-    return series, said[-1] if said else ""
+    return series, sent[-1] if sent else ""
 
 
 SSHD = """

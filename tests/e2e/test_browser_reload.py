@@ -60,8 +60,8 @@ class Notebook:
 
     def open(self) -> None:
         # a workspace of its own: JupyterLab reopens what was open before
-        place = f"lab/workspaces/{self.name}/tree" if self._in_lab else "notebooks"
-        self.page.goto(f"{self.server.url}/{place}/{self.path.name}")
+        path = f"lab/workspaces/{self.name}/tree" if self._in_lab else "notebooks"
+        self.page.goto(f"{self.server.url}/{path}/{self.path.name}")
         expect(self.page.locator(".jp-Notebook .jp-CodeCell")).to_have_count(3, timeout=60_000)
 
     @property
@@ -134,7 +134,7 @@ class Notebook:
 
 
 @pytest.fixture(scope="module")
-def place() -> Iterator[Home]:
+def home() -> Iterator[Home]:
     """The home of the module's servers; that nothing is left of it is checked when it is closed."""
     home = Home()
     yield home
@@ -148,8 +148,8 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="module", params=["jupyterlab", pytest.param("notebook", marks=pytest.mark.slow)])
-def server(place: Home, request: pytest.FixtureRequest) -> Iterator[JupyterServer]:
-    made = JupyterServer(place, request.param, token="")
+def server(home: Home, request: pytest.FixtureRequest) -> Iterator[JupyterServer]:
+    made = JupyterServer(home, request.param, token="")
     yield made
     made.close()
 

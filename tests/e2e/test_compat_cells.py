@@ -156,7 +156,7 @@ found = where.distributed()
 
 
 @pytest.mark.parametrize(
-    ("variable", "value", "said"),
+    ("variable", "value", "output"),
     [
         ("DATABRICKS_REMOTE_GPU_POOL_ID", "team-7", "names the pool 'team-7', which is not known here"),
         ("DATABRICKS_USE_RESERVED_GPU_POOL", "True", "asks for a reserved pool, and none is known here"),
@@ -164,13 +164,15 @@ found = where.distributed()
     ],
 )
 @pytest.mark.usefixtures("no_pool_chosen")
-def test_a_pool_that_is_not_here_is_told_once_and_the_run_goes_on(kernel: Kernel, variable: str, value: str, said: str):
+def test_a_pool_that_is_not_here_is_told_once_and_the_run_goes_on(
+    kernel: Kernel, variable: str, value: str, output: str
+):
     kernel.check(f"import os\nos.environ[{variable!r}] = {value!r}")
-    assert said not in kernel.check(CALL.format(remote=False)).text
+    assert output not in kernel.check(CALL.format(remote=False)).text
     reply = kernel.check(CALL.format(remote=True))
-    assert f"sgpu: {variable} {said}; the run goes to the pool 'local'." in reply.streams, reply.story
+    assert f"sgpu: {variable} {output}; the run goes to the pool 'local'." in reply.streams, reply.story
     assert kernel.value("found") == ["here"]
-    assert said not in kernel.check(CALL.format(remote=True)).text
+    assert output not in kernel.check(CALL.format(remote=True)).text
 
 
 def test_a_cell_finds_the_names_on_its_ranks_too(kernel: Kernel):

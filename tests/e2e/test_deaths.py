@@ -60,13 +60,13 @@ def test_death_is_told_whole(kernel: Kernel, death: str, says: str):
     reply = kernel.run("%%distributed -n 4\n" + WAIT_IN_TWO.format(death=death))
     assert reply.ename == "WorkerDied", reply.story
     assert after_begin(reply) < 0.4 + 1
-    told = reply.traceback
-    assert re.search(rf"rank 1 of 4 \(process \d+\) {says}", told), told
+    reported = reply.traceback
+    assert re.search(rf"rank 1 of 4 \(process \d+\) {says}", reported), reported
     # C code crashes at its own line; a kill may be seen 50 ms before
     line = "[67]" if "kill" in death else "7"
-    assert re.search(rf"its last Python line: Cell In\[{count}\], line {line}, in inner: ", told), told
-    assert re.search(r"its last output: step 1\s+step 2", told), told
-    assert re.search(r"ranks 0, 2, 3 were released from barrier \(line 10\)", told), told
+    assert re.search(rf"its last Python line: Cell In\[{count}\], line {line}, in inner: ", reported), reported
+    assert re.search(r"its last output: step 1\s+step 2", reported), reported
+    assert re.search(r"ranks 0, 2, 3 were released from barrier \(line 10\)", reported), reported
     # faulthandler's own text is not shown as the rank's output
     assert reply.lines(1) == ["step 1", "step 2"]
     check_next(kernel, 4)
@@ -81,12 +81,12 @@ def test_stack_of_a_dead_rank_stands_in_its_failure(kernel: Kernel):
         "except WorkerDied as error:\n"
         "    told = error.remote_traceback"
     )
-    told = kernel.value("told")
+    reported = kernel.value("told")
     # all frames of the cell in either order, and none below the cell
     for word in ("in inner", "in outer"):
-        assert word in told, told
+        assert word in reported, reported
     for word in ("interactiveshell", "zygote", "sgpu_magic"):
-        assert word not in told
+        assert word not in reported
 
 
 def test_overflow_of_the_c_stack(kernel: Kernel):

@@ -289,7 +289,7 @@ def test_a_failure_is_reported_before_the_rank_has_finished(kernel: Kernel, home
     began = time.monotonic()
     reply = kernel.run(
         "%%distributed -n 2\nimport atexit, pathlib, threading, time\n"
-        f"def tell():\n    time.sleep(4); pathlib.Path({str(done)!r} + str(rank)).write_text('crashed')\n"
+        f"def apply():\n    time.sleep(4); pathlib.Path({str(done)!r} + str(rank)).write_text('crashed')\n"
         "atexit.register(tell)\nif rank == 1: raise ValueError('bad batch')"
     )
     assert reply.ename == "ValueError", reply.story

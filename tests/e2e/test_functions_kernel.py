@@ -274,7 +274,7 @@ def test_arguments_are_checked_before_anything_starts(kernel: Kernel):
 
 
 @pytest.mark.parametrize(
-    ("call", "said"),
+    ("call", "output"),
     [
         ("takes.distributed(threading.Lock())", "of takes can't leave this process: x is a _thread.lock. Create it"),
         ("takes.distributed({'deep': [threading.Lock()]})", "x['deep'][0] is a _thread.lock"),
@@ -283,14 +283,14 @@ def test_arguments_are_checked_before_anything_starts(kernel: Kernel):
         ("uses.distributed()", "uses uses `held`, which can't leave the notebook: held is a _thread.lock"),
     ],
 )  # fmt: skip
-def test_what_cant_travel_is_named_by_its_argument(kernel: Kernel, call: str, said: str):
+def test_what_cant_travel_is_named_by_its_argument(kernel: Kernel, call: str, output: str):
     kernel.check(
         "held = threading.Lock()\n@distributed(gpus=2)\ndef takes(x, *rest, key=0):\n    pass\n"
         "@distributed(gpus=2)\ndef uses():\n    return held"
     )
     reply = kernel.run(call)
     assert reply.ename == "SerializationError"
-    assert said in reply.traceback, reply.traceback
+    assert output in reply.traceback, reply.traceback
     assert "__sgpu" not in reply.traceback
 
 

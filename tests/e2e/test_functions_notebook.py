@@ -51,10 +51,10 @@ def test_every_option_is_in_its_table():
 
 @pytest.mark.parametrize("cls", [Run, Sweep])
 def test_everything_that_one_can_ask_is_told(cls: type):
-    told = text()
+    reported = text()
     own = [name for name in vars(cls) if not name.startswith("_")]
     inherited = ["done", "exception"] if cls is Run else []
-    assert [name for name in (*own, *inherited) if not re.search(rf"\b{name}\b", told)] == []
+    assert [name for name in (*own, *inherited) if not re.search(rf"\b{name}\b", reported)] == []
 
 
 @pytest.mark.slow

@@ -229,8 +229,8 @@ def test_a_gpu_that_falls_off_the_bus_is_named_once_and_the_run_goes_on(
     run.until(lambda view: run.sample(3).problem)
     assert use_text(run.sample(3)) == "can't be read"
     assert "it has fallen off the bus; reset it" in run.sample(3).problem
-    told = times_sampled(kernel.home, run.view)
-    run.until(lambda view: times_sampled(kernel.home, view) > told + 1)
+    reported = times_sampled(kernel.home, run.view)
+    run.until(lambda view: times_sampled(kernel.home, view) > reported + 1)
     notes = [note for note in run.view.notes if "fallen off the bus" in note]
     assert len(notes) == 1
     assert notes[0].startswith(f"rank 3's GPU ({UUIDS[3]}) has fallen off the bus; reset it with ")

@@ -39,7 +39,7 @@ class Cluster:
     def begin(self, body: str = "", ranks: int = RANKS, **fields: Any) -> FollowedRun:
         return self.client.begin(body, ranks=ranks, **fields)
 
-    def bring_back(self) -> None:
+    def restore_nodes(self) -> None:
         """Every node is there again."""
         for node in range(3):
             try:
@@ -74,7 +74,7 @@ def one_cluster() -> Iterator[Cluster]:
 @pytest.fixture
 def cluster(one_cluster: Cluster) -> Iterator[Cluster]:
     yield one_cluster
-    one_cluster.bring_back()
+    one_cluster.restore_nodes()
     one_cluster.home.check_leaks()
 
 

@@ -48,8 +48,8 @@ def assert_within_budget(view: LiveView) -> None:
 def assert_gapless(view: LiveView) -> None:
     """Every line was told or counted as skipped."""
     assert view.seqs == list(range(1, len(view.seqs) + 1))
-    at = view.told[0][0]
-    for first, count in view.told:
+    at = view.reported[0][0]
+    for first, count in view.reported:
         assert first == at, f"told from {first}, expected {at}"
         at = first + count
     assert at == RANKS * (LINES + 1)

@@ -356,8 +356,8 @@ def test_a_runs_pool_is_found_by_its_id(scene: Scene):
     attached.until_shown("begun")
     assert "is being cancelled" in scene.sgpu("cancel", run[:8])
     assert "cancelled" in attached.wait().text
-    said = scene.refused("cancel", "ffffffff")
-    assert "no active run has an id that begins with 'ffffffff' in the pools local, cloud, team." in said
+    output = scene.refused("cancel", "ffffffff")
+    assert "no active run has an id that begins with 'ffffffff' in the pools local, cloud, team." in output
 
 
 def test_a_run_goes_on_when_its_pool_is_listed_no_more(scene: Scene):
@@ -428,11 +428,11 @@ def test_adding_a_pool_tells_each_failure_by_itself_and_writes_nothing(scene: Sc
     )
     scene.cloud.command("revoke", "ann")
     try:
-        said = scene.refused(*add, "x", where.address, "--key", where.key)
+        output = scene.refused(*add, "x", where.address, "--key", where.key)
     finally:
         scene.cloud.command("authorize", "ann", scene.keys.public)
-    assert "the pool x does not admit your key. Send your public key" in said
-    assert scene.keys.public in said
+    assert "the pool x does not admit your key. Send your public key" in output
+    assert scene.keys.public in output
     assert "its key is invalid" in scene.refused(*add, "x", where.address, "--key", "short")
     assert "a pool named 'team' is already in" in scene.refused(*add, "team", where.address, "--key", where.key)
     assert "its address is 'cloud:1'" in scene.refused(*add, "x", "cloud:1", "--key", where.key)
@@ -441,7 +441,7 @@ def test_adding_a_pool_tells_each_failure_by_itself_and_writes_nothing(scene: Sc
 
 def test_adding_listing_and_removing_a_pool(scene: Scene, new_kernel: Callable[[], Kernel]):
     where = scene.cloud.entry
-    said = scene.sgpu(
+    output = scene.sgpu(
         "pool",
         "add",
         "third",
@@ -454,7 +454,7 @@ def test_adding_listing_and_removing_a_pool(scene: Scene, new_kernel: Callable[[
         "--prices",
         "a10=1",
     )
-    assert said == (
+    assert output == (
         f"the pool third (reserved) is listed in {scene.file}. It answers, and has 4 a10 (24 GB), 2 h100 (80 GB), "
         "16 CPU slots. It has no t4 now, although --types names it. `--pool third` uses it.\n"
     )
@@ -467,8 +467,8 @@ def test_adding_listing_and_removing_a_pool(scene: Scene, new_kernel: Callable[[
         assert "1 rank on third" in kernel.check("%%distributed -n 1 --type a10 --pool third\nrank").text
     finally:
         assert "is no longer listed. Its runs continue." in scene.sgpu("pool", "remove", "third")
-    said = scene.sgpu("pool", "add", "later", "tcp://nowhere.invalid:1", "--key", where.key, "--no-check")
-    assert "It was not contacted." in said
+    output = scene.sgpu("pool", "add", "later", "tcp://nowhere.invalid:1", "--key", where.key, "--no-check")
+    assert "It was not contacted." in output
     assert "can't find the address" in scene.sgpu("pool", "list")
     scene.sgpu("pool", "remove", "later")
 

@@ -79,10 +79,10 @@ def test_the_interface_of_an_address_is_found(namespaces: tuple[str, ...]):
     questions = (ADDRESSES[1], "192.168.77.1", "fd77::2", "127.0.0.9", "10.77.0.1", "not an address")
     module = "sgpu_magic.agent.ranks.orders"
     code = f"from {module} import interface_of\nprint([interface_of(a) for a in {questions!r}])"
-    told = subprocess.run(
+    reported = subprocess.run(
         ["ip", "netns", "exec", namespaces[1], sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
-    assert told.stdout.strip() == str(["fast7", "dead0", "fast7", "lo", "", ""])
+    assert reported.stdout.strip() == str(["fast7", "dead0", "fast7", "lo", "", ""])
 
 
 def test_all_of_loopback_is_loopback():

@@ -569,7 +569,7 @@ def widget(new_kernel: Callable[..., Kernel]) -> tuple[Kernel, Cell, LiveView]:
     return kernel, cell, output.view
 
 
-def told(view: LiveView, kind: str) -> list[dict[str, Any]]:
+def reported(view: LiveView, kind: str) -> list[dict[str, Any]]:
     return [sent.data for sent in view.sent if sent.kind == kind]
 
 
@@ -589,23 +589,23 @@ def test_the_panel_below_a_cell_tells_of_the_pool_while_it_is_watched(widget: tu
     assert view.state["model_key"] == view.model_id
     assert len(view.state["_esm"]) > 10_000
     order(kernel, view, kind="watch", pool="")
-    cell.until(lambda: told(view, "runs"), 30, "the runs")
-    assert told(view, "pools")[0]["pools"][0]["name"] == "local"
+    cell.until(lambda: reported(view, "runs"), 30, "the runs")
+    assert reported(view, "pools")[0]["pools"][0]["name"] == "local"
     # the pool may still be starting, without devices
-    pictures = functools.partial(told, view, "pool")
+    pictures = functools.partial(reported, view, "pool")
     cell.until(lambda: pictures()[-1]["snapshot"]["types"], 30, "the pool's devices")
     assert [found["type"] for found in pictures()[-1]["snapshot"]["types"]] == ["h100", "a10", "cpu"]
-    assert told(view, "runs")[0]["whole"]
+    assert reported(view, "runs")[0]["whole"]
     assert panel_threads(kernel)
     kernel.check("%%distributed -n 1 --type cpu --name seen --ui none\npass")
-    cell.until(lambda: [1 for sent in told(view, "runs") for run in sent["changed"] if run["name"] == "seen"], 30)
+    cell.until(lambda: [1 for sent in reported(view, "runs") for run in sent["changed"] if run["name"] == "seen"], 30)
     order(kernel, view, kind="start-pool", pool="nowhere")
-    cell.until(lambda: told(view, "command-result"), 30, "what became of it")
-    assert told(view, "command-result")[0]["ok"] is False
+    cell.until(lambda: reported(view, "command-result"), 30, "what became of it")
+    assert reported(view, "command-result")[0]["ok"] is False
     order(kernel, view, kind="rest")
     eventually(lambda: panel_threads(kernel) in ([], ["sgpu-panel-patience"]), 10, lambda: str(panel_threads(kernel)))
     order(kernel, view, kind="watch", pool="")
-    cell.until(lambda: len(told(view, "pools")) == 2, 30, "the second watch")
+    cell.until(lambda: len(reported(view, "pools")) == 2, 30, "the second watch")
     kernel.check("%unload_ext sgpu_magic")
     assert panel_threads(kernel) == []
     cell.until(lambda: view.closed_at is not None, 10, "the widget's end")

@@ -30,22 +30,22 @@ def team() -> Iterator[ServedPool]:
 
 
 @pytest.fixture(scope="module")
-def place() -> Iterator[Home]:
+def home() -> Iterator[Home]:
     home = Home({"SGPU_PRICES": "a10=9"})
     yield home
     home.close()
 
 
 @pytest.fixture(scope="module")
-def keys(place: Home, team: ServedPool) -> KeyPair:
-    made = list_pools(place, [("team", team, {"reserved": True, "prices": {"a10": 1.5}})])
-    list_nowhere(place, "gone")
+def keys(home: Home, team: ServedPool) -> KeyPair:
+    made = list_pools(home, [("team", team, {"reserved": True, "prices": {"a10": 1.5}})])
+    list_nowhere(home, "gone")
     return made
 
 
 @pytest.fixture(scope="module")
-def server(place: Home, keys: KeyPair) -> Iterator[JupyterServer]:
-    made = JupyterServer(place)
+def server(home: Home, keys: KeyPair) -> Iterator[JupyterServer]:
+    made = JupyterServer(home)
     yield made
     made.close()
 
@@ -66,7 +66,7 @@ def open_page(server: JupyterServer) -> Iterator[Callable[..., ServedPage]]:
 
 
 @pytest.mark.slow
-def test_all_pools_are_listed_with_how_each_is_now(place: Home, open_page: Callable[..., ServedPage]):
+def test_all_pools_are_listed_with_how_each_is_now(home: Home, open_page: Callable[..., ServedPage]):
     page = open_page()
     page.until(lambda: "can't be reached" in str(page.pools))
     # a run of another test may not have released its device yet, and all pools are polled every 10 s
@@ -76,7 +76,7 @@ def test_all_pools_are_listed_with_how_each_is_now(place: Home, open_page: Calla
         ("gone", "on demand · can't be reached", False, False),
         ("local", "this machine", False, False),
     ]
-    assert place.pool_pid() is None, "looking has started a pool"
+    assert home.pool_pid() is None, "looking has started a pool"
 
 
 @pytest.mark.slow
@@ -97,9 +97,9 @@ def test_the_chosen_one_is_followed_as_this_machines_own(
     page.until(lambda: [device["free"] for device in page.snapshot["devices"]].count(False) == 1)
     # runs of other users can't be cancelled
     page.order("cancel-run", run_id=run, pool="team")
-    said = page.until_said()
-    assert not said["ok"]
-    assert said["text"].startswith("No run that is active here has an id that begins with")
+    sent = page.until_said()
+    assert not sent["ok"]
+    assert sent["text"].startswith("No run that is active here has an id that begins with")
     bob.client.pool.cancel(run, "by bob")
     page.until(lambda: page.row(run).get("state") == "cancelled")
     # this user's own run is cancelled
@@ -122,9 +122,9 @@ def test_one_that_is_away_says_so_with_a_button_and_holds_up_no_other(
     assert picture["sentence"].startswith("The pool gone can't be reached: nothing answers at tcp://127.0.0.1:")
     assert (picture["remedy"], picture["remedy_words"]) == ("retry", "Check again")
     page.order("start-pool", pool="gone")
-    said = page.until_said()
-    assert not said["ok"]
-    assert "The pool gone runs on another machine" in said["text"]
+    sent = page.until_said()
+    assert not sent["ok"]
+    assert "The pool gone runs on another machine" in sent["text"]
     other = open_page("local")
     assert other.until_state("none")["pool"] == "local"
     page.order("watch", pool="team")
@@ -151,16 +151,16 @@ def test_one_that_is_killed_is_lost_and_found_again(team: ServedPool, open_page:
 
 @pytest.mark.slow
 def test_a_list_that_changes_is_read_again(
-    place: Home, team: ServedPool, server: JupyterServer, open_page: Callable[..., ServedPage]
+    home: Home, team: ServedPool, server: JupyterServer, open_page: Callable[..., ServedPage]
 ):
-    added = list_nowhere(place, "third")
+    added = list_nowhere(home, "third")
     try:
         names = lambda: [pool["name"] for pool in server.get("sgpu/panel").body["pools"]["pools"]]  # noqa: E731
         assert "third" in names()
         page = open_page("third")
         assert page.until_state("lost")["pool"] == "third"
     finally:
-        remove_pool(added.name, listed(place))
+        remove_pool(added.name, listed(home))
     eventually(lambda: "third" not in names(), 10)
     late = open_page("third")
     assert late.until_state("problem")["sentence"] == (

@@ -48,7 +48,7 @@ class ServedPage:
         self.pools: list[dict[str, Any]] = []
         self.snapshot: dict[str, Any] = {}
         self.runs: dict[str, dict[str, Any]] = {}
-        self.said: list[dict[str, Any]] = []
+        self.sent: list[dict[str, Any]] = []
         self.messages = 0
         self.bytes = 0
 
@@ -61,21 +61,21 @@ class ServedPage:
     def read(self) -> str:
         """Take in one message and return its kind."""
         raw = self._socket.recv()
-        told = json.loads(raw)
+        reported = json.loads(raw)
         self.messages += 1
         self.bytes += len(raw)
-        match told["kind"]:
+        match reported["kind"]:
             case "pools":
-                self.pools = told["pools"]
+                self.pools = reported["pools"]
             case "pool":
-                self.snapshot = told["snapshot"]
+                self.snapshot = reported["snapshot"]
             case "runs":
-                self.runs = {} if told["whole"] else self.runs
-                self.runs |= {row["run_id"]: row for row in told["changed"]}
-                self.runs = {run_id: row for run_id, row in self.runs.items() if run_id not in told["gone"]}
+                self.runs = {} if reported["whole"] else self.runs
+                self.runs |= {row["run_id"]: row for row in reported["changed"]}
+                self.runs = {run_id: row for run_id, row in self.runs.items() if run_id not in reported["gone"]}
             case _:
-                self.said.append(told)
-        return told["kind"]
+                self.sent.append(reported)
+        return reported["kind"]
 
     def until(self, condition: Callable[[], Any], deadline_s: float = 20.0) -> Any:
         """Read until something is so."""
@@ -85,7 +85,7 @@ class ServedPage:
             try:
                 self.read()
             except websocket.WebSocketTimeoutException:
-                raise AssertionError(f"not within {deadline_s:g} s: {self.snapshot}, {self.said}") from None
+                raise AssertionError(f"not within {deadline_s:g} s: {self.snapshot}, {self.sent}") from None
         return found
 
     def until_state(self, state: str, deadline_s: float = 20.0) -> dict[str, Any]:
@@ -93,8 +93,8 @@ class ServedPage:
         return self.snapshot
 
     def until_said(self, deadline_s: float = 20.0) -> dict[str, Any]:
-        self.until(lambda: self.said, deadline_s)
-        return self.said.pop(0)
+        self.until(lambda: self.sent, deadline_s)
+        return self.sent.pop(0)
 
     def row(self, run_id: str) -> dict[str, Any]:
         return self.runs.get(run_id, {})
@@ -104,15 +104,15 @@ class ServedPage:
 
 
 @pytest.fixture(scope="module")
-def place() -> Iterator[Home]:
+def home() -> Iterator[Home]:
     home = Home(VARIABLES)
     yield home
     home.close()
 
 
 @pytest.fixture(scope="module")
-def server(place: Home) -> Iterator[JupyterServer]:
-    made = JupyterServer(place, base_url=BASE)
+def server(home: Home) -> Iterator[JupyterServer]:
+    made = JupyterServer(home, base_url=BASE)
     yield made
     made.close()
 
@@ -141,9 +141,9 @@ def open_page(server: JupyterServer) -> Iterator[Callable[..., ServedPage]]:
 
 @pytest.fixture
 def running(
-    place: Home, kernel: ServerKernel, server: JupyterServer, request: pytest.FixtureRequest
+    home: Home, kernel: ServerKernel, server: JupyterServer, request: pytest.FixtureRequest
 ) -> Iterator[RunningCell]:
-    cell = RunningCell(place, kernel, f"p{abs(hash(request.node.name)):x}"[:9], "--type a10")
+    cell = RunningCell(home, kernel, f"p{abs(hash(request.node.name)):x}"[:9], "--type a10")
     yield cell
     if server.get(f"{cell.path}/outputs").status != 200:
         cell.end()
@@ -188,15 +188,15 @@ def test_a_run_is_told_from_its_beginning_to_its_end(
 
 
 def test_a_run_that_waits_says_for_what(
-    running: RunningCell, place: Home, server: JupyterServer, open_page: Callable[..., ServedPage]
+    running: RunningCell, home: Home, server: JupyterServer, open_page: Callable[..., ServedPage]
 ):
     second = ServerKernel(server)
     try:
         second.run("%load_ext sgpu_magic")
         message = second.start("%%distributed -n 3 --type a10 --name waits --ui none\npass")
         page = open_page()
-        page.until(lambda: (run := place.run_named("waits")) and page.row(run).get("reason", "").endswith("position 1"))
-        row = page.row(place.run_named("waits"))
+        page.until(lambda: (run := home.run_named("waits")) and page.row(run).get("reason", "").endswith("position 1"))
+        row = page.row(home.run_named("waits"))
         assert row["reason"].startswith("needs 1 more A10 (simulated); 2 are held by run ")
         assert (row["state"], row["tone"]) == ("queued", "waiting")
         running.end()
@@ -225,15 +225,15 @@ def test_a_run_is_cancelled_through_the_page(running: RunningCell, open_page: Ca
 def test_what_is_no_run_is_not_cancelled(kernel: ServerKernel, open_page: Callable[..., ServedPage], run_id: str):
     page = open_page(watch=False)
     page.order("cancel-run", run_id=run_id)
-    said = page.until_said()
-    assert said["ok"] is False
-    assert "run" in said["text"]
+    sent = page.until_said()
+    assert sent["ok"] is False
+    assert "run" in sent["text"]
 
 
-def test_an_idle_session_says_when_it_ends(kernel: ServerKernel, place: Home, open_page: Callable[..., ServedPage]):
+def test_an_idle_session_says_when_it_ends(kernel: ServerKernel, home: Home, open_page: Callable[..., ServedPage]):
     kernel.run("%sgpu_connect -n 2 --name work --type h100 --idle 10m --ui none")
     try:
-        session = eventually(lambda: place.run_named("work"), 20)
+        session = eventually(lambda: home.run_named("work"), 20)
         page = open_page()
         page.until(lambda: page.row(session).get("idle_ends_at"))
         row = page.row(session)
@@ -246,7 +246,7 @@ def test_an_idle_session_says_when_it_ends(kernel: ServerKernel, place: Home, op
 
 
 def test_a_run_is_told_and_cancelled_when_its_kernel_is_gone(
-    kernel: ServerKernel, place: Home, server: JupyterServer, open_page: Callable[..., ServedPage]
+    kernel: ServerKernel, home: Home, server: JupyterServer, open_page: Callable[..., ServedPage]
 ):
     other = ServerKernel(server)
     other.run("%load_ext sgpu_magic")
@@ -254,8 +254,8 @@ def test_a_run_is_told_and_cancelled_when_its_kernel_is_gone(
     other.close()
     server.delete(f"api/kernels/{other.id}")
     page = open_page()
-    page.until(lambda: page.row(place.run_named("stays")).get("state") == "running")
-    row = page.row(place.run_named("stays"))
+    page.until(lambda: page.row(home.run_named("stays")).get("state") == "running")
+    row = page.row(home.run_named("stays"))
     assert row["kernel"] == other.id
     page.order("cancel-run", run_id=row["run_id"])
     page.until(lambda: page.row(row["run_id"])["state"] == "cancelled")
@@ -318,15 +318,15 @@ def _resting(server: JupyterServer) -> int:
 def test_a_page_that_can_only_poll_gets_the_same(kernel: ServerKernel, server: JupyterServer, running: RunningCell):
     answer = server.get("sgpu/panel?pool=local")
     assert answer.status == 200
-    assert {name: told["kind"] for name, told in answer.body.items()} == {
+    assert {name: reported["kind"] for name, reported in answer.body.items()} == {
         "pools": "pools",
         "pool": "pool",
         "runs": "runs",
     }
     assert answer.body["pool"]["snapshot"]["state"] == "up"
     assert answer.body["runs"]["whole"] is True
-    said = server.post("sgpu/panel/orders", {"kind": "cancel-run", "run_id": running.run_id})
-    assert (said.status, said.body["ok"]) == (200, True)
+    sent = server.post("sgpu/panel/orders", {"kind": "cancel-run", "run_id": running.run_id})
+    assert (sent.status, sent.body["ok"]) == (200, True)
 
     def state() -> str:
         rows = {row["run_id"]: row for row in server.get("sgpu/panel").body["runs"]["changed"]}
@@ -398,9 +398,9 @@ def test_cookies_alone_order_nothing(server: JupyterServer):
 def test_nonsense_is_answered_and_harms_nothing(server: JupyterServer, open_page: Callable[..., ServedPage], text: str):
     page = open_page(watch=False)
     page.send(text)
-    said = page.until_said()
-    assert said["ok"] is False
-    assert "request is" in said["text"]
+    sent = page.until_said()
+    assert sent["ok"] is False
+    assert "request is" in sent["text"]
     page.order("watch")
     page.until(lambda: page.snapshot)
 
@@ -559,11 +559,11 @@ class Heard:
     def __init__(self) -> None:
         self.all: list[PanelUpdate] = []
 
-    def __call__(self, told: PanelUpdate) -> None:
-        self.all.append(told)
+    def __call__(self, reported: PanelUpdate) -> None:
+        self.all.append(reported)
 
     def last(self, kind: type[PoolUpdate] | type[RunsUpdate] | type[PoolsUpdate]) -> Any:
-        return next((told for told in reversed(self.all) if isinstance(told, kind)), None)
+        return next((reported for reported in reversed(self.all) if isinstance(reported, kind)), None)
 
 
 @pytest.fixture
@@ -577,19 +577,19 @@ def watchers(new_home: Callable[..., Home]) -> Iterator[tuple[Home, Watchers]]:
 def test_without_a_pool_the_list_is_the_ledgers(watchers: tuple[Home, Watchers]):
     home, made = watchers
     written(home, 1005)
-    told = Heard()
-    page = Page(made, told)
+    reported = Heard()
+    page = Page(made, reported)
     assert page.execute(Watch()) is None
-    runs: RunsUpdate = eventually(lambda: told.last(RunsUpdate), 10)
+    runs: RunsUpdate = eventually(lambda: reported.last(RunsUpdate), 10)
     assert runs.whole
     assert len(runs.changed) == 1000
     assert [row.run_id for row in runs.changed[:2]] == ["000003ec", "000003eb"]
-    assert told.last(PoolUpdate).snapshot.state == "none"
+    assert reported.last(PoolUpdate).snapshot.state == "none"
     assert page.execute(Rest()) is None
     page.close()
-    count = len(told.all)
+    count = len(reported.all)
     page.execute(Watch())
-    assert len(told.all) == count, "a page that is closed is told something"
+    assert len(reported.all) == count, "a page that is closed is told something"
 
 
 @pytest.mark.slow
@@ -608,18 +608,18 @@ def test_a_thousand_runs_are_asked_for_once(watchers: tuple[Home, Watchers], mon
         return status(self, recent, **options)
 
     monkeypatch.setattr(Pool, "status", counted)
-    told = Heard()
-    page = Page(made, told)
+    reported = Heard()
+    page = Page(made, reported)
     assert page.execute(StartPool()) == CommandResult(text="The pool is running.", ok=True)
     asked.clear()
     page.execute(Watch())
     eventually(lambda: len(asked) > 5, 10)
     assert asked.count(1000) == 1
-    assert len(told.last(RunsUpdate).changed) == 1000
-    assert sum(isinstance(one, RunsUpdate) for one in told.all) == 1
-    said = page.execute(CancelRun(run_id="00000001"))
-    assert said is not None
-    assert not said.ok
+    assert len(reported.last(RunsUpdate).changed) == 1000
+    assert sum(isinstance(one, RunsUpdate) for one in reported.all) == 1
+    sent = page.execute(CancelRun(run_id="00000001"))
+    assert sent is not None
+    assert not sent.ok
     page.close()
 
 
@@ -631,19 +631,19 @@ def test_a_pool_of_another_version_is_told_with_its_runs(
     for name, value in home.environ.items():
         monkeypatch.setenv(name, value)
     written(home, 3)
-    told = Heard()
-    page = Page(made, told)
+    reported = Heard()
+    page = Page(made, reported)
     assert page.execute(StartPool()) == CommandResult(text="The pool is running.", ok=True)
     with monkeypatch.context() as newer:
         newer.setattr("sgpu_magic.client.this_machine.PROTOCOL_VERSION", 99)
         newer.setattr("sgpu_magic.client.connector.PROTOCOL_VERSION", 99)
         page.execute(Watch())
-        snapshot = eventually(lambda: (one := told.last(PoolUpdate)) and one.snapshot, 10)
+        snapshot = eventually(lambda: (one := reported.last(PoolUpdate)) and one.snapshot, 10)
         assert snapshot.state == "other-version"
         assert "speaks protocol" in snapshot.sentence
         assert (snapshot.remedy, snapshot.remedy_words) == ("start", "Restart it")
-        assert len(eventually(lambda: told.last(RunsUpdate), 10).changed) == 3
-    eventually(lambda: told.last(PoolUpdate).snapshot.state == "up", 10)
+        assert len(eventually(lambda: reported.last(RunsUpdate), 10).changed) == 3
+    eventually(lambda: reported.last(PoolUpdate).snapshot.state == "up", 10)
     page.close()
 
 
@@ -652,17 +652,17 @@ def test_more_runs_than_are_asked_for_are_not_missed(watchers: tuple[Home, Watch
     for name, value in home.environ.items():
         monkeypatch.setenv(name, value)
     written(home, 10)
-    told = Heard()
-    page = Page(made, told)
+    reported = Heard()
+    page = Page(made, reported)
     page.execute(StartPool())
     page.execute(Watch())
-    eventually(lambda: told.last(RunsUpdate), 10)
+    eventually(lambda: reported.last(RunsUpdate), 10)
     # as if that many runs had started and ended between two polls
     written(home, 60, first=10)
     listed: set[str] = set()
 
     def all_listed() -> bool:
-        listed.update(row.run_id for one in list(told.all) if isinstance(one, RunsUpdate) for row in one.changed)
+        listed.update(row.run_id for one in list(reported.all) if isinstance(one, RunsUpdate) for row in one.changed)
         return len(listed) == 70
 
     eventually(all_listed, 10, lambda: f"{len(listed)} runs are listed")
@@ -711,7 +711,7 @@ def test_a_pool_that_answers_slowly_is_asked_less_often():
 
 
 def test_who_comes_after_the_last_has_left_gets_a_new_look():
-    look, told = ScriptedPoller(), Heard()
+    look, reported = ScriptedPoller(), Heard()
     watcher = watcher_of(look)
     for number in range(3):
         watcher.add(number, Heard())
@@ -719,9 +719,9 @@ def test_who_comes_after_the_last_has_left_gets_a_new_look():
         watcher.join()
         assert not watcher._polls
     looks = len(look.began)
-    watcher.add(4, told)
-    eventually(lambda: told.last(PoolUpdate), 10)
-    assert told.last(PoolUpdate).snapshot.sentence != f"look {looks}", "what was seen earlier is outdated"
+    watcher.add(4, reported)
+    eventually(lambda: reported.last(PoolUpdate), 10)
+    assert reported.last(PoolUpdate).snapshot.sentence != f"look {looks}", "what was seen earlier is outdated"
     watcher.stop()
     watcher.join()
     assert not watcher._polls
@@ -733,15 +733,15 @@ def test_who_comes_after_the_last_has_left_gets_a_new_look():
 
 
 def test_a_fault_of_our_own_is_told_and_looked_past():
-    look, told = ScriptedPoller(), Heard()
+    look, reported = ScriptedPoller(), Heard()
     watcher = watcher_of(look)
-    watcher.add(1, told)
-    eventually(lambda: told.last(PoolUpdate), 10)
+    watcher.add(1, reported)
+    eventually(lambda: reported.last(PoolUpdate), 10)
     look.broken = True
-    eventually(lambda: told.last(PoolUpdate).snapshot.state == "problem", 10)
-    assert told.last(PoolUpdate).snapshot.sentence == FAILED
+    eventually(lambda: reported.last(PoolUpdate).snapshot.state == "problem", 10)
+    assert reported.last(PoolUpdate).snapshot.sentence == FAILED
     look.broken = False
-    eventually(lambda: told.last(PoolUpdate).snapshot.state == "none", 10)
+    eventually(lambda: reported.last(PoolUpdate).snapshot.state == "none", 10)
     watcher.stop()
     watcher.join()
 

@@ -168,7 +168,7 @@ def test_a_figure_of_plotly_is_drawn_and_gets_new_data(kernel: Kernel):
     cell = kernel.start(f"%%distributed -n 1\n{FIGURE}")
     # plotly's import takes long where nothing of it is compiled yet
     (figure,) = shown_models(cell, 1, 90)
-    told: list[object] = []
-    cell.until(lambda: told.append(figure.state.get("_py2js_restyle")) or any(told), 10, "the new data")
+    reported: list[object] = []
+    cell.until(lambda: reported.append(figure.state.get("_py2js_restyle")) or any(reported), 10, "the new data")
     reply = cell.wait()
     assert reply.status == "ok", reply.story

@@ -69,9 +69,9 @@ def client(shared: tuple[RayPool, PoolClient]) -> PoolClient:
 def reason_of(run: FollowedRun, *words: str) -> str:
     """Wait until the run says why it waits, with these words."""
     for count in range(1, 20):
-        told: QueueMoved = run.wait_for(QueueMoved, count)
-        if all(word in told.reason for word in words):
-            return told.reason
+        reported: QueueMoved = run.wait_for(QueueMoved, count)
+        if all(word in reported.reason for word in words):
+            return reported.reason
     raise AssertionError(f"it says something else: {run.events}")
 
 

@@ -15,12 +15,12 @@ HOME_VARIABLES = {"SGPU_SIMULATE": "a10:4,h100:8", "SGPU_STAND_IN": "cpu", "SGPU
 
 def test_its_saved_outputs_tell_what_it_does():
     cells = [cell for cell in nbformat.read(NOTEBOOK, as_version=4).cells if cell.cell_type == "code"]
-    told = ["".join(str(output) for output in cell.outputs) for cell in cells]
-    assert "squaring 3 on GPU" in told[1]
-    assert "[0, 1, 4, 9]" in told[2]
-    assert "0.1" in told[3]
-    assert "a rate of -1 learns nothing" in told[4]
-    assert "RayTaskError" not in told[4]
+    reported = ["".join(str(output) for output in cell.outputs) for cell in cells]
+    assert "squaring 3 on GPU" in reported[1]
+    assert "[0, 1, 4, 9]" in reported[2]
+    assert "0.1" in reported[3]
+    assert "a rate of -1 learns nothing" in reported[4]
+    assert "RayTaskError" not in reported[4]
 
 
 @pytest.mark.slow

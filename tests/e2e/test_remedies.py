@@ -46,7 +46,7 @@ def ran(reply: Reply, ranks: int, device: str) -> None:
 
 def follow(kernel: Kernel, error: str, places: dict[str, Path]) -> None:
     """Do what an error about a pool's place says, in its order."""
-    said = sorted(
+    output = sorted(
         (error.index(word), cell)
         for word, cell in (
             ("`sgpu pool stop`", f"!{sys.executable} -m sgpu_magic.cli pool stop"),
@@ -56,8 +56,8 @@ def follow(kernel: Kernel, error: str, places: dict[str, Path]) -> None:
         )
         if word in error
     )
-    assert len(said) > 1, error
-    for _, cell in said:
+    assert len(output) > 1, error
+    for _, cell in output:
         kernel.check(cell)
 
 
@@ -107,10 +107,10 @@ def test_another_notebooks_simulation_is_named_once(home: Home, new_kernel: Call
     cell = "%%distributed -n 1 --ui text\npass"
     note = "simulates a10:2, because train.ipynb started it with SGPU_SIMULATE"
     assert note not in setter.check(cell).text
-    told = other.check(cell).text
-    assert note in told
+    reported = other.check(cell).text
+    assert note in reported
     assert note not in other.check(cell).text
-    ((stop, _),) = remedies(told, cell)
+    ((stop, _),) = remedies(reported, cell)
     other.check(stop)
     assert "(simulated on cpu)" not in other.check(cell).text
 
@@ -164,11 +164,11 @@ def test_a_name_that_can_not_leave_the_notebook_is_kept_out_as_the_error_says(pl
 @pytest.mark.parametrize("bad", [pytest.param(each, marks=pytest.mark.slow) for each in ("too long", "a link")])
 def test_a_pools_place_that_is_none_is_changed_as_the_error_says(new_home: Callable[..., Home], bad: str):
     home = new_home({})
-    place = home.work / ("x" * 120)
+    odd_path = home.work / ("x" * 120)
     if bad == "a link":
-        place = home.work / "link"
-        place.symlink_to("/tmp")
-    kernel = Kernel(home, variables={"SGPU_RUNTIME_DIR": str(place)})
+        odd_path = home.work / "link"
+        odd_path.symlink_to("/tmp")
+    kernel = Kernel(home, variables={"SGPU_RUNTIME_DIR": str(odd_path)})
     try:
         error = refused(kernel, "%%distributed -n 1\nprint(device)")
         follow(kernel, error, {"SGPU_RUNTIME_DIR": home.work / "r"})

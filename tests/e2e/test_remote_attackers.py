@@ -183,7 +183,7 @@ def sockets_of(pool: ServedPool) -> dict[str, Callable[[], socket.socket]]:
 def test_raw_bytes_at_every_socket_do_nothing(served: ServedPool, ann: RemoteUser, mark: Path, where: str):
     works(ann)
     bomb = pickle.dumps(Bomb(mark))
-    said = [
+    output = [
         bomb,
         struct.pack(">I", len(bomb)) + bomb,
         struct.pack("<Q", len(bomb)) + bomb,
@@ -196,7 +196,7 @@ def test_raw_bytes_at_every_socket_do_nothing(served: ServedPool, ann: RemoteUse
         zmtp_greeting() + b"\x04\xc8\x05HELLO" + os.urandom(194),
     ]
     connect = sockets_of(served)[where]
-    for data in said:
+    for data in output:
         with connect() as raw:
             raw.settimeout(0.1)
             try:
@@ -231,11 +231,11 @@ def test_a_payload_without_the_runs_signature_is_not_unpickled(
     layout = PackedLayout(pickle_size=len(bomb), buffers=(), mac=b"\0" * 32)
     run_id = new_id()
     made.say(submission(run_id, InlinePayload(), layout), bomb)
-    told = b""
-    while b"signature" not in told:
+    reported = b""
+    while b"signature" not in reported:
         answer = made.answer(20_000)
-        assert answer is not None, told
-        told += msgspec.json.encode(answer)
+        assert answer is not None, reported
+        reported += msgspec.json.encode(answer)
 
 
 def test_odd_messages_of_a_listed_user_harm_nobody(

@@ -234,7 +234,9 @@ def test_an_upload_says_that_the_line_is_silent(lone: ServedPool, line: Proxy, m
     sending, runs = sent_in_background(client, array)
     eventually(lambda: line.sent_bytes - before > 20 * MB, 20, "the upload does not get on", poll_s=0.002)
     line.hold()
-    eventually(lambda: any("the link has been silent for" in said for said in user.sendings), 20, user.sendings.__str__)
+    eventually(
+        lambda: any("the link has been silent for" in messages for messages in user.sendings), 20, user.sendings.__str__
+    )
     line.mend()
     sending.join(60)
     assert runs[0].values == [float(array.sum())]
@@ -272,13 +274,13 @@ def test_a_notebook_on_a_pool_of_another_machine(ann: RemoteUser):
 
 def test_bytes_of_another_digest_are_refused(ann: RemoteUser, served: ServedPool):
     link = ann.client.pool.link()
-    said = blob_digest(memoryview(b"right"))
+    messages = blob_digest(memoryview(b"right"))
     with pytest.raises(UsageError, match="does not have the digest that was announced"):
-        put(link, said, b"wrong")
-    assert held(ann, ((said, 5),)) == (0,)
-    assert not list((served.home.state / "blobs").rglob(f"*{said[2:]}"))
+        put(link, messages, b"wrong")
+    assert held(ann, ((messages, 5),)) == (0,)
+    assert not list((served.home.state / "blobs").rglob(f"*{messages[2:]}"))
     with pytest.raises(UsageError, match="a chunk of an upload has the wrong size"):
-        put(link, said, b"x" * (BULK_CHUNK_BYTES + 1))
+        put(link, messages, b"x" * (BULK_CHUNK_BYTES + 1))
 
 
 def test_nobody_learns_of_anothers_bytes(ann: RemoteUser, ben: RemoteUser):
@@ -434,9 +436,9 @@ def test_sgpu_logs_of_another_users_run_says_whose_it_is_not(ann: RemoteUser, be
     run = ann.client.begin("print('mine')", ranks=1)
     run.ended()
     for more in ((), ("--follow",)):
-        said = ben.sgpu("logs", run.run_id, *more)
-        assert (said.returncode != 0, said.stdout) == (True, ""), said
-        assert f"this pool has no run '{run.run_id}' of yours" in said.stderr
+        messages = ben.sgpu("logs", run.run_id, *more)
+        assert (messages.returncode != 0, messages.stdout) == (True, ""), messages
+        assert f"this pool has no run '{run.run_id}' of yours" in messages.stderr
 
 
 def test_sgpu_logs_shows_a_remote_run(ann: RemoteUser):

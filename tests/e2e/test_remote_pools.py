@@ -140,9 +140,9 @@ def test_a_line_that_swallows_everything_is_told_and_caught_up(
     stream = io.StringIO()
     followed = Subscription(run.run, view, TerminalPublisher(view, stream), client.pool)
     followed.on_link_change()
-    told = rf"the pool team \({re.escape(line.address)}\) has been silent since [\d:]+; the run continues there"
-    assert re.search(told, render_text(view))
-    assert re.search(told, render_html(view))
+    reported = rf"the pool team \({re.escape(line.address)}\) has been silent since [\d:]+; the run continues there"
+    assert re.search(reported, render_text(view))
+    assert re.search(reported, render_html(view))
     eventually(lambda: "120\n" in served.home.log(run.run_id, 0), 20, "the run does not go on")
     line.mend()
     eventually(lambda: not run.run.link.transport.silent_s, 10, "nobody noticed")

@@ -168,21 +168,21 @@ def test_what_can_not_be_replayed_says_why(home: Home, kernel: Kernel, new_home:
 @pytest.mark.parametrize("present", ["gone", pytest.param("same", marks=pytest.mark.slow)])
 def test_the_working_directory_is_the_runs_or_the_difference_is_told(home: Home, new_kernel, present: str):
     kernel = new_kernel()
-    place = home.work / f"place-{present}"
-    place.mkdir()
-    kernel.check(f"%cd -q {place}")
+    folder = home.work / f"place-{present}"
+    folder.mkdir()
+    kernel.check(f"%cd -q {folder}")
     kernel.check("%%distributed -n 1\nimport os\nprint('in', os.path.basename(os.getcwd()))")
     run_id = settled(home)
     kernel.close()
     if present == "gone":
-        place.rmdir()
+        folder.rmdir()
     text = sgpu(home, "replay", run_id)
     if present == "gone":
-        assert f"its directory {place} does not exist here" in text
+        assert f"its directory {folder} does not exist here" in text
         assert f"in {home.work.name}" in text
     else:
-        assert f"in {place.name}" in text
-        place.rmdir()
+        assert f"in {folder.name}" in text
+        folder.rmdir()
 
 
 @pytest.fixture

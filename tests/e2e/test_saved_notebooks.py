@@ -132,19 +132,19 @@ def words_of(html: str) -> str:
 
 def story_of(made: nbformat.NotebookNode, home: Home) -> str:
     """All outputs of a notebook as text: what a reader sees, and what readers of text alone do; the same each time."""
-    told: list[str] = []
+    reported: list[str] = []
     for number, cell in enumerate(made.cells):
         for output in cell.get("outputs", []):
             data = output.get("data", {})
-            told.append(f"--- cell {number}: {output.output_type} {' '.join(sorted(data))}".rstrip())
+            reported.append(f"--- cell {number}: {output.output_type} {' '.join(sorted(data))}".rstrip())
             if output.output_type == "stream":
-                told.append(output.text.rstrip())
+                reported.append(output.text.rstrip())
             elif output.output_type == "error":
-                told.append(plain("\n".join(output.traceback)))
+                reported.append(plain("\n".join(output.traceback)))
             else:
-                told += ["html:", words_of(data["text/html"])] if "text/html" in data else []
-                told += ["text:", data["text/plain"].rstrip()]
-    return normalised("\n".join(told), home) + "\n"
+                reported += ["html:", words_of(data["text/html"])] if "text/html" in data else []
+                reported += ["text:", data["text/plain"].rstrip()]
+    return normalised("\n".join(reported), home) + "\n"
 
 
 def normalised(text: str, home: Home) -> str:

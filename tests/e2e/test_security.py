@@ -287,11 +287,11 @@ def test_a_payload_without_the_runs_signature_is_not_unpickled(
         source = FilePayload(path=str(tmp_path / "payload"), size=len(bomb))
     dealer.hello()
     dealer.say(submission(home, run_id, source, layout), bomb)
-    told = b""
-    while b"signature" not in told:
+    reported = b""
+    while b"signature" not in reported:
         answer = dealer.answer(20_000)
-        assert answer is not None, told
-        told += msgspec.json.encode(answer)
+        assert answer is not None, reported
+        reported += msgspec.json.encode(answer)
     assert not (tmp_path / "exploded").exists()
     eventually(lambda: not home.rank_pids(), 5, "ranks stay")
     works(kernel)

@@ -72,8 +72,8 @@ def test_an_interrupt_keeps_it_on(auto: Kernel):
 
 
 def test_it_is_off_again_with_the_session(auto: Kernel):
-    told = auto.check("%sgpu_disconnect").text
-    assert "%sgpu_auto is off again" in told
+    reported = auto.check("%sgpu_disconnect").text
+    assert "%sgpu_auto is off again" in reported
     assert auto.check("print('in the notebook')").streams == "in the notebook\n"
 
 

@@ -120,7 +120,7 @@ def test_an_error_tells_of_all_ranks(session: Kernel):
         "try: s.run('raise ValueError(rank)', ui='none')\n"
         "except ValueError as error: told = [[f.rank, f.type_name, f.message] for f in error.failures]"
     )
-    told = session.value("told")
-    assert told
-    assert all(each == [each[0], "builtins.ValueError", f"{each[0]}"] for each in told), told
-    assert len({rank for rank, *_ in told}) == len(told)
+    reported = session.value("told")
+    assert reported
+    assert all(each == [each[0], "builtins.ValueError", f"{each[0]}"] for each in reported), reported
+    assert len({rank for rank, *_ in reported}) == len(reported)

@@ -135,11 +135,11 @@ def test_what_a_cell_leaves_is_there_in_the_next(session: Kernel):
 
 def test_a_model_is_trained_over_three_cells(session: Kernel):
     session.check(f"%%distributed\n{MAKE}")
-    told = [by_rank(session.check(f"%%distributed\n{TRAIN}")) for _ in range(3)]
-    for number, ranks in enumerate(told, 1):
+    reported = [by_rank(session.check(f"%%distributed\n{TRAIN}")) for _ in range(3)]
+    for number, ranks in enumerate(reported, 1):
         assert all(lines == ranks[0] for lines in ranks)
         assert ranks[0][0].startswith(f"step {number} ")
-    assert len({ranks[0][0].split()[2] for ranks in told}) == 3
+    assert len({ranks[0][0].split()[2] for ranks in reported}) == 3
 
 
 def test_subsets_of_ranks(session: Kernel):
@@ -327,10 +327,10 @@ def test_a_dead_rank_is_refused_and_restarted(session: Kernel):
     dead_ranks = "[list(run.dead_ranks) for run in s.pool.status().runs if run.run_id == s.run_id]"
     assert session.value(dead_ranks) == [[1]]
     assert by_rank(session.check("%%rank 0,2,3\nprint(x)")) == [["5"], [], ["7"], ["8"]]
-    told = session.check("%sgpu_restart --rank 1").text
-    assert "Sent again: cfg" in told
+    reported = session.check("%sgpu_restart --rank 1").text
+    assert "Sent again: cfg" in reported
     assert session.value(dead_ranks) == [[]]
-    assert re.search(r"Lost \(set by cells\): .*\bx\b", told), told
+    assert re.search(r"Lost \(set by cells\): .*\bx\b", reported), reported
     assert by_rank(session.check("%%rank 1\nprint(cfg, 'x' in globals())"))[1] == ["5 False"]
     assert by_rank(session.check(f"%%distributed\n{SUM}")) == [[f"sum {RANKS}"]] * RANKS
     assert by_rank(session.check("%%rank 0\nprint(x)"))[0] == ["5"]
@@ -340,8 +340,8 @@ def test_a_restarted_rank_has_what_was_pushed_and_what_cells_set_is_named_where_
     session.check("lr = 0.1")
     session.check("%%distributed\nprint(lr)\nlr = 0.01")
     session.check("s.push(steps=7)")
-    told = session.check("%sgpu_restart --rank 1").text
-    assert "Copied from another rank: steps. Lost (set by cells): lr" in told
+    reported = session.check("%sgpu_restart --rank 1").text
+    assert "Copied from another rank: steps. Lost (set by cells): lr" in reported
     reply = session.check("%%distributed\nprint(steps, lr)")
     assert by_rank(reply) == [["7 0.01"], ["7 0.1"], ["7 0.01"], ["7 0.01"]]
     assert "`lr` differs between ranks: rank 1 got the notebook's value, ranks 0, 2, 3 kept" in reply.text
@@ -440,7 +440,7 @@ def test_a_rank_that_does_not_stop_frees_the_cell_and_is_killed_by_the_next_inte
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "reported"),
     [
         ("-n 2", "--ranks runs it on some of them"),
         ("--type h100", "--session none gives the cell its own devices"),
@@ -452,10 +452,10 @@ def test_a_rank_that_does_not_stop_frees_the_cell_and_is_killed_by_the_next_inte
         (f"--fresh -n {RANKS + 1}", "--gpus 5 asks for others"),
     ],
 )
-def test_options_that_contradict_the_session(session: Kernel, line: str, told: str):
+def test_options_that_contradict_the_session(session: Kernel, line: str, reported: str):
     reply = session.run(f"%%distributed {line}\npass")
     assert reply.ename == "UsageError"
-    assert told in reply.evalue
+    assert reported in reply.evalue
 
 
 @pytest.mark.parametrize("cell", ["%%distributed --ranks 0\npass", "%%rank 0\npass"])

@@ -62,10 +62,10 @@ def test_a_client_that_asks_again_is_told_what_has_changed(client: PoolClient) -
     assert before.run_id in [row.run_id for row in whole.runs]
     run = begin(client, "alice", "pass")
     run.ended()
-    told = ask(link, AskStatus(request=0, known=whole.version), PoolStatus)
-    assert told.changes is not None
-    assert run.run_id in [row.run_id for row in told.runs]
-    now = with_changes(whole, told)
+    reported = ask(link, AskStatus(request=0, known=whole.version), PoolStatus)
+    assert reported.changes is not None
+    assert run.run_id in [row.run_id for row in reported.runs]
+    now = with_changes(whole, reported)
     assert [row.run_id for row in now.runs] == [run.run_id, *(row.run_id for row in whole.runs)]
     # not the last version that this client received
     assert ask(link, AskStatus(request=0, known=whole.version), PoolStatus).changes is None

@@ -38,9 +38,9 @@ def home(machine: dict[str, str]) -> Iterator[Home]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("busy", "told"), [(0, 1), (1, 0), (None, 1)], ids=["waiting", "late", "none"])
+@pytest.mark.parametrize(("busy", "reported"), [(0, 1), (1, 0), (None, 1)], ids=["waiting", "late", "none"])
 def test_a_busy_gpu_is_progress_only_where_nobody_waits(
-    kernel: Kernel, machine: dict[str, str], busy: int | None, told: int
+    kernel: Kernel, machine: dict[str, str], busy: int | None, reported: int
 ):
     # NCCL keeps the GPU of a rank that waits (0) busy
     cell = kernel.start(RANK_1_IS_LATE)
@@ -58,4 +58,4 @@ def test_a_busy_gpu_is_progress_only_where_nobody_waits(
         (kernel.home.work / "changed").unlink(missing_ok=True)
     newest = max((kernel.home.state / "runs").glob("*/events.msgpack"), key=lambda path: path.stat().st_ctime_ns)
     stalls = [event for event, _ in EventFile(newest.parent).new_events() if isinstance(event.body, Stalled)]
-    assert len(stalls) == told
+    assert len(stalls) == reported

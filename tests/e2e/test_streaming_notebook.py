@@ -19,9 +19,9 @@ def test_forty_megabytes_stream_through_eight(home: Home):
     for cells in (executed.cells, saved(NOTEBOOK)):
         text = "\n".join(cell.text for cell in cells)
         assert "40 shards, 40 MB" in text
-        told = re.search(r"copied (\d+) times for 160 reads; (\d+) shards are kept, ([\d.]+) MB", text)
-        assert told, text
-        copied, kept, megabytes = told.groups()
+        reported = re.search(r"copied (\d+) times for 160 reads; (\d+) shards are kept, ([\d.]+) MB", text)
+        assert reported, text
+        copied, kept, megabytes = reported.groups()
         # each epoch needs all of them, and both ranks read the same copy
         assert 80 <= int(copied) <= 100
         assert int(kept) <= 8

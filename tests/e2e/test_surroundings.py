@@ -79,7 +79,7 @@ class Place:
 
 
 @pytest.fixture(scope="module")
-def place() -> Iterator[Place]:
+def pool_home() -> Iterator[Place]:
     home = Home({"SGPU_RUNTIME_DIR": ""})
     (home.path / "xr").mkdir(mode=0o700)
     home.environ["XDG_RUNTIME_DIR"] = str(home.path / "xr")
@@ -88,22 +88,22 @@ def place() -> Iterator[Place]:
 
 
 @pytest.fixture
-def kernel(place: Place) -> Iterator[Kernel]:
-    made = Kernel(place.home)
+def kernel(pool_home: Place) -> Iterator[Kernel]:
+    made = Kernel(pool_home.home)
     made.check("%%distributed -n 2 --type cpu --ui none\npass")
     yield made
     made.close()
 
 
-def folder(place: Place, name: str) -> str:
-    made = place.home.path / name
+def folder(pool_home: Place, name: str) -> str:
+    made = pool_home.home.path / name
     made.mkdir(mode=0o700, exist_ok=True)
     return str(made)
 
 
-def squatted(place: Place) -> str:
+def squatted(pool_home: Place) -> str:
     """A folder in which another user has put something in place of ours."""
-    there = Path(folder(place, "squatted"))
+    there = Path(folder(pool_home, "squatted"))
     for name in ("sgpu", f"sgpu-{os.getuid()}"):
         if not (there / name).is_symlink():
             (there / name).symlink_to("/tmp")
@@ -111,16 +111,16 @@ def squatted(place: Place) -> str:
 
 
 SAME: dict[str, Callable[[Place], dict[str, str | None]]] = {
-    "another XDG_RUNTIME_DIR": lambda place: {"XDG_RUNTIME_DIR": folder(place, "xo")},
+    "another XDG_RUNTIME_DIR": lambda pool_home: {"XDG_RUNTIME_DIR": folder(pool_home, "xo")},
     "no XDG_RUNTIME_DIR": lambda _: {"XDG_RUNTIME_DIR": None},
     "a missing XDG_RUNTIME_DIR": lambda _: {"XDG_RUNTIME_DIR": "/nowhere/at/all"},
     "a relative XDG_RUNTIME_DIR": lambda _: {"XDG_RUNTIME_DIR": "run"},
-    "an XDG_RUNTIME_DIR that is too long": lambda place: {"XDG_RUNTIME_DIR": folder(place, "x" * 120)},
-    "a squatted XDG_RUNTIME_DIR": lambda place: {"XDG_RUNTIME_DIR": squatted(place)},
-    "another TMPDIR": lambda place: {"XDG_RUNTIME_DIR": None, "TMPDIR": folder(place, "to")},
-    "a squatted TMPDIR": lambda place: {"XDG_RUNTIME_DIR": None, "TMPDIR": squatted(place)},
-    "another HOME": lambda place: {"HOME": folder(place, "ho")},
-    "another XDG_STATE_HOME": lambda place: {"XDG_STATE_HOME": folder(place, "so")},
+    "an XDG_RUNTIME_DIR that is too long": lambda pool_home: {"XDG_RUNTIME_DIR": folder(pool_home, "x" * 120)},
+    "a squatted XDG_RUNTIME_DIR": lambda pool_home: {"XDG_RUNTIME_DIR": squatted(pool_home)},
+    "another TMPDIR": lambda pool_home: {"XDG_RUNTIME_DIR": None, "TMPDIR": folder(pool_home, "to")},
+    "a squatted TMPDIR": lambda pool_home: {"XDG_RUNTIME_DIR": None, "TMPDIR": squatted(pool_home)},
+    "another HOME": lambda pool_home: {"HOME": folder(pool_home, "ho")},
+    "another XDG_STATE_HOME": lambda pool_home: {"XDG_STATE_HOME": folder(pool_home, "so")},
 }
 INSIDE = {
     "another PID namespace": ["unshare", "--pid", "--fork", "--kill-child", "--mount-proc"],
@@ -129,26 +129,26 @@ INSIDE = {
 }
 
 
-def agrees(place: Place, pool: int | None, used: Used, inside: Sequence[str] = (), **changes: str | None) -> None:
+def agrees(pool_home: Place, pool: int | None, used: Used, inside: Sequence[str] = (), **changes: str | None) -> None:
     """Check that everything says the same of the run that was made from there."""
     assert used.code == 0, used.error
     assert used.seen["got"] == [3_000_000, 3_000_001]
     assert used.seen["log"] == "hello from 1\n"
-    assert place.home.pool_pid() == pool
+    assert pool_home.home.pool_pid() == pool
     run = str(used.seen["run"])[:4]
-    assert run in place.sgpu("runs", inside=inside, **changes)
-    assert "hello from 1" in place.sgpu("logs", run, "--rank", "1", inside=inside, **changes)
+    assert run in pool_home.sgpu("runs", inside=inside, **changes)
+    assert "hello from 1" in pool_home.sgpu("logs", run, "--rank", "1", inside=inside, **changes)
 
 
 @pytest.mark.parametrize(
     "differs",
     [pytest.param(name, marks=() if name in ("another XDG_RUNTIME_DIR",) else pytest.mark.slow) for name in SAME],
 )
-def test_the_same_state_directory_is_the_same_pool(place: Place, kernel: Kernel, differs: str):
-    pool = place.home.pool_pid()
-    changes = SAME[differs](place)
-    used = place.use(**changes)
-    agrees(place, pool, used, **changes)
+def test_the_same_state_directory_is_the_same_pool(pool_home: Place, kernel: Kernel, differs: str):
+    pool = pool_home.home.pool_pid()
+    changes = SAME[differs](pool_home)
+    used = pool_home.use(**changes)
+    agrees(pool_home, pool, used, **changes)
     kernel.check("%%distributed -n 2 --type cpu --ui none\npass")
 
 
@@ -159,35 +159,35 @@ def test_the_same_state_directory_is_the_same_pool(place: Place, kernel: Kernel,
     [pytest.param(name, marks=() if name == "another PID namespace" else pytest.mark.slow) for name in INSIDE],
 )
 @pytest.mark.slow
-def test_the_same_state_directory_is_the_same_pool_in_another_namespace(place: Place, kernel: Kernel, differs: str):
-    pool = place.home.pool_pid()
+def test_the_same_state_directory_is_the_same_pool_in_another_namespace(pool_home: Place, kernel: Kernel, differs: str):
+    pool = pool_home.home.pool_pid()
     inside = INSIDE[differs]
-    used = place.use(inside)
-    agrees(place, pool, used, inside)
-    assert f"process {pool}" in place.sgpu("doctor", inside=inside)
+    used = pool_home.use(inside)
+    agrees(pool_home, pool, used, inside)
+    assert f"process {pool}" in pool_home.sgpu("doctor", inside=inside)
     kernel.check("%%distributed -n 2 --type cpu --ui none\npass")
 
 
 @pytest.mark.slow
 @AS_ROOT
 @pytest.mark.needs_root
-def test_a_pool_in_another_pid_namespace_is_used_and_stopped_from_outside(place: Place):
+def test_a_pool_in_another_pid_namespace_is_used_and_stopped_from_outside(pool_home: Place):
     """As in a container that shares the state directory, with an unreadable /proc of the host."""
-    place.sgpu("pool", "stop", "--force")
+    pool_home.sgpu("pool", "stop", "--force")
     keeper = subprocess.Popen(
         [*INSIDE["another PID namespace"], "sh", "-c",
-         f"{sys.executable} {place.script}; echo used; read line"],
-        env=place.environ(), stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True,
+         f"{sys.executable} {pool_home.script}; echo used; read line"],
+        env=pool_home.environ(), stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:
         assert keeper.stdout is not None
         lines = iter(keeper.stdout.readline, "")
         assert next(line for line in lines if line.startswith("used"))
-        used = place.use()
+        used = pool_home.use()
         assert used.code == 0, used.error
         assert used.seen["log"] == "hello from 1\n"
-        assert "is stopped" in place.sgpu("pool", "stop")
-        assert "no local pool" in place.sgpu("pool", "stop")
+        assert "is stopped" in pool_home.sgpu("pool", "stop")
+        assert "no local pool" in pool_home.sgpu("pool", "stop")
     finally:
         keeper.kill()
         keeper.communicate()
@@ -196,40 +196,40 @@ def test_a_pool_in_another_pid_namespace_is_used_and_stopped_from_outside(place:
 @AS_ROOT
 @pytest.mark.needs_root
 @pytest.mark.slow
-def test_a_pool_whose_sockets_are_in_another_tmp_is_said_at_once(place: Place, kernel: Kernel):
-    pool = place.home.pool_pid()
+def test_a_pool_whose_sockets_are_in_another_tmp_is_said_at_once(pool_home: Place, kernel: Kernel):
+    pool = pool_home.home.pool_pid()
     # everything of the pool except its sockets
-    hidden = f'mount -t tmpfs none {place.home.path / "xr"}; exec "$@"'
+    hidden = f'mount -t tmpfs none {pool_home.home.path / "xr"}; exec "$@"'
     inside = ["unshare", "--mount", "sh", "-c", hidden, "-"]
-    used = place.use(inside)
+    used = pool_home.use(inside)
     assert used.code != 0
     for words in (
-        f"the pool of the state directory {place.home.state} is running",
+        f"the pool of the state directory {pool_home.home.state} is running",
         "SGPU_STATE_DIR",
         "which is not there for this process",
     ):
         assert words in used.error, used.error
-    assert "can't be reached from here" in place.sgpu("doctor", inside=inside)
-    assert place.home.pool_pid() == pool
+    assert "can't be reached from here" in pool_home.sgpu("doctor", inside=inside)
+    assert pool_home.home.pool_pid() == pool
     kernel.check("%%distributed -n 2 --type cpu --ui none\npass")
 
 
 @pytest.mark.slow
-def test_another_state_directory_is_another_pool(place: Place, kernel: Kernel):
+def test_another_state_directory_is_another_pool(pool_home: Place, kernel: Kernel):
     """As with two homes of one user that share /tmp, in containers or with sudo."""
-    own = place.home.pool_pid()
-    changes = {"SGPU_STATE_DIR": None, "HOME": folder(place, "stranger"), "XDG_STATE_HOME": None}
-    used = place.use(**changes)
+    own = pool_home.home.pool_pid()
+    changes = {"SGPU_STATE_DIR": None, "HOME": folder(pool_home, "stranger"), "XDG_STATE_HOME": None}
+    used = pool_home.use(**changes)
     try:
         assert used.code == 0, used.error
         assert used.seen["log"] == "hello from 1\n"
         run = str(used.seen["run"])[:4]
-        assert run in place.sgpu("runs", **changes)
-        assert "hello from 1" in place.sgpu("logs", run, "--rank", "1", **changes)
-        assert run not in place.sgpu("runs", "--all")
-        assert place.home.pool_pid() == own
+        assert run in pool_home.sgpu("runs", **changes)
+        assert "hello from 1" in pool_home.sgpu("logs", run, "--rank", "1", **changes)
+        assert run not in pool_home.sgpu("runs", "--all")
+        assert pool_home.home.pool_pid() == own
     finally:
-        stopped = place.sgpu("pool", "stop", "--force", **changes)
+        stopped = pool_home.sgpu("pool", "stop", "--force", **changes)
     assert "is stopped" in stopped
     assert own is not None
     assert is_alive(own)
@@ -237,61 +237,61 @@ def test_another_state_directory_is_another_pool(place: Place, kernel: Kernel):
 
 
 @pytest.mark.slow
-def test_two_state_directories_with_one_runtime_directory_are_told(place: Place, kernel: Kernel):
-    shared = folder(place, "shared")
-    other = folder(place, "other-state")
-    first = place.use(SGPU_STATE_DIR=other, SGPU_RUNTIME_DIR=shared)
+def test_two_state_directories_with_one_runtime_directory_are_told(pool_home: Place, kernel: Kernel):
+    shared = folder(pool_home, "shared")
+    other = folder(pool_home, "other-state")
+    first = pool_home.use(SGPU_STATE_DIR=other, SGPU_RUNTIME_DIR=shared)
     try:
         assert first.code == 0, first.error
-        third = place.use(SGPU_STATE_DIR=folder(place, "third-state"), SGPU_RUNTIME_DIR=shared)
+        third = pool_home.use(SGPU_STATE_DIR=folder(pool_home, "third-state"), SGPU_RUNTIME_DIR=shared)
         assert third.code != 0
         assert f"the pool of another state directory has its sockets in {shared}" in third.error
     finally:
-        place.sgpu("pool", "stop", "--force", SGPU_STATE_DIR=other, SGPU_RUNTIME_DIR=shared)
+        pool_home.sgpu("pool", "stop", "--force", SGPU_STATE_DIR=other, SGPU_RUNTIME_DIR=shared)
 
 
 @pytest.mark.slow
-def test_a_pool_whose_state_directory_is_removed_makes_it_again(place: Place, kernel: Kernel):
-    pool = place.home.pool_pid()
+def test_a_pool_whose_state_directory_is_removed_makes_it_again(pool_home: Place, kernel: Kernel):
+    pool = pool_home.home.pool_pid()
     for name in ("pool.json", "pool.lock"):
-        (place.home.state / name).unlink()
-    used = place.use()
+        (pool_home.home.state / name).unlink()
+    used = pool_home.use()
     assert used.code == 0, used.error
-    assert place.home.pool_pid() == pool
+    assert pool_home.home.pool_pid() == pool
     kernel.check("%%distributed -n 2 --type cpu --ui none\npass")
 
 
 @pytest.mark.slow
-def test_a_pool_whose_runtime_directory_goes_with_its_session_is_found_again(place: Place, kernel: Kernel):
+def test_a_pool_whose_runtime_directory_goes_with_its_session_is_found_again(pool_home: Place, kernel: Kernel):
     """As at a logout: the system removes the user's own directory, and it can't be created again."""
-    pool = place.home.pool_pid()
-    gone = place.home.path / "xr"
+    pool = pool_home.home.pool_pid()
+    gone = pool_home.home.path / "xr"
     shutil.rmtree(gone)
     gone.symlink_to("/nowhere")
     try:
-        eventually(lambda: place.use(XDG_RUNTIME_DIR=None).code == 0, 30, "the pool")
-        assert place.home.pool_pid() == pool
+        eventually(lambda: pool_home.use(XDG_RUNTIME_DIR=None).code == 0, 30, "the pool")
+        assert pool_home.home.pool_pid() == pool
     finally:
         gone.unlink()
         gone.mkdir(mode=0o700)
     # the other tests expect the pool's sockets in the user's own directory
-    place.sgpu("pool", "stop", "--force")
-    assert place.use().code == 0
+    pool_home.sgpu("pool", "stop", "--force")
+    assert pool_home.use().code == 0
 
 
 NOT_TEXT = os.fsdecode(b"/opt/caf\xe9")
 
 
 @pytest.mark.slow
-def test_variables_that_are_no_text_reach_ranks_as_they_are(place: Place):
+def test_variables_that_are_no_text_reach_ranks_as_they_are(pool_home: Place):
     """Each of them is read at import by Python, torch, the loader or NCCL, or names a directory."""
     names = ["TORCH_HOME", "LD_LIBRARY_PATH", "NCCL_TOPO_FILE", "PYTHONPATH", "XDG_RUNTIME_DIR", "TMPDIR", "ORDINARY"]
-    kernel = Kernel(place.home, variables=dict.fromkeys(names, NOT_TEXT))
+    kernel = Kernel(pool_home.home, variables=dict.fromkeys(names, NOT_TEXT))
     try:
         out = kernel.check(
             f"%%distributed -n 2 --type cpu\nimport os\nprint([ascii(os.environ.get(name)) for name in {names}])"
         )
         assert out.lines(1)[-1].count("caf\\\\udce9") == len(names), out.story
-        assert "process" in place.sgpu("doctor", **dict.fromkeys(names, NOT_TEXT))
+        assert "process" in pool_home.sgpu("doctor", **dict.fromkeys(names, NOT_TEXT))
     finally:
         kernel.close()

@@ -172,14 +172,14 @@ def test_a_dead_server_costs_a_run_nothing_but_a_sentence(pool: TrackedPool):
     # the run had ended by then: the next run for the same store reports it
     following = pool.begin("pass", tracking=dead)
     assert following.ended().state is RunState.SUCCEEDED
-    (told,) = [event.text for event in following.events if isinstance(event, Noted)]
-    assert told.startswith(f"earlier run {run.run_id[:4]}: ")
-    assert "127.0.0.1:9 does not work" in told
+    (reported,) = [event.text for event in following.events if isinstance(event, Noted)]
+    assert reported.startswith(f"earlier run {run.run_id[:4]}: ")
+    assert "127.0.0.1:9 does not work" in reported
     go = pool.home.work / "go"
     longer = pool.begin(WAIT.format(go=go), tracking=dead)
-    said = longer.wait_for(Noted).text
-    assert "127.0.0.1:9 does not work" in said
-    assert f"sgpu sync {longer.run_id[:4]}" in said
+    output = longer.wait_for(Noted).text
+    assert "127.0.0.1:9 does not work" in output
+    assert f"sgpu sync {longer.run_id[:4]}" in output
     go.touch()
     assert longer.ended().state is RunState.SUCCEEDED
     assert sum(isinstance(event, Noted) for event in longer.events) == 1

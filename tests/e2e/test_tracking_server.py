@@ -61,22 +61,22 @@ def new_writer(settings: Settings) -> Iterator[Callable[[], WriterProcess]]:
             assert writer.end() == ""
 
 
-def place(uri: str, **variables: str) -> Tracking:
+def context(uri: str, **variables: str) -> Tracking:
     return Tracking(uri=uri, experiment="nb", variables=variables)
 
 
 def check_server_killed_and_back(server: RestServer, settings: Settings, writer: WriterProcess) -> None:
     run, late = ToldRun(settings), ToldRun(settings)
     run.start()
-    writer.track(run, place(server.uri))
+    writer.track(run, context(server.uri))
     writer.until(lambda: writer.started(run), "its place")
     assert writer.started(run)[0].tracked.url.startswith(f"{server.uri}/#/experiments/")
     run.metric(0, "loss", *(float(step) for step in range(100)))
     server.kill()
     run.metric(1, "loss", *(float(step) for step in range(100, 300)), step=100)
-    run.tell(MetricsLogged(rank=0, tags=(("mlflow.runName", "renamed"),)))
+    run.apply(MetricsLogged(rank=0, tags=(("mlflow.runName", "renamed"),)))
     late.end()
-    writer.track(late, place(server.uri))
+    writer.track(late, context(server.uri))
     writer.until(lambda: writer.troubles(run) and writer.troubles(late), "a warning for each run")
     run.metric(2, "loss", 300.0, step=300)
     run.end(RunState.SUCCEEDED)
@@ -122,12 +122,12 @@ def test_an_answer_that_comes_too_late_makes_no_second_run(
     writer = new_writer()
     before = ToldRun(settings)
     before.end()
-    writer.track(before, place(gateway.uri))
+    writer.track(before, context(gateway.uri))
     writer.until_done(before)
     run = ToldRun(settings)
     run.start()
     gateway.answers_after = 7.0
-    writer.track(run, place(gateway.uri))
+    writer.track(run, context(gateway.uri))
     writer.until(lambda: writer.troubles(run), "it gives up waiting")
     assert "timed out" in writer.troubles(run)[0].text
     gateway.answers_after = 0.0
@@ -146,11 +146,11 @@ def test_refused_credentials_are_a_sentence_and_errors_pass(
     run = ToldRun(settings)
     run.end()
     gateway.authorization = "Bearer right"
-    writer.track(run, place(gateway.uri, MLFLOW_TRACKING_TOKEN="wr0ng-t0ken-value"))
+    writer.track(run, context(gateway.uri, MLFLOW_TRACKING_TOKEN="wr0ng-t0ken-value"))
     writer.until(lambda: writer.troubles(run), "a warning")
-    said = writer.troubles(run)[0].text
-    assert "refuses the credentials" in said
-    assert "MLFLOW_TRACKING" in said
+    output = writer.troubles(run)[0].text
+    assert "refuses the credentials" in output
+    assert "MLFLOW_TRACKING" in output
     gateway.authorization, gateway.status = "", 500
     seen = len(gateway.seen)
     eventually(lambda: len(gateway.seen) > seen, 30, "it is tried again")
@@ -161,7 +161,7 @@ def test_refused_credentials_are_a_sentence_and_errors_pass(
         assert b"wr0ng" not in file.read_bytes()
     assert b"wr0ng" not in Path(f"/proc/{writer.pid}/environ").read_bytes()
     assert b"wr0ng" not in Path(f"/proc/{writer.pid}/cmdline").read_bytes()
-    assert not any("wr0ng" in said.text for said in writer.troubles(run))
+    assert not any("wr0ng" in output.text for output in writer.troubles(run))
 
 
 # ---------------------------------------------------------------- sgpu sync
@@ -188,8 +188,8 @@ def test_sync_sends_what_was_left(
         run.start()
         run.metric(0, "loss", 0.5)
     gateway.status = 503
-    writer.track(first, place(gateway.uri))
-    writer.track(second, place(guarded.uri, MLFLOW_TRACKING_TOKEN="wr0ng-t0ken-value"))
+    writer.track(first, context(gateway.uri))
+    writer.track(second, context(guarded.uri, MLFLOW_TRACKING_TOKEN="wr0ng-t0ken-value"))
     first.end()
     second.end()
     writer.until(lambda: writer.troubles(first) and writer.troubles(second))
@@ -222,13 +222,13 @@ def test_sync_says_what_it_can_not_send(gateway: Gateway, settings: Settings, ne
     before = ToldRun(settings)
     before.end()
     # on a busy machine the writer is slow to get a core: exclude its imports from the measurement
-    writer.track(before, place(gateway.uri))
+    writer.track(before, context(gateway.uri))
     writer.until_done(before)
     gateway.close()
     run = ToldRun(settings)
     run.end()
     began = time.monotonic()
-    writer.track(run, place(gateway.uri))
+    writer.track(run, context(gateway.uri))
     writer.until(lambda: writer.troubles(run))
     assert time.monotonic() - began < 30
     assert writer.end() == ""

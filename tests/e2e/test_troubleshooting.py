@@ -93,7 +93,7 @@ def test_help_is_shown_as_markdown_and_in_a_shell_as_text(kernel: Kernel):
     assert shown["text/markdown"] == help_pages.page("rank-died")
     assert "%sgpu_help" in kernel.run("%sgpu_help nowhere").traceback
     home = kernel.home
-    said = subprocess.run(
+    output = subprocess.run(
         [sys.executable, "-m", "sgpu_magic.cli", "help", "rank-died"],
         env=home.environ,
         cwd=home.work,
@@ -101,10 +101,10 @@ def test_help_is_shown_as_markdown_and_in_a_shell_as_text(kernel: Kernel):
         text=True,
         timeout=30,
     )
-    assert (said.returncode, said.stderr) == (0, "")
-    assert said.stdout.startswith("A rank died\n===========\n\nWhat you see. A `WorkerDied`")
-    assert "SIGSEGV, SIGBUS   a crash in C or CUDA code" in said.stdout
-    assert said.stdout.rstrip("\n") == shown["text/plain"]
+    assert (output.returncode, output.stderr) == (0, "")
+    assert output.stdout.startswith("A rank died\n===========\n\nWhat you see. A `WorkerDied`")
+    assert "SIGSEGV, SIGBUS   a crash in C or CUDA code" in output.stdout
+    assert output.stdout.rstrip("\n") == shown["text/plain"]
 
 
 # ---------------------------------------------------------------- the run
@@ -189,5 +189,5 @@ def test_saved_outputs_are_those_of_this_version_and_of_no_machine(executed: Exe
 def test_what_a_reader_sees(executed: Executed, section: str, words: list[str]):
     text = executed.of(section)
     # ignore the wide spaces between columns
-    told = re.sub(r" +", " ", text)
-    assert [word for word in words if word not in told] == [], text
+    reported = re.sub(r" +", " ", text)
+    assert [word for word in words if word not in reported] == [], text

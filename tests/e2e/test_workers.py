@@ -706,8 +706,8 @@ def test_the_memory_file_is_used_again_and_the_payload_kept(new_kernel: Callable
     first = memory_files(kernel)
     # the file and its mapping's own descriptor (mmap duplicates it before Python 3.13)
     assert 1 <= len(first) <= 2
-    said = eventually(lambda: released(directory), 10, "the payload is not released")
-    assert said == PayloadReleased(kept=True)
+    output = eventually(lambda: released(directory), 10, "the payload is not released")
+    assert output == PayloadReleased(kept=True)
     payload = directory / "payload.bin"
     assert payload.stat().st_size >= 40_000_000
     assert stat.S_IMODE(payload.stat().st_mode) == 0o600
@@ -725,12 +725,12 @@ def test_the_next_run_takes_the_memory_back(new_kernel: Callable[..., Kernel], h
     directory, first = last_run(home), memory_files(kernel)
     on_ranks(kernel, "out = big[-1].item()")
     assert memory_files(kernel) == first
-    said = eventually(lambda: released(directory), 5, "the payload is not released")
-    assert not said.kept
-    assert "next run" in said.reason
+    output = eventually(lambda: released(directory), 5, "the payload is not released")
+    assert not output.kept
+    assert "next run" in output.reason
     assert not (directory / "payload.bin").exists()
     note = json.loads((directory / "run.json").read_text())["payload_note"]
-    assert note == said.reason
+    assert note == output.reason
     done = subprocess.run([sys.executable, directory / "_air.py"], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (1, f"{directory} has no payload: {note}.\n")
 

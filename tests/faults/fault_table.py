@@ -30,7 +30,7 @@ class Ending:
         error: The type of the error below the cell; "" when the cell, or who attaches, gets the whole output.
         says: Words of the error; of the ledger's row when no notebook is left. `{rank}` and `{pid}` are the victim's.
         within_s: From the fault, or from the moment the work was let finish.
-        goes_on: It ends when the work is let finish; without it, it ends by itself.
+        continues: It ends when the work is let finish; without it, it ends by itself.
         frees_cell: The cell is over before the run is.
     """
 
@@ -38,7 +38,7 @@ class Ending:
     error: str = ""
     says: str = ""
     within_s: float = _SLACK_S
-    goes_on: bool = False
+    continues: bool = False
     frees_cell: bool = False
 
 
@@ -63,7 +63,7 @@ class Fault:
         strike: Does it.
         expected: By the run's state.
         options: Of the run that is struck; by state where one needs others.
-        told: Where the run's end is reported: the `cell`, who `attaches` from a new notebook, or `nobody`.
+        reported: Where the run's end is reported: the `cell`, who `attaches` from a new notebook, or `nobody`.
         kills_kernel: A new notebook is needed afterwards.
         hits_rank: It hits one rank alone.
         until_over: The words below the cell that show that the fault is overcome, before the work is let finish.
@@ -73,7 +73,7 @@ class Fault:
     expected: dict[str, Expected]
     options: str = ""
     options_of: dict[str, str] = field(default_factory=dict)
-    told: str = "cell"
+    reported: str = "cell"
     kills_kernel: bool = False
     hits_rank: bool = False
     until_over: str = ""
@@ -122,11 +122,11 @@ def _signal_rank(number: int) -> Callable[[Stage, Situation], None]:
 
 # ---------------------------------------------------------------- how runs end
 
-WHOLE = Ending("succeeded", goes_on=True)
+WHOLE = Ending("succeeded", continues=True)
 # after waiting for a new zygote
 WHOLE_COLD = Ending("succeeded", within_s=_COLD_S)
 WHOLE_NEXT = Ending("succeeded")
-SAVED = Ending("cancelled", "RunCancelled", "cancelled by `sgpu cancel`", goes_on=True)
+SAVED = Ending("cancelled", "RunCancelled", "cancelled by `sgpu cancel`", continues=True)
 
 _NO_OWNER = "the notebook that started it is gone"
 _AGENT_ENDED = "the agent on this machine ended unexpectedly"
@@ -186,16 +186,16 @@ FAULTS: dict[str, Fault] = {
         _everywhere(
             _LOST_OWNER,
             queued=Expected(Ending("cancelled", says=_NO_OWNER), ahead=WHOLE),
-            stopping=Ending("cancelled", says="`sgpu cancel`", goes_on=True),
+            stopping=Ending("cancelled", says="`sgpu cancel`", continues=True),
         ),
-        told="nobody",
+        reported="nobody",
         kills_kernel=True,
     ),
     "kernel-of-a-detached-run-killed": Fault(
         _kill_kernel,
         _everywhere(WHOLE, queued=Expected(WHOLE, ahead=WHOLE), stopping=SAVED),
         options="--detach",
-        told="attaches",
+        reported="attaches",
         kills_kernel=True,
     ),
     "kernel-restarted": Fault(
@@ -203,16 +203,16 @@ FAULTS: dict[str, Fault] = {
         _everywhere(
             _RESTARTED,
             queued=Expected(_RESTARTED, ahead=WHOLE),
-            stopping=Ending("cancelled", says="`sgpu cancel`", goes_on=True),
+            stopping=Ending("cancelled", says="`sgpu cancel`", continues=True),
         ),
-        told="nobody",
+        reported="nobody",
     ),
     "interrupted": Fault(
         _interrupt,
         _everywhere(
             _INTERRUPTED,
             queued=Expected(_INTERRUPTED, ahead=WHOLE),
-            stopping=Ending("cancelled", "RunCancelled", "is being stopped", goes_on=True, frees_cell=True),
+            stopping=Ending("cancelled", "RunCancelled", "is being stopped", continues=True, frees_cell=True),
         ),
     ),
     "pool-killed": Fault(
@@ -270,7 +270,7 @@ FAULTS: dict[str, Fault] = {
             stopping=Ending("failed", says=_BOTH_ENDED, within_s=ADOPT_S + _STOP_GRACE_S + _SLACK_S),
         ),
         options_of={"stopping": f"--grace {_STOP_GRACE_S:.0f}s"},
-        told="nobody",
+        reported="nobody",
         kills_kernel=True,
     ),
     "kernel-pool-and-agent-killed": Fault(
@@ -280,7 +280,7 @@ FAULTS: dict[str, Fault] = {
             queued=Expected(Ending("failed", says=_NOT_AGAIN, within_s=_COLD_S), ahead=_BOTH_LOST),
             stopping=_LOST_ALONE,
         ),
-        told="nobody",
+        reported="nobody",
         kills_kernel=True,
     ),
 }

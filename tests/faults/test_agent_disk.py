@@ -78,13 +78,13 @@ def test_a_run_that_goes_on_ends_right_and_one_that_comes_is_refused(small: Path
         agent.wait_until_gone(refused)
         if failure is None:
             # a directory takes no space there
-            said = [event.text for event in agent.events[refused] if isinstance(event, Noted)]
+            sent = [event.text for event in agent.events[refused] if isinstance(event, Noted)]
         else:
-            said = [failure.message]
-            assert "the run can't be recorded on" in said[0]
-            assert f"{state}/runs/{refused}" in said[0]
-        assert len(said) == 1, said
-        assert "No space left on device" in said[0] or "Read-only file system" in said[0]
+            sent = [failure.message]
+            assert "the run can't be recorded on" in sent[0]
+            assert f"{state}/runs/{refused}" in sent[0]
+        assert len(sent) == 1, sent
+        assert "No space left on device" in sent[0] or "Read-only file system" in sent[0]
         over.touch()
         ended = agent.wait_for(going_on, RunEnded)
         agent.wait_until_gone(going_on)

@@ -134,7 +134,7 @@ def test_a_fault_in_a_runs_callback_ends_that_run(
 
 
 def test_an_order_that_can_not_be_read_costs_its_run(agent: AgentProcess):
-    (heard, lock), (other_heard, other_lock) = os.pipe(), os.pipe()
+    (received, lock), (other_heard, other_lock) = os.pipe(), os.pipe()
     run_id = agent.launch(VICTIM, ranks=2, locks=(lock,), damage={"attempt": "first"})
     following = agent.launch(VICTIM, ranks=2, locks=(other_lock,))
     os.close(lock)
@@ -148,13 +148,13 @@ def test_an_order_that_can_not_be_read_costs_its_run(agent: AgentProcess):
     assert "\n" not in ended.failure.message
     agent.wait_until_gone(run_id)
     # its device is free, and the next run holds its own
-    assert select.select([heard], [], [], 5)[0]
+    assert select.select([received], [], [], 5)[0]
     agent.wait_for(following, RanksStarted)
     assert not select.select([other_heard], [], [], 0)[0]
     assert agent.wait_for(following, RunEnded).state is RunState.SUCCEEDED
     agent.wait_until_gone(following)
     assert select.select([other_heard], [], [], 5)[0]
-    for descriptor in (heard, other_heard):
+    for descriptor in (received, other_heard):
         os.close(descriptor)
 
 

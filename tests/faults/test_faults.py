@@ -71,26 +71,26 @@ def test_fault(stage: Stage, name: str, state: str):
         if fault.kills_kernel:
             stage.killed()
         watcher = _watcher(stage, fault, situation)
-        ended_at_once = not expected.run.goes_on or expected.run.frees_cell
-        if ended_at_once and expected.ahead is not None and expected.ahead.goes_on:
+        ended_at_once = not expected.run.continues or expected.run.frees_cell
+        if ended_at_once and expected.ahead is not None and expected.ahead.continues:
             _check_run(stage, situation, expected.run, watcher, victim, struck_at)
         if expected.run.frees_cell:
             assert watcher is not None
             _check_reply(watcher.wait(_left(expected.run, struck_at)), expected.run, victim)
-        if expected.run.goes_on or (expected.ahead is not None and expected.ahead.goes_on):
+        if expected.run.continues or (expected.ahead is not None and expected.ahead.continues):
             _let_finish(stage, fault, situation, watcher)
             struck_at = time.monotonic()
         _check_run(stage, situation, expected.run, watcher, victim, struck_at)
         if situation.ahead is not None and expected.ahead is not None:
             _check_reply(situation.ahead[0].wait(_left(expected.ahead, struck_at)), expected.ahead, victim)
         all_gone(situation.doomed, _left(expected.run, struck_at))
-        if fault.told == "nobody" and stage.home.pool_pid() is None:
+        if fault.reported == "nobody" and stage.home.pool_pid() is None:
             # no service is left for the agent to wait for; one that starts before the agent ends would still adopt it
             eventually(lambda: not stage.home.agent_pids(), _left(expected.run, struck_at), "the agent does not end")
         stage.home.check_leaks()
         assert not situation.sockets & listening().keys(), "a port is still open"
         _next_cell_runs(stage)
-        _check_rows(stage, situation, expected.run, expected.ahead, in_words=fault.told == "nobody")
+        _check_rows(stage, situation, expected.run, expected.ahead, in_words=fault.reported == "nobody")
 
 
 # ---------------------------------------------------------------- what is seen
@@ -98,7 +98,7 @@ def test_fault(stage: Stage, name: str, state: str):
 
 def _watcher(stage: Stage, fault: Fault, situation: Situation) -> Cell | None:
     """The cell that waits for the run's end."""
-    match fault.told:
+    match fault.reported:
         case "cell":
             return situation.cell
         case "attaches":
@@ -121,7 +121,7 @@ def _check_run(
     elif situation.ahead is not None and stage.home.pool_pid() is not None:
         row_of = lambda: stage.home.ledger()[situation.run_id]  # noqa: E731
         eventually(lambda: row_of().state == ending.state, _left(ending, since), lambda: str(row_of()))
-    if ending.goes_on and ending.state == "cancelled":
+    if ending.continues and ending.state == "cancelled":
         for rank, pid in enumerate(situation.ranks):
             if pid in situation.survivors:
                 stage.printed(situation.run_id, "saving\nsaved\n", (rank,))
@@ -144,7 +144,7 @@ def _check_reply(reply: Reply, ending: Ending, victim: dict[str, int]) -> None:
 def _let_finish(stage: Stage, fault: Fault, situation: Situation, watcher: Cell | None) -> None:
     """The fault is overcome and the ranks still work: let them end."""
     working = watcher if situation.ahead is None else situation.ahead[0]
-    if fault.told == "attaches" and watcher is not None:
+    if fault.reported == "attaches" and watcher is not None:
         watcher.until_shown(f"run {situation.run_id[:4]}", 10)
     if fault.until_over and working is not None:
         working.until_shown(fault.until_over, 10)

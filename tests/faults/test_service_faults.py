@@ -84,7 +84,7 @@ class Scene:
     """A pool with a run that goes on beside the one that is struck.
 
     Attributes:
-        bystander: It ends when `let_go` is called.
+        bystander: It ends when `release` is called.
         victim: The run that was begun for the fault, None where none is.
     """
 
@@ -99,7 +99,7 @@ class Scene:
         run.wait_for(OutputWritten)
         return run
 
-    def let_go(self, name: str) -> None:
+    def release(self, name: str) -> None:
         (self.home.work / name).touch()
 
 
@@ -115,7 +115,7 @@ def running(scene: Scene, callback: Callback) -> None:
     """A fault in handling a running run's message ends that run."""
     scene.victim = scene.begin("victim")
     scene.plants.arm(callback, scene.victim.run_id)
-    scene.let_go("victim")
+    scene.release("victim")
     _ended_of_it(scene.victim)
 
 
@@ -123,22 +123,22 @@ def over(scene: Scene, callback: Callback) -> None:
     """The run has ended; only its devices are still to be given back."""
     scene.victim = scene.begin("victim")
     scene.plants.arm(callback, scene.victim.run_id)
-    scene.let_go("victim")
+    scene.release("victim")
     assert scene.victim.ended().state is RunState.SUCCEEDED
 
 
 def starting(scene: Scene, callback: Callback) -> None:
     """The run is refused, or ends at once."""
     scene.plants.arm(callback)
-    said = ""
+    text = ""
     try:
         scene.victim = scene.client.begin("print(1)", ranks=1)
     except InternalError as error:
-        said = error.message
+        text = error.message
     if scene.victim is not None:
         _ended_of_it(scene.victim)
     else:
-        assert SAYS in said
+        assert SAYS in text
 
 
 def harmless(scene: Scene, callback: Callback) -> None:
@@ -268,7 +268,7 @@ def test_a_fault_costs_at_most_what_it_belongs_to(
     if cost is not leaves:
         assert home.pool_pid() == pool
     assert home.agent_pids() == agents
-    stage.let_go("bystander")
+    stage.release("bystander")
     ended = bystander.ended()
     assert ended.state is RunState.SUCCEEDED
     assert PRINTED.fullmatch(bystander.printed[0])

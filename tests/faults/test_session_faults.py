@@ -58,7 +58,7 @@ class Connected:
             eventually(lambda: "in" in self.home.log(run_id, rank), _SOON_S, "the cell's first line")  # noqa: B023
         return cell, run_id
 
-    def goes_on(self) -> None:
+    def continues(self) -> None:
         """Its ranks are the same processes and have what they had in `TRAINING`."""
         reply = self.kernel.check(PROOF)
         assert [reply.lines(rank) for rank in range(RANKS)] == [["kept 1"], ["kept 2"]], reply.story
@@ -105,7 +105,7 @@ def mortal(new_kernel: Callable[..., Kernel], home: Home) -> Iterator[Connected]
 @pytest.mark.slow
 def test_a_killed_pool_service_costs_a_session_nothing(trained: Connected):
     kill(pid_of(trained.home, "pool"))
-    trained.goes_on()
+    trained.continues()
     trained.disconnect()
 
 
@@ -117,7 +117,7 @@ def test_a_cell_goes_on_while_the_pool_service_is_killed(trained: Connected):
     reply = cell.wait(_SOON_S)
     assert reply.status == "ok", reply.story
     assert reply.lines(0) == ["in", "out"]
-    trained.goes_on()
+    trained.continues()
     trained.disconnect()
 
 

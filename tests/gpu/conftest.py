@@ -95,8 +95,8 @@ def figures(pytestconfig: pytest.Config) -> Iterator[Figures]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    if said := config.stash.get(_FIGURES, ""):
-        terminalreporter.write_line(f"\n{said}")
+    if text := config.stash.get(_FIGURES, ""):
+        terminalreporter.write_line(f"\n{text}")
 
 
 @pytest.fixture

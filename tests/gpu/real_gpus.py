@@ -73,9 +73,9 @@ def why_not(count: int) -> str:
 
 @functools.cache
 def _cuda_facts() -> tuple[str, str, int, bool]:
-    told = subprocess.run([sys.executable, "-c", _CUDA_FACTS], env=_environ(), capture_output=True, text=True)
-    assert told.returncode == 0, told.stderr
-    version, cuda, usable, nccl = json.loads(told.stdout.splitlines()[-1])
+    reported = subprocess.run([sys.executable, "-c", _CUDA_FACTS], env=_environ(), capture_output=True, text=True)
+    assert reported.returncode == 0, reported.stderr
+    version, cuda, usable, nccl = json.loads(reported.stdout.splitlines()[-1])
     return str(version), str(cuda), int(usable), bool(nccl)
 
 
@@ -105,8 +105,8 @@ def smi(query: str, *, of: str = "gpu") -> list[list[str]]:
     if tool is None:
         pytest.skip("needs nvidia-smi")
     command = [tool, f"--query-{of}={query}", "--format=csv,noheader,nounits"]
-    told = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    return [[field.strip() for field in row.split(",")] for row in told.stdout.splitlines() if row.strip()]
+    reported = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    return [[field.strip() for field in row.split(",")] for row in reported.stdout.splitlines() if row.strip()]
 
 
 def number(text: str) -> float | None:

@@ -12,14 +12,14 @@ pytestmark = pytest.mark.needs_gpu
 IMPORTS = "import torch, torch.distributed as dist\n"
 
 
-def told(kernel: Kernel, body: str) -> Any:
+def reported(kernel: Kernel, body: str) -> Any:
     """What a cell of one rank leaves as `told`; NCCL may print what it likes."""
     kernel.check(f"%%distributed -n 1 --out told\n{IMPORTS}{body}", 90)
     return kernel.value("told")
 
 
 def test_nccl_and_gloo_are_one_group(kernel: Kernel):
-    config, *values = told(
+    config, *values = reported(
         kernel,
         "told = [str(dist.get_backend_config())]\n"
         "for where in (device, 'cpu'):\n"
@@ -44,7 +44,7 @@ def test_a_second_initialisation_is_harmless(kernel: Kernel, backend: str):
     body = (
         f"dist.init_process_group({backend!r})\nx = torch.ones(1, device=device)\ndist.all_reduce(x)\ntold = x.item()"
     )
-    assert told(kernel, body) == 1
+    assert reported(kernel, body) == 1
 
 
 @pytest.mark.parametrize(("backend", "where"), [("nccl", "device"), ("gloo", "'cpu'")])
@@ -55,7 +55,7 @@ def test_further_groups(kernel: Kernel, backend: str, where: str):
         "dist.all_reduce(x, group=group)\n"
         "told = [x.item(), dist.get_backend(group)]"
     )
-    assert told(kernel, body) == [1, backend]
+    assert reported(kernel, body) == [1, backend]
 
 
 def test_a_group_may_be_ended_and_begun_anew(kernel: Kernel):
@@ -66,13 +66,13 @@ def test_a_group_may_be_ended_and_begun_anew(kernel: Kernel):
         "dist.all_reduce(x)\n"
         "told = [x.item(), dist.get_backend()]"
     )
-    assert told(kernel, body) == [1, "nccl"]
+    assert reported(kernel, body) == [1, "nccl"]
 
 
 def test_nccl_ends_ranks_of_a_run_and_leaves_those_of_a_session(kernel: Kernel):
     """A session promises to keep the ranks that an aborted collective frees; of a run they end, as with torchrun."""
     body = "import os\ntold = os.environ['TORCH_NCCL_ASYNC_ERROR_HANDLING']"
-    assert told(kernel, body) == "1"
+    assert reported(kernel, body) == "1"
     kernel.check("s = %sgpu_connect -n 1\ns.wait(60)", 90)
     try:
         kernel.check(f"%%distributed --out told\n{body}")
@@ -106,5 +106,5 @@ def test_fsdp2_on_one_gpu(kernel: Kernel):
         "    loss.backward(); optimizer.step(); optimizer.zero_grad()\n"
         "    told.append(loss.item())"
     )
-    losses = told(kernel, body)
+    losses = reported(kernel, body)
     assert losses[-1] < losses[0]

@@ -37,10 +37,12 @@ def test_status_lists_them(kernel: Kernel, gpus: tuple[Device, ...]):
 
 def test_doctor_finds_that_torch_can_use_them(home: Home, gpus: tuple[Device, ...]):
     command = [sys.executable, "-m", "sgpu_magic.cli", "doctor"]
-    told = subprocess.run(command, env=home.environ, capture_output=True, text=True, timeout=120)
-    lines = [" ".join(line.split()) for line in told.stdout.splitlines()]
+    reported = subprocess.run(command, env=home.environ, capture_output=True, text=True, timeout=120)
+    lines = [" ".join(line.split()) for line in reported.stdout.splitlines()]
     assert any(re.fullmatch(rf"ok gpu {len(gpus)} devices?: .*{re.escape(gpus[0].name)}.*", line) for line in lines)
-    assert any(re.fullmatch(r"ok torch and gpu built for CUDA [\d.]+, with NCCL", line) for line in lines), told.stdout
+    assert any(re.fullmatch(r"ok torch and gpu built for CUDA [\d.]+, with NCCL", line) for line in lines), (
+        reported.stdout
+    )
 
 
 # ---------------------------------------------------------------- in use outside the pool

@@ -175,8 +175,8 @@ def test_the_run_goes_on_under_torchrun(kernel: Kernel):
     directory = kernel.home.run_dir(kernel.home.runs[-1])
     eventually((directory / "_air.py").exists, 10, "the run's script")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1"]
-    told = subprocess.run(
+    reported = subprocess.run(
         [*command, str(directory / "_air.py")], env=kernel.home.environ, capture_output=True, text=True, timeout=100
     )
-    assert told.returncode == 0, told.stderr
-    assert "sum 42 cuda:0" in told.stdout
+    assert reported.returncode == 0, reported.stderr
+    assert "sum 42 cuda:0" in reported.stdout

@@ -100,8 +100,8 @@ def agree(
     sample: RankSample, busy_pct: float | None, used_mib: float | None, watts: float | None, celsius: float | None
 ) -> bool:
     """Whether a sample shows what nvidia-smi does; None is what that does not know."""
-    told = (sample.utilization_pct, (sample.used_bytes or 0) / MIB, sample.power_w, sample.temperature_c)
-    pairs = zip(told, (busy_pct, used_mib, watts, celsius), (30, 64, 60, 8), strict=True)
+    reported = (sample.utilization_pct, (sample.used_bytes or 0) / MIB, sample.power_w, sample.temperature_c)
+    pairs = zip(reported, (busy_pct, used_mib, watts, celsius), (30, 64, 60, 8), strict=True)
     return all((ours is None) if theirs is None else abs((ours or 0) - theirs) <= by for ours, theirs, by in pairs)
 
 

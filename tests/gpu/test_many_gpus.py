@@ -44,7 +44,7 @@ def pair(kernel: Kernel) -> Iterator[Kernel]:
     kernel.check("globals().pop('s', None)")
 
 
-def told(kernel: Kernel, options: str, body: str, timeout_s: float = 90.0) -> Any:
+def reported(kernel: Kernel, options: str, body: str, timeout_s: float = 90.0) -> Any:
     """What the ranks leave as `told`, by rank."""
     kernel.check(f"%%distributed {options} --out told:all\n{IMPORTS}{body}", timeout_s)
     return kernel.value("told")
@@ -61,7 +61,7 @@ def sums(kernel: Kernel, ranks: int, options: str) -> None:
 
 def test_every_rank_has_a_gpu_of_its_own(kernel: Kernel, gpus: tuple[Device, ...]):
     count = len(gpus)
-    found = told(
+    found = reported(
         kernel,
         f"-n {count}",
         "told = [str(device), torch.cuda.current_device(), torch.cuda.device_count(),\n"
@@ -99,7 +99,7 @@ def test_two_runs_at_once_have_different_gpus(
 def test_all_reduce_over_all(kernel: Kernel, gpus: tuple[Device, ...]):
     count = len(gpus)
     sums(kernel, count, f"-n {count}")
-    found = told(
+    found = reported(
         kernel,
         f"-n {count}",
         "x = torch.full((1 << 22,), float(rank), device=device)\n"
@@ -180,7 +180,7 @@ def test_a_session_goes_on_after_a_rank_has_raised(pair: Kernel):
     reply = pair.run(f"%%distributed\n{ONE_RAISES}", 60)
     assert (reply.ename, reply.evalue) == ("ValueError", "the culprit"), reply.story
     sums(pair, 2, "")
-    found = told(pair, "", f"{train}dist.all_reduce(x, group=group)\n{weights}")
+    found = reported(pair, "", f"{train}dist.all_reduce(x, group=group)\n{weights}")
     assert found[0] == found[1]
 
 
@@ -210,7 +210,7 @@ def test_a_rank_whose_context_is_lost_is_replaced(pair: Kernel):
 
 def test_fsdp2_ends_where_one_gpu_does(kernel: Kernel, gpus: tuple[Device, ...]):
     count = len(gpus)
-    found = told(
+    found = reported(
         kernel,
         f"-n {count}",
         "from torch.distributed.device_mesh import init_device_mesh\n"
@@ -240,7 +240,7 @@ def test_fsdp2_ends_where_one_gpu_does(kernel: Kernel, gpus: tuple[Device, ...])
 
 def test_tensors_go_round_from_gpu_to_gpu(kernel: Kernel, gpus: tuple[Device, ...]):
     count = len(gpus)
-    found = told(
+    found = reported(
         kernel,
         f"-n {count}",
         "x = torch.full((1 << 20,), float(rank), device=device)\n"
@@ -254,7 +254,7 @@ def test_tensors_go_round_from_gpu_to_gpu(kernel: Kernel, gpus: tuple[Device, ..
 
 
 def test_a_rank_reaches_its_neighbours_gpu(kernel: Kernel):
-    found = told(
+    found = reported(
         kernel,
         "-n 2",
         "other = torch.device('cuda', 1 - local_rank)\n"

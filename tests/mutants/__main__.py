@@ -197,7 +197,7 @@ class Tree:
             text = output.read()
         for left in self.temporary.iterdir():
             shutil.rmtree(left, ignore_errors=True)
-        return Outcome(*_judge(code, text, limit_s), seconds, text)
+        return Outcome(*_verdict_of(code, text, limit_s), seconds, text)
 
     # ------------------------------------------------------------ within
 
@@ -224,7 +224,7 @@ class Tree:
         """Refuse to go on where Python imports another sgpu_magic, such as one that is installed in editable mode."""
         code = f"import {PACKAGE}; print({PACKAGE}.__file__)"
         for options in ((), ("-P",), ("-s",)):
-            told = subprocess.run(
+            reported = subprocess.run(
                 [sys.executable, *options, "-c", code],
                 cwd=self.folder,
                 env=self._environ(),
@@ -232,7 +232,7 @@ class Tree:
                 text=True,
                 check=True,
             )
-            found = Path(told.stdout.strip()).resolve()
+            found = Path(reported.stdout.strip()).resolve()
             if not found.is_relative_to(self.path):
                 raise SystemExit(f"mutants: the tests would import {found}, not the copy in {self.path}")
 
@@ -248,7 +248,7 @@ class Tree:
         Path(importlib.util.cache_from_source(file)).unlink(missing_ok=True)
 
 
-def _judge(code: int | None, output: str, limit_s: float) -> tuple[Verdict, str]:
+def _verdict_of(code: int | None, output: str, limit_s: float) -> tuple[Verdict, str]:
     """Return what an exit status of pytest means, and the first test that failed or the reason."""
     if code is None:
         return Verdict.CAUGHT, f"the time limit of {limit_s:g} s"

@@ -65,10 +65,10 @@ def _soak(home: Home, plans: list[Plan], kernels: int, source: random.Random, re
                 outcomes = Counter[str]()
                 for (_, state), times in results.outcomes.items():
                     outcomes[state] += times
-                told = ", ".join(f"{times} {state}" for state, times in sorted(outcomes.items()))
+                reported = ", ".join(f"{times} {state}" for state, times in sorted(outcomes.items()))
                 struck = ", ".join(f"{roles} {times}x" for roles, times in sorted(pool.counts.items())) or "nothing"
                 print(
-                    f"soak: {results.done}/{len(plans)} runs, {time.monotonic() - began:.0f} s: {told}; "
+                    f"soak: {results.done}/{len(plans)} runs, {time.monotonic() - began:.0f} s: {reported}; "
                     f"struck {struck}; {len(results.problems)} problems",
                     flush=True,
                 )

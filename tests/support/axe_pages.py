@@ -27,7 +27,7 @@ def axe_problems(
         page.evaluate((front_end / "node_modules" / "axe-core" / "axe.min.js").read_text())
         # JupyterLab's body has no height and hides its overflow; to axe, everything would be hidden
         page.add_style_tag(content="body { height: 100vh }")
-    include = [[place] for place in places if page.locator(place).filter(visible=True).count()]
+    include = [[context] for context in places if page.locator(context).filter(visible=True).count()]
     found: dict[str, Any] = page.evaluate("include => axe.run({ include })", include)
     contrasts = [node for rule in found["passes"] if rule["id"] == "color-contrast" for node in rule["nodes"]]
     assert len(contrasts) >= least_texts, "axe has not seen the texts"

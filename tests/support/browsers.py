@@ -105,8 +105,8 @@ class OpenNotebook:
     def load(self) -> None:
         """Load the page (again) and wait until the notebook is shown."""
         # a workspace of its own: JupyterLab reopens what was open before
-        place = f"lab/workspaces/{self._stem}/tree" if self._is_lab else "notebooks"
-        self.page.goto(f"{self.server.url}/{place}/{self.name}?token={self.server.token}")
+        context = f"lab/workspaces/{self._stem}/tree" if self._is_lab else "notebooks"
+        self.page.goto(f"{self.server.url}/{context}/{self.name}?token={self.server.token}")
         self.ready()
 
     def reload(self) -> None:

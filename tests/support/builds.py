@@ -112,11 +112,11 @@ class Build:
         last: BuildReady | BuildRefused | None = None
         with self.link.makefile("rb") as lines:
             for line in lines:
-                said = decode_update(line)
-                if isinstance(said, BuildMoved):
-                    self.news.append(said)
+                sent = decode_update(line)
+                if isinstance(sent, BuildMoved):
+                    self.news.append(sent)
                 else:
-                    last = said
+                    last = sent
         self.ended()
         assert last is not None, "the builder ended without a word"
         return last

@@ -39,13 +39,13 @@ class Culprit:
         run_id = eventually(lambda: home.run_named(self._name), 20, "it does not start")
         settings = load_settings(home.environ)
 
-        def told() -> str:
+        def reported() -> str:
             # it may still be queued
             with contextlib.suppress(RunUnknown, UsageError):
                 return of_one(settings, "stacks", run_id)
             return ""
 
-        eventually(lambda: when in told(), 20, lambda: f"not yet {when!r}: {told()}")
+        eventually(lambda: when in reported(), 20, lambda: f"not yet {when!r}: {reported()}")
         self._word.touch()
         struck = time.monotonic()
         assert self._cell is not None

@@ -75,8 +75,8 @@ def execute(notebook: Path, home: Home) -> Executed:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in home.environ.items():
             patch.setenv(name, value)
-        place = {"metadata": {"path": str(home.work)}}
-        client = nbclient.NotebookClient(made, timeout=_CELL_TIMEOUT_S, resources=place)
+        resources = {"metadata": {"path": str(home.work)}}
+        client = nbclient.NotebookClient(made, timeout=_CELL_TIMEOUT_S, resources=resources)
         begin = time.monotonic()
         client.execute()
         seconds = time.monotonic() - begin

@@ -58,7 +58,7 @@ class FilePool:
 
     def _made(self, bulk_port: int) -> RemoteClients:
         listening = Listening("tcp://127.0.0.1:*", self.keys, AuthorizedClients(self._list), 60.0, bulk_port)
-        return RemoteClients(listening, self._heard, lambda _: None)
+        return RemoteClients(listening, self._on_message, lambda _: None)
 
     def do(self, call: Callable[[], T]) -> T:
         """Make a call in the pool's thread."""
@@ -91,7 +91,7 @@ class FilePool:
 
     # ------------------------------------------------------------ the pool's thread
 
-    def _heard(self, client: ConnectedClient, message: ClientMessage, frames: Sequence[bytes]) -> None:
+    def _on_message(self, client: ConnectedClient, message: ClientMessage, frames: Sequence[bytes]) -> None:
         self.kinds.append(type(message).__name__)
         if isinstance(message, Hello):
             port = self.remote.bulk_port if self._tells else 0

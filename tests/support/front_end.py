@@ -38,7 +38,7 @@ class LiveView:
         opened_at: When its comm was opened, monotonic.
 
     Attributes:
-        told: The first line's number and the line count of each message of new lines.
+        reported: The first line's number and the line count of each message of new lines.
         hears: Callback that also gets each message, for a page that draws the widget.
     """
 
@@ -48,7 +48,7 @@ class LiveView:
     closed_at: float | None = None
     lines: dict[int, tuple[int, str]] = field(default_factory=dict)
     skipped: int = 0
-    told: list[tuple[int, int]] = field(default_factory=list)
+    reported: list[tuple[int, int]] = field(default_factory=list)
     seqs: list[int] = field(default_factory=list)
     answers: dict[int, dict[str, Any]] = field(default_factory=dict)
     sent: list[Sent] = field(default_factory=list)
@@ -94,7 +94,7 @@ class LiveView:
         """Handle new content or an answer."""
         if content["kind"] == "lines":
             self.seqs.append(content["seq"])
-            self.told.append((content["first"], self._put(content["first"], content["rows"])))
+            self.reported.append((content["first"], self._put(content["first"], content["rows"])))
             return
         self.answers[content.get("n", 0)] = content
         if content["kind"] == "lines-answer":

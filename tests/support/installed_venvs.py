@@ -37,10 +37,10 @@ import dataclasses, json, sys
 sys.path.append({repository!r})
 from sgpu_magic.packages import snapshot
 taken = snapshot.take_snapshot()
-tell = dataclasses.asdict
+as_dict = dataclasses.asdict
 print(json.dumps({{
     "digest": taken.digest, "python": taken.python, "tag": taken.tag, "platform": taken.platform,
-    "distributions": [tell(d) | {{"key": d.key}} for d in taken.distributions],
+    "distributions": [as_dict(d) | {{"key": d.key}} for d in taken.distributions],
 }}))
 """
 
@@ -87,8 +87,8 @@ def snapshot_of(python: Path | str, *, cwd: Path | None = None, path: tuple[Path
     return json.loads(call(python, "-P", "-c", code, cwd=cwd))
 
 
-def by_name(told: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    return {found["key"]: found for found in told["distributions"]}
+def by_name(reported: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    return {found["key"]: found for found in reported["distributions"]}
 
 
 def make_project(folder: Path, name: str, version: str = "0.1", source: str = "WHO = 'project'\n") -> Path:

@@ -220,11 +220,11 @@ class Kernel:
         try:
             self.client.wait_for_ready(timeout=60)
         except RuntimeError as error:
-            raise AssertionError(f"{error}. It says: {self._said()}") from error
+            raise AssertionError(f"{error}. It says: {self._log_tail()}") from error
         self.front_end = FrontEnd(self.client, greets=self._greets)
         self.home.kernel_pids.add(self.pid)
 
-    def _said(self) -> str:
+    def _log_tail(self) -> str:
         return (self.home.path / "kernel.log").read_text(errors="replace")[-2000:]
 
     @property

@@ -70,7 +70,7 @@ class LiveRun:
         self._last_stream = ["stdout"] * ranks
         self._decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in range(ranks)]
 
-    def tell(self, *bodies: ev.EventBody, at: float | None = None) -> LiveRun:
+    def apply(self, *bodies: ev.EventBody, at: float | None = None) -> LiveRun:
         self.at = self.at if at is None else at
         for body in bodies:
             self._seq += 1
@@ -81,7 +81,7 @@ class LiveRun:
     def start(self, device_type: str = "a10", labels: tuple[str, ...] = (), at: float | None = None) -> LiveRun:
         ranks = self.view.ranks
         lease = Lease(lease_id="l", device_type=device_type, ranks=ranks)
-        return self.tell(
+        return self.apply(
             ev.Placed(lease=lease, host="gpu-node-2", labels=labels),
             ev.StateChanged(state=RunState.STARTING),
             ev.RanksStarted(pids=tuple(range(ranks)), warm="standby"),
@@ -106,7 +106,7 @@ class LiveRun:
             self._decoders[rank].reset()
         start = self._sizes[rank]
         self._sizes[rank] += len(data)
-        return self.tell(
+        return self.apply(
             rank_events.OutputWritten(
                 rank=rank,
                 stream=stream,
@@ -123,7 +123,7 @@ class LiveRun:
             if size and not self.log(rank).endswith(b"\n"):
                 self.order.append((rank, self._lines[rank]))
                 self._streams[rank].append(self._last_stream[rank])
-        return self.tell(ev.RunEnded(state=state, total_s=12.4, **fields))
+        return self.apply(ev.RunEnded(state=state, total_s=12.4, **fields))
 
     def log(self, rank: int) -> bytes:
         path = self.directory / f"rank-{rank}.log"

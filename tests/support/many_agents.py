@@ -86,8 +86,8 @@ class NodesHere(Engine):
         self.far = far
         self._own_addresses: dict[str, str] = {}
         self._namespaces: dict[str, str] = {}
-        for number, place in enumerate(places):
-            self._own_addresses[f"node-{number}"], _, self._namespaces[f"node-{number}"] = place.partition("@")
+        for number, context in enumerate(places):
+            self._own_addresses[f"node-{number}"], _, self._namespaces[f"node-{number}"] = context.partition("@")
         self._agents: dict[str, AgentHere] = {}
         self._came: set[str] = set()
         self._slow: set[str] = set()
@@ -123,7 +123,7 @@ class NodesHere(Engine):
             agent = self._agents[node] = AgentHere(own, find_earlier=look)
         channel = AgentChannel(node, agent, self._slow)
 
-        def said(message: FromAgent, frames: Sequence[bytes]) -> None:
+        def sent(message: FromAgent, frames: Sequence[bytes]) -> None:
             if isinstance(message, AgentReady):
                 self._came.add(node)
                 named = msgspec.structs.replace(message.inventory, host=node)
@@ -139,7 +139,7 @@ class NodesHere(Engine):
             self.node_lost(node, "its agent has ended")
             self._tell_pids()
 
-        agent.listen(said, lost)
+        agent.listen(sent, lost)
 
     def _reap(self) -> None:
         """Reap the orphans of dead agents; living agents are waited for by the code that started them."""
@@ -150,7 +150,7 @@ class NodesHere(Engine):
                     os.waitpid(pid, os.WNOHANG)
         self._loop.call_later(_REAP_S, self._reap)
 
-    def obey(self, line: str) -> None:
+    def execute_order(self, line: str) -> None:
         """Execute an order: `cut`, `lose` or `bring` a node, or make its files `slow` or `quick`."""
         order, node = line.split()
         match order:
@@ -167,7 +167,7 @@ class NodesHere(Engine):
             case _ if node in self._agents:
                 # the agent is dead, but its end is not reported yet
                 if not processes.is_alive(self._agents[node].pid):
-                    self._loop.call_later(_HEARD_S, self.obey, line)
+                    self._loop.call_later(_HEARD_S, self.execute_order, line)
             case _:
                 self._start(node, look=True)
                 self._tell_pids()
@@ -266,11 +266,11 @@ def _inside(namespace: str) -> Generator[None]:
             libc.setns(own.fileno(), 0)
 
 
-def _obey(engine: NodesHere) -> None:
+def _execute_orders(engine: NodesHere) -> None:
     """Execute orders from the test. They are short and arrive in one piece."""
     text = os.read(0, 4096).decode()
     for line in text.splitlines():
-        engine.obey(line)
+        engine.execute_order(line)
     if not text:
         asyncio.get_running_loop().remove_reader(0)
 
@@ -288,7 +288,7 @@ def main() -> None:
         far = "far" in sys.argv
         engine = NodesHere(settings, sys.argv[2 if far else 1 :], far=far)
         engine.begin()
-        asyncio.get_running_loop().add_reader(0, lambda: _obey(engine))
+        asyncio.get_running_loop().add_reader(0, lambda: _execute_orders(engine))
         service = PoolService(settings, presence, engine)
         presence.announce()
         try:

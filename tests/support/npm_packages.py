@@ -30,12 +30,12 @@ def copy_front_end(kept: Path, only: tuple[str, ...] = ()) -> Path:
     missing = [name for name in ("node", "npm") if shutil.which(name) is None]
     if missing:
         pytest.skip(f"{' and '.join(missing)} not on this machine: what is built is taken as committed")
-    told = subprocess.run(["node", "--version"], capture_output=True, text=True, check=True).stdout.strip()
-    if tuple(map(int, told.lstrip("v").split(".")[:2])) < (20, 19):
-        pytest.skip(f"node {told} is older than 20.19, which the front end's tools need")
+    reported = subprocess.run(["node", "--version"], capture_output=True, text=True, check=True).stdout.strip()
+    if tuple(map(int, reported.lstrip("v").split(".")[:2])) < (20, 19):
+        pytest.skip(f"node {reported} is older than 20.19, which the front end's tools need")
     lock = hashlib.sha256((SOURCES / "package-lock.json").read_bytes()).hexdigest()[:16]
-    place = kept / "-".join([lock, *only])
-    copy = place / "labextension"
+    context = kept / "-".join([lock, *only])
+    copy = context / "labextension"
     packages = copy / "node_modules"
     copy.mkdir(parents=True, exist_ok=True)
     for old in copy.iterdir():
@@ -44,12 +44,12 @@ def copy_front_end(kept: Path, only: tuple[str, ...] = ()) -> Path:
     for pattern in _COPIED:
         for path in SOURCES.glob(pattern):
             (shutil.copytree if path.is_dir() else shutil.copy)(path, copy / path.name)
-    installed = place / "installed"
+    installed = context / "installed"
     if not installed.exists():
-        told = npm(copy, "install", *_alone(copy, only)) if only else npm(copy, "ci", "--prefer-offline")
-        if told.returncode and any(code in told.stderr for code in _NO_REGISTRY):
+        reported = npm(copy, "install", *_alone(copy, only)) if only else npm(copy, "ci", "--prefer-offline")
+        if reported.returncode and any(code in reported.stderr for code in _NO_REGISTRY):
             pytest.skip("the front end's packages are not in npm's cache, and there is no registry")
-        assert told.returncode == 0, told.stderr
+        assert reported.returncode == 0, reported.stderr
         installed.touch()
     return copy
 
@@ -65,7 +65,7 @@ def _alone(copy: Path, only: tuple[str, ...]) -> list[str]:
     return ["--prefer-offline", "--no-audit", "--no-fund", "--no-package-lock"]
 
 
-def npm(place: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def npm(context: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        ["npm", *arguments], cwd=place, capture_output=True, text=True, timeout=400, env={**os.environ, "CI": "1"}
+        ["npm", *arguments], cwd=context, capture_output=True, text=True, timeout=400, env={**os.environ, "CI": "1"}
     )

@@ -132,11 +132,11 @@ def waits_of(root: int) -> str:
         )
         with contextlib.suppress(OSError):
             for thread in os.listdir(f"/proc/{pid}/task"):
-                told = []
+                reported = []
                 for name in ("comm", "wchan", "syscall"):
                     with contextlib.suppress(OSError):
-                        told.append(Path(f"/proc/{pid}/task/{thread}/{name}").read_text().strip()[:60])
-                lines.append(f"    {thread} {' | '.join(told)}")
+                        reported.append(Path(f"/proc/{pid}/task/{thread}/{name}").read_text().strip()[:60])
+                lines.append(f"    {thread} {' | '.join(reported)}")
     return "\n".join(lines)
 
 

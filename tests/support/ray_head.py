@@ -58,7 +58,7 @@ class RayNode:
         for left in reversed(range(_STARTS)):
             # give Ray these ports: it waits for those that it finds itself
             grpc, listen, runtime_env, metrics = free_ports(4)
-            said = log.stat().st_size if log.exists() else 0
+            sent = log.stat().st_size if log.exists() else 0
             with open(log, "ab") as words:
                 self.process = subprocess.Popen(
                     [
@@ -71,15 +71,15 @@ class RayNode:
                     env=dict(environ), stdout=words, stderr=words, stdin=subprocess.DEVNULL, cwd="/",
                     start_new_session=True,
                 )  # fmt: skip
-            if self._has_started(said):
+            if self._has_started(sent):
                 return
             # Ray gives a raylet's processes 15 s for their imports, which a busy machine may exceed once
             self.kill()
             assert left, log.read_text()[-3000:]
 
-    def _has_started(self, said: int) -> bool:
+    def _has_started(self, sent: int) -> bool:
         def over() -> bool:
-            return self.process.poll() is not None or _STARTED in self.log.read_bytes()[said:]
+            return self.process.poll() is not None or _STARTED in self.log.read_bytes()[sent:]
 
         eventually(over, _START_S, lambda: self.log.read_text()[-3000:], poll_s=0.2)
         return self.process.poll() is None

@@ -128,5 +128,5 @@ class RayJobsApi:
             return 200, b'{"stopped": true}'
         if match["what"] is None:
             return 200, json.dumps(job).encode()
-        said = self.prints.pop(0) if len(self.prints) > 1 else self.prints[0]
-        return (404, b"No logs") if said is None else (200, json.dumps({"logs": said}).encode())
+        output = self.prints.pop(0) if len(self.prints) > 1 else self.prints[0]
+        return (404, b"No logs") if output is None else (200, json.dumps({"logs": output}).encode())

@@ -72,7 +72,7 @@ class ScriptedPool:
         self._seq = 0
         self.link = PoolLink(self)  # type: ignore[arg-type]
 
-    def tell(self, *bodies: EventBody, run_id: str = RUN) -> None:
+    def apply(self, *bodies: EventBody, run_id: str = RUN) -> None:
         """Send events of a run."""
         for body in bodies:
             self._seq += 1

@@ -129,7 +129,7 @@ class RunningCell:
     """A cell that runs until the test ends it; its kernel is busy meanwhile.
 
     Args:
-        place: The home of its server.
+        context: The home of its server.
         kernel: The kernel that runs it.
         name: The run's name.
         options: Further options of its magic.
@@ -137,10 +137,10 @@ class RunningCell:
     """
 
     def __init__(
-        self, place: Home, kernel: ServerKernel, name: str, options: str = "", runs_in: Home | None = None
+        self, context: Home, kernel: ServerKernel, name: str, options: str = "", runs_in: Home | None = None
     ) -> None:
-        home = place if runs_in is None else runs_in
-        self._word = place.work / name
+        home = context if runs_in is None else runs_in
+        self._word = context.work / name
         self._kernel = kernel
         code = _UNTIL_TOLD.format(name=str(self._word))
         self._message = kernel.start(f"%%distributed -n 2 --name {name} {options}\n{code}", cell=f"cell-{name}")

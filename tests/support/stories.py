@@ -81,7 +81,7 @@ class Run:
             pool,
         )
 
-    def tell(self, *bodies: ev.EventBody, at: float = 100.0) -> Run:
+    def apply(self, *bodies: ev.EventBody, at: float = 100.0) -> Run:
         for body in bodies:
             self.seq += 1
             self.view.apply(ev.Event(run_id=self.view.run_id, seq=self.seq, at=at, body=body))
@@ -96,7 +96,7 @@ class Run:
         shares: tuple[NodeShare, ...] = (),
     ) -> Run:
         ranks = self.view.ranks
-        return self.tell(
+        return self.apply(
             ev.Placed(
                 lease=Lease(lease_id="l", device_type=device_type, ranks=ranks, simulated=simulated, shares=shares),
                 host=host_name(),
@@ -109,7 +109,7 @@ class Run:
         )
 
     def say(self, rank: int, text: str, stream: str = "stdout", skipped: int = 0) -> Run:
-        return self.tell(
+        return self.apply(
             rank_events.OutputWritten(
                 rank=rank,
                 stream=stream,
@@ -123,7 +123,7 @@ class Run:
 
     def show(self, rank: int, display_id: str = "", update: bool = False, **bundle: str) -> Run:
         data = {key.replace("_", "/"): value for key, value in bundle.items()}
-        return self.tell(
+        return self.apply(
             rank_events.DisplayPublished(
                 rank=rank, bundle=json.dumps(data).encode(), display_id=display_id, update=update
             )
@@ -152,7 +152,7 @@ class Run:
                 else RankSample(rank=rank, kind=kind, cpu_cores=1.2 + wave / 10, rss_bytes=400_000_000 + rank)
                 for rank in self.view.rank_numbers
             ]
-            self.tell(rank_events.Sampled(seconds=1.0, samples=tuple(samples)), at=at + second + 1)
+            self.apply(rank_events.Sampled(seconds=1.0, samples=tuple(samples)), at=at + second + 1)
         return self
 
     def end(
@@ -167,7 +167,7 @@ class Run:
         at: float = 100.0,
         **ended: object,
     ) -> Run:
-        return self.tell(
+        return self.apply(
             ev.RunEnded(
                 state=state,
                 **ended,
@@ -256,7 +256,7 @@ def timed_out() -> Run:
 
 
 def queued() -> Run:
-    return Run(pool="team").tell(ev.QueueMoved(position=2, reason="needs 1 more A10"))
+    return Run(pool="team").apply(ev.QueueMoved(position=2, reason="needs 1 more A10"))
 
 
 def gapped() -> Run:
@@ -307,7 +307,7 @@ STUCK = (waiting(0), loading(1), waiting(2), waiting(3))
 
 
 def stalled() -> Run:
-    return Run(cell=CELL).start().say(0, "epoch 1\n").tell(rank_events.Stalled(seconds=30.0, stacks=STUCK))
+    return Run(cell=CELL).start().say(0, "epoch 1\n").apply(rank_events.Stalled(seconds=30.0, stacks=STUCK))
 
 
 def timed_out_in_a_collective() -> Run:
@@ -329,7 +329,7 @@ def started_again() -> Run:
         exit_status=-9,
     )
     run = Run(retries=2).start().say(2, "step 7")
-    run.tell(ev.AttemptFailed(attempt=1, attempts=3, failure=failure), at=109.0)
+    run.apply(ev.AttemptFailed(attempt=1, attempts=3, failure=failure), at=109.0)
     return run.start(at=110.0).say(2, "from step 5\n")
 
 
@@ -383,7 +383,7 @@ def in_session_running() -> Run:
 
 def waits_in_session() -> Run:
     why = "run 7f3a (train) is still running in its session"
-    return cell_in_session().tell(ev.QueueMoved(position=1, reason=why))
+    return cell_in_session().apply(ev.QueueMoved(position=1, reason=why))
 
 
 def sent_by_auto() -> Run:
@@ -396,7 +396,7 @@ def fresh_in_session() -> Run:
 
 def renewed(lost: str = "") -> Run:
     run = cell_in_session(run_id="7f400000").start().say(0, "step 118\n")
-    run.tell(ev.GroupRenewed(reason="rank 1 failed while the others were in all_reduce", lost=lost))
+    run.apply(ev.GroupRenewed(reason="rank 1 failed while the others were in all_reduce", lost=lost))
     return run.end(RunState.FAILED, 9.2, value_error(), released(0, 2, 3, where="all_reduce #118"))
 
 
@@ -431,7 +431,7 @@ def session(name: str = "work", **options: object) -> Run:
 
 
 def session_waits() -> Run:
-    return session().tell(ev.QueueMoved(position=2, reason="needs 1 more A10"))
+    return session().apply(ev.QueueMoved(position=2, reason="needs 1 more A10"))
 
 
 def session_connected() -> Run:
@@ -440,7 +440,7 @@ def session_connected() -> Run:
 
 def session_working() -> Run:
     run = session().start("a10", labels=LABELS).sample(60)
-    run.tell(ev.SessionMoved(cells=14, running=("train",)), at=160.0)
+    run.apply(ev.SessionMoved(cells=14, running=("train",)), at=160.0)
     return run.say(1, "a thread says this between two cells\n")
 
 
@@ -453,14 +453,14 @@ def session_with_a_dead_rank() -> Run:
         rank=2,
         exit_status=-9,
     )
-    run.tell(ev.SessionMoved(cells=14, running=("train",)), at=150.0)
-    run.tell(rank_events.RankFailed(failure=killed), ev.SessionMoved(cells=14, dead=(2,)), at=160.0)
+    run.apply(ev.SessionMoved(cells=14, running=("train",)), at=150.0)
+    run.apply(rank_events.RankFailed(failure=killed), ev.SessionMoved(cells=14, dead=(2,)), at=160.0)
     return run.say(1, "a thread says this between two cells\n")
 
 
 def session_mended() -> Run:
     lost = "its variables and what was on its GPU are lost"
-    return session_with_a_dead_rank().tell(
+    return session_with_a_dead_rank().apply(
         ev.RanksRestarted(ranks=(2,), pids=(4712,), lost=lost),
         ev.GroupRenewed(reason="rank 2 is new"),
         ev.SessionMoved(cells=14),
@@ -549,8 +549,8 @@ IN_A_FILE = TrackedRun(
 def with_price(simulated: bool = False, at: float = 100.0, **spec: object) -> Run:
     run = Run(outputs=("history",), pool="team", **spec)
     lease = Lease(lease_id="l", device_type="a10", ranks=run.view.ranks, simulated=simulated)
-    run.tell(ev.Placed(lease=lease, host=host_name(), hourly=4.8, currency="USD"), at=at)
-    run.tell(
+    run.apply(ev.Placed(lease=lease, host=host_name(), hourly=4.8, currency="USD"), at=at)
+    run.apply(
         ev.StateChanged(state=RunState.STARTING),
         ev.RanksStarted(pids=tuple(range(run.view.ranks)), warm="standby"),
         ev.StateChanged(state=RunState.RUNNING),
@@ -560,12 +560,12 @@ def with_price(simulated: bool = False, at: float = 100.0, **spec: object) -> Ru
 
 
 def priced_and_tracked() -> Run:
-    run = with_price().tell(ev.Tracked(tracked=TRACKED))
+    run = with_price().apply(ev.Tracked(tracked=TRACKED))
     return run.end(seconds=449.2, results=(result(0, 1200),), gpu_s=1800.0, cost=2.4, currency="USD")
 
 
 def priced_in_a_file_store() -> Run:
-    run = with_price(simulated=True, environment_label="ai-4").tell(ev.Tracked(tracked=IN_A_FILE))
+    run = with_price(simulated=True, environment_label="ai-4").apply(ev.Tracked(tracked=IN_A_FILE))
     return run.end(seconds=1.6, results=(result(0, 1200),), gpu_s=8.0, cost=8 * 1.2 / 3600, currency="USD")
 
 
@@ -578,12 +578,12 @@ def logged_metrics() -> Run:
     run = Run(ranks=2).start().say(0, "epoch 1\n")
     for rank in range(2):
         losses = [2.0 / (step + 1) + rank / 10 for step in range(5)]
-        run.tell(rank_events.MetricsLogged(rank=rank, metrics=points("train/loss", losses)))
+        run.apply(rank_events.MetricsLogged(rank=rank, metrics=points("train/loss", losses)))
     norms = [0.5, math.nan, 3.25, math.inf]
-    run.tell(rank_events.MetricsLogged(rank=0, metrics=points("grad norm", norms)))
-    run.tell(rank_events.MetricsLogged(rank=0, metrics=points("rows/s", [1200.0, 1250.5, 1225.0], step=0)))
+    run.apply(rank_events.MetricsLogged(rank=0, metrics=points("grad norm", norms)))
+    run.apply(rank_events.MetricsLogged(rank=0, metrics=points("rows/s", [1200.0, 1250.5, 1225.0], step=0)))
     odd = (MetricPoint("<b>score</b> $1$", 0.75, 50, 4), MetricPoint("system/gpu_0_power", 200.0, 50, 0))
-    return run.tell(rank_events.MetricsLogged(rank=0, metrics=odd)).end()
+    return run.apply(rank_events.MetricsLogged(rank=0, metrics=odd)).end()
 
 
 def too_dear() -> Run:
@@ -592,15 +592,15 @@ def too_dear() -> Run:
         "--max-cost, or take fewer devices with --gpus or cheaper ones with --type"
     )
     failure = Failure(kind=FailureKind.TIMEOUT, message=message)
-    run = with_price(max_cost=0.02).tell(ev.Noted(text="80 % of its cost limit of $0.02 is used"))
+    run = with_price(max_cost=0.02).apply(ev.Noted(text="80 % of its cost limit of $0.02 is used"))
     priced = {"gpu_s": 64.0, "cost": 64 * 1.2 / 3600, "currency": "USD"}
     return run.end(RunState.TIMED_OUT, 15.2, failure, limit=RunLimit.COST, **priced)
 
 
 def making_packages() -> Run:
     run = Run(environment_label="ai-4")
-    run.tell(ev.StateChanged(state=RunState.PREPARING))
-    return run.tell(
+    run.apply(ev.StateChanged(state=RunState.PREPARING))
+    return run.apply(
         ev.EnvironmentMoved(host="gpu-node-2", step="installing", done=41, packages=80, seconds=12.0), at=112.0
     )
 

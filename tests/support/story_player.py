@@ -18,7 +18,7 @@ from sgpu_magic.wire.rank_events import OutputWritten
 from sgpu_magic.wire.run import RunSpec
 
 
-def told(name: str) -> tuple[RunSpec, list[Event]]:
+def reported(name: str) -> tuple[RunSpec, list[Event]]:
     """Return the run of a story, and its events with times shifted so that the last one is now."""
     events: list[Event] = []
     apply = RunView.apply
@@ -42,7 +42,7 @@ def play(name: str, go: Path, ended: str = "") -> None:
         go: The file.
         ended: A longer story of the same run, whose further events follow then; "" for none.
     """
-    spec, events = told(name)
+    spec, events = reported(name)
     directory = Path.cwd() / f"log-{name}"
     directory.mkdir(exist_ok=True)
     view = RunView(spec, pool="team")
@@ -60,6 +60,6 @@ def play(name: str, go: Path, ended: str = "") -> None:
     while not go.exists():
         publisher.tick(time.monotonic())
         time.sleep(0.05)
-    for event in told(ended)[1][len(events) :] if ended else ():
+    for event in reported(ended)[1][len(events) :] if ended else ():
         apply(event)
     publisher.tick(time.monotonic(), final=True)

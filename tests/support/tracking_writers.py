@@ -153,16 +153,16 @@ class ToldRun:
         )
         self.log = RunLog(self.directory, self.run_id)
         (self.directory / "run.json").write_text("{}")
-        self.tell(ev.Submitted(spec=self.spec))
+        self.apply(ev.Submitted(spec=self.spec))
 
-    def tell(self, *bodies: ev.EventBody) -> None:
+    def apply(self, *bodies: ev.EventBody) -> None:
         for body in bodies:
             self.log.append(body, time.time())
 
     def start(self, device_type: str = "cpu", uuids: Sequence[str] = ()) -> None:
         ranks = self.spec.placement.ranks
         lease = Lease(lease_id="l", device_type=device_type, ranks=ranks, uuids=tuple(uuids))
-        self.tell(
+        self.apply(
             ev.Placed(lease=lease, host="node7"),
             ev.StateChanged(state=RunState.STARTING),
             ev.RanksStarted(pids=tuple(range(ranks)), warm="standby"),
@@ -176,10 +176,10 @@ class ToldRun:
         """Log a rank's values at the steps from `step` on."""
         at_ms = int(time.time() * 1000)
         points = tuple(MetricPoint(key, value, at_ms, step + number) for number, value in enumerate(values))
-        self.tell(rank_events.MetricsLogged(rank=rank, metrics=points))
+        self.apply(rank_events.MetricsLogged(rank=rank, metrics=points))
 
     def end(self, state: RunState = RunState.SUCCEEDED, **fields: Any) -> None:
-        self.tell(ev.RunEnded(state=state, **fields))
+        self.apply(ev.RunEnded(state=state, **fields))
         self.log.close()
 
     @property
@@ -199,13 +199,13 @@ class WriterProcess:
         environ: The process's environment.
 
     Attributes:
-        heard: Messages from the process.
+        received: Messages from the process.
     """
 
     def __init__(self, settings: Settings, environ: dict[str, str] | None = None) -> None:
         self._settings = settings
         self._environ = environ
-        self.heard: list[FromTracker] = []
+        self.received: list[FromTracker] = []
         # by run, the orders that the next process gets again
         self._orders: dict[str, list[Track | RunOver]] = {}
         self.start()
@@ -233,12 +233,12 @@ class WriterProcess:
     def start_if_ended(self) -> None:
         """Start a new process if the last one has ended silently, as after a minute without work."""
         if self._process.poll() is not None:
-            assert self.said() == ""
+            assert self.sent() == ""
             self.start()
 
     def track(self, run: ToldRun, tracking: Tracking | None = None, parent_run: str = "") -> None:
-        place = Tracking(experiment="nb") if tracking is None else tracking
-        order = Track(run_id=run.run_id, run_dir=str(run.directory), tracking=place, parent_run=parent_run)
+        context = Tracking(experiment="nb") if tracking is None else tracking
+        order = Track(run_id=run.run_id, run_dir=str(run.directory), tracking=context, parent_run=parent_run)
         self._send(order)
 
     def over(self, run: ToldRun) -> None:
@@ -259,14 +259,14 @@ class WriterProcess:
                 data = self._socket.recv(1 << 16)
             if not data:
                 status = self._process.wait(PATIENCE_S)
-                said = self.said()
-                assert (status, said) == (0, ""), f"the writer ended: {status} {said}"
+                sent = self.sent()
+                assert (status, sent) == (0, ""), f"the writer ended: {status} {sent}"
                 self.start()
                 for order in [order for orders in self._orders.values() for order in orders]:
                     self._socket.sendall(codec.frame(order))
                 return
-            self.heard += [message for message, _ in self._reader.feed(data)]
-            for message in self.heard:
+            self.received += [message for message, _ in self._reader.feed(data)]
+            for message in self.received:
                 if isinstance(message, TrackingDone):
                     self._orders.pop(message.run_id, None)
 
@@ -277,15 +277,15 @@ class WriterProcess:
             self.take()
             return bool(condition())
 
-        eventually(holds, PATIENCE_S, lambda: f"{what}: {self.heard[-5:]}")
+        eventually(holds, PATIENCE_S, lambda: f"{what}: {self.received[-5:]}")
 
     def until_done(self, *runs: ToldRun) -> None:
         wanted = {run.run_id for run in runs}
-        self.until(lambda: wanted <= {said.run_id for said in self.of(TrackingDone)}, "done")
+        self.until(lambda: wanted <= {sent.run_id for sent in self.of(TrackingDone)}, "done")
 
     def of(self, kind: type[Any], run: ToldRun | None = None) -> list[Any]:
         """Return the messages of a kind."""
-        return [said for said in self.heard if isinstance(said, kind) and (run is None or said.run_id == run.run_id)]
+        return [sent for sent in self.received if isinstance(sent, kind) and (run is None or sent.run_id == run.run_id)]
 
     def started(self, run: ToldRun) -> list[TrackingStarted]:
         return self.of(TrackingStarted, run)
@@ -304,9 +304,9 @@ class WriterProcess:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._process.wait(PATIENCE_S)
-        return self.said()
+        return self.sent()
 
-    def said(self) -> str:
+    def sent(self) -> str:
         assert self._process.stdout is not None
         with self._process.stdout as output:
             printed = output.read().decode()

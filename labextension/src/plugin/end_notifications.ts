@@ -130,7 +130,7 @@ export class EndNotifications {
 /** Returns `train_digits succeeded after 12 min`, or `train_digits failed: rank 3: ValueError: bad batch`. */
 export function endText(run: RunRow, ended_s: number, t: Translate): string {
   const [, name] = runNames(run);
-  if (run.state === "failed" && run.failure !== "") return t("%1 failed: %2", name, run.failure);
+  if (run.state === "failed" && run.reason !== "") return t("%1 failed: %2", name, run.reason);
   return t("%1 %2 after %3", name, t(run.state), formatSpan(ended_s - (run.started_at ?? run.submitted_at)));
 }
 

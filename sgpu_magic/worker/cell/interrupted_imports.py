@@ -2,8 +2,8 @@
 
 Python drops a package from `sys.modules` when its `__init__` fails, but keeps the submodules that were already loaded.
 A submodule becomes an attribute of its package only when it is loaded, so the package that a later import makes lacks
-these: `package.submodule` fails, for ever. A rank of a session that is interrupted while it imports must not suffer from
-that, since `torch.distributed.tensor` and others read such attributes.
+these: `package.submodule` fails, for ever. A rank of a session that is interrupted while it imports must not suffer
+from that, since `torch.distributed.tensor` and others read such attributes.
 """
 
 from __future__ import annotations

@@ -43,8 +43,8 @@ def one_rank_raises(bench: Bench) -> Row:
         at_most(row.series(0), 0.5, of="slowest"),
         Check("the next cell runs", f"{len(following)} of {count}" if row.ours else "not measured", met),
     ]
-    for series, said in (peers.accelerate_raise(bench), peers.ipyparallel_raise(bench)):
+    for series, text in (peers.accelerate_raise(bench), peers.ipyparallel_raise(bench)):
         row.peers.append(series)
-        if said:
-            row.notes.append(f"{series.label}: {said}.")
+        if text:
+            row.notes.append(f"{series.label}: {text}.")
     return row

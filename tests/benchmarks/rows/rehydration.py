@@ -75,14 +75,14 @@ class _Node:
             link.sendall(encode(order))
             link.shutdown(socket.SHUT_WR)
             for line in lines:
-                said = decode_update(line)
-                if isinstance(said, BuildReady):
+                output = decode_update(line)
+                if isinstance(output, BuildReady):
                     seconds = time.perf_counter() - before
                     # the builder's remaining work would disturb the next measurement
                     builder.terminate()
                     return seconds
-                if isinstance(said, BuildRefused):
-                    raise MeasurementFailed(said.message)
+                if isinstance(output, BuildRefused):
+                    raise MeasurementFailed(output.message)
         raise MeasurementFailed("the builder ended without a word")
 
     def again(self) -> float:

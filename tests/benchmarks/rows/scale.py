@@ -109,7 +109,7 @@ def events(bench: Bench) -> Row:
         cpu_s, wall_s = service.cpu_s() - before, time.monotonic() - began
         sent = service.halt()
         _until(lambda: sum(client.lines for client in clients) >= sent, "all lines have come")
-        heard = sum(client.lines for client in clients)
+        received = sum(client.lines for client in clients)
         whole_ms, status_ms = _status_ms(service, clients)
         most_mb = service.memory_mb()
     finally:
@@ -130,7 +130,7 @@ def events(bench: Bench) -> Row:
         checks=[
             at_most(share, 100.0),
             at_most(later, 2.0),
-            Check("no line lost", f"{heard:,} of {sent:,}", heard == sent),
+            Check("no line lost", f"{received:,} of {sent:,}", received == sent),
             Check(f"{RATE:,} lines/s", f"{sent / wall_s:,.0f}", sent >= 0.95 * RATE * seconds),
         ],
         notes=[

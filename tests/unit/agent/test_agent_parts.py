@@ -122,18 +122,23 @@ def test_the_culprit_is_never_a_victim_when_there_is_another(failures: list[Fail
     ],
 )
 def test_a_death_tells_how(status: int, says: str):
-    told = describe_death(
+    reported = describe_death(
         died(status, rank=2, pid=4711), 4, last_line="Cell In[9], line 6: work()", last_output="one\nlast words\n"
     )
-    assert told.message.startswith(says)
-    assert told.death is not None
-    assert (told.death.last_line, told.death.line_age_s) == ("Cell In[9], line 6: work()", 0.0)
-    assert told.death.last_output == ("one", "last words")
+    assert reported.message.startswith(says)
+    assert reported.death is not None
+    assert (reported.death.last_line, reported.death.line_age_s) == ("Cell In[9], line 6: work()", 0.0)
+    assert reported.death.last_output == ("one", "last words")
     # no sample is taken while C code holds the interpreter
     old = describe_death(died(-signal.SIGKILL), 2, last_line="Cell In[9], line 6: work()", line_age_s=1.23)
     assert old.death is not None
     assert old.death.line_age_s == 1.23
-    assert (told.kind, told.rank, told.exit_status, told.pid) == (FailureKind.WORKER_DIED, 2, status, 4711)
+    assert (reported.kind, reported.rank, reported.exit_status, reported.pid) == (
+        FailureKind.WORKER_DIED,
+        2,
+        status,
+        4711,
+    )
 
 
 def test_a_death_of_which_nothing_is_known_says_nothing_more():
@@ -143,8 +148,8 @@ def test_a_death_of_which_nothing_is_known_says_nothing_more():
 
 
 def test_what_is_known_of_a_signal_takes_the_place_of_what_it_usually_means():
-    told = describe_death(died(-signal.SIGKILL), 1, meaning="the system's out-of-memory killer ended it")
-    assert told.message == "rank 0 of 1 was killed by SIGKILL: the system's out-of-memory killer ended it"
+    reported = describe_death(died(-signal.SIGKILL), 1, meaning="the system's out-of-memory killer ended it")
+    assert reported.message == "rank 0 of 1 was killed by SIGKILL: the system's out-of-memory killer ended it"
 
 
 # ---------------------------------------------------------------- output
@@ -383,11 +388,11 @@ def test_a_child_that_never_stops_writing_stops_nothing():
 
 @linux_only
 def test_a_full_disk_stops_the_log_and_not_the_rank():
-    told: list[tuple[int, str]] = []
+    reported: list[tuple[int, str]] = []
     chunks = [(0, b"kept\n"), (0, b"still sent\n")]
-    batches, _ = through_pipes(chunks, Path("/dev/full"), log_ended=lambda rank, why: told.append((rank, why)))
+    batches, _ = through_pipes(chunks, Path("/dev/full"), log_ended=lambda rank, why: reported.append((rank, why)))
     assert text_of(batches, "stdout") == "kept\nstill sent\n"
-    assert told == [(0, "No space left on device")]
+    assert reported == [(0, "No space left on device")]
 
 
 # ---------------------------------------------------------------- streams
@@ -395,7 +400,7 @@ def test_a_full_disk_stops_the_log_and_not_the_rank():
 
 def test_a_stream_goes_on_after_faults_and_carries_any_number_of_descriptors():
     problems: list[str] = []
-    heard: list[tuple[int, int]] = []
+    received: list[tuple[int, int]] = []
     large = [os.urandom(1 << 20)]
 
     async def run() -> None:
@@ -410,7 +415,7 @@ def test_a_stream_goes_on_after_faults_and_carries_any_number_of_descriptors():
             descriptors = reader.take_descriptors(300) if message.text == "3" else []
             for descriptor in descriptors:
                 os.close(descriptor)
-            heard.append((int(message.text), len(descriptors) or len(frames)))
+            received.append((int(message.text), len(descriptors) or len(frames)))
 
         reader = MessageStream[FromRank](theirs, codec.from_rank, take, lambda: None)
         writer = MessageStream[FromRank](
@@ -422,13 +427,13 @@ def test_a_stream_goes_on_after_faults_and_carries_any_number_of_descriptors():
             writer.send(Remarked(text="3"), descriptors=[nothing.fileno()] * 300)
         writer.send(Remarked(text="4"), large)
         deadline = loop.time() + 10
-        while len(heard) < 2 and loop.time() < deadline:
+        while len(received) < 2 and loop.time() < deadline:
             await asyncio.sleep(0.01)
         writer.close()
         reader.close()
 
     asyncio.run(run())
-    assert heard == [(3, 300), (4, 1)]
+    assert received == [(3, 300), (4, 1)]
     assert len(problems) == 2
     assert problems[0] == "RuntimeError('a fault')"
     assert problems[1].startswith("ValidationError")
@@ -437,19 +442,19 @@ def test_a_stream_goes_on_after_faults_and_carries_any_number_of_descriptors():
 def test_who_sends_to_a_side_that_is_gone_hears_of_it_later_and_after_its_last_words():
     async def run() -> None:
         ours, theirs = socket.socketpair()
-        heard: list[str] = []
+        received: list[str] = []
         stream = MessageStream[FromRank](
-            ours, codec.from_rank, lambda message, frames: heard.append("message"), lambda: heard.append("closed")
+            ours, codec.from_rank, lambda message, frames: received.append("message"), lambda: received.append("closed")
         )
         theirs.sendall(codec.frame(Remarked(text="1")))
         theirs.close()
         stream.send(Remarked(text="2"))
         stream.send(Remarked(text="3"))
-        assert heard == []
+        assert received == []
         deadline = asyncio.get_running_loop().time() + 10
-        while "closed" not in heard and asyncio.get_running_loop().time() < deadline:
+        while "closed" not in received and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.01)
-        assert heard == ["message", "closed"]
+        assert received == ["message", "closed"]
 
     asyncio.run(run())
 
@@ -708,7 +713,7 @@ def test_a_rank_that_was_reaped_before_it_could_be_watched_is_dead(tmp_path: Pat
 
 
 def test_a_rank_that_speaks_before_its_fork_is_reported_is_heard_after_it(tmp_path: Path):
-    async def heard(pids: list[int]) -> list[tuple[int, FromRank, Sequence[bytes], bool]]:
+    async def received(pids: list[int]) -> list[tuple[int, FromRank, Sequence[bytes], bool]]:
         zygote = ConnectedRanks()
         group = Group(zygote, 2, False, 1000, tmp_path)  # pyright: ignore[reportArgumentType]
         group.listener = listener = HeardMessages(group)  # pyright: ignore[reportAttributeAccessIssue]
@@ -726,7 +731,7 @@ def test_a_rank_that_speaks_before_its_fork_is_reported_is_heard_after_it(tmp_pa
             group.close()
 
     with two_processes() as pids:
-        assert asyncio.run(heard(pids)) == [
+        assert asyncio.run(received(pids)) == [
             (0, Joined(), (b"other",), True),
             (1, Joined(), (b"frame",), True),
             (1, Remarked(text="later"), (), True),

@@ -494,5 +494,5 @@ def test_distances_that_the_driver_does_not_tell_are_unknown(nvml_stub: Stub, co
     found = inventory(nvml_stub(devices=linked, failures={"nvmlDeviceGetTopologyCommonAncestor": code}))
     assert [device.distances for device in found.devices] == [(), ()]
     assert not found.problem
-    told = inventory(nvml_stub(devices=linked, failures={"nvmlDeviceGetP2PStatus": code})).devices
-    assert [device.distances for device in told] == ([(0, 20), (20, 0)] if code != 15 else [(), ()])
+    shown = inventory(nvml_stub(devices=linked, failures={"nvmlDeviceGetP2PStatus": code})).devices
+    assert [device.distances for device in shown] == ([(0, 20), (20, 0)] if code != 15 else [(), ()])

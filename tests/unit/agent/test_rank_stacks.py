@@ -261,44 +261,46 @@ def entry(name: str, number: int, **others: object) -> dict[str, object]:
     return base | others
 
 
-def told(*entries: dict[str, object], rehearsed: int = 0) -> tuple[Collective | None, float]:
+def reported(*entries: dict[str, object], rehearsed: int = 0) -> tuple[Collective | None, float]:
     return newest_collective(json.dumps({"version": "2.10", "entries": entries, "pg_config": {}}), rehearsed)
 
 
 def test_the_collective_that_is_not_done_is_the_current_one():
-    found = told(entry("gloo:all_reduce", 1), entry("gloo:barrier", 2, retired=False))
+    found = reported(entry("gloo:all_reduce", 1), entry("gloo:barrier", 2, retired=False))
     assert found == (Collective(name="barrier", seq=2, pending=True), 2.0)
 
 
 def test_nccl_waits_in_the_first_of_those_that_are_queued():
     queued = [entry("nccl:all_reduce", number, retired=False) for number in (5, 6, 7)]
     done = entry("nccl:all_reduce", 4, retired=False, state="completed")
-    assert told(done, *queued)[0] == Collective(name="all_reduce", seq=5, pending=True, queued=True)
+    assert reported(done, *queued)[0] == Collective(name="all_reduce", seq=5, pending=True, queued=True)
 
 
 def test_the_last_one_is_told_when_all_are_done():
-    assert told(entry("gloo:all_reduce", 1), entry("gloo:all_gather", 2))[0] == (
+    assert reported(entry("gloo:all_reduce", 1), entry("gloo:all_gather", 2))[0] == (
         Collective(name="all_gather", seq=2, pending=False)
     )
 
 
 def test_collectives_of_before_the_run_do_not_count():
-    assert told(entry("gloo:all_reduce", 1), rehearsed=1) == (None, 0.0)
-    found = told(entry("gloo:all_reduce", 1), entry("gloo:all_reduce", 2), rehearsed=1)[0]
+    assert reported(entry("gloo:all_reduce", 1), rehearsed=1) == (None, 0.0)
+    found = reported(entry("gloo:all_reduce", 1), entry("gloo:all_reduce", 2), rehearsed=1)[0]
     assert found == Collective(name="all_reduce", seq=1, pending=False)
 
 
 def test_groups_by_name_and_messages_by_their_own_number():
     named = entry("gloo:broadcast", 1, pg_id=1, process_group=["1", "tensor parallel"])
-    assert told(named, rehearsed=1)[0] == Collective(name="broadcast", seq=1, pending=False, group="tensor parallel")
+    assert reported(named, rehearsed=1)[0] == Collective(
+        name="broadcast", seq=1, pending=False, group="tensor parallel"
+    )
     unnamed = entry("gloo:broadcast", 1, pg_id=1, process_group=["1", "undefined"])
-    assert told(unnamed)[0] == Collective(name="broadcast", seq=1, pending=False, group="1")
+    assert reported(unnamed)[0] == Collective(name="broadcast", seq=1, pending=False, group="1")
     message = entry("nccl:recv 0<-1", 9, is_p2p=True, p2p_seq_id=4)
-    assert told(message)[0] == Collective(name="recv", seq=4, pending=False, queued=True)
+    assert reported(message)[0] == Collective(name="recv", seq=4, pending=False, queued=True)
 
 
 def test_an_empty_recorder_tells_nothing():
-    assert told() == (None, 0.0)
+    assert reported() == (None, 0.0)
     assert newest_collective(b"{}") == (None, 0.0)
 
 
@@ -315,14 +317,14 @@ def works(rank: int, idle_s: float = 100.0) -> RankLook:
 
 
 def test_a_run_has_stalled_when_some_wait_and_nobody_works():
-    judge = StallDetector(30)
-    found = judge.detect(100, 31.0, [waits(0), works(1), waits(2, entered_s=30.5)])
+    detector = StallDetector(30)
+    found = detector.detect(100, 31.0, [waits(0), works(1), waits(2, entered_s=30.5)])
     assert isinstance(found, Stalled)
     assert found.seconds == 30.5
     assert [stack.rank for stack in found.stacks] == [0, 1, 2]
-    assert judge.stalled
+    assert detector.stalled
     # reported once
-    assert judge.detect(110, 41.0, [waits(0), works(1), waits(2)]) is None
+    assert detector.detect(110, 41.0, [waits(0), works(1), waits(2)]) is None
 
 
 @pytest.mark.parametrize(
@@ -343,11 +345,11 @@ def test_output_is_progress():
 
 
 def test_without_a_flight_recorder_the_place_must_stay_the_same():
-    judge = StallDetector(30)
-    assert judge.detect(100, 200.0, [waits(0, 0, None), works(1)]) is None
-    assert judge.detect(120, 220.0, [waits(0, 1, None), works(1)]) is None
-    assert judge.detect(140, 240.0, [waits(0, 1, None), works(1)]) is None
-    assert isinstance(judge.detect(150, 250.0, [waits(0, 1, None), works(1)]), Stalled)
+    detector = StallDetector(30)
+    assert detector.detect(100, 200.0, [waits(0, 0, None), works(1)]) is None
+    assert detector.detect(120, 220.0, [waits(0, 1, None), works(1)]) is None
+    assert detector.detect(140, 240.0, [waits(0, 1, None), works(1)]) is None
+    assert isinstance(detector.detect(150, 250.0, [waits(0, 1, None), works(1)]), Stalled)
 
 
 def test_a_wait_whose_beginning_is_unknown_counts_while_the_rank_uses_nothing():
@@ -368,15 +370,15 @@ def test_a_rank_on_its_way_out_of_a_collective_does_not_wait():
 
 
 def test_a_changed_picture_is_told_again_and_movement_too():
-    judge = StallDetector(30)
-    assert isinstance(judge.detect(100, 50.0, [waits(0), works(1)]), Stalled)
-    assert isinstance(judge.detect(110, 60.0, [waits(0), waits(1)]), Stalled)
-    assert judge.detect(120, 70.0, [waits(0), works(1, idle_s=0.0)]) == Resumed()
-    assert not judge.stalled
-    assert judge.detect(121, 71.0, [waits(0), works(1, idle_s=0.0)]) is None
-    assert isinstance(judge.detect(160, 110.0, [waits(0), works(1)]), Stalled)
-    assert judge.moved() == Resumed()
-    assert judge.moved() is None
+    detector = StallDetector(30)
+    assert isinstance(detector.detect(100, 50.0, [waits(0), works(1)]), Stalled)
+    assert isinstance(detector.detect(110, 60.0, [waits(0), waits(1)]), Stalled)
+    assert detector.detect(120, 70.0, [waits(0), works(1, idle_s=0.0)]) == Resumed()
+    assert not detector.stalled
+    assert detector.detect(121, 71.0, [waits(0), works(1, idle_s=0.0)]) is None
+    assert isinstance(detector.detect(160, 110.0, [waits(0), works(1)]), Stalled)
+    assert detector.moved() == Resumed()
+    assert detector.moved() is None
 
 
 def test_idle_time_counts_from_the_last_use():

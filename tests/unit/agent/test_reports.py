@@ -64,7 +64,7 @@ class Wire(RuleBasedStateMachine):
         self.in_flight: list[Record] = []
         self.kept: list[str] = []
         self.kept_number = 0
-        self.said: list[str] = []
+        self.sent: list[str] = []
         self.alive = True
         self.is_free = self.is_gone = False
         self.heard_free = self.heard_gone = False
@@ -75,8 +75,8 @@ class Wire(RuleBasedStateMachine):
 
     @rule()
     def say(self) -> None:
-        self.said.append(str(len(self.said)))
-        self.reports.report(RUN, Noted(text=self.said[-1]), ())
+        self.sent.append(str(len(self.sent)))
+        self.reports.report(RUN, Noted(text=self.sent[-1]), ())
 
     @precondition(lambda self: not self.is_gone)
     @rule()
@@ -125,13 +125,13 @@ class Wire(RuleBasedStateMachine):
 
     @invariant()
     def what_is_kept_is_what_was_said(self) -> None:
-        assert self.kept == self.said[: len(self.kept)]
+        assert self.kept == self.sent[: len(self.kept)]
 
     def teardown(self) -> None:
         if not self.alive:
             self.another_takes_over()
         self.service_reads_and_keeps(len(self.in_flight))
-        assert self.kept == self.said
+        assert self.kept == self.sent
         assert self.heard_gone or not self.is_gone
         assert self.heard_free or self.heard_gone or not self.is_free
         self.reports.confirmed(RUN, self.kept_number)
@@ -260,12 +260,12 @@ class FarAgent:
                 await asyncio.sleep(0.005)
 
     @property
-    def told(self) -> list[str]:
+    def reported(self) -> list[str]:
         """What the pool received about the run, other than files: event numbers and record kinds."""
-        told = [message for message in self.sent if not isinstance(message, StoreRunFile)]
+        reported = [message for message in self.sent if not isinstance(message, StoreRunFile)]
         return [
             f"{one.number} {type(one.body).__name__}" if isinstance(one, RunEvent) else type(one).__name__
-            for one in told
+            for one in reported
         ]
 
 
@@ -278,13 +278,13 @@ def test_devices_are_told_free_before_files_are_there_and_the_run_is_kept_until_
         (agent.directory / "rank-0.log").write_text("printed")
         agent.takes_files = False
         agent.end()
-        assert agent.told == ["1 Noted", "DevicesFree"]
+        assert agent.reported == ["1 Noted", "DevicesFree"]
         # much longer than the run would be kept if it had no files to send
         await asyncio.sleep(0.2)
         assert agent.runs.get(RUN_THERE) is agent.run
         agent.take_files()
         await agent.until(lambda: agent.runs.get(RUN_THERE) is None)
-        assert agent.told == ["1 Noted", "DevicesFree", "2 RunEnded", "RanksGone"]
+        assert agent.reported == ["1 Noted", "DevicesFree", "2 RunEnded", "RanksGone"]
         assert not agent.directory.exists()
 
     asyncio.run(scenario())
@@ -316,9 +316,9 @@ def test_a_fault_while_files_are_sent_costs_files_and_not_the_runs_end(
         monkeypatch.setattr(owner, name, refuse)
         agent.end()
         await agent.until(lambda: agent.runs.get(RUN_THERE) is None)
-        assert agent.told[0] == "DevicesFree"
-        assert "1 RunEnded" in agent.told
-        assert agent.told[-1] == "RanksGone"
+        assert agent.reported[0] == "DevicesFree"
+        assert "1 RunEnded" in agent.reported
+        assert agent.reported[-1] == "RanksGone"
         notes = [said.body.text for said in agent.sent if isinstance(said, RunEvent) and isinstance(said.body, Noted)]
         if error is IO_ERROR:
             (note,) = notes

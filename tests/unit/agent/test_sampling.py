@@ -420,12 +420,12 @@ class Sampler:
         simulated: bool = False,
         notebook: NotebookFrames | None = None,
     ) -> None:
-        self.said: list[Sampled | Noted] = []
+        self.sent: list[Sampled | Noted] = []
         self.used: list[dict[int, float | None]] = []
         self.group = _Ranks(ranks)
         lease = Lease(lease_id="l", device_type="a10", ranks=ranks, uuids=uuids, simulated=simulated)
         self.sampler = RunSampler(
-            cast(Group, self.group), lease, self.said.append, lambda use: self.used.append(dict(use)), notebook
+            cast(Group, self.group), lease, self.sent.append, lambda use: self.used.append(dict(use)), notebook
         )
         self.now, self._cpu_s = 1000.0, 0.0
         self.sampler.begin(self.now, self._trees(0.0), 8 * GB)
@@ -444,7 +444,7 @@ class Sampler:
 
     @property
     def samples(self) -> list[Sampled]:
-        return [body for body in self.said if isinstance(body, Sampled)]
+        return [body for body in self.sent if isinstance(body, Sampled)]
 
 
 def test_a_rank_says_where_it_is_until_it_has_printed_something():
@@ -456,7 +456,7 @@ def test_a_rank_says_where_it_is_until_it_has_printed_something():
     run.step()
     run.group.ranks[0].output.total_bytes = 6
     run.step()
-    assert [[sample.line for sample in told.samples] for told in run.samples] == [
+    assert [[sample.line for sample in shown.samples] for shown in run.samples] == [
         ["line 3: import torch", ""],
         ["", ""],
     ]
@@ -472,8 +472,8 @@ def test_a_rank_that_waits_for_others_for_some_seconds_says_so_until_it_goes_on(
         rank.output.total_bytes = 6
 
     def waits() -> list[list[str]]:
-        told, run.said[:] = run.samples, []
-        return [[sample.waits_in for sample in each.samples] for each in told]
+        shown, run.sent[:] = run.samples, []
+        return [[sample.waits_in for sample in each.samples] for each in shown]
 
     for _ in range(5):
         run.step(cores=0.0)
@@ -491,7 +491,7 @@ def test_a_rank_that_waits_for_others_for_some_seconds_says_so_until_it_goes_on(
 def test_a_wait_is_reported_at_once_also_when_samples_are_collected():
     run = Sampler(1, notebook=NotebookFrames(CellSource(body="dist.barrier()", execution_count=9)))
     run.step(cores=0.9, seconds=601)
-    run.said.clear()
+    run.sent.clear()
     (rank,) = run.group.ranks
     rank.stack = (
         '  File "/env/torch/distributed/c10d.py", line 4 in barrier\n  File "<ipython-input-9-a>", line 1 in <module>\n'
@@ -499,8 +499,8 @@ def test_a_wait_is_reported_at_once_also_when_samples_are_collected():
     seen: list[int] = []
     for step in range(8):
         run.step(cores=0.0)
-        seen += [step for told in run.samples if told.samples[0].waits_in]
-        run.said.clear()
+        seen += [step for shown in run.samples if shown.samples[0].waits_in]
+        run.sent.clear()
     assert seen[0] == 5
 
 
@@ -571,7 +571,7 @@ def test_a_lost_gpu_is_noted_once():
     lost = GpuReading(problem="it can't be read: it has fallen off the bus; reboot", lost=True)
     for _ in range(3):
         run.step({UUIDS[3]: lost})
-    notes = [body.text for body in run.said if isinstance(body, Noted)]
+    notes = [body.text for body in run.sent if isinstance(body, Noted)]
     assert notes == [f"rank 3's GPU ({UUIDS[3]}) has fallen off the bus; reboot"]
     assert [sample.samples[3].problem for sample in run.samples] == [lost.problem] * 3
 
@@ -615,9 +615,9 @@ def test_a_tick_at_once_after_another_is_no_sample():
 @given(st.lists(st.one_of(st.none(), st.integers(0, 100)), min_size=1, max_size=10))
 def test_what_nobody_told_does_not_count_in_a_mean(values: list[int | None]):
     sample = merged([RankSample(rank=0, kind="gpu", utilization_pct=value) for value in values])
-    told = [value for value in values if value is not None]
-    if told:
-        assert sample.utilization_pct == pytest.approx(sum(told) / len(told), abs=0.06)
+    shown = [value for value in values if value is not None]
+    if shown:
+        assert sample.utilization_pct == pytest.approx(sum(shown) / len(shown), abs=0.06)
     else:
         assert sample.utilization_pct is None
 
@@ -643,17 +643,17 @@ def test_the_log_of_a_day_with_8_ranks_stays_under_10_mb(tmp_path: Path):
     try:
         for step in range(1200):
             run.step(readings(step), cores=1.234)
-        for body in run.said:
+        for body in run.sent:
             at = 1_763_653_000.123
             log.append(body, at, report=RunEvent(run_id="0" * 26, number=12_345, at=at, body=body))
     finally:
         log.close()
-    assert len(run.said) == 720
-    per_event = (tmp_path / "run" / "events.msgpack").stat().st_size / len(run.said)
+    assert len(run.sent) == 720
+    per_event = (tmp_path / "run" / "events.msgpack").stat().st_size / len(run.sent)
     events = 600 + (86_400 - 600) / 5
     assert events * per_event < 10e6, per_event
     kept = [event.body for event, _ in EventFile(tmp_path / "run").new_events()]
-    assert kept == run.said
+    assert kept == run.sent
 
 
 # ---------------------------------------------------------------- idle GPUs
@@ -685,20 +685,20 @@ def test_a_gpu_that_worked_a_moment_is_not_idle():
 @given(st.lists(st.tuples(st.sampled_from([None, 0, 4, 6, 100]), st.sampled_from(["", "the DataLoader"])), max_size=60))
 def test_busy_is_told_only_after_idle_and_what_is_absent_is_never_idle(steps: list[tuple[int | None, str]]):
     watch = IdleWatch(3)
-    told: str | None = None
+    shown: str | None = None
     since: int | None = None
     for now, (pct, cause) in enumerate(steps):
         since = (now if since is None else since) if pct is not None and pct < 5 else None
         busy = watch.detect(now, {0: pct})
-        assert bool(busy) == (told is not None and since is None)
-        told = None if busy else told
+        assert bool(busy) == (shown is not None and since is None)
+        shown = None if busy else shown
         found = watch.explain(now, {0: cause})
         is_idle = since is not None and now - since >= 3
-        assert bool(found) == (is_idle and told != cause)
+        assert bool(found) == (is_idle and shown != cause)
         for idle in found:
             assert since is not None
             assert (idle.seconds, idle.waits_in) == (now - since, cause)
-            told = cause
+            shown = cause
 
 
 def test_a_rank_that_is_done_stands_out_no_more():

@@ -68,9 +68,9 @@ def test_no_path_leaves_the_run(path: str):
 def test_everything_is_listed_but_the_runs_key(kept: KeptRuns, capsys: pytest.CaptureFixture[str]):
     kept.add(RUN, files={"work/model.pt": bytes(2000), "rank-0.log": b"hello\n", "key": b"secret"})
     assert cli.main(["cp", "7f3a:"]) == 0
-    told = capsys.readouterr()
-    assert told.out.split() == ["6", "B", "rank-0.log", "2.0", "kB", "work/model.pt"]
-    assert told.err == ""
+    reported = capsys.readouterr()
+    assert reported.out.split() == ["6", "B", "rank-0.log", "2.0", "kB", "work/model.pt"]
+    assert reported.err == ""
     assert os.listdir(".") == []
 
 
@@ -115,9 +115,9 @@ def test_links_are_left_out_with_a_note(kept: KeptRuns, capsys: pytest.CaptureFi
     (directory / "work/out/folder").symlink_to("/etc")
     for path, named in (("out", "out/best, out/folder"), ("", "work/out/best, work/out/folder")):
         assert cli.main(["cp", f"7f3a:{path}", "into/"]) == 0
-        told = " ".join(capsys.readouterr().err.split())
-        assert "symbolic links are not copied" in told
-        assert f"left out: {named}." in told
+        reported = " ".join(capsys.readouterr().err.split())
+        assert "symbolic links are not copied" in reported
+        assert f"left out: {named}." in reported
     assert not any(file.is_symlink() for file in Path("into").rglob("*"))
     assert cli.main(["cp", "7f3a:linked", "into/"]) == 0
     assert capsys.readouterr().err == ""

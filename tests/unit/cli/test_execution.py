@@ -58,10 +58,10 @@ def test_a_terminated_notebook_says_where_and_keeps_its_outputs(folder: Path, ca
     before = signal.getsignal(signal.SIGTERM)
     words = ["train.ipynb", "-v", "-o", "copy.ipynb", "--pool", "team", "--env", "A=b"]
     assert cli.main(["run", *words]) == 143
-    told = capsys.readouterr()
-    assert told.out == f"team A b\n42\n{folder}/copy.ipynb\n"
-    assert "stopped in cell 2; the notebook's runs were ended.\n" in told.err
-    assert "train.ipynb: ended with code 143 in " in told.err
+    reported = capsys.readouterr()
+    assert reported.out == f"team A b\n42\n{folder}/copy.ipynb\n"
+    assert "stopped in cell 2; the notebook's runs were ended.\n" in reported.err
+    assert "train.ipynb: ended with code 143 in " in reported.err
     made = nbformat.read(folder / "copy.ipynb", as_version=4)
     nbformat.validate(made)
     first, second, third = (cell.outputs for cell in made.cells)
@@ -80,12 +80,12 @@ def test_the_time_limit_counts_while_the_kernel_starts(folder: Path, monkeypatch
     long = folder / ("long" * 25)
     long.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(long))
-    told: list[tuple[int, int]] = []
+    reported: list[tuple[int, int]] = []
     job = job_from("train.ipynb", {"timeout": 0.1})
     with open(os.devnull, "w") as nowhere:
-        run = NotebookRun(job, folder / "train.ipynb", None, nowhere, lambda *cells: told.append(cells))
+        run = NotebookRun(job, folder / "train.ipynb", None, nowhere, lambda *cells: reported.append(cells))
         code = run.run(time.monotonic() + 0.1)
-    assert (code, told) == (ExitCode.TIMED_OUT, [])
+    assert (code, reported) == (ExitCode.TIMED_OUT, [])
     assert list(long.iterdir()) == []
     assert json.loads((folder / "train.ipynb").read_text())["metadata"]["papermill"]["exception"] is True
 

@@ -211,11 +211,11 @@ def test_a_users_name_is_plain(clients: Path, name: str):
 
 def test_keygen_makes_one_key_and_says_what_to_send(own_places: Path, capsys: pytest.CaptureFixture[str]):
     assert cli.main(["pool", "keygen"]) == 0
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     pair = read_key_pair(own_places / "own" / "client.key")
-    assert f"your public key: {pair.public}" in said
-    assert f"sgpu pool authorize NAME '{pair.public}'" in said
-    assert pair.secret not in said
+    assert f"your public key: {pair.public}" in output
+    assert f"sgpu pool authorize NAME '{pair.public}'" in output
+    assert pair.secret not in output
     assert cli.main(["pool", "keygen"]) == 2
     refusal = capsys.readouterr().err
     assert pair.public in refusal

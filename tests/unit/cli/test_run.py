@@ -102,9 +102,9 @@ def test_a_kernel_that_does_not_start_is_tried_again(
     monkeypatch.setattr(running, "_RETRY_AFTER_S", 0.001)
     add_kernel(folder, "broken", ["/nowhere/python"], "python")
     assert cli.main(["run", "train.ipynb", "--kernel", "broken", "--retries", "2", "-o", "done.ipynb"]) == 3
-    told = capsys.readouterr()
-    assert told.out == f"{folder}/done.ipynb\n"
-    lines = [line for line in told.err.splitlines() if "No such file" not in line]
+    reported = capsys.readouterr()
+    assert reported.out == f"{folder}/done.ipynb\n"
+    lines = [line for line in reported.err.splitlines() if "No such file" not in line]
     assert [re.sub(r"in \d.*s", "in a moment", line) for line in lines if line.startswith("train.ipynb: ")] == [
         "train.ipynb: ended with code 3 in a moment",
         "train.ipynb: retrying in a moment (1 more after that)",
@@ -112,7 +112,7 @@ def test_a_kernel_that_does_not_start_is_tried_again(
         "train.ipynb: retrying in a moment (0 more after that)",
         "train.ipynb: ended with code 3 in a moment",
     ]
-    assert told.err.count("the kernel broken does not start: ") == 3
+    assert reported.err.count("the kernel broken does not start: ") == 3
     (record,) = all_jobs(load_settings())
     assert (record.state, record.code, record.copy) == ("pool failed", 3, f"{folder}/done.ipynb")
 
@@ -120,9 +120,9 @@ def test_a_kernel_that_does_not_start_is_tried_again(
 def test_the_time_limit_counts_while_a_retry_is_waited_for(folder: Path, capsys: pytest.CaptureFixture[str]):
     add_kernel(folder, "broken", ["/nowhere/python"], "python")
     assert cli.main(["run", "train.ipynb", "--kernel", "broken", "--retries", "9", "--timeout", "2s"]) == 124
-    said = capsys.readouterr().err
-    assert said.count("the kernel broken does not start: ") == 1
-    assert said.endswith("train.ipynb: its time limit was exceeded before the retry\n")
+    text = capsys.readouterr().err
+    assert text.count("the kernel broken does not start: ") == 1
+    assert text.endswith("train.ipynb: its time limit was exceeded before the retry\n")
     assert all_jobs(load_settings())[0].state == "timed out"
 
 

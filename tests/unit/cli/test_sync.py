@@ -61,11 +61,11 @@ def test_nothing_is_left(settings: Settings, shown: dict[str, str]):
 
 def test_what_is_left_is_listed_without_the_users_of_its_stores(settings: Settings, shown: dict[str, str]):
     first, second = leave(settings, ONE), leave(settings, "http://ann:pa55@other:5000")
-    said, all_sent = sync(settings, only_list=True)
+    text, all_sent = sync(settings, only_list=True)
     assert not all_sent
     for word in (short(first), short(second), ONE, OTHER):
-        assert word in said
-    assert "pa55" not in said
+        assert word in text
+    assert "pa55" not in text
     assert shown == {}
 
 
@@ -74,9 +74,9 @@ def test_the_store_that_the_shell_names_sees_the_token_and_no_other(
 ):
     runs = [leave(settings, uri) for uri in (ONE, OTHER)]
     monkeypatch.setenv("MLFLOW_TRACKING_URI", OTHER)
-    said, all_sent = sync(settings)
+    text, all_sent = sync(settings)
     assert all_sent
-    assert all(short(run) in said for run in runs)
+    assert all(short(run) in text for run in runs)
     assert shown == {ONE: "", OTHER: "t0ken"}
 
 

@@ -196,11 +196,11 @@ def test_a_port_that_nothing_listens_on_costs_no_upload(
     # there is no immediate retry
     upload(link, os.urandom(3 * MB))
     assert pool.kinds.count("AskBulk") == asked
-    told: list[str] = []
-    with Sending("team", link, told.append) as sending:
+    reported: list[str] = []
+    with Sending("team", link, reported.append) as sending:
         sending._due = 0.0
         sending.part("variables", 10)(5)
-    assert f"it takes the slower way: port {pool.bulk_port} of the pool team can't be used" in told[0]
+    assert f"it takes the slower way: port {pool.bulk_port} of the pool team can't be used" in reported[0]
 
 
 def test_a_port_that_can_not_exist_costs_no_upload(pool: FilePool, link: PoolLink, monkeypatch: pytest.MonkeyPatch):
@@ -460,8 +460,8 @@ def test_raw_bytes_do_nothing(pool: FilePool, link: PoolLink, monkeypatch: pytes
     with monkeypatch.context() as patch:
         # bytes that look like a TLS record make the server wait for the rest
         patch.setattr(bulk_port, "GREETING_S", 0.3)
-        said = (b"\x16\x03\x01\x10\x00" + os.urandom(500), b"GET / HTTP/1.1\r\n\r\n", os.urandom(10_000))
-        for data in said:
+        text = (b"\x16\x03\x01\x10\x00" + os.urandom(500), b"GET / HTTP/1.1\r\n\r\n", os.urandom(10_000))
+        for data in text:
             with socket.create_connection(("127.0.0.1", pool.bulk_port)) as raw:
                 raw.sendall(data)
                 eventually(lambda raw=raw: has_ended(raw), 20, "it still listens")
@@ -486,14 +486,14 @@ def test_a_client_that_reads_no_answers_is_not_read_further(pool: FilePool, call
     before = len(pool.kinds)
     for number in range(1, 200):
         caller.say(codec.encode(ReadRunFile(request=number, run="0badcafe", name="file", size=MB)))
-    heard: list[int] = []
+    seen: list[int] = []
 
     def settled() -> bool:
-        heard.append(len(pool.kinds) - before)
-        return len(heard) > 20 and heard[-1] == heard[-20]
+        seen.append(len(pool.kinds) - before)
+        return len(seen) > 20 and seen[-1] == seen[-20]
 
     eventually(settled, 30, "it is still heard", poll_s=0.05)
-    assert heard[-1] < 100
+    assert seen[-1] < 100
 
 
 def test_a_revoked_user_loses_the_connection(pool: FilePool, caller: Caller):

@@ -171,10 +171,10 @@ def test_of_several_types_a_run_that_names_none_gets_the_cheapest_that_is_free(k
 def test_only_pools_of_a_kind(kind: str, taken: str):
     answers = [asked(TEAM, "a10:4"), asked(CLOUD, "a10:4")]
     assert choose(answers, DeviceRequest(2, "a10", kind=kind), MONEY).name == taken
-    with pytest.raises(CapacityError) as told:
+    with pytest.raises(CapacityError) as raised:
         choose([silent(TEAM), silent(CLOUD)], DeviceRequest(2, "a10", kind=kind), MONEY)
-    assert f"no {kind} pool can take the run" in told.value.message
-    assert "can't be reached" in told.value.message
+    assert f"no {kind} pool can take the run" in raised.value.message
+    assert "can't be reached" in raised.value.message
 
 
 # ---------------------------------------------------------------- by memory
@@ -194,9 +194,9 @@ def test_the_cheapest_free_type_with_so_much_memory():
     assert (
         cheapest_type(PoolStatusReply("cloud", CLOUD, queued), DeviceRequest(2, min_memory_bytes=GB), MONEY) == "h100"
     )
-    with pytest.raises(CapacityError) as told:
+    with pytest.raises(CapacityError) as raised:
         cheapest_type(pool, DeviceRequest(2, min_memory_bytes=90 * GB), MONEY)
-    assert told.value.message == (
+    assert raised.value.message == (
         "the pool cloud has no 2 devices of one type with 90.0 GB of memory each. It has: 4 t4 (16 GB), "
         "4 a10 (24 GB), 4 h100 (80 GB), 4 CPU slots. Ask for less with --min-memory, or for fewer with --gpus."
     )
@@ -211,10 +211,10 @@ def test_a_choice_by_memory_tells_the_type():
 def test_a_type_that_is_named_is_checked():
     pool = asked(CLOUD, "a10:4")
     check_memory(pool, DeviceRequest(2, "a10", 20 * GB))
-    with pytest.raises(CapacityError) as told:
+    with pytest.raises(CapacityError) as raised:
         check_memory(pool, DeviceRequest(2, "a10", 40 * GB))
     assert "the pool cloud has 4 a10 with 24 GB of memory or more, and 0 of them have 40.0 GB; 2 are asked for." in str(
-        told.value
+        raised.value
     )
     with pytest.raises(CapacityError, match=r"--min-memory 40\.0 GB is GPU memory, and ranks on cpu have none"):
         check_memory(pool, DeviceRequest(2, "cpu", 40 * GB))

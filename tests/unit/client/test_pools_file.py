@@ -41,12 +41,12 @@ def written(path: Path, text: str) -> Path:
     return path
 
 
-def said(path: Path, text: str) -> str:
+def output(path: Path, text: str) -> str:
     """The error for this text."""
-    with pytest.raises(UsageError) as told:
+    with pytest.raises(UsageError) as raised:
         read_pools(written(path, text))
-    assert "\n" not in told.value.message
-    return told.value.message
+    assert "\n" not in raised.value.message
+    return raised.value.message
 
 
 # ---------------------------------------------------------------- location
@@ -127,9 +127,9 @@ def test_what_can_not_be_changed_line_by_line_is_left_alone(file: Path):
     written(file, 'team = {address = "tcp://a:1", key = "KEY"}\nother.address = "tcp://b:2"\nother.key = "KEY"\n')
     before = file.read_text()
     assert [entry.name for entry in read_pools(file)] == ["team", "other"]
-    with pytest.raises(UsageError) as told:
+    with pytest.raises(UsageError) as raised:
         add_pool(PoolEntry("team", "tcp://c:3", KEY), file, replace=True)
-    assert "can't be" in told.value.message
+    assert "can't be" in raised.value.message
     assert file.read_text() == before
 
 
@@ -165,11 +165,11 @@ def test_a_folder_that_can_not_be_written_is_told(tmp_path: Path):
 
 
 def test_a_slip_is_told_with_its_line(file: Path):
-    assert re.search(r"can't be read: .*line 3", said(file, '[team]\naddress = "tcp://a:1"\nkey = KEY\n'))
+    assert re.search(r"can't be read: .*line 3", output(file, '[team]\naddress = "tcp://a:1"\nkey = KEY\n'))
     good = '# one\n[good]\naddress = "tcp://a:1"\nkey = "KEY"\n'
-    assert "'team' in" in (told := said(file, f'{good}[team]\naddress = "tcp://a"\nkey = "KEY"\n'))
-    assert "(line 5) can't be used: its address is 'tcp://a'; one such as 'tcp://gpu1.example.org:8700'" in told
-    assert "Fix it there, or delete its lines and add it again with `sgpu pool add`." in told
+    assert "'team' in" in (reported := output(file, f'{good}[team]\naddress = "tcp://a"\nkey = "KEY"\n'))
+    assert "(line 5) can't be used: its address is 'tcp://a'; one such as 'tcp://gpu1.example.org:8700'" in reported
+    assert "Fix it there, or delete its lines and add it again with `sgpu pool add`." in reported
 
 
 @pytest.mark.parametrize(
@@ -189,10 +189,10 @@ def test_a_slip_is_told_with_its_line(file: Path):
     ],
 )
 def test_a_table_that_means_nothing_is_told(file: Path, lines: str, words: str):
-    told = said(file, f"[team]\n{lines}\n")
-    assert "the pool 'team' in" in told
-    assert "(line 1)" in told
-    assert words in told
+    reported = output(file, f"[team]\n{lines}\n")
+    assert "the pool 'team' in" in reported
+    assert "(line 1)" in reported
+    assert words in reported
 
 
 @pytest.mark.parametrize(("name", "words"), [
@@ -203,17 +203,17 @@ def test_a_table_that_means_nothing_is_told(file: Path, lines: str, words: str):
     ("x" * 41, "a pool's name begins with a letter"),
 ])  # fmt: skip
 def test_names_that_would_mean_something_else(name: str, words: str):
-    with pytest.raises(UsageError) as told:
+    with pytest.raises(UsageError) as raised:
         new_entry(name, "tcp://a:1", KEY)
-    assert words in told.value.message
+    assert words in raised.value.message
 
 
 def test_a_file_that_others_may_write_is_not_believed(file: Path):
     add_pool(TEAM, file)
     file.chmod(0o620)
-    with pytest.raises(UsageError, match=r"is writable by other users.*chmod 600") as told:
+    with pytest.raises(UsageError, match=r"is writable by other users.*chmod 600") as raised:
         read_pools(file)
-    assert str(file) in told.value.message
+    assert str(file) in raised.value.message
     file.chmod(0o644)
     assert read_pools(file) == (TEAM,)
 

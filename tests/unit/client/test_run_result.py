@@ -134,17 +134,17 @@ def test_empty_frames_are_no_harm() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "said"),
+    ("value", "text"),
     [
         (None, "rank 3 of run 7f3a returned no value, and frame() needs a pandas DataFrame or Series"),
         ({"loss": 1}, "rank 3 of run 7f3a returned dict, and"),
         (Frame(1), f"rank 3 of run 7f3a returned {__name__}.Frame, and"),
     ],
 )
-def test_the_first_rank_without_a_frame_is_named(value: object, said: str) -> None:
+def test_the_first_rank_without_a_frame_is_named(value: object, text: str) -> None:
     with pytest.raises(UsageError, match=r"result\.values has the values as they are") as raised:
         result([of_rank(1), value, 5], only=(1, 3, 4)).frame()
-    assert raised.value.message.startswith(said)
+    assert raised.value.message.startswith(text)
 
 
 def test_why_a_rank_has_no_value_is_told() -> None:

@@ -156,7 +156,7 @@ def test_memory_is_used_again_once_its_run_is_over(make: Any, large: Packed):
 
     first, second = descriptor(), descriptor()
     assert first != second
-    pool.tell(PayloadReleased(kept=True))
+    pool.apply(PayloadReleased(kept=True))
     assert descriptor() in (first, second)
     # the memory of a refused run is free immediately
     refusing[0] = True
@@ -190,7 +190,7 @@ def test_a_successor_says_when_a_runs_memory_is_free(make: Any, large: Packed):
     assert isinstance(second.sent[-1], Attach)
     slot = client._memory._slots[0]
     assert not slot.released.is_set()
-    second.tell(PayloadReleased(kept=True))
+    second.apply(PayloadReleased(kept=True))
     assert slot.released.wait(10)
 
 

@@ -269,10 +269,10 @@ def test_an_upload_goes_on_once_the_disk_has_room(tmp_path: Path, monkeypatch: p
 
 def test_a_fault_in_the_thread_of_files_costs_one_answer(capsys: pytest.CaptureFixture[str]):
     async def go() -> list[object]:
-        thread, said = FileThread("sgpu-test"), asyncio.Queue[object]()
-        thread.do(lambda: 1 // 0, said.put_nowait, said.put_nowait)
-        thread.do(lambda: 7, said.put_nowait, said.put_nowait)
-        found = [await said.get(), await said.get()]
+        thread, text = FileThread("sgpu-test"), asyncio.Queue[object]()
+        thread.do(lambda: 1 // 0, text.put_nowait, text.put_nowait)
+        thread.do(lambda: 7, text.put_nowait, text.put_nowait)
+        found = [await text.get(), await text.get()]
         thread.close()
         return found
 

@@ -211,9 +211,9 @@ def test_ray_launch_is_the_decorator_under_its_documented_name():
         tune.distributed(trails=2)
     with pytest.raises(UsageError, match="gpus=0"):
         ray_launch(gpus=0)
-    with pytest.raises(UsageError, match="session= names existing ones") as told:
+    with pytest.raises(UsageError, match="session= names existing ones") as raised:
         ray_launch(gpus=4, session="work")
-    assert "\n" not in told.value.message
+    assert "\n" not in raised.value.message
     with pytest.raises(UsageError, match=r"ray\.timeline\(\)"):
         ray_launch(gpus=4, profile=True)
 
@@ -222,7 +222,7 @@ def test_ray_launch_is_the_decorator_under_its_documented_name():
 
 
 @pytest.mark.parametrize(
-    ("variables", "said"),
+    ("variables", "output"),
     [
         ({}, ""),
         ({"DATABRICKS_USE_RESERVED_GPU_POOL": "false", "DATABRICKS_USE_POOL": "0"}, ""),
@@ -244,9 +244,9 @@ def test_ray_launch_is_the_decorator_under_its_documented_name():
         ),
     ],
 )
-def test_what_becomes_of_a_chosen_pool(variables: dict[str, str], said: str, tmp_path: Path):
+def test_what_becomes_of_a_chosen_pool(variables: dict[str, str], output: str, tmp_path: Path):
     environ = {"SGPU_CONFIG": str(tmp_path / "none.toml"), **variables}
-    assert decorators.chosen_pool(environ)[1] == said
+    assert decorators.chosen_pool(environ)[1] == output
 
 
 @pytest.mark.parametrize(

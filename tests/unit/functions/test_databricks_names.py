@@ -410,9 +410,9 @@ def test_a_notebook_that_fails_is_missing_or_takes_too_long(jobs: Path):
     assert missing.value.message == f"dbutils.notebook.run: there is no notebook './none' in {jobs}."
     with pytest.raises(RuntimeError) as failed:
         Notebook().run("child", arguments={"name": "bad"})
-    said = str(failed.value).splitlines()
-    assert said[0] == "child.ipynb failed: `sgpu run` ended with code 1."
-    assert (said[1], said[-1], len(said)) == ("line 80", "line 99", 21)
+    sent = str(failed.value).splitlines()
+    assert sent[0] == "child.ipynb failed: `sgpu run` ended with code 1."
+    assert (sent[1], sent[-1], len(sent)) == ("line 80", "line 99", 21)
     with pytest.raises(TimeoutError, match=r"child\.ipynb took longer than 1\.5 s and was ended"):
         Notebook().run("child", 1.5)
     assert json.loads((jobs / "asked.json").read_text())[-2:] == ["--timeout", "1.5s"]

@@ -129,7 +129,7 @@ def test_options_that_are_left_out_are_the_pools():
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "output"),
     [
         ({"gpus": 0}, "gpus=0 is not a number of ranks"),
         ({"gpus": True}, "gpus=True is not a number of ranks"),
@@ -151,10 +151,10 @@ def test_options_that_are_left_out_are_the_pools():
         ({"env": {"A=B": "1"}}, "env takes variable names"),
     ],
 )
-def test_an_option_that_means_nothing_is_refused_where_it_stands(options: dict[str, Any], said: str):
+def test_an_option_that_means_nothing_is_refused_where_it_stands(options: dict[str, Any], output: str):
     with pytest.raises(UsageError) as raised:
         distributed(**options)
-    assert said in raised.value.message
+    assert output in raised.value.message
 
 
 def test_an_unknown_option_is_a_type_error_that_lists_the_known():
@@ -163,7 +163,7 @@ def test_an_unknown_option_is_a_type_error_that_lists_the_known():
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "output"),
     [
         ({"gpus": 4, "nodes": 3}, "such as gpus=3, or leave nodes out."),
         ({"gpus": 4, "nodes": 2, "placement": "strict_pack"}, 'and placement="strict_pack" keeps them on one'),
@@ -171,10 +171,10 @@ def test_an_unknown_option_is_a_type_error_that_lists_the_known():
         ({"timeout": timedelta(days=8)}, "at most 7 days"),
     ],
 )
-def test_a_session_that_means_nothing_is_refused_in_pythons_words(options: dict[str, Any], said: str):
+def test_a_session_that_means_nothing_is_refused_in_pythons_words(options: dict[str, Any], output: str):
     with pytest.raises(UsageError) as raised:
         sgpu_magic.connect(**options)
-    assert said in raised.value.message
+    assert output in raised.value.message
     assert "--" not in raised.value.message
 
 
@@ -191,15 +191,15 @@ def test_what_is_no_function_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "output"),
     [
         ({"gpus_per_task": 0}, "gpus_per_task=0"),
         ({"at_once": 0}, "at_once=0"),
         ({"gpu_type": "h10"}, "not a device type"),
     ],
 )
-def test_a_sweep_with_an_impossible_option_starts_nothing(options: dict[str, Any], said: str):
-    with pytest.raises(UsageError, match=said):
+def test_a_sweep_with_an_impossible_option_starts_nothing(options: dict[str, Any], output: str):
+    with pytest.raises(UsageError, match=output):
         sgpu_magic.map(train, [1], **options)  # pyright: ignore[reportArgumentType]
 
 
@@ -302,7 +302,7 @@ def test_positional_only_parameters_are_filled_in_too():
 
 
 @pytest.mark.parametrize(
-    ("args", "kwargs", "said"),
+    ("args", "kwargs", "output"),
     [
         ((), {}, "train() missing 1 required positional argument: 'lr'"),
         ((0, 1, 2, 3), {}, "train() takes 3 positional arguments but 4 "),
@@ -311,11 +311,11 @@ def test_positional_only_parameters_are_filled_in_too():
     ],
 )
 def test_arguments_that_do_not_fit_are_refused_in_pythons_words(
-    args: tuple[Any, ...], kwargs: dict[str, Any], said: str
+    args: tuple[Any, ...], kwargs: dict[str, Any], output: str
 ):
     with pytest.raises(TypeError) as raised:
         bind(FunctionCall(train, args, kwargs))
-    assert said in str(raised.value)
+    assert output in str(raised.value)
     if args:
         assert "give the arguments after them by keyword" in raised.value.__notes__[0]
 

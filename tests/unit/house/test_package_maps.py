@@ -28,11 +28,11 @@ def test_a_folder_lists_what_is_in_it(folder: Path):
     docstring = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
     modules = {path.stem for path in folder.glob("*.py")} - {"__init__"}
     there = modules | {path.parent.name for path in folder.glob("*/__init__.py")}
-    said = Counter(entries(docstring))
+    text = Counter(entries(docstring))
     assert {
-        "not listed": sorted(there - {*said}),
-        "not there": sorted({*said} - there),
-        "listed more than once": [name for name, count in said.items() if count > 1],
+        "not listed": sorted(there - {*text}),
+        "not there": sorted({*text} - there),
+        "listed more than once": [name for name, count in text.items() if count > 1],
     } == {"not listed": [], "not there": [], "listed more than once": []}
 
 

@@ -53,17 +53,17 @@ def test_every_setting_has_a_sentence(reference: ModuleType):
 
 
 def test_every_error_and_message_has_a_sentence(reference: ModuleType):
-    told = [*reference.error_classes()]
+    reported = [*reference.error_classes()]
     for _, union in reference.LINKS.values():
-        told += reference.records_of(union)
-    assert len(told) > 100
-    assert not [one.__name__ for one in told if one.__doc__ is None]
+        reported += reference.records_of(union)
+    assert len(reported) > 100
+    assert not [one.__name__ for one in reported if one.__doc__ is None]
 
 
 def test_every_field_of_a_json_document_has_a_sentence(reference: ModuleType):
-    told = reference.arguments_of(json_records.Document).keys()
+    reported = reference.arguments_of(json_records.Document).keys()
     for record in reference.json_record_classes():
-        assert told | reference.arguments_of(record).keys() == told | set(record.__struct_fields__), record
+        assert reported | reference.arguments_of(record).keys() == reported | set(record.__struct_fields__), record
 
 
 def test_every_tag_and_metric_of_ours_has_a_sentence(reference: ModuleType):

@@ -119,8 +119,8 @@ def descriptors() -> set[str]:
 
 
 def test_two_processes_never_hold_one_device(where: Path | None, locks: DeviceLocks) -> None:
-    with holder(where, FIRST) as (other, said):
-        assert said == "held"
+    with holder(where, FIRST) as (other, output):
+        assert output == "held"
         with pytest.raises(DevicesLocked) as caught:
             locks.acquire([FIRST])
         assert set(caught.value.obstacles) == {FIRST}
@@ -141,13 +141,13 @@ def test_all_or_nothing(where: Path | None, locks: DeviceLocks) -> None:
         assert set(caught.value.obstacles) == {SECOND, SLICE}
         assert locks.held == frozenset()
         assert descriptors() == before
-        with holder(where, FIRST) as (_, said):
-            assert said == "held"
+        with holder(where, FIRST) as (_, output):
+            assert output == "held"
 
 
 def test_a_killed_holder_leaves_nothing_locked(where: Path | None, locks: DeviceLocks) -> None:
-    with holder(where, FIRST) as (other, said):
-        assert said == "held"
+    with holder(where, FIRST) as (other, output):
+        assert output == "held"
         os.kill(other.pid, signal.SIGKILL)
         other.wait()
         assert locks.obstacles([FIRST]) == {}
@@ -157,10 +157,10 @@ def test_a_killed_holder_leaves_nothing_locked(where: Path | None, locks: Device
 def test_release_lets_the_next_in(where: Path | None, locks: DeviceLocks) -> None:
     locks.acquire([FIRST, SECOND])
     locks.release([FIRST, SLICE])
-    with holder(where, FIRST) as (_, said):
-        assert said == "held"
-    with holder(where, SECOND) as (_, said):
-        assert said.startswith(f"DevicesLocked: {SECOND} is held by process {os.getpid()} of user {me()}")
+    with holder(where, FIRST) as (_, output):
+        assert output == "held"
+    with holder(where, SECOND) as (_, output):
+        assert output.startswith(f"DevicesLocked: {SECOND} is held by process {os.getpid()} of user {me()}")
 
 
 def test_close_releases_everything_and_keeps_no_descriptor(where: Path | None) -> None:
@@ -170,8 +170,8 @@ def test_close_releases_everything_and_keeps_no_descriptor(where: Path | None) -
     locks.close()
     locks.close()
     assert descriptors() == before
-    with holder(where, FIRST, SECOND) as (_, said):
-        assert said == "held"
+    with holder(where, FIRST, SECOND) as (_, output):
+        assert output == "held"
 
 
 def test_probing_tells_who_and_keeps_nothing(where: Path | None, locks: DeviceLocks) -> None:
@@ -220,16 +220,16 @@ def test_a_started_program_does_not_keep_the_lock(where: Path | None, locks: Dev
     with subprocess.Popen(["sleep", "300"], close_fds=False) as child:
         locks.release([FIRST])
         try:
-            with holder(where, FIRST) as (_, said):
-                assert said == "held"
+            with holder(where, FIRST) as (_, output):
+                assert output == "held"
         finally:
             child.kill()
 
 
 def test_simulated_devices_are_each_pools_own(directory: Path, files: DeviceLocks) -> None:
     files.acquire(["SIM-a10-0", "SIM-nvidia-gb10-0"])
-    with holder(directory, "SIM-a10-0") as (_, said):
-        assert said == "held"
+    with holder(directory, "SIM-a10-0") as (_, output):
+        assert output == "held"
     assert not directory.exists()
 
 
@@ -254,8 +254,8 @@ def test_no_path_is_made_of_what_is_no_uuid(directory: Path, files: DeviceLocks,
 
 
 def test_modes_are_for_all_users_whatever_the_umask(directory: Path) -> None:
-    with holder(directory, FIRST) as (_, said):
-        assert said == "held"
+    with holder(directory, FIRST) as (_, output):
+        assert output == "held"
         assert stat.S_IMODE(directory.stat().st_mode) == 0o1777
         assert stat.S_IMODE((directory / f"{FIRST}.lock").stat().st_mode) == 0o666
 
@@ -277,32 +277,32 @@ def test_a_trap_in_the_place_of_a_lock_is_refused_and_left_alone(
     assert files.obstacles([SECOND]) == {}
     victim = tmp_path / "victim"
     victim.write_text("precious")
-    place = directory / f"{SECOND}.lock"
+    context = directory / f"{SECOND}.lock"
     match kind:
         case "symlink":
-            place.symlink_to(victim)
+            context.symlink_to(victim)
         case "dangling":
-            place.symlink_to(tmp_path / "made")
+            context.symlink_to(tmp_path / "made")
         case "fifo":
-            os.mkfifo(place)
+            os.mkfifo(context)
         case "directory":
-            place.mkdir()
+            context.mkdir()
         case _:
-            os.link(victim, place)
+            os.link(victim, context)
     before = descriptors()
     with pytest.raises(DevicesLocked) as caught:
         files.acquire([FIRST, SECOND])
     for found in (caught.value.obstacles, files.obstacles([FIRST, SECOND, SLICE])):
         # only that device is affected
         assert list(found) == [SECOND]
-        assert f"{place} is not a regular file with a single link" in found[SECOND].problem
+        assert f"{context} is not a regular file with a single link" in found[SECOND].problem
         assert "Have its owner or root remove it." in found[SECOND].problem
     assert victim.read_text() == "precious"
     assert not (tmp_path / "made").exists()
     assert descriptors() == before
     files.acquire([FIRST])
-    with holder(directory, SLICE) as (_, said):
-        assert said == "held"
+    with holder(directory, SLICE) as (_, output):
+        assert output == "held"
 
 
 def test_a_lock_can_be_used_again_when_its_trap_is_gone(
@@ -322,8 +322,8 @@ def test_a_file_removed_under_the_holder_is_made_anew(directory: Path, files: De
     (directory / f"{FIRST}.lock").unlink()
     files.release([FIRST])
     files.acquire([FIRST])
-    with holder(directory, FIRST) as (_, said):
-        assert said.startswith("DevicesLocked")
+    with holder(directory, FIRST) as (_, output):
+        assert output.startswith("DevicesLocked")
 
 
 @pytest.mark.parametrize("kind", ["file", "symlink", "not sticky"])
@@ -369,18 +369,18 @@ def test_two_users_share_the_directory_in_either_order(directory: Path) -> None:
     name = pwd.getpwuid(OTHER_UID).pw_name
     with closing(DeviceLocks(directory)) as locks:
         assert locks.obstacles([FIRST]) == {}
-        with holder(directory, FIRST, uid=OTHER_UID) as (other, said):
-            assert said == "held"
+        with holder(directory, FIRST, uid=OTHER_UID) as (other, output):
+            assert output == "held"
             assert (directory / f"{FIRST}.lock").stat().st_uid == OTHER_UID
             assert holders(locks, FIRST)[FIRST].startswith(f"process {other.pid} of user {name} on host ")
             with pytest.raises(DevicesLocked, match=f"of user {name}"):
                 locks.acquire([FIRST])
         locks.acquire([FIRST, SECOND])  # FIRST's file belongs to the other user
-        with holder(directory, SECOND, uid=OTHER_UID) as (_, said):
-            assert said.startswith(f"DevicesLocked: {SECOND} is held by process {os.getpid()} of user {me()}")
+        with holder(directory, SECOND, uid=OTHER_UID) as (_, output):
+            assert output.startswith(f"DevicesLocked: {SECOND} is held by process {os.getpid()} of user {me()}")
         locks.release([SECOND])
-        with holder(directory, SECOND, uid=OTHER_UID) as (_, said):
-            assert said == "held"
+        with holder(directory, SECOND, uid=OTHER_UID) as (_, output):
+            assert output == "held"
 
 
 @needs_root
@@ -408,8 +408,8 @@ def test_an_unwritable_lock_file_is_said_with_its_remedy(directory: Path) -> Non
         locks.acquire([FIRST])
         locks.release([FIRST])
         (directory / f"{FIRST}.lock").chmod(0o600)
-        with holder(directory, FIRST, uid=OTHER_UID) as (_, said):
-            assert said.startswith(
+        with holder(directory, FIRST, uid=OTHER_UID) as (_, output):
+            assert output.startswith(
                 f"DevicesLocked: the device lock {directory}/{FIRST}.lock can't be opened by this user."
             )
 
@@ -419,22 +419,24 @@ def test_an_unwritable_lock_file_is_said_with_its_remedy(directory: Path) -> Non
 def test_a_directory_of_another_user_that_is_not_shared_is_refused(directory: Path) -> None:
     directory.mkdir(mode=0o755)
     (directory / "something").write_text("")
-    with holder(directory, FIRST, uid=OTHER_UID) as (_, said):
-        assert said.startswith(f"DevicesLocked: the device lock directory {directory} must let this user create files")
-        assert "SGPU_LOCK_DIR" in said
+    with holder(directory, FIRST, uid=OTHER_UID) as (_, output):
+        assert output.startswith(
+            f"DevicesLocked: the device lock directory {directory} must let this user create files"
+        )
+        assert "SGPU_LOCK_DIR" in output
 
 
 @needs_root
 @skip_for_users
 def test_names_exclude_another_user_who_is_named() -> None:
     name = pwd.getpwuid(OTHER_UID).pw_name
-    with closing(DeviceLocks(None)) as locks, holder(None, FIRST, uid=OTHER_UID) as (other, said):
-        assert said == "held"
+    with closing(DeviceLocks(None)) as locks, holder(None, FIRST, uid=OTHER_UID) as (other, output):
+        assert output == "held"
         # the kernel supplies the peer's identity, so it can't be forged
         assert holders(locks, FIRST) == {FIRST: f"process {other.pid} of user {name}"}
         locks.acquire([SECOND])
-        with holder(None, SECOND, uid=OTHER_UID) as (_, said):
-            assert said.startswith(f"DevicesLocked: {SECOND} is held by process {os.getpid()} of user {me()}")
+        with holder(None, SECOND, uid=OTHER_UID) as (_, output):
+            assert output.startswith(f"DevicesLocked: {SECOND} is held by process {os.getpid()} of user {me()}")
 
 
 def test_a_name_that_somebody_occupies_without_a_word_is_that_devices_state() -> None:
@@ -450,8 +452,8 @@ def test_names_do_not_depend_on_where_temporary_files_are(tmp_path: Path, monkey
     with closing(DeviceLocks(Settings().lock_path)) as locks:
         locks.acquire([FIRST])
         monkeypatch.setenv("TMPDIR", str(tmp_path))
-        with holder(Settings().lock_path, FIRST) as (_, said):
-            assert said.startswith("DevicesLocked")
+        with holder(Settings().lock_path, FIRST) as (_, output):
+            assert output.startswith("DevicesLocked")
 
 
 # ---------------------------------------------------------------- handed over
@@ -470,11 +472,11 @@ def test_a_lock_lasts_as_long_as_any_copy_of_its_descriptor(where: Path | None):
         heir.take_over([FIRST, SECOND], copies)
         assert heir.held == {FIRST, SECOND}
         assert heir.obstacles([FIRST, SECOND]) == {}
-        with holder(where, FIRST) as (_, said):
-            assert said.startswith("DevicesLocked")
+        with holder(where, FIRST) as (_, output):
+            assert output.startswith("DevicesLocked")
         heir.release([FIRST])
-        with holder(where, FIRST) as (_, said):
-            assert said == "held"
+        with holder(where, FIRST) as (_, output):
+            assert output == "held"
 
 
 def test_taking_over_needs_a_descriptor_for_each_device(where: Path | None):

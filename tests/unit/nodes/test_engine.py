@@ -53,15 +53,15 @@ class Service:
     """An `EngineListener` that records its calls."""
 
     def __init__(self) -> None:
-        self.told: list[EventBody] = []
-        self.heard: list[str] = []
+        self.reported: list[EventBody] = []
+        self.received: list[str] = []
 
     def on_run_event(self, event: RunEvent, frames: Sequence[bytes]) -> None:
-        self.told.append(event.body)
+        self.reported.append(event.body)
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         def hear(*_: object) -> None:
-            self.heard.append(name)
+            self.received.append(name)
 
         return hear
 
@@ -111,7 +111,7 @@ async def late(tmp_path: Path) -> tuple[Late, Service]:
     engine.start(cast("EngineListener", service))
     engine.on_node_connected(Link("a"), ready("a"))
     await asyncio.sleep(2 * engine.come_back_s)
-    assert "node_found" not in service.heard
+    assert "node_found" not in service.received
     return engine, service
 
 
@@ -121,7 +121,7 @@ def test_a_node_that_came_before_the_cluster_named_it_is_not_waited_for(tmp_path
         engine.await_nodes(["a"])
         engine.known = Inventory(host="cluster", cpu_slots=4)
         engine.inventory_changed()
-        assert "node_found" in service.heard
+        assert "node_found" in service.received
 
     asyncio.run(scenario())
 
@@ -132,9 +132,9 @@ def test_a_node_that_the_cluster_names_late_is_waited_for_and_not_for_ever(tmp_p
         engine.await_nodes(["a", "b"])
         engine.known = Inventory(host="cluster", cpu_slots=4)
         engine.inventory_changed()
-        assert "node_found" not in service.heard
+        assert "node_found" not in service.received
         async with asyncio.timeout(10):
-            while "node_found" not in service.heard:
+            while "node_found" not in service.received:
                 await asyncio.sleep(0.01)
 
     asyncio.run(scenario())
@@ -144,7 +144,7 @@ def test_each_part_is_launched_when_its_node_comes(tmp_path: Path):
     async def scenario() -> None:
         engine, service, links = await engine_with(tmp_path, "a")
         engine.launch(launch(), (b"inline",))
-        assert "lease_granted" in service.heard
+        assert "lease_granted" in service.received
         assert links["a"].kinds() == [Launch]
         engine.on_node_connected(links["b"], ready("b"))
         (order,) = links["b"].orders
@@ -163,9 +163,9 @@ def test_what_is_cancelled_is_not_launched_on_a_node_that_comes_later(tmp_path: 
         assert links["a"].kinds() == [Launch, EndRun]
         ended = RunEnded(state=RunState.CANCELLED, reason="enough")
         engine.on_node_message("a", RunEvent(run_id=RUN, number=1, at=100.0, body=ended))
-        assert service.told == [ended]
+        assert service.reported == [ended]
         engine.on_node_message("a", RanksGone(run_id=RUN))
-        assert "ranks_exited" in service.heard
+        assert "ranks_exited" in service.received
         assert engine.freed == 1
         engine.on_node_connected(links["b"], ready("b"))
         assert Launch not in links["b"].kinds()
@@ -182,9 +182,9 @@ def test_ranks_leave_when_all_parts_have_ended_and_devices_are_free_before_resul
         engine.on_node_message("b", PartEnded(run_id=RUN))
         assert [links[node].kinds()[-1] for node in ("a", "b")] == [PartsOver, PartsOver]
         engine.on_node_message("a", DevicesFree(run_id=RUN))
-        assert "devices_free" not in service.heard
+        assert "devices_free" not in service.received
         engine.on_node_message("b", DevicesFree(run_id=RUN))
-        assert service.heard[-1] == "devices_free"
+        assert service.received[-1] == "devices_free"
         assert engine.freed == 0, "whether the run needs them again is for the pool to say"
         engine.give_back(RUN)
         assert engine.freed == 1
@@ -192,10 +192,10 @@ def test_ranks_leave_when_all_parts_have_ended_and_devices_are_free_before_resul
             engine.on_node_message(
                 node, RunEvent(run_id=RUN, number=1, at=1.0, body=RunEnded(state=RunState.SUCCEEDED))
             )
-            assert "ranks_exited" not in service.heard
+            assert "ranks_exited" not in service.received
             engine.on_node_message(node, RanksGone(run_id=RUN))
-        assert [body.state for body in service.told if isinstance(body, RunEnded)] == [RunState.SUCCEEDED]
-        assert service.heard[-1] == "ranks_exited"
+        assert [body.state for body in service.reported if isinstance(body, RunEnded)] == [RunState.SUCCEEDED]
+        assert service.received[-1] == "ranks_exited"
         assert engine.freed == 1
 
     asyncio.run(scenario())
@@ -207,8 +207,8 @@ def test_what_is_cancelled_before_any_node_came_is_over_at_once(tmp_path: Path):
         engine.launch(launch(), ())
         engine.end_run(RUN, RunState.CANCELLED, "enough")
         await asyncio.sleep(0)
-        assert service.told == [RunEnded(state=RunState.CANCELLED, reason="enough")]
-        assert service.heard[-1] == "ranks_exited"
+        assert service.reported == [RunEnded(state=RunState.CANCELLED, reason="enough")]
+        assert service.received[-1] == "ranks_exited"
         assert engine.freed == 1
         for node, link in links.items():
             engine.on_node_connected(link, ready(node))
@@ -232,7 +232,7 @@ def test_a_launch_is_ordered_again_of_a_node_that_never_heard_it_and_never_twice
         last = Link("b")
         engine.on_node_connected(last, ready("b"))
         assert Launch not in last.kinds()
-        assert "runs_lost" in service.heard
+        assert "runs_lost" in service.received
 
     asyncio.run(scenario())
 

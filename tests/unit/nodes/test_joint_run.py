@@ -45,13 +45,13 @@ def failure(rank: int, at: float, *, victim: bool = False, packed: bool = False)
 def story(part: int, lines: int, *, builds: bool = False) -> list[EventBody]:
     """A node's events for its part of a run that succeeds."""
     ranks = range(part * RANKS_EACH, (part + 1) * RANKS_EACH)
-    told: list[EventBody] = [EnvironmentMoved(host=f"n{part}", ready=True)] if builds else []
-    told.append(RanksStarted(pids=tuple(100 + rank for rank in ranks), warm="zygote" if part else "standby"))
-    told += [output(rank, start) for start in range(lines) for rank in ranks]
+    reported: list[EventBody] = [EnvironmentMoved(host=f"n{part}", ready=True)] if builds else []
+    reported.append(RanksStarted(pids=tuple(100 + rank for rank in ranks), warm="zygote" if part else "standby"))
+    reported += [output(rank, start) for start in range(lines) for rank in ranks]
     released = PayloadReleased(kept=part == 1, reason="no room" if part == 0 else "")
-    told.insert(len(told) - part % len(told), released)
-    told.append(RunEnded(state=RunState.SUCCEEDED, results=tuple(map(result, ranks)), running_s=1.0 + part))
-    return told
+    reported.insert(len(reported) - part % len(reported), released)
+    reported.append(RunEnded(state=RunState.SUCCEEDED, results=tuple(map(result, ranks)), running_s=1.0 + part))
+    return reported
 
 
 def numbered(bodies: Sequence[EventBody], at: float = 100.0) -> list[RunEvent]:
@@ -76,37 +76,37 @@ class Cluster:
 
     def __init__(self, stories: Sequence[Sequence[EventBody]]) -> None:
         self.rest = [list(bodies) for bodies in stories]
-        self.said: list[list[RunEvent]] = [[] for _ in stories]
+        self.sent: list[list[RunEvent]] = [[] for _ in stories]
         self.at = [0] * len(stories)
         self.log: list[RunEvent] = []
         self.frames: list[Sequence[bytes]] = []
         self.joint = JointRun(len(stories))
 
-    def tell(self, part: int) -> None:
+    def apply(self, part: int) -> None:
         """Deliver the node's next event, or one that it sends again."""
-        said = self.said[part]
-        if self.at[part] == len(said):
+        sent = self.sent[part]
+        if self.at[part] == len(sent):
             if not self.rest[part]:
                 return
             self.say(part, self.rest[part].pop(0))
-        event = said[self.at[part]]
+        event = sent[self.at[part]]
         self.at[part] += 1
         self.keep(self.joint.on_event(part, event, (f"{part}".encode(),), now=100.0))
 
     def say(self, part: int, body: EventBody) -> None:
-        said = self.said[part]
-        said.append(RunEvent(run_id="r", number=len(said) + 1, at=100.0, body=body))
+        sent = self.sent[part]
+        sent.append(RunEvent(run_id="r", number=len(sent) + 1, at=100.0, body=body))
 
-    def keep(self, told: Sequence[MergedEvent]) -> None:
-        for event, frames in told:
+    def keep(self, reported: Sequence[MergedEvent]) -> None:
+        for event, frames in reported:
             self.log.append(event)
             self.frames.append(frames)
 
     def restart_service(self) -> None:
         """The agents still have the events that are not on disk, and send them again."""
         numbers = newest(self.log)
-        self.joint = JointRun(len(self.said), numbers)
-        for part in range(len(self.said)):
+        self.joint = JointRun(len(self.sent), numbers)
+        for part in range(len(self.sent)):
             self.adopt(part, numbers.get(part, 0))
 
     def break_link(self, part: int) -> None:
@@ -116,14 +116,14 @@ class Cluster:
     def adopt(self, part: int, number: int) -> None:
         """Act as an adopted agent, which reports the state of the payload again."""
         self.at[part] = number
-        released = [event.body for event in self.said[part] if isinstance(event.body, PayloadReleased)]
+        released = [event.body for event in self.sent[part] if isinstance(event.body, PayloadReleased)]
         if released:
             self.say(part, released[0])
 
     def finish(self) -> None:
-        while any(map(len, self.rest)) or any(at < len(said) for at, said in zip(self.at, self.said, strict=True)):
-            for part in range(len(self.said)):
-                self.tell(part)
+        while any(map(len, self.rest)) or any(at < len(sent) for at, sent in zip(self.at, self.sent, strict=True)):
+            for part in range(len(self.sent)):
+                self.apply(part)
 
 
 moves = st.lists(
@@ -142,7 +142,7 @@ def test_whatever_the_order_a_run_is_told_once(moves: list[tuple[str, int]], lin
     for move, part in moves:
         match move:
             case "tell":
-                cluster.tell(part)
+                cluster.apply(part)
             case "break":
                 cluster.break_link(part)
             case _:
@@ -158,8 +158,8 @@ def test_whatever_the_order_a_run_is_told_once(moves: list[tuple[str, int]], lin
     assert [own.rank for own in ended.results] == list(range(NODES * RANKS_EACH))
     assert ended.running_s == NODES
     for part in range(NODES):
-        said = [event.body for event in log if event.part == part and isinstance(event.body, OutputWritten)]
-        assert said == [body for body in story(part, lines[part]) if isinstance(body, OutputWritten)]
+        sent = [event.body for event in log if event.part == part and isinstance(event.body, OutputWritten)]
+        assert sent == [body for body in story(part, lines[part]) if isinstance(body, OutputWritten)]
     kinds = [type(event.body) for event in log]
     assert all(
         kinds.index(RanksStarted) < at < kinds.index(RunEnded) for at, kind in enumerate(kinds) if kind is OutputWritten
@@ -179,7 +179,7 @@ def test_of_a_run_that_lost_a_node_nobody_says_how_it_ended(moves: list[tuple[st
     for at, (_, part) in enumerate(moves):
         if at == when:
             break
-        cluster.tell(part)
+        cluster.apply(part)
     ended_before = bool(bodies(cluster.log, RunEnded))
     cluster.keep(cluster.joint.part_lost(lost))
     known = len([event for event in cluster.log if event.part == lost])
@@ -200,11 +200,11 @@ def test_what_follows_an_event_that_waits_waits_too():
     """Otherwise a service that is killed at that moment would never get the joint event."""
     joint = JointRun(2)
     first = numbered([RanksStarted(pids=(1,), warm="zygote"), output(0, 0)])
-    assert [told for event in first for told in joint.on_event(0, event, (), 100.0)] == []
+    assert [reported for event in first for reported in joint.on_event(0, event, (), 100.0)] == []
     assert joint.parts[0].passed == 0
-    told = joint.on_event(1, numbered([RanksStarted(pids=(2,), warm="zygote")])[0], (), 100.0)
-    assert [type(event.body) for event, _ in told] == [RanksStarted, OutputWritten]
-    assert told[0][0].joined == ((0, 1),)
+    reported = joint.on_event(1, numbered([RanksStarted(pids=(2,), warm="zygote")])[0], (), 100.0)
+    assert [type(event.body) for event, _ in reported] == [RanksStarted, OutputWritten]
+    assert reported[0][0].joined == ((0, 1),)
 
 
 def test_a_node_whose_ranks_never_met_the_others_ends_the_run_with_them():
@@ -221,22 +221,22 @@ def test_a_node_whose_ranks_never_met_the_others_ends_the_run_with_them():
 
 def test_failures_are_told_at_once():
     joint = JointRun(2)
-    told: list[MergedEvent] = []
+    reported: list[MergedEvent] = []
     for part in (0, 1):
-        told += joint.on_event(part, numbered([RanksStarted(pids=(part,), warm="zygote")])[0], (), 100.0)
+        reported += joint.on_event(part, numbered([RanksStarted(pids=(part,), warm="zygote")])[0], (), 100.0)
     failed = RunEvent(run_id="r", number=2, at=100.0, body=RankFailed(failure=failure(1, 100.0)))
-    told += joint.on_event(1, failed, (), 100.0)
-    assert [type(event.body) for event, _ in told] == [RanksStarted, RankFailed]
+    reported += joint.on_event(1, failed, (), 100.0)
+    assert [type(event.body) for event, _ in reported] == [RanksStarted, RankFailed]
 
 
 def test_what_all_nodes_remark_is_one_remark():
     joint = JointRun(2)
-    told = [
+    reported = [
         event.body
         for part in (0, 1)
         for event, _ in joint.on_event(part, numbered([Noted(text="slow disk")])[0], (), 100.0)
     ]
-    assert told == [Noted(text="slow disk")]
+    assert reported == [Noted(text="slow disk")]
 
 
 def test_the_payload_is_released_once_the_last_node_has_it_no_more():
@@ -304,10 +304,10 @@ def test_a_run_stands_still_where_every_node_does_or_is_done():
     stalls = JointStalls(3)
     assert stalls.merge(0, still(0, 1), ()) is None
     assert stalls.merge(2, still(4, 5, seconds=3.0), ()) is None
-    told = stalls.merge(1, still(2, 3), ())
-    assert isinstance(told, Stalled)
-    assert [stack.rank for stack in told.stacks] == [0, 1, 2, 3, 4, 5]
-    assert told.seconds == 3.0
+    reported = stalls.merge(1, still(2, 3), ())
+    assert isinstance(reported, Stalled)
+    assert [stack.rank for stack in reported.stacks] == [0, 1, 2, 3, 4, 5]
+    assert reported.seconds == 3.0
     assert isinstance(stalls.merge(1, Resumed(), ()), Resumed)
     assert stalls.merge(0, Resumed(), ()) is None
     done = JointStalls(2)

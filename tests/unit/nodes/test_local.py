@@ -36,8 +36,8 @@ class Agent:
         self.orders: list[tuple[ToAgent, int]] = []
         self.descriptors: list[int] = []
 
-    def listen(self, said: Callable[[FromAgent, Sequence[bytes]], None], lost: Callable[[], None]) -> None:
-        self.said, self.lost = said, lost
+    def listen(self, text: Callable[[FromAgent, Sequence[bytes]], None], lost: Callable[[], None]) -> None:
+        self.sent, self.lost = text, lost
 
     def send(self, message: ToAgent, frames: Sequence[bytes] = (), descriptors: Sequence[int] = ()) -> None:
         self.orders.append((message, len(descriptors)))
@@ -46,7 +46,7 @@ class Agent:
         return self.descriptors[:count]
 
     def ready(self, *runs: HeldRun) -> None:
-        self.said(AgentReady(pid=1, protocol_version=PROTOCOL_VERSION, inventory=Inventory(host="here"), runs=runs), ())
+        self.sent(AgentReady(pid=1, protocol_version=PROTOCOL_VERSION, inventory=Inventory(host="here"), runs=runs), ())
 
     @property
     def launched(self) -> list[tuple[str, int]]:
@@ -63,12 +63,12 @@ class Service:
     """An `EngineListener` that records its calls and may act on them."""
 
     def __init__(self) -> None:
-        self.heard: list[tuple[str, object]] = []
+        self.received: list[tuple[str, object]] = []
         self.then: dict[str, Callable[[], object]] = {}
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        def hear(*told: object) -> None:
-            self.heard.append((name, told[0]))
+        def hear(*reported: object) -> None:
+            self.received.append((name, reported[0]))
             if name in self.then:
                 self.then[name]()
 
@@ -118,11 +118,11 @@ def test_a_device_stays_locked_when_the_next_run_gets_it_before_the_first_is_ove
         assert pool.agent.launched == [(A, 1)]
         assert pool.is_locked
         pool.service.then["ranks_exited"] = lambda: pool.engine.launch(on_gpu(B), ())
-        pool.agent.said(RanksGone(run_id=A), ())
+        pool.agent.sent(RanksGone(run_id=A), ())
         assert pool.agent.launched == [(A, 1), (B, 1)]
         assert pool.is_locked
         pool.service.then.clear()
-        pool.agent.said(RanksGone(run_id=B), ())
+        pool.agent.sent(RanksGone(run_id=B), ())
         assert not pool.is_locked
         pool.close()
 
@@ -134,7 +134,7 @@ def test_a_device_of_another_pool_is_refused(settings: Settings):
         pool = Pool(settings)
         pool.other.acquire([GPU])
         pool.engine.launch(on_gpu(A), ())
-        assert pool.service.heard[-1] == ("lease_refused", A)
+        assert pool.service.received[-1] == ("lease_refused", A)
         assert pool.agent.launched == []
         pool.close()
 
@@ -152,7 +152,7 @@ def test_a_run_that_is_started_again_after_its_agents_death_keeps_its_device(
         if again:
             pool.service.then["nodes_lost"] = lambda: pool.engine.launch(on_gpu(A), ())
         pool.agent.lost()
-        assert ("nodes_lost", "the agent on this machine ended unexpectedly") in pool.service.heard
+        assert ("nodes_lost", "the agent on this machine ended unexpectedly") in pool.service.received
         assert pool.is_locked == again
         new.ready()
         assert new.launched == ([(A, 1)] if again else [])
@@ -174,7 +174,7 @@ def test_the_locks_of_runs_that_an_agent_holds_are_taken_over(settings: Settings
         if not gone:
             earlier.close()
         assert pool.is_locked
-        pool.agent.said(RanksGone(run_id=A), ())
+        pool.agent.sent(RanksGone(run_id=A), ())
         assert pool.is_locked == gone, "of one that is gone the lock is another's by now"
         pool.close()
         earlier.close()

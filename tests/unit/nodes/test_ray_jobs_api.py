@@ -184,19 +184,19 @@ def test_a_pool_of_this_name_that_runs_already_is_named(head: RayJobsApi):
 
 
 @pytest.mark.parametrize(
-    ("prints", "message", "told"),
+    ("prints", "message", "reported"),
     [
         ("".join(f"line {n}\n" for n in range(9)), "", "line 4\nline 5\nline 6\nline 7\nline 8"),
         (None, "Runtime environment setup failed", "Runtime environment setup failed"),
     ],
 )
 def test_a_pool_that_does_not_start_is_reported_with_its_last_lines(
-    head: RayJobsApi, prints: str | None, message: str, told: str
+    head: RayJobsApi, prints: str | None, message: str, reported: str
 ):
     head.prints, head.becomes = [prints], ("FAILED", message)
     with pytest.raises(PoolError, match="the pool did not start on the Ray cluster") as caught:
         deploy(JobsApi(head.url, NOWHERE), TEAM, {}, {})
-    assert caught.value.message.endswith(f"): {told}")
+    assert caught.value.message.endswith(f"): {reported}")
 
 
 def test_a_pool_that_never_listens_is_ended(head: RayJobsApi, monkeypatch: pytest.MonkeyPatch):

@@ -15,7 +15,7 @@ BROKEN = NodeFacts(node="c", host="c", address="10.0.0.3", problem="nobody could
 
 
 @pytest.mark.parametrize(
-    ("nodes", "waited_s", "told"),
+    ("nodes", "waited_s", "reported"),
     [
         ([], 0.0, True),
         ([SEEN, BROKEN], 0.0, True),
@@ -27,8 +27,8 @@ BROKEN = NodeFacts(node="c", host="c", address="10.0.0.3", problem="nobody could
         ([UNSEEN, UNSEEN], 45.0, True),
     ],
 )
-def test_a_pool_says_what_it_has_once_nodes_were_looked_at(nodes: list[NodeFacts], waited_s: float, told: bool):
-    assert is_worth_a_note(nodes, waited_s) is told
+def test_a_pool_says_what_it_has_once_nodes_were_looked_at(nodes: list[NodeFacts], waited_s: float, reported: bool):
+    assert is_worth_a_note(nodes, waited_s) is reported
 
 
 GPUS = [{"uuid": f"GPU-{letter}000", "name": "NVIDIA A10", "memory_bytes": 24 << 30} for letter in "abcd"]

@@ -48,16 +48,16 @@ class Node:
         longest_s: The longest time for which the loop did nothing else.
     """
 
-    def __init__(self, place: Path) -> None:
+    def __init__(self, context: Path) -> None:
         self.ready: list[AgentReady] = []
         self.lost: list[tuple[str, str, bool]] = []
         self.longest_s = 0.0
         self.events: list[RunEvent] = []
-        self.place = place
+        self.context = context
         self._link: NodeLink | None = None
         self._pool, self._keys = new_key_pair(), new_key_pair()
         self.listener = self._listen("tcp://127.0.0.1:0")
-        state, runtime, locks = (place / name for name in ("state", "run", "lock"))
+        state, runtime, locks = (context / name for name in ("state", "run", "lock"))
         for folder in (state, runtime, locks):
             folder.mkdir(mode=0o700)
         settings = Settings(state_dir=str(state), runtime_dir=str(runtime), lock_dir=str(locks))
@@ -71,7 +71,7 @@ class Node:
             secret=self._keys.secret,
             settings=msgspec.json.encode(settings),
         )
-        lock = os.open(place / "uplink.lock", os.O_RDWR | os.O_CREAT, 0o600)
+        lock = os.open(context / "uplink.lock", os.O_RDWR | os.O_CREAT, 0o600)
         self.uplink = Uplink(order, lock)
         os.close(lock)
 
@@ -89,7 +89,7 @@ class Node:
 
     def launch(self, body: str) -> str:
         """Order a run of one rank and return its id."""
-        order, payload = launch_order(self.place / "state", body, ranks=1)
+        order, payload = launch_order(self.context / "state", body, ranks=1)
         self.say(order, payload)
         return order.spec.run_id
 
@@ -111,12 +111,12 @@ class Node:
         self.listener = self._listen(self.listener.address)
 
     def _listen(self, address: str) -> AgentListener:
-        listener = AgentListener(address, self._pool, self._said, self._lost)
+        listener = AgentListener(address, self._pool, self._on_message, self._lost)
         self._is_open = True
         listener.admit({self._keys.public: "n1"})
         return listener
 
-    def _said(self, link: NodeLink, message: FromAgent, frames: Sequence[bytes]) -> None:
+    def _on_message(self, link: NodeLink, message: FromAgent, frames: Sequence[bytes]) -> None:
         if isinstance(message, AgentReady):
             self._link = link
             self.ready.append(message)
@@ -152,8 +152,8 @@ def quick_link(monkeypatch: pytest.MonkeyPatch) -> None:
 @asynccontextmanager
 async def node_that_is_up() -> AsyncGenerator[Node]:
     # a short path: socket paths are limited to 108 bytes
-    place = Path(tempfile.mkdtemp(prefix="sgu"))
-    node = Node(place)
+    context = Path(tempfile.mkdtemp(prefix="sgu"))
+    node = Node(context)
     try:
         await node.until(lambda: node.ready)
         node.longest_s = 0.0
@@ -164,7 +164,7 @@ async def node_that_is_up() -> AsyncGenerator[Node]:
     finally:
         node.uplink.close()
         node.shut()
-        shutil.rmtree(place)
+        shutil.rmtree(context)
 
 
 def test_the_link_goes_on_while_the_end_of_its_agent_is_awaited():
@@ -208,7 +208,7 @@ def test_an_agent_that_does_not_end_is_killed():
 def test_an_agent_with_a_run_waits_where_the_pool_takes_nothing_and_tells_all_of_it_afterwards():
     async def work() -> None:
         async with node_that_is_up() as node:
-            agent, over = node.ready[0].pid, node.place / "over"
+            agent, over = node.ready[0].pid, node.context / "over"
             run_id = node.launch(UNTIL_OVER.format(over=str(over)))
             await node.until(lambda: "here" in node.printed)
             node.shut()

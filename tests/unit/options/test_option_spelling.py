@@ -83,11 +83,11 @@ def test_a_pools_text_keeps_its_options_on_the_wire():
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(plain), type=Refused) == plain
 
 
-@pytest.mark.parametrize(("kind", "said"), [(RunKind.CELL, "Use --gpus 2."), (RunKind.CALL, "Use gpus=2.")])
-def test_a_view_of_a_failed_run_names_options_as_its_caller_does(kind: RunKind, said: str):
+@pytest.mark.parametrize(("kind", "output"), [(RunKind.CELL, "Use --gpus 2."), (RunKind.CALL, "Use gpus=2.")])
+def test_a_view_of_a_failed_run_names_options_as_its_caller_does(kind: RunKind, output: str):
     text = text_of("Use ", OptionName("gpus", 2), ".")
     view = RunView(msgspec.structs.replace(spec("0123abcd"), kind=kind))
     failure = Failure(kind=FailureKind.CAPACITY, message=str(text), text=text)
     view.apply(Event(run_id=view.run_id, seq=1, at=0.0, body=RunEnded(state=RunState.FAILED, failure=failure)))
     assert view.failure is not None
-    assert view.failure.message == said
+    assert view.failure.message == output

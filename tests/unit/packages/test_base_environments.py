@@ -214,9 +214,9 @@ def test_a_base_is_pins_without_what_the_node_brings(tmp_path: Path):
     assert "psutil==5.9.0" in ai["requirements"]
     assert "psycopg2==2.9.3" in ai["requirements"]
     assert "torch==2.7.1" in mine["requirements"]
-    told = " ".join(notes)
+    reported = " ".join(notes)
     for words in ("databricks.serverless_gpu", "dbus-python", "psutil 5.9.4 for 5.9.0", "cloudpickle 3.0.0 is too old"):
-        assert words in told
+        assert words in reported
     assert len({plain["digest"], ai["digest"], mine["digest"]}) == 3
     assert plain["packages"] == len(plain["requirements"])
 
@@ -557,8 +557,8 @@ def test_prune_removes_what_nobody_uses(settings: Settings):
     lock = BuiltEnvironments(settings.environments_path).open(used.name)
     assert lock is not None
     os.utime(used / "last-used", (1000.0, 1000.0))
-    told = environments.prune(settings, days=2, now=1000.0 + 86400 * 4)
-    assert told.startswith("1 environment removed")
-    assert "1 in use" in told
+    reported = environments.prune(settings, days=2, now=1000.0 + 86400 * 4)
+    assert reported.startswith("1 environment removed")
+    assert "1 in use" in reported
     lock[1].close()
     assert [folder.exists() for folder in (old, used, new)] == [False, True, True]

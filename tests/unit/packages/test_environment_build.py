@@ -50,9 +50,9 @@ def node(tmp_path: Path, index: SmallIndex) -> Iterator[Nodes]:
     assert made.left() == set()
 
 
-def refusal(said: BuildReady | BuildRefused) -> str:
-    assert isinstance(said, BuildRefused), said
-    return str(said.message)
+def refusal(output: BuildReady | BuildRefused) -> str:
+    assert isinstance(output, BuildRefused), output
+    return str(output.message)
 
 
 # ---------------------------------------------------------------- what is in it
@@ -178,8 +178,8 @@ def test_builders_of_the_same_environment_build_it_once(node: Nodes, index: Smal
     for build in builds:
         assert build.link.recv(1, socket.MSG_PEEK)
     index.open.set()
-    said = [build.wait() for build in builds]
-    assert sorted(one.built for one in said if isinstance(one, BuildReady)) == [False, False, True]
+    output = [build.wait() for build in builds]
+    assert sorted(one.built for one in output if isinstance(one, BuildReady)) == [False, False, True]
     assert node.run(environment, "import tinyone; print(tinyone.__version__)") == "2.0"
 
 
@@ -252,10 +252,10 @@ def test_the_longest_unused_ones_go_and_never_one_in_use(node: Nodes):
 @pytest.mark.slow
 def test_what_is_too_large_is_refused_before_anything_is_downloaded(node: Nodes, index: SmallIndex):
     index.asked.clear()
-    said = refusal(node.build(environment_of("tinybig==1.0", "tinyone==1.0"), limit_bytes=2_000_000))
-    assert "3.0 MB to download, more than the 2.0 MB" in said
-    assert f"tinybig==1.0 (3.0 MB), tinyone==1.0 ({len(small_wheel('tinyone', '1.0'))} B)" in said
-    assert "environment_limit" in said
+    output = refusal(node.build(environment_of("tinybig==1.0", "tinyone==1.0"), limit_bytes=2_000_000))
+    assert "3.0 MB to download, more than the 2.0 MB" in output
+    assert f"tinybig==1.0 (3.0 MB), tinyone==1.0 ({len(small_wheel('tinyone', '1.0'))} B)" in output
+    assert "environment_limit" in output
     assert index.downloads() == []
     # known sizes are not requested again
     index.asked.clear()
@@ -271,9 +271,9 @@ def test_a_full_disk_is_told_and_nothing_is_left(node: Nodes):
     disk.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m,mode=0700", "sgpu-test", str(disk)], check=True)
     try:
-        said = refusal(node.build(environment_of("tinybig==1.0", "tinyone==1.0"), root=disk / "environments"))
-        assert "No space left on device" in said
-        assert "environment_dir" in said
+        output = refusal(node.build(environment_of("tinybig==1.0", "tinyone==1.0"), root=disk / "environments"))
+        assert "No space left on device" in output
+        assert "environment_dir" in output
         left = [path.name for path in (disk / "environments").rglob("*") if path.name != "locks"]
         assert [name for name in left if name != "sizes.json"] == []
     finally:
@@ -284,25 +284,25 @@ def test_a_full_disk_is_told_and_nothing_is_left(node: Nodes):
 
 
 def test_another_python_platform_or_conda_is_refused_with_the_way_out(node: Nodes):
-    said = refusal(node.build(environment_of("tinyone==1.0", python="3.9")))
-    assert "Python 3.9" in said
-    assert f"Python {own_python()}" in said
-    assert "install sgpu-magic on" in said
-    said = refusal(node.build(environment_of("tinyone==1.0", platform="linux_riscv64")))
-    assert "linux_riscv64" in said
-    said = refusal(node.build(environment_of("tinyone==1.0", conda=("mkl 2024.1", "libblas 3.9"))))
-    assert "mkl 2024.1, libblas 3.9" in said
-    assert "--env-version" in said
+    output = refusal(node.build(environment_of("tinyone==1.0", python="3.9")))
+    assert "Python 3.9" in output
+    assert f"Python {own_python()}" in output
+    assert "install sgpu-magic on" in output
+    output = refusal(node.build(environment_of("tinyone==1.0", platform="linux_riscv64")))
+    assert "linux_riscv64" in output
+    output = refusal(node.build(environment_of("tinyone==1.0", conda=("mkl 2024.1", "libblas 3.9"))))
+    assert "mkl 2024.1, libblas 3.9" in output
+    assert "--env-version" in output
     assert not node.root.exists()
 
 
 def test_what_has_no_wheel_is_not_built_unasked(node: Nodes):
     line = "secretproject @ git+https://user:geheim@127.0.0.1:9/project.git@0123456789012345678901234567890123456789"
     refused = node.build(environment_of(line))
-    said = refusal(refused)
-    assert "secretproject" in said
-    assert "--allow-build" in said
-    assert "geheim" not in said
+    output = refusal(refused)
+    assert "secretproject" in output
+    assert "--allow-build" in output
+    assert "geheim" not in output
     # a function's caller reads the option as the function takes it
     assert isinstance(refused, BuildRefused)
     assert isinstance(refused.message, TextWithOptions)
@@ -310,16 +310,16 @@ def test_what_has_no_wheel_is_not_built_unasked(node: Nodes):
 
 
 def test_what_the_index_lacks_is_told_in_uvs_words(node: Nodes):
-    said = refusal(node.build(environment_of("tinyone==7.0")))
-    assert "there is no version of tinyone==7.0" in said
-    assert "index_url" in said
-    assert os.uname().nodename.split(".")[0] in said
+    output = refusal(node.build(environment_of("tinyone==7.0")))
+    assert "there is no version of tinyone==7.0" in output
+    assert "index_url" in output
+    assert os.uname().nodename.split(".")[0] in output
 
 
 def test_an_index_that_can_not_be_reached_is_named_without_its_password(node: Nodes):
-    said = refusal(node.build(environment_of("tinyone==1.0"), index_url="http://user:geheim@127.0.0.1:9/simple"))
-    assert "127.0.0.1:9" in said
-    assert "geheim" not in said
+    output = refusal(node.build(environment_of("tinyone==1.0"), index_url="http://user:geheim@127.0.0.1:9/simple"))
+    assert "127.0.0.1:9" in output
+    assert "geheim" not in output
 
 
 def test_a_wheel_that_is_not_the_one_that_was_meant_is_refused(node: Nodes, tmp_path: Path):

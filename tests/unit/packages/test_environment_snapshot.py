@@ -74,7 +74,7 @@ class Installed:
     commit: str
 
     @functools.cached_property
-    def told(self) -> dict[str, Any]:
+    def reported(self) -> dict[str, Any]:
         return snapshot_of(self.python)
 
     @property
@@ -93,11 +93,11 @@ class Installed:
         return InstalledPackages(
             distributions=tuple(
                 Distribution(kind=Kind(found["kind"]), **{name: found[name] for name in fields})
-                for found in self.told["distributions"]
+                for found in self.reported["distributions"]
             ),
-            python=self.told["python"],
-            tag=self.told["tag"],
-            platform=self.told["platform"],
+            python=self.reported["python"],
+            tag=self.reported["tag"],
+            platform=self.reported["platform"],
             executable=str(self.python),
         )
 
@@ -163,7 +163,7 @@ def as_frozen(found: dict[str, Any]) -> str:
 
 def test_every_distribution_is_there_once_as_uv_freezes_it(installed: Installed):
     theirs = frozen(uv("pip", "freeze", "--python", installed.python))
-    ours = by_name(installed.told)
+    ours = by_name(installed.reported)
     assert {name: as_frozen(found) for name, found in ours.items()} == theirs
     assert len(theirs) == 8
 
@@ -171,12 +171,14 @@ def test_every_distribution_is_there_once_as_uv_freezes_it(installed: Installed)
 @pytest.mark.slow
 def test_pip_freezes_the_same(installed: Installed):
     theirs = frozen(call(sys.executable, "-m", "pip", "--python", installed.python, "freeze", "--all"))
-    assert {name: as_frozen(found).lower() for name, found in by_name(installed.told).items()}.keys() == theirs.keys()
+    assert {
+        name: as_frozen(found).lower() for name, found in by_name(installed.reported).items()
+    }.keys() == theirs.keys()
     assert theirs["six"] == "six==1.17.0"
 
 
 def test_each_is_classed_by_where_it_came_from(installed: Installed):
-    found = by_name(installed.told)
+    found = by_name(installed.reported)
     assert {name: item["kind"] for name, item in found.items()} == {
         "six": "registry",
         "iniconfig": "registry",
@@ -192,7 +194,7 @@ def test_each_is_classed_by_where_it_came_from(installed: Installed):
     assert found["from-archive"]["url"] == f"{installed.url}/from_archive-2.0-py3-none-any.whl"
     assert found["an-editable"]["url"] == (installed.folder / "editable").as_uri()
     assert all(item["record"] for item in found.values())
-    assert (installed.told["python"], installed.told["tag"]) == (
+    assert (installed.reported["python"], installed.reported["tag"]) == (
         f"{sys.version_info.major}.{sys.version_info.minor}",
         f"cp{sys.version_info.major}{sys.version_info.minor}",
     )
@@ -213,17 +215,17 @@ def test_what_a_package_brings_within_itself_is_not_installed(installed: Install
     vendored.mkdir(parents=True)
     uv("pip", "install", "--quiet", "--python", installed.python, "--target", vendored, "six==1.16.0")
     (tmp_path / "bundler" / "__init__.py").touch()
-    told = snapshot_of(installed.python, path=(vendored,))
-    assert by_name(told)["six"]["version"] == "1.17.0"
-    assert told["digest"] == installed.told["digest"]
+    reported = snapshot_of(installed.python, path=(vendored,))
+    assert by_name(reported)["six"]["version"] == "1.17.0"
+    assert reported["digest"] == installed.reported["digest"]
 
 
 def test_of_two_on_the_path_the_first_is_the_one(installed: Installed, tmp_path: Path):
     install_into = tmp_path / "before"
     uv("pip", "install", "--quiet", "--python", installed.python, "--target", install_into, "six==1.16.0")
-    told = snapshot_of(installed.python, path=(install_into,))
-    assert by_name(told)["six"]["version"] == "1.16.0"
-    assert told["digest"] != installed.told["digest"]
+    reported = snapshot_of(installed.python, path=(install_into,))
+    assert by_name(reported)["six"]["version"] == "1.16.0"
+    assert reported["digest"] != installed.reported["digest"]
 
 
 def test_an_editable_with_metadata_beside_its_source_is_there_once(installed: Installed):
@@ -235,7 +237,7 @@ def test_an_editable_with_metadata_beside_its_source_is_there_once(installed: In
     finally:
         shutil.rmtree(egg_info)
     # the project's folder comes after the site directory, through its .pth file
-    assert by_name(behind)["an-editable"] == by_name(installed.told)["an-editable"]
+    assert by_name(behind)["an-editable"] == by_name(installed.reported)["an-editable"]
     # a notebook in the project's folder finds it there first: it is the same project
     found = by_name(before)["an-editable"]
     assert (found["kind"], found["url"]) == ("editable", (installed.folder / "editable").as_uri())
@@ -243,10 +245,10 @@ def test_an_editable_with_metadata_beside_its_source_is_there_once(installed: In
 
 @pytest.mark.skipif(not Path("/usr/lib/python3/dist-packages/pip").is_dir(), reason="no Debian system with pip")
 def test_debians_own_packages_are_the_systems():
-    told = snapshot_of("/usr/bin/python3")
+    reported = snapshot_of("/usr/bin/python3")
     # uv does not search there
     listed = call("/usr/bin/python3", "-m", "pip", "list", "--format", "freeze")
-    ours = {item["name"]: item for item in told["distributions"]}
+    ours = {item["name"]: item for item in reported["distributions"]}
     assert {name: item["version"] for name, item in ours.items()} == dict(
         line.split("==") for line in listed.splitlines()
     )
@@ -262,10 +264,10 @@ def test_condas_are_known_by_their_installer_or_its_own_list(tmp_path: Path):
     (info / "direct_url.json").write_text('{"dir_info": {}, "url": "file:///home/conda/feedstock_root/work"}')
     listed = read_distribution(str(info), str(tmp_path), {"numpy": "1.26.4"})
     (info / "INSTALLER").write_text("conda\n")
-    told = read_distribution(str(info), str(tmp_path), {})
+    reported = read_distribution(str(info), str(tmp_path), {})
     assert listed is not None
-    assert told is not None
-    assert listed.kind is told.kind is Kind.CONDA
+    assert reported is not None
+    assert listed.kind is reported.kind is Kind.CONDA
     (info / "INSTALLER").write_text("pip\n")
     by_pip = read_distribution(str(info), str(tmp_path), {"numpy": "1.26.4"})
     assert by_pip is not None
@@ -425,7 +427,7 @@ def test_a_repacked_wheel_has_everything_and_always_the_same_bytes(
     assert (python.parent / "sgpu-test-entry").exists()
     assert (tmp_path / "venv/share/unpublished/data.txt").read_text() == "data\n"
     again = by_name(snapshot_of(python))["unpublished-wheel"]
-    assert again["record"] == by_name(installed.told)["unpublished-wheel"]["record"]
+    assert again["record"] == by_name(installed.reported)["unpublished-wheel"]["record"]
 
 
 def test_what_has_no_list_of_its_files_can_not_be_repacked(tmp_path: Path):
@@ -504,7 +506,7 @@ def test_the_lock_file_is_valid_and_has_each_with_its_source(installed: Installe
     parsed = Pylock.from_dict(tomllib.loads(lock.pylock))
     parsed.validate()
     packages = {package.name: package for package in parsed.packages}
-    assert packages.keys() == by_name(installed.told).keys()
+    assert packages.keys() == by_name(installed.reported).keys()
     assert packages["six"].wheels
     assert packages["six"].wheels[0].hashes["sha256"]
     vcs = packages["from-git"].vcs
@@ -535,11 +537,10 @@ def test_uv_installs_from_the_requirements(installed: Installed, lock: Lock, tmp
     python = make_venv(tmp_path / "venv")
     uv("pip", "install", "--quiet", "--no-deps", "--python", python, "-r", tmp_path / "requirements.txt")
     theirs = {name: item["version"] for name, item in by_name(snapshot_of(python)).items()}
-    assert theirs == {name: item["version"] for name, item in by_name(installed.told).items()}
+    assert theirs == {name: item["version"] for name, item in by_name(installed.reported).items()}
     first = text.splitlines()[0]
-    assert (
-        first == f"# Python {sys.version.split()[0]} on {installed.told['platform']}, digest {installed.told['digest']}"
-    )
+    digest = installed.reported["digest"]
+    assert first == f"# Python {sys.version.split()[0]} on {installed.reported['platform']}, digest {digest}"
     assert "editable" in next(line for line in text.splitlines() if line.startswith("an-editable"))
     assert "repacked: in no package index" in next(
         line for line in text.splitlines() if line.startswith("sgpu-test-nowhere")
@@ -650,8 +651,8 @@ def test_what_a_node_is_told_has_a_lock_file_too(installed: Installed, lock: Loc
     uv("pip", "sync", "--quiet", "--preview", "--python", by_lock, tmp_path / "pylock.toml")
     (tmp_path / "requirements.txt").write_text(environment_requirements(ordered.environment, made))
     uv("pip", "sync", "--quiet", "--python", by_requirements, tmp_path / "requirements.txt")
-    told = (snapshot_of(by_lock), snapshot_of(by_requirements))
-    versions = [{found["key"]: found["version"] for found in each["distributions"]} for each in told]
+    reported = (snapshot_of(by_lock), snapshot_of(by_requirements))
+    versions = [{found["key"]: found["version"] for found in each["distributions"]} for each in reported]
     assert versions[0] == versions[1] == {found.key: found.version for found in installed.snapshot.distributions}
 
 
@@ -678,8 +679,8 @@ def test_what_a_node_brings_itself(name: str, torch_mine: bool, expected: bool):
 def test_a_fault_costs_one_runs_files_and_the_next_run_is_told(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ):
-    told: list[KeepEnvironment] = []
-    pool: Any = SimpleNamespace(connected=object(), notify=told.append)
+    reported: list[KeepEnvironment] = []
+    pool: Any = SimpleNamespace(connected=object(), notify=reported.append)
     found, faults = InstalledPackages(()), ["the disk", "the disk", ""]
 
     def take() -> InstalledPackages:
@@ -696,9 +697,9 @@ def test_a_fault_costs_one_runs_files_and_the_next_run_is_told(
     for left in (2, 1):
         assert telling.digest_for(f"{left}234abcd") == ""
         eventually(lambda left=left: len(faults) == left and telling._thread is None)
-    assert told == []
+    assert reported == []
     assert telling.digest_for("0234abcd") == ""
-    eventually(lambda: told)
+    eventually(lambda: reported)
     telling.close()
-    assert [(message.digest, message.runs) for message in told] == [(found.digest, ("0234abcd",))]
+    assert [(message.digest, message.runs) for message in reported] == [(found.digest, ("0234abcd",))]
     assert capfd.readouterr().err.count("OSError: the disk") == 1

@@ -78,8 +78,8 @@ def site(tmp_path: Path) -> Site:
     return Site(tmp_path)
 
 
-def only(told: list[str], *words: str) -> None:
-    (sentence,) = told
+def only(reported: list[str], *words: str) -> None:
+    (sentence,) = reported
     assert [word for word in words if word not in sentence] == [], sentence
 
 
@@ -263,9 +263,9 @@ def test_what_was_found_in_the_background_is_told_once(site: Site):
     )
     done = subprocess.run([sys.executable, "-c", script, str(site.folder)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    before, told, *after = done.stdout.splitlines()
+    before, reported, *after = done.stdout.splitlines()
     assert (before, after) == ("()", ["()", "()"])
-    assert "pandas 1.5.3 is compiled for NumPy 1" in told
+    assert "pandas 1.5.3 is compiled for NumPy 1" in reported
 
 
 def test_changes_say_what_was_installed_removed_and_changed():

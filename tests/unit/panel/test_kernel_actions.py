@@ -37,7 +37,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Makes a `KernelContext` with these settings, in folders of the test; starts no pool."""
     made: list[KernelContext] = []
 
-    def place(**settings: str) -> KernelContext:
+    def context(**settings: str) -> KernelContext:
         monkeypatch.setenv("SGPU_STATE_DIR", str(tmp_path / "state"))
         monkeypatch.setenv("SGPU_RUNTIME_DIR", str(tmp_path / "run"))
         monkeypatch.setenv("SGPU_CONFIG", str(tmp_path / "config.toml"))
@@ -46,7 +46,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         made.append(KernelContext())
         return made[-1]
 
-    yield place
+    yield context
     for each in made:
         each.close()
 
@@ -58,10 +58,10 @@ def base(tmp_path: Path) -> str:
     return str(file)
 
 
-def snapshot(place: KernelContext, choice: Choice | None = None) -> dict[str, Any]:
+def snapshot(context: KernelContext, choice: Choice | None = None) -> dict[str, Any]:
     """The notebook's state, as sent to a page that has this choice in the notebook's metadata."""
     kept = {"choice": msgspec.to_builtins(choice)} if choice is not None else None
-    return asked(KernelActions(place), kind="kernel", kept=kept)["snapshot"]
+    return asked(KernelActions(context), kind="kernel", kept=kept)["snapshot"]
 
 
 def asked(actions: KernelActions, **content: object) -> dict[str, Any]:
@@ -76,13 +76,13 @@ def lines(found: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def test_a_base_is_shown_with_the_changes_of_the_choice(make: Any, base: str):
-    place = make()
+    context = make()
     choice = Choice(
         env_version=base,
         dependencies=("Beta==2.5", "delta==1.0", "epsilon>2", "torch", "zeta"),
         removed=("Alpha", "not-in-it"),
     )
-    found = snapshot(place, choice)
+    found = snapshot(context, choice)
     assert lines(found) == [
         ("-", "alpha 1.0"),
         ("~", "beta 2.0 → 2.5"),
@@ -95,7 +95,7 @@ def test_a_base_is_shown_with_the_changes_of_the_choice(make: Any, base: str):
     # alpha is removed, and three packages are added
     assert (found["packages"], found["python"]) == (5, f"Python {HERE}")
     assert (found["notes"], found["more_differences"]) == ((), 0)
-    unchanged = snapshot(place, Choice(env_version=base))
+    unchanged = snapshot(context, Choice(env_version=base))
     assert (lines(unchanged), unchanged["packages"]) == ([], 3)
     assert unchanged["python"] == f"Python {HERE} · torch 2.9.0"
 
@@ -107,14 +107,14 @@ def test_more_differences_than_a_panel_has_room_for_are_counted(make: Any, base:
 
 
 def test_own_packages_are_shown_with_what_changed_since_the_kernel_began(make: Any, monkeypatch: pytest.MonkeyPatch):
-    place, now = make(), take_snapshot()
+    context, now = make(), take_snapshot()
     before = [found for found in now.distributions if found.key not in ("six", "packaging")]
     first = InstalledPackages(
         (*before, Distribution("gone", "1.0", Kind.REGISTRY), Distribution("six", "0.1", Kind.REGISTRY)),
         python=now.python,
     )
     monkeypatch.setattr(kernel_state.snapshot, "first_snapshot", lambda: first)
-    found = snapshot(place)
+    found = snapshot(context)
     assert lines(found) == [
         ("-", "gone 1.0"),
         ("+", f"packaging {metadata.version('packaging')}"),
@@ -126,13 +126,13 @@ def test_own_packages_are_shown_with_what_changed_since_the_kernel_began(make: A
 
 
 def test_the_bases_on_offer_are_published_saved_and_chosen(make: Any, base: str):
-    place = make(env_version=base)
+    context = make(env_version=base)
     for name, python in (("mine", HERE), ("old", OTHER)):
         kept = Environment(digest="00", python=python, requirements=("alpha==1.0",), packages=1)
-        named_environments.save(place.settings, name, kept)
-    named_environments.save(place.settings, "torn", Environment(digest="00"))
-    (named_environments.saved_path(place.settings) / "torn" / "environment.json").write_text("{")
-    found = {one["name"]: (one["label"], one["about"]) for one in snapshot(place)["bases"]}
+        named_environments.save(context.settings, name, kept)
+    named_environments.save(context.settings, "torn", Environment(digest="00"))
+    (named_environments.saved_path(context.settings) / "torn" / "environment.json").write_text("{")
+    found = {one["name"]: (one["label"], one["about"]) for one in snapshot(context)["bases"]}
     assert list(found) == ["", "4", "ai-4", "mine", "old", base]
     assert found[""][0] == f"this notebook's packages, Python {HERE}"
     assert found["4"][0] == "4: Databricks serverless GPU, Python 3.12"
@@ -140,16 +140,16 @@ def test_the_bases_on_offer_are_published_saved_and_chosen(make: Any, base: str)
     assert found["old"][1] == f"Python {OTHER} · 1 package · needs a kernel of Python {OTHER}"
     assert found[base] == ("team.txt: a file", f"the file {base}")
     # naming the damaged environment shows why it is not offered
-    torn = snapshot(place, Choice(env_version="torn"))
+    torn = snapshot(context, Choice(env_version="torn"))
     assert torn["notes"][0].startswith("The saved environment torn can't be read: ")
     assert torn["notes"][0].endswith("Save it again.")
-    gone = snapshot(place, Choice(env_version="gone"))
+    gone = snapshot(context, Choice(env_version="gone"))
     assert gone["notes"] == (
         "There is no environment 'gone' here. There are: 4, ai-4, mine, old, torn; "
         "a requirements file's path works too.",
     )
     assert {one["name"]: one["about"] for one in gone["bases"]}["gone"] == "no such environment here"
-    wrong = snapshot(place, Choice(env_version="old"))
+    wrong = snapshot(context, Choice(env_version="old"))
     assert wrong["notes"][0].startswith(f"The packages of old are for Python {OTHER}, and this notebook runs")
 
 
@@ -159,9 +159,9 @@ def test_a_choice_made_in_another_notebook_is_named(make: Any, tmp_path: Path):
     mine.touch()
     theirs.touch()
     kept = ChoiceKeeper(state, lambda: str(mine)).confirm(Choice(gpus=2))
-    place = make()
-    place.choice = ChoiceKeeper(place.settings.state_path, lambda: str(theirs))
-    found = asked(KernelActions(place), kind="kernel", kept=msgspec.to_builtins(kept))["snapshot"]
+    context = make()
+    context.choice = ChoiceKeeper(context.settings.state_path, lambda: str(theirs))
+    found = asked(KernelActions(context), kind="kernel", kept=msgspec.to_builtins(kept))["snapshot"]
     assert not found["confirmed"]
     assert found["notes"][0] == f"You chose this in {mine}. Confirm it here if this notebook is yours as well."
 
@@ -179,16 +179,16 @@ def test_the_text_says_which_pool_can_not_be_asked(make: Any):
 
 
 def test_what_can_not_be_written_is_said(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    said = io.StringIO()
-    monkeypatch.setattr(sys, "__stderr__", said)
-    place = make()
+    sent = io.StringIO()
+    monkeypatch.setattr(sys, "__stderr__", sent)
+    context = make()
     (tmp_path / "file").touch()
-    place.choice = ChoiceKeeper(tmp_path / "file" / "state", str)
-    refused = asked(KernelActions(place), kind="apply", choice={"gpus": 2})
+    context.choice = ChoiceKeeper(tmp_path / "file" / "state", str)
+    refused = asked(KernelActions(context), kind="apply", choice={"gpus": 2})
     assert (refused["kind"], refused["n"]) == ("panel-refusal", 7)
     assert refused["text"].startswith("The request failed: NotADirectoryError: ")
-    assert "Traceback" in said.getvalue()
-    assert place.choice.now().choice is None
+    assert "Traceback" in sent.getvalue()
+    assert context.choice.now().choice is None
 
 
 def test_a_request_that_is_none_is_refused(make: Any):
@@ -204,8 +204,8 @@ def test_an_installation_that_takes_long_is_reported_later(make: Any, monkeypatc
     index = SmallIndex()
     try:
         monkeypatch.setattr(kernel_actions, "ANSWER_S", 0.0)
-        place = make(index_url=index.url)
-        actions = KernelActions(place)
+        context = make(index_url=index.url)
+        actions = KernelActions(context)
         index.hold()
         choice = {"dependencies": ["sgpu-no-such-thing"]}
         first = asked(actions, kind="apply", choice=choice)
@@ -215,7 +215,7 @@ def test_an_installation_that_takes_long_is_reported_later(make: Any, monkeypatc
         assert second["text"] == "Another choice is being applied. Apply this one when that has finished."
         index.open.set()
         failed = eventually(
-            lambda: next((said for said in [asked(actions, kind="kernel")] if said["kind"] == "panel-refusal"), None),
+            lambda: next((sent for sent in [asked(actions, kind="kernel")] if sent["kind"] == "panel-refusal"), None),
             30,
             "the installation fails",
         )
@@ -233,23 +233,23 @@ def test_an_installation_that_takes_long_is_reported_later(make: Any, monkeypatc
 
 
 def test_accepting_a_choice(make: Any, base: str):
-    place = make()
+    context = make()
     with pytest.raises(UsageError, match="this notebook's metadata asks for nothing, so there is nothing to confirm"):
-        accept_choice(place)
-    place.choice.to_report(KeptChoice(choice=Choice(env_version="gone")))
+        accept_choice(context)
+    context.choice.to_report(KeptChoice(choice=Choice(env_version="gone")))
     with pytest.raises(UsageError, match="There is no environment 'gone' here"):
-        accept_choice(place)
-    assert not place.choice.now().confirmed
+        accept_choice(context)
+    assert not context.choice.now().confirmed
     six = f"six=={metadata.version('six')}"
-    place.choice.to_report(KeptChoice(choice=Choice(gpus=2, dependencies=(six,), removed=("Packaging", "gone"))))
-    said = accept_choice(place)
-    assert said == (
+    context.choice.to_report(KeptChoice(choice=Choice(gpus=2, dependencies=(six,), removed=("Packaging", "gone"))))
+    sent = accept_choice(context)
+    assert sent == (
         "confirmed: this notebook asks for 2 ranks, local, this notebook's packages, six=="
         f"{metadata.version('six')} added, Packaging, gone removed, and a bare %%distributed uses that from now on. "
         "Still installed: Packaging. `%pip uninstall Packaging` removes it."
     )
     assert metadata.version("packaging")
-    assert accept_choice(place) == (
+    assert accept_choice(context) == (
         "this notebook asks for 2 ranks, local, this notebook's packages; this is already confirmed."
     )
 
@@ -262,12 +262,12 @@ class Front:
 
     def __init__(self) -> None:
         self.comm: object = object()
-        self.told: list[dict[str, Any]] = []
+        self.reported: list[dict[str, Any]] = []
         self.ended: list[str] = []
         self.take: Any = None
 
     def send(self, content: dict[str, Any]) -> None:
-        self.told.append(content)
+        self.reported.append(content)
 
     def close(self) -> None:
         self.ended.append("widget")
@@ -288,8 +288,8 @@ def test_a_page_that_says_nothing_for_long_is_told_nothing(make: Any):
     eventually(lambda: answers, what="the page's question is answered")
     assert (answers[0]["kind"], answers[0]["n"]) == ("kernel-answer", 3)
     front.take({"kind": "dance"}, answers.append)
-    eventually(lambda: front.told, what="a wrong command is answered")
-    assert front.told[0]["text"].startswith("This request is not valid: ")
+    eventually(lambda: front.reported, what="a wrong command is answered")
+    assert front.reported[0]["text"].startswith("This request is not valid: ")
     front.take({"kind": "watch", "pool": ""}, answers.append)
     eventually(lambda: view._page.is_watching, what="it is watched")
 
@@ -311,19 +311,19 @@ def test_a_page_that_says_nothing_for_long_is_told_nothing(make: Any):
     view.close()
     assert (view.is_closed, front.ended, view._timer) == (True, ["channel", "widget"], None)
     assert not view._page.is_watching
-    told = len(front.told)
+    reported = len(front.reported)
     front.take({"kind": "dance"}, answers.append)
     endpoint.close()
     watchers.close()
-    assert len(front.told) == told
+    assert len(front.reported) == reported
 
 
 # ---------------------------------------------------------------- the threads that answer
 
 
 def test_an_answer_that_can_not_be_sent_costs_nothing(make: Any, monkeypatch: pytest.MonkeyPatch):
-    said = io.StringIO()
-    monkeypatch.setattr(sys, "__stderr__", said)
+    sent = io.StringIO()
+    monkeypatch.setattr(sys, "__stderr__", sent)
     endpoint = kernel_endpoint.KernelEndpoint(make())
     answers: list[dict[str, Any]] = []
 
@@ -334,7 +334,7 @@ def test_an_answer_that_can_not_be_sent_costs_nothing(make: Any, monkeypatch: py
     endpoint.take({"kind": "kernel", "n": 2}, answers.append)
     eventually(lambda: answers, what="the second request is answered")
     assert answers[0]["n"] == 2
-    assert "OSError: the page is gone" in said.getvalue()
+    assert "OSError: the page is gone" in sent.getvalue()
     assert endpoint.show() is None
     endpoint.close()
     endpoint.take({"kind": "kernel", "n": 3}, answers.append)

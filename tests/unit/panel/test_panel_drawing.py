@@ -71,8 +71,8 @@ def snapshot(*runs: RunSummary, notice: str = "", **others: object) -> PanelPool
     return pool_snapshot(asked, RATES, NOW, durations=Durations(runs), notice=notice)
 
 
-def row(of: RunSummary, place: RunDirectoryInfo | None = None) -> RunRow:
-    return run_row(of, place or RunDirectoryInfo())
+def row(of: RunSummary, context: RunDirectoryInfo | None = None) -> RunRow:
+    return run_row(of, context or RunDirectoryInfo())
 
 
 # ------------------------------------------------------------ devices and their types
@@ -246,8 +246,8 @@ def test_a_row_has_what_its_clock_and_its_buttons_need():
     assert (drawn.notebook, drawn.kernel, drawn.user) == ("digits.ipynb", "k-1", "ann")
     assert (drawn.here, drawn.tracked_url, drawn.idle_ends_at) == (True, "https://mlflow/1", NOW + 60)
     assert row(run(state=RunState.SUCCEEDED, cost=0.3)).cost == 0.3
-    told = (RunParameter(name="lr", value="0.1"),)
-    assert row(run(), RunDirectoryInfo(here=True, parameters=told)).parameters == told
+    reported = (RunParameter(name="lr", value="0.1"),)
+    assert row(run(), RunDirectoryInfo(here=True, parameters=reported)).parameters == reported
     assert drawn.parameters == ()
 
 
@@ -255,10 +255,10 @@ def test_only_what_differs_is_told():
     before = {one.run_id: row(one) for one in (run("00000001"), run("00000002"), run("00000003"))}
     after = before | {"00000002": row(run("00000002", RunState.FAILED)), "00000004": row(run("00000004"))}
     del after["00000003"]
-    told = changes("local", before, after)
-    assert told is not None
-    assert [one.run_id for one in told.changed] == ["00000002", "00000004"]
-    assert (told.gone, told.whole) == (("00000003",), False)
+    reported = changes("local", before, after)
+    assert reported is not None
+    assert [one.run_id for one in reported.changed] == ["00000002", "00000004"]
+    assert (reported.gone, reported.whole) == (("00000003",), False)
     same = {run_id: row(run(run_id)) for run_id in before}
     assert changes("local", before, same) is None
 
@@ -316,9 +316,9 @@ def test_a_run_whose_directory_is_here_says_so_and_where_it_is_tracked(tmp_path:
     log.append(Submitted(spec=spec), 1.0)
     log.close()
     places.poll()
-    told = (RunParameter(name="lr", value="0.1"),)
+    reported = (RunParameter(name="lr", value="0.1"),)
     assert places.of(mine, NOW) == RunDirectoryInfo(here=True)
-    assert places.of(ended, NOW) == RunDirectoryInfo(here=True, parameters=told)
+    assert places.of(ended, NOW) == RunDirectoryInfo(here=True, parameters=reported)
     for made in (mine, ended):
         written = json.dumps({"url": f"https://mlflow/{made.run_id}", "more": 1})
         (tmp_path / "runs" / made.run_id / "tracking.json").write_text(written)
@@ -326,7 +326,7 @@ def test_a_run_whose_directory_is_here_says_so_and_where_it_is_tracked(tmp_path:
     clock += 6.0
     assert places.of(mine, NOW) == RunDirectoryInfo(here=True, tracked_url="https://mlflow/0000000a")
     # it ended long ago, and its files were looked up after that
-    assert places.of(ended, NOW) == RunDirectoryInfo(here=True, parameters=told)
+    assert places.of(ended, NOW) == RunDirectoryInfo(here=True, parameters=reported)
     (tmp_path / "runs" / mine.run_id / "tracking.json").unlink()
     assert places.of(mine, NOW).tracked_url
 
@@ -419,7 +419,7 @@ def test_the_calendar_month_counts():
     assert time.localtime(began)[:6] == (2026, 11, 1, 0, 0, 0)
     before = run("0000000a", RunState.SUCCEEDED, ended_at=began - 1, gpu_s=3600.0, cost=5.0)
     within = run("0000000b", RunState.SUCCEEDED, ended_at=began + 1, gpu_s=7200.0, cost=10.0)
-    goes_on = run("0000000c", metered_at=now - 1800.0)
-    sums = month_sums([before, within, goes_on], began, now)
+    running_run = run("0000000c", metered_at=now - 1800.0)
+    sums = month_sums([before, within, running_run], began, now)
     assert sums.gpu_s == 7200.0 + 2 * 1800.0
     assert sums.cost == {"USD": pytest.approx(12.5)}

@@ -43,13 +43,13 @@ def status(types: str = "a10:4,h100:8", taken: tuple[str, ...] = (), outside: tu
 class Place:
     """The parts of a `KernelContext` that a plan needs: settings, and a pool that reports its status."""
 
-    def __init__(self, state: Path, told: PoolStatus | None, **settings: Any) -> None:
+    def __init__(self, state: Path, reported: PoolStatus | None, **settings: Any) -> None:
         self.settings = Settings(state_dir=str(state), **settings)
         self.pool = SimpleNamespace(name="local", settings=self.settings, status=self._status)
         self.pools = SimpleNamespace(
             local=self.pool, entries=lambda: (), names=lambda: ["local"], named=lambda name: self.pool
         )
-        self._told = told
+        self._told = reported
 
     def current_settings(self) -> Settings:
         return self.settings
@@ -63,12 +63,12 @@ class Place:
 A10 = "A10: smallest free type (--type to choose)."
 
 
-def planned(place: Place, choice: Choice, *, connect: bool = False, held: CurrentChoice | None = None) -> Plan:
-    return plan(place, held or CurrentChoice(), choice, connect=connect)  # type: ignore[arg-type]
+def planned(context: Place, choice: Choice, *, connect: bool = False, held: CurrentChoice | None = None) -> Plan:
+    return plan(context, held or CurrentChoice(), choice, connect=connect)  # type: ignore[arg-type]
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Place:
+def context(tmp_path: Path) -> Place:
     return Place(tmp_path / "state", status())
 
 
@@ -92,25 +92,25 @@ def place(tmp_path: Path) -> Place:
         (Choice(gpus=1, type="cpu", env_version="4x"), "There is no environment '4x' here. There are: 4, ai-4;"),
     ],
 )
-def test_what_the_pool_can_never_give_is_a_problem(place: Place, choice: Choice, problem: str):
-    found = planned(place, choice, connect=True)
+def test_what_the_pool_can_never_give_is_a_problem(context: Place, choice: Choice, problem: str):
+    found = planned(context, choice, connect=True)
     assert panel_plan(found).problem.startswith(problem) if problem else not panel_plan(found).problem
     assert found.connects == (not problem)
     assert not panel_plan(found).loses
 
 
-def test_an_empty_choice_can_be_kept(place: Place):
-    found = panel_plan(planned(place, Choice()))
+def test_an_empty_choice_can_be_kept(context: Place):
+    found = panel_plan(planned(context, Choice()))
     assert (found.problem, found.sentences, found.button) == ("", ("Nothing is running.",), "Apply")
 
 
 def test_types_that_cpu_stands_in_for_are_possible(tmp_path: Path):
-    place = Place(tmp_path, status(), stand_in="cpu")
-    assert panel_plan(planned(place, Choice(gpus=2, type="b200"), connect=True)).problem == ""
+    context = Place(tmp_path, status(), stand_in="cpu")
+    assert panel_plan(planned(context, Choice(gpus=2, type="b200"), connect=True)).problem == ""
 
 
 @pytest.mark.parametrize(
-    ("choice", "told", "sentence"),
+    ("choice", "reported", "sentence"),
     [
         (Choice(gpus=2, type="a10"), status(), ""),
         (
@@ -142,8 +142,8 @@ def test_types_that_cpu_stands_in_for_are_possible(tmp_path: Path):
         (Choice(gpus=2, type="a10"), None, "The pool is started first."),
     ],
 )
-def test_waiting_is_told_before(tmp_path: Path, choice: Choice, told: PoolStatus | None, sentence: str):
-    found = panel_plan(planned(Place(tmp_path, told), choice, connect=True))
+def test_waiting_is_told_before(tmp_path: Path, choice: Choice, reported: PoolStatus | None, sentence: str):
+    found = panel_plan(planned(Place(tmp_path, reported), choice, connect=True))
     assert " ".join(found.sentences) == sentence
     assert not found.loses
 
@@ -161,15 +161,15 @@ def test_waiting_is_told_before(tmp_path: Path, choice: Choice, told: PoolStatus
         (CurrentChoice(Choice(gpus=1, type="a10"), True), True, "Apply and connect"),
     ],
 )
-def test_the_button_says_what_is_done(place: Place, held: CurrentChoice, connect: bool, button: str):
-    assert panel_plan(planned(place, Choice(gpus=2, type="A10"), connect=connect, held=held)).button == button
+def test_the_button_says_what_is_done(context: Place, held: CurrentChoice, connect: bool, button: str):
+    assert panel_plan(planned(context, Choice(gpus=2, type="A10"), connect=connect, held=held)).button == button
 
 
 # ---------------------------------------------------------------- packages
 
 
-def test_what_is_there_is_not_installed_again(place: Place):
-    found = planned(place, Choice(dependencies=(f"Six=={SIX}",)))
+def test_what_is_there_is_not_installed_again(context: Place):
+    found = planned(context, Choice(dependencies=(f"Six=={SIX}",)))
     assert (found.packages.added, found.packages.removed, panel_plan(found).sentences) == (
         (),
         (),
@@ -177,19 +177,19 @@ def test_what_is_there_is_not_installed_again(place: Place):
     )
 
 
-def test_a_removal_loses_something(place: Place):
-    found = planned(place, Choice(removed=("Six", "there-is-no-such-thing")))
+def test_a_removal_loses_something(context: Place):
+    found = planned(context, Choice(removed=("Six", "there-is-no-such-thing")))
     assert found.packages.removed == ("Six",)
     assert panel_plan(found).loses
     assert panel_plan(found).sentences[0] == "Six will be removed from this notebook's environment."
 
 
-def test_a_slow_index_does_not_keep_anybody_waiting(place: Place, monkeypatch: pytest.MonkeyPatch):
+def test_a_slow_index_does_not_keep_anybody_waiting(context: Place, monkeypatch: pytest.MonkeyPatch):
     def slow(*_: object) -> tuple[str, ...]:
         raise TimeoutError
 
     monkeypatch.setattr("sgpu_magic.panel.plan.would_install", slow)
-    found = planned(place, Choice(dependencies=("there-is-no-such-thing",)))
+    found = planned(context, Choice(dependencies=("there-is-no-such-thing",)))
     assert found.packages.added == ("there-is-no-such-thing",)
     assert (
         panel_plan(found).sentences[0]
@@ -204,29 +204,29 @@ def test_an_index_that_does_not_answer_is_given_up(tmp_path: Path):
         chosen_packages.would_install(settings, ("there-is-no-such-thing",), 0.5)
 
 
-def test_packages_of_a_base_come_where_the_ranks_run(place: Place, tmp_path: Path):
+def test_packages_of_a_base_come_where_the_ranks_run(context: Place, tmp_path: Path):
     base = tmp_path / "team.txt"
     base.write_text(f"# Python {HERE} on any machine, digest 00\n# Complete: all.\nalpha==1.0\nbeta==2.0\n")
-    found = planned(place, Choice(env_version=str(base)))
+    found = planned(context, Choice(env_version=str(base)))
     assert panel_plan(found).sentences[0] == "2 packages will be installed where the ranks run, when they start."
-    changed = planned(place, Choice(env_version=str(base), dependencies=("gamma",), removed=("alpha",)))
+    changed = planned(context, Choice(env_version=str(base), dependencies=("gamma",), removed=("alpha",)))
     assert panel_plan(changed).sentences[0] == (
         "About 2 packages will be installed where the ranks run, when they start, unless they are there already."
     )
     assert (changed.packages.added, changed.packages.removed) == ((), ())
-    wrong = planned(place, Choice(env_version=str(base), removed=("delta",)))
+    wrong = planned(context, Choice(env_version=str(base), removed=("delta",)))
     assert panel_plan(wrong).problem.endswith("team.txt has no delta to leave out.")
 
 
-def test_a_base_for_another_python_is_a_problem(place: Place, tmp_path: Path):
+def test_a_base_for_another_python_is_a_problem(context: Place, tmp_path: Path):
     base = tmp_path / "old.txt"
     base.write_text("# Python 3.8 on any machine, digest 00\nalpha==1.0\n")
-    problem = panel_plan(planned(place, Choice(env_version=str(base)))).problem
+    problem = panel_plan(planned(context, Choice(env_version=str(base)))).problem
     assert "are for Python 3.8" in problem
     assert f"Python {HERE}" in problem
 
 
 def test_a_setting_that_does_not_count_any_more_is_named(tmp_path: Path):
-    place = Place(tmp_path, status(), env_version="4")
-    found = panel_plan(planned(place, Choice(gpus=1, type="a10")))
+    context = Place(tmp_path, status(), env_version="4")
+    found = panel_plan(planned(context, Choice(gpus=1, type="a10")))
     assert found.sentences[0] == "The setting env_version (4) does not apply to this notebook."

@@ -91,9 +91,9 @@ def test_devices_of_which_nobody_knows_anything_are_not_waited_for():
     assert waits(3, 1, [], []) == (0.0, None, None)
 
 
-@pytest.mark.parametrize(("left", "said"), [(0.0, 10.0), (12.0, 20.0), (61.0, 90.0), (601.0, 660.0)])
-def test_nobody_is_told_seconds(left: float, said: float):
-    assert waits(1, 0, [Claim(1, left)], []) == (said,)
+@pytest.mark.parametrize(("left", "text"), [(0.0, 10.0), (12.0, 20.0), (61.0, 90.0), (601.0, 660.0)])
+def test_nobody_is_told_seconds(left: float, text: float):
+    assert waits(1, 0, [Claim(1, left)], []) == (text,)
 
 
 def test_a_run_takes_as_long_as_those_of_its_name_took():

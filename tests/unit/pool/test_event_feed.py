@@ -150,8 +150,8 @@ def test_a_client_that_has_gone_before_it_is_greeted_is_no_fault(
         raise OSError(errno.ENOTSOCK, "Socket operation on non-socket")
 
     async def body() -> None:
-        said: list[ConnectedClient] = []
-        server = Server(tmp_path / "s", lambda client, message, frames: said.append(client), lambda client: None)
+        sent: list[ConnectedClient] = []
+        server = Server(tmp_path / "s", lambda client, message, frames: sent.append(client), lambda client: None)
         context = zmq.Context()
         dealer = context.socket(zmq.DEALER)
         dealer.connect(f"ipc://{tmp_path / 's'}")
@@ -160,9 +160,9 @@ def test_a_client_that_has_gone_before_it_is_greeted_is_no_fault(
             patched.setattr("sgpu_magic.pool.server.peer_of", no_socket)
             dealer.send(codec.encode(hello))
             await until(lambda: bool(asked))
-        assert said == []
+        assert sent == []
         dealer.send(codec.encode(hello))
-        await until(lambda: bool(said))
+        await until(lambda: bool(sent))
         dealer.close(0)
         server.close()
         context.term()
@@ -177,22 +177,22 @@ def test_a_client_that_does_not_read_fills_no_memory_and_misses_nothing(tmp_path
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     async def body() -> None:
-        said: list[ConnectedClient] = []
-        server = Server(tmp_path / "s", lambda client, message, frames: said.append(client), lambda client: None)
+        sent: list[ConnectedClient] = []
+        server = Server(tmp_path / "s", lambda client, message, frames: sent.append(client), lambda client: None)
         context = zmq.Context()
         dealer = context.socket(zmq.DEALER)
         dealer.rcvhwm = 1
         dealer.connect(f"ipc://{tmp_path / 's'}")
         hello = Hello(protocol_version=PROTOCOL_VERSION, package_version="", pid=os.getpid(), host="", user="u")
         dealer.send(codec.encode(hello))
-        await until(lambda: bool(said))
+        await until(lambda: bool(sent))
         log = filled(tmp_path / "run", 4000, 60_000)
         feed = EventFeed(server.offer, lambda _: log)
         before = used()
-        feed.catch_up(said[0], RUN, log.directory, 0)
+        feed.catch_up(sent[0], RUN, log.directory, 0)
         lag = next(iter(feed.lags.values()))
         await until(lambda: lag.next is not None)
-        server.send(said[0], Notice(text="an answer"))
+        server.send(sent[0], Notice(text="an answer"))
         assert used() - before < 100_000_000
         seen: list[int] = []
         answers = 0
@@ -221,16 +221,16 @@ class Asking:
     """Requests of clients to a pool that has one run, whose ranks exist nowhere.
 
     Attributes:
-        said: To whom what was answered.
+        sent: To whom what was answered.
         numbers: Of the questions to the ranks.
     """
 
     def __init__(self, path: Path, reader: Reader) -> None:
-        self.said: list[tuple[ConnectedClient, object]] = []
+        self.sent: list[tuple[ConnectedClient, object]] = []
         self.numbers: list[int] = []
         server = SimpleNamespace(
-            send=lambda client, record, frames=(): self.said.append((client, record)),
-            refuse=lambda client, request, text, kind="": self.said.append((client, text)),
+            send=lambda client, record, frames=(): self.sent.append((client, record)),
+            refuse=lambda client, request, text, kind="": self.sent.append((client, text)),
         )
         engine = SimpleNamespace(take_stacks=lambda number, run_id: self.numbers.append(number))
         absent: Any = None
@@ -271,7 +271,7 @@ def test_who_follows_a_run_before_it_is_recorded_gets_all_of_it(tmp_path: Path, 
         reader = Reader()
         asking = Asking(tmp_path, reader)
         asking.requests.on_message(reader.client, Attach(request=1, run=asking.run.run_id), ())
-        ((client, answer),) = asking.said
+        ((client, answer),) = asking.sent
         assert client is reader.client
         assert isinstance(answer, Attached)
         await asyncio.sleep(0.01)
@@ -292,14 +292,14 @@ def test_an_answer_of_ranks_that_comes_late_is_for_nobody(tmp_path: Path):
         question = AskStacks(request=7, run=run.run_id)
         requests.on_message(first.client, question, ())
         requests.ranks_exited(run.run_id)
-        assert [client for client, _ in asking.said] == [first.client], "it is told that nobody answers"
+        assert [client for client, _ in asking.sent] == [first.client], "it is told that nobody answers"
         # the group was restarted
         requests.on_message(second.client, question, ())
         late, asked = asking.numbers
         asking.ranks.stacks_taken(late, (RankStack(rank=0, problem="of the first group"),))
-        assert len(asking.said) == 1
+        assert len(asking.sent) == 1
         asking.ranks.stacks_taken(asked, ())
-        client, answer = asking.said[-1]
+        client, answer = asking.sent[-1]
         assert client is second.client
         assert isinstance(answer, Stacks)
         assert answer.stacks == ()

@@ -109,7 +109,7 @@ def test_devices_of_another_type_are_another_matter() -> None:
 def test_one_user_alone_is_served_first_come_first_served() -> None:
     pool = driven(gpus=1)
     pool.submit(*runs("alice", 9))
-    assert [place for place, _ in pool.scheduler.worded_statuses().values()] == list(range(1, 9))
+    assert [context for context, _ in pool.scheduler.worded_statuses().values()] == list(range(1, 9))
     assert drained(pool) == [f"alice{number:04d}" for number in range(9)]
 
 
@@ -177,7 +177,7 @@ def test_more_than_the_quota_is_refused_at_once() -> None:
 def test_what_waits_over_its_quota_has_the_last_places() -> None:
     pool = driven(quotas="alice=1", gpus=1)
     pool.submit(*runs("alice", 3), *runs("bob", 2))
-    places = {run: place for run, (place, _) in pool.scheduler.worded_statuses().items()}
+    places = {run: context for run, (context, _) in pool.scheduler.worded_statuses().items()}
     assert places == {"bob0000": 1, "bob0001": 2, "alice0001": 3, "alice0002": 4}
 
 

@@ -19,9 +19,9 @@ class Pool:
     """Stands in for a pool and records what it sends to clients and nodes."""
 
     def __init__(self) -> None:
-        self.told: list[object] = []
+        self.reported: list[object] = []
         self.ordered: list[object] = []
-        server = SimpleNamespace(send=lambda _client, message, *_: self.told.append(message))
+        server = SimpleNamespace(send=lambda _client, message, *_: self.reported.append(message))
         engine = SimpleNamespace(forward=lambda _run, _rank, message, _frames: self.ordered.append(message))
         run: Any = SimpleNamespace(
             run_id=RUN, state=RunState.RUNNING, placed_at=1.0, ended=False,
@@ -33,7 +33,7 @@ class Pool:
 
     @property
     def refused(self) -> list[str]:
-        return [message.problem for message in self.told if isinstance(message, StreamClosed) and message.problem]
+        return [message.problem for message in self.reported if isinstance(message, StreamClosed) and message.problem]
 
 
 def test_connections_of_a_client_that_reconnects_are_closed_and_never_used_up() -> None:

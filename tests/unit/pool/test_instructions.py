@@ -56,13 +56,13 @@ class Service:
     """The parts of a service.
 
     Attributes:
-        heard: What the nodes, the clients and the scheduler are told, in order.
+        received: What the nodes, the clients and the scheduler are told, in order.
         known: Runs that the scheduler has.
         open: Sessions that take cells.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.heard: list[Any] = []
+        self.received: list[Any] = []
         self.known: set[str] = set()
         self.open: set[str] = set()
         self.builds = False
@@ -71,14 +71,14 @@ class Service:
         self._folder = folder
         self.ledger = Ledger(folder / "ledger.sqlite3")
         server: Any = SimpleNamespace(
-            send=lambda client, record, frames=(): self.heard.append(record),
-            refuse=lambda client, request, text, kind="": self.heard.append((kind, text)),
+            send=lambda client, record, frames=(): self.received.append(record),
+            refuse=lambda client, request, text, kind="": self.received.append((kind, text)),
         )
         engine = SimpleNamespace(
-            launch=lambda launch, frames: self.heard.append(launch),
-            end_run=lambda run_id, state, why, limit=None: self.heard.append((run_id, state, why)),
+            launch=lambda launch, frames: self.received.append(launch),
+            end_run=lambda run_id, state, why, limit=None: self.received.append((run_id, state, why)),
             builds=lambda interpreter, environment: self.builds,
-            adopt=lambda run_id, numbers: self.heard.append(f"adopt {run_id}"),
+            adopt=lambda run_id, numbers: self.received.append(f"adopt {run_id}"),
         )
         scheduler = SimpleNamespace(
             run=lambda run_id: run_id if run_id in self.known else None, is_open=self.open.__contains__
@@ -106,14 +106,14 @@ class Service:
             ledger=self.ledger,
             active=self.active,
             scheduler=scheduler,
-            stock=FreshInventory(lambda: self.heard.append("take")),
+            stock=FreshInventory(lambda: self.received.append("take")),
             guard=self.guard,
-            feed=self.heard.append,
+            feed=self.received.append,
         )
         kept: Any = SimpleNamespace(link=lambda *_: None)
         self.launches = self.made(LaunchHandler, kept_environments=kept)
-        submissions: Any = SimpleNamespace(unprepare=lambda run: self.heard.append("unprepare"))
-        tracker: Any = SimpleNamespace(follow=lambda run: self.heard.append(f"track {run.run_id}"))
+        submissions: Any = SimpleNamespace(unprepare=lambda run: self.received.append("unprepare"))
+        tracker: Any = SimpleNamespace(follow=lambda run: self.received.append(f"track {run.run_id}"))
         self.instructions = self.made(Instructions, launches=self.launches, submissions=submissions, tracker=tracker)
 
     def made(self, kind: Callable[..., Made], **more: Any) -> Made:
@@ -142,7 +142,7 @@ class Service:
         self.known.add(run_id)
         if accepted:
             assert self.active.accept(run) is None
-            self.heard.clear()
+            self.received.clear()
         return run
 
     def events(self, run_id: str = "000000a1") -> list[ev.EventBody]:
@@ -150,9 +150,9 @@ class Service:
 
     def take(self) -> list[Any]:
         """Return the records since the last call."""
-        heard = list(self.heard)
-        self.heard.clear()
-        return heard
+        received = list(self.received)
+        self.received.clear()
+        return received
 
 
 def this_host() -> str:
@@ -185,15 +185,15 @@ def served(folder: Path, story: Callable[[Service], Any]) -> None:
 def test_a_run_is_recorded_with_its_first_instruction_and_ends_with_its_last(tmp_path: Path):
     def story(service: Service) -> None:
         run = service.run(accepted=False)
-        obey = service.instructions.execute
+        execute = service.instructions.execute
         service.instructions.publish_status(run.run_id, QueueStatus(2, DevicesUnknown()))
-        obey(sched.PublishWarning(run.run_id, WARNING))
-        obey(sched.MoveRun(run.run_id, RunState.QUEUED, ""))
-        obey(sched.StopRun(run.run_id, RunState.CANCELLED, "asked"))
-        heard = service.take()
-        assert [type(each).__name__ for each in heard] == ["Accepted", "str", "tuple"]
-        assert heard[1:] == ["track 000000a1", (run.run_id, RunState.CANCELLED, "asked")]
-        obey(sched.EndUnstartedRun(run.run_id, RunState.TIMED_OUT, "no device within 5 s"))
+        execute(sched.PublishWarning(run.run_id, WARNING))
+        execute(sched.MoveRun(run.run_id, RunState.QUEUED, ""))
+        execute(sched.StopRun(run.run_id, RunState.CANCELLED, "asked"))
+        received = service.take()
+        assert [type(each).__name__ for each in received] == ["Accepted", "str", "tuple"]
+        assert received[1:] == ["track 000000a1", (run.run_id, RunState.CANCELLED, "asked")]
+        execute(sched.EndUnstartedRun(run.run_id, RunState.TIMED_OUT, "no device within 5 s"))
         assert service.take() == ["unprepare"]
         assert service.active.get(run.run_id) is None
         kinds = [type(body).__name__ for body in service.events()]
@@ -203,7 +203,7 @@ def test_a_run_is_recorded_with_its_first_instruction_and_ends_with_its_last(tmp
         assert ended.failure is not None
         assert (ended.failure.kind, ended.failure.message) == (FailureKind.TIMEOUT, "no device within 5 s")
         # nothing is published for a run that is over
-        obey(sched.PublishWarning(run.run_id, WARNING))
+        execute(sched.PublishWarning(run.run_id, WARNING))
         assert len(service.events()) == 5
 
     served(tmp_path, story)
@@ -443,11 +443,11 @@ def test_a_fault_ends_one_run(tmp_path: Path, capfd: pytest.CaptureFixture[str])
         service.guard.for_run(early.run_id, fault)
         assert ("InternalError", WORDS) in service.take()
         await asyncio.sleep(0)
-        told = {type(each).__name__: [] for each in service.heard}
+        reported = {type(each).__name__: [] for each in service.received}
         for each in service.take():
-            told[type(each).__name__].append(each.run_id)
+            reported[type(each).__name__].append(each.run_id)
         # the run with ordered ranks is over only when they are gone
-        assert told == {"RanksReaped": ["000000a1", "000000a3", "000000a4"], "RunMoved": ["000000a2"]}
+        assert reported == {"RanksReaped": ["000000a1", "000000a3", "000000a4"], "RunMoved": ["000000a2"]}
         assert [run.run_id for run in service.active.going] == ["000000a2"]
         ended = service.events("000000a2")[-1]
         assert isinstance(ended, ev.RunEnded)
@@ -533,13 +533,13 @@ def test_a_new_service_takes_over_what_its_nodes_hold(tmp_path: Path):
             ),
         ]
         adoption.adopt_all(held)
-        heard = service.take()
-        assert [each for each in heard if isinstance(each, str)] == [
+        received = service.take()
+        assert [each for each in received if isinstance(each, str)] == [
             "adopt 000000a1",
             "adopt 000000a2",
             "adopt 000000a3",
         ]
-        adopted = {each.run.run_id: each for each in heard if isinstance(each, sched.RunAdopted)}
+        adopted = {each.run.run_id: each for each in received if isinstance(each, sched.RunAdopted)}
         assert adopted.keys() == {"000000a1", "000000a2", "000000a3"}
         # its next attempt is due, on the devices that it still holds
         assert not adopted["000000a2"].freed

@@ -355,8 +355,8 @@ def test_what_the_database_does_not_take_is_told_at_once_and_written_later(path:
         book.update(
             "0000000b", state=RunState.RUNNING, lease=Lease(lease_id="l", device_type="cpu", ranks=2, uuids=("u",))
         )
-        told = [(row.run_id, row.state, row.uuids) for row in book.recent(9)]
-        assert told == [("0000000b", RunState.RUNNING, ("u",)), ("0000000a", RunState.SUCCEEDED, ())]
+        reported = [(row.run_id, row.state, row.uuids) for row in book.recent(9)]
+        assert reported == [("0000000b", RunState.RUNNING, ("u",)), ("0000000a", RunState.SUCCEEDED, ())]
         assert (book.has("0000000b"), book.find("0000000")) == (True, ["0000000b", "0000000a"])
         assert "can't be used" in book.problem
         other.execute("ROLLBACK")

@@ -276,8 +276,8 @@ def test_a_run_is_told_at_80_percent_of_its_cost_limit_and_stopped_at_100() -> N
     running(machine, A, now=100.0)
     assert machine.next_deadline() == pytest.approx(140.0)
     assert machine.handle(TimePassed(), 139.0) == []
-    told = remarks(machine.handle(TimePassed(), 140.0))
-    assert told == {A: "80 % of its cost limit of $1.00 is used: it is stopped in 10 s"}
+    reported = remarks(machine.handle(TimePassed(), 140.0))
+    assert reported == {A: "80 % of its cost limit of $1.00 is used: it is stopped in 10 s"}
     assert machine.next_deadline() == pytest.approx(150.0)
     out = machine.handle(TimePassed(), machine.next_deadline() or 0.0)
     assert stops(out)[A] == (

@@ -247,28 +247,28 @@ async def until(condition: Callable[[], object], what: str) -> None:
 
 
 def test_oldest_ended_runs_go_and_live_ones_stay(tmp_path: Path):
-    place = Place(tmp_path, keep_runs=2)
+    context = Place(tmp_path, keep_runs=2)
     for number in range(6):
-        make_run(place.runs, f"{number:08x}", (10 - number) * HOUR)
-    place.live = {"00000000", "00000005"}
-    (place.runs / "notes").mkdir()
-    (place.runs / ".removing-000000ff").mkdir()
+        make_run(context.runs, f"{number:08x}", (10 - number) * HOUR)
+    context.live = {"00000000", "00000005"}
+    (context.runs / "notes").mkdir()
+    (context.runs / ".removing-000000ff").mkdir()
 
     async def pool() -> None:
-        with place.retention(delay_s=0) as retention:
+        with context.retention(delay_s=0) as retention:
             retention.schedule()
-            await until(lambda: len(place.left()) == 5, f"two runs are gone; there are {place.left()}")
+            await until(lambda: len(context.left()) == 5, f"two runs are gone; there are {context.left()}")
 
     asyncio.run(pool())
     # other files are left alone; a removal that an earlier pool began is completed
-    assert place.left() == ["00000000", "00000003", "00000004", "00000005", "notes"]
-    assert place.asked_in == {threading.get_ident()}, "the ledger belongs to the pool's own thread"
+    assert context.left() == ["00000000", "00000003", "00000004", "00000005", "notes"]
+    assert context.asked_in == {threading.get_ident()}, "the ledger belongs to the pool's own thread"
 
 
 def test_a_cleanup_measures_what_is_new_and_not_every_run_that_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    place = Place(tmp_path, keep_runs=9)
+    context = Place(tmp_path, keep_runs=9)
     for number in range(8):
-        make_run(place.runs, f"{number:08x}", (10 - number) * HOUR)
+        make_run(context.runs, f"{number:08x}", (10 - number) * HOUR)
     measured: list[str] = []
     cleanups: list[int] = []
 
@@ -286,25 +286,25 @@ def test_a_cleanup_measures_what_is_new_and_not_every_run_that_is_kept(tmp_path:
             await until(lambda: len(cleanups) > before, "a cleanup")
             return sorted(measured)
 
-        with place.retention(delay_s=0, removed=lambda: cleanups.append(1)) as retention:
+        with context.retention(delay_s=0, removed=lambda: cleanups.append(1)) as retention:
             assert len(await look()) == 8
-            make_run(place.runs, "0000000a", 1)
-            (place.runs / "00000003" / "added").write_bytes(b"x" * 100)
+            make_run(context.runs, "0000000a", 1)
+            (context.runs / "00000003" / "added").write_bytes(b"x" * 100)
             assert await look() == ["00000003", "0000000a"]
             # recently changed directories may change again
             assert await look() == ["00000003", "0000000a"]
             # the budget still applies to all runs
-            make_run(place.runs, "0000000b", HOUR)
+            make_run(context.runs, "0000000b", HOUR)
             assert await look() == ["00000003", "0000000a", "0000000b"]
-            assert "00000000" not in place.left()
-            assert len(place.left()) == 9
+            assert "00000000" not in context.left()
+            assert len(context.left()) == 9
 
     asyncio.run(pool())
 
 
 def test_calls_are_one_look_and_those_during_it_one_more(tmp_path: Path):
-    place = Place(tmp_path)
-    make_run(place.runs, "00000001", HOUR)
+    context = Place(tmp_path)
+    make_run(context.runs, "00000001", HOUR)
     looks: list[str] = []
 
     async def pool() -> None:
@@ -318,7 +318,7 @@ def test_calls_are_one_look_and_those_during_it_one_more(tmp_path: Path):
             for _ in range(5):
                 retention.schedule()
 
-        retention = Retention(place.settings, is_live, delay_s=0.05)
+        retention = Retention(context.settings, is_live, delay_s=0.05)
         call()
         await until(lambda: len(looks) == 2, "the second look")
         call()
@@ -330,13 +330,13 @@ def test_calls_are_one_look_and_those_during_it_one_more(tmp_path: Path):
 
 
 def test_a_closed_one_does_nothing_more(tmp_path: Path):
-    place = Place(tmp_path, keep_runs=0)
-    make_run(place.runs, "00000001", HOUR)
+    context = Place(tmp_path, keep_runs=0)
+    make_run(context.runs, "00000001", HOUR)
 
     looked: list[str] = []
 
     async def pool() -> None:
-        with place.retention(delay_s=0) as retention:
+        with context.retention(delay_s=0) as retention:
             retention.schedule()
         retention.schedule()
         another = Retention(Settings(state_dir=str(tmp_path)), lambda run_id: bool(looked.append(run_id)), delay_s=0)
@@ -345,13 +345,13 @@ def test_a_closed_one_does_nothing_more(tmp_path: Path):
         another.close()
 
     asyncio.run(pool())
-    assert place.left() == ["00000001"]
-    assert not place.asked_in
+    assert context.left() == ["00000001"]
+    assert not context.asked_in
 
 
 def test_payload_files_of_dead_kernels_go(tmp_path: Path):
-    place = Place(tmp_path)
-    place.live = {"00000002"}
+    context = Place(tmp_path)
+    context.live = {"00000002"}
     uploads = tmp_path / "uploads"
     for name, age in (
         ("00000001.bin", 2 * HOUR),
@@ -363,7 +363,7 @@ def test_payload_files_of_dead_kernels_go(tmp_path: Path):
         os.utime(uploads / name, (time.time() - age,) * 2)
 
     async def pool() -> None:
-        with place.retention(delay_s=0) as retention:
+        with context.retention(delay_s=0) as retention:
             retention.schedule()
             await until(lambda: len(os.listdir(uploads)) == 2, "two files are gone")
 
@@ -373,7 +373,7 @@ def test_payload_files_of_dead_kernels_go(tmp_path: Path):
 
 
 def test_logs_of_the_pool_and_of_zygotes_do_not_grow_for_ever(tmp_path: Path):
-    place = Place(tmp_path, keep_days=30)
+    context = Place(tmp_path, keep_days=30)
     for name in ("pool.log", "logs/zygote-aa.log"):
         with open(tmp_path / name, "wb") as log:
             log.truncate(10_000_001)
@@ -382,7 +382,7 @@ def test_logs_of_the_pool_and_of_zygotes_do_not_grow_for_ever(tmp_path: Path):
     os.utime(tmp_path / "logs" / "zygote-cc.log", (time.time() - 31 * DAY,) * 2)
 
     async def pool() -> None:
-        with place.retention(delay_s=0) as retention:
+        with context.retention(delay_s=0) as retention:
             retention.schedule()
             await until(lambda: not (tmp_path / "logs" / "zygote-cc.log").exists(), "the log of long ago is gone")
 

@@ -241,10 +241,10 @@ def test_more_ranks_than_cores_within_the_slots_need_no_note() -> None:
 def test_devices_in_use_outside_the_pool_are_left_alone() -> None:
     scheduler = Scheduler(node(*gpus(3, outside=[0])))
     assert launched(submit(scheduler, spec(A, 2)))[A].uuids == ("GPU-a10-1", "GPU-a10-2")
-    told = submit(scheduler, spec(B, 1))
+    shown = submit(scheduler, spec(B, 1))
     outside = "1 is in use outside the pool (python (pid 9) holds 12 GB; the option allow-busy takes it)"
     reason = f"needs 1 more A10; 2 are held by run aaaa; {outside}"
-    assert told == [QueueMoved(B, 1, reason)]
+    assert shown == [QueueMoved(B, 1, reason)]
 
 
 def test_allow_busy_takes_them_last() -> None:
@@ -355,9 +355,9 @@ def test_each_type_has_a_line_of_its_own() -> None:
     for number, kind in enumerate(("a10", "h100", "cpu")):
         submit(scheduler, spec(f"0000000{number}", 1 if kind != "cpu" else 2, kind))
     for number, kind in enumerate(("a10", "h100", "cpu")):
-        (told,) = submit(scheduler, spec(f"1000000{number}", 1, kind))
-        assert isinstance(told, QueueMoved)
-        assert told.position == 1
+        (shown,) = submit(scheduler, spec(f"1000000{number}", 1, kind))
+        assert isinstance(shown, QueueMoved)
+        assert shown.position == 1
     assert list(launched(scheduler.handle(RanksReaped("00000001", RunState.FAILED), 1.0))) == ["10000001"]
 
 
@@ -766,9 +766,9 @@ def test_nobody_starves(traffic: list[tuple[int, float, float]]) -> None:
             started[launch] = now
             ends.append((now + traffic[int(launch, 16)][2], launch))
             waiting = [run.run_id for run in scheduler.runs if run.lease is None]
-            for place, other in enumerate(waiting):
+            for context, other in enumerate(waiting):
                 if other < launch:
-                    passed.setdefault(other, (now, place))
+                    passed.setdefault(other, (now, context))
     assert len(started) == len(traffic)
     for run_id, (first, ahead) in passed.items():
         # afterwards no run passes it: only those ahead of it, each in turn, and the last ranks to leave
@@ -1057,9 +1057,9 @@ def test_a_waiting_run_learns_of_killed_ranks_that_keep_their_devices() -> None:
     scheduler.handle(RunMoved(A, RunState.CANCELLED), 1.0)
     submit(scheduler, spec(B, 2, wait_s=60.0), 2.0)
     kept = (RemainingRank(rank=2, pid=123, host="here"),)
-    told = [one for one in scheduler.handle(RanksRemain(A, kept), 3.0) if isinstance(one, QueueMoved)]
+    shown = [one for one in scheduler.handle(RanksRemain(A, kept), 3.0) if isinstance(one, QueueMoved)]
     why = "needs 1 more A10; run aaaa still holds 3 A10: rank 2 (process 123) was killed and does not end"
-    assert told == [QueueMoved(B, 1, why)]
+    assert shown == [QueueMoved(B, 1, why)]
     assert scheduler.worded_remaining() == {A: "rank 2 (process 123) was killed and does not end"}
     # a new inventory changes nothing
     scheduler.handle(InventoryChanged(node(*gpus(4), cores=3)), 4.0)

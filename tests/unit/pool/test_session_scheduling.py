@@ -65,8 +65,8 @@ def connected(ranks: int = 2, devices: int = 4, **fields: Any) -> Scheduler:
 
 
 def waits_for(instructions: Sequence[Instruction], run_id: str) -> tuple[int, str]:
-    (told,) = [one for one in instructions if isinstance(one, QueueMoved) and one.run_id == run_id]
-    return told.position, told.reason
+    (reported,) = [one for one in instructions if isinstance(one, QueueMoved) and one.run_id == run_id]
+    return reported.position, reported.reason
 
 
 # ---------------------------------------------------------------- what only the own sessions could free
@@ -79,10 +79,10 @@ def blocking(run_id: str, ranks: int, **fields: Any) -> RunSpec:
 
 def test_a_run_that_only_its_own_notebooks_session_could_let_start_is_refused() -> None:
     scheduler = connected(3, devices=4)
-    said = str(refusal(submit(scheduler, blocking(A, 2), 1.0)).reason)
-    assert "needs 2 A10, with 1 free" in said
-    assert "3 are held by session" in said
-    assert "%sgpu_disconnect" in said
+    text = str(refusal(submit(scheduler, blocking(A, 2), 1.0)).reason)
+    assert "needs 2 A10, with 1 free" in text
+    assert "3 are held by session" in text
+    assert "%sgpu_disconnect" in text
     # what is free is given, and so is what the session leaves once it has ended
     assert list(launched(submit(scheduler, blocking(B, 1), 2.0))) == [B]
 
@@ -357,14 +357,14 @@ def test_a_killed_rank_that_does_not_end_is_named_to_the_next_cell_until_it_is_r
     submit(scheduler, cell(B, 4))
     scheduler.handle(RunMoved(A, RunState.CANCELLED, unstopped=(2,)), 2.0)
     kept = (RemainingRank(rank=2, pid=123, host="here"),)
-    told = scheduler.handle(RanksRemain(A, kept), 5.0)
-    assert waits_for(told, B)[1] == "rank 2 (process 123) was killed and does not end; it still runs aaaa"
+    reported = scheduler.handle(RanksRemain(A, kept), 5.0)
+    assert waits_for(reported, B)[1] == "rank 2 (process 123) was killed and does not end; it still runs aaaa"
     assert list(launched(scheduler.handle(RanksReaped(A, RunState.CANCELLED), 9.0))) == [B]
     submit(scheduler, cell(C, 4), 10.0)
     scheduler.handle(SessionPaused(S, (2,)), 10.0)
     scheduler.handle(RanksReaped(B, RunState.SUCCEEDED), 10.0)
-    told = scheduler.handle(RanksRemain(S, kept), 12.0)
-    assert waits_for(told, C)[1].endswith("; rank 2 (process 123) was killed and does not end")
+    reported = scheduler.handle(RanksRemain(S, kept), 12.0)
+    assert waits_for(reported, C)[1].endswith("; rank 2 (process 123) was killed and does not end")
     scheduler.handle(RanksRemain(S, ()), 13.0)
     assert list(launched(scheduler.handle(SessionResumed(S), 13.0))) == [C]
 

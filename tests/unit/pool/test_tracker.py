@@ -38,22 +38,22 @@ MLFLOW = TrackedRun(uri="", mlflow_run_id="a" * 32, experiment_id="1", experimen
 class Writer:
     """The messages to and from a store's writer process."""
 
-    def __init__(self, heard: Callable[[TrackingReport], None]) -> None:
-        self.say = heard
-        self.told: list[str] = []
+    def __init__(self, received: Callable[[TrackingReport], None]) -> None:
+        self.say = received
+        self.reported: list[str] = []
 
     def track(self, order: Track) -> None:
-        self.told.append(f"track {order.run_id}{' now' if order.urgent else ''}")
+        self.reported.append(f"track {order.run_id}{' now' if order.urgent else ''}")
 
     def hurry(self, run_id: str) -> None:
-        self.told.append(f"hurry {run_id}")
+        self.reported.append(f"hurry {run_id}")
 
     def over(self, run_id: str) -> None:
-        self.told.append(f"over {run_id}")
+        self.reported.append(f"over {run_id}")
 
     def close(self, patience_s: float) -> None:
         assert 0 <= patience_s <= 1.5
-        self.told.append("close")
+        self.reported.append("close")
 
 
 class Service:
@@ -107,17 +107,17 @@ class Service:
         run = self.runs[run_id] = PoolRun(submit, (), None)
         return run
 
-    def writer(self, settings: Settings, heard: Callable[[TrackingReport], None]) -> Writer:
-        self.writers.append(Writer(heard))
+    def writer(self, settings: Settings, received: Callable[[TrackingReport], None]) -> Writer:
+        self.writers.append(Writer(received))
         return self.writers[-1]
 
     @property
-    def told(self) -> list[str]:
+    def reported(self) -> list[str]:
         """The writers' messages since the last call."""
-        said = [text for writer in self.writers for text in writer.told]
+        output = [text for writer in self.writers for text in writer.reported]
         for writer in self.writers:
-            writer.told.clear()
-        return said
+            writer.reported.clear()
+        return output
 
 
 @pytest.fixture
@@ -151,9 +151,9 @@ def test_a_run_is_written_a_moment_after_it_was_accepted(service: Service):
         tracker.follow(service.run("000000a1"))
         tracker.follow(service.runs["000000a1"])
         tracker.follow(service.run("000000a2", None))
-        assert service.told == []
+        assert service.reported == []
         await later()
-        assert service.told == ["track 000000a1"]
+        assert service.reported == ["track 000000a1"]
         (writer,) = service.writers
         writer.say(TrackingStarted(run_id="000000a1", tracked=MLFLOW))
         writer.say(TrackingStarted(run_id="000000a1", tracked=MLFLOW))
@@ -162,14 +162,14 @@ def test_a_run_is_written_a_moment_after_it_was_accepted(service: Service):
         assert service.ranks == [("000000a1", MLFLOW, None)]
         tracker.run_ended("000000a1")
         tracker.run_ended("000000a2")
-        assert service.told == ["over 000000a1"]
+        assert service.reported == ["over 000000a1"]
         del service.runs["000000a1"]
         writer.say(TrackingDone(run_id="000000a1", complete=True))
         tracker.run_ended("000000a1")
-        assert service.told == []
+        assert service.reported == []
 
     played(service, story)
-    assert service.told == ["close"]
+    assert service.reported == ["close"]
 
 
 def test_a_rank_that_asks_is_answered_now_or_once_it_is_known(service: Service):
@@ -179,12 +179,12 @@ def test_a_rank_that_asks_is_answered_now_or_once_it_is_known(service: Service):
         tracker.follow(service.run("000000a1"))
         tracker.asked("000000a1")
         tracker.asked("000000a1")
-        assert service.told == ["track 000000a1 now"]
+        assert service.reported == ["track 000000a1 now"]
         tracker.follow(service.run("000000a2"))
         await later()
-        assert service.told == ["track 000000a2"]
+        assert service.reported == ["track 000000a2"]
         tracker.asked("000000a2")
-        assert service.told == ["hurry 000000a2"]
+        assert service.reported == ["hurry 000000a2"]
         assert service.ranks == []
         (writer,) = service.writers
         writer.say(TrackingStarted(run_id="000000a1", tracked=MLFLOW))
@@ -199,7 +199,7 @@ def test_a_rank_that_asks_is_answered_now_or_once_it_is_known(service: Service):
         # a run that is done stays known while it is active
         writer.say(TrackingDone(run_id="000000a1", complete=True))
         tracker.run_ended("000000a1")
-        assert service.told == []
+        assert service.reported == []
 
     played(service, story)
 
@@ -209,13 +209,13 @@ def test_a_session_is_written_before_its_cells(service: Service):
         tracker.follow(service.run("000000a1", AUTO))
         tracker.follow(service.run("000000a2", AUTO, session="000000a1"))
         tracker.asked("000000a2")
-        assert service.told == ["track 000000a1 now", "track 000000a2 now"]
+        assert service.reported == ["track 000000a1 now", "track 000000a2 now"]
         tracker.follow(service.run("000000a3", AUTO, session="000000a1"))
         tracker.wanted("000000a3", AUTO)
         tracker.wanted("000000a3", AUTO)
-        assert service.told == ["track 000000a3"]
+        assert service.reported == ["track 000000a3"]
         tracker.asked("000000a3")
-        assert service.told == ["hurry 000000a1", "hurry 000000a3"]
+        assert service.reported == ["hurry 000000a1", "hurry 000000a3"]
 
     played(service, story)
 
@@ -228,10 +228,10 @@ def test_short_runs_that_succeed_are_not_written_unless_asked_for(service: Servi
             tracker.follow(run)
             run.scheduled.state = RunState.RUNNING
         await later()
-        assert service.told == ["track 00000005"]
+        assert service.reported == ["track 00000005"]
         runs["fails"].scheduled.state = RunState.FAILED
         await later()
-        assert service.told == ["track 00000001"]
+        assert service.reported == ["track 00000001"]
         runs["short"].scheduled.state, runs["cancelled"].scheduled.state = RunState.SUCCEEDED, RunState.CANCELLED
         runs["lost"].placed_at = runs["cancelled"].placed_at = 1.0
         # the run got no devices
@@ -240,17 +240,17 @@ def test_short_runs_that_succeed_are_not_written_unless_asked_for(service: Servi
             tracker.run_ended(runs[name].run_id)
         await later()
         # its ranks disappeared without reporting an end
-        assert service.told == ["track 00000002"]
+        assert service.reported == ["track 00000002"]
         monkeypatch.setattr(module, "_MATTERS_S", 0.0)
         await later()
         # it has run for long enough now
-        assert service.told == ["track 00000003"]
+        assert service.reported == ["track 00000003"]
         # the notebook requests a run that has ended
         del service.runs["00000000"]
         tracker.wanted("00000000", AUTO)
         tracker.wanted("0000abcd", AUTO)
         tracker.wanted("../00000000", AUTO)
-        assert service.told == ["track 00000000", "over 00000000"]
+        assert service.reported == ["track 00000000", "over 00000000"]
 
     played(service, story)
 
@@ -303,10 +303,10 @@ def test_what_an_earlier_service_left_is_written_with_the_credentials_of_the_nex
         deadline = asyncio.get_running_loop().time() + 10
         while not service.writers and asyncio.get_running_loop().time() < deadline:
             await asyncio.sleep(0.005)
-        assert service.told == ["track 000000a1", "over 000000a1"]
+        assert service.reported == ["track 000000a1", "over 000000a1"]
         tracker.follow(service.run("000000b1", SERVER))
         await later()
-        assert service.told == ["track 000000b1", "track 000000a2", "over 000000a2"]
+        assert service.reported == ["track 000000b1", "track 000000a2", "over 000000a2"]
         del service.runs["000000b1"]
         service.writers[1].say(TrackingDone(run_id="000000a2", complete=True))
 

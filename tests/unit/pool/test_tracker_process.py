@@ -39,13 +39,13 @@ class Processes:
     """A tracker process whose first program rests.
 
     Attributes:
-        said: Run and text of each report.
+        sent: Run and text of each report.
         starts: The number of programs that were started.
         fails: The number of starts at first that the system refuses.
     """
 
     def __init__(self, rests: tuple[str, ...]) -> None:
-        self.said: list[tuple[str, str]] = []
+        self.sent: list[tuple[str, str]] = []
         self.starts = 0
         self.fails = 0
         self._rests = rests
@@ -60,11 +60,11 @@ class Processes:
     async def until(self, condition: Callable[[], Any]) -> None:
         end = asyncio.get_running_loop().time() + 30
         while not condition():
-            assert asyncio.get_running_loop().time() < end, (self.said, self.starts)
+            assert asyncio.get_running_loop().time() < end, (self.sent, self.starts)
             await asyncio.sleep(0.01)
 
     def _hear(self, message: TrackingReport) -> None:
-        self.said.append((message.run_id, getattr(message, "text", "done")))
+        self.sent.append((message.run_id, getattr(message, "text", "done")))
 
 
 _start = child_process.start
@@ -92,7 +92,7 @@ async def resting(made: Processes) -> None:
     """Track the session `s` for a waiting rank, and let the process leave it."""
     made.process.track(order("s", urgent=True))
     await made.until(lambda: made.process.pid is None)
-    assert (made.said, made.starts) == ([("s", "now")], 1)
+    assert (made.sent, made.starts) == ([("s", "now")], 1)
 
 
 @pytest.mark.slow
@@ -101,7 +101,7 @@ def test_an_idle_session_that_ends_has_a_process_again(monkeypatch: pytest.Monke
         await resting(made)
         made.process.over("s")
         # no rank waits for it any more
-        await made.until(lambda: made.said[1:] == [("s", "later"), ("s", "done")])
+        await made.until(lambda: made.sent[1:] == [("s", "later"), ("s", "done")])
         assert made.starts == 2
 
     played(monkeypatch, ("s",), story)
@@ -112,7 +112,7 @@ def test_the_next_run_has_a_process_that_also_knows_the_idle_session(monkeypatch
     async def story(made: Processes) -> None:
         await resting(made)
         made.process.track(order("r"))
-        await made.until(lambda: sorted(made.said[1:]) == [("r", "later"), ("s", "later")])
+        await made.until(lambda: sorted(made.sent[1:]) == [("r", "later"), ("s", "later")])
         made.process.hurry("r")
         assert made.starts == 2
 
@@ -123,7 +123,7 @@ def test_a_rank_that_waits_for_an_idle_session_has_a_process_at_once(monkeypatch
     async def story(made: Processes) -> None:
         await resting(made)
         made.process.hurry("s")
-        await made.until(lambda: made.said[1:] == [("s", "now")])
+        await made.until(lambda: made.sent[1:] == [("s", "now")])
 
     played(monkeypatch, ("s",), story)
 
@@ -134,7 +134,7 @@ def test_an_order_that_a_leaving_process_has_not_read_is_given_to_the_next(monke
         made.process.track(order("s"))
         made.process.over("s")
         # it exited because of `s` alone, before it read that `s` is over
-        await made.until(lambda: ("s", "done") in made.said)
+        await made.until(lambda: ("s", "done") in made.sent)
         assert made.starts == 2
 
     played(monkeypatch, ("s",), story)
@@ -145,12 +145,12 @@ def test_where_the_process_can_not_be_started_the_runs_say_so_and_are_written_la
     async def story(made: Processes) -> None:
         made.fails = 1
         made.process.track(order("r"))
-        why = made.said[0][1]
+        why = made.sent[0][1]
         assert "can't start the process that writes there (No such file or directory: /gone/python)" in why
         # a run that is tracked before the next attempt
         made.process.track(order("s"))
-        assert made.said == [("r", why), ("s", why)]
-        await made.until(lambda: sorted(made.said[2:]) == [("r", "later"), ("s", "later")])
+        assert made.sent == [("r", why), ("s", why)]
+        await made.until(lambda: sorted(made.sent[2:]) == [("r", "later"), ("s", "later")])
         assert made.starts == 2
 
     played(monkeypatch, (), story)

@@ -97,9 +97,9 @@ def test_a_session_is_told_what_changed_since_unless_it_has_its_own_packages():
         return SimpleNamespace(name="train", packages=packages, spec=SimpleNamespace(environment_label=label))
 
     assert since_connected(now, [session("4", before), session("", now)]) == []
-    (told,) = since_connected(now, [session("", before)])
-    assert told.startswith("since session train was connected: six 0.1 ")
-    assert "more. Modules that its ranks have imported stay as they were: %sgpu_restart restarts its ranks." in told
+    (reported,) = since_connected(now, [session("", before)])
+    assert reported.startswith("since session train was connected: six 0.1 ")
+    assert "more. Modules that its ranks have imported stay as they were: %sgpu_restart restarts its ranks." in reported
 
 
 def _tool(number: int) -> Distribution:

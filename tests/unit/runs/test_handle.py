@@ -81,7 +81,7 @@ def services() -> Iterator[list[ScriptedPool]]:
 
 
 @pytest.fixture
-def place(services: list[ScriptedPool], tmp_path: Path) -> Iterator[Place]:
+def context(services: list[ScriptedPool], tmp_path: Path) -> Iterator[Place]:
     made = Place(tmp_path, *services)
     yield made
     made.follower.close()
@@ -92,19 +92,19 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handle, "_EVENT_S", 0.01)
 
 
-def handle_of(place: Place, state: RunState = RunState.RUNNING) -> Any:
+def handle_of(context: Place, state: RunState = RunState.RUNNING) -> Any:
     own = ScriptedPool()
     try:
-        return Run(place, place.new_run(own), state)  # type: ignore[arg-type]
+        return Run(context, context.new_run(own), state)  # type: ignore[arg-type]
     finally:
-        place.follower.close()
+        context.follower.close()
         own.link.close()
 
 
-def test_events_go_on_at_the_next_service(place: Place, services: list[ScriptedPool]):
+def test_events_go_on_at_the_next_service(context: Place, services: list[ScriptedPool]):
     first, second = services
     seen: list[ev.EventBody] = []
-    events = handle_of(place).events()
+    events = handle_of(context).events()
 
     def iterate() -> None:
         for event in events:
@@ -112,13 +112,13 @@ def test_events_go_on_at_the_next_service(place: Place, services: list[ScriptedP
 
     thread = threading.Thread(target=iterate)
     thread.start()
-    eventually(lambda: place.runs, what="the run is attached to")
-    first.tell(BEGUN)
+    eventually(lambda: context.runs, what="the run is attached to")
+    first.apply(BEGUN)
     eventually(lambda: seen == [BEGUN], what="its first event")
     first.die()
-    eventually(lambda: not place.runs[0].link.lost.is_set(), what="it is found again")
+    eventually(lambda: not context.runs[0].link.lost.is_set(), what="it is found again")
     second._seq = 1
-    second.tell(ENDED)
+    second.apply(ENDED)
     thread.join(30)
     assert seen == [BEGUN, ENDED]
     # the queue of its events is closed
@@ -126,41 +126,41 @@ def test_events_go_on_at_the_next_service(place: Place, services: list[ScriptedP
 
 
 def test_an_end_that_comes_with_the_death_is_the_last_event(
-    place: Place, services: list[ScriptedPool], monkeypatch: pytest.MonkeyPatch
+    context: Place, services: list[ScriptedPool], monkeypatch: pytest.MonkeyPatch
 ):
-    events = handle_of(place).events()
+    events = handle_of(context).events()
     real, calls = ClientRun.next_event, list[float]()
 
     def late(run: ClientRun, timeout_s: float) -> Any:
         calls.append(timeout_s)
         if len(calls) == 1:
             # the time-out expires just before the end and the service's death
-            services[0].tell(ENDED)
+            services[0].apply(ENDED)
             services[0].die()
             return None
         return real(run, timeout_s)
 
     monkeypatch.setattr(ClientRun, "next_event", late)
     assert [event.body for event in events] == [ENDED]
-    assert len(place.services) == 2
+    assert len(context.services) == 2
 
 
-def test_events_of_a_run_that_no_service_has_end(place: Place, services: list[ScriptedPool]):
-    events = handle_of(place).events()
-    place.services = services[:1]
+def test_events_of_a_run_that_no_service_has_end(context: Place, services: list[ScriptedPool]):
+    events = handle_of(context).events()
+    context.services = services[:1]
     services[0].die()
     assert list(events) == []
-    assert place.services == []
+    assert context.services == []
 
 
-def test_events_that_were_not_kept_are_not_waited_for(place: Place, monkeypatch: pytest.MonkeyPatch):
+def test_events_that_were_not_kept_are_not_waited_for(context: Place, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(run_loop, "HISTORY_PATIENCE_S", 0.0)
-    place.state = RunState.SUCCEEDED
-    assert list(handle_of(place).events()) == []
+    context.state = RunState.SUCCEEDED
+    assert list(handle_of(context).events()) == []
 
 
-def test_the_mlflow_run_is_asked_for_until_it_is_known(place: Place, tmp_path: Path):
-    run = handle_of(place)
+def test_the_mlflow_run_is_asked_for_until_it_is_known(context: Place, tmp_path: Path):
+    run = handle_of(context)
     asked: list[int] = []
     # the run is not tracked
     assert run.mlflow_run_id == ""
@@ -173,7 +173,7 @@ def test_the_mlflow_run_is_asked_for_until_it_is_known(place: Place, tmp_path: P
     assert run.mlflow_run_id == "b" * 32
 
 
-def test_interrupting_the_view_ends_the_watching_only(place: Place, monkeypatch: pytest.MonkeyPatch):
+def test_interrupting_the_view_ends_the_watching_only(context: Place, monkeypatch: pytest.MonkeyPatch):
     shown: list[RunState] = []
 
     def interrupted(*_: object) -> None:
@@ -181,8 +181,8 @@ def test_interrupting_the_view_ends_the_watching_only(place: Place, monkeypatch:
 
     monkeypatch.setattr(handle.outcome, "show", interrupted)
     monkeypatch.setattr(handle.outcome, "replay", lambda followed, state: shown.append(state))
-    run = handle_of(place)
+    run = handle_of(context)
     run.show()
     assert shown == [RunState.RUNNING]
-    assert not place.services[0].link.is_used
-    assert not [message for message in place.services[0].kinds() if message == "Cancel"]
+    assert not context.services[0].link.is_used
+    assert not [message for message in context.services[0].kinds() if message == "Cancel"]

@@ -106,12 +106,12 @@ def test_a_restart_is_noticed_before_the_kernel_ends(asynchronous: bool):
     pools: Any = SimpleNamespace(detach_all=detached.append)
     watch = watch_restarts(kernel, pools, detaches=True)
     assert watch is not None
-    told: list[int] = []
-    watch.before = lambda: told.append(len(kernel.ended))
+    reported: list[int] = []
+    watch.before = lambda: reported.append(len(kernel.ended))
     kernel.request(restart=False)
-    assert (watch.asked.is_set(), detached, told, len(kernel.ended)) == (False, [], [], 1)
+    assert (watch.asked.is_set(), detached, reported, len(kernel.ended)) == (False, [], [], 1)
     kernel.request(restart=True)
-    assert (watch.is_asked(), len(detached), told, len(kernel.ended)) == (True, 1, [1], 2)
+    assert (watch.is_asked(), len(detached), reported, len(kernel.ended)) == (True, 1, [1], 2)
     watch.remove()
     assert kernel.control_handlers["shutdown_request"] == own
     # a handler that another extension installed on top is kept

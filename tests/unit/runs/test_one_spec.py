@@ -76,7 +76,7 @@ def test_what_a_cell_never_sets_can_not_be_brought_back():
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "text"),
     [
         (CellOptions(devices=Devices(ranks=4)), "--gpus 4"),
         (CellOptions(devices=Devices(ranks=1)), "--gpus 1"),
@@ -90,8 +90,8 @@ def test_what_a_cell_never_sets_can_not_be_brought_back():
         (CellOptions(retries=1), "--retries"),
     ],
 )
-def test_a_session_is_what_it_is(options: CellOptions, said: str):
-    with pytest.raises(UsageError, match=said):
+def test_a_session_is_what_it_is(options: CellOptions, text: str):
+    with pytest.raises(UsageError, match=text):
         check_cell(SESSION, options, "%%distributed")
 
 

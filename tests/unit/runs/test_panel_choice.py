@@ -250,23 +250,23 @@ def opened(file: Path, state: Path) -> tuple[bool, str]:
 
 def test_metadata_copied_into_another_notebook_are_not_this_users_choice_there(tmp_path: Path):
     mine, theirs = tmp_path / "mine.ipynb", tmp_path / "theirs.ipynb"
-    place = Place(tmp_path / "state", theirs)
+    context = Place(tmp_path / "state", theirs)
     metadata = chosen_in(mine, tmp_path / "state", Choice(gpus=8, type="h100"))
     notebook(theirs, metadata)
-    for told in (False, True):
+    for reported in (False, True):
         with pytest.raises(UsageError) as caught:
-            asked(place)
+            asked(context)
         assert caught.value.message.startswith(
             f"this notebook asks for 8 on H100, local, this notebook's packages, and you chose that in {mine}, not here"
         )
         assert "on this machine" not in caught.value.message
         assert "confirm it in the panel or with `%sgpu_env --accept`" in caught.value.message
-        assert f"you chose that in {mine}, not here" in describe_held(place.choice.now(), "local")
-        if not told:
-            place.choice.to_report(read_kept(metadata["sgpu"]).kept)
+        assert f"you chose that in {mine}, not here" in describe_held(context.choice.now(), "local")
+        if not reported:
+            context.choice.to_report(read_kept(metadata["sgpu"]).kept)
     # a single note
-    place.choice.confirm(Choice(gpus=8, type="h100"))
-    assert asked(place).devices.ranks == 8
+    context.choice.confirm(Choice(gpus=8, type="h100"))
+    assert asked(context).devices.ranks == 8
     assert opened(theirs, tmp_path / "state") == opened(mine, tmp_path / "state") == (True, "")
 
 
@@ -357,8 +357,8 @@ class Place:
         return self.settings
 
 
-def asked(place: Place, options: Asked = NOTHING_ASKED) -> Asked:
-    return with_choice(place, options)  # type: ignore[arg-type]
+def asked(context: Place, options: Asked = NOTHING_ASKED) -> Asked:
+    return with_choice(context, options)  # type: ignore[arg-type]
 
 
 def test_without_a_choice_nothing_is_added(tmp_path: Path):
@@ -378,17 +378,17 @@ def test_without_a_choice_nothing_is_added(tmp_path: Path):
     ],
 )
 def test_each_option_wins_by_itself(tmp_path: Path, options: Asked, expected: tuple[int, str, str]):
-    place = Place(tmp_path)
-    place.choice.confirm(Choice(gpus=3, type="a10", pool="local", env_version="mine"))
-    found = asked(place, options)
+    context = Place(tmp_path)
+    context.choice.confirm(Choice(gpus=3, type="a10", pool="local", env_version="mine"))
+    found = asked(context, options)
     assert (found.devices.ranks, found.devices.device_type, found.environment.env_version) == expected
     assert found.environment.track == options.environment.track
 
 
 def test_who_asks_for_memory_leaves_the_type_open(tmp_path: Path):
-    place = Place(tmp_path)
-    place.choice.confirm(Choice(gpus=3, type="a10"))
-    assert asked(place, Asked(Devices(min_memory_bytes=GB), EnvironmentOptions())).devices == Devices(3, None, GB)
+    context = Place(tmp_path)
+    context.choice.confirm(Choice(gpus=3, type="a10"))
+    assert asked(context, Asked(Devices(min_memory_bytes=GB), EnvironmentOptions())).devices == Devices(3, None, GB)
 
 
 @pytest.mark.parametrize(
@@ -412,9 +412,9 @@ def test_a_jobs_devices_are_for_cells_that_say_nothing(
 
 @pytest.mark.parametrize(("setting", "expected"), [("", ""), ("none", ""), ("4", "none")])
 def test_the_setting_comes_after_the_choice(tmp_path: Path, setting: str, expected: str):
-    place = Place(tmp_path, env_version=setting)
-    place.choice.confirm(Choice(gpus=1))
-    assert asked(place).environment.env_version == expected
+    context = Place(tmp_path, env_version=setting)
+    context.choice.confirm(Choice(gpus=1))
+    assert asked(context).environment.env_version == expected
 
 
 @pytest.mark.parametrize(
@@ -436,16 +436,16 @@ def test_the_setting_comes_after_the_choice(tmp_path: Path, setting: str, expect
 def test_a_strangers_choice_is_refused_where_it_would_matter(
     tmp_path: Path, choice: Choice, options: Asked, refused: bool
 ):
-    place = Place(tmp_path)
-    place.choice.to_report(KeptChoice(choice=choice))
+    context = Place(tmp_path)
+    context.choice.to_report(KeptChoice(choice=choice))
     if not refused:
-        assert asked(place, options) in (
+        assert asked(context, options) in (
             options,
             Asked(options.devices, options.environment, "local"),
         )
         return
     with pytest.raises(UsageError) as caught:
-        asked(place, options)
+        asked(context, options)
     message = caught.value.message
     assert "you have not chosen that on this machine" in message
     assert "`--gpus N`, `--type TYPE`" in message
@@ -456,23 +456,23 @@ def test_a_strangers_choice_is_refused_where_it_would_matter(
 
 
 def test_a_pool_that_is_not_there_is_named(tmp_path: Path):
-    place = Place(tmp_path)
-    place.choice.confirm(Choice(pool="team"))
+    context = Place(tmp_path)
+    context.choice.confirm(Choice(pool="team"))
     with pytest.raises(UsageError, match="names the pool 'team', but you have: local"):
-        asked(place)
+        asked(context)
 
 
 def test_it_costs_a_submission_next_to_nothing(tmp_path: Path):
     file = tmp_path / "a.ipynb"
-    place = Place(tmp_path, file)
-    place.choice.confirm(Choice(gpus=2))
+    context = Place(tmp_path, file)
+    context.choice.confirm(Choice(gpus=2))
     notebook(file, {"sgpu": {"choice": {"gpus": 2}}})
-    place = Place(tmp_path, file)
-    assert asked(place).devices.ranks == 2
+    context = Place(tmp_path, file)
+    assert asked(context).devices.ranks == 2
     times: list[float] = []
     for _ in range(200):
         began = time.perf_counter()
-        asked(place)
+        asked(context)
         times.append(time.perf_counter() - began)
     assert sorted(times)[100] < 0.0001
 
@@ -536,13 +536,13 @@ def test_what_is_wrong_with_a_base_is_said_of_the_base(tmp_path: Path):
 
 
 def test_the_choices_file_is_what_a_run_gets(tmp_path: Path, base: Path):
-    place = Place(tmp_path)
-    place.choice.confirm(Choice(env_version=str(base), dependencies=("delta",)))
-    first = asked(place).environment.env_version
+    context = Place(tmp_path)
+    context.choice.confirm(Choice(env_version=str(base), dependencies=("delta",)))
+    first = asked(context).environment.env_version
     assert "delta" in Path(first).read_text()
     # the file was deleted
     Path(first).unlink()
-    assert asked(place).environment.env_version == first
+    assert asked(context).environment.env_version == first
     assert Path(first).is_file()
 
 

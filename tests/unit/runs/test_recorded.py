@@ -48,7 +48,7 @@ class Directory:
             installed=launch.context.installed,
         )
 
-    def tell(self, *bodies: ev.EventBody) -> None:
+    def apply(self, *bodies: ev.EventBody) -> None:
         log = RunLog(self.path, self.spec.run_id)
         for body in (ev.Submitted(spec=self.spec), *bodies):
             log.append(body, time.time())
@@ -75,7 +75,7 @@ ENDED = ev.RunEnded(state=RunState.SUCCEEDED)
 def test_a_run_is_read_with_its_variables_and_its_tags(tmp_path: Path):
     directory = Directory(tmp_path)
     directory.keep()
-    directory.tell(STARTED, ev.Described(tags=(("mlflow.source.git.commit", "c0ffee"),)), ENDED)
+    directory.apply(STARTED, ev.Described(tags=(("mlflow.source.git.commit", "c0ffee"),)), ENDED)
     found = read_recorded(directory.path)
     assert (found.key, found.packed.names, found.requirements) == (SECRET, (), None)
     assert found.packed.to_bytes() == directory.packed.to_bytes()
@@ -92,13 +92,13 @@ def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(recorded, "_PATIENCE_S", 0.0)
     directory = Directory(tmp_path)
     path = directory.path
-    directory.tell()
+    directory.apply()
     assert directory.problem == (
         f"run r1 can't be replayed: its ranks never started, so its directory {path} has no run.json. "
         "Run its cell again."
     )
     (path / EVENTS).unlink()
-    directory.tell(STARTED)
+    directory.apply(STARTED)
     assert directory.problem == (
         f"run r1 can't be replayed yet: its directory {path} has no run.json, which a cell of a session gets "
         "when it has ended."
@@ -123,7 +123,7 @@ def test_files_that_are_being_written_are_waited_for(tmp_path: Path, monkeypatch
     """The pool writes them after the result: an immediate request still gets them."""
     directory = Directory(tmp_path)
     directory.keep(payload_kept=False, payload_note=UNDER_WAY)
-    directory.tell(STARTED, ENDED)
+    directory.apply(STARTED, ENDED)
     monkeypatch.setattr(recorded.time, "sleep", lambda _: directory.keep())
     assert read_recorded(directory.path).record.payload_kept
 

@@ -60,8 +60,8 @@ def test_unrecorded_packages_are_told():
 def test_long_lists_are_cut():
     packages = {f"p{number}": "1" for number in range(10)}
     then = Circumstances(digest="aa", packages=packages)
-    (told,) = differences(then, Circumstances(digest="bb", packages={"other": "1"}))
-    assert told.endswith("p5 1 and 4 more")
+    (reported,) = differences(then, Circumstances(digest="bb", packages={"other": "1"}))
+    assert reported.endswith("p5 1 and 4 more")
 
 
 def _fields(of: Circumstances) -> dict[str, object]:

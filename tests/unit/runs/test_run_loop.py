@@ -42,7 +42,7 @@ class Found:
             raise self.answers.pop(0)
         after = ScriptedPool()
         run.moved(after.link, after.link.follow(run.run_id), from_start=True)
-        after.tell(ev.RunEnded(state=RunState.SUCCEEDED))
+        after.apply(ev.RunEnded(state=RunState.SUCCEEDED))
         after.die()
 
     def run_left(self, run_id: str) -> None:
@@ -114,7 +114,7 @@ def test_why_a_run_could_not_be_found_again_is_its_failure(
 ):
     found = Found(error)
     followed = followed_of(pool, found)
-    pool.tell(ev.StateChanged(state=RunState.RUNNING))
+    pool.apply(ev.StateChanged(state=RunState.RUNNING))
     pool.die()
     ending = follow(followed)
     assert ending is not None
@@ -140,7 +140,7 @@ def test_the_next_service_is_waited_for(pool: ScriptedPool, monkeypatch: pytest.
 def test_an_end_that_was_sent_before_the_death_counts(pool: ScriptedPool):
     found = Found(RunUnknown("there is no run 0000."))
     followed = followed_of(pool, found)
-    pool.tell(ev.RunEnded(state=RunState.CANCELLED))
+    pool.apply(ev.RunEnded(state=RunState.CANCELLED))
     pool.die()
     ending = follow(followed)
     assert ending is not None
@@ -161,7 +161,7 @@ def test_a_run_that_ended_without_its_last_events_says_where_its_output_is(
 
 def test_following_ends_when_it_is_told_to(pool: ScriptedPool):
     followed, stopped = followed_of(pool, Found()), threading.Event()
-    pool.tell(ev.Detached())
+    pool.apply(ev.Detached())
     assert follow(followed, until_detached=True) is None
     stopped.set()
     assert follow(followed, stopped=stopped) is None
@@ -175,27 +175,27 @@ def test_of_many_runs_each_is_delivered_once(pool: ScriptedPool, capsys: pytest.
     other = ScriptedPool()
     ends: list[tuple[str, RunState | None]] = []
 
-    def heard() -> None:
+    def received() -> None:
         raise RuntimeError("planted")
 
-    def told(name: str) -> Any:
+    def reported(name: str) -> Any:
         def end(ending: Ending | None) -> None:
             ends.append((name, None if ending is None else ending[0].state))
 
         return end
 
     follower = EventPump()
-    follower.add(followed_of(pool, Found()), told("first"))
-    follower.add(followed_of(other, Found(), on_event=heard), told("faulty"))
+    follower.add(followed_of(pool, Found()), reported("first"))
+    follower.add(followed_of(other, Found(), on_event=received), reported("faulty"))
     assert len(follower.following) == 2
     # a fault in one run does not affect the others
-    other.tell(ev.StateChanged(state=RunState.RUNNING))
-    pool.tell(ev.RunEnded(state=RunState.SUCCEEDED))
+    other.apply(ev.StateChanged(state=RunState.RUNNING))
+    pool.apply(ev.RunEnded(state=RunState.SUCCEEDED))
     eventually(lambda: ends == [("first", RunState.SUCCEEDED)], what="the first one's end")
     eventually(lambda: "RuntimeError: planted" in capsys.readouterr().err, what="the fault is printed")
     follower.close()
     assert ends[1:] == [("faulty", None)]
-    follower.add(followed_of(other, Found()), told("late"))
+    follower.add(followed_of(other, Found()), reported("late"))
     assert ends[2:] == [("late", None)]
     other.link.close()
 
@@ -214,7 +214,7 @@ def test_a_run_that_is_added_while_another_wakes_the_follower_is_not_missed(pool
             if not self.has_added:
                 self.has_added = True
                 follower.add(followed_of(other, Found()), lambda ending: ends.append(("late", ending)))
-                other.tell(ev.RunEnded(state=RunState.SUCCEEDED))
+                other.apply(ev.RunEnded(state=RunState.SUCCEEDED))
             return woken
 
     follower._woken = Woken()  # pyright: ignore[reportPrivateUsage]

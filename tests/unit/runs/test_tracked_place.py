@@ -40,7 +40,7 @@ def without_mlflow(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delitem(sys.modules, name)
 
 
-def place(
+def location(
     environ: Mapping[str, str] | None = None,
     *,
     settings: Settings | None = None,
@@ -67,15 +67,15 @@ def place(
 
 
 def test_by_default_it_is_the_default_store_and_the_notebooks_name():
-    assert place() == Tracking(experiment="train", if_it_matters=True)
-    assert place(notebook="deep/er.v2.ipynb") == Tracking(experiment="er.v2", if_it_matters=True)
+    assert location() == Tracking(experiment="train", if_it_matters=True)
+    assert location(notebook="deep/er.v2.ipynb") == Tracking(experiment="er.v2", if_it_matters=True)
 
 
 def test_an_experiment_of_a_script_has_its_name_and_of_a_cell_not_that_of_what_run_i_has_run(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(sys.modules["__main__"], "__file__", "/work/sweep.py", raising=False)
-    of_script, of_cell = place(notebook=""), place(notebook="", execution_count=7)
+    of_script, of_cell = location(notebook=""), location(notebook="", execution_count=7)
     assert of_script is not None
     assert of_script.experiment == "sweep"
     assert of_cell is not None
@@ -84,17 +84,17 @@ def test_an_experiment_of_a_script_has_its_name_and_of_a_cell_not_that_of_what_r
 
 def test_the_setting_and_the_wish_turn_it_off_and_on():
     off, every = (msgspec.structs.replace(Settings(), track=track) for track in ("off", "all"))
-    assert place(settings=off) is None
-    assert place(settings=off, track=True) == place(settings=every) == Tracking(experiment="train")
-    assert place(track=False) is None
-    assert place(kind=RunKind.PUSH) is None
-    assert place(kind=RunKind.PULL) is None
-    assert place(kind=RunKind.SESSION) is not None
+    assert location(settings=off) is None
+    assert location(settings=off, track=True) == location(settings=every) == Tracking(experiment="train")
+    assert location(track=False) is None
+    assert location(kind=RunKind.PUSH) is None
+    assert location(kind=RunKind.PULL) is None
+    assert location(kind=RunKind.SESSION) is not None
 
 
 def test_variables_go_over_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     settings = msgspec.structs.replace(Settings(), tracking_uri="http://set:5000")
-    found = place(settings=settings)
+    found = location(settings=settings)
     assert found is not None
     assert found.uri == "http://set:5000"
     environ = {
@@ -107,14 +107,14 @@ def test_variables_go_over_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "OTHER": "o",
     }
     monkeypatch.chdir(tmp_path)
-    found = place(environ, settings=settings)
+    found = location(environ, settings=settings)
     assert found is not None
     assert found.uri == f"sqlite:///{tmp_path}/here.db"
     assert (found.registry_uri, found.experiment, found.experiment_id) == ("http://registry", "named", "")
     assert found.parent == "a" * 32
     assert found.variables == {name: value for name, value in environ.items() if name != "OTHER"}
     del environ["MLFLOW_EXPERIMENT_NAME"]
-    found = place(environ)
+    found = location(environ)
     assert found is not None
     assert (found.experiment, found.experiment_id) == ("", "7")
 
@@ -144,13 +144,13 @@ def test_a_repository_says_commit_branch_and_whether_it_has_changed(tmp_path: Pa
     (tmp_path / "new").touch()
     assert dict(git_tags(str(tmp_path))) == {**clean, "mlflow.source.git.dirty": "true"}
 
-    told: list[tuple[Tags, int]] = []
-    report_git_state(str(tmp_path), lambda tags: told.append((tags, threading.get_ident())))
-    eventually(lambda: told, 10, "the repository's state")
+    reported: list[tuple[Tags, int]] = []
+    report_git_state(str(tmp_path), lambda tags: reported.append((tags, threading.get_ident())))
+    eventually(lambda: reported, 10, "the repository's state")
     # cached now: the callback runs immediately, in the caller's own thread
-    report_git_state(str(tmp_path), lambda tags: told.append((tags, threading.get_ident())))
-    assert told[1] == (told[0][0], threading.get_ident())
-    assert told[0][1] != threading.get_ident()
+    report_git_state(str(tmp_path), lambda tags: reported.append((tags, threading.get_ident())))
+    assert reported[1] == (reported[0][0], threading.get_ident())
+    assert reported[0][1] != threading.get_ident()
 
 
 # ---------------------------------------------------------------- the id
@@ -169,7 +169,7 @@ def test_the_id_is_read_from_the_runs_directory(tmp_path: Path):
 def test_the_next_service_tells_the_same_user_what_is_not_in_the_store(tmp_path: Path):
     settings = Settings(state_dir=str(tmp_path / "s"), runtime_dir=str(tmp_path / "r"))
     store = Tracking(uri="http://127.0.0.1:9")
-    told: list[str] = []
+    reported: list[str] = []
 
     def submitted(run_id: str, user: str) -> PoolRun:
         launch = placed_launch(tmp_path, elsewhere=False)
@@ -191,7 +191,7 @@ def test_the_next_service_tells_the_same_user_what_is_not_in_the_store(tmp_path:
             return settings.runs_path / run_id
 
         def publish(self, run: PoolRun, body: Noted, at: float) -> None:
-            told.append(f"{run.run_id}: {body.text}")
+            reported.append(f"{run.run_id}: {body.text}")
 
     async def follow() -> None:
         loop = asyncio.get_running_loop()
@@ -211,4 +211,6 @@ def test_the_next_service_tells_the_same_user_what_is_not_in_the_store(tmp_path:
         tracker._timer.cancel()
 
     asyncio.run(follow())
-    assert told == ["000000a2: the earlier run 0000 is not in MLflow: it does not answer. `sgpu sync 0000` sends it"]
+    assert reported == [
+        "000000a2: the earlier run 0000 is not in MLflow: it does not answer. `sgpu sync 0000` sends it"
+    ]

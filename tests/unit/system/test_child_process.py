@@ -48,8 +48,8 @@ def test_a_program_has_its_order_its_log_and_a_session_of_its_own(tmp_path: Path
     ours, child = child_process.start(_COMMAND, ["further"], log=log, order=b"secret")
     with ours:
         reader = codec.FrameReader(codec.from_tracker)
-        ((said, _),) = reader.feed(ours.recv(4096))
-        assert said == TrackingDone(run_id="/ secret further", complete=True)
+        ((sent, _),) = reader.feed(ours.recv(4096))
+        assert sent == TrackingDone(run_id="/ secret further", complete=True)
         assert os.getsid(child.pid) == child.pid
     assert child.wait(10) == 0
     assert log.read_text() == "words\n"
@@ -67,7 +67,7 @@ class Kept:
     """A child process and its messages."""
 
     def __init__(self, *arguments: str, pauses_s: tuple[float, ...] = (0.01, 30.0)) -> None:
-        self.said: list[FromTracker] = []
+        self.sent: list[FromTracker] = []
         self.begun = 0
         self.wanted = True
         self.started: list[subprocess.Popen[bytes]] = []
@@ -75,7 +75,7 @@ class Kept:
         self.process = ChildProcess(
             self._start,
             codec.from_tracker,
-            self.said.append,
+            self.sent.append,
             pauses_s=pauses_s,
             wanted=lambda: self.wanted,
             begun=self._begun,
@@ -103,7 +103,7 @@ def test_one_that_ends_is_started_again_after_growing_pauses():
         kept.process.well()
         kept.process.begin_again()
         assert kept.process.pid == kept.started[2].pid
-        await until(lambda: len(kept.said) == 3)
+        await until(lambda: len(kept.sent) == 3)
         kept.process.end(EndTracker(), 10.0)
         # a child that has ended by itself is reaped soon
         await until(lambda: all(child.poll() is not None for child in kept.started))
@@ -115,7 +115,7 @@ def test_one_that_nobody_wants_is_not_started_again():
     async def story() -> None:
         kept = Kept()
         kept.process.begin()
-        await until(lambda: kept.said)
+        await until(lambda: kept.sent)
         kept.wanted = False
         os.kill(kept.started[0].pid, signal.SIGKILL)
         await until(lambda: kept.process.pid is None and kept.started[0].poll() is not None)
@@ -129,7 +129,7 @@ def test_the_end_is_said_and_waited_for():
         obeys, stays = Kept(), Kept("stubborn")
         for kept in (obeys, stays):
             kept.process.begin()
-            await until(lambda kept=kept: kept.said)
+            await until(lambda kept=kept: kept.sent)
         obeys.process.end(EndTracker(), 10.0)
         stays.process.end(EndTracker(), 0.05)
         assert obeys.started[0].returncode == 0
@@ -148,7 +148,7 @@ def test_one_that_can_not_be_started_is_tried_again():
         assert [error.filename for error in failed] == ["/no/such/program"]
         assert (kept.process.pid, kept.begun) == (None, 0)
         kept.process.start = real
-        await until(lambda: kept.said)
+        await until(lambda: kept.sent)
         assert kept.begun == 1
         kept.process.end(EndTracker(), 10.0)
 

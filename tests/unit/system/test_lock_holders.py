@@ -18,18 +18,18 @@ def file_systems(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
     """Two new file systems, whose first files have the same inode number."""
     mounted = (tmp_path / "one", tmp_path / "other")
     try:
-        for place in mounted:
-            place.mkdir()
-            if subprocess.run(["mount", "-t", "tmpfs", "none", place], capture_output=True, check=False).returncode:
+        for context in mounted:
+            context.mkdir()
+            if subprocess.run(["mount", "-t", "tmpfs", "none", context], capture_output=True, check=False).returncode:
                 pytest.skip("can't mount file systems")
         yield mounted
     finally:
-        for place in mounted:
-            subprocess.run(["umount", "-l", place], capture_output=True, check=False)
+        for context in mounted:
+            subprocess.run(["umount", "-l", context], capture_output=True, check=False)
 
 
 def test_a_lock_is_that_of_the_file_and_not_of_one_with_its_number(file_systems: tuple[Path, Path]):
-    one, other = (place / "pool.lock" for place in file_systems)
+    one, other = (context / "pool.lock" for context in file_systems)
     one.touch()
     other.touch()
     assert one.stat().st_ino == other.stat().st_ino

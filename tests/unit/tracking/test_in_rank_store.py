@@ -20,15 +20,15 @@ from sgpu_magic.wire.tracking import MetricPoint, TrackedRun, Tracking
 
 
 @pytest.fixture
-def said(monkeypatch: pytest.MonkeyPatch) -> list[Record]:
+def sent(monkeypatch: pytest.MonkeyPatch) -> list[Record]:
     """The messages from the rank to its agent; remarks are forgotten first."""
     monkeypatch.setattr(in_rank_cell, "_remarked", set())
     return []
 
 
-def cell_of(said: list[Record], folder: Path, uri: str = "sqlite:///here.db", *, leads: bool = True) -> CellHere:
+def cell_of(sent: list[Record], folder: Path, uri: str = "sqlite:///here.db", *, leads: bool = True) -> CellHere:
     return CellHere(
-        "run-1", Tracking(uri=uri), leads=leads, run_dir=str(folder), say=said.append, reports=LogCollector(said.append)
+        "run-1", Tracking(uri=uri), leads=leads, run_dir=str(folder), say=sent.append, reports=LogCollector(sent.append)
     )
 
 
@@ -36,8 +36,8 @@ def answer(tracked: TrackedRun | None, run_id: str = "run-1", problem: str | Non
     return TrackingAnswered(run_id=run_id, tracked=tracked, problem=problem)
 
 
-def remarks(said: list[Record]) -> list[str]:
-    return [message.text for message in said if isinstance(message, Remarked)]
+def remarks(sent: list[Record]) -> list[str]:
+    return [message.text for message in sent if isinstance(message, Remarked)]
 
 
 # ---------------------------------------------------------------- the cell
@@ -48,12 +48,12 @@ TRACKED = TrackedRun(
 )
 
 
-def test_the_run_is_asked_for_once_and_only_its_own_answer_counts(said: list[Record], tmp_path: Path):
-    cell = cell_of(said, tmp_path)
+def test_the_run_is_asked_for_once_and_only_its_own_answer_counts(sent: list[Record], tmp_path: Path):
+    cell = cell_of(sent, tmp_path)
     assert (cell.is_this(cell.alias), cell.is_this(TRACKED.mlflow_run_id), cell.is_this("")) == (True, False, False)
     cell.ask()
     cell.ask()
-    assert said == [AskTracking()]
+    assert sent == [AskTracking()]
     cell.take(answer(TRACKED, "run-0"))
     assert cell.known is None
     cell.take(answer(TRACKED))
@@ -64,43 +64,43 @@ def test_the_run_is_asked_for_once_and_only_its_own_answer_counts(said: list[Rec
     assert not cell.is_this(cell.alias)
 
 
-def test_an_answer_that_does_not_come_is_a_remark(said: list[Record], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_answer_that_does_not_come_is_a_remark(sent: list[Record], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(in_rank_cell, "_PATIENCE_S", 0.0)
-    cell = cell_of(said, tmp_path)
+    cell = cell_of(sent, tmp_path)
     assert cell.wait() is cell.wait() is None
     assert cell.true_id == cell.alias
-    (remark,) = remarks(said)
+    (remark,) = remarks(sent)
     assert remark.startswith("MLflow: the pool did not report the run's MLflow id within 0 s. The run continues; ")
     assert f"artifacts in {tmp_path}/artifacts" in remark
 
 
-def test_the_users_own_choice_is_remarked_once(said: list[Record], tmp_path: Path):
-    cell = cell_of(said, tmp_path)
+def test_the_users_own_choice_is_remarked_once(sent: list[Record], tmp_path: Path):
+    cell = cell_of(sent, tmp_path)
     for what in ("MLflow's tracking URI", "MLflow's experiment"):
         cell.begin_own(what)
     assert cell.own
-    (remark,) = remarks(said)
+    (remark,) = remarks(sent)
     assert remark.startswith("the cell has set MLflow's tracking URI: from then on MLflow follows the cell")
 
 
-def test_a_full_batch_is_sent_at_once_and_none_after_the_cells_end(said: list[Record]):
-    reports = LogCollector(said.append)
+def test_a_full_batch_is_sent_at_once_and_none_after_the_cells_end(sent: list[Record]):
+    reports = LogCollector(sent.append)
     reports.end()
     points = [MetricPoint("loss", float(step), 0, step) for step in range(2500)]
     reports.add(points)
-    assert said == []
+    assert sent == []
     reports.begin()
     reports.flush()
-    assert [len(message.metrics) for message in said if isinstance(message, MetricsReported)] == [1000, 1000, 500]
-    said.clear()
+    assert [len(message.metrics) for message in sent if isinstance(message, MetricsReported)] == [1000, 1000, 500]
+    sent.clear()
     reports.add(points[:1000])
-    assert [message for message in said if isinstance(message, MetricsReported)] == [
+    assert [message for message in sent if isinstance(message, MetricsReported)] == [
         MetricsReported(metrics=tuple(points[:1000]))
     ]
 
 
-def test_a_forked_child_tells_its_parent_and_asks_for_nothing(said: list[Record], tmp_path: Path):
-    cell = cell_of(said, tmp_path)
+def test_a_forked_child_tells_its_parent_and_asks_for_nothing(sent: list[Record], tmp_path: Path):
+    cell = cell_of(sent, tmp_path)
     reports = cell.reports
     pid = os.fork()
     if pid == 0:
@@ -108,13 +108,13 @@ def test_a_forked_child_tells_its_parent_and_asks_for_nothing(said: list[Record]
             reports.add([MetricPoint("loss", 1.0, 0, 0)], [("lr", "0.1")], [("a", "b")] * 7)
             reports.flush()
             cell.begin_own("MLflow's experiment")
-            os._exit(0 if cell.wait() is None and said == [] else 1)
+            os._exit(0 if cell.wait() is None and sent == [] else 1)
         finally:
             os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    assert said == []
+    assert sent == []
     reports.flush()
-    found = [message for message in said if isinstance(message, MetricsReported)]
+    found = [message for message in sent if isinstance(message, MetricsReported)]
     assert [point.key for message in found for point in message.metrics] == ["loss"]
     assert [pair for message in found for pair in message.params] == [("lr", "0.1")]
     assert [pair for message in found for pair in message.tags] == [("a", "b")] * 7
@@ -126,15 +126,15 @@ def test_a_forked_child_tells_its_parent_and_asks_for_nothing(said: list[Record]
 class Here:
     """A tracked cell's store, the real one behind it, and the messages to the agent."""
 
-    def __init__(self, folder: Path, uri: str, said: list[Record], *, leads: bool = True) -> None:
+    def __init__(self, folder: Path, uri: str, sent: list[Record], *, leads: bool = True) -> None:
         from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
         from sgpu_magic.tracking.in_rank_store import RunStore
 
         self.real: Any = SqlAlchemyStore(uri, f"{folder}/artifacts")
         self.opened = 0
-        self.said = said
-        self.cell = cell_of(said, folder, uri, leads=leads)
+        self.sent = sent
+        self.cell = cell_of(sent, folder, uri, leads=leads)
         self.store: Any = RunStore(uri, self._open)
         experiment = self.real.create_experiment("nb", f"{folder}/artifacts", [])
         made = self.real.create_run(experiment, "ann", int(time.time() * 1000), [], "cell")
@@ -151,16 +151,16 @@ class Here:
         self.opened += 1
         return self.real
 
-    def told(self) -> list[MetricsReported]:
+    def reported(self) -> list[MetricsReported]:
         self.cell.reports.flush()
-        return [message for message in self.said if isinstance(message, MetricsReported)]
+        return [message for message in self.sent if isinstance(message, MetricsReported)]
 
 
 @pytest.fixture
-def here(tmp_path: Path, empty_store: Path, said: list[Record]) -> Iterator[Here]:
+def here(tmp_path: Path, empty_store: Path, sent: list[Record]) -> Iterator[Here]:
     copy_store(empty_store, tmp_path / "mlflow.db", f"{tmp_path}/artifacts")
     with quiet_mlflow():
-        made = Here(tmp_path, f"sqlite:///{tmp_path}/mlflow.db", said)
+        made = Here(tmp_path, f"sqlite:///{tmp_path}/mlflow.db", sent)
         yield made
         hold(None)
         made.real.engine.dispose()
@@ -175,10 +175,12 @@ def test_logging_to_the_run_opens_no_store_and_to_another_one_does(here: Here):
     here.store.log_param_async(alias, Param("lr", "0.1")).wait()
     here.store.set_tag_async(alias, RunTag("a", "b")).wait()
     here.store.update_run_info(alias, RunStatus.FINISHED, 5, "night")
-    told = here.told()
-    assert [(point.key, point.value, point.step) for message in told for point in message.metrics] == [("loss", 0.5, 3)]
-    assert [pair for message in told for pair in message.params] == [("lr", "0.1")]
-    assert [pair for message in told for pair in message.tags] == [("a", "b"), ("mlflow.runName", "night")]
+    reported = here.reported()
+    assert [(point.key, point.value, point.step) for message in reported for point in message.metrics] == [
+        ("loss", 0.5, 3)
+    ]
+    assert [pair for message in reported for pair in message.params] == [("lr", "0.1")]
+    assert [pair for message in reported for pair in message.tags] == [("a", "b"), ("mlflow.runName", "night")]
     assert here.opened == 0
     here.cell.take(answer(here.tracked))
     other = here.store.create_run("0", "ann", 0, [], "other").info.run_id
@@ -213,7 +215,7 @@ def test_a_run_that_is_gone_from_its_store_is_described_with_what_is_known(here:
                                      | {"mlflow_run_id": "f" * 32})))  # fmt: skip
     found = here.store.get_run(here.cell.alias)
     assert (found.info.run_id, found.info.artifact_uri) == ("f" * 32, f"file://{tmp_path}/artifacts")
-    (remark,) = remarks(here.said)
+    (remark,) = remarks(here.sent)
     assert remark.startswith("the MLflow run can't be read (")
     assert "Metrics are still logged" in remark
 
@@ -224,8 +226,8 @@ def test_metrics_of_a_model_are_the_runs_all_the_same(here: Here):
 
     here.cell.take(answer(here.tracked))
     here.store.log_metric(here.cell.alias, Metric("loss", 0.5, 0, 1, model_id="m-unknown", run_id="f" * 32))
-    assert [point.key for message in here.told() for point in message.metrics] == ["loss"]
-    (remark,) = remarks(here.said)
+    assert [point.key for message in here.reported() for point in message.metrics] == ["loss"]
+    (remark,) = remarks(here.sent)
     assert remark.startswith("metrics were logged for the run only, not for their model: ")
 
 
@@ -237,7 +239,7 @@ def test_without_a_store_nothing_else_is_available(here: Here):
         here.store.search_runs([], "", 1)
     assert here.opened == 0
     assert here.store.create_run("0", "ann", 0, [], "mine").info.run_id == here.cell.alias
-    assert len(remarks(here.said)) == 1
+    assert len(remarks(here.sent)) == 1
 
 
 def test_children_name_the_run_as_their_parent(here: Here):

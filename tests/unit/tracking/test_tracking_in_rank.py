@@ -52,7 +52,7 @@ def python(code: str, *arguments: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Place:
+def context(tmp_path_factory: pytest.TempPathFactory, empty_store: Path) -> Place:
     folder = tmp_path_factory.mktemp("mlflow")
     copy_store(empty_store, folder / "mlflow.db", f"{folder}/artifacts")
     uri = f"sqlite:///{folder}/mlflow.db"
@@ -75,14 +75,14 @@ class Tracked:
 
     Args:
         session: The ranks.
-        place: Where.
+        context: Where.
     """
 
-    def __init__(self, session: Session, place: Place) -> None:
+    def __init__(self, session: Session, context: Place) -> None:
         self.session = session
-        self.place = place
-        self.tracking = Tracking(uri=place.uri, experiment="notebook", variables={"MLFLOW_RUN_ID": "of-the-parent"})
-        self.known: TrackedRun | None = place.tracked
+        self.context = context
+        self.tracking = Tracking(uri=context.uri, experiment="notebook", variables={"MLFLOW_RUN_ID": "of-the-parent"})
+        self.known: TrackedRun | None = context.tracked
         self.problem: str | None = None
 
     def run(self, body: str, *, answers: bool = True, **options: Any) -> list[Any]:
@@ -98,7 +98,7 @@ class Tracked:
             rank.answer = answer if answers else None
         self.session.execute(body, **{"tracking": self.tracking} | options)
 
-    def said(self, rank: int) -> list[FromRank]:
+    def sent(self, rank: int) -> list[FromRank]:
         return [message for message, _ in self.session.ranks[rank].others]
 
     def metrics(self, rank: int) -> list[tuple[str, float, int]]:
@@ -115,10 +115,10 @@ class Tracked:
         return dict(pair for message in self._reported(rank) for pair in message.tags)
 
     def remarks(self, rank: int) -> list[str]:
-        return [message.text for message in self.said(rank) if isinstance(message, Remarked)]
+        return [message.text for message in self.sent(rank) if isinstance(message, Remarked)]
 
     def _reported(self, rank: int) -> list[MetricsReported]:
-        return [message for message in self.said(rank) if isinstance(message, MetricsReported)]
+        return [message for message in self.sent(rank) if isinstance(message, MetricsReported)]
 
 
 @pytest.fixture(scope="module")
@@ -129,10 +129,10 @@ def zygote() -> Iterator[Zygote]:
 
 
 @pytest.fixture(scope="module")
-def shared(zygote: Zygote, place: Place) -> Iterator[Tracked]:
+def shared(zygote: Zygote, context: Place) -> Iterator[Tracked]:
     """Two ranks that have imported MLflow, which takes a second per rank."""
-    session = Session(zygote, 2, cwd=str(place.folder)).connect()
-    made = Tracked(session, place)
+    session = Session(zygote, 2, cwd=str(context.folder)).connect()
+    made = Tracked(session, context)
     made.run("import mlflow\nfrom mlflow.entities import Metric")
     yield made
     session.leave()
@@ -140,14 +140,14 @@ def shared(zygote: Zygote, place: Place) -> Iterator[Tracked]:
 
 @pytest.fixture
 def ranks(shared: Tracked) -> Tracked:
-    shared.known, shared.problem = shared.place.tracked, None
+    shared.known, shared.problem = shared.context.tracked, None
     return shared
 
 
 @pytest.fixture
-def new_ranks(zygote: Zygote, place: Place) -> Iterator[Tracked]:
-    session = Session(zygote, 2, cwd=str(place.folder)).connect()
-    yield Tracked(session, place)
+def new_ranks(zygote: Zygote, context: Place) -> Iterator[Tracked]:
+    session = Session(zygote, 2, cwd=str(context.folder)).connect()
+    yield Tracked(session, context)
     session.leave()
 
 
@@ -156,8 +156,8 @@ def new_ranks(zygote: Zygote, place: Place) -> Iterator[Tracked]:
 
 def test_no_cell_imports_or_asks_for_mlflow_by_itself(new_ranks: Tracked):
     body = "import os, sys\n('mlflow' in sys.modules, os.environ['MLFLOW_TRACKING_URI'], 'MLFLOW_RUN_ID' in os.environ)"
-    assert new_ranks.run(body) == [(False, new_ranks.place.uri, False)] * 2
-    assert new_ranks.said(0) == new_ranks.said(1) == []
+    assert new_ranks.run(body) == [(False, new_ranks.context.uri, False)] * 2
+    assert new_ranks.sent(0) == new_ranks.sent(1) == []
 
 
 @pytest.mark.slow
@@ -165,7 +165,7 @@ def test_a_cell_that_is_not_tracked_has_plain_mlflow(new_ranks: Tracked):
     body = "import mlflow\n(mlflow.active_run(), mlflow.start_run.__module__, hasattr(mlflow.start_run, '__wrapped__'))"
     assert new_ranks.run(body, tracking=None) == [(None, "mlflow.tracking.fluent", False)] * 2
     # MLflow has been imported by then: the next cell is tracked nevertheless
-    assert new_ranks.run("mlflow.active_run().info.run_id") == [new_ranks.place.tracked.mlflow_run_id] * 2
+    assert new_ranks.run("mlflow.active_run().info.run_id") == [new_ranks.context.tracked.mlflow_run_id] * 2
 
 
 # ---------------------------------------------------------------- the run's own run
@@ -196,13 +196,13 @@ mlflow.log_metric("a", 3)
 mlflow.end_run()
 (first.info.run_id, second.info.run_id, none, mlflow.last_active_run().info.run_id)
 """
-    run_id = ranks.place.tracked.mlflow_run_id
+    run_id = ranks.context.tracked.mlflow_run_id
     assert ranks.run(body) == [(run_id, run_id, None, run_id)] * 2
     assert [value for _, value, _ in ranks.metrics(1)] == [1.0, 2.0, 3.0]
     assert ranks.tags(0) == {"team": "x", "mlflow.note.content": "why", "mlflow.runName": "night"}
     # the first rank names the run; other tags are treated like those of `set_tag`
     assert ranks.tags(1) == {"team": "x"}
-    assert ranks.place.ask(f"client.get_run({run_id!r}).info.status") == "RUNNING"
+    assert ranks.context.ask(f"client.get_run({run_id!r}).info.status") == "RUNNING"
 
 
 def test_ending_all_active_runs_comes_to_an_end(ranks: Tracked):
@@ -221,7 +221,7 @@ threads = [threading.Thread(target=log) for _ in range(4)]
 [thread.join() for thread in threads]
 set(found)
 """
-    assert ranks.run(body) == [{ranks.place.tracked.mlflow_run_id}] * 2
+    assert ranks.run(body) == [{ranks.context.tracked.mlflow_run_id}] * 2
     assert ranks.metrics(1) == [("t", 1.0, 0)] * 4
 
 
@@ -232,14 +232,14 @@ with mlflow.start_run(run_name="fold", nested=True) as child:
 child.info.run_id
 """
     child, joined = ranks.run(body)
-    run_id = ranks.place.tracked.mlflow_run_id
+    run_id = ranks.context.tracked.mlflow_run_id
     assert joined == run_id
     assert any("creates a run on the first rank only" in text for text in ranks.remarks(1))
     assert ranks.metrics(0) == []
     assert ranks.metrics(1) == [("c", 1.0, 0)]
     value = "[run.info.status, run.info.experiment_id, run.data.tags['mlflow.parentRunId'], run.data.metrics]"
-    found = ranks.place.ask(value, f"run = client.get_run({child!r})")
-    assert found == ["FINISHED", ranks.place.tracked.experiment_id, run_id, {"c": 1.0}]
+    found = ranks.context.ask(value, f"run = client.get_run({child!r})")
+    assert found == ["FINISHED", ranks.context.tracked.experiment_id, run_id, {"c": 1.0}]
 
 
 def test_loggers_that_make_a_run_themselves_get_the_runs_own(ranks: Tracked):
@@ -256,18 +256,18 @@ again = client.create_run(experiment).info.run_id
 (made, again)
 """
     (made, again), joined = ranks.run(body)
-    run_id = ranks.place.tracked.mlflow_run_id
+    run_id = ranks.context.tracked.mlflow_run_id
     assert made == run_id
     assert joined == (run_id, run_id)
     assert ranks.metrics(0) == [("m", 1.0, 1), ("n", 2.0, 0)]
-    assert ranks.place.ask(f"client.get_run({again!r}).data.tags['mlflow.parentRunId']") == run_id
-    assert ranks.place.ask(f"client.get_run({run_id!r}).info.status") == "RUNNING"
+    assert ranks.context.ask(f"client.get_run({again!r}).data.tags['mlflow.parentRunId']") == run_id
+    assert ranks.context.ask(f"client.get_run({run_id!r}).info.status") == "RUNNING"
 
 
 def test_artifacts_of_every_rank_lie_in_the_run(ranks: Tracked):
     ranks.run("mlflow.log_text('hi', f'notes/{rank}.txt')\nmlflow.log_dict({'a': 1}, f'{rank}.json')")
-    value = f"[a.path for a in client.list_artifacts({ranks.place.tracked.mlflow_run_id!r}, 'notes')]"
-    assert ranks.place.ask(value) == ["notes/0.txt", "notes/1.txt"]
+    value = f"[a.path for a in client.list_artifacts({ranks.context.tracked.mlflow_run_id!r}, 'notes')]"
+    assert ranks.context.ask(value) == ["notes/0.txt", "notes/1.txt"]
 
 
 @pytest.mark.slow
@@ -288,7 +288,7 @@ loaded and float(loaded.predict([[3.0]])[0, 0])
     assert nothing is None
     assert "first rank" in ranks.remarks(1)[0]
     source = "client.get_logged_model(client.get_model_version('line', '1').source.split('/')[1]).source_run_id"
-    assert ranks.place.ask(source) == ranks.place.tracked.mlflow_run_id
+    assert ranks.context.ask(source) == ranks.context.tracked.mlflow_run_id
 
 
 @pytest.mark.slow
@@ -302,11 +302,11 @@ model = LinearRegression().fit(x, 2 * x)
 mlflow.sklearn.autolog(disable=True)
 mlflow.active_run().info.run_id
 """
-    run_id = ranks.place.tracked.mlflow_run_id
+    run_id = ranks.context.tracked.mlflow_run_id
     assert ranks.run(body) == [run_id] * 2
     assert ranks.params(0)["fit_intercept"] == "True"
     # they also belong to a dataset, which only the store can return
-    assert "training_r2_score" in ranks.place.ask(f"client.get_run({run_id!r}).data.metrics")
+    assert "training_r2_score" in ranks.context.ask(f"client.get_run({run_id!r}).data.metrics")
     assert ranks.params(1) == {}
     assert ranks.metrics(1) == []
 
@@ -319,7 +319,7 @@ def test_none_of_many_metrics_is_lost_and_their_order_stays(ranks: Tracked):
     ranks.run("for step in range(2500):\n    mlflow.log_metric('x', step, step=step)")
     for rank in (0, 1):
         assert [step for _, _, step in ranks.metrics(rank)] == list(range(2500))
-        assert max(len(m.metrics) for m in ranks.said(rank) if isinstance(m, MetricsReported)) <= 1000
+        assert max(len(m.metrics) for m in ranks.sent(rank) if isinstance(m, MetricsReported)) <= 1000
 
 
 def test_what_was_logged_before_an_error_comes_before_it(ranks: Tracked):
@@ -331,12 +331,12 @@ def test_what_was_logged_before_an_error_comes_before_it(ranks: Tracked):
 
 @pytest.mark.parametrize("body", ["raise SystemExit(3)", "pass"])
 def test_what_was_logged_comes_before_the_cells_end_where_work_is_left_to_finish(
-    zygote: Zygote, place: Place, body: str
+    zygote: Zygote, context: Place, body: str
 ):
-    session = Session(zygote, 1, cwd=str(place.folder))
+    session = Session(zygote, 1, cwd=str(context.folder))
     session.prepare(stays=False)
     session.ranks[0].expect(Joined)
-    alone = Tracked(session, place)
+    alone = Tracked(session, context)
     logs_at_exit = "import atexit, mlflow\natexit.register(mlflow.log_metric, 'late', 2)\n"
     alone.begin(f"{logs_at_exit}mlflow.log_metric('last', 1)\n{body}", in_session=False)
     session.ranks[0].expect(CellFailed, Finished)
@@ -382,33 +382,33 @@ def test_values_that_mlflow_refuses_are_refused(ranks: Tracked):
 
 
 def test_each_cell_of_a_session_has_a_run_of_its_own(ranks: Tracked):
-    other = ranks.place.ask("client.create_run('1').info.run_id")
+    other = ranks.context.ask("client.create_run('1').info.run_id")
     ranks.run("kept = mlflow.start_run()\nmlflow.log_metric('a', 1)")
     ranks.known = TrackedRun(
-        uri=ranks.place.uri, mlflow_run_id=other, experiment_id="1", artifact_uri=ranks.place.tracked.artifact_uri
+        uri=ranks.context.uri, mlflow_run_id=other, experiment_id="1", artifact_uri=ranks.context.tracked.artifact_uri
     )
     # a run that was left active does not block the next cell's
     assert ranks.run("with mlflow.start_run() as r:\n    mlflow.log_metric('a', 2)\nr.info.run_id") == [other] * 2
     assert ranks.metrics(1) == [("a", 2.0, 0)]
-    assert [m for m in ranks.said(0) if isinstance(m, AskTracking)] != []
+    assert [m for m in ranks.sent(0) if isinstance(m, AskTracking)] != []
     assert ranks.run("mlflow.active_run().info.run_id", only=[1]) == [other]
 
 
 def test_the_first_of_the_ranks_that_take_part_leads(ranks: Tracked):
     body = "with mlflow.start_run(nested=True) as child: pass\nchild.info.run_id"
     [child] = ranks.run(body, only=[1])
-    assert child != ranks.place.tracked.mlflow_run_id
+    assert child != ranks.context.tracked.mlflow_run_id
 
 
 @pytest.mark.slow
 def test_what_the_user_sets_counts(new_ranks: Tracked, tmp_path: Path):
     ranks = new_ranks
-    run_id = ranks.place.tracked.mlflow_run_id
+    run_id = ranks.context.tracked.mlflow_run_id
     # values that match the run's own place change nothing
     same = "import mlflow\nmlflow.set_tracking_uri('sqlite:///mlflow.db')\nmlflow.set_experiment('notebook')\n"
     assert ranks.run(same + "mlflow.active_run().info.run_id") == [run_id] * 2
     assert ranks.remarks(0) == []
-    shutil.copy(ranks.place.folder / "mlflow.db", tmp_path / "other.db")
+    shutil.copy(ranks.context.folder / "mlflow.db", tmp_path / "other.db")
     other = f"sqlite:///{tmp_path}/other.db"
     body = f"""
 mlflow.log_metric("before", 1)
@@ -428,7 +428,7 @@ found
     assert ranks.metrics(0) == [("before", 1.0, 0)]
     assert len(ranks.remarks(0)) == 1
     assert "MLflow's tracking URI" in ranks.remarks(0)[0]
-    mine = ranks.place._replace(uri=other)
+    mine = ranks.context._replace(uri=other)
     assert mine.ask(f"client.get_run({own!r}).data.metrics") == {"own": 2.0}
     # this persists, without a second remark
     assert ranks.run("mlflow.active_run()")[0] is None
@@ -436,10 +436,10 @@ found
 
 
 def test_another_run_or_experiment_of_the_users_counts_for_its_cell(ranks: Tracked):
-    run_id = ranks.place.tracked.mlflow_run_id
-    other = ranks.place.ask("client.create_run(client.get_experiment_by_name('notebook').experiment_id).info.run_id")
+    run_id = ranks.context.tracked.mlflow_run_id
+    other = ranks.context.ask("client.create_run(client.get_experiment_by_name('notebook').experiment_id).info.run_id")
     body = f"""
-mlflow.set_tracking_uri({ranks.place.uri!r})
+mlflow.set_tracking_uri({ranks.context.uri!r})
 mlflow.set_experiment("notebook")
 joined = mlflow.active_run().info
 found = None
@@ -452,11 +452,11 @@ if rank == 0:
     found = mlflow.active_run()
 (joined.run_id, joined.artifact_uri, found)
 """
-    artifacts = ranks.place.tracked.artifact_uri
+    artifacts = ranks.context.tracked.artifact_uri
     # values that match the run's own place change nothing
     assert ranks.run(body) == [(run_id, artifacts, None), (run_id, artifacts, None)]
     assert [key for key, _, _ in ranks.metrics(0)] == ["ours"]
-    assert ranks.place.ask(f"client.get_run({other!r}).data.metrics") == {"theirs": 1.0}
+    assert ranks.context.ask(f"client.get_run({other!r}).data.metrics") == {"theirs": 1.0}
     (remark,) = [text for text in ranks.remarks(0) if "the cell has set" in text]
     assert remark.startswith("the cell has set MLflow's experiment: from then on MLflow follows the cell")
     # the choice applies to later cells until it is reverted
@@ -480,29 +480,29 @@ def remarked(ranks: Tracked, rank: int, words: str) -> bool:
 
 
 def a_start_with_an_id_continues_that_run(ranks: Tracked) -> None:
-    other = ranks.place.ask("client.create_run('1').info.run_id")
-    ids = [ranks.place.tracked.mlflow_run_id, other]
+    other = ranks.context.ask("client.create_run('1').info.run_id")
+    ids = [ranks.context.tracked.mlflow_run_id, other]
     body = f"found = []\nfor each in {ids!r}:\n    with mlflow.start_run(run_id=each) as r: found.append(r.info.run_id)"
     assert told_anew(ranks, body) == [ids, ids]
     assert ranks.remarks(1) == []
 
 
 def a_start_elsewhere_or_below_is_a_run_of_the_first_rank(ranks: Tracked) -> None:
-    elsewhere = ranks.place.ask(
+    elsewhere = ranks.context.ask(
         "client.create_experiment('e' + __import__('uuid').uuid4().hex, artifact_location='/dev/null/none')"
     )
-    run_id = ranks.place.tracked.mlflow_run_id
+    run_id = ranks.context.tracked.mlflow_run_id
     for options, experiment in (
         (f"experiment_id={elsewhere!r}", elsewhere),
-        ("nested=True", ranks.place.tracked.experiment_id),
-        (f"parent_run_id={run_id!r}", ranks.place.tracked.experiment_id),
+        ("nested=True", ranks.context.tracked.experiment_id),
+        (f"parent_run_id={run_id!r}", ranks.context.tracked.experiment_id),
     ):
         start = f"mlflow.start_run({options}, tags={{'of': 'a child'}})"
         made, joined = told_anew(ranks, f"with {start} as r: found = r.info.run_id")
         assert ranks.tags(0) == ranks.tags(1) == {}
         assert made != run_id
         assert joined == run_id
-        assert ranks.place.ask(f"client.get_run({made!r}).info.experiment_id") == experiment
+        assert ranks.context.ask(f"client.get_run({made!r}).info.experiment_id") == experiment
         assert not ranks.remarks(0)
         assert remarked(ranks, 1, "creates a run on the first rank only")
 
@@ -522,7 +522,7 @@ def system_metrics_are_the_pools(ranks: Tracked) -> None:
 
 
 def another_status_is_remarked(ranks: Tracked) -> None:
-    run_id = ranks.place.tracked.mlflow_run_id
+    run_id = ranks.context.tracked.mlflow_run_id
     for call in ("mlflow.end_run()", "mlflow.end_run('FINISHED')", f"mlflow.MlflowClient().set_terminated({run_id!r})"):
         told_anew(ranks, f"mlflow.start_run()\nfound = {call}")
         assert ranks.remarks(0) == []
@@ -533,11 +533,11 @@ def another_status_is_remarked(ranks: Tracked) -> None:
     ):
         told_anew(ranks, f"mlflow.start_run()\n{call}\nfound = 0")
         assert remarked(ranks, 1, "the status FAILED is not set")
-    assert ranks.place.ask(f"client.get_run({run_id!r}).info.status") == "RUNNING"
+    assert ranks.context.ask(f"client.get_run({run_id!r}).info.status") == "RUNNING"
 
 
 def an_experiment_is_chosen(ranks: Tracked) -> None:
-    other = ranks.place.ask("client.create_experiment('chosen')")
+    other = ranks.context.ask("client.create_experiment('chosen')")
     for options in ("'chosen'", f"experiment_id={other!r}"):
         body = f"found = mlflow.set_experiment({options}).name\nmlflow.set_experiment('notebook')"
         assert told_anew(ranks, body) == ["chosen"] * 2
@@ -548,7 +548,7 @@ def an_experiment_is_chosen(ranks: Tracked) -> None:
 
 
 def a_store_is_chosen(ranks: Tracked) -> None:
-    body = f"mlflow.set_tracking_uri('sqlite:///other.db')\nfound = 0\nmlflow.set_tracking_uri({ranks.place.uri!r})"
+    body = f"mlflow.set_tracking_uri('sqlite:///other.db')\nfound = 0\nmlflow.set_tracking_uri({ranks.context.uri!r})"
     told_anew(ranks, body)
     assert remarked(ranks, 0, "the cell has set MLflow's tracking URI")
 
@@ -572,13 +572,13 @@ made.append(client.create_run({here!r}))
 made.append(client.create_run({there!r}))
 found = [run.info.run_id for run in made]
 """
-    there = ranks.place.ask("client.create_experiment('there')")
-    here, run_id = ranks.place.tracked.experiment_id, ranks.place.tracked.mlflow_run_id
+    there = ranks.context.ask("client.create_experiment('there')")
+    here, run_id = ranks.context.tracked.experiment_id, ranks.context.tracked.mlflow_run_id
     first, second = told_anew(ranks, body.format(here=here, there=there, start=None))
     assert first[0] == second[0] == second[1] == run_id
     assert first[1] != run_id
-    assert ranks.place.ask(f"client.get_run({first[1]!r}).data.tags['mlflow.parentRunId']") == run_id
-    assert ranks.place.ask(f"client.get_run({second[2]!r}).info.experiment_id") == there
+    assert ranks.context.ask(f"client.get_run({first[1]!r}).data.tags['mlflow.parentRunId']") == run_id
+    assert ranks.context.ask(f"client.get_run({second[2]!r}).info.experiment_id") == there
     assert ranks.tags(0) == {"of0": "x", "mlflow.runName": "logger"}
     assert ranks.tags(1) == {"of1": "x"}
     assert ranks.remarks(0) == []
@@ -588,20 +588,20 @@ found = [run.info.run_id for run in made]
 
 
 def every_rank_renames_the_run(ranks: Tracked) -> None:
-    run_id = ranks.place.tracked.mlflow_run_id
+    run_id = ranks.context.tracked.mlflow_run_id
     told_anew(ranks, f"found = mlflow.MlflowClient().update_run({run_id!r}, name=f'by{{rank}}') and 0")
     assert [ranks.tags(rank) for rank in (0, 1)] == [{"mlflow.runName": "by0"}, {"mlflow.runName": "by1"}]
 
 
 def another_end_is_remarked(ranks: Tracked) -> None:
-    run_id = ranks.place.tracked.mlflow_run_id
+    run_id = ranks.context.tracked.mlflow_run_id
     told_anew(ranks, f"found = mlflow.MlflowClient().set_terminated({run_id!r}, end_time=1)")
     assert remarked(ranks, 0, "start and end times are not set")
 
 
 def what_is_logged_goes_to_its_run(ranks: Tracked) -> None:
-    other = ranks.place.ask("client.create_run('1').info.run_id")
-    run_id = ranks.place.tracked.mlflow_run_id
+    other = ranks.context.ask("client.create_run('1').info.run_id")
+    run_id = ranks.context.tracked.mlflow_run_id
     body = f"""
 from mlflow.entities import Param, RunTag
 client = mlflow.MlflowClient()
@@ -625,20 +625,20 @@ found = client.get_run({other!r}).data.metrics
 
 
 def runs_are_looked_up_by_their_id(ranks: Tracked) -> None:
-    other = ranks.place.ask("client.create_run('1').info.run_id")
-    ids = [ranks.place.tracked.mlflow_run_id, other]
+    other = ranks.context.ask("client.create_run('1').info.run_id")
+    ids = [ranks.context.tracked.mlflow_run_id, other]
     assert told_anew(ranks, f"found = [mlflow.get_run(each).info.run_id for each in {ids!r}]") == [ids, ids]
 
 
 def the_runs_own_is_not_deleted(ranks: Tracked) -> None:
-    other = ranks.place.ask("client.create_run('1').info.run_id")
+    other = ranks.context.ask("client.create_run('1').info.run_id")
     body = (
         f"client = mlflow.MlflowClient()\nif rank == 0: client.delete_run({other!r})\n"
-        f"try: client.delete_run({ranks.place.tracked.mlflow_run_id!r})\n"
+        f"try: client.delete_run({ranks.context.tracked.mlflow_run_id!r})\n"
         "except mlflow.exceptions.MlflowException as error: found = error.message"
     )
     assert "can't be deleted while it runs" in told_anew(ranks, body)[1]
-    assert ranks.place.ask(f"client.get_run({other!r}).info.lifecycle_stage") == "deleted"
+    assert ranks.context.ask(f"client.get_run({other!r}).info.lifecycle_stage") == "deleted"
 
 
 def experiments_are_looked_up_by_their_name(ranks: Tracked) -> None:
@@ -760,7 +760,7 @@ def test_an_answer_that_does_not_come_is_given_up(new_ranks: Tracked):
 
 
 def test_an_answer_to_another_cell_is_not_taken(ranks: Tracked):
-    stray = TrackingAnswered(run_id="run-of-before", tracked=ranks.place.tracked)
+    stray = TrackingAnswered(run_id="run-of-before", tracked=ranks.context.tracked)
     for rank in ranks.session.ranks:
         rank.send(stray)
     ranks.known = None

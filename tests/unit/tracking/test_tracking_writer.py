@@ -87,12 +87,12 @@ def test_what_a_database_says_is_told_without_its_statement():
 
     store = TrackingStore(Settings(), Tracking(uri="sqlite://"))
     with (
-        pytest.raises(StoreTroubled) as told,
+        pytest.raises(StoreTroubled) as raised,
         store._translated(),  # pyright: ignore[reportPrivateUsage]
         create_engine("sqlite://").connect() as connection,
     ):
         connection.execute(text("SELECT name FROM nowhere"))
-    assert str(told.value) == "OperationalError: (sqlite3.OperationalError) no such table: nowhere"
+    assert str(raised.value) == "OperationalError: (sqlite3.OperationalError) no such table: nowhere"
 
 
 def gpu(rank: int, **fields: float | str | None) -> RankSample:
@@ -143,7 +143,7 @@ def test_after_a_minute_ten_seconds_are_one_point():
 
 
 def test_what_is_written_already_is_not_written_again_and_the_rest_stays_the_same():
-    def told(fold: RunFold) -> Batch:
+    def reported(fold: RunFold) -> Batch:
         for second in range(5):
             sample = RankSample(rank=0, kind="cpu", cpu_cores=float(second))
             fold.apply(
@@ -153,7 +153,7 @@ def test_what_is_written_already_is_not_written_again_and_the_rest_stays_the_sam
             )
         return fold.take()
 
-    whole, rest = told(RunFold("local", 4)), told(RunFold("local", 4, written=3))
+    whole, rest = reported(RunFold("local", 4)), reported(RunFold("local", 4, written=3))
     assert rest.metrics == whole.metrics[-2 * len(whole.metrics) // 5 :]
     assert rest.seq == whole.seq == 5
 
@@ -283,9 +283,9 @@ def test_a_run_is_all_there(settings: Settings, writer: WriterProcess, store: Ru
     writer.track(run)
     run.start("a10", ("GPU-a", "GPU-b"))
     writer.until(lambda: writer.started(run), "its place")
-    run.tell(ev.Described(tags=(("mlflow.source.git.commit", "abc"), ("git.dirty", "true"))))
+    run.apply(ev.Described(tags=(("mlflow.source.git.commit", "abc"), ("git.dirty", "true"))))
     run.metric(1, "loss", 0.5, 0.25)
-    run.tell(rank_events.Sampled(seconds=1.0, samples=(gpu(0, uuid="GPU-a", utilization_pct=50.0, power_w=99.0),)))
+    run.apply(rank_events.Sampled(seconds=1.0, samples=(gpu(0, uuid="GPU-a", utilization_pct=50.0, power_w=99.0),)))
     run.end(gpu_s=12.5, cost=0.25, currency="USD", running_s=6.0)
     writer.until_done(run)
 
@@ -371,8 +371,8 @@ def test_what_mlflow_refuses_costs_nothing_else(settings: Settings, writer: Writ
     run.start()
     bad = MetricPoint("broken", 1.0, -5, 0)
     good = tuple(MetricPoint("loss", float(step), 1000 + step, step) for step in range(20))
-    run.tell(rank_events.MetricsLogged(rank=0, metrics=(*good, bad), params=(("x" * 400, "y" * 9000),)))
-    run.tell(rank_events.MetricsLogged(rank=0, tags=(("mlflow.runName", "renamed"), ("note", "z" * 9000))))
+    run.apply(rank_events.MetricsLogged(rank=0, metrics=(*good, bad), params=(("x" * 400, "y" * 9000),)))
+    run.apply(rank_events.MetricsLogged(rank=0, tags=(("mlflow.runName", "renamed"), ("note", "z" * 9000))))
     run.end()
     writer.track(run)
     writer.until_done(run)
@@ -476,7 +476,7 @@ def test_a_killed_writer_is_gone_on_after_and_end_of_file_ends_it(settings: Sett
             writer.track(run)
         for run in runs[:2]:
             run.end()
-        writer.heard.clear()
+        writer.received.clear()
         writer.until_done(*runs[:2])
         runs[2].metric(0, "last", 1.0)
         assert writer.end() == ""
@@ -596,8 +596,8 @@ def test_a_store_that_mlflow_is_creating_is_awaited(own: Tracking, own_settings:
         try:
             writer.track(run, own)
             writer.until_done(run)
-            said, _ = other.communicate(timeout=100)
-            assert (other.returncode, said) in ((0, "1\n"), (0, "2\n"))
+            output, _ = other.communicate(timeout=100)
+            assert (other.returncode, output) in ((0, "1\n"), (0, "2\n"))
             assert writer.end() == ""
             assert writer.troubles(run) == []
         finally:
@@ -741,14 +741,14 @@ def test_a_writer_leaves_when_only_idle_sessions_are_left(
     settings: Settings, store: Runs, monkeypatch: pytest.MonkeyPatch
 ):
     session, cell = ToldRun(settings, kind=RunKind.SESSION), ToldRun(settings)
-    told: list[FromTracker] = []
+    reported: list[FromTracker] = []
     with quiet_mlflow():
         from sgpu_magic.tracking import __main__ as process
         from sgpu_magic.tracking import writer_queue
 
         monkeypatch.setattr(writer_queue, "QUIET_S", 0.0)
         monkeypatch.setattr(writer_queue, "INTERVAL_S", 0.0)
-        writers = writer_queue.WriterQueue(settings, Tracking(), told.append)
+        writers = writer_queue.WriterQueue(settings, Tracking(), reported.append)
         messages: queue.SimpleQueue[None] = queue.SimpleQueue()
         for run in (session, cell):
             run.start()
@@ -756,13 +756,13 @@ def test_a_writer_leaves_when_only_idle_sessions_are_left(
         assert not writers.idle, "the pool does not know the session's MLflow run"
         work = threading.Thread(target=process._work, args=(writers, messages), daemon=True)
         work.start()
-        eventually(lambda: len(told) == 2, 30, "both are announced")
+        eventually(lambda: len(reported) == 2, 30, "both are announced")
         assert work.is_alive(), "a run that is no session is left"
         cell.end()
         writers.over(cell.run_id)
         work.join(30)
         assert not work.is_alive(), "it does not leave"
-    assert told[2:] == [
+    assert reported[2:] == [
         TrackingDone(run_id=cell.run_id, complete=True),
         TrackerRests(run_ids=(session.run_id,)),
     ]

@@ -346,7 +346,7 @@ def test_a_run_that_is_written_elsewhere_or_removed_is_left_to_others(settings: 
 
 def test_a_run_whose_progress_can_not_be_kept_is_tried_again(settings: Settings):
     run = ToldRun(settings)
-    run.tell(ev.StateChanged(state=RunState.RUNNING))
+    run.apply(ev.StateChanged(state=RunState.RUNNING))
     (run.directory / TRACKING).mkdir()
     queue = Queue(settings, NB)
     queue.track(run)

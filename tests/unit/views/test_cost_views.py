@@ -41,7 +41,7 @@ def test_what_a_run_costs_goes_by_the_views_clock() -> None:
 
 def test_attempts_go_on_with_one_meter() -> None:
     run = with_price(at=100.0, retries=1)
-    run.tell(ev.StateChanged(state=RunState.STARTING), ev.RanksStarted(pids=(1,), warm="cold"), at=200.0)
+    run.apply(ev.StateChanged(state=RunState.STARTING), ev.RanksStarted(pids=(1,), warm="cold"), at=200.0)
     assert cost_text(run.view, 374.2) == "$0.37"
 
 
@@ -57,8 +57,8 @@ def test_without_a_price_nothing_is_said_of_short_runs_and_hours_of_long_ones() 
 def test_a_cell_says_its_part_of_what_its_session_costs() -> None:
     run = cell_in_session()
     lease = Lease(lease_id="l", device_type="a10", ranks=4)
-    run.tell(ev.Placed(lease=lease, host="h", hourly=36.0, currency="USD"), at=100.0)
-    run.tell(ev.RanksStarted(pids=(1,), warm="session"), ev.StateChanged(state=RunState.RUNNING), at=100.0)
+    run.apply(ev.Placed(lease=lease, host="h", hourly=36.0, currency="USD"), at=100.0)
+    run.apply(ev.RanksStarted(pids=(1,), warm="session"), ev.StateChanged(state=RunState.RUNNING), at=100.0)
     assert [cost_text(run.view, now) for now in (100.3, 105.0)] == ["", "$0.05 of its session"]
     run.end(running_s=12.0, seconds=12.0)
     assert billed_text(run.view) == "$0.12 of its session"
@@ -83,14 +83,14 @@ def test_no_step_of_the_wall_clock_changes_what_a_run_costs_so_far(
         assert re.fullmatch(r"\d+ s left", drawn.meta[0]), "its 90 seconds"
         assert feed.hello(1).snapshot.elapsed_s < 60.0
         # the next attempt starts after the time step
-        run.tell(ev.AttemptFailed(attempt=1, attempts=2, failure=Failure(kind=FailureKind.WORKER_DIED, message="")))
+        run.apply(ev.AttemptFailed(attempt=1, attempts=2, failure=Failure(kind=FailureKind.WORKER_DIED, message="")))
         again = (ev.StateChanged(state=RunState.STARTING), ev.RanksStarted(pids=(1, 2, 3, 4), warm="zygote"))
-        run.tell(*again, at=time.time())
+        run.apply(*again, at=time.time())
 
 
 def test_a_session_that_has_ended_says_what_it_cost() -> None:
     run = with_price(kind=RunKind.SESSION, name="work")
-    run.tell(ev.SessionMoved(cells=3))
+    run.apply(ev.SessionMoved(cells=3))
     run.end(RunState.CANCELLED, seconds=1800, reason="%sgpu_disconnect", gpu_s=7200.0, cost=2.4, currency="USD")
     assert "· 3 cells · 2.00 GPU h · $2.40 · %sgpu_disconnect ·" in summary_line(run.view)
     assert "2.40" in render_html(run.view)
@@ -160,7 +160,7 @@ def test_cost_and_mlflow_stand_in_the_static_output() -> None:
     ],
 )
 def test_only_a_page_is_a_link(url: str) -> None:
-    view = Run().tell(ev.Tracked(tracked=msgspec.structs.replace(TRACKED, url=url))).start().end().view
+    view = Run().apply(ev.Tracked(tracked=msgspec.structs.replace(TRACKED, url=url))).start().end().view
     assert tracked_link(view) is None
     assert tracked_text(view) == f"MLflow run digits/{TRACKED.mlflow_run_id}"
     assert "<a " not in render_html(view)
@@ -168,24 +168,24 @@ def test_only_a_page_is_a_link(url: str) -> None:
 
 def test_a_link_is_escaped() -> None:
     tracked = msgspec.structs.replace(TRACKED, url='https://m/"><script>', experiment="<b>digits</b>")
-    html = render_html(Run().tell(ev.Tracked(tracked=tracked)).start().end().view)
+    html = render_html(Run().apply(ev.Tracked(tracked=tracked)).start().end().view)
     assert 'href="https://m/&quot;&gt;&lt;script&gt;"' in html
     assert "&lt;b&gt;digits&lt;/b&gt;/train_digits" in html
     assert "<script" not in html
 
 
 def test_packages_are_told_while_they_are_made() -> None:
-    run = Run().tell(ev.StateChanged(state=RunState.PREPARING))
+    run = Run().apply(ev.StateChanged(state=RunState.PREPARING))
     assert packages_text(run.view) == ""
-    run.tell(ev.EnvironmentMoved(host="n2", step="resolving"))
+    run.apply(ev.EnvironmentMoved(host="n2", step="resolving"))
     assert packages_text(run.view) == "packages: resolving · 0 ms · n2"
-    run.tell(ev.EnvironmentMoved(host="n2", step="downloading", done=0, packages=1, seconds=3.25))
+    run.apply(ev.EnvironmentMoved(host="n2", step="downloading", done=0, packages=1, seconds=3.25))
     assert packages_text(run.view) == "packages: downloading, 0 of 1 · 3.2 s · n2"
-    run.tell(ev.EnvironmentMoved(host="n2", packages=1, seconds=4.0, ready=True, built=True))
+    run.apply(ev.EnvironmentMoved(host="n2", packages=1, seconds=4.0, ready=True, built=True))
     assert packages_text(run.view) == "packages: ready after 4.0 s"
     run.start()
     assert packages_text(run.view) == ""
-    there = Run().tell(ev.StateChanged(state=RunState.PREPARING), ev.EnvironmentMoved(host="n2", ready=True))
+    there = Run().apply(ev.StateChanged(state=RunState.PREPARING), ev.EnvironmentMoved(host="n2", ready=True))
     assert packages_text(there.view) == ""
 
 
@@ -199,7 +199,7 @@ def test_the_record_has_cost_packages_and_mlflow() -> None:
     }  # fmt: skip
     assert "environment" not in record
     run = Run(environment="d1", environment_label="ai-4")
-    run.tell(ev.EnvironmentMoved(host="n", packages=80, seconds=12.25, ready=True, built=True))
+    run.apply(ev.EnvironmentMoved(host="n", packages=80, seconds=12.25, ready=True, built=True))
     environment = {"digest": "d1", "label": "ai-4", "built": True, "seconds": 12.25, "packages": 80}
     assert run_record(run.start().end().view)["environment"] == environment
     plain = run_record(Run().start().end(results=(result(0, 1),)).view)

@@ -20,8 +20,8 @@ MOST_BYTES = {"run_view.js": 84_000, "panel.js": 97_000}
 
 def test_the_front_ends_records_are_those_that_python_writes() -> None:
     command = [sys.executable, str(ROOT / "scripts" / "front_end_records.py"), "--check"]
-    told = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert told.returncode == 0, told.stdout + told.stderr
+    reported = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert reported.returncode == 0, reported.stdout + reported.stderr
 
 
 # ------------------------------------------------------------------ the built file
@@ -29,8 +29,8 @@ def test_the_front_ends_records_are_those_that_python_writes() -> None:
 
 @pytest.mark.timeout(500)
 def test_a_fresh_build_gives_the_committed_bytes(view_builder: Path, tmp_path: Path) -> None:
-    told = npm(view_builder, "run", "build:view", "--", f"--outdir={tmp_path}")
-    assert told.returncode == 0, told.stderr
+    reported = npm(view_builder, "run", "build:view", "--", f"--outdir={tmp_path}")
+    assert reported.returncode == 0, reported.stderr
     for name in MOST_BYTES:
         assert (tmp_path / name).read_bytes() == (STATIC / name).read_bytes(), f"{name} is older: npm run build:view"
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(MOST_BYTES)
@@ -46,8 +46,8 @@ def test_a_fresh_build_gives_the_committed_bytes(view_builder: Path, tmp_path: P
     ],
 )
 def test_the_sources_pass_their_checks(front_end: Path, script: str) -> None:
-    told = npm(front_end, "run", script)
-    assert told.returncode == 0, told.stdout + told.stderr
+    reported = npm(front_end, "run", script)
+    assert reported.returncode == 0, reported.stdout + reported.stderr
 
 
 @pytest.mark.parametrize("name", MOST_BYTES)

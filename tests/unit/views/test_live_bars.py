@@ -76,8 +76,8 @@ def test_of_nested_bars_each_line_is_one() -> None:
             for _ in tqdm(range(4), desc="batch", file=stream, mininterval=0, position=1, leave=False):
                 pass
 
-    told = {bar.text for line in drawn(draw) if (bar := bar_of(line)) is not None}
-    assert {"epoch · 0 %", "epoch · 50 %", "epoch · 100 %", "batch · 25 %", "batch · 100 %"} <= told
+    reported = {bar.text for line in drawn(draw) if (bar := bar_of(line)) is not None}
+    assert {"epoch · 0 %", "epoch · 50 %", "epoch · 100 %", "batch · 25 %", "batch · 100 %"} <= reported
 
 
 @pytest.mark.parametrize(
@@ -180,9 +180,9 @@ class Ranks:
         return Sink()
 
     def fractions(self, since: int = 0) -> list[float]:
-        told = [bar.fraction for bar in self.bars[since:] if bar is not None]
-        assert None not in told
-        return [fraction for fraction in told if fraction is not None]
+        reported = [bar.fraction for bar in self.bars[since:] if bar is not None]
+        assert None not in reported
+        return [fraction for fraction in reported if fraction is not None]
 
     @property
     def texts(self) -> list[str]:

@@ -46,7 +46,7 @@ class Clock:
     def __init__(self, run: LiveRun) -> None:
         self.run = run
         self.now = 0.0
-        self.told: list[tuple[float, NewLines | Snapshot]] = []
+        self.reported: list[tuple[float, NewLines | Snapshot]] = []
 
     def tick(self) -> list[NewLines | Snapshot]:
         fresh: list[NewLines | Snapshot] = [
@@ -54,7 +54,7 @@ class Clock:
         ]
         snapshot = self.run.feed.snapshot(self.now)
         fresh += [snapshot] if snapshot is not None else []
-        self.told += [(self.now, message) for message in fresh]
+        self.reported += [(self.now, message) for message in fresh]
         return fresh
 
     def pass_s(self, seconds: float, step_s: float = 0.01) -> None:
@@ -65,19 +65,19 @@ class Clock:
 
     @property
     def lines(self) -> list[NewLines]:
-        return [message for _, message in self.told if isinstance(message, NewLines)]
+        return [message for _, message in self.reported if isinstance(message, NewLines)]
 
     @property
     def snapshots(self) -> list[Snapshot]:
-        return [message for _, message in self.told if isinstance(message, Snapshot)]
+        return [message for _, message in self.reported if isinstance(message, Snapshot)]
 
     def check_budget(self) -> None:
-        times = [at for at, _ in self.told]
+        times = [at for at, _ in self.reported]
         for index, at in enumerate(times):
             assert sum(at <= other < at + 0.9999 for other in times[index:]) <= 10
-        lines = [at for at, message in self.told if isinstance(message, NewLines)]
+        lines = [at for at, message in self.reported if isinstance(message, NewLines)]
         assert all(later - earlier > 0.0999 for earlier, later in pairwise(lines))
-        assert max(json_bytes(message) for _, message in self.told) <= MOST_BYTES
+        assert max(json_bytes(message) for _, message in self.reported) <= MOST_BYTES
         seqs = [snapshot.seq for snapshot in self.snapshots]
         assert seqs == sorted(set(seqs))
 
@@ -97,7 +97,7 @@ def test_a_flood_of_400_000_lines_is_at_most_ten_small_messages_a_second(ranks: 
                 clock.tick()
                 clock.now += 0.04 / max(ranks // 8, 1)
         samples = tuple(RankSample(rank=rank, kind="cpu", cpu_cores=1.0, rss_bytes=10**9) for rank in range(ranks))
-        run.tell(rank_events.Sampled(seconds=0.04, samples=samples))
+        run.apply(rank_events.Sampled(seconds=0.04, samples=samples))
     clock.pass_s(1.5)
     clock.check_budget()
     for message in clock.lines:
@@ -144,13 +144,13 @@ def test_a_trickle_of_lines_is_told_at_once_and_whole(tmp_path: Path) -> None:
     run = LiveRun(tmp_path).start()
     clock = Clock(run)
     clock.pass_s(2.0)
-    before = len(clock.told)
+    before = len(clock.reported)
     run.write(2, b"loss 0.3\n")
     (message,) = [each for each in clock.tick() if isinstance(each, NewLines)]
     assert message == NewLines(seq=1, first=0, rows=((2, 0, "loss 0.3", False),), ranks=(0, 0, 1, 0))
     run.write(2, b"begun")
     clock.pass_s(3.0)
-    assert len(clock.told) <= before + 3, "the line that was begun is told with the snapshot"
+    assert len(clock.reported) <= before + 3, "the line that was begun is told with the snapshot"
     assert clock.snapshots[-1].ranks[2].last == "begun"
     run.write(2, b" and ended\n")
     clock.pass_s(0.5)
@@ -161,9 +161,9 @@ def test_nothing_is_told_when_nothing_happens(tmp_path: Path) -> None:
     run = LiveRun(tmp_path).start().write(0, b"line\n")
     clock = Clock(run)
     clock.pass_s(2.0)
-    told = len(clock.told)
+    reported = len(clock.reported)
     clock.pass_s(60.0, step_s=0.25)
-    assert len(clock.told) == told
+    assert len(clock.reported) == reported
 
 
 def test_a_change_of_state_is_told_at_once(tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_a_change_of_state_is_told_at_once(tmp_path: Path) -> None:
     clock.pass_s(0.1)
     states = [RunState.PREPARING, RunState.STARTING, RunState.RUNNING, RunState.CANCELLING]
     for state in states:
-        run.tell(ev.StateChanged(state=state))
+        run.apply(ev.StateChanged(state=state))
         (snapshot,) = clock.tick()
         assert isinstance(snapshot, Snapshot)
         assert snapshot.state == f"{state}"
@@ -188,7 +188,7 @@ def test_ranks_that_fail_one_after_the_other_keep_within_the_budget(tmp_path: Pa
     clock = Clock(run)
     for rank in range(64):
         failure = Failure(kind=FailureKind.USER_CODE, message="no", rank=rank, type_name="builtins.ValueError")
-        run.write(rank, b"failing\n").tell(rank_events.RankFailed(failure=failure))
+        run.write(rank, b"failing\n").apply(rank_events.RankFailed(failure=failure))
         clock.pass_s(0.02)
     clock.pass_s(2.0)
     clock.check_budget()
@@ -218,7 +218,7 @@ def test_hello_and_what_is_told_next_fit_together(tmp_path: Path) -> None:
 
 def test_the_clock_of_a_hello_is_not_that_of_the_last_snapshot(tmp_path: Path) -> None:
     run = LiveRun(tmp_path).start(at=1000.0)
-    run.tell(ev.Noted(text="note"), at=1010.0)
+    run.apply(ev.Noted(text="note"), at=1010.0)
     assert run.feed.snapshot(0.0) is not None
     run.at = 1042.0
     assert run.feed.hello(1).snapshot.elapsed_s == 42.0
@@ -323,7 +323,7 @@ def test_a_session_that_holds_the_devices_is_ended_from_the_view(tmp_path: Path)
         return run.answers.answer(msgspec.convert({"kind": "end-session", "n": 5, "session": session}, Question))
 
     held = (OwnSession("5e550000", "walk"), OwnSession("5e560000", ""))
-    run.tell(QueueMoved(position=1, reason="needs 2 more A10; 2 are held by session walk", own_sessions=held))
+    run.apply(QueueMoved(position=1, reason="needs 2 more A10; 2 are held by session walk", own_sessions=held))
     shown = run.feed.snapshot(1000.0)
     assert shown is not None
     assert [each.name for each in shown.own_sessions] == ["session walk", "session 5e56"]
@@ -331,7 +331,7 @@ def test_a_session_that_holds_the_devices_is_ended_from_the_view(tmp_path: Path)
     assert run.ended_sessions == ["5e550000"]
     # a page can end no other run
     assert "does not wait for that session" in refused(end("7f3a0000"))
-    run.tell(StateChanged(state=RunState.STARTING))
+    run.apply(StateChanged(state=RunState.STARTING))
     run.feed.snapshot(1010.0)
     assert "does not wait for that session" in refused(end("5e550000"))
     assert run.ended_sessions == ["5e550000"]

@@ -58,9 +58,9 @@ def test_what_is_told_and_what_is_fetched_are_the_logs(small: bool, writes: list
         run = LiveRun(Path(directory), 3).start()
         front = FrontEnd(run)
         now = 0.0
-        for rank, data, skip, told in writes:
+        for rank, data, skip, reported in writes:
             run.write(rank, data, skip)
-            if told:
+            if reported:
                 now += 0.2
                 for message in run.feed.updates(now):
                     front.take(message)
@@ -138,10 +138,10 @@ def test_an_agents_own_batches_give_the_log_back(tmp_path: Path) -> None:
     run = LiveRun(tmp_path, 1).start()
     front = FrontEnd(run)
     for at, body in enumerate(bodies):
-        run.tell(body)
+        run.apply(body)
         for message in run.feed.updates(at * 0.2):
             front.take(message)
-    run.tell(ev.RunEnded(state=run.view.state))
+    run.apply(ev.RunEnded(state=run.view.state))
     for message in run.feed.updates(len(bodies) * 0.2):
         front.take(message)
     lines = run.log_lines(0)
@@ -160,10 +160,10 @@ def test_lines_of_stderr_are_set_apart_and_bars_are_not(tmp_path: Path) -> None:
     run.write(1, b"epoch 4/10 is slow\n", stream="stderr").write(1, b"out again\n")
     marked = ["warning", "in two pieces", "epoch 4/10 is slow"]
     (message,) = run.feed.updates(1000.0)
-    told = [(row[2], row[3]) for row in message.rows if len(row) == 4]
+    reported = [(row[2], row[3]) for row in message.rows if len(row) == 4]
     answer = run.answers.answer(AskLines(n=1, first=0, count=50))
     assert isinstance(answer, LinesAnswer)
-    for found in (told, [(text, is_stderr) for _, _, text, is_stderr in answer.rows]):
+    for found in (reported, [(text, is_stderr) for _, _, text, is_stderr in answer.rows]):
         assert len(found) == 6
         assert [ansi.plain(text) for text, is_stderr in found if is_stderr] == marked
     run.end()
@@ -198,7 +198,7 @@ def test_tqdm_and_print_have_lines_of_their_own_in_the_log_and_in_the_final_form
     run = LiveRun(tmp_path, 1).start()
     front = FrontEnd(run)
     for at, body in enumerate(bodies):
-        run.tell(body)
+        run.apply(body)
         for message in run.feed.updates(at * 0.2):
             front.take(message)
     for message in run.end().feed.updates(len(bodies) * 0.2):

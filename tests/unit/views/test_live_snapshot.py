@@ -89,12 +89,12 @@ def loading(rank: int) -> RankStack:
 
 def queued(directory: Path) -> LiveRun:
     run = LiveRun(directory, wait_s=300.0)
-    return run.tell(ev.QueueMoved(position=2, reason="needs 1 more A10"), at=1108.0)
+    return run.apply(ev.QueueMoved(position=2, reason="needs 1 more A10"), at=1108.0)
 
 
 def starting(directory: Path) -> LiveRun:
     lease = Lease(lease_id="l", device_type="h100", ranks=4, simulated=True, shared_cores=SharedCores(2, 2))
-    return LiveRun(directory).tell(
+    return LiveRun(directory).apply(
         ev.StateChanged(state=RunState.PREPARING, reason="building the environment: 3 of 12 packages"),
         ev.Placed(lease=lease, host="gpu-node-2"),
         ev.StateChanged(state=RunState.STARTING),
@@ -109,20 +109,20 @@ def running(directory: Path) -> LiveRun:
         bar = f"\repoch 7/10:  {percent}%|██████▏   | {percent}/100 [00:02<00:01, 25.1it/s]"
         run.write(rank, bar.encode(), stream="stderr")
     for at in range(3):
-        run.tell(rank_events.Sampled(seconds=1.0, samples=tuple(gpu(rank) for rank in range(4))), at=1011.0 + at)
-    run.tell(rank_events.DeviceIdle(rank=3, seconds=60.0, waits_in="the DataLoader"))
-    return run.tell(ev.Noted(text="variable `rank` of the notebook hides sgpu_magic's"), at=1030.0)
+        run.apply(rank_events.Sampled(seconds=1.0, samples=tuple(gpu(rank) for rank in range(4))), at=1011.0 + at)
+    run.apply(rank_events.DeviceIdle(rank=3, seconds=60.0, waits_in="the DataLoader"))
+    return run.apply(ev.Noted(text="variable `rank` of the notebook hides sgpu_magic's"), at=1030.0)
 
 
 def stalled(directory: Path) -> LiveRun:
     stacks = (waiting(0), loading(1), waiting(2), waiting(3))
-    return LiveRun(directory).start("cpu").tell(rank_events.Stalled(seconds=30.0, stacks=stacks), at=1042.0)
+    return LiveRun(directory).start("cpu").apply(rank_events.Stalled(seconds=30.0, stacks=stacks), at=1042.0)
 
 
 def stopping(directory: Path) -> LiveRun:
     run = LiveRun(directory).start(labels=LABELS).write(0, b"step 118\n")
     for failure in (*released(0), VALUE_ERROR):
-        run.tell(rank_events.RankFailed(failure=failure))
+        run.apply(rank_events.RankFailed(failure=failure))
     return run
 
 
@@ -150,7 +150,7 @@ def died(directory: Path) -> LiveRun:
 
 def cancelled(directory: Path) -> LiveRun:
     run = LiveRun(directory).start()
-    run.tell(ev.StateChanged(state=RunState.CANCELLING, reason="interrupted"))
+    run.apply(ev.StateChanged(state=RunState.CANCELLING, reason="interrupted"))
     return run.end(RunState.CANCELLED, reason="interrupted")
 
 
@@ -161,7 +161,7 @@ def succeeded(directory: Path) -> LiveRun:
         RankResult(rank=1, value_problem="it holds a lock"),
     )
     run = LiveRun(directory, ranks=2, outputs=(OutputName("history"),)).start().write(0, b"epoch 10  loss 0.06\n")
-    run.tell(rank_events.Sampled(seconds=1.0, samples=(gpu(0, 91.0), gpu(1, 91.0))), at=1001.0)
+    run.apply(rank_events.Sampled(seconds=1.0, samples=(gpu(0, 91.0), gpu(1, 91.0))), at=1001.0)
     return run.end(RunState.SUCCEEDED, results=results, queued_s=31.0)
 
 
@@ -174,7 +174,7 @@ def started_again(directory: Path) -> LiveRun:
         exit_status=-9,
     )
     run = LiveRun(directory, retries=2).start("cpu").write(2, b"step 7\n")
-    run.tell(ev.AttemptFailed(attempt=1, attempts=3, failure=failure), at=1009.0)
+    run.apply(ev.AttemptFailed(attempt=1, attempts=3, failure=failure), at=1009.0)
     return run.start("cpu", at=1010.0)
 
 
@@ -187,25 +187,25 @@ def left_alone(directory: Path) -> LiveRun:
 def in_session(directory: Path) -> LiveRun:
     run = LiveRun(directory, session="5e551234", session_name="work", only=(0, 2, 3), shipped=Shipped())
     run.start(labels=LABELS).write(3, b"step 1\n")
-    return run.tell(rank_events.Sampled(seconds=1.0, samples=tuple(gpu(rank) for rank in (0, 2, 3))), at=1001.0)
+    return run.apply(rank_events.Sampled(seconds=1.0, samples=tuple(gpu(rank) for rank in (0, 2, 3))), at=1001.0)
 
 
 def renewed_after_auto(directory: Path) -> LiveRun:
     run = LiveRun(directory, session="5e551234", session_name="work", auto=True).start(labels=LABELS)
-    run.tell(rank_events.RankFailed(failure=VALUE_ERROR))
-    run.tell(ev.GroupRenewed(reason="rank 1 failed while the others were in all_reduce"))
+    run.apply(rank_events.RankFailed(failure=VALUE_ERROR))
+    run.apply(ev.GroupRenewed(reason="rank 1 failed while the others were in all_reduce"))
     return run.end(RunState.FAILED, failure=VALUE_ERROR, others=released(0, 2, 3))
 
 
 def session_that_waits(directory: Path) -> LiveRun:
     run = LiveRun(directory, name="work", kind=RunKind.SESSION, shipped=Shipped())
-    return run.tell(ev.QueueMoved(position=2, reason="needs 1 more A10"), at=1108.0)
+    return run.apply(ev.QueueMoved(position=2, reason="needs 1 more A10"), at=1108.0)
 
 
 def session_with_a_dead_rank(directory: Path) -> LiveRun:
     run = LiveRun(directory, name="work", kind=RunKind.SESSION, shipped=Shipped(), idle_s=3600.0)
-    run.start(labels=LABELS).tell(ev.SessionMoved(cells=14, running=("train",)), at=1700.0)
-    run.tell(rank_events.Sampled(seconds=1.0, samples=tuple(gpu(rank) for rank in range(4))), at=1701.0)
+    run.start(labels=LABELS).apply(ev.SessionMoved(cells=14, running=("train",)), at=1700.0)
+    run.apply(rank_events.Sampled(seconds=1.0, samples=tuple(gpu(rank) for rank in range(4))), at=1701.0)
     killed = Failure(
         kind=FailureKind.WORKER_DIED,
         message="was killed by SIGKILL",
@@ -213,14 +213,14 @@ def session_with_a_dead_rank(directory: Path) -> LiveRun:
         rank=2,
         exit_status=-9,
     )
-    run.tell(rank_events.DeviceIdle(rank=3, seconds=60.0), rank_events.RankFailed(failure=killed))
-    return run.write(1, b"said between two cells\n").tell(ev.SessionMoved(cells=14, dead=(2,)), at=1720.0)
+    run.apply(rank_events.DeviceIdle(rank=3, seconds=60.0), rank_events.RankFailed(failure=killed))
+    return run.write(1, b"said between two cells\n").apply(ev.SessionMoved(cells=14, dead=(2,)), at=1720.0)
 
 
 def session_at_work(directory: Path) -> LiveRun:
     run = session_with_a_dead_rank(directory)
-    run.tell(ev.RanksRestarted(ranks=(2,), pids=(4712,), lost="its variables are lost"), at=1800.0)
-    return run.tell(ev.SessionMoved(cells=15, running=("train", "eval")), at=1801.0)
+    run.apply(ev.RanksRestarted(ranks=(2,), pids=(4712,), lost="its variables are lost"), at=1800.0)
+    return run.apply(ev.SessionMoved(cells=15, running=("train", "eval")), at=1801.0)
 
 
 def session_ended(directory: Path) -> LiveRun:
@@ -240,22 +240,22 @@ def out_of_memory(directory: Path) -> LiveRun:
 
 
 def making_packages(directory: Path) -> LiveRun:
-    run = LiveRun(directory, environment_label="ai-4").tell(ev.StateChanged(state=RunState.PREPARING))
+    run = LiveRun(directory, environment_label="ai-4").apply(ev.StateChanged(state=RunState.PREPARING))
     moved = ev.EnvironmentMoved(host="gpu-node-2", step="installing", done=41, packages=80, seconds=12.0)
-    return run.tell(moved, at=1012.0)
+    return run.apply(moved, at=1012.0)
 
 
 def with_price(directory: Path) -> LiveRun:
     run = LiveRun(directory)
     lease = Lease(lease_id="l", device_type="a10", ranks=run.view.ranks, simulated=True)
-    run.tell(ev.Placed(lease=lease, host="gpu-node-2", hourly=4.8, currency="USD"))
-    run.tell(ev.StateChanged(state=RunState.STARTING), at=1000.0)
-    run.tell(ev.RanksStarted(pids=(1, 2, 3, 4), warm="cold"), ev.StateChanged(state=RunState.RUNNING), at=1003.5)
-    return run.write(0, b"epoch 1\n").tell(rank_events.Resumed(), at=1274.25)
+    run.apply(ev.Placed(lease=lease, host="gpu-node-2", hourly=4.8, currency="USD"))
+    run.apply(ev.StateChanged(state=RunState.STARTING), at=1000.0)
+    run.apply(ev.RanksStarted(pids=(1, 2, 3, 4), warm="cold"), ev.StateChanged(state=RunState.RUNNING), at=1003.5)
+    return run.write(0, b"epoch 1\n").apply(rank_events.Resumed(), at=1274.25)
 
 
 def priced_and_tracked(directory: Path) -> LiveRun:
-    run = with_price(directory).tell(ev.Tracked(tracked=TRACKED))
+    run = with_price(directory).apply(ev.Tracked(tracked=TRACKED))
     return run.end(gpu_s=1096.0, cost=1096 * 1.2 / 3600, currency="USD")
 
 
@@ -263,9 +263,9 @@ def logged_metrics(directory: Path) -> LiveRun:
     run = LiveRun(directory, ranks=2).start()
     for rank in range(2):
         losses = [2.0 / (step + 1) + rank / 10 for step in range(5)]
-        run.tell(rank_events.MetricsLogged(rank=rank, metrics=points("train/loss", losses)))
-    run.tell(rank_events.MetricsLogged(rank=0, metrics=points("grad norm", [0.5, math.nan, 3.25, math.inf])))
-    return run.tell(rank_events.MetricsLogged(rank=0, metrics=points("rows/s", [1200.0, 1250.5], step=0)))
+        run.apply(rank_events.MetricsLogged(rank=rank, metrics=points("train/loss", losses)))
+    run.apply(rank_events.MetricsLogged(rank=0, metrics=points("grad norm", [0.5, math.nan, 3.25, math.inf])))
+    return run.apply(rank_events.MetricsLogged(rank=0, metrics=points("rows/s", [1200.0, 1250.5], step=0)))
 
 
 STATES = {
@@ -335,7 +335,7 @@ def test_the_time_that_is_left_is_said_when_it_matters(
 ) -> None:
     run = LiveRun(tmp_path, timeout_s=timeout_s).start(at=1000.0)
     assert snapshot_of(run.view, 1, (0,) * 4, 1000.0 + after_s).meta == left
-    run.tell(ev.AttemptFailed(attempt=1, attempts=2, failure=VALUE_ERROR)).start(at=1100.0)
+    run.apply(ev.AttemptFailed(attempt=1, attempts=2, failure=VALUE_ERROR)).start(at=1100.0)
     assert snapshot_of(run.view, 1, (0,) * 4, 1000.0 + after_s).meta == left, "another attempt gets no more time"
 
 
@@ -384,21 +384,21 @@ def test_nothing_but_plain_text_is_in_a_snapshot(tmp_path: Path) -> None:
         tmp_path, name=evil, cell=CellSource(body=f"{evil}\n" * 20, execution_count=7),
         shipped=Shipped(names=(evil,), notes=(evil,), total_bytes=1), outputs=(OutputName(evil),),
     )  # fmt: skip
-    run.tell(ev.QueueMoved(position=1, reason=evil))
+    run.apply(ev.QueueMoved(position=1, reason=evil))
     snapshots = [drawn(run)]
-    run.start(labels=(evil,) * 4).write(0, evil.encode()).tell(ev.Noted(text=evil))
-    run.tell(
+    run.start(labels=(evil,) * 4).write(0, evil.encode()).apply(ev.Noted(text=evil))
+    run.apply(
         rank_events.Sampled(seconds=1.0, samples=(gpu(0, problem=evil),)),
         rank_events.DeviceIdle(rank=0, seconds=60, waits_in=evil),
         rank_events.MetricsLogged(rank=0, metrics=points(evil, [1.0])),
     )
     frame = StackFrame("<ipython-input-7-a>", 3, evil)
-    run.tell(rank_events.Stalled(seconds=30.0, stacks=(RankStack(rank=0, frames=(frame,)),)))
+    run.apply(rank_events.Stalled(seconds=30.0, stacks=(RankStack(rank=0, frames=(frame,)),)))
     failure = Failure(
         kind=FailureKind.USER_CODE, message=evil, rank=0, host=evil, type_name=evil,
         traceback_text=f"Cell In[7], line 3\n{evil}\n\nFile x\n{evil}\n\n{evil}: {evil}",
     )  # fmt: skip
-    run.tell(rank_events.RankFailed(failure=failure), ev.StateChanged(state=RunState.CANCELLING, reason=evil))
+    run.apply(rank_events.RankFailed(failure=failure), ev.StateChanged(state=RunState.CANCELLING, reason=evil))
     snapshots.append(drawn(run))
     other = Failure(kind=FailureKind.WORKER_DIED, message=evil, rank=1)
     results = (RankResult(rank=0, value_problem=evil),)
@@ -413,32 +413,32 @@ def test_a_snapshot_of_64_busy_ranks_that_fail_fits_into_a_message(tmp_path: Pat
     run = LiveRun(tmp_path, 64).start(labels=tuple(f"NVIDIA H100 80GB HBM3 · {rank}" for rank in range(64)))
     for at in range(150):
         samples = tuple(gpu(rank, (at * 7 + rank) % 100 + 0.3, own_bytes=10**9 + at * 10**7) for rank in range(64))
-        run.tell(rank_events.Sampled(seconds=1.0, samples=samples), at=1001.0 + at)
+        run.apply(rank_events.Sampled(seconds=1.0, samples=samples), at=1001.0 + at)
     for rank in range(64):
-        run.tell(
+        run.apply(
             rank_events.DeviceIdle(rank=rank, seconds=60.0, waits_in=f"the DataLoader of a long name, number {rank}")
         )
         run.write(rank, f"\repoch 7/10:  62%|{'█' * 300}| 62/100 [00:02<00:01, 25.1it/s]".encode())
         for number in range(30):
             values = points(f"gradients of the layer/{number}", [rank + 1 / (at + 7) for at in range(200)])
-            run.tell(rank_events.MetricsLogged(rank=rank, metrics=values))
+            run.apply(rank_events.MetricsLogged(rank=rank, metrics=values))
     running = drawn(run)
     assert json_bytes(running) <= 60_000
     assert len(running.ranks) == 64
     assert all(card.curves and card.curves[0].values and card.use and card.bar for card in running.ranks)
     for number in range(60):
-        run.tell(ev.Noted(text=f"note {number} " + "é" * 5_000))
+        run.apply(ev.Noted(text=f"note {number} " + "é" * 5_000))
     stacks = tuple(
         RankStack(rank=rank, frames=(StackFrame(f"/lib/{'x' * 500}{rank}.py", rank, "y" * 500),)) for rank in range(64)
     )
-    run.tell(rank_events.Stalled(seconds=30.0, stacks=stacks))
+    run.apply(rank_events.Stalled(seconds=30.0, stacks=stacks))
     body = "".join(f"Cell In[7], line {number}\n---> {'🎉' * 900}\n\nFile z\n{'w' * 900}\n\n" for number in range(90))
     for rank in range(64):
         failure = Failure(
             kind=FailureKind.USER_CODE, message="é" * 9_000, rank=rank, host="h", type_name="ValueError",
             traceback_text=body + "ValueError: " + "é" * 9_000,
         )  # fmt: skip
-        run.tell(rank_events.RankFailed(failure=failure))
+        run.apply(rank_events.RankFailed(failure=failure))
     snapshot = drawn(run)
     assert json_bytes(snapshot) <= 60_000
     assert len(snapshot.ranks) == 64
@@ -450,12 +450,12 @@ def test_a_snapshot_of_64_busy_ranks_that_fail_fits_into_a_message(tmp_path: Pat
 
 def test_of_a_thousand_ranks_those_are_drawn_that_have_something_to_say(tmp_path: Path) -> None:
     run = LiveRun(tmp_path, 1_000).start()
-    run.tell(
+    run.apply(
         rank_events.RankFailed(
             failure=Failure(kind=FailureKind.USER_CODE, message="no", rank=777, type_name="KeyError")
         )
     )
-    run.tell(rank_events.DeviceIdle(rank=888, seconds=60.0))
+    run.apply(rank_events.DeviceIdle(rank=888, seconds=60.0))
     snapshot = drawn(run)
     assert json_bytes(snapshot) <= 60_000
     drawn_ranks = [card.rank for card in snapshot.ranks]

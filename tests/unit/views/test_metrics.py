@@ -80,11 +80,11 @@ def test_points_without_a_step_are_drawn_over_time() -> None:
 
 
 def test_another_attempt_continues_the_curves_as_in_mlflow() -> None:
-    run = Run().start().tell(MetricsLogged(rank=0, metrics=points("loss", [3.0, 2.0])))
+    run = Run().start().apply(MetricsLogged(rank=0, metrics=points("loss", [3.0, 2.0])))
     failure = Failure(kind=FailureKind.WORKER_DIED, message="was killed")
-    run.tell(AttemptFailed(attempt=1, attempts=2, failure=failure))
+    run.apply(AttemptFailed(attempt=1, attempts=2, failure=failure))
     again = tuple(MetricPoint("loss", value, 1000 + step, step) for step, value in ((1, 1.9), (2, 1.0)))
-    run.tell(MetricsLogged(rank=0, metrics=again))
+    run.apply(MetricsLogged(rank=0, metrics=again))
     assert chart(run.view.metrics).curves[0].values == (3.0, 2.0, 1.9, 1.0)
 
 
@@ -106,7 +106,7 @@ def test_every_number_can_be_drawn(value: float, other: float) -> None:
     drawn = chart(metrics)
     assert drawn.low < drawn.high
     assert all(map(math.isfinite, (drawn.low, drawn.high)))
-    html = render_html(Run().start().tell(MetricsLogged(rank=0, metrics=points("odd", [value, other]))).end().view)
+    html = render_html(Run().start().apply(MetricsLogged(rank=0, metrics=points("odd", [value, other]))).end().view)
     (path,) = re.findall(r'<path d="([^"]*)" fill="none" stroke="currentColor" stroke-width="1.4"', html)
     numbers = list(map(float, re.findall(r"[-\d.]+", path)))
     assert len(numbers) == 4
@@ -153,7 +153,7 @@ def test_names_of_the_system_are_not_drawn() -> None:
     metrics.apply(MetricsLogged(rank=0, metrics=(MetricPoint("system/gpu_0_power", 200.0, 0, 0),)))
     metrics.apply(MetricsLogged(rank=0, params=(("lr", "0.1"),)))
     assert metric_charts(metrics) == ()
-    html = render_html(Run().start().say(0, "x\n").tell(MetricsLogged(rank=0, params=(("lr", "0.1"),))).end().view)
+    html = render_html(Run().start().say(0, "x\n").apply(MetricsLogged(rank=0, params=(("lr", "0.1"),))).end().view)
     assert "Metrics" not in html
 
 
@@ -163,7 +163,7 @@ def test_charts_fit_into_16_kb_whatever_is_logged(count: int, ranks: int) -> Non
     for number in range(count):
         for rank in range(ranks):
             values = [1e5 * math.sin(at * rank) for at in range(199)]
-            run.tell(MetricsLogged(rank=rank, metrics=points(f"{number}{'é' * 240}", values)))
+            run.apply(MetricsLogged(rank=rank, metrics=points(f"{number}{'é' * 240}", values)))
     charts = metric_charts(run.view.metrics)
     assert json_bytes(charts) <= 16_000
     assert len(charts) == count

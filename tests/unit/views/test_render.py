@@ -127,7 +127,7 @@ def raised_for(
     ended = ev.RunEnded(
         state=RunState.FAILED, failure=failure, others=others, running_s=seconds, total_s=seconds, stacks=stacks
     )
-    return run_exception(run.tell(ended).view, ended, failure, original, names)
+    return run_exception(run.apply(ended).view, ended, failure, original, names)
 
 
 # ------------------------------------------------------------ stacks
@@ -216,8 +216,8 @@ def test_a_function_of_a_file_is_where_its_own_file_is() -> None:
         *start,
     )
     stacks = (RankStack(rank=0, frames=loads), RankStack(rank=1, frames=waits))
-    told = [re.sub(r"(?<=\S) {2,}", "  ", line) for line in stacks_text(RUN_ID, stacks, cell).splitlines()]
-    assert told[1:] == [
+    reported = [re.sub(r"(?<=\S) {2,}", "  ", line) for line in stacks_text(RUN_ID, stacks, cell).splitlines()]
+    assert reported[1:] == [
         "  rank 0  is in load  train.py, line 12",
         "  rank 1  waits in barrier  train.py, line 30",
         "",
@@ -261,7 +261,7 @@ def test_a_cell_that_begins_with_another_magic_counts_its_lines_without_ours() -
 
 
 @pytest.mark.parametrize(
-    ("stacks", "told"),
+    ("stacks", "reported"),
     [
         (STUCK, ["rank 1 has not reached all_reduce #41"]),
         # it has no collective on record, and its stack shows that it is elsewhere
@@ -277,8 +277,8 @@ def test_a_cell_that_begins_with_another_magic_counts_its_lines_without_ours() -
         ((loading(0), loading(1)), []),
     ],
 )  # fmt: skip
-def test_who_has_not_come(stacks: tuple[RankStack, ...], told: list[str]) -> None:
-    assert verdict(stacks, CELL) == told
+def test_who_has_not_come(stacks: tuple[RankStack, ...], reported: list[str]) -> None:
+    assert verdict(stacks, CELL) == reported
 
 
 def test_a_very_deep_stack_is_cut() -> None:
@@ -310,11 +310,11 @@ def test_a_stall_is_shown_while_it_lasts(front_end: _Captured) -> None:
         "rank 1 has not reached all_reduce #41 · `sgpu stacks 7f3a` shows everything"
         in read(str(output["text/html"])).text
     )
-    run.tell(rank_events.Resumed())
+    run.apply(rank_events.Resumed())
     publisher.tick(2.0)
     (output,) = front_end.outputs.values()
     assert "no progress" not in str(output)
-    run.tell(rank_events.Stalled(seconds=31.0, stacks=STUCK)).end()
+    run.apply(rank_events.Stalled(seconds=31.0, stacks=STUCK)).end()
     publisher.tick(3.0, final=True)
     (output,) = front_end.outputs.values()
     assert "there was no progress for 31 s: rank 1 has not reached all_reduce #41; ranks 0, 2, 3 wait in" in str(
@@ -328,7 +328,7 @@ def test_a_stall_is_told_once_where_nothing_can_be_taken_back() -> None:
     publisher = TerminalPublisher(run.view, stream)
     publisher.tick(0.0)
     publisher.tick(1.0)
-    run.tell(rank_events.Resumed())
+    run.apply(rank_events.Resumed())
     publisher.tick(2.0)
     run.end()
     publisher.tick(3.0, final=True)
@@ -346,17 +346,17 @@ def test_what_ranks_finish_after_their_cell_is_shown_while_it_lasts(front_end: _
     publisher = NotebookPublisher(run.view)
     publisher.tick(0.0)
     ranks = (unfinished(0), *(unfinished(rank, "upload") for rank in (1, 2)), unfinished(3, *map(str, range(6))))
-    run.tell(rank_events.RanksFinishing(ranks=ranks))
+    run.apply(rank_events.RanksFinishing(ranks=ranks))
     publisher.tick(1.0)
     (output,) = front_end.outputs.values()
-    said = (
+    sent = (
         "rank 0 exits; ranks 1, 2 finish thread upload; rank 3 finishes thread 0, thread 1, thread 2, thread 3, 2 more"
     )
-    assert said in str(output["text/plain"])
+    assert sent in str(output["text/plain"])
     assert "finishing" in str(output["text/plain"])
-    assert said in read(str(output["text/html"])).text
-    assert said in snapshot_of(run.view, 1, []).meta
-    run.tell(rank_events.RanksFinishing(ranks=(unfinished(1, "<b>other"),)))
+    assert sent in read(str(output["text/html"])).text
+    assert sent in snapshot_of(run.view, 1, []).meta
+    run.apply(rank_events.RanksFinishing(ranks=(unfinished(1, "<b>other"),)))
     publisher.tick(2.0)
     (output,) = front_end.outputs.values()
     assert "rank 1 finishes thread <b>other" in str(output["text/plain"])
@@ -369,8 +369,8 @@ def test_what_ranks_finish_after_their_cell_is_shown_while_it_lasts(front_end: _
 
 def test_what_was_cut_off_is_never_plain_success() -> None:
     run = Run(ranks=2).start()
-    run.tell(rank_events.RanksFinishing(ranks=(unfinished(1, "upload"),)))
-    run.tell(ev.RunEnded(state=RunState.SUCCEEDED, cut_off=(unfinished(1, "upload"),), finish_s=300.0))
+    run.apply(rank_events.RanksFinishing(ranks=(unfinished(1, "upload"),)))
+    run.apply(ev.RunEnded(state=RunState.SUCCEEDED, cut_off=(unfinished(1, "upload"),), finish_s=300.0))
     snapshot = snapshot_of(run.view, 1, [])
     assert (snapshot.state, snapshot.tone) == ("succeeded, cut off", "warn")
     assert snapshot.warnings[0].startswith("cut off after 5 min 00 s: thread upload of rank 1. ")
@@ -472,8 +472,8 @@ def test_an_attempt_begins_with_a_clean_slate() -> None:
 
 def test_an_attempt_that_fails_before_all_ranks_are_there_has_its_time_too() -> None:
     failure = Failure(kind=FailureKind.WORKER_DIED, message="", rank=2, exit_status=-9)
-    run = Run(retries=2).tell(ev.StateChanged(state=RunState.STARTING), at=100.0)
-    run.tell(ev.AttemptFailed(attempt=1, attempts=3, failure=failure), at=100.5)
+    run = Run(retries=2).apply(ev.StateChanged(state=RunState.STARTING), at=100.0)
+    run.apply(ev.AttemptFailed(attempt=1, attempts=3, failure=failure), at=100.5)
     assert run.view.notes == ["attempt 1 of 3 failed after 0.50 s: rank 2 was killed by SIGKILL; started again"]
 
 
@@ -623,7 +623,7 @@ def test_skipped_lines_count_into_the_one_gap() -> None:
 
 def test_bytes_skipped_within_a_line_leave_a_mark() -> None:
     run = Run().start().say(0, "begin")
-    run.tell(
+    run.apply(
         rank_events.OutputWritten(rank=0, stream="stdout", text="end\n", start=5, end=50_000, skipped_bytes=49_991)
     )
     assert run.view.items == [LineItem(0, "stdout", "begin ... end")]
@@ -696,17 +696,17 @@ def test_widgets_that_ranks_have_closed_leave_no_captions() -> None:
     run = Run(ranks=2).start()
     for name in ("outer", "inner"):
         for rank in (1, 0):
-            run.tell(CommsMoved(rank=rank, messages=(CommMessage(comm_id=name, kind="open", data=b"{}"),)))
+            run.apply(CommsMoved(rank=rank, messages=(CommMessage(comm_id=name, kind="open", data=b"{}"),)))
             run.show(rank, **{WIDGET_MIME: {"model_id": name}})
 
     def captions() -> list[tuple[int, int, int]]:
         return [(part.rank, part.columns, part.slot) for part in segments(run.view) if isinstance(part, Caption)]
 
     assert captions() == [(1, 2, 1), (0, 2, 3), (1, 2, 5), (0, 2, 7)]
-    run.tell(CommsMoved(rank=0, messages=(CommMessage(comm_id="inner", kind="close"),)))
+    run.apply(CommsMoved(rank=0, messages=(CommMessage(comm_id="inner", kind="close"),)))
     # the others stay in their outputs
     assert captions() == [(1, 2, 1), (0, 2, 3), (1, 1, 5)]
-    run.tell(CommsMoved(rank=1, messages=(CommMessage(comm_id="outer", kind="close"),)))
+    run.apply(CommsMoved(rank=1, messages=(CommMessage(comm_id="outer", kind="close"),)))
     assert captions() == [(0, 2, 3), (1, 2, 5)]
     run.end()
     assert captions() == [(0, 2, 1), (1, 2, 3)]
@@ -720,17 +720,17 @@ def test_display_comes_after_the_line_begun_before_it() -> None:
 
 def test_clear_output() -> None:
     run = Run().start().say(0, "a\n").say(1, "b\n").show(0, text_plain="plot")
-    run.tell(rank_events.OutputCleared(rank=0, wait=True))
+    run.apply(rank_events.OutputCleared(rank=0, wait=True))
     assert len(run.view.items) == 3
     run.say(0, "new\n")
     assert [item.text for item in run.view.items if isinstance(item, LineItem)] == ["b", "new"]
     assert not any(isinstance(item, DisplayItem) for item in run.view.items)
-    run.tell(rank_events.OutputCleared(rank=1))
+    run.apply(rank_events.OutputCleared(rank=1))
     assert run.lines == ["new"]
 
 
 def test_a_broken_bundle_says_so() -> None:
-    run = Run().start().tell(rank_events.DisplayPublished(rank=3, bundle=b"{nonsense"))
+    run = Run().start().apply(rank_events.DisplayPublished(rank=3, bundle=b"{nonsense"))
     assert "rank 3 displayed something that is not a MIME bundle" in render_text(run.view)
 
 
@@ -780,8 +780,8 @@ def test_html_escapes_everything_that_ranks_say() -> None:
     other = Failure(kind=FailureKind.USER_CODE, message=EVIL, type_name=EVIL, rank=1)
     run = Run(pool=EVIL, shipped=Shipped(names=(EVIL,), notes=(EVIL,))).start()
     run.say(0, EVIL + "\n").say(1, f"\x1b[31m{EVIL}\x1b[38;2;1;2;3m{EVIL}\n").show(0, text_plain=EVIL)
-    run.say(2, f"\x1b[{EVIL}m \x1b]8;;javascript:alert(1)\x07x\n").tell(ev.Noted(text=EVIL))
-    run.tell(rank_events.RankFailed(failure=failure)).say(3, EVIL)
+    run.say(2, f"\x1b[{EVIL}m \x1b]8;;javascript:alert(1)\x07x\n").apply(ev.Noted(text=EVIL))
+    run.apply(rank_events.RankFailed(failure=failure)).say(3, EVIL)
     live = read(render_html(run.view))
     ended = read(render_html(run.end(RunState.FAILED, 1, failure, (other,)).view))
     for reader in (live, ended):
@@ -799,10 +799,10 @@ def test_only_large_values_are_named_with_their_size() -> None:
 def test_only_notes_that_ask_for_something_are_warnings() -> None:
     hides = "the notebook's variable rank hides the rank's own"
     run = Run(shipped=Shipped(notes=("on a10, the cheapest type", as_warning(hides)))).start()
-    run.tell(ev.Noted(text="4 ranks share 2 cores"), ev.Noted(text=as_warning("the disk is full")))
+    run.apply(ev.Noted(text="4 ranks share 2 cores"), ev.Noted(text=as_warning("the disk is full")))
     run.view.set_silence("reconnecting: the pool team has been silent since 14:05:10")
-    said = re.findall(r'<span style="([^"]*)">([^<]*)</span></div>', render_html(run.view).split("<pre")[0])
-    drawn = {unescape(text): "--jp-warn" in style for style, text in said}
+    sent = re.findall(r'<span style="([^"]*)">([^<]*)</span></div>', render_html(run.view).split("<pre")[0])
+    drawn = {unescape(text): "--jp-warn" in style for style, text in sent}
     levels = {
         "on a10, the cheapest type": False,
         hides: True,
@@ -822,12 +822,12 @@ def test_a_silent_link_is_reported_once() -> None:
     view = Run().start().view
     followed = Subscription(silent, view, SilentPublisher(), SimpleNamespace())  # type: ignore[arg-type]
     followed.on_link_change()
-    said, version = view.silence, view.version
-    assert re.match(r"reconnecting: the pool team has been silent since \d\d:\d\d:\d\d; the run continues there", said)
+    sent, version = view.silence, view.version
+    assert re.match(r"reconnecting: the pool team has been silent since \d\d:\d\d:\d\d; the run continues there", sent)
     for seconds in (40.0, 80.0, 3600.0):
         transport.silent_s = seconds
         followed.on_link_change()
-    assert (view.silence, view.version) == (said, version)
+    assert (view.silence, view.version) == (sent, version)
     transport.silent_s = 0.0
     followed.on_link_change()
     assert view.silence == ""
@@ -1179,7 +1179,7 @@ def test_notebook_cleared_displays_vanish(front_end: _Captured) -> None:
     publisher.tick(0.0)
     publisher.tick(1.0)
     assert {"text/plain": "plot"} in front_end.outputs.values()
-    run.tell(rank_events.OutputCleared(rank=0)).end()
+    run.apply(rank_events.OutputCleared(rank=0)).end()
     publisher.tick(2.0, final=True)
     assert {"text/plain": "plot"} not in front_end.outputs.values()
 
@@ -1189,7 +1189,7 @@ def test_terminal_without_tty() -> None:
     run = Run(outputs=("history",))
     publisher = TerminalPublisher(run.view, stream)
     publisher.tick(0.0)
-    run.tell(ev.QueueMoved(position=1, reason="needs 1 more A10"))
+    run.apply(ev.QueueMoved(position=1, reason="needs 1 more A10"))
     publisher.tick(0.2)
     publisher.tick(0.3)
     run.start().say(0, "a\n").say(1, "\r 10%|", "stderr")
@@ -1358,7 +1358,7 @@ def test_a_traceback_is_cut_at_output_limit_by_the_kernel_and_by_the_server(kind
     long = "\n".join(lines)
     failure = msgspec.structs.replace(value_error(), kind=kind, traceback_text=long, traceback_ansi=long)
     ended = ev.RunEnded(state=RunState.FAILED, failure=failure)
-    view = Run(limit=2000).tell(rank_events.RankFailed(failure=failure), ended).view
+    view = Run(limit=2000).apply(rank_events.RankFailed(failure=failure), ended).view
     run: Any = SimpleNamespace(run_id=RUN_ID, spec=view.spec, load_exception=lambda *_: None)
     with pytest.raises(Exception, match="NaN") as caught:
         deliver(Subscription(run, view, SilentPublisher(), None), (ended, ()), {})
@@ -1512,13 +1512,13 @@ def test_a_fault_of_the_gpu_is_no_fault_of_the_code() -> None:
 
 def test_other_cuda_errors_leave_the_context() -> None:
     assert hint_of(cuda_error("invalid device ordinal")) == hint_of(cuda_error("out of memory")) == []
-    said = Failure(kind=FailureKind.USER_CODE, message="no CUDA\nmisaligned address", rank=0, type_name="ValueError")
-    assert hint_of(said) == []
+    sent = Failure(kind=FailureKind.USER_CODE, message="no CUDA\nmisaligned address", rank=0, type_name="ValueError")
+    assert hint_of(sent) == []
     for message in (
         "Triton Error [CUDA]: an illegal memory access was encountered",
         "cudaErrorIllegalAddress: an illegal memory access was encountered",
     ):
-        assert hint_of(msgspec.structs.replace(said, message=message))
+        assert hint_of(msgspec.structs.replace(sent, message=message))
 
 
 # ------------------------------------------------------------ status and units
@@ -1663,13 +1663,13 @@ def test_units() -> None:
     assert [format_duration(*each) for each in durations] == ["12 s · start 25 s", "12 s", "start 0.90 s", ""]
 
 
-@pytest.mark.parametrize(("wall", "heard"), [(100.0, 50.0), (100.03, 50.0), (200.03, -50.0), (40.03, 110.0)])
-def test_only_a_clock_that_was_set_moves_an_event(monkeypatch: pytest.MonkeyPatch, wall: float, heard: float):
+@pytest.mark.parametrize(("wall", "received"), [(100.0, 50.0), (100.03, 50.0), (200.03, -50.0), (40.03, 110.0)])
+def test_only_a_clock_that_was_set_moves_an_event(monkeypatch: pytest.MonkeyPatch, wall: float, received: float):
     # another process ran for 30 ms
     steady = iter([100.0, 100.03])
     monkeypatch.setattr(units, "steady_time", lambda: next(steady))
     monkeypatch.setattr(units, "time", SimpleNamespace(time=lambda: wall))
-    assert units.to_steady_time(50.0) == pytest.approx(heard)
+    assert units.to_steady_time(50.0) == pytest.approx(received)
 
 
 def test_a_start_is_as_long_as_its_node_has_measured_even_if_the_lease_was_noted_late():

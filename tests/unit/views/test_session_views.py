@@ -154,14 +154,14 @@ def test_a_cell_that_auto_has_sent_says_so_before_anything_else(tmp_path: Path) 
 
 def test_a_cell_in_a_session_has_no_panel_of_what_is_starting(tmp_path: Path) -> None:
     def preparing(**spec: object) -> tuple[str, ...]:
-        run = LiveRun(tmp_path, **spec).tell(ev.StateChanged(state=RunState.STARTING))
+        run = LiveRun(tmp_path, **spec).apply(ev.StateChanged(state=RunState.STARTING))
         return snapshot_of(run.view, 1, run.feed.totals, run.at).preparing
 
     assert preparing(session=SESSION_ID) == ()
     assert preparing(session=SESSION_ID, fresh=True)[-1] == "starting 4 ranks"
-    waits = LiveRun(tmp_path, session=SESSION_ID).tell(ev.QueueMoved(position=1, reason="run 7f3a is before it"))
-    told = snapshot_of(waits.view, 1, waits.feed.totals, waits.at).preparing
-    assert told[0] == "position 1 in the queue: run 7f3a is before it"
+    waits = LiveRun(tmp_path, session=SESSION_ID).apply(ev.QueueMoved(position=1, reason="run 7f3a is before it"))
+    reported = snapshot_of(waits.view, 1, waits.feed.totals, waits.at).preparing
+    assert reported[0] == "position 1 in the queue: run 7f3a is before it"
 
 
 @pytest.mark.parametrize("lost", ["", "the NCCL group of ranks 0 and 1 is lost"])
@@ -252,13 +252,13 @@ def drawn(run: Run, now: float = 900.0) -> Snapshot:
 def test_a_session_goes_through_its_states_in_words() -> None:
     run = session()
     words = [drawn(run).state]
-    run.tell(ev.QueueMoved(position=1, reason="needs 1 more A10"), ev.StateChanged(state=RunState.PREPARING))
+    run.apply(ev.QueueMoved(position=1, reason="needs 1 more A10"), ev.StateChanged(state=RunState.PREPARING))
     words.append(drawn(run).state)
     words.append(drawn(run.start("a10")).state)
-    words.append(drawn(run.tell(ev.SessionMoved(cells=1, running=("train",)), at=300.0)).state)
-    idle = drawn(run.tell(ev.SessionMoved(cells=1), at=360.0))
+    words.append(drawn(run.apply(ev.SessionMoved(cells=1, running=("train",)), at=300.0)).state)
+    idle = drawn(run.apply(ev.SessionMoved(cells=1), at=360.0))
     words.append(idle.state)
-    words.append(drawn(run.tell(ev.StateChanged(state=RunState.CANCELLING))).state)
+    words.append(drawn(run.apply(ev.StateChanged(state=RunState.CANCELLING))).state)
     words.append(drawn(run.end(RunState.CANCELLED, 800.0, reason="nothing ran in it for 60 min (--idle)")).state)
     assert words == [
         "waits for devices", "starting", "connected", "runs train", "connected", "disconnecting", "cancelled",
@@ -269,7 +269,7 @@ def test_a_session_goes_through_its_states_in_words() -> None:
 
 
 def test_a_session_that_is_idle_since_yesterday_says_the_day() -> None:
-    run = session().start().tell(ev.SessionMoved(cells=1, running=("a",)), ev.SessionMoved(cells=1), at=60.0)
+    run = session().start().apply(ev.SessionMoved(cells=1, running=("a",)), ev.SessionMoved(cells=1), at=60.0)
     assert drawn(run, now=100_000.0).meta == ("1 cell", "idle since Jan 01, 00:01")
 
 
@@ -283,7 +283,7 @@ def test_a_dead_rank_is_marked_in_the_grid_until_it_is_restarted() -> None:
     assert picture.idle == ("rank 2 is dead; %sgpu_restart --rank 2 replaces it, and the others keep their state",)
     text = plain(render_html(session_with_a_dead_rank().view))
     assert "rank 2 ✕ dead %sgpu_restart --rank 2" in text
-    restarted = session_with_a_dead_rank().tell(ev.RanksRestarted(ranks=(2,), pids=(4712,)))
+    restarted = session_with_a_dead_rank().apply(ev.RanksRestarted(ranks=(2,), pids=(4712,)))
     assert drawn(restarted).ranks[2].state == "alive", "before the session's next word"
     mended = drawn(session_mended())
     assert [card.state for card in mended.ranks] == ["alive"] * 4
@@ -292,7 +292,7 @@ def test_a_dead_rank_is_marked_in_the_grid_until_it_is_restarted() -> None:
 
 
 def test_idle_gpus_of_a_session_are_no_news() -> None:
-    run = session_connected().tell(rank_events.DeviceIdle(rank=0, seconds=60.0))
+    run = session_connected().apply(rank_events.DeviceIdle(rank=0, seconds=60.0))
     assert drawn(run).idle == ()
     assert "under 5 %" not in render_text(run.view)
     assert "under 5 %" not in render_html(run.end(RunState.CANCELLED, 900.0).view)
@@ -332,10 +332,10 @@ def test_a_terminal_tells_of_dead_ranks_once() -> None:
     run = session().start()
     publisher = TerminalPublisher(run.view, stream)
     publisher.tick(1.0)
-    run.tell(ev.SessionMoved(cells=1, dead=(2,)))
+    run.apply(ev.SessionMoved(cells=1, dead=(2,)))
     publisher.tick(2.0)
     publisher.tick(3.0)
-    run.tell(ev.RanksRestarted(ranks=(2,), pids=(9,))).end(RunState.CANCELLED, 60.0, reason="%sgpu_disconnect")
+    run.apply(ev.RanksRestarted(ranks=(2,), pids=(9,))).end(RunState.CANCELLED, 60.0, reason="%sgpu_disconnect")
     publisher.tick(4.0, final=True)
     assert stream.getvalue().splitlines() == [
         "session work · 4 ranks on team (cpu, gloo)",
@@ -355,8 +355,8 @@ def test_what_is_saved_reads_alike_as_html_and_as_text(name: str) -> None:
 
 def test_what_ranks_and_reasons_say_is_escaped() -> None:
     evil = "<script>\x1b[31m"
-    run = session(name=evil).start().tell(ev.SessionMoved(cells=1, running=(evil,)), ev.GroupRenewed(reason=evil))
-    run.tell(ev.RanksRestarted(ranks=(0,), pids=(1,), lost=evil))
+    run = session(name=evil).start().apply(ev.SessionMoved(cells=1, running=(evil,)), ev.GroupRenewed(reason=evil))
+    run.apply(ev.RanksRestarted(ranks=(0,), pids=(1,), lost=evil))
     for html in (render_html(run.view), render_html(run.end(RunState.CANCELLED, reason=evil).view)):
         assert "<script" not in html
     quiet = cell_in_session(kind=RunKind.PUSH, shipped=msgspec.structs.replace(NONE_SHIPPED, names=(evil,)))
@@ -364,7 +364,7 @@ def test_what_ranks_and_reasons_say_is_escaped() -> None:
 
 
 def test_groups_that_could_not_be_reconnected_are_not_told_as_reconnected() -> None:
-    run = session().start().tell(ev.GroupRenewed(reason="rank 1 failed", problem="rank 2 died in the meantime"))
+    run = session().start().apply(ev.GroupRenewed(reason="rank 1 failed", problem="rank 2 died in the meantime"))
     text = " ".join(render_text(run.view).split())
     assert "could not be reconnected (rank 1 failed): rank 2 died in the meantime; %sgpu_restart" in text
     assert "were reconnected" not in text
@@ -463,27 +463,27 @@ def test_status_lists_a_session_with_its_newest_cells() -> None:
 
 
 def test_what_status_says_of_a_session() -> None:
-    def said(*runs: RunSummary) -> str:
+    def sent(*runs: RunSummary) -> str:
         text, html = status_text(status(*runs), now=144.0), plain(status_html(status(*runs), now=144.0))
         assert all(word in html for word in re.findall(r"session work|idle since \d\d:\d\d|└", text))
         return text
 
-    assert "5e55 session work on 0, 1" in said(WORK)
-    assert re.search(rf"session work +2 {TIMES} A10 +connected +2 min 24 s", said(WORK))
-    assert "idle since 00:01" in said(*CELLS, WORK)
+    assert "5e55 session work on 0, 1" in sent(WORK)
+    assert re.search(rf"session work +2 {TIMES} A10 +connected +2 min 24 s", sent(WORK))
+    assert "idle since 00:01" in sent(*CELLS, WORK)
     running = summary("7f600000", "train", RunState.RUNNING, 140.0, session=SESSION_ID)
-    assert "runs train" in said(running, *CELLS, WORK)
-    assert "and 4 more cells" in said(running, *CELLS, WORK)
+    assert "runs train" in sent(running, *CELLS, WORK)
+    assert "and 4 more cells" in sent(running, *CELLS, WORK)
     many = tuple(msgspec.structs.replace(CELLS[0], run_id=f"{at:08x}") for at in range(30))
-    assert "└ and more cells" in said(*many, WORK), "the pool has told of the newest runs only"
+    assert "└ and more cells" in sent(*many, WORK), "the pool has told of the newest runs only"
     waiting = msgspec.structs.replace(WORK, state=RunState.QUEUED, uuids=(), position=1, waiting_for="needs 1 more A10")
-    assert "waiting: session work, 2 ranks, needs 1 more A10, position 1" in said(waiting)
-    assert "waits for devices" in said(waiting)
+    assert "waiting: session work, 2 ranks, needs 1 more A10, position 1" in sent(waiting)
+    assert "waits for devices" in sent(waiting)
     kept = msgspec.structs.replace(waiting, state=RunState.CANCELLED, waiting_for="rank 1 (process 9) does not end")
-    assert "session work: rank 1 (process 9) does not end, its devices stay leased" in said(kept)
+    assert "session work: rank 1 (process 9) does not end, its devices stay leased" in sent(kept)
     ended = msgspec.structs.replace(WORK, state=RunState.CANCELLED, uuids=(), ended_at=140.0)
-    assert re.search(rf"session work +2 {TIMES} A10 +cancelled", said(ended))
-    orphan = said(*CELLS)
+    assert re.search(rf"session work +2 {TIMES} A10 +cancelled", sent(ended))
+    orphan = sent(*CELLS)
     assert "└" not in orphan, "a cell whose session is not told of stands alone"
     assert ansi.plain(orphan) == orphan
 
@@ -512,6 +512,6 @@ def test_a_cancelled_run_says_how(reason: str, sentence: str):
 @pytest.mark.parametrize(("devices", "is_untried"), [("a10", True), ("cpu", False)])
 def test_a_renewal_over_nccl_is_called_untried(devices: str, is_untried: bool):
     run = cell_in_session().start(devices, labels=LABELS)
-    run.tell(ev.GroupRenewed(reason="rank 1 failed"))
+    run.apply(ev.GroupRenewed(reason="rank 1 failed"))
     (note,) = run.view.notes
     assert ("over NCCL this is untried" in note) is is_untried

@@ -169,8 +169,8 @@ def test_many_lines_are_reason_enough_to_list_the_ranks() -> None:
 
 
 def test_only_what_its_events_say_whole_is_replaced_by_a_view_of_them() -> None:
-    def is_whole(view: RunView, **place: bool) -> object:
-        record = mime_bundle(view, TextSegment((), 0), **place)[RUN_MIME]
+    def is_whole(view: RunView, **context: bool) -> object:
+        record = mime_bundle(view, TextSegment((), 0), **context)[RUN_MIME]
         assert isinstance(record, dict)
         return record["whole"]
 
@@ -354,7 +354,7 @@ def test_everything_said_of_a_rank_is_escaped() -> None:
     run = Run(ranks=2).start("a10", labels=(EVIL, EVIL)).say(0, EVIL + "\n")
     run.view.directory = f"/tmp/{EVIL}"
     sample = RankSample(rank=0, kind="gpu", uuid=EVIL, utilization_pct=1.0, problem=EVIL)
-    run.tell(
+    run.apply(
         rank_events.Sampled(seconds=1.0, samples=(sample,)), rank_events.DeviceIdle(rank=0, seconds=60, waits_in=EVIL)
     )
     live = render_html(run.view)
@@ -376,11 +376,11 @@ def test_everything_said_of_a_rank_is_escaped() -> None:
 
 def test_a_live_form_tells_use_and_idle_gpus() -> None:
     run = Run().start("a10", labels=LABELS).say(0, "epoch 1\n").sample(70, idle_ranks=(3,))
-    run.tell(rank_events.DeviceIdle(rank=3, seconds=60, waits_in="the DataLoader"), at=170.0)
+    run.apply(rank_events.DeviceIdle(rank=3, seconds=60, waits_in="the DataLoader"), at=170.0)
     text = stripped(render_html(run.view))
     assert re.search(r"rank 3 [123] % · 18\.2 GB", text)
     assert "rank 3's GPU has been under 5 % for 60 s: it waits in the DataLoader" in text
-    run.tell(rank_events.DeviceBusy(rank=3), at=171.0)
+    run.apply(rank_events.DeviceBusy(rank=3), at=171.0)
     assert "has been under" not in render_html(run.view)
 
 
@@ -409,7 +409,7 @@ def test_a_run_that_waits_says_so_when_it_is_saved() -> None:
 
 
 def test_a_run_whose_ranks_start_says_so_when_it_is_saved() -> None:
-    run = Run().tell(
+    run = Run().apply(
         ev.Placed(lease=Lease(lease_id="l", device_type="cpu", ranks=4), host="gpu1"),
         ev.StateChanged(state=RunState.STARTING),
     )

@@ -57,12 +57,12 @@ def series_of(pieces: Sequence[tuple[float, float | None]], began_s: float = 0.0
 
 @given(spans, st.floats(0, 1000))
 def test_the_mean_of_a_curve_is_that_of_what_was_measured(pieces: list[tuple[float, float | None]], began_s: float):
-    told = [(seconds, value) for seconds, value in pieces if value is not None]
+    reported = [(seconds, value) for seconds, value in pieces if value is not None]
     mean = series_of(pieces, round(began_s, 3)).mean
-    if not told:
+    if not reported:
         assert mean is None
     else:
-        expected = sum(seconds * value for seconds, value in told) / sum(seconds for seconds, _ in told)
+        expected = sum(seconds * value for seconds, value in reported) / sum(seconds for seconds, _ in reported)
         assert mean == pytest.approx(expected, rel=1e-6, abs=1e-6)
 
 
@@ -72,18 +72,18 @@ def test_a_curve_is_never_longer_than_its_limit_and_covers_all_of_the_time(piece
     assert len(series.values) <= MAX_POINTS
     total_s = sum(seconds for seconds, _ in pieces)
     assert len(series.values) * series.step_s == pytest.approx(total_s, abs=series.step_s)
-    told = [value for _, value in pieces if value is not None]
+    reported = [value for _, value in pieces if value is not None]
     for value in series.values:
-        assert value is None or min(told) - 1e-5 <= value <= max(told) + 1e-5
+        assert value is None or min(reported) - 1e-5 <= value <= max(reported) + 1e-5
 
 
 @given(st.lists(st.tuples(st.floats(0.2, 30.0), st.floats(0, 100)), min_size=1, max_size=400))
 def test_what_rises_rises_in_the_curve(pieces: list[tuple[float, float]]):
     rising = sorted(value for _, value in pieces)
     values = series_of([(seconds, value) for (seconds, _), value in zip(pieces, rising, strict=True)]).values
-    told = [value for value in values if value is not None]
-    assert len(told) == len(values)
-    assert all(later >= earlier - 1e-5 for earlier, later in itertools.pairwise(told))
+    reported = [value for value in values if value is not None]
+    assert len(reported) == len(values)
+    assert all(later >= earlier - 1e-5 for earlier, later in itertools.pairwise(reported))
 
 
 def test_a_curve_of_a_day_has_steps_of_a_quarter_of_an_hour():
@@ -255,9 +255,9 @@ def test_details_say_what_is_absent():
 # ---------------------------------------------------------------- idle GPUs
 
 
-def idle(*told: tuple[int, float, str]) -> RunUsage:
+def idle(*reported: tuple[int, float, str]) -> RunUsage:
     usage = RunUsage()
-    for rank, seconds, waits_in in told:
+    for rank, seconds, waits_in in reported:
         usage.apply(DeviceIdle(rank=rank, seconds=seconds, waits_in=waits_in), 1060, 1000)
     return usage
 

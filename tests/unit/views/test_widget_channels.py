@@ -15,12 +15,12 @@ Take = Callable[[Any, object, object], None]
 def test_a_widgets_order_that_comes_on_both_ways_is_obeyed_once():
     kernel = SimpleNamespace(control_handlers={})
     channels = Channels(kernel)
-    heard: list[object] = []
+    received: list[object] = []
     by_comm: list[Take] = []
     widget = SimpleNamespace(model_id="panel", comm=None, on_msg=by_comm.append, send=lambda answer: None)
 
     def taker(content: object, send: object) -> None:
-        heard.append(content)
+        received.append(content)
 
     channels.opened_for(widget, taker)
     channels.serve("sidebar", taker)
@@ -36,4 +36,4 @@ def test_a_widgets_order_that_comes_on_both_ways_is_obeyed_once():
             await kernel.control_handlers[REQUEST](None, None, {"content": asked})
 
     asyncio.run(ask())
-    assert heard == [{"n": 7, "kind": "apply"}, {"n": 8, "kind": "apply"}, {"n": 1}, {"n": 1}]
+    assert received == [{"n": 7, "kind": "apply"}, {"n": 8, "kind": "apply"}, {"n": 1}, {"n": 1}]

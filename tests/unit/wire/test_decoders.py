@@ -454,10 +454,10 @@ def test_every_place_that_decodes_has_an_entry_here():
             continue
         places = _Places()
         places.visit(ast.parse(path.read_text()))
-        decodes |= {f"{name}:{place}" for place in places.decodes}
+        decodes |= {f"{name}:{context}" for context in places.decodes}
         # annotations only name types; calls and references decode
-        found = {f"{name}:{place}" for place in places.forbidden}
-        decodes |= {place.partition(": ")[0] for place in found & STANDARD_LIBRARY_ONLY}
+        found = {f"{name}:{context}" for context in places.forbidden}
+        decodes |= {context.partition(": ")[0] for context in found & STANDARD_LIBRARY_ONLY}
         forbidden += found - STANDARD_LIBRARY_ONLY
     assert not forbidden, "decode with sgpu_magic.wire.decoding, which raises DecodeError only"
     assert decodes == READERS.keys() | OWN.keys()

@@ -336,14 +336,14 @@ def test_every_state_is_reached_and_reaches_an_end():
 
 
 def test_an_event_that_can_not_be_read_is_a_note_of_its_run():
-    told = {"type": "run-event", "run_id": "aaaa0000", "number": 7, "at": 1.0, "part": 1}
-    read = codec.from_agent.decode(msgspec.msgpack.encode({**told, "body": {"type": "from-tomorrow"}}))
+    reported = {"type": "run-event", "run_id": "aaaa0000", "number": 7, "at": 1.0, "part": 1}
+    read = codec.from_agent.decode(msgspec.msgpack.encode({**reported, "body": {"type": "from-tomorrow"}}))
     assert isinstance(read, node.RunEvent)
     assert (read.run_id, read.number, read.at, read.part) == ("aaaa0000", 7, 1.0, 1)
     assert isinstance(read.body, events.Noted)
     assert "Invalid value 'from-tomorrow'" in read.body.text
     with pytest.raises(msgspec.ValidationError):
-        codec.from_agent.decode(msgspec.msgpack.encode({**told, "number": "seven"}))
+        codec.from_agent.decode(msgspec.msgpack.encode({**reported, "number": "seven"}))
 
 
 # ---------------------------------------------------------------- real traffic

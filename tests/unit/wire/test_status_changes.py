@@ -52,17 +52,17 @@ def statuses(draw: st.DrawFn, version: str) -> PoolStatus:
 
 @given(old=statuses("1"), new=statuses("2"))
 def test_changes_give_the_new_status(old: PoolStatus, new: PoolStatus):
-    told = codec.pool_messages.decode(codec.encode(changes_between(old, new)))
-    assert isinstance(told, PoolStatus)
-    assert with_changes(old, told) == new
+    reported = codec.pool_messages.decode(codec.encode(changes_between(old, new)))
+    assert isinstance(reported, PoolStatus)
+    assert with_changes(old, reported) == new
 
 
 @given(old=statuses("1"))
 def test_what_is_the_same_is_not_told(old: PoolStatus):
-    told = changes_between(old, replace(old, version="2"))
-    assert (told.runs, told.inventory.devices) == ((), ())
-    assert told.changes is not None
-    assert (told.changes.listed, told.changes.devices) == (None, ())
+    reported = changes_between(old, replace(old, version="2"))
+    assert (reported.runs, reported.inventory.devices) == ((), ())
+    assert reported.changes is not None
+    assert (reported.changes.listed, reported.changes.devices) == (None, ())
 
 
 def test_of_many_devices_and_runs_the_changed_ones_are_told():
@@ -76,20 +76,20 @@ def test_of_many_devices_and_runs_the_changed_ones_are_told():
         inventory=Inventory(host="", devices=(*devices[:7], changed, *devices[8:])),
         runs=(run("ffffffff", RunState.QUEUED), *runs[:5], replace(runs[5], state=RunState.FAILED), *runs[6:]),
     )
-    told = changes_between(old, new)
-    assert told.changes is not None
-    assert told.changes.devices == (changed,)
-    assert [each.run_id for each in told.runs] == ["ffffffff", "00000005"]
-    assert with_changes(old, told) == new
+    reported = changes_between(old, new)
+    assert reported.changes is not None
+    assert reported.changes.devices == (changed,)
+    assert [each.run_id for each in reported.runs] == ["ffffffff", "00000005"]
+    assert with_changes(old, reported) == new
 
 
 def test_changes_of_another_status_are_not_taken():
     status = pool_status(version="1")
-    told = changes_between(status, replace(status, version="2"))
+    reported = changes_between(status, replace(status, version="2"))
     assert with_changes(None, status) is status
     for known in (None, replace(status, version="0")):
         with pytest.raises(ValueError, match="not known"):
-            with_changes(known, told)
+            with_changes(known, reported)
 
 
 def test_a_history_is_complete_in_each_answer():

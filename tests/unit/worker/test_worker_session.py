@@ -327,7 +327,7 @@ for _ in range(3):
 
 
 @pytest.mark.parametrize(
-    ("together", "only", "told"),
+    ("together", "only", "reported"),
     [
         (False, (), 1),
         pytest.param(True, (), 0, marks=pytest.mark.slow),
@@ -335,11 +335,11 @@ for _ in range(3):
     ],
 )
 def test_ranks_that_train_without_each_other_are_told_so(
-    session: Session, together: bool, only: tuple[int, ...], told: int
+    session: Session, together: bool, only: tuple[int, ...], reported: int
 ):
     session.run(TRAINS.format(together=together), only=only)
-    remarks = [said.text for rank in session.ranks for said, _ in rank.others if isinstance(said, Remarked)]
-    assert len(remarks) == told
+    remarks = [output.text for rank in session.ranks for output, _ in rank.others if isinstance(output, Remarked)]
+    assert len(remarks) == reported
     assert all("rank 0 has trained by itself" in text for text in remarks)
 
 
@@ -347,7 +347,7 @@ def test_ranks_that_train_without_each_other_are_told_so(
 def test_the_sentence_about_such_ranks_can_be_turned_off(session: Session):
     session.lone_training = False
     session.run(TRAINS.format(together=False))
-    assert not [said for rank in session.ranks for said, _ in rank.others if isinstance(said, Remarked)]
+    assert not [output for rank in session.ranks for output, _ in rank.others if isinstance(output, Remarked)]
 
 
 # ---------------------------------------------------------------- interrupts
@@ -784,7 +784,7 @@ def single(zygote: Zygote, files: Path) -> Iterator[Session]:
 
 
 @pytest.mark.parametrize(
-    ("body", "place"),
+    ("body", "context"),
     [
         ("%run bad.py\nprint('never')", "bad.py:2"),
         ("x = 0\n%run -i bad.py\nprint('never')", "bad.py:2"),
@@ -796,11 +796,11 @@ def single(zygote: Zygote, files: Path) -> Iterator[Session]:
         ("try:\n    %run bad.py\nexcept Exception:\n    pass", "bad.py:2"),
     ],
 )
-def test_a_traceback_in_the_middle_of_a_cell_is_its_failure(single: Session, body: str, place: str):
+def test_a_traceback_in_the_middle_of_a_cell_is_its_failure(single: Session, body: str, context: str):
     single.execute(body)
     failure = single.failure(0).failure
     assert failure.type_name == "builtins.ZeroDivisionError"
-    assert place in failure.traceback_text
+    assert context in failure.traceback_text
     assert "shell.py" not in failure.traceback_text
     assert failure.line is not None
     assert "never" not in single.ranks[0].printed
@@ -886,7 +886,7 @@ def test_an_indented_body_runs_as_in_a_plain_cell(single: Session):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "reported"),
     [
         ("device_id=torch.device('cpu')", "ValueError: init_process_group device_id parameter must be an accelerator"),
         ("device_id=0", "ValueError: init_process_group device_id"),
@@ -899,9 +899,9 @@ def test_an_indented_body_runs_as_in_a_plain_cell(single: Session):
         ("store=dist.HashStore(), init_method='env://'", "AssertionError: Cannot specify both"),
     ],
 )
-def test_wrong_arguments_of_a_second_group_are_refused_as_by_torch(single: Session, arguments: str, told: str):
+def test_wrong_arguments_of_a_second_group_are_refused_as_by_torch(single: Session, arguments: str, reported: str):
     single.execute(f"import torch, torch.distributed as dist\ndist.init_process_group({arguments})")
-    assert told in single.failure(0).failure.traceback_text
+    assert reported in single.failure(0).failure.traceback_text
 
 
 def test_right_arguments_of_a_second_group_are_accepted(single: Session):
