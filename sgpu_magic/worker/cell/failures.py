@@ -15,6 +15,7 @@ import re
 import sys
 import traceback
 import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,8 @@ _GENERATORS = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GEN
 _ANSI_REST = re.compile(r"\x1b\[[0-9;]*$")
 # modules whose frames are above those of a cell
 _RUNNERS = ("IPython.core.", "sgpu_magic.")
+# modules that raise errors in functions which cells call
+_CALLED_BY_CELLS = frozenset({"sgpu_magic.worker.process.terminal", "sgpu_magic.worker.group.lost_groups"})
 
 
 class WholeTexts:
@@ -281,18 +284,23 @@ def without_runner(entry: types.TracebackType | None) -> types.TracebackType | N
 
 
 def leave_own_frames_out(error: BaseException) -> None:
-    """Remove this package's frames from the traceback.
+    """Remove this package's frames from the traceback, and from those of the exceptions before it.
 
-    It ends where the cell called into this package, as `input()` on a rank does. For a called function it begins with
-    the function's own frame.
+    It ends where the cell called into this package, as `input()` on a rank and a use of a lost group do. For a called
+    function it begins with the function's own frame.
     """
+    for each in _with_earlier(error):
+        _leave_own_frames_out(each)
+
+
+def _leave_own_frames_out(error: BaseException) -> None:
     last, before, entry = None, None, traceback_of(error)
     while entry is not None:
         module = text_of(entry.tb_frame.f_globals.get("__name__")) or ""
         if module == "sgpu_magic.payload.call" and before is not None and entry.tb_next is not None:
             before.tb_next = entry.tb_next
         before = last
-        if module == "sgpu_magic.worker.process.terminal":
+        if module in _CALLED_BY_CELLS:
             if last is not None:
                 last.tb_next = None
             return
@@ -301,14 +309,20 @@ def leave_own_frames_out(error: BaseException) -> None:
 
 def drop_tracebacks(error: BaseException) -> None:
     """Free what the frames of an exception and of those before it hold: the next cell needs the memory."""
+    for each in _with_earlier(error):
+        _clear_frames(traceback_of(each))
+        BaseException.with_traceback(each, None)
+
+
+def _with_earlier(error: BaseException) -> Iterator[BaseException]:
+    """Yield an exception, those of its group, and those that it was raised from or during; each once."""
     waiting, seen = [error], set[int]()
     while waiting:
         one = waiting.pop()
         if id(one) in seen:
             continue
         seen.add(id(one))
-        _clear_frames(traceback_of(one))
-        BaseException.with_traceback(one, None)
+        yield one
         waiting += [further for further in (cause_of(one), context_of(one)) if further is not None]
         if is_a(one, BaseExceptionGroup):
             waiting += grouped_by(one)
