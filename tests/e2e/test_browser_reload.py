@@ -134,11 +134,11 @@ class Notebook:
 
 
 @pytest.fixture(scope="module")
-def home() -> Iterator[Home]:
+def server_home() -> Iterator[Home]:
     """The home of the module's servers; that nothing is left of it is checked when it is closed."""
-    home = Home()
-    yield home
-    home.close()
+    server_home = Home()
+    yield server_home
+    server_home.close()
 
 
 @pytest.fixture(scope="module")
@@ -148,8 +148,8 @@ def browser() -> Iterator[Browser]:
 
 
 @pytest.fixture(scope="module", params=["jupyterlab", pytest.param("notebook", marks=pytest.mark.slow)])
-def server(home: Home, request: pytest.FixtureRequest) -> Iterator[JupyterServer]:
-    made = JupyterServer(home, request.param, token="")
+def server(server_home: Home, request: pytest.FixtureRequest) -> Iterator[JupyterServer]:
+    made = JupyterServer(server_home, request.param, token="")
     yield made
     made.close()
 

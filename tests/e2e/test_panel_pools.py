@@ -30,22 +30,22 @@ def team() -> Iterator[ServedPool]:
 
 
 @pytest.fixture(scope="module")
-def home() -> Iterator[Home]:
-    home = Home({"SGPU_PRICES": "a10=9"})
-    yield home
-    home.close()
+def server_home() -> Iterator[Home]:
+    server_home = Home({"SGPU_PRICES": "a10=9"})
+    yield server_home
+    server_home.close()
 
 
 @pytest.fixture(scope="module")
-def keys(home: Home, team: ServedPool) -> KeyPair:
-    made = list_pools(home, [("team", team, {"reserved": True, "prices": {"a10": 1.5}})])
-    list_nowhere(home, "gone")
+def keys(server_home: Home, team: ServedPool) -> KeyPair:
+    made = list_pools(server_home, [("team", team, {"reserved": True, "prices": {"a10": 1.5}})])
+    list_nowhere(server_home, "gone")
     return made
 
 
 @pytest.fixture(scope="module")
-def server(home: Home, keys: KeyPair) -> Iterator[JupyterServer]:
-    made = JupyterServer(home)
+def server(server_home: Home, keys: KeyPair) -> Iterator[JupyterServer]:
+    made = JupyterServer(server_home)
     yield made
     made.close()
 
@@ -66,7 +66,7 @@ def open_page(server: JupyterServer) -> Iterator[Callable[..., ServedPage]]:
 
 
 @pytest.mark.slow
-def test_all_pools_are_listed_with_how_each_is_now(home: Home, open_page: Callable[..., ServedPage]):
+def test_all_pools_are_listed_with_how_each_is_now(server_home: Home, open_page: Callable[..., ServedPage]):
     page = open_page()
     page.until(lambda: "can't be reached" in str(page.pools))
     # a run of another test may not have released its device yet, and all pools are polled every 10 s
@@ -76,7 +76,7 @@ def test_all_pools_are_listed_with_how_each_is_now(home: Home, open_page: Callab
         ("gone", "on demand · can't be reached", False, False),
         ("local", "this machine", False, False),
     ]
-    assert home.pool_pid() is None, "looking has started a pool"
+    assert server_home.pool_pid() is None, "looking has started a pool"
 
 
 @pytest.mark.slow
@@ -151,16 +151,16 @@ def test_one_that_is_killed_is_lost_and_found_again(team: ServedPool, open_page:
 
 @pytest.mark.slow
 def test_a_list_that_changes_is_read_again(
-    home: Home, team: ServedPool, server: JupyterServer, open_page: Callable[..., ServedPage]
+    server_home: Home, team: ServedPool, server: JupyterServer, open_page: Callable[..., ServedPage]
 ):
-    added = list_nowhere(home, "third")
+    added = list_nowhere(server_home, "third")
     try:
         names = lambda: [pool["name"] for pool in server.get("sgpu/panel").body["pools"]["pools"]]  # noqa: E731
         assert "third" in names()
         page = open_page("third")
         assert page.until_state("lost")["pool"] == "third"
     finally:
-        remove_pool(added.name, listed(home))
+        remove_pool(added.name, listed(server_home))
     eventually(lambda: "third" not in names(), 10)
     late = open_page("third")
     assert late.until_state("problem")["sentence"] == (

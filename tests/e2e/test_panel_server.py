@@ -104,15 +104,15 @@ class ServedPage:
 
 
 @pytest.fixture(scope="module")
-def home() -> Iterator[Home]:
-    home = Home(VARIABLES)
-    yield home
-    home.close()
+def server_home() -> Iterator[Home]:
+    server_home = Home(VARIABLES)
+    yield server_home
+    server_home.close()
 
 
 @pytest.fixture(scope="module")
-def server(home: Home) -> Iterator[JupyterServer]:
-    made = JupyterServer(home, base_url=BASE)
+def server(server_home: Home) -> Iterator[JupyterServer]:
+    made = JupyterServer(server_home, base_url=BASE)
     yield made
     made.close()
 
@@ -141,9 +141,9 @@ def open_page(server: JupyterServer) -> Iterator[Callable[..., ServedPage]]:
 
 @pytest.fixture
 def running(
-    home: Home, kernel: ServerKernel, server: JupyterServer, request: pytest.FixtureRequest
+    server_home: Home, kernel: ServerKernel, server: JupyterServer, request: pytest.FixtureRequest
 ) -> Iterator[RunningCell]:
-    cell = RunningCell(home, kernel, f"p{abs(hash(request.node.name)):x}"[:9], "--type a10")
+    cell = RunningCell(server_home, kernel, f"p{abs(hash(request.node.name)):x}"[:9], "--type a10")
     yield cell
     if server.get(f"{cell.path}/outputs").status != 200:
         cell.end()
@@ -188,15 +188,17 @@ def test_a_run_is_told_from_its_beginning_to_its_end(
 
 
 def test_a_run_that_waits_says_for_what(
-    running: RunningCell, home: Home, server: JupyterServer, open_page: Callable[..., ServedPage]
+    running: RunningCell, server_home: Home, server: JupyterServer, open_page: Callable[..., ServedPage]
 ):
     second = ServerKernel(server)
     try:
         second.run("%load_ext sgpu_magic")
         message = second.start("%%distributed -n 3 --type a10 --name waits --ui none\npass")
         page = open_page()
-        page.until(lambda: (run := home.run_named("waits")) and page.row(run).get("reason", "").endswith("position 1"))
-        row = page.row(home.run_named("waits"))
+        page.until(
+            lambda: (run := server_home.run_named("waits")) and page.row(run).get("reason", "").endswith("position 1")
+        )
+        row = page.row(server_home.run_named("waits"))
         assert row["reason"].startswith("needs 1 more A10 (simulated); 2 are held by run ")
         assert (row["state"], row["tone"]) == ("queued", "waiting")
         running.end()
@@ -230,10 +232,12 @@ def test_what_is_no_run_is_not_cancelled(kernel: ServerKernel, open_page: Callab
     assert "run" in sent["text"]
 
 
-def test_an_idle_session_says_when_it_ends(kernel: ServerKernel, home: Home, open_page: Callable[..., ServedPage]):
+def test_an_idle_session_says_when_it_ends(
+    kernel: ServerKernel, server_home: Home, open_page: Callable[..., ServedPage]
+):
     kernel.run("%sgpu_connect -n 2 --name work --type h100 --idle 10m --ui none")
     try:
-        session = eventually(lambda: home.run_named("work"), 20)
+        session = eventually(lambda: server_home.run_named("work"), 20)
         page = open_page()
         page.until(lambda: page.row(session).get("idle_ends_at"))
         row = page.row(session)
@@ -246,7 +250,7 @@ def test_an_idle_session_says_when_it_ends(kernel: ServerKernel, home: Home, ope
 
 
 def test_a_run_is_told_and_cancelled_when_its_kernel_is_gone(
-    kernel: ServerKernel, home: Home, server: JupyterServer, open_page: Callable[..., ServedPage]
+    kernel: ServerKernel, server_home: Home, server: JupyterServer, open_page: Callable[..., ServedPage]
 ):
     other = ServerKernel(server)
     other.run("%load_ext sgpu_magic")
@@ -254,8 +258,8 @@ def test_a_run_is_told_and_cancelled_when_its_kernel_is_gone(
     other.close()
     server.delete(f"api/kernels/{other.id}")
     page = open_page()
-    page.until(lambda: page.row(home.run_named("stays")).get("state") == "running")
-    row = page.row(home.run_named("stays"))
+    page.until(lambda: page.row(server_home.run_named("stays")).get("state") == "running")
+    row = page.row(server_home.run_named("stays"))
     assert row["kernel"] == other.id
     page.order("cancel-run", run_id=row["run_id"])
     page.until(lambda: page.row(row["run_id"])["state"] == "cancelled")
@@ -410,19 +414,19 @@ def test_nonsense_is_answered_and_harms_nothing(server: JupyterServer, open_page
 
 @pytest.mark.slow
 def test_a_killed_pool_is_lost_and_started_again_by_the_page(new_home: Callable[..., Home]):
-    home = new_home(VARIABLES)
-    server = JupyterServer(home, base_url=BASE)
+    server_home = new_home(VARIABLES)
+    server = JupyterServer(server_home, base_url=BASE)
     try:
         page = ServedPage(server)
         page.order("watch")
         snapshot = page.until_state("none")
         assert snapshot["sentence"] == "No pool is running. It starts with the first run."
         assert (snapshot["remedy"], snapshot["remedy_words"]) == ("start", "Start the pool")
-        assert home.pool_pid() is None, "looking has started a pool"
+        assert server_home.pool_pid() is None, "looking has started a pool"
         page.order("start-pool")
         assert page.until_said()["text"] == "The pool is running."
         page.until_state("up")
-        pid = home.pool_pid()
+        pid = server_home.pool_pid()
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
         snapshot = page.until_state("lost", 3.0)
@@ -431,8 +435,8 @@ def test_a_killed_pool_is_lost_and_started_again_by_the_page(new_home: Callable[
         page.order("start-pool")
         assert page.until_said()["ok"] is True
         page.until_state("up")
-        assert home.pool_pid() not in (None, pid)
-        os.kill(home.pool_pid() or 0, signal.SIGTERM)
+        assert server_home.pool_pid() not in (None, pid)
+        os.kill(server_home.pool_pid() or 0, signal.SIGTERM)
         snapshot = page.until_state("none")
         assert "it has shut down" in snapshot["sentence"]
         page.close()
@@ -442,14 +446,14 @@ def test_a_killed_pool_is_lost_and_started_again_by_the_page(new_home: Callable[
 
 @pytest.mark.slow
 def test_a_pool_that_does_not_answer_is_lost_until_it_does(new_home: Callable[..., Home]):
-    home = new_home(VARIABLES)
-    server = JupyterServer(home, base_url=BASE)
+    server_home = new_home(VARIABLES)
+    server = JupyterServer(server_home, base_url=BASE)
     try:
         page = ServedPage(server)
         page.order("watch")
         page.order("start-pool")
         page.until_state("up")
-        pid = home.pool_pid()
+        pid = server_home.pool_pid()
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)
         try:
@@ -467,10 +471,10 @@ def test_a_pool_that_does_not_answer_is_lost_until_it_does(new_home: Callable[..
 
 @pytest.mark.slow
 def test_broken_settings_are_a_sentence_until_they_are_mended(new_home: Callable[..., Home]):
-    home = new_home(VARIABLES)
-    config = home.path / "no-config.toml"
+    server_home = new_home(VARIABLES)
+    config = server_home.path / "no-config.toml"
     config.write_text("nonsense = 1\n")
-    server = JupyterServer(home, base_url=BASE)
+    server = JupyterServer(server_home, base_url=BASE)
     try:
         page = ServedPage(server)
         page.order("watch")
@@ -489,10 +493,10 @@ def test_broken_settings_are_a_sentence_until_they_are_mended(new_home: Callable
 @pytest.mark.slow
 def test_a_list_of_pools_that_can_not_be_read_now_holds_up_no_other_request(new_home: Callable[..., Home]):
     """As on a network disk that hangs: reading waits, and the server answers everything else."""
-    home = new_home()
-    listed = home.path / "pools.toml"
-    home.environ["SGPU_POOLS_FILE"] = str(listed)
-    server = JupyterServer(home, base_url=BASE)
+    server_home = new_home()
+    listed = server_home.path / "pools.toml"
+    server_home.environ["SGPU_POOLS_FILE"] = str(listed)
+    server = JupyterServer(server_home, base_url=BASE)
     pages: list[ServedPage] = []
     try:
         os.mkfifo(listed, 0o600)
@@ -525,15 +529,18 @@ def test_a_list_of_pools_that_can_not_be_read_now_holds_up_no_other_request(new_
 # ------------------------------------------------------------ a thousand runs, without a server
 
 
-def settings_of(home: Home) -> Settings:
+def settings_of(server_home: Home) -> Settings:
     return Settings(
-        state_dir=str(home.state), runtime_dir=str(home.runtime), lock_dir=str(home.path / "lock"), simulate="a10:4"
+        state_dir=str(server_home.state),
+        runtime_dir=str(server_home.runtime),
+        lock_dir=str(server_home.path / "lock"),
+        simulate="a10:4",
     )
 
 
-def written(home: Home, count: int, first: int = 0) -> None:
+def written(server_home: Home, count: int, first: int = 0) -> None:
     """Write ended runs into the ledger, as earlier pools would have."""
-    ledger = Ledger(home.state / "ledger.sqlite3")
+    ledger = Ledger(server_home.state / "ledger.sqlite3")
     now = time.time()
     lease = Lease(lease_id="l", device_type="a10", ranks=2, uuids=("SIM-a10-0", "SIM-a10-1"), simulated=True)
     for at in range(first, first + count):
@@ -568,15 +575,15 @@ class Heard:
 
 @pytest.fixture
 def watchers(new_home: Callable[..., Home]) -> Iterator[tuple[Home, Watchers]]:
-    home = new_home(VARIABLES)
-    made = Watchers(lambda: settings_of(home), interval_s=0.05)
-    yield home, made
+    server_home = new_home(VARIABLES)
+    made = Watchers(lambda: settings_of(server_home), interval_s=0.05)
+    yield server_home, made
     made.close()
 
 
 def test_without_a_pool_the_list_is_the_ledgers(watchers: tuple[Home, Watchers]):
-    home, made = watchers
-    written(home, 1005)
+    server_home, made = watchers
+    written(server_home, 1005)
     reported = Heard()
     page = Page(made, reported)
     assert page.execute(Watch()) is None
@@ -594,10 +601,10 @@ def test_without_a_pool_the_list_is_the_ledgers(watchers: tuple[Home, Watchers])
 
 @pytest.mark.slow
 def test_a_thousand_runs_are_asked_for_once(watchers: tuple[Home, Watchers], monkeypatch: pytest.MonkeyPatch):
-    home, made = watchers
-    for name, value in home.environ.items():
+    server_home, made = watchers
+    for name, value in server_home.environ.items():
         monkeypatch.setenv(name, value)
-    written(home, 1000)
+    written(server_home, 1000)
     asked: list[int] = []
     from sgpu_magic.client.pool import Pool
 
@@ -627,10 +634,10 @@ def test_a_thousand_runs_are_asked_for_once(watchers: tuple[Home, Watchers], mon
 def test_a_pool_of_another_version_is_told_with_its_runs(
     watchers: tuple[Home, Watchers], monkeypatch: pytest.MonkeyPatch
 ):
-    home, made = watchers
-    for name, value in home.environ.items():
+    server_home, made = watchers
+    for name, value in server_home.environ.items():
         monkeypatch.setenv(name, value)
-    written(home, 3)
+    written(server_home, 3)
     reported = Heard()
     page = Page(made, reported)
     assert page.execute(StartPool()) == CommandResult(text="The pool is running.", ok=True)
@@ -648,17 +655,17 @@ def test_a_pool_of_another_version_is_told_with_its_runs(
 
 
 def test_more_runs_than_are_asked_for_are_not_missed(watchers: tuple[Home, Watchers], monkeypatch: pytest.MonkeyPatch):
-    home, made = watchers
-    for name, value in home.environ.items():
+    server_home, made = watchers
+    for name, value in server_home.environ.items():
         monkeypatch.setenv(name, value)
-    written(home, 10)
+    written(server_home, 10)
     reported = Heard()
     page = Page(made, reported)
     page.execute(StartPool())
     page.execute(Watch())
     eventually(lambda: reported.last(RunsUpdate), 10)
     # as if that many runs had started and ended between two polls
-    written(home, 60, first=10)
+    written(server_home, 60, first=10)
     listed: set[str] = set()
 
     def all_listed() -> bool:

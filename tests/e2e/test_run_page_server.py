@@ -26,30 +26,30 @@ print(len(weights) * rate)
 
 
 @pytest.fixture(scope="module")
-def home() -> Iterator[Home]:
-    home = Home()
-    yield home
-    home.close()
+def server_home() -> Iterator[Home]:
+    server_home = Home()
+    yield server_home
+    server_home.close()
 
 
 @pytest.fixture(scope="module")
-def server(home: Home) -> Iterator[JupyterServer]:
-    made = JupyterServer(home)
+def server(server_home: Home) -> Iterator[JupyterServer]:
+    made = JupyterServer(server_home)
     yield made
     made.close()
 
 
 @pytest.fixture(scope="module")
-def run(server: JupyterServer, home: Home) -> Iterator[str]:
+def run(server: JupyterServer, server_home: Home) -> Iterator[str]:
     """The path of a run that has ended."""
     with loaded_kernel(server) as kernel:
-        yield f"sgpu/runs/{_ended_run(server, kernel, home, 'fitted')}"
+        yield f"sgpu/runs/{_ended_run(server, kernel, server_home, 'fitted')}"
 
 
-def _ended_run(server: JupyterServer, kernel: ServerKernel, home: Home, name: str) -> str:
+def _ended_run(server: JupyterServer, kernel: ServerKernel, server_home: Home, name: str) -> str:
     kernel.run("weights, rate = bytes(50_000), 0.25")
     kernel.run(CELL.format(name=name))
-    found = home.run_named(name)
+    found = server_home.run_named(name)
     eventually(lambda: server.get(f"sgpu/runs/{found}/outputs").status == 200, 20, "the run does not end")
     return found
 
@@ -109,11 +109,11 @@ def test_without_a_token_neither_page_nor_file_is_given(server: JupyterServer, r
         assert server.get(f"{run}/{path}", token="wrong").status in (401, 403)
 
 
-def test_the_environment_is_compared_with_the_notebooks_previous_run(server: JupyterServer, home: Home):
+def test_the_environment_is_compared_with_the_notebooks_previous_run(server: JupyterServer, server_home: Home):
     with loaded_kernel(server) as kernel:
         kernel.run("import os; os.environ['JPY_SESSION_NAME'] = os.path.abspath('compared.ipynb')")
-        first = _ended_run(server, kernel, home, "compared_one")
-        second = _ended_run(server, kernel, home, "compared_two")
+        first = _ended_run(server, kernel, server_home, "compared_one")
+        second = _ended_run(server, kernel, server_home, "compared_two")
         assert server.get(f"sgpu/runs/{first}/page").body["environment"] is None
 
         def environment() -> dict[str, Any] | None:
@@ -122,7 +122,7 @@ def test_the_environment_is_compared_with_the_notebooks_previous_run(server: Jup
         # `run.json` is written after the run's end
         eventually(lambda: environment() is not None, 20, "no record of the environment")
         assert environment() == {"run": first[:4], "changes": []}
-        record = home.state / "runs" / first / "run.json"
+        record = server_home.state / "runs" / first / "run.json"
         record.write_text(json.dumps(json.loads(record.read_bytes()) | {"host": "elsewhere"}))
         changes = {each["name"]: each["before"] for each in (environment() or {})["changes"]}
         assert changes == {"machine": "elsewhere"}

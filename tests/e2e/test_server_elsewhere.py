@@ -32,17 +32,17 @@ def pool() -> Iterator[ServedPool]:
 
 
 @pytest.fixture(scope="module")
-def home(pool: ServedPool) -> Iterator[Home]:
+def server_home(pool: ServedPool) -> Iterator[Home]:
     """The notebook's machine, which lists the pool as `team`."""
-    home = Home()
-    list_pools(home, [("team", pool, {})])
-    yield home
-    home.close()
+    server_home = Home()
+    list_pools(server_home, [("team", pool, {})])
+    yield server_home
+    server_home.close()
 
 
 @pytest.fixture(scope="module")
-def server(home: Home) -> Iterator[JupyterServer]:
-    made = JupyterServer(home)
+def server(server_home: Home) -> Iterator[JupyterServer]:
+    made = JupyterServer(server_home)
     yield made
     made.close()
 
@@ -91,9 +91,9 @@ class Page:
 
 
 def test_it_is_listed_followed_and_its_outputs_are_the_kernels(
-    server: JupyterServer, kernel: ServerKernel, home: Home, pool: ServedPool
+    server: JupyterServer, kernel: ServerKernel, server_home: Home, pool: ServedPool
 ):
-    cell = RunningCell(home, kernel, "followed", "--pool team", pool.home)
+    cell = RunningCell(server_home, kernel, "followed", "--pool team", pool.home)
     (listed,) = [run for run in server.get(f"sgpu/runs?kernel={kernel.id}").body if run["run_id"] == cell.run_id]
     assert (listed["cell"], listed["state"], listed["final"]) == ("cell-followed", "running", False)
     page = Page(server, cell.path)
@@ -129,8 +129,8 @@ def test_outputs_of_a_run_that_ended_while_nobody_looked(
     same(server.get(f"{path}/outputs").body["outputs"], kernels)
 
 
-def test_cancel_reaches_the_pool(server: JupyterServer, kernel: ServerKernel, home: Home, pool: ServedPool):
-    cell = RunningCell(home, kernel, "cancelled", "--pool team", pool.home)
+def test_cancel_reaches_the_pool(server: JupyterServer, kernel: ServerKernel, server_home: Home, pool: ServedPool):
+    cell = RunningCell(server_home, kernel, "cancelled", "--pool team", pool.home)
     answer = ask(server, cell.path, kind="cancel")
     assert "is being stopped" in answer["lines"][0]
     kernels = cell.wait()
@@ -141,9 +141,9 @@ def test_cancel_reaches_the_pool(server: JupyterServer, kernel: ServerKernel, ho
 
 @pytest.mark.slow
 def test_a_killed_pool_service_is_told_and_the_next_one_followed(
-    server: JupyterServer, kernel: ServerKernel, home: Home, pool: ServedPool
+    server: JupyterServer, kernel: ServerKernel, server_home: Home, pool: ServedPool
 ):
-    cell = RunningCell(home, kernel, "killed", "--pool team", pool.home)
+    cell = RunningCell(server_home, kernel, "killed", "--pool team", pool.home)
     page = Page(server, cell.path)
     page.until(lambda: len(page.rows) > 10, 20, "few lines")
     pool.kill()
@@ -163,7 +163,7 @@ def test_a_killed_pool_service_is_told_and_the_next_one_followed(
 
 
 def test_a_run_that_its_pool_has_forgotten_is_over(
-    server: JupyterServer, kernel: ServerKernel, home: Home, pool: ServedPool
+    server: JupyterServer, kernel: ServerKernel, server_home: Home, pool: ServedPool
 ):
     kernel.run("%%distributed -n 2 --pool team --name forgotten\nprint('x')")
     run_id = pool.home.run_named("forgotten")
@@ -175,13 +175,13 @@ def test_a_run_that_its_pool_has_forgotten_is_over(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("kernel")
-def test_links_that_nobody_needs_are_closed(home: Home, pool: ServedPool, monkeypatch: pytest.MonkeyPatch):
-    for name, value in home.environ.items():
+def test_links_that_nobody_needs_are_closed(server_home: Home, pool: ServedPool, monkeypatch: pytest.MonkeyPatch):
+    for name, value in server_home.environ.items():
         monkeypatch.setenv(name, value)
     now = 100.0
-    elsewhere = RemotePools(Settings(state_dir=str(home.state)), IDLE_S, clock=lambda: now)
+    elsewhere = RemotePools(Settings(state_dir=str(server_home.state)), IDLE_S, clock=lambda: now)
     before = descriptors(os.getpid())
-    (run_id, *_) = sent_run_ids(Settings(state_dir=str(home.state)))
+    (run_id, *_) = sent_run_ids(Settings(state_dir=str(server_home.state)))
     run = elsewhere.run(run_id)
     assert run is not None
     run.bring_events(0)

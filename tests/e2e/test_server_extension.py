@@ -38,16 +38,16 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def home() -> Iterator[Home]:
+def server_home() -> Iterator[Home]:
     """The server's home; that nothing is left of it is checked when it is closed."""
-    home = Home()
-    yield home
-    home.close()
+    server_home = Home()
+    yield server_home
+    server_home.close()
 
 
 @pytest.fixture(scope="module")
-def server(home: Home) -> Iterator[JupyterServer]:
-    made = JupyterServer(home)
+def server(server_home: Home) -> Iterator[JupyterServer]:
+    made = JupyterServer(server_home)
     yield made
     made.close()
 
@@ -60,9 +60,9 @@ def kernel(server: JupyterServer) -> Iterator[ServerKernel]:
 
 @pytest.fixture
 def running(
-    home: Home, kernel: ServerKernel, server: JupyterServer, request: pytest.FixtureRequest
+    server_home: Home, kernel: ServerKernel, server: JupyterServer, request: pytest.FixtureRequest
 ) -> Iterator[RunningCell]:
-    cell = RunningCell(home, kernel, f"w{abs(hash(request.node.name)):x}"[:9])
+    cell = RunningCell(server_home, kernel, f"w{abs(hash(request.node.name)):x}"[:9])
     yield cell
     if server.get(f"{cell.path}/outputs").status != 200:
         cell.end()
@@ -71,7 +71,9 @@ def running(
 # ------------------------------------------------------------ what is there
 
 
-def test_the_runs_of_a_kernel_are_listed_with_their_cells(server: JupyterServer, kernel: ServerKernel, home: Home):
+def test_the_runs_of_a_kernel_are_listed_with_their_cells(
+    server: JupyterServer, kernel: ServerKernel, server_home: Home
+):
     begin = time.time()
     kernel.run("%%distributed -n 1 --name listed\nprint(1)", cell="the-cell")
 
@@ -82,7 +84,7 @@ def test_the_runs_of_a_kernel_are_listed_with_their_cells(server: JupyterServer,
     # the pool writes its ledger some milliseconds after it reports the end
     eventually(lambda: listed()["final"], 5, "the end of the run in the ledger")
     found = listed()
-    assert found["run_id"] == home.run_named("listed")
+    assert found["run_id"] == server_home.run_named("listed")
     assert found["state"] == "succeeded"
     assert found["final"] is True
     assert begin - 1 < found["began"] <= found["ended"] < time.time() + 1
@@ -104,7 +106,7 @@ def test_a_run_is_listed_while_its_cell_blocks_the_kernel(
 # ------------------------------------------------------------ what is new
 
 
-def test_news_are_followed_without_a_gap_until_the_end(server: JupyterServer, running: RunningCell, home: Home):
+def test_news_are_followed_without_a_gap_until_the_end(server: JupyterServer, running: RunningCell, server_home: Home):
     known = {"after": 0, "lines": 0, "drawn": 0, "displays": 0}
     rows: list[Any] = []
     states: list[str] = []
@@ -133,14 +135,14 @@ def test_news_are_followed_without_a_gap_until_the_end(server: JupyterServer, ru
     assert states[-1] == "succeeded"
     for rank in (0, 1):
         output = [text for of, _, text, _ in rows if of == rank]
-        assert output == home.log(running.run_id, rank).splitlines()
+        assert output == server_home.log(running.run_id, rank).splitlines()
         assert [number for of, number, *_ in rows if of == rank] == list(range(len(output)))
 
 
-def test_a_question_for_news_waits_until_there_are_some(server: JupyterServer, kernel: ServerKernel, home: Home):
+def test_a_question_for_news_waits_until_there_are_some(server: JupyterServer, kernel: ServerKernel, server_home: Home):
     message = kernel.start("%%distributed -n 1 --name silent\nimport time\nprint('one', flush=True)\ntime.sleep(60)")
-    run_id = eventually(lambda: home.run_named("silent"), 30)
-    eventually(lambda: "one" in home.log(run_id, 0), 30)
+    run_id = eventually(lambda: server_home.run_named("silent"), 30)
+    eventually(lambda: "one" in server_home.log(run_id, 0), 30)
     path = f"sgpu/runs/{run_id}"
     far = "after=5&lines=1&drawn=999999&displays=0"
     begin = time.monotonic()
@@ -215,20 +217,22 @@ def test_outputs_are_refused_while_the_run_goes_on(server: JupyterServer, runnin
     ],
 )
 def test_the_outputs_are_those_that_the_kernel_has_given_the_cell(
-    server: JupyterServer, kernel: ServerKernel, home: Home, name: str, body: str
+    server: JupyterServer, kernel: ServerKernel, server_home: Home, name: str, body: str
 ):
     # an error is short if the page shows the view above it
     of_kernel = kernel.run(f"%%distributed -n 2 --name {name}\n{body}", cell=f"cell-{name}", prompts=name == "raises")
-    answer = server.get(f"sgpu/runs/{home.run_named(name)}/outputs")
+    answer = server.get(f"sgpu/runs/{server_home.run_named(name)}/outputs")
     assert answer.status == 200
     same(answer.body["outputs"], of_kernel)
     assert len(of_kernel) >= 1
 
 
-def test_displays_are_told_of_and_given_while_the_run_goes_on(server: JupyterServer, kernel: ServerKernel, home: Home):
+def test_displays_are_told_of_and_given_while_the_run_goes_on(
+    server: JupyterServer, kernel: ServerKernel, server_home: Home
+):
     body = "from IPython.display import HTML, display\nimport time\ndisplay(HTML('<i>early</i>'))\ntime.sleep(60)"
     message = kernel.start(f"%%distributed -n 1 --name displays\n{body}")
-    run_id = eventually(lambda: home.run_named("displays"), 30)
+    run_id = eventually(lambda: server_home.run_named("displays"), 30)
     path = f"sgpu/runs/{run_id}"
     eventually(lambda: server.get(f"{path}/news?wait=1").body.get("displays"), 20, "no display is told of")
     (shown,) = server.get(f"{path}/displays").body["outputs"]
@@ -238,13 +242,13 @@ def test_displays_are_told_of_and_given_while_the_run_goes_on(server: JupyterSer
 
 
 @pytest.mark.slow
-def test_a_run_whose_pool_was_killed_is_over(server: JupyterServer, kernel: ServerKernel, home: Home):
+def test_a_run_whose_pool_was_killed_is_over(server: JupyterServer, kernel: ServerKernel, server_home: Home):
     body = "import time\nprint('begun', flush=True)\ntime.sleep(600)"
     kernel.run(f"%%distributed -n 1 --detach --name orphan\n{body}")
-    run_id = eventually(lambda: home.run_named("orphan"), 30)
-    eventually(lambda: "begun" in home.log(run_id, 0), 30)
+    run_id = eventually(lambda: server_home.run_named("orphan"), 30)
+    eventually(lambda: "begun" in server_home.log(run_id, 0), 30)
     assert server.get(f"sgpu/runs/{run_id}/outputs").status == 409
-    for pid in (home.pool_pid(), *home.agent_pids()):
+    for pid in (server_home.pool_pid(), *server_home.agent_pids()):
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
     answer = eventually(
@@ -289,10 +293,10 @@ def test_an_unknown_run_is_not_found(server: JupyterServer, run: str):
     assert server.post(f"sgpu/runs/{run}/ask", {"kind": "hello", "n": 1}).status == 404
 
 
-def test_a_link_out_of_the_runs_is_not_followed(server: JupyterServer, kernel: ServerKernel, home: Home):
+def test_a_link_out_of_the_runs_is_not_followed(server: JupyterServer, kernel: ServerKernel, server_home: Home):
     kernel.run("%%distributed -n 1 --name target\nprint('private')")
-    target = home.run_dir(home.run_named("target"))
-    link = home.run_dir("abcdef01")
+    target = server_home.run_dir(server_home.run_named("target"))
+    link = server_home.run_dir("abcdef01")
     link.symlink_to(target)
     try:
         answer = server.get("sgpu/runs/abcdef01/outputs")
