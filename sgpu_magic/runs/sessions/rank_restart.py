@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 # how many names a sentence lists
 _MOST_NAMES = 12
+# a rank that dies again at once stays among the dead ones
+_RESTART_PATIENCE_S = 2.0
 
 
 def restart_ranks(session: Session, only: tuple[int, ...]) -> str:
@@ -32,6 +34,7 @@ def restart_ranks(session: Session, only: tuple[int, ...]) -> str:
     lost = _names_lost(session, ranks)
     pushed = _pushed_values(session, ranks)
     session.pool.restart_ranks(session.run_id, only)
+    session.wait_for_restarted_ranks(ranks, _RESTART_PATIENCE_S)
     again: set[str] = set()
     for names, some in session.shipping.restarted(ranks).items():
         if there := [name for name in names if name in context.namespace]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from html import escape
 from typing import Any, Self
@@ -358,6 +358,11 @@ class Session(RankCollection):
         with self._moved:
             self._moved.wait_for(lambda: self.dead or self.has_ended, timeout_s)
         return self.dead
+
+    def wait_for_restarted_ranks(self, ranks: Sequence[int], timeout_s: float) -> None:
+        """Wait until these ranks are known to be alive: the pool's answer to a restart may precede that."""
+        with self._moved:
+            self._moved.wait_for(lambda: self.has_ended or not set(self.dead).intersection(ranks), timeout_s)
 
     @property
     def _reported_state(self) -> SessionState:
