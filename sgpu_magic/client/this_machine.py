@@ -338,7 +338,7 @@ def _unknown_holder(settings: Settings) -> PoolError | None:
         return None
     return PoolError(
         f"process {holder} holds the lock of the state directory {settings.state_path}, and no pool answers there. "
-        f"It may be a pool of another version, or one that hangs: end it with `kill {holder}`."
+        f"It may be ending; if it stays, it hangs or is of another version: end it with `kill {holder}`."
     )
 
 
