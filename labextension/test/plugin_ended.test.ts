@@ -4,7 +4,7 @@ import { afterEach, expect, it } from "vitest";
 import { endedRunFactory } from "../src/plugin/ended_runs";
 import { RUN_MIME, findEndedRun } from "../src/plugin/outputs";
 import { RunServer } from "../src/plugin/run_server";
-import { endOfLog, rememberSeen } from "../src/run_view/view_place";
+import { endOfLog, registerViewState } from "../src/run_view/view_state";
 import { eventually } from "./eventually";
 import { line, snapshot } from "./samples";
 
@@ -31,8 +31,8 @@ function draw(request: (path: string) => Response, record: unknown = RECORD): HT
 }
 
 function see(): void {
-  const place = { ...endOfLog(), height_px: 480 };
-  rememberSeen("7f3a00", () => ({ place, snapshot: snapshot({ lines: [1, 0, 0, 0] }), rows: [[0, line(0, "loss 0.5")]] }));
+  const position = { ...endOfLog(), height_px: 480 };
+  registerViewState("7f3a00", () => ({ position, snapshot: snapshot({ lines: [1, 0, 0, 0] }), rows: [[0, line(0, "loss 0.5")]] }));
 }
 
 function ending(path: string): Response {

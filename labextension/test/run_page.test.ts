@@ -6,7 +6,6 @@ import { RunPageModel } from "../src/run_page/page_model";
 import type { PageServer } from "../src/run_page/page_model";
 import { pageFiles, runPage } from "../src/run_page/records";
 import type { PageFiles, RunPage } from "../src/run_page/records";
-import { formatBytes } from "../src/shared/units";
 import { eventually } from "./eventually";
 
 const PAGE: RunPage = runPage(
@@ -109,7 +108,7 @@ describe("a run's page", () => {
     expect(el.textContent).toContain("working directory was /home/ada");
   });
 
-  it("is requested again when the state changes, and keeps what it shows when the server refuses", async () => {
+  it("is requested again when the state changes, and keeps its content when the server refuses", async () => {
     const server = new FakeServer();
     const { el, model } = mounted(server);
     model.onSnapshot({ state: "running" });
@@ -125,7 +124,7 @@ describe("a run's page", () => {
 });
 
 describe("a comparison", () => {
-  it("marks what differs and shows the difference of the code", async () => {
+  it("marks different values and shows a diff of the code", async () => {
     const server = new FakeServer();
     const metrics = [{ name: "loss", value: "0.25" }, { name: "accuracy", value: "0.9" }];
     const code = [{ title: "cell 3", text: "loss = fit(2 * lr)\nprint(loss)" }];
@@ -148,35 +147,20 @@ describe("a comparison", () => {
   });
 });
 
-describe("a difference of lines", () => {
+describe("a line diff", () => {
   const diff = (before: string, after: string) => diffLines(before, after).map(({ sign, text }) => sign + text);
 
-  it("has the lines of both texts in order, with as few changes as possible", () => {
+  it("keeps the lines in order, with as few changes as possible", () => {
     expect(diff("a\nb\nc\nd", "a\nc\nx\nd")).toEqual([" a", "-b", " c", "+x", " d"]);
     expect(diff("a\na", "a")).toEqual([" a", "-a"]);
     expect(diff("", "a\nb")).toEqual(["-", "+a", "+b"]);
     expect(diff("same", "same")).toEqual([" same"]);
   });
 
-  it("of very long texts shows the middle as replaced", () => {
-    const text = (first: string) => Array.from({ length: 2_100 }, (_, at) => `${first}${at}`).join("\n");
+  it("replaces the whole middle of very long texts", () => {
+    const text = (first: string) => Array.from({ length: 2_100 }, (_, index) => `${first}${index}`).join("\n");
     const lines = diffLines(text("a"), text("b"));
     expect(lines.filter(({ sign }) => sign === "-")).toHaveLength(2_100);
     expect(lines.filter(({ sign }) => sign === "+")).toHaveLength(2_100);
-  });
-});
-
-describe("sizes", () => {
-  it("have a decimal unit and one digit after the point", () => {
-    expect([0, 312, 999, 1_000, 45_100_000, 999_960, 2.5e9, 3e12].map(formatBytes)).toEqual([
-      "0 B",
-      "312 B",
-      "999 B",
-      "1.0 kB",
-      "45.1 MB",
-      "1.0 MB",
-      "2.5 GB",
-      "3.0 TB",
-    ]);
   });
 });

@@ -1,6 +1,6 @@
 import { describe, expect, it } from "vitest";
 
-import { costOf, formatDuration, formatElapsed, formatMoney } from "../src/shared/units";
+import { costOf, formatBytes, formatDuration, formatElapsed, formatMoney } from "../src/shared/units";
 
 // the same as in tests/unit/views/test_render.py
 describe("a duration", () => {
@@ -50,5 +50,20 @@ describe("money", () => {
 
   it("charges each started second", () => {
     expect([0, 0.02, 1, 1.001, 59.5].map((seconds) => costOf(1, seconds))).toEqual([1, 1, 1, 2, 60]);
+  });
+});
+
+describe("formatBytes", () => {
+  it("uses decimal units, with one digit after the point", () => {
+    expect([0, 312, 999, 1_000, 45_100_000, 999_960, 2.5e9, 3e12].map(formatBytes)).toEqual([
+      "0 B",
+      "312 B",
+      "999 B",
+      "1.0 kB",
+      "45.1 MB",
+      "1.0 MB",
+      "2.5 GB",
+      "3.0 TB",
+    ]);
   });
 });

@@ -1,11 +1,11 @@
-/** Whether this page may show desktop notifications; `unavailable` in pages without HTTPS, except those of localhost. */
+/** Whether this page may show desktop notifications; `unavailable` without HTTPS, except on localhost. */
 export type DesktopPermission = NotificationPermission | "unavailable";
 
 export function desktopPermission(): DesktopPermission {
   return "Notification" in window && window.isSecureContext ? window.Notification.permission : "unavailable";
 }
 
-/** Asks the user for the permission. Browsers ask only in reply to a click or a key. */
+/** Asks the user for the permission. Browsers ask only in response to a click or a key press. */
 export async function requestDesktopPermission(): Promise<DesktopPermission> {
   return desktopPermission() === "unavailable" ? "unavailable" : window.Notification.requestPermission();
 }
@@ -13,7 +13,7 @@ export async function requestDesktopPermission(): Promise<DesktopPermission> {
 /**
  * Shows a desktop notification if that is permitted.
  *
- * @param tag: Pages that show a notification with the same tag share one.
+ * @param tag: Replaces an earlier notification with the same tag, which another page may have shown.
  */
 export function showDesktopNotification(title: string, body: string, tag: string, onClick: () => void): void {
   if (desktopPermission() !== "granted") return;
@@ -21,7 +21,7 @@ export function showDesktopNotification(title: string, body: string, tag: string
   try {
     shown = new window.Notification(title, { body, tag });
   } catch {
-    // Chrome on Android has notifications of service workers only
+    // Chrome on Android allows notifications only in service workers
     return;
   }
   shown.onclick = () => {

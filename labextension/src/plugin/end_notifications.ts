@@ -7,15 +7,15 @@ import { desktopPermission, requestDesktopPermission, showDesktopNotification } 
 import type { DesktopPermission } from "./desktop_notifications";
 import type { PanelSettings } from "./panel_settings";
 import type { PanelServer } from "./pool_connection";
-import { RunEnds } from "./run_ends";
+import { RunEndMonitor } from "./run_end_monitor";
 import { TitleMark } from "./title_mark";
 
-/** Shorter runs are not reported, counted from their submission. */
-export const MIN_REPORTED_S = 60;
+/** Minimum time from a run's submission to its end for a notification. */
+const MIN_REPORTED_S = 60;
 
 const REPORTED_KINDS = new Set(["cell", "call"]);
 
-/** The page's parts that are used here. */
+/** The parts of the page that notifications use. */
 export interface EndNotificationOptions {
   readonly server: PanelServer;
   readonly settings: PanelSettings;
@@ -26,61 +26,62 @@ export interface EndNotificationOptions {
 }
 
 /**
- * Notifies the user of long runs of the open notebooks that end while nobody looks at the page, if the settings say so:
- * in JupyterLab, on the desktop if that is permitted, and with a mark in the tab's title until somebody looks.
+ * Notifies the user when a long run of an open notebook ends while the page is not focused, if the setting is on: in
+ * JupyterLab, on the desktop if the browser permits it, and with a mark in the tab's title until the page is focused.
  */
 export class EndNotifications {
   private readonly mark = new TitleMark();
   /** The kernels of notebooks that are or were open. */
   private readonly kernels = new Set<string>();
-  private following: AbortController | null = null;
+  /** Stops the monitoring of runs; null while the setting is off. */
+  private monitoring: AbortController | null = null;
 
-  /** To be created when the settings have been loaded, so that a stored setting does not count as switched on. */
+  /** Must be created after the settings were loaded, so that a stored setting does not count as switched on. */
   constructor(
     private readonly options: EndNotificationOptions,
     signal: AbortSignal,
   ) {
     const update = (): void => {
-      const wasOn = this.following !== null;
-      this.followSetting();
-      if (!wasOn && this.following) this.askPermission();
+      const wasOn = this.monitoring !== null;
+      this.applySetting();
+      if (!wasOn && this.monitoring) this.offerPermission();
     };
     const clearMark = (): void => {
-      if (isLookedAt()) this.mark.clear();
+      if (isPageFocused()) this.mark.clear();
     };
     const removeListener = options.settings.onChange(update);
     window.addEventListener("focus", clearMark, { signal });
     document.addEventListener("visibilitychange", clearMark, { signal });
     signal.addEventListener("abort", () => {
       removeListener();
-      this.following?.abort();
+      this.monitoring?.abort();
       this.mark.clear();
     });
-    this.followSetting();
+    this.applySetting();
   }
 
-  private followSetting(): void {
+  private applySetting(): void {
     const { settings, server } = this.options;
     const { notifyRunEnd } = settings.current;
-    if (notifyRunEnd === (this.following !== null)) return;
-    this.following?.abort();
-    this.following = null;
+    if (notifyRunEnd === (this.monitoring !== null)) return;
+    this.monitoring?.abort();
+    this.monitoring = null;
     if (!notifyRunEnd) {
       this.mark.clear();
       return;
     }
-    this.following = new AbortController();
+    this.monitoring = new AbortController();
     const onEnd = (run: RunRow, ended_s: number): void => this.onRunEnd(run, ended_s);
-    new RunEnds(server, onEnd, () => this.noteKernels(), this.following.signal);
+    new RunEndMonitor(server, onEnd, () => this.recordKernels(), this.monitoring.signal);
   }
 
-  private noteKernels(): void {
+  private recordKernels(): void {
     for (const kernel of this.options.kernelIds()) this.kernels.add(kernel);
   }
 
   private onRunEnd(run: RunRow, ended_s: number): void {
     const isLong = ended_s - run.submitted_at >= MIN_REPORTED_S;
-    if (!isLong || !REPORTED_KINDS.has(run.kind) || !this.kernels.has(run.kernel) || isLookedAt()) return;
+    if (!isLong || !REPORTED_KINDS.has(run.kind) || !this.kernels.has(run.kernel) || isPageFocused()) return;
     const { translate: t } = this.options;
     const text = endText(run, ended_s, t);
     const open = (): void => this.options.openRun(run);
@@ -94,11 +95,11 @@ export class EndNotifications {
 
   // ---------------------------------------------------------------- the permission for desktop notifications
 
-  /** Asks for the permission; the settings are saved too late for the browser to count the click that changed them. */
-  private askPermission(): void {
+  /** Offers a button that asks for the permission: browsers ask only on a click, and that in the settings is over. */
+  private offerPermission(): void {
     const { translate: t } = this.options;
     if (desktopPermission() !== "default") {
-      this.explain(desktopPermission());
+      this.explainRefusal(desktopPermission());
       return;
     }
     Notification.info(t("Ends of runs can also be shown on the desktop."), {
@@ -107,13 +108,13 @@ export class EndNotifications {
         {
           label: t("Allow"),
           caption: t("Ask the browser for the permission"),
-          callback: () => void requestDesktopPermission().then((permission) => this.explain(permission)),
+          callback: () => void requestDesktopPermission().then((permission) => this.explainRefusal(permission)),
         },
       ],
     });
   }
 
-  private explain(permission: DesktopPermission): void {
+  private explainRefusal(permission: DesktopPermission): void {
     const { translate: t } = this.options;
     if (permission === "denied") {
       Notification.warning(
@@ -139,7 +140,7 @@ function notificationType(run: RunRow): "success" | "error" | "info" {
   return run.tone === "bad" ? "error" : "info";
 }
 
-/** Whether somebody is looking at the page. */
-function isLookedAt(): boolean {
+/** Returns whether the page is visible and has the focus. */
+function isPageFocused(): boolean {
   return !document.hidden && document.hasFocus();
 }

@@ -2,15 +2,15 @@ import type { IRenderMime } from "@jupyterlab/rendermime-interfaces";
 import { Panel, Widget } from "@lumino/widgets";
 
 import { mountRunView } from "../run_view";
-import { findSeen } from "../run_view/view_place";
-import type { SeenRun } from "../run_view/view_place";
+import { findViewState } from "../run_view/view_state";
+import type { ViewState } from "../run_view/view_state";
 import { RUN_MIME, findEndedRun } from "./outputs";
 import { RunFeed } from "./run_feed";
 import type { RunServer } from "./run_server";
 import { ServerTransport } from "./server_transport";
 
 /** After this time without the run's end from the server, the saved form is shown. */
-export const FINAL_TIMEOUT_MS = 5_000;
+const FINAL_TIMEOUT_MS = 5_000;
 // before text/html, after widgets
 const RANK = 30;
 
@@ -45,9 +45,9 @@ class EndedRunOutput extends Panel implements IRenderMime.IRenderer {
   async renderModel(model: IRenderMime.IMimeModel): Promise<void> {
     this.clear();
     const run = findEndedRun(model.data[RUN_MIME]);
-    const seen = run === null ? null : findSeen(run);
-    if (run === null || seen === null) await this.showSaved(model);
-    else this.showView(run, seen, model);
+    const previous = run === null ? null : findViewState(run);
+    if (run === null || previous === null) await this.showSaved(model);
+    else this.showView(run, previous, model);
   }
 
   override dispose(): void {
@@ -61,7 +61,7 @@ class EndedRunOutput extends Panel implements IRenderMime.IRenderer {
     for (const widget of [...this.widgets]) widget.dispose();
   }
 
-  private showView(run: string, seen: SeenRun, model: IRenderMime.IMimeModel): void {
+  private showView(run: string, previous: ViewState, model: IRenderMime.IMimeModel): void {
     const { signal } = this.controller;
     const view = new Widget();
     this.addWidget(view);
@@ -78,7 +78,7 @@ class EndedRunOutput extends Panel implements IRenderMime.IRenderer {
     });
     const timer = setTimeout(giveUp, FINAL_TIMEOUT_MS);
     signal.addEventListener("abort", () => clearTimeout(timer), { once: true });
-    mountRunView(view.node, new ServerTransport(this.server, feed), signal, seen);
+    mountRunView(view.node, new ServerTransport(this.server, feed), signal, previous);
     void feed.poll();
   }
 

@@ -3,7 +3,7 @@ import type { Kernel, KernelMessage } from "@jupyterlab/services";
 
 import type { KernelState } from "../panel/host";
 
-/** The part of a notebook's session context that is used here. */
+/** The members of a notebook's session context that the monitor uses. */
 export type MonitoredSession = Pick<
   ISessionContext,
   "session" | "kernelDisplayStatus" | "kernelChanged" | "statusChanged" | "connectionStatusChanged" | "iopubMessage"
@@ -13,7 +13,7 @@ export type MonitoredSession = Pick<
 export interface KernelListener {
   /** The kernel's id or state has changed. */
   onChange(): void;
-  /** A cell has ended, in this notebook or another one. */
+  /** A cell of this notebook, or of another one with the same kernel, has ended. */
   onCellEnd(): void;
   /** The kernel was restarted or replaced by another one, and its state is lost. */
   onReplaced(isOtherKernel: boolean): void;
@@ -30,11 +30,11 @@ const STATES: Readonly<Record<string, KernelState>> = {
   dead: "dead",
   disconnected: "disconnected",
 };
-/** Requests that the kernel's main shell handles. Others may end while a cell runs. */
+/** Requests that the kernel's main shell handles. Other requests may end while a cell runs. */
 const SHELL_REQUESTS = new Set(["execute_request", "kernel_info_request"]);
 
-/** Returns whether sgpu-magic is loaded according to a message, null if the message does not say. */
-function loadedIn(message: KernelMessage.IMessage): boolean | null {
+/** Returns whether sgpu-magic is loaded according to a message, null if the message does not contain it. */
+function readLoaded(message: KernelMessage.IMessage): boolean | null {
   const { metadata } = message.content as { readonly metadata?: Readonly<Record<string, unknown>> };
   const sgpu = metadata?.["sgpu_magic"] as { readonly loaded?: unknown } | undefined;
   return typeof sgpu?.loaded === "boolean" ? sgpu.loaded : null;
@@ -63,18 +63,18 @@ export class KernelMonitor {
     this.lastState = this.readState();
     const update = (): void => this.update();
     const onStatus = (_: unknown, status: Kernel.Status): void => this.onStatus(status);
-    const iopub = (_: unknown, message: KernelMessage.IMessage): void => this.onMessage(message);
+    const onIopub = (_: unknown, message: KernelMessage.IMessage): void => this.onMessage(message);
     context.kernelChanged.connect(update);
     context.statusChanged.connect(onStatus);
     context.connectionStatusChanged.connect(update);
-    context.iopubMessage.connect(iopub);
+    context.iopubMessage.connect(onIopub);
     signal.addEventListener(
       "abort",
       () => {
         context.kernelChanged.disconnect(update);
         context.statusChanged.disconnect(onStatus);
         context.connectionStatusChanged.disconnect(update);
-        context.iopubMessage.disconnect(iopub);
+        context.iopubMessage.disconnect(onIopub);
       },
       { once: true },
     );
@@ -105,7 +105,7 @@ export class KernelMonitor {
     const { session } = message.header;
     if (this.processSession !== "" && session !== this.processSession) this.reset(false);
     this.processSession = session;
-    const isLoaded = loadedIn(message);
+    const isLoaded = readLoaded(message);
     if (isLoaded !== null) this.listener.onLoadedChange(isLoaded);
     if (message.header.msg_type !== "status" || !SHELL_REQUESTS.has(parentType)) return;
     const state = (message as KernelMessage.IStatusMsg).content.execution_state;
@@ -141,7 +141,7 @@ export class KernelMonitor {
 
   private readState(): KernelState {
     const { connection } = this;
-    // checked first, because the display status hides it when the connection is closed
+    // checked first, because the display status does not show it when the connection is closed
     if (connection?.status === "dead") return "dead";
     const status = this.context.kernelDisplayStatus;
     if (connection?.connectionStatus === "connected") this.wasConnected = true;
@@ -153,7 +153,7 @@ export class KernelMonitor {
     if (status === "unknown" && !connection) return "none";
     const known = STATES[status];
     if (known) return known;
-    // unknown while connected: usually a cell has been running since before the page was loaded; requests work
+    // an unknown status while connected usually means that a cell has been running since before the page was loaded
     const current = status === "unknown" ? "busy" : status;
     this.isBusy ??= current === "busy";
     return this.isBusy ? "busy" : "idle";

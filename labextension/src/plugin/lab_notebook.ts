@@ -18,7 +18,7 @@ export const REPLY_TIMEOUT_MS = 2_000;
 /** Timeout of a kernel with sgpu-magic, whose code may block its other threads for a while. */
 export const KNOWN_REPLY_TIMEOUT_MS = 10_000;
 /** Timeout of requests that install packages, connect or disconnect. */
-export const SLOW_REPLY_TIMEOUT_MS = 60_000;
+const SLOW_REPLY_TIMEOUT_MS = 60_000;
 
 const LOAD_LINE = "%load_ext sgpu_magic";
 /** Part of a kernel's banner when sgpu-magic is loaded. */

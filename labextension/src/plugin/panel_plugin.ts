@@ -19,7 +19,7 @@ import { PanelActions } from "./panel_actions";
 import { PanelSettings, SCHEMA } from "./panel_settings";
 import { PoolConnection } from "./pool_connection";
 import { RunTabs } from "./run_tabs";
-import type { RunToOpen } from "./run_tabs";
+import type { RunReference } from "./run_tabs";
 import { RunServer } from "./run_server";
 import { createLocate, createRequest, openSocket } from "./server_requests";
 import { Sidebar } from "./sidebar";
@@ -154,7 +154,7 @@ export const panelPlugin: JupyterFrontEndPlugin<void> = {
 };
 
 /** Returns the run that a command's arguments name, null if they name none. */
-function readRun(value: unknown): RunToOpen | null {
+function readRun(value: unknown): RunReference | null {
   const { run_id, name } = (value ?? {}) as { readonly run_id?: unknown; readonly name?: unknown };
   return typeof run_id === "string" ? { run_id, name: typeof name === "string" ? name : run_id } : null;
 }

@@ -8,11 +8,11 @@ import type { Request } from "./run_server";
 
 /** Pause after a failure; each further failure doubles it, up to `MAX_PAUSE_MS`. */
 export const PAUSE_MS = 500;
-export const MAX_PAUSE_MS = 8_000;
-/** Pause if the server has no sgpu-magic, which a restart of the server may change. */
+const MAX_PAUSE_MS = 8_000;
+/** Pause if the server has no sgpu-magic; it may have after a restart. */
 export const ABSENT_PAUSE_MS = 60_000;
 /** Give up on websockets after this many silent ones: a proxy probably blocks them. */
-export const MAX_SILENT_SOCKETS = 3;
+const MAX_SILENT_SOCKETS = 3;
 
 const PATH = "sgpu/panel";
 const OPEN = 1;
@@ -20,7 +20,7 @@ const AWAY = "The Jupyter server does not answer.";
 const ABSENT = "This Jupyter server has no sgpu-magic.";
 const REFUSED = "The Jupyter server denies this page access to pools.";
 
-/** The part of a websocket that is used here. */
+/** The members of a websocket that the connection uses. */
 export type Socket = Pick<WebSocket, "readyState" | "send" | "close" | "onopen" | "onmessage" | "onclose">;
 
 /** Access to the Jupyter server; paths are relative to its base URL. */
@@ -55,7 +55,7 @@ export class PoolConnection {
   private readonly subscribers = new Map<object, string | null>();
   private watched: string | null = null;
   private socket: Socket | null = null;
-  private polling = false;
+  private isPolling = false;
   private silentSockets = 0;
   private pause_ms = PAUSE_MS;
   private timer: ReturnType<typeof setTimeout> | undefined;
@@ -125,8 +125,8 @@ export class PoolConnection {
     if (this.watched === null || this.signal.aborted) return;
     if (this.watched !== this.model.watched) this.model.switchTo(this.watched);
     if (this.socket?.readyState === OPEN) this.sendWatch(this.socket);
-    else if (this.polling) this.poll();
-    // otherwise it is sent when the socket opens
+    else if (this.isPolling) this.poll();
+    // a socket that is not open yet subscribes when it opens
     else if (!this.socket && this.timer === undefined && this.link.kind !== "refused") this.connect();
   }
 
@@ -175,7 +175,7 @@ export class PoolConnection {
   private async onDisconnect(hasReceived: boolean): Promise<void> {
     if (this.watched === null) return;
     const { generation } = this;
-    // the link state changes only if this fails too, since the server may have just restarted
+    // the link state changes only if this request fails too, because the server may have just restarted
     const outcome = await this.requestState();
     if (generation !== this.generation || this.signal.aborted) return;
     if (outcome === "refused") return;
@@ -185,7 +185,7 @@ export class PoolConnection {
     }
     if (outcome === "updated" && !hasReceived) this.silentSockets += 1;
     if (this.silentSockets >= MAX_SILENT_SOCKETS) {
-      this.polling = true;
+      this.isPolling = true;
       this.schedule(this.pollInterval_ms, () => this.poll());
       return;
     }
@@ -197,7 +197,7 @@ export class PoolConnection {
 
   private poll(): void {
     this.stop();
-    this.polling = true;
+    this.isPolling = true;
     const { generation } = this;
     void this.requestState().then((outcome) => {
       if (generation !== this.generation || this.signal.aborted || this.watched === null || outcome === "refused") return;
@@ -206,7 +206,7 @@ export class PoolConnection {
         return;
       }
       // websockets may work after a restart of the server
-      this.polling = false;
+      this.isPolling = false;
       this.silentSockets = 0;
       this.schedule(this.pause_ms, () => this.connect());
     });
@@ -228,7 +228,7 @@ export class PoolConnection {
     if (generation !== this.generation) return "away";
     if (response.ok) {
       for (const update of [body.pools, body.pool, body.runs]) this.applyUpdate(() => update);
-      // an update of another version stops the connection
+      // an update of another version has stopped the connection
       return generation === this.generation ? "updated" : "refused";
     }
     if (response.status === 404) {
@@ -306,7 +306,7 @@ export class PoolConnection {
     this.generation += 1;
     clearTimeout(this.timer);
     this.timer = undefined;
-    this.polling = false;
+    this.isPolling = false;
     const { socket } = this;
     this.socket = null;
     if (!socket) return;
@@ -322,7 +322,7 @@ export class PoolConnection {
   }
 }
 
-/** The connection as the panel uses it, with one subscription. */
+/** The panel's access to the shared connection, with a subscription of its own. */
 export class PanelPools implements PoolLink {
   constructor(
     private readonly connection: PoolConnection,

@@ -17,8 +17,8 @@ export type RestoreReason = "loaded" | "restarted";
 /**
  * Shows a run in a cell whose execution this page does not follow: first its live view, then the cell's final outputs.
  *
- * Only the final outputs mark the notebook as changed. Ends when they are shown, when other code clears or writes the
- * cell's outputs, or with the signal.
+ * Only the final outputs mark the notebook as changed. The restoration ends when they are shown, when other code clears
+ * or writes the cell's outputs, or when the signal aborts.
  */
 export class RestoredRun {
   private readonly controller = new AbortController();
@@ -55,14 +55,14 @@ export class RestoredRun {
     return this.controller.signal.aborted;
   }
 
-  /** Shows the run until `isOver`. */
+  /** Shows the run until the restoration ends. */
   async show(): Promise<void> {
     try {
       const outputs = this.missing.isActive ? null : await this.requestFinal();
       if (outputs) this.showFinal(outputs);
       else await this.showLive();
     } catch (error) {
-      // the server refuses, or no longer has the run, so the cell stays as it was saved
+      // keep the saved cell if the server refuses or no longer has the run
       if (!this.isOver && !(error instanceof ServerError)) throw error;
     } finally {
       this.controller.abort();
@@ -97,7 +97,7 @@ export class RestoredRun {
       const outputs = await this.requestFinal();
       if (outputs) this.showFinal(outputs);
     }
-    // the view stays, and shows why the feed has ended
+    // keep the view, which shows why the feed has ended
     else await new Promise((resolve) => this.controller.signal.addEventListener("abort", resolve, { once: true }));
   }
 
@@ -106,19 +106,19 @@ export class RestoredRun {
     const outputs = this.reason === "restarted" ? [...final.outputs, restartedOutput(this.run)] : final.outputs;
     this.write(outputs);
     this.cell.model.executionCount = final.execution_count;
-    // set explicitly: the execution count may be the same as before
+    // needed, because the execution count may not have changed
     this.cell.model.executionState = "idle";
   }
 
   private async showDisplays(): Promise<void> {
-    let found: CellOutputs;
+    let displays: CellOutputs;
     try {
-      found = await this.server.displays(this.run, this.controller.signal);
+      displays = await this.server.displays(this.run, this.controller.signal);
     } catch {
-      // the next display or the run's end tries again
+      // requested again at the next display and at the run's end
       return;
     }
-    if (!this.isOver) this.withoutMarkingDirty(() => this.writeDisplays(found.outputs));
+    if (!this.isOver) this.withoutMarkingDirty(() => this.writeDisplays(displays.outputs));
   }
 
   private writeDisplays(displays: readonly CellOutput[]): void {
@@ -127,15 +127,16 @@ export class RestoredRun {
       this.write([liveOutput(this.run, this.view), ...displays]);
       return;
     }
-    // one by one, so that the live view is not rendered again
+    // replace changed outputs only, so that the live view is not rendered again
     displays.forEach((output, index) => {
-      const at = index + 1;
-      if (at >= outputs.length) outputs.add(output as IOutput);
-      else if (JSON.stringify(outputs.get(at).toJSON()) !== JSON.stringify(output)) outputs.set(at, output as IOutput);
+      // the live view is the first output
+      const position = index + 1;
+      if (position >= outputs.length) outputs.add(output as IOutput);
+      else if (JSON.stringify(outputs.get(position).toJSON()) !== JSON.stringify(output)) outputs.set(position, output as IOutput);
     });
   }
 
-  /** Writes temporary outputs without marking the notebook as changed, as other pages may have it open too. */
+  /** Writes temporary outputs without marking the notebook as changed, because other pages may have it open too. */
   private withoutMarkingDirty(write: () => void): void {
     const { dirty } = this.document;
     write();
@@ -145,7 +146,7 @@ export class RestoredRun {
   private write(outputs: readonly CellOutput[]): void {
     const { model } = this.cell;
     this.isWriting = true;
-    // like outputs from the kernel, these come from the user's own execution
+    // the outputs come from the user's own execution, like those that the kernel sends
     model.trusted = true;
     model.outputs.fromJSON(outputs as unknown as IOutput[]);
     this.isWriting = false;
@@ -158,13 +159,10 @@ export class RestoredRun {
     for (let at = 0; at < outputs.length; at++) {
       if (viewNumber(outputs.get(at).data[LIVE_MIME]) === this.view) return;
     }
-    if (this.cell.model.executionState === "running" && !this.isFollowed) this.cell.model.executionState = "idle";
+    if (this.cell.model.executionState === "running" && !isFollowed(this.cell)) this.cell.model.executionState = "idle";
     this.controller.abort();
   };
 
-  private get isFollowed(): boolean {
-    return isFollowed(this.cell);
-  }
 }
 
 /** Returns whether this page receives the kernel's messages about the cell's execution. */

@@ -4,19 +4,19 @@ import { ServerError } from "./run_server";
 import type { RunChanges, RunServer } from "./run_server";
 
 /** Timeout of a long poll: the server replies after this time even without changes. */
-export const LONG_POLL_S = 15;
-/** Maximum of concurrent long polls: a browser opens six connections to a server, and other requests need some. */
-export const MAX_LONG_POLLS = 3;
-/** Pause after a short poll, and after a failure; each further failure doubles it, up to `MAX_PAUSE_MS`. */
-export const PAUSE_MS = 1_000;
-export const MAX_PAUSE_MS = 8_000;
+const LONG_POLL_S = 15;
+/** Maximum number of concurrent long polls, out of the six connections that a browser opens to a server. */
+const MAX_LONG_POLLS = 3;
+/** Pause after a short poll and after a failure; each further failure doubles it, up to `MAX_PAUSE_MS`. */
+const PAUSE_MS = 1_000;
+const MAX_PAUSE_MS = 8_000;
 
 /** Receives the updates of a feed. */
 export interface FeedListener {
   onUpdate?(update: FeedUpdate): void;
   onSnapshot?(snapshot: Snapshot): void;
   onLinkChange?(link: LinkState): void;
-  /** The ranks have displayed something new. */
+  /** The ranks have displayed new output. */
   onDisplay?(): void;
   /** The run has ended, and no more updates follow. */
   onFinal?(): void;
@@ -29,7 +29,7 @@ let longPolls = 0;
 /**
  * Polls the server for a run's changes. Views that share a feed share its connection.
  *
- * Ends with the signal, with the run, or when the server refuses the run for good.
+ * Polling ends with the run, when the server permanently refuses the request, or when the signal aborts.
  */
 export class RunFeed {
   /** Number of the last `NewLines` that listeners received. */

@@ -17,7 +17,7 @@ export interface SubmittedRun {
   /** Seconds since the epoch; null while the run is active, or if its end was not recorded. */
   readonly ended: number | null;
   readonly execution_count: number | null;
-  /** Whether its cell runs until the run ends. */
+  /** Whether its cell is executing until the run ends. */
   readonly blocks: boolean;
 }
 
@@ -40,7 +40,7 @@ export interface CellOutputs {
   readonly execution_count: number | null;
 }
 
-/** One output in the notebook's own format. */
+/** An output in the notebook format. */
 export interface CellOutput {
   readonly output_type: string;
   readonly [key: string]: unknown;
@@ -56,9 +56,9 @@ export class ServerError extends NoAnswer {
   }
 }
 
-/** Requests to the Jupyter server about runs. Methods throw `ServerError`, or the error of a failed request. */
+/** Requests to the Jupyter server about runs. Methods throw `ServerError`, or the error of a request that failed. */
 export class RunServer implements PageServer {
-  /** @param locate: Returns the URL of a path of the server, for links. */
+  /** @param locate: Returns the URL of a path on the server, for links. */
   constructor(
     private readonly request: Request,
     private readonly locate: (path: string) => string = (path) => path,
@@ -78,17 +78,17 @@ export class RunServer implements PageServer {
   ): Promise<RunChanges> {
     const query = new URLSearchParams({ wait: String(wait_s) });
     for (const [name, value] of Object.entries(known)) query.set(name, String(value));
-    const found = (await this.get(`${path(run)}/news?${query.toString()}`, signal)) as RunChanges;
+    const changes = (await this.get(`${path(run)}/news?${query.toString()}`, signal)) as RunChanges;
     return {
-      ...found,
-      snapshot: found.snapshot === null ? null : readSnapshot(found.snapshot),
-      updates: found.updates.map(readUpdate),
+      ...changes,
+      snapshot: changes.snapshot === null ? null : readSnapshot(changes.snapshot),
+      updates: changes.updates.map(readUpdate),
     };
   }
 
   async ask(run: string, question: Question, signal: AbortSignal): Promise<Answer> {
     const body = JSON.stringify(question);
-    return readAnswer(await this.json(`${path(run)}/ask`, { method: "POST", body, signal }));
+    return readAnswer(await this.requestJson(`${path(run)}/ask`, { method: "POST", body, signal }));
   }
 
   /** Returns the run's final outputs; throws `ServerError` with 409 while it is active. */
@@ -96,12 +96,12 @@ export class RunServer implements PageServer {
     return (await this.get(`${path(run)}/outputs`, signal)) as CellOutputs;
   }
 
-  /** Returns what the run's ranks have displayed so far. */
+  /** Returns the outputs that the run's ranks have displayed so far. */
   async displays(run: string, signal: AbortSignal): Promise<CellOutputs> {
     return (await this.get(`${path(run)}/displays`, signal)) as CellOutputs;
   }
 
-  /** Returns what the run's page shows beside its live view. */
+  /** Returns the run's page: its code, options, phases and environment. */
   async page(run: string, signal: AbortSignal): Promise<RunPage> {
     return runPage(await this.get(`${path(run)}/page`, signal), "page", false);
   }
@@ -116,10 +116,10 @@ export class RunServer implements PageServer {
   }
 
   private get(path: string, signal: AbortSignal): Promise<unknown> {
-    return this.json(path, { method: "GET", signal });
+    return this.requestJson(path, { method: "GET", signal });
   }
 
-  private async json(path: string, init: RequestInit): Promise<unknown> {
+  private async requestJson(path: string, init: RequestInit): Promise<unknown> {
     const response = await this.request(path, init);
     if (response.ok) return response.json();
     throw new ServerError(response.status, await errorText(response));
@@ -133,10 +133,10 @@ function path(run: string): string {
 /** Returns the message of an error reply, or a sentence with its status. */
 export async function errorText(response: Response): Promise<string> {
   try {
-    const found = (await response.json()) as { message?: unknown };
-    if (typeof found.message === "string" && found.message) return found.message;
+    const { message } = (await response.json()) as { message?: unknown };
+    if (typeof message === "string" && message) return message;
   } catch {
-    // not JSON, but an error page of a proxy or of the server
+    // the body is not JSON, but an error page of a proxy or of the server
   }
   return `the Jupyter server answered ${response.status} ${response.statusText}`.trim();
 }

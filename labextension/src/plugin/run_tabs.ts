@@ -12,13 +12,13 @@ import { ServerTransport } from "./server_transport";
 
 const MIN_HEIGHT = "280px";
 
-/** A run to open. */
-export interface RunToOpen {
+/** The id and the name of a run. */
+export interface RunReference {
   readonly run_id: string;
   readonly name: string;
 }
 
-/** Tabs of runs, each with a run's live view and page, and tabs that compare two runs. */
+/** Tabs that show a run's live view and page, and tabs that compare two runs. */
 export class RunTabs {
   private readonly runs = new WidgetTracker<MainAreaWidget<RunTab>>({ namespace: "sgpu-runs" });
   private readonly comparisons = new WidgetTracker<MainAreaWidget<ComparisonTab>>({ namespace: "sgpu-comparisons" });
@@ -30,13 +30,13 @@ export class RunTabs {
     private readonly area: string,
   ) {}
 
-  open(run: RunToOpen): void {
+  open(run: RunReference): void {
     const found = this.runs.find((tab) => tab.content.run.run_id === run.run_id);
     this.show(found ?? this.create(run));
   }
 
   /** Opens a tab that compares two runs. */
-  compare(first: RunToOpen, second: RunToOpen): void {
+  compare(first: RunReference, second: RunReference): void {
     const id = comparisonId(first, second);
     this.show(this.comparisons.find((tab) => tab.id === id) ?? this.createComparison(first, second));
   }
@@ -56,19 +56,19 @@ export class RunTabs {
   }
 
   private show(tab: MainAreaWidget): void {
-    // a tab rather than a split, so that the notebook keeps its height
+    // not a split, so that the notebook keeps its height
     if (!tab.isAttached) this.app.shell.add(tab, this.area, { mode: "tab-after" });
     this.app.shell.activateById(tab.id);
   }
 
-  private create(run: RunToOpen): MainAreaWidget<RunTab> {
+  private create(run: RunReference): MainAreaWidget<RunTab> {
     const tab = this.wrap(new RunTab(run, this.server), `sgpu-run-${run.run_id}`, run.name);
     tab.title.caption = `${run.name} · ${run.run_id}`;
     void this.runs.add(tab);
     return tab;
   }
 
-  private createComparison(first: RunToOpen, second: RunToOpen): MainAreaWidget<ComparisonTab> {
+  private createComparison(first: RunReference, second: RunReference): MainAreaWidget<ComparisonTab> {
     const content = new ComparisonTab([first, second], this.server);
     const tab = this.wrap(content, comparisonId(first, second), comparisonLabel(first, second));
     void this.comparisons.add(tab);
@@ -83,18 +83,18 @@ export class RunTabs {
     tab.title.icon = gpuIcon;
     tab.title.closable = true;
     tab.toolbar.hide();
-    // widgets in the `down` area have no height of their own
+    // the `down` area does not give its widgets a height
     if (this.area !== "main") content.node.style.minHeight = MIN_HEIGHT;
     return tab;
   }
 }
 
-function comparisonId(first: RunToOpen, second: RunToOpen): string {
+function comparisonId(first: RunReference, second: RunReference): string {
   return `sgpu-compare-${first.run_id}-${second.run_id}`;
 }
 
-/** Returns `fit ↔ train`, `fit 7f3a ↔ 80b1` for two runs of one name. */
-function comparisonLabel(first: RunToOpen, second: RunToOpen): string {
+/** Returns `fit ↔ train`, or `fit 7f3a ↔ fit 80b1` if both runs have the same name. */
+function comparisonLabel(first: RunReference, second: RunReference): string {
   if (first.name !== second.name) return `${first.name} ↔ ${second.name}`;
   return `${first.name} ${first.run_id.slice(0, 4)} ↔ ${second.run_id.slice(0, 4)}`;
 }
@@ -115,31 +115,31 @@ class ScrollingTab extends Widget {
   }
 }
 
-/** A run's view and its page. */
+/** The live view and the page of a run. */
 class RunTab extends ScrollingTab {
   constructor(
-    readonly run: RunToOpen,
+    readonly run: RunReference,
     server: RunServer,
   ) {
     super();
     this.addClass("sgpu-run-tab");
     const { signal } = this.controller;
-    const [view, below] = [document.createElement("div"), document.createElement("div")];
-    this.node.append(view, below);
+    const [viewElement, pageElement] = [document.createElement("div"), document.createElement("div")];
+    this.node.append(viewElement, pageElement);
     const feed = new RunFeed(server, run.run_id, signal);
-    mountRunView(view, new ServerTransport(server, feed), signal);
+    mountRunView(viewElement, new ServerTransport(server, feed), signal);
     const page = new RunPageModel(run.run_id, server, signal);
     feed.addListener(page);
-    mountRunPage(below, page, signal);
+    mountRunPage(pageElement, page, signal);
     void page.refresh();
     void feed.poll();
   }
 }
 
-/** Two runs compared. */
+/** The comparison of two runs. */
 class ComparisonTab extends ScrollingTab {
   constructor(
-    readonly runs: readonly [RunToOpen, RunToOpen],
+    readonly runs: readonly [RunReference, RunReference],
     server: RunServer,
   ) {
     super();

@@ -1,7 +1,6 @@
-/** Precedes the page's title in the browser's tab. */
-export const MARK = "● ";
+const MARK = "● ";
 
-/** A mark in the title of the browser's tab. It stays when the application changes the title. */
+/** A mark before the page's title in the browser's tab. It is restored when the application changes the title. */
 export class TitleMark {
   private readonly observer = new MutationObserver(() => this.apply());
   private isShown = false;

@@ -6,7 +6,7 @@ import { About, Environment, Options, Parameters, Phases, ShippedNames } from ".
 import { Files } from "./components/files";
 import type { RunPageModel } from "./page_model";
 
-/** What is known of a run beside its live view: code, options, phases, environment, files. */
+/** The details of a run below its live view: code, files, options, phases and environment. */
 export function RunPageApp({ model, ticker }: { model: RunPageModel; ticker: Ticker }) {
   const [, redraw] = useState(0);
   useLayoutEffect(() => model.subscribe(() => redraw((count) => count + 1)), [model]);

@@ -31,12 +31,12 @@ export function ComparisonApp({ runs, server, signal }: Props) {
   return (
     <article class="sgpu-page" aria-label="comparison">
       {error !== "" && <p class="sgpu-bad">{`The runs can't be compared: ${error}`}</p>}
-      {pages && <Compared pages={pages} onRefresh={load} />}
+      {pages && <ComparisonTable pages={pages} onRefresh={load} />}
     </article>
   );
 }
 
-function Compared({ pages, onRefresh }: { pages: Pair; onRefresh: () => void }) {
+function ComparisonTable({ pages, onRefresh }: { pages: Pair; onRefresh: () => void }) {
   const [first, second] = pages;
   return (
     <>
@@ -55,17 +55,17 @@ function Compared({ pages, onRefresh }: { pages: Pair; onRefresh: () => void }) 
             ))}
           </tr>
         </thead>
-        <Rows title="Run" pages={pages} of={about} />
-        <Rows title="Last metrics" pages={pages} of={(page) => page.metrics} />
-        <Rows title="Parameters" pages={pages} of={(page) => page.parameters} />
-        <Rows title="Options" pages={pages} of={(page) => page.options.map(switchAsSet)} />
+        <Rows title="Run" pages={pages} valuesOf={runFacts} />
+        <Rows title="Last metrics" pages={pages} valuesOf={(page) => page.metrics} />
+        <Rows title="Parameters" pages={pages} valuesOf={(page) => page.parameters} />
+        <Rows title="Options" pages={pages} valuesOf={(page) => page.options.map(withSwitchValue)} />
       </table>
       <CodeDifference before={first} after={second} />
     </>
   );
 }
 
-function about(page: RunPage): readonly NamedText[] {
+function runFacts(page: RunPage): readonly NamedText[] {
   const total_s = page.phases.filter(({ name }) => name === "running").reduce((sum, { seconds }) => sum + seconds, 0);
   return [
     { name: "state", value: page.state },
@@ -76,20 +76,20 @@ function about(page: RunPage): readonly NamedText[] {
   ];
 }
 
-/** A switch has no value, which would look like an option that is not set. */
-function switchAsSet({ name, value }: NamedText): NamedText {
+/** Gives a switch the value `set`: without a value it would look like an option that is not set. */
+function withSwitchValue({ name, value }: NamedText): NamedText {
   return { name, value: value === "" ? "set" : value };
 }
 
 interface RowsProps {
   readonly title: string;
   readonly pages: Pair;
-  readonly of: (page: RunPage) => readonly NamedText[];
+  readonly valuesOf: (page: RunPage) => readonly NamedText[];
 }
 
-/** The values of both runs by name; rows that differ are marked. */
-function Rows({ title, pages, of }: RowsProps) {
-  const values = pages.map((page) => new Map(of(page).map(({ name, value }) => [name, value])));
+/** A group of rows, each with a value of both runs; rows with different values are marked. */
+function Rows({ title, pages, valuesOf }: RowsProps) {
+  const values = pages.map((page) => new Map(valuesOf(page).map(({ name, value }) => [name, value])));
   const names = [...new Set(values.flatMap((each) => [...each.keys()]))];
   const rows = names
     .map((name) => ({ name, both: values.map((each) => each.get(name) ?? "") }))
@@ -105,8 +105,8 @@ function Rows({ title, pages, of }: RowsProps) {
       {rows.map(({ name, both }) => (
         <tr key={name} class={both[0] === both[1] ? "" : "sgpu-differs"}>
           <th scope="row">{name}</th>
-          {both.map((value, at) => (
-            <td key={at}>{value || "–"}</td>
+          {both.map((value, index) => (
+            <td key={index}>{value || "–"}</td>
           ))}
         </tr>
       ))}
@@ -123,8 +123,8 @@ function CodeDifference({ before, after }: { before: RunPage; after: RunPage }) 
         Code <small>{changed === 0 ? "the same in both runs" : `− ${label(before)} · + ${label(after)}`}</small>
       </h3>
       <pre>
-        {lines.map(({ sign, text }, at) => (
-          <div key={at} class={`sgpu-diff-${{ " ": "same", "-": "old", "+": "new" }[sign]}`}>
+        {lines.map(({ sign, text }, index) => (
+          <div key={index} class={`sgpu-diff-${{ " ": "same", "-": "old", "+": "new" }[sign]}`}>
             {`${sign === "-" ? "−" : sign} ${text}`}
           </div>
         ))}

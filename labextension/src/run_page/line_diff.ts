@@ -1,25 +1,25 @@
-/** A line of a difference: in both texts, or in one of them. */
+/** A line of a diff: unchanged, removed or added. */
 export interface DiffLine {
   readonly sign: " " | "-" | "+";
   readonly text: string;
 }
 
-/** Above this many pairs of lines, the middle of the texts is shown as removed and added as a whole. */
+/** Above this many pairs of lines, the part between the common start and end is shown as removed and added. */
 const MAX_PAIRS = 4_000_000;
 
-/** Returns the difference between two texts line by line, with as many common lines as possible. */
+/** Returns a line diff of two texts with as few changed lines as possible. */
 export function diffLines(before: string, after: string): readonly DiffLine[] {
   const [old, current] = [before.split("\n"), after.split("\n")];
   let start = 0;
   while (start < Math.min(old.length, current.length) && old[start] === current[start]) start += 1;
   let end = 0;
-  const rest = Math.min(old.length, current.length) - start;
-  while (end < rest && old[old.length - 1 - end] === current[current.length - 1 - end]) end += 1;
-  const same = (lines: readonly string[]): DiffLine[] => lines.map((text) => ({ sign: " ", text }));
+  const maxEnd = Math.min(old.length, current.length) - start;
+  while (end < maxEnd && old[old.length - 1 - end] === current[current.length - 1 - end]) end += 1;
+  const unchanged = (lines: readonly string[]): DiffLine[] => lines.map((text) => ({ sign: " ", text }));
   return [
-    ...same(old.slice(0, start)),
+    ...unchanged(old.slice(0, start)),
     ...diffMiddle(old.slice(start, old.length - end), current.slice(start, current.length - end)),
-    ...same(old.slice(old.length - end)),
+    ...unchanged(old.slice(old.length - end)),
   ];
 }
 

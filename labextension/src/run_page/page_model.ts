@@ -1,6 +1,6 @@
 import type { PageFiles, RunPage } from "./records";
 
-/** Requests about a run's page. Methods throw if the server refuses or does not answer. */
+/** Requests to the server for a run's page. Methods throw if the server refuses or does not answer. */
 export interface PageServer {
   page(run: string, signal: AbortSignal): Promise<RunPage>;
   files(run: string, signal: AbortSignal): Promise<PageFiles>;
@@ -8,7 +8,7 @@ export interface PageServer {
   fileUrl(run: string, name: string): string;
 }
 
-/** A run's page as the server described it last; it is requested again when the run's state changes. */
+/** The last page of a run that the server sent. The page is requested again when the run's state changes. */
 export class RunPageModel {
   page: RunPage | null = null;
   files: PageFiles | null = null;
@@ -31,7 +31,7 @@ export class RunPageModel {
     return () => this.listeners.delete(callback);
   }
 
-  /** Seconds since the server described the page. */
+  /** Seconds since the page was received. */
   get age_s(): number {
     return (performance.now() - this.received_ms) / 1000;
   }
@@ -50,7 +50,7 @@ export class RunPageModel {
     void this.refresh();
   }
 
-  /** Requests the page and the files; a call during a request repeats it afterwards. */
+  /** Requests the page and the files. A call during a request is followed by another request. */
   async refresh(): Promise<void> {
     if (this.isLoading) {
       this.isStale = true;

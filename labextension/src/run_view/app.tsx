@@ -8,6 +8,7 @@ import { Metrics } from "./components/metrics";
 import { Notices } from "./components/notices";
 import { RankGrid } from "./components/rank_grid";
 import type { Tab } from "./log_model";
+import type { Snapshot } from "./messages";
 import type { RunModel } from "./run_model";
 
 interface Props {
@@ -34,13 +35,18 @@ function isPage(url: string): boolean {
   return /^https?:\/\//i.test(url);
 }
 
+/** Returns the ranks that have a tab in the log. */
+function logRanks(run: Snapshot): readonly number[] {
+  return run.only.length > 0 ? run.only : run.lines.map((_, rank) => rank);
+}
+
 /** The view of one run, from its preparation to its end. */
 export function App({ model, activity, signal, id }: Props) {
   const [, redraw] = useState(0);
-  const [tab, setTab] = useState<Tab>(model.place.tab);
-  // a layout effect: subscribing after the first frame could miss updates
+  const [tab, setTab] = useState<Tab>(model.position.tab);
+  // a layout effect, because an effect subscribes after the first frame and could miss updates
   useLayoutEffect(() => model.subscribe(() => redraw((count) => count + 1)), [model]);
-  model.place.tab = tab;
+  model.position.tab = tab;
   const run = model.snapshot;
   const dense = run !== null && run.ranks.length > 8;
   const hasLines = model.log.lines("all").total > 0;
@@ -54,11 +60,11 @@ export function App({ model, activity, signal, id }: Props) {
     () => run && charts && charts.length > 0 && <Metrics charts={charts} text={run.metrics_text} more={run.more_metrics} />,
     [charts],
   );
-  const tabs = run ? (run.only.length > 0 ? run.only : run.lines.map((_, rank) => rank)) : [];
-  const words = run ? [...run.others, ...run.footer] : [];
+  const tabs = run ? logRanks(run) : [];
+  const footer = run ? [...run.others, ...run.footer] : [];
   // an ended run keeps the height that its view had
-  const held_px = run?.final || model.isContinued ? model.place.height_px : 0;
-  const saysId = run !== null && words.some((text) => text.includes(run.short_id));
+  const held_px = run?.final || model.isContinued ? model.position.height_px : 0;
+  const saysId = run !== null && footer.some((text) => text.includes(run.short_id));
   return (
     <article
       class={`sgpu-run${dense ? " sgpu-many" : ""}${held_px > 0 ? " sgpu-held" : ""}`}
@@ -83,7 +89,7 @@ export function App({ model, activity, signal, id }: Props) {
           {metrics}
           {hasLog && <LogPanel model={model} tab={tab} onTab={setTab} ranks={tabs} dense={dense} id={id} signal={signal} />}
           <footer class="sgpu-foot">
-            {(saysId ? words : [...words, `run ${run.short_id}`]).join(" · ")}
+            {(saysId ? footer : [...footer, `run ${run.short_id}`]).join(" · ")}
             {run.tracked && isPage(run.tracked.url) && (
               <>
                 {" · "}

@@ -8,8 +8,8 @@ import { App } from "./app";
 import { RunModel } from "./run_model";
 import css from "./run_view.css";
 import type { Transport } from "./transport";
-import { rememberSeen } from "./view_place";
-import type { SeenRun } from "./view_place";
+import { registerViewState } from "./view_state";
+import type { ViewState } from "./view_state";
 import { WidgetTransport } from "./widget_transport";
 
 let views = 0;
@@ -19,46 +19,46 @@ let views = 0;
  *
  * @param el: An empty element; it is emptied again when `signal` aborts.
  * @param transport: The source of the run's updates; not shared with another view.
- * @param seen: What another view showed of the run, which is shown until the first update; null without one.
+ * @param previous: The state of an earlier view of the run, which is shown until the first update; null without one.
  */
-export function mountRunView(el: HTMLElement, transport: Transport, signal: AbortSignal, seen: SeenRun | null = null): void {
+export function mountRunView(el: HTMLElement, transport: Transport, signal: AbortSignal, previous: ViewState | null = null): void {
   if (signal.aborted) {
     transport.dispose();
     return;
   }
   mountView(el, signal, { css }, (root) => {
     const activity = new Activity(root, signal);
-    const model = new RunModel(transport, activity, signal, seen);
-    keepSeen(root, model, signal);
+    const model = new RunModel(transport, activity, signal, previous);
+    keepViewState(root, model, signal);
     return h(App, { model, activity, signal, id: `sgpu-${++views}` });
   });
 }
 
-/** Keeps what is in view of an active run, also after `signal` aborts. */
-function keepSeen(root: HTMLElement, model: RunModel, signal: AbortSignal): void {
+/** Keeps the view state of an active run, also after `signal` aborts. */
+function keepViewState(root: HTMLElement, model: RunModel, signal: AbortSignal): void {
   if (typeof ResizeObserver !== "undefined") {
     const observer = new ResizeObserver(([entry]) => {
-      // no height: the view was detached from the page
+      // a view without a height was detached from the page
       const height_px = root.querySelector("article")?.offsetHeight ?? 0;
-      if (entry && height_px > 0 && !model.isContinued && !model.snapshot?.final) model.place.height_px = height_px;
+      if (entry && height_px > 0 && !model.isContinued && !model.snapshot?.final) model.position.height_px = height_px;
     });
     observer.observe(root);
     signal.addEventListener("abort", () => observer.disconnect(), { once: true });
   }
   let run = "";
-  const remember = (): void => {
+  const register = (): void => {
     if (run === "" && model.snapshot && !model.snapshot.final) {
       run = model.snapshot.run_id;
-      rememberSeen(run, () => model.seen);
+      registerViewState(run, () => model.viewState);
     }
   };
-  model.subscribe(remember);
+  model.subscribe(register);
   signal.addEventListener(
     "abort",
     () => {
-      // without the model, which holds pages of the log
-      const { seen } = model;
-      if (run !== "") rememberSeen(run, () => seen);
+      // release the model, which holds pages of the log
+      const { viewState } = model;
+      if (run !== "") registerViewState(run, () => viewState);
     },
     { once: true },
   );

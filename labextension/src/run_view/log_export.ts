@@ -5,7 +5,7 @@ import type { Tab } from "./log_model";
 import type { RunModel } from "./run_model";
 
 /** Longer logs can only be downloaded: they would slow down the clipboard and the application that pastes them. */
-export const MAX_COPY_CHARS = 5_000_000;
+const MAX_COPY_CHARS = 5_000_000;
 /** Text is moved into Blobs of this size, which browsers keep outside the page's memory. */
 const PART_CHARS = 4_000_000;
 

@@ -5,8 +5,8 @@ import { LogModel } from "./log_model";
 import type { Tab } from "./log_model";
 import type { Answer, FindAnswer, LineRow, LogAnswer, Snapshot, FeedUpdate } from "./messages";
 import type { QuestionBody, LinkState, Transport } from "./transport";
-import { endOfLog } from "./view_place";
-import type { SeenRun, ViewPlace } from "./view_place";
+import { endOfLog } from "./view_state";
+import type { ViewPosition, ViewState } from "./view_state";
 
 /** A page that was hidden for longer than this requests the run's state when it is shown again. */
 const LONG_HIDDEN_MS = 5_000;
@@ -31,7 +31,7 @@ export class RunModel {
   readonly log: LogModel;
   link: LinkState = { busy: false, away: false, ended: "" };
   notice: Notice | null = null;
-  readonly place: ViewPlace;
+  readonly position: ViewPosition;
   /** Whether the view continues another view of the run. */
   readonly isContinued: boolean;
   /** Actions whose request is pending. */
@@ -47,10 +47,10 @@ export class RunModel {
     readonly transport: Transport,
     private readonly activity: Activity,
     private readonly signal: AbortSignal,
-    seen: SeenRun | null = null,
+    previous: ViewState | null = null,
   ) {
-    this.isContinued = seen !== null;
-    this.place = seen ? { ...seen.place } : endOfLog();
+    this.isContinued = previous !== null;
+    this.position = previous ? { ...previous.position } : endOfLog();
     this.log = new LogModel(
       async (first, count, rank) => {
         const answer = await transport.ask({ kind: "lines", first, count, rank });
@@ -58,7 +58,7 @@ export class RunModel {
       },
       () => this.requestRedraw(),
     );
-    if (seen) this.showSeen(seen);
+    if (previous) this.restore(previous);
     transport.onUpdate((message) => this.onUpdate(message));
     transport.onLink?.((link) => this.onLinkChange(link));
     transport.onSnapshot((snapshot) => this.onSnapshot(snapshot));
@@ -137,18 +137,18 @@ export class RunModel {
     });
   }
 
-  /** Returns what is in view, null before the first snapshot. */
-  get seen(): SeenRun | null {
+  /** Returns the view's position and visible content, null before the first snapshot. */
+  get viewState(): ViewState | null {
     if (!this.snapshot) return null;
-    const { place } = this;
-    const lines = this.log.lines(place.tab);
-    const first = place.line ?? Math.max(lines.total - SEEN_LINES, 0);
+    const { position } = this;
+    const lines = this.log.lines(position.tab);
+    const first = position.line ?? Math.max(lines.total - SEEN_LINES, 0);
     const rows: (readonly [number, LineRow])[] = [];
     for (let line = first; line < first + SEEN_LINES; line++) {
       const row = lines.get(line);
       if (row) rows.push([line, row]);
     }
-    return { place: { ...place }, snapshot: this.snapshot, rows };
+    return { position: { ...position }, snapshot: this.snapshot, rows };
   }
 
   /** Requests the run's cancellation, and interrupts the kernel if it does not answer. */
@@ -216,12 +216,12 @@ export class RunModel {
     return answer.kind === "text" ? answer.lines : throwNoAnswer(answer);
   }
 
-  private showSeen({ place, snapshot, rows }: SeenRun): void {
-    // the numbers of this transport's snapshots begin again
+  private restore({ position, snapshot, rows }: ViewState): void {
+    // this transport numbers its snapshots from 1 again
     this.snapshot = { ...snapshot, seq: 0 };
     this.received_ms = performance.now();
     this.log.grow(snapshot.lines);
-    for (const [line, row] of rows) this.log.lines(place.tab).put(line, row);
+    for (const [line, row] of rows) this.log.lines(position.tab).put(line, row);
   }
 
   private sendHello(): void {

@@ -33,7 +33,7 @@ export interface KernelConnection {
 }
 
 /** The message type that the kernel answers on its control channel while a cell runs. */
-export const REQUEST = "sgpu_request";
+const REQUEST = "sgpu_request";
 
 /**
  * Sends a request over the kernel's control channel.

@@ -56,7 +56,8 @@ export function formatMegabytes(bytes: number): string {
 
 /** Returns a measured value; fractions have one decimal below 10 and in GB, else none. */
 export function formatValue(value: number, unit: string): string {
-  const digits = Math.abs(value) < 10 && !Number.isInteger(value) ? 1 : unit === "GB" && !Number.isInteger(value) ? 1 : 0;
+  const hasDecimal = !Number.isInteger(value) && (Math.abs(value) < 10 || unit === "GB");
+  const digits = hasDecimal ? 1 : 0;
   return `${value.toFixed(digits)} ${unit}`;
 }
 

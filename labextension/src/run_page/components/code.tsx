@@ -1,6 +1,6 @@
 import type { RunPage } from "../records";
 
-/** The code that the ranks ran, and behind a button that of other cells whose functions they were sent. */
+/** The code that the ranks ran, and, collapsed, the other cells whose functions were sent to them. */
 export function Code({ page }: { page: RunPage }) {
   const [first, ...others] = page.code;
   return (

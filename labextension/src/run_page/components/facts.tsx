@@ -30,7 +30,7 @@ export function Parameters({ parameters }: { parameters: readonly NamedText[] })
   return <Table title="Parameters" rows={parameters.map(({ name, value }) => [name, value])} />;
 }
 
-/** How long each phase took; the current one counts on. */
+/** The duration of each phase; that of the current phase keeps growing. */
 export function Phases({ model, page, ticker }: { model: RunPageModel; page: RunPage; ticker: Ticker }) {
   const [, redraw] = useState(0);
   const isActive = page.phases.some(({ current }) => current);
@@ -76,7 +76,7 @@ export function ShippedNames({ page }: { page: RunPage }) {
   );
 }
 
-/** What differs from the environment of the notebook's previous run. */
+/** The differences from the environment of the notebook's previous run. */
 export function Environment({ environment }: { environment: EnvironmentChanges | null }) {
   if (!environment) return null;
   const { run, changes } = environment;

@@ -3,9 +3,9 @@ import type { RunPageModel } from "../page_model";
 import type { PageFiles } from "../records";
 import { formatTime } from "./facts";
 
-/** The files that the ranks have written, each a link that downloads it. */
+/** The files that the ranks have written, as download links. */
 export function Files({ model, files }: { model: RunPageModel; files: PageFiles }) {
-  const short = model.run.slice(0, 4);
+  const shortId = model.run.slice(0, 4);
   return (
     <section class="sgpu-page-files" aria-label="files">
       <h3>
@@ -34,7 +34,7 @@ export function Files({ model, files }: { model: RunPageModel; files: PageFiles 
       {files.files.length === 0 && files.cwd === "" && <p>The ranks have written no files to their work or checkpoint folder.</p>}
       {files.more && (
         <p>
-          The first {formatCount(files.files.length)} files are listed; <code>sgpu cp {short}: FOLDER</code> copies all.
+          The first {formatCount(files.files.length)} files are listed; <code>sgpu cp {shortId}: FOLDER</code> copies all.
         </p>
       )}
       {files.cwd !== "" && (

@@ -1,11 +1,11 @@
 interface Props {
   readonly title: string;
   readonly rows: readonly (readonly [name: string, value: string])[];
-  /** Beside the title. */
+  /** Text beside the title. */
   readonly note?: string;
 }
 
-/** Names and their values below a title; nothing without rows. */
+/** A titled table of names and values; not drawn without rows. */
 export function Table({ title, rows, note = "" }: Props) {
   if (rows.length === 0) return null;
   return (

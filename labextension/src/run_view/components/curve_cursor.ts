@@ -1,23 +1,23 @@
 import { useRef, useState } from "preact/hooks";
 
 interface Options {
-  /** Index of a curve's last point, -1 without any. */
+  /** Index of the curve's last point; -1 for an empty curve. */
   readonly last: number;
   /** Returns the index of the point at a share of the curve's width. */
   readonly pointAt: (share: number) => number;
-  /** Called with the index of the point at the pointer or cursor, null when it has left. */
+  /** Called with the index of the point at the pointer or cursor, and with null when it leaves the curve. */
   readonly onRead?: (index: number | null) => void;
 }
 
 /**
  * A position on a curve, set by the pointer and the arrow keys.
  *
- * Returns the index of the point, null while there is none, and the attributes of the curve's `<svg>`.
+ * Returns the index of the point, or null without a cursor, and the attributes of the curve's `<svg>`.
  */
 export function useCurveCursor({ last, pointAt, onRead }: Options) {
   const [cursor, setCursor] = useState<number | null>(null);
   const box = useRef<SVGSVGElement>(null);
-  // a curve may become shorter
+  // the curve may have become shorter
   const at = cursor === null ? null : Math.max(0, Math.min(cursor, last));
 
   const read = (index: number | null) => {

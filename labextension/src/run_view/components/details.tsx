@@ -1,7 +1,7 @@
 import { useLayoutEffect, useRef, useState } from "preact/hooks";
 
 import type { RankCard } from "../messages";
-import { StillSparkline, describe, isFlatZero } from "./sparkline";
+import { StaticSparkline, describe, isFlatZero } from "./sparkline";
 
 const MARGIN_PX = 4;
 
@@ -33,19 +33,19 @@ export function placeDetails(card: Box, size: { width: number; height: number },
   };
 }
 
-/** All measurements of a rank. */
+/** A tooltip with all measurements of a rank. */
 export function Details({ card, beside }: { card: RankCard; beside: HTMLElement }) {
   const box = useRef<HTMLDivElement>(null);
-  const [place, setPlace] = useState({ left: 0, top: 0 });
+  const [position, setPosition] = useState({ left: 0, top: 0 });
   useLayoutEffect(() => {
     const element = box.current;
     const grid = element?.parentElement?.getBoundingClientRect();
     const output = element?.closest(".sgpu-run")?.getBoundingClientRect();
     if (!element || !grid || !output) return;
     const size = { width: element.offsetWidth, height: element.offsetHeight };
-    const found = placeDetails(beside.getBoundingClientRect(), size, output);
-    const [left, top] = [found.left - grid.left, found.top - grid.top];
-    setPlace((before) => (before.left === left && before.top === top ? before : { left, top }));
+    const place = placeDetails(beside.getBoundingClientRect(), size, output);
+    const [left, top] = [place.left - grid.left, place.top - grid.top];
+    setPosition((before) => (before.left === left && before.top === top ? before : { left, top }));
   });
   const curves = card.curves.slice(1).filter((curve) => !isFlatZero(curve));
   if (card.details.length === 0 && curves.length === 0 && !card.idle) return null;
@@ -54,7 +54,7 @@ export function Details({ card, beside }: { card: RankCard; beside: HTMLElement 
       ref={box}
       class={`sgpu-details${curves.length > 2 ? " sgpu-wide" : ""}`}
       role="tooltip"
-      style={{ left: `${place.left}px`, top: `${place.top}px` }}
+      style={{ left: `${position.left}px`, top: `${position.top}px` }}
     >
       <b>
         rank {card.rank} · {card.state}
@@ -62,7 +62,7 @@ export function Details({ card, beside }: { card: RankCard; beside: HTMLElement 
       </b>
       {card.idle && <div class="sgpu-warn">{card.idle}</div>}
       <div class="sgpu-measured">
-        <div class="sgpu-said">
+        <div class="sgpu-detail-lines">
           {card.details.map((text, index) => (
             <div key={index}>{text}</div>
           ))}
@@ -72,7 +72,7 @@ export function Details({ card, beside }: { card: RankCard; beside: HTMLElement 
             <span>
               {curve.name} {describe(curve, curve.values.length - 1)}
             </span>
-            <StillSparkline curve={curve} />
+            <StaticSparkline curve={curve} />
           </div>
         ))}
       </div>

@@ -3,17 +3,17 @@ import { useState } from "preact/hooks";
 import type { FailureBlock, FailureLine } from "../messages";
 import { Memory } from "./memory";
 
-/** Match the exception's type at the start of a line, which is coloured; a title without one is coloured whole. */
-const TYPES = { title: /^[\w.]+(?= on rank \d| ·|$)/, error: /^[A-Za-z_][\w.]*(?=:)/ };
+/** Match the exception's type at the start of a line, which is highlighted; a title without one is highlighted whole. */
+const TYPE_PATTERNS = { title: /^[\w.]+(?= on rank \d| ·|$)/, error: /^[A-Za-z_][\w.]*(?=:)/ };
 
 function Line({ line }: { line: FailureLine }) {
   const { kind, text } = line;
-  const type = kind === "title" || kind === "error" ? TYPES[kind].exec(text)?.[0] : undefined;
-  const name = type ?? (kind === "title" ? text : "");
+  const type = kind === "title" || kind === "error" ? TYPE_PATTERNS[kind].exec(text)?.[0] : undefined;
+  const highlighted = type ?? (kind === "title" ? text : "");
   return (
     <div class={`sgpu-failure-${kind}`}>
-      {name && <b>{name}</b>}
-      {text.slice(name.length) || (name ? "" : "\u200b")}
+      {highlighted && <b>{highlighted}</b>}
+      {text.slice(highlighted.length) || (highlighted ? "" : "\u200b")}
     </div>
   );
 }

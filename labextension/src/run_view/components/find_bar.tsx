@@ -13,10 +13,9 @@ const SEARCH_DELAY_MS = 250;
 interface Props {
   readonly model: RunModel;
   readonly tab: Tab;
-  /** The first line in view: the search begins there. */
+  /** The first line in view, where the search begins. */
   readonly top: { current: number };
-  /** The text to find at first. */
-  readonly first: string;
+  readonly initialQuery: string;
   /** Whether the input gets the focus when the bar opens. */
   readonly takesFocus: boolean;
   readonly onQuery: (query: string) => void;
@@ -24,9 +23,9 @@ interface Props {
   readonly onClose: () => void;
 }
 
-/** Searches for a text in the whole log; the search runs where the log is stored. */
-export function FindBar({ model, tab, top, first, takesFocus, onQuery, onLine, onClose }: Props) {
-  const [text, setText] = useState(first);
+/** Searches the whole log for a text; the search runs where the log is stored. */
+export function FindBar({ model, tab, top, initialQuery, takesFocus, onQuery, onLine, onClose }: Props) {
+  const [text, setText] = useState(initialQuery);
   const [result, setResult] = useState<FindAnswer | null>(null);
   const [position, setPosition] = useState(0);
   const [status, setStatus] = useState("");
@@ -61,8 +60,8 @@ export function FindBar({ model, tab, top, first, takesFocus, onQuery, onLine, o
   const step = (by: -1 | 1) => {
     if (text === "") return;
     // new lines have arrived: search again from the current match
-    const isOld = lastSearch.current.text !== text || lastSearch.current.total !== model.log.lines(tab).total;
-    if (isOld || !result) void search(lastSearch.current.text === text ? by : 0);
+    const isOutdated = lastSearch.current.text !== text || lastSearch.current.total !== model.log.lines(tab).total;
+    if (isOutdated || !result) void search(lastSearch.current.text === text ? by : 0);
     else goTo(result, position + by);
   };
 

@@ -6,9 +6,10 @@ import type { RunModel } from "../run_model";
 import { ProgressBar } from "./bar";
 import { Icon } from "./icon";
 
-const MOST_SESSIONS = 2;
+/** Maximum number of sessions with a button that ends them. */
+const MAX_SESSIONS = 2;
 
-/** How long the ranks have run and took to start, and the run's cost; ticks only while the view is visible. */
+/** The duration of the run and of its start, and its cost; updated every second while the view is visible. */
 function Clock({ model, activity, signal }: { model: RunModel; activity: Activity; signal: AbortSignal }) {
   const [, redraw] = useState(0);
   const ticking = model.isTicking;
@@ -19,7 +20,7 @@ function Clock({ model, activity, signal }: { model: RunModel; activity: Activit
       timer = undefined;
       if (!model.isTicking || !activity.active || signal.aborted) return;
       redraw((count) => count + 1);
-      // just after the second changes, so that no second is shown twice or skipped
+      // shortly after the next full second, so that each second is shown exactly once
       timer = setTimeout(tick, 1000 - ((model.clock_s * 1000) % 1000) + 5);
     };
     const unsubscribe = activity.onChange(tick);
@@ -66,7 +67,7 @@ export function Header({ model, activity, signal }: Props) {
       </header>
     );
   }
-  const words = [run.devices, run.pool, run.host, run.attempt].filter(Boolean);
+  const facts = [run.devices, run.pool, run.host, run.attempt].filter(Boolean);
   const hasClock = run.ticking || run.elapsed_s > 0 || run.starting_s > 0;
   const isLost = model.link.ended !== "" && !run.final;
   const isBlocked = model.isKernelBlocked && !model.transport.interrupt;
@@ -81,10 +82,10 @@ export function Header({ model, activity, signal }: Props) {
           </span>
           <span class="sgpu-name">{run.name}</span>
           <span class="sgpu-meta">
-            {words.join(" · ")}
+            {facts.join(" · ")}
             {hasClock && (
               <>
-                {words.length > 0 && " · "}
+                {facts.length > 0 && " · "}
                 <Clock model={model} activity={activity} signal={signal} />
               </>
             )}
@@ -110,7 +111,7 @@ export function Header({ model, activity, signal }: Props) {
                     Stacks
                   </button>
                 )}
-                {run.own_sessions.slice(0, MOST_SESSIONS).map((session) => (
+                {run.own_sessions.slice(0, MAX_SESSIONS).map((session) => (
                   <button
                     key={session.run_id}
                     type="button"

@@ -29,6 +29,7 @@ const TONE_SHAPES: Readonly<Record<Tone, ShapeName>> = {
   bad: "cross",
   warn: "triangle",
 };
+
 /** A state's shape, always shown next to the state's name. */
 export function Icon({ state, tone }: { state: string; tone: Tone }) {
   return <Shape name={STATE_SHAPES[state] ?? TONE_SHAPES[tone]} />;

@@ -15,7 +15,7 @@ interface Props {
   readonly tab: Tab;
   readonly onTab: (tab: Tab) => void;
   readonly ranks: readonly number[];
-  /** Whether there are many ranks, whose cards take up space. */
+  /** Whether the cards of many ranks leave less space for the log. */
   readonly dense: boolean;
   readonly id: string;
   readonly signal: AbortSignal;
@@ -23,10 +23,10 @@ interface Props {
 
 /** The log: its tabs, tools and lines. */
 export function LogPanel({ model, tab, onTab, ranks, dense, id, signal }: Props) {
-  const { place } = model;
-  const [following, setFollowing] = useState(place.line === null);
-  const [isFindOpen, setFindOpen] = useState(place.find !== null);
-  const [query, setQuery] = useState(place.find ?? "");
+  const { position } = model;
+  const [following, setFollowing] = useState(position.line === null);
+  const [isFindOpen, setFindOpen] = useState(position.find !== null);
+  const [query, setQuery] = useState(position.find ?? "");
   const [target, setTarget] = useState<{ line: number } | null>(null);
   const [status, setStatus] = useState("");
   const [isExporting, setExporting] = useState(false);
@@ -41,7 +41,7 @@ export function LogPanel({ model, tab, onTab, ranks, dense, id, signal }: Props)
   // sized for the longest tab so far, so that changing tabs does not move the content below
   rows.current = grownRows(rows.current, total, dense);
 
-  place.find = isFindOpen ? query : null;
+  position.find = isFindOpen ? query : null;
 
   useEffect(() => {
     if (lastTab.current === tab) return;
@@ -125,7 +125,7 @@ export function LogPanel({ model, tab, onTab, ranks, dense, id, signal }: Props)
             model={model}
             tab={tab}
             top={top}
-            first={query}
+            initialQuery={query}
             takesFocus={!wasFindOpen.current}
             onQuery={setQuery}
             onLine={(line) => {

@@ -2,7 +2,7 @@ import { pieces } from "../ansi";
 import type { Piece } from "../ansi";
 import type { LineRow } from "../messages";
 
-/** Longer lines are shortened when drawn; the log has all of them. */
+/** Longer lines are drawn cut off; the stored log has the whole line. */
 const MAX_DRAWN_CHARS = 4_000;
 
 const cachedPieces = new WeakMap<LineRow, readonly Piece[]>();
@@ -23,7 +23,7 @@ export function widthOf(row: LineRow): number {
   return piecesOf(row).reduce((sum, { text }) => sum + text.length, 0);
 }
 
-/** Splits pieces where `query` begins and ends, so that a match across colours is marked whole. */
+/** Splits pieces at the ends of each match of `query`, so that a match across colours is marked as a whole. */
 export function markMatches(linePieces: readonly Piece[], query: string): (Piece & { isMatch: boolean })[] {
   const whole = linePieces.map(({ text }) => text).join("").toLowerCase();
   const needle = query.toLowerCase();
@@ -36,8 +36,8 @@ export function markMatches(linePieces: readonly Piece[], query: string): (Piece
       const position = offset + at;
       if (match >= 0 && position >= match + needle.length) match = whole.indexOf(needle, match + needle.length);
       const isMatch = match >= 0 && position >= match;
-      const border = match < 0 ? Infinity : isMatch ? match + needle.length : match;
-      const end = Math.min(piece.text.length, border - offset);
+      const border = isMatch ? match + needle.length : match;
+      const end = match < 0 ? piece.text.length : Math.min(piece.text.length, border - offset);
       split.push({ text: piece.text.slice(at, end), style: piece.style, isMatch });
       at = end;
     }

@@ -25,13 +25,13 @@ interface Props {
   readonly query: string;
   /** The line to mark and scroll to, null for none; a new object with the same line scrolls again. */
   readonly target: { readonly line: number } | null;
-  /** Set to the first line in view. */
+  /** Receives the first line in view. */
   readonly top: { current: number };
   /** Minimum height in rows. */
   readonly minRows: number;
-  /** Whether the log has its full height: further lines scroll, and its corner can be dragged. */
+  /** Whether the log has its full height, so that more lines make it scroll, and the user can resize it. */
   readonly isFull: boolean;
-  /** CSS height that the log was resized to, "" if it was not; shared by all tabs. */
+  /** CSS height to which the user has resized the log, "" if not resized; shared by all tabs. */
   readonly draggedHeight: { current: string };
 }
 
@@ -45,9 +45,9 @@ export function LogView({ model, tab, following, onFollow, query, target, top, m
   const widest = useRef(0);
   const lastTarget = useRef<{ readonly line: number } | null>(null);
   const lines = model.log.lines(tab);
-  const firstLine = useRef(model.place.line);
+  const firstLine = useRef(model.position.line);
 
-  // a grown height is reported by the ResizeObserver only after it was drawn
+  // the ResizeObserver reports a grown height only after it was drawn
   map.resize(lines.total, isFull ? height_px : Math.max(height_px, minHeight_px));
   if (target && target !== lastTarget.current) map.scrollToLine(target.line);
   else if (following) map.scrollToEnd();
@@ -56,7 +56,7 @@ export function LogView({ model, tab, following, onFollow, query, target, top, m
   lastTarget.current = target;
   const { first, count } = map.range(OVERSCAN_ROWS);
   top.current = map.topLine;
-  model.place.line = following ? null : map.topLine;
+  model.position.line = following ? null : map.topLine;
 
   const applyScroll = () => {
     const element = scroller.current;
@@ -66,7 +66,7 @@ export function LogView({ model, tab, following, onFollow, query, target, top, m
   useEffect(() => model.log.requestMissing(tab, first, count));
 
   const alignTimer = useRef<ReturnType<typeof setTimeout> | undefined>(undefined);
-  // a layout effect: its cleanup runs when the view is removed, not after the next frame
+  // the cleanup of a layout effect runs when the view is removed, that of an effect only after the next frame
   useLayoutEffect(() => {
     const element = scroller.current;
     if (!element) return;
@@ -75,7 +75,7 @@ export function LogView({ model, tab, following, onFollow, query, target, top, m
       typeof ResizeObserver === "undefined"
         ? null
         : new ResizeObserver(() => {
-            // no height: the cell was detached from the page and lost its scroll position
+            // an element without a height was detached from the page, and has lost its scroll position
             if (element.clientHeight > 0) setHeight(element.clientHeight);
             applyScroll();
           });
@@ -94,7 +94,7 @@ export function LogView({ model, tab, following, onFollow, query, target, top, m
   const onScroll = () => {
     const element = scroller.current;
     if (!element || element.clientHeight === 0 || Math.abs(element.scrollTop - map.scroll_px) < 1) return;
-    // the browser scrolled after a resize that the observer is about to report
+    // the browser scrolls after a resize, which the observer is about to report
     if (element.clientHeight !== height_px && typeof ResizeObserver !== "undefined") return;
     map.onScroll(element.scrollTop);
     onMove();

@@ -1,19 +1,19 @@
 import type { MemoryBlock } from "../messages";
 
-/** Titles of a bar's parts: memory of tensors, unused memory of torch's allocator, memory of other processes. */
-const PARTS = ["used", "reserved, unused", "other processes"];
+/** Labels of a bar's segments: memory of tensors, unused memory of torch's allocator, memory of other processes. */
+const SEGMENTS = ["used", "reserved, unused", "other processes"];
 
 function Cells({ texts }: { texts: readonly string[] }) {
   return (
     <>
-      {texts.map((text, at) => (
-        <td key={at}>{text}</td>
+      {texts.map((text, index) => (
+        <td key={index}>{text}</td>
       ))}
     </>
   );
 }
 
-/** Memory use when an allocation failed: by rank, then the culprit's largest tensors. */
+/** Memory use when an allocation failed: a row for each rank, then the largest tensors of the rank that failed. */
 export function Memory({ memory }: { memory: MemoryBlock }) {
   return (
     <div class="sgpu-memory" aria-label={memory.title} role="group">
@@ -33,8 +33,8 @@ export function Memory({ memory }: { memory: MemoryBlock }) {
               <Cells texts={cells} />
               <td>
                 <div class="sgpu-shares">
-                  {shares.map((share, at) => (
-                    <i key={at} title={PARTS[at]} style={{ width: `${share * 100}%` }} />
+                  {shares.map((share, index) => (
+                    <i key={index} title={SEGMENTS[index]} style={{ width: `${share * 100}%` }} />
                   ))}
                 </div>
               </td>
@@ -48,8 +48,8 @@ export function Memory({ memory }: { memory: MemoryBlock }) {
           {memory.largest}
           <table>
             <tbody>
-              {memory.tensors.map(({ name, cells }, at) => (
-                <tr key={at}>
+              {memory.tensors.map(({ name, cells }, index) => (
+                <tr key={index}>
                   <td>{name}</td>
                   <Cells texts={cells} />
                 </tr>

@@ -7,9 +7,9 @@ import { useCurveCursor } from "./curve_cursor";
 const WIDTH = 240;
 const HEIGHT = 48;
 const MARGIN = 2;
-/** Length of the line that shows a value without neighbours, since a dot would be invisible. */
+/** Length of the line that shows a single value, because a line of zero length is invisible. */
 const DOT = 4;
-/** Curves of more ranks than there are colours are dashed. */
+/** Number of colours; further curves are dashed. */
 const COLOURS = 4;
 
 interface Props {
@@ -18,7 +18,7 @@ interface Props {
   readonly more: string;
 }
 
-/** The metrics that the run's code has logged, behind a button. */
+/** The metrics that the run's code has logged, collapsed by default. */
 export function Metrics({ charts, text, more }: Props) {
   const [isOpen, setOpen] = useState(false);
   const id = useId();
@@ -42,7 +42,7 @@ function Chart({ chart }: { chart: MetricChart }) {
   const last = steps.length - 1;
   const { at, slider } = useCurveCursor({ last, pointAt: (share) => nearest(steps, share) });
   const step = at === null ? undefined : steps[at];
-  const isOne = curves.length === 1;
+  const isSingle = curves.length === 1;
   return (
     <div class="sgpu-chart">
       <div class="sgpu-chart-head">
@@ -56,7 +56,7 @@ function Chart({ chart }: { chart: MetricChart }) {
         // SVG attributes are case-sensitive: `tabIndex` would be ignored
         tabindex={0}
       >
-        {/* the first rank's curve is above the others */}
+        {/* draw the first rank's curve last, above the others */}
         {lines.map((d, index) => <path key={index} class={colour(index)} d={d} vector-effect="non-scaling-stroke" />).reverse()}
         {step !== undefined && last > 0 && (
           <path class="sgpu-cursor" d={`M${scale(chart)(step)} 0V${HEIGHT}`} vector-effect="non-scaling-stroke" />
@@ -64,7 +64,7 @@ function Chart({ chart }: { chart: MetricChart }) {
       </svg>
       <div class="sgpu-axis">
         {step !== undefined ? (
-          <span>{isOne ? describe(chart, step) : positionText(chart, step)}</span>
+          <span>{isSingle ? describe(chart, step) : positionText(chart, step)}</span>
         ) : (
           <>
             <span>{chart.begins}</span>
@@ -72,7 +72,7 @@ function Chart({ chart }: { chart: MetricChart }) {
           </>
         )}
       </div>
-      {(!isOne || chart.others) && (
+      {(!isSingle || chart.others) && (
         <div class="sgpu-legend">
           {curves.map((curve, index) => (
             <span key={curve.rank}>
@@ -102,7 +102,7 @@ function scale({ curves }: MetricChart): (step: number) => number {
 
 /** Returns the SVG path of a curve, interrupted where values are not finite. */
 export function path(chart: MetricChart, curve: MetricCurve): string {
-  // the difference of two large values may be infinite, that of their halves is not
+  // halved, because the difference of two large values may be infinite
   const [low, high] = [chart.low / 2, chart.high / 2];
   const x = scale(chart);
   let line = "";

@@ -1,8 +1,7 @@
 import { copyText } from "../clipboard";
 import type { RunModel } from "../run_model";
 
-/** Closes the notice beside it. */
-function Close({ onClick }: { onClick: () => void }) {
+function CloseButton({ onClick }: { onClick: () => void }) {
   return (
     <button type="button" class="sgpu-close" aria-label="close" onClick={onClick}>
       ×
@@ -11,7 +10,7 @@ function Close({ onClick }: { onClick: () => void }) {
 }
 
 /** Why the link has ended, and the command that shows the run again. */
-function Ended({ model }: { model: RunModel }) {
+function EndedLink({ model }: { model: RunModel }) {
   const run = model.snapshot;
   const reason = model.link.ended;
   if (!run) return <div class="sgpu-banner">{reason}</div>;
@@ -27,7 +26,7 @@ function Ended({ model }: { model: RunModel }) {
         )}
       </span>
       {command && (
-        <button type="button" onClick={() => void copyText(command).then((done) => done || model.showNotice(`can't copy here: type ${command}`))}>
+        <button type="button" onClick={() => void copyText(command).then((isCopied) => isCopied || model.showNotice(`can't copy here: type ${command}`))}>
           Copy command
         </button>
       )}
@@ -38,16 +37,16 @@ function Ended({ model }: { model: RunModel }) {
 /** Messages about the link, the kernel and the buttons' actions. */
 export function Notices({ model }: { model: RunModel }) {
   const { link, notice, snapshot } = model;
-  const over = snapshot?.final === true;
+  const isFinal = snapshot?.final === true;
   return (
     <>
-      {link.ended && !over && <Ended model={model} />}
-      {!link.ended && link.away && !over && (
+      {link.ended && !isFinal && <EndedLink model={model} />}
+      {!link.ended && link.away && !isFinal && (
         <div class="sgpu-banner" role="status">
           the link to the kernel is down; the run continues, and its updates arrive when the link is back
         </div>
       )}
-      {!link.ended && !link.away && link.busy && !over && (
+      {!link.ended && !link.away && link.busy && !isFinal && (
         <div class="sgpu-banner" role="status">
           the kernel is busy with a cell and answers this view when the cell has ended
           {model.interrupts && model.transport.interrupt && "; Cancel interrupts it"}
@@ -60,7 +59,7 @@ export function Notices({ model }: { model: RunModel }) {
               <div key={index}>{text || "\u200b"}</div>
             ))}
           </div>
-          <Close onClick={() => model.dismissNotice()} />
+          <CloseButton onClick={() => model.dismissNotice()} />
         </section>
       )}
     </>

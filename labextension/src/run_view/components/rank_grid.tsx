@@ -8,14 +8,14 @@ import { Icon } from "./icon";
 import { Sparkline } from "./sparkline";
 
 /** Minimum number of ranks for small cards, eight in a row. */
-export const DENSE_FROM = 9;
+const DENSE_FROM = 9;
 /** Minimum number of ranks for a grid that scrolls. */
-export const SCROLL_FROM = 65;
+const SCROLL_FROM = 65;
 
 /** Delay before the details of the card under the pointer are shown. */
 const HOVER_DELAY_MS = 400;
 
-/** States without a label, because the card's curve and values show them. */
+/** States without a label, because the card's values, curve and last line show them. */
 const UNLABELLED_STATES = new Set(["running", "alive"]);
 
 interface CardProps {
@@ -32,15 +32,16 @@ function Card({ card, dense, isOpen, isTabStop, onOpen, onShow }: CardProps) {
   const [reading, setReading] = useState("");
   const curve = card.curves[0];
   const idle = card.idle !== "";
-  // a running rank is recognized by its values, curve and last line; any other state has a label
-  const word = idle ? "idle" : UNLABELLED_STATES.has(card.state) && card.use ? "" : card.state;
+  const isUnlabelled = UNLABELLED_STATES.has(card.state) && card.use !== "";
+  const stateLabel = isUnlabelled ? "" : card.state;
+  const stateText = idle ? "idle" : stateLabel;
   const tone = idle ? "warn" : card.tone;
-  const labelled = `rank ${card.rank}, ${card.state}${idle ? `, idle: ${card.idle}` : ""}`;
+  const label = `rank ${card.rank}, ${card.state}${idle ? `, idle: ${card.idle}` : ""}`;
   return (
     <div
       class={`sgpu-card${idle ? " sgpu-idle" : ""}`}
       role="listitem"
-      aria-label={labelled}
+      aria-label={label}
       data-rank={card.rank}
       data-state={card.state}
       onPointerEnter={(event) => onOpen(event.currentTarget, HOVER_DELAY_MS)}
@@ -55,14 +56,14 @@ function Card({ card, dense, isOpen, isTabStop, onOpen, onShow }: CardProps) {
       }}
     >
       <div class="sgpu-card-head">
-        {/* no tab stop: with the keyboard, the log's tabs select a rank's lines */}
+        {/* no tab stop, because keyboard users select a rank's lines in the log's tabs */}
         <button type="button" class="sgpu-rank" tabIndex={-1} title={`the lines of rank ${card.rank}`} onClick={() => onShow(card.rank)}>
           <span class={`sgpu-${tone}`}>
             <Icon state={idle ? "idle" : card.state} tone={tone} />
           </span>
           {!dense && <b>rank</b>} {card.rank}
         </button>
-        {word && <span class={`sgpu-word sgpu-${tone}`}>{word}</span>}
+        {stateText && <span class={`sgpu-word sgpu-${tone}`}>{stateText}</span>}
         <span class="sgpu-use">
           {splitParts(reading || card.use || card.label).map((text, index) => (
             <span key={index}>{index > 0 ? `\u00a0· ${text}` : text}</span>
@@ -82,10 +83,10 @@ function Card({ card, dense, isOpen, isTabStop, onOpen, onShow }: CardProps) {
   );
 }
 
-/** A card for each rank: state, values, progress, last line; details of the hovered or focused one. */
+/** A card for each rank with its state, values, progress and last line, and the details of the hovered or focused card. */
 export function RankGrid({ ranks, onShow }: { ranks: readonly RankCard[]; onShow: (rank: number) => void }) {
   const [open, setOpen] = useState<{ rank: number; element: HTMLElement } | null>(null);
-  // a single tab stop for all ranks: Up and Down move between them
+  // the only tab stop; Up and Down move between ranks
   const [tabStop, setTabStop] = useState(ranks[0]?.rank);
   const grid = useRef<HTMLDivElement>(null);
   const openTimer = useRef<ReturnType<typeof setTimeout> | undefined>(undefined);
@@ -142,7 +143,7 @@ export function RankGrid({ ranks, onShow }: { ranks: readonly RankCard[]; onShow
   );
 }
 
-/** Splits a text into parts, of which a narrow card leaves out the last ones. */
+/** Splits a text into parts; a narrow card hides the last ones. */
 function splitParts(text: string): string[] {
   return text.split(" · ");
 }
@@ -153,5 +154,6 @@ function columns(ranks: number): number {
 
 /** Returns the number of columns of an output that is too narrow for four cards. */
 function narrowColumns(ranks: number): number {
-  return ranks === 4 ? 2 : ranks <= 6 ? Math.min(columns(ranks), 3) : columns(ranks);
+  if (ranks === 4) return 2;
+  return ranks <= 6 ? Math.min(columns(ranks), 3) : columns(ranks);
 }

@@ -6,10 +6,10 @@ import { useCurveCursor } from "./curve_cursor";
 
 const WIDTH = 100;
 const HEIGHT = 26;
-/** Space above and below, so that extreme values are not clipped. */
+/** Space above and below the line, so that extreme values are not clipped. */
 const MARGIN = 2;
 
-/** Smaller values count as 0, since they are formatted as `0.0`. */
+/** Smaller values count as zero, because they are formatted as `0.0`. */
 const NEAR_ZERO = 0.05;
 
 /** Returns whether a curve would be a flat line at zero. */
@@ -17,7 +17,7 @@ export function isFlatZero(curve: Curve): boolean {
   return curve.values.every((value) => (value ?? 0) < NEAR_ZERO);
 }
 
-/** Returns SVG paths of a curve's line and of the area below it, interrupted by gaps; empty for a flat zero. */
+/** Returns SVG paths of a curve's line and of the area below it, with gaps where values are missing; empty for a flat line at zero. */
 export function paths(curve: Curve): { line: string; area: string } {
   if (isFlatZero(curve)) return { line: "", area: "" };
   const { values } = curve;
@@ -35,7 +35,7 @@ export function paths(curve: Curve): { line: string; area: string } {
       points.push(`${x(at)} ${y(value)}`);
     }
     if (points.length === 0) continue;
-    // a single value is a line of zero length, which round caps render as a dot
+    // draw a single value as a line of zero length, which round caps turn into a dot
     line += `M${points.join("L")}${points.length === 1 ? "h0" : ""}`;
     area += `M${x(first)} ${HEIGHT}L${points.join("L")}L${x(at - 1)} ${HEIGHT}Z`;
   }
@@ -51,7 +51,7 @@ export function describe(curve: Curve, at: number): string {
 }
 
 /** A curve without interaction. */
-export function StillSparkline({ curve }: { curve: Curve }) {
+export function StaticSparkline({ curve }: { curve: Curve }) {
   return (
     <svg class="sgpu-spark" viewBox={`0 0 ${WIDTH} ${HEIGHT}`} preserveAspectRatio="none" aria-hidden="true">
       <CurvePaths curve={curve} />
@@ -75,7 +75,7 @@ interface Props {
   readonly warn?: boolean;
   /** Whether the curve is a tab stop. */
   readonly isTabStop?: boolean;
-  /** Called with a description of the value at the pointer or cursor, "" when it has left. */
+  /** Called with a description of the value at the pointer or cursor, and with "" when it leaves the curve. */
   readonly onRead?: (text: string) => void;
 }
 

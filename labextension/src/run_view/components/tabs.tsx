@@ -11,10 +11,10 @@ interface Props {
 
 /** Share of the visible width that a button scrolls by. */
 const SCROLL_SHARE = 0.8;
-/** Width of the fade at the strip's edges, as in the style sheet. */
+/** Width of the fade at the edges of the tab strip; must match the style sheet. */
 const FADE_PX = 24;
 
-/** The log's tabs: all ranks, then each rank. Arrow keys select a tab; buttons scroll to tabs out of view. */
+/** The log's tabs: one for all ranks, then one for each rank. The arrow keys select a tab; buttons scroll to hidden tabs. */
 export function Tabs({ tab, ranks, onTab, id }: Props) {
   const list = useRef<HTMLDivElement>(null);
   const [hidden, setHidden] = useState({ left: false, right: false });
@@ -38,7 +38,7 @@ export function Tabs({ tab, ranks, onTab, id }: Props) {
     if (box) box.scrollLeft += by * SCROLL_SHARE * box.clientWidth;
   };
   useLayoutEffect(() => {
-    // scroll the strip only: `scrollIntoView` could scroll the page too
+    // not `scrollIntoView`, which may scroll the page too
     const box = list.current;
     const chosen = box?.querySelector<HTMLElement>('[aria-selected="true"]');
     if (!box || !chosen || box.clientWidth === 0) return;
@@ -95,7 +95,7 @@ export function Tabs({ tab, ranks, onTab, id }: Props) {
   );
 }
 
-/** A button for pointers only, that scrolls to tabs out of view; keyboards have the arrow keys. */
+/** Scrolls to hidden tabs. Only for pointers, because the arrow keys select tabs. */
 function ScrollButton({ label, symbol, onClick }: { label: string; symbol: string; onClick: () => void }) {
   return (
     <button type="button" class="sgpu-turn" aria-label={label} title={label} tabIndex={-1} onClick={onClick}>

@@ -6,17 +6,17 @@ import type { PanelServer } from "./pool_connection";
 const POLL_INTERVAL_MS = 5_000;
 
 /**
- * Reports each run that ends while the page is open, once, whichever pool it runs in and whatever the panel shows.
+ * Reports each run that ends while the page is open, once, in any pool and independently of the panel.
  *
- * Runs that had ended before are not reported. Ends with the signal.
+ * Runs that ended earlier are not reported. Stops when the signal aborts.
  */
-export class RunEnds {
-  private readonly followedPools = new Set<string>();
+export class RunEndMonitor {
+  private readonly monitoredPools = new Set<string>();
   private readonly activeRuns = new Set<string>();
 
   /**
    * @param onEnd: Called with the run, and the time of its end in seconds since the epoch.
-   * @param onChange: Called when runs have changed, before those that have ended are reported.
+   * @param onChange: Called when runs have changed, before ended runs are reported.
    */
   constructor(
     private readonly server: PanelServer,
@@ -24,13 +24,13 @@ export class RunEnds {
     private readonly onChange: () => void,
     private readonly signal: AbortSignal,
   ) {
-    // the pool in sgpu-magic's settings, whose connection also brings the list of pools
-    this.follow("");
+    // the pool in sgpu-magic's settings; its connection also receives the list of pools
+    this.monitor("");
   }
 
-  private follow(pool: string): void {
-    if (this.followedPools.has(pool)) return;
-    this.followedPools.add(pool);
+  private monitor(pool: string): void {
+    if (this.monitoredPools.has(pool)) return;
+    this.monitoredPools.add(pool);
     const connection = new PoolConnection(this.server, this.signal);
     connection.pollInterval_ms = POLL_INTERVAL_MS;
     connection.addListener({ onUpdate: (update) => this.apply(update, connection.model.now_s) });
@@ -38,7 +38,7 @@ export class RunEnds {
   }
 
   private apply(update: PanelUpdate, now_s: number): void {
-    if (update.kind === "pools") this.followOthers(update.pools);
+    if (update.kind === "pools") this.monitorOthers(update.pools);
     if (update.kind !== "runs") return;
     this.onChange();
     for (const run of update.gone) this.activeRuns.delete(run);
@@ -48,9 +48,9 @@ export class RunEnds {
     }
   }
 
-  private followOthers(pools: readonly PoolChoice[]): void {
+  private monitorOthers(pools: readonly PoolChoice[]): void {
     for (const pool of pools) {
-      if (pool.reachable && !pool.default) this.follow(pool.name);
+      if (pool.reachable && !pool.default) this.monitor(pool.name);
     }
   }
 }
