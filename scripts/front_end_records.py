@@ -62,7 +62,7 @@ def text_of(modules: Sequence[types.ModuleType]) -> str:
     names = "\n".join(f" * - `{module.__name__}`" for module in modules)
     return f"""\
 /**
- * The records of these modules, where they are described:
+ * Types and checks of the records in these modules, which document them:
  *
 {names}
  *

@@ -3,6 +3,7 @@ import { afterEach, beforeEach, describe, expect, it } from "vitest";
 import { describe as say, path } from "../src/run_view/components/metrics";
 import { mountRunView } from "../src/run_view/index";
 import type { MetricChart, Snapshot } from "../src/run_view/messages";
+import { addElement, query } from "./dom";
 import { eventually } from "./eventually";
 import { TestTransport, respondingWith, snapshot } from "./samples";
 
@@ -44,18 +45,11 @@ afterEach(() => {
 });
 
 async function shown(change: Partial<Snapshot>) {
-  const el = document.createElement("div");
-  document.body.append(el);
+  const el = addElement();
   const transport = new TestTransport(respondingWith(0, change));
   mountRunView(el, transport, end.signal);
   await eventually(() => expect(el.querySelector(".sgpu-state")).not.toBeNull());
   return { el, transport };
-}
-
-function query(el: Element, selector: string): HTMLElement {
-  const found = el.querySelector<HTMLElement>(selector);
-  if (!found) throw new Error(`no ${selector} in ${el.innerHTML}`);
-  return found;
 }
 
 const LOGGED = { metrics: [LOSS, RATE], metrics_text: "train/<b>loss</b> 0.4 · rows/s 1225 · and 3 more", more_metrics: "and 3 more" };

@@ -16,7 +16,7 @@ import { EVERY_RUN, filterRuns, notebooksOf, parseFilter } from "../src/panel/ru
 import type { TimeFilter } from "../src/panel/run_filter";
 import { formatCost, formatEstimate, formatMemory, formatSpan, runSummary, shapeOf } from "../src/panel/format";
 import { interpolate } from "../src/panel/widget_host";
-import { B300, CPUS, H100, NOW, RUNS, SESSION, choice, manyRuns, poolPicture, run, type } from "./panel_samples";
+import { B300, CPUS, H100, NOW, RUNS, SESSION, choice, manyRuns, poolSnapshot, run, type } from "./panel_samples";
 
 describe("a requirement", () => {
   it.each(["peft", "peft==0.17.1", "peft >=0.1, <1", "peft[all]~=0.17", "a.b_c-d", "peft; python_version < '3.13'", " peft ", ""])(
@@ -86,12 +86,12 @@ describe("type and number", () => {
   const none = choice({ gpus: 0, type: "" });
 
   it("default to all devices of the pool's only type", () => {
-    expect(resolveChoice(none, poolPicture({ types: [type(), CPUS] }))).toMatchObject({ type: "a10", gpus: 4 });
-    expect(resolveChoice(none, poolPicture({ types: [CPUS] }))).toMatchObject({ type: "cpu", gpus: 2 });
-    expect(resolveChoice(none, poolPicture({ types: [H100, type()] }))).toMatchObject({ type: "a10", gpus: 1 });
-    expect(resolveChoice(none, poolPicture({ types: [H100, type({ free: 0 })] }))).toMatchObject({ type: "h100", gpus: 1 });
+    expect(resolveChoice(none, poolSnapshot({ types: [type(), CPUS] }))).toMatchObject({ type: "a10", gpus: 4 });
+    expect(resolveChoice(none, poolSnapshot({ types: [CPUS] }))).toMatchObject({ type: "cpu", gpus: 2 });
+    expect(resolveChoice(none, poolSnapshot({ types: [H100, type()] }))).toMatchObject({ type: "a10", gpus: 1 });
+    expect(resolveChoice(none, poolSnapshot({ types: [H100, type({ free: 0 })] }))).toMatchObject({ type: "h100", gpus: 1 });
     expect(resolveChoice(none, null)).toEqual(none);
-    expect(resolveChoice(choice({ gpus: 1 }), poolPicture())).toMatchObject({ type: "a10", gpus: 1 });
+    expect(resolveChoice(choice({ gpus: 1 }), poolSnapshot())).toMatchObject({ type: "a10", gpus: 1 });
   });
 
   it("change together", () => {

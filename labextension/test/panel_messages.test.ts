@@ -2,19 +2,19 @@ import { describe, expect, it } from "vitest";
 
 import * as messages from "../src/panel/messages";
 import { BadMessage } from "../src/shared/checks";
-import { choice, kernelAnswer, kernelPicture, PLAN, poolPicture, run } from "./panel_samples";
+import { choice, kernelAnswer, kernelSnapshot, PLAN, poolSnapshot, run } from "./panel_samples";
 
 const MESSAGES = { kind: "command-result", text: "It is done.", ok: true };
 
 it("parses updates and replies by their kind", () => {
   for (const updates of [
-    { kind: "pool", snapshot: poolPicture() },
+    { kind: "pool", snapshot: poolSnapshot() },
     { kind: "runs", pool: "local", whole: true, changed: [run("a")], gone: [] },
     { kind: "pools", pools: [] },
     MESSAGES,
   ]) expect(messages.readUpdate(updates)).toEqual(updates);
   for (const reply of [
-    kernelAnswer(kernelPicture()),
+    kernelAnswer(kernelSnapshot()),
     { kind: "plan-answer", n: 1, plan: PLAN },
     { kind: "panel-refusal", n: 1, text: "It can't be." },
   ]) expect(messages.readReply(reply)).toEqual(reply);

@@ -82,7 +82,7 @@ export const DEVICES = [
   device(3),
 ];
 
-export function poolPicture(change: Partial<PanelPool> = {}): PanelPool {
+export function poolSnapshot(change: Partial<PanelPool> = {}): PanelPool {
   return {
     version: VERSION,
     pool: "local",
@@ -210,7 +210,7 @@ export function choice(change: Partial<Choice> = {}): Choice {
   return { gpus: 2, type: "a10", pool: "", env_version: "", dependencies: [], removed: [], ...change };
 }
 
-export function kernelPicture(change: Partial<PanelKernel> = {}): PanelKernel {
+export function kernelSnapshot(change: Partial<PanelKernel> = {}): PanelKernel {
   return {
     version: VERSION,
     package_version: "0.1.0",
@@ -268,7 +268,7 @@ export class TestNotebook implements NotebookLink {
   };
   private readonly callbacks = new Set<() => void>();
 
-  constructor(public respond: Responder = respondingWith(kernelPicture())) {}
+  constructor(public respond: Responder = respondingWith(kernelSnapshot())) {}
 
   onChange(callback: () => void): () => void {
     this.callbacks.add(callback);
@@ -379,7 +379,7 @@ export class TestHost implements PanelHost {
   }
 
   /** Sends the updates that a server sends first. */
-  sendPoolState(snapshot: PanelPool = poolPicture(), runs: readonly RunRow[] = RUNS): void {
+  sendPoolState(snapshot: PanelPool = poolSnapshot(), runs: readonly RunRow[] = RUNS): void {
     this.pools.setLink({ kind: "open", text: "" });
     this.pools.sendUpdates(
       { kind: "pools", pools: [{ name: "local", about: "this machine", reserved: false, default: true, reachable: true }] },

@@ -5,6 +5,7 @@ import { NoExtension } from "../src/panel/host";
 import { mountPanel } from "../src/panel/index";
 import { OtherVersion } from "../src/panel/messages";
 import type { PanelPlan } from "../src/panel/messages";
+import { addElement, button, press, query, selectOption, setPageHidden, typeInto } from "./dom";
 import { eventually } from "./eventually";
 import {
   CPUS,
@@ -20,9 +21,9 @@ import {
   choice,
   device,
   kernelAnswer,
-  kernelPicture,
+  kernelSnapshot,
   manyRuns,
-  poolPicture,
+  poolSnapshot,
   run,
   type,
 } from "./panel_samples";
@@ -30,8 +31,7 @@ import {
 let controllers: AbortController[] = [];
 
 function mounted(host: TestHost) {
-  const el = document.createElement("div");
-  document.body.append(el);
+  const el = addElement();
   const end = new AbortController();
   controllers.push(end);
   mountPanel(el, host, end.signal);
@@ -40,38 +40,13 @@ function mounted(host: TestHost) {
 
 const text = (el: Element) => el.textContent.replaceAll("\u00a0", " ");
 
-function query(el: Element, selector: string): HTMLElement {
-  const found = el.querySelector<HTMLElement>(selector);
-  if (!found) throw new Error(`no ${selector} in ${el.innerHTML}`);
-  return found;
-}
-
 const all = (el: Element, selector: string) => [...el.querySelectorAll<HTMLElement>(selector)];
-
-function button(el: Element, name: string): HTMLButtonElement {
-  const found = [...el.querySelectorAll("button")].find(
-    (each) => each.textContent.trim() === name || each.getAttribute("aria-label") === name,
-  );
-  if (!found) throw new Error(`no button ${name} in ${text(el)}`);
-  return found;
-}
-
-function press(element: Element, key: string) {
-  element.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true, cancelable: true }));
-}
-
-function typeInto(element: HTMLElement, value: string) {
-  (element as HTMLInputElement).value = value;
-  element.dispatchEvent(new Event("input", { bubbles: true }));
-}
 
 const waitForText = (el: Element, words: string) => eventually(() => expect(text(el)).toContain(words));
 
 /** Chooses a value in the selection with this label. */
 function choose(el: Element, label: string, value: string) {
-  const select = query(el, `[aria-label=${label}]`) as HTMLSelectElement;
-  select.value = value;
-  select.dispatchEvent(new Event("change", { bubbles: true }));
+  selectOption(query(el, `[aria-label=${label}]`), value);
 }
 
 function focused(): Element {
@@ -85,11 +60,6 @@ async function waitForPlan(el: Element) {
   await eventually(() => expect(query(el, ".sgpu-primary")).toHaveProperty("disabled", false));
 }
 
-function setPageHidden(hidden: boolean) {
-  Object.defineProperty(document, "hidden", { configurable: true, get: () => hidden });
-  document.dispatchEvent(new Event("visibilitychange"));
-}
-
 beforeEach(() => {
   controllers = [];
 });
@@ -100,7 +70,7 @@ afterEach(() => {
   vi.useRealTimers();
 });
 
-async function ready(snapshot = kernelPicture(), plan: PanelPlan = PLAN, runs = RUNS, pool = poolPicture()) {
+async function ready(snapshot = kernelSnapshot(), plan: PanelPlan = PLAN, runs = RUNS, pool = poolSnapshot()) {
   const host = new TestHost(new TestNotebook(respondingWith(snapshot, plan)));
   const view = mounted(host);
   host.sendPoolState(pool, runs);
@@ -124,12 +94,12 @@ describe("the choice of devices", () => {
   });
 
   it("shows simulated devices and unknown waiting times", async () => {
-    const { el } = await ready(kernelPicture(), PLAN, [], poolPicture({ types: [type({ simulated: true, free: 0, waits_s: [null] }), CPUS] }));
+    const { el } = await ready(kernelSnapshot(), PLAN, [], poolSnapshot({ types: [type({ simulated: true, free: 0, waits_s: [null] }), CPUS] }));
     await waitForText(el, "0 of 4 free");
     expect(text(query(el, ".sgpu-type"))).toContain("24 GB · simulated");
   });
 
-  it("moves with the arrow keys and has a single tab stop", async () => {
+  it("is changed with the arrow keys, and has a single tab stop", async () => {
     const { el, notebook } = await ready();
     await waitForText(el, "3 of 4 free");
     const types = () => all(el, ".sgpu-type");
@@ -146,29 +116,29 @@ describe("the choice of devices", () => {
     await eventually(() => expect(notebook.questions.at(-1)).toMatchObject({ kind: "plan", choice: { type: "b300", gpus: 1 } }));
   });
 
-  it("counts this notebook's devices as free, and shows when others will be", async () => {
-    const { el } = await ready(kernelPicture({ choice: choice({ gpus: 1 }) }));
+  it("counts this notebook's devices as free, and shows when others will be free", async () => {
+    const { el } = await ready(kernelSnapshot({ choice: choice({ gpus: 1 }) }));
     await waitForText(el, "3 of 4 free");
     expect(all(el, ".sgpu-later").length).toBe(0);
-    const other = await ready(kernelPicture({ choice: choice({ gpus: 4 }) }), PLAN, [], poolPicture({ devices: [] }));
+    const other = await ready(kernelSnapshot({ choice: choice({ gpus: 4 }) }), PLAN, [], poolSnapshot({ devices: [] }));
     await waitForText(other.el, "4 × A10 will be free in about 12 min, based on earlier runs.");
     expect(query(other.el, ".sgpu-later").getAttribute("aria-label")).toBe("4, free in about 12 min");
     expect(text(query(other.el, ".sgpu-number"))).toBe("GPUs1234");
   });
 
   it("shows a requested type that the pool does not have", async () => {
-    const { el, notebook } = await ready(kernelPicture({ choice: choice({ gpus: 6 }) }));
+    const { el, notebook } = await ready(kernelSnapshot({ choice: choice({ gpus: 6 }) }));
     await waitForText(el, "The notebook asks for 6: this pool has 4 A10.");
     const six = button(el, "6: this pool has 4 A10");
     expect(six.getAttribute("aria-disabled")).toBe("true");
     six.click();
     expect(notebook.questionKinds()).not.toContain("apply");
-    const missing = await ready(kernelPicture({ choice: choice({ type: "b200" }) }));
+    const missing = await ready(kernelSnapshot({ choice: choice({ type: "b200" }) }));
     await waitForText(missing.el, "The notebook asks for B200, which this pool does not have.");
   });
 
   it("has a number field above eight devices, limited to the pool's total", async () => {
-    const { el, notebook } = await ready(kernelPicture(), PLAN, [], poolPicture({ types: [CPUS] }));
+    const { el, notebook } = await ready(kernelSnapshot(), PLAN, [], poolSnapshot({ types: [CPUS] }));
     await waitForText(el, "of 16");
     const field = query(el, "input[type=number]") as HTMLInputElement;
     expect(field.value).toBe("2");
@@ -197,16 +167,15 @@ describe("the choice of devices", () => {
       ],
     });
     await eventually(() => query(el, "option[value=team]"));
-    const select = query(el, "[aria-label=Pool] select") as HTMLSelectElement;
+    const select = query(el, "[aria-label=Pool] select");
     expect(text(select)).toBe("team · reserved · 4 of 8 H100 freelocal · this machine");
-    select.value = "team";
-    select.dispatchEvent(new Event("change", { bubbles: true }));
+    selectOption(select, "team");
     expect(host.pools.orders).toEqual([
       { kind: "watch", pool: "" },
       { kind: "watch", pool: "team" },
     ]);
     await waitForText(el, "Waiting for the pool's first update…");
-    host.pools.sendUpdates({ kind: "pool", snapshot: poolPicture() });
+    host.pools.sendUpdates({ kind: "pool", snapshot: poolSnapshot() });
     await eventually(() => expect(notebook.questions.at(-1)).toMatchObject({ kind: "plan", choice: { pool: "team" } }));
     expect(text(el)).toContain("Waiting for the pool's first update…");
   });
@@ -216,9 +185,9 @@ describe("a pool", () => {
   it.each([
     ["with a notebook", true],
     ["without a notebook", false],
-  ])("that does not answer gives way to the one that a run would use, %s", async (_words, hasNotebook) => {
+  ])("is replaced by the one that a run would use while it does not answer, %s", async (_words, hasNotebook) => {
     const notebook = new TestNotebook((question) =>
-      question.kind === "plan" ? { kind: "plan-answer", n: 0, plan: PLAN } : kernelAnswer(kernelPicture({ pool: "team" })),
+      question.kind === "plan" ? { kind: "plan-answer", n: 0, plan: PLAN } : kernelAnswer(kernelSnapshot({ pool: "team" })),
     );
     const host = new TestHost(hasNotebook ? notebook : null);
     const { el } = mounted(host);
@@ -226,12 +195,12 @@ describe("a pool", () => {
     const team = { name: "team", about: "on demand · can't be reached", reserved: false, default: false, reachable: false };
     host.pools.sendUpdates(
       { kind: "pools", pools: [{ ...team, about: "on demand", default: true, reachable: true }, { ...row, default: false }] },
-      { kind: "pool", snapshot: poolPicture({ pool: "team", state: "lost" }) },
+      { kind: "pool", snapshot: poolSnapshot({ pool: "team", state: "lost" }) },
     );
     await eventually(() => expect((query(el, "[aria-label=Pool] select") as HTMLSelectElement).value).toBe("team"));
     host.pools.sendUpdates({ kind: "pools", pools: [{ ...row, default: true }, team] });
     await eventually(() => expect(host.pools.orders.at(-1)).toEqual({ kind: "watch", pool: "local" }));
-    host.pools.sendUpdates({ kind: "pool", snapshot: poolPicture() });
+    host.pools.sendUpdates({ kind: "pool", snapshot: poolSnapshot() });
     await eventually(() => expect((query(el, "[aria-label=Pool] select") as HTMLSelectElement).value).toBe("local"));
     expect(text(query(el, "[aria-label=Pool] select"))).toContain("team · on demand · can't be reached");
   });
@@ -241,7 +210,7 @@ describe("a pool", () => {
     const notebook = new TestNotebook((question) =>
       question.kind === "plan"
         ? { kind: "plan-answer", n: 0, plan: PLAN }
-        : new Promise((resolve) => (answer = () => resolve(kernelAnswer(kernelPicture())))),
+        : new Promise((resolve) => (answer = () => resolve(kernelAnswer(kernelSnapshot())))),
     );
     const host = new TestHost(notebook);
     const { el } = mounted(host);
@@ -252,10 +221,9 @@ describe("a pool", () => {
     ];
     host.pools.sendUpdates({ kind: "pools", pools });
     await eventually(() => query(el, "option[value=team]"));
-    const select = query(el, "[aria-label=Pool] select") as HTMLSelectElement;
-    select.value = "team";
-    select.dispatchEvent(new Event("change", { bubbles: true }));
-    host.pools.sendUpdates({ kind: "pool", snapshot: poolPicture({ pool: "team" }) });
+    const select = query(el, "[aria-label=Pool] select");
+    selectOption(select, "team");
+    host.pools.sendUpdates({ kind: "pool", snapshot: poolSnapshot({ pool: "team" }) });
     answer();
     await eventually(() => expect(notebook.questions.at(-1)).toMatchObject({ kind: "plan", choice: { pool: "team" } }));
     expect(host.pools.orders.at(-1)).toEqual({ kind: "watch", pool: "team" });
@@ -266,7 +234,7 @@ describe("the environment", () => {
   const peft = { sign: "+", name: "peft", words: "peft 0.17.1", removable: true } as const;
 
   it("shows a base and the differences from it", async () => {
-    const { el } = await ready(kernelPicture({ differences: [peft], more_differences: 3, notes: ["numpy is older than installed."] }));
+    const { el } = await ready(kernelSnapshot({ differences: [peft], more_differences: 3, notes: ["numpy is older than installed."] }));
     await waitForText(el, "Python 3.12.3 · torch 2.7.1166 packages");
     expect(text(query(el, ".sgpu-package"))).toBe("+ added: peft 0.17.1remove");
     expect(text(el)).toContain("and 3 more");
@@ -293,7 +261,7 @@ describe("the environment", () => {
   });
 
   it("undoes a removal", async () => {
-    const { el, notebook } = await ready(kernelPicture({ differences: [peft] }));
+    const { el, notebook } = await ready(kernelSnapshot({ differences: [peft] }));
     button(el, "remove peft").click();
     await waitForText(el, "+ will be undone: peft 0.17.1undo");
     await eventually(() => expect(notebook.questions.at(-1)).toMatchObject({ kind: "plan", choice: { removed: ["peft"] } }));
@@ -302,11 +270,10 @@ describe("the environment", () => {
   });
 
   it("changes the base", async () => {
-    const { el, notebook } = await ready(kernelPicture({ differences: [peft] }));
-    const select = query(el, "[aria-labelledby] select") as HTMLSelectElement;
+    const { el, notebook } = await ready(kernelSnapshot({ differences: [peft] }));
+    const select = query(el, "[aria-labelledby] select");
     expect(all(select, "option").map(text)).toEqual(["this notebook's packages", "4: Databricks serverless GPU, Python 3.12"]);
-    select.value = "4";
-    select.dispatchEvent(new Event("change", { bubbles: true }));
+    selectOption(select, "4");
     await waitForText(el, "Python 3.12 · 168 packages");
     expect(el.querySelector(".sgpu-package")).toBeNull();
     await eventually(() => expect(notebook.questions.at(-1)).toMatchObject({ kind: "plan", choice: { env_version: "4" } }));
@@ -315,10 +282,10 @@ describe("the environment", () => {
 
 describe("applying", () => {
   it("shows the plan, then connects", async () => {
-    const { el, notebook } = await ready(kernelPicture({ choice: choice() }));
+    const { el, notebook } = await ready(kernelSnapshot({ choice: choice() }));
     await waitForText(el, "2 packages will be installed, about 20 s. Nothing is running.");
     const kept = { choice: choice(), version: 1 };
-    notebook.respond = () => kernelAnswer(kernelPicture({ choice: choice() }), { kept, notice: "Connecting main." });
+    notebook.respond = () => kernelAnswer(kernelSnapshot({ choice: choice() }), { kept, notice: "Connecting main." });
     button(el, "Apply and connect").click();
     await waitForText(el, "Connecting main.");
     expect(notebook.questions.find(({ kind }) => kind === "apply")).toEqual({
@@ -331,11 +298,11 @@ describe("applying", () => {
   });
 
   it("shows a notice until it is closed or the form changes", async () => {
-    const { el, notebook } = await ready(kernelPicture({ choice: choice() }));
+    const { el, notebook } = await ready(kernelSnapshot({ choice: choice() }));
     await waitForText(el, "2 packages will be installed");
     const plans = notebook.respond;
     notebook.respond = (question) =>
-      question.kind === "apply" ? kernelAnswer(kernelPicture({ choice: choice() }), { notice: "cowsay installed." }) : plans(question);
+      question.kind === "apply" ? kernelAnswer(kernelSnapshot({ choice: choice() }), { notice: "cowsay installed." }) : plans(question);
     const apply = async () => {
       await eventually(() => expect(button(el, "Apply and connect").disabled).toBe(false));
       button(el, "Apply and connect").click();
@@ -350,29 +317,29 @@ describe("applying", () => {
     button(el, "Undo changes").click();
     await apply();
     // the choice in effect is no longer the one in the notice
-    notebook.respond = respondingWith(kernelPicture({ choice: choice({ gpus: 4 }) }));
+    notebook.respond = respondingWith(kernelSnapshot({ choice: choice({ gpus: 4 }) }));
     notebook.change({ kernelState: "busy" });
     notebook.change({ kernelState: "idle" });
     await eventually(() => expect(text(el)).not.toContain("cowsay"));
   });
 
   it("removes the notice when the session ends", async () => {
-    const { el, host, notebook } = await ready(kernelPicture({ choice: choice() }), PLAN, [SESSION]);
+    const { el, host, notebook } = await ready(kernelSnapshot({ choice: choice() }), PLAN, [SESSION]);
     button(el, "change").click();
     await eventually(() => button(el, "3").click());
     await waitForPlan(el);
     const plans = notebook.respond;
     notebook.respond = (question) =>
-      question.kind === "apply" ? kernelAnswer(kernelPicture({ choice: choice({ gpus: 3 }) }), { notice: "Cells run in session main." }) : plans(question);
+      question.kind === "apply" ? kernelAnswer(kernelSnapshot({ choice: choice({ gpus: 3 }) }), { notice: "Cells run in session main." }) : plans(question);
     button(el, "Apply and connect").click();
     await waitForText(el, "Cells run in session main.");
-    notebook.respond = respondingWith(kernelPicture({ choice: choice({ gpus: 3 }) }));
+    notebook.respond = respondingWith(kernelSnapshot({ choice: choice({ gpus: 3 }) }));
     host.pools.sendUpdates({ kind: "runs", pool: "local", whole: false, changed: [], gone: [SESSION.run_id] });
     await eventually(() => expect(text(el)).not.toContain("Cells run in session main."));
   });
 
   it("requests one plan after the last change of the form", async () => {
-    const { el, notebook } = await ready(kernelPicture({ choice: choice() }));
+    const { el, notebook } = await ready(kernelSnapshot({ choice: choice() }));
     await waitForText(el, "2 packages will be installed");
     const before = notebook.questionKinds().filter((kind) => kind === "plan").length;
     for (const number of ["1", "3", "4"]) button(el, number).click();
@@ -385,21 +352,21 @@ describe("applying", () => {
 
   it("sends the confirmation when state would be lost", async () => {
     const plan = { ...PLAN, loses: true, sentences: ["Session main restarts: its variables are lost."] };
-    const { el, notebook } = await ready(kernelPicture({ choice: choice() }), plan);
+    const { el, notebook } = await ready(kernelSnapshot({ choice: choice() }), plan);
     await waitForText(el, "Session main restarts");
     button(el, "Confirm").click();
     await eventually(() => expect(notebook.questions.find(({ kind }) => kind === "apply")).toMatchObject({ confirmed: true }));
   });
 
   it("is disabled when the plan has a problem", async () => {
-    const { el } = await ready(kernelPicture(), { ...PLAN, problem: "This pool has no A10." });
+    const { el } = await ready(kernelSnapshot(), { ...PLAN, problem: "This pool has no A10." });
     await waitForText(el, "This pool has no A10.");
     expect(query(el, ".sgpu-primary")).toHaveProperty("disabled", true);
     expect(text(query(el, ".sgpu-sentences [role=alert]"))).toBe("This pool has no A10.");
   });
 
   it("keeps the form when the kernel refuses", async () => {
-    const { el, notebook } = await ready(kernelPicture({ choice: choice() }));
+    const { el, notebook } = await ready(kernelSnapshot({ choice: choice() }));
     await waitForText(el, "2 packages will be installed");
     button(el, "3").click();
     const plan = notebook.respond;
@@ -413,13 +380,13 @@ describe("applying", () => {
   });
 
   it("shows an installation, polls the kernel, and reports the outcome", async () => {
-    const { el, notebook } = await ready(kernelPicture({ choice: choice() }));
+    const { el, notebook } = await ready(kernelSnapshot({ choice: choice() }));
     await waitForText(el, "2 packages will be installed");
     let answers = 0;
     notebook.respond = (question) => {
       if (question.kind === "plan") return { kind: "plan-answer", n: 0, plan: PLAN };
       if (question.kind === "kernel" && ++answers > 1) return { kind: "panel-refusal", n: 0, text: "The index does not answer." };
-      return kernelAnswer(kernelPicture({ choice: choice() }), { installing: true });
+      return kernelAnswer(kernelSnapshot({ choice: choice() }), { installing: true });
     };
     button(el, "Apply and connect").click();
     await waitForText(el, "Installing packages…");
@@ -429,7 +396,7 @@ describe("applying", () => {
   });
 
   it("saves the choice without connecting", async () => {
-    const { el, notebook } = await ready(kernelPicture({ choice: choice() }));
+    const { el, notebook } = await ready(kernelSnapshot({ choice: choice() }));
     await waitForText(el, "2 packages will be installed");
     button(el, "1").click();
     await waitForPlan(el);
@@ -441,7 +408,7 @@ describe("applying", () => {
 });
 
 describe("an unconfirmed choice", () => {
-  const unconfirmed = () => ready(kernelPicture({ choice: choice({ gpus: 8, type: "h100" }), choice_words: "8 on H100", confirmed: false }));
+  const unconfirmed = () => ready(kernelSnapshot({ choice: choice({ gpus: 8, type: "h100" }), choice_words: "8 on H100", confirmed: false }));
 
   it("waits for confirmation, and shows its plan", async () => {
     const { el, notebook } = await unconfirmed();
@@ -449,13 +416,13 @@ describe("an unconfirmed choice", () => {
     await waitForText(el, "2 packages will be installed");
     expect(el.querySelector(".sgpu-type")).toBeNull();
     expect(notebook.questions.at(-1)).toMatchObject({ kind: "plan", connect: false, choice: { gpus: 8 } });
-    notebook.respond = () => kernelAnswer(kernelPicture({ choice: choice({ gpus: 8, type: "h100" }) }));
+    notebook.respond = () => kernelAnswer(kernelSnapshot({ choice: choice({ gpus: 8, type: "h100" }) }));
     button(el, "Use it").click();
     await eventually(() => expect(query(el, ".sgpu-type[aria-checked=true] b").textContent).toBe("H100"));
     expect(notebook.questions.find(({ kind }) => kind === "apply")).toMatchObject({ connect: false, choice: { gpus: 8 } });
   });
 
-  it("can be replaced with a choice that takes nothing from it", async () => {
+  it("can be replaced with a choice that inherits nothing from it", async () => {
     const { el } = await unconfirmed();
     button(el, "Choose my own").click();
     await eventually(() => query(el, ".sgpu-type"));
@@ -467,7 +434,7 @@ describe("an unconfirmed choice", () => {
 describe("the session", () => {
   it("shows duration, cost and idle time, updated every second", async () => {
     vi.useFakeTimers({ toFake: ["performance", "setTimeout", "clearTimeout", "requestAnimationFrame"] });
-    const host = new TestHost(new TestNotebook(respondingWith(kernelPicture({ choice: choice(), choice_words: "2 on A10" }))));
+    const host = new TestHost(new TestNotebook(respondingWith(kernelSnapshot({ choice: choice(), choice_words: "2 on A10" }))));
     const { el } = mounted(host);
     host.sendPoolState(undefined, [{ ...SESSION, idle_ends_at: NOW + 65 }]);
     await vi.advanceTimersByTimeAsync(100);
@@ -497,7 +464,7 @@ describe("the session", () => {
   });
 
   it("folds the form by default", async () => {
-    const { el } = await ready(kernelPicture({ choice: choice(), choice_words: "2 on A10, local" }), PLAN, [SESSION]);
+    const { el } = await ready(kernelSnapshot({ choice: choice(), choice_words: "2 on A10, local" }), PLAN, [SESSION]);
     await waitForText(el, "2 on A10, localchange");
     expect(el.querySelector(".sgpu-type, .sgpu-primary")).toBeNull();
     button(el, "change").click();
@@ -507,9 +474,9 @@ describe("the session", () => {
     await eventually(() => query(el, ".sgpu-primary"));
   });
 
-  it("is ended through its kernel, or through the pool if the kernel is dead", async () => {
+  it("is ended by its kernel, or by the pool if the kernel is dead", async () => {
     const sessions = [{ run_id: SESSION.run_id, name: "main", current: true, state: "running", words: "" }];
-    const { el, host, notebook } = await ready(kernelPicture({ sessions }), PLAN, [SESSION]);
+    const { el, host, notebook } = await ready(kernelSnapshot({ sessions }), PLAN, [SESSION]);
     button(el, "End session").click();
     await eventually(() => expect(notebook.questions.at(-1)).toEqual({ kind: "disconnect", name: "main" }));
     notebook.change({ kernelState: "dead" });
@@ -524,7 +491,7 @@ describe("the session", () => {
 
   it("may be queued, and belongs to the active notebook", async () => {
     const waiting = { ...SESSION, state: "queued", tone: "waiting", reason: "waits for 2 A10, position 1", started_at: null, metered_at: null, idle_ends_at: null };
-    const { el, host } = await ready(kernelPicture(), PLAN, [waiting]);
+    const { el, host } = await ready(kernelSnapshot(), PLAN, [waiting]);
     await waitForText(el, "Waiting: 2 × A10 · localwaits for 2 A10, position 1 · 12 minEnd session");
     const other = new TestNotebook();
     other.kernel = "kernel-2";
@@ -537,8 +504,8 @@ describe("the session", () => {
     expect(el.querySelector("[aria-label=Session]")).toBeNull();
   });
 
-  it("says below its first line that devices are simulated", async () => {
-    const { el } = await ready(kernelPicture(), PLAN, [{ ...SESSION, simulated: true }]);
+  it("shows below its first line that devices are simulated", async () => {
+    const { el } = await ready(kernelSnapshot(), PLAN, [{ ...SESSION, simulated: true }]);
     await waitForText(el, "Connected: 2 × A10 · local");
     expect(text(query(el, ".sgpu-times"))).toMatch(/^12 min · \$1\.0\d · simulated · ends after 48 idle min$/);
   });
@@ -556,7 +523,7 @@ describe("the session", () => {
 
   it("shows why it ended, and reconnects with the same devices", async () => {
     const effect = choice({ gpus: 4, dependencies: ["peft"] });
-    const { el, host, notebook } = await ready(kernelPicture({ choice: effect }), PLAN, [ENDED]);
+    const { el, host, notebook } = await ready(kernelSnapshot({ choice: effect }), PLAN, [ENDED]);
     await waitForText(el, "Session ended");
     expect(query(el, "[aria-label=Session]").dataset["stage"]).toBe("ended");
     expect(text(query(el, ".sgpu-times"))).toMatch(
@@ -599,10 +566,10 @@ describe("the session", () => {
     const own = { ...SESSION, run_id: "session-8", name: "session work", submitted_at: NOW - 5000, idle_ends_at: null };
     const elsewhere = run("run-8", { device_type: "h100", kernel: "other" });
     const waiting = { ...SESSION, state: "queued", tone: "waiting", reason: "needs 1 more A10", started_at: null, metered_at: null, idle_ends_at: null };
-    const { el, host } = await ready(kernelPicture({ pool: "team" }), PLAN, [waiting, idle, cell, bobs, own, elsewhere], poolPicture({ pool: "team" }));
+    const { el, host } = await ready(kernelSnapshot({ pool: "team" }), PLAN, [waiting, idle, cell, bobs, own, elsewhere], poolSnapshot({ pool: "team" }));
     host.pools.sendUpdates(
       { kind: "pools", pools: [{ name: "team", about: "", reserved: false, default: true, reachable: true }] },
-      { kind: "pool", snapshot: poolPicture({ pool: "team" }) },
+      { kind: "pool", snapshot: poolSnapshot({ pool: "team" }) },
       { kind: "runs", pool: "team", whole: true, changed: [waiting, idle, cell, bobs, own, elsewhere], gone: [] },
     );
     const held = () => all(query(el, "[aria-label=Session]"), ".sgpu-held li").map(text);
@@ -631,7 +598,7 @@ describe("a state without a form", () => {
     ["starting", "The kernel is starting.", ""],
     ["restarting", "The kernel is restarting.", ""],
   ];
-  it.each(states)("%s", async (kernelState, words, name) => {
+  it.each(states)("is shown for a kernel that is %s", async (kernelState, words, name) => {
     const notebook = new TestNotebook();
     notebook.kernelState = kernelState;
     const host = new TestHost(notebook);
@@ -666,13 +633,13 @@ describe("a state without a form", () => {
     button(el, "Run %load_ext sgpu_magic").click();
     expect(notebook.loadCount).toBe(1);
     expect(text(el)).toContain("You can still watch the pool.");
-    notebook.respond = respondingWith(kernelPicture());
+    notebook.respond = respondingWith(kernelSnapshot());
     notebook.change({ kernelState: "busy" });
     notebook.change({ kernelState: "idle" });
     await eventually(() => query(el, ".sgpu-add"));
   });
 
-  it("is shown for a kernel that is busy, fails, or has another version", async () => {
+  it("is shown for a kernel that is busy, does not answer, or has another version", async () => {
     let fail: (error: Error) => void = () => undefined;
     const notebook = new TestNotebook(() => new Promise((_, reject) => (fail = reject)));
     notebook.kernelState = "busy";
@@ -685,13 +652,13 @@ describe("a state without a form", () => {
     notebook.respond = () => Promise.reject(new OtherVersion("This page has another version."));
     button(el, "Ask again").click();
     await waitForText(el, "This page has another version.");
-    notebook.respond = respondingWith(kernelPicture());
+    notebook.respond = respondingWith(kernelSnapshot());
     await eventually(() => button(el, "Ask again").click());
     await eventually(() => query(el, ".sgpu-add"));
   });
 
   it("keeps the user's draft, but not the previous kernel's state", async () => {
-    const { el, notebook } = await ready(kernelPicture({ choice: choice() }));
+    const { el, notebook } = await ready(kernelSnapshot({ choice: choice() }));
     await waitForText(el, "3 of 4 free");
     button(el, "3").click();
     notebook.change({ kernelState: "restarting" });
@@ -723,7 +690,7 @@ describe("the connection to the pool", () => {
     const remedy = state === "problem" ? ("retry" as const) : ("start" as const);
     const host = new TestHost();
     const { el } = mounted(host);
-    host.sendPoolState(poolPicture({ state, sentence: "Nobody is there.", remedy, remedy_words: "Do it", types: [], devices: [] }), RUNS);
+    host.sendPoolState(poolSnapshot({ state, sentence: "Nobody is there.", remedy, remedy_words: "Do it", types: [], devices: [] }), RUNS);
     await waitForText(el, "Nobody is there.");
     button(el, "Do it").click();
     expect(host.pools.orders.at(-1)).toEqual(remedy === "start" ? { kind: "start-pool", pool: "local" } : { kind: "watch", pool: "" });
@@ -754,7 +721,7 @@ describe("devices", () => {
   });
 
   it("are drawn as a bar if a type has many", async () => {
-    const { el } = await ready(kernelPicture(), PLAN, [], poolPicture({ types: [type({ total: 10_000, free: 9_992 })], devices: [device(0, { user: "7 of 8 free" })] }));
+    const { el } = await ready(kernelSnapshot(), PLAN, [], poolSnapshot({ types: [type({ total: 10_000, free: 9_992 })], devices: [device(0, { user: "7 of 8 free" })] }));
     await waitForText(el, "9992 of 10000 free");
     expect(el.querySelector(".sgpu-square")).toBeNull();
     expect(all(el, ".sgpu-strip-bar > i").map(({ className, style }) => [className, style.flexGrow])).toEqual([
@@ -793,7 +760,7 @@ describe("devices", () => {
       device(1, { ...own, used_bytes: null, history: { ...history, runs: [] } }),
       device(2, own),
     ];
-    const { el } = await ready(kernelPicture(), PLAN, [], poolPicture({ types: [type({ total: 3, free: 0 })], devices }));
+    const { el } = await ready(kernelSnapshot(), PLAN, [], poolSnapshot({ types: [type({ total: 3, free: 0 })], devices }));
     await waitForText(el, "A10 · 0");
     const words = [
       "10 minutes: use 80 % on average, memory 12.0 GB of 24 GB now; held by 7f3a train.ipynb, 9b20",
@@ -809,16 +776,16 @@ describe("devices", () => {
     expect(lines(curves[0], "memory")).toEqual(["56,9 57,9 58,9"]);
   });
 
-  it("explain the values of simulated devices", async () => {
+  it("show what the values of simulated devices measure", async () => {
     const simulated = { simulated: true, utilization_pct: 50, used_bytes: 4e8 };
     const devices = [device(0, { ...simulated, kernel: KERNEL, run_id: "s1", user: "train.ipynb", free: false })];
-    const { el } = await ready(kernelPicture(), PLAN, [], poolPicture({ types: [type({ simulated: true, total: 1, free: 0 })], devices }));
+    const { el } = await ready(kernelSnapshot(), PLAN, [], poolSnapshot({ types: [type({ simulated: true, total: 1, free: 0 })], devices }));
     await waitForText(el, "Simulated devices show the CPU and memory of their ranks.");
     expect(text(query(el, ".sgpu-device > .sgpu-hidden"))).toBe("50 %, 0.4 GB, train.ipynb, this notebook's, simulated");
   });
 
   it("are CPU slots in a pool without GPUs", async () => {
-    const { el } = await ready(kernelPicture(), PLAN, [], poolPicture({ types: [CPUS], devices: [], cpu_slots: 16, cpu_slots_free: 12, notes: ["No GPU here."] }));
+    const { el } = await ready(kernelSnapshot(), PLAN, [], poolSnapshot({ types: [CPUS], devices: [], cpu_slots: 16, cpu_slots_free: 12, notes: ["No GPU here."] }));
     await waitForText(el, "12 of 16 ranks free");
     expect(text(query(el, ".sgpu-device-types + p"))).toBe("No GPU here.");
   });
@@ -862,7 +829,7 @@ describe("runs", () => {
     await eventually(() => expect(all(el, ".sgpu-run-row").length).toBe(1));
   });
 
-  it("open their view and their actions, and end after a confirmation", async () => {
+  it("open their view and actions, and end after a confirmation", async () => {
     const { el, host } = await ready();
     await waitForText(el, "sweep[3]");
     const [head] = all(el, ".sgpu-run-head");
@@ -892,7 +859,7 @@ describe("runs", () => {
     expect(host.replayed.map(({ run_id }) => run_id)).toEqual(["run-4"]);
   });
 
-  it("show their actions with the keyboard", async () => {
+  it("show and hide their actions with the arrow keys", async () => {
     const { el } = await ready();
     await waitForText(el, "sweep[3]");
     const [head] = all(el, ".sgpu-run-head");
@@ -938,7 +905,7 @@ describe("runs", () => {
     await eventually(() => expect(el.querySelector(".sgpu-comparing")).toBeNull());
   });
 
-  it("are compared in a tab of its own where the host has tabs", async () => {
+  it("are compared in a separate tab if the host has tabs", async () => {
     const { el, host } = await ready();
     const compareRuns = vi.fn<NonNullable<PanelHost["compareRuns"]>>();
     host.compareRuns = compareRuns;
@@ -953,23 +920,23 @@ describe("runs", () => {
     await eventually(() => expect(el.querySelector(".sgpu-comparing")).toBeNull());
   });
 
-  it("link to MLflow if the URL is a web page, and say when files are remote", async () => {
-    const { el, host } = await ready(kernelPicture(), PLAN, [run("a", { tracked_url: "https://mlflow.example/1", here: false })]);
+  it("link to MLflow if the URL is a web page, and show that files are remote", async () => {
+    const { el, host } = await ready(kernelSnapshot(), PLAN, [run("a", { tracked_url: "https://mlflow.example/1", here: false })]);
     await waitForText(el, "train_digits");
     query(el, ".sgpu-run-head").click();
     await waitForText(el, "Open in MLflow");
     expect(query(el, ".sgpu-actions a").getAttribute("href")).toBe("https://mlflow.example/1");
     expect(text(query(el, ".sgpu-actions"))).toContain("its files are on another machine");
     expect(host.opened).toEqual([]);
-    const other = await ready(kernelPicture(), PLAN, [run("b", { tracked_url: "javascript:alert(1)" })]);
+    const other = await ready(kernelSnapshot(), PLAN, [run("b", { tracked_url: "javascript:alert(1)" })]);
     await waitForText(other.el, "train_digits");
     query(other.el, ".sgpu-more").click();
     await waitForText(other.el, "End run");
     expect(other.el.querySelector("a")).toBeNull();
   });
 
-  it("draw only the rows in view out of 1,000, and move with the keyboard", async () => {
-    const { el, host } = await ready(kernelPicture(), PLAN, manyRuns(1000));
+  it("draw only the rows in view out of 1,000, and move the focus with the keyboard", async () => {
+    const { el, host } = await ready(kernelSnapshot(), PLAN, manyRuns(1000));
     await eventually(() => expect(all(el, ".sgpu-run-row").length).toBeGreaterThan(5));
     expect(all(el, ".sgpu-run-row").length).toBeLessThan(60);
     expect(query(el, ".sgpu-run-row").getAttribute("aria-setsize")).toBe("1000");
@@ -992,7 +959,7 @@ describe("runs", () => {
   });
 
   it("scroll an opened row's actions into view", async () => {
-    const { el } = await ready(kernelPicture(), PLAN, manyRuns(10));
+    const { el } = await ready(kernelSnapshot(), PLAN, manyRuns(10));
     await eventually(() => expect(all(el, ".sgpu-run-row").length).toBe(10));
     const scroller = query(el, ".sgpu-panel");
     scroller.scrollTop = 0;
@@ -1004,7 +971,7 @@ describe("runs", () => {
   });
 
   it("are searched and filtered, and keep the filter after a reload", async () => {
-    const { el, host } = await ready(kernelPicture(), PLAN, [...RUNS, ...manyRuns(100)]);
+    const { el, host } = await ready(kernelSnapshot(), PLAN, [...RUNS, ...manyRuns(100)]);
     await eventually(() => query(el, "[type=search]"));
     typeInto(query(el, "[type=search]"), "step_9");
     await eventually(() => expect(query(el, ".sgpu-run-row").getAttribute("aria-setsize")).toBe("11"));
@@ -1022,15 +989,15 @@ describe("runs", () => {
   });
 
   it("show a hint while there are none", async () => {
-    const { el } = await ready(kernelPicture(), PLAN, []);
+    const { el } = await ready(kernelSnapshot(), PLAN, []);
     await waitForText(el, "No runs yet.");
     expect(text(el)).toContain("This month 41.2 GPU h · $118 of $300");
   });
 });
 
 describe("the kernel", () => {
-  it("is asked when a cell ends or its session changes, not when a cell starts", async () => {
-    const { host, notebook } = await ready(kernelPicture(), PLAN, []);
+  it("is queried when a cell ends or its session changes, not when a cell starts", async () => {
+    const { host, notebook } = await ready(kernelSnapshot(), PLAN, []);
     const count = () => notebook.questionKinds().filter((kind) => kind === "kernel").length;
     await eventually(() => expect(notebook.questionKinds()).toContain("plan"));
     const before = count();
@@ -1058,7 +1025,7 @@ describe("the kernel", () => {
 
 describe("closing the panel", () => {
   it("leaves no element, listener or subscription", async () => {
-    const { el, end, host, notebook } = await ready(kernelPicture(), PLAN, [SESSION], poolPicture({ types: [type(), H100] }));
+    const { el, end, host, notebook } = await ready(kernelSnapshot(), PLAN, [SESSION], poolSnapshot({ types: [type(), H100] }));
     await waitForText(el, "Connected");
     end.abort();
     expect(el.childNodes.length).toBe(0);

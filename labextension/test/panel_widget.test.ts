@@ -4,7 +4,7 @@ import panel from "../src/panel/widget_entry";
 import { HEARTBEAT_MS, WidgetPanelHost, interpolate } from "../src/panel/widget_host";
 import { REQUEST_TIMEOUT_MS, CHANNEL_TIMEOUT_MS } from "../src/shared/widget_requests";
 import { eventually } from "./eventually";
-import { KERNEL, PLAN, RUNS, SESSION, kernelAnswer, kernelPicture, poolPicture } from "./panel_samples";
+import { KERNEL, PLAN, RUNS, SESSION, kernelAnswer, kernelSnapshot, poolSnapshot } from "./panel_samples";
 
 type Callback = (...args: never[]) => void;
 
@@ -76,9 +76,9 @@ describe("the panel's widget", () => {
     expect(model.sent).toContainEqual({ kind: "watch", pool: "local" });
     const question = model.sent.find(({ kind }) => kind === "kernel");
     expect(question).toMatchObject({ kind: "kernel", kept: null });
-    model.emit({ kind: "pool", snapshot: poolPicture() });
+    model.emit({ kind: "pool", snapshot: poolSnapshot() });
     model.emit({ kind: "runs", pool: "local", whole: true, changed: [...RUNS, SESSION], gone: [] });
-    model.emit(kernelAnswer(kernelPicture(), { n: question?.n ?? 0 }));
+    model.emit(kernelAnswer(kernelSnapshot(), { n: question?.n ?? 0 }));
     await eventually(() => expect(el.textContent).toContain("nothing saved in the notebook"));
     expect(el.textContent.replaceAll("\u00a0", " ")).toContain("Connected: 2 × A10 · local");
     const plan = () => model.sent.find(({ kind }) => kind === "plan");
@@ -119,7 +119,7 @@ describe("the panel's widget", () => {
           onReply: () => undefined,
           done: new Promise(() => undefined),
         };
-        const answer = kernelAnswer(kernelPicture(), { n: message.content.question.n });
+        const answer = kernelAnswer(kernelSnapshot(), { n: message.content.question.n });
         setTimeout(() => future.onReply({ content: { status: "ok", answer } }), 5);
         return future;
       },
@@ -180,7 +180,7 @@ describe("the panel's widget", () => {
     const host = new WidgetPanelHost(model, controller.signal);
     const states: string[] = [];
     host.pools.onLink(({ kind, text }) => states.push(`${kind} ${text}`));
-    model.emit({ kind: "pool", snapshot: { ...poolPicture(), version: 99 } });
+    model.emit({ kind: "pool", snapshot: { ...poolSnapshot(), version: 99 } });
     model.emit("nonsense");
     expect(states.length).toBe(2);
     expect(states[1]).toContain("refused This page has another version of sgpu-magic");

@@ -5,7 +5,7 @@ import { interpolate } from "../src/panel/widget_host";
 import type { RunRow } from "../src/panel/messages";
 import { EndNotifications, endText } from "../src/plugin/end_notifications";
 import { PanelSettings } from "../src/plugin/panel_settings";
-import type { Socket } from "../src/plugin/pool_connection";
+import { FakeSocket } from "./fake_socket";
 import { KERNEL, NOW, run } from "./panel_samples";
 
 vi.mock("@jupyterlab/apputils", () => ({ Notification: { emit: vi.fn(), info: vi.fn(), warning: vi.fn() } }));
@@ -27,24 +27,12 @@ function shownIn(call: "emit" | "info" | "warning"): Shown[] {
   });
 }
 
-class FakeSocket implements Socket {
-  readyState: Socket["readyState"] = 1;
-  onopen: Socket["onopen"] = null;
-  onmessage: Socket["onmessage"] = null;
-  onclose: Socket["onclose"] = null;
-  pool = "";
-  closed = false;
-
-  send(text: string): void {
-    this.pool = (JSON.parse(text) as { pool: string }).pool;
-  }
-
-  close(): void {
-    this.closed = true;
-  }
+/** Returns the pool that a connection watches. */
+function poolOf(socket: FakeSocket): string {
+  return (socket.sent.at(-1) as { pool: string } | undefined)?.pool ?? "";
 }
 
-/** The desktop's notifications. */
+/** The browser's desktop notifications. */
 class FakeNotification {
   static permission: NotificationPermission = "default";
   static answer: NotificationPermission = "granted";
@@ -67,17 +55,13 @@ let sockets: FakeSocket[];
 let settings: PanelSettings;
 let controller: AbortController;
 let kernels: string[];
-let looked: boolean;
+let isPageFocused: boolean;
 const openRun = vi.fn();
 
-function connect(pool = ""): FakeSocket {
-  const found = sockets.find((each) => each.pool === pool && !each.closed);
-  if (!found) throw new Error(`no socket for ${pool}`);
-  return found;
-}
-
 function send(update: unknown, pool = ""): void {
-  connect(pool).onmessage?.call({} as WebSocket, new MessageEvent("message", { data: JSON.stringify(update) }));
+  const socket = sockets.find((each) => poolOf(each) === pool && !each.closed);
+  if (!socket) throw new Error(`no socket for ${pool}`);
+  socket.emitMessage(update);
 }
 
 function sendRuns(changed: readonly RunRow[], { whole = false, pool = "local" } = {}): void {
@@ -98,7 +82,7 @@ function start(stored = true): void {
     open: () => {
       const socket = new FakeSocket();
       sockets.push(socket);
-      queueMicrotask(() => void socket.onopen?.call({} as WebSocket, new Event("open")));
+      queueMicrotask(() => socket.emitOpen());
       return socket;
     },
     request: () => Promise.reject(new TypeError("no network")),
@@ -114,13 +98,13 @@ beforeEach(() => {
   settings = new PanelSettings();
   controller = new AbortController();
   kernels = [KERNEL];
-  looked = false;
+  isPageFocused = false;
   vi.clearAllMocks();
   FakeNotification.permission = "granted";
   FakeNotification.answer = "granted";
   FakeNotification.shown = [];
   vi.stubGlobal("Notification", FakeNotification);
-  vi.spyOn(document, "hasFocus").mockImplementation(() => looked);
+  vi.spyOn(document, "hasFocus").mockImplementation(() => isPageFocused);
   Object.defineProperty(window, "isSecureContext", { value: true, configurable: true });
   document.title = "train.ipynb";
 });
@@ -131,12 +115,12 @@ afterEach(() => {
 });
 
 describe("EndNotifications", () => {
-  it("reports a long run once: in the page, on the desktop and in the title until somebody looks", async () => {
+  it("reports a long run once: in the page, on the desktop, and in the title until the page is focused", async () => {
     start();
     await Promise.resolve();
     sendRuns([run("a", LONG)], { whole: true });
     sendRuns([ended("a")]);
-    // after a lost connection the server sends everything again
+    // the server sends all runs again after a reconnect
     sendRuns([ended("a")], { whole: true });
     const [shown, ...others] = shownIn("emit");
     expect(others).toEqual([]);
@@ -150,7 +134,7 @@ describe("EndNotifications", () => {
     await vi.waitFor(() => expect(document.title).toBe("● other.ipynb"));
     window.dispatchEvent(new Event("focus"));
     expect(document.title).toBe("● other.ipynb");
-    looked = true;
+    isPageFocused = true;
     window.dispatchEvent(new Event("focus"));
     expect(document.title).toBe("other.ipynb");
     FakeNotification.shown[0]?.onclick();
@@ -158,7 +142,7 @@ describe("EndNotifications", () => {
     expect(openRun.mock.calls.map(([opened]) => (opened as RunRow).run_id)).toEqual(["a", "a"]);
   });
 
-  it("says nothing of short runs, sessions, other notebooks, and runs whose end somebody sees", async () => {
+  it("ignores short runs, sessions, other notebooks, and runs that end while the page is focused", async () => {
     start();
     await Promise.resolve();
     const short = { submitted_at: NOW - 59 };
@@ -168,30 +152,30 @@ describe("EndNotifications", () => {
     sendRuns([ended("old")]);
     sendRuns(Object.entries(rows).map(([id, change]) => ended(id, change)));
     sendRuns([run("seen", LONG)]);
-    looked = true;
+    isPageFocused = true;
     sendRuns([ended("seen")]);
-    looked = false;
+    isPageFocused = false;
     sendRuns([ended("seen")]);
     expect(shownIn("emit")).toEqual([]);
     expect(FakeNotification.shown).toEqual([]);
     expect(document.title).toBe("train.ipynb");
   });
 
-  it("reports runs of a notebook that was closed, and of every pool", async () => {
+  it("reports runs of a closed notebook, and of every pool", async () => {
     start();
     await Promise.resolve();
     const local = { name: "local", about: "", reserved: false, default: true, reachable: true };
     const team = { ...local, name: "team", default: false };
     send({ kind: "pools", pools: [local, team, { ...team, name: "down", reachable: false }] });
     await Promise.resolve();
-    expect(sockets.map(({ pool }) => pool)).toEqual(["", "team"]);
+    expect(sockets.map(poolOf)).toEqual(["", "team"]);
     sendRuns([run("t", LONG)], { whole: true, pool: "team" });
     kernels = [];
     sendRuns([failed("t")], { pool: "team" });
     expect(shownIn("emit").map(({ text }) => text)).toEqual(["train_digits failed: rank 3: ValueError: bad batch"]);
   });
 
-  it("is off by default, and ends when it is switched off", async () => {
+  it("is off by default, and disconnects when it is switched off", async () => {
     start(false);
     expect(sockets).toEqual([]);
     settings.apply({ notifyRunEnd: true });
@@ -203,7 +187,7 @@ describe("EndNotifications", () => {
     expect(sockets[0]?.closed).toBe(true);
   });
 
-  it("asks for the desktop's permission only when the user switches it on", async () => {
+  it("asks for the browser's permission only when the user switches it on", async () => {
     FakeNotification.permission = "default";
     start(true);
     expect(shownIn("info")).toEqual([]);
@@ -238,7 +222,7 @@ describe("endText", () => {
     [failed("a", { reason: "" }), "train_digits failed after 12 min"],
     [ended("a", { state: "cancelled", tone: "plain" }), "train_digits cancelled after 12 min"],
     [ended("abcdef", { state: "timed out", tone: "bad", name: "", started_at: null }), "abcd timed out after 12 min"],
-  ])("words %#", (row, text) => {
+  ])("describes the end of a run: case %#", (row, text) => {
     expect(endText(row, NOW, interpolate)).toBe(text);
   });
 });

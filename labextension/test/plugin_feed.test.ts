@@ -57,7 +57,7 @@ function changes(parts: Record<string, unknown>): unknown {
   return { snapshot: null, updates: [], seq: 0, lines: 0, displays: 0, final: false, ...parts };
 }
 
-/** A server that returns these answers in order, and records the requests. */
+/** A server that sends the given answers in order, and records the requests. Without an answer, a request waits. */
 class FakeServer {
   readonly requests: { path: string; init: RequestInit }[] = [];
   constructor(private readonly answers: (() => Response | Promise<Response>)[]) {}
@@ -98,7 +98,7 @@ afterEach(() => {
 });
 
 describe("a run's feed", () => {
-  it("sends what it has, and passes on changes until the run ends", async () => {
+  it("requests the changes since the last ones until the run ends, and passes them on", async () => {
     const server = new FakeServer([
       json(changes({ snapshot: snapshot(4), updates: [lines(1, 0, "a", "b")], seq: 1, lines: 2 })),
       json(changes({ updates: [lines(2, 2, "c")], seq: 2, lines: 3, displays: 1 })),
@@ -175,7 +175,7 @@ describe("ServerTransport", () => {
     expect(server.requests[0]?.init.body).toBe('{"kind":"cancel","n":1}');
   });
 
-  it("numbers updates as its feed does", async () => {
+  it("replaces the sequence number of an answer with that of its feed", async () => {
     const server = new FakeServer([
       json(changes({ updates: [lines(1, 0, "a")], seq: 1, lines: 1, final: true, snapshot: snapshot(3) })),
       json({ kind: "hello", n: 1, snapshot: snapshot(5), seq: 0 }),
@@ -186,11 +186,11 @@ describe("ServerTransport", () => {
     const drawn: number[] = [];
     transport.onSnapshot(({ seq }) => drawn.push(seq));
     await expect(transport.ask({ kind: "hello", over: "server" })).resolves.toMatchObject({ seq: 1 });
-    // a view that opens late gets the last snapshot at once
+    // a view that is opened later receives the last snapshot at once
     expect(drawn).toEqual([3]);
   });
 
-  it("reports why there is no answer", async () => {
+  it("reports why a question has no answer", async () => {
     const server = new FakeServer([
       json({ message: "no local pool is running." }, 500),
       () => {

@@ -13,7 +13,7 @@ import { LabNotebook, REPLY_TIMEOUT_MS, KNOWN_REPLY_TIMEOUT_MS } from "../src/pl
 import type { NotebookDocument } from "../src/plugin/lab_notebook";
 import { LoadedKernels } from "../src/plugin/loaded_kernels";
 import { createTranslate } from "../src/plugin/translation";
-import { KERNEL, kernelAnswer, kernelPicture, NOW, poolPicture, SESSION } from "./panel_samples";
+import { KERNEL, kernelAnswer, kernelSnapshot, NOW, poolSnapshot, SESSION } from "./panel_samples";
 
 const CHOICE: KeptChoice = {
   choice: { gpus: 2, type: "a10", pool: "", env_version: "", dependencies: [], removed: [] },
@@ -21,7 +21,7 @@ const CHOICE: KeptChoice = {
 };
 
 function answer(change: Partial<KernelAnswer> = {}): KernelAnswer {
-  return kernelAnswer(kernelPicture(), change);
+  return kernelAnswer(kernelSnapshot(), change);
 }
 
 interface Question {
@@ -30,7 +30,7 @@ interface Question {
   readonly kept?: KeptChoice | null;
 }
 
-/** A kernel connection of JupyterLab; `reply` returns its process's answer; undefined if there is none. */
+/** A kernel connection of JupyterLab. `reply` returns the kernel's answer; without it, the kernel does not answer. */
 class FakeKernel {
   status = "idle";
   connectionStatus = "connected";
@@ -156,7 +156,7 @@ class FakeDocument {
 let kernel: FakeKernel;
 let session: FakeSession;
 let model: FakeModel;
-let document_: FakeDocument;
+let notebookFile: FakeDocument;
 let choices: ChoiceStore;
 let loaded: LoadedKernels;
 let controller: AbortController;
@@ -166,7 +166,7 @@ let showCell: ReturnType<typeof vi.fn<(index: number) => void>>;
 let runActiveCell: ReturnType<typeof vi.fn<() => void>>;
 let selectKernel: ReturnType<typeof vi.fn<() => Promise<void>>>;
 
-function openNotebook(options: { session: FakeSession; document: FakeDocument } = { session, document: document_ }): LabNotebook {
+function openNotebook(options: { session: FakeSession; document: FakeDocument } = { session, document: notebookFile }): LabNotebook {
   return new LabNotebook(
     {
       document: options.document as unknown as NotebookDocument,
@@ -188,7 +188,7 @@ beforeEach(() => {
   kernel = new FakeKernel();
   session = new FakeSession(kernel);
   model = new FakeModel();
-  document_ = new FakeDocument(model);
+  notebookFile = new FakeDocument(model);
   choices = new ChoiceStore();
   loaded = new LoadedKernels(null);
   controller = new AbortController();
@@ -231,7 +231,7 @@ describe("a question to a notebook's kernel", () => {
   it("is sent only if the kernel has loaded sgpu-magic", async () => {
     kernel.banner = "Python 3.12";
     const notebook = openNotebook();
-    for (let turn = 0; turn < 2; turn += 1) {
+    for (let attempt = 0; attempt < 2; attempt += 1) {
       await expect(notebook.ask(ask)).rejects.toThrow(NoExtension);
     }
     expect(kernel.questions).toEqual([]);
@@ -255,7 +255,7 @@ describe("a question to a notebook's kernel", () => {
     expect(changed).toHaveBeenCalledOnce();
   });
 
-  it("checks a new kernel process again", async () => {
+  it("is sent to a restarted kernel only after checking it again", async () => {
     const notebook = openNotebook();
     session.publishLoaded(true);
     await notebook.ask(ask);
@@ -266,9 +266,9 @@ describe("a question to a notebook's kernel", () => {
     expect(kernel.questions).toHaveLength(1);
   });
 
-  it("waits for the cell's end if it is unknown what the kernel has loaded", async () => {
-    let tell: (value: { content: { banner: string } }) => void = () => undefined;
-    kernel.requestKernelInfo.mockImplementation(() => new Promise((resolve) => (tell = resolve)));
+  it("waits for the end of a cell if it is unknown whether the kernel has loaded sgpu-magic", async () => {
+    let answerInfo: (value: { content: { banner: string } }) => void = () => undefined;
+    kernel.requestKernelInfo.mockImplementation(() => new Promise((resolve) => (answerInfo = resolve)));
     session.publishStatus("busy", "execute_request");
     const notebook = openNotebook();
     const changed = vi.fn();
@@ -279,7 +279,7 @@ describe("a question to a notebook's kernel", () => {
     await caught;
     await expect(asked).rejects.not.toThrow(NoExtension);
     changed.mockClear();
-    tell({ content: { banner: kernel.banner } });
+    answerInfo({ content: { banner: kernel.banner } });
     await advance();
     expect(changed).toHaveBeenCalledOnce();
     await notebook.ask(ask);
@@ -305,13 +305,13 @@ describe("a question to a notebook's kernel", () => {
     kernel.reply = undefined;
     const asked = notebook.ask(ask);
     const caught = expect(asked).rejects.not.toThrow(NoExtension);
-    let over = false;
-    asked.catch(() => (over = true));
+    let isSettled = false;
+    asked.catch(() => (isSettled = true));
     await advance(REPLY_TIMEOUT_MS);
-    expect(over).toBe(false);
+    expect(isSettled).toBe(false);
     await advance(KNOWN_REPLY_TIMEOUT_MS);
     await caught;
-    expect(over).toBe(true);
+    expect(isSettled).toBe(true);
   });
 
   it("is aborted by a restart of the kernel", async () => {
@@ -359,7 +359,7 @@ describe("a notebook's state", () => {
     expect(notebook.kernel).toBe("");
   });
 
-  it("is not changed by questions, which JupyterLab reports as busy", () => {
+  it("does not change during questions, which JupyterLab reports as busy", () => {
     const notebook = openNotebook();
     const changed = vi.fn();
     notebook.onChange(changed);
@@ -382,10 +382,10 @@ describe("a notebook's state", () => {
   });
 
   it("is starting until its document is ready", async () => {
-    document_.isReady = false;
+    notebookFile.isReady = false;
     const notebook = openNotebook();
     expect(notebook.kernelState).toBe("starting");
-    document_.isReady = true;
+    notebookFile.isReady = true;
     const changed = vi.fn();
     notebook.onChange(changed);
     await advance();
@@ -398,8 +398,8 @@ describe("a notebook's state", () => {
     const changed = vi.fn();
     notebook.onChange(changed);
     expect(notebook.name).toBe("train.ipynb");
-    document_.path = "eval.ipynb";
-    document_.pathChanged.emit("eval.ipynb");
+    notebookFile.path = "eval.ipynb";
+    notebookFile.pathChanged.emit("eval.ipynb");
     expect(changed).toHaveBeenCalledOnce();
     expect(notebook.name).toBe("eval.ipynb");
   });
@@ -447,7 +447,7 @@ describe("a notebook's saved choice", () => {
     await advance();
     expect(kernel.questions.map(({ kept }) => kept)).toEqual([CHOICE]);
     await advance(REPLY_TIMEOUT_MS);
-    // the cell that loads the extension
+    // a cell loads the extension
     kernel.reply = ({ n }) => answer({ n });
     session.runCell();
     await advance();
@@ -465,7 +465,7 @@ describe("a notebook's saved choice", () => {
     expect(kernel.questions.at(-1)?.kept?.choice.gpus).toBe(3);
   });
 
-  it("is not sent if there is none: the kernel may not use pools", async () => {
+  it("is not sent if there is none, because the kernel may not use pools", async () => {
     openNotebook();
     await advance();
     session.runCell();
@@ -473,7 +473,7 @@ describe("a notebook's saved choice", () => {
     expect(kernel.questions).toEqual([]);
   });
 
-  it("is sent by the active one of several notebooks with one kernel", async () => {
+  it("is sent only by the active notebook if several share a kernel", async () => {
     model.metadata.set(CHOICE_KEY, CHOICE);
     openNotebook();
     await advance();
@@ -489,7 +489,7 @@ describe("a notebook's saved choice", () => {
     expect(kernel.questions.map(({ kept }) => kept)).toEqual([CHOICE, null]);
   });
 
-  it("is written when the kernel's answer has one", async () => {
+  it("is updated from the kernel's answer", async () => {
     const chosen = { ...CHOICE, choice: { ...CHOICE.choice, gpus: 3 } };
     model.metadata.set(CHOICE_KEY, CHOICE);
     kernel.reply = ({ n }) => answer({ n, kept: chosen });
@@ -501,7 +501,7 @@ describe("a notebook's saved choice", () => {
 });
 
 describe("a notebook's actions", () => {
-  it("run the cell that loads the extension, and insert it once", () => {
+  it("insert the cell that loads the extension once, and run it", () => {
     const notebook = openNotebook();
     notebook.loadExtension();
     notebook.loadExtension();
@@ -540,7 +540,7 @@ describe("a notebook's actions", () => {
 describe("labels", () => {
   it("show a session in its notebook's toolbar", () => {
     const t = createTranslate({ __: (text, ...values) => text.replace(/%(\d)/g, (_, at) => values[Number(at) - 1] ?? "") });
-    const words = (change: object): string => chipLabel({ ...SESSION, ...change }, poolPicture(), NOW, t).replaceAll("\u00a0", " ");
+    const words = (change: object): string => chipLabel({ ...SESSION, ...change }, poolSnapshot(), NOW, t).replaceAll("\u00a0", " ");
     expect(words({})).toBe("2 × A10 · connected · 12 min");
     expect(words({ dead_ranks: [1] })).toBe("2 × A10 · rank 1 dead");
     expect(words({ dead_ranks: [0, 1] })).toBe("2 × A10 · ranks 0, 1 dead");

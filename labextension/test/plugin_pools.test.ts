@@ -4,42 +4,10 @@ import type { PoolLinkState } from "../src/panel/host";
 import { VERSION } from "../src/panel/messages";
 import type { PanelUpdate } from "../src/panel/messages";
 import { ABSENT_PAUSE_MS, PanelPools, PAUSE_MS, PoolConnection } from "../src/plugin/pool_connection";
-import type { Socket } from "../src/plugin/pool_connection";
-import { poolPicture, run, SESSION } from "./panel_samples";
+import { FakeSocket } from "./fake_socket";
+import { poolSnapshot, run, SESSION } from "./panel_samples";
 
-class FakeSocket implements Socket {
-  readyState: Socket["readyState"] = 0;
-  onopen: Socket["onopen"] = null;
-  onmessage: Socket["onmessage"] = null;
-  onclose: Socket["onclose"] = null;
-  readonly sent: unknown[] = [];
-  closed = false;
-
-  send(text: string): void {
-    this.sent.push(JSON.parse(text));
-  }
-
-  close(): void {
-    this.closed = true;
-    this.readyState = 3;
-  }
-
-  emitOpen(): void {
-    this.readyState = 1;
-    this.onopen?.call(this as unknown as WebSocket, new Event("open"));
-  }
-
-  emitMessage(updates: unknown): void {
-    this.onmessage?.call(this as unknown as WebSocket, new MessageEvent("message", { data: JSON.stringify(updates) }));
-  }
-
-  emitClose(): void {
-    this.readyState = 3;
-    this.onclose?.call(this as unknown as WebSocket, new CloseEvent("close"));
-  }
-}
-
-const POOL: PanelUpdate = { kind: "pool", snapshot: poolPicture() };
+const POOL: PanelUpdate = { kind: "pool", snapshot: poolSnapshot() };
 const RUNS: PanelUpdate = { kind: "runs", pool: "local", whole: true, changed: [SESSION], gone: [] };
 const POOLS: PanelUpdate = { kind: "pools", pools: [{ name: "local", about: "this machine", reserved: false, default: true, reachable: true }] };
 const ALL = { pools: POOLS, pool: POOL, runs: RUNS };
@@ -96,7 +64,7 @@ afterEach(() => {
 const advance = (ms = 0): Promise<unknown> => vi.advanceTimersByTimeAsync(ms);
 
 describe("PoolConnection", () => {
-  it("is shared by panel and chips, and watches only while one subscribes", () => {
+  it("is shared by the panel and the chips, and watches a pool while there is a subscription", () => {
     const chips = {};
     connection.subscribe(chips);
     expect(server.sockets).toHaveLength(1);
@@ -131,14 +99,14 @@ describe("PoolConnection", () => {
     expect(connection.link.kind).toBe("open");
   });
 
-  it("starts with the user's default pool", () => {
+  it("watches the user's default pool first", () => {
     connection.defaultPool = "team";
     connection.subscribe({});
     server.socket.emitOpen();
     expect(server.socket.sent).toEqual([{ kind: "watch", pool: "team" }]);
   });
 
-  it("reconnects after the server was down, and watches again", async () => {
+  it("reconnects after the server was down, and watches the pool again", async () => {
     connection.watch({}, "");
     server.socket.emitOpen();
     server.socket.emitMessage(POOL);
@@ -198,17 +166,17 @@ describe("PoolConnection", () => {
     expect(server.sockets).toHaveLength(2);
   });
 
-  it("stops at a server of another version", () => {
+  it("stops if the server has another version", () => {
     connection.watch({}, "");
     server.socket.emitOpen();
     vi.spyOn(console, "warn").mockImplementationOnce(() => undefined);
-    server.socket.emitMessage({ kind: "pool", snapshot: { ...poolPicture(), version: VERSION + 1 } });
+    server.socket.emitMessage({ kind: "pool", snapshot: { ...poolSnapshot(), version: VERSION + 1 } });
     expect(connection.link.kind).toBe("refused");
     expect(connection.link.text).toContain("another version of sgpu-magic than the Jupyter server");
     expect(server.socket.closed).toBe(true);
   });
 
-  it("polls and posts orders after three silent websockets", async () => {
+  it("polls and posts orders after three websockets without a message", async () => {
     connection.pollInterval_ms = 5_000;
     const user = {};
     connection.watch(user, "");
@@ -241,9 +209,9 @@ describe("PoolConnection", () => {
     server.status = 200;
     server.body = ALL;
     connection.unsubscribe(user);
-    const asked = server.requests.length;
+    const requests = server.requests.length;
     await advance(60_000);
-    expect(server.requests).toHaveLength(asked);
+    expect(server.requests).toHaveLength(requests);
     expect(server.sockets).toHaveLength(sockets);
   });
 

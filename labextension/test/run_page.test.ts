@@ -6,6 +6,7 @@ import { RunPageModel } from "../src/run_page/page_model";
 import type { PageServer } from "../src/run_page/page_model";
 import { pageFiles, runPage } from "../src/run_page/records";
 import type { PageFiles, RunPage } from "../src/run_page/records";
+import { addElement } from "./dom";
 import { eventually } from "./eventually";
 
 const PAGE: RunPage = runPage(
@@ -75,12 +76,6 @@ afterEach(() => {
   document.body.replaceChildren();
 });
 
-function element(): HTMLElement {
-  const el = document.createElement("div");
-  document.body.append(el);
-  return el;
-}
-
 function rows(el: Element, label: string): (string | null)[][] {
   const section = el.querySelector(`[aria-label="${label}"]`);
   return [...(section?.querySelectorAll("tr") ?? [])].map((row) => [...row.querySelectorAll("th, td")].map(({ textContent }) => textContent));
@@ -88,7 +83,7 @@ function rows(el: Element, label: string): (string | null)[][] {
 
 describe("a run's page", () => {
   const mounted = (server: FakeServer) => {
-    const el = element();
+    const el = addElement();
     const model = new RunPageModel(PAGE.run_id, server, controller.signal);
     mountRunPage(el, model, controller.signal);
     return { el, model };
@@ -129,7 +124,7 @@ describe("a comparison", () => {
     const metrics = [{ name: "loss", value: "0.25" }, { name: "accuracy", value: "0.9" }];
     const code = [{ title: "cell 3", text: "loss = fit(2 * lr)\nprint(loss)" }];
     server.pages["8000aaaa"] = { ...PAGE, run_id: "8000aaaa", name: "Fit again", metrics, code };
-    const el = element();
+    const el = addElement();
     mountComparison(el, [PAGE.run_id, "8000aaaa"], server, controller.signal);
     await eventually(() => expect(rows(el, "last metrics").slice(1)).toEqual([["loss", "0.5", "0.25"], ["accuracy", "–", "0.9"]]));
     const differing = [...el.querySelectorAll(".sgpu-differs th")].map(({ textContent }) => textContent);
@@ -141,7 +136,7 @@ describe("a comparison", () => {
   it("says why a run can't be compared", async () => {
     const server = new FakeServer();
     server.refusal = "no directory for run 8000";
-    const el = element();
+    const el = addElement();
     mountComparison(el, [PAGE.run_id, "8000aaaa"], server, controller.signal);
     await eventually(() => expect(el.textContent).toContain("The runs can't be compared: no directory for run 8000"));
   });

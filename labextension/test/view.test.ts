@@ -3,14 +3,14 @@ import { afterEach, beforeEach, describe, expect, it, vi } from "vitest";
 import { placeDetails } from "../src/run_view/components/details";
 import { mountRunView } from "../src/run_view/index";
 import type { Snapshot } from "../src/run_view/messages";
+import { addElement, button, press, query, setPageHidden, typeInto } from "./dom";
 import { eventually } from "./eventually";
 import { TestTransport, respondingWith, card, never, snapshot, refusing, newLines, line } from "./samples";
 
 let controllers: AbortController[] = [];
 
 function mounted(transport: TestTransport) {
-  const el = document.createElement("div");
-  document.body.append(el);
+  const el = addElement();
   const end = new AbortController();
   controllers.push(end);
   mountRunView(el, transport, end.signal);
@@ -23,29 +23,6 @@ async function shown(change: Partial<Snapshot> = {}, total = 0, text?: (at: numb
   return view;
 }
 
-function query(el: Element, selector: string): HTMLElement {
-  const found = el.querySelector<HTMLElement>(selector);
-  if (!found) throw new Error(`no ${selector} in ${el.innerHTML}`);
-  return found;
-}
-
-function button(el: Element, name: string): HTMLButtonElement {
-  const found = [...el.querySelectorAll("button")].find(
-    (each) => each.textContent.trim() === name || each.getAttribute("aria-label") === name,
-  );
-  if (!found) throw new Error(`no button ${name}`);
-  return found;
-}
-
-function press(element: Element, key: string, more: KeyboardEventInit = {}) {
-  element.dispatchEvent(new KeyboardEvent("keydown", { key, bubbles: true, cancelable: true, ...more }));
-}
-
-function setPageHidden(hidden: boolean) {
-  Object.defineProperty(document, "hidden", { configurable: true, get: () => hidden });
-  document.dispatchEvent(new Event("visibilitychange"));
-}
-
 beforeEach(() => {
   controllers = [];
 });
@@ -56,7 +33,7 @@ afterEach(() => {
 });
 
 describe("the snapshot", () => {
-  it("shows the run's state as text beside every shape", async () => {
+  it("shows the states of the run and its ranks as text", async () => {
     const { el } = await shown({
       meta: ["2 min left"],
       ranks: [card(0), card(1, { state: "failed", tone: "bad" }), card(2, { idle: "GPU under 5 % for 60 s" })],
@@ -76,7 +53,7 @@ describe("the snapshot", () => {
     expect(listed).toEqual(["ml-1", "0", "1", "ml-2", "2", "3"]);
   });
 
-  it("updates the running cost every second", async () => {
+  it("updates the cost of an active run every second", async () => {
     vi.useFakeTimers({ toFake: ["performance", "setTimeout", "clearTimeout"] });
     const { el, transport } = mounted(new TestTransport(never));
     const cost = { text: "$0.37 (simulated)", per_s: 0.01, seconds: 36.2, currency: "USD", mark: " (simulated)" };
@@ -85,7 +62,7 @@ describe("the snapshot", () => {
     expect(query(el, ".sgpu-meta").textContent).toBe("4 ranks · cpu, gloo · local · 35 s · start 3 s · $0.37 (simulated)");
     await vi.advanceTimersByTimeAsync(5_000);
     expect(query(el, ".sgpu-cost").textContent).toBe("$0.42 (simulated)");
-    // the cost of a session's cell is not counted on
+    // the cost of a session's cell does not grow
     transport.sendSnapshot(snapshot({ cost: { ...cost, text: "$0.05 of its session", per_s: 0 }, seq: 3 }));
     await vi.advanceTimersByTimeAsync(3_000);
     expect(query(el, ".sgpu-cost").textContent).toBe("$0.05 of its session");
@@ -141,7 +118,7 @@ describe("the snapshot", () => {
     expect(plain.el.querySelector(".sgpu-mark")).toBeNull();
   });
 
-  it("has a tab and a card for each selected rank, by its number", async () => {
+  it("has a tab and a card for each selected rank", async () => {
     const ranks = [0, 2, 3].map((rank) => card(rank));
     const { el } = await shown({ ranks, only: [0, 2, 3], lines: [1, 0, 4, 2], devices: "3 of 4 ranks · session work" });
     expect([...el.querySelectorAll('[role="tab"]')].map((tab) => tab.textContent)).toEqual(["all", "0", "2", "3"]);
@@ -187,7 +164,7 @@ describe("the snapshot", () => {
     expect(query(ended.el, ".sgpu-meta").textContent).not.toContain("epoch");
   });
 
-  it("shows a card's details after a delay, and at once for the keyboard", async () => {
+  it("shows a card's details after the pointer has stayed on it", async () => {
     vi.useFakeTimers();
     const { el } = mounted(new TestTransport(respondingWith(0)));
     await vi.advanceTimersByTimeAsync(100);
@@ -228,7 +205,7 @@ describe("the snapshot", () => {
     [4, "4", "2"],
     [6, "4", "3"],
     [8, "4", "4"],
-  ])("has fewer columns for %i ranks where the output is narrow", async (count, columns, narrow) => {
+  ])("has fewer columns for %i ranks in a narrow output", async (count, columns, narrow) => {
     const { el } = await shown({ ranks: Array.from({ length: count }, (_, rank) => card(rank)) });
     const { dataset } = query(el, ".sgpu-grid");
     expect([dataset["columns"], dataset["narrow"]]).toEqual([columns, narrow]);
@@ -255,7 +232,7 @@ describe("the snapshot", () => {
     await eventually(() => expect(query(el, ".sgpu-log").textContent).toBe("no output yet"));
   });
 
-  it("is dense from nine ranks on", async () => {
+  it("has small cards above eight ranks", async () => {
     const { el } = await shown({ ranks: Array.from({ length: 9 }, (_, rank) => card(rank)) });
     expect(query(el, ".sgpu-grid").className).toBe("sgpu-grid sgpu-dense");
     expect(query(el, ".sgpu-grid").dataset["columns"]).toBe("8");
@@ -289,8 +266,7 @@ describe("text from ranks", () => {
     await eventually(() => expect(query(el, ".sgpu-log").textContent).toContain(`[0]${evil}[1]${evil}`));
     button(el, "find").click();
     const input = await eventually(() => query(el, ".sgpu-find input") as HTMLInputElement);
-    input.value = "<img src=x";
-    input.dispatchEvent(new Event("input", { bubbles: true }));
+    typeInto(input, "<img src=x");
     await eventually(() => expect(query(el, "mark").textContent).toBe("<img src=x"));
     query(el, ".sgpu-card").dispatchEvent(new PointerEvent("pointerenter"));
     await eventually(() => expect(query(el, ".sgpu-details").textContent).toContain(evil));
@@ -309,8 +285,8 @@ describe("the log", () => {
     press(query(el, ".sgpu-log"), "Home");
     await eventually(() => expect(query(el, ".sgpu-log").textContent).toContain("[0]line 0["));
     expect(el.querySelectorAll(".sgpu-row").length).toBeLessThan(200);
-    const asked = transport.questions.filter(({ kind }) => kind === "lines");
-    expect(asked.length).toBeLessThan(6);
+    const requests = transport.questions.filter(({ kind }) => kind === "lines");
+    expect(requests.length).toBeLessThan(6);
   });
 
   it("has three rows when empty, grows until it is full, and never shrinks", async () => {
@@ -341,7 +317,7 @@ describe("the log", () => {
     expect(query(el, ".sgpu-log").style.height).toBe("400px");
   });
 
-  it("follows new lines until it is scrolled up, and again after End", async () => {
+  it("follows new lines, except between scrolling up and End", async () => {
     const { el, transport } = await shown({}, 400);
     await eventually(() => expect(query(el, ".sgpu-log").textContent).toContain("line 399"));
     transport.sendUpdate(newLines(1, 400, [line(400)], [101, 100, 100, 100]));
@@ -356,14 +332,14 @@ describe("the log", () => {
     expect(el.querySelector(".sgpu-newer")).toBeNull();
   });
 
-  it("requests the run's state when a message is missing", async () => {
+  it("requests the run's state again when a message is missing", async () => {
     const { transport } = await shown({}, 4);
-    const hellos = () => transport.questions.filter(({ kind }) => kind === "hello").length;
-    expect(hellos()).toBe(1);
+    const helloCount = () => transport.questions.filter(({ kind }) => kind === "hello").length;
+    expect(helloCount()).toBe(1);
     transport.sendUpdate(newLines(1, 4, [line(4)], [2, 1, 1, 1]));
-    expect(hellos()).toBe(1);
+    expect(helloCount()).toBe(1);
     transport.sendUpdate(newLines(3, 6, [line(6)], [2, 2, 2, 1]));
-    expect(hellos()).toBe(2);
+    expect(helloCount()).toBe(2);
   });
 
   it("has a tab for each rank, selected with the arrow keys", async () => {
@@ -383,7 +359,7 @@ describe("the log", () => {
     await eventually(() => expect(chosen().textContent).toBe("all"));
   });
 
-  it("shows that tabs are out of view, and scrolls to them", async () => {
+  it("has buttons that scroll to hidden tabs", async () => {
     const { el } = await shown({ ranks: Array.from({ length: 64 }, (_, rank) => card(rank)), lines: Array<number>(64).fill(1) });
     const tabs = query(el, '[role="tablist"]');
     expect(el.querySelector(".sgpu-turn")).toBeNull();
@@ -405,8 +381,7 @@ describe("the log", () => {
     const { el, transport } = await shown({}, 5_000, (at) => (at % 1000 === 7 ? `needle ${at}` : `hay ${at}`));
     button(el, "find").click();
     const input = await eventually(() => query(el, ".sgpu-find input") as HTMLInputElement);
-    input.value = "needle";
-    input.dispatchEvent(new Event("input", { bubbles: true }));
+    typeInto(input, "needle");
     await eventually(() => expect(query(el, ".sgpu-found").textContent).toBe("5 of 5"));
     await eventually(() => expect(query(el, ".sgpu-current mark").textContent).toBe("needle"));
     press(input, "Enter", { shiftKey: true });
@@ -417,7 +392,7 @@ describe("the log", () => {
     await eventually(() => expect(el.querySelector(".sgpu-find, mark")).toBeNull());
   });
 
-  it("is copied without colours, unless it is too large", async () => {
+  it("is copied without colours if it is small enough", async () => {
     const copied = vi.spyOn(navigator.clipboard, "writeText").mockResolvedValue();
     let size = 1;
     const usual = respondingWith(4);
@@ -483,7 +458,7 @@ describe("the buttons", () => {
     expect(transport.interrupted).toBe(1);
   });
 
-  it("disconnect a session without an interrupt, which would stop its cell", async () => {
+  it("disconnect a session without an interrupt, which would stop the cell", async () => {
     const transport = new TestTransport(
       (question) =>
         question.kind === "cancel" ? never() : respondingWith(0, { stop: "End session", state: "connected", tone: "good" })(question),
@@ -558,7 +533,7 @@ describe("a lost link", () => {
 describe("a view in the background", () => {
   afterEach(() => setPageHidden(false));
 
-  it("draws nothing while hidden, and requests the state after a long time", async () => {
+  it("draws nothing while hidden, and requests the state when it is shown again", async () => {
     const { el, transport } = await shown();
     vi.useFakeTimers();
     setPageHidden(true);
@@ -617,11 +592,11 @@ describe("a view in the background", () => {
     await vi.advanceTimersByTimeAsync(300);
     for (const [name, , options] of added.mock.calls) {
       if (typeof options === "object" && options.signal === end.signal) listening.add(name);
-      else throw new Error(`a listener of ${name} that no signal ends`);
+      else throw new Error(`the listener of ${name} has no signal`);
     }
     expect([...listening]).toEqual(["visibilitychange"]);
     added.mockRestore();
-    // of the tabs, the lines, the whole view
+    // one for the tabs, one for the log's lines, one for the view
     expect(observing.size).toBe(3);
     end.abort();
     expect(observing.size).toBe(0);

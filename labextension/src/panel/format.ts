@@ -70,7 +70,7 @@ export function formatCost(run: RunRow, now_s: number): string {
 }
 
 /** Returns `A10`, or `A10 (simulated)` for simulated devices. */
-export function typeLabel(pool: PanelPool | null, type: string, simulated: boolean, t: Translate): string {
+function typeLabel(pool: PanelPool | null, type: string, simulated: boolean, t: Translate): string {
   const label = typeOf(pool, type)?.label ?? (type === "" ? "" : type.toUpperCase());
   return simulated && type !== CPU ? `${label} ${t("(simulated)")}` : label;
 }
@@ -135,7 +135,7 @@ export function deadRanksLabel({ dead_ranks: ranks }: RunRow, t: Translate): str
 }
 
 /** Returns a session's state in one word. */
-export function stageLabel(run: RunRow, t: Translate): string {
+function stageLabel(run: RunRow, t: Translate): string {
   const words = { waiting: "Waiting", connecting: "Connecting", connected: "Connected", ending: "Ending" };
   return t(words[stageOf(run)]);
 }

@@ -5,10 +5,10 @@ import { OtherVersion } from "./messages";
 import type { Choice, KernelAnswer, PanelKernel, KernelReply, PanelPlan } from "./messages";
 
 /** Delay between the last change of the form and the request for a plan. */
-export const PLAN_PAUSE_MS = 300;
+const PLAN_PAUSE_MS = 300;
 /** Minimum interval between requests for the kernel's state, and the interval while packages are being installed. */
-export const ASK_PAUSE_MS = 300;
-export const INSTALLING_PAUSE_MS = 1_500;
+const ASK_PAUSE_MS = 300;
+const INSTALLING_PAUSE_MS = 1_500;
 
 /** Why the kernel's state is unknown. */
 export interface KernelProblem {

@@ -9,7 +9,7 @@ import type { KernelReply, PanelOrder, PanelUpdate } from "./messages";
 /** Interval of the heartbeat to the kernel, which is not notified when a page is closed. */
 export const HEARTBEAT_MS = 20_000;
 /** Timeout for questions that may install packages, connect or disconnect, which take longer than the others. */
-export const SLOW_TIMEOUT_MS = 60_000;
+const SLOW_TIMEOUT_MS = 60_000;
 
 const STATES: Readonly<Record<string, KernelState>> = {
   idle: "idle",

@@ -1,5 +1,5 @@
 /**
- * The records of these modules, where they are described:
+ * Types and checks of the records in these modules, which document them:
  *
  * - `sgpu_magic.views.live.schema`
  * - `sgpu_magic.views.live.messages`

@@ -10,6 +10,7 @@ export class BadMessage extends Error {}
 /** Returns the value, typed, or throws `BadMessage` with its `path`. `strict` also rejects unknown keys. */
 export type Check<T> = (value: unknown, path: string, strict: boolean) => T;
 
+/** The type of the values that a check accepts. */
 export type Of<C> = C extends Check<infer T> ? T : never;
 
 function fail(path: string, expected: string): never {

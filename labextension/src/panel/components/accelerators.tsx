@@ -8,13 +8,13 @@ import { Gpus } from "./gpus";
 import { RadioGroup } from "./radio_group";
 import { Section } from "./section";
 
-/** A choice of the pool's device types. */
+/** Selects one of the pool's device types, and the number of devices. */
 export function Accelerators({ notebook }: { notebook: NotebookModel }) {
   const { pool, host } = usePanel();
   const t = useTranslate();
   const types = pool.snapshot?.types ?? [];
   const { form } = notebook;
-  const missing = form.type !== "" && pool.snapshot !== null && !types.some(({ type }) => type === form.type);
+  const isMissing = form.type !== "" && pool.snapshot !== null && !types.some(({ type }) => type === form.type);
   if (types.length === 0) return null;
   const free = (type: PanelType): string => {
     const wait = type.free > 0 ? null : (type.waits_s[0] ?? null);
@@ -57,7 +57,7 @@ export function Accelerators({ notebook }: { notebook: NotebookModel }) {
           if (type) notebook.choose(withType(notebook.form, type));
         }}
       />
-      {missing && (
+      {isMissing && (
         <p class="sgpu-soft sgpu-under">{t("The notebook asks for %1, which this pool does not have.", form.type.toUpperCase())}</p>
       )}
       <Gpus notebook={notebook} />

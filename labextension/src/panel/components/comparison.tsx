@@ -17,10 +17,10 @@ export function Comparison({ runs, now, onClose }: Props) {
   const t = useTranslate();
   const [first, second] = runs;
   const box = useRef<HTMLDivElement>(null);
-  // the button that was pressed may be far below the table
+  // the pressed button may be far below the table
   useLayoutEffect(() => box.current?.scrollIntoView({ block: "nearest" }), [second?.run_id]);
   if (!first) return null;
-  const close = (
+  const closeButton = (
     <button type="button" class="sgpu-word" aria-label={t("Close the comparison")} onClick={onClose}>
       ×
     </button>
@@ -29,7 +29,7 @@ export function Comparison({ runs, now, onClose }: Props) {
     return (
       <div class="sgpu-pair sgpu-top sgpu-comparing" role="status">
         <small>{t("Compare %1 with: choose Compare at another run.", runLabel(first))}</small>
-        {close}
+        {closeButton}
       </div>
     );
   }
@@ -50,17 +50,17 @@ export function Comparison({ runs, now, onClose }: Props) {
         <caption class="sgpu-hidden">{t("Two runs compared")}</caption>
         <thead>
           <tr>
-            <td>{close}</td>
+            <td>{closeButton}</td>
             <th scope="col">{runLabel(first)}</th>
             <th scope="col">{runLabel(second)}</th>
           </tr>
         </thead>
         <tbody>
-          {rows.map(([name, value], at) => {
+          {rows.map(([name, value], index) => {
             const values = [value(first), value(second)] as const;
             if (values.every((each) => each === "")) return null;
             return (
-              <tr key={`${at} ${name}`} class={values[0] === values[1] ? "" : "sgpu-differs"}>
+              <tr key={`${index} ${name}`} class={values[0] === values[1] ? "" : "sgpu-differs"}>
                 <th scope="row">{name}</th>
                 <td>{values[0] || "–"}</td>
                 <td>{values[1] || "–"}</td>

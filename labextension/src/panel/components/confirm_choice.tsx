@@ -6,13 +6,13 @@ export function ConfirmChoice({ notebook }: { notebook: NotebookModel }) {
   const t = useTranslate();
   const { kernel, plan, isPlanning, pendingAction, isInstalling, refusal } = notebook;
   if (!kernel) return null;
-  const words = plan ? plan.problem || plan.sentences.join(" ") : "";
+  const effects = plan ? plan.problem || plan.sentences.join(" ") : "";
   const isReady = plan?.problem === "" && !isPlanning;
   const isBusy = pendingAction !== "" || isInstalling;
   return (
     <section class="sgpu-part sgpu-state-card" aria-label={t("The notebook's choice")} aria-busy={isBusy}>
       <p class="sgpu-sentence">{t("This notebook asks for %1, which someone else chose.", kernel.choice_words)}</p>
-      <p class="sgpu-soft sgpu-sentences">{words || (isPlanning ? "…" : "")}</p>
+      <p class="sgpu-soft sgpu-sentences">{effects || (isPlanning ? "…" : "")}</p>
       <div class="sgpu-row-buttons">
         <button
           type="button"

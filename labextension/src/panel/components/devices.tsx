@@ -10,7 +10,7 @@ const MAX_SQUARES = 64;
 /** Types with at most this many devices are expanded by default if this notebook holds some. */
 const EXPANDED_UP_TO = 8;
 
-/** For each type, the numbers of free, own and others' devices; if expanded, each device's load and user. */
+/** The device types with their numbers of free, own and others' devices; an expanded type lists its devices. */
 export function Devices() {
   const { pool, notebook } = usePanel();
   const t = useTranslate();
@@ -45,14 +45,14 @@ export function Devices() {
   );
 }
 
-interface OfTypeProps {
+interface DevicesOfTypeProps {
   readonly type: PanelType;
-  /** All devices or, if there are many, this notebook's and a row for each node. */
+  /** All devices of the type or, if there are many, this notebook's devices and a row for each node. */
   readonly devices: readonly PanelDevice[];
   readonly kernel: string;
 }
 
-function DevicesOfType({ type, devices, kernel }: OfTypeProps) {
+function DevicesOfType({ type, devices, kernel }: DevicesOfTypeProps) {
   const t = useTranslate();
   const id = usePanelId();
   const isOwn = (device: PanelDevice): boolean => kernel !== "" && device.kernel === kernel;
@@ -96,7 +96,7 @@ function DevicesOfType({ type, devices, kernel }: OfTypeProps) {
   );
 }
 
-/** A square for each device, this notebook's first and free ones last, or a bar if there are many. */
+/** A square for each device, with this notebook's first and the free ones last; a bar if there are many. */
 function Strip({ own, others, free }: { own: number; others: number; free: number }) {
   const parts = [
     ["own", own],

@@ -18,10 +18,10 @@ export function EndRun({ run, label }: { run: RunRow; label: string }) {
       </button>
     );
   }
-  const answer = (element: Element, ends: boolean): void => {
+  const answer = (element: Element, isConfirmed: boolean): void => {
     focusContainer(element);
     setConfirming(false);
-    if (ends) model.cancel(run);
+    if (isConfirmed) model.cancel(run);
   };
   return (
     <span class="sgpu-question" role="group" aria-label={t("End it?")}>
@@ -36,7 +36,7 @@ export function EndRun({ run, label }: { run: RunRow; label: string }) {
   );
 }
 
-/** Moves the focus to the row or section, because the focused button is removed. */
+/** Moves the focus to the row or section, because the focused button disappears. */
 function focusContainer(element: Element): void {
   const row = element.closest(".sgpu-run-row")?.querySelector<HTMLElement>(".sgpu-run-head");
   (row ?? element.closest<HTMLElement>("section"))?.focus();

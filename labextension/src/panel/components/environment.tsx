@@ -71,7 +71,7 @@ function PackageRow({ line, notebook }: { line: FormLine; notebook: NotebookMode
     <li class={`sgpu-package sgpu-${kind}${line.pending ? ` sgpu-${line.pending}` : ""}`}>
       <span title={line.words}>
         <span aria-hidden="true">{line.sign} </span>
-        {/* the meaning of the colour and the strikethrough, in words */}
+        {/* what the colour and the strikethrough mean, for screen readers */}
         <span class="sgpu-hidden">{`${t(line.pending === "dropped" ? "will be undone" : SIGN_LABELS[line.sign])}: `}</span>
         {line.words}
       </span>

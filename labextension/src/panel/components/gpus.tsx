@@ -2,6 +2,7 @@ import { useState } from "preact/hooks";
 
 import { usePanelId, usePanel, useTranslate } from "../context";
 import { CPU, typeOf } from "../form";
+import type { Translate } from "../host";
 import type { PanelType } from "../messages";
 import type { NotebookModel } from "../notebook_model";
 import { formatEstimate } from "../format";
@@ -20,7 +21,7 @@ export function Gpus({ notebook }: { notebook: NotebookModel }) {
   const label = type.type === CPU ? t("Ranks") : t("GPUs");
   const tooMany = form.gpus > type.total ? t("this pool has %1 %2", type.total, type.label) : "";
   const choose = (gpus: number) => notebook.choose({ ...notebook.form, gpus });
-  // this notebook's session frees its devices before it is connected again
+  // devices of this notebook's session count as free, because the session releases them before it connects again
   const own = pool.snapshot?.devices.filter((device) => device.type === type.type && isHeldBy(device.kernel, notebook)).length ?? 0;
   const free = type.free + own;
   const numbers = Array.from({ length: type.total }, (_, index) => index + 1);
@@ -88,14 +89,12 @@ function NumberField({ label, value, max, onChange }: FieldProps) {
   );
 }
 
-type T = ReturnType<typeof useTranslate>;
-
-function waitLabel(type: PanelType, number: number, t: T): string {
+function waitLabel(type: PanelType, number: number, t: Translate): string {
   const wait = type.waits_s[number - 1] ?? null;
   return wait === null ? t("not free now") : t("free in about %1", formatEstimate(wait));
 }
 
-function waitSentence(type: PanelType, number: number, t: T): string {
+function waitSentence(type: PanelType, number: number, t: Translate): string {
   const wait = type.waits_s[number - 1] ?? null;
   const what = `${number} × ${type.label}`;
   if (wait === null) return t("%1 are not free now; when they will be free is unknown.", what);

@@ -7,7 +7,7 @@ import { Plan } from "./plan";
 import { Pools } from "./pools";
 import { StateCard } from "./state_card";
 
-/** The active notebook: its kernel's state, or the form with its choice. */
+/** The active notebook: the form with its choice, or the state of its kernel if the kernel has not answered. */
 export function Notebook() {
   const { notebook, host } = usePanel();
   const t = useTranslate();
@@ -26,23 +26,23 @@ export function Notebook() {
     return <KernelUnavailable notebook={notebook} />;
   }
   if (notebook.kernel) return <ChoiceForm notebook={notebook} />;
-  return notebook.kernelProblem ? <KernelUnknown notebook={notebook} /> : <KernelPending notebook={notebook} />;
+  return notebook.kernelProblem ? <KernelProblem notebook={notebook} /> : <KernelPending notebook={notebook} />;
 }
 
 function KernelUnavailable({ notebook }: { notebook: NotebookModel }) {
   const t = useTranslate();
   const { kernelState, startKernel } = notebook.link;
-  const start = startKernel && (
+  const startButton = startKernel && (
     <button type="button" onClick={() => void startKernel.call(notebook.link).catch((error: unknown) => notebook.showError(error))}>
       {t("Start a kernel")}
     </button>
   );
-  const again = (
+  const retryButton = (
     <button type="button" onClick={() => notebook.retry()}>
       {t("Check again")}
     </button>
   );
-  const problem = notebook.refusal && (
+  const startError = notebook.refusal && (
     <p class="sgpu-refusal" role="alert">
       {notebook.refusal}
     </p>
@@ -51,8 +51,8 @@ function KernelUnavailable({ notebook }: { notebook: NotebookModel }) {
     case "dead":
       return (
         <StateCard title={t("The kernel has died.")} text={t("Its session ends with it; other runs continue.")} isBad>
-          {start ?? again}
-          {problem}
+          {startButton ?? retryButton}
+          {startError}
         </StateCard>
       );
     case "restarting":
@@ -62,23 +62,23 @@ function KernelUnavailable({ notebook }: { notebook: NotebookModel }) {
     case "disconnected":
       return (
         <StateCard title={t("The link to the kernel is down.")} text={t("Runs in the pool continue.")}>
-          {again}
+          {retryButton}
         </StateCard>
       );
     default:
       return (
         <StateCard title={t("This notebook has no kernel.")} text={t("You can still watch the pool.")}>
-          {start}
-          {problem}
+          {startButton}
+          {startError}
         </StateCard>
       );
   }
 }
 
-function KernelUnknown({ notebook }: { notebook: NotebookModel }) {
+function KernelProblem({ notebook }: { notebook: NotebookModel }) {
   const t = useTranslate();
   const { kernelProblem, link } = notebook;
-  const again = (
+  const retryButton = (
     <button type="button" onClick={() => notebook.retry()}>
       {t("Ask again")}
     </button>
@@ -94,14 +94,14 @@ function KernelUnknown({ notebook }: { notebook: NotebookModel }) {
             {t("Run %load_ext sgpu_magic")}
           </button>
         ) : (
-          again
+          retryButton
         )}
       </StateCard>
     );
   }
   return (
     <StateCard title={kernelProblem?.text ?? ""} isBad={kernelProblem?.kind === "other-version"}>
-      {again}
+      {retryButton}
     </StateCard>
   );
 }

@@ -1,12 +1,12 @@
 import { usePanel, useTranslate } from "../context";
 import { StateCard } from "./state_card";
 
-/** Problems of the pool or of the connection to it; empty if there are none. */
+/** A problem of the pool or of the connection to it; not drawn if there is none. */
 export function PoolState() {
   const model = usePanel();
   const t = useTranslate();
   const { link, pool } = model;
-  const again = (
+  const retryButton = (
     <button type="button" onClick={() => model.host.pools.retry()}>
       {t("Try again")}
     </button>
@@ -19,26 +19,26 @@ export function PoolState() {
           text={t("Install sgpu-magic where the Jupyter server runs, and restart the server.")}
           isBad
         >
-          {again}
+          {retryButton}
         </StateCard>
       );
     case "refused":
       return (
         <StateCard title={link.text || t("The Jupyter server denies this page access to pools.")} isBad>
-          {again}
+          {retryButton}
         </StateCard>
       );
     case "away":
       return (
         <StateCard title={link.text || t("The Jupyter server does not answer.")} text={t("Runs continue. This panel may be out of date.")} isBad>
-          {again}
+          {retryButton}
         </StateCard>
       );
     case "connecting":
       if (!pool.snapshot) return <StateCard title={t("Looking for the pool…")} />;
       break;
     case "open":
-      if (!pool.snapshot) return <StateCard title={t("Waiting for the pool's first update…")}>{again}</StateCard>;
+      if (!pool.snapshot) return <StateCard title={t("Waiting for the pool's first update…")}>{retryButton}</StateCard>;
   }
   const { snapshot } = pool;
   if (snapshot.state === "up") return null;

@@ -1,7 +1,7 @@
 import { usePanelId, usePanel, useTranslate } from "../context";
 import type { PoolChoice } from "../messages";
 
-/** Selects the pool that is shown and that runs use. */
+/** Selects the pool that the panel shows and that runs use. */
 export function Pools() {
   const model = usePanel();
   const t = useTranslate();
@@ -9,7 +9,7 @@ export function Pools() {
   const { pools } = model.pool;
   if (pools.length === 0) return null;
   const current = pools.find(({ name }) => name === model.poolName);
-  const words = (pool: PoolChoice) => [pool.name, pool.about].filter(Boolean).join(" · ");
+  const label = (pool: PoolChoice) => [pool.name, pool.about].filter(Boolean).join(" · ");
   return (
     <section class="sgpu-part sgpu-pair" aria-label={t("Pool")}>
       <label class="sgpu-heading" for={id}>
@@ -17,14 +17,14 @@ export function Pools() {
       </label>
       {pools.length === 1 && current ? (
         <output id={id} class="sgpu-clip">
-          {words(current)}
+          {label(current)}
         </output>
       ) : (
         <select id={id} value={model.poolName} onChange={(event) => model.choosePool(event.currentTarget.value)}>
           {!current && <option value={model.poolName}>{model.poolName || t("choose a pool")}</option>}
           {pools.map((pool) => (
             <option key={pool.name} value={pool.name}>
-              {words(pool)}
+              {label(pool)}
             </option>
           ))}
         </select>

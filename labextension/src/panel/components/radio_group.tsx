@@ -4,7 +4,7 @@ import { useRef } from "preact/hooks";
 export interface RadioOption<T> {
   readonly value: T;
   readonly label: string;
-  /** Why it can't be chosen, "" if it can. */
+  /** Why the option can't be chosen, "" if it can. */
   readonly reason: string;
   readonly children: ComponentChildren;
   readonly class?: string;
@@ -23,17 +23,17 @@ const STEPS: Readonly<Record<string, number>> = { ArrowRight: 1, ArrowDown: 1, A
 /** Buttons of which one is chosen. Tab focuses the chosen one; the arrow keys choose another. */
 export function RadioGroup<T extends string | number>({ label, class: name, value, options, onChange }: Props<T>) {
   const box = useRef<HTMLDivElement>(null);
-  const possible = options.filter(({ reason }) => reason === "");
-  const chosen = possible.find((option) => option.value === value);
-  const first = (chosen ?? possible[0])?.value;
+  const enabled = options.filter(({ reason }) => reason === "");
+  const chosen = enabled.find((option) => option.value === value);
+  const first = (chosen ?? enabled[0])?.value;
   const onKey = (event: KeyboardEvent) => {
     const step = STEPS[event.key];
-    if (step === undefined || event.ctrlKey || event.metaKey || event.altKey || possible.length === 0) return;
+    if (step === undefined || event.ctrlKey || event.metaKey || event.altKey || enabled.length === 0) return;
     event.preventDefault();
-    // start at the focused button, since possibly none is chosen yet
+    // start at the focused button, because none may be chosen yet
     const focused = (event.target as HTMLElement).dataset["value"];
-    const at = possible.findIndex((option) => String(option.value) === focused);
-    const next = possible[(at + step + possible.length) % possible.length];
+    const at = enabled.findIndex((option) => String(option.value) === focused);
+    const next = enabled[(at + step + enabled.length) % enabled.length];
     if (!next) return;
     onChange(next.value);
     [...(box.current?.querySelectorAll<HTMLElement>("[role=radio]") ?? [])]

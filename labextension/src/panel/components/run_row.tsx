@@ -3,34 +3,34 @@ import { usePanel, useTranslate } from "../context";
 import type { RunRow as Run } from "../messages";
 import { formatCost, ranksLabel, runLabel, runNames, runSummary, shapeOf } from "../format";
 import { EndRun } from "./end_run";
-import { HeldBy } from "./held_by";
+import { Holders } from "./holders";
 
 interface Props {
   readonly run: Run;
   readonly now: number;
   readonly isOpen: boolean;
   readonly isOwn: boolean;
-  /** Whether it is one of the compared runs. */
+  /** Whether the run is selected for a comparison. */
   readonly isCompared: boolean;
-  /** Names the runs whose devices it waits for, "" for none. */
+  /** Text that names the runs whose devices the run waits for, "" for none. */
   readonly heldBy: string;
-  /** Whether it is the list's tab stop. */
+  /** Whether the row is the list's tab stop. */
   readonly isTabStop: boolean;
   readonly index: number;
   readonly count: number;
-  /** Called to show or hide its actions. */
+  /** Called to show or hide the run's actions. */
   readonly onOpen: () => void;
   readonly onCompare: () => void;
   readonly onFocus: () => void;
 }
 
-/** One run of the list. A click opens its view, if the host can show it; the button beside it opens its actions. */
+/** A run in the list. A click opens the run's view if the host can show it; the button beside it shows the actions. */
 export function RunRow({ run, now, isOpen, isOwn, isCompared, heldBy, isTabStop, index, count, onOpen, onCompare, onFocus }: Props) {
   const { host } = usePanel();
   const t = useTranslate();
   const [notebook, name] = runNames(run);
   const opensView = host.openRun !== undefined && run.here;
-  const words = runSummary(run, now, t);
+  const summary = runSummary(run, now, t);
   return (
     <div class={`sgpu-run-row${isOpen ? " sgpu-open-row" : ""}`} role="listitem" aria-setsize={count} aria-posinset={index + 1}>
       <div class="sgpu-run-line">
@@ -40,7 +40,7 @@ export function RunRow({ run, now, isOpen, isOwn, isCompared, heldBy, isTabStop,
           data-run={run.run_id}
           aria-expanded={opensView ? undefined : isOpen}
           tabIndex={isTabStop ? 0 : -1}
-          title={[runLabel(run), words, heldBy].filter(Boolean).join("\n")}
+          title={[runLabel(run), summary, heldBy].filter(Boolean).join("\n")}
           onClick={() => (opensView ? host.openRun?.(run) : onOpen())}
           onFocus={onFocus}
         >
@@ -56,7 +56,7 @@ export function RunRow({ run, now, isOpen, isOwn, isCompared, heldBy, isTabStop,
             </span>
             {isOwn && <span class="sgpu-hidden"> ({t("this notebook's")})</span>}
           </span>
-          <small class="sgpu-soft sgpu-run-words">{words}</small>
+          <small class="sgpu-soft sgpu-run-words">{summary}</small>
           {heldBy !== "" && <small class="sgpu-soft sgpu-run-words sgpu-run-held">{heldBy}</small>}
           <small class="sgpu-soft sgpu-run-cost">{host.settings.showPrices ? formatCost(run, now) : ""}</small>
         </button>
@@ -91,20 +91,20 @@ function Actions({ run, now, isCompared, onCompare }: ActionsProps) {
   const model = usePanel();
   const t = useTranslate();
   const { host, pool } = model;
-  const isCode = run.kind === "cell" || run.kind === "call";
+  const canRerun = run.kind === "cell" || run.kind === "call";
   const away = host.openRun && !run.here ? t("its files are on another machine") : "";
   const about = [run.short_id, ranksLabel(run, pool.snapshot, t), run.user, away].filter(Boolean);
   return (
     <div class="sgpu-actions">
       <small class="sgpu-soft">{about.join(" · ")}</small>
-      <HeldBy run={run} now={now} />
+      <Holders run={run} now={now} />
       <div class="sgpu-row-buttons">
         {host.attachRun && model.notebook && run.kind !== "session" && (
           <button type="button" title={t("Show it in a new cell")} onClick={() => host.attachRun?.(run)}>
             {t("Attach")}
           </button>
         )}
-        {host.replayRun && model.notebook && isCode && run.final && run.here && (
+        {host.replayRun && model.notebook && canRerun && run.final && run.here && (
           <button type="button" title={t("Run it again in a new cell, with its code and variables")} onClick={() => host.replayRun?.(run)}>
             {t("Rerun")}
           </button>

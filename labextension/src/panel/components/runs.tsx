@@ -1,6 +1,7 @@
 import { useLayoutEffect, useRef, useState } from "preact/hooks";
 
 import { useStored, useNow, usePanel, useTranslate } from "../context";
+import type { Translate } from "../host";
 import type { RunRow as Run } from "../messages";
 import { holdersOf } from "../queue";
 import { EVERY_RUN, STATES, TIMES, filterRuns, hasFilter, isOwn, notebooksOf, parseFilter } from "../run_filter";
@@ -12,11 +13,11 @@ import { RunRow } from "./run_row";
 import { Section } from "./section";
 
 const ROW_PX = 44;
-/** Height of the extra line that names the holders of a run's devices. */
+/** Height of the additional line that names the holders of a run's devices. */
 const HELD_LINE_PX = 16;
 /** Rows that are rendered above and below those in view. */
 const OVERSCAN_ROWS = 6;
-/** Assumed height of a row's actions until it is measured. */
+/** Height of a row's actions until it is measured. */
 const ACTIONS_PX = 60;
 /** Maximum number of runs in a comparison. */
 const MAX_COMPARED = 2;
@@ -58,7 +59,7 @@ export function Runs() {
   );
 }
 
-const STATE_WORDS: Readonly<Record<StateFilter, string>> = {
+const STATE_LABELS: Readonly<Record<StateFilter, string>> = {
   all: "all states",
   going: "running",
   waiting: "waiting",
@@ -66,14 +67,14 @@ const STATE_WORDS: Readonly<Record<StateFilter, string>> = {
   failed: "failed",
 };
 
-const TIME_WORDS: Readonly<Record<TimeFilter, string>> = {
+const TIME_LABELS: Readonly<Record<TimeFilter, string>> = {
   any: "any time",
   hour: "last hour",
   day: "last 24 hours",
   week: "last 7 days",
 };
 
-/** The values of the notebooks' list that are no file names: these contain no slash. */
+/** Values of the notebook selection besides the notebooks' file names, which contain no slash and are not empty. */
 const [EVERY_NOTEBOOK, THIS_NOTEBOOK] = ["", "/"] as const;
 
 interface FilterProps {
@@ -86,7 +87,7 @@ interface FilterProps {
 
 function Filter({ filter, onChange, hasNotebook, notebooks }: FilterProps) {
   const t = useTranslate();
-  // the stored notebook may have no runs any more
+  // the stored notebook may no longer have runs
   const names = filter.notebook === "" || notebooks.includes(filter.notebook) ? notebooks : [filter.notebook, ...notebooks];
   const own = hasNotebook || filter.own ? [[THIS_NOTEBOOK, t("this notebook")] as const] : [];
   return (
@@ -101,7 +102,7 @@ function Filter({ filter, onChange, hasNotebook, notebooks }: FilterProps) {
       <Select
         label={t("State")}
         value={filter.state}
-        options={STATES.map((state) => [state, t(STATE_WORDS[state])])}
+        options={STATES.map((state) => [state, t(STATE_LABELS[state])])}
         onChange={(state) => onChange({ ...filter, state })}
       />
       <Select
@@ -116,7 +117,7 @@ function Filter({ filter, onChange, hasNotebook, notebooks }: FilterProps) {
       <Select
         label={t("Time")}
         value={filter.time}
-        options={TIMES.map((time) => [time, t(TIME_WORDS[time])])}
+        options={TIMES.map((time) => [time, t(TIME_LABELS[time])])}
         onChange={(time) => onChange({ ...filter, time })}
       />
     </div>
@@ -126,7 +127,7 @@ function Filter({ filter, onChange, hasNotebook, notebooks }: FilterProps) {
 interface SelectProps<T extends string> {
   readonly label: string;
   readonly value: T;
-  readonly options: readonly (readonly [value: T, words: string])[];
+  readonly options: readonly (readonly [value: T, label: string])[];
   readonly onChange: (value: T) => void;
 }
 
@@ -140,16 +141,16 @@ function Select<T extends string>({ label, value, options, onChange }: SelectPro
         if (chosen) onChange(chosen[0]);
       }}
     >
-      {options.map(([each, words]) => (
+      {options.map(([each, text]) => (
         <option key={each} value={each}>
-          {words}
+          {text}
         </option>
       ))}
     </select>
   );
 }
 
-/** A virtual list: only the rows in view are in the DOM. The panel is the scroll container. */
+/** A virtual list, with only the rows in view in the DOM. The panel is the scroll container. */
 function RunList({ runs, notebook, kernel }: { runs: readonly Run[]; notebook: string; kernel: string }) {
   const { pool, host } = usePanel();
   const t = useTranslate();
@@ -256,7 +257,7 @@ function RunList({ runs, notebook, kernel }: { runs: readonly Run[]; notebook: s
 }
 
 /** Returns a function that names the holders of a run's devices, "" for none; cached by type, user and kernel. */
-function holderLabels(runs: readonly Run[], now: number, t: ReturnType<typeof useTranslate>): (run: Run) => string {
+function holderLabels(runs: readonly Run[], now: number, t: Translate): (run: Run) => string {
   const cache = new Map<string, string>();
   return (run) => {
     if (run.final || run.tone !== "waiting" || run.session !== "") return "";
@@ -267,13 +268,13 @@ function holderLabels(runs: readonly Run[], now: number, t: ReturnType<typeof us
     const since_s = holder?.idleSince_s ?? null;
     const idle_s = since_s === null ? null : now - since_s;
     const first = holder ? t("held by %1", holderLabel(holder.run, idle_s, run, t)) : "";
-    const words = others.length > 0 ? `${first} ${t("and %1 more", others.length)}` : first;
-    cache.set(key, words);
-    return words;
+    const label = others.length > 0 ? `${first} ${t("and %1 more", others.length)}` : first;
+    cache.set(key, label);
+    return label;
   };
 }
 
-/** Returns the index of the row at an offset; `tops` are the rows' own offsets. */
+/** Returns the index of the row at an offset; `tops` has the offset of each row. */
 function rowAt(tops: readonly number[], px: number): number {
   let [low, high] = [0, Math.max(0, tops.length - 2)];
   while (low < high) {

@@ -4,13 +4,13 @@ import { useStored, usePanelId } from "../context";
 
 interface Props {
   readonly title: string;
-  /** Key under which the host stores whether it is collapsed; without one it can't be collapsed. */
+  /** Key under which the host stores whether the section is collapsed. A section without one can't be collapsed. */
   readonly name?: string;
   readonly open?: boolean;
   readonly children: ComponentChildren;
 }
 
-/** A part of the panel with a heading, which collapses it if it has a `name`. */
+/** A part of the panel with a heading. If it has a `name`, the heading collapses and expands it. */
 export function Section({ title, name, open = true, children }: Props) {
   const id = usePanelId();
   const [isOpen, setOpen] = useStored(`section ${name ?? ""}`, String(open));

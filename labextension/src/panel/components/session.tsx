@@ -1,7 +1,8 @@
 import { useNow, usePanel, useTranslate } from "../context";
+import type { Translate } from "../host";
 import type { RunRow } from "../messages";
 import { deadRanksLabel, formatCost, formatMoment, formatSpan, ranksLabel, sessionLine, stageOf } from "../format";
-import { HeldBy } from "./held_by";
+import { Holders } from "./holders";
 
 /** The active notebook's session: its state in one line, with details and actions below. */
 export function Session() {
@@ -28,7 +29,7 @@ function ActiveSession({ session }: { session: RunRow }) {
   const isEnding = stage === "ending" || notebook?.pendingAction === "disconnect" || model.cancelling.has(session.run_id);
   const since = session.started_at ?? session.submitted_at;
   const line = sessionLine(session, pool.snapshot, model.poolName, t);
-  const pieces = [
+  const facts = [
     stage === "connected" ? "" : session.reason,
     formatSpan(now - since),
     host.settings.showPrices ? formatCost(session, now) : "",
@@ -46,17 +47,17 @@ function ActiveSession({ session }: { session: RunRow }) {
         </p>
       )}
       <div class="sgpu-pair">
-        <small class="sgpu-soft sgpu-times">{pieces.filter(Boolean).join(" · ")}</small>
+        <small class="sgpu-soft sgpu-times">{facts.filter(Boolean).join(" · ")}</small>
         <button type="button" disabled={isEnding} onClick={() => void model.disconnect()}>
           {t("End session")}
         </button>
       </div>
-      <HeldBy run={session} now={now} />
+      <Holders run={session} now={now} />
     </section>
   );
 }
 
-/** How the last session ended, with a button that connects a session with the same devices. */
+/** Why the last session ended, with a button that connects a session with the same devices. */
 function EndedSession({ session }: { session: RunRow }) {
   const model = usePanel();
   const t = useTranslate();
@@ -85,7 +86,7 @@ function EndedSession({ session }: { session: RunRow }) {
   );
 }
 
-function idleLabel(seconds: number, t: ReturnType<typeof useTranslate>): string {
+function idleLabel(seconds: number, t: Translate): string {
   const left = Math.max(0, seconds);
   return left < 100 ? t("%1 idle s", Math.ceil(left)) : t("%1 idle min", Math.ceil(left / 60));
 }

@@ -4,11 +4,11 @@ interface Props {
   readonly title: string;
   readonly text?: string;
   readonly isBad?: boolean;
-  /** Buttons, if the user can do something. */
+  /** Buttons for what the user can do. */
   readonly children?: ComponentChildren;
 }
 
-/** A state without further content: a sentence, its meaning, and buttons. */
+/** A state in place of content: a title, an explanation, and buttons. */
 export function StateCard({ title, text, isBad, children }: Props) {
   return (
     <section class="sgpu-part sgpu-state-card" aria-label={title}>

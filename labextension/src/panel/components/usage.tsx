@@ -1,6 +1,6 @@
 import { usePanel, useTranslate } from "../context";
 
-/** The usage of this month, and the pool's description. */
+/** This month's usage, and the pool's description. */
 export function Usage() {
   const { pool } = usePanel();
   const t = useTranslate();

@@ -7,7 +7,7 @@ import { EndRun } from "./end_run";
 const MAX_HOLDERS = 4;
 
 /** The runs that a queued run waits for, with buttons that end this user's own. */
-export function HeldBy({ run, now }: { run: RunRow; now: number }) {
+export function Holders({ run, now }: { run: RunRow; now: number }) {
   const model = usePanel();
   const t = useTranslate();
   const holders = holdersOf(run, model.pool.runs);
