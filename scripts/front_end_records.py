@@ -4,7 +4,8 @@
     python scripts/front_end_records.py [--check]
 
 Each `msgspec` record becomes a declaration with the functions of `labextension/src/shared/checks.ts`, which is a
-TypeScript type and a check at run time. Literals, tuples of three and four, unions of records and constants are generated too.
+TypeScript type and a check at run time. Literals, tuples of three and four, unions of records and constants are
+generated too.
 """
 
 from __future__ import annotations

@@ -302,8 +302,7 @@ def start_pool(settings: Settings, warm: Warm | None = None) -> tuple[PoolAddres
         if is_own or time.monotonic() > deadline:
             break
         # the other client's pool was ending: try again
-    if (unknown := _unknown_holder(settings)) is not None:
-        raise unknown
+    _raise_for_lock_holder(settings)
     raise PoolError("the local pool ended right after its start; `sgpu doctor` looks for the reason.")
 
 
@@ -323,20 +322,21 @@ def running_pool(settings: Settings) -> PoolAddress | None:
     """Return the address of the local pool, also of one that is starting; None if there is none.
 
     Raises:
-        PoolError: A process holds the lock of the state directory and says no address.
+        PoolError: A process holds the lock of the state directory, but publishes no address.
     """
     if (address := _wait_for_address(settings, time.monotonic() + _STARTING_S, is_own=False)) is not None:
         return address
-    if has_pool(settings) and (unknown := _unknown_holder(settings)) is not None:
-        raise unknown
+    if has_pool(settings):
+        _raise_for_lock_holder(settings)
     return None
 
 
-def _unknown_holder(settings: Settings) -> PoolError | None:
+def _raise_for_lock_holder(settings: Settings) -> None:
+    """Raise a `PoolError` that names the process holding the lock of the state directory; return if none is found."""
     holder = flock_holder(lock_file(settings.state_path))
     if not holder:
-        return None
-    return PoolError(
+        return
+    raise PoolError(
         f"process {holder} holds the lock of the state directory {settings.state_path}, and no pool answers there. "
         f"It may be ending; if it stays, it hangs or is of another version: end it with `kill {holder}`."
     )

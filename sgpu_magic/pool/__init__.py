@@ -27,7 +27,7 @@ format_queue       what a waiting run waits for, in words
 format_end         why a run ends or is warned, in words
 format_refusal     why a pool can never place a request, in words
 instructions       executes the scheduler's instructions: starts groups of ranks, and restarts failed ones
-end_command        the user's command that is run when a detached run ends
+detached_run_notifier  runs the user's command of the setting `notify` when a detached run ends
 reports            handles the nodes' reports about their runs
 active_runs        the active runs, up to their final events
 queue_updates      when waiting runs' followers get their runs' positions and reasons

@@ -24,8 +24,8 @@ from sgpu_magic.nodes.engine_reports import NodeMessage
 from sgpu_magic.pool.active_runs import ActiveRuns
 from sgpu_magic.pool.adoption import Adoption
 from sgpu_magic.pool.billing import Billing, budget_of
+from sgpu_magic.pool.detached_run_notifier import DetachedRunNotifier
 from sgpu_magic.pool.device_history import DeviceHistories
-from sgpu_magic.pool.end_command import DetachedEndCommands
 from sgpu_magic.pool.environment_store import EnvironmentStore
 from sgpu_magic.pool.file_requests import FileRequestHandler
 from sgpu_magic.pool.health import Guard, Health, ServiceFault
@@ -111,7 +111,7 @@ class PoolService:
         self._queue_updates = QueueUpdates(scheduler)
         stock = self._stock = FreshInventory(engine.take_inventory)
         histories = self._histories = DeviceHistories()
-        self._end_commands = DetachedEndCommands(load_settings) if listening is None else None
+        self._notifier = DetachedRunNotifier(load_settings) if listening is None else None
         self._deadline: asyncio.TimerHandle | None = None
         self._begun_at = time.monotonic()
         self.finished = self._loop.create_future()
@@ -404,8 +404,8 @@ class PoolService:
             self._guard.for_nobody(fail, _IGNORED)
 
     def _run_ended(self, run: PoolRun, ended: RunEnded) -> None:
-        if self._end_commands is not None:
-            self._end_commands.run_ended(run, ended)
+        if self._notifier is not None:
+            self._notifier.run_ended(run, ended)
 
     def broken(self, why: str) -> None:
         """End all runs and the pool: no agent is left, so nothing can run here any more."""

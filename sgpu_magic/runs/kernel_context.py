@@ -22,9 +22,9 @@ from sgpu_magic.options.option_records import Devices
 from sgpu_magic.runs import packages
 from sgpu_magic.runs.choice.keeper import keeper_of
 from sgpu_magic.runs.follow import outcome
-from sgpu_magic.runs.follow.end_command import EndCommands
 from sgpu_magic.runs.follow.outcome import Interrupts, Names
 from sgpu_magic.runs.follow.run_loop import EventPump, Settle, Subscription
+from sgpu_magic.runs.follow.run_notifier import RunNotifier
 from sgpu_magic.runs.kernel_restarts import watch_restarts
 from sgpu_magic.runs.notebook import publish
 from sgpu_magic.runs.notices import Background, NoticeBoard, SendingBoard
@@ -53,7 +53,7 @@ class KernelContext:
         pools: All pools that may be used, each connected on first use.
         pool: The local pool, started on first use.
         follower: Follows runs in the background while the program continues.
-        end_commands: Runs the command of the setting `notify` when a run ends that this process submitted.
+        notifier: Runs the command of the setting `notify` when a run ends that this process submitted.
         detached: Ids of runs that this process submitted and detached.
         restarts: Detects a restart of the kernel; None if there is no kernel.
         choice: The notebook's own choice of devices and packages.
@@ -73,7 +73,7 @@ class KernelContext:
         self.detached: set[str] = set()
         self.type_notes: set[str] = set()
         self.follower = EventPump()
-        self.end_commands = EndCommands(load_settings)
+        self.notifier = RunNotifier(load_settings)
         self.restarts = watch_restarts(kernel, self.pools, detaches=self.settings.detach_on_restart)
         if self.restarts is not None and self.live_views.channels is not None:
             self.live_views.channels.is_restarting = self.restarts.asked.is_set
@@ -96,7 +96,7 @@ class KernelContext:
         for window in self._windows.values():
             window.stop()
         self.follower.close()
-        self.end_commands.close()
+        self.notifier.close()
         self.live_views.close()
         for pool in self.pools.made():
             packages.close(pool)
@@ -259,7 +259,7 @@ class KernelContext:
         )
 
     def _on_end(self, run: ClientRun) -> Callable[[RunView, RunEnded], None] | None:
-        return self.end_commands.run_ended if run.owned else None
+        return self.notifier.run_ended if run.owned else None
 
     def _buttons(self, run: ClientRun) -> Buttons:
         """Return the actions of a view's buttons, which are called in other threads than the cell's."""

@@ -9,6 +9,8 @@ shell_commands     runs `!command` without a keyboard
 event_loop         the event loop of cells, and the tasks in it
 results            packs a cell's results, and answers questions between cells: completion, inspection, variables
 variables          describes the variables that are set, without running the user's code
+variable_details   the description of a variable's value, and the library classes that it is read from
+array_details      describes numpy arrays, DataFrames, Series and indexes
 failures           describes an exception, and frees what its frames hold
 collective_errors  decides by where an exception was raised whether it comes from a collective
 displays           sends displays and last expressions to the notebook, or to the enclosing `Output` widget

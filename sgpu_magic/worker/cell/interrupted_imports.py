@@ -1,9 +1,9 @@
-"""Completes packages whose import was interrupted, when they are imported again.
+"""Completes packages whose import was interrupted when they are imported again.
 
-Python drops a package from `sys.modules` when its `__init__` fails, but keeps the submodules that were already loaded.
-A submodule becomes an attribute of its package only when it is loaded, so the package that a later import makes lacks
-these: `package.submodule` fails, for ever. A rank of a session that is interrupted while it imports must not suffer
-from that, since `torch.distributed.tensor` and others read such attributes.
+Python removes a package from `sys.modules` when its `__init__` fails, but keeps the submodules that were already
+loaded. A submodule becomes an attribute of its package only while it is loaded, so the package that a later import
+creates lacks these attributes forever, and `package.submodule` fails. This must not happen in a session's rank that was
+interrupted during an import: `torch.distributed.tensor` and others read such attributes.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from types import ModuleType
 from typing import Any
 
 
-class _Completed(Loader):
-    """Loads a package with the submodules that are already loaded as its attributes."""
+class _PackageLoader(Loader):
+    """Loads a package, and sets the submodules that are already loaded as its attributes."""
 
     def __init__(self, loader: Loader) -> None:
         self._loader = loader
@@ -36,7 +36,11 @@ class _Completed(Loader):
 
 
 class _InterruptedPackages(MetaPathFinder):
-    """Finds the packages that are loaded as `_Completed`; each is found once."""
+    """Finds the packages to complete, each of them once, and has `_PackageLoader` load them.
+
+    Attributes:
+        names: The full names of the packages that have not been found yet.
+    """
 
     def __init__(self) -> None:
         self.names: set[str] = set()
@@ -48,24 +52,24 @@ class _InterruptedPackages(MetaPathFinder):
             return None
         self.names.remove(fullname)
         for finder in [*sys.meta_path]:
-            # Python's own import tolerates finders without this method too
+            # like Python's own import, ignore finders without this method
             find_spec = getattr(finder, "find_spec", None)
             spec = None if finder is self or find_spec is None else find_spec(fullname, path, target)
             if spec is not None:
                 if spec.loader is not None:
-                    spec.loader = _Completed(spec.loader)
+                    spec.loader = _PackageLoader(spec.loader)
                 return spec
         return None
 
 
-_packages = _InterruptedPackages()
+_finder = _InterruptedPackages()
 
 
-def note_interrupted_imports() -> None:
-    """Have the packages that an interrupt has left without a module, but with submodules, completed at their import."""
+def complete_interrupted_imports() -> None:
+    """Complete packages that are not loaded, although submodules of theirs are, at their next import."""
     loaded = [*sys.modules]
     packages = {name.rpartition(".")[0] for name in loaded} - {""}
-    _packages.names = packages.difference(loaded)
-    sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not _packages]
-    if _packages.names:
-        sys.meta_path.insert(0, _packages)
+    _finder.names = packages.difference(loaded)
+    sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not _finder]
+    if _finder.names:
+        sys.meta_path.insert(0, _finder)

@@ -198,7 +198,7 @@ class _Life:
             # collect the objects that drew the traceback
             gc.collect(1)
         if self._helper.stays and isinstance(reply.message, CellFailed):
-            interrupted_imports.note_interrupted_imports()
+            interrupted_imports.complete_interrupted_imports()
             # if all ranks failed alike, nothing is reconnected, but models may be in the middle of an iteration
             renewal.mend_models()
         if self._helper.stays:

@@ -17,9 +17,9 @@ from waiting import eventually
 from sgpu_magic.client.run import ClientRun
 from sgpu_magic.config import Settings, load_settings
 from sgpu_magic.errors import UsageError
-from sgpu_magic.pool.end_command import DetachedEndCommands
-from sgpu_magic.runs.follow.end_command import EndCommands
+from sgpu_magic.pool.detached_run_notifier import DetachedRunNotifier
 from sgpu_magic.runs.follow.run_loop import Subscription
+from sgpu_magic.runs.follow.run_notifier import RunNotifier
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.publisher import SilentPublisher
 from sgpu_magic.wire import events as ev
@@ -53,7 +53,7 @@ def calls(tmp_path: Path) -> Calls:
     return Calls(tmp_path)
 
 
-def follow(commands: EndCommands, *bodies: ev.EventBody, **of_spec: Any) -> None:
+def follow(commands: RunNotifier, *bodies: ev.EventBody, **of_spec: Any) -> None:
     """Process a run's events as the process that submitted it does, and wait for the commands."""
     pool = ScriptedPool()
     try:
@@ -68,8 +68,8 @@ def follow(commands: EndCommands, *bodies: ev.EventBody, **of_spec: Any) -> None
     commands.close()
 
 
-def commands_of(**settings: Any) -> EndCommands:
-    return EndCommands(lambda: Settings(**settings))
+def commands_of(**settings: Any) -> RunNotifier:
+    return RunNotifier(lambda: Settings(**settings))
 
 
 def test_a_long_run_is_told_once(calls: Calls):
@@ -107,7 +107,7 @@ def test_a_failure_is_a_note(capsys: pytest.CaptureFixture[str]):
 
 
 def test_the_pool_tells_of_detached_runs_only(calls: Calls):
-    commands = DetachedEndCommands(lambda: Settings(notify=calls.command))
+    commands = DetachedRunNotifier(lambda: Settings(notify=calls.command))
     ended = ev.RunEnded(state=RunState.FAILED, failure=FAILURE, total_s=720.0)
 
     def end(**of_spec: Any) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from sgpu_magic.worker.cell.interrupted_imports import note_interrupted_imports
+from sgpu_magic.worker.cell.interrupted_imports import complete_interrupted_imports
 
 
 @pytest.fixture
@@ -38,17 +38,17 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.mark.usefixtures("package")
-def test_a_package_has_what_an_interrupted_import_had_loaded() -> None:
+def test_a_package_has_the_submodules_of_its_interrupted_import() -> None:
     loaded = sys.modules["halfway.part"]
-    note_interrupted_imports()
+    complete_interrupted_imports()
     again = importlib.import_module("halfway")
     assert again.part is loaded
     assert again.inner.leaf is sys.modules["halfway.inner.leaf"]
 
 
 @pytest.mark.usefixtures("package")
-def test_it_is_as_any_other_package_for_tools_that_look_at_it() -> None:
-    note_interrupted_imports()
+def test_a_completed_package_has_its_usual_loader() -> None:
+    complete_interrupted_imports()
     again = importlib.import_module("halfway")
     assert again.__spec__ is not None
     assert type(again.__loader__) is type(again.__spec__.loader) is type(importlib.import_module("json").__loader__)

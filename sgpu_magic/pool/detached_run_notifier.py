@@ -1,7 +1,7 @@
-"""Runs the command of the setting `notify` when a detached run ends, which no client follows.
+"""Runs the command of the setting `notify` when a detached run ends, because no client follows it.
 
-Clients do the same for the other runs (`sgpu_magic.runs.follow.end_command`). A pool that serves other machines runs no
-command: its settings are not those of the run's user.
+Clients run the command for other runs (`sgpu_magic.runs.follow.run_notifier`). A pool that serves other machines runs
+no command, because its settings are not those of the run's user.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from sgpu_magic.config import Settings
 from sgpu_magic.errors import UsageError
 from sgpu_magic.pool.ledger import in_one_line
 from sgpu_magic.pool.pool_run import PoolRun
-from sgpu_magic.system.end_command import EndedRun, run_end_command
+from sgpu_magic.system.notify_command import EndedRun, run_notify_command
 from sgpu_magic.system.processes import write_log
 from sgpu_magic.wire.base import short
 from sgpu_magic.wire.events import RunEnded
 
 
-class DetachedEndCommands:
-    """The commands of detached runs, each in a thread of its own. Failures are written to the service's log.
+class DetachedRunNotifier:
+    """Runs the command for each detached run in a thread of its own. Failures are written to the service's log.
 
     Args:
-        read_settings: Reads the settings as they are now, which may have changed since the pool started.
+        read_settings: Reads the current settings, which may have changed since the pool started.
     """
 
     def __init__(self, read_settings: Callable[[], Settings]) -> None:
         self._read_settings = read_settings
 
     def run_ended(self, run: PoolRun, ended: RunEnded) -> None:
-        """Start the command, if there is one and the run has taken long enough."""
+        """Start the command if it is set and the run has taken long enough."""
         if not run.spec.detach:
             return
         try:
@@ -53,5 +53,5 @@ class DetachedEndCommands:
 
 
 def _run(command: str, facts: EndedRun) -> None:
-    if problem := run_end_command(command, facts):
+    if problem := run_notify_command(command, facts):
         write_log(f"the command of the setting notify failed for run {facts.run_id}: {problem}\n")

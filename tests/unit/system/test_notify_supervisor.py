@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from waiting import eventually
 
-from sgpu_magic.system.end_command import EndedRun, run_end_command
+from sgpu_magic.system.notify_command import EndedRun, run_notify_command
 from sgpu_magic.system.processes import is_alive
 from sgpu_magic.wire.base import RunState
 
@@ -36,7 +36,7 @@ def python(code: str, *arguments: str) -> str:
 def test_it_gets_the_runs_facts_and_no_shell_reads_it(tmp_path: Path):
     out = tmp_path / "out.json"
     code = "import json, os, sys; json.dump([sys.argv[2:], dict(os.environ)], open(sys.argv[1], 'w'))"
-    assert run_end_command(python(code, str(out), "a b", "$HOME;*"), ENDED) == ""
+    assert run_notify_command(python(code, str(out), "a b", "$HOME;*"), ENDED) == ""
     arguments, variables = json.loads(out.read_text())
     assert arguments == ["a b", "$HOME;*"]
     assert {name: value for name, value in variables.items() if name.startswith("SGPU_ENDED_")} == {
@@ -61,7 +61,7 @@ def test_it_gets_the_runs_facts_and_no_shell_reads_it(tmp_path: Path):
     ],
 )
 def test_its_failure_is_told(command: str, problem: str):
-    assert run_end_command(command, ENDED) == problem
+    assert run_notify_command(command, ENDED) == problem
 
 
 LEAVES_A_CHILD = (
@@ -77,7 +77,7 @@ LEAVES_A_CHILD = (
 def test_nothing_that_it_starts_is_left_behind(tmp_path: Path, sleeps_s: str, problem: str):
     pid = tmp_path / "pid"
     began = time.monotonic()
-    assert run_end_command(python(LEAVES_A_CHILD, str(pid), sleeps_s), ENDED, limit_s=2.0) == problem
+    assert run_notify_command(python(LEAVES_A_CHILD, str(pid), sleeps_s), ENDED, limit_s=2.0) == problem
     assert time.monotonic() - began < 30
     assert not is_alive(int(pid.read_text()))
 
@@ -87,9 +87,9 @@ def test_it_ends_with_the_process_that_runs_it(tmp_path: Path):
     pid = tmp_path / "pid"
     code = "import os, pathlib, sys, time; pathlib.Path(sys.argv[1]).write_text(str(os.getpid())); time.sleep(600)"
     caller = (
-        "import sys; from sgpu_magic.system.end_command import *; from sgpu_magic.wire.base import RunState\n"
+        "import sys; from sgpu_magic.system.notify_command import *; from sgpu_magic.wire.base import RunState\n"
         "facts = dict.fromkeys(('run_id', 'name', 'reason', 'pool', 'notebook'), '')\n"
-        "run_end_command(sys.argv[1], EndedRun(state=RunState.FAILED, seconds=1.0, **facts), 600.0)"
+        "run_notify_command(sys.argv[1], EndedRun(state=RunState.FAILED, seconds=1.0, **facts), 600.0)"
     )
     process = subprocess.Popen([sys.executable, "-c", caller, python(code, str(pid))])
     try:

@@ -1,6 +1,6 @@
 """The user's command that is run when a run has ended: the setting `notify`.
 
-A supervisor process of its own runs it, so that nothing that the command starts is left behind, also if the caller is
+A separate supervisor process runs it, and ends the processes that the command leaves behind, even if the caller is
 killed meanwhile.
 """
 
@@ -21,16 +21,16 @@ from sgpu_magic.system.child_process import popen, start_error
 from sgpu_magic.wire.base import RunState
 
 LIMIT_S = 10.0
-"""Seconds after which the command is ended."""
+"""Time limit of the command in seconds."""
 
-# for the supervisor to start, and to end what the command has started
+# additional time for the supervisor to start, and to end the processes of the command
 _SUPERVISOR_S = 10.0
 _MAX_ERROR_BYTES = 4096
 _MAX_ERROR_CHARS = 200
 
 
 class EndedRun(msgspec.Struct, frozen=True, kw_only=True):
-    """The facts about an ended run that the command gets.
+    """The facts about an ended run that are passed to the command.
 
     Args:
         run_id: Its id.
@@ -53,7 +53,7 @@ class EndedRun(msgspec.Struct, frozen=True, kw_only=True):
     def variables(self) -> dict[str, str]:
         """Return the command's environment variables.
 
-        They are not named `SGPU_RUN_*`: agents find the processes of a run by `SGPU_RUN_ID`, and end them.
+        Their names don't begin with `SGPU_RUN_`, because agents find the processes of a run by `SGPU_RUN_ID`.
         """
         return {
             "SGPU_ENDED_ID": self.run_id,
@@ -66,18 +66,18 @@ class EndedRun(msgspec.Struct, frozen=True, kw_only=True):
         }
 
 
-def run_end_command(command: str, ended: EndedRun, limit_s: float = LIMIT_S) -> str:
-    """Run the command without a shell, and end what it leaves. Blocks.
+def run_notify_command(command: str, ended: EndedRun, limit_s: float = LIMIT_S) -> str:
+    """Run the command without a shell, and end the processes that it leaves behind. Blocks.
 
     Args:
         command: A command line, with quotes as in a shell.
         ended: The run, whose facts are in the command's environment.
-        limit_s: Seconds after which it is ended.
+        limit_s: Time limit in seconds.
 
     Returns:
         Why it failed, for the middle of a sentence; "" if it did not.
     """
-    supervisor = [sys.executable, "-m", "sgpu_magic.system.end_command", str(os.getpid()), str(limit_s)]
+    supervisor = [sys.executable, "-m", "sgpu_magic.system.notify_command", str(os.getpid()), str(limit_s)]
     # a variable's value can't contain a zero byte
     variables = {name: value.replace("\0", "") for name, value in ended.variables().items()}
     try:

@@ -1,6 +1,6 @@
 """Runs the command of the setting `notify` when a long run ends, in the process that submitted the run and follows it.
 
-A detached run is not followed: the local pool does the same for it (`sgpu_magic.pool.end_command`).
+For a detached run, which nobody follows, the local pool runs it (`sgpu_magic.pool.detached_run_notifier`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 
 from sgpu_magic.config import Settings
-from sgpu_magic.system.end_command import LIMIT_S, EndedRun, run_end_command
+from sgpu_magic.system.notify_command import LIMIT_S, EndedRun, run_notify_command
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.run_notes import error_line
 from sgpu_magic.wire.base import RunKind
@@ -20,8 +20,8 @@ from sgpu_magic.wire.events import RunEnded
 _REPORTED = (RunKind.CELL, RunKind.CALL)
 
 
-class EndCommands:
-    """The commands of this process's ended runs, each in a thread of its own, so that no result waits for one.
+class RunNotifier:
+    """Runs the command for each run of this process in a thread of its own, so that it does not delay the result.
 
     Args:
         read_settings: Reads the current settings.
@@ -33,7 +33,7 @@ class EndCommands:
         self._lock = threading.Lock()
 
     def run_ended(self, view: RunView, ended: RunEnded) -> None:
-        """Start the command, if there is one and the run has taken long enough. To be called once for each run."""
+        """Start the command if it is set and the run has taken long enough. Must be called once for each run."""
         if view.spec.kind not in _REPORTED:
             return
         settings = self._read_settings()
@@ -66,7 +66,7 @@ class EndCommands:
 
 
 def _run(command: str, facts: EndedRun) -> None:
-    if problem := run_end_command(command, facts):
+    if problem := run_notify_command(command, facts):
         sys.stderr.write(f"sgpu: the command of the setting notify failed for {facts.name}: {problem}\n")
         sys.stderr.flush()
 
