@@ -32,7 +32,7 @@ from sgpu_magic.files.atomic_file import read_json
 from sgpu_magic.files.locks import is_locked
 from sgpu_magic.files.run_directory import why_no_run
 from sgpu_magic.packages.local_code import installed_entries
-from sgpu_magic.system.process_settings import read_settings
+from sgpu_magic.system.process_settings.notebook_settings import read_settings
 from sgpu_magic.system.processes import (
     Peer,
     boot_id,

@@ -9,6 +9,6 @@ message_stream    messages over a Unix socket, with file descriptors; requests t
 byte_stream       one end of a forwarded TCP connection
 secure_sockets    keys, and ZeroMQ sockets that admit only their holders
 collector         pauses of the garbage collector
-process_settings  dtypes, print options, logging, warnings and other settings that a rank takes over from the notebook
+process_settings/  dtypes, print options, logging, warnings and other settings that a rank takes over from the notebook
 bulk_stream       messages over TLS between two sides that know each other from a secure socket
 """

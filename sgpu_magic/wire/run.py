@@ -91,7 +91,7 @@ class RankContext(Record, frozen=True, kw_only=True):
         cpu_stands_in: Ranks whose torch can't use the GPUs that they hold compute on the CPU; else they fail.
         lone_training: A rank that trains without the others reports it.
         settings: Process-wide settings of the kernel that differ from the defaults, as JSON
-            (`system/process_settings.py`).
+            (`sgpu_magic.system.process_settings`).
     """
 
     cwd: str

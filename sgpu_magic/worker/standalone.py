@@ -11,7 +11,7 @@ from pathlib import Path
 
 from sgpu_magic import extensions, runtime
 from sgpu_magic.payload import unpack
-from sgpu_magic.system.process_settings import ProcessSettings
+from sgpu_magic.system.process_settings.rank_settings import RankSettings
 from sgpu_magic.wire.base import RunKind
 from sgpu_magic.wire.decoding import decode_json
 from sgpu_magic.wire.run import SETTINGS, RunRecord
@@ -55,7 +55,7 @@ def run(directory: Path) -> None:
     rendezvous.accept_second_init()
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     shell = InteractiveShell.instance()
-    ProcessSettings(after_import).follow(_settings(directory))
+    RankSettings(after_import).follow(_settings(directory))
     # as in a rank: libraries take the prompts as a sign of an interactive session
     del sys.ps1, sys.ps2, sys.ps3  # pyright: ignore[reportAttributeAccessIssue]
     rank = runtime.get_global_rank()

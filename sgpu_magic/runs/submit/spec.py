@@ -19,7 +19,7 @@ from sgpu_magic.payload.pack import Packed, new_key, pack_namespace
 from sgpu_magic.payload.parts import missing
 from sgpu_magic.runs.notebook import cell_numbers, owner
 from sgpu_magic.runs.submit.target import ResolvedTarget
-from sgpu_magic.system.process_settings import left_behind
+from sgpu_magic.system.process_settings.notebook_settings import left_behind
 from sgpu_magic.wire.base import RunKind, new_id
 from sgpu_magic.wire.run import CellSource, Interpreter, OutputName, RunSpec, Shipped
 

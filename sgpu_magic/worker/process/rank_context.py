@@ -23,7 +23,7 @@ import torch
 from IPython.paths import get_ipython_dir
 
 from sgpu_magic.errors import EnvironmentFailed
-from sgpu_magic.system.process_settings import ProcessSettings
+from sgpu_magic.system.process_settings.rank_settings import RankSettings
 from sgpu_magic.system.processes import core_count
 from sgpu_magic.wire.devices import is_slice
 from sgpu_magic.wire.rank import Fork
@@ -260,7 +260,7 @@ class RankState:
         self._joined = fork.join_early
         self._context: RankContext | None = None
         self._variables: dict[str, str] = {}
-        self._settings = ProcessSettings(after_import)
+        self._settings = RankSettings(after_import)
         self._own_names: dict[str, object] = {}
         # reported once by the first rank
         self.settings_refused: list[str] = []

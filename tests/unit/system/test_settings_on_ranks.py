@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from sgpu_magic.system.process_settings import ProcessSettings, read_settings
+from sgpu_magic.system.process_settings.notebook_settings import read_settings
+from sgpu_magic.system.process_settings.rank_settings import RankSettings
 
 
 @pytest.fixture
@@ -34,7 +35,7 @@ def cleared(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_what_is_set_already_is_left_alone(logger: logging.Logger, cleared: list[str]):
     wanted = read_settings()
-    settings = ProcessSettings(lambda *_: None)
+    settings = RankSettings(lambda *_: None)
     assert settings.follow(wanted) == []
     assert cleared == []
     changed = read_settings() | {f"logging/{logger.name}": wanted[f"logging/{logger.name}"].replace("7", "8")}
