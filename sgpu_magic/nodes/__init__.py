@@ -9,6 +9,7 @@ lock_files       device locks as files in a directory that may be hostile, with 
 lock_obstacle    why a device can't be locked
 distributed_run  one attempt of a run: commands to its nodes, and adoption after a restart of the pool service
 joint_run        one attempt of a run: the events of its nodes, merged into one run
+stale_runs       runs that were given up while their node was unreachable, and are ended when it has reconnected
 node_files       serves files of the pool to nodes without access to its disk
 ray/             an existing Ray cluster
 """

@@ -21,6 +21,7 @@ from sgpu_magic.nodes.distributed_run import BusyNodes, DistributedRun, HeldPart
 from sgpu_magic.nodes.engine_reports import EngineListener, JointStacks, NodeChannel, merged_inventory
 from sgpu_magic.nodes.joint_run import MergedEvent
 from sgpu_magic.nodes.node_files import NodeFiles
+from sgpu_magic.nodes.stale_runs import StaleRuns
 from sgpu_magic.packages.node.store import needs_build
 from sgpu_magic.wire.attachments import Environment
 from sgpu_magic.wire.base import FailureKind, RunKind, RunLimit, RunState
@@ -29,14 +30,12 @@ from sgpu_magic.wire.devices import Inventory, Lease
 from sgpu_magic.wire.events import RunEnded
 from sgpu_magic.wire.files import CHECKPOINTS, FetchBlob, FetchRunFile, RunFile, StoreRunFile, ToStream
 from sgpu_magic.wire.node import (
-    Adopt,
     AgentReady,
     Answered,
     DetachRun,
     DevicesFree,
     EndAgent,
     EndRun,
-    EventsKept,
     FromAgent,
     InventoryTaken,
     KillRanks,
@@ -68,11 +67,8 @@ _NOT_STARTED = "it has not started yet: the run's devices are being acquired"
 _GONE_KEPT, _UNTOLD_KEPT = 200, 2000
 # wait for nodes that had runs when the last pool service ended; nodes still missing after it are lost
 _COME_BACK_S = 10.0
-_GIVEN_UP = "its node reconnected after it was given up"
 _NOT_BACK = "it had ranks of the run when the pool service ended, and has not reconnected since"
 _NEW_AGENT = "its agent and its ranks ended unexpectedly"
-# an event number above all others: acknowledges every event
-_ALL_EVENTS = 1 << 60
 _OfRun = RunEvent | PartEnded | DevicesFree | RanksGone | MasterBound
 
 
@@ -117,15 +113,14 @@ class Engine:
         self._hosts: dict[str, str] = {}
         self._awaited: set[str] = set(self._busy.known) if self.come_and_go else set()
         self._held = HeldParts()
-        # by node, runs that were given up while it was unreachable; the node is usable once they have ended there
-        self._stale: dict[str, set[str]] = {}
+        self._stale = StaleRuns(lambda node, order: self._send(node, order, ()))
         self._begun = False
         self._settled = False
         self._patience: asyncio.TimerHandle | None = None
         self._warm: Warm | None = None
         self._files = NodeFiles(settings)
 
-    # ------------------------------------------------------------ joining and lost nodes
+    # ------------------------------------------------------------ messages of the nodes
 
     def on_node_connected(self, channel: NodeChannel, ready: AgentReady, address: str = "") -> None:
         """An agent has connected: for the first time, after a lost link, or with runs of an earlier service.
@@ -150,7 +145,7 @@ class Engine:
             self.inventory_changed()
             return
         for where, run_id in self._held.add(node, ready.runs):
-            self._end_stale(where, run_id)
+            self._stale.end(where, run_id)
         # a node that connected without its part has lost it
         self._awaited = (self._awaited | self._held.awaited) - self._channels.keys()
         self._settle_if_all()
@@ -195,9 +190,11 @@ class Engine:
 
     def _on_run_message(self, node: str, message: _OfRun, frames: Sequence[bytes]) -> None:
         run_id = message.run_id
-        if run_id in self._stale.get(node, ()):
+        if self._stale.is_stale(node, run_id):
             if isinstance(message, RanksGone):
-                self._on_stale_exited(node, run_id)
+                self._stale.ranks_exited(node, run_id)
+                if node not in self._stale.nodes:
+                    self.inventory_changed()
             return
         run = self._runs.get(run_id)
         part = None if run is None else run.part_on(node)
@@ -227,10 +224,10 @@ class Engine:
         if channel is not None:
             channel.close()
         self._inventories.pop(node, None)
-        self._stale.pop(node, None)
+        self._stale.node_lost(node)
         self._awaited.discard(node)
         if self._settled:
-            self._lost(node, [run for run in self._runs.values() if node in run.parts.values()], why)
+            self._runs_lost(node, [run for run in self._runs.values() if node in run.parts.values()], why)
             self.inventory_changed()
         else:
             self._held.node_lost(node)
@@ -246,7 +243,7 @@ class Engine:
 
     def inventory(self) -> Inventory | None:
         """The total inventory of the usable nodes; None while it is not known."""
-        usable = {node: one for node, one in self._inventories.items() if node not in self._stale}
+        usable = {node: one for node, one in self._inventories.items() if node not in self._stale.nodes}
         return merged_inventory(self._name, usable, self._addresses)
 
     # ------------------------------------------------------------ leases
@@ -301,7 +298,7 @@ class Engine:
         if self._placing.pop(run_id, None) is not None:
             self._listener.lease_refused(run_id, uuids, why)
 
-    # ------------------------------------------------------------ from the pool service
+    # ------------------------------------------------------------ requests of the pool service
 
     def launch(self, launch: Launch, frames: Sequence[bytes]) -> None:
         """Acquire the lease's devices and start the ranks. A run in a session uses the session's devices.
@@ -469,15 +466,17 @@ class Engine:
         self._part_silent(run, part)
         self._finish_if_over(run)
 
-    def _lose(self, node: str, runs: Sequence[DistributedRun], why: str, host: str) -> None:
-        """These runs have lost the node."""
+    def _runs_lost(self, node: str, runs: Sequence[DistributedRun], why: str) -> None:
+        """Report that runs have lost a node, and end their other parts."""
         if not runs:
             return
+        host = self._hosts.get(node, node)
         for run in runs:
             part = run.nodes.index(node)
             self._pass_on(run.joint.part_lost(part))
             self._part_silent(run, part)
-        self._listener.runs_lost([run.run_id for run in runs], why, host)
+        message = f"the node {host} was lost: {why}"
+        self._listener.runs_lost([run.run_id for run in runs], message, host)
         for run in runs:
             run.part_failed(run.nodes.index(node))
             # parts that have finished wait for the others
@@ -514,7 +513,7 @@ class Engine:
             self.give_back(run.launch.spec.session)
         self._tidy()
 
-    # ------------------------------------------------------------ internals
+    # ------------------------------------------------------------ nodes with runs of an earlier service
 
     def _settle_if_all(self) -> None:
         if self._begun and not self._settled and not self._awaited:
@@ -540,7 +539,7 @@ class Engine:
         }
         self._held = HeldParts()
         for node, runs in missing.items():
-            self._lost(node, runs, _NOT_BACK)
+            self._runs_lost(node, runs, _NOT_BACK)
 
     def _on_node_returned(self, node: str, ready: AgentReady) -> None:
         """Resume the parts of a node that has reconnected, or launch those of a new one."""
@@ -557,30 +556,8 @@ class Engine:
             elif part in run.parts and not run.on_node_connected(node):
                 missing.append(run)
         for run_id in held:
-            self._end_stale(node, run_id)
-        self._lost(node, missing, _NEW_AGENT)
-
-    def _end_stale(self, node: str, run_id: str) -> None:
-        """End ranks on a node whose run continues without them or has ended."""
-        self._stale.setdefault(node, set()).add(run_id)
-        for order in (
-            Adopt(run_id=run_id, number=_ALL_EVENTS),
-            EndRun(run_id=run_id, state=RunState.CANCELLED, reason=_GIVEN_UP),
-            KillRanks(run_id=run_id),
-            EventsKept(run_id=run_id, number=_ALL_EVENTS),
-        ):
-            self._send(node, order, ())
-
-    def _on_stale_exited(self, node: str, run_id: str) -> None:
-        self._send(node, EventsKept(run_id=run_id, number=_ALL_EVENTS), ())
-        self._stale[node].discard(run_id)
-        if not self._stale[node]:
-            del self._stale[node]
-            self.inventory_changed()
-
-    def _lost(self, node: str, runs: Sequence[DistributedRun], why: str) -> None:
-        host = self._hosts.get(node, node)
-        self._lose(node, runs, f"the node {host} was lost: {why}", host)
+            self._stale.end(node, run_id)
+        self._runs_lost(node, missing, _NEW_AGENT)
 
     def _refuse(self, launch: Launch, message: Text) -> None:
         text = message if isinstance(message, TextWithOptions) else None

@@ -127,7 +127,7 @@ class RayEngine(Engine):
         if not self._found:
             return None
         # a node on which a given-up run is being ended becomes usable again: runs that need it wait
-        away = {node for node in self._facts if node in self._away or node in self._stale}
+        away = {node for node in self._facts if node in self._away or node in self._stale.nodes}
         ours, facts = self._leases.values(), self._facts.values()
         return leases.inventory_of(self._name, facts, ours, self._elastic, self._coming, away)
 
