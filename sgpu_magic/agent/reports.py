@@ -67,10 +67,12 @@ class EventReports:
 
     Args:
         send: Sends to the current service.
+        kept_bytes: Size of the events that are kept while there is no service; output beyond it is dropped.
     """
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, kept_bytes: int = _KEPT_BYTES) -> None:
         self._send = send
+        self._kept_bytes = kept_bytes
         self._runs: dict[str, _ReportedRun] = {}
         self._bytes = 0
 
@@ -81,7 +83,7 @@ class EventReports:
         reported.ended = reported.ended or isinstance(body, RunEnded)
         event = RunEvent(run_id=run_id, number=reported.number, at=time.time(), body=body)
         self._bytes += _size(event, frames)
-        if self._bytes > _KEPT_BYTES:
+        if self._bytes > self._kept_bytes:
             self._drop_output()
         reported.unkept.append((event, frames))
         if reported.adopted:
@@ -198,10 +200,12 @@ class FileRequests:
 
     Args:
         send: Sends to the current service.
+        kept_bytes: Size of the events that are kept while there is no service; output beyond it is dropped.
     """
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, kept_bytes: int = _KEPT_BYTES) -> None:
         self._send = send
+        self._kept_bytes = kept_bytes
         self._numbers = itertools.count(1)
         self._asked: dict[int, tuple[NodeFileRequest, Sequence[bytes], asyncio.Future[FileAnswer]]] = {}
 

@@ -185,9 +185,9 @@ def all_jobs(settings: Settings) -> list[JobRecord]:
     return sorted(filter(None, found), key=lambda record: -record.started_at)
 
 
-def prune(settings: Settings) -> None:
-    """Remove the oldest jobs that have ended; keeps the newest 200."""
-    for record in all_jobs(settings)[_KEPT:]:
+def prune(settings: Settings, kept: int = _KEPT) -> None:
+    """Remove the jobs that have ended, except those among the `kept` newest ones."""
+    for record in all_jobs(settings)[kept:]:
         if not record.is_active:
             shutil.rmtree(folder_of(settings, record.job_id), ignore_errors=True)
 

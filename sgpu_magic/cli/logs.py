@@ -105,9 +105,21 @@ class RankLog:
         path: Path of the log.
         form: Returns a line in the form in which it is written.
         bring: Fetches new data of the log with this name if it is written on another machine.
+        read_bytes: Size of one read.
+        longest_line_chars: Longer lines are split.
     """
 
-    def __init__(self, path: Path, form: LineForm, bring: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        path: Path,
+        form: LineForm,
+        bring: Callable[[str], None],
+        *,
+        read_bytes: int = _READ_BYTES,
+        longest_line_chars: int = _LONGEST_LINE_CHARS,
+    ) -> None:
+        self._read_bytes = read_bytes
+        self._longest_line_chars = longest_line_chars
         self._bring = bring
         self._path = path
         self._form = form
@@ -134,7 +146,7 @@ class RankLog:
                 self._file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
             except FileNotFoundError:
                 return b""
-        return os.read(self._file, _READ_BYTES)
+        return os.read(self._file, self._read_bytes)
 
     def finish(self, out: TextIO) -> None:
         """Write the last line if it has no newline."""
@@ -151,12 +163,12 @@ class RankLog:
         lines = (self._pending + text).split("\n")
         self._pending = lines.pop()
         yield from lines
-        if len(self._pending) > _READ_BYTES:
+        if len(self._pending) > self._read_bytes:
             # only the last state of a progress bar is shown
             self._pending = self._pending[self._pending.rstrip("\r").rfind("\r") + 1 :]
-        while len(self._pending) > _LONGEST_LINE_CHARS:
-            yield self._pending[:_LONGEST_LINE_CHARS]
-            self._pending = self._pending[_LONGEST_LINE_CHARS:]
+        while len(self._pending) > self._longest_line_chars:
+            yield self._pending[: self._longest_line_chars]
+            self._pending = self._pending[self._longest_line_chars :]
 
     def _write(self, lines: Iterable[str], out: TextIO) -> None:
         # a terminal shows what follows a line's last carriage return

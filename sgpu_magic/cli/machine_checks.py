@@ -38,8 +38,13 @@ _MEASURED_S = 0.3
 _MESSAGE_BYTES = 1 << 18
 
 
-def hostname() -> Iterator[Finding]:
-    """Check that this machine's host name resolves quickly: gloo and c10d resolve it too."""
+def hostname(slow_s: float = _SLOW_LOOKUP_S, deadline_s: float = _LOOKUP_DEADLINE_S) -> Iterator[Finding]:
+    """Check that this machine's host name resolves quickly: gloo and c10d resolve it too.
+
+    Args:
+        slow_s: A look-up that takes longer is slow.
+        deadline_s: Time after which the look-up is abandoned.
+    """
     name = socket.gethostname()
     problems: list[str] = []
     seconds: list[float] = []
@@ -55,14 +60,14 @@ def hostname() -> Iterator[Finding]:
 
     thread = threading.Thread(target=resolve, daemon=True)
     thread.start()
-    thread.join(_LOOKUP_DEADLINE_S)
+    thread.join(deadline_s)
     remedy = f"Add a line `127.0.1.1 {name}` to /etc/hosts, or fix the name servers in /etc/resolv.conf."
     if not seconds:
-        yield warning("hostname", f"{name}: no answer within {_LOOKUP_DEADLINE_S:.0f} s", remedy)
+        yield warning("hostname", f"{name}: no answer within {deadline_s:.0f} s", remedy)
     elif problems:
         text = f"{name} can't be resolved ({problems[0]}); code that rendezvouses by name fails"
         yield warning("hostname", text, remedy)
-    elif seconds[0] > _SLOW_LOOKUP_S:
+    elif seconds[0] > slow_s:
         yield warning("hostname", f"{name}: the look-up took {format_seconds(seconds[0])}", remedy)
     else:
         yield ok("hostname", f"{name}, looked up in {format_seconds(seconds[0])}")
@@ -102,14 +107,18 @@ def memory_files() -> Iterator[Finding]:
         yield ok("/dev/shm", text)
 
 
-def encryption() -> Iterator[Finding]:
-    """Check how fast ZeroMQ encrypts, which limits transfers to pools whose second port is closed. Takes < 1 s."""
+def encryption(slow_bytes_per_s: float = _SLOW_ENCRYPTION) -> Iterator[Finding]:
+    """Check how fast ZeroMQ encrypts, which limits transfers to pools whose second port is closed. Takes < 1 s.
+
+    Args:
+        slow_bytes_per_s: A lower rate is slow.
+    """
     name, rate = "encryption", _encrypted_per_s()
     text = f"{format_bytes(int(rate))} a second at most over the link to a pool on another machine"
     if not rate:
         text = "no encrypted message arrived within 5 s"
         yield warning(name, text, "Run it again when the machine is less busy.")
-    elif rate >= _SLOW_ENCRYPTION:
+    elif rate >= slow_bytes_per_s:
         yield ok(name, text)
     else:
         yield warning(

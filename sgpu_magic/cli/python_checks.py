@@ -119,7 +119,7 @@ class ProbeFacts(msgspec.Struct, frozen=True, kw_only=True):
     error_output: str = ""
 
 
-def probe(environ: Mapping[str, str]) -> ProbeFacts:
+def probe(environ: Mapping[str, str], timeout_s: float = _PROBE_TIMEOUT_S) -> ProbeFacts:
     """Start two ranks of this Python that reduce a tensor, and return the results of rank 0."""
     variables = {name: value for name, value in environ.items() if name not in _RANK_VARIABLES}
     # as in a rank, where this overrides the user's variable
@@ -138,10 +138,10 @@ def probe(environ: Mapping[str, str]) -> ProbeFacts:
             ranks.append(stack.enter_context(process))
             stack.callback(process.kill)
         try:
-            printed, errors = ranks[0].communicate(timeout=_PROBE_TIMEOUT_S)
+            printed, errors = ranks[0].communicate(timeout=timeout_s)
             error_output = _last_line_of(ranks[0].returncode, errors)
         except subprocess.TimeoutExpired as error:
-            printed, error_output = error.stdout or b"", f"it took longer than {_PROBE_TIMEOUT_S:.0f} s"
+            printed, error_output = error.stdout or b"", f"it took longer than {timeout_s:.0f} s"
     facts: dict[str, object] = {"error_output": error_output}
     for line in printed.decode(errors="replace").splitlines():
         if line.startswith("{"):

@@ -27,8 +27,8 @@ from sgpu_magic.wire.run import RUN_RECORD, UNDER_WAY, RunRecord
 
 # a run's directory is created shortly before its row in the ledger
 _NEW_S = 5.0
-# shortest interval between requests for a run's row
-_ROW_EVERY_S = 1.0
+# a run's row is requested again when it is older
+_ROW_AGE_S = 1.0
 # the pool writes a payload when the run has ended
 _PAYLOAD_PATIENCE_S = 10.0
 _PAUSE_S = 0.1
@@ -100,10 +100,14 @@ class RemoteRunFiles(Mirror):
             found.close()
         super().__init__(mirror_path(settings, pool.name, found.run_id), found.run_id, pool.link)
 
-    def row(self) -> RunSummary | None:
-        """Return the run's row, at most 1 s old, or older while the pool can't be reached; None if it is not listed."""
+    def row(self, max_age_s: float = _ROW_AGE_S) -> RunSummary | None:
+        """Return the run's row; None if it is not listed.
+
+        Args:
+            max_age_s: An older row is requested again; it is returned if the pool can't be reached.
+        """
         now = time.monotonic()
-        if now - self._asked_at < _ROW_EVERY_S and (self._row is None or not self._row.state.is_final):
+        if now - self._asked_at < max_age_s and (self._row is None or not self._row.state.is_final):
             return self._row
         self._asked_at = now
         try:

@@ -98,10 +98,12 @@ class BlobStore:
     Args:
         root: The directory of the stores.
         most_bytes: The quota of one user's blobs, in bytes.
+        reserve_bytes: Disk space that an upload must leave free.
     """
 
-    def __init__(self, root: Path, most_bytes: int) -> None:
+    def __init__(self, root: Path, most_bytes: int, reserve_bytes: int = _DISK_RESERVE_BYTES) -> None:
         self._root = root
+        self._reserve_bytes = reserve_bytes
         self._most_bytes = most_bytes
         # blobs (store, digest) that unfinished runs need, by run
         self._in_use: dict[str, frozenset[tuple[str, str]]] = {}
@@ -236,9 +238,9 @@ class BlobStore:
         if total + size > self._most_bytes:
             self._evict(store, self._most_bytes - size)
         root = self._root if self._root.exists() else self._root.parent
-        if shutil.disk_usage(root).free < size + _DISK_RESERVE_BYTES:
+        if shutil.disk_usage(root).free < size + self._reserve_bytes:
             self._evict(store, 0)
-        if shutil.disk_usage(root).free < size + _DISK_RESERVE_BYTES:
+        if shutil.disk_usage(root).free < size + self._reserve_bytes:
             raise BlobRefused(
                 f"the disk of this pool has no room for {size / 1e9:,.1f} GB more. Send less, with the option "
                 "exclude, or have its operator free some."

@@ -80,7 +80,14 @@ def keep_lock(root: Path, digest: str, lock: Lock) -> None:
 # ---------------------------------------------------------------- making a lock
 
 
-def make_lock(snapshot: InstalledPackages, wheels: Path, variables: Mapping[str, str], *, gently: bool = False) -> Lock:
+def make_lock(
+    snapshot: InstalledPackages,
+    wheels: Path,
+    variables: Mapping[str, str],
+    *,
+    gently: bool = False,
+    timeout_s: float = _TIMEOUT_S,
+) -> Lock:
     """Make the lock file of the installed packages by querying the package index with uv. Takes minutes at most.
 
     Args:
@@ -88,6 +95,7 @@ def make_lock(snapshot: InstalledPackages, wheels: Path, variables: Mapping[str,
         wheels: Directory of repacked wheels.
         variables: Environment variables that configure uv's package index.
         gently: Run uv at the lowest priority.
+        timeout_s: Time limit of one run of uv.
     """
     asked = {d.key: d.direct_reference or d.pin for d in snapshot.distributions if _is_asked(d)}
     unpublished: set[str] = set()
@@ -95,7 +103,7 @@ def make_lock(snapshot: InstalledPackages, wheels: Path, variables: Mapping[str,
     other_builds: dict[str, str] = {}
     while True:
         try:
-            done = _compile(snapshot.executable, asked.values(), variables, gently=gently)
+            done = _compile(snapshot.executable, asked.values(), variables, timeout_s, gently=gently)
         except EnvironmentFailed as error:
             return Lock(problem=error.message)
         if not done.status:
@@ -129,7 +137,14 @@ def make_lock(snapshot: InstalledPackages, wheels: Path, variables: Mapping[str,
     return _valid(lock)
 
 
-def lock_order(environment: Environment, python: str, variables: Mapping[str, str], *, gently: bool = False) -> Lock:
+def lock_order(
+    environment: Environment,
+    python: str,
+    variables: Mapping[str, str],
+    *,
+    gently: bool = False,
+    timeout_s: float = _TIMEOUT_S,
+) -> Lock:
     """Make the lock file of an environment that a node builds.
 
     Args:
@@ -137,11 +152,12 @@ def lock_order(environment: Environment, python: str, variables: Mapping[str, st
         python: The interpreter to lock for.
         variables: Environment variables that configure uv's package index.
         gently: Run uv at the lowest priority.
+        timeout_s: Time limit of one run of uv.
     """
     if environment.resolve:
         return Lock(problem="the node resolved the dependencies itself")
     try:
-        done = _compile(python, environment.requirements, variables, gently=gently)
+        done = _compile(python, environment.requirements, variables, timeout_s, gently=gently)
     except EnvironmentFailed as error:
         return Lock(problem=error.message)
     if done.status:
@@ -157,14 +173,16 @@ def _is_asked(distribution: Distribution) -> bool:
     return from_index or (distribution.kind is Kind.ARCHIVE and not distribution.sha256)
 
 
-def _compile(python: str, lines: Iterable[str], variables: Mapping[str, str], *, gently: bool) -> Done:
+def _compile(
+    python: str, lines: Iterable[str], variables: Mapping[str, str], timeout_s: float, *, gently: bool
+) -> Done:
     """Run `uv pip compile`. The result's output is the lock file without the header comment.
 
     Uses pipes, not files, so that a killed kernel leaves nothing behind.
     """
     command = ["pip", "compile", "-", "--format", "pylock.toml", "--no-deps", "--generate-hashes", "--no-header"]
     command += ["--no-sources", "--python", python, "--quiet"]
-    done = call_uv(command, variables, _TIMEOUT_S, stdin="\n".join(lines) + "\n", gently=gently)
+    done = call_uv(command, variables, timeout_s, stdin="\n".join(lines) + "\n", gently=gently)
     return msgspec.structs.replace(done, output=without_url_credentials(done.output))
 
 

@@ -37,7 +37,7 @@ FINAL = tuple(state.value for state in RunState if state.is_final)
 _PREFIX = re.compile(r"[0-9a-f]{1,8}")
 
 _WRITE_S = 0.05
-_MOST_KNOWN = 5000
+_CACHED_ROWS = 5000
 # retry interval after a failed write
 _WRITE_AGAIN_S = 1.0
 # columns that each cell changes in its session's row
@@ -72,12 +72,16 @@ class Ledger:
     Args:
         path: As for `LedgerDatabase`.
         loop: Event loop in which rows of cells in sessions are written with a delay; None writes them at once.
+        cached_rows: Number of rows in the cache, which is cleared when it has more.
 
     Raises:
         PoolError: The file can't be created or opened.
     """
 
-    def __init__(self, path: Path, loop: asyncio.AbstractEventLoop | None = None) -> None:
+    def __init__(
+        self, path: Path, loop: asyncio.AbstractEventLoop | None = None, *, cached_rows: int = _CACHED_ROWS
+    ) -> None:
+        self._cached_rows = cached_rows
         self._database = LedgerDatabase(path)
         self._loop = loop
         # new rows and row changes that are not in the database yet
@@ -138,7 +142,7 @@ class Ledger:
     def summaries(self, run_ids: Sequence[str]) -> list[RunSummary]:
         """Return the rows of these runs, in this order, without those that the ledger does not have."""
         sql = f"SELECT {_COLUMNS} FROM runs WHERE run_id IN (SELECT value FROM json_each(?))"
-        if len(self._known) > _MOST_KNOWN:
+        if len(self._known) > self._cached_rows:
             self._known.clear()
         if unknown := [run_id for run_id in run_ids if run_id not in self._known]:
             written = [dict(zip(_NAMES, row, strict=True)) for row in self._rows(sql, json.dumps(unknown))]

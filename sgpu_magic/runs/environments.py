@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 WHEELS = "wheels"
 _LOCKS = "locks"
 _WHEELS_STAY_S = 60 * 24 * 3600.0
-# after a failure, the index is not asked again for this long: a dead network would delay each run
-_FAILED_STAYS_S = 600.0
+# after a failure, the index is queried again only after this time: a dead network would delay each run
+_RETRY_AFTER_S = 600.0
 _failed: dict[str, tuple[float, Lock]] = {}
 
 
@@ -60,13 +60,16 @@ def requirements_of(described: Described, lock: Lock | None) -> str:
     return snapshot_requirements(described, lock)
 
 
-def lock_of(described: Described, *, make: bool = True, gently: bool = False) -> Lock | None:
+def lock_of(
+    described: Described, *, make: bool = True, gently: bool = False, retry_after_s: float = _RETRY_AFTER_S
+) -> Lock | None:
     """Return an environment's lock file; None if there is none, or the settings disable lock files.
 
     Args:
         described: The environment.
         make: Make the lock file if there is none.
         gently: Make it at low priority, in the background.
+        retry_after_s: Time after a failure in which the failed lock is returned.
     """
     settings = load_settings()
     if not settings.lock_environments:
@@ -75,8 +78,8 @@ def lock_of(described: Described, *, make: bool = True, gently: bool = False) ->
     key = f"{described.digest}-order" if isinstance(described, Environment) else described.digest
     lock = kept_lock(root, key)
     if lock is None and make:
-        failed_at, lock = _failed.get(key, (-_FAILED_STAYS_S, None))
-        if lock is not None and time.monotonic() - failed_at < _FAILED_STAYS_S:
+        failed_at, lock = _failed.get(key, (0.0, None))
+        if lock is not None and time.monotonic() - failed_at < retry_after_s:
             return lock
         if (lock := _make_lock(described, settings, gently=gently)).problem:
             _failed[key] = (time.monotonic(), lock)

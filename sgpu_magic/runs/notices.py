@@ -14,7 +14,7 @@ from sgpu_magic.runs.notebook import publish
 from sgpu_magic.views.html_style import SANS, SOFT
 
 # a terminal or a log keeps every line, so progress is printed rarely there
-_LINE_EVERY_S = 10.0
+_LINE_INTERVAL_S = 10.0
 JOIN_S = 2.0
 
 
@@ -78,10 +78,12 @@ class SendingBoard:
 
     Args:
         is_notebook: Whether there is a front end.
+        line_interval_s: Minimum time between two lines on stderr.
     """
 
-    def __init__(self, is_notebook: bool) -> None:
+    def __init__(self, is_notebook: bool, line_interval_s: float = _LINE_INTERVAL_S) -> None:
         self._display = NoticeBoard(is_notebook) if is_notebook else None
+        self._line_interval_s = line_interval_s
         self._due = 0.0
 
     def show(self, text: str) -> None:
@@ -89,6 +91,6 @@ class SendingBoard:
         if self._display is not None:
             self._display.show(text)
         elif text and time.monotonic() >= self._due:
-            self._due = time.monotonic() + _LINE_EVERY_S
+            self._due = time.monotonic() + self._line_interval_s
             sys.stderr.write(f"sgpu: {text}\n")
             sys.stderr.flush()

@@ -22,7 +22,7 @@ from launches import launch as launch_of
 from msgspec.structs import replace
 from small_disks import small_disk
 
-from sgpu_magic.agent import reports, run_registry
+from sgpu_magic.agent import run_registry
 from sgpu_magic.agent.reports import EventReports, FileRequests
 from sgpu_magic.agent.run_registry import RunRegistry
 from sgpu_magic.agent.runs import send_files_to_pool
@@ -150,10 +150,9 @@ def test_an_agent_that_takes_a_run_over_from_a_dead_one_goes_on_counting():
     assert [message.number for message in sent if isinstance(message, RunEvent)] == [42]
 
 
-def test_a_flood_while_no_service_is_there_is_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(reports, "_KEPT_BYTES", 10_000)
+def test_a_flood_while_no_service_is_there_is_not_kept_forever():
     sent: list[Record] = []
-    flooded = EventReports(lambda message, frames=(): sent.append(message))
+    flooded = EventReports(lambda message, frames=(): sent.append(message), kept_bytes=10_000)
     flooded.begin(RUN, 0)
     flooded.service_lost()
     line = "x" * 999 + "\n"
@@ -170,10 +169,9 @@ def test_a_flood_while_no_service_is_there_is_not_kept_for_ever(monkeypatch: pyt
     assert {(body.skipped_bytes, body.skipped_lines) for body in left_out} == {(1000, 1)}
 
 
-def test_figures_and_widgets_while_no_service_is_there_are_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(reports, "_KEPT_BYTES", 10_000)
+def test_figures_and_widgets_while_no_service_is_there_are_not_kept_forever():
     sent: list[tuple[Record, Sequence[bytes]]] = []
-    flooded = EventReports(lambda message, frames=(): sent.append((message, frames)))
+    flooded = EventReports(lambda message, frames=(): sent.append((message, frames)), kept_bytes=10_000)
     flooded.begin(RUN, 0)
     flooded.service_lost()
     figure = DisplayPublished(rank=0, bundle=b'{"image/png": "%s"}' % (b"x" * 1000), display_id="plot", update=True)

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 from waiting import eventually
 
-from sgpu_magic.cli import jobs
 from sgpu_magic.cli import main as cli
 from sgpu_magic.cli.jobs import LOG, JobRecord, all_jobs, begun, find, folder_of, prune, write
 from sgpu_magic.config import Settings, load_settings
@@ -123,13 +122,12 @@ def test_stopping_a_job_terminates_its_process(
     assert "job 02ab has ended: failed." in capsys.readouterr().err
 
 
-def test_of_ended_jobs_the_newest_are_kept(settings: Settings, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(jobs, "_KEPT", 2)
+def test_of_ended_jobs_the_newest_are_kept(settings: Settings):
     write(settings, begun(job(1)))
     for number in (2, 3, 4, 5):
         write(settings, job(number, ended_at=time.time(), code=0))
     (folder_of(settings, job(2).job_id) / LOG).touch()
-    prune(settings)
+    prune(settings, kept=2)
     # the oldest job is still running
     assert [record.source for record in all_jobs(settings)] == [f"/data/n{number}.ipynb" for number in (5, 4, 1)]
     assert not folder_of(settings, job(2).job_id).exists()

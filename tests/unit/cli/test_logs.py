@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from kept_runs import KeptRuns
 
-from sgpu_magic.cli import logs as command
 from sgpu_magic.cli import main as cli
 from sgpu_magic.cli.logs import RankLog
 from sgpu_magic.config import load_settings
@@ -64,13 +63,12 @@ def test_following_an_ended_run_ends_with_its_state(kept: KeptRuns, capsys: pyte
     assert capsys.readouterr() == ("[0] a\n[1] b\n", "sgpu: run 7f3a failed: rank 1: ValueError: NaN\n")
 
 
-def test_lines_that_do_not_end_are_written_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(command, "_READ_BYTES", 8)
-    monkeypatch.setattr(command, "_LONGEST_LINE_CHARS", 12)
+def test_lines_that_do_not_end_are_written_in_pieces(tmp_path: Path):
     path = tmp_path / "rank-0.log"
     # a bar that is redrawn repeatedly, and a line without an end
     path.write_bytes(b"1%........\r2%........\r3%........\r\n" + b"x" * 30)
-    log, out = RankLog(path, "[0] {}".format, lambda _: None), io.StringIO()
+    log = RankLog(path, "[0] {}".format, lambda _: None, read_bytes=8, longest_line_chars=12)
+    out = io.StringIO()
     while log.copy_to(out):
         assert len(log._pending) <= 20
     log.finish(out)

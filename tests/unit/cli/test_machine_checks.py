@@ -37,14 +37,12 @@ def test_a_host_name_that_can_not_be_resolved(monkeypatch: pytest.MonkeyPatch, n
 
 def test_a_slow_look_up_and_one_without_an_answer(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
-    monkeypatch.setattr(machine_checks, "_SLOW_LOOKUP_S", -1.0)
-    (found,) = hostname()
+    (found,) = hostname(slow_s=-1.0)
     assert (found.level, found.text[:27]) == (Level.WARNING, "localhost: the look-up took")
     asked = threading.Event()
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_: asked.wait(60))
-    monkeypatch.setattr(machine_checks, "_LOOKUP_DEADLINE_S", 0.01)
     try:
-        (found,) = hostname()
+        (found,) = hostname(deadline_s=0.01)
     finally:
         asked.set()
     assert (found.level, found.text) == (Level.WARNING, "localhost: no answer within 0 s")

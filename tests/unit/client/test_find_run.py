@@ -177,7 +177,7 @@ def test_files_here_are_copied_from_where_the_copy_ends(settings: Settings, tmp_
         files.copy_into("../other", 0, 0)
 
 
-def test_a_run_elsewhere_is_named_by_its_pool(settings: Settings, monkeypatch: pytest.MonkeyPatch):
+def test_a_run_elsewhere_is_named_by_its_pool(settings: Settings):
     pool = Pool("team", "ab000001")
     pool.answers = [pool_status(row("cc000001")), pool_status(row("ab000001"))]
     # too old for the list
@@ -185,18 +185,17 @@ def test_a_run_elsewhere_is_named_by_its_pool(settings: Settings, monkeypatch: p
     assert (files.run_id, pool.closed) == ("ab000001", ["ab000001"])
     assert files.row() is None
     assert files.is_over(files.row())
-    monkeypatch.setattr(run_files, "_ROW_EVERY_S", 0.0)
-    found = files.row()
+    found = files.row(max_age_s=0.0)
     assert found is not None
     assert not files.is_over(found)
     # an interrupted link keeps the known row, a lost one does not
     pool.answers = [PoolError("it did not answer."), PoolError("it did not answer.")]
-    assert files.row() is found
+    assert files.row(max_age_s=0.0) is found
     pool.connected = None
     with pytest.raises(PoolError):
-        files.row()
+        files.row(max_age_s=0.0)
     pool.answers = [pool_status(msgspec.structs.replace(found, state=RunState.SUCCEEDED))]
-    assert files.is_over(files.row())
+    assert files.is_over(files.row(max_age_s=0.0))
 
 
 def test_a_local_run_without_a_directory_is_explained(settings: Settings):

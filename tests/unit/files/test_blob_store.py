@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from small_disks import small_disk
 
-from sgpu_magic.files import content_store as blob_store
 from sgpu_magic.files.content_store import BlobRefused, BlobStore, blob_digest, blob_path, store_name
 from sgpu_magic.files.run_directory import BadName, list_below, open_below, parts_of
 from sgpu_magic.system.serial_threads import FileThread
@@ -247,11 +246,11 @@ def test_writing_follows_no_link_either(tmp_path: Path):
 
 
 @pytest.mark.needs_root
-def test_an_upload_goes_on_once_the_disk_has_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(blob_store, "_DISK_RESERVE_BYTES", -100_000_000)
+def test_an_upload_goes_on_once_the_disk_has_room(tmp_path: Path):
     (tmp_path / "blobs").mkdir()
     with small_disk(tmp_path / "blobs", "tmpfs", megabytes=1) as disk:
-        store = BlobStore(disk.path, 10_000_000)
+        # a negative reserve: the check before the upload passes although the disk is too small
+        store = BlobStore(disk.path, 10_000_000, reserve_bytes=-100_000_000)
         data = os.urandom(2_000_000)
         digest = digest_of(data)
         at = 999_999

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from sgpu_magic.packages import lock
 from sgpu_magic.packages.distributions import Distribution, InstalledPackages, Kind
 from sgpu_magic.packages.environment_request import order_of
 from sgpu_magic.packages.lock import Lock, lock_order, make_lock
@@ -79,16 +78,15 @@ def test_a_folder_on_the_path_without_a_project_travels_as_code(tmp_path: Path):
     assert (ordered.environment.requirements, ordered.environment.wheels) == ((), ())
 
 
-def test_why_there_is_no_lock_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_why_there_is_no_lock_file(tmp_path: Path):
     environment = Environment(digest="00", requirements=("six==1.17.0",))
     looked_up = lock_order(Environment(digest="00", resolve=True), sys.executable, NOWHERE)
     assert looked_up.problem == "the node resolved the dependencies itself"
     assert lock_order(environment, sys.executable, NOWHERE).problem.startswith("uv could not create it: ")
-    # a uv that runs into its time limit
-    monkeypatch.setattr(lock, "_TIMEOUT_S", 0.0)
+    # uv exceeds its time limit
     for made in (
-        lock_order(environment, sys.executable, NOWHERE),
-        make_lock(InstalledPackages((), executable=sys.executable), tmp_path, NOWHERE),
+        lock_order(environment, sys.executable, NOWHERE, timeout_s=0.0),
+        make_lock(InstalledPackages((), executable=sys.executable), tmp_path, NOWHERE, timeout_s=0.0),
     ):
         assert made.problem.startswith("`uv pip compile` was stopped after 0 s.")
         assert made.pylock == ""

@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 
 from sgpu_magic.errors import PoolError
-from sgpu_magic.pool import ledger as ledger_of_pool
 from sgpu_magic.pool.ledger import Ledger, in_one_line
 from sgpu_magic.pool.ledger_database import SCHEMA_VERSION
 from sgpu_magic.wire.base import FailureKind, RunKind, RunState
@@ -146,13 +145,14 @@ def test_recent_is_newest_first_and_limited(ledger: Ledger) -> None:
     assert len(ledger.recent(100)) == 3
 
 
-def test_rows_are_complete_when_there_are_more_than_are_kept(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ledger_of_pool, "_MOST_KNOWN", 3)
+def test_rows_are_complete_when_there_are_more_than_are_cached(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.sqlite3", cached_rows=3)
     ids = [f"{number:08x}" for number in range(6)]
     for run_id in ids:
         ledger.record(spec(run_id), RunState.QUEUED)
     assert [summary.run_id for summary in ledger.summaries(ids[:5])] == ids[:5]
     assert [summary.run_id for summary in ledger.summaries(ids)] == ids
+    ledger.close()
 
 
 def test_find_takes_a_prefix(ledger: Ledger) -> None:

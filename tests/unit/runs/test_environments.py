@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,7 +33,6 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "UV_HTTP_RETRIES": "0",
     }.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(environments, "_failed", {})
     return tmp_path / "state"
 
 
@@ -52,8 +52,9 @@ def test_a_lock_file_is_made_once(state: Path, monkeypatch: pytest.MonkeyPatch):
     assert lock_of(described) is None
 
 
-def test_after_a_failure_the_index_is_left_alone_for_a_while(state: Path, monkeypatch: pytest.MonkeyPatch):
-    described = Environment(digest="0123abcd", requirements=("six==1.17.0",), python=HERE)
+def test_after_a_failure_the_index_is_left_alone_for_a_while(state: Path):
+    # the process remembers failures by digest
+    described = Environment(digest=secrets.token_hex(4), requirements=("six==1.17.0",), python=HERE)
     failed = lock_of(described, gently=True)
     assert failed is not None
     assert failed.problem.startswith("uv could not create it: ")
@@ -61,8 +62,7 @@ def test_after_a_failure_the_index_is_left_alone_for_a_while(state: Path, monkey
     assert lock_of(described) is failed
     assert lock_of(described, make=False) is None
     assert not (state / "locks").exists()
-    monkeypatch.setattr(environments, "_FAILED_STAYS_S", 0.0)
-    assert lock_of(described) is not failed
+    assert lock_of(described, retry_after_s=0.0) is not failed
 
 
 # ---------------------------------------------------------------- the report

@@ -13,7 +13,6 @@ from IPython.core.displaypub import CapturingDisplayPublisher
 from IPython.core.interactiveshell import InteractiveShell
 from waiting import eventually
 
-from sgpu_magic.runs import notices
 from sgpu_magic.runs.kernel_restarts import watch_restarts
 from sgpu_magic.runs.notebook import working_directory
 from sgpu_magic.runs.notices import NoticeBoard, SendingBoard
@@ -63,13 +62,12 @@ def test_uploads_are_one_line_in_a_notebook(shown: list[dict[str, Any]]):
     assert [output["data"]["text/plain"] for output in shown] == ["sgpu: 10 of 20 MB", "sgpu: 20 of 20 MB", ""]
 
 
-def test_uploads_are_few_lines_in_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_uploads_are_few_lines_in_a_terminal(capsys: pytest.CaptureFixture[str]):
     board = SendingBoard(False)
     for text in ("10 of 20 MB", "11 of 20 MB", ""):
         board.show(text)
     assert capsys.readouterr().err == "sgpu: 10 of 20 MB\n"
-    monkeypatch.setattr(notices, "_LINE_EVERY_S", 0.0)
-    other = SendingBoard(False)
+    other = SendingBoard(False, line_interval_s=0.0)
     other.show("1")
     other.show("2")
     assert capsys.readouterr().err == "sgpu: 1\nsgpu: 2\n"
