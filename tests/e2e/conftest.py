@@ -1,4 +1,7 @@
-"""JupyterLab and a browser, for the tests that look at notebooks; their modules have `LOAD`, the first cell."""
+"""Jupyter servers, a served pool, and JupyterLab in a browser.
+
+The modules of tests that open a notebook in the browser define `LOAD`, its first cell.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,35 @@ from browsers import OpenNotebook, chromium
 from homes import Home
 from jupyter_servers import JupyterServer, new_notebook
 from playwright.sync_api import Browser
+from served_pools import RemoteUser, ServedPool
+
+
+@pytest.fixture(scope="module")
+def server_home() -> Iterator[Home]:
+    """The home of `server`; closing it checks that the server and its kernels leave nothing behind."""
+    made = Home()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def server(server_home: Home) -> Iterator[JupyterServer]:
+    made = JupyterServer(server_home)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[ServedPool]:
+    made = ServedPool()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def ann(served: ServedPool) -> RemoteUser:
+    """A user of `served`, on another machine."""
+    return served.user("ann")
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from browsers import OpenNotebook, has_browser
 from homes import Home
-from jupyter_servers import JupyterServer, new_notebook
+from jupyter_servers import JupyterServer, jupyter_server, new_notebook
 from playwright.sync_api import Browser, Locator, Page, expect
 from waiting import eventually
 
@@ -298,30 +298,23 @@ def test_the_chip_and_the_commands(notebooks: Opener) -> None:
 
 
 def test_notebook_seven_has_a_button_for_it(browser: Browser) -> None:
-    home = Home(VARIABLES)
-    try:
-        server = JupyterServer(home, "notebook", base_url="/user/ann/")
-        try:
-            new_notebook(home.work / "seven.ipynb", LOAD)
-            notebook = OpenNotebook(server, browser, "seven.ipynb", is_lab=False)
-            notebook.kernel_ready()
-            notebook.run(0)
-            notebook.page.get_by_role("button", name="Open the GPU environment").click()
-            shown = panel(notebook.page)
-            expect(shown).to_contain_text("4 of 4 free", timeout=30_000)
-            connect(shown, "A10", 1)
-            expect(chip(notebook)).to_contain_text("connected", timeout=10_000)
-            notebook.picture("panel-seven")
-            # Notebook shows one document at a time: a run opens below it
-            shown.locator(".sgpu-run-row").filter(has_text="session main").locator(".sgpu-run-head").click()
-            expect(notebook.page.locator(".sgpu-run-tab .sgpu-state")).to_have_text("connected", timeout=20_000)
-            notebook.picture("panel-seven-run")
-            disconnect(shown)
-            # 7.6 has one of its own: reading 'schema'
-            errors = [error for error in notebook.errors if "sgpu" in error]
-            notebook.close()
-            assert not errors
-        finally:
-            server.close()
-    finally:
-        home.close()
+    with jupyter_server("notebook", VARIABLES, base_url="/user/ann/") as server:
+        new_notebook(server.home.work / "seven.ipynb", LOAD)
+        notebook = OpenNotebook(server, browser, "seven.ipynb", is_lab=False)
+        notebook.kernel_ready()
+        notebook.run(0)
+        notebook.page.get_by_role("button", name="Open the GPU environment").click()
+        shown = panel(notebook.page)
+        expect(shown).to_contain_text("4 of 4 free", timeout=30_000)
+        connect(shown, "A10", 1)
+        expect(chip(notebook)).to_contain_text("connected", timeout=10_000)
+        notebook.picture("panel-seven")
+        # Notebook shows one document at a time: a run opens below it
+        shown.locator(".sgpu-run-row").filter(has_text="session main").locator(".sgpu-run-head").click()
+        expect(notebook.page.locator(".sgpu-run-tab .sgpu-state")).to_have_text("connected", timeout=20_000)
+        notebook.picture("panel-seven-run")
+        disconnect(shown)
+        # Notebook 7.6 has an error of its own: reading 'schema'
+        errors = [error for error in notebook.errors if "sgpu" in error]
+        notebook.close()
+        assert not errors

@@ -134,14 +134,6 @@ class Notebook:
 
 
 @pytest.fixture(scope="module")
-def server_home() -> Iterator[Home]:
-    """The home of the module's servers; that nothing is left of it is checked when it is closed."""
-    server_home = Home()
-    yield server_home
-    server_home.close()
-
-
-@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     with chromium() as made:
         yield made

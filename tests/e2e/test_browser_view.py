@@ -15,7 +15,7 @@ from collections.abc import Callable
 import pytest
 from browsers import OpenNotebook, has_browser
 from homes import Home
-from jupyter_servers import JupyterServer, new_notebook
+from jupyter_servers import JupyterServer, jupyter_server, new_notebook
 from playwright.sync_api import Browser, Locator, expect
 from waiting import eventually
 
@@ -256,37 +256,30 @@ def test_the_status_is_live(opened: Callable[..., OpenNotebook]):
 
 
 def test_notebook_seven(browser: Browser):
-    home = Home()
-    try:
-        server = JupyterServer(home, "notebook")
-        try:
-            cells = [LOAD, STEPS, "%%distributed -n 2\nimport time; time.sleep(600)"]
-            new_notebook(home.work / "seven.ipynb", *cells)
-            notebook = OpenNotebook(server, browser, "seven.ipynb", is_lab=False)
-            notebook.kernel_ready()
-            notebook.run(0)
-            notebook.start(1)
-            expect(view(notebook).locator(".sgpu-log")).to_contain_text("epoch 2", timeout=30_000)
-            notebook.picture("running", view(notebook))
-            go(notebook)
-            notebook.wait_done(1)
-            expect(notebook.output(1)).to_contain_text("succeeded")
-            notebook.start(2)
-            # below the output of the cell before: a view that is out of sight draws nothing
-            view(notebook, 2).wait_for(timeout=30_000)
-            view(notebook, 2).scroll_into_view_if_needed()
-            expect(view(notebook, 2).locator(".sgpu-state")).to_have_text("running", timeout=30_000)
-            view(notebook, 2).get_by_role("button", name="Cancel").click()
-            expect(notebook.output(2)).to_contain_text("cancelled", timeout=10_000)
-            notebook.wait_done(2, 10)
-            # 7.6 has one of its own: reading 'schema'
-            errors = [error for error in notebook.errors if "sgpu" in error]
-            notebook.close()
-            assert not errors
-        finally:
-            server.close()
-    finally:
-        home.close()
+    with jupyter_server("notebook") as server:
+        cells = [LOAD, STEPS, "%%distributed -n 2\nimport time; time.sleep(600)"]
+        new_notebook(server.home.work / "seven.ipynb", *cells)
+        notebook = OpenNotebook(server, browser, "seven.ipynb", is_lab=False)
+        notebook.kernel_ready()
+        notebook.run(0)
+        notebook.start(1)
+        expect(view(notebook).locator(".sgpu-log")).to_contain_text("epoch 2", timeout=30_000)
+        notebook.picture("running", view(notebook))
+        go(notebook)
+        notebook.wait_done(1)
+        expect(notebook.output(1)).to_contain_text("succeeded")
+        notebook.start(2)
+        # the view is below the output of the previous cell, and draws nothing while it is out of view
+        view(notebook, 2).wait_for(timeout=30_000)
+        view(notebook, 2).scroll_into_view_if_needed()
+        expect(view(notebook, 2).locator(".sgpu-state")).to_have_text("running", timeout=30_000)
+        view(notebook, 2).get_by_role("button", name="Cancel").click()
+        expect(notebook.output(2)).to_contain_text("cancelled", timeout=10_000)
+        notebook.wait_done(2, 10)
+        # Notebook 7.6 has an error of its own: reading 'schema'
+        errors = [error for error in notebook.errors if "sgpu" in error]
+        notebook.close()
+        assert not errors
 
 
 def test_kernels_end_and_nothing_stays(lab: JupyterServer, lab_home: Home):

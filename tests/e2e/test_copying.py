@@ -112,18 +112,6 @@ def test_what_can_not_be_meant(trained: tuple[Home, str], tmp_path: Path):
 # ------------------------------------------------------------ on other machines
 
 
-@pytest.fixture(scope="module")
-def served() -> Iterator[ServedPool]:
-    made = ServedPool()
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
-def ann(served: ServedPool) -> RemoteUser:
-    return served.user("ann")
-
-
 WORKS = f"""
 import hashlib, os, time
 os.makedirs("out/deep")

@@ -42,18 +42,6 @@ NOTHING_PACKED = PackedLayout(pickle_size=0, buffers=(), mac=b"")
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[ServedPool]:
-    made = ServedPool()
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
-def ann(served: ServedPool) -> RemoteUser:
-    return served.user("ann")
-
-
-@pytest.fixture(scope="module")
 def eve(served: ServedPool) -> RemoteUser:
     """Her key is listed; she is no friend of Ann's."""
     return served.user("eve")

@@ -54,11 +54,6 @@ def served() -> Iterator[ServedPool]:
 
 
 @pytest.fixture(scope="module")
-def ann(served: ServedPool) -> RemoteUser:
-    return served.user("ann")
-
-
-@pytest.fixture(scope="module")
 def ben(served: ServedPool) -> RemoteUser:
     return served.user("ben")
 

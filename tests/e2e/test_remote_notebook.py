@@ -12,13 +12,6 @@ from tcp_proxy import Proxy
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[ServedPool]:
-    made = ServedPool()
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
 def line(served: ServedPool) -> Iterator[Proxy]:
     made = Proxy(served.port)
     yield made

@@ -39,18 +39,6 @@ for number in range(200):
 WAIT = "import time\nprint('begun', flush=True)\nwhile True: time.sleep(0.01)"
 
 
-@pytest.fixture(scope="module")
-def served() -> Iterator[ServedPool]:
-    made = ServedPool()
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
-def ann(served: ServedPool) -> RemoteUser:
-    return served.user("ann")
-
-
 @pytest.fixture
 def line(served: ServedPool) -> Iterator[Proxy]:
     made = Proxy(served.port)

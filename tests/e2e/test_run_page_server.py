@@ -26,20 +26,6 @@ print(len(weights) * rate)
 
 
 @pytest.fixture(scope="module")
-def server_home() -> Iterator[Home]:
-    server_home = Home()
-    yield server_home
-    server_home.close()
-
-
-@pytest.fixture(scope="module")
-def server(server_home: Home) -> Iterator[JupyterServer]:
-    made = JupyterServer(server_home)
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
 def run(server: JupyterServer, server_home: Home) -> Iterator[str]:
     """The path of a run that has ended."""
     with loaded_kernel(server) as kernel:

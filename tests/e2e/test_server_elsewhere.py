@@ -41,13 +41,6 @@ def server_home(pool: ServedPool) -> Iterator[Home]:
 
 
 @pytest.fixture(scope="module")
-def server(server_home: Home) -> Iterator[JupyterServer]:
-    made = JupyterServer(server_home)
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
 def kernel(server: JupyterServer) -> Iterator[ServerKernel]:
     with loaded_kernel(server, "--pool team") as made:
         yield made

@@ -38,21 +38,6 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def server_home() -> Iterator[Home]:
-    """The server's home; that nothing is left of it is checked when it is closed."""
-    server_home = Home()
-    yield server_home
-    server_home.close()
-
-
-@pytest.fixture(scope="module")
-def server(server_home: Home) -> Iterator[JupyterServer]:
-    made = JupyterServer(server_home)
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
 def kernel(server: JupyterServer) -> Iterator[ServerKernel]:
     with loaded_kernel(server) as made:
         yield made

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -165,18 +164,6 @@ def test_here_it_is_the_folder_itself(kernel: Kernel, home: Home):
 
 
 # ------------------------------------------------------------ on other machines
-
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[ServedPool]:
-    made = ServedPool()
-    yield made
-    made.close()
-
-
-@pytest.fixture(scope="module")
-def ann(served: ServedPool) -> RemoteUser:
-    return served.user("ann")
 
 
 def listed(run: FollowedRun, rank: int = 0) -> tuple[Path, dict[str, tuple[int, bool]]]:

@@ -14,7 +14,7 @@ import pytest
 from browsers import OpenNotebook, chromium, has_browser
 from homes import Home
 from installed_venvs import REPOSITORY, install, make_venv, site_packages
-from jupyter_servers import JupyterServer, new_notebook
+from jupyter_servers import JupyterServer, jupyter_server, new_notebook
 from playwright.sync_api import expect
 
 pytestmark = [
@@ -106,8 +106,9 @@ def test_the_wheel_of_a_clean_checkout_has_the_panel_without_node(
     commands = new_environment(tmp_path / "venv", wheel)
     path = f"{commands}{os.pathsep}{path_without_node}"
     assert shutil.which("node", path=path) is None
-    home = Home({"SGPU_SIMULATE": "a10:4,h100:8", "PATH": path, "VIRTUAL_ENV": str(commands.parent)})
-    try:
+    variables = {"SGPU_SIMULATE": "a10:4,h100:8", "PATH": path, "VIRTUAL_ENV": str(commands.parent)}
+    with jupyter_server("jupyterlab", variables, command=[commands / "jupyter", "lab"]) as server:
+        home = server.home
         found = listed(home, commands / "jupyter", "labextension", "list")
         assert re.search(r"@sgpu-magic/labextension v\S+ enabled OK", found), found
         assert str(commands.parent) in found
@@ -115,13 +116,7 @@ def test_the_wheel_of_a_clean_checkout_has_the_panel_without_node(
         assert re.search(r"sgpu_magic\.server enabled", found), found
         where = "import sgpu_magic; print(sgpu_magic.__file__)"
         assert str(commands.parent) in listed(home, commands / "python", "-c", where)
-        server = JupyterServer(home, "jupyterlab", command=[commands / "jupyter", "lab"])
-        try:
-            look_at_the_panel(server)
-        finally:
-            server.close()
-    finally:
-        home.close()
+        look_at_the_panel(server)
 
 
 def look_at_the_panel(server: JupyterServer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -136,6 +137,28 @@ class JupyterServer:
             return self.get("api").status == 200
         except OSError:
             return False
+
+
+@contextlib.contextmanager
+def jupyter_server(
+    application: str = "jupyter_server", variables: Mapping[str, str] | None = None, **options: Any
+) -> Iterator[JupyterServer]:
+    """Yield a Jupyter server in a home of its own, and close both at the end.
+
+    Args:
+        application: As for `JupyterServer`.
+        variables: As for `Home`.
+        **options: Further arguments of `JupyterServer`.
+    """
+    home = Home(variables)
+    try:
+        server = JupyterServer(home, application, **options)
+        try:
+            yield server
+        finally:
+            server.close()
+    finally:
+        home.close()
 
 
 def new_notebook(path: Path, *cells: str) -> None:
