@@ -49,10 +49,12 @@ class Packages:
 
     Args:
         pool: The pool.
+        quiet_s: Time without a submitted run before a snapshot is taken.
     """
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: Pool, quiet_s: float = _QUIET_S) -> None:
         self._pool = pool
+        self._quiet_s = quiet_s
         self._lock = threading.Lock()
         self._moved = threading.Condition(self._lock)
         self._touched_at = 0.0
@@ -189,7 +191,7 @@ class Packages:
                 self._moved.notify_all()
 
     def _check_and_report(self) -> None:
-        while self._wait_for_quiet(_QUIET_S):
+        while self._wait_for_quiet(self._quiet_s):
             snapshot = snapshots.take_snapshot()
             if snapshots.kept_snapshot() is None and not self._hurries.is_set():
                 # an installation is under way and perhaps incomplete; an exiting process reports what is there

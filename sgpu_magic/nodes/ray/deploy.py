@@ -66,7 +66,12 @@ class Deployment(msgspec.Struct, frozen=True):
 
 
 def deploy(
-    api: JobsApi, what: Deployment, variables: Mapping[str, str], options: Mapping[str, object]
+    api: JobsApi,
+    what: Deployment,
+    variables: Mapping[str, str],
+    options: Mapping[str, object],
+    *,
+    start_timeout_s: float = _START_S,
 ) -> tuple[str, str]:
     """Start the pool in the cluster, and wait until clients can connect.
 
@@ -75,6 +80,7 @@ def deploy(
         what: The pool.
         variables: Its settings as environment variables, `SGPU_...`.
         options: Additional fields of Ray's request.
+        start_timeout_s: Time within which the pool must listen.
 
     Returns:
         The address at which clients reach it, and its public key.
@@ -93,7 +99,7 @@ def deploy(
     package = api.upload(f"_ray_pkg_{hashlib.blake2b(archive, digest_size=16).hexdigest()}.zip", archive)
     job = f"sgpu-{what.name}-{secrets.token_hex(4)}"
     api.submit(_request(job, what, package, variables, options))
-    listening = _await_listening(api, job)
+    listening = _await_listening(api, job, start_timeout_s)
     return reached_at(listening["address"], api.host), listening["key"]
 
 
@@ -151,9 +157,9 @@ def _going(api: JobsApi, name: str) -> list[RayJob]:
     return [job for job in api.jobs() if not job.is_over and (job.metadata or {}).get(POOL) == name]
 
 
-def _await_listening(api: JobsApi, name: str) -> re.Match[str]:
+def _await_listening(api: JobsApi, name: str, timeout_s: float) -> re.Match[str]:
     """Wait until the pool has printed that it listens."""
-    deadline = time.monotonic() + _START_S
+    deadline = time.monotonic() + timeout_s
     while True:
         if match := _WORDS.search(logs := api.logs(name)):
             return match
@@ -164,7 +170,7 @@ def _await_listening(api: JobsApi, name: str) -> re.Match[str]:
         if time.monotonic() > deadline:
             api.stop(name)
             raise PoolError(
-                f"the pool did not listen within {_START_S:.0f} s on the Ray cluster {api.address}, so the job {name} "
+                f"the pool did not listen within {timeout_s:.0f} s on the Ray cluster {api.address}, so the job {name} "
                 f"was ended: {last[-1500:]}"
             )
         time.sleep(_POLL_S)

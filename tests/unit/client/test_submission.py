@@ -101,8 +101,7 @@ def test_a_queued_run_is_submitted_again_and_counts_its_events_anew(make: Any):
         client.find_again(run)
 
 
-def test_a_run_is_cancelled_at_the_next_service(make: Any, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(module, "_CANCEL_PAUSE_S", 0.0)
+def test_a_run_is_cancelled_at_the_next_service(make: Any):
     first, second = ScriptedPool(), ScriptedPool()
     run = submit(make(first))
     first.die()

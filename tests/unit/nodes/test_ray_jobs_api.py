@@ -199,11 +199,10 @@ def test_a_pool_that_does_not_start_is_reported_with_its_last_lines(
     assert caught.value.message.endswith(f"): {reported}")
 
 
-def test_a_pool_that_never_listens_is_ended(head: RayJobsApi, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(deploying, "_START_S", 0.0)
+def test_a_pool_that_never_listens_is_ended(head: RayJobsApi):
     head.prints = ["waiting for the cluster\n"]
     with pytest.raises(PoolError, match=r"did not listen within .*was ended: waiting for the cluster"):
-        deploy(JobsApi(head.url, NOWHERE), TEAM, {}, {})
+        deploy(JobsApi(head.url, NOWHERE), TEAM, {}, {}, start_timeout_s=0.0)
     assert [job["status"] for job in head.jobs.values()] == ["STOPPED"]
 
 

@@ -690,10 +690,9 @@ def test_a_fault_costs_one_runs_files_and_the_next_run_is_told(
 
     monkeypatch.setattr(snapshots, "take_snapshot", take)
     monkeypatch.setattr(snapshots, "kept_snapshot", lambda: None if faults else found)
-    monkeypatch.setattr(packages, "_QUIET_S", 0.0)
     monkeypatch.setattr(packages, "lock_of", lambda described, **_: Lock())
     monkeypatch.setattr("sgpu_magic.runs.packages.start_mismatch_check", lambda snapshot: None)
-    telling = packages.Packages(pool)
+    telling = packages.Packages(pool, quiet_s=0.0)
     for left in (2, 1):
         assert telling.digest_for(f"{left}234abcd") == ""
         eventually(lambda left=left: len(faults) == left and telling._thread is None)

@@ -87,11 +87,6 @@ def context(services: list[ScriptedPool], tmp_path: Path) -> Iterator[Place]:
     made.follower.close()
 
 
-@pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handle, "_EVENT_S", 0.01)
-
-
 def handle_of(context: Place, state: RunState = RunState.RUNNING) -> Any:
     own = ScriptedPool()
     try:

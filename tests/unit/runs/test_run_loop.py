@@ -68,7 +68,6 @@ def followed_of(pool: ScriptedPool, found: Found, **others: Any) -> Subscription
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_loop, "_FIND_PATIENCE_S", 0.0)
-    monkeypatch.setattr(run_loop, "_FIND_PAUSE_S", 0.0)
 
 
 DIED = "the pool of this test ended while the run was active"
@@ -228,7 +227,6 @@ def test_a_run_that_is_added_while_another_wakes_the_follower_is_not_missed(pool
 
 def test_an_ended_run_without_an_end_is_given_up(pool: ScriptedPool, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(run_loop, "HISTORY_PATIENCE_S", 0.0)
-    monkeypatch.setattr(run_loop, "_LOOK_S", 0.01)
     ends: list[Ending | None] = []
     follower = EventPump()
     follower.add(followed_of(pool, Found()), ends.append, has_ended=True)

@@ -57,7 +57,7 @@ export function Plan({ notebook }: { notebook: NotebookModel }) {
         </p>
       )}
       {notice && (
-        <div class="sgpu-pair sgpu-top sgpu-notice">
+        <div class="sgpu-pair sgpu-top sgpu-info">
           <p class="sgpu-soft" role="status">
             {notice}
           </p>
