@@ -81,7 +81,7 @@ class Connector(ABC):
         link = self._link
         return link if link is not None and not link.lost.is_set() else None
 
-    def made(self, *, start: bool) -> PoolLink:
+    def get_link(self, *, start: bool) -> PoolLink:
         """Return the link; connect if needed.
 
         Args:
@@ -106,20 +106,20 @@ class Connector(ABC):
                 link = self._link = self._made_anew(start)
             return link
 
-    def warmed(self) -> None:
+    def warm_up(self) -> None:
         """Prepare the pool for a first run: connect, and with a local pool start this interpreter's zygote.
 
         Raises:
             PoolError: The pool can't be reached or started.
         """
-        self.made(start=False)
+        self.get_link(start=False)
 
     def stop(self, *, force: bool) -> bool:
         """Stop the pool; as `Pool.stop`."""
-        ask(self.made(start=False), StopPool(request=0, force=force), Accepted)
+        ask(self.get_link(start=False), StopPool(request=0, force=force), Accepted)
         return True
 
-    def settings_applied(self) -> str:
+    def apply_settings(self) -> str:
         """As `Pool.apply_settings`. A no-op for a remote pool."""
         return ""
 
@@ -154,17 +154,17 @@ class LocalConnector(Connector):
         # the pool service whose simulated devices the user knows about
         self._known_service = ""
 
-    def warmed(self) -> None:
+    def warm_up(self) -> None:
         with self._lock:
             fresh = self.alive is None and find_pool(self._settings) is None
-            link = self.made(start=True)
+            link = self.get_link(start=True)
         if not fresh:
             link.send(Warm(interpreter=this_interpreter()))
 
-    def settings_applied(self) -> str:
+    def apply_settings(self) -> str:
         if not (stated := stated_settings()):
             return ""
-        link = self.made(start=True)
+        link = self.get_link(start=True)
         has = dict(link.welcome.settings)
         if not link.welcome.sees_client:
             # the state directory is another machine's
@@ -181,11 +181,11 @@ class LocalConnector(Connector):
             )
         link.lost.wait(REPLY_TIMEOUT_S)
         wait_for_exit(self._settings, link.welcome.pid if link.welcome.same_host else 0)
-        self.made(start=True)
+        self.get_link(start=True)
         return ""
 
     def new_simulation(self) -> str:
-        welcome = self.made(start=True).welcome
+        welcome = self.get_link(start=True).welcome
         simulated = dict(welcome.settings).get("simulate", "")
         if not simulated or welcome.service == self._known_service:
             return ""
@@ -366,11 +366,11 @@ def ask(
 def ask_this_or_next(connector: Connector, asking: Callable[[PoolLink], T], *, start: bool) -> T:
     """Ask the pool's service; if it had ended before the link noticed, ask the next one, unless none may be started."""
     try:
-        return asking(connector.made(start=start))
+        return asking(connector.get_link(start=start))
     except PoolLost:
         if not start:
             raise
-        return asking(connector.made(start=start))
+        return asking(connector.get_link(start=start))
 
 
 def _no_answer(link: PoolLink, timeout_s: float) -> PoolError:

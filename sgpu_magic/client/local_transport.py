@@ -51,7 +51,7 @@ class LocalTransport(Transport):
         dealer = context.socket(zmq.DEALER)
         dealer.linger = _LINGER_MS
         dealer.sndhwm = dealer.rcvhwm = 0
-        # ZeroMQ would silently reconnect to whatever listens at the path by then
+        # ZeroMQ would silently reconnect to another pool that listens at the path
         monitor = dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED)
         dealer.connect(f"ipc://{self._path}")
         poller = zmq.Poller()

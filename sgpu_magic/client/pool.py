@@ -150,7 +150,7 @@ class Pool:
             PoolError: The pool can't be reached or started.
             UsageError: A variable has an invalid value.
         """
-        self._kept_settings = self._connector.settings_applied()
+        self._kept_settings = self._connector.apply_settings()
         return self._kept_settings
 
     def new_simulation(self) -> str:
@@ -169,7 +169,7 @@ class Pool:
         Raises:
             PoolError: The pool can't be started or reached.
         """
-        return self._connector.made(start=True).welcome.sees_client
+        return self._connector.get_link(start=True).welcome.sees_client
 
     @property
     def connected(self) -> object | None:
@@ -223,7 +223,7 @@ class Pool:
             PoolLost: The new service died too.
             PoolError: The new service can't be started or reached.
         """
-        link = self._connector.made(start=True)
+        link = self._connector.get_link(start=True)
         question = Attach(request=0, run=run.run_id, after=run.last_seq, owns=run.owned)
         try:
             answer = ask(link, question, Attached)
@@ -281,7 +281,7 @@ class Pool:
         Raises:
             UsageError: No run, or more than one, matches.
         """
-        return ask(self._connector.made(start=start), Detach(request=0, run=run), Accepted, timeout_s).text
+        return ask(self._connector.get_link(start=start), Detach(request=0, run=run), Accepted, timeout_s).text
 
     def stacks(self, run: str, *, start: bool = False) -> Stacks:
         """Return the current stack of every rank of an active run; `run` as in `attach`, `start` as in `detach`.
@@ -289,7 +289,7 @@ class Pool:
         Raises:
             RunUnknown: There is no such active run.
         """
-        return ask(self._connector.made(start=start), AskStacks(request=0, run=run), Stacks)
+        return ask(self._connector.get_link(start=start), AskStacks(request=0, run=run), Stacks)
 
     def status(
         self, recent: int = 20, *, start: bool = True, timeout_s: float = REPLY_TIMEOUT_S, history: int = 0
@@ -331,7 +331,7 @@ class Pool:
             UsageError: No run, or more than one, matches.
         """
         order = Cancel(request=0, run=run, reason=reason, kill=kill)
-        return ask(self._connector.made(start=False), order, Accepted).text
+        return ask(self._connector.get_link(start=False), order, Accepted).text
 
     def restart_ranks(self, session: str, ranks: tuple[int, ...] = (), timeout_s: float = RESTART_TIMEOUT_S) -> str:
         """Replace ranks of a session by new processes; return a sentence for the user when they have joined.
@@ -345,7 +345,7 @@ class Pool:
             SessionError: There is no such session, a cell runs in it, or the new ranks did not join.
         """
         order = RestartRanks(request=0, session=session, ranks=ranks)
-        with self._connector.made(start=False).ask(order) as answer:
+        with self._connector.get_link(start=False).ask(order) as answer:
             try:
                 return answer.of(Accepted, timeout_s).text
             except TimeoutError:
@@ -386,7 +386,7 @@ class Pool:
         Raises:
             PoolError: No pool is running, or it can't be reached.
         """
-        return self._connector.made(start=False)
+        return self._connector.get_link(start=False)
 
     def stop(self, *, force: bool) -> bool:
         """Stop the pool. For the local pool, wait until its process has exited, and return False if there was none.
@@ -418,12 +418,12 @@ class Pool:
         with self._lock:
             self._submitting += 1
         try:
-            link = self._connector.made(start=True)
+            link = self._connector.get_link(start=True)
             try:
                 run = self._submit_once(link, spec, packed, key, environ, along)
             except PoolLost:
                 # the pool ended either before it accepted the run or after
-                link = self._connector.made(start=True)
+                link = self._connector.get_link(start=True)
                 try:
                     run = self._taken_before(link, spec, key)
                 except RunUnknown:
@@ -503,7 +503,7 @@ class Pool:
     def _warm(self) -> None:
         # the first run fails with the same error and shows it to the user
         with contextlib.suppress(PoolError):
-            self._connector.warmed()
+            self._connector.warm_up()
 
 
 def _answered(answer: Answer, until: float, timeout_s: float) -> RankAnswer:

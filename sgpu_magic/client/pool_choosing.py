@@ -56,7 +56,7 @@ class PriceBook(msgspec.Struct, frozen=True):
 
 
 def money_of(settings: Settings) -> PriceBook:
-    """Return the prices of the settings."""
+    """Return the price book of the settings."""
     return PriceBook(read_prices(settings.prices), read_prices(settings.reserved_prices), settings.currency)
 
 

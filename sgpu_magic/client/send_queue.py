@@ -110,7 +110,7 @@ class Answer:
 
     Args:
         reply: The future that the link's thread resolves.
-        give_up: Tells the link that the request is abandoned.
+        give_up: Called when the request is abandoned.
         misfit: Error message for a reply of the wrong type.
     """
 

@@ -246,7 +246,7 @@ def interrupted_bundle(view: RunView) -> dict[str, object]:
 
 
 def _of_session(view: RunView, command: str) -> list[str]:
-    """Return the lines for a session. They omit its last activity, as they are written once and the session goes on."""
+    """Return the lines for a session, without its last activity: they are written once, and the session continues."""
     began = time.strftime("%Y-%m-%d at %H:%M", time.localtime(view.spec.submitted_at or None))
     if view.spec.detach:
         return [f"It started on {began} and continues without its notebook: {command} shows it."]

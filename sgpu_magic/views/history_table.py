@@ -25,8 +25,8 @@ _BLOCKS = "▁▂▃▄▅▆▇█"
 _GAP = " "
 _GB = 1e9
 _SPAN_S = HISTORY_POINTS * HISTORY_STEP_S
-# the newest point may not have been measured yet
-_NOW_POINTS = 2
+# number of newest points that may have the current value: the last one may not have been measured yet
+_CURRENT_POINTS = 2
 
 
 def history_rows(status: PoolStatus, now: float, *, html: bool) -> list[Row]:
@@ -78,7 +78,7 @@ def average_of(history: DeviceHistory) -> int | None:
 
 def format_memory(history: DeviceHistory, device: Device | None) -> str:
     """Return the memory in use now: `12 of 24 GB`, `50 %` if the bytes are unknown, "" if it was not measured."""
-    newest = [value for value in history.memory_pct[-_NOW_POINTS:] if value is not None]
+    newest = [value for value in history.memory_pct[-_CURRENT_POINTS:] if value is not None]
     if not newest:
         return ""
     if device is None or not device.used_bytes or not device.memory_bytes:

@@ -59,7 +59,7 @@ _Table = tuple[list[Row], tuple[int, ...]]
 _MOST_ROWS = 400
 
 
-class _Drawn(NamedTuple):
+class _StatusContent(NamedTuple):
     """What is shown of a pool: a headline, sentences, warnings, its devices or nodes, their use, its runs."""
 
     headline: str
@@ -98,7 +98,7 @@ def status_html(status: PoolStatus, now: float | None = None, notice: str = "") 
     return titled_box(name, rest, "".join(parts))
 
 
-def _drawn(status: PoolStatus, now: float | None, notice: str, *, html: bool) -> _Drawn:
+def _drawn(status: PoolStatus, now: float | None, notice: str, *, html: bool) -> _StatusContent:
     now = time.time() if now is None else now
     types = format_type(status) if _has_nodes(status) else []
     quiet = [*types, *_waiting(status), *format_idle(status, now), *format_budget(status, nearly_used=False)]
@@ -106,7 +106,7 @@ def _drawn(status: PoolStatus, now: float | None, notice: str, *, html: bool) ->
     left_out = () if _several_users(status) else ("user",)
     runs = _with_columns(_RUN_HEADS, _run_rows(status, now), _RUN_RIGHT, ("notebook", "cost"), left_out)
     history = _with_columns(HISTORY_HEADS, history_rows(status, now, html=html), HISTORY_RIGHT, ("memory now",))
-    return _Drawn(_headline(status), quiet, loud, _devices(status), history, runs)
+    return _StatusContent(_headline(status), quiet, loud, _devices(status), history, runs)
 
 
 def away_html(name: str, why: str, *, is_problem: bool) -> str:

@@ -166,7 +166,7 @@ def run_exception(
         lines = (trace, f"{type(raised).__name__}: {message}")
     lines = (*lines, errors.see(topic_of(failure.kind, out_of_memory=failure.out_of_memory)))
     attributes["_render_traceback_"] = _Drawing(tuple(line for line in lines if line))
-    return _dressed(raised, attributes)
+    return _with_attributes(raised, attributes)
 
 
 def _ends_kernel(exception: BaseException) -> bool:
@@ -186,7 +186,7 @@ def _brief(failure: Failure) -> str:
     return f"{_RED}{name}{_DEFAULT}{line[len(name) :]}" if name and line.startswith(name) else line
 
 
-def _dressed(exception: BaseException, attributes: dict[str, object]) -> BaseException:
+def _with_attributes(exception: BaseException, attributes: dict[str, object]) -> BaseException:
     """Set the attributes on the object; if its type forbids that, on a subclass of the same name."""
     refused: dict[str, object] = {}
     for name, value in attributes.items():

@@ -56,7 +56,7 @@ class RunTimes:
         self._starting_at: float | None = None
 
     def starts(self, at: float) -> None:
-        """Note that its ranks are being started."""
+        """Record that its ranks are being started."""
         self._starting_at = at
         self.metered_at = at if self.metered_at is None else self.metered_at
 

@@ -21,7 +21,7 @@ _MARK, _NAME, _TYPE, _SIZE = "", "name", "type", "size"
 _HEADS: Row = (_MARK, _NAME, _TYPE, "shape", "dtype", "device", _SIZE, "ranks")
 _NOT_SET: Row = ("not set", "", "", "", "")
 _OTHERS: Row = ("others", "", "", "", "")
-# stands for the GPU of each rank's own while ranks are compared
+# in place of a rank's own GPU when ranks are compared
 _OWN_DEVICE = "cuda:rank"
 _MOST_NAMES = 500
 # rows of one variable
@@ -37,7 +37,7 @@ class VariableListing(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         session: The session's name.
         ranks: Number of its ranks.
-        patterns: The names and patterns that were asked for; empty for all.
+        patterns: The requested names and patterns; empty for all.
         by_rank: The variables of each rank that answered, by name.
         left_out: Number of further variables, on the rank that has most of them.
         notes: Why ranks are missing.
@@ -54,7 +54,7 @@ class VariableListing(msgspec.Struct, frozen=True, kw_only=True):
         return replace(self, notes=(*self.notes, *notes))
 
     def with_answers(self, answers: Mapping[int, RankAnswer]) -> Self:
-        """Return it with the ranks' answers, up to the name at which the first bounded answer ends.
+        """Return the listing with the ranks' answers, up to the name at which the first bounded answer ends.
 
         Beyond that name, a variable may be missing from an answer although its rank has it.
         """
@@ -166,7 +166,7 @@ def _row(mark: str, name: str, described: Row, ranks: Sequence[int], in_column: 
 
 
 def _span(ranks: Sequence[int]) -> str:
-    """Return `0-3` for consecutive ranks; others as everywhere."""
+    """Return `0-3` for consecutive ranks; other ranks in the usual form."""
     first, last = ranks[0], ranks[-1]
     return f"{first}-{last}" if 1 < len(ranks) == last - first + 1 else numbers_text(ranks)
 

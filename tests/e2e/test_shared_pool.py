@@ -54,7 +54,7 @@ def states(client: PoolClient) -> dict[str, RunState]:
 
 @pytest.mark.slow
 def test_a_client_that_asks_again_is_told_what_has_changed(client: PoolClient) -> None:
-    link = client.pool._connection.made(start=True)
+    link = client.pool._connector.get_link(start=True)
     before = begin(client, "alice", "pass")
     before.ended()
     whole = ask(link, AskStatus(request=0), PoolStatus)

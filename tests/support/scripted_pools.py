@@ -115,7 +115,7 @@ class ScriptedPool:
 
 
 class Services:
-    """A connection to the successive services of a pool.
+    """Connects to the successive services of a pool.
 
     Args:
         pools: The services, or why none could be reached.
@@ -124,14 +124,14 @@ class Services:
     def __init__(self, *pools: ScriptedPool | Exception) -> None:
         self._pools = list(pools)
 
-    def made(self, *, start: bool) -> PoolLink:
-        """As `Connector.made`; the next service once the first one's link is lost."""
+    def get_link(self, *, start: bool) -> PoolLink:
+        """As `Connector.get_link`; the next service once the first one's link is lost."""
         now = self._pools[0]
         if isinstance(now, Exception):
             raise self._pools.pop(0)  # type: ignore[misc]
         if now.link.lost.is_set() and len(self._pools) > 1:
             self._pools.pop(0)
-            return self.made(start=start)
+            return self.get_link(start=start)
         return now.link
 
     def close(self) -> None:

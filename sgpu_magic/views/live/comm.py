@@ -100,7 +100,7 @@ class Channels:
         with self._lock:
             self._open.pop(widget.model_id, None)
             if not self._open:
-                self._rest()
+                self._end_subshell()
 
     def remove(self) -> None:
         """Remove all handlers from the kernel."""
@@ -109,7 +109,7 @@ class Channels:
         with self._lock:
             self._open.clear()
             self._served.clear()
-            self._rest()
+            self._end_subshell()
 
     def _listen(self, widget: Any, take: Taker) -> None:
         with self._lock:
@@ -117,7 +117,7 @@ class Channels:
         self._subshell.take(widget.comm)
         widget.on_msg(self._from_comm)
 
-    def _rest(self) -> None:
+    def _end_subshell(self) -> None:
         """End the subshell and drop waiting requests, as no view is open."""
         self._answers.drop()
         self._subshell.drop()

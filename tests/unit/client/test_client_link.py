@@ -124,7 +124,7 @@ class Slow(Connector):
     go_on = threading.Event()
     exists = True
 
-    def warmed(self) -> None: ...
+    def warm_up(self) -> None: ...
 
     def _made_anew(self, start: bool) -> PoolLink:
         self.begun.set()
@@ -137,7 +137,7 @@ def test_nobody_waits_for_a_thread_that_connects():
 
     def connect() -> None:
         with pytest.raises(PoolError):
-            connector.made(start=True)
+            connector.get_link(start=True)
 
     thread = threading.Thread(target=connect)
     thread.start()
