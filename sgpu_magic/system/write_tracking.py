@@ -147,7 +147,7 @@ class WriteTracking:
             at = max(at, known_end)
         if at < end:
             missing.append((at, end))
-        # a page that was dropped is neither present nor marked; without protection it would be reported for ever
+        # a page that was dropped is neither present nor marked; without protection it would be reported forever
         for first, last in missing:
             self._fault(_WRITE_PROTECT, struct.pack("QQQ", first, last - first, _PROTECT))
         return written + missing
