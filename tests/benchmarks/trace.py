@@ -74,12 +74,16 @@ _HOOK = """
 import importlib.abc, importlib.machinery, os, sys, time
 
 POINTS = {points!r}
-FILE = os.open({file!r}, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+FILE = {file!r}
 
 def wrapped(plain, points):
     def note(number, kind, values):
         if not kind or any(kind in (type(v).__name__, type(getattr(v, "body", None)).__name__) for v in values):
-            os.write(FILE, f"{{time.perf_counter():.6f}} {{number}}\\n".encode())
+            line = f"{{time.perf_counter():.6f}} {{number}}\\n".encode()
+            # not kept open: a rank takes more steps at its end when it has a file open for writing
+            file = os.open(FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+            os.write(file, line)
+            os.close(file)
 
     def call(*args, **more):
         for number, when, kind in points:

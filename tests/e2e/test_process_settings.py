@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import NamedTuple
 
 import pytest
@@ -186,6 +187,15 @@ def on_ranks(kernel: Kernel, line: str) -> list[dict[str, str]]:
 
 def differing(seen: dict[str, str], there: dict[str, str]) -> dict[str, tuple[str, str]]:
     return {name: (value, there[name]) for name, value in seen.items() if there[name] != value}
+
+
+def test_a_plain_notebook_has_no_settings_to_send(kernel: Kernel):
+    kernel.check("from sgpu_magic.system.process_settings.notebook_settings import read_settings\nimport json, warnings")
+    reading = "read = json.dumps(sorted(read_settings()))"
+    kernel.check(reading)
+    assert json.loads(kernel.value("read")) == []
+    kernel.check(f"with warnings.catch_warnings():\n    warnings.simplefilter('ignore')\n    {reading}")
+    assert json.loads(kernel.value("read")) == ["warnings/filters"]
 
 
 @pytest.mark.slow

@@ -95,6 +95,25 @@ def test_torchruns_variables_exactly(kernel: Kernel, home: Home, tmp_path: Path)
         assert ours[rank]["TORCHELASTIC_RUN_ID"] == last_run(home).name
 
 
+def test_a_standby_ranks_loop_and_warnings_are_those_of_the_notebook(kernel: Kernel, home: Home):
+    """A rank goes through a cell before it gets one; nothing of that remains."""
+    kernel.check("import os, warnings\nos.environ['PYTHONASYNCIODEBUG'] = '1'\nwarnings.simplefilter('error')")
+    on_ranks(kernel, "out = None")
+    wait_for_standby(home, 2)
+    out = on_ranks(
+        kernel,
+        """
+        import asyncio, os, warnings
+        loop = asyncio.get_running_loop()
+        actions = [action for action, *_ in warnings.filters][:1]
+        out = [loop.get_debug(), loop.is_closed(), actions, os.environ["PYTHONASYNCIODEBUG"]]
+        """,
+    )
+    assert how_it_started(home) == "standby"
+    assert out == [[True, False, ["error"], "1"]] * 2
+    kernel.check("del os.environ['PYTHONASYNCIODEBUG']\nwarnings.resetwarnings()")
+
+
 def test_the_process_group_is_ready(kernel: Kernel):
     out = on_ranks(
         kernel,

@@ -14,9 +14,21 @@ from typing import Any
 
 from sgpu_magic.system.process_settings.setting_group import SettingGroup, Values
 
+# ipykernel's own filter, which concerns only its loop
+_IPYKERNELS_FILTER = ".*Trio's signal handling code might have collided.*"
+# those of Python and IPython, which a rank has as well
+_USUAL_FILTERS = [
+    ["error", None, "IPython.core.completer:ProvisionalCompleterWarning", None, 0],
+    ["default", None, "builtins:DeprecationWarning", "__main__", 0],
+    *(
+        ["ignore", None, f"builtins:{name}", None, 0]
+        for name in ("DeprecationWarning", "PendingDeprecationWarning", "ImportWarning", "ResourceWarning")
+    ),
+]
+
 
 class Warnings(SettingGroup):
-    """All filters as one list, because their order matters."""
+    """All filters as one list, because their order matters. A kernel that has only the usual ones has no setting."""
 
     name = module = "warnings"
     _key = "filters"
@@ -27,7 +39,9 @@ class Warnings(SettingGroup):
         self._set: list[Any] = []
 
     def read(self, module: Any) -> Values:
-        return {self._key: self.get(module, self._key)}
+        value = self.get(module, self._key)
+        others = [each for each in value if each[1] != _IPYKERNELS_FILTER]
+        return {} if others == _USUAL_FILTERS else {self._key: value}
 
     def get(self, module: Any, key: str) -> Any:
         return [each for each in map(self._described, list(module.filters)) if each is not None]

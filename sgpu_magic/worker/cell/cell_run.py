@@ -38,9 +38,6 @@ def warm_up(shell: RankShell) -> None:
 
     Saves 5 of the 10 ms that a standby rank's first cell takes on a small machine. Leaves nothing in the namespace.
     """
-    environ = dict(os.environ)
-    os.environ.clear()
-    os.environ.update(environ)
     before = set(shell.user_ns)
     shell.run_cell("1 + 1", store_history=False)
     for name in set(shell.user_ns) - before:
@@ -100,7 +97,7 @@ class CellRun:
     """Executes one `Execute` on the main thread, with interrupts allowed.
 
     Args:
-        standing: The rank's state between cells; already set up in a session.
+        state: The rank's state between cells; already set up in a session.
         message: The agent's message.
         order: The message with its frames and descriptors.
         say: Sends a message to the agent.

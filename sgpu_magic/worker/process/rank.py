@@ -122,7 +122,7 @@ class _Life:
     Args:
         link: Connection to the agent.
         helper: Receives the orders.
-        standing: The rank's state between cells.
+        state: The rank's state between cells.
         leaving: Finishes what cells have started.
     """
 

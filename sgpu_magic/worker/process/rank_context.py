@@ -16,7 +16,7 @@ import os
 import random
 import socket
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from typing import Any
 
 import torch
@@ -52,8 +52,7 @@ def use_working_context(context: RankContext, rank_variables: dict[str, str]) ->
         OSError: The kernel's directory can't be entered any more.
     """
     os.umask(context.umask)
-    os.environ.clear()
-    os.environ.update(context.environ | rank_variables)
+    _set_environ(context.environ | rank_variables)
     if context.cwd:
         os.chdir(context.cwd)
         # where a spawned process looks for a script that was started by a relative path
@@ -61,6 +60,15 @@ def use_working_context(context: RankContext, rank_variables: dict[str, str]) ->
     sys.path[:] = context.sys_path
     sys.argv[:] = [""]
     forget_missing_directories()
+
+
+def _set_environ(wanted: Mapping[str, str]) -> None:
+    """Make the environment equal. What is equal already is not written: each write copies pages after a fork."""
+    for name in os.environ.keys() - wanted.keys():
+        del os.environ[name]
+    for name, value in wanted.items():
+        if os.environ.get(name) != value:
+            os.environ[name] = value
 
 
 def reseed() -> None:
