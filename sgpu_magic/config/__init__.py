@@ -8,6 +8,7 @@ pool_terms  a pool's terms: parsers of prices, priorities, quotas and simulated 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import os
@@ -302,25 +303,35 @@ def load_settings(environ: Mapping[str, str] | None = None) -> Settings:
     """
     environ = os.environ if environ is None else environ
     file = config_path(environ)
+    try:
+        content = _content(file)
+    except OSError as error:
+        raise _unreadable(file, error) from error
+    # looking each setting up in `os.environ` takes three times as long
+    return _parse(file, content, tuple((name, environ[name]) for name in environ if name.startswith("SGPU_")))
+
+
+# a cell reads the settings several times
+@functools.lru_cache(maxsize=4)
+def _parse(file: Path, content: bytes, variables: tuple[tuple[str, str], ...]) -> Settings:
     known: dict[str, str] = Settings.__annotations__
     values: dict[str, object] = {}
     try:
-        from_file = settings_in_file(file)
-    except (OSError, msgspec.DecodeError) as error:
-        raise UsageError(f"the settings file {file} can't be read: {error}. Fix it or move it away.") from error
+        from_file = decode_toml(content)
+    except msgspec.DecodeError as error:
+        raise _unreadable(file, error) from error
     for name, value in from_file.items():
         if name not in known:
             raise UsageError(
                 f"the settings file {file} has {name!r}, which is not a setting. The settings are: {', '.join(known)}."
             )
         values[name] = _read(name, name, known[name], value, str(file))
-    # looking each setting up in `os.environ` takes three times as long, and a cell reads the settings several times
-    given = {variable for variable in environ if variable.startswith("SGPU_")}
+    given = dict(variables)
     for name, kind in known.items():
         variable = f"SGPU_{name.upper()}"
-        if variable in given and environ[variable] != "":
-            _check_text(variable, environ[variable])
-            values[name] = _read(name, variable, kind, _unquoted(environ[variable]), "the environment")
+        if given.get(variable):
+            _check_text(variable, given[variable])
+            values[name] = _read(name, variable, kind, _unquoted(given[variable]), "the environment")
     settings = Settings(**values)  # pyright: ignore[reportArgumentType]
     _check(settings)
     return settings
@@ -333,7 +344,15 @@ def settings_in_file(file: Path) -> dict[str, object]:
         OSError: It can't be read.
         msgspec.DecodeError: It is not TOML.
     """
-    return decode_toml(file.read_bytes()) if file.is_file() else {}
+    return decode_toml(_content(file))
+
+
+def _content(file: Path) -> bytes:
+    return file.read_bytes() if file.is_file() else b""
+
+
+def _unreadable(file: Path, error: Exception) -> UsageError:
+    return UsageError(f"the settings file {file} can't be read: {error}. Fix it or move it away.")
 
 
 def pool_settings(settings: Settings) -> dict[str, str]:
