@@ -190,7 +190,9 @@ def differing(seen: dict[str, str], there: dict[str, str]) -> dict[str, tuple[st
 
 
 def test_a_plain_notebook_has_no_settings_to_send(kernel: Kernel):
-    kernel.check("from sgpu_magic.system.process_settings.notebook_settings import read_settings\nimport json, warnings")
+    kernel.check(
+        "from sgpu_magic.system.process_settings.notebook_settings import read_settings\nimport json, warnings"
+    )
     reading = "read = json.dumps(sorted(read_settings()))"
     kernel.check(reading)
     assert json.loads(kernel.value("read")) == []

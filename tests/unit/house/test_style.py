@@ -1,4 +1,4 @@
-"""Rules of style that no linter has: plain conditional expressions, no arithmetic with booleans, constants on top."""
+"""Rules of style that no linter has, such as no arithmetic with booleans and constants on top."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import pytest
 ROOT = Path(__file__).parents[3]
 MODULES = sorted([*(ROOT / "sgpu_magic").rglob("*.py"), *(ROOT / "scripts").glob("*.py")])
 _CONSTANT = re.compile(r"_?[A-Z][A-Z0-9_]*")
+# an argument in a docstring's section
+_DESCRIBED = re.compile(r"^ {4}\*{0,2}(\w+)(?: \([^)]*\))?:", re.MULTILINE)
 _BOOLEAN_CALLS = ("all", "any", "bool", "callable", "hasattr", "isinstance", "issubclass")
 
 
@@ -67,7 +69,39 @@ def late_constants(tree: ast.Module) -> Iterator[int]:
                     yield node.lineno
 
 
-RULES = {rule.__name__: rule for rule in (nested_conditionals, boolean_products, late_constants)}
+def unknown_arguments(tree: ast.Module) -> Iterator[int]:
+    """Yield the line of each function or class whose docstring describes an argument that it does not have.
+
+    Classes with a base are left out, since they may take the base's arguments.
+    """
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef(args=args) | ast.AsyncFunctionDef(args=args):
+                known = _arguments(args)
+            case ast.ClassDef(bases=[] | [ast.Name(id="NamedTuple")], body=body):
+                known: set[str] = set()
+                for part in body:
+                    match part:
+                        case ast.AnnAssign(target=ast.Name(id=name)):
+                            known.add(name)
+                        case ast.FunctionDef(name="__init__", args=args):
+                            known |= _arguments(args)
+                        case _:
+                            pass
+            case _:
+                continue
+        _, found, section = (ast.get_docstring(node) or "").partition("Args:\n")
+        described = _DESCRIBED.findall(section.split("\n\n")[0]) if found else []
+        if set(described) - known:
+            yield node.lineno
+
+
+def _arguments(args: ast.arguments) -> set[str]:
+    every = [*args.posonlyargs, *args.args, *args.kwonlyargs, args.vararg, args.kwarg]
+    return {each.arg for each in every if each is not None}
+
+
+RULES = {rule.__name__: rule for rule in (nested_conditionals, boolean_products, late_constants, unknown_arguments)}
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -85,6 +119,12 @@ def test_no_module_breaks_the_rule(name: str):
     [
         ("nested_conditionals", "a = 1 if b else 2\nc = 1 if b else 2 if d else 3\ne = (1 if b else 2) + 1", [2]),
         ("boolean_products", "'s' * (n != 1)\n[a] * bool(b)\n'-' * n\n2 * (a > b)\n(not a) * 's'", [1, 2, 5]),
+        (
+            "unknown_arguments",
+            'def f(a, *b):\n  """Do.\n\n  Args:\n      a: A.\n      b: B.\n  """\n'
+            'class C:\n  """Be.\n\n  Args:\n      a: A.\n      b: B.\n  """\n  def __init__(self, a): ...',
+            [8],
+        ),
         ("late_constants", "A = 1\ndef f(): ...\nB = 2\nC = f()\nD = C + 1\n_e = 3\nT = list[int]", [3, 7]),
     ],
 )
