@@ -103,6 +103,17 @@ describe("a run's page", () => {
     expect(el.textContent).toContain("working directory was /home/ada");
   });
 
+  it.each([
+    ["session", "Each cell of the session is a run of its own"],
+    ["call", "source was not sent"],
+  ])("says why a %s has no code", async (kind, text) => {
+    const server = new FakeServer();
+    server.pages[PAGE.run_id] = { ...PAGE, kind, code: [] };
+    const { el, model } = mounted(server);
+    await model.refresh();
+    await eventually(() => expect(el.querySelector('[aria-label="code"]')?.textContent).toContain(text));
+  });
+
   it("is requested again when the state changes, and keeps its content when the server refuses", async () => {
     const server = new FakeServer();
     const { el, model } = mounted(server);

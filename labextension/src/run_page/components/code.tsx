@@ -1,5 +1,8 @@
 import type { RunPage } from "../records";
 
+const SESSION_CODE = "Each cell of the session is a run of its own, whose page has its code.";
+const UNSENT_CODE = "The function is in an installed or imported module: its source was not sent.";
+
 /** The code that the ranks ran, and, collapsed, the other cells whose functions were sent to them. */
 export function Code({ page }: { page: RunPage }) {
   const [first, ...others] = page.code;
@@ -15,7 +18,7 @@ export function Code({ page }: { page: RunPage }) {
           </pre>
         </figure>
       ) : (
-        <p class="sgpu-plain">The function is in an installed or imported module: its source was not sent.</p>
+        <p class="sgpu-plain">{page.kind === "session" ? SESSION_CODE : UNSENT_CODE}</p>
       )}
       {others.map((part, index) => (
         <details key={index}>
