@@ -1,11 +1,11 @@
-import { afterEach, describe, expect, it } from "vitest";
+import { afterEach, describe, expect, it, vi } from "vitest";
 
 import { diffLines } from "../src/run_page/line_diff";
 import { mountComparison, mountRunPage } from "../src/run_page";
 import { RunPageModel } from "../src/run_page/page_model";
 import type { PageServer } from "../src/run_page/page_model";
 import { pageFiles, runPage } from "../src/run_page/records";
-import type { PageFiles, RunPage } from "../src/run_page/records";
+import type { MlflowAddress, PageFiles, PageMlflow, RunPage } from "../src/run_page/records";
 import { addElement } from "./dom";
 import { eventually } from "./eventually";
 
@@ -37,6 +37,7 @@ const PAGE: RunPage = runPage(
     ],
     shipped_bytes: 2_000_400,
     cost: "$0.37",
+    mlflow: null,
     environment: { run: "7f39", changes: [{ name: "torch", before: "2.7.1", after: "2.8.0" }, { name: "peft", before: "", after: "0.17" }] },
   },
   "page",
@@ -61,6 +62,13 @@ class FakeServer implements PageServer {
 
   files(): Promise<PageFiles> {
     return Promise.resolve(FILES);
+  }
+
+  /** The replies to the requests for `mlflow ui`, in order. */
+  addresses: (MlflowAddress | Error)[] = [];
+  mlflowAddress(): Promise<MlflowAddress> {
+    const next = this.addresses.shift() ?? new Error("not asked for");
+    return next instanceof Error ? Promise.reject(next) : Promise.resolve(next);
   }
 
   fileUrl(run: string, name: string): string {
@@ -168,5 +176,104 @@ describe("a line diff", () => {
     const lines = diffLines(text("a"), text("b"));
     expect(lines.filter(({ sign }) => sign === "-")).toHaveLength(2_100);
     expect(lines.filter(({ sign }) => sign === "+")).toHaveLength(2_100);
+  });
+});
+
+describe("the MLflow run of a run", () => {
+  const LOCAL: PageMlflow = {
+    run_id: "0a1b2c",
+    experiment: "digits",
+    url: "",
+    command: "mlflow ui --backend-store-uri sqlite:////home/ada/mlflow.db",
+    install: "",
+    can_start: true,
+    pool: "",
+  };
+  const URL_OF_RUN = "http://127.0.0.1:5071/#/experiments/1/runs/0a1b2c";
+
+  const shown = async (mlflow: PageMlflow, addresses: (MlflowAddress | Error)[] = []) => {
+    const server = new FakeServer();
+    server.pages = { [PAGE.run_id]: { ...PAGE, mlflow } };
+    server.addresses = addresses;
+    const el = addElement();
+    const model = new RunPageModel(PAGE.run_id, server, controller.signal);
+    mountRunPage(el, model, controller.signal);
+    await model.refresh();
+    return eventually(() => {
+      const section = el.querySelector('[aria-label="mlflow"]');
+      if (!section) throw new Error("there is no MLflow run");
+      return section;
+    });
+  };
+
+  it("is a link where a tracking server has its page", async () => {
+    const section = await shown({ ...LOCAL, url: "https://mlflow.example/#/1", command: "", can_start: false });
+    expect(section.querySelector("a")?.getAttribute("href")).toBe("https://mlflow.example/#/1");
+    expect(section.querySelector("button")).toBeNull();
+  });
+
+  it("is opened by a button once mlflow ui answers, and the address stays", async () => {
+    const tab = { opener: window as unknown, location: { replace: vi.fn() }, close: vi.fn() };
+    const open = vi.spyOn(window, "open").mockReturnValue(tab as unknown as Window);
+    const starting = { url: "", port: 5071, host: "gpu1" };
+    const section = await shown(LOCAL, [starting, starting, { ...starting, url: URL_OF_RUN }]);
+    section.querySelector("button")?.click();
+    await eventually(() => expect(tab.location.replace).toHaveBeenCalledWith(URL_OF_RUN));
+    await eventually(() => expect(section.querySelector("a")?.getAttribute("href")).toBe(URL_OF_RUN));
+    expect(tab.opener).toBeNull();
+    expect(section.textContent).toContain("only the server's machine reaches it");
+    expect(section.textContent).not.toContain("ssh");
+    open.mockRestore();
+  });
+
+  it("is requested again until it exists", async () => {
+    vi.useFakeTimers();
+    try {
+      const server = new FakeServer();
+      server.pages = { [PAGE.run_id]: { ...PAGE, mlflow: { ...LOCAL, run_id: "", can_start: false, command: "" } } };
+      const el = addElement();
+      const model = new RunPageModel(PAGE.run_id, server, controller.signal);
+      mountRunPage(el, model, controller.signal);
+      await model.refresh();
+      server.pages = { [PAGE.run_id]: { ...PAGE, mlflow: LOCAL } };
+      await vi.advanceTimersByTimeAsync(3_000);
+      expect(model.page?.mlflow?.run_id).toBe("0a1b2c");
+      const before = server.requests;
+      await vi.advanceTimersByTimeAsync(30_000);
+      expect(server.requests).toBe(before);
+    } finally {
+      vi.useRealTimers();
+    }
+  });
+
+  it("says how another machine reaches it", async () => {
+    vi.stubGlobal("location", { hostname: "hub.example" });
+    const open = vi.spyOn(window, "open");
+    const section = await shown(LOCAL, [{ url: URL_OF_RUN, port: 5071, host: "gpu1" }]);
+    section.querySelector("button")?.click();
+    await eventually(() => expect(section.querySelector("pre")?.textContent).toBe("ssh -N -L 5071:127.0.0.1:5071 gpu1"));
+    expect(open).not.toHaveBeenCalled();
+    open.mockRestore();
+    vi.unstubAllGlobals();
+  });
+
+  it("says why mlflow ui has not started", async () => {
+    const tab = { location: { replace: vi.fn() }, close: vi.fn() };
+    const open = vi.spyOn(window, "open").mockReturnValue(tab as unknown as Window);
+    const section = await shown(LOCAL, [new Error("mlflow ui has ended: no such schema")]);
+    section.querySelector("button")?.click();
+    await eventually(() => expect(section.querySelector('[role="alert"]')?.textContent).toBe("mlflow ui has ended: no such schema"));
+    expect(tab.close).toHaveBeenCalled();
+    open.mockRestore();
+  });
+
+  it("shows the commands where it can't be started", async () => {
+    const install = "/venv/bin/python -m pip install mlflow==3.5.0";
+    const section = await shown({ ...LOCAL, can_start: false, install });
+    expect([...section.querySelectorAll("pre")].map(({ textContent }) => textContent)).toEqual([install, LOCAL.command]);
+    expect(section.querySelector("button")).toBeNull();
+    const elsewhere = await shown({ ...LOCAL, can_start: false, pool: "team" });
+    expect(elsewhere.textContent).toContain("the machine of the pool team");
+    expect([...elsewhere.querySelectorAll("pre")].map(({ textContent }) => textContent)).toEqual([LOCAL.command]);
   });
 });

@@ -4,6 +4,7 @@ runs            runs folded from their events, shared by all pages that show the
 run_places      where a run is: in this machine's pool or in a remote one, and the connections to remote pools
 run_page        a run's page: its code, options, phases, environment
 page_schema     the records of a run's page
+mlflow_ui       a run's MLflow run, and `mlflow ui` for stores without a server
 run_files       the files that a run's ranks have written
 run_handlers    HTTP handlers for a kernel's runs
 panel_handlers  the environment panel's websocket and HTTP handlers

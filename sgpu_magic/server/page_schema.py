@@ -72,6 +72,42 @@ class EnvironmentChanges(Message, frozen=True):
     changes: tuple[PageChange, ...]
 
 
+class PageMlflow(Message, frozen=True):
+    """The run's MLflow run.
+
+    Args:
+        run_id: Its id in MLflow; "" until it exists.
+        experiment: The name of its experiment, "" if unknown.
+        url: Its page on a tracking server; "" without a server.
+        command: The command line that shows a store of files; "" for other stores.
+        install: The command line that installs MLflow's pages; "" where they are installed, or the store is elsewhere.
+        can_start: The Jupyter server can start `mlflow ui`.
+        pool: The pool on whose machine the store is; "" for this machine.
+    """
+
+    run_id: str
+    experiment: str
+    url: str
+    command: str
+    install: str
+    can_start: bool
+    pool: str
+
+
+class MlflowAddress(Message, frozen=True):
+    """Where `mlflow ui` listens on the Jupyter server's machine.
+
+    Args:
+        url: The page of the run's MLflow run; "" while the command starts.
+        port: Its port on the loopback interface.
+        host: The machine's host name.
+    """
+
+    url: str
+    port: int
+    host: str
+
+
 class RunPage(Message, frozen=True):
     """What a run's page shows beside its live view.
 
@@ -93,6 +129,7 @@ class RunPage(Message, frozen=True):
         shipped: Names that were sent with it.
         shipped_bytes: Their total size.
         cost: `$0.60 for 0.24 GPU h`; "" without a price.
+        mlflow: Its MLflow run; None if it is not tracked.
         environment: The environment's differences; None if there is no previous run, or its records are not on this
             machine.
     """
@@ -113,6 +150,7 @@ class RunPage(Message, frozen=True):
     shipped: tuple[ShippedName, ...]
     shipped_bytes: int
     cost: str
+    mlflow: PageMlflow | None
     environment: EnvironmentChanges | None
 
 

@@ -29,6 +29,7 @@ from sgpu_magic.client import ledger
 from sgpu_magic.config import Settings, load_settings
 from sgpu_magic.errors import PoolError, UsageError
 from sgpu_magic.files.run_directory import read_spec
+from sgpu_magic.server.mlflow_ui import MlflowUiFailed, MlflowUis
 from sgpu_magic.server.run_files import FileNotHere, list_files, opened_file
 from sgpu_magic.server.run_places import RemotePools
 from sgpu_magic.server.runs import IDLE_S, Follower, Followers, Known, RunNotHere
@@ -69,7 +70,9 @@ def add_handlers(server_app: Any) -> None:
     # stop the connections' threads before the interpreter shuts down
     atexit.register(elsewhere.close)
     followers = Followers(settings, elsewhere)
-    shared = {"runs": OwnedRuns(settings, elsewhere), "followers": followers}
+    mlflow_uis = MlflowUis()
+    atexit.register(mlflow_uis.close)
+    shared = {"runs": OwnedRuns(settings, elsewhere), "followers": followers, "mlflow_uis": mlflow_uis}
     runs = url_path_join(application.settings["base_url"], "sgpu", "runs")
     application.add_handlers(".*$", [(runs + path, handler, shared) for path, handler in _HANDLERS.items()])
     PeriodicCallback(followers.drop_idle, _DROP_EVERY_MS).start()
@@ -93,9 +96,10 @@ class _Handler(APIHandler):
 
     auth_resource = RESOURCE
 
-    def initialize(self, runs: OwnedRuns, followers: Followers) -> None:
+    def initialize(self, runs: OwnedRuns, followers: Followers, mlflow_uis: MlflowUis) -> None:
         self.runs = runs
         self.followers = followers
+        self.mlflow_uis = mlflow_uis
 
     async def in_thread(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call a function that may block, and convert its errors to HTTP errors.
@@ -204,6 +208,22 @@ class PageHandler(_Handler):
         answer(self, await self.in_thread(self.followers.page, follower))
 
 
+class MlflowHandler(_Handler):
+    """`POST sgpu/runs/RUN/mlflow`: starts `mlflow ui` for the run's store unless it is running; answers its address."""
+
+    @web.authenticated
+    @authorized
+    async def post(self, run_id: str) -> None:
+        follower = await self.follower(run_id)
+        tracked = await self.in_thread(follower.tracked)
+        if tracked is None or follower.location.bring is not None:
+            raise web.HTTPError(404, "the run has no MLflow run in a store on the Jupyter server's machine.")
+        try:
+            answer(self, await self.in_thread(self.mlflow_uis.address, tracked, follower.location))
+        except MlflowUiFailed as error:
+            raise web.HTTPError(409, str(error)) from None
+
+
 class FilesHandler(_Handler):
     """`GET sgpu/runs/RUN/files`: the files in its work and checkpoint folders."""
 
@@ -251,6 +271,7 @@ _HANDLERS = {
     "/([^/]+)/ask": AskHandler,
     "/([^/]+)/(outputs|displays)": OutputsHandler,
     "/([^/]+)/page": PageHandler,
+    "/([^/]+)/mlflow": MlflowHandler,
     "/([^/]+)/files": FilesHandler,
     "/([^/]+)/files/(.+)": DownloadHandler,
 }

@@ -34,7 +34,7 @@ _SHOWN_KINDS = (RunKind.CELL, RunKind.CALL)
 
 
 def run_page(view: RunView, phases: RunPhases, started_at: float | None) -> RunPage:
-    """Return a run's page without the differences of its environment.
+    """Return a run's page without its MLflow run and the differences of its environment.
 
     Args:
         view: The run.
@@ -61,6 +61,7 @@ def run_page(view: RunView, phases: RunPhases, started_at: float | None) -> RunP
         shipped=tuple(ShippedName(name=name, size=sizes.get(name)) for name in spec.shipped.names),
         shipped_bytes=spec.shipped.total_bytes,
         cost=billed_text(view) or cost_text(view),
+        mlflow=None,
         environment=None,
     )
 

@@ -52,6 +52,7 @@ class RunLocation(ABC):
     Attributes:
         silence: Why the pool can't be reached now, "" when it can.
         bring: Fetches new data of a file; None where the directory is the run's own.
+        default_store: URI of the MLflow store of runs that name none; "" in a remote pool, whose store is not known.
     """
 
     def __init__(self, spec: RunSpec, pool: str, directory: Path) -> None:
@@ -60,6 +61,7 @@ class RunLocation(ABC):
         self.directory = directory
         self.silence = ""
         self.bring: Callable[[str], None] | None = None
+        self.default_store = ""
 
     def bring_events(self, sure_bytes: int) -> None:
         """Fetch new events; the first `sure_bytes` bytes of the local file are known to be the same as the pool's."""
@@ -117,6 +119,7 @@ class LocalRun(RunLocation):
 
     def __init__(self, settings: Settings, spec: RunSpec) -> None:
         super().__init__(spec, LOCAL, settings.runs_path / spec.run_id)
+        self.default_store = settings.default_store_uri
         self._settings = settings
         self._looked_at = time.monotonic()
         self._over = 0

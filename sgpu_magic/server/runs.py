@@ -14,6 +14,8 @@ from sgpu_magic.client.result import RunResult
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import RunCancelled
 from sgpu_magic.files.run_directory import EventFile
+from sgpu_magic.files.tracking_progress import load_progress
+from sgpu_magic.server.mlflow_ui import mlflow_run, page_mlflow
 from sgpu_magic.server.page_schema import RunPage
 from sgpu_magic.server.run_page import environment_changes, run_page
 from sgpu_magic.server.run_places import RemotePools, RunLocation, run_here
@@ -31,6 +33,7 @@ from sgpu_magic.views.run_notes import cancelled_sentence, last_part
 from sgpu_magic.wire.base import FailureKind, RunKind, RunState, is_valid_id, short
 from sgpu_magic.wire.events import Detached, Event, EventBody, Noted, RanksStarted, RunEnded
 from sgpu_magic.wire.rank_events import DisplayPublished, Failure, OutputCleared
+from sgpu_magic.wire.tracking import TrackedRun
 
 Output = dict[str, object]
 """One output of a cell, in the notebook format."""
@@ -152,7 +155,18 @@ class Follower:
         """Return what the run's page shows beside its live view, without the differences of its environment."""
         with self._lock:
             self._catch_up()
-            return run_page(self._view, self._phases, self._started_at)
+            page = run_page(self._view, self._phases, self._started_at)
+            tracked, progress = self._view.tracked, load_progress(self.location.directory)
+        # without the lock: it starts processes
+        mlflow = page_mlflow(tracked, progress, self.location)
+        return msgspec.structs.replace(page, mlflow=mlflow)
+
+    def tracked(self) -> TrackedRun | None:
+        """Return the run's MLflow run; None if it is not tracked, or not yet."""
+        with self._lock:
+            self._catch_up()
+            progress = load_progress(self.location.directory)
+            return mlflow_run(self._view.tracked, progress)
 
     def displays(self) -> list[Output]:
         """Return what the ranks have displayed so far, to be shown below a live view."""

@@ -4,6 +4,7 @@ processes         prctl, threads and cores, descendants, peers of a socket, the 
 write_tracking    which pages of this process's memory have been written, exactly
 child_process     child processes that exchange messages over a socket, restarted when they exit
 notify_command    the user's command that is run when a run has ended: the setting `notify`
+background_command  a command that ends with the process that started it
 serial_threads    threads that run tasks one after the other
 message_stream    messages over a Unix socket, with file descriptors; requests that await an answer
 byte_stream       one end of a forwarded TCP connection

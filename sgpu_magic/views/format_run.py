@@ -279,7 +279,7 @@ def next_step(view: RunView) -> str:
 def tracked_link(view: RunView) -> Link | None:
     """Return a link to the MLflow run; None when its store has no server, or the run is unknown."""
     tracked = view.tracked
-    if tracked is None or not _is_page(tracked.url):
+    if tracked is None or not page_url(tracked.url):
         return None
     where = f"{tracked.experiment}/{view.name}" if tracked.experiment else tracked.mlflow_run_id
     return Link(text=f"MLflow run {where}", url=tracked.url)
@@ -291,7 +291,12 @@ def tracked_text(view: RunView) -> str:
     if tracked is None:
         return ""
     where = f"{tracked.experiment}/" if tracked.experiment else ""
-    return f"MLflow run {tracked.url if _is_page(tracked.url) else where + tracked.mlflow_run_id}"
+    return f"MLflow run {page_url(tracked.url) or where + tracked.mlflow_run_id}"
+
+
+def page_url(url: str) -> str:
+    """Return the URL if it is that of a web page, else ""."""
+    return url if _is_page(url) else ""
 
 
 def _is_page(url: str) -> bool:

@@ -5,6 +5,7 @@ Pictures of what was seen lie in tests/artefacts afterwards.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +13,11 @@ import pytest
 from browsers import OpenNotebook, has_browser
 from homes import Home
 from jupyter_servers import JupyterServer, new_notebook
+from mlflow_interpreters import MlflowInterpreter
+from mlflow_stores import lay_store
 from playwright.sync_api import Browser, Locator, expect
+from process_table import is_alive
+from waiting import eventually
 
 pytestmark = [
     pytest.mark.slow,
@@ -35,8 +40,17 @@ print("loss", round(1 / (1 + rate), 3), len(weights))
 
 
 @pytest.fixture(scope="module")
-def lab_home() -> Iterator[Home]:
-    made = Home({"SGPU_SIMULATE": "a10:4", "SGPU_PRICES": "a10=2.5"})
+def lab_home(empty_store: Path) -> Iterator[Home]:
+    made = Home({"SGPU_SIMULATE": "a10:4", "SGPU_PRICES": "a10=2.5", "SGPU_TRACK": "auto"})
+    lay_store(empty_store, made.state)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def own_lab(lab_home: Home) -> Iterator[JupyterServer]:
+    """A JupyterLab that the test may close."""
+    made = JupyterServer(lab_home, "jupyterlab")
     yield made
     made.close()
 
@@ -104,3 +118,51 @@ def test_a_runs_tab_is_its_page_and_two_runs_are_compared(notebook: OpenNotebook
     expect(lines.locator(".sgpu-diff-new")).to_contain_text(["--timeout 9m", "round(2 / (1 + rate)"])
     expect(compared.locator("tr.sgpu-differs").filter(has_text="--timeout")).to_contain_text("5 min9 min")
     notebook.picture("run-comparison")
+
+
+TRACKED = """\
+%%distributed -n 1 --name tracked
+import mlflow
+mlflow.log_metric("loss", 0.25)
+"""
+
+
+def test_a_tracked_runs_tab_opens_it_in_mlflow(
+    lab_home: Home, browser: Browser, tmp_path: Path, own_lab: JupyterServer
+) -> None:
+    lab = own_lab
+    new_notebook(lab.home.work / "tracked.ipynb", "%load_ext sgpu_magic", TRACKED)
+    notebook = OpenNotebook(lab, browser, "tracked.ipynb", size=(1440, 900))
+    notebook.kernel_ready()
+    page = notebook.page
+    notebook.run(0)
+    notebook.run(1)
+    page.get_by_role("tab", name="GPU environment").click()
+    page.locator("#sgpu-panel .sgpu-run-row").filter(has_text="tracked").locator(".sgpu-run-head").click()
+    shown = page.locator(".sgpu-run-tab").get_by_role("region", name="mlflow")
+    store = f"sqlite:///{lab_home.state}/mlflow/mlflow.db"
+    commands = shown.locator("pre")
+    expect(commands.nth(0)).to_contain_text("-m pip install mlflow==", timeout=30_000)
+    expect(commands.nth(1)).to_have_text(f"mlflow ui --backend-store-uri {store}")
+    shown.scroll_into_view_if_needed()
+    notebook.picture("run-page-mlflow-missing")
+
+    interpreter = MlflowInterpreter(tmp_path)
+    interpreter.install()
+    record = lab_home.run_dir(lab_home.run_named("tracked")) / "run.json"
+    record.write_text(json.dumps(json.loads(record.read_bytes()) | {"executable": str(interpreter.path)}))
+    page.locator(".sgpu-run-tab").get_by_role("button", name="Refresh").click()
+    with page.expect_popup() as opened:
+        shown.get_by_role("button", name="Open in MLflow").click()
+    address = shown.get_by_role("link")
+    expect(address).to_be_visible(timeout=30_000)
+    notebook.picture("run-page-mlflow")
+    run_id = shown.locator("code").first.inner_text()
+    expect(opened.value).to_have_url(f"{address.inner_text()}")
+    assert address.inner_text().endswith(f"/runs/{run_id}")
+    assert not notebook.errors
+    notebook.close()
+    (pid,) = interpreter.started()
+    assert interpreter.started()[pid] == store
+    lab.close()
+    eventually(lambda: not is_alive(pid), 20, "mlflow ui runs on after the server's end")

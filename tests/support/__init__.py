@@ -27,6 +27,7 @@ lazy_modules          modules that take seconds to import, imported when a test 
 listed_pools          served pools in a user's list
 live_log              ranks that write logs and report them in events as an agent does
 many_agents           a pool of several nodes on this machine: an agent for each, with its own address
+mlflow_interpreters   interpreters with a stand-in for the whole package mlflow
 mlflow_servers        MLflow servers: the real one, its REST application alone, and a misbehaving gateway
 mlflow_stores         MLflow stores, copied from one that was made once
 npm_packages          a copy of the front end's sources with the packages of its lock file

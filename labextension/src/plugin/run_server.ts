@@ -1,8 +1,8 @@
 import { readAnswer, readSnapshot, readUpdate } from "../run_view/messages";
 import type { Answer, Question, Snapshot, FeedUpdate } from "../run_view/messages";
 import type { PageServer } from "../run_page/page_model";
-import { pageFiles, runPage } from "../run_page/records";
-import type { PageFiles, RunPage } from "../run_page/records";
+import { mlflowAddress, pageFiles, runPage } from "../run_page/records";
+import type { MlflowAddress, PageFiles, RunPage } from "../run_page/records";
 import { NoAnswer } from "../shared/widget_requests";
 
 /** Sends an authenticated request to the Jupyter server; the path is relative to the server's base URL. */
@@ -109,6 +109,11 @@ export class RunServer implements PageServer {
   /** Returns the files that the run's ranks have written. */
   async files(run: string, signal: AbortSignal): Promise<PageFiles> {
     return pageFiles(await this.get(`${path(run)}/files`, signal), "files", false);
+  }
+
+  /** Starts `mlflow ui` for the run's store unless it is running; the address has no URL while it starts. */
+  async mlflowAddress(run: string, signal: AbortSignal): Promise<MlflowAddress> {
+    return mlflowAddress(await this.json(`${path(run)}/mlflow`, { method: "POST", signal }), "address", false);
   }
 
   fileUrl(run: string, name: string): string {

@@ -4,6 +4,7 @@ import type { Ticker } from "../shared/ticker";
 import { Code } from "./components/code";
 import { About, Environment, Options, Parameters, Phases, ShippedNames } from "./components/facts";
 import { Files } from "./components/files";
+import { Mlflow } from "./components/mlflow";
 import type { RunPageModel } from "./page_model";
 
 /** The details of a run below its live view: code, files, options, phases and environment. */
@@ -22,6 +23,7 @@ export function RunPageApp({ model, ticker }: { model: RunPageModel; ticker: Tic
           </div>
           <div>
             <About page={page} />
+            {page.mlflow && <Mlflow model={model} mlflow={page.mlflow} />}
             <Phases model={model} page={page} ticker={ticker} />
             <Options options={page.options} />
             <Parameters parameters={page.parameters} />

@@ -27,6 +27,20 @@ export type PageChange = Of<typeof pageChange>;
 export const environmentChanges = record({ run: str, changes: list(pageChange) });
 export type EnvironmentChanges = Of<typeof environmentChanges>;
 
+export const pageMlflow = record({
+  run_id: str,
+  experiment: str,
+  url: str,
+  command: str,
+  install: str,
+  can_start: bool,
+  pool: str,
+});
+export type PageMlflow = Of<typeof pageMlflow>;
+
+export const mlflowAddress = record({ url: str, port: num, host: str });
+export type MlflowAddress = Of<typeof mlflowAddress>;
+
 export const runPage = record({
   run_id: str,
   name: str,
@@ -44,6 +58,7 @@ export const runPage = record({
   shipped: list(shippedName),
   shipped_bytes: num,
   cost: str,
+  mlflow: nullable(pageMlflow),
   environment: nullable(environmentChanges),
 });
 export type RunPage = Of<typeof runPage>;
