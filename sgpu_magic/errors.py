@@ -12,6 +12,7 @@
     │   ├── PoolVersionError      the pool speaks another protocol version
     │   └── KeyRefused            the pool does not admit this user's key, or lacks the key listed for it
     ├── SessionError              the session does not exist or can't take the cell (notebook or pool)
+    │   └── SessionBusy           a cell runs in it, or ranks are being started (notebook)
     ├── RunFailed                 a run failed; has .rank, .run_id, .remote_traceback, .failures
     │   ├── RemoteError           user code raised an exception whose type can't be imported here
     │   ├── WorkerDied            a rank's process was killed, crashed or exited
@@ -194,6 +195,10 @@ class SessionError(SgpuError):
     """The session does not exist, has ended, or has a dead rank that the cell needs."""
 
     topic = "session"
+
+
+class SessionBusy(SessionError):
+    """A cell runs in the session, or ranks are being started."""
 
 
 class RunFailed(SgpuError):

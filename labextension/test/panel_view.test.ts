@@ -4,7 +4,7 @@ import type { KernelState, PanelHost } from "../src/panel/host";
 import { NoExtension } from "../src/panel/host";
 import { mountPanel } from "../src/panel/index";
 import { OtherVersion } from "../src/panel/messages";
-import type { PanelPlan } from "../src/panel/messages";
+import type { PanelPlan, PanelVariables, VariableForm } from "../src/panel/messages";
 import { addElement, button, press, query, selectOption, setPageHidden, typeInto } from "./dom";
 import { eventually } from "./eventually";
 import {
@@ -587,6 +587,108 @@ describe("the session", () => {
     button(el, "End").click();
     expect(host.pools.orders.at(-1)).toEqual({ kind: "cancel-run", run_id: "session-9", pool: "team" });
     await eventually(() => expect(held()[0]).toBe("held by story5.ipynb, idle 2 minEnding…"));
+  });
+});
+
+describe("the variables of the session's ranks", () => {
+  const form = (change: Partial<VariableForm> = {}): VariableForm => ({
+    type: "Tensor",
+    shape: "(10, 4)",
+    dtype: "float32",
+    device: "cuda:0-1",
+    size: "160 B",
+    ranks: "",
+    ...change,
+  });
+  const listed = (change: Partial<PanelVariables> = {}): PanelVariables => ({
+    session: "main",
+    busy: false,
+    variables: [
+      { name: "lr", forms: [form({ type: "float", shape: "", dtype: "", device: "", size: "" })] },
+      { name: "x", forms: [form({ ranks: "0" }), form({ type: "not set", shape: "", dtype: "", device: "", size: "", ranks: "1, 2" })] },
+    ],
+    more: 0,
+    notes: [],
+    ...change,
+  });
+  const opened = async (found: () => PanelVariables) => {
+    const others = respondingWith(kernelPicture());
+    const notebook = new TestNotebook((question) =>
+      question.kind === "variables" ? { kind: "variables-answer", n: 0, variables: found() } : others(question),
+    );
+    const host = new TestHost(notebook);
+    const { el } = mounted(host);
+    host.sendPoolState(undefined, [SESSION]);
+    const heading = () => [...el.querySelectorAll("h2 button")].find((each) => text(each) === "Variables");
+    await eventually(() => expect(heading()).toBeDefined());
+    const count = () => notebook.questionKinds().filter((kind) => kind === "variables").length;
+    return { el, host, notebook, count, fold: () => heading()?.dispatchEvent(new MouseEvent("click", { bubbles: true })) };
+  };
+  const rows = (el: Element) =>
+    [...el.querySelectorAll(".sgpu-variables tr")].map((row) => [...row.querySelectorAll("th, td")].map(text));
+
+  it("are requested when the section is opened, with those that differ marked", async () => {
+    const { el, count, fold } = await opened(listed);
+    expect(count()).toBe(0);
+    fold();
+    await eventually(() =>
+      expect(rows(el)).toEqual([
+        ["name", "type", "size"],
+        ["lr", "float", ""],
+        ["xdiffers", "Tensor(10, 4) · float32 · cuda:0-1 · rank 0", "160 B"],
+        ["not setranks 1, 2", ""],
+      ]),
+    );
+    expect(query(el, ".sgpu-variables .sgpu-warn").title).toBe("differs between ranks");
+    expect(query(el, ".sgpu-variables thead th").getAttribute("scope")).toBe("col");
+    expect(query(el, ".sgpu-variables-box").tabIndex).toBe(0);
+  });
+
+  it("are requested again after a cell, but not when another one has begun or while the section is folded", async () => {
+    const { notebook, count, fold } = await opened(listed);
+    vi.useFakeTimers({ toFake: ["setTimeout", "clearTimeout"] });
+    const runCell = () => {
+      notebook.change({ kernelState: "busy" });
+      notebook.change({ kernelState: "idle" });
+    };
+    fold();
+    await vi.advanceTimersByTimeAsync(1_000);
+    expect(count()).toBe(1);
+    runCell();
+    await vi.advanceTimersByTimeAsync(1_000);
+    expect(count()).toBe(2);
+    runCell();
+    notebook.change({ kernelState: "busy" });
+    await vi.advanceTimersByTimeAsync(1_000);
+    expect(count()).toBe(2);
+    notebook.change({ kernelState: "idle" });
+    await vi.advanceTimersByTimeAsync(1_000);
+    expect(count()).toBe(3);
+    fold();
+    await vi.advanceTimersByTimeAsync(1_000);
+    runCell();
+    await vi.advanceTimersByTimeAsync(1_000);
+    expect(count()).toBe(3);
+  });
+
+  it("stay listed while a cell runs, and say how many more there are", async () => {
+    let found = listed({ more: 1200 });
+    const { el, notebook, fold } = await opened(() => found);
+    fold();
+    await eventually(() => expect(text(el)).toContain("and 1,200 more"));
+    found = listed({ busy: true, variables: [] });
+    notebook.change();
+    await eventually(() => expect(text(el)).toContain("A cell runs in the session"));
+    expect(rows(el)).toHaveLength(4);
+  });
+
+  it("are gone with the session", async () => {
+    const { el, host, fold } = await opened(listed);
+    fold();
+    await eventually(() => expect(rows(el)).toHaveLength(4));
+    const ended = { ...SESSION, final: true, state: "cancelled", ended_at: NOW };
+    host.pools.sendUpdates({ kind: "runs", pool: "local", whole: false, changed: [ended], gone: [] });
+    await eventually(() => expect(el.querySelector(".sgpu-variables")).toBeNull());
   });
 });
 

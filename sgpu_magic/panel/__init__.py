@@ -15,6 +15,7 @@ The notebook's kernel:
 kernel_state     requests and replies; a kernel -> what a panel shows of it, also as text
 plan             what applying a choice would do
 format_plan      a plan as sentences
+variables        the variables on the ranks of the current session
 kernel_actions   answers requests: plan, apply, connect; `%sgpu_env --accept`
 kernel_endpoint  where requests reach the kernel, also from the panel below a cell, and the threads that answer them
 

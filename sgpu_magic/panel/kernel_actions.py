@@ -23,15 +23,18 @@ from sgpu_magic.panel.kernel_state import (
     AskDisconnect,
     AskKernel,
     AskPlan,
+    AskVariables,
     KernelAnswer,
     KernelQuestion,
     KernelReply,
     PanelRefusal,
     PlanAnswer,
+    VariablesAnswer,
     kernel_snapshot,
 )
 from sgpu_magic.panel.plan import Plan, Restart, living, plan
 from sgpu_magic.panel.pool_state import as_sentence, format_failure
+from sgpu_magic.panel.variables import panel_variables
 from sgpu_magic.runs.choice.packages import install
 from sgpu_magic.runs.choice.schema import Choice, KeptChoice, describe_choice
 from sgpu_magic.runs.kernel_context import KernelContext
@@ -108,6 +111,8 @@ class KernelActions:
                     self._applying.release()
             case AskDisconnect():
                 return self._disconnect(question)
+            case AskVariables():
+                return VariablesAnswer(n=question.n, variables=panel_variables(living("")))
 
     # ------------------------------------------------------------ state
 

@@ -54,6 +54,7 @@ class KernelEndpoint:
         self._views: list[PanelView] = []
         # separate threads, so that state requests do not wait for actions
         self._polls, self._plans = SerialExecutor("sgpu-panel-polls"), SerialExecutor("sgpu-panel-plans")
+        self._variables = SerialExecutor("sgpu-panel-variables")
         # several threads, so that a long action delays neither the refusal of another nor a disconnection
         self._action_executors = tuple(SerialExecutor("sgpu-panel-actions") for _ in range(_ACTIONS_AT_ONCE))
         context.live_views.serve(PANEL, self.take)
@@ -69,7 +70,8 @@ class KernelEndpoint:
                 change the current one.
         """
         free = next((executor for executor in self._action_executors if executor.is_idle), self._action_executors[-1])
-        executor = {"kernel": self._polls, "plan": self._plans}.get(_kind_of(content), free)
+        by_kind = {"kernel": self._polls, "plan": self._plans, "variables": self._variables}
+        executor = by_kind.get(_kind_of(content), free)
 
         def work() -> None:
             try:
@@ -119,7 +121,7 @@ class KernelEndpoint:
             view.close()
         if self._watchers is not None:
             self._watchers.close()
-        for executor in (self._polls, self._plans, *self._action_executors):
+        for executor in (self._polls, self._plans, self._variables, *self._action_executors):
             executor.close()
         if self._actions is not None:
             self._actions.close()

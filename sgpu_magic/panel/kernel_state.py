@@ -29,7 +29,15 @@ from sgpu_magic.packages.package_metadata import packages_of
 from sgpu_magic.packages.requirement_files import key_of, version_of
 from sgpu_magic.packages.snapshot import Change, changes, versions
 from sgpu_magic.panel.pool_state import as_sentence
-from sgpu_magic.panel.schema import VERSION, BaseChoice, PackageLine, PanelKernel, PanelPlan, PanelSession
+from sgpu_magic.panel.schema import (
+    VERSION,
+    BaseChoice,
+    PackageLine,
+    PanelKernel,
+    PanelPlan,
+    PanelSession,
+    PanelVariables,
+)
 from sgpu_magic.runs.choice.keeper import CurrentChoice
 from sgpu_magic.runs.choice.packages import Base, base_of, base_versions, problem_of_base
 from sgpu_magic.runs.choice.schema import Choice, KeptChoice, describe_choice, label_of
@@ -96,7 +104,13 @@ class AskDisconnect(Message, frozen=True, tag_field="kind", tag="disconnect"):
     name: str = ""
 
 
-KernelQuestion = AskKernel | AskPlan | AskApply | AskDisconnect
+class AskVariables(Message, frozen=True, tag_field="kind", tag="variables"):
+    """Ask for the variables on the ranks of the current session."""
+
+    n: int
+
+
+KernelQuestion = AskKernel | AskPlan | AskApply | AskDisconnect | AskVariables
 
 
 class KernelAnswer(Message, frozen=True, tag_field="kind", tag="kernel-answer"):
@@ -122,6 +136,13 @@ class PlanAnswer(Message, frozen=True, tag_field="kind", tag="plan-answer"):
     plan: PanelPlan
 
 
+class VariablesAnswer(Message, frozen=True, tag_field="kind", tag="variables-answer"):
+    """The variables on the ranks."""
+
+    n: int
+    variables: PanelVariables
+
+
 class PanelRefusal(Message, frozen=True, tag_field="kind", tag="panel-refusal"):
     """The request was refused; `text` is a paragraph that says why and what to do."""
 
@@ -129,7 +150,7 @@ class PanelRefusal(Message, frozen=True, tag_field="kind", tag="panel-refusal"):
     text: str
 
 
-KernelReply = KernelAnswer | PlanAnswer | PanelRefusal
+KernelReply = KernelAnswer | PlanAnswer | VariablesAnswer | PanelRefusal
 
 
 # ---------------------------------------------------------------- the state

@@ -301,6 +301,56 @@ class PanelSession(Message, frozen=True):
     words: str
 
 
+class VariableForm(Message, frozen=True):
+    """What some ranks have under a name; "" for what the value does not have.
+
+    Args:
+        type: Its class's name without the module; `not set` for ranks without it, `others` for the remaining ranks.
+        shape: `(10, 4)`, `len 1,200`.
+        dtype: `float32`.
+        device: `cuda:0-3` where each rank has it on its own GPU.
+        size: `1.2 MB`.
+        ranks: `0, 2`; "" where all ranks have the same.
+    """
+
+    type: str
+    shape: str
+    dtype: str
+    device: str
+    size: str
+    ranks: str
+
+
+class PanelVariable(Message, frozen=True):
+    """A variable of a session's ranks.
+
+    Args:
+        name: Its name.
+        forms: One if all ranks have the same.
+    """
+
+    name: str
+    forms: tuple[VariableForm, ...]
+
+
+class PanelVariables(Message, frozen=True, kw_only=True):
+    """The variables on the ranks of a kernel's current session.
+
+    Args:
+        session: The session's name, "" if there is none.
+        busy: A cell runs in it, so its variables can't be listed now.
+        variables: Sorted by name.
+        more: Number of variables that are not listed.
+        notes: Why ranks are missing, or that the session is not connected yet.
+    """
+
+    session: str
+    busy: bool = False
+    variables: tuple[PanelVariable, ...] = ()
+    more: int = 0
+    notes: tuple[str, ...] = ()
+
+
 class PanelKernel(Message, frozen=True):
     """A kernel that has loaded sgpu-magic.
 

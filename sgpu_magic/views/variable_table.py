@@ -69,6 +69,16 @@ class VariableListing(msgspec.Struct, frozen=True, kw_only=True):
         return replace(self, by_rank=kept, left_out=max(left_out, default=0))
 
 
+def variable_rows(listing: VariableListing) -> dict[str, list[Row]]:
+    """Return each variable's rows by its name: type, shape, dtype, device, size and ranks.
+
+    There is one row, without ranks, if all ranks have the same.
+    """
+    return {
+        ansi.plain(name): [row[2:] for row in _rows(name, _groups(listing.by_rank, name))] for name in _names(listing)
+    }
+
+
 def variables_text(listing: VariableListing) -> str:
     """Return the variables as text, in 80 columns if long names and types can be cut to that."""
     title, facts, rows = _drawn(listing)

@@ -281,6 +281,48 @@ def test_questions_are_answered_by_a_busy_kernel_which_stays_busy(notebooks: Ope
     notebook.wait_done(1)
 
 
+SETS = """\
+%%distributed
+import torch
+weights = torch.zeros(256 if rank < 3 else 128, 64)
+history = [0.5] * 1200
+lr = 0.001
+"""
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_the_variables_of_a_session_are_listed_after_each_cell(notebooks: Opener, dark: bool) -> None:
+    theme = "dark" if dark else "light"
+    cells = [LOAD, "s = %sgpu_connect -n 4 --type a10\ns.wait(60)", SETS, "%%distributed\nepoch = 2"]
+    notebook = notebooks(f"variables-{theme}", cells, dark=dark)
+    page = notebook.page
+    notebook.run(0)
+    shown = open_panel(page)
+    expect(shown.locator("h2").get_by_role("button").filter(has_text="Variables")).to_have_count(0)
+    notebook.run(1)
+    heading = shown.locator("h2").get_by_role("button").filter(has_text="Variables")
+    expect(heading).to_have_attribute("aria-expanded", "false", timeout=30_000)
+    heading.focus()
+    page.keyboard.press("Enter")
+    expect(shown.get_by_text("No variables yet")).to_be_visible(timeout=20_000)
+    notebook.run(2)
+    table = shown.get_by_role("table", name="Variables on the ranks")
+    expect(table.get_by_role("columnheader")).to_have_text(["name", "type", "size"])
+    expect(table.get_by_role("rowheader")).to_have_text(["history", "lr", "weightsdiffers"], timeout=20_000)
+    rows = table.get_by_role("row").filter(has_text="Tensor")
+    expect(rows).to_contain_text(
+        [
+            "(256, 64) \u00b7 float32 \u00b7 cpu \u00b7 ranks 0, 1, 2",
+            "(128, 64) \u00b7 float32 \u00b7 cpu \u00b7 rank 3",
+        ]
+    )
+    for width, height in [(1440, 900), (1024, 768)]:
+        page.set_viewport_size({"width": width, "height": height})
+        notebook.picture(f"panel-variables-{theme}-{width}")
+    notebook.run(3)
+    expect(table.get_by_role("rowheader").filter(has_text="epoch")).to_be_visible(timeout=20_000)
+
+
 def test_the_chip_and_the_commands(notebooks: Opener) -> None:
     notebook = notebooks("chip", [LOAD, "%sgpu_connect -n 2 --type h100"], dark=True)
     page = notebook.page

@@ -42,8 +42,9 @@ def lab_home() -> Iterator[Home]:
 def test_axe_finds_nothing_serious_in_any_state(
     lab: JupyterServer, lab_home: Home, browser: Browser, front_end: Path, theme: str
 ) -> None:
-    # the last cell fails: its run is shown as such
-    new_notebook(lab.home.work / f"{theme}.ipynb", LOAD, "%%distributed -n 1 --type cpu\n1 / 0")
+    # the second cell fails: its run is shown as such
+    cells = ["%%distributed -n 1 --type cpu\n1 / 0", "%%distributed\nx = [0] * (rank + 1)"]
+    new_notebook(lab.home.work / f"{theme}.ipynb", LOAD, *cells)
     # as high as the panel: axe can't check the colours of content that is scrolled out of sight
     notebook = OpenNotebook(lab, browser, f"{theme}.ipynb", size=(1366, 2400), dark=theme == "dark")
     found: dict[str, list[str]] = {}
@@ -106,6 +107,10 @@ def go_through_states(notebook: OpenNotebook, home: Home, read: Callable[[str], 
     shown.locator(".sgpu-device-type").filter(has_text="H100").click()
     expect(shown.locator(".sgpu-device")).to_have_count(12)
     read("devices")
+    notebook.run(2)
+    shown.locator("h2").get_by_role("button").filter(has_text="Variables").click()
+    expect(shown.get_by_title("differs between ranks")).to_be_visible(timeout=20_000)
+    read("variables")
     session.get_by_role("button", name="End session").click()
     expect(session).to_contain_text("Session ended", timeout=30_000)
     read("ended")

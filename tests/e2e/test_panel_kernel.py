@@ -290,6 +290,59 @@ def test_there_may_be_nothing_to_confirm(panel: Panel, kernel: Kernel):
 # ---------------------------------------------------------------- sessions
 
 
+VARIABLES = """\
+%%distributed
+import torch, pathlib
+def told(name):
+    def method(self, *arguments, **options):
+        pathlib.Path("user-code-ran").write_text(name)
+    return method
+Odd = type("Odd", (), {name: told(name) for name in ("__repr__", "__len__", "__getattribute__", "__eq__")})
+odd = Odd()
+x = torch.zeros(10 + rank, 4)
+for i in range(130): globals()[f"z{i:03}"] = i
+"""
+
+
+def test_it_lists_the_ranks_variables_without_running_their_code(panel: Panel, kernel: Kernel, home: Home):
+    assert panel.ask("variables")["variables"]["session"] == ""
+    kernel.check("s = %sgpu_connect -n 2\ns.wait(30)")
+    try:
+        assert panel.ask("variables")["variables"]["variables"] == []
+        kernel.check(VARIABLES)
+        # at once after the cell
+        found = panel.ask("variables")["variables"]
+        assert (found["session"], found["busy"], found["notes"]) == ("main", False, [])
+        forms = {each["name"]: each["forms"] for each in found["variables"]}
+        assert [list(form.values()) for form in forms["x"]] == [
+            ["Tensor", "(10, 4)", "float32", "cpu", "160 B", "0"],
+            ["Tensor", "(11, 4)", "float32", "cpu", "176 B", "1"],
+        ]
+        assert [form["type"] for form in forms["odd"]] == ["Odd"]
+        assert not (home.work / "user-code-ran").exists()
+        # Odd, i, odd, told, x and those of the loop
+        assert (len(forms), found["more"]) == (100, 35)
+    finally:
+        kernel.check("globals().pop('s', None)")
+
+
+def test_while_a_cell_runs_in_the_session_it_lists_nothing_and_the_cell_is_not_delayed(
+    panel: Panel, kernel: Kernel, home: Home
+):
+    kernel.check("s = %sgpu_connect -n 2\ns.wait(30)")
+    cell = kernel.start("%%distributed\nimport os, time\nprint('up')\nwhile not os.path.exists('go'): time.sleep(0.01)")
+    try:
+        cell.until_shown("up")
+        found = panel.ask("variables")["variables"]
+        assert (found["session"], found["busy"], found["variables"]) == ("main", True, [])
+    finally:
+        (home.work / "go").touch()
+        cell.wait()
+        (home.work / "go").unlink()
+        kernel.check("globals().pop('s', None)")
+    assert panel.ask("variables")["variables"]["busy"] is False
+
+
 def test_it_connects_while_a_cell_runs(panel: Panel, kernel: Kernel, blocked: Callable[[], Cell]):
     cell = blocked()
     plan = panel.plan(choice(gpus=2, type="a10"), connect=True)

@@ -5,6 +5,7 @@ import { PoolState } from "./components/pool_state";
 import { Pools } from "./components/pools";
 import { Runs } from "./components/runs";
 import { Usage } from "./components/usage";
+import { Variables } from "./components/variables";
 import { PanelContext, useRedraw } from "./context";
 import type { PanelModel } from "./model";
 
@@ -20,6 +21,7 @@ export function App({ model }: { model: PanelModel }) {
         <div class="sgpu-content">
           <h1>{t("GPU environment")}</h1>
           {notebook && <Session />}
+          {notebook && <Variables />}
           <PoolState />
           <Notebook />
           {!hasForm && pool.pools.length > 1 && <Pools />}

@@ -2,7 +2,7 @@ import { EMPTY_CHOICE, sameChoice } from "./form";
 import type { KernelQuestionBody, KernelState, NotebookLink } from "./host";
 import { NoExtension } from "./host";
 import { OtherVersion } from "./messages";
-import type { Choice, KernelAnswer, PanelKernel, KernelReply, PanelPlan } from "./messages";
+import type { Choice, KernelAnswer, PanelKernel, KernelReply, PanelPlan, PanelVariables } from "./messages";
 
 /** Delay between the last change of the form and the request for a plan. */
 const PLAN_PAUSE_MS = 300;
@@ -19,6 +19,8 @@ export interface KernelProblem {
 
 /** The action whose request is pending, "" if there is none. */
 export type PendingAction = "" | "apply" | "accept" | "disconnect";
+
+type Timer = "ask" | "plan" | "install" | "variables";
 
 const UNAVAILABLE: ReadonlySet<KernelState> = new Set(["none", "starting", "restarting", "dead", "disconnected"]);
 
@@ -37,6 +39,10 @@ export class NotebookModel {
   refusal = "";
   /** What the last action did. */
   notice = "";
+  /** The variables on the ranks of the current session, as the kernel listed them last; null if unknown. */
+  variables: PanelVariables | null = null;
+  /** Why they could not be listed, "" if they could. */
+  variablesError = "";
   /** Whether the user makes their own choice instead of confirming the notebook's. */
   overridesChoice = false;
 
@@ -47,7 +53,8 @@ export class NotebookModel {
   private askAgain = false;
   private lastPlanQuestion: { readonly choice: Choice; readonly connect: boolean; readonly generation: number } | null = null;
   private planNumber = 0;
-  private readonly timers = new Map<"ask" | "plan" | "install", ReturnType<typeof setTimeout>>();
+  private showsVariables = false;
+  private readonly timers = new Map<Timer, ReturnType<typeof setTimeout>>();
   private readonly unsubscribe: () => void;
   private closed = false;
 
@@ -224,6 +231,13 @@ export class NotebookModel {
       });
   }
 
+  /** Requests the variables now and after each cell, until it is called with false. */
+  showVariables(isShown: boolean): void {
+    this.showsVariables = isShown;
+    if (isShown) void this.askVariables();
+    else this.clearTimer("variables");
+  }
+
   /** Clears the error and asks the kernel again. */
   retry(): void {
     this.kernelProblem = null;
@@ -260,7 +274,10 @@ export class NotebookModel {
     if (isOther) this.resetKernel();
     // the start of a cell changes nothing, and the answer would arrive only after it
     const cellStarted = kernelState === "busy" && previousState === "idle";
-    if (!cellStarted) this.askKernel();
+    if (!cellStarted) {
+      this.askKernel();
+      this.askVariablesSoon();
+    }
     this.onChange();
   }
 
@@ -276,8 +293,11 @@ export class NotebookModel {
     this.refusal = "";
     this.notice = "";
     this.overridesChoice = false;
+    this.variables = null;
+    this.variablesError = "";
     this.clearTimer("plan");
     this.clearTimer("install");
+    this.clearTimer("variables");
   }
 
   private applyReply(reply: KernelReply): void {
@@ -355,6 +375,37 @@ export class NotebookModel {
     this.onChange();
   }
 
+  /** Requests the variables unless a cell has begun by then, whose end requests them again. */
+  private askVariablesSoon(): void {
+    if (!this.showsVariables) return;
+    this.setTimer("variables", ASK_PAUSE_MS, () => {
+      if (this.link.kernelState !== "busy") void this.askVariables();
+    });
+  }
+
+  private async askVariables(): Promise<void> {
+    if (!this.kernel || this.isKernelUnavailable) return;
+    const { generation } = this;
+    let error = "";
+    try {
+      const reply = await this.link.ask({ kind: "variables" });
+      if (!this.isCurrent(generation)) return;
+      if (reply.kind === "variables-answer") this.takeVariables(reply.variables);
+      else if (reply.kind === "panel-refusal") error = reply.text;
+    } catch (reason) {
+      error = reason instanceof Error ? reason.message : String(reason);
+    }
+    if (!this.isCurrent(generation)) return;
+    this.variablesError = error;
+    this.onChange();
+  }
+
+  /** Keeps the variables that were listed before the running cell. */
+  private takeVariables(found: PanelVariables): void {
+    const isKept = found.busy && this.variables?.session === found.session;
+    this.variables = isKept && this.variables ? { ...this.variables, busy: true } : found;
+  }
+
   private async runAction(action: PendingAction, question: KernelQuestionBody): Promise<KernelAnswer | null> {
     if (this.pendingAction !== "") return null;
     try {
@@ -389,7 +440,7 @@ export class NotebookModel {
     return !this.closed && generation === this.generation;
   }
 
-  private setTimer(name: "ask" | "plan" | "install", delay_ms: number, callback: () => void): void {
+  private setTimer(name: Timer, delay_ms: number, callback: () => void): void {
     this.clearTimer(name);
     if (this.closed) return;
     this.timers.set(
@@ -401,7 +452,7 @@ export class NotebookModel {
     );
   }
 
-  private clearTimer(name: "ask" | "plan" | "install"): void {
+  private clearTimer(name: Timer): void {
     clearTimeout(this.timers.get(name));
     this.timers.delete(name);
   }

@@ -168,6 +168,28 @@ export type PackageLine = Of<typeof packageLine>;
 export const panelSession = record({ run_id: str, name: str, current: bool, state: str, words: str });
 export type PanelSession = Of<typeof panelSession>;
 
+export const variableForm = record({
+  type: str,
+  shape: str,
+  dtype: str,
+  device: str,
+  size: str,
+  ranks: str,
+});
+export type VariableForm = Of<typeof variableForm>;
+
+export const panelVariable = record({ name: str, forms: list(variableForm) });
+export type PanelVariable = Of<typeof panelVariable>;
+
+export const panelVariables = record({
+  session: str,
+  busy: bool,
+  variables: list(panelVariable),
+  more: num,
+  notes: list(str),
+});
+export type PanelVariables = Of<typeof panelVariables>;
+
 export const panelKernel = record({
   version: num,
   package_version: str,
@@ -208,11 +230,15 @@ export type AskApply = Of<typeof askApply>;
 export const askDisconnect = record({ kind: oneOf("disconnect"), n: num, name: str });
 export type AskDisconnect = Of<typeof askDisconnect>;
 
+export const askVariables = record({ kind: oneOf("variables"), n: num });
+export type AskVariables = Of<typeof askVariables>;
+
 export const kernelQuestion = kinds({
   kernel: askKernel,
   plan: askPlan,
   apply: askApply,
   disconnect: askDisconnect,
+  variables: askVariables,
 });
 export type KernelQuestion = Of<typeof kernelQuestion>;
 
@@ -229,12 +255,16 @@ export type KernelAnswer = Of<typeof kernelAnswer>;
 export const planAnswer = record({ kind: oneOf("plan-answer"), n: num, plan: panelPlan });
 export type PlanAnswer = Of<typeof planAnswer>;
 
+export const variablesAnswer = record({ kind: oneOf("variables-answer"), n: num, variables: panelVariables });
+export type VariablesAnswer = Of<typeof variablesAnswer>;
+
 export const panelRefusal = record({ kind: oneOf("panel-refusal"), n: num, text: str });
 export type PanelRefusal = Of<typeof panelRefusal>;
 
 export const kernelReply = kinds({
   "kernel-answer": kernelAnswer,
   "plan-answer": planAnswer,
+  "variables-answer": variablesAnswer,
   "panel-refusal": panelRefusal,
 });
 export type KernelReply = Of<typeof kernelReply>;

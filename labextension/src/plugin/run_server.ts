@@ -113,7 +113,7 @@ export class RunServer implements PageServer {
 
   /** Starts `mlflow ui` for the run's store unless it is running; the address has no URL while it starts. */
   async mlflowAddress(run: string, signal: AbortSignal): Promise<MlflowAddress> {
-    return mlflowAddress(await this.json(`${path(run)}/mlflow`, { method: "POST", signal }), "address", false);
+    return mlflowAddress(await this.requestJson(`${path(run)}/mlflow`, { method: "POST", signal }), "address", false);
   }
 
   fileUrl(run: string, name: string): string {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sgpu_magic.errors import SessionError
+from sgpu_magic.errors import SessionBusy, SessionError
 from sgpu_magic.formatting import format_ranks
 from sgpu_magic.views.run_notes import restart_command
 from sgpu_magic.views.variable_table import VariableListing
@@ -26,7 +26,8 @@ def list_variables(session: Session, patterns: tuple[str, ...] = (), only: tuple
         only: The ranks to ask; empty for all.
 
     Raises:
-        SessionError: The session has ended, a cell runs in it, or none of the ranks answers.
+        SessionBusy: A cell runs in it, or ranks are being started.
+        SessionError: The session has ended, or none of the ranks answers.
     """
     session.checked()
     listing = VariableListing(session=session.name, ranks=session.ranks, patterns=patterns, by_rank={})
@@ -38,7 +39,7 @@ def list_variables(session: Session, patterns: tuple[str, ...] = (), only: tuple
     questions = [RankQuestion(rank=rank, what="variables", patterns=patterns) for rank in asked]
     answers = dict(zip(asked, session.pool.ask_ranks(session.run_id, questions, _TIMEOUT_S), strict=True))
     if any(answer.busy for answer in answers.values()):
-        raise SessionError(_busy(session))
+        raise SessionBusy(_busy(session))
     notes += [f"rank {rank} gave no answer: {each.problem}" for rank, each in answers.items() if each.problem]
     answered = {rank: answer for rank, answer in answers.items() if not answer.problem}
     if not answered:
