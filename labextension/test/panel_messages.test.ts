@@ -10,7 +10,7 @@ it("parses updates and replies by their kind", () => {
   for (const updates of [
     { kind: "pool", snapshot: poolSnapshot() },
     { kind: "runs", pool: "local", whole: true, changed: [run("a")], gone: [] },
-    { kind: "pools", pools: [] },
+    { kind: "pools", runs: [], pools: [] },
     MESSAGES,
   ]) expect(messages.readUpdate(updates)).toEqual(updates);
   for (const reply of [

@@ -382,7 +382,7 @@ export class TestHost implements PanelHost {
   sendPoolState(snapshot: PanelPool = poolSnapshot(), runs: readonly RunRow[] = RUNS): void {
     this.pools.setLink({ kind: "open", text: "" });
     this.pools.sendUpdates(
-      { kind: "pools", pools: [{ name: "local", about: "this machine", reserved: false, default: true, reachable: true }] },
+      { kind: "pools", runs: [], pools: [{ name: "local", about: "this machine", reserved: false, default: true, reachable: true }] },
       { kind: "pool", snapshot },
       { kind: "runs", pool: snapshot.pool, whole: true, changed: runs, gone: [] },
     );

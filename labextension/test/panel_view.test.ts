@@ -160,7 +160,7 @@ describe("the choice of devices", () => {
   it("selects and shows another pool", async () => {
     const { el, host, notebook } = await ready();
     host.pools.sendUpdates({
-      kind: "pools",
+      kind: "pools", runs: [],
       pools: [
         { name: "team", about: "reserved · 4 of 8 H100 free", reserved: true, default: false, reachable: true },
         { name: "local", about: "this machine", reserved: false, default: true, reachable: true },
@@ -194,11 +194,11 @@ describe("a pool", () => {
     const row = { name: "local", about: "this machine", reserved: false, reachable: true };
     const team = { name: "team", about: "on demand · can't be reached", reserved: false, default: false, reachable: false };
     host.pools.sendUpdates(
-      { kind: "pools", pools: [{ ...team, about: "on demand", default: true, reachable: true }, { ...row, default: false }] },
+      { kind: "pools", runs: [], pools: [{ ...team, about: "on demand", default: true, reachable: true }, { ...row, default: false }] },
       { kind: "pool", snapshot: poolSnapshot({ pool: "team", state: "lost" }) },
     );
     await eventually(() => expect((query(el, "[aria-label=Pool] select") as HTMLSelectElement).value).toBe("team"));
-    host.pools.sendUpdates({ kind: "pools", pools: [{ ...row, default: true }, team] });
+    host.pools.sendUpdates({ kind: "pools", runs: [], pools: [{ ...row, default: true }, team] });
     await eventually(() => expect(host.pools.orders.at(-1)).toEqual({ kind: "watch", pool: "local" }));
     host.pools.sendUpdates({ kind: "pool", snapshot: poolSnapshot() });
     await eventually(() => expect((query(el, "[aria-label=Pool] select") as HTMLSelectElement).value).toBe("local"));
@@ -219,7 +219,7 @@ describe("a pool", () => {
       { name: "team", about: "shared", reserved: true, default: false, reachable: true },
       { name: "local", about: "this machine", reserved: false, default: true, reachable: true },
     ];
-    host.pools.sendUpdates({ kind: "pools", pools });
+    host.pools.sendUpdates({ kind: "pools", runs: [], pools });
     await eventually(() => query(el, "option[value=team]"));
     const select = query(el, "[aria-label=Pool] select");
     selectOption(select, "team");
@@ -568,7 +568,7 @@ describe("the session", () => {
     const waiting = { ...SESSION, state: "queued", tone: "waiting", reason: "needs 1 more A10", started_at: null, metered_at: null, idle_ends_at: null };
     const { el, host } = await ready(kernelSnapshot({ pool: "team" }), PLAN, [waiting, idle, cell, bobs, own, elsewhere], poolSnapshot({ pool: "team" }));
     host.pools.sendUpdates(
-      { kind: "pools", pools: [{ name: "team", about: "", reserved: false, default: true, reachable: true }] },
+      { kind: "pools", runs: [], pools: [{ name: "team", about: "", reserved: false, default: true, reachable: true }] },
       { kind: "pool", snapshot: poolSnapshot({ pool: "team" }) },
       { kind: "runs", pool: "team", whole: true, changed: [waiting, idle, cell, bobs, own, elsewhere], gone: [] },
     );
@@ -612,7 +612,7 @@ describe("the variables of the session's ranks", () => {
     ...change,
   });
   const opened = async (found: () => PanelVariables) => {
-    const others = respondingWith(kernelPicture());
+    const others = respondingWith(kernelSnapshot());
     const notebook = new TestNotebook((question) =>
       question.kind === "variables" ? { kind: "variables-answer", n: 0, variables: found() } : others(question),
     );
@@ -1020,6 +1020,46 @@ describe("runs", () => {
     await eventually(() => expect(compareRuns).toHaveBeenCalledOnce());
     expect(compareRuns.mock.calls[0]?.map(({ name }) => name)).toEqual(["train_digits", "preprocess"]);
     await eventually(() => expect(el.querySelector(".sgpu-comparing")).toBeNull());
+  });
+
+  describe("of several pools", () => {
+    const choiceOf = (name: string, reachable = true) => ({ name, about: "", reserved: false, default: name === "local", reachable });
+    const listed = (...pools: readonly ReturnType<typeof choiceOf>[]) => ({
+      kind: "pools" as const,
+      pools,
+      runs: [
+        { pool: "local", runs: [run("stale-1", { name: "as polled ten seconds ago" })] },
+        { pool: "team", runs: [run("team-1", { name: "tune", kernel: "other", submitted_at: NOW - 150, user: "eve" })] },
+      ],
+    });
+    const names = (el: Element) => all(el, ".sgpu-run-row").map((row) => text(query(row, ".sgpu-clip")));
+    const words = (el: Element) => all(el, ".sgpu-run-words").map((each) => text(each).split(" · ")[0]);
+
+    it("are one list, each with its pool, and those of the pool that is shown as it reports them", async () => {
+      const { el, host } = await ready(kernelSnapshot(), PLAN, [run("run-4")]);
+      expect(words(el)).toEqual(["2 ranks"]);
+      host.pools.sendUpdates(listed(choiceOf("local"), choiceOf("team")));
+      await eventually(() => expect(names(el)).toEqual([" · train_digits", " · tune"]));
+      expect(words(el)).toEqual(["local", "team"]);
+      expect(el.textContent).not.toContain("can't be reached");
+    });
+
+    it("are ended in their own pool", async () => {
+      const { el, host } = await ready(kernelSnapshot(), PLAN, [run("run-4")]);
+      host.pools.sendUpdates(listed(choiceOf("local"), choiceOf("team")));
+      await eventually(() => expect(names(el)).toHaveLength(2));
+      button(el, "Actions of train.ipynb · tune").click();
+      await eventually(() => button(el, "End run").click());
+      await eventually(() => button(el, "End").click());
+      expect(host.pools.orders.at(-1)).toEqual({ kind: "cancel-run", run_id: "team-1", pool: "team" });
+    });
+
+    it("have a mark where a pool is away, and are listed all the same", async () => {
+      const { el, host } = await ready(kernelSnapshot(), PLAN, [run("run-4")]);
+      host.pools.sendUpdates(listed(choiceOf("local"), choiceOf("team", false)));
+      await waitForText(el, "team can't be reached now: the list has none of its newer runs.");
+      expect(names(el)).toHaveLength(2);
+    });
   });
 
   it("link to MLflow if the URL is a web page, and show that files are remote", async () => {

@@ -166,7 +166,7 @@ describe("EndNotifications", () => {
     await Promise.resolve();
     const local = { name: "local", about: "", reserved: false, default: true, reachable: true };
     const team = { ...local, name: "team", default: false };
-    send({ kind: "pools", pools: [local, team, { ...team, name: "down", reachable: false }] });
+    send({ kind: "pools", runs: [], pools: [local, team, { ...team, name: "down", reachable: false }] });
     await Promise.resolve();
     expect(sockets.map(poolOf)).toEqual(["", "team"]);
     sendRuns([run("t", LONG)], { whole: true, pool: "team" });

@@ -9,7 +9,7 @@ import { poolSnapshot, run, SESSION } from "./panel_samples";
 
 const POOL: PanelUpdate = { kind: "pool", snapshot: poolSnapshot() };
 const RUNS: PanelUpdate = { kind: "runs", pool: "local", whole: true, changed: [SESSION], gone: [] };
-const POOLS: PanelUpdate = { kind: "pools", pools: [{ name: "local", about: "this machine", reserved: false, default: true, reachable: true }] };
+const POOLS: PanelUpdate = { kind: "pools", runs: [], pools: [{ name: "local", about: "this machine", reserved: false, default: true, reachable: true }] };
 const ALL = { pools: POOLS, pool: POOL, runs: RUNS };
 
 /** A Jupyter server; `status` is the HTTP status of its replies, null when it is down. */

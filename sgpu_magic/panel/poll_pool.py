@@ -27,7 +27,7 @@ from sgpu_magic.panel.pool_state import (
     rates_of,
     run_row,
 )
-from sgpu_magic.panel.schema import MAX_RUNS, PanelPool, PoolState, PoolsUpdate, Remedy, RunRow
+from sgpu_magic.panel.schema import MAX_RUNS, PanelPool, PoolRuns, PoolState, PoolsUpdate, Remedy, RunRow
 from sgpu_magic.wire.pool_status import HISTORY_STEP_S, DeviceHistory, PoolStatus, RunSummary, address_file
 
 if TYPE_CHECKING:
@@ -299,17 +299,22 @@ class ListPoller:
         self._read_settings = read_settings
         self._pools: Pools | None = None
         self._answers: Sequence[PoolStatusReply] = ()
+        self._locations: RunFilesOfPool | None = None
+        # replaced as a whole, never changed
+        self._runs: Mapping[str, tuple[RunRow, ...]] = {}
 
     def poll(self) -> PoolsUpdate:
-        """Poll the pools and return their states, as `drawn` does."""
+        """Poll the pools and return their states and runs, as `drawn` does."""
         # problems of the list or the settings are reported by the chosen pool's state
         with contextlib.suppress(SgpuError):
             if read_pools():
                 # imported late: the client is heavy, and most servers never need it
                 from sgpu_magic.client.pools import Pools
 
-                self._pools = self._pools or Pools(self._read_settings())
-                self._answers = self._pools.asked(self._pools.entries(), local=False, recent=1)
+                settings = self._read_settings()
+                self._pools = self._pools or Pools(settings)
+                self._answers = self._pools.asked(self._pools.entries(), local=False, recent=_NEWEST)
+                self._runs = self._read_runs(settings)
         return self.drawn()
 
     def drawn(self) -> PoolsUpdate:
@@ -319,13 +324,28 @@ class ListPoller:
             entries = read_pools()
         with contextlib.suppress(SgpuError):
             settings = self._read_settings()
-        return PoolsUpdate(pools=pool_choices(settings, entries, self._answers))
+        known = self._runs
+        names = (LOCAL, *(entry.name for entry in entries)) if entries else ()
+        runs = tuple(PoolRuns(pool=name, runs=known[name]) for name in names if known.get(name))
+        return PoolsUpdate(pools=pool_choices(settings, entries, self._answers), runs=runs)
 
     def close(self) -> None:
         """Close the connections to the pools."""
         if self._pools is not None:
             self._pools.close()
         self._pools = None
+
+    def _read_runs(self, settings: Settings) -> dict[str, tuple[RunRow, ...]]:
+        """Return the runs of each pool; those of a pool that does not answer stay as they were."""
+        self._locations = self._locations or RunFilesOfPool(settings.runs_path)
+        self._locations.poll()
+        found = {answer.name: answer.status.runs for answer in self._answers if answer.status is not None}
+        # a pool that can't read its ledger is reported by its own state
+        with contextlib.suppress(PoolError):
+            found[LOCAL] = tuple(ledger.recent_runs(settings, _NEWEST))
+        now, locations = time.time(), self._locations
+        rows = {name: tuple(run_row(run, locations.of(run, now)) for run in runs) for name, runs in found.items()}
+        return {**self._runs, **rows}
 
 
 def _list_changed() -> int:

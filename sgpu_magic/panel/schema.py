@@ -243,10 +243,23 @@ class RunsUpdate(Message, frozen=True, tag_field="kind", tag="runs"):
     gone: tuple[str, ...]
 
 
+class PoolRuns(Message, frozen=True):
+    """The active and the newest runs of a pool, newest first; of a pool that can't be reached, the last known ones."""
+
+    pool: str
+    runs: tuple[RunRow, ...]
+
+
 class PoolsUpdate(Message, frozen=True, tag_field="kind", tag="pools"):
-    """Pools that can be chosen: reserved ones first, then the default, then by name."""
+    """Pools that can be chosen, and their runs.
+
+    Args:
+        pools: Reserved ones first, then the default, then by name.
+        runs: The runs of each pool that has any; empty if this machine's pool is the only one.
+    """
 
     pools: tuple[PoolChoice, ...]
+    runs: tuple[PoolRuns, ...] = ()
 
 
 StateUpdate = PoolsUpdate | PoolUpdate | RunsUpdate

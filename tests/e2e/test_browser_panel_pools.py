@@ -78,6 +78,15 @@ def test_a_pool_is_chosen_connected_to_and_one_that_is_away_says_so(lab: Jupyter
         choice = notebook.save()["metadata"]["sgpu"]["choice"]
         assert (choice["gpus"], choice["type"], choice["pool"]) == (2, "h100", "cloud")
         disconnect(shown)
+        pools.select_option("local")
+        runs = shown.get_by_role("list", name="Runs")
+        # all pools are polled every 10 s
+        expect(runs.get_by_role("listitem").filter(has_text="cloud \u00b7 2 ranks").first).to_be_visible(timeout=30_000)
+        expect(shown).to_contain_text("gone can't be reached now: the list has none of its newer runs.")
+        for width, height in [(1440, 900), (1024, 768)]:
+            notebook.page.set_viewport_size({"width": width, "height": height})
+            runs.scroll_into_view_if_needed()
+            notebook.picture(f"panel-runs-of-pools-{width}")
         errors = notebook.errors
     finally:
         notebook.close()

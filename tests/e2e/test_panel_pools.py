@@ -13,7 +13,7 @@ from homes import Home
 from jupyter_servers import JupyterServer
 from listed_pools import list_nowhere, list_pools, listed
 from served_pools import ServedPool
-from test_panel_server import ServedPage
+from test_panel_server import ServedPage, written
 from waiting import eventually
 
 from sgpu_magic.client.pools_file import remove_pool
@@ -132,6 +132,34 @@ def test_one_that_is_away_says_so_with_a_button_and_holds_up_no_other(
     answer = server.get("sgpu/panel?pool=team").body
     assert answer["pool"]["snapshot"]["state"] == "up"
     assert [pool["name"] for pool in answer["pools"]["pools"]] == ["team", "gone", "local"]
+
+
+@pytest.mark.slow
+def test_the_runs_of_all_pools_are_listed_also_of_one_that_was_lost(
+    team: ServedPool, server_home: Home, server: JupyterServer, open_page: Callable[..., ServedPage]
+):
+    written(server_home, 3)
+    page = open_page("local")
+    page.until(lambda: len(page.listed.get("local", ())) == 3, 60)
+    assert "gone" not in page.listed
+    dan = team.user("dan")
+    run = dan.client.begin(WAITS, ranks=1, device_type="a10").run.run_id
+    states = lambda: {row["run_id"]: row["state"] for row in page.listed.get("team", ())}  # noqa: E731
+    # all pools are polled every 10 s
+    page.until(lambda: states().get(run) == "running", 60)
+    assert run not in page.runs
+    dan.client.pool.cancel(run, "by dan")
+    page.until(lambda: states().get(run) == "cancelled", 60)
+    team.kill()
+    try:
+        page.until(lambda: "team" in [pool["name"] for pool in page.pools if not pool["reachable"]], 60)
+        assert states()[run] == "cancelled"
+        assert len(page.listed["local"]) == 3
+        listed_once = server.get("sgpu/panel?pool=local").body["pools"]["runs"]
+        assert {each["pool"] for each in listed_once} == {"local", "team"}
+    finally:
+        team.start()
+    page.until(lambda: "team" not in [pool["name"] for pool in page.pools if not pool["reachable"]], 60)
 
 
 @pytest.mark.slow

@@ -46,6 +46,7 @@ class ServedPage:
         address = f"ws{server.url.removeprefix('http')}/sgpu/panel?token={shown}"
         self._socket = websocket.create_connection(address, timeout=20, **options)
         self.pools: list[dict[str, Any]] = []
+        self.listed: dict[str, list[dict[str, Any]]] = {}
         self.snapshot: dict[str, Any] = {}
         self.runs: dict[str, dict[str, Any]] = {}
         self.sent: list[dict[str, Any]] = []
@@ -67,6 +68,7 @@ class ServedPage:
         match reported["kind"]:
             case "pools":
                 self.pools = reported["pools"]
+                self.listed = {each["pool"]: each["runs"] for each in reported["runs"]}
             case "pool":
                 self.snapshot = reported["snapshot"]
             case "runs":

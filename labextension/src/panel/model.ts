@@ -114,7 +114,7 @@ export class PanelModel {
 
   cancel(run: RunRow): void {
     this.cancelling.add(run.run_id);
-    this.host.pools.order({ kind: "cancel-run", run_id: run.run_id, pool: this.poolName });
+    this.host.pools.order({ kind: "cancel-run", run_id: run.run_id, pool: this.pool.poolOf(run.run_id) });
     this.requestRedraw();
   }
 
@@ -136,9 +136,9 @@ export class PanelModel {
 
   /** Whether a run is this user's: any run of the local pool, or a run of the active kernel's user. */
   isMine(run: RunRow): boolean {
-    if (this.poolName === LOCAL) return true;
+    if (this.pool.poolOf(run.run_id) === LOCAL) return true;
     const kernel = this.notebook?.link.kernel ?? "";
-    return kernel !== "" && this.pool.runs.some((each) => each.kernel === kernel && each.user === run.user);
+    return kernel !== "" && this.pool.allRuns.some((each) => each.kernel === kernel && each.user === run.user);
   }
 
   dismissNotice(): void {

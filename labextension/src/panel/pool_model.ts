@@ -1,15 +1,24 @@
 import { MAX_RUNS } from "./messages";
-import type { PoolChoice, PanelPool, RunRow, CommandResult, PanelUpdate } from "./messages";
+import type { PoolChoice, PoolRuns, PanelPool, RunRow, CommandResult, PanelUpdate } from "./messages";
+
+/** The runs of all pools, and the pools of those that are not in the pool that is shown. */
+interface RunsOfPools {
+  readonly runs: readonly RunRow[];
+  readonly pools: ReadonlyMap<string, string>;
+}
 
 /** A pool's state, built from its updates: its snapshot, its runs by id, the server's clock. */
 export class PoolModel {
   /** Pools that may be chosen. */
   pools: readonly PoolChoice[] = [];
+  /** The runs of the other pools, as polled every ten seconds, by pool. */
+  private listed: readonly PoolRuns[] = [];
   snapshot: PanelPool | null = null;
   /** The result of the last order, until it is dismissed. */
   result: CommandResult | null = null;
   private readonly byId = new Map<string, RunRow>();
   private sorted: readonly RunRow[] | null = null;
+  private everywhere: RunsOfPools | null = null;
   private clock = { server_s: Date.now() / 1000, here_ms: performance.now() };
 
   /** @param watched: The pool's name, "" the default one. */
@@ -21,9 +30,29 @@ export class PoolModel {
     return this.sorted;
   }
 
+  /** The runs of all pools, newest first; of the other pools the active and the newest ones. */
+  get allRuns(): readonly RunRow[] {
+    return this.collected().runs;
+  }
+
+  /** The name of the pool that is shown. */
+  get name(): string {
+    return this.snapshot?.pool ?? (this.watched || (this.pools.find((each) => each.default)?.name ?? ""));
+  }
+
+  /** The other pools that can't be reached, whose runs are those that were known last. */
+  get away(): readonly string[] {
+    return this.pools.filter(({ name, reachable }) => !reachable && name !== this.name).map(({ name }) => name);
+  }
+
+  /** Returns the pool of one of `allRuns`. */
+  poolOf(id: string): string {
+    return this.collected().pools.get(id) ?? this.name;
+  }
+
   /** Whether any runs are known. */
   get hasRuns(): boolean {
-    return this.byId.size > 0;
+    return this.allRuns.length > 0;
   }
 
   /** The server's time now, seconds since the epoch. */
@@ -42,10 +71,13 @@ export class PoolModel {
     switch (update.kind) {
       case "pools":
         this.pools = update.pools;
+        this.listed = update.runs;
+        this.everywhere = null;
         break;
       case "pool":
         if (!this.isWatched(update.snapshot.pool)) return;
         this.snapshot = update.snapshot;
+        this.everywhere = null;
         this.clock = { server_s: update.snapshot.now, here_ms: performance.now() };
         break;
       case "runs":
@@ -54,6 +86,7 @@ export class PoolModel {
         for (const run of update.changed) this.byId.set(run.run_id, run);
         for (const id of update.gone) this.byId.delete(id);
         this.sorted = null;
+        this.everywhere = null;
         break;
       case "command-result":
         this.result = update;
@@ -61,8 +94,9 @@ export class PoolModel {
     }
   }
 
+  /** Returns one of `allRuns`, null if there is no such run. */
   run(id: string): RunRow | null {
-    return this.byId.get(id) ?? null;
+    return this.byId.get(id) ?? this.allRuns.find(({ run_id }) => run_id === id) ?? null;
   }
 
   /** Returns the pool that is used in place of one that can't be reached, if no pool is named; "" if it can be. */
@@ -97,6 +131,16 @@ export class PoolModel {
   private clearRuns(): void {
     this.byId.clear();
     this.sorted = null;
+    this.everywhere = null;
+  }
+
+  private collected(): RunsOfPools {
+    if (this.everywhere) return this.everywhere;
+    const others = this.listed.filter(({ pool }) => pool !== this.name);
+    const pools = new Map(others.flatMap(({ pool, runs }) => runs.map(({ run_id }) => [run_id, pool] as const)));
+    const runs = [...this.runs, ...others.flatMap((each) => each.runs)].sort(newestFirst).slice(0, MAX_RUNS);
+    this.everywhere = { runs, pools };
+    return this.everywhere;
   }
 
   /** Filters out late updates of the previous pool. */

@@ -149,7 +149,10 @@ export const runsUpdate = record({
 });
 export type RunsUpdate = Of<typeof runsUpdate>;
 
-export const poolsUpdate = record({ kind: oneOf("pools"), pools: list(poolChoice) });
+export const poolRuns = record({ pool: str, runs: list(runRow) });
+export type PoolRuns = Of<typeof poolRuns>;
+
+export const poolsUpdate = record({ kind: oneOf("pools"), pools: list(poolChoice), runs: list(poolRuns) });
 export type PoolsUpdate = Of<typeof poolsUpdate>;
 
 export const stateUpdate = kinds({

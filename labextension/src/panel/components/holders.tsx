@@ -10,7 +10,9 @@ const MAX_HOLDERS = 4;
 export function Holders({ run, now }: { run: RunRow; now: number }) {
   const model = usePanel();
   const t = useTranslate();
-  const holders = holdersOf(run, model.pool.runs);
+  const isShown = model.pool.poolOf(run.run_id) === model.pool.name;
+  // of other pools too few runs are known
+  const holders = isShown ? holdersOf(run, model.pool.runs) : [];
   if (holders.length === 0) return null;
   const more = holders.length - MAX_HOLDERS;
   return (

@@ -14,6 +14,8 @@ interface Props {
   readonly isCompared: boolean;
   /** Text that names the runs whose devices the run waits for, "" for none. */
   readonly heldBy: string;
+  /** Name of the run's pool, "" if there is only one. */
+  readonly pool: string;
   /** Whether the row is the list's tab stop. */
   readonly isTabStop: boolean;
   readonly index: number;
@@ -25,12 +27,12 @@ interface Props {
 }
 
 /** A run in the list. A click opens the run's view if the host can show it; the button beside it shows the actions. */
-export function RunRow({ run, now, isOpen, isOwn, isCompared, heldBy, isTabStop, index, count, onOpen, onCompare, onFocus }: Props) {
+export function RunRow({ run, now, isOpen, isOwn, isCompared, heldBy, pool, isTabStop, index, count, onOpen, onCompare, onFocus }: Props) {
   const { host } = usePanel();
   const t = useTranslate();
   const [notebook, name] = runNames(run);
   const opensView = host.openRun !== undefined && run.here;
-  const summary = runSummary(run, now, t);
+  const summary = [pool, runSummary(run, now, t)].filter(Boolean).join(" · ");
   return (
     <div class={`sgpu-run-row${isOpen ? " sgpu-open-row" : ""}`} role="listitem" aria-setsize={count} aria-posinset={index + 1}>
       <div class="sgpu-run-line">

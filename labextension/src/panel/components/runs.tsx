@@ -24,7 +24,7 @@ const MAX_COMPARED = 2;
 /** Show the search field only above this many runs. */
 const SEARCH_ABOVE = 5;
 
-/** The pool's queue, and its running and recent runs, newest first. */
+/** The queued, running and recent runs of all pools, newest first. */
 export function Runs() {
   const { pool, notebook } = usePanel();
   const t = useTranslate();
@@ -32,15 +32,16 @@ export function Runs() {
   const filter = parseFilter(stored);
   if (!pool.snapshot && !pool.hasRuns) return null;
   const [name, kernel] = [notebook?.link.name ?? "", notebook?.link.kernel ?? ""];
-  const runs = filterRuns(pool.runs, filter, name, kernel, pool.now_s);
+  const runs = filterRuns(pool.allRuns, filter, name, kernel, pool.now_s);
   return (
     <Section title={t("Runs")} name="runs">
-      {(pool.runs.length > SEARCH_ABOVE || hasFilter(filter)) && (
+      {pool.away.length > 0 && <p class="sgpu-note">{t("%1 can't be reached now: the list has none of its newer runs.", pool.away.join(", "))}</p>}
+      {(pool.allRuns.length > SEARCH_ABOVE || hasFilter(filter)) && (
         <Filter
           filter={filter}
           onChange={(next) => setStored(JSON.stringify(next))}
           hasNotebook={notebook !== null}
-          notebooks={notebooksOf(pool.runs)}
+          notebooks={notebooksOf(pool.allRuns)}
         />
       )}
       {runs.length > 0 ? (
@@ -163,7 +164,9 @@ function RunList({ runs, notebook, kernel }: { runs: readonly Run[]; notebook: s
   const { from_px, view_px, scrollTo } = useVisibleRange(box);
   const now = useNow(runs.some(({ final }) => !final));
 
-  const heldBy = holderLabels(pool.runs, now, t);
+  const holders = holderLabels(pool.runs, now, t);
+  // of other pools too few runs are known
+  const heldBy = (run: Run) => (pool.poolOf(run.run_id) === pool.name ? holders(run) : "");
   const tops = [0];
   for (const run of runs) {
     const more_px = (heldBy(run) === "" ? 0 : HELD_LINE_PX) + (run.run_id === opened ? actions_px : 0);
@@ -242,6 +245,7 @@ function RunList({ runs, notebook, kernel }: { runs: readonly Run[]; notebook: s
               isOwn={isOwn(run, notebook, kernel)}
               isCompared={compared.includes(run.run_id)}
               heldBy={heldBy(run)}
+              pool={pool.pools.length > 1 ? pool.poolOf(run.run_id) : ""}
               isTabStop={first + index === tabStopIndex || (index === 0 && (tabStopIndex < first || tabStopIndex >= last))}
               index={first + index}
               count={runs.length}
