@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import socket
@@ -18,6 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import quote, unquote, urlsplit
 
+import msgspec
+
 from sgpu_magic.files.atomic_file import read_json
 from sgpu_magic.files.tracking_progress import Progress
 from sgpu_magic.server.page_schema import MlflowAddress, PageMlflow
@@ -25,6 +26,7 @@ from sgpu_magic.server.run_places import RunLocation
 from sgpu_magic.system.background_command import BackgroundCommand
 from sgpu_magic.views.format_run import page_url
 from sgpu_magic.wire.base import Record
+from sgpu_magic.wire.decoding import JsonDecoder
 from sgpu_magic.wire.run import RUN_RECORD
 from sgpu_magic.wire.tracking import TrackedRun
 
@@ -51,6 +53,8 @@ for name in ("mlflow", "mlflow-skinny"):
         pass
 print(json.dumps([pages, version]))
 """
+# whether MLflow's pages are there, and its version
+_PROBED = JsonDecoder(tuple[bool, str])
 
 
 class MlflowUiFailed(Exception):
@@ -226,10 +230,9 @@ def _probe(python: str) -> tuple[bool, str]:
         ended = subprocess.run(
             [python, "-c", _PROBE], env=environ, stdin=subprocess.DEVNULL, capture_output=True, timeout=_PROBE_S
         )
-        pages, version = json.loads(ended.stdout)
-    except (OSError, ValueError, subprocess.TimeoutExpired):
+        return _PROBED.decode(ended.stdout)
+    except (OSError, msgspec.DecodeError, subprocess.TimeoutExpired):
         return False, ""
-    return pages, version
 
 
 def _install_command(python: str) -> str:

@@ -28,7 +28,7 @@ from sgpu_magic.cli import copying
 from sgpu_magic.cli.headless import cell_end, formats
 from sgpu_magic.client import ledger as client_ledger
 from sgpu_magic.client import mirror, pools_file, run_files, this_machine, upload_files
-from sgpu_magic.config import Settings
+from sgpu_magic.config import Settings, load_settings
 from sgpu_magic.errors import SgpuError, UsageError
 from sgpu_magic.files import atomic_file, run_directory
 from sgpu_magic.functions.compat.notebook import execution
@@ -92,6 +92,7 @@ OWN = {
     "packages/named_environments.py:base_list": "a file of this package",
     "pool/__main__.py:_run": "the order of the client that starts it",
     "runs/replay/circumstances.py:_probe": "what a program of ours printed",
+    "server/mlflow_ui.py:_PROBED": "what a program of ours printed",
     "runtime.py:upload_path": "a variable that the agent sets",
     "system/process_settings/rank_settings.py:RankSettings._apply": "settings that the kernel encoded",
     "system/process_settings/rank_settings.py:RankSettings._imported": "settings that the kernel encoded",
@@ -276,6 +277,7 @@ READERS: dict[str, Reader] = {
         hostile_msgpack,
     ),
     "client/pools_file.py:parse": Reader(of_file(pools_file.read_pools), hostile_toml, (UsageError,)),
+    "config/__init__.py:_parse": Reader(in_config(load_settings), hostile_toml, (UsageError,)),
     "config/__init__.py:settings_in_file": Reader(in_config(this_machine.stated_settings), hostile_toml, (UsageError,)),
     "client/upload_files.py:_decoder": decoder(upload_files._decoder),
     "files/run_directory.py:_decoder": Reader(feed_events, hostile_msgpack),
