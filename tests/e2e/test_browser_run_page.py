@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from axe_pages import axe_problems
 from browsers import OpenNotebook, has_browser
 from homes import Home
 from jupyter_servers import JupyterServer, new_notebook
@@ -118,6 +119,41 @@ def test_a_runs_tab_is_its_page_and_two_runs_are_compared(notebook: OpenNotebook
     expect(lines.locator(".sgpu-diff-new")).to_contain_text(["--timeout 9m", "round(2 / (1 + rate)"])
     expect(compared.locator("tr.sgpu-differs").filter(has_text="--timeout")).to_contain_text("5 min9 min")
     notebook.picture("run-comparison")
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_a_runs_tab_and_the_comparison_are_reached_by_keyboard_and_please_axe(
+    lab: JupyterServer, browser: Browser, front_end: Path, theme: str
+) -> None:
+    name = f"keys-{theme}.ipynb"
+    new_notebook(lab.home.work / name, LOAD, TRAIN, TRAIN.replace("--timeout 5m", "--timeout 9m"))
+    # as high as the page: axe can't check the colours of content that is scrolled out of sight
+    notebook = OpenNotebook(lab, browser, name, size=(1440, 2000), dark=theme == "dark")
+    page = notebook.page
+    found: dict[str, list[str]] = {}
+    try:
+        notebook.kernel_ready()
+        for cell in range(3):
+            notebook.run(cell)
+        page.get_by_role("tab", name="GPU environment").click()
+        runs = page.locator("#sgpu-panel .sgpu-run-row").filter(has_text=name)
+        expect(runs).to_have_count(2, timeout=30_000)
+        runs.nth(0).locator(".sgpu-run-head").press("Enter")
+        shown = page.locator(".sgpu-run-tab").get_by_role("article", name="run page")
+        expect(shown).to_contain_text("checkpoints/rank-1.txt", timeout=20_000)
+        notebook.picture(f"run-page-{theme}")
+        found["run page"] = axe_problems(notebook, front_end, [".sgpu-run-tab"], 20)
+        for run in (runs.nth(1), runs.nth(0)):
+            run.get_by_role("button", name="Actions").press("Enter")
+            run.get_by_role("button", name="Compare").press("Enter")
+        compared = page.locator(".sgpu-comparison-tab").get_by_role("article", name="comparison")
+        expect(compared.locator(".sgpu-diff-new")).to_contain_text(["--timeout 9m"])
+        notebook.picture(f"comparison-{theme}")
+        found["comparison"] = axe_problems(notebook, front_end, [".sgpu-comparison-tab"], 20)
+        assert not notebook.errors
+    finally:
+        notebook.close()
+    assert not any(found.values()), "\n\n".join(f"{part}: {text}" for part, texts in found.items() for text in texts)
 
 
 TRACKED = """\
