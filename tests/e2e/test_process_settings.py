@@ -189,7 +189,8 @@ def differing(seen: dict[str, str], there: dict[str, str]) -> dict[str, tuple[st
     return {name: (value, there[name]) for name, value in seen.items() if there[name] != value}
 
 
-def test_a_plain_notebook_has_no_settings_to_send(kernel: Kernel):
+def test_a_plain_notebook_has_no_settings_to_send(new_kernel):
+    kernel: Kernel = new_kernel()
     kernel.check(
         "from sgpu_magic.system.process_settings.notebook_settings import read_settings\nimport json, warnings"
     )

@@ -97,7 +97,10 @@ def test_torchruns_variables_exactly(kernel: Kernel, home: Home, tmp_path: Path)
 
 def test_a_standby_ranks_loop_and_warnings_are_those_of_the_notebook(kernel: Kernel, home: Home):
     """A rank goes through a cell before it gets one; nothing of that remains."""
-    kernel.check("import os, warnings\nos.environ['PYTHONASYNCIODEBUG'] = '1'\nwarnings.simplefilter('error')")
+    kernel.check(
+        "import os, warnings\nos.environ['PYTHONASYNCIODEBUG'] = '1'\n"
+        "usual = list(warnings.filters)\nwarnings.simplefilter('error')"
+    )
     on_ranks(kernel, "out = None")
     wait_for_standby(home, 2)
     out = on_ranks(
@@ -111,7 +114,7 @@ def test_a_standby_ranks_loop_and_warnings_are_those_of_the_notebook(kernel: Ker
     )
     assert how_it_started(home) == "standby"
     assert out == [[True, False, ["error"], "1"]] * 2
-    kernel.check("del os.environ['PYTHONASYNCIODEBUG']\nwarnings.resetwarnings()")
+    kernel.check("del os.environ['PYTHONASYNCIODEBUG']\nwarnings.filters[:] = usual\ndel usual")
 
 
 def test_the_process_group_is_ready(kernel: Kernel):
