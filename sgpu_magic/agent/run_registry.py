@@ -36,7 +36,7 @@ _KEEP_DELAY_S = 2.0
 # unfetched results are dropped with their run after this
 _RESULTS_KEPT_S = 600.0
 # a run that was hit by a fault has this long, besides its grace, to end normally
-_FAULT_S, _FAULT_LOOK_S = 3.0, 0.2
+_FAULT_S, _FAULT_POLL_S = 3.0, 0.2
 _FAULT_CHARS = 2_000
 
 
@@ -139,7 +139,7 @@ class RunRegistry:
         else:
             self._struck.add(run_id)
             grace_s = run.launch.spec.grace_s or 0.0
-            self._loop.call_later(_FAULT_LOOK_S, self._see_it_end, run, words, self._loop.time() + grace_s + _FAULT_S)
+            self._loop.call_later(_FAULT_POLL_S, self._see_it_end, run, words, self._loop.time() + grace_s + _FAULT_S)
             try:
                 run.fail_whole(FailureKind.INTERNAL, words)
             except Exception as second:  # noqa: BLE001  a guard: its stop path is broken too
@@ -154,7 +154,7 @@ class RunRegistry:
             elif self._loop.time() > until or (isinstance(run, FreshRun | NodeSession) and run.group.is_dead()):
                 self._abandon(run, words)
             else:
-                self._loop.call_later(_FAULT_LOOK_S, self._see_it_end, run, words, until)
+                self._loop.call_later(_FAULT_POLL_S, self._see_it_end, run, words, until)
 
     def _abandon(self, run: NodeRun, words: str) -> None:
         """End a run by force when a fault prevents it from ending normally."""

@@ -63,7 +63,7 @@ _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _RELAYED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 # time for ranks to exit in addition to their grace, and the polling interval
 _STOP_S = 7.0
-_STOP_LOOK_S = 0.02
+_STOP_POLL_S = 0.02
 
 
 class Agent:
@@ -194,7 +194,7 @@ class Agent:
         if all(run.has_exited for run in self._runs.all()) or self._loop.time() > self._stop_by:
             self._finish()
         else:
-            self._loop.call_later(_STOP_LOOK_S, self._await_ends)
+            self._loop.call_later(_STOP_POLL_S, self._await_ends)
 
     def _relay(self, number: int) -> None:
         """Send a signal to the ranks that handle it; it would end the others."""

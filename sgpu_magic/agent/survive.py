@@ -33,7 +33,7 @@ from sgpu_magic.wire.devices import Inventory
 from sgpu_magic.wire.node import AgentReady, HeldRun, InventoryTaken
 from sgpu_magic.wire.pool_status import PROTOCOL_VERSION
 
-_LOOK_S = 0.25
+_POLL_S = 0.25
 # finished runs wait this long: a notebook that follows one starts the next service within a second or two
 _OVER_S = 5.0
 # the agent starts the next service itself only after this, so that a notebook can do it first
@@ -172,7 +172,7 @@ class Orphaned:
 
     def _check_service(self) -> None:
         # scheduled first: the agent ends in time even if the code below raises
-        self._timer = self._loop.call_later(_LOOK_S, self._check_service)
+        self._timer = self._loop.call_later(_POLL_S, self._check_service)
         wanted = False
         for run in self.runs.all():
             spec = run.launch.spec

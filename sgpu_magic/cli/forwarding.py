@@ -26,8 +26,8 @@ from sgpu_magic.wire.streams import OpenStream, StreamClosed, StreamOpened
 _LOOPBACK = "127.0.0.1"
 _PORTS = re.compile(r"(?:(?P<local>[0-9]{1,5}):)?(?P<remote>[0-9]{1,5})")
 _MOST_PORT = 65535
-_LOOK_S = 0.5
-_ANSWER_S = 15.0
+_POLL_S = 0.5
+_ANSWER_TIMEOUT_S = 15.0
 _WATCH = 1
 
 
@@ -90,7 +90,7 @@ class Forwarder:
     async def serve(self) -> str | None:
         """Forward until the run ends and return a message about its end; None after `stop`."""
         while not self._over.done():
-            await asyncio.wait((self._over,), timeout=_LOOK_S)
+            await asyncio.wait((self._over,), timeout=_POLL_S)
             if self._link.lost.is_set():
                 return f"{self._link.title} has ended"
         return self._over.result()
@@ -129,11 +129,11 @@ class Forwarder:
         self._opening[order.stream] = answer
         self._send(order, ())
         try:
-            return await asyncio.wait_for(answer, _ANSWER_S)
+            return await asyncio.wait_for(answer, _ANSWER_TIMEOUT_S)
         except TimeoutError:
             # the stream may be open at the pool if the reply was lost
             self._send(StreamClosed(stream=order.stream), ())
-            raise PoolError(f"{self._link.title} did not answer within {_ANSWER_S:.0f} s.") from None
+            raise PoolError(f"{self._link.title} did not answer within {_ANSWER_TIMEOUT_S:.0f} s.") from None
         finally:
             self._opening.pop(order.stream, None)
 

@@ -35,7 +35,7 @@ from sgpu_magic.wire.files import (
 )
 
 # after this long without a reply, ask the pool how many bytes it has
-_ANSWER_S = 15.0
+_ANSWER_TIMEOUT_S = 15.0
 # a slower reply shrinks the window, so that other messages get through a slow line
 _SLOW_S = 0.5
 _FIRST_WINDOW = 4
@@ -189,7 +189,7 @@ class BlobSender:
 def _found(answer: Answer, kind: type[A]) -> A | None:
     """Return the pool's reply, None on timeout: the link may be broken and reconnect."""
     with contextlib.suppress(TimeoutError):
-        return answer.of(kind, _ANSWER_S)
+        return answer.of(kind, _ANSWER_TIMEOUT_S)
     return None
 
 

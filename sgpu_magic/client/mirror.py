@@ -32,7 +32,7 @@ MIRRORS = "remote"
 
 _MOST_RUNS = 200
 _WINDOW = 16
-_ANSWER_S = 60.0
+_ANSWER_TIMEOUT_S = 60.0
 # after this long without a reply, readers of a log show its local part
 _LOG_PATIENCE_S = 5.0
 SENT = "sent"
@@ -193,7 +193,7 @@ class Mirror:
 
 def _found(link: PoolLink, answer: Answer, kind: type[A], patience_s: float | None = None) -> A:
     """Wait for an answer; without `patience_s`, also wait for a broken link to be restored."""
-    wait_s = _ANSWER_S if patience_s is None else patience_s
+    wait_s = _ANSWER_TIMEOUT_S if patience_s is None else patience_s
     with answer:
         while True:
             try:

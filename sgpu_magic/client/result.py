@@ -31,7 +31,7 @@ _TEXT_STYLE = "margin:0;white-space:pre-wrap;font-family:var(--jp-code-font-fami
 # maximum number of characters in all tables together
 _TABLES_LIMIT = 50_000
 _TRACKED_S = 10.0
-_LOOK_S = 0.1
+_POLL_S = 0.1
 
 
 class RunResult:
@@ -96,7 +96,7 @@ class RunResult:
             self._ask_tracked()
             until = time.monotonic() + _TRACKED_S
             while not self._find_mlflow_run() and time.monotonic() < until:
-                time.sleep(_LOOK_S)
+                time.sleep(_POLL_S)
         return self._mlflow_run_id
 
     def _find_mlflow_run(self) -> str:

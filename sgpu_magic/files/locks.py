@@ -16,7 +16,7 @@ LOCK_FILE = os.O_RDWR | os.O_CREAT
 """The flags for opening a lock file."""
 
 # pause before a lock that is held by a probe is tried again
-_LOOK_S = 0.001
+_POLL_S = 0.001
 
 
 class HeldLock:
@@ -108,7 +108,7 @@ def take_lock_or_none(path: Path, flags: int = LOCK_FILE) -> HeldLock | None:
         if is_locked(path):
             return None
         # the lock was held by a probe, which has ended by now
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
     return held
 
 

@@ -11,7 +11,7 @@ from sgpu_magic.runs.sessions import registry
 from sgpu_magic.wire.client import Warm
 
 _RENEW_S = 20.0
-_LOOK_S = 0.2
+_POLL_S = 0.2
 
 
 class WarmPool:
@@ -38,7 +38,7 @@ class WarmPool:
             # a connected session keeps its own standby group, on its own devices
             self._ranks = 0
         now = time.monotonic()
-        if now - self._looked_at < _LOOK_S:
+        if now - self._looked_at < _POLL_S:
             # check at most once per interval: installing packages takes longer
             return
         interpreter, self._looked_at = this_interpreter(), now

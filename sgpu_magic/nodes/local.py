@@ -55,8 +55,8 @@ _CONNECT_S = 1.0
 _END_S = 5.0
 # an agent that outlived its service sends its `AgentReady` within milliseconds, or seconds where drivers are slow;
 # clients wait longer for the pool's replies
-_ANSWER_S = 8.0
-_LOOK_S = 0.005
+_ANSWER_TIMEOUT_S = 8.0
+_POLL_S = 0.005
 
 
 class LocalEngine(Engine):
@@ -89,14 +89,14 @@ class LocalEngine(Engine):
         super().start(listener)
         self._agent.listen(self._on_message, self._agent_lost)
         if self._agent.is_adopted:
-            asyncio.get_running_loop().call_later(_ANSWER_S, self._replace_if_silent, self._agent)
+            asyncio.get_running_loop().call_later(_ANSWER_TIMEOUT_S, self._replace_if_silent, self._agent)
 
     def _replace_if_silent(self, agent: LocalAgent) -> None:
         """End an adopted agent that has not sent `AgentReady`: it is stopped or hangs. Its end starts the next one."""
         if agent is self._agent and HERE not in self._channels:
             processes.write_log(
-                f"the agent of an earlier pool service (process {agent.pid}) did not answer within {_ANSWER_S:.0f} s; "
-                "it is ended and replaced\n"
+                f"the agent of an earlier pool service (process {agent.pid}) did not answer within "
+                f"{_ANSWER_TIMEOUT_S:.0f} s; it is ended and replaced\n"
             )
             agent.kill()
 
@@ -323,7 +323,7 @@ class LocalAgent:
     def _reap(self, child: subprocess.Popen[bytes], give_up_at: float, done: Callable[[], None]) -> None:
         loop = asyncio.get_running_loop()
         if child.poll() is None and loop.time() < give_up_at:
-            loop.call_later(_LOOK_S, self._reap, child, give_up_at, done)
+            loop.call_later(_POLL_S, self._reap, child, give_up_at, done)
             return
 
         def ended() -> None:

@@ -29,7 +29,7 @@ from sgpu_magic.wire.rank_events import RankSample, Sampled
 
 # an MLflow page may appear this long after the run's end
 _LATE_S = 60.0
-_LOOK_EVERY_S = 5.0
+_POLL_S = 5.0
 # a comparison of more can't be read
 _MOST_PARAMETERS = 20
 _NOWHERE = RunDirectoryInfo()
@@ -87,7 +87,7 @@ class RunFilesOfPool:
             parameters = self._parameters(run_id) if location.parameters is None else location.parameters
             location = RunDirectoryInfo(here=True, tracked_url=self._url(run_id), parameters=parameters)
             over = run.state.is_final and now - (run.ended_at or run.submitted_at) > _LATE_S
-            self._known[run_id] = location, float("inf") if over or location.tracked_url else clock + _LOOK_EVERY_S
+            self._known[run_id] = location, float("inf") if over or location.tracked_url else clock + _POLL_S
         return location
 
     def _parameters(self, run_id: str) -> tuple[RunParameter, ...] | None:

@@ -30,7 +30,7 @@ from sgpu_magic.wire.run import Owner
 _TAKEN_OVER = "the pool service ended unexpectedly; a new one was started and has taken over the run"
 _LOST = "the pool service and the agent of its ranks ended unexpectedly"
 _NOT_AGAIN = "the pool service ended while the run waited in its queue, and its notebook did not submit it again"
-_LOOK_S = 0.25
+_POLL_S = 0.25
 
 
 class Adoption:
@@ -142,7 +142,7 @@ class Adoption:
                 else:
                     waits = True
         if waits:
-            self._loop.call_later(_LOOK_S, self._check)
+            self._loop.call_later(_POLL_S, self._check)
 
     def _close(self, run_id: str, why: str) -> None:
         """Write the final event of a lost run; its logs stay."""

@@ -27,7 +27,7 @@ from sgpu_magic.wire.pool_status import (
     socket_file,
 )
 
-_LOOK_S = 2.0
+_POLL_S = 2.0
 _WARN_BEFORE_S = 300.0
 
 
@@ -123,7 +123,7 @@ class PoolPresence:
                 self.announce()
         except (OSError, UsageError, AlreadyRunning) as error:
             failed("one of its directories was removed and can't be recreated", error)
-        asyncio.get_running_loop().call_later(_LOOK_S, self.restore_files, listen, failed)
+        asyncio.get_running_loop().call_later(_POLL_S, self.restore_files, listen, failed)
 
     def _replace_runtime(self) -> None:
         try:

@@ -35,7 +35,7 @@ _RECEIVED_AHEAD = 64
 # messages that are queued for one client; further ones are dropped, which `Pong.behind` reports
 _SENT_AHEAD = 10_000
 _LONGEST_INSTANCE = 64
-_LOOK_S = 2.0
+_POLL_S = 2.0
 _LINGER_MS = 1000
 
 _EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
@@ -84,7 +84,7 @@ class RemoteClients(Router):
         )
         self._clients = listening.clients
         self._timeout_s = listening.timeout_s
-        self._interval_s = min(_LOOK_S, self._timeout_s / 4)
+        self._interval_s = min(_POLL_S, self._timeout_s / 4)
         # by public key and instance, which stay the same across a client's connections
         self._known: dict[tuple[str, str], ConnectedClient] = {}
         # the connection's descriptor in this process, and its inode, since descriptor numbers are reused

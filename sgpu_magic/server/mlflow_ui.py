@@ -31,10 +31,10 @@ from sgpu_magic.wire.run import RUN_RECORD
 from sgpu_magic.wire.tracking import TrackedRun
 
 _LOOPBACK = "127.0.0.1"
-_WAIT_S = 10.0
-_LOOK_S = 0.1
-_ANSWER_S = 2.0
-_PROBE_S = 20.0
+_START_WAIT_S = 10.0
+_POLL_S = 0.1
+_ANSWER_TIMEOUT_S = 2.0
+_PROBE_TIMEOUT_S = 20.0
 # prints the URI of a pool's default store on the pool's machine
 _DEFAULT_STORE = "python -c 'import sgpu_magic; print(sgpu_magic.tracking_uri())'"
 # a request to the loopback interface never goes through a proxy
@@ -43,8 +43,8 @@ _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 _PROBE = """\
 import importlib.metadata, importlib.util, json, os
 spec = importlib.util.find_spec("mlflow")
-places = list(spec.submodule_search_locations or ()) if spec else []
-pages = any(os.path.isfile(os.path.join(place, "server/js/build/index.html")) for place in places)
+folders = list(spec.submodule_search_locations or ()) if spec else []
+pages = any(os.path.isfile(os.path.join(folder, "server/js/build/index.html")) for folder in folders)
 version = ""
 for name in ("mlflow", "mlflow-skinny"):
     try:
@@ -119,7 +119,7 @@ class MlflowUis:
         wait_s: Seconds that a request waits for one to come up.
     """
 
-    def __init__(self, wait_s: float = _WAIT_S) -> None:
+    def __init__(self, wait_s: float = _START_WAIT_S) -> None:
         self._wait_s = wait_s
         self._lock = threading.Lock()
         self._running: dict[str, _MlflowUi] = {}
@@ -136,10 +136,10 @@ class MlflowUis:
         deadline = time.monotonic() + self._wait_s
         while not ui.answers():
             if not ui.command.is_running:
-                raise MlflowUiFailed(self._end(store, ui))
+                raise MlflowUiFailed(self._forget_ended(store, ui))
             if time.monotonic() > deadline:
                 return MlflowAddress(url="", port=ui.port, host=socket.gethostname())
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
         path = f"experiments/{quote(tracked.experiment_id, safe='')}/runs/{quote(tracked.mlflow_run_id, safe='')}"
         return MlflowAddress(url=f"{ui.url}/#/{path}", port=ui.port, host=socket.gethostname())
 
@@ -166,8 +166,8 @@ class MlflowUis:
                 ui = self._running[store] = _MlflowUi(_python_with_pages(location), store)
             return ui
 
-    def _end(self, store: str, ui: _MlflowUi) -> str:
-        """Forget one that has ended; return why."""
+    def _forget_ended(self, store: str, ui: _MlflowUi) -> str:
+        """Forget a command that has ended, and return why it ended."""
         output = ui.command.last_output().splitlines()
         ui.command.end()
         with self._lock:
@@ -196,7 +196,7 @@ class _MlflowUi:
 
     def answers(self) -> bool:
         try:
-            with _DIRECT.open(f"{self.url}/health", timeout=_ANSWER_S) as answer:
+            with _DIRECT.open(f"{self.url}/health", timeout=_ANSWER_TIMEOUT_S) as answer:
                 return answer.status == 200
         except OSError:
             return False
@@ -228,7 +228,7 @@ def _probe(python: str) -> tuple[bool, str]:
     environ = os.environ | {"PYTHONSAFEPATH": "1"}
     try:
         ended = subprocess.run(
-            [python, "-c", _PROBE], env=environ, stdin=subprocess.DEVNULL, capture_output=True, timeout=_PROBE_S
+            [python, "-c", _PROBE], env=environ, stdin=subprocess.DEVNULL, capture_output=True, timeout=_PROBE_TIMEOUT_S
         )
         return _PROBED.decode(ended.stdout)
     except (OSError, msgspec.DecodeError, subprocess.TimeoutExpired):

@@ -39,7 +39,7 @@ from sgpu_magic.wire.pool_status import RunSummary
 from sgpu_magic.wire.run import RunSpec
 
 MAX_WAIT_S = 20.0
-_LOOK_EVERY_S = 0.25
+_POLL_S = 0.25
 _DROP_EVERY_MS = 15_000
 _MAX_QUESTION_BYTES = 10_000
 _READ_BYTES = 1 << 20
@@ -150,7 +150,7 @@ class NewsHandler(_Handler):
             if update.is_new(known) or now() >= deadline or self._closed.is_set():
                 break
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._closed.wait(), _LOOK_EVERY_S)
+                await asyncio.wait_for(self._closed.wait(), _POLL_S)
         if not self._closed.is_set():
             answer(self, update)
 

@@ -22,7 +22,7 @@ from sgpu_magic.system.child_process import popen
 _GRACE_S = 3.0
 # for the supervisor to end the command after its grace period
 _END_S = _GRACE_S + 7.0
-_LOOK_S = 0.2
+_POLL_S = 0.2
 _MAX_OUTPUT_BYTES = 8192
 
 
@@ -92,7 +92,7 @@ def _supervise(command: Sequence[str]) -> int:
     )
     try:
         while child.poll() is None:
-            if select.select([sys.stdin], [], [], _LOOK_S)[0]:
+            if select.select([sys.stdin], [], [], _POLL_S)[0]:
                 _terminate(child)
                 break
     finally:

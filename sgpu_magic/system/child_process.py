@@ -25,7 +25,7 @@ Started = tuple[socket.socket, subprocess.Popen[bytes]]
 _REAP_S = 0.05
 # time after which killed processes that do not end are abandoned
 _GIVE_UP_S = 5.0
-_LOOK_S = 0.005
+_POLL_S = 0.005
 
 
 def start(
@@ -118,7 +118,7 @@ def _end_adopted(give_up_at: float, done: Callable[[], None]) -> None:
         loop = asyncio.get_running_loop()
         if loop.time() < give_up_at and (not left or any(map(may_signal, left))):
             # the children of ended processes have been reparented to this process
-            loop.call_later(_LOOK_S if left else 0.0, _end_adopted, give_up_at, done)
+            loop.call_later(_POLL_S if left else 0.0, _end_adopted, give_up_at, done)
             return
         write_log(f"processes that ranks have left can't be ended: {', '.join(map(command_of, left))}\n")
     done()

@@ -50,7 +50,7 @@ _END_S = 3.0
 _CHUNK_BYTES = 1 << 16
 # how long `sync` waits for a run that the pool is writing
 _BUSY_S = 10.0
-_LOOK_S = 0.2
+_POLL_S = 0.2
 
 
 class Inbox:
@@ -167,7 +167,7 @@ def sync() -> None:
             except Busy:
                 if time.monotonic() > until:
                     problem = "the pool is writing it"
-                time.sleep(_LOOK_S)
+                time.sleep(_POLL_S)
             except StoreTroubled as trouble:
                 problem = str(trouble)
                 down = problem if trouble.unreachable else ""

@@ -33,7 +33,7 @@ _SCHEME = "sqlite:///"
 _MAKE_S = 120.0
 # MLflow's migrations write to a new database without such a pause
 _BEING_MADE_S = 10.0
-_LOOK_S = 0.1
+_POLL_S = 0.1
 # as SQLite creates a database with the usual umask
 _OWN_MODE = 0o644
 REQUEST_TIMEOUT_S = 5
@@ -147,7 +147,7 @@ def make_own(settings: Settings, file: Path, directory: Path) -> None:
                 write_whole(file, made.read_bytes(), _OWN_MODE, replace=False)
     until = time.monotonic() + _MAKE_S
     while _is_being_made(file) and time.monotonic() < until:
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
 
 
 def remove_runs(settings: Settings, artifacts: Mapping[str, Path]) -> None:

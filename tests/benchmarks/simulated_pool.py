@@ -30,7 +30,7 @@ from tests.benchmarks.simulation import cluster
 LINE = "step 1200  loss 0.4213  lr 3.0e-4  tokens/s 51200  memory 61.2 GB\n"
 ENDS_PER_S = 5.0
 _TICK_S = 0.02
-_LOOK_S = 0.05
+_POLL_S = 0.05
 
 
 class _Part:
@@ -120,7 +120,7 @@ class SimulatedNodes(Engine):
         """All nodes are looked at at once, as Ray's engine does."""
         if not self._looking:
             self._looking = True
-            self._loop.call_later(_LOOK_S, self._looked)
+            self._loop.call_later(_POLL_S, self._looked)
 
     def _looked(self) -> None:
         self._looking = False

@@ -16,6 +16,7 @@ import pytest
 from kernels import Cell, Home, Kernel, eventually, is_alive, wait_gone
 from pool_client import FollowedRun, PoolClient
 from process_table import memory_files
+from time_limits import GRACE_S
 
 from sgpu_magic.client.run import ClientRun
 from sgpu_magic.errors import RunUnknown
@@ -238,7 +239,7 @@ def test_an_interrupt_only_stops_the_watching(kernel: Kernel, home: Home, word: 
     pressed = time.monotonic()
     kernel.interrupt()
     reply = cell.wait(10)
-    assert time.monotonic() - pressed < 2
+    assert time.monotonic() - pressed < GRACE_S
     assert reply.status == "ok"
     assert f"stopped watching; run {run[:4]} continues" in reply.text
     assert later.wait().status == "ok"
@@ -310,7 +311,7 @@ def test_detaching_from_another_kernel_frees_the_cell(kernel: Kernel, neighbour:
     asked = time.monotonic()
     assert f"run {run_id[:4]} continues without a notebook" in neighbour.check(f"%sgpu_detach {run_id}").text
     reply = cell.wait(10)
-    assert time.monotonic() - asked < 3
+    assert time.monotonic() - asked < GRACE_S
     assert reply.status == "ok"
     assert f"%sgpu_attach {run_id[:4]} shows it and brings value" in reply.text
     assert kernel.check("print('free')").text == "free"
@@ -394,7 +395,7 @@ def test_an_interrupt_is_still_one_when_restarts_detach(home: Home, detaching: K
     pressed = time.monotonic()
     detaching.interrupt()
     assert cell.wait(10).ename == "RunCancelled"
-    assert time.monotonic() - pressed < 3
+    assert time.monotonic() - pressed < GRACE_S
     detaching.check("%unload_ext sgpu_magic\n%load_ext sgpu_magic")
 
 
@@ -444,7 +445,7 @@ def test_an_interrupt_frees_a_cell_whose_pool_was_killed(new_home: Callable[...,
         pressed = time.monotonic()
         kernel.interrupt()
         reply = cell.wait(10)
-        assert time.monotonic() - pressed < 3
+        assert time.monotonic() - pressed < GRACE_S
         assert reply.ename == "RunCancelled", reply.story
         eventually(lambda: not any(is_alive(pid) for pid in pids), 15, "the ranks are gone")
     finally:

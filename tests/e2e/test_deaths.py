@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from culprits import Culprit
 from kernels import Kernel, Reply
+from time_limits import GRACE_S
 
 MEMORY_GROUPS = Path("/sys/fs/cgroup/memory")
 
@@ -59,7 +60,7 @@ def test_death_is_told_whole(kernel: Kernel, death: str, says: str):
     count = kernel.check("pass").execution_count + 1
     reply = kernel.run("%%distributed -n 4\n" + WAIT_IN_TWO.format(death=death))
     assert reply.ename == "WorkerDied", reply.story
-    assert after_begin(reply) < 0.4 + 1
+    assert after_begin(reply) < 0.4 + GRACE_S
     reported = reply.traceback
     assert re.search(rf"rank 1 of 4 \(process \d+\) {says}", reported), reported
     # C code crashes at its own line; a kill may be seen 50 ms before
@@ -220,5 +221,5 @@ def test_an_error_frees_ranks_that_do_something_else(kernel: Kernel, others: str
         f"{others}"
     )
     assert (reply.ename, reply.evalue) == ("ValueError", "NaN in batch 118"), reply.story
-    assert reply.seconds < 0.4 + 1.5
+    assert reply.seconds < 0.4 + GRACE_S
     check_next(kernel)

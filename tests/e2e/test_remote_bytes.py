@@ -219,7 +219,7 @@ def test_a_long_upload_says_how_far_it_is(lone: ServedPool, line: Proxy):
 
 @pytest.mark.slow
 def test_an_upload_says_that_the_line_is_silent(lone: ServedPool, line: Proxy, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(blob_sender, "_ANSWER_S", 0.3)
+    monkeypatch.setattr(blob_sender, "_ANSWER_TIMEOUT_S", 0.3)
     monkeypatch.setattr(remote_transport, "_SILENT_S", 0.5)
     user = lone.user("emil", address=line.address)
     client = user.new_client()

@@ -165,7 +165,7 @@ def _next_cell_runs(stage: Stage) -> None:
 def _check_rows(stage: Stage, situation: Situation, run: Ending, ahead: Ending | None, *, in_words: bool) -> None:
     """The ledger says how every run ended."""
     # a cell ends a moment before the ledger is written
-    eventually(lambda: {row.state for row in stage.home.ledger().values()} <= _FINAL, 2, "the last row")
+    eventually(lambda: {row.state for row in stage.home.ledger().values()} <= _FINAL, 10, "the last row")
     rows = stage.home.ledger()
     assert rows[situation.run_id].state == run.state, rows[situation.run_id]
     if in_words:

@@ -66,5 +66,6 @@ tcp_proxy             a connection between two programs that can be cut, silence
 tracking_writers      the tracking writer's process without a pool, and MLflow's view of its runs
 two_machines          two Pythons with different packages, two state folders, and a network namespace
 typed_sample          a typed program that uses the public API, for pyright
+time_limits           how long something may take that waits for nothing
 waiting               waiting for a condition with a deadline, instead of sleeping
 """

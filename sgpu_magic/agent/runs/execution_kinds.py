@@ -48,7 +48,7 @@ _LEAVE_DELAY_S = 0.03
 _SETTLED_S = 0.05
 # ranks that end early have this long to write the trace of `--profile`
 _TRACE_S = 15.0
-_TRACE_LOOK_S = 0.1
+_TRACE_POLL_S = 0.1
 SHOWN_AFTER_S = 0.2
 """Work that ranks finish within this time is not shown."""
 
@@ -272,7 +272,7 @@ class FreshRun(Execution):
             return
         if self.launch.spec.profile and not self._reports.complete and self._loop.time() < self._traces_until:
             # SIGTERM would end a rank before it has written its trace
-            self._later(_TRACE_LOOK_S, self._release_ranks)
+            self._later(_TRACE_POLL_S, self._release_ranks)
             return
         grace_s = self.grace_s if cancelled else self._survivors_grace_s
         cut_off = self._note_cut_off if self._final_state is RunState.FAILED else lambda: None

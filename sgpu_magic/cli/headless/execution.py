@@ -43,7 +43,7 @@ _SAVE_EVERY_S = 20.0
 _INTERRUPTED_S = 15.0
 _SHUTDOWN_S = 20.0
 # a kernel that has just reported an exception is idle
-_ANSWER_S = 10.0
+_ANSWER_TIMEOUT_S = 10.0
 _SHOWN_LINES = 40
 _LONGEST_FOLDER = 80
 
@@ -222,11 +222,11 @@ class NotebookRun:
     async def _end(self, client: _Client) -> CellEnd:
         """Ask the kernel how the failed cell ended; a plain failure if it does not answer."""
         kernel: Any = client.kc
-        deadline = time.monotonic() + _ANSWER_S
+        deadline = time.monotonic() + _ANSWER_TIMEOUT_S
         while time.monotonic() < deadline:
             try:
                 reply = await kernel.execute(
-                    "", silent=True, user_expressions={"end": EXPRESSION}, reply=True, timeout=_ANSWER_S
+                    "", silent=True, user_expressions={"end": EXPRESSION}, reply=True, timeout=_ANSWER_TIMEOUT_S
                 )
             except (TimeoutError, RuntimeError):
                 break

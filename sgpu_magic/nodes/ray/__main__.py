@@ -48,8 +48,8 @@ _LIMIT_S = 45.0
 # a group that fits is created within milliseconds; after this time the group is reported to the engine as pending
 _SOON_S = 3.0
 # polled, because Ray's wait raises an error without a specific type if the group is removed meanwhile
-_FIRST_LOOK_S = 0.004
-_LOOK_S = 0.25
+_FIRST_POLL_S = 0.004
+_POLL_S = 0.25
 # Ray raises these besides its own errors, for names and ids that the cluster may have forgotten
 _RAYS = (RayError, ValueError, RuntimeError, ConnectionError, TimeoutError)
 
@@ -193,7 +193,7 @@ class ClusterProcess:
         try:
             async with self._turn(order.run_id):
                 group = await self._call(cluster.find_or_make, order, self._name(order.run_id))
-            began, wait_s, reported = self._loop.time(), _FIRST_LOOK_S, ""
+            began, wait_s, reported = self._loop.time(), _FIRST_POLL_S, ""
             while self._asked.get(order.run_id) is order:
                 state = await self._call(cluster.state_of, group)
                 soon = self._loop.time() - began < _SOON_S
@@ -210,7 +210,7 @@ class ClusterProcess:
                     reported = state
                     self._say(LeaseWaits(run_id=order.run_id))
                 await asyncio.sleep(wait_s)
-                wait_s = min(2 * wait_s, _LOOK_S)
+                wait_s = min(2 * wait_s, _POLL_S)
         except _RAYS as error:
             if self._asked.get(order.run_id) is order:
                 del self._asked[order.run_id]

@@ -39,7 +39,7 @@ _START_S = 180.0
 _WORDS = re.compile(r"pool \S+ · engine ray · (?P<address>tcp://\S+) · .*--key '(?P<key>[^']{40})'")
 # a reachable head node answers in milliseconds
 _FIRST_S = 5.0
-_ANSWER_S = 60.0
+_ANSWER_TIMEOUT_S = 60.0
 _AGAIN_S = 1.0
 # what Ray's dashboard answers, with status 500, before its agents have started
 _NO_AGENT = "No available agent"
@@ -231,7 +231,7 @@ class JobsApi:
 
     def submit(self, request: Mapping[str, object]) -> None:
         """Submit a job: the fields of Ray's `JobSubmitRequest`. Retries for 60 s while a new cluster accepts none."""
-        deadline = time.monotonic() + _ANSWER_S
+        deadline = time.monotonic() + _ANSWER_TIMEOUT_S
         while True:
             try:
                 self._ask("POST", "/api/jobs/", json.dumps(request).encode())
@@ -264,7 +264,13 @@ class JobsApi:
             raise PoolError(f"{self.address} does not answer like Ray's dashboard. Is the address right?") from None
 
     def _ask(
-        self, method: str, path: str, data: bytes | None = None, *, missing: bool = False, timeout_s: float = _ANSWER_S
+        self,
+        method: str,
+        path: str,
+        data: bytes | None = None,
+        *,
+        missing: bool = False,
+        timeout_s: float = _ANSWER_TIMEOUT_S,
     ) -> bytes | None:
         request = urllib.request.Request(self.address + path, data, self._headers, method=method)
         if data is not None:

@@ -47,11 +47,11 @@ _BUSY_S, _IDLE_S = 1.0, 5.0
 P = ParamSpec("P")
 _TEND_S = 1.0
 # a granted lease waits at most this long for the probe of a node that has just joined
-_LOOK_S = 15.0
+_PROBE_PATIENCE_S = 15.0
 # number of retries for a cluster that does not answer, before the pool gives up
 _SILENT_TRIES = 2
 # an inventory request is answered with the last known one if Ray does not answer within this time
-_ANSWER_S = 2.0
+_ANSWER_TIMEOUT_S = 2.0
 
 
 class RayEngine(Engine):
@@ -115,7 +115,7 @@ class RayEngine(Engine):
         if not self._asked_for_inventory:
             self._asked_for_inventory = True
             # if Ray hangs, the last known inventory is sent
-            self._loop.call_later(_ANSWER_S, self._publish_inventory)
+            self._loop.call_later(_ANSWER_TIMEOUT_S, self._publish_inventory)
         self._watch()
 
     def _publish_inventory(self) -> None:
@@ -160,7 +160,7 @@ class RayEngine(Engine):
     def _ready(self, ready: LeaseReady) -> None:
         since, _ = self._early.pop(ready.run_id, (self._loop.time(), ready))
         known = all(part.node in self._facts and leases.is_known(self._facts[part.node]) for part in ready.parts)
-        if ready.run_id in self._asked and not known and self._loop.time() - since < _LOOK_S:
+        if ready.run_id in self._asked and not known and self._loop.time() - since < _PROBE_PATIENCE_S:
             # a node has just joined: wait for the probe of its GPUs
             self._early[ready.run_id] = since, ready
             self._watch()

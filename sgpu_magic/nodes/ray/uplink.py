@@ -46,7 +46,7 @@ SILENT_S = 3.5
 _LINGER_MS = 1000
 # the agent's own shutdown includes a grace period for its ranks; after this time it is killed
 _END_S = 15.0
-_LOOK_S = 0.05
+_POLL_S = 0.05
 
 # variables of Ray's worker process that the ranks must not inherit
 _RAYS_OWN = ("RAY_", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS")
@@ -296,7 +296,7 @@ class Uplink:
     def _await_end(self) -> None:
         """Poll for the agent's exit; heartbeats continue meanwhile."""
         if not self._ended():
-            self._loop.call_later(_LOOK_S, self._await_end)
+            self._loop.call_later(_POLL_S, self._await_end)
 
     def _ended(self) -> bool:
         """Whether the agent process has exited; reports its exit the first time."""

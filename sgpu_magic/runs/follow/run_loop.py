@@ -38,7 +38,7 @@ _FIND_PAUSE_S = 0.1
 HISTORY_PATIENCE_S = 5.0
 _BATCH = 64
 # interval to check runs that had already ended, whose stored events arrive at once, and silent links
-_LOOK_S = 0.25
+_POLL_S = 0.25
 
 
 class Subscription(msgspec.Struct, frozen=True):
@@ -252,7 +252,7 @@ class EventPump:
                     return
                 # a silent link to a remote pool does not wake this thread
                 polls = any(entry.until is not None or entry.followed.run.mirror is not None for entry in self._entries)
-            self._woken.wait(_LOOK_S if polls else None)
+            self._woken.wait(_POLL_S if polls else None)
             self._woken.clear()
             with self._lock:
                 # copied after the wait: the wake-up may come from a run that was added meanwhile

@@ -36,7 +36,7 @@ from sgpu_magic.worker.process.user_code import encodable
 def warm_up(shell: RankShell) -> None:
     """Go through a cell's steps once while the rank is idle: the first write to each page after a fork copies it.
 
-    Saves 5 of the 10 ms that a standby rank's first cell takes on a small machine. Leaves nothing in the namespace.
+    A standby rank does this before its first cell, which is shorter by the time. Leaves nothing in the namespace.
     """
     before = set(shell.user_ns)
     shell.run_cell("1 + 1", store_history=False)

@@ -51,7 +51,7 @@ _MAXRSS_UNIT = 1 if sys.platform == "darwin" else 1024
 _END_BY_THEMSELVES_S = 0.5
 # a process that can't be killed does not keep a run from ending
 _END_S = 5.0
-_LOOK_S = 0.01
+_POLL_S = 0.01
 _MOST_NAMED = 10
 
 
@@ -159,7 +159,7 @@ class _Ranks:
         signal.set_wakeup_fd(wakeup.fileno(), warn_on_full_buffer=False)
         inherited = (child_ended, wakeup)
         while True:
-            ready, _, _ = select.select([link, child_ended], [], [], _LOOK_S if self._leaving else None)
+            ready, _, _ = select.select([link, child_ended], [], [], _POLL_S if self._leaving else None)
             if child_ended in ready:
                 child_ended.recv(4096)
                 self._report_ended()

@@ -50,7 +50,7 @@ from sgpu_magic.worker.ray.ray_processes import RayMetrics, written_in
 _JOIN_S = 300.0
 _COUNT_S = 5.0
 _STOP_S = 15.0
-_LOOK_S = 0.1
+_POLL_S = 0.1
 # where sgpu_magic is imported from
 _PACKAGE = str(Path(__file__).parents[3])
 
@@ -175,7 +175,7 @@ class Head(Member):
                     raise RuntimeError(f"released while it waited for the first rank of node {node}")
                 if time.monotonic() > until:
                     raise RuntimeError(f"the first rank of node {node} did not answer within {within_s:.0f} s")
-                time.sleep(_LOOK_S)
+                time.sleep(_POLL_S)
             found.append(self._store.get(key).decode())
         return found
 
@@ -226,13 +226,13 @@ class Guest(Member):
         asked = 1
         while not self._store.check(["done"]):
             if self._process is None:
-                time.sleep(_LOOK_S)
+                time.sleep(_POLL_S)
                 continue
             if self._store.check([f"lines/{asked}"]):
                 written = written_in(self._logs) if self._logs is not None else 0
                 self._store.set(f"lines/{asked}/{self._node}", str(written))
                 asked += 1
-            if select.select([self._process], [], [], _LOOK_S)[0]:
+            if select.select([self._process], [], [], _POLL_S)[0]:
                 word = self._process.first_report()
                 if isinstance(word, NodeTroubled):
                     log = f"\n{word.log}" if word.log else ""
@@ -249,7 +249,7 @@ class Guest(Member):
         while not self._store.check(["head"]):
             if self._store.check(["done"]):
                 return
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
         address, version = self._store.get("head").decode().split()
         try:
             started = self._wait(self._start(token, address))

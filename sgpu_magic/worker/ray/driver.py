@@ -39,7 +39,7 @@ _REFUSAL = (
     "can't keep serving. Call the model in Ray tasks or actors of the run, and serve it from a permanent Ray cluster "
     "of your own."
 )
-_LOOK_S = 0.03
+_POLL_S = 0.03
 # the wait ends after this time without a new line; Ray's log monitor looks every 0.1 s
 _QUIET_S = 1.5
 _SHUTDOWN_S = 10.0
@@ -99,7 +99,7 @@ class Lines:
         written = written_in(self.logs) + self._elsewhere()
         begin = time.monotonic()
         while self._come < written and time.monotonic() - max(begin, self._came_at) < _QUIET_S:
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
 
 
 class Driver:

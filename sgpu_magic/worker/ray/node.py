@@ -44,7 +44,7 @@ from sgpu_magic.wire.run import PrivateRay
 # more than the sum of Ray's own time limits, also on a machine that swaps
 _START_S = 240.0
 _STOP_S = 10.0
-_LOOK_S = 0.1
+_POLL_S = 0.1
 _STARTS = 3
 _TAIL_LINES = 5
 _TEMP = "r"
@@ -312,7 +312,7 @@ def _free_port(address: str) -> int:
 
 def _watch(node: Any, session_directory: str, link: socket.socket) -> None:
     """Return when the rank has shut the socket down or a vital process has died."""
-    while not select.select([link], [], [], _LOOK_S)[0]:
+    while not select.select([link], [], [], _POLL_S)[0]:
         for kind, process in node.dead_processes():
             if kind not in _VITAL:
                 continue

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[3]
+_TESTS = [path for path in (ROOT / "tests").rglob("*.py") if "benchmarks" not in path.parts]
 MODULES = sorted([*(ROOT / "sgpu_magic").rglob("*.py"), *(ROOT / "scripts").glob("*.py")])
 _CONSTANT = re.compile(r"_?[A-Z][A-Z0-9_]*")
 # an argument in a docstring's section
 _DESCRIBED = re.compile(r"^ {4}\*{0,2}(\w+)(?: \([^)]*\))?:", re.MULTILINE)
+_CLOCKS = ("monotonic", "perf_counter")
 _BOOLEAN_CALLS = ("all", "any", "bool", "callable", "hasattr", "isinstance", "issubclass")
 
 
@@ -101,14 +103,47 @@ def _arguments(args: ast.arguments) -> set[str]:
     return {each.arg for each in every if each is not None}
 
 
-RULES = {rule.__name__: rule for rule in (nested_conditionals, boolean_products, late_constants, unknown_arguments)}
+def tight_time_limits(tree: ast.Module) -> Iterator[int]:
+    """Yield the line of each assertion that something takes less than 2 s, which a slow machine breaks."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assert):
+            for compared in ast.walk(node.test):
+                if isinstance(compared, ast.Compare) and _has_tight_limit(compared):
+                    yield node.lineno
+
+
+def _has_tight_limit(compared: ast.Compare) -> bool:
+    operands = [compared.left, *compared.comparators]
+    return any(
+        isinstance(operator, ast.Lt | ast.LtE) and _is_elapsed_time(left) and _seconds(right) < 2
+        for left, operator, right in zip(operands, compared.ops, operands[1:], strict=False)
+    )
+
+
+def _is_elapsed_time(node: ast.expr) -> bool:
+    return any(isinstance(part, ast.Attribute) and part.attr in (*_CLOCKS, "seconds") for part in ast.walk(node))
+
+
+def _seconds(node: ast.expr) -> float:
+    match node:
+        case ast.Constant(value=int() | float() as value):
+            return value
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return _seconds(left) + _seconds(right)
+        case _:
+            return float("inf")
+
+
+Rule = Callable[[ast.Module], Iterator[int]]
+CODE_RULES: tuple[Rule, ...] = (nested_conditionals, boolean_products, late_constants, unknown_arguments)
+RULES = {rule.__name__: rule for rule in (*CODE_RULES, tight_time_limits)}
 
 
 @pytest.mark.parametrize("name", RULES)
 def test_no_module_breaks_the_rule(name: str):
     found = {
         str(path.relative_to(ROOT)): lines
-        for path in MODULES
+        for path in (_TESTS if name == "tight_time_limits" else MODULES)
         if (lines := list(RULES[name](ast.parse(path.read_text()))))
     }
     assert found == {}
@@ -124,6 +159,12 @@ def test_no_module_breaks_the_rule(name: str):
             'def f(a, *b):\n  """Do.\n\n  Args:\n      a: A.\n      b: B.\n  """\n'
             'class C:\n  """Be.\n\n  Args:\n      a: A.\n      b: B.\n  """\n  def __init__(self, a): ...',
             [8],
+        ),
+        (
+            "tight_time_limits",
+            "assert time.monotonic() - a < 1.5\nassert reply.seconds <= 0.4 + 1\nassert 1 < time.monotonic() - a < 3\n"
+            "assert reply.seconds < 0.4 + GRACE_S\nassert time.thread_time() - a < 0.1",
+            [1, 2],
         ),
         ("late_constants", "A = 1\ndef f(): ...\nB = 2\nC = f()\nD = C + 1\n_e = 3\nT = list[int]", [3, 7]),
     ],

@@ -32,7 +32,7 @@ function VariableList() {
   return (
     <>
       {notebook && notebook.variablesError !== "" && <p class="sgpu-bad">{notebook.variablesError}</p>}
-      {found?.busy && <p class="sgpu-soft">{t("A cell runs in the session. They are listed when it has ended.")}</p>}
+      {found?.busy && <p class="sgpu-soft">{t("A cell runs in the session. Its variables are listed when the cell has ended.")}</p>}
       {found?.notes.map((note) => (
         <p key={note} class="sgpu-soft">
           {note}
@@ -98,10 +98,10 @@ function VariableRows({ variable: { name, forms } }: { variable: PanelVariable }
 
 /** Returns `(10, 4) · float32 · cuda:0-3 · ranks 0, 2`. */
 function details({ shape, dtype, device, ranks }: VariableForm, t: ReturnType<typeof useTranslate>): string {
-  return [shape, dtype, device, ranksWords(ranks, t)].filter(Boolean).join(" · ");
+  return [shape, dtype, device, ranksText(ranks, t)].filter(Boolean).join(" · ");
 }
 
-function ranksWords(ranks: string, t: ReturnType<typeof useTranslate>): string {
+function ranksText(ranks: string, t: ReturnType<typeof useTranslate>): string {
   if (ranks === "") return "";
   return /^\d+$/.test(ranks) ? t("rank %1", ranks) : t("ranks %1", ranks);
 }
