@@ -132,10 +132,13 @@ describe("labels", () => {
 
 describe("the filter", () => {
   const runs = [...RUNS, ...manyRuns(20)];
-  const names = (change: Partial<typeof EVERY_RUN>) => filterRuns(runs, { ...EVERY_RUN, ...change }, "train.ipynb", "kernel-1", NOW).map(({ name }) => name);
+  const poolOf = (id: string) => (id === runs[0]?.run_id ? "lab" : "local");
+  const names = (change: Partial<typeof EVERY_RUN>) =>
+    filterRuns(runs, { ...EVERY_RUN, ...change }, "train.ipynb", "kernel-1", NOW, poolOf).map(({ name }) => name);
 
-  it("matches words, state and notebook", () => {
-    expect(filterRuns(runs, EVERY_RUN, "", "", NOW)).toBe(runs);
+  it("matches words, state, notebook and pool", () => {
+    expect(names({ text: "lab" })).toEqual([runs[0]?.name]);
+    expect(filterRuns(runs, EVERY_RUN, "", "", NOW, poolOf)).toBe(runs);
     expect(names({ text: "VALUEerror train" })).toEqual(["train_digits"]);
     expect(names({ state: "waiting" })).toEqual(["sweep[3]"]);
     expect(names({ state: "going" })).toEqual(["train_digits"]);
@@ -151,7 +154,7 @@ describe("the filter", () => {
     const ended = (hours: number) => run(`ended-${hours}`, { name: `${hours} h`, final: true, submitted_at: NOW - 1e6, ended_at: NOW - 3600 * hours });
     const active = run("active", { name: "active", final: false, submitted_at: NOW - 1e7, ended_at: null });
     const among = (time: TimeFilter) =>
-      filterRuns([active, ended(0.5), ended(5), ended(30), ended(200)], { ...EVERY_RUN, time }, "", "", NOW).map(({ name }) => name);
+      filterRuns([active, ended(0.5), ended(5), ended(30), ended(200)], { ...EVERY_RUN, time }, "", "", NOW, poolOf).map(({ name }) => name);
     expect(among("hour")).toEqual(["active", "0.5 h"]);
     expect(among("day")).toEqual(["active", "0.5 h", "5 h"]);
     expect(among("week")).toEqual(["active", "0.5 h", "5 h", "30 h"]);

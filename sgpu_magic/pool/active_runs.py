@@ -45,7 +45,7 @@ class ActiveRuns:
         send: Sends a reply to a client.
         offer: Sends an event to a client, if its connection accepts it now.
         billing: Computes what runs cost.
-        on_end: Called with each run and its final event.
+        on_end: Called with each run's spec and its final event.
         on_forgotten: Called with the ID of each run that is no longer active.
         on_written: Called with the ID of each run whose events are on disk again after write errors.
 
@@ -63,7 +63,7 @@ class ActiveRuns:
         send: Send,
         offer: Offer,
         billing: Billing,
-        on_end: Callable[[PoolRun, RunEnded], None],
+        on_end: Callable[[RunSpec, RunEnded], None],
         on_forgotten: Callable[[str], None],
         on_written: Callable[[str], None],
     ) -> None:
@@ -150,7 +150,7 @@ class ActiveRuns:
         self.event_feed.publish(run.followers, event, frames, run.log.directory)
         self._retry_writes(run)
         if isinstance(body, RunEnded):
-            self._on_end(run, body)
+            self._on_end(run.spec, body)
 
     def _retry_writes(self, run: PoolRun) -> None:
         """Retry failed writes until the disk accepts them; note the beginning and the end in the run's events."""

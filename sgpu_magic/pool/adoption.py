@@ -25,7 +25,7 @@ from sgpu_magic.wire.costs import cost_so_far, gpu_s_so_far
 from sgpu_magic.wire.events import Noted, RunEnded, Submitted
 from sgpu_magic.wire.node import HeldRun
 from sgpu_magic.wire.rank_events import Failure
-from sgpu_magic.wire.run import Owner
+from sgpu_magic.wire.run import Owner, RunSpec
 
 _TAKEN_OVER = "the pool service ended unexpectedly; a new one was started and has taken over the run"
 _LOST = "the pool service and the agent of its ranks ended unexpectedly"
@@ -43,6 +43,7 @@ class Adoption:
         active: The active runs.
         guard: Makes calls and contains their faults.
         feed: Feeds a stimulus to the scheduler and executes its instructions.
+        run_lost: Called with each run that ended with the earlier service, and with its end.
     """
 
     def __init__(
@@ -54,12 +55,14 @@ class Adoption:
         active: ActiveRuns,
         guard: Guard,
         feed: Callable[[sched.Stimulus], None],
+        run_lost: Callable[[RunSpec, RunEnded], None],
     ) -> None:
         self._engine = engine
         self._ledger = ledger
         self._active = active
         self._guard = guard
         self._feed = feed
+        self._run_lost = run_lost
         self._loop = asyncio.get_running_loop()
         # read before this service accepts any run
         self._unfinished = ledger.unfinished()
@@ -160,7 +163,12 @@ class Adoption:
                     gpu_s, cost = gpu_s_so_far(row, log.at), cost_so_far(row, log.at)
                     currency = row.currency if cost is not None else ""
                     ended = msgspec.structs.replace(ended, gpu_s=gpu_s, cost=cost, currency=currency)
+                last_at = log.at
                 log.append(ended, now)
+                if (spec := read_spec(directory)) is not None:
+                    # when the ranks died is unknown: the run took at least until its last event
+                    took_s = max(0.0, last_at - spec.submitted_at)
+                    self._run_lost(spec, msgspec.structs.replace(ended, total_s=took_s))
             log.close()
         self._record_end(run_id, ended)
 

@@ -12,11 +12,11 @@ from collections.abc import Callable
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import UsageError
 from sgpu_magic.pool.ledger import in_one_line
-from sgpu_magic.pool.pool_run import PoolRun
 from sgpu_magic.system.notify_command import EndedRun, run_notify_command
 from sgpu_magic.system.processes import write_log
 from sgpu_magic.wire.base import short
 from sgpu_magic.wire.events import RunEnded
+from sgpu_magic.wire.run import RunSpec
 
 
 class DetachedRunNotifier:
@@ -29,25 +29,25 @@ class DetachedRunNotifier:
     def __init__(self, read_settings: Callable[[], Settings]) -> None:
         self._read_settings = read_settings
 
-    def run_ended(self, run: PoolRun, ended: RunEnded) -> None:
+    def run_ended(self, spec: RunSpec, ended: RunEnded) -> None:
         """Start the command if it is set and the run has taken long enough."""
-        if not run.spec.detach:
+        if not spec.detach:
             return
         try:
             settings = self._read_settings()
         except UsageError as error:
-            write_log(f"the command of the setting notify is not run for run {run.run_id}: {error.message}\n")
+            write_log(f"the command of the setting notify is not run for run {spec.run_id}: {error.message}\n")
             return
         if not settings.notify or ended.total_s < settings.notify_after_s:
             return
         facts = EndedRun(
-            run_id=run.run_id,
-            name=run.spec.name or short(run.run_id),
+            run_id=spec.run_id,
+            name=spec.name or short(spec.run_id),
             state=ended.state,
             seconds=ended.total_s,
             reason=in_one_line(ended),
             pool="local",
-            notebook=run.spec.owner.notebook,
+            notebook=spec.owner.notebook,
         )
         threading.Thread(target=_run, args=(settings.notify, facts), name="sgpu-notify", daemon=True).start()
 

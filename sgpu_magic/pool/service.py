@@ -56,6 +56,7 @@ from sgpu_magic.wire.events import RunEnded
 from sgpu_magic.wire.node import Answered, HeldRun, RunEvent, SessionRanksRestarted, TrackingAsked
 from sgpu_magic.wire.pool_status import AskStatus, Hello
 from sgpu_magic.wire.rank_events import RankStack
+from sgpu_magic.wire.run import RunSpec
 
 # interval at which queued runs check for GPUs that became free outside the pool; a query takes 20 ms on each node
 _QUEUE_REFRESH_S = 1.0
@@ -136,7 +137,7 @@ class PoolService:
             send=server.send,
             offer=server.offer,
             billing=Billing(ledger, tariff),
-            on_end=self._run_ended,
+            on_end=self._notify_of_end,
             on_forgotten=self._forgotten,
             on_written=self._written,
         )
@@ -229,7 +230,13 @@ class PoolService:
             launches=self._launches,
         )
         self._adoption = Adoption(
-            settings=settings, engine=engine, ledger=ledger, active=active, guard=guard, feed=self.feed
+            settings=settings,
+            engine=engine,
+            ledger=ledger,
+            active=active,
+            guard=guard,
+            feed=self.feed,
+            run_lost=self._notify_of_end,
         )
 
         self._retention = Retention(settings, self._is_live, ledger.cells, removed=self._looked_after)
@@ -403,9 +410,9 @@ class PoolService:
         else:
             self._guard.for_nobody(fail, _IGNORED)
 
-    def _run_ended(self, run: PoolRun, ended: RunEnded) -> None:
+    def _notify_of_end(self, spec: RunSpec, ended: RunEnded) -> None:
         if self._notifier is not None:
-            self._notifier.run_ended(run, ended)
+            self._notifier.run_ended(spec, ended)
 
     def broken(self, why: str) -> None:
         """End all runs and the pool: no agent is left, so nothing can run here any more."""

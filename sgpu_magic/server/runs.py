@@ -26,7 +26,7 @@ from sgpu_magic.views.live.feed import Feed
 from sgpu_magic.views.live.log_reader import LogReader
 from sgpu_magic.views.live.messages import Answer, NewLines, Question
 from sgpu_magic.views.live.schema import Snapshot
-from sgpu_magic.views.output import Caption, ShownDisplay, TextSegment, segments
+from sgpu_magic.views.output import Caption, ShownDisplay, TextSegment, last_text, segments
 from sgpu_magic.views.phases import RunPhases
 from sgpu_magic.views.remote_error import run_exception
 from sgpu_magic.views.run_notes import cancelled_sentence, last_part
@@ -305,11 +305,12 @@ def cell_outputs(view: RunView, directory: Path, *, returns: bool = True) -> lis
         returns: Include the cell's value or error; False for a detached run, whose cell gets neither.
     """
     parts = segments(view)
+    end = last_text(parts)
     outputs: list[Output] = []
     for at, part in enumerate(parts):
         if not isinstance(part, TextSegment):
             outputs.append(_rich(view, part))
-        elif (bundle := mime_bundle(view, part, at == 0, at == len(parts) - 1))["text/html"]:
+        elif (bundle := mime_bundle(view, part, at == 0, at == end))["text/html"]:
             outputs.append(_display(bundle, {}))
     # the cell that connected a session ended long ago
     if returns and view.ended is not None and view.session is None:

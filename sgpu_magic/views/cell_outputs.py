@@ -16,7 +16,7 @@ from sgpu_magic.views import ansi
 from sgpu_magic.views.bundle import caption_bundle, mime_bundle
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.html_style import BAD, BOX, GOOD, LINE, MONO, SANS, SOFT
-from sgpu_magic.views.output import Caption, Part, ShownDisplay, TextSegment, segments
+from sgpu_magic.views.output import Caption, Part, ShownDisplay, TextSegment, last_text, segments
 from sgpu_magic.views.output_buffer import DisplayItem
 
 _INTERVAL_S = 0.25
@@ -56,7 +56,7 @@ class OutputSlots:
         parts = self._fold_strays(segments(self._view))
         if limit is not None:
             parts = self._without_bare_end(parts)
-        last_text = max(at for at, part in enumerate(parts) if isinstance(part, TextSegment))
+        end = last_text(parts)
         sent = 0
         for at, part in enumerate(parts):
             if budget is not None and sent >= budget:
@@ -65,7 +65,7 @@ class OutputSlots:
                 sent += self._show_rich(part, final=limit is None)
             else:
                 # a following display moves the footer to a later segment, so that only one has it at the end
-                bundle = mime_bundle(self._view, part, at == 0, at == last_text, limit)
+                bundle = mime_bundle(self._view, part, at == 0, at == end, limit)
                 if at == 0 and remark:
                     bundle["text/html"] = f'{bundle["text/html"]}<div style="{SOFT};{SANS}">{escape(remark)}</div>'
                     bundle["text/plain"] = f"{bundle['text/plain']}\n{remark}"
@@ -86,7 +86,11 @@ class OutputSlots:
         Returns:
             As `draw`.
         """
-        live, *parts = self._fold_strays([TextSegment(()), *segments(self._view)[1:-1]])
+        _, *below = segments(self._view)
+        if below and isinstance(below[-1], TextSegment):
+            # the live view has the run's end
+            below.pop()
+        live, *parts = self._fold_strays([TextSegment(()), *below])
         sent = 0
         for part in parts:
             if sent >= budget:

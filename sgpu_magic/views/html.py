@@ -59,7 +59,7 @@ from sgpu_magic.views.html_style import (
 )
 from sgpu_magic.views.live.schema import Tone
 from sgpu_magic.views.metric_charts import metrics_html
-from sgpu_magic.views.output import ShownDisplay, TextSegment, segments, share_of
+from sgpu_magic.views.output import ShownDisplay, TextSegment, last_text, segments, share_of
 from sgpu_magic.views.output_buffer import (
     HEAD_SHARE,
     MIN_BYTES,
@@ -92,13 +92,14 @@ _SCROLL_BYTES = len(boxed(scroll(fold("", ""), _LABEL))) + 3 * len(PRE)
 def render_html(view: RunView) -> str:
     """Return the whole run; displays are included as text, since only Jupyter's renderers may render them."""
     parts = segments(view)
+    end = last_text(parts)
     drawn = ""
     for at, part in enumerate(parts):
         if isinstance(part, ShownDisplay):
             rank, width = part.item.rank, rank_width(view)
             drawn += _pre(_line(LineItem(rank, "stdout", line), width) for line in display_text(part.item).split("\n"))
         elif isinstance(part, TextSegment):
-            drawn += render_segment_html(view, part, at == 0, at == len(parts) - 1)
+            drawn += render_segment_html(view, part, at == 0, at == end)
     return drawn
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from sgpu_magic.views.fold import RunView
 
 MAX_LINE_CHARS = 16_384
-_END = -1
 
 
 class LineAssembler:
@@ -257,12 +257,13 @@ Part = TextSegment | Caption | ShownDisplay
 
 
 def segments(view: RunView) -> list[Part]:
-    """Split a run's output into parts, each of which is an output of the cell. The first and the last are text.
+    """Split a run's output into parts, each of which is an output of the cell. The first is text.
 
-    One rank's displays stay where they are among its lines, as in a notebook. Lines of several ranks stay together, and
-    their displays follow with captions: while the run is active in order of arrival; then the first display of every
-    rank, in rank order, the second of every rank, and so on. Widgets that a rank has closed, such as the bars of inner
-    loops, leave nothing. The lines stay in order of arrival, unless the run groups them by rank.
+    One rank's displays stay where they are among its lines, as in a notebook, and the last part is text. Lines of
+    several ranks stay together in the first part, whose place a live view takes and keeps, and their displays follow
+    with captions: while the run is active in order of arrival; then the first display of every rank, in rank order, the
+    second of every rank, and so on. Widgets that a rank has closed, such as the bars of inner loops, leave nothing. The
+    lines stay in order of arrival, unless the run groups them by rank.
     """
     if len(view.rank_numbers) > 1:
         return _lines_then_displays(view)
@@ -300,7 +301,12 @@ def _lines_then_displays(view: RunView) -> list[Part]:
         number = position if view.is_final else at
         most = _MOST_FIGURES if any(kind.startswith("image/") for kind in item.bundle) else _MOST_OTHERS
         parts += [Caption(item.rank, min(in_row[row], most), 2 * number + 1), ShownDisplay(item, 2 * number + 2)]
-    return [*parts, TextSegment((), _END)] if shown else parts
+    return parts
+
+
+def last_text(parts: Sequence[Part]) -> int:
+    """Return the position of the last text, which has the run's end."""
+    return max(at for at, part in enumerate(parts) if isinstance(part, TextSegment))
 
 
 def share_of(view: RunView, segment: TextSegment, room: int) -> int:

@@ -23,6 +23,14 @@ from pathlib import Path
 for step in range(60): print(f'step {step}  loss {1 / (step + 1):.4f}', flush=True)
 while not Path('go').exists(): time.sleep(0.05)
 print(f'final loss 0.012{rank}', flush=True)"""
+FIGURES = """%%distributed -n 4 --name train_digits
+import time
+from pathlib import Path
+from IPython.display import HTML, display
+for step in range(60): print(f'step {step}  loss {1 / (step + 1):.4f}', flush=True)
+display(HTML(f'<div>first of {rank}</div>'))
+while not Path('go').exists(): time.sleep(0.05)
+display(HTML(f'<div>figure of {rank}</div>'))"""
 SIZE = (1440, 900)
 # the distance of the last cell from the top of the run's, in each frame
 WATCH = """() => {
@@ -110,3 +118,26 @@ def test_what_was_found_in_the_log_stays_in_view(opened: Callable[..., OpenNoteb
     expect(shown.get_by_role("tab", name="rank 2")).to_have_attribute("aria-selected", "true")
     assert log.evaluate(LINES_IN_VIEW)[0] == at[0]
     assert places(shown) == before
+
+
+def test_figures_of_the_ranks_stay_below_the_view(opened: Callable[..., OpenNotebook]) -> None:
+    notebook = opened("ended-figures", [FIGURES, "print('the next cell')"], size=SIZE)
+    notebook.start(1)
+    output = notebook.output(1)
+    shown = output.locator(".sgpu-run")
+    expect(shown.locator(".sgpu-state")).to_have_text("running", timeout=30_000)
+    expect(output).to_contain_text("first of 3", timeout=10_000)
+    expect(shown.locator(".sgpu-use").first).to_contain_text("cores", timeout=10_000)
+    before = places(shown)
+    end(notebook, shown)
+    expect(output).to_contain_text("figure of 3")
+    notebook.picture("ended-figures", output)
+    # the page may have scrolled to the new figures, under the header that stays in sight
+    assert {**places(shown), "header": 0} == {**before, "header": 0}
+    displayed = output.locator(".jp-OutputArea-output div", has_text="of ").all_inner_texts()
+    order = [text for text in displayed if text.startswith(("first of", "figure of"))]
+    assert order == [f"{kind} of {rank}" for kind in ("first", "figure") for rank in range(4)]
+    notebook.cell(2).locator(".cm-content").click()
+    saved = notebook.save("figure of 3")["cells"][1]["outputs"]
+    assert "succeeded" in str(saved[0])
+    assert "sgpu-scroll" in str(saved[0])

@@ -208,14 +208,16 @@ def test_a_reloaded_page_has_the_live_view_again_and_the_outputs_at_the_end(
     output = notebook.cell.locator(".jp-OutputArea")
     expect(output).to_contain_text("succeeded", timeout=20_000)
     expect(output).to_contain_text("last words of 1")
-    expect(notebook.view).to_have_count(0)
+    # the view stays, above what the ranks displayed
+    expect(notebook.view.locator(".sgpu-state")).to_have_text("succeeded")
+    expect(notebook.cell.locator(".jp-OutputArea b", has_text="rich at once")).to_have_count(1)
     expect(notebook.cell.locator(".jp-InputPrompt")).to_have_text("[2]:")
     notebook.picture("end")
     saved = notebook.save()
-    assert [output["output_type"] for output in saved] == ["display_data"] * 4
+    assert [output["output_type"] for output in saved] == ["display_data"] * 3
     assert "".join(saved[1]["data"]["text/plain"]) == "[1]"
     assert "".join(saved[2]["data"]["text/html"]) == "<b>rich at once</b>"
-    record = saved[3]["data"]["application/vnd.sgpu.run.v1+json"]
+    record = saved[0]["data"]["application/vnd.sgpu.run.v1+json"]
     assert (record["run_id"], record["state"]) == (run_id, "succeeded")
     assert saved == [
         {**output, "data": {kind: _lines(kind, content) for kind, content in output["data"].items()}}
@@ -245,7 +247,7 @@ def test_a_run_in_another_machines_pool_survives_a_reload_as_well(opened: Callab
         expect(output).to_contain_text("last words of 1")
         notebook.picture("end")
         saved = notebook.save()
-        assert saved[-1]["data"]["application/vnd.sgpu.run.v1+json"]["state"] == "succeeded"
+        assert saved[0]["data"]["application/vnd.sgpu.run.v1+json"]["state"] == "succeeded"
         # the kernel disconnects before the pool ends; other tests' runs expect a single pool
         notebook.server.delete(f"api/kernels/{notebook.kernel}")
         remove_pool("team", listed(notebook.home))
@@ -310,7 +312,7 @@ def test_a_restarted_kernel_leaves_what_became_of_its_run(opened: Callable[[str]
     output = notebook.cell.locator(".jp-OutputArea")
     expect(output).to_contain_text("cancelled", timeout=30_000)
     expect(output).to_contain_text(f"%sgpu_attach {run_id[:4]}")
-    expect(notebook.view).to_have_count(0)
+    expect(notebook.view.locator(".sgpu-state")).to_have_text("cancelled")
     assert notebook.kernel == kernel
     # the page has forgotten all comms before the kernel hears of its restart
     assert [text for text in notebook.console if "Comm not found" in text] == []
@@ -318,14 +320,14 @@ def test_a_restarted_kernel_leaves_what_became_of_its_run(opened: Callable[[str]
 
 @pytest.mark.slow
 def test_a_cell_that_this_page_follows_is_left_to_its_kernel(opened: Callable[[str], Notebook]):
-    """The server is asked about a run only by a page that has lost it."""
+    """The server is asked about an active run only by a page that has lost it."""
     notebook = opened("followed")
     asked: list[str] = []
     notebook.page.on("request", lambda request: asked.append(request.url) if "/sgpu/runs/" in request.url else None)
     run_id = notebook.start()
+    assert asked == []
     notebook.end_run()
     expect(notebook.cell.locator(".jp-OutputArea")).to_contain_text("succeeded", timeout=20_000)
-    assert asked == []
     assert os.path.isdir(notebook.home.run_dir(run_id))
 
 

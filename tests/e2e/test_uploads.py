@@ -10,16 +10,15 @@ from homes import Home
 from kernels import Kernel, eventually
 from many_agents import ManyAgents
 from pool_client import FollowedRun, PoolClient
-from process_table import wait_gone
 from served_pools import RemoteUser, ServedPool
 
 from sgpu_magic.client import blob_sender
 from sgpu_magic.client.run import Attachments
 from sgpu_magic.client.upload_files import IgnoreRules, KnownDigests, find_files
 from sgpu_magic.errors import UsageError
+from sgpu_magic.files.locks import take_lock
 from sgpu_magic.wire.attachments import Manifest, Upload, UploadedFile, manifest_bytes
 from sgpu_magic.wire.base import RunState
-from sgpu_magic.wire.events import RanksStarted
 from sgpu_magic.wire.rank_events import OutputWritten
 
 LISTED = """
@@ -233,10 +232,17 @@ for each in (f, root, f.parent):
 {write}
 for each in (root, f.parent):
     each.chmod(0o500)
-print("written", flush=True)
+print(root, flush=True)
 while {wait} and not pathlib.Path({go!r}).exists():
     time.sleep(0.05)
 """
+
+
+def is_in_use(copy: Path) -> bool:
+    held = take_lock(copy, wait=False)
+    if held is not None:
+        held.close()
+    return held is None
 
 
 @pytest.mark.parametrize("in_use", [False, pytest.param(True, marks=SLOW)], ids=["ended", "in-use"])
@@ -252,8 +258,8 @@ def test_what_a_run_writes_there_is_not_in_later_runs(
     writer.wait_for(OutputWritten)
     if not in_use:
         assert writer.ended().state is RunState.SUCCEEDED
-        # its copy is in use until then
-        wait_gone(*writer.wait_for(RanksStarted).pids)
+        copy = Path(writer.printed[0]).parent
+        eventually(lambda: not is_in_use(copy), 20, "its copy is in use")
     root, found = listed(ann.client.begin(LISTED, ranks=1, along=along))
     assert found == {file.name: (file.status.st_size, file.name.endswith(".sh")) for file in find_files(data).files}
     assert (root / "train/shard-05.bin").read_bytes() == (data / "train/shard-05.bin").read_bytes()

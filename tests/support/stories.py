@@ -12,7 +12,7 @@ from sgpu_magic.config import host_name
 from sgpu_magic.views import ansi
 from sgpu_magic.views.bundle import render_segment_text
 from sgpu_magic.views.fold import RunView
-from sgpu_magic.views.output import ShownDisplay, TextSegment, segments
+from sgpu_magic.views.output import ShownDisplay, TextSegment, last_text, segments
 from sgpu_magic.views.output_buffer import LineItem, display_text
 from sgpu_magic.wire import events as ev
 from sgpu_magic.wire import rank_events
@@ -622,10 +622,11 @@ FORMS = {
 def render_text(view: RunView) -> str:
     """Return the whole run as text: header, lines with their ranks, summary or failure."""
     parts = segments(view)
+    end = last_text(parts)
     drawn: list[str] = []
     for at, part in enumerate(parts):
         if isinstance(part, ShownDisplay):
             drawn += [f"[{part.item.rank}] {ansi.plain(line)}" for line in display_text(part.item).split("\n")]
         elif isinstance(part, TextSegment):
-            drawn.append(render_segment_text(view, part, at == 0, at == len(parts) - 1))
+            drawn.append(render_segment_text(view, part, at == 0, at == end))
     return "\n".join(text for text in drawn if text)

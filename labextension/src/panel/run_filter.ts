@@ -39,6 +39,7 @@ export function notebooksOf(runs: readonly RunRow[]): readonly string[] {
  * @param notebook: The active notebook's file name, "" without one.
  * @param kernel: The active notebook's kernel, "" without one.
  * @param now_s: The server's time, in seconds since the epoch.
+ * @param poolOf: Returns the name of a run's pool.
  */
 export function filterRuns(
   runs: readonly RunRow[],
@@ -46,6 +47,7 @@ export function filterRuns(
   notebook: string,
   kernel: string,
   now_s: number,
+  poolOf: (run: string) => string,
 ): readonly RunRow[] {
   if (!hasFilter(filter)) return runs;
   const since_s = now_s - SPANS_S[filter.time];
@@ -56,9 +58,8 @@ export function filterRuns(
     if (!matchesState(run, filter.state)) return false;
     if (run.final && (run.ended_at ?? run.submitted_at) < since_s) return false;
     if (words.length === 0) return true;
-    const text = [run.name, run.short_id, run.run_id, run.reason, run.state, run.notebook, run.user, run.device_type]
-      .join(" ")
-      .toLowerCase();
+    const { name, short_id, run_id, reason, state, notebook: file, user, device_type } = run;
+    const text = [name, short_id, run_id, reason, state, file, user, device_type, poolOf(run_id)].join(" ").toLowerCase();
     return words.every((word) => text.includes(word));
   });
 }

@@ -520,7 +520,7 @@ def test_a_new_service_takes_over_what_its_nodes_hold(tmp_path: Path):
             run.log.close()
             service.active.forget(run.run_id)
         service.take()
-        adoption = service.made(Adoption)
+        adoption = service.made(Adoption, run_lost=lambda spec, ended: pytest.fail(f"{spec.run_id} is not lost"))
         # the third is a session's cell without any recorded event
         held = [
             HeldRun(launch=service.launch("000000a3", session="000000a1"), state=RunState.RUNNING, started_s=5.0),
@@ -572,7 +572,8 @@ def test_what_no_node_holds_is_submitted_again_or_lost(tmp_path: Path, monkeypat
             run.log.close()
             service.active.forget(run.run_id)
         service.take()
-        adoption = service.made(Adoption)
+        lost: list[str] = []
+        adoption = service.made(Adoption, run_lost=lambda spec, ended: lost.append(spec.run_id))
         adoption.adopt_all([])
         assert list(service.active.resubmittable) == ["000000b1"]
         found = {run_id: service.events(run_id)[-1] for run_id in ("000000b2", "000000b3", "000000b4")}
@@ -584,6 +585,8 @@ def test_what_no_node_holds_is_submitted_again_or_lost(tmp_path: Path, monkeypat
             # the run had ended, but the ledger did not record it
             "000000b4": None,
         }
+        # the end of 000000b4 was told by the service that published it
+        assert sorted(lost) == ["000000b2", "000000b3"]
         states = {run_id: row.state for run_id in (*found, "000000b1") if (row := service.ledger.summary(run_id))}
         assert states == {
             "000000b1": RunState.QUEUED,
@@ -604,7 +607,8 @@ def test_notebooks_have_so_long_to_come_back(tmp_path: Path):
         queued.log.close()
         service.active.forget(queued.run_id)
         service.take()
-        adoption = service.made(Adoption)
+        lost: list[str] = []
+        adoption = service.made(Adoption, run_lost=lambda spec, ended: lost.append(spec.run_id))
         adoption.adopt_all(
             [
                 HeldRun(launch=service.launch("000000a1"), state=RunState.RUNNING, started_s=5.0),
@@ -615,5 +619,6 @@ def test_notebooks_have_so_long_to_come_back(tmp_path: Path):
         assert cancelled == ["000000a1"]
         assert service.active.resubmittable == {}
         assert isinstance(service.events("000000b1")[-1], ev.RunEnded)
+        assert lost == ["000000b1"]
 
     served(tmp_path, story)

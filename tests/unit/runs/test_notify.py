@@ -112,8 +112,7 @@ def test_the_pool_tells_of_detached_runs_only(calls: Calls):
 
     def end(**of_spec: Any) -> None:
         spec = msgspec.structs.replace(spec_of(), name="train_digits", **of_spec)
-        run: Any = SimpleNamespace(run_id=RUN, spec=spec)
-        commands.run_ended(run, ended)
+        commands.run_ended(spec, ended)
 
     end()
     end(detach=True)

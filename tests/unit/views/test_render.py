@@ -667,7 +667,7 @@ def test_displays_stand_in_place_and_update_there() -> None:
     text, *rest = segments(run.view)
     assert isinstance(text, TextSegment)
     assert [item.text for item in text.items if isinstance(item, LineItem)] == ["a", "b"]
-    assert [type(part) for part in rest] == [Caption, ShownDisplay, Caption, ShownDisplay, TextSegment]
+    assert [type(part) for part in rest] == [Caption, ShownDisplay, Caption, ShownDisplay]
     assert "[0] two" in render_text(run.view)
 
 
@@ -1042,20 +1042,20 @@ def test_rank_numbers_are_aligned() -> None:
 def test_bundle_has_html_text_and_the_record_once() -> None:
     run = Run(outputs=("history",)).start().say(0, "a\n").show(0, image_png=PNG).say(0, "b\n")
     run.end(results=(result(0, 1200),))
-    first, caption, _, last = segments(run.view)
-    assert isinstance(first, TextSegment)
+    text, caption, _ = segments(run.view)
+    assert isinstance(text, TextSegment)
     assert isinstance(caption, Caption)
-    assert isinstance(last, TextSegment)
-    head, tail = mime_bundle(run.view, first, True, False), mime_bundle(run.view, last, False, True)
-    between = caption_bundle(caption)
-    assert set(head) == set(between) == {"text/html", "text/plain"}
-    record = json.loads(json.dumps(tail[RUN_MIME]))
+    shown, above_display = mime_bundle(run.view, text), caption_bundle(caption)
+    assert set(above_display) == {"text/html", "text/plain"}
+    record = json.loads(json.dumps(shown[RUN_MIME]))
     assert (record["run_id"], record["state"], record["ranks"]) == (RUN_ID, "succeeded", 4)
     assert record["durations"]["total_s"] == 12.4
-    assert str(head["text/plain"]).endswith("[0] a\n[0] b")
-    assert between["text/plain"] == "[0]"
-    assert read(str(between["text/html"])).text.strip() == "rank 0"
-    assert str(tail["text/plain"]).startswith("succeeded")
+    assert record["whole"] is True
+    _, a, b, end = str(shown["text/plain"]).splitlines()
+    assert (a, b) == ("[0] a", "[0] b")
+    assert end.startswith("succeeded")
+    assert above_display["text/plain"] == "[0]"
+    assert read(str(above_display["text/html"])).text.strip() == "rank 0"
 
 
 # ------------------------------------------------------------ publishers
@@ -1118,7 +1118,8 @@ def test_notebook_shows_the_displays_of_several_ranks_after_their_lines(front_en
     assert [output["text/plain"] for output in outputs[1:5]] == ["[1]", "plot 1b", "[3]", "plot 3"]
     assert (outputs[2]["image/png"], outputs[4]["image/png"]) == ("new", PNG)
     assert [f"line {step}" in str(outputs[0]["text/plain"]) for step in range(6)] == [True] * 6
-    assert [RUN_MIME in output for output in outputs] == [False] * 5 + [True]
+    # the lines have the run's end too: a live view that was shown in their place can stay
+    assert [RUN_MIME in output for output in outputs] == [True] + [False] * 4
     assert "running" not in str(outputs[0]["text/html"])
     assert "succeeded" in str(outputs[0]["text/html"])
 

@@ -32,7 +32,7 @@ export function Runs() {
   const filter = parseFilter(stored);
   if (!pool.snapshot && !pool.hasRuns) return null;
   const [name, kernel] = [notebook?.link.name ?? "", notebook?.link.kernel ?? ""];
-  const runs = filterRuns(pool.allRuns, filter, name, kernel, pool.now_s);
+  const runs = filterRuns(pool.allRuns, filter, name, kernel, pool.now_s, (run) => pool.poolOf(run));
   return (
     <Section title={t("Runs")} name="runs">
       {pool.away.length > 0 && <p class="sgpu-note">{t("%1 can't be reached now: the list has none of its newer runs.", pool.away.join(", "))}</p>}
