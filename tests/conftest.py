@@ -71,9 +71,10 @@ _modules_of: dict[str, dict[str, bool]] = {}
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """Spread modules over the test processes: those with the same home, or with Ray clusters, to the same one.
+    """Spread modules over the test processes: those with the same home, MLflow or Ray clusters to the same one.
 
-    Ray gives a new node's processes a few seconds; two clusters that start at once on two cores do not keep to that.
+    An import of MLflow takes seconds. Ray gives a new node's processes a few seconds; two clusters that start at once
+    on two cores do not keep to that.
     """
     from xdist.scheduler import LoadScopeScheduling
 
@@ -81,7 +82,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
         def _split_scope(self, nodeid: str) -> str:
             module = nodeid.partition("::")[0]
             path = config.rootpath / module
-            return "ray" if _starts_ray(path) else _variables_of(path) or module
+            if _starts_ray(path):
+                return "ray"
+            return "mlflow" if "tracking" in module else _variables_of(path) or module
 
     return ByHome(config, log)
 

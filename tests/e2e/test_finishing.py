@@ -150,6 +150,7 @@ def by_kernel(kernel: Kernel, name: str, code: str, ranks: int = 2) -> tuple[dic
     return effects(folder, ranks), sorted(line for line in lines if line.startswith("effect "))
 
 
+@pytest.mark.slow
 def test_a_cell_finishes_what_python_finishes(kernel: Kernel, home: Home):
     found, lines = by_kernel(kernel, "one-cell", f"%%distributed -n 1\n{SCRIPT}", 1)
     expected, expected_lines = by_script(home, "python", [sys.executable], 1)

@@ -103,6 +103,7 @@ PARTS = ("of_optimizer", "plain_of_optimizer", "gradients", "summand", "inside",
 WHOLES = ("replicated", "not_cut", "mesh", "two")
 
 
+@pytest.mark.slow
 def test_every_kind_of_part_is_known(kernel: Kernel):
     kernel.check("class Holder:\n    def __init__(self, held): self.held = held")
     names = ",".join((*PARTS, *WHOLES))

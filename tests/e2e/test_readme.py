@@ -17,6 +17,7 @@ def kernel(new_kernel: Callable[[], Kernel]) -> Kernel:
     return made
 
 
+@pytest.mark.slow
 def test_every_snippet_does_what_is_said(kernel: Kernel):
     replies = {snippet: kernel.run(snippet.text) for snippet in snippets(README)}
     assert len(replies) >= 9

@@ -101,6 +101,7 @@ def test_each_remedy_for_too_few_devices_works_in_the_same_notebook(plain_pool: 
         assert reply.status == "ok", f"{error}\n{then}\n{reply.story}"
 
 
+@pytest.mark.slow
 def test_another_notebooks_simulation_is_named_once(home: Home, new_kernel: Callable[..., Kernel]):
     setter, other = (new_kernel(variables={"JPY_SESSION_NAME": f"/work/{name}.ipynb"}) for name in ("train", "eval"))
     setter.check("%env SGPU_SIMULATE=a10:2")

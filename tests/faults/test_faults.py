@@ -19,12 +19,14 @@ HOME_VARIABLES = {
 _FINAL = {"succeeded", "failed", "cancelled", "timed out"}
 
 # `make test` runs most faults in the state `running`, except those that resemble others
-_IN_SHORT = {(fault, "running") for fault in FAULTS} | {("rank-killed", "stopping")}
+_IN_SHORT = {(fault, "running") for fault in FAULTS}
 _IN_SHORT -= {
     ("kernel-and-pool-killed", "running"),
     ("kernel-pool-and-agent-killed", "running"),
     ("rank-stopped-until-the-timeout", "running"),
     ("rank-aborted", "running"),
+    ("rank-segfaulted", "running"),
+    ("pool-ended", "running"),
     ("kernel-of-a-detached-run-killed", "running"),
     ("kernel-restarted", "running"),
     ("pool-and-agent-killed", "running"),

@@ -220,7 +220,6 @@ PLANTS: list[tuple[Callback, Callable[[Scene, Callback], None]]] = [
 _IN_SHORT = {
     at(Reports.on_run_event),
     at(LaunchHandler.order),
-    at(Requests.on_message, Attach),
     at(Engine.events_kept),
 }
 

@@ -450,12 +450,13 @@ class _Places(ast.NodeVisitor):
 def test_every_place_that_decodes_has_an_entry_here():
     decodes: set[str] = set()
     forbidden: list[str] = []
+    words = {*BORDER, *(name.partition(".")[0] for name in FORBIDDEN)}
     for path in PACKAGE.rglob("*.py"):
-        name = path.relative_to(PACKAGE).as_posix()
-        if name == "wire/decoding.py":
+        name, text = path.relative_to(PACKAGE).as_posix(), path.read_text()
+        if name == "wire/decoding.py" or not any(word in text for word in words):
             continue
         places = _Places()
-        places.visit(ast.parse(path.read_text()))
+        places.visit(ast.parse(text))
         decodes |= {f"{name}:{context}" for context in places.decodes}
         # annotations only name types; calls and references decode
         found = {f"{name}:{context}" for context in places.forbidden}
