@@ -174,9 +174,9 @@ class Environments:
             self._want(run_id, environment, waiter)
         else:
             self._wanted[self.name(environment)].users[run_id] = waiter
-            waiter.environment_ready(there, self.found(there))
+            waiter.environment_ready(there, self.ready_event(there))
 
-    def found(self, built: Built) -> EnvironmentMoved:
+    def ready_event(self, built: Built) -> EnvironmentMoved:
         """Return the event for an environment that was already built."""
         return EnvironmentMoved(host=self._host, done=built.packages, packages=built.packages, ready=True)
 

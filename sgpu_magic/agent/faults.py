@@ -73,11 +73,11 @@ def in_background(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
     """Start a task; an exception in it is reported at once."""
     task = asyncio.get_running_loop().create_task(work)
     _tasks.add(task)
-    task.add_done_callback(_done)
+    task.add_done_callback(_on_task_done)
     return task
 
 
-def _done(task: asyncio.Task[Any]) -> None:
+def _on_task_done(task: asyncio.Task[Any]) -> None:
     _tasks.discard(task)
     if not task.cancelled() and (error := task.exception()) is not None:
         report(error)

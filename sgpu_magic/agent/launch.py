@@ -59,7 +59,7 @@ class RunLauncher(msgspec.Struct, frozen=True):
             self._prepare(attempt)
             return
         if built is not None:
-            self.here.reports.report(spec.run_id, self.environments.found(built), ())
+            self.here.reports.report(spec.run_id, self.environments.ready_event(built), ())
         self._start(attempt, built, {})
         if built is not None:
             # the zygote holds the environment from now on
@@ -105,7 +105,7 @@ class RunLauncher(msgspec.Struct, frozen=True):
     def _with_ranks(
         self, attempt: Attempt, built: Built | None, code: Mapping[str, str]
     ) -> FreshRun | NodeSession | None:
-        launch = self._placed(attempt.launch, built, code)
+        launch = self._place(attempt.launch, built, code)
         try:
             group, warm = self.runs.groups.take(launch)
         except OSError as error:
@@ -125,8 +125,8 @@ class RunLauncher(msgspec.Struct, frozen=True):
             raise SessionRefuses("its session has ended. %sgpu_connect starts another one.")
         return session.execute(replace(attempt, launch=self._placed_in(session, attempt.launch)))
 
-    def _placed(self, launch: Launch, built: Built | None, code: Mapping[str, str]) -> Launch:
-        placed = self.inputs.uploaded.placed(localize(launch, built, code))
+    def _place(self, launch: Launch, built: Built | None, code: Mapping[str, str]) -> Launch:
+        placed = self.inputs.uploaded.place_uploads(localize(launch, built, code))
         if built is None or placed.environment is None:
             return placed
         name = self.environments.name(placed.environment)
@@ -141,4 +141,4 @@ class RunLauncher(msgspec.Struct, frozen=True):
             built = self.environments.at_hand(environment)
         # bundles that are already unpacked cost only a look-up
         code: Mapping[str, str] = self.inputs.code.unpack(launch.spec.session, launch.code) if launch.code else {}
-        return self.inputs.uploaded.placed(localize(launch, built, code))
+        return self.inputs.uploaded.place_uploads(localize(launch, built, code))

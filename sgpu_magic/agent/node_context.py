@@ -219,12 +219,12 @@ class CodeBundles(FolderCache):
         return found
 
     def _fill(self, bundle: CodeBundle, folder: Path) -> None:
-        with _opened(bundle) as archive:
+        with _open_bundle(bundle) as archive:
             _unpack(archive, folder, max(self._limit, bundle.size))
 
 
 @contextlib.contextmanager
-def _opened(bundle: CodeBundle) -> Generator[zipfile.ZipFile]:
+def _open_bundle(bundle: CodeBundle) -> Generator[zipfile.ZipFile]:
     """Open the archive and check its digest."""
     try:
         with open(bundle.path, "rb") as file:

@@ -122,14 +122,14 @@ def _find(files: FilesOfRun, address: Address) -> tuple[_Wanted, Sequence[str]]:
     if address.rank is not None and row is not None and address.rank >= row.ranks:
         raise UsageError(f"run {run} has no rank {address.rank}: it has {row.ranks}.")
     if not address.path and address.rank is None:
-        found = _listed(files, "")
+        found = _list_files(files, "")
         # other links lead to the run's code and its packages
         links = [link for link in found.links if {WORK, CHECKPOINTS}.intersection(link.split("/"))]
         return {file.name: file for file in found.files if file.name != KEY}, links
     folders = work_folders(_node_of(files, address.rank or 0))
     for root in (*folders, *([] if not address.path else [""])):
         under = "/".join(part for part in (root, address.path) if part)
-        found = _listed(files, under)
+        found = _list_files(files, under)
         if found.files or found.links:
             above = len(os.path.dirname(under)) + 1 if os.path.dirname(under) else 0
             return {file.name[above:]: file for file in found.files}, [link[above:] for link in found.links]
@@ -165,7 +165,7 @@ def _record(files: FilesOfRun) -> RunRecord | None:
         return None
 
 
-def _listed(files: FilesOfRun, under: str) -> RunFiles:
+def _list_files(files: FilesOfRun, under: str) -> RunFiles:
     try:
         found = files.list(under)
     except (RunFileUnknown, OSError):

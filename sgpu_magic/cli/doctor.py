@@ -271,7 +271,7 @@ def listed_pools(settings: Settings) -> Iterator[Finding]:
     yield from _key()
     yield from machine_checks.encryption()
     with closing(Pools(settings)) as pools:
-        yield from map(_pool_finding, pools.asked(entries, local=False, again=True))
+        yield from map(_pool_finding, pools.ask_status(entries, local=False, again=True))
 
 
 def _key() -> Iterator[Finding]:

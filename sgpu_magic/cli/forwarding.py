@@ -69,7 +69,7 @@ class Forwarder:
             UsageError: The local port is taken.
             PoolError: The pool does not answer.
         """
-        answer = await self._opened(self._order)
+        answer = await self._open(self._order)
         if isinstance(answer, StreamClosed):
             raise RunUnknown(_as_sentence(answer))
         wanted = self._order.port if local is None else local
@@ -112,7 +112,7 @@ class Forwarder:
         self._number += 1
         number = self._number
         try:
-            answer = await self._opened(msgspec.structs.replace(self._order, stream=number, watches=False))
+            answer = await self._open(msgspec.structs.replace(self._order, stream=number, watches=False))
         except PoolError as error:
             answer = StreamClosed(stream=number, problem=error.message.rstrip("."))
         if isinstance(answer, StreamClosed):
@@ -124,7 +124,7 @@ class Forwarder:
             number, reader, writer, self._send, lambda problem: self._on_closed(number, problem)
         )
 
-    async def _opened(self, order: OpenStream) -> StreamOpened | StreamClosed:
+    async def _open(self, order: OpenStream) -> StreamOpened | StreamClosed:
         answer: asyncio.Future[StreamOpened | StreamClosed] = self._loop.create_future()
         self._opening[order.stream] = answer
         self._send(order, ())

@@ -173,7 +173,7 @@ def write(settings: Settings, record: JobRecord) -> None:
         write_whole(folder / _RECORD, msgspec.json.encode(record))
 
 
-def begun(record: JobRecord) -> JobRecord:
+def with_this_process(record: JobRecord) -> JobRecord:
     """Return the record with this process as the one that executes the job."""
     return msgspec.structs.replace(record, pid=os.getpid(), process_start=process_start(os.getpid()))
 

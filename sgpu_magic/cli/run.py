@@ -88,7 +88,7 @@ def run(settings: Settings, values: argparse.Namespace, out: TextIO, err: TextIO
     if values.detach and not continued:
         return _detach(settings, record, values.words, out)
     jobs.prune(settings)
-    record = jobs.begun(record)
+    record = jobs.with_this_process(record)
     jobs.write(settings, record)
     code = ExitCode.FAILED
     try:

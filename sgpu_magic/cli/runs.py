@@ -118,10 +118,10 @@ def recent(settings: Settings, limit: int | None, name: str, wanted: RunFilter) 
     status, local_problem = None, None
     with closing(Pools(settings)) as pools:
         if name not in ("", LOCAL):
-            status = pools.named(name).status(number)
+            status = pools.get(name).status(number)
             runs = () if status is None else filter(wanted.accepts, status.runs)
             return RecentRuns([ListedRun(name, run) for run in runs][:limit], several=True)
-        elsewhere = pools.asked(() if name else pools.entries(), local=False, recent=number)
+        elsewhere = pools.ask_status(() if name else pools.entries(), local=False, recent=number)
         try:
             status = pools.local.status(recent=number, start=False)
         except PoolError as error:

@@ -34,7 +34,7 @@ def status_text(answers: list[PoolStatusReply]) -> str:
     """Return the text of `%sgpu_status` for the pools."""
     if [answer.name for answer in answers] == [LOCAL] and answers[0].status is None:
         return f"no local pool is running on {host_name()}; the first %%distributed cell starts one"
-    return pools_status.drawn(answers, {})["text/plain"]
+    return pools_status.render(answers, {})["text/plain"]
 
 
 def add_options(parser: CommandParser) -> None:

@@ -175,9 +175,9 @@ def all_runs(settings: Settings, name: str = "") -> tuple[list[RunSummary], list
     """
     with closing(Pools(settings)) as pools:
         if name not in ("", LOCAL):
-            status = pools.named(name).status(_ALL)
+            status = pools.get(name).status(_ALL)
             return [] if status is None else list(status.runs), []
-        elsewhere = pools.asked(() if name else pools.entries(), local=False, recent=_ALL)
+        elsewhere = pools.ask_status(() if name else pools.entries(), local=False, recent=_ALL)
     rows = ledger.recent_runs(settings, None)
     rows += [run for each in elsewhere if each.status is not None for run in each.status.runs]
     return rows, [each for each in elsewhere if each.problem]

@@ -160,7 +160,7 @@ class BlobSender:
                     under_way.append((self._link.ask(order, [chunk]), at, time.monotonic()))
                     self.sent_bytes += len(chunk)
                 answer, end, sent_at = under_way[0]
-                found = _found(answer, BlobTaken)
+                found = _wait_for_answer(answer, BlobTaken)
                 if found is None or found.up_to < end:
                     return taken
                 under_way.popleft()
@@ -176,7 +176,7 @@ class BlobSender:
     def _ask(self, blobs: Sequence[tuple[str, int]]) -> Sequence[int]:
         while True:
             with self._link.ask(AskBlobs(request=0, blobs=tuple(blobs))) as answer:
-                found = _found(answer, BlobsHeld)
+                found = _wait_for_answer(answer, BlobsHeld)
             if found is not None and len(found.bytes) == len(blobs):
                 return found.bytes
             self._report(0)
@@ -186,7 +186,7 @@ class BlobSender:
             self._on_progress(self._there + of_this_piece)
 
 
-def _found(answer: Answer, kind: type[A]) -> A | None:
+def _wait_for_answer(answer: Answer, kind: type[A]) -> A | None:
     """Return the pool's reply, None on timeout: the link may be broken and reconnect."""
     with contextlib.suppress(TimeoutError):
         return answer.of(kind, _ANSWER_TIMEOUT_S)

@@ -39,10 +39,10 @@ def pool_with(pools: Pools, settings: Settings, run: str, *, only_active: bool =
         UsageError: The list of pools can't be read.
     """
     entries = pools.entries()
-    if not entries and len(pools.made()) == 1:
+    if not entries and len(pools.used_pools()) == 1:
         return pools.local
     with_local = start or find_pool(settings) is not None or pools.local.connected is not None
-    answers = pools.asked(entries, local=with_local, recent=NEWEST_RUNS)
+    answers = pools.ask_status(entries, local=with_local, recent=NEWEST_RUNS)
     known = [(answer.name, row) for answer in answers if answer.status is not None for row in answer.status.runs]
     rows = [(name, row) for name, row in known if not (only_active and row.state.is_final)]
     if not run:

@@ -145,7 +145,7 @@ class PoolLink:
         future: Future[Reply] = Future()
         with self._lock:
             if self.lost.is_set():
-                future.set_exception(PoolLost(self.transport.lost()))
+                future.set_exception(PoolLost(self.transport.lost_message()))
             self._replies[number] = future
         return number, future
 
@@ -321,10 +321,10 @@ class PoolLink:
             replies, self._replies = list(self._replies.values()), {}
             followers = [events for every in self._followers.values() for events in every]
         if not self._welcome.done():
-            self._welcome.set_exception(PoolLost(self.transport.lost()))
+            self._welcome.set_exception(PoolLost(self.transport.lost_message()))
         for future in replies:
             if not future.done():
-                future.set_exception(PoolLost(self.transport.lost()))
+                future.set_exception(PoolLost(self.transport.lost_message()))
         for events in followers:
             # ranks that read a payload's memory may outlive the pool, so nothing is released here
             events.put(None)

@@ -31,7 +31,7 @@ class LocalTransport(Transport):
         self._path = path
         self.title = f"the local pool (process {pid})"
 
-    def lost(self) -> str:
+    def lost_message(self) -> str:
         return (
             f"{self.title} ended. Run the cell again: the next run starts a new pool; `sgpu doctor` "
             "looks for the reason."

@@ -69,7 +69,7 @@ class Mirror:
             PoolError: The pool does not answer.
         """
         link = self._link()
-        return _found(link, link.ask(ListRunFiles(request=0, run=self.run_id, under=under)), RunFiles)
+        return _wait_for_answer(link, link.ask(ListRunFiles(request=0, run=self.run_id, under=under)), RunFiles)
 
     def bring(self, name: str) -> Path:
         """Fetch a file's current content and return its local path.
@@ -163,7 +163,7 @@ class Mirror:
                     under_way.append((at, size, self._ask(link, name, at, size)))
                     at += size
                 offset, size, answer = under_way.popleft()
-                part = _found(link, answer, FilePart, patience_s)
+                part = _wait_for_answer(link, answer, FilePart, patience_s)
                 whole = part.about.size if whole is None else whole
                 write_at(target, part.data, offset)
                 if len(part.data) < min(size, whole - offset):
@@ -185,13 +185,13 @@ class Mirror:
 
     def _size(self, name: str, patience_s: float | None = None) -> int:
         link = self._link()
-        return _found(link, self._ask(link, name, 0, 0), FilePart, patience_s).about.size
+        return _wait_for_answer(link, self._ask(link, name, 0, 0), FilePart, patience_s).about.size
 
     def _ask(self, link: PoolLink, name: str, offset: int, size: int) -> Answer:
         return link.ask(ReadRunFile(request=0, run=self.run_id, name=name, offset=offset, size=size))
 
 
-def _found(link: PoolLink, answer: Answer, kind: type[A], patience_s: float | None = None) -> A:
+def _wait_for_answer(link: PoolLink, answer: Answer, kind: type[A], patience_s: float | None = None) -> A:
     """Wait for an answer; without `patience_s`, also wait for a broken link to be restored."""
     wait_s = _ANSWER_TIMEOUT_S if patience_s is None else patience_s
     with answer:

@@ -27,7 +27,7 @@ from sgpu_magic.client.pools_file import LOCAL, PoolEntry
 from sgpu_magic.client.run import Attachments, ClientRun, Submitted
 from sgpu_magic.client.send_queue import Answer, EventQueue
 from sgpu_magic.client.this_machine import running_pool, this_context, this_interpreter
-from sgpu_magic.client.upload_files import sent
+from sgpu_magic.client.upload_files import send_attachments
 from sgpu_magic.config import Settings, load_settings
 from sgpu_magic.errors import CapacityError, PoolError, RunUnknown, SessionError, SgpuError, UsageError
 from sgpu_magic.payload.pack import Packed
@@ -234,10 +234,10 @@ class Pool:
             events = link.follow(run.run_id)
             self._memory.submitted(run.run_id, link)
             ask(link, message, Accepted, frames=frames)
-            run.moved(link, events, from_start=True)
+            run.move_to(link, events, from_start=True)
             return
         self._memory.submitted(run.run_id, link)
-        run.moved(link, link.attached(answer.request, run.run_id))
+        run.move_to(link, link.attached(answer.request, run.run_id))
 
     def cancel_in_background(self, run: ClientRun, reason: str) -> None:
         """Cancel a run whose pool service died, through the next service, in a background thread."""
@@ -447,7 +447,7 @@ class Pool:
     ) -> ClientRun:
         with Sending(self.name, link, self._on_sending) as sending:
             payload, frames = self._memory.put(packed, spec.run_id, link, self._settings, sending)
-            along, notes = sent(along, link, self._settings.state_path, sending)
+            along, notes = send_attachments(along, link, self._settings.state_path, sending)
         spec = spec.with_notes(notes)
         events = link.follow(spec.run_id)
         try:

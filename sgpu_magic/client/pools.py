@@ -81,7 +81,7 @@ class Pools:
         """
         return [LOCAL, *(entry.name for entry in self.entries())]
 
-    def named(self, name: str) -> Pool:
+    def get(self, name: str) -> Pool:
         """Return the pool of that name, without connecting to it.
 
         Raises:
@@ -103,22 +103,22 @@ class Pools:
         """
         with self._lock:
             made = self._made.get(name)
-        return made if made is not None else self.named(name)
+        return made if made is not None else self.get(name)
 
-    def made(self) -> list[Pool]:
+    def used_pools(self) -> list[Pool]:
         """Return the pools that this process has used, the local one first."""
         with self._lock:
             return [self.local, *self._made.values()]
 
     def connected(self) -> list[Pool]:
         """Return the pools that this process is connected to, the local one first."""
-        return [pool for pool in self.made() if pool.connected is not None]
+        return [pool for pool in self.used_pools() if pool.connected is not None]
 
     def notice(self) -> str:
         """Return the current notices of all pools, "" for none."""
-        return " ".join(pool.notice for pool in self.made() if pool.notice)
+        return " ".join(pool.notice for pool in self.used_pools() if pool.notice)
 
-    def asked(
+    def ask_status(
         self,
         entries: Iterable[PoolEntry],
         *,
@@ -158,7 +158,7 @@ class Pools:
         Args:
             timeout_s: Time to wait for all pools together, in seconds.
         """
-        asking = [pool for pool in self.made() if pool is self.local or pool.connected is not None]
+        asking = [pool for pool in self.used_pools() if pool is self.local or pool.connected is not None]
         threads = [threading.Thread(target=_detach, args=(pool, timeout_s), daemon=True) for pool in asking]
         for thread in threads:
             thread.start()

@@ -83,7 +83,7 @@ class RemoteTransport(Transport):
         silent_s = time.monotonic() - self._received_at
         return silent_s if silent_s > _SILENT_S else 0.0
 
-    def lost(self) -> str:
+    def lost_message(self) -> str:
         if self._silent_s > self._timeout_s:
             return (
                 f"{self.title} has been silent for {self._silent_s / 60:.0f} min, and the link is given up. By now it "

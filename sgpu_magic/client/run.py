@@ -140,7 +140,7 @@ class ClientRun:
                 return item
         return None
 
-    def moved(self, link: PoolLink, events: EventQueue, *, from_start: bool = False) -> None:
+    def move_to(self, link: PoolLink, events: EventQueue, *, from_start: bool = False) -> None:
         """Switch to another pool service that now has the run.
 
         Args:

@@ -61,7 +61,7 @@ class Transport(ABC):
         return ""
 
     @abstractmethod
-    def lost(self) -> str:
+    def lost_message(self) -> str:
         """Return the error message for a pool that ended while a request was pending."""
 
     @abstractmethod

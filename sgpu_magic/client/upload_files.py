@@ -265,7 +265,9 @@ class KnownDigests:
 # ---------------------------------------------------------------- sending to a remote pool
 
 
-def sent(along: Attachments, link: PoolLink, state: Path, sending: Sending) -> tuple[Attachments, list[str]]:
+def send_attachments(
+    along: Attachments, link: PoolLink, state: Path, sending: Sending
+) -> tuple[Attachments, list[str]]:
     """Send a pool the code, wheels, folders and files that it lacks.
 
     A no-op for a pool whose ranks are on this machine.

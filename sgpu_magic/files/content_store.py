@@ -119,7 +119,7 @@ class BlobStore:
         """Release a run's blobs."""
         self._in_use.pop(run_id, None)
 
-    def held(self, store: str, digest: str, size: int) -> int:
+    def stored_bytes(self, store: str, digest: str, size: int) -> int:
         """Return how many bytes of a blob are stored, and protect it from eviction for 10 minutes.
 
         Raises:

@@ -128,7 +128,7 @@ class Sweeping(Generic[T, R]):
         """Return the maximum number of runs submitted at the same time."""
         name = self._context.wanted_pool(self._options.pool)
         if name not in KINDS and not (not name and self._context.pools.entries()):
-            pool = self._context.pools.named(name or LOCAL)
+            pool = self._context.pools.get(name or LOCAL)
         else:
             # each item's pool is chosen when the item is submitted; usually it is this one
             pool = self._context.resolve_target(name, self._options.devices).pool

@@ -201,7 +201,7 @@ class RankQuestions:
     def complete(self, code: str, cursor_pos: int | None) -> Any:
         """Replace the kernel's `do_complete`: matches of the rank come before the kernel's."""
         cursor = len(code) if cursor_pos is None else cursor_pos
-        answer, begin = self._asked("complete", code, cursor)
+        answer, begin = self._ask("complete", code, cursor)
         found = self._complete(code, cursor_pos)
         if answer is None:
             return found
@@ -210,7 +210,7 @@ class RankQuestions:
 
     def inspect(self, code: str, cursor_pos: int, detail_level: int = 0, omit_sections: Any = ()) -> Any:
         """Replace the kernel's `do_inspect`: the rank's object of that name, else the kernel's."""
-        answer, _ = self._asked("inspect", code, cursor_pos, detail_level)
+        answer, _ = self._ask("inspect", code, cursor_pos, detail_level)
         if answer is None or not answer.bundle:
             return self._inspect(code, cursor_pos, detail_level, omit_sections)
         data: dict[str, Any] = load_json(answer.bundle)
@@ -219,7 +219,7 @@ class RankQuestions:
         reply = {"status": "ok", "found": True, "data": data, "metadata": {}}
         return _later(reply) if inspect.iscoroutinefunction(self._inspect) else reply
 
-    def _asked(self, what: str, code: str, cursor: int, detail: int = 0) -> tuple[RankAnswer | None, int]:
+    def _ask(self, what: str, code: str, cursor: int, detail: int = 0) -> tuple[RankAnswer | None, int]:
         """Ask a rank; the answer is None if the cell does not run on ranks, or the rank does not answer in time."""
         position = self._position(code, cursor)
         if position is None:

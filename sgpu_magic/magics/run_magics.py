@@ -121,7 +121,7 @@ class DistributedMagics(Magics):
     @cell_magic
     def sgpu_auto_cell(self, line: str, cell_body: str) -> RunResult:
         """Run a plain cell in the session; `%sgpu_auto` rewrites plain cells to this magic."""
-        session = registry.chosen()
+        session = registry.get_session()
         self.context.notices.show("")
         return session.run_cell("", cell_body, RunOptions(auto=True))
 

@@ -135,7 +135,7 @@ class SessionMagics(Magics):
     @takes("End a session: its ranks' variables are lost, and its devices are free again.", _add_name)
     def sgpu_disconnect(self, values: Namespace) -> None:
         """End a session: `%sgpu_disconnect [NAME]`."""
-        session = registry.chosen(values.name)
+        session = registry.get_session(values.name)
         session.close()
         registry.drop(session)
         left = registry.names()
@@ -148,7 +148,7 @@ class SessionMagics(Magics):
     def sgpu_pull(self, values: Namespace) -> None:
         """Bring names back from the session's ranks: `%sgpu_pull history loss:all [--ranks 0,2]`."""
         found = _some("%sgpu_pull", outputs_from(values.names, "%sgpu_pull"), "history loss:all")
-        session, only = _chosen(values)
+        session, only = _choose(values)
         session.pull_into(None, found, only, values.ui)
 
     @line_magic
@@ -156,7 +156,7 @@ class SessionMagics(Magics):
     def sgpu_push(self, values: Namespace) -> None:
         """Set names of the notebook on the session's ranks: `%sgpu_push cfg data [--ranks 0,2]`."""
         found = _some("%sgpu_push", names("%sgpu_push", values.names), "cfg")
-        session, only = _chosen(values)
+        session, only = _choose(values)
         session.checked()
         cell_runner.run_in(session, lambda: prepare_push(session, found, {}, only), values.ui)
 
@@ -169,7 +169,7 @@ class SessionMagics(Magics):
     )
     def sgpu_who(self, values: Namespace) -> None:
         """List the variables on the session's ranks: `%sgpu_who [loss* model] [--rank 0,2]`."""
-        session = registry.chosen(values.session)
+        session = registry.get_session(values.session)
         only = () if values.ranks is None else session.only(parse_ranks("--rank", values.ranks))
         patterns = tuple(filter(None, " ".join(values.names).replace(",", " ").split()))
         listing = list_variables(session, patterns, only)
@@ -183,7 +183,7 @@ class SessionMagics(Magics):
     )
     def sgpu_restart(self, values: Namespace) -> None:
         """Replace ranks of the session with new processes: `%sgpu_restart [--rank 1,2]`."""
-        session = registry.chosen(values.session)
+        session = registry.get_session(values.session)
         ranks = () if values.ranks is None else session.only(parse_ranks("--rank", values.ranks))
         print(session.restart(*ranks))  # noqa: T201
 
@@ -196,7 +196,7 @@ class SessionMagics(Magics):
     def sgpu_auto(self, values: Namespace) -> None:
         """Send every plain cell to the session's ranks: `%sgpu_auto on|off`."""
         if values.switch == "on":
-            where = f"on the ranks of session {registry.chosen().name}"
+            where = f"on the ranks of session {registry.get_session().name}"
             self._auto.is_on = True
             print(f"%sgpu_auto is on: every plain cell runs {where} until %sgpu_auto off.")  # noqa: T201
             return
@@ -272,8 +272,8 @@ def _some(magic: str, found: tuple[T, ...], example: str) -> tuple[T, ...]:
     return found
 
 
-def _chosen(values: Namespace) -> tuple[Session, tuple[int, ...]]:
+def _choose(values: Namespace) -> tuple[Session, tuple[int, ...]]:
     """Return the session that a line names and the chosen ranks, empty for all."""
     only = None if values.ranks is None else parse_ranks("--ranks", values.ranks)
-    session = registry.chosen(values.session)
+    session = registry.get_session(values.session)
     return session, session.only(only)

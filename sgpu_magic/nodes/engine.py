@@ -176,7 +176,7 @@ class Engine:
             case StacksTaken(request=request, run_id=run_id, stacks=stacks):
                 run = self._runs.get(run_id)
                 part = None if run is None else run.part_on(node)
-                joined = None if part is None else self._stacks.taken(request, part, stacks)
+                joined = None if part is None else self._stacks.take_part(request, part, stacks)
                 if joined is not None:
                     self._listener.stacks_taken(request, joined)
             case SessionRanksRestarted() | Answered() | TrackingAsked():
@@ -501,7 +501,7 @@ class Engine:
         run.over = True
         self._over.append(run)
         run_id = run.run_id
-        if run.joint.lost:
+        if run.joint.is_lost:
             # before the run is placed elsewhere
             self.give_back(run_id)
         self._listener.ranks_exited(run_id)

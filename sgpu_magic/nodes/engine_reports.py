@@ -219,7 +219,7 @@ class JointStacks:
         """Record a request to these parts of the run."""
         self._asked[request] = _Asked(run_id, set(parts))
 
-    def taken(self, request: int, part: int, stacks: tuple[RankStack, ...]) -> tuple[RankStack, ...] | None:
+    def take_part(self, request: int, part: int, stacks: tuple[RankStack, ...]) -> tuple[RankStack, ...] | None:
         """Take the answer of a part. Returns the stacks of all ranks, None while other parts have not answered."""
         if request not in self._asked:
             return None

@@ -97,7 +97,7 @@ class JointRun:
         return all(part.is_over for part in self.parts)
 
     @property
-    def lost(self) -> bool:
+    def is_lost(self) -> bool:
         """Whether one of its nodes was lost: then its agents don't decide how the run ends."""
         return any(part.lost for part in self.parts)
 
@@ -191,7 +191,7 @@ class JointRun:
         if level == _STARTED and len(at) == len(self.parts):
             starts = [event.body for event, _ in at if isinstance(event.body, RanksStarted)]
             return [(self._with_joined(at[-1][0], join_starts(starts)), ())]
-        if level == _ENDED and not self.lost:
+        if level == _ENDED and not self.is_lost:
             return [self._end(at)]
         # some part skipped this level, or is lost: these events neither start nor end the run
         return []

@@ -98,13 +98,13 @@ class NodeFiles:
     # ------------------------------------------------------------ in the thread
 
     def _read(self, message: FetchBlob | FetchRunFile) -> bytes:
-        descriptor = self._opened(message)
+        descriptor = self._open(message)
         try:
             return os.pread(descriptor, min(message.size, CHUNK_BYTES), message.offset)
         finally:
             os.close(descriptor)
 
-    def _opened(self, message: FetchBlob | FetchRunFile) -> int:
+    def _open(self, message: FetchBlob | FetchRunFile) -> int:
         if isinstance(message, FetchRunFile):
             if not is_valid_id(message.run_id):
                 raise BadName("that is not a run's ID")

@@ -69,7 +69,7 @@ class OptionParser(StrictParser):
             raise UsageError(f"{self.prog}: the line can't be read: {error}. Close the quotes.") from None
         return self.parse_args(words)
 
-    def asked(self, line: str) -> argparse.Namespace | None:
+    def read_or_help(self, line: str) -> argparse.Namespace | None:
         """As `read`; if the line asks for help, print it and return None."""
         found = self.read(line)
         if not found.help:
@@ -98,7 +98,7 @@ def takes(
 
         @functools.wraps(method)
         def magic(self: Any, line: str = "") -> T | None:
-            found = line_parser().asked(line)
+            found = line_parser().read_or_help(line)
             return None if found is None else method(self, found)
 
         LINE_PARSERS[method.__name__] = line_parser

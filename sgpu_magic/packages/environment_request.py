@@ -132,7 +132,7 @@ def _described(environment: Environment, parts: Iterable[str], tag: str) -> Envi
 # ---------------------------------------------------------------- `--env-version`
 
 
-def chosen(
+def find_named(
     settings: Settings, env_version: str, *, torch_mine: bool = False, allow_build: bool = False
 ) -> Ordered | None:
     """Find the environment that `--env-version` names.

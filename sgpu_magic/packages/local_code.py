@@ -78,7 +78,7 @@ def find_local_code(
             search.take_named(name)
         waiting = search.imports_of_new()
         if not waiting:
-            return search.found()
+            return search.find()
 
 
 def imports_of(source: str) -> set[str]:
@@ -123,7 +123,7 @@ class _Search:
                 self._imported_files.append(file)
             if not rest and top not in self._seen:
                 self._seen.add(top)
-                tops.append((top, file, _listed(attributes.get("__path__"))))
+                tops.append((top, file, _list_names(attributes.get("__path__"))))
         for each in tops:
             self._add(*each)
 
@@ -145,7 +145,7 @@ class _Search:
                 names |= _imports_of_file(file.path, file.state)
         return sorted(names - self._seen)
 
-    def found(self) -> list[LocalCode]:
+    def find(self) -> list[LocalCode]:
         return [code for code in self._by_directory.values() if code.files]
 
     def _add(self, name: str, file: str | None, paths: Sequence[str]) -> None:
@@ -178,7 +178,7 @@ def _attributes_of(module: object) -> dict[str, object]:
         return {}
 
 
-def _listed(paths: object) -> list[str]:
+def _list_names(paths: object) -> list[str]:
     # not a path, or a namespace package whose parent is gone
     with contextlib.suppress(TypeError, KeyError):
         return [str(path) for path in cast("Iterable[object]", paths)]

@@ -128,7 +128,7 @@ def make_lock(
     entries = "".join(_own_entries(snapshot, repacked, asked))
     head = _head(f"the packages of {snapshot.executable}", snapshot.digest, dict(sorted(left_out.items())))
     lock = Lock(
-        pylock=head + _joined(done.output, entries),
+        pylock=head + _add_entries(done.output, entries),
         unpublished=frozenset(unpublished),
         other_builds=other_builds,
         wheels={key: wheel for key, wheel in repacked.items() if key not in unlocked},
@@ -165,7 +165,7 @@ def lock_order(
     left_out = dict.fromkeys(environment.needed, "the node's own is used instead")
     head = _head("what a node was asked to build", environment.digest, left_out)
     wheels = "".join(_entry(distribution_name(wheel), "", "archive", _archive(wheel)) for wheel in environment.wheels)
-    return _valid(Lock(pylock=head + _joined(done.output, wheels)))
+    return _valid(Lock(pylock=head + _add_entries(done.output, wheels)))
 
 
 def _is_asked(distribution: Distribution) -> bool:
@@ -241,7 +241,7 @@ def _archive(wheel: Wheel) -> dict[str, object]:
     return {"path": wheel.path, "size": wheel.size, "hashes": {"sha256": wheel.sha256}}
 
 
-def _joined(text: str, entries: str) -> str:
+def _add_entries(text: str, entries: str) -> str:
     """Add entries to uv's lock file. Without packages, uv writes an empty list, which nothing can be added to."""
     return (text.replace("packages = []\n", "") if entries else text) + entries
 

@@ -217,7 +217,7 @@ def waits(total: int, free: int, held: Iterable[Claim], queue: Iterable[Claim]) 
     waiting = [one for one in queue if one.count <= total]
     now, most = 0.0, free
     while True:
-        free, waiting = _placed(free, waiting, now, ends)
+        free, waiting = _grant(free, waiting, now, ends)
         for number in range(most, min(free, total)):
             found[number] = now
         most = max(most, min(free, total))
@@ -229,7 +229,7 @@ def waits(total: int, free: int, held: Iterable[Claim], queue: Iterable[Claim]) 
         free = min(free, total)
 
 
-def _placed(free: int, waiting: list[Claim], now: float, ends: list[tuple[float, int]]) -> tuple[int, list[Claim]]:
+def _grant(free: int, waiting: list[Claim], now: float, ends: list[tuple[float, int]]) -> tuple[int, list[Claim]]:
     """Grant devices to the runs that fit; return the number left and the runs that still wait."""
     left: list[Claim] = []
     for one in waiting:

@@ -38,7 +38,7 @@ def _about_packages(packages: PackageChanges) -> list[str]:
     if packages.added:
         sentences.append(f"{_coming(packages)}, in this notebook's environment.")
     if packages.removed:
-        sentences.append(f"{_listed(packages.removed)} will be removed from this notebook's environment.")
+        sentences.append(f"{_list_names(packages.removed)} will be removed from this notebook's environment.")
     if packages.ignored_setting is not None:
         sentences.append(f"The setting env_version ({packages.ignored_setting}) does not apply to this notebook.")
     return sentences
@@ -48,7 +48,7 @@ def _coming(packages: PackageChanges) -> str:
     count = len(packages.added)
     if not packages.coming:
         return f"{_many(count)} and {'its' if count == 1 else 'their'} dependencies will be installed"
-    named = f": {_listed([name for name in packages.coming if name])}" if packages.coming[0] else ""
+    named = f": {_list_names([name for name in packages.coming if name])}" if packages.coming[0] else ""
     return f"{_many(len(packages.coming))} will be installed{named}"
 
 
@@ -85,9 +85,9 @@ def _about_new_session(plan: Plan) -> list[str]:
 def _about_restart(restart: Restart) -> str:
     text = f"Session {restart.session.name} restarts"
     if restart.has_state:
-        text += ": its ranks' variables are lost" + (f" ({_listed(restart.lost)})" if restart.lost else "")
+        text += ": its ranks' variables are lost" + (f" ({_list_names(restart.lost)})" if restart.lost else "")
     if restart.running:
-        text += f", and what runs in it is stopped ({_listed(restart.running)})"
+        text += f", and what runs in it is stopped ({_list_names(restart.running)})"
     return f"{text}."
 
 
@@ -103,7 +103,7 @@ def _about_shortage(shortage: DeviceShortage) -> str:
     )
 
 
-def _listed(names: Iterable[str]) -> str:
+def _list_names(names: Iterable[str]) -> str:
     return names_text(names, MOST_NAMED)
 
 

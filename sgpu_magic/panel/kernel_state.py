@@ -324,7 +324,7 @@ def panel_text(context: KernelContext) -> str:
     """Return the pool, the notebook's choice and its packages as text. Starts no pool."""
     name = target.pool_name(context)
     try:
-        looked_at = context.pools.named(name)
+        looked_at = context.pools.get(name)
         status = looked_at.status(recent=5, start=False, timeout_s=PATIENCE_S)
         pool = _NO_POOL if status is None else status_text(status, notice=looked_at.notice)
     except SgpuError as error:

@@ -188,7 +188,7 @@ def plan(context: KernelContext, held: CurrentChoice, choice: Choice, *, connect
             raise UsageError(problem)
         choice = normal(choice)
         found = replace(found, is_known=held.confirmed and held.choice == choice)
-        asked, notes = _asked(context, choice, connect=connect)
+        asked, notes = _ask_pool(context, choice, connect=connect)
         found = replace(found, pool_notes=notes)
         status = None if asked is None else asked.status
         if status is not None:
@@ -229,7 +229,9 @@ def fits(session: Session, choice: Choice) -> bool:
     return session.environment.env_version == env_version_of(session.context.pool.settings, choice, write=False)
 
 
-def _asked(context: KernelContext, choice: Choice, *, connect: bool) -> tuple[PoolStatusReply | None, tuple[str, ...]]:
+def _ask_pool(
+    context: KernelContext, choice: Choice, *, connect: bool
+) -> tuple[PoolStatusReply | None, tuple[str, ...]]:
     """Return the pool with its status, and why it is chosen.
 
     The pool is None when none is running, as a plan starts none, or when none is needed.
@@ -245,7 +247,7 @@ def _asked(context: KernelContext, choice: Choice, *, connect: bool) -> tuple[Po
     else:
         if name and name not in (known := context.pools.names()):
             raise unknown_pool(name, known)
-        pool = context.pools.named(name or LOCAL)
+        pool = context.pools.get(name or LOCAL)
     if pool is not context.pools.local:
         if connect and not choice.gpus:
             raise UsageError(f"The pool {pool.name} is shared with others: choose how many devices.")
@@ -366,7 +368,7 @@ def _for_ranks(settings: Settings, choice: Choice) -> RankPackages | None:
     problem = problem_of_base(settings, choice.env_version)
     if problem:
         raise UsageError(problem)
-    found = environment_request.chosen(settings, choice.env_version)
+    found = environment_request.find_named(settings, choice.env_version)
     if not (choice.dependencies or choice.removed) and found is not None:
         # other machines are not checked
         if any(settings.environments_path.glob(f"{found.environment.digest}*")):

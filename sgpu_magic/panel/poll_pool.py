@@ -115,7 +115,7 @@ class PoolPoller:
         if status is None:
             return self._without_pool(now)
         self._was_up = True
-        rows = self._drawn(now)
+        rows = self._run_rows(now)
         snapshot = pool_snapshot(
             status,
             self._rates,
@@ -191,7 +191,7 @@ class PoolPoller:
 
     def _away(self, state: PoolState, sentence: str, remedy: Remedy, words: str, now: float) -> PollResult:
         usage = "" if state == "problem" or self._entry is not None else self._usage.line(now, None)
-        return PollResult(away_snapshot(self._name, state, sentence, remedy, words, now, usage), self._drawn(now))
+        return PollResult(away_snapshot(self._name, state, sentence, remedy, words, now, usage), self._run_rows(now))
 
     def _read_ledger(self) -> None:
         """Read the runs from the local pool's ledger, so that the list is not empty; skipped for a remote pool."""
@@ -214,7 +214,7 @@ class PoolPoller:
 
     # ------------------------------------------------------------ both
 
-    def _drawn(self, now: float) -> dict[str, RunRow]:
+    def _run_rows(self, now: float) -> dict[str, RunRow]:
         """Return the rows, newest first; rows of unchanged runs are the same objects as before."""
         runs = sorted(self._runs.values(), key=lambda run: run.submitted_at, reverse=True)
         # active runs are listed however old they are
@@ -287,7 +287,7 @@ def poller_of(pool: str, read_settings: Callable[[], Settings]) -> Poller:
 
 
 class ListPoller:
-    """Polls all pools of the list in parallel. Owned by one thread, except for `drawn`.
+    """Polls all pools of the list in parallel. Owned by one thread, except for `update`.
 
     Args:
         read_settings: Reads the settings.
@@ -304,7 +304,7 @@ class ListPoller:
         self._runs: Mapping[str, tuple[RunRow, ...]] = {}
 
     def poll(self) -> PoolsUpdate:
-        """Poll the pools and return their states and runs, as `drawn` does."""
+        """Poll the pools and return their states and runs, as `update` does."""
         # problems of the list or the settings are reported by the chosen pool's state
         with contextlib.suppress(SgpuError):
             if read_pools():
@@ -313,11 +313,11 @@ class ListPoller:
 
                 settings = self._read_settings()
                 self._pools = self._pools or Pools(settings)
-                self._answers = self._pools.asked(self._pools.entries(), local=False, recent=_NEWEST)
+                self._answers = self._pools.ask_status(self._pools.entries(), local=False, recent=_NEWEST)
                 self._runs = self._read_runs(settings)
-        return self.drawn()
+        return self.update()
 
-    def drawn(self) -> PoolsUpdate:
+    def update(self) -> PoolsUpdate:
         """Return the pools that the files list now, with the last known state of each. Thread-safe."""
         settings, entries = Settings(), ()
         with contextlib.suppress(SgpuError):

@@ -102,7 +102,7 @@ class Watcher(ABC, Generic[S]):
             self._polled_until = time.monotonic() + self._polled_s
             self._begin()
 
-    def seen(self, timeout_s: float = _LOOK_TIMEOUT_S) -> S | None:
+    def latest(self, timeout_s: float = _LOOK_TIMEOUT_S) -> S | None:
         """Return the latest state, waiting for the first poll; None when that took too long."""
         self._first.wait(timeout_s)
         with self._lock:
@@ -243,11 +243,11 @@ class ListWatcher(Watcher[PoolsUpdate]):
     def add(self, key: object, on_update: OnUpdate) -> None:
         """Add a listener as in `Watcher.add`, and read the list of pools again."""
         super().add(key, on_update)
-        self._apply(self._poller.drawn())
+        self._apply(self._poller.update())
 
-    def seen(self, timeout_s: float = 0.0) -> PoolsUpdate:
+    def latest(self, timeout_s: float = 0.0) -> PoolsUpdate:
         """Return the list as the files have it now, without waiting for any pool."""
-        return self._poller.drawn()
+        return self._poller.update()
 
     def _updates(self, before: PoolsUpdate | None, seen: PoolsUpdate) -> Sequence[StateUpdate]:
         return [] if before == seen else [seen]
@@ -305,13 +305,13 @@ class Watchers:
     def poll_list(self) -> PoolsUpdate:
         """Return the list of pools with their last known states, and have them polled in the background."""
         self._list.poll()
-        return self._list.seen()
+        return self._list.latest()
 
     def poll(self, pool: str) -> PollResult | None:
         """Return a pool's state for a page without updates; None when the first poll takes too long."""
         watcher = self._watcher(pool)
         watcher.poll()
-        return watcher.seen()
+        return watcher.latest()
 
     def poll_soon(self) -> None:
         """Poll all watched pools now, as after a command to a pool."""

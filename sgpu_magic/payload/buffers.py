@@ -201,13 +201,13 @@ def regions_of(packed: Packed) -> Iterator[Region]:
     small: list[tuple[int, memoryview]] = []
     for (offset, size), view in zip(packed.layout.buffers, packed.buffers, strict=True):
         if size >= LARGE_BYTES or (small and offset + size - small[0][0] > _SMALL_TOGETHER_BYTES):
-            yield from _joined(small)
+            yield from _join(small)
             small = []
         if size >= LARGE_BYTES:
             yield from _cut(offset, view)
         elif size:
             small.append((offset, view))
-    yield from _joined(small)
+    yield from _join(small)
 
 
 def _cut(offset: int, view: memoryview) -> Iterator[Region]:
@@ -216,7 +216,7 @@ def _cut(offset: int, view: memoryview) -> Iterator[Region]:
         yield Region(offset + begin, part.nbytes, lambda part=part: part)
 
 
-def _joined(small: Sequence[tuple[int, memoryview]]) -> Iterator[Region]:
+def _join(small: Sequence[tuple[int, memoryview]]) -> Iterator[Region]:
     if not small:
         return
     first = small[0][0]

@@ -166,7 +166,7 @@ def missing(parts: Collection[Part], ranks: Sequence[int], world_size: int) -> M
     return Missing(next(iter(parts)), tuple(sorted(has)), len(of))
 
 
-def joined(parts: Sequence[Any]) -> Any:
+def join_parts(parts: Sequence[Any]) -> Any:
     """Return the whole tensor that these DTensors, by rank, are the shards of; None if they aren't all of one."""
     first = parts[0]
     mesh = first.device_mesh

@@ -61,7 +61,7 @@ def reduce(obj: Any, tracker_id: str) -> Reduced:
 
 
 def make_new_type(name: str, module: str, tracker_id: str) -> object:
-    return _known(tracker_id, lambda: _NEW_TYPE(name, object), module)
+    return _known_object(tracker_id, lambda: _NEW_TYPE(name, object), module)
 
 
 def set_slots(obj: object, slots: dict[str, object]) -> None:
@@ -70,11 +70,11 @@ def set_slots(obj: object, slots: dict[str, object]) -> None:
 
 
 def make_parameter(kind: str, name: str, module: str, options: dict[str, Any], tracker_id: str) -> object:
-    return _known(tracker_id, lambda: getattr(typing, kind)(name, **options), module)
+    return _known_object(tracker_id, lambda: getattr(typing, kind)(name, **options), module)
 
 
 def make_alias(name: str, module: str, parameters: Any, value: tuple[object], tracker_id: str) -> object:
-    return _known(tracker_id, lambda: _ALIAS(name, value[0], type_params=parameters), module)
+    return _known_object(tracker_id, lambda: _ALIAS(name, value[0], type_params=parameters), module)
 
 
 # values that follow aliases in the stream that is being read, by the id of the alias
@@ -86,7 +86,7 @@ def make_lazy_alias(name: str, module: str, tracker_id: str) -> object:
     value: list[object] = []
     namespace: dict[str, Any] = {"__name__": module, "value": value}
     exec(f"type {name} = value[0]", namespace)
-    alias = _known(tracker_id, lambda: namespace[name], module)
+    alias = _known_object(tracker_id, lambda: namespace[name], module)
     _awaited[id(alias)] = value
     return alias
 
@@ -95,7 +95,7 @@ def set_value(alias: object, value: tuple[object]) -> None:
     _awaited.pop(id(alias)).append(value[0])
 
 
-def _known(tracker_id: str, make: Callable[[], Any], module: str) -> object:
+def _known_object(tracker_id: str, make: Callable[[], Any], module: str) -> object:
     """Return the object that this process knows by this id, or a new one."""
     cloudpickle: Any = importlib.import_module("cloudpickle.cloudpickle")
     found = cloudpickle._DYNAMIC_CLASS_TRACKER_BY_ID.get(tracker_id) if tracker_id else None

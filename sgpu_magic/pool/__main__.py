@@ -30,14 +30,14 @@ def main() -> None:
 
     from sgpu_magic import config
     from sgpu_magic.errors import UsageError
-    from sgpu_magic.pool.lifecycle import AlreadyRunning, PoolPresence, placed
+    from sgpu_magic.pool.lifecycle import AlreadyRunning, PoolPresence, with_socket_directory
     from sgpu_magic.system import processes
 
     processes.become_subreaper()
     # the `pool` setting names the pool that clients prefer; this process is always the local one
     settings = replace(config.load_settings(), pool="local")
     try:
-        settings = placed(settings)
+        settings = with_socket_directory(settings)
         for path in (settings.runtime_path, settings.state_path, settings.runs_path):
             config.private_dir(path)
         presence = PoolPresence(settings.runtime_path, settings.state_path)

@@ -184,12 +184,12 @@ class ActiveRuns:
 
     def move(self, run: PoolRun, state: RunState) -> None:
         """Record a state that the scheduler moved the run to."""
-        meter = self.billing.begun(run.scheduled, state, time.time(), time.monotonic())
+        meter = self.billing.start_meter(run.scheduled, state, time.time(), time.monotonic())
         self._ledger.update(run.run_id, state=state, meter=meter)
 
-    def placed(self, run: PoolRun, lease: Lease, host: str, labels: tuple[str, ...]) -> None:
+    def record_placed(self, run: PoolRun, lease: Lease, host: str, labels: tuple[str, ...]) -> None:
         """Record the run's devices and their price, and report them to its followers."""
-        self._ledger.update(run.run_id, lease=lease, meter=self.billing.placed(run.scheduled, lease))
+        self._ledger.update(run.run_id, lease=lease, meter=self.billing.price_lease(run.scheduled, lease))
         self.publish(run, self.billing.placed_event(lease, host, labels), time.time())
 
     def end_without_ranks(

@@ -67,7 +67,7 @@ class Billing:
         # idle meters of started sessions, by run ID
         self._idle: dict[str, IdleMeter] = {}
 
-    def placed(self, run: ScheduledRun, lease: Lease) -> Metered | None:
+    def price_lease(self, run: ScheduledRun, lease: Lease) -> Metered | None:
         """Return the ledger's entry for the price of a run's lease; None without a price or in a session."""
         hourly = None if run.spec.session else self._tariff.hourly(lease)
         return None if hourly is None else Metered(hourly=hourly, currency=self._tariff.currency)
@@ -78,7 +78,7 @@ class Billing:
         currency = "" if hourly is None else self._tariff.currency
         return Placed(lease=lease, host=host, labels=labels, hourly=hourly, currency=currency)
 
-    def begun(self, run: ScheduledRun, state: RunState, wall: float, now: float) -> Metered | None:
+    def start_meter(self, run: ScheduledRun, state: RunState, wall: float, now: float) -> Metered | None:
         """Return the ledger's entry if the run's meter starts with its move to `state`, else None.
 
         Args:
@@ -112,7 +112,7 @@ class Billing:
         """
         wall = time.time()
         launched = now - max(0.0, wall - launched_at)
-        price = self.placed(run, lease)
+        price = self.price_lease(run, lease)
         hourly = None if price is None else price.hourly
         if (row := self._ledger.summary(run.run_id)) is None:
             return launched, hourly

@@ -309,9 +309,9 @@ class Router(ABC):
 
         An event for a disconnected client is dropped: the client asks for it again.
         """
-        return self._taken(client, [codec.encode(event), *frames])
+        return self._try_send(client, [codec.encode(event), *frames])
 
-    def _taken(self, client: ConnectedClient, parts: Sequence[bytes]) -> bool:
+    def _try_send(self, client: ConnectedClient, parts: Sequence[bytes]) -> bool:
         """Send unless the client is gone; return False when its connection accepts no more for now."""
         try:
             self._socket.send_multipart([client.identity, *parts], zmq.NOBLOCK, copy=True)

@@ -53,7 +53,7 @@ class DeviceHistories:
             else:
                 ring.add(number, sample.utilization_pct, _percentage(sample.used_bytes, ring.memory_bytes))
 
-    def listed(self, most: int, now: float) -> tuple[DeviceHistory, ...]:
+    def all_histories(self, most: int, now: float) -> tuple[DeviceHistory, ...]:
         """Return the history of each device that was measured; of more than `most` devices, the mean of each type.
 
         Means are computed once in each interval.

@@ -153,7 +153,7 @@ class FileRequestHandler:
             raise UsageError(f"more than {_MOST_ASKED:,} blobs were requested at once.")
 
         def held() -> _Answer:
-            sizes = tuple(self._store.held(store, digest, size) for digest, size in message.blobs)
+            sizes = tuple(self._store.stored_bytes(store, digest, size) for digest, size in message.blobs)
             return BlobsHeld(request=message.request, bytes=sizes), ()
 
         return held

@@ -212,7 +212,7 @@ class LaunchHandler:
             run.frames = ()
         inventory = self._stock.inventory
         host = ", ".join(dict.fromkeys(share.host for share in lease.shares)) or inventory.host
-        self._active.placed(run, lease, host, _labels(lease, inventory))
+        self._active.record_placed(run, lease, host, _labels(lease, inventory))
 
     def order(self, run: PoolRun, lease: Lease) -> None:
         """Order the run's group from the engine, and nothing else; `granted` follows once the devices are taken."""

@@ -20,7 +20,7 @@ class FreshInventory:
     """The newest inventory of one pool.
 
     Args:
-        take: Asks the nodes for an inventory, which `taken` receives.
+        take: Asks the nodes for an inventory, which `receive` gets.
 
     Attributes:
         inventory: The newest inventory; an empty one before the first.
@@ -33,7 +33,7 @@ class FreshInventory:
         self._at: float | None = None
         self._waiting: list[Callable[[], None]] = []
 
-    def taken(self, inventory: Inventory) -> list[Callable[[], None]]:
+    def receive(self, inventory: Inventory) -> list[Callable[[], None]]:
         """Store the newest inventory. Returns the calls that waited for it."""
         if inventory != self.inventory:
             # keep the old object if nothing has changed: comparisons of identical objects are fast

@@ -99,7 +99,7 @@ class LedgerDatabase:
 
     def write(self, *statements: Statement) -> bool:
         """Run statements in one transaction. Returns False, with nothing changed, when the database failed."""
-        if not self._tried(lambda: self._written(statements)):
+        if not self._tried(lambda: self._write(statements)):
             return False
         if self.problem.startswith(self._unusable):
             self.problem = ""
@@ -126,7 +126,7 @@ class LedgerDatabase:
                     if written == brought:
                         break
 
-    def _written(self, statements: Sequence[Statement]) -> bool:
+    def _write(self, statements: Sequence[Statement]) -> bool:
         if len(statements) == 1:
             self._connection.execute(*statements[0])
             return True

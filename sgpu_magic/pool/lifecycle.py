@@ -35,7 +35,7 @@ class AlreadyRunning(Exception):
     """Another pool has this state directory."""
 
 
-def placed(settings: Settings) -> Settings:
+def with_socket_directory(settings: Settings) -> Settings:
     """Return settings that name the directory of the pool's sockets, for all its processes.
 
     If no setting names it, the previous pool's directory is used, since its agent may wait there with its runs: the

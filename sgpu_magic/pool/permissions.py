@@ -77,7 +77,7 @@ class Permissions:
         """Whether the client may see a run's content."""
         return client.same_host or client.user == self.user_of(run_id)
 
-    def shown(self, client: ConnectedClient, status: PoolStatus) -> PoolStatus:
+    def visible_status(self, client: ConnectedClient, status: PoolStatus) -> PoolStatus:
         """Return a status without the details of other users' runs."""
         if client.same_host:
             return status

@@ -123,7 +123,7 @@ class RemoteClients(Router):
             client.answers[request] = parts
         if self._bulk is not None and self._bulk.answered(client, request, parts):
             return
-        if not self._taken(client, parts):
+        if not self._try_send(client, parts):
             client.behind = True
 
     def drop(self, client: ConnectedClient) -> None:
@@ -162,13 +162,13 @@ class RemoteClients(Router):
         client.received_at = time.monotonic()
         if isinstance(message, Ping):
             behind, client.behind = client.behind, False
-            self._taken(client, [codec.encode(Pong(behind=behind))])
+            self._try_send(client, [codec.encode(Pong(behind=behind))])
         elif isinstance(message, AskBulk):
             if self._bulk is not None:
-                self._taken(client, [codec.encode(self._bulk.offer(client))])
+                self._try_send(client, [codec.encode(self._bulk.offer(client))])
         elif isinstance(message, _ONCE) and message.request and not client.is_new(message.request):
             if (answer := client.answers[message.request]) is not None:
-                self._taken(client, answer)
+                self._try_send(client, answer)
         else:
             self._on_message(client, message, [part.bytes for part in parts[1:]])
 
@@ -224,7 +224,7 @@ class RemoteClients(Router):
     def _refuse(self, identity: bytes, hello: Hello, why: str) -> None:
         """Answer a greeting with a refusal. The client closes its connection, which stays an unknown one until then."""
         client = ConnectedClient(identity, hello.pid, same_host=False)
-        self._taken(client, [codec.encode(Refused(request=0, error=ErrorKind.POOL, message=why))])
+        self._try_send(client, [codec.encode(Refused(request=0, error=ErrorKind.POOL, message=why))])
 
     # ------------------------------------------------------------ gone and revoked clients
 

@@ -155,7 +155,7 @@ class Requests:
                 if (run := self._active.speaker(message.run_id)) is not None:
                     self._active.publish(run, Described(tags=message.tags), time.time())
             case TrackRun():
-                self._tracker.wanted(message.run_id, message.tracking)
+                self._tracker.track(message.run_id, message.tracking)
             case KeepEnvironment():
                 self._kept_environments.keep(message, client.user)
             case Cancel():

@@ -189,7 +189,7 @@ class Retention:
     async def _check(self) -> None:
         settings = self._settings
         run_in_thread = functools.partial(self._loop.run_in_executor, self._thread)
-        directories = await run_in_thread(_named, settings.runs_path)
+        directories = await run_in_thread(_paths_in, settings.runs_path)
         uploads = await run_in_thread(_older, settings.state_path / "uploads", "", time.time() - _UPLOAD_STALE_S)
         # query this before measuring: the time of a run's last write is taken as its end
         ended = [path for path in directories if is_valid_id(path.name) and not self._is_live(path.name)]
@@ -202,7 +202,7 @@ class Retention:
 
     def _remove(self, removals: Sequence[tuple[str, Why]], uploads: Sequence[Path]) -> None:
         runs = self._settings.runs_path
-        for path in _named(runs, _REMOVING):
+        for path in _paths_in(runs, _REMOVING):
             if not self._closing.is_set():
                 remove_tree(path)
         for run_id, why in removals:
@@ -211,7 +211,7 @@ class Retention:
             if remove_directory(runs, run_id):
                 write_log(f"the directory of run {short(run_id)} was removed: it exceeds {why}\n")
         state = self._settings.state_path
-        for log in (state / "pool.log", *_named(state / "logs", _ZYGOTE)):
+        for log in (state / "pool.log", *_paths_in(state / "logs", _ZYGOTE)):
             cap_log(log, _LOG_BYTES)
         old_logs = _older(state / "logs", _ZYGOTE, time.time() - self._settings.keep_days * _DAY_S)
         for path in (*uploads, *old_logs):
@@ -315,11 +315,11 @@ class _Measurements:
 def _older(folder: Path, prefix: str, before: float) -> list[Path]:
     """Return the entries of a folder with this prefix that last changed before that time."""
     found: list[Path] = []
-    for path in _named(folder, prefix):
+    for path in _paths_in(folder, prefix):
         with contextlib.suppress(OSError):
             found += [path] if os.lstat(path).st_mtime < before else []
     return found
 
 
-def _named(folder: Path, prefix: str = "") -> list[Path]:
+def _paths_in(folder: Path, prefix: str = "") -> list[Path]:
     return list(folder.glob(f"{prefix}*"))

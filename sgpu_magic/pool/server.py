@@ -85,7 +85,7 @@ class Server(Router):
                 self._remote.send(client, message, frames)
             return
         parts = [codec.encode(message), *frames]
-        if client.unsent or not self._taken(client, parts):
+        if client.unsent or not self._try_send(client, parts):
             client.unsent.append(parts)
             if len(client.unsent) == 1:
                 self._loop.call_later(SEND_AGAIN_S, self._send_again, client)
@@ -98,7 +98,7 @@ class Server(Router):
 
     def _send_again(self, client: ConnectedClient) -> None:
         while client.unsent and not self._socket.closed and client.identity in self._by_identity:
-            if not self._taken(client, client.unsent[0]):
+            if not self._try_send(client, client.unsent[0]):
                 self._loop.call_later(SEND_AGAIN_S, self._send_again, client)
                 return
             client.unsent.popleft()

@@ -139,7 +139,7 @@ class PoolService:
             billing=Billing(ledger, tariff),
             on_end=self._notify_of_end,
             on_forgotten=self._forgotten,
-            on_written=self._written,
+            on_written=self._on_run_written,
         )
         guard = self._guard = Guard(server, active, where, self._end_after_fault)
         permissions = Permissions(ledger=ledger, active=active)
@@ -329,9 +329,9 @@ class PoolService:
     # ------------------------------------------------------------ from the engine (EngineListener)
 
     def node_found(self, inventory: Inventory, held: Sequence[HeldRun]) -> None:
-        self._guard.for_nobody(lambda: self._found(inventory, held), _IGNORED)
+        self._guard.for_nobody(lambda: self._on_inventory(inventory, held), _IGNORED)
 
-    def _found(self, inventory: Inventory, held: Sequence[HeldRun]) -> None:
+    def _on_inventory(self, inventory: Inventory, held: Sequence[HeldRun]) -> None:
         if not self._active.settled:
             self._adoption.adopt_all(held)
             for run in self._active.going:
@@ -345,7 +345,7 @@ class PoolService:
         self._files.hold(run.submit)
 
     def inventory_taken(self, inventory: Inventory) -> None:
-        waiting = self._stock.taken(inventory)
+        waiting = self._stock.receive(inventory)
         self._histories.add_inventory(self._stock.inventory, time.monotonic())
         self.ready.set()
         for call in (functools.partial(self.feed, sched.InventoryChanged(inventory)), *waiting):
@@ -375,7 +375,7 @@ class PoolService:
             case Answered():
                 self._guard.for_nobody(lambda: self._ranks.answered(message.request, message.answer))
             case TrackingAsked(run_id=run_id):
-                self._guard.for_run(run_id, lambda: self._tracker.asked(run_id))
+                self._guard.for_run(run_id, lambda: self._tracker.report_run(run_id))
             case _:
                 self._guard.for_nobody(lambda: self._forwarding.from_node(message, frames))
 
@@ -444,7 +444,7 @@ class PoolService:
     def _end_after_fault(self, run: PoolRun, why: str, have_ranks_exited: bool) -> None:
         self._instructions.end_of_fault(run, why, have_ranks_exited)
 
-    def _written(self, run_id: str) -> None:
+    def _on_run_written(self, run_id: str) -> None:
         self._reports.confirm_later(run_id)
 
     def _forgotten(self, run_id: str) -> None:

@@ -24,7 +24,7 @@ from sgpu_magic.errors import PoolError, SgpuError, UsageError
 from sgpu_magic.nodes.engine import Engine
 from sgpu_magic.pool.clients import AuthorizedClients
 from sgpu_magic.pool.health import ServiceFault
-from sgpu_magic.pool.lifecycle import AlreadyRunning, PoolPresence, placed
+from sgpu_magic.pool.lifecycle import AlreadyRunning, PoolPresence, with_socket_directory
 from sgpu_magic.pool.remote_clients import Listening
 from sgpu_magic.pool.service import EARLIER_FAULT, PoolService
 from sgpu_magic.system import processes
@@ -43,7 +43,7 @@ ENGINES = ("local", "ray")
 
 def main() -> None:
     try:
-        settings = placed(engine_settings(sys.argv[1], config.load_settings()))
+        settings = with_socket_directory(engine_settings(sys.argv[1], config.load_settings()))
         for path in (settings.runtime_path, settings.state_path, settings.runs_path):
             config.private_dir(path)
     except SgpuError as error:

@@ -83,11 +83,11 @@ class StatusReports:
     def answer(self, client: ConnectedClient, question: AskStatus) -> None:
         """Send a client the status, or its changes since the last one if it still has that."""
         last = client.status
-        status = client.status = self._permissions.shown(client, self._status(question))
+        status = client.status = self._permissions.visible_status(client, self._status(question))
         reply = changes_between(last, status) if last is not None and question.known == last.version else status
         if question.history > 0:
             # added last, as it is not part of what the next status is compared with
-            reply = replace(reply, history=self._histories.listed(question.history, time.monotonic()))
+            reply = replace(reply, history=self._histories.all_histories(question.history, time.monotonic()))
         self._server.send(client, reply)
 
     def _status(self, question: AskStatus) -> PoolStatus:

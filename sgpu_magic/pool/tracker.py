@@ -111,7 +111,7 @@ class Tracker:
             self._active.publish(run, Noted(text=untold), time.time())
         self._send_later()
 
-    def wanted(self, run_id: str, tracking: Tracking) -> None:
+    def track(self, run_id: str, tracking: Tracking) -> None:
         """Write a run to MLflow in any case, because a client asked for its MLflow run ID."""
         entry, directory = self._entries.get(run_id), self._active.directory(run_id)
         if entry is None and is_valid_id(run_id) and directory.is_dir() and load_progress(directory) is None:
@@ -120,7 +120,7 @@ class Tracker:
         if entry is not None and not entry.sent:
             self._send(entry)
 
-    def asked(self, run_id: str) -> None:
+    def report_run(self, run_id: str) -> None:
         """Report the run's MLflow run to a rank that waits for it, now or once it is known."""
         if (entry := self._entries.get(run_id)) is None:
             self._engine.order(TrackingKnown(run_id=run_id, tracked=None, problem=NOT_TRACKED))
@@ -233,9 +233,9 @@ class Tracker:
             write_log("the search for runs that are not in MLflow is repeated later: ", error)
             self.find_leftovers()
             return
-        search.add_done_callback(self._found)
+        search.add_done_callback(self._on_search_done)
 
-    def _found(self, search: asyncio.Future[list[tuple[Path, Progress]]]) -> None:
+    def _on_search_done(self, search: asyncio.Future[list[tuple[Path, Progress]]]) -> None:
         if search.cancelled():
             return
         if (error := search.exception()) is not None:

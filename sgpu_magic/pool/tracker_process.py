@@ -55,7 +55,7 @@ class TrackerProcess:
             pauses_s=_AGAIN_S,
             # the process exits after an idle minute, or may be killed: restart it only while there is work
             wanted=lambda: any(run not in self._resting or run in self._over for run in self._orders),
-            begun=self._begun,
+            begun=self._on_start,
             failed=self._failed,
         )
         # idle sessions that the last process released when it exited
@@ -124,7 +124,7 @@ class TrackerProcess:
         for run_id in list(self._orders):
             self._on_report(TrackingTroubled(run_id=run_id, text=self._problem))
 
-    def _begun(self) -> None:
+    def _on_start(self) -> None:
         self._problem = ""
         self._resting = frozenset()
         for run_id, order in self._orders.items():

@@ -32,20 +32,20 @@ def report_git_state(directory: str, on_tags: Callable[[Tags], None]) -> None:
     def find() -> None:
         # if many runs are submitted at once, only the first calls git
         with _asking:
-            if (tags := _known(directory)) is None:
+            if (tags := _cached_tags(directory)) is None:
                 tags = git_tags(directory)
                 _seen[directory] = (time.monotonic(), tags)
         if tags:
             on_tags(tags)
 
-    known = _known(directory)
+    known = _cached_tags(directory)
     if known is None:
         threading.Thread(target=find, name="sgpu-git", daemon=True).start()
     elif known:
         on_tags(known)
 
 
-def _known(directory: str) -> Tags | None:
+def _cached_tags(directory: str) -> Tags | None:
     """Return the tags found within the last 5 s, None if there are none."""
     at, tags = _seen.get(directory, (-math.inf, ()))
     return tags if time.monotonic() - at < _FRESH_S else None

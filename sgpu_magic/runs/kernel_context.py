@@ -98,7 +98,7 @@ class KernelContext:
         self.follower.close()
         self.notifier.close()
         self.live_views.close()
-        for pool in self.pools.made():
+        for pool in self.pools.used_pools():
             packages.close(pool)
         self.pools.close()
 
@@ -144,7 +144,7 @@ class KernelContext:
         """
         name = name or self.current_settings().pool
         if name not in ("", LOCAL, *KINDS):
-            self.pools.named(name)
+            self.pools.get(name)
         return name
 
     def resolve_target(self, name: str, devices: Devices) -> ResolvedTarget:

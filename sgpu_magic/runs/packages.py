@@ -93,7 +93,7 @@ class Packages:
             return ""
         return snapshot.digest
 
-    def taken(self, digest: str, environment: Environment | None) -> None:
+    def send_descriptions(self, digest: str, environment: Environment | None) -> None:
         """Send the pool the description files of an accepted run's packages, in the background. Never waits.
 
         Args:

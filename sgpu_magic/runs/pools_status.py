@@ -45,18 +45,18 @@ def ask(pools: Pools, name: str = "", *, start: bool, recent: int = RECENT) -> l
     """
     entries = pools.entries() if name != LOCAL else ()
     if name and name != LOCAL:
-        pools.named(name)
+        pools.get(name)
         entries = tuple(entry for entry in entries if entry.name == name)
     if entries:
-        answers = pools.asked(entries, local=not name, recent=recent, again=bool(name), history=MOST_CURVES)
+        answers = pools.ask_status(entries, local=not name, recent=recent, again=bool(name), history=MOST_CURVES)
         if name and answers[0].problem:
             # raise the error, since only this pool was requested
-            pools.named(name).status(1, timeout_s=0.1)
+            pools.get(name).status(1, timeout_s=0.1)
         return answers
     return [PoolStatusReply(LOCAL, None, pools.local.status(recent, start=start, history=MOST_CURVES))]
 
 
-def drawn(answers: Sequence[PoolStatusReply], notices: Mapping[str, str], remark: str = "") -> dict[str, str]:
+def render(answers: Sequence[PoolStatusReply], notices: Mapping[str, str], remark: str = "") -> dict[str, str]:
     """Render the pools as text and as HTML tables with inline styles.
 
     Args:
@@ -114,7 +114,7 @@ class StatusBoard:
         if previous is not None:
             previous.stop()
             previous.say_stopped()
-        if not (answers := self._asked(name)):
+        if not (answers := self._ask(name)):
             return
         output = _LiveStatus(self._pools, self._idle_s, name, answers)
         if live:
@@ -123,8 +123,8 @@ class StatusBoard:
 
     def text(self, name: str = "") -> str:
         """Return the pools as text, "" if none has anything to show; arguments and errors as in `show`."""
-        answers = self._asked(name)
-        return drawn(answers, _notices(self._pools, answers))["text/plain"] if answers else ""
+        answers = self._ask(name)
+        return render(answers, _notices(self._pools, answers))["text/plain"] if answers else ""
 
     def close(self) -> None:
         """Stop the updates; the output stays as it is."""
@@ -132,7 +132,7 @@ class StatusBoard:
         if live is not None:
             live.stop()
 
-    def _asked(self, name: str) -> list[PoolStatusReply]:
+    def _ask(self, name: str) -> list[PoolStatusReply]:
         """Ask the pools; empty if none of them has anything to show."""
         answers = ask(self._pools, name, start=True)
         return answers if any(answer.status is not None or answer.problem for answer in answers) else []
@@ -215,7 +215,7 @@ class _LiveStatus:
             for answer in self._answers
             if answer.status is None and answer.name in self._known
         }
-        output = drawn(self._answers, {**_notices(self._pools, self._answers), **reasons}, remark)
+        output = render(self._answers, {**_notices(self._pools, self._answers), **reasons}, remark)
         if output != self._shown:
             publish(output, self._display_id, update=bool(self._shown))
             self._shown = output

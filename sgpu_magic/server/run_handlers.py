@@ -146,7 +146,7 @@ class NewsHandler(_Handler):
             # one thread per run: the pages that show it wait for its pool together
             async with follower.turn:
                 update = await self.in_thread(follower.update, known)
-            self.followers.asked(run_id)
+            self.followers.record_view(run_id)
             if update.is_new(known) or now() >= deadline or self._closed.is_set():
                 break
             with contextlib.suppress(TimeoutError):

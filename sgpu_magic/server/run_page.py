@@ -43,7 +43,7 @@ def run_page(view: RunView, phases: RunPhases, started_at: float | None) -> RunP
     """
     spec = view.spec
     sizes = dict(spec.shipped.sizes)
-    listed = phases.listed(time.time())
+    listed = phases.in_order(time.time())
     return RunPage(
         run_id=spec.run_id,
         name=view.name,
@@ -51,9 +51,9 @@ def run_page(view: RunView, phases: RunPhases, started_at: float | None) -> RunP
         state=view.state.value,
         magic_line=spec.cell.magic_line,
         code=tuple(_code(spec)),
-        options=_named(chosen_options(spec)),
-        parameters=_named(spec.parameters),
-        metrics=_named((metric.name, format_value(metric.last)) for metric in view.metrics.shown),
+        options=_named_texts(chosen_options(spec)),
+        parameters=_named_texts(spec.parameters),
+        metrics=_named_texts((metric.name, format_value(metric.last)) for metric in view.metrics.shown),
         devices=tuple(format_placement(view)),
         submitted_at=spec.submitted_at,
         started_at=started_at,
@@ -112,5 +112,5 @@ def _cell_title(number: int | None) -> str:
     return "cell" if number is None else f"cell {number}"
 
 
-def _named(pairs: Iterable[tuple[str, str]]) -> tuple[NamedText, ...]:
+def _named_texts(pairs: Iterable[tuple[str, str]]) -> tuple[NamedText, ...]:
     return tuple(NamedText(name=name, value=value) for name, value in pairs)

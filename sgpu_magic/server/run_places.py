@@ -68,7 +68,7 @@ class RunLocation(ABC):
         del sure_bytes
 
     @abstractmethod
-    def lost(self) -> str:
+    def loss_reason(self) -> str:
         """Return why no process can be working on the run any more, "" while one may be."""
 
     @abstractmethod
@@ -124,7 +124,7 @@ class LocalRun(RunLocation):
         self._looked_at = time.monotonic()
         self._over = 0
 
-    def lost(self) -> str:
+    def loss_reason(self) -> str:
         """Return what the ledger says; a run whose pool and agent were killed writes no more events."""
         if time.monotonic() <= self._looked_at + _LEDGER_EVERY_S:
             return ""
@@ -188,7 +188,7 @@ class RemoteRun(RunLocation):
             self.silence = f"{why}; the run continues there, and the view will catch up"
         self._due = time.monotonic() + (_BRING_AGAIN_S if self.silence else _BRING_EVERY_S)
 
-    def lost(self) -> str:
+    def loss_reason(self) -> str:
         sentence = f"the pool {self.pool} no longer has this run, so its outcome is unknown."
         return sentence if self._unknown >= _UNKNOWN_TIMES else ""
 
@@ -289,7 +289,7 @@ class RemotePools:
         except UsageError:
             # a request for a single run reports what is wrong with the list
             entries = []
-        answers = pools.asked(entries, local=False, recent=_NEWEST)
+        answers = pools.ask_status(entries, local=False, recent=_NEWEST)
         rows = {row.run_id: row for answer in answers if answer.status is not None for row in answer.status.runs}
         silent = names - {answer.name for answer in answers if answer.status is not None}
         kept = [each for each in sent if each.spec.run_id in rows or each.pool in silent]

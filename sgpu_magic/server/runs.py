@@ -217,7 +217,7 @@ class Follower:
 
     def _end_if_lost(self) -> None:
         """End the run here, as its notebook would, when no process can be working on it any more."""
-        if message := self.location.lost():
+        if message := self.location.loss_reason():
             self._read()
         if message and not self.is_final:
             failure = Failure(kind=FailureKind.NODE_LOST, message=message, at=time.time())
@@ -265,7 +265,7 @@ class Followers:
             return page
         return msgspec.structs.replace(page, environment=environment_changes(self._settings, follower.spec))
 
-    def asked(self, run_id: str) -> None:
+    def record_view(self, run_id: str) -> None:
         """Note that a page shows the run now."""
         with self._lock:
             if run_id in self._followers:

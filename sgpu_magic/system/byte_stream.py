@@ -46,7 +46,7 @@ class ByteStream:
         loop = asyncio.get_running_loop()
         self._tasks = [loop.create_task(self._outwards()), loop.create_task(self._inwards())]
         for task in self._tasks:
-            task.add_done_callback(self._done)
+            task.add_done_callback(self._on_task_done)
 
     def on_message(self, message: StreamMessage, frames: Sequence[bytes]) -> None:
         """Handle a message of the other end."""
@@ -104,7 +104,7 @@ class ByteStream:
         if self.writer.can_write_eof():
             self.writer.write_eof()
 
-    def _done(self, task: asyncio.Task[None]) -> None:
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
         if task.cancelled():
             return
         match task.exception():

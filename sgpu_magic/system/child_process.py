@@ -194,7 +194,7 @@ class ChildProcess(Generic[M]):
 
     def end(self, word: Record, wait_s: float) -> None:
         """Send a final message and wait for the exit; kill the process after `wait_s`. Needs no running loop."""
-        stream, child = self._taken()
+        stream, child = self._detach()
         if stream is not None:
             stream.send(word)
             stream.send_all(wait_s)
@@ -213,10 +213,10 @@ class ChildProcess(Generic[M]):
             self.failed(error)
             self._start_again()
             return
-        self._stream = MessageStream[M](sock, self.decoder, lambda message, _: self.on_message(message), self._lost)
+        self._stream = MessageStream[M](sock, self.decoder, lambda message, _: self.on_message(message), self._on_lost)
         self.begun()
 
-    def _lost(self) -> None:
+    def _on_lost(self) -> None:
         self._stop()
         self._start_again()
 
@@ -227,14 +227,14 @@ class ChildProcess(Generic[M]):
             self._timer = self._loop.call_later(pause_s, self._start)
 
     def _stop(self) -> None:
-        stream, child = self._taken()
+        stream, child = self._detach()
         if stream is not None:
             stream.close()
         if child is not None:
             child.kill()
             self._reap(child)
 
-    def _taken(self) -> tuple[MessageStream[M] | None, subprocess.Popen[bytes] | None]:
+    def _detach(self) -> tuple[MessageStream[M] | None, subprocess.Popen[bytes] | None]:
         """Detach the current stream and process, and cancel a scheduled restart."""
         if self._timer is not None:
             self._timer.cancel()

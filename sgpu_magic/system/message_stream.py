@@ -186,10 +186,10 @@ class MessageStream(Generic[M]):
         except BlockingIOError:
             return
         except OSError:
-            self._lost()
+            self._on_lost()
             return
         if not data:
-            self._lost()
+            self._on_lost()
             return
         while not self._closed:
             try:
@@ -216,12 +216,12 @@ class MessageStream(Generic[M]):
             self._report("The stream is damaged", error)
         else:
             self._on_damaged(str(error))
-        self._lost()
+        self._on_lost()
 
     def _report(self, text: str, error: Exception) -> None:
         self._loop.call_exception_handler({"message": text, "exception": error})
 
-    def _lost(self) -> None:
+    def _on_lost(self) -> None:
         if not self._closed:
             # the peer does not read any more: don't flush
             self._gathers = False

@@ -249,7 +249,7 @@ class CellHere:
             self._answered.set()
 
     @property
-    def known(self) -> TrackedRun | None:
+    def known_run(self) -> TrackedRun | None:
         """The MLflow run if it is known already, else None."""
         return self._answer.tracked if self._answer is not None else None
 
@@ -281,7 +281,7 @@ class CellHere:
     @property
     def known_id(self) -> str:
         """The MLflow run's id, or its placeholder if the id is not known yet."""
-        return self.known.mlflow_run_id if self.known is not None else self.alias
+        return self.known_run.mlflow_run_id if self.known_run is not None else self.alias
 
     @property
     def true_id(self) -> str:

@@ -255,7 +255,7 @@ def _get_or_start_run(original: Callable[..., Any]) -> Any:
     _left.cell = None
     if not stack:
         stack.append(_run_of(cell))
-    if cell.known is not None:
+    if cell.known_run is not None:
         return _run_of(cell)
     cell.ask()
     return CellsActiveRun(cell, waits=False)

@@ -64,7 +64,7 @@ def is_own_store(uri: object) -> bool:
     if cell is None or not isinstance(uri, str):
         return False
     uri = absolute_uri(uri, os.getcwd())
-    return uri == cell.tracking.uri or (cell.known is not None and uri == cell.known.uri)
+    return uri == cell.tracking.uri or (cell.known_run is not None and uri == cell.known_run.uri)
 
 
 def install() -> None:
@@ -248,7 +248,9 @@ class RunStore:
 
 def described(cell: CellHere, artifact_uri: str | None = None) -> Run:
     """Return the run as far as it is known without the store."""
-    experiment_id, known_uri = ("", None) if cell.known is None else (cell.known.experiment_id, cell.known.artifact_uri)
+    experiment_id, known_uri = (
+        ("", None) if cell.known_run is None else (cell.known_run.experiment_id, cell.known_run.artifact_uri)
+    )
     return Run(
         RunInfo(cell.known_id, experiment_id, artifact_uri=artifact_uri or known_uri, **running_status()), RunData()
     )

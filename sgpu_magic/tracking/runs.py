@@ -108,7 +108,7 @@ class RunFold:
             case Submitted(spec=spec):
                 self._submitted(spec)
             case Placed(lease=lease, host=host, labels=labels):
-                self._system.placed(lease.uuids)
+                self._system.set_devices(lease.uuids)
                 self._param("gpu_type", lease.device_type)
                 self._tags({"sgpu.host": host, "sgpu.devices": ", ".join(labels)})
                 if lease.simulated or lease.device_type == "cpu":

@@ -26,7 +26,7 @@ class SystemMetrics:
         self._step = 0
         self._at_ms = 0
 
-    def placed(self, uuids: Sequence[str]) -> None:
+    def set_devices(self, uuids: Sequence[str]) -> None:
         """Set the run's devices, in rank order."""
         self._devices = tuple(dict.fromkeys(uuids))
 

@@ -125,7 +125,7 @@ class WriterQueue:
         except Busy:
             run.due = time.monotonic() + INTERVAL_S
             if not run.directory.is_dir():
-                self._done(run)
+                self._on_run_done(run)
         except StoreTroubled as trouble:
             self._failed(run, str(trouble), unreachable=trouble.unreachable)
         except OSError as error:
@@ -137,7 +137,7 @@ class WriterQueue:
             if run.progress.complete:
                 if run.progress.problem:
                     self._report(run, run.progress.problem)
-                self._done(run)
+                self._on_run_done(run)
 
     def _announce(self, run: RunWriter) -> None:
         tracked = run.progress.tracked
@@ -145,7 +145,7 @@ class WriterQueue:
             run.announced = True
             self._send(TrackingStarted(run_id=run.run_id, tracked=tracked))
 
-    def _done(self, run: RunWriter) -> None:
+    def _on_run_done(self, run: RunWriter) -> None:
         del self._runs[run.run_id]
         complete = run.progress.complete and not run.progress.problem
         self._send(TrackingDone(run_id=run.run_id, complete=complete))

@@ -119,8 +119,8 @@ def summary_line(view: RunView) -> str:
         succeeded = f"succeeded in {duration}" if duration else "succeeded"
         cut_off = cut_off_text(view.ended) if view.ended is not None else ""
         used = (cut_off, billed_text(view), busy_text(view.usage), returned_text(view))
-        return _joined(succeeded, *used, *_run_names(view))
-    return _joined(failed_line(view, brief=True), billed_text(view), *_run_names(view))
+        return _join_words(succeeded, *used, *_run_names(view))
+    return _join_words(failed_line(view, brief=True), billed_text(view), *_run_names(view))
 
 
 def live_line(view: RunView) -> str:
@@ -132,7 +132,7 @@ def live_line(view: RunView) -> str:
     run, word = f"run {view.short_id}", state_word(view).text
     if view.state is RunState.QUEUED:
         position = f", position {view.position}" if view.position else ""
-        return _joined(f"{word}{position}", view.waiting_for or view.reason, packages_text(view), run)
+        return _join_words(f"{word}{position}", view.waiting_for or view.reason, packages_text(view), run)
     elapsed, starting_s = view.times.running_s(), view.times.starting_s()
     since = f" for {format_elapsed(starting_s)}" if starting_s else ""
     if elapsed:
@@ -148,7 +148,7 @@ def live_line(view: RunView) -> str:
         *session_meta(view),
         view.reason,
     )
-    return _joined(f"{word}{since}", *words, run)
+    return _join_words(f"{word}{since}", *words, run)
 
 
 def _ending(view: RunView) -> list[str]:
@@ -162,8 +162,8 @@ def _ending(view: RunView) -> list[str]:
         return [*problems, *metrics, summary_line(view)]
     lines = [*metrics, *failure_lines(view, view.failure)]
     if view.session is not None:
-        return [*lines, _joined(*session_meta(view), *_run_names(view))]
-    last = _joined(billed_text(view), *_run_names(view))
+        return [*lines, _join_words(*session_meta(view), *_run_names(view))]
+    last = _join_words(billed_text(view), *_run_names(view))
     if len(lines) == len(metrics) + 1 or other_lines(view.others, view.failure.rank)[-1:] == lines[-1:]:
         lines[-1] += f" · {last}"
     else:
@@ -177,7 +177,7 @@ def unfinished_lines(view: RunView) -> list[str]:
     return [f"{rank_label(rank, width)} {ansi.plain(text)}" for rank, text in view.output.live_lines.items()]
 
 
-def _joined(*words: str) -> str:
+def _join_words(*words: str) -> str:
     return " · ".join(filter(None, words))
 
 

@@ -21,11 +21,11 @@ def chosen_options(spec: RunSpec) -> list[tuple[str, str]]:
     `--env`, only the names are known.
     """
     is_call = spec.kind is RunKind.CALL
-    spelled = [(in_python(name) if is_call else f"--{name}", value) for name, value in _chosen(spec)]
+    spelled = [(in_python(name) if is_call else f"--{name}", value) for name, value in _options(spec)]
     return [(name, "True" if is_call and not value else value) for name, value in spelled]
 
 
-def _chosen(spec: RunSpec) -> Iterator[tuple[str, str]]:
+def _options(spec: RunSpec) -> Iterator[tuple[str, str]]:
     if not spec.session:
         yield from _devices(spec.placement)
     if spec.kind is not RunKind.CALL and spec.outputs:

@@ -214,7 +214,7 @@ class RunView:
                 self.usage.apply(body, to_steady_time(event.at), self.times.started_at)
             case SessionMoved() as body:
                 if self.session is not None:
-                    self.session.moved(body, event.at)
+                    self.session.apply_move(body, event.at)
             case GroupRenewed() as body:
                 self._notes.add(run_notes.renewal_note(body, self.lease), is_warning=bool(body.problem or body.lost))
             case RanksRestarted() as body:

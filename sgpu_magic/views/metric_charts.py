@@ -77,14 +77,14 @@ def _estimated_bytes(shown: Sequence[LoggedMetric], most: int, curves: int) -> i
     """Return about how many bytes of JSON the charts have, without making them."""
     size = 0
     for metric in shown:
-        drawn = metric.drawn[:curves]
+        drawn = metric.all_series[:curves]
         points = sum(min(len(series.points), most) for series in drawn)
         size += _CHART_BYTES + _CURVE_BYTES * len(drawn) + _POINT_BYTES * points
     return size
 
 
 def _chart(metric: LoggedMetric, most: int, curves: int) -> MetricChart:
-    drawn = metric.drawn
+    drawn = metric.all_series
     others = [*drawn[curves:], *metric.others]
     drawn = drawn[:curves]
     points = [point for series in drawn for point in series.points]

@@ -118,7 +118,7 @@ class LoggedMetric:
         return series[rank]
 
     @property
-    def drawn(self) -> list[MetricSeries]:
+    def all_series(self) -> list[MetricSeries]:
         """The series whose points are kept, by rank."""
         return [self.series[rank] for rank in self._drawn]
 
@@ -130,7 +130,7 @@ class LoggedMetric:
     @property
     def last(self) -> float:
         """The last value of the first rank that has logged it."""
-        last = self.drawn[0].last
+        last = self.all_series[0].last
         return math.nan if last is None else last.value
 
 

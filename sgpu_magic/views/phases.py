@@ -50,7 +50,7 @@ class RunPhases:
             case _:
                 pass
 
-    def listed(self, now: float) -> list[Phase]:
+    def in_order(self, now: float) -> list[Phase]:
         """Return the phases in the order in which the run entered them; `now` in seconds since the epoch."""
         since_s = max(now - self._since, 0.0)
         found: list[Phase] = []

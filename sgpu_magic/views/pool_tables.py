@@ -78,7 +78,7 @@ def status_text(status: PoolStatus, now: float | None = None, notice: str = "") 
         now: Wall-clock time, seconds since the epoch; by default the present.
         notice: A notice from the pool, "" for none.
     """
-    drawn = _drawn(status, now, notice, html=False)
+    drawn = _content(status, now, notice, html=False)
     lines = [drawn.headline, *drawn.quiet, *drawn.loud]
     for rows, right in (drawn.devices, drawn.history, drawn.runs):
         lines += ["", *aligned(rows, right)] if len(rows) > 1 else []
@@ -87,7 +87,7 @@ def status_text(status: PoolStatus, now: float | None = None, notice: str = "") 
 
 def status_html(status: PoolStatus, now: float | None = None, notice: str = "") -> str:
     """Return the pool as tables with inline style; arguments as for `status_text`."""
-    drawn = _drawn(status, now, notice, html=True)
+    drawn = _content(status, now, notice, html=True)
     parts = [sentences(drawn.quiet), sentences(drawn.loud, f"color:{WARN}")]
     for (heads, *rows), right in (drawn.devices, drawn.history, drawn.runs):
         breaks = [column for column, head in enumerate(heads) if head in _BREAKING]
@@ -98,7 +98,7 @@ def status_html(status: PoolStatus, now: float | None = None, notice: str = "") 
     return titled_box(name, rest, "".join(parts))
 
 
-def _drawn(status: PoolStatus, now: float | None, notice: str, *, html: bool) -> _StatusContent:
+def _content(status: PoolStatus, now: float | None, notice: str, *, html: bool) -> _StatusContent:
     now = time.time() if now is None else now
     types = format_type(status) if _has_nodes(status) else []
     quiet = [*types, *_waiting(status), *format_idle(status, now), *format_budget(status, nearly_used=False)]

@@ -109,7 +109,7 @@ class NotebookPublisher:
         self._finished = final
         draw = self._slots.draw
         sent, complete = draw() if final else draw(MAX_MESSAGES_PER_TICK, MAX_LIVE_BYTES, self.remark)
-        self._pace.sent(now, sent)
+        self._pace.record_sent(now, sent)
         self._drawn_version, self._drawn_at = self._view.version if complete else -1, now
 
 
@@ -125,7 +125,7 @@ class Pace:
             self._next_at = now + FIRST_AFTER_S
         return now >= self._next_at
 
-    def sent(self, now: float, messages: int) -> None:
+    def record_sent(self, now: float, messages: int) -> None:
         """Note that `messages` messages were sent now."""
         self._next_at = now + MESSAGE_INTERVAL_S * max(messages, 1)
 

@@ -216,14 +216,14 @@ def _by_path(paths: object, buffers: Sequence[bytes]) -> dict[Path, bytes]:
 
 def static_form(models: Mapping[ModelKey, Model], key: ModelKey) -> dict[str, object]:
     """Return a widget that shows text or progress as text and HTML; empty for another one."""
-    drawn = _drawn(models, key, _MOST_BOXES)
+    drawn = _render(models, key, _MOST_BOXES)
     if drawn is None:
         return {}
     text, markup = drawn
     return {"text/plain": text, "text/html": f'<div style="{SANS};font-size:13px;padding:2px 12px">{markup}</div>'}
 
 
-def _drawn(models: Mapping[ModelKey, Model], key: ModelKey, depth: int) -> tuple[str, str] | None:
+def _render(models: Mapping[ModelKey, Model], key: ModelKey, depth: int) -> tuple[str, str] | None:
     """Return a widget as text and as HTML, None if it shows neither text nor progress."""
     model = models.get(key)
     if model is None or depth == 0:
@@ -247,7 +247,7 @@ def _drawn(models: Mapping[ModelKey, Model], key: ModelKey, depth: int) -> tuple
 
 def _box(models: Mapping[ModelKey, Model], rank: int, state: State, between: str, depth: int) -> tuple[str, str] | None:
     keys = [(rank, each.removeprefix(REFERENCE)) for each in cast("list[Any]", state["children"]) if refers(each)]
-    drawn = [(key, form) for key in keys if (form := _drawn(models, key, depth - 1)) is not None]
+    drawn = [(key, form) for key in keys if (form := _render(models, key, depth - 1)) is not None]
     if not drawn:
         return None
     states, forms = [models[key].state for key, _ in drawn], [form for _, form in drawn]

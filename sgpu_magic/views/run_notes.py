@@ -111,7 +111,7 @@ class SessionState:
         self.dead: tuple[int, ...] = ()
         self.idle_at: float | None = None
 
-    def moved(self, body: SessionMoved, at: float) -> None:
+    def apply_move(self, body: SessionMoved, at: float) -> None:
         """Apply an event that happened at `at`."""
         if body.running:
             self.idle_at = None

@@ -81,7 +81,7 @@ def variable_rows(listing: VariableListing) -> dict[str, list[Row]]:
 
 def variables_text(listing: VariableListing) -> str:
     """Return the variables as text, in 80 columns if long names and types can be cut to that."""
-    title, facts, rows = _drawn(listing)
+    title, facts, rows = _content(listing)
     lines = [" · ".join((title, *facts)), *listing.notes]
     if len(rows) > 1:
         if rows[0][0] == _MARK:
@@ -94,7 +94,7 @@ def variables_text(listing: VariableListing) -> str:
 
 def variables_html(listing: VariableListing) -> str:
     """Return the variables as a table with inline style."""
-    title, facts, (heads, *rows) = _drawn(listing)
+    title, facts, (heads, *rows) = _content(listing)
     body = sentences(listing.notes, f"color:{WARN}")
     if rows:
         right = [at for at, head in enumerate(heads) if head == _SIZE]
@@ -103,7 +103,7 @@ def variables_html(listing: VariableListing) -> str:
     return titled_box(title, " · ".join(facts), body)
 
 
-def _drawn(listing: VariableListing) -> tuple[str, list[str], list[Row]]:
+def _content(listing: VariableListing) -> tuple[str, list[str], list[Row]]:
     """Return the title, the facts beside it, and the table with its heads."""
     by_name = {name: _groups(listing.by_rank, name) for name in _names(listing)}
     rows: list[Row] = []

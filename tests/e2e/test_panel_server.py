@@ -736,7 +736,7 @@ def test_who_comes_after_the_last_has_left_gets_a_new_look():
     assert not watcher._polls
     # a page that polls has no listener
     watcher.poll()
-    assert watcher.seen() is not None
+    assert watcher.latest() is not None
     watcher.stop()
     watcher.join()
 

@@ -341,7 +341,11 @@ def test_a_run_whose_files_are_read_slowly_keeps_nobody_waiting(tmp_path: Path, 
         assert reading.wait(10)
         try:
             # the calls of the server's loop
-            for call in (lambda: followers.asked("0123abcd"), followers.drop_idle, lambda: followers.get("4567abcd")):
+            for call in (
+                lambda: followers.record_view("0123abcd"),
+                followers.drop_idle,
+                lambda: followers.get("4567abcd"),
+            ):
                 threads.submit(call).result(10)
         finally:
             go.set()

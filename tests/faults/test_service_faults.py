@@ -203,7 +203,7 @@ PLANTS: list[tuple[Callback, Callable[[Scene, Callback], None]]] = [
     (at(Submissions.submit), starting),
     (at(Scheduler.handle, RunSubmitted), starting),
     (at(ActiveRuns.accept), starting),
-    (at(ActiveRuns.placed), starting),
+    (at(ActiveRuns.record_placed), starting),
     (at(ActiveRuns.move), starting),
     (at(LaunchHandler.order), starting),
     (at(LaunchHandler.launched), starting),

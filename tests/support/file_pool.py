@@ -121,7 +121,7 @@ class FilePool:
     def _answer(self, client: ConnectedClient, message: ClientMessage, frames: Sequence[bytes]) -> None:
         match message:
             case AskBlobs(request=request, blobs=blobs):
-                sizes = tuple(self.store.held(STORE, digest, size) for digest, size in blobs)
+                sizes = tuple(self.store.stored_bytes(STORE, digest, size) for digest, size in blobs)
                 self.remote.send(client, BlobsHeld(request=request, bytes=sizes))
             case PutBlob(request=request):
                 try:

@@ -104,7 +104,7 @@ SESSIONS = (
 ASKED = (at(NodeSession.ask), at(Questions.answered), at(NodeSession.restart))
 STACKS = (
     at(StackFile.forget),
-    at(StackFile.written),
+    at(StackFile.faulthandler_text),
     at(NotebookFrames.upwards),
 )
 CALLBACKS = dict.fromkeys((*FRESH, *AFTER, *WATCHING, *SPARED, *FAILING, *CELLS, *SESSIONS, *ASKED, *STACKS))

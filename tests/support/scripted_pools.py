@@ -104,7 +104,7 @@ class ScriptedPool:
 
     def answered(self, request: int) -> None: ...
 
-    def lost(self) -> str:
+    def lost_message(self) -> str:
         return "the pool ended"
 
     def mute(self) -> PoolError:

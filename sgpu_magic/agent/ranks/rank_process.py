@@ -174,7 +174,7 @@ class StackFile:
         os.ftruncate(self.fd, AREA_BYTES)
         os.lseek(self.fd, AREA_BYTES, os.SEEK_SET)
 
-    def written(self) -> str:
+    def faulthandler_text(self) -> str:
         """Return what faulthandler has written."""
         size = os.fstat(self.fd).st_size - AREA_BYTES
         return os.pread(self.fd, size, AREA_BYTES).decode("utf-8", "replace") if size > 0 else ""
@@ -189,12 +189,12 @@ class StackFile:
         The rank takes no sample while C code holds the interpreter.
         """
         at = sampled_at(os.pread(self.fd, AREA_BYTES, 0))
-        return max(time.time() - at, 0.0) if at and not self.written() else 0.0
+        return max(time.time() - at, 0.0) if at and not self.faulthandler_text() else 0.0
 
     def last_frames(self) -> tuple[StackFrame, ...]:
         """Return a dead rank's last frames: those of a crash in C code, else the last sample."""
         ident, sampled = read_area(os.pread(self.fd, AREA_BYTES, 0))
-        return parse(self.written(), ident) or parse(sampled)
+        return parse(self.faulthandler_text(), ident) or parse(sampled)
 
     def close(self) -> None:
         with contextlib.suppress(OSError):

@@ -201,7 +201,7 @@ class Zygotes:
         """
         zygote = self._by_key.get(interpreter.key)
         if zygote is None:
-            zygote = Zygote(interpreter, self._log_dir, self._lost)
+            zygote = Zygote(interpreter, self._log_dir, self._on_zygote_lost)
             self._by_key[interpreter.key] = zygote
             self._by_pid[zygote.process.pid] = zygote
             self.retire(keep=zygote)
@@ -238,7 +238,7 @@ class Zygotes:
             zygote.close()
         self._by_key.clear()
 
-    def _lost(self, zygote: Zygote) -> None:
+    def _on_zygote_lost(self, zygote: Zygote) -> None:
         if self._by_key.get(zygote.interpreter.key) is zygote:
             del self._by_key[zygote.interpreter.key]
 

@@ -143,7 +143,7 @@ class FreshRun(Execution):
     def on_rank_message(self, rank: int, message: FromRank, frames: Sequence[bytes]) -> None:
         match message:
             case Joined():
-                if self._supervisor.joined(rank) and self._started_at is None:
+                if self._supervisor.record_joined(rank) and self._started_at is None:
                     self._all_there()
             case Finishing(work=work, leaves_processes=leaves):
                 self._has_children = self._has_children or leaves

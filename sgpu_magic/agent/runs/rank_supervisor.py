@@ -75,7 +75,7 @@ class RankSupervisor:
         # killed ranks that were reported not to have ended, by process id
         self._remaining: set[int] = set()
 
-    def joined(self, rank: int) -> bool:
+    def record_joined(self, rank: int) -> bool:
         """Record that a rank has joined the process group. Returns whether all ranks have."""
         self._joined.add(rank)
         return len(self._joined) == len(self._group.ranks)
@@ -150,15 +150,15 @@ class RankSupervisor:
         if message.killed:
             self._say(
                 Noted(
-                    text=f"rank {rank} left processes running, which were ended: {_listed(message.killed)}. Where "
-                    "they are to finish, wait for them in the cell, as with `.wait()`."
+                    text=f"rank {rank} left processes running, which were ended: {_list_commands(message.killed)}. "
+                    "Where they are to finish, wait for them in the cell, as with `.wait()`."
                 )
             )
         if message.stuck:
             self._say(
                 Noted(
                     text=f"rank {rank} left processes running that can't be ended, because they run as another "
-                    f"user or wait in the system: {_listed(message.stuck)}. They may still use the devices."
+                    f"user or wait in the system: {_list_commands(message.stuck)}. They may still use the devices."
                 )
             )
 
@@ -193,6 +193,6 @@ class RankSupervisor:
         self._group.close()
 
 
-def _listed(commands: Sequence[str]) -> str:
+def _list_commands(commands: Sequence[str]) -> str:
     counts = Counter(commands)
     return ", ".join(command if count == 1 else f"{command} ({count} times)" for command, count in counts.items())

@@ -110,7 +110,7 @@ class FilesToPool:
         self._turns = asyncio.Semaphore(WINDOW)
         self._runs: dict[str, _FarRun] = {}
 
-    def placed(self, launch: Launch) -> Launch:
+    def place_run(self, launch: Launch) -> Launch:
         """Return the launch with a directory on this node, and start to send its logs."""
         if not launch.far:
             return launch

@@ -180,9 +180,9 @@ class NodeSession(NodeRun):
         cell = self._cell
         match message:
             case Joined() if self._started_at is not None:
-                self._repair.joined(rank)
+                self._repair.record_joined(rank)
             case Joined():
-                if self._supervisor.joined(rank) and self._ending_as is None:
+                if self._supervisor.record_joined(rank) and self._ending_as is None:
                     self._connected()
             case Renewed():
                 self._repair.renewed(rank, message)

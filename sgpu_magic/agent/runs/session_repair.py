@@ -105,7 +105,7 @@ class SessionRepair:
 
     # ------------------------------------------------------------ from the ranks
 
-    def joined(self, rank: int) -> None:
+    def record_joined(self, rank: int) -> None:
         """Record that a rank has joined the process group."""
         self._waiting.discard(rank)
         if not self._waiting:
@@ -115,7 +115,7 @@ class SessionRepair:
         """Handle a rank's report that it has renewed its groups, or has failed to."""
         self._problem = self._problem or message.problem
         self._lost = self._lost or message.lost
-        self.joined(rank)
+        self.record_joined(rank)
 
     def died(self, rank: int) -> None:
         """Fail the current renewal, which needs the dead rank."""

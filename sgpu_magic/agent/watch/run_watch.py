@@ -97,7 +97,7 @@ class RunWatch:
     def wrote(self) -> None:
         """Note that a rank has printed something, and report that a stalled run has resumed."""
         self._last_output = self._loop.time()
-        if self._stalls.stalled and self._timer is not None and (resumed := self._stalls.moved()):
+        if self._stalls.stalled and self._timer is not None and (resumed := self._stalls.record_progress()):
             self.say(resumed)
 
     @property
@@ -249,14 +249,14 @@ class StallDetector:
         self._seen = {each.position: self._seen.get(each.position, now) for each in observations}
         still_s = min([silent_s, *(self._still_s(now, each) for each in observations)])
         if still_s < self._stall_s or not any(each.waits_in for each in observations):
-            return self.moved()
+            return self.record_progress()
         positions = frozenset(each.position for each in observations)
         if positions == self._reported:
             return None
         self._reported = positions
         return Stalled(seconds=still_s, stacks=tuple(each.stack for each in observations))
 
-    def moved(self) -> Resumed | None:
+    def record_progress(self) -> Resumed | None:
         """Return `Resumed` if the run was stalled. Call it when the run has printed something or made progress."""
         if not self._reported:
             return None

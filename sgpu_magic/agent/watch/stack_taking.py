@@ -127,7 +127,7 @@ class StackTaker:
             if rank in taking.problems:
                 continue
             if rank not in taking.frames:
-                text = "" if process.stack_file.fd < 0 else process.stack_file.written()
+                text = "" if process.stack_file.fd < 0 else process.stack_file.faulthandler_text()
                 # faulthandler writes line by line; the text is complete when it has not grown
                 if text and text == taking.texts.get(rank):
                     taking.frames[rank] = self._notebook.upwards(parse(text))

@@ -191,7 +191,7 @@ def _with_its_runs(cell: TextCell, path: Path, form: Form, including: Sequence[P
         except ValueError:
             continue
         named = [word for word in words if not word.startswith("-")]
-        other = _named(path.parent, named[0]) if named else None
+        other = _find_run_file(path.parent, named[0]) if named else None
         if other is None:
             if form is Form.DATABRICKS:
                 raise UsageError(f"{path} has `{found[0].strip()}`, but there is no such notebook in {path.parent}.")
@@ -234,7 +234,7 @@ def _runs_as_databricks(source: str, path: Path) -> bool:
     """
     found = _RUN.fullmatch(source.strip())
     name = found[1].strip("\"' ") if found is not None else ""
-    other = _named(path.parent, name) if name else None
+    other = _find_run_file(path.parent, name) if name else None
     form = form_of(other) if other is not None else None
     return form is Form.DATABRICKS or (form is Form.IPYNB and not (path.parent / name).is_file())
 
@@ -250,7 +250,7 @@ def _check_run(line: str, named: Sequence[str], other: Path, including: Sequence
         raise UsageError(f"the notebooks run each other in a cycle: {way}. Remove one `%run`.")
 
 
-def _named(folder: Path, name: str) -> Path | None:
+def _find_run_file(folder: Path, name: str) -> Path | None:
     """Return the file that `%run NAME` refers to, None if there is none."""
     paths = (folder / f"{name}{suffix}" for suffix in ("", SCRIPT, NOTEBOOK))
     return next((path.resolve() for path in paths if path.is_file() and path.suffix.lower() in SUFFIXES), None)

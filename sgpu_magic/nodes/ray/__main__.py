@@ -85,9 +85,9 @@ class ClusterProcess:
 
     def _begin(self, work: Coroutine[Any, Any, None]) -> None:
         self._tasks.add(task := self._loop.create_task(work))
-        task.add_done_callback(self._done)
+        task.add_done_callback(self._on_task_done)
 
-    def _done(self, task: asyncio.Task[None]) -> None:
+    def _on_task_done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None:
@@ -103,7 +103,7 @@ class ClusterProcess:
     def _say(self, message: FromCluster) -> None:
         self._stream.send(message)
 
-    def _lost(self, error: Exception) -> None:
+    def _on_error(self, error: Exception) -> None:
         silent = isinstance(error, TimeoutError)
         why = "it does not answer" if silent else str(error).strip() or type(error).__name__
         self._say(ClusterLost(why=why, silent=silent))
@@ -150,7 +150,7 @@ class ClusterProcess:
                 agents = await self._call(cluster.agent_nodes, self._namespace)
                 leases = tuple(await self._call(cluster.groups_named, self._prefix))
         except _RAYS as error:
-            self._lost(error)
+            self._on_error(error)
             return
         self._say(ClusterFound(address=address, types=cluster.type_names(), agents=agents, leases=leases))
         self._begin(self._watch())
@@ -162,7 +162,7 @@ class ClusterProcess:
                 async with asyncio.timeout(_LIMIT_S):
                     await self._see()
             except _RAYS as error:
-                self._lost(error)
+                self._on_error(error)
                 return
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._every_s):
@@ -234,7 +234,7 @@ class ClusterProcess:
             async with self._turn(run_id):
                 await self._call(cluster.remove, self._name(run_id))
         except _RAYS as error:
-            self._lost(error)
+            self._on_error(error)
 
     def _turn(self, run_id: str) -> asyncio.Lock:
         return self._turns.setdefault(run_id, asyncio.Lock())

@@ -185,7 +185,7 @@ def start_agent(order: StartAgent) -> None:
     """
     deadline = time.monotonic() + _START_S
     while True:
-        was_there = _found(ray.get_actor, f"{_AGENT}{order.order.node}") is not None
+        was_there = _get_named(ray.get_actor, f"{_AGENT}{order.order.node}") is not None
         try:
             if _start(order):
                 return
@@ -216,7 +216,7 @@ def _start(order: StartAgent) -> bool:
 
 def end_agents(nodes: Iterable[str]) -> None:
     """End the agent actors of these nodes in parallel, with their agents; kill those that do not end in time."""
-    found = [agent for node in nodes if (agent := _found(ray.get_actor, f"{_AGENT}{node}")) is not None]
+    found = [agent for node in nodes if (agent := _get_named(ray.get_actor, f"{_AGENT}{node}")) is not None]
     waiting = [agent.end.remote() for agent in found]
     if waiting:
         # an actor exits by itself when its agent has exited; otherwise it is killed below
@@ -234,7 +234,7 @@ def find_or_make(order: AskLease, name: str) -> Group:
     Raises:
         ValueError: Ray refuses the request.
     """
-    found = _found(ray.util.get_placement_group, name)
+    found = _get_named(ray.util.get_placement_group, name)
     if found is not None and state_of(found) != GONE:
         return found
     # one bundle per rank, or one per node if a number of nodes was requested
@@ -261,7 +261,7 @@ def state_of(group: Group) -> str:
 
 
 def remove(name: str) -> None:
-    if (group := _found(ray.util.get_placement_group, name)) is not None:
+    if (group := _get_named(ray.util.get_placement_group, name)) is not None:
         placement_groups.remove_placement_group(group)
 
 
@@ -333,7 +333,7 @@ def _by_number(gpu: str) -> tuple[int, str]:
     return (int(gpu), "") if gpu.isdigit() else (1 << 30, gpu)
 
 
-def _found(get: Callable[[str], Any], name: str) -> Any:
+def _get_named(get: Callable[[str], Any], name: str) -> Any:
     """Return what Ray has under a name, None if there is nothing."""
     try:
         return get(name)

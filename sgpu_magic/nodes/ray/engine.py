@@ -228,7 +228,7 @@ class RayEngine(Engine):
             case ClusterLost():
                 self._cluster_lost(message)
             case NodesSeen():
-                self._seen(message)
+                self._on_nodes_seen(message)
             case LeaseReady():
                 self._ready(message)
             case LeaseWaits():
@@ -268,7 +268,7 @@ class RayEngine(Engine):
                 f"Python's version of Ray? Ray's messages are in {self._settings.state_path / 'ray.log'}."
             )
 
-    def _seen(self, seen: NodesSeen) -> None:
+    def _on_nodes_seen(self, seen: NodesSeen) -> None:
         self._driver.well()
         alive = {facts.node: facts for facts in seen.nodes}
         dead = [node for node in self._facts if node not in alive]

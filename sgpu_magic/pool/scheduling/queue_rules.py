@@ -95,7 +95,7 @@ class QueueRules:
             self._fair.took(run, has, self._table.now)
             self._assign(run, has)
 
-    def seen(self, inventory: Inventory) -> bool:
+    def take_inventory(self, inventory: Inventory) -> bool:
         """Take a new inventory, which clears the engine's refusals. Returns False when nothing has changed."""
         if self.knows_devices and not self.room.refused and inventory == self.room.stock.inventory:
             return False

@@ -101,7 +101,7 @@ class QueueSnapshot:
             known: Numbers of runs.
         """
         found: list[tuple[ScheduledRun, int]] = []
-        asked = by_line(self._table.asked())
+        asked = by_line(self._table.awaiting_nodes())
         for line in [*self._lines, *(line for line in asked if line not in self._lines)]:
             first = self._keepers.of_lines.get(line, ())
             waiting = self._lines.get(line, [])

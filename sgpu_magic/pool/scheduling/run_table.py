@@ -64,13 +64,13 @@ class RunTable:
         """Return the cells that wait for their sessions."""
         return _in_order(self._waiting_cells)
 
-    def asked(self) -> list[ScheduledRun]:
+    def awaiting_nodes(self) -> list[ScheduledRun]:
         """Return the runs for which an engine asked the cluster for nodes that have not joined yet."""
         return _in_order(self._asked)
 
     def asked_too_long(self) -> list[ScheduledRun]:
         """Return the runs for which no node joined within their waiting time."""
-        runs = [run for run in self.asked() if run.stopping_as is None]
+        runs = [run for run in self.awaiting_nodes() if run.stopping_as is None]
         return [run for run in runs if run.queue_deadline is not None and self.now >= run.queue_deadline]
 
     def count_waiting(self) -> int:
@@ -199,7 +199,7 @@ class RunTable:
         """Stop a run's meter. Its cost so far counts towards its own limit and the pool's budget."""
         if cost := run.meter.billed_cost(self.now):
             self._spent(self.now, cost)
-        self.change(run, meter=run.meter.stopped(self.now))
+        self.change(run, meter=run.meter.stop(self.now))
 
     def stop(
         self, run: ScheduledRun, state: RunState, reason: EndReason, limit: RunLimit | None = None

@@ -125,7 +125,7 @@ class Scheduler:
     @property
     def waiting(self) -> list[ScheduledRun]:
         """The runs that wait for devices, sessions or nodes."""
-        return [*self._table.waiting(), *self._table.waiting_cells(), *self._table.asked()]
+        return [*self._table.waiting(), *self._table.waiting_cells(), *self._table.awaiting_nodes()]
 
     def count_waiting(self) -> int:
         """Return how many runs wait for devices, sessions or nodes."""
@@ -186,7 +186,7 @@ class Scheduler:
             case RunAdopted():
                 out = self._adopt(stimulus)
             case InventoryChanged(inventory=inventory):
-                waiting = self._table.waiting() if self._queue.seen(inventory) else []
+                waiting = self._table.waiting() if self._queue.take_inventory(inventory) else []
                 out = [instruction for run in waiting for instruction in self._resolve(run)]
             case TimePassed():
                 out = []
@@ -251,7 +251,7 @@ class Scheduler:
     def _handle_for(self, run: ScheduledRun, stimulus: StimulusOfRun) -> list[Instruction]:
         match stimulus:
             case RunMoved():
-                return self._moved(run, stimulus)
+                return self._on_run_moved(run, stimulus)
             case CancelRequested(reason=reason):
                 return self._table.stop(run, RunState.CANCELLED, reason)
             case RanksReaped(state=state):
@@ -283,7 +283,7 @@ class Scheduler:
         quiet_since = None if session.quiet_since is None else self._table.now
         self._table.change(session, restarting=ranks, quiet_since=quiet_since)
 
-    def _moved(self, run: ScheduledRun, moved: RunMoved) -> list[Instruction]:
+    def _on_run_moved(self, run: ScheduledRun, moved: RunMoved) -> list[Instruction]:
         if run.lease is None or moved.state is RunState.QUEUED:
             return []
         quiet_since = self._table.now if moved.state is RunState.RUNNING else run.quiet_since

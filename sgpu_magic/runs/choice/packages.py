@@ -98,8 +98,8 @@ def env_version_of(settings: Settings, choice: Choice, *, write: bool = True) ->
     if not choice.env_version or not (choice.dependencies or choice.removed):
         return choice.env_version
     # raise errors of the base itself under the base's name
-    environment_request.chosen(settings, choice.env_version)
-    return str(_kept(settings, choice, _text_of(choice, base_of(settings, choice.env_version)), write=write))
+    environment_request.find_named(settings, choice.env_version)
+    return str(_keep(settings, choice, _text_of(choice, base_of(settings, choice.env_version)), write=write))
 
 
 def base_of(settings: Settings, name: str) -> Base:
@@ -117,7 +117,7 @@ def base_of(settings: Settings, name: str) -> Base:
         local = tuple(f"{of} @ {there.resolve().as_uri()}" for of, there in found.local)
         return Base((*found.lines, *local), not found.resolve, found.python)
     if (kept := named_environments.load(settings, name)) is None:
-        environment_request.chosen(settings, name)
+        environment_request.find_named(settings, name)
         raise UsageError(f"there is no environment named {name!r}.")
     wheels = tuple(f"{distribution_name(wheel)} @ {Path(wheel.path).as_uri()}" for wheel in kept.wheels)
     return Base((*kept.requirements, *kept.needed, *wheels), True, kept.python)
@@ -140,7 +140,7 @@ def problem_of_base(settings: Settings, name: str) -> str:
             f"The packages of {name} are for Python {python}, and this notebook runs Python {here}: only the same "
             f"version can read what it sends. Start it with a kernel of Python {python}, or choose other packages."
         )
-    environment_request.chosen(settings, name)
+    environment_request.find_named(settings, name)
     return ""
 
 
@@ -161,7 +161,7 @@ def _text_of(choice: Choice, base: Base) -> str:
     return "\n".join((*head, *lines, *choice.dependencies)) + "\n"
 
 
-def _kept(settings: Settings, choice: Choice, text: str, *, write: bool) -> Path:
+def _keep(settings: Settings, choice: Choice, text: str, *, write: bool) -> Path:
     """Return the path of a file with the text, in a folder named by its content's digest."""
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     root = settings.state_path / FOLDER

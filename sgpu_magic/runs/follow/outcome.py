@@ -187,7 +187,7 @@ class Interrupts:
         """Record an interrupted cell whose ranks may not have stopped yet."""
         self._run, self._at = run, time.monotonic()
 
-    def stopped(self, run: ClientRun) -> None:
+    def record_stopped(self, run: ClientRun) -> None:
         """Record that the ranks of an interrupted cell have stopped."""
         if self._run is run:
             self._run = None
@@ -254,7 +254,7 @@ def _after_interrupt(followed: Subscription, interrupts: Interrupts | None) -> E
                 ending = _wait(followed, max(deadline, time.monotonic() + _KILL_PATIENCE_S))
         break
     if ending is not None and not ending[0].unstopped:
-        interrupts.stopped(run)
+        interrupts.record_stopped(run)
     return ending
 
 

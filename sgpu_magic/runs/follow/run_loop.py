@@ -149,7 +149,7 @@ def without_an_end(followed: Subscription) -> Ending:
     """Return a substitute for the final event of an ended run whose last events were not kept."""
     run = followed.run
     where = f"is in {run.directory}" if run.mirror is None else f"is shown by `sgpu logs {short(run.run_id)}`"
-    return _lost(followed, f"its last events were not kept; its ranks' output {where}")
+    return _end_as_lost(followed, f"its last events were not kept; its ranks' output {where}")
 
 
 def find_again(followed: Subscription) -> Ending | None:
@@ -163,21 +163,21 @@ def find_again(followed: Subscription) -> Ending | None:
             return None
         except (RunUnknown, PoolVersionError) as error:
             message = f"{died}, and the run with it: {error.message.rstrip('.')}. Run the cell again"
-            return _lost(followed, message)
+            return _end_as_lost(followed, message)
         except KeyRefused as error:
-            return _lost(followed, f"this notebook can no longer follow the run: {error.message}")
+            return _end_as_lost(followed, f"this notebook can no longer follow the run: {error.message}")
         except PoolError as error:
             if time.monotonic() > deadline:
-                return _lost(followed, f"{died}, and no other could be reached: {error.message.rstrip('.')}")
+                return _end_as_lost(followed, f"{died}, and no other could be reached: {error.message.rstrip('.')}")
         except SgpuError as error:
             # the run was still queued, and the next service rejects it
             kind = FailureKind.CAPACITY if isinstance(error, CapacityError) else FailureKind.NODE_LOST
-            return _lost(followed, text_of(f"{died}; submitted again, it was refused: ", error.text), kind)
+            return _end_as_lost(followed, text_of(f"{died}; submitted again, it was refused: ", error.text), kind)
         followed.publisher.tick(time.monotonic())
         time.sleep(_FIND_PAUSE_S)
 
 
-def _lost(followed: Subscription, message: Text, kind: FailureKind = FailureKind.NODE_LOST) -> Ending:
+def _end_as_lost(followed: Subscription, message: Text, kind: FailureKind = FailureKind.NODE_LOST) -> Ending:
     run = followed.run
     followed.pool.run_left(run.run_id)
     text = message if isinstance(message, TextWithOptions) else None

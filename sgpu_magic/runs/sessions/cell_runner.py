@@ -269,7 +269,7 @@ def start_in(session: Session, prepare: Callable[[], Prepared]) -> tuple[ClientR
             _note_reported_end(session)
             raise
         try:
-            session.shipping.sent(submission.packed.names, plan.prints, plan.ranks)
+            session.shipping.record_sent(submission.packed.names, plan.prints, plan.ranks)
         except BaseException:
             # interrupted: the run would be left without a follower
             run.cancel(CancelReason.INTERRUPT)

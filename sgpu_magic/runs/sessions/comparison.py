@@ -54,7 +54,7 @@ class Comparison:
             f"{_remedy([self._name])}"
         )
 
-    def done(self, known: Collection[str]) -> tuple[tuple[str, ...], str]:
+    def end(self, known: Collection[str]) -> tuple[tuple[str, ...], str]:
         """End the comparison, and return the names that took long with a sentence about them.
 
         Args:

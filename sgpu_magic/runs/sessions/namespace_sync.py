@@ -134,7 +134,7 @@ class NamespaceTracker:
         """
         comparison = comparison or Comparison("", None)
         prints, kept = self._inspect(names, absent, namespace, ranks, exclude, comparison)
-        slow, about_time = comparison.done(self._slow)
+        slow, about_time = comparison.end(self._slow)
         with self._lock:
             self._slow.update(slow)
             lacking = {name: self._lacking(name, print_.digest, ranks) for name, print_ in prints.items()}
@@ -152,7 +152,7 @@ class NamespaceTracker:
         before = tuple((some, tuple(group)) for some, group in groups.items())
         return ShippingPlan(ranks, whole, before, stay, tuple(notes), prints)
 
-    def sent(self, names: Iterable[str], prints: Mapping[str, Fingerprint], ranks: Iterable[int]) -> None:
+    def record_sent(self, names: Iterable[str], prints: Mapping[str, Fingerprint], ranks: Iterable[int]) -> None:
         """Record that the ranks receive the notebook's values of these names."""
         with self._lock:
             for name in names:

@@ -11,7 +11,7 @@ from sgpu_magic.client.result import RunResult
 from sgpu_magic.formatting import format_ranks
 from sgpu_magic.options.values import check_name
 from sgpu_magic.payload.parts import is_dtensor
-from sgpu_magic.payload.parts import joined as joined_shards
+from sgpu_magic.payload.parts import join_parts as joined_shards
 
 if TYPE_CHECKING:
     from sgpu_magic.runs.handle import Run
@@ -86,7 +86,7 @@ class RankCollection:
             UsageError: A rank has no such name.
             SerializationError: A value can't be pickled.
         """
-        return joined(self[name])
+        return join(self[name])
 
     def __len__(self) -> int:
         """Return the number of ranks."""
@@ -184,7 +184,7 @@ def split(values: Any, parts: int) -> list[Any]:
     return [part.clone() if _is_tensor(part) else part for part in found]
 
 
-def joined(parts: list[Any]) -> Any:
+def join(parts: list[Any]) -> Any:
     """Put parts together again: lists, tuples, arrays, tensors, DataFrames; other values stay a list."""
     if all(isinstance(part, list) for part in parts) or all(isinstance(part, range) for part in parts):
         return [value for part in parts for value in part]

@@ -192,7 +192,7 @@ def current(name: str = "") -> Session | None:
         )
 
 
-def chosen(name: str = "") -> Session:
+def get_session(name: str = "") -> Session:
     """Return the session with that name, or the current one for `""`.
 
     Raises:

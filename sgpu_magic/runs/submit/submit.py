@@ -90,7 +90,7 @@ def submit(pool: Pool, submission: Submission, *, waits: bool = False) -> Client
     except KeyboardInterrupt:
         raise RunCancelled("interrupted before the pool had accepted the run; nothing was started.") from None
     try:
-        packages.of(pool).taken(spec.environment, along.environment)
+        packages.of(pool).send_descriptions(spec.environment, along.environment)
         if tracking is not None:
             run.ask_tracked = lambda: pool.notify(TrackRun(run_id=run.run_id, tracking=tracking))
             cwd = submission.working_context.cwd if submission.working_context is not None else working_directory()
@@ -241,9 +241,9 @@ def _packages_of(
     ordered, snapshot = None, None
     if (environment.env_version or settings.env_version) not in OWN_PACKAGES:
         # imported here: only needed for requested packages
-        from sgpu_magic.packages.environment_request import chosen
+        from sgpu_magic.packages.environment_request import find_named
 
-        ordered = chosen(
+        ordered = find_named(
             settings, environment.env_version, torch_mine=environment.torch_mine, allow_build=environment.allow_build
         )
     elif elsewhere:

@@ -83,9 +83,9 @@ def resolve_target(pools: Pools, settings: Settings, name: str, devices: Devices
     entries = pools.entries() if name != LOCAL else ()
     choice: pool_choosing.PoolSelection | None = None
     if name in KINDS or (not name and entries):
-        choice = _chosen(pools, settings, entries, devices, name)
+        choice = _choose_pool(pools, settings, entries, devices, name)
         name = choice.name
-    pool = pools.named(name or LOCAL)
+    pool = pools.get(name or LOCAL)
     kept_settings = pool.apply_settings()
     entry = next((each for each in entries if each.name == name), None)
     device_type, type_note = devices.device_type, None if choice is None else choice.type_note
@@ -94,7 +94,7 @@ def resolve_target(pools: Pools, settings: Settings, name: str, devices: Devices
     elif devices.min_memory_bytes:
         device_type = _type_by_memory(pool, entry, devices, money_of(settings))
     elif device_type in (None, "any") and (choice is None or entry is None):
-        kind, type_note = one_of_several(_asked(pool, entry), DeviceRequest(devices.ranks), money_of(settings))
+        kind, type_note = one_of_several(_ask(pool, entry), DeviceRequest(devices.ranks), money_of(settings))
         device_type = kind or device_type
     ranks = devices.ranks or default_ranks(pool, entry, device_type)
     check_spread(ranks, devices.nodes, devices.strategy)
@@ -138,7 +138,7 @@ def default_ranks(pool: Pool, entry: PoolEntry | None, device_type: str | None) 
     return sum(device_type in (None, "any", device.type) for device in there) or CPU_RANKS
 
 
-def _chosen(
+def _choose_pool(
     pools: Pools, settings: Settings, entries: tuple[PoolEntry, ...], devices: Devices, kind: str
 ) -> pool_choosing.PoolSelection:
     """Ask all pools that may have the devices, and choose one."""
@@ -154,7 +154,7 @@ def _chosen(
         )
     wanted = DeviceRequest(devices.ranks, devices.device_type, devices.min_memory_bytes, kind)
     may = [entry for entry in entries if _may_have(entry, wanted)]
-    answers = pools.asked(may, local=False, recent=_HOLDERS)
+    answers = pools.ask_status(may, local=False, recent=_HOLDERS)
     lacking = [PoolStatusReply(entry.name, entry) for entry in entries if entry not in may]
     return choose([*answers, *lacking], wanted, money_of(settings))
 
@@ -166,7 +166,7 @@ def _may_have(entry: PoolEntry, wanted: DeviceRequest) -> bool:
     return not entry.types or wanted.device_type in (None, "any", *entry.types)
 
 
-def _asked(pool: Pool, entry: PoolEntry | None) -> PoolStatusReply:
+def _ask(pool: Pool, entry: PoolEntry | None) -> PoolStatusReply:
     if entry is None:
         return PoolStatusReply(pool.name, None, pool.status(_HOLDERS))
     return PoolStatusReply(entry.name, entry, pool.status(_HOLDERS, timeout_s=PATIENCE_S))
@@ -174,7 +174,7 @@ def _asked(pool: Pool, entry: PoolEntry | None) -> PoolStatusReply:
 
 def _type_by_memory(pool: Pool, entry: PoolEntry | None, devices: Devices, money: PriceBook) -> str | None:
     """Return the requested type after a check of its memory, else the cheapest type with enough memory."""
-    asked = _asked(pool, entry)
+    asked = _ask(pool, entry)
     wanted = DeviceRequest(devices.ranks, devices.device_type, devices.min_memory_bytes)
     if devices.device_type in (None, "any"):
         return cheapest_type(asked, wanted, money)

@@ -101,15 +101,15 @@ def find_bar(line: str) -> FoundBar | None:
             given = found.groupdict().get("counts") or ""
             counts = whole_counts(*given.partition("/")[::2])
             fraction = percent / 100 if counts is None else counts[0] / counts[1]
-            return FoundBar(label, fraction, _joined(label or given, f"{percent} %"), counts)
+            return FoundBar(label, fraction, _join(label or given, f"{percent} %"), counts)
     found = _KERAS.match(text)
     if found is not None and (counts := whole_counts(found["done"], found["total"])):
         fraction, label = counts[0] / counts[1], _label(found["label"])
-        text = _joined(label or f"{counts[0]}/{counts[1]}", f"{int(fraction * 100)} %")
+        text = _join(label or f"{counts[0]}/{counts[1]}", f"{int(fraction * 100)} %")
         return FoundBar(label, fraction, text, counts)
     if found := _TQDM_ENDLESS.match(text):
         label = _label(found["label"])
-        return FoundBar(label, None, _joined(label, found["count"]))
+        return FoundBar(label, None, _join(label, found["count"]))
     found = COUNT_WORDS.search(text)
     if found is not None and (counts := whole_counts(found["done"], found["total"])):
         label = found["label"].lower()
@@ -129,5 +129,5 @@ def _label(text: str) -> str:
     return text if len(text) <= _MAX_LABEL else f"{text[: _MAX_LABEL - 1]}…"
 
 
-def _joined(label: str, rest: str) -> str:
+def _join(label: str, rest: str) -> str:
     return f"{label} · {rest}" if label else rest

@@ -65,7 +65,7 @@ class Channels:
         self.is_restarting: Callable[[], bool] = lambda: False
         kernel.control_handlers[REQUEST] = self._from_control
 
-    def opened(self, widget: Any, answer: Answerer) -> None:
+    def add_widget(self, widget: Any, answer: Answerer) -> None:
         """Answer requests to this widget's model from now on.
 
         Args:

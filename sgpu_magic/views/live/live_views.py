@@ -97,9 +97,9 @@ class WidgetPublisher:
         drawn = msgspec.to_builtins(self._feed.snapshot(now) or self._feed.hello(0).snapshot)
         self._widget = widget_class(snapshot=drawn, comms="subshell" if channels.serve_comms else "blocking")
         self._opened_at = now
-        channels.opened(self._widget, self._answer)
+        channels.add_widget(self._widget, self._answer)
         self._slots.open({**interrupted_bundle(self._view), **self._widget.view_bundle})
-        self._pace.sent(now, 1)
+        self._pace.record_sent(now, 1)
 
     def _update(self, now: float, due: bool) -> None:
         if due and not self._greeted and self._kernel.expects_hello and now - self._opened_at > HELLO_S:
@@ -110,7 +110,7 @@ class WidgetPublisher:
         self._widget.send_updates(self._feed, now)
         if due and self._view.version != self._displays_version:
             sent, complete = self._slots.draw_displays(MAX_MESSAGES_PER_TICK)
-            self._pace.sent(now, sent)
+            self._pace.record_sent(now, sent)
             self._displays_version = self._view.version if complete else -1
 
     def _answer(self, question: Question) -> Answer:

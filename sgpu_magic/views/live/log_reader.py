@@ -84,7 +84,7 @@ class LogReader:
         return self.directory / f"rank-{rank}.log"
 
     def exists(self, rank: int) -> bool:
-        with self._opened(rank) as file:
+        with self._open_log(rank) as file:
             return file is not None
 
     def lines_from(self, rank: int, first: int) -> Generator[str]:
@@ -92,7 +92,7 @@ class LogReader:
 
         Close the generator if you do not exhaust it.
         """
-        with self._opened(rank) as file:
+        with self._open_log(rank) as file:
             if file is None:
                 return
             with self._lock:
@@ -114,7 +114,7 @@ class LogReader:
         """
         found: deque[int] = deque(maxlen=most)
         total = at = 0
-        with self._opened(rank) as file:
+        with self._open_log(rank) as file:
             for chunk in _whole_lines(file) if file is not None else ():
                 if at >= lines:
                     break
@@ -126,7 +126,7 @@ class LogReader:
 
     def piece(self, rank: int, offset: int, size: int) -> tuple[str, int | None]:
         """Return at most `size` bytes of the raw log, and the offset of the next piece, None at the log's end."""
-        with self._opened(rank) as file:
+        with self._open_log(rank) as file:
             if file is None:
                 return "", None
             data = os.pread(file, size + _MOST_CHAR_BYTES, offset)
@@ -138,7 +138,7 @@ class LogReader:
         return text, offset + size - len(decoder.getstate()[0])
 
     @contextmanager
-    def _opened(self, rank: int) -> Generator[int | None]:
+    def _open_log(self, rank: int) -> Generator[int | None]:
         if self._bring is not None:
             self._bring(self.path(rank).name)
         try:

@@ -42,7 +42,7 @@ class RankWidgets:
 
     def __init__(self, channels: Channels | None, send_to_rank: SendToRank, run_id: str, *, stays: bool) -> None:
         self.models = RankModels()
-        self.models.moved = self._moved
+        self.models.moved = self._on_change
         self.stays = stays
         self._channels = channels
         self._send_to_rank = send_to_rank
@@ -120,7 +120,7 @@ class RankWidgets:
                 if comm is not None:
                     comm.close()
 
-    def _moved(self, moved: Moved) -> None:
+    def _on_change(self, moved: Moved) -> None:
         """Queue a change of a model; called with the lock held."""
         key = moved.key
         if self._closed:

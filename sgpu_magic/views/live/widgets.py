@@ -121,14 +121,14 @@ class WidgetAsValue:
         self._answers = buttons.answers(view, self._feed)
         drawn = msgspec.to_builtins(self._feed.hello(0).snapshot)
         self.widget = RunViewWidget(snapshot=drawn, comms="blocking")
-        self.widget.on_msg(self._asked)
+        self.widget.on_msg(self._on_message)
 
     def tick(self, now: float, final: bool = False) -> None:
         """Send what is new; as `Publisher.tick`."""
         # at the end, send all lines and the last snapshot regardless of the rate limits
         self.widget.send_updates(self._feed, float("inf") if final else now)
 
-    def _asked(self, widget: Any, content: object, buffers: object) -> None:
+    def _on_message(self, widget: Any, content: object, buffers: object) -> None:
         question = question_of(content, widget.send)
         if question is not None:
             widget.send(msgspec.to_builtins(self._answers.answer(question)))

@@ -88,7 +88,7 @@ class EditedModules:
         if not new:
             return ""
         self._reported |= marks
-        names = _listed(_shown(path, context) for path in new)
+        names = _list_names(_shown_path(path, context) for path in new)
         versions, them = ("an older version", "it") if len(new) == 1 else ("older versions", "them")
         return f"rank {rank} has {versions} of {names}, edited since: --reload reloads {them}."
 
@@ -121,7 +121,7 @@ class EditedModules:
                 error.__traceback__ = _from_file(error.__traceback__, path)
                 raise
             self._pass_values_on(module, before, own)
-        return f"reloaded: {_listed(_shown(path, context) for path in edited)}."
+        return f"reloaded: {_list_names(_shown_path(path, context) for path in edited)}."
 
     # ------------------------------------------------------------ within
 
@@ -183,13 +183,13 @@ def _mark(path: str) -> Mark | None:
     return stats.st_mtime, stats.st_size
 
 
-def _shown(path: str, context: RankContext) -> str:
+def _shown_path(path: str, context: RankContext) -> str:
     absolute = os.path.abspath(path)
     inside = context.cwd.rstrip(os.sep) + os.sep
     return absolute.removeprefix(inside) if context.cwd else absolute
 
 
-def _listed(names: Iterable[str]) -> str:
+def _list_names(names: Iterable[str]) -> str:
     *rest, last = sorted(names)
     return f"{', '.join(rest)} and {last}" if rest else last
 

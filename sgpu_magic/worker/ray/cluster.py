@@ -132,7 +132,7 @@ class Head(Member):
         _from_first(token)
         self._driver.begin()
 
-    def joined(self) -> None:
+    def wait_until_joined(self) -> None:
         """Wait until all nodes have joined the cluster, and connect the driver.
 
         Raises:
@@ -309,7 +309,7 @@ class RayRun(CellRun):
         head.begin()
         # unpickles the cell's variables while Ray starts
         self._take_names()
-        head.joined()
+        head.wait_until_joined()
 
     def _run_cell(self) -> tuple[BaseException | None, float]:
         error, seconds = super()._run_cell()

@@ -51,7 +51,7 @@ class TwoMachines:
         launch = msgspec.structs.replace(
             launch_of(), far=True, run_dir=str(self.there), part=part, attempt=attempt, checkpoints=checkpoints
         )
-        self.launch = self.sender.placed(launch)
+        self.launch = self.sender.place_run(launch)
         self.here = Path(self.launch.run_dir)
         self.here.mkdir(parents=True)
 

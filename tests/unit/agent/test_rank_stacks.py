@@ -198,8 +198,8 @@ def test_a_process_that_holds_the_interpreter_answers():
             # each answer replaces the previous one
             stack_file.forget()
             process.send_signal(STACK_SIGNAL)
-            eventually(lambda: stack_file.written().count("\n") >= 4, 5, stack_file.written)
-            return functions(parse(stack_file.written()))[-3:]
+            eventually(lambda: stack_file.faulthandler_text().count("\n") >= 4, 5, stack_file.faulthandler_text)
+            return functions(parse(stack_file.faulthandler_text()))[-3:]
 
         there = [("inner", 8), ("outer", 10), ("<module>", 11)]
         eventually(lambda: asked() == there, 10, "it does not come to its line")
@@ -223,7 +223,7 @@ def test_a_fork_of_a_rank_tells_its_crash_on_stderr():
         assert process.wait(10) == 0
         assert process.stderr is not None
         assert "Fatal Python error: Aborted" in process.stderr.read()
-        assert stack_file.written() == ""
+        assert stack_file.faulthandler_text() == ""
 
 
 @linux_only
@@ -377,8 +377,8 @@ def test_a_changed_picture_is_told_again_and_movement_too():
     assert not detector.stalled
     assert detector.detect(121, 71.0, [waits(0), works(1, idle_s=0.0)]) is None
     assert isinstance(detector.detect(160, 110.0, [waits(0), works(1)]), Stalled)
-    assert detector.moved() == Resumed()
-    assert detector.moved() is None
+    assert detector.record_progress() == Resumed()
+    assert detector.record_progress() is None
 
 
 def test_idle_time_counts_from_the_last_use():

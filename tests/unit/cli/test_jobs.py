@@ -16,7 +16,7 @@ import pytest
 from waiting import eventually
 
 from sgpu_magic.cli import main as cli
-from sgpu_magic.cli.jobs import LOG, JobRecord, all_jobs, begun, find, folder_of, prune, write
+from sgpu_magic.cli.jobs import LOG, JobRecord, all_jobs, find, folder_of, prune, with_this_process, write
 from sgpu_magic.config import Settings, load_settings
 from sgpu_magic.errors import UsageError
 from sgpu_magic.system.processes import process_start
@@ -55,7 +55,7 @@ def test_jobs_are_listed_with_their_states_newest_first(settings: Settings, caps
     codes = {1: 0, 2: 1, 3: 2, 4: 3, 5: 124, 6: 130, 7: 143, 8: 57}
     for number, code in codes.items():
         write(settings, job(number, code=code, ended_at=NOW + number + 65, done=2, cells=3))
-    write(settings, begun(job(9, started_at=time.time() - 5, done=1, cells=4, copy="")))
+    write(settings, with_this_process(job(9, started_at=time.time() - 5, done=1, cells=4, copy="")))
     # the process is gone and its pid was reused
     write(settings, job(10, pid=os.getpid(), process_start=process_start(os.getpid()) + 1, started_at=NOW))
     # the process had ended before its pid was recorded
@@ -123,7 +123,7 @@ def test_stopping_a_job_terminates_its_process(
 
 
 def test_of_ended_jobs_the_newest_are_kept(settings: Settings):
-    write(settings, begun(job(1)))
+    write(settings, with_this_process(job(1)))
     for number in (2, 3, 4, 5):
         write(settings, job(number, ended_at=time.time(), code=0))
     (folder_of(settings, job(2).job_id) / LOG).touch()

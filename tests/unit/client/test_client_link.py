@@ -54,7 +54,7 @@ class Line:
 
     def answered(self, request: int) -> None: ...
 
-    def lost(self) -> str:
+    def lost_message(self) -> str:
         return "it ended"
 
     def mute(self) -> PoolError:

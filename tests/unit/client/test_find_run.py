@@ -70,10 +70,10 @@ def pools_of(*answers: PoolStatusReply, pools: dict[str, Pool] | None = None) ->
     local = SimpleNamespace(connected=None, name="local")
     return SimpleNamespace(
         entries=lambda: (TEAM, CLOUD),
-        made=lambda: [local],
+        used_pools=lambda: [local],
         local=local,
         of=lambda name: (pools or {}).get(name, name),
-        asked=lambda entries, *, local, recent: list(answers),
+        ask_status=lambda entries, *, local, recent: list(answers),
     )
 
 

@@ -46,7 +46,7 @@ def files(tmp_path: Path) -> list[str]:
 def test_a_blob_appears_when_its_digest_is_right(store: BlobStore, tmp_path: Path):
     data = blob(1)
     digest = digest_of(data)
-    assert store.held("ann", digest, len(data)) == 0
+    assert store.stored_bytes("ann", digest, len(data)) == 0
     assert put(store, "ann", data, end=3000) == 3000
     assert files(tmp_path) == [f"ann/parts/{digest}"], "it is not there before it is whole"
     assert put(store, "ann", data, begin=3000) == len(data)
@@ -54,7 +54,7 @@ def test_a_blob_appears_when_its_digest_is_right(store: BlobStore, tmp_path: Pat
     assert path.read_bytes() == data
     assert path.stat().st_mode & 0o777 == 0o600
     assert {each.stat().st_mode & 0o777 for each in (tmp_path / "blobs").rglob("*") if each.is_dir()} == {0o700}
-    assert store.held("ann", digest, len(data)) == len(data)
+    assert store.stored_bytes("ann", digest, len(data)) == len(data)
 
 
 def test_bytes_that_have_another_digest_are_refused(store: BlobStore, tmp_path: Path):
@@ -64,7 +64,7 @@ def test_bytes_that_have_another_digest_are_refused(store: BlobStore, tmp_path: 
     with pytest.raises(BlobRefused, match="does not have the digest"):
         store.put("ann", digest, len(data), 3000, b"x" * 500)
     assert files(tmp_path) == []
-    assert store.held("ann", digest, len(data)) == 0
+    assert store.stored_bytes("ann", digest, len(data)) == 0
     assert put(store, "ann", data) == len(data), "the right ones are taken afterwards"
 
 
@@ -81,9 +81,9 @@ def test_an_upload_goes_on_in_the_next_service_where_it_stopped(store: BlobStore
     put(store, "ann", data, end=2000)
     store.close()
     later = BlobStore(tmp_path / "blobs", 10_000)
-    assert later.held("ann", digest_of(data), len(data)) == 2000
+    assert later.stored_bytes("ann", digest_of(data), len(data)) == 2000
     assert put(later, "ann", data, begin=2000) == len(data)
-    assert later.held("ann", digest_of(data), len(data)) == len(data)
+    assert later.stored_bytes("ann", digest_of(data), len(data)) == len(data)
 
 
 def test_an_upload_that_was_damaged_between_two_services_is_refused(store: BlobStore, tmp_path: Path):
@@ -111,7 +111,7 @@ def test_bytes_that_begin_elsewhere_are_not_taken(store: BlobStore):
 def test_users_have_stores_of_their_own(store: BlobStore):
     data = blob(1)
     put(store, "ann", data)
-    assert store.held("ben", digest_of(data), len(data)) == 0
+    assert store.stored_bytes("ben", digest_of(data), len(data)) == 0
     assert put(store, "ben", data, end=1000) == 1000, "what another user has spares nobody the sending"
 
 
@@ -119,14 +119,14 @@ def test_a_blob_that_lost_its_bytes_is_sent_again(store: BlobStore, tmp_path: Pa
     data = blob(1)
     put(store, "ann", data)
     os.truncate(blob_path(tmp_path / "blobs", "ann", digest_of(data)), 100)
-    assert store.held("ann", digest_of(data), len(data)) == 0
+    assert store.stored_bytes("ann", digest_of(data), len(data)) == 0
     assert put(store, "ann", data) == len(data)
 
 
 @pytest.mark.parametrize("name", ["..", ".", "a/b", "", "../ann", "x" * 200])
 def test_no_store_leads_out(store: BlobStore, name: str):
     with pytest.raises(BlobRefused):
-        store.held(name, digest_of(b""), 0)
+        store.stored_bytes(name, digest_of(b""), 0)
 
 
 @pytest.mark.parametrize("digest", ["../../etc/passwd", "a" * 63, "A" * 64, "", "a" * 63 + "/"])
@@ -168,7 +168,7 @@ def test_the_longest_unused_goes_first(store: BlobStore, tmp_path: Path):
 def test_what_was_asked_for_is_not_the_longest_unused(store: BlobStore, tmp_path: Path):
     one, two, three = blob(1), blob(2), blob(3)
     aged(store, tmp_path, one, two)
-    assert store.held("ann", digest_of(one), len(one)) == len(one)
+    assert store.stored_bytes("ann", digest_of(one), len(one)) == len(one)
     put(store, "ann", three)
     assert (has(tmp_path, one), has(tmp_path, two)) == (True, False)
 
@@ -258,7 +258,7 @@ def test_an_upload_goes_on_once_the_disk_has_room(tmp_path: Path):
             store.put("ann", digest, len(data), begin, data[begin : begin + 333_333])
         with pytest.raises(OSError, match="No space left"):
             store.put("ann", digest, len(data), at, data[at : at + 333_333])
-        assert store.held("ann", digest, len(data)) == at
+        assert store.stored_bytes("ann", digest, len(data)) == at
         disk.grow(8)
         while at < len(data):
             at = store.put("ann", digest, len(data), at, data[at : at + 333_333])

@@ -24,7 +24,7 @@ def test_a_magic_that_is_asked_for_help_prints_it(magic: str, capsys: pytest.Cap
     method = getattr(SessionMagics, magic)
     assert method(None, "-h") is None
     assert capsys.readouterr().out == LINE_PARSERS[magic]().format_help() + "\n"
-    assert LINE_PARSERS[magic]().asked("") is not None
+    assert LINE_PARSERS[magic]().read_or_help("") is not None
     assert capsys.readouterr().out == ""
 
 

@@ -193,7 +193,7 @@ def test_of_a_run_that_lost_a_node_nobody_says_how_it_ended(moves: list[tuple[st
             assert not cluster.joint.has_exited
             cluster.keep(cluster.joint.part_exited(part))
     assert cluster.joint.has_exited
-    assert cluster.joint.lost
+    assert cluster.joint.is_lost
 
 
 def test_what_follows_an_event_that_waits_waits_too():
@@ -317,10 +317,10 @@ def test_a_run_stands_still_where_every_node_does_or_is_done():
 def test_stacks_are_told_once_all_nodes_have_answered_or_are_gone():
     stacks = JointStacks()
     stacks.ask(7, "r", [0, 1, 2])
-    assert stacks.taken(7, 2, (RankStack(rank=4),)) is None
+    assert stacks.take_part(7, 2, (RankStack(rank=4),)) is None
     assert stacks.part_silent("r", 1) == []
-    assert stacks.taken(7, 0, (RankStack(rank=0),)) == (RankStack(rank=0), RankStack(rank=4))
-    assert stacks.taken(7, 1, (RankStack(rank=2),)) is None
+    assert stacks.take_part(7, 0, (RankStack(rank=0),)) == (RankStack(rank=0), RankStack(rank=4))
+    assert stacks.take_part(7, 1, (RankStack(rank=2),)) is None
     stacks.ask(8, "r", [0, 1])
-    assert stacks.taken(8, 0, (RankStack(rank=0),)) is None
+    assert stacks.take_part(8, 0, (RankStack(rank=0),)) is None
     assert stacks.part_silent("r", 1) == [(8, (RankStack(rank=0),))]

@@ -46,7 +46,7 @@ def uv(*arguments: str, timeout_s: float = 100, **further: object) -> subprocess
 
 
 def chosen(settings: Settings, name: object, **how: bool) -> environment_request.Ordered:
-    found = environment_request.chosen(settings, str(name), **how)
+    found = environment_request.find_named(settings, str(name), **how)
     assert found is not None
     return found
 
@@ -144,7 +144,7 @@ def test_a_small_subset_can_be_installed(tmp_path: Path):
 @pytest.mark.skipif(HERE == "3.12", reason="this Python is the base's own")
 def test_a_base_for_another_python_is_refused_with_both_versions_and_the_remedy(settings: Settings):
     with pytest.raises(EnvironmentFailed) as raised:
-        environment_request.chosen(settings, "4")
+        environment_request.find_named(settings, "4")
     for words in ("Python 3.12", f"Python {HERE}", "kernel of Python 3.12", "--env-version none"):
         assert words in raised.value.message
 
@@ -226,21 +226,21 @@ def test_a_base_is_pins_without_what_the_node_brings(tmp_path: Path):
 
 @pytest.mark.parametrize("name", ["", "none"])
 def test_the_notebooks_own_packages_are_meant(settings: Settings, name: str):
-    assert environment_request.chosen(settings, name) is None
+    assert environment_request.find_named(settings, name) is None
 
 
 def test_the_setting_is_the_default_and_none_is_stronger(settings: Settings, tmp_path: Path):
     (tmp_path / "r.txt").write_text("six==1.16.0\n")
     by_setting = replace(settings, env_version=str(tmp_path / "r.txt"))
     assert chosen(by_setting, "").environment.label == "r.txt"
-    assert environment_request.chosen(by_setting, "none") is None
+    assert environment_request.find_named(by_setting, "none") is None
 
 
 @pytest.mark.parametrize("name", ["5", "ai-5", "there/is/none.txt", "mine", "~nobody-of-that-name/x", "x" * 150])
 def test_an_unknown_name_is_told_what_there_is(settings: Settings, name: str):
     named_environments.save(settings, "kept", Environment(digest="0" * 16, python=HERE, requirements=("six==1.16.0",)))
     with pytest.raises(UsageError) as raised:
-        environment_request.chosen(settings, name)
+        environment_request.find_named(settings, name)
     for words in (name, "4 and ai-4", "none", "kept"):
         assert words in raised.value.message
 
@@ -285,7 +285,7 @@ def test_what_sgpu_magic_has_written_is_complete(settings: Settings, tmp_path: P
         assert [wheel.file for wheel in again.wheels] == [wheel.file for wheel in sent.wheels]
     file.write_text(file.read_text().replace(f"# Python {HERE}", "# Python 3.9", 1))
     with pytest.raises(EnvironmentFailed, match=r"is for Python 3\.9"):
-        environment_request.chosen(settings, str(file))
+        environment_request.find_named(settings, str(file))
 
 
 def test_the_digest_is_the_contents(settings: Settings, tmp_path: Path):
@@ -321,7 +321,7 @@ def test_what_another_machine_can_not_have_is_refused(settings: Settings, tmp_pa
     file = tmp_path / "requirements.txt"
     file.write_text(f"idna\n{line}\n")
     with pytest.raises(UsageError) as raised:
-        environment_request.chosen(settings, str(file))
+        environment_request.find_named(settings, str(file))
     assert words in raised.value.message
     assert "hunter2" not in raised.value.message
 
@@ -329,7 +329,7 @@ def test_what_another_machine_can_not_have_is_refused(settings: Settings, tmp_pa
 def test_files_that_include_each_other_end(settings: Settings, tmp_path: Path):
     (tmp_path / "a.txt").write_text("-r a.txt\n")
     with pytest.raises(UsageError, match="nested deeper"):
-        environment_request.chosen(settings, str(tmp_path / "a.txt"))
+        environment_request.find_named(settings, str(tmp_path / "a.txt"))
 
 
 def test_a_wheel_of_this_machine_travels(settings: Settings, tmp_path: Path):
@@ -404,13 +404,13 @@ def test_a_lock_file_that_is_of_no_use_is_refused(
     file = tmp_path / "pylock.toml"
     file.write_text(LOCK.format(python=python, source=source))
     with pytest.raises(error, match=re.escape(words)):
-        environment_request.chosen(settings, str(file))
+        environment_request.find_named(settings, str(file))
 
 
 def test_another_toml_file_is_told_how_to_become_a_lock(settings: Settings, tmp_path: Path):
     (tmp_path / "pyproject.toml").write_text("[project]\n")
     with pytest.raises(UsageError, match=re.escape("uv pip compile pyproject.toml -o pylock.toml")):
-        environment_request.chosen(settings, str(tmp_path / "pyproject.toml"))
+        environment_request.find_named(settings, str(tmp_path / "pyproject.toml"))
 
 
 # ---------------------------------------------------------------- saved ones
@@ -465,14 +465,14 @@ def test_a_name_that_means_something_else_is_refused(settings: Settings, tmp_pat
 def test_a_saved_one_of_another_python_is_refused(settings: Settings, tmp_path: Path):
     named_environments.save(settings, "mine", an_environment(tmp_path / "wheels", python="3.9"))
     with pytest.raises(EnvironmentFailed, match=r"saved environment mine is for Python 3\.9"):
-        environment_request.chosen(settings, "mine")
+        environment_request.find_named(settings, "mine")
 
 
 def test_a_saved_one_that_lost_its_wheel_says_so(settings: Settings, tmp_path: Path):
     kept = named_environments.save(settings, "mine", an_environment(tmp_path / "wheels"))
     shutil.rmtree(kept / "wheels")
     with pytest.raises(EnvironmentFailed, match=r"no longer has its wheel mine-1\.0"):
-        environment_request.chosen(settings, "mine")
+        environment_request.find_named(settings, "mine")
 
 
 # ---------------------------------------------------------------- sgpu env

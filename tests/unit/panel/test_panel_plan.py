@@ -47,7 +47,7 @@ class Place:
         self.settings = Settings(state_dir=str(state), **settings)
         self.pool = SimpleNamespace(name="local", settings=self.settings, status=self._status)
         self.pools = SimpleNamespace(
-            local=self.pool, entries=lambda: (), names=lambda: ["local"], named=lambda name: self.pool
+            local=self.pool, entries=lambda: (), names=lambda: ["local"], get=lambda name: self.pool
         )
         self._told = reported
 

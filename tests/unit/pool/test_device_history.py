@@ -25,7 +25,7 @@ def measured(
 
 
 def use_of(histories: DeviceHistories, now: float) -> tuple[int | None, ...]:
-    listed = histories.listed(16, now)
+    listed = histories.all_histories(16, now)
     return listed[0].utilization_pct if listed else ()
 
 
@@ -34,7 +34,7 @@ def test_a_point_is_the_mean_of_ten_seconds() -> None:
     histories.add_inventory(measured(20.0, 6.0), 1000.0)
     histories.add_inventory(measured(61.0, 12.0), 1009.9)
     histories.add_inventory(measured(90.0, None), 1010.0)
-    (history,) = histories.listed(16, 1019.0)
+    (history,) = histories.all_histories(16, 1019.0)
     assert (history.uuid, history.type, history.simulated) == ("GPU-0", "a10", False)
     assert history.utilization_pct == (40, 90)
     assert history.memory_pct == (38, None)
@@ -60,7 +60,7 @@ def test_ten_minutes_are_kept() -> None:
     # the oldest leave one by one, and after ten minutes nothing is left
     assert use_of(histories, 1320.0) == (*used[2:], None, None)
     assert use_of(histories, 1300.0 + HISTORY_POINTS * HISTORY_STEP_S - 1) == (30, *[None] * 59)
-    assert histories.listed(16, 1300.0 + HISTORY_POINTS * HISTORY_STEP_S) == ()
+    assert histories.all_histories(16, 1300.0 + HISTORY_POINTS * HISTORY_STEP_S) == ()
 
 
 def test_a_pause_longer_than_the_history_leaves_only_what_came_after() -> None:
@@ -78,14 +78,14 @@ def test_devices_that_are_gone_are_dropped() -> None:
     histories = DeviceHistories()
     other = Device(uuid="GPU-1", type="a10", memory_bytes=24 * GB, utilization_pct=5.0)
     histories.add_inventory(measured(10.0, None, A10, other), 1000.0)
-    assert [each.uuid for each in histories.listed(16, 1000.0)] == ["GPU-0", "GPU-1"]
+    assert [each.uuid for each in histories.all_histories(16, 1000.0)] == ["GPU-0", "GPU-1"]
     histories.add_inventory(Inventory(host="box", devices=(other,)), 1010.0)
-    assert [each.uuid for each in histories.listed(16, 1010.0)] == ["GPU-1"]
+    assert [each.uuid for each in histories.all_histories(16, 1010.0)] == ["GPU-1"]
     # samples of a run that still reports on it are ignored
     lease = Lease(lease_id="1", device_type="a10", ranks=1, uuids=("GPU-0",))
     histories.add_samples(lease, [RankSample(rank=0, kind="gpu", utilization_pct=50.0)], 1011.0)
     histories.add_inventory(measured(20.0, None, A10, other), 1020.0)
-    assert histories.listed(16, 1020.0)[0].utilization_pct == (20,)
+    assert histories.all_histories(16, 1020.0)[0].utilization_pct == (20,)
 
 
 def test_samples_of_runs_count_for_the_devices_of_their_ranks() -> None:
@@ -99,7 +99,7 @@ def test_samples_of_runs_count_for_the_devices_of_their_ranks() -> None:
         RankSample(rank=2, kind="gpu", utilization_pct=30.0),
     ]
     histories.add_samples(lease, samples, 1000.0)
-    (history,) = histories.listed(16, 1000.0)
+    (history,) = histories.all_histories(16, 1000.0)
     assert (history.uuid, history.utilization_pct, history.memory_pct) == ("GPU-1", (80,), (50,))
 
 
@@ -111,7 +111,7 @@ def test_simulated_devices_have_the_cpu_time_and_memory_of_their_ranks() -> None
     sample = RankSample(rank=0, kind="cpu", cpu_cores=1.0, rss_bytes=6 * GB)
     # two ranks share four cores
     histories.add_samples(lease, [sample], 1000.0)
-    (history,) = histories.listed(16, 1000.0)
+    (history,) = histories.all_histories(16, 1000.0)
     assert (history.simulated, history.utilization_pct, history.memory_pct) == (True, (50,), (25,))
     histories.add_samples(lease, [replace(sample, cpu_cores=9.0)], 1010.0)
     assert use_of(histories, 1010.0) == (50, 100)
@@ -125,8 +125,8 @@ def test_of_many_devices_each_type_has_the_mean() -> None:
     inventory = Inventory(host="box", devices=(*devices, h100, idle))
     histories.add_inventory(inventory, 1000.0)
     # a device without a measurement does not count
-    assert [each.uuid for each in histories.listed(5, 1000.0)] == [*(each.uuid for each in devices), "GPU-h"]
-    assert [(each.uuid, each.type, each.utilization_pct) for each in histories.listed(4, 1000.0)] == [
+    assert [each.uuid for each in histories.all_histories(5, 1000.0)] == [*(each.uuid for each in devices), "GPU-h"]
+    assert [(each.uuid, each.type, each.utilization_pct) for each in histories.all_histories(4, 1000.0)] == [
         ("", "a10", (15,)),
         ("", "h100", (7,)),
     ]

@@ -233,7 +233,7 @@ def test_a_run_that_can_not_be_recorded_is_refused_and_started_nowhere(tmp_path:
 def test_the_ranks_are_ordered_first_and_recorded_once_they_have_their_devices(tmp_path: Path):
     def story(service: Service) -> None:
         run = service.run()
-        service.parts.stock.taken(
+        service.parts.stock.receive(
             Inventory(host="ml-1", devices=(Device(uuid="GPU-a", index=2, type="a10"),), cpu_slots=4)
         )
         lease = Lease(lease_id="l", device_type="a10", ranks=2, uuids=("GPU-a", "GPU-b"))
@@ -490,7 +490,7 @@ def test_an_old_inventory_is_taken_anew_before_real_devices_are_given():
     assert stock.inventory.host == ""
     stock.when_fresh(lambda: called.append(1))
     assert (called, taken) == ([], [])
-    for call in stock.taken(real):
+    for call in stock.receive(real):
         call()
     assert (called, stock.inventory.host) == ([1], "ml-1")
     stock.when_fresh(lambda: called.append(2))
@@ -498,7 +498,7 @@ def test_an_old_inventory_is_taken_anew_before_real_devices_are_given():
     for number in (3, 4):
         stock.when_fresh(lambda number=number: called.append(number), fresh_s=0.0)
     assert (called, taken) == ([1, 2], [1])
-    for call in stock.taken(msgspec.structs.replace(real)):
+    for call in stock.receive(msgspec.structs.replace(real)):
         call()
     assert called == [1, 2, 3, 4]
     # an unchanged inventory stays the same object

@@ -174,16 +174,16 @@ def test_a_run_is_written_a_moment_after_it_was_accepted(service: Service):
 
 def test_a_rank_that_asks_is_answered_now_or_once_it_is_known(service: Service):
     async def story(tracker: Tracker) -> None:
-        tracker.asked("000000ff")
+        tracker.report_run("000000ff")
         assert service.ranks.pop() == ("000000ff", None, NOT_TRACKED)
         tracker.follow(service.run("000000a1"))
-        tracker.asked("000000a1")
-        tracker.asked("000000a1")
+        tracker.report_run("000000a1")
+        tracker.report_run("000000a1")
         assert service.reported == ["track 000000a1 now"]
         tracker.follow(service.run("000000a2"))
         await later()
         assert service.reported == ["track 000000a2"]
-        tracker.asked("000000a2")
+        tracker.report_run("000000a2")
         assert service.reported == ["hurry 000000a2"]
         assert service.ranks == []
         (writer,) = service.writers
@@ -193,8 +193,8 @@ def test_a_rank_that_asks_is_answered_now_or_once_it_is_known(service: Service):
         assert service.ranks == [("000000a1", MLFLOW, None), ("000000a2", None, "it is down")]
         assert service.events[-1] == ("000000a2", Noted(text="it is down"))
         service.ranks.clear()
-        tracker.asked("000000a1")
-        tracker.asked("000000a2")
+        tracker.report_run("000000a1")
+        tracker.report_run("000000a2")
         assert service.ranks == [("000000a1", MLFLOW, None), ("000000a2", None, "it is down")]
         # a run that is done stays known while it is active
         writer.say(TrackingDone(run_id="000000a1", complete=True))
@@ -208,13 +208,13 @@ def test_a_session_is_written_before_its_cells(service: Service):
     async def story(tracker: Tracker) -> None:
         tracker.follow(service.run("000000a1", AUTO))
         tracker.follow(service.run("000000a2", AUTO, session="000000a1"))
-        tracker.asked("000000a2")
+        tracker.report_run("000000a2")
         assert service.reported == ["track 000000a1 now", "track 000000a2 now"]
         tracker.follow(service.run("000000a3", AUTO, session="000000a1"))
-        tracker.wanted("000000a3", AUTO)
-        tracker.wanted("000000a3", AUTO)
+        tracker.track("000000a3", AUTO)
+        tracker.track("000000a3", AUTO)
         assert service.reported == ["track 000000a3"]
-        tracker.asked("000000a3")
+        tracker.report_run("000000a3")
         assert service.reported == ["hurry 000000a1", "hurry 000000a3"]
 
     played(service, story)
@@ -247,9 +247,9 @@ def test_short_runs_that_succeed_are_not_written_unless_asked_for(service: Servi
         assert service.reported == ["track 00000003"]
         # the notebook requests a run that has ended
         del service.runs["00000000"]
-        tracker.wanted("00000000", AUTO)
-        tracker.wanted("0000abcd", AUTO)
-        tracker.wanted("../00000000", AUTO)
+        tracker.track("00000000", AUTO)
+        tracker.track("0000abcd", AUTO)
+        tracker.track("../00000000", AUTO)
         assert service.reported == ["track 00000000", "over 00000000"]
 
     played(service, story)

@@ -69,7 +69,7 @@ class Place:
         self.services.pop(0)
         if not self.services:
             raise RunUnknown("there is no run 0000.")
-        run.moved(self.services[0].link, self.services[0].link.follow(RUN, run.last_seq))
+        run.move_to(self.services[0].link, self.services[0].link.follow(RUN, run.last_seq))
 
 
 @pytest.fixture

@@ -348,7 +348,7 @@ class Place:
         self.settings = Settings(state_dir=str(state), **settings)
         self.pool = SimpleNamespace(name="local", settings=self.settings)
         self.pools = SimpleNamespace(
-            local=self.pool, entries=lambda: (), names=lambda: ["local"], named=lambda name: self.pool
+            local=self.pool, entries=lambda: (), names=lambda: ["local"], get=lambda name: self.pool
         )
         shell = SimpleNamespace(user_ns={"__vsc_ipynb_file__": str(notebook)}) if notebook is not None else None
         self.choice = keeper_of(state, shell)

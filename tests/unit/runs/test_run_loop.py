@@ -41,7 +41,7 @@ class Found:
         if self.answers:
             raise self.answers.pop(0)
         after = ScriptedPool()
-        run.moved(after.link, after.link.follow(run.run_id), from_start=True)
+        run.move_to(after.link, after.link.follow(run.run_id), from_start=True)
         after.apply(ev.RunEnded(state=RunState.SUCCEEDED))
         after.die()
 

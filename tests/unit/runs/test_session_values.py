@@ -44,7 +44,7 @@ class Notebook:
     def sends(self, *names: str) -> set[str]:
         """Run a cell in the session that reads these names of the notebook; return the names that are sent."""
         plan = self.shipping.plan(names, self.namespace, RANKS)
-        self.shipping.sent(plan.names, plan.prints, RANKS)
+        self.shipping.record_sent(plan.names, plan.prints, RANKS)
         self.shipping.cell_over(Effects(), plan, self.namespace, succeeded=True, names_of=lambda _: frozenset())
         return set(plan.names)
 

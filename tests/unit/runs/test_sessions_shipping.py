@@ -49,8 +49,8 @@ class Notebook:
         ranks = tuple(ranks)
         plan = self.shipping.plan([name for name in names if name in self.namespace], self.namespace, ranks)
         for some, group in plan.before:
-            self.shipping.sent(group, plan.prints, some)
-        self.shipping.sent(plan.names, plan.prints, ranks)
+            self.shipping.record_sent(group, plan.prints, some)
+        self.shipping.record_sent(plan.names, plan.prints, ranks)
         effects = Effects(None if stores is None else frozenset(stores), frozenset(deletes))
         self.shipping.cell_over(effects, plan, self.namespace, succeeded=succeeded, names_of=lambda rank: self.there)
         return plan
@@ -60,7 +60,7 @@ class Notebook:
         names = names_in(source, transform=str)
         read = collect(names.read, self.namespace)
         plan = self.shipping.plan(read, self.namespace, ALL, absent=names.read - read.keys())
-        self.shipping.sent(plan.names, plan.prints, ALL)
+        self.shipping.record_sent(plan.names, plan.prints, ALL)
         self.shipping.cell_over(
             effects_of(names, self.namespace), plan, self.namespace, succeeded=True, names_of=lambda rank: self.there
         )
@@ -380,7 +380,7 @@ def test_a_long_comparison_is_shown_and_told_once(monkeypatch: pytest.MonkeyPatc
         for _ in range(5):
             clock.now += 0.5
             comparison.hashed(500_000_000)
-        names, sentence = comparison.done(known)
+        names, sentence = comparison.end(known)
         known.update(names)
         return sentence
 

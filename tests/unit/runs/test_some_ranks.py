@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sgpu_magic.runs.sessions.rank_collection import joined, ranks_at, split
+from sgpu_magic.runs.sessions.rank_collection import join, ranks_at, split
 
 
 @pytest.mark.parametrize(
@@ -28,19 +28,19 @@ def test_arrays_tensors_and_frames_are_split_by_rows_and_joined_again():
     array, tensor = numpy.arange(10).reshape(5, 2), torch.arange(10).reshape(5, 2)
     frame = pandas.DataFrame({"x": range(5)})
     assert [len(part) for part in split(array, 2)] == [3, 2]
-    assert (joined(split(array, 2)) == array).all()
-    assert torch.equal(joined(split(tensor, 3)), tensor)
+    assert (join(split(array, 2)) == array).all()
+    assert torch.equal(join(split(tensor, 3)), tensor)
     # each rank is sent only its own part
     assert [part.untyped_storage().nbytes() for part in split(tensor, 5)] == [16] * 5
-    assert joined(split(frame, 2)).equals(frame)
+    assert join(split(frame, 2)).equals(frame)
 
 
 def test_what_has_no_parts_stays_a_list():
-    assert joined([[1], [2, 3]]) == [1, 2, 3]
-    assert joined([(1,), (2,)]) == (1, 2)
-    assert joined([1, 2]) == [1, 2]
-    assert joined(["ab", "c"]) == ["ab", "c"]
-    assert joined([[1], (2,)]) == [[1], (2,)]
+    assert join([[1], [2, 3]]) == [1, 2, 3]
+    assert join([(1,), (2,)]) == (1, 2)
+    assert join([1, 2]) == [1, 2]
+    assert join(["ab", "c"]) == ["ab", "c"]
+    assert join([[1], (2,)]) == [[1], (2,)]
 
 
 @pytest.mark.parametrize(

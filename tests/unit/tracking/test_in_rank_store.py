@@ -55,7 +55,7 @@ def test_the_run_is_asked_for_once_and_only_its_own_answer_counts(sent: list[Rec
     cell.ask()
     assert sent == [AskTracking()]
     cell.take(answer(TRACKED, "run-0"))
-    assert cell.known is None
+    assert cell.known_run is None
     cell.take(answer(TRACKED))
     assert cell.wait() == TRACKED
     assert cell.true_id == TRACKED.mlflow_run_id

@@ -101,7 +101,7 @@ def gpu(rank: int, **fields: float | str | None) -> RankSample:
 
 def test_devices_are_numbered_by_the_runs_own_order_and_keys_are_mlflows():
     system = SystemMetrics(cores=8)
-    system.placed(("GPU-b", "GPU-a"))
+    system.set_devices(("GPU-b", "GPU-a"))
     first = rank_events.Sampled(
         seconds=1.0,
         samples=(

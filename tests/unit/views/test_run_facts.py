@@ -17,7 +17,7 @@ def _phases(*bodies: tuple[float, ev.EventBody], now: float = 0.0) -> list[tuple
     phases = RunPhases(submitted_at=100.0)
     for seq, (at, body) in enumerate(bodies):
         phases.apply(ev.Event(run_id="7f3a90c1", seq=seq, at=at, body=body))
-    return [(phase.name, phase.seconds, phase.current) for phase in phases.listed(now)]
+    return [(phase.name, phase.seconds, phase.current) for phase in phases.in_order(now)]
 
 
 def _state(state: RunState) -> ev.StateChanged:
