@@ -175,7 +175,7 @@ def test_what_ranks_display_stands_below_the_view_and_in_its_place_at_the_end(la
     assert_static(reply)
     # each output of the live form has its part of the final one
     assert all(output.text or output.html for output in reply.outputs)
-    order = ["[1] before", "[1] between", "[1] after", "[1]\n<b>one</b>", "[1]\n<b>two</b>", "succeeded"]
+    order = ["[1] before", "[1] between", "[1] after", "succeeded", "[1]\n<b>one</b>", "[1]\n<b>two</b>"]
     whole = "\n".join(output.text if "<b>" not in output.html else output.html for output in reply.outputs)
     assert [whole.index(part) for part in order] == sorted(whole.index(part) for part in order), whole
 
