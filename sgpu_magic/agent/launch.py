@@ -105,7 +105,7 @@ class RunLauncher(msgspec.Struct, frozen=True):
     def _with_ranks(
         self, attempt: Attempt, built: Built | None, code: Mapping[str, str]
     ) -> FreshRun | NodeSession | None:
-        launch = self._place(attempt.launch, built, code)
+        launch = self._with_node_paths(attempt.launch, built, code)
         try:
             group, warm = self.runs.groups.take(launch)
         except OSError as error:
@@ -125,7 +125,7 @@ class RunLauncher(msgspec.Struct, frozen=True):
             raise SessionRefuses("its session has ended. %sgpu_connect starts another one.")
         return session.execute(replace(attempt, launch=self._placed_in(session, attempt.launch)))
 
-    def _place(self, launch: Launch, built: Built | None, code: Mapping[str, str]) -> Launch:
+    def _with_node_paths(self, launch: Launch, built: Built | None, code: Mapping[str, str]) -> Launch:
         placed = self.inputs.uploaded.place_uploads(localize(launch, built, code))
         if built is None or placed.environment is None:
             return placed

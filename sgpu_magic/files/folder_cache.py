@@ -74,7 +74,7 @@ class FolderCache:
             try:
                 temporary.mkdir(mode=0o700)
                 fill(temporary)
-                held, path = self._place(name, temporary, is_whole)
+                held, path = self._move_into_cache(name, temporary, is_whole)
             finally:
                 remove_tree(temporary)
             self._make_room()
@@ -104,7 +104,7 @@ class FolderCache:
         """Candidate paths: a damaged copy stays at its path while it is used, so there can be several copies."""
         return [self._root / (f"{name}-{number}" if number else name) for number in range(_MOST_COPIES)]
 
-    def _place(self, name: str, temporary: Path, is_whole: Callable[[Path], bool]) -> tuple[HeldLock, Path]:
+    def _move_into_cache(self, name: str, temporary: Path, is_whole: Callable[[Path], bool]) -> tuple[HeldLock, Path]:
         for path in self._copies(name):
             try:
                 os.rename(temporary, path)

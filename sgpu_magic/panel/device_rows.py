@@ -67,13 +67,13 @@ def panel_devices(
         histories: The devices' histories, by UUID.
     """
 
-    def drawn(device: Device) -> PanelDevice:
+    def device_of(device: Device) -> PanelDevice:
         return _device(device, holders, hosts.get(device.node, ""), histories.get(device.uuid))
 
     devices = sorted(inventory.devices, key=lambda one: order[one.type])
     hosts = {node.node: node.host for node in inventory.nodes}
     if not hosts or len(devices) <= MOST_DEVICES:
-        return tuple(map(drawn, devices))
+        return tuple(map(device_of, devices))
     held = [device for device in devices if device.uuid in holders and holders[device.uuid][0].kernel]
     nodes: dict[tuple[str, str], list[Device]] = {}
     for device in devices:
@@ -81,7 +81,7 @@ def panel_devices(
     rows = [_node(hosts.get(node, node), of_node, holders) for (node, _), of_node in nodes.items()]
     rows.sort(key=lambda row: row[0], reverse=True)
     return (
-        *map(drawn, held[:MOST_DEVICES]),
+        *map(device_of, held[:MOST_DEVICES]),
         *(snapshot for _, snapshot in rows[:_MOST_NODES]),
     )
 

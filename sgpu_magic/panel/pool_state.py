@@ -252,7 +252,7 @@ def _types(
     # the type that the pool chooses for runs that name none
     main = max(by_type, key=lambda kind: len(by_type[kind]), default=CPU)
 
-    def drawn(kind: str, total: int, free: int, devices: Sequence[Device]) -> PanelType:
+    def type_of(kind: str, total: int, free: int, devices: Sequence[Device]) -> PanelType:
         price, reserved = _price(status.pool, kind, rates)
         uuids = frozenset(device.uuid for device in devices)
         held = holders_of(kind, status.runs, durations, now, uuids)
@@ -270,12 +270,12 @@ def _types(
         )
 
     types = [
-        drawn(kind, len(devices), sum(is_free(device, holders) for device in devices), devices)
+        type_of(kind, len(devices), sum(is_free(device, holders) for device in devices), devices)
         for kind, devices in by_type.items()
     ]
     types.sort(key=lambda one: (one.price is None, -(one.price or 0.0), -one.memory_bytes, one.type))
     slots = status.inventory.cpu_slots
-    cpu = [drawn(CPU, slots, max(0, min(slots, status.cpu_slots_free)), ())] if slots > 0 else []
+    cpu = [type_of(CPU, slots, max(0, min(slots, status.cpu_slots_free)), ())] if slots > 0 else []
     return (*types, *cpu)
 
 

@@ -23,7 +23,7 @@ from sgpu_magic.pool.scheduling.wait_reason import (
     NodesRequested,
     NoNodesAdded,
     OverQuota,
-    SessionBusy,
+    SessionOccupied,
     SessionQueued,
     SessionRestarting,
     SessionStarting,
@@ -70,7 +70,7 @@ def format_wait(reason: WaitReason) -> str:
         case SessionRestarting(ranks=ranks, remaining=remaining):
             text = f"{format_restarting(ranks)} of its session {'is' if len(ranks) == 1 else 'are'} being restarted"
             return f"{text}; {format_remaining(remaining)}" if remaining else text
-        case SessionBusy():
+        case SessionOccupied():
             return _format_busy(reason)
 
 
@@ -139,7 +139,7 @@ def _format_blocker(blocker: DeviceBlocker) -> str:
             return f"the cluster added no more: {why}"
 
 
-def _format_busy(busy: SessionBusy) -> str:
+def _format_busy(busy: SessionOccupied) -> str:
     run = short(busy.run_id)
     if busy.remaining:
         return f"{format_remaining(busy.remaining)}; it still runs {run}"

@@ -217,16 +217,16 @@ def _ended(view: RunView) -> str:
 def _grouped(view: RunView, rows: Mapping[int, str]) -> str:
     """Return ranks' rows. Of more than eight, only those that failed or idled are open; a summary hides the others."""
 
-    def drawn(ranks: Sequence[int]) -> str:
+    def html_of(ranks: Sequence[int]) -> str:
         return "".join(_host_row(new_host(view, ranks, at)) + rows[rank] for at, rank in enumerate(ranks))
 
     if len(rows) <= _MOST_ROWS:
-        return drawn(list(rows))
+        return html_of(list(rows))
     notable = _notable(view)
     shown = [rank for rank in rows if rank in notable][:_MOST_ROWS]
     others = [rank for rank in rows if rank not in shown]
     what = count_of(len(others), "other rank" if shown else "rank")
-    return drawn(shown) + fold(what, drawn(others), "padding:2px 12px")
+    return html_of(shown) + fold(what, html_of(others), "padding:2px 12px")
 
 
 def _host_row(host: str) -> str:

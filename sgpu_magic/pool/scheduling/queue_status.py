@@ -26,8 +26,8 @@ from sgpu_magic.pool.scheduling.wait_reason import (
     NodeShortage,
     NodesRequested,
     QueueStatus,
-    SessionBusy,
     SessionObstacle,
+    SessionOccupied,
     SessionQueued,
     SessionRestarting,
     SessionStarting,
@@ -225,7 +225,7 @@ def session_obstacle(table: RunTable, cell: ScheduledRun) -> SessionObstacle | N
     inside = next((other for other in others if other.lease is not None), None)
     if inside is None:
         return None
-    return SessionBusy(inside.run_id, inside.spec.name, _activity(inside), inside.unstopped, inside.remaining)
+    return SessionOccupied(inside.run_id, inside.spec.name, _activity(inside), inside.unstopped, inside.remaining)
 
 
 def _activity(cell: ScheduledRun) -> CellActivity:

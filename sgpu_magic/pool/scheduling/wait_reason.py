@@ -311,7 +311,7 @@ class CellActivity(Enum):
     """Its code has ended, and its ranks are not ready for the next cell."""
 
 
-class SessionBusy(msgspec.Struct, frozen=True):
+class SessionOccupied(msgspec.Struct, frozen=True):
     """Another cell has the session's ranks.
 
     Args:
@@ -329,7 +329,7 @@ class SessionBusy(msgspec.Struct, frozen=True):
     remaining: tuple[RemainingRank, ...] = ()
 
 
-SessionObstacle = SessionQueued | SessionStarting | SessionRestarting | SessionBusy
+SessionObstacle = SessionQueued | SessionStarting | SessionRestarting | SessionOccupied
 """What keeps a cell of a session from starting."""
 
 WaitReason = (
