@@ -172,8 +172,8 @@ class RankLog:
 
     def _write(self, lines: Iterable[str], out: TextIO) -> None:
         # a terminal shows what follows a line's last carriage return
-        shown = (line.rstrip("\r").rpartition("\r")[2] for line in lines)
-        out.write("".join(f"{self._form(line)}\n" for line in shown))
+        visible = (line.rstrip("\r").rpartition("\r")[2] for line in lines)
+        out.write("".join(f"{self._form(line)}\n" for line in visible))
 
 
 def _follow(files: FilesOfRun, logs: Sequence[RankLog], out: TextIO) -> RunSummary | None:

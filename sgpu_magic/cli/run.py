@@ -182,12 +182,12 @@ def _detach(settings: Settings, record: jobs.JobRecord, words: Sequence[str], ou
     rest = [word for word in words[:at] if word != "--detach"]
     own = ["--job-id", record.job_id, "--copy", record.copy]
     started = jobs.start_detached(settings, record, [*rest, *own, *words[at:]])
-    shown = short(started.job_id)
+    job = short(started.job_id)
     copy = f"executed copy: {started.copy}\n" if started.copy else ""
     print(
-        f"job {shown} continues without this terminal: process {started.pid}\n"
+        f"job {job} continues without this terminal: process {started.pid}\n"
         f"{copy}log: {jobs.folder_of(settings, record.job_id) / jobs.LOG}\n"
-        f"`sgpu jobs` lists it, `sgpu jobs log {shown}` shows its output, `sgpu jobs stop {shown}` ends it.",
+        f"`sgpu jobs` lists it, `sgpu jobs log {job}` shows its output, `sgpu jobs stop {job}` ends it.",
         file=out,
     )
     return ExitCode.OK

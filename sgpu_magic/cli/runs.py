@@ -195,10 +195,10 @@ def runs_table(
         "cost": [_cost(run, now) for run in runs],
         "notebook": [PurePath(run.notebook).name for run in runs],
     }
-    shown = _fitted(columns, width)
-    right = tuple(at for at, head in enumerate(shown) if head in ("duration", "cost"))
-    head, *rows = aligned([tuple(shown), *zip(*shown.values(), strict=True)], right=right)
-    indent = " " * (max(map(len, shown["run"])) + len(_BETWEEN))
+    fitted = _fitted(columns, width)
+    right = tuple(at for at, head in enumerate(fitted) if head in ("duration", "cost"))
+    head, *rows = aligned([tuple(fitted), *zip(*fitted.values(), strict=True)], right=right)
+    indent = " " * (max(map(len, fitted["run"])) + len(_BETWEEN))
     longest = _MAX_REMARK if width is None else width - len(indent)
     lines = [head]
     for run, row in zip(runs, rows, strict=True):

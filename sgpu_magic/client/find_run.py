@@ -47,11 +47,11 @@ def pool_with(pools: Pools, settings: Settings, run: str, *, only_active: bool =
     rows = [(name, row) for name, row in known if not (only_active and row.state.is_final)]
     if not run:
         rows.sort(key=lambda found: (found[1].state.is_final, -found[1].submitted_at))
-        return pools.of(rows[0][0]) if rows else pools.local
+        return pools.used_pool(rows[0][0]) if rows else pools.local
     matching = [(name, row) for name, row in rows if row.run_id.startswith(run)]
     # one pool may be listed under several names
     if len({row.run_id for _, row in matching}) == 1:
-        return pools.of(matching[0][0])
+        return pools.used_pool(matching[0][0])
     if matching:
         ids = [f"{row.run_id if len(run) >= 4 else short(row.run_id)} ({name})" for name, row in matching]
         raise RunUnknown(_ambiguous(run, ids))
@@ -59,8 +59,8 @@ def pool_with(pools: Pools, settings: Settings, run: str, *, only_active: bool =
     for answer in answers if not only_active else ():
         if answer.status is not None and len(answer.status.runs) >= NEWEST_RUNS:
             with contextlib.suppress(RunUnknown):
-                pools.of(answer.name).attach(run)[0].close()
-                return pools.of(answer.name)
+                pools.used_pool(answer.name).attach(run)[0].close()
+                return pools.used_pool(answer.name)
     asked = [answer.name for answer in answers if not answer.problem] or [LOCAL]
     silent = ", ".join(answer.name for answer in answers if answer.problem)
     what = "active run" if only_active else "run"

@@ -92,10 +92,10 @@ class Pools:
         entries = self.entries()
         for entry in entries:
             if entry.name == name:
-                return self._of(entry)
+                return self._pool_of(entry)
         raise unknown_pool(name, [entry.name for entry in entries])
 
-    def of(self, name: str) -> Pool:
+    def used_pool(self, name: str) -> Pool:
         """Return the pool of that name that this process has used, even if it has been removed from the file.
 
         Raises:
@@ -177,7 +177,7 @@ class Pools:
 
     # ------------------------------------------------------------ internals
 
-    def _of(self, entry: PoolEntry) -> Pool:
+    def _pool_of(self, entry: PoolEntry) -> Pool:
         with self._lock:
             known = self._made.get(entry.name)
             # a pool whose address was changed is a different pool
@@ -203,7 +203,7 @@ class Pools:
             return future
 
         def status() -> PoolStatus | None:
-            return self._of(entry).status(recent, timeout_s=PATIENCE_S, history=history)
+            return self._pool_of(entry).status(recent, timeout_s=PATIENCE_S, history=history)
 
         def work() -> None:
             future.set_result(_answer(entry.name, entry, status))

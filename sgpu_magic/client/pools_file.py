@@ -190,8 +190,8 @@ def _entry(name: str, table: Mapping[str, object]) -> PoolEntry:
     if match is None or not 0 < int(match["port"]) < 65536:
         raise ValueError(f"its address is {address!r}; one such as 'tcp://gpu1.example.org:8700' is needed")
     if not isinstance(key, str) or _KEY.fullmatch(key) is None:
-        shown = "missing" if key is None else "invalid"
-        raise ValueError(f"its key is {shown}: 40 characters, which `sgpu pool serve` prints, are needed (quote them)")
+        state = "missing" if key is None else "invalid"
+        raise ValueError(f"its key is {state}: 40 characters, which `sgpu pool serve` prints, are needed (quote them)")
     if not isinstance(reserved, bool):
         raise ValueError(f"reserved is {reserved!r}; true or false is needed")
     return PoolEntry(name, str(address), key, reserved, _types(table.get("types", [])), _prices(table.get("prices")))

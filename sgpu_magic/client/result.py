@@ -109,7 +109,7 @@ class RunResult:
     @property
     def adds_nothing(self) -> bool:
         """Whether the run's view shows all of it: no rank has a value, or their values are among its displays."""
-        return all(shown or not text for shown, text in zip(self._in_view, self._texts, strict=True))
+        return all(in_view or not text for in_view, text in zip(self._in_view, self._texts, strict=True))
 
     def came_from(self, cell: int | None) -> bool:
         """Whether the cell of this number in the notebook ran it."""
@@ -250,13 +250,13 @@ class RunResult:
             return head + ("no value" if self._only else f"{count_of(len(self.values), 'rank')}, no value")
         texts = [_one_line(text) if text else "None" for text in self._texts]
         if len(set(texts)) == 1 and len(texts) > 1:
-            shown = f"{texts[0]} on each of {len(texts)} ranks"
+            values = f"{texts[0]} on each of {len(texts)} ranks"
         else:
-            shown = "[" + ", ".join(texts) + "]"
+            values = "[" + ", ".join(texts) + "]"
         if self.problems:
             rank, why = next(iter(self.problems.items()))
-            shown += f" (shown only: rank {rank}'s value could not be sent, {why})"
-        return head + (shown if len(shown) <= _REPR_LIMIT or self.problems else shown[:_REPR_LIMIT] + " ...")
+            values += f" (shown only: rank {rank}'s value could not be sent, {why})"
+        return head + (values if len(values) <= _REPR_LIMIT or self.problems else values[:_REPR_LIMIT] + " ...")
 
     def _repr_html_(self) -> str | None:
         """Return the ranks' values side by side if there are tables among them, such as DataFrames."""
@@ -270,19 +270,19 @@ class RunResult:
         if not any(tables):
             return None
         border = "border:1px solid rgba(128,128,128,.28);border-radius:6px"
-        drawn = ""
+        boxes = ""
         for rank, table, text in zip(self.ranks, tables, self._texts, strict=True):
-            shown = table or f'<pre style="{_TEXT_STYLE}">{escape(text or "None")}</pre>'
-            drawn += (
+            content = table or f'<pre style="{_TEXT_STYLE}">{escape(text or "None")}</pre>'
+            boxes += (
                 f'<div style="{border};max-width:100%;overflow:hidden">'
                 f'<div style="padding:2px 10px;font-size:12px;opacity:.68">rank {rank}</div>'
-                f'<div tabindex="0" style="max-height:372px;overflow:auto;padding:0 10px 8px">{shown}</div></div>'
+                f'<div tabindex="0" style="max-height:372px;overflow:auto;padding:0 10px 8px">{content}</div></div>'
             )
         on = f" on {self._which()}" if self._only else ""
         return (
             "<style>@media print{.sgpu-values>div>div{max-height:none!important;overflow:visible!important}}</style>"
             f'<div style="font-size:13px;padding:2px 0">run {short(self.run_id)}{on}</div>'
-            f'<div class="sgpu-values" style="display:flex;flex-wrap:wrap;align-items:flex-start;gap:8px">{drawn}</div>'
+            f'<div class="sgpu-values" style="display:flex;flex-wrap:wrap;align-items:flex-start;gap:8px">{boxes}</div>'
         )
 
 

@@ -72,8 +72,8 @@ class StrictParser(argparse.ArgumentParser):
                 raise self._unknown("option", name, self._shown_options())
 
     def _shown_options(self) -> list[str]:
-        shown = [action for action in self._actions if action.help != argparse.SUPPRESS]
-        return [name for action in shown for name in action.option_strings]
+        visible = [action for action in self._actions if action.help != argparse.SUPPRESS]
+        return [name for action in visible for name in action.option_strings]
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         """Called by argparse for each value: one that is not among the choices gets a suggestion."""

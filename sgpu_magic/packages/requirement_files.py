@@ -176,18 +176,18 @@ def _lines_of(path: Path, text: str, deepest: int) -> Iterator[str]:
 
 def _checked(path: Path, line: str) -> str:
     """Return the line, or raise if it would mean something else on another machine."""
-    shown = without_url_credentials(line)
+    redacted = without_url_credentials(line)
     if _INDEX.match(line):
         raise UsageError(
-            f"{path} names a package index ({shown.split()[0]}), which is not sent with a run: it often contains a "
+            f"{path} names a package index ({redacted.split()[0]}), which is not sent with a run: it often contains a "
             "password. Set `index_url` in the settings of the pool's machine, and remove the line."
         )
     if line.startswith(("-c", "--constraint")):
-        raise UsageError(f"{path} has constraints ({shown}). Write the versions into the file itself.")
+        raise UsageError(f"{path} has constraints ({redacted}). Write the versions into the file itself.")
     if line.startswith(("-e", "--editable", ".", "/", "file:")):
         raise UsageError(
             text_of(
-                f"{path} refers to a path of this machine ({shown}), which other machines do not have. Write it "
+                f"{path} refers to a path of this machine ({redacted}), which other machines do not have. Write it "
                 "with its name, `NAME @ file:///...`: then a wheel is built from it. Or install it in the notebook's "
                 "Python and leave ",
                 OptionName("env-version"),
@@ -195,16 +195,16 @@ def _checked(path: Path, line: str) -> str:
             )
         )
     if line.startswith("-"):
-        raise UsageError(f"{path} has the option {shown.split()[0]}, which has no meaning for a run. Remove it.")
-    if shown != line or "${" in line:
+        raise UsageError(f"{path} has the option {redacted.split()[0]}, which has no meaning for a run. Remove it.")
+    if redacted != line or "${" in line:
         raise UsageError(
-            f"{path} has a password or a variable in a line ({shown}). It would be stored with the run: use git's "
+            f"{path} has a password or a variable in a line ({redacted}). It would be stored with the run: use git's "
             "or the index's own login on the pool's machine."
         )
     try:
         Requirement(_HASH.sub("", line))
     except InvalidRequirement as error:
-        raise UsageError(f"{path} has a line that is not a requirement: {shown!r} ({error}).") from None
+        raise UsageError(f"{path} has a line that is not a requirement: {redacted!r} ({error}).") from None
     return line
 
 

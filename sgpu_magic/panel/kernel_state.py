@@ -240,8 +240,8 @@ def _of_base(choice: Choice, base: Base) -> tuple[str, int, list[PackageLine]]:
             now = version_of(line) or str(Requirement(line).specifier) or "latest"
             lines.append(PackageLine(sign="~", name=name, words=f"{name} {there[name]} → {now}", removable=True))
         else:
-            shown = f"{name} {after[name]}" if after[name] else line
-            lines.append(PackageLine(sign="+", name=name, words=shown, removable=True))
+            change = f"{name} {after[name]}" if after[name] else line
+            lines.append(PackageLine(sign="+", name=name, words=change, removable=True))
     python = base_list(choice.env_version).python if choice.env_version in BASE_NAMES else base.python
     return _python(python or own_python(), after), len(after), lines
 

@@ -224,15 +224,15 @@ class PoolPoller:
         if ended != self._ended:
             self._ended, self._durations = ended, Durations(runs)
         self._locations.poll()
-        drawn: dict[str, tuple[RunSummary, RunDirectoryInfo, RunRow]] = {}
+        rows: dict[str, tuple[RunSummary, RunDirectoryInfo, RunRow]] = {}
         for run in runs:
             location = self._locations.of(run, now)
             known = self._rows.get(run.run_id)
             if known is None or known[0] != run or known[1] != location:
                 known = (run, location, run_row(run, location))
-            drawn[run.run_id] = known
-        self._rows = drawn
-        return {run_id: row for run_id, (_, _, row) in drawn.items()}
+            rows[run.run_id] = known
+        self._rows = rows
+        return {run_id: row for run_id, (_, _, row) in rows.items()}
 
 
 class NoPoller:

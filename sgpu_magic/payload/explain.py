@@ -123,9 +123,9 @@ def explain_result(obj: object, culprit: object, error: Exception) -> str:
         ways = {part: held for part, held in parts.items() if find_way(held, culprit)[0] is not None}
         root, value = next(iter(ways.items()), cast("tuple[str, object]", ("the value", obj)))
     what, _, in_class = _describe(root, value, culprit, error)
-    shown = f"`{root}`" if root.isidentifier() else root
+    name = f"`{root}`" if root.isidentifier() else root
     remedies = _either([_kind_of(culprit).returning, *in_class])
-    return f"{shown} can't come back to the notebook: {what}. {remedies}"
+    return f"{name} can't come back to the notebook: {what}. {remedies}"
 
 
 def explain_parts(label: str, name: str, lacking: Missing, world_size: int) -> Text:

@@ -131,7 +131,7 @@ class KernelContext:
 
     def pool_of(self, run: ClientRun | Submission) -> Pool:
         """Return the pool that a run of this process is in, or goes to."""
-        return self.pools.of(run.pool)
+        return self.pools.used_pool(run.pool)
 
     def wanted_pool(self, name: str) -> str:
         """Return the pool named by the options, else by the settings; "" if neither names one.
@@ -227,9 +227,9 @@ class KernelContext:
         from sgpu_magic.views.live.widgets import WidgetAsValue
 
         view = _view(run, self.current_settings())
-        shown = WidgetAsValue(view, self._buttons(run))
-        self._open(Subscription(run, view, shown, self.pool_of(run)), state, live=True)
-        return shown.widget
+        value = WidgetAsValue(view, self._buttons(run))
+        self._open(Subscription(run, view, value, self.pool_of(run)), state, live=True)
+        return value.widget
 
     def _open(self, followed: Subscription, state: RunState, *, live: bool) -> None:
         """Show a run without waiting for its end.

@@ -222,4 +222,4 @@ class _LiveStatus:
 
 
 def _notices(pools: Pools, answers: Sequence[PoolStatusReply]) -> dict[str, str]:
-    return {answer.name: pools.of(answer.name).notice for answer in answers if answer.status is not None}
+    return {answer.name: pools.used_pool(answer.name).notice for answer in answers if answer.status is not None}

@@ -36,9 +36,9 @@ def list_files(location: RunLocation) -> PageFiles:
         # its pool has no directory for it yet
         return PageFiles(files=(), more=False, cwd="")
     written = [file for file in found.files if is_written_by_ranks(file.name)]
-    shown = (PageFile(name=file.name, size=file.size, changed_at=file.changed_at) for file in written[:MOST_LISTED])
+    listed = (PageFile(name=file.name, size=file.size, changed_at=file.changed_at) for file in written[:MOST_LISTED])
     return PageFiles(
-        files=tuple(shown), more=found.more or len(written) > MOST_LISTED, cwd=_outer_working_directory(location)
+        files=tuple(listed), more=found.more or len(written) > MOST_LISTED, cwd=_outer_working_directory(location)
     )
 
 

@@ -53,7 +53,7 @@ def run_page(view: RunView, phases: RunPhases, started_at: float | None) -> RunP
         code=tuple(_code(spec)),
         options=_named_texts(chosen_options(spec)),
         parameters=_named_texts(spec.parameters),
-        metrics=_named_texts((metric.name, format_value(metric.last)) for metric in view.metrics.shown),
+        metrics=_named_texts((metric.name, format_value(metric.last)) for metric in view.metrics.kept),
         devices=tuple(format_placement(view)),
         submitted_at=spec.submitted_at,
         started_at=started_at,

@@ -240,7 +240,7 @@ class RemotePools:
         from sgpu_magic.client.mirror import Mirror, mirror_path
 
         def pool() -> Pool:
-            return self._ask().of(sent.pool)
+            return self._ask().used_pool(sent.pool)
 
         mirror = Mirror(mirror_path(self._settings, sent.pool, run_id), run_id, lambda: pool().link())
         return RemoteRun(sent.spec, mirror, pool, sent.pool)

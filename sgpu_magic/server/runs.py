@@ -286,9 +286,9 @@ class Followers:
 
 
 def _not_here(run_id: str) -> RunNotHere:
-    shown = short(run_id) if is_valid_id(run_id) else repr(run_id[:40])
+    name = short(run_id) if is_valid_id(run_id) else repr(run_id[:40])
     return RunNotHere(
-        f"this machine has no directory for run {shown}: it is no longer kept, or it belongs to another machine or "
+        f"this machine has no directory for run {name}: it is no longer kept, or it belongs to another machine or "
         "user than the Jupyter server's."
     )
 

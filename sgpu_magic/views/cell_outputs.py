@@ -40,7 +40,7 @@ class OutputSlots:
         # the same run may be shown in two cells
         self._token = secrets.token_hex(4)
         # the current bundle and metadata of each output
-        self._shown: dict[int, tuple[dict[str, object], dict[str, object]]] = {}
+        self._published: dict[int, tuple[dict[str, object], dict[str, object]]] = {}
 
     def draw(self, budget: int | None = None, limit: int | None = None, remark: str = "") -> tuple[int, bool]:
         """Publish the outputs that have changed.
@@ -69,7 +69,7 @@ class OutputSlots:
                 if at == 0 and remark:
                     bundle["text/html"] = f'{bundle["text/html"]}<div style="{SOFT};{SANS}">{escape(remark)}</div>'
                     bundle["text/plain"] = f"{bundle['text/plain']}\n{remark}"
-                if bundle["text/html"] or part.slot in self._shown:
+                if bundle["text/html"] or part.slot in self._published:
                     sent += self._show(part.slot, bundle)
         return sent + self._empty_others(parts), True
 
@@ -104,17 +104,17 @@ class OutputSlots:
     def _without_bare_end(self, parts: list[Part]) -> list[Part]:
         """Leave out a last text without lines: the text before it has the footer until the run has ended."""
         *others, end = parts
-        is_bare = isinstance(end, TextSegment) and not end.items and end.slot not in self._shown
+        is_bare = isinstance(end, TextSegment) and not end.items and end.slot not in self._published
         return others if is_bare and others else parts
 
     def _fold_strays(self, parts: list[Part]) -> list[Part]:
         """Merge text that would need a new output above an existing one into the text before it."""
-        last_shown = max((at for at, part in enumerate(parts) if part.slot in self._shown), default=-1)
+        last_shown = max((at for at, part in enumerate(parts) if part.slot in self._published), default=-1)
         kept: list[Part] = []
         text_at = 0
         for at, part in enumerate(parts):
             before = kept[text_at] if kept else None
-            stray = at < last_shown and part.slot not in self._shown
+            stray = at < last_shown and part.slot not in self._published
             if stray and isinstance(part, TextSegment) and isinstance(before, TextSegment):
                 kept[text_at] = TextSegment((*before.items, *part.items), before.slot)
                 continue
@@ -126,7 +126,7 @@ class OutputSlots:
     def _empty_others(self, parts: Sequence[Part]) -> int:
         """Clear outputs whose part no longer exists; return the number of messages."""
         wanted = {part.slot for part in parts}
-        return sum(self._show(slot, {"text/plain": ""}) for slot in self._shown.keys() - wanted)
+        return sum(self._show(slot, {"text/plain": ""}) for slot in self._published.keys() - wanted)
 
     def _static(self, item: DisplayItem, final: bool) -> dict[str, object]:
         return self._view.models.static(item.rank, item.bundle)
@@ -138,11 +138,11 @@ class OutputSlots:
 
     def _show(self, slot: int, data: dict[str, object], metadata: dict[str, object] | None = None) -> int:
         """Publish or update one output; return the number of messages sent."""
-        shown, content = self._shown.get(slot), (data, metadata or {})
-        if shown == content:
+        before, content = self._published.get(slot), (data, metadata or {})
+        if before == content:
             return 0
-        self._shown[slot] = content
-        _publish(f"sgpu-{self._view.run_id}-{self._token}-{slot}", *content, update=shown is not None)
+        self._published[slot] = content
+        _publish(f"sgpu-{self._view.run_id}-{self._token}-{slot}", *content, update=before is not None)
         return 1
 
 
@@ -208,9 +208,9 @@ def progress_line(sweep: SweepView) -> str:
 
 def failure_list(sweep: SweepView) -> list[str]:
     """Return a line for each of the first failures, and one with the number of others."""
-    shown = [ansi.plain(line) for line in sweep.failures[:_MAX_FAILURES]]
-    more = sweep.failed - len(shown)
-    return [*shown, *([f"and {count_of(more, 'more failure')}: .failures lists them all"] if more > 0 else [])]
+    listed = [ansi.plain(line) for line in sweep.failures[:_MAX_FAILURES]]
+    more = sweep.failed - len(listed)
+    return [*listed, *([f"and {count_of(more, 'more failure')}: .failures lists them all"] if more > 0 else [])]
 
 
 def progress_html(sweep: SweepView) -> str:
@@ -247,13 +247,13 @@ class SweepProgress:
         self._is_terminal = stream.isatty()
         self._display_id = ""
         self._began: float | None = None
-        self._drawn_at = 0.0
-        self._drawn: SweepView | None = None
+        self._published_at = 0.0
+        self._published: SweepView | None = None
 
     def is_due(self, now: float) -> bool:
         """Whether an update is due: at most 4 times a second, and not in the first 100 ms."""
         self._began = now if self._began is None else self._began
-        return now - self._began >= _FIRST_AFTER_S and now - self._drawn_at >= _INTERVAL_S
+        return now - self._began >= _FIRST_AFTER_S and now - self._published_at >= _INTERVAL_S
 
     def show(self, sweep: SweepView, now: float) -> None:
         """Show the progress; if only the time has changed, at most once a second.
@@ -262,10 +262,10 @@ class SweepProgress:
             sweep: The progress.
             now: Monotonic time in seconds.
         """
-        same = self._drawn is not None and replace(sweep, seconds=self._drawn.seconds) == self._drawn
-        if self._silent or (same and now - self._drawn_at < 1.0):
+        same = self._published is not None and replace(sweep, seconds=self._published.seconds) == self._published
+        if self._silent or (same and now - self._published_at < 1.0):
             return
-        self._drawn, self._drawn_at = sweep, now
+        self._published, self._published_at = sweep, now
         if self._html:
             self._publish(sweep)
         elif self._is_terminal or sweep.is_final:

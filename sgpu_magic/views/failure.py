@@ -206,8 +206,8 @@ def _row(rank: int, memory: RankMemory, culprit: bool) -> MemoryCard:
     reserved = format_gb(memory.reserved_bytes) if memory.reserved_bytes else "-"
     words = (format_gb(memory.used_bytes), reserved, format_gb(memory.free_bytes), format_gb(total) if total else "-")
     device = ansi.plain(memory.device)[:_MAX_NAME]
-    shown = tuple(round(share, 4) for share in shares)
-    return MemoryCard(rank=rank, cells=(device, *words), shares=shown, culprit=culprit)
+    rounded = tuple(round(share, 4) for share in shares)
+    return MemoryCard(rank=rank, cells=(device, *words), shares=rounded, culprit=culprit)
 
 
 def _tensor(use: TensorUse) -> MemoryTensor:
@@ -218,10 +218,10 @@ def _tensor(use: TensorUse) -> MemoryTensor:
 
 
 def _bar(shares: Sequence[float]) -> str:
-    drawn = ""
+    bar = ""
     for end, mark in zip(accumulate(shares), _BAR, strict=False):
-        drawn += mark * (round(end * _BAR_CHARS) - len(drawn))
-    return drawn.ljust(_BAR_CHARS, _BAR[-1])
+        bar += mark * (round(end * _BAR_CHARS) - len(bar))
+    return bar.ljust(_BAR_CHARS, _BAR[-1])
 
 
 def _indented(lines: list[str]) -> list[str]:
@@ -281,16 +281,16 @@ def _memory_html(block: MemoryBlock | None) -> str:
         cells += "".join(_cell(cell, at + 1 in _NUMBERS) for at, cell in enumerate(row.cells))
         rows += f'<tr style="background:none">{cells}<td style="{_CELL};width:160px">{_bar_html(row.shares)}</td></tr>'
     more = f'<div style="{SOFT}">{escape(block.more)}</div>' if block.more else ""
-    drawn = (
+    markup = (
         f'<div>{block.title}</div><table style="{_TABLE}"><thead style="border:0"><tr>{heads}<th></th></tr></thead>'
         f"<tbody>{rows}</tbody></table>{more}"
     )
     if block.tensors:
         named = "".join(map(_tensor_html, block.tensors))
-        drawn += f'<div style="padding-top:4px">{escape(block.largest)}</div>'
-        drawn += f'<table style="{_TABLE}"><tbody>{named}</tbody></table>'
+        markup += f'<div style="padding-top:4px">{escape(block.largest)}</div>'
+        markup += f'<table style="{_TABLE}"><tbody>{named}</tbody></table>'
     box = f"padding:4px 12px 8px 9px;font-size:12px;border-top:1px solid {LINE};overflow-x:auto"
-    return f'<div style="{box}">{drawn}</div>'
+    return f'<div style="{box}">{markup}</div>'
 
 
 def _tensor_html(tensor: MemoryTensor) -> str:

@@ -19,7 +19,7 @@ from sgpu_magic.formatting import (
 from sgpu_magic.views.fold import RunView
 from sgpu_magic.views.format_run import returned_bytes, session_text, tracked_text
 from sgpu_magic.views.run_notes import restart_command
-from sgpu_magic.views.usage import Drawn, RankUsage, RunUsage, device_line, format_use, idle_sentence
+from sgpu_magic.views.usage import RankUsage, RunUsage, UsageCurve, device_line, format_use, idle_sentence
 from sgpu_magic.wire.base import RunKind, RunState
 from sgpu_magic.wire.costs import HOUR_S, cost_of
 from sgpu_magic.wire.devices import CPU
@@ -53,12 +53,12 @@ def whole_text(usage: RankUsage) -> str:
     return format_use(usage.latest.kind, usage.mean_utilization_pct, usage.mean("cpu_cores"), usage.peak_used_bytes)
 
 
-def curve_text(drawn: Drawn) -> str:
+def curve_text(curve: UsageCurve) -> str:
     """Return `GPU: 94 % on average, 98 % at most`."""
-    mean, peak = drawn.series.mean, drawn.series.peak
+    mean, peak = curve.series.mean, curve.series.peak
     if mean is None or peak is None:
-        return f"{drawn.name}: not reported"
-    return f"{drawn.name}: {_value(mean, drawn.unit)} on average, {_value(peak, drawn.unit)} at most"
+        return f"{curve.name}: not reported"
+    return f"{curve.name}: {_value(mean, curve.unit)} on average, {_value(peak, curve.unit)} at most"
 
 
 def measured_lines(usage: RankUsage) -> list[str]:
@@ -67,10 +67,10 @@ def measured_lines(usage: RankUsage) -> list[str]:
     if latest is None:
         return []
     lines = [device_line(latest), *([latest.problem] if latest.problem else [])]
-    for drawn in usage.curves():
-        line = curve_text(drawn)
-        if drawn.name == "memory" and drawn.top and drawn.series.mean is not None:
-            line += f", of {format_gb(drawn.top * 1e9)}"
+    for curve in usage.curves():
+        line = curve_text(curve)
+        if curve.name == "memory" and curve.top and curve.series.mean is not None:
+            line += f", of {format_gb(curve.top * 1e9)}"
         lines.append(line)
     return lines
 

@@ -93,14 +93,14 @@ def render_html(view: RunView) -> str:
     """Return the whole run; displays are included as text, since only Jupyter's renderers may render them."""
     parts = segments(view)
     end = last_text(parts)
-    drawn = ""
+    markup = ""
     for at, part in enumerate(parts):
         if isinstance(part, ShownDisplay):
             rank, width = part.item.rank, rank_width(view)
-            drawn += _pre(_line(LineItem(rank, "stdout", line), width) for line in display_text(part.item).split("\n"))
+            markup += _pre(_line(LineItem(rank, "stdout", line), width) for line in display_text(part.item).split("\n"))
         elif isinstance(part, TextSegment):
-            drawn += render_segment_html(view, part, at == 0, at == end)
-    return drawn
+            markup += render_segment_html(view, part, at == 0, at == end)
+    return markup
 
 
 def render_segment_html(view: RunView, segment: TextSegment, first: bool, last: bool, limit: int | None = None) -> str:
@@ -194,8 +194,8 @@ def _lines(view: RunView, segment: TextSegment, room: int, live: bool) -> str:
         items = trim(items, [isinstance(item, LineItem) for item in items], _MAX_LIVE_LINES, head_share=0.0)
     width = rank_width(view)
     # keyed by the line object, so that kept lines are rendered only once
-    drawn = {id(item): _line(item, width) for item in items if isinstance(item, LineItem)}
-    sizes = [1 + text_bytes(drawn[id(item)]) if isinstance(item, LineItem) else 0 for item in items]
+    rendered = {id(item): _line(item, width) for item in items if isinstance(item, LineItem)}
+    sizes = [1 + text_bytes(rendered[id(item)]) if isinstance(item, LineItem) else 0 for item in items]
     room -= _SCROLL_BYTES if not live and len(sizes) > SCROLL_LINES else 0
     kept = trim(items, sizes, max(room, MIN_BYTES), head_share=0.0 if live else HEAD_SHARE)
     dropped = next((item for item in kept if isinstance(item, GapItem)), GapItem(0, 0))
@@ -203,7 +203,7 @@ def _lines(view: RunView, segment: TextSegment, room: int, live: bool) -> str:
     gap = "\n".join(f'<span style="{FAINT}">{escape(line, quote=False)}</span>' for line in gaps)
 
     def pre(items: Sequence[Item], padding: str = "") -> str:
-        return _pre((drawn[id(item)] if isinstance(item, LineItem) else gap for item in items), padding)
+        return _pre((rendered[id(item)] if isinstance(item, LineItem) else gap for item in items), padding)
 
     rows = [1 + len(item.text) // ROW_CHARS for item in kept if isinstance(item, LineItem)]
     if live or sum(rows) <= SCROLL_LINES:

@@ -71,17 +71,17 @@ def boxed(body: str) -> str:
     return f'<div class="sgpu-box{scrolls}" style="{BOX}">{printed}{body}</div>'
 
 
-def stream_html(stream: str, line: str, drawn: str) -> str:
+def stream_html(stream: str, line: str, markup: str) -> str:
     """Return a line of the log with the ground of stderr if it is set apart.
 
     Args:
         stream: `stdout` or `stderr`.
         line: The line.
-        drawn: The line as HTML.
+        markup: The line as HTML.
     """
     if stream != "stderr" or not is_stderr_text(line):
-        return drawn
-    return f'<span style="{STDERR}">{drawn}</span>'
+        return markup
+    return f'<span style="{STDERR}">{markup}</span>'
 
 
 def scroll(body: str, label: str) -> str:
@@ -117,24 +117,26 @@ def table(
     columns = [column for column in range(len(heads)) if column != below]
 
     def cells(row: Row, tag: str, style: str) -> str:
-        drawn = ""
+        markup = ""
         for column in columns:
             align = "right" if column in right else "left"
             colour = f";color:{BAD}" if row[column] in ("failed", "timed out") else ""
             lines = _BREAKS if column in breaks else "white-space:nowrap"
             cell = row[column]
             content = cell if isinstance(cell, Markup) else safe(cell)
-            drawn += (
+            markup += (
                 f'<{tag} style="text-align:{align};padding:2px 8px;{lines};vertical-align:top;'
                 f'font-variant-numeric:tabular-nums{style}{colour}">{content}</{tag}>'
             )
-        drawn = f'<tr style="background:none">{drawn}</tr>'
+        markup = f'<tr style="background:none">{markup}</tr>'
         if tag == "th" or below is None or not row[below]:
-            return drawn
+            return markup
         text = f"{heads[below]} {row[below]}".strip()
         # `max-width:0` keeps this cell from widening the columns
         style = f"text-align:left;padding:0 12px 4px 24px;max-width:0;white-space:normal;overflow-wrap:anywhere;{SOFT}"
-        return f'{drawn}<tr style="background:none"><td colspan="{len(columns)}" style="{style}">{safe(text)}</td></tr>'
+        return (
+            f'{markup}<tr style="background:none"><td colspan="{len(columns)}" style="{style}">{safe(text)}</td></tr>'
+        )
 
     head = cells(heads, "th", f";font-weight:400;{SOFT}")
     body = "".join(cells(row, "td", "") for row in rows)
@@ -181,9 +183,9 @@ def sparkline(values: Sequence[float | None], top: float | None, title: str, col
         if len(stretch) == 1:
             # a single value is a short horizontal line, as a dot would be invisible
             xs, stretch = [max(xs[0] - step / 2, 0.0), min(xs[0] + step / 2, WIDTH)], stretch * 2
-        drawn = " ".join(f"{x:.0f},{_height(value, top):.0f}" for x, value in zip(xs, stretch, strict=True))
-        lines.append(f"M{drawn}")
-        areas.append(f"M{xs[0]:.0f},{_UNITS} {drawn} {xs[-1]:.0f},{_UNITS}Z")
+        path = " ".join(f"{x:.0f},{_height(value, top):.0f}" for x, value in zip(xs, stretch, strict=True))
+        lines.append(f"M{path}")
+        areas.append(f"M{xs[0]:.0f},{_UNITS} {path} {xs[-1]:.0f},{_UNITS}Z")
     return (
         f'<svg role="img" width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {_UNITS}" preserveAspectRatio="none" '
         f'style="color:{colour};vertical-align:middle"><title>{escape(title)}</title>'

@@ -55,44 +55,44 @@ def metric_charts(metrics: RunMetrics) -> tuple[MetricChart, ...]:
     """Return a chart for each metric, all together at most 16 kB of JSON: many have fewer points and curves."""
     version, charts = _made.get(metrics, (-1, ()))
     if version != metrics.version:
-        charts = _fitted(metrics.shown)
+        charts = _fitted(metrics.kept)
         _made[metrics] = (metrics.version, charts)
     return charts
 
 
-def _fitted(shown: Sequence[LoggedMetric]) -> tuple[MetricChart, ...]:
+def _fitted(metrics: Sequence[LoggedMetric]) -> tuple[MetricChart, ...]:
     for most, curves in _LEVELS:
-        if _estimated_bytes(shown, most, curves) <= _MAX_BYTES:
-            charts = tuple(_chart(metric, most, curves) for metric in shown)
+        if _estimated_bytes(metrics, most, curves) <= _MAX_BYTES:
+            charts = tuple(_chart(metric, most, curves) for metric in metrics)
             if json_bytes(charts) <= _MAX_BYTES:
                 return charts
     most, curves = _LEVELS[-1]
-    charts = tuple(_chart(metric, most, curves) for metric in shown)
+    charts = tuple(_chart(metric, most, curves) for metric in metrics)
     while json_bytes(charts) > _MAX_BYTES:
         charts = charts[:-1]
     return charts
 
 
-def _estimated_bytes(shown: Sequence[LoggedMetric], most: int, curves: int) -> int:
+def _estimated_bytes(metrics: Sequence[LoggedMetric], most: int, curves: int) -> int:
     """Return about how many bytes of JSON the charts have, without making them."""
     size = 0
-    for metric in shown:
-        drawn = metric.all_series[:curves]
-        points = sum(min(len(series.points), most) for series in drawn)
-        size += _CHART_BYTES + _CURVE_BYTES * len(drawn) + _POINT_BYTES * points
+    for metric in metrics:
+        curved = metric.all_series[:curves]
+        points = sum(min(len(series.points), most) for series in curved)
+        size += _CHART_BYTES + _CURVE_BYTES * len(curved) + _POINT_BYTES * points
     return size
 
 
 def _chart(metric: LoggedMetric, most: int, curves: int) -> MetricChart:
-    drawn = metric.all_series
-    others = [*drawn[curves:], *metric.others]
-    drawn = drawn[:curves]
-    points = [point for series in drawn for point in series.points]
-    by_time = len(points) > 1 and len({point.step for point in points}) == 1 and len(points) > len(drawn)
+    curved = metric.all_series
+    others = [*curved[curves:], *metric.others]
+    curved = curved[:curves]
+    points = [point for series in curved for point in series.points]
+    by_time = len(points) > 1 and len({point.step for point in points}) == 1 and len(points) > len(curved)
     began_ms = min(point.at_ms for point in points)
-    low, high = _axis(drawn)
+    low, high = _axis(curved)
     first, last = _ends(points, began_ms, by_time=by_time)
-    values, last_value = range_text(drawn), format_value(metric.last)
+    values, last_value = range_text(curved), format_value(metric.last)
     return MetricChart(
         name=metric.name,
         last=last_value,
@@ -102,7 +102,7 @@ def _chart(metric: LoggedMetric, most: int, curves: int) -> MetricChart:
         axis="seconds" if by_time else "step",
         begins=first,
         ends=last if last != first else "",
-        curves=tuple(_curve(series, most, began_ms if by_time else None) for series in drawn),
+        curves=tuple(_curve(series, most, began_ms if by_time else None) for series in curved),
         others=_others_text(others),
     )
 
@@ -174,7 +174,7 @@ def metrics_html(metrics: RunMetrics, limit: int) -> str:
     charts = [_chart_html(chart) for chart in metric_charts(metrics)]
     while charts and sum(map(len, charts)) > limit * _HTML_SHARE:
         del charts[-1]
-    if not metrics.shown:
+    if not metrics.kept:
         return ""
     more = metrics.more(len(charts))
     body = "".join(charts) + (f'<div style="{SOFT}">{more}</div>' if more else "")

@@ -101,7 +101,7 @@ class LoggedMetric:
     def __init__(self, name: str) -> None:
         self.name = name
         self.series: dict[int, MetricSeries] = {}
-        self._drawn: list[int] = []
+        self._curve_ranks: list[int] = []
 
     def add(self, rank: int, point: MetricPoint) -> None:
         series = self.series.get(rank)
@@ -110,22 +110,22 @@ class LoggedMetric:
         series.add(point)
 
     def _begin(self, rank: int) -> MetricSeries:
-        self._drawn = sorted([*self._drawn, rank])
+        self._curve_ranks = sorted([*self._curve_ranks, rank])
         series = {**self.series, rank: MetricSeries(rank)}
-        for number in self._drawn[MAX_CURVES:]:
+        for number in self._curve_ranks[MAX_CURVES:]:
             series[number].drop_points()
-        del self._drawn[MAX_CURVES:]
+        del self._curve_ranks[MAX_CURVES:]
         return series[rank]
 
     @property
     def all_series(self) -> list[MetricSeries]:
         """The series whose points are kept, by rank."""
-        return [self.series[rank] for rank in self._drawn]
+        return [self.series[rank] for rank in self._curve_ranks]
 
     @property
     def others(self) -> list[MetricSeries]:
         """The series of further ranks, of which only single values are kept, by rank."""
-        return [self.series[rank] for rank in sorted(self.series) if rank not in self._drawn]
+        return [self.series[rank] for rank in sorted(self.series) if rank not in self._curve_ranks]
 
     @property
     def last(self) -> float:
@@ -138,12 +138,12 @@ class RunMetrics:
     """The metrics of a run. A new attempt continues them, as in MLflow.
 
     Attributes:
-        shown: The metrics that are kept, in the order in which they were first logged.
+        kept: The metrics that are kept, in the order in which they were first logged.
         version: Grows with every change.
     """
 
     def __init__(self) -> None:
-        self.shown: list[LoggedMetric] = []
+        self.kept: list[LoggedMetric] = []
         self.version = 0
         # None for names that are not shown
         self._by_name: dict[str, LoggedMetric | None] = {}
@@ -162,7 +162,7 @@ class RunMetrics:
 
     def more(self, listed: int) -> str:
         """Return `and 3 more` for the metrics after the first `listed`, "" if there are none."""
-        count = max(len(self.shown) - listed, 0) + self._left_out
+        count = max(len(self.kept) - listed, 0) + self._left_out
         at_least = "at least " if len(self._by_name) >= _MAX_NAMES else ""
         return f"and {at_least}{count:,} more" if count else ""
 
@@ -170,9 +170,9 @@ class RunMetrics:
         if name.startswith(_NOT_LOGGED_BY_CODE) or len(self._by_name) >= _MAX_NAMES:
             return None
         metric = None
-        if len(self.shown) < MAX_METRICS:
+        if len(self.kept) < MAX_METRICS:
             metric = LoggedMetric(clipped(ansi.plain(name), _MAX_NAME_CHARS))
-            self.shown.append(metric)
+            self.kept.append(metric)
         else:
             self._left_out += 1
         self._by_name[name] = metric
@@ -211,5 +211,5 @@ def value_range(series: Sequence[MetricSeries]) -> tuple[float | None, float | N
 
 def metrics_text(metrics: RunMetrics, most: int) -> str:
     """Return the last values of the first metrics: `loss 0.0312 · accuracy 0.97 · and 3 more`; "" without any."""
-    words = [f"{metric.name} {format_value(metric.last)}" for metric in metrics.shown[:most]]
+    words = [f"{metric.name} {format_value(metric.last)}" for metric in metrics.kept[:most]]
     return " · ".join(filter(None, [*words, metrics.more(most)]))

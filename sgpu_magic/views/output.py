@@ -172,8 +172,8 @@ class RunOutput:
         stdout = self._assemblers[rank, "stdout"]
         if stdout.partial and not stdout.was_rewritten and not body.update:
             self._add_lines(rank, "stdout", [stdout.flush()])
-        shown = DisplayItem(rank, _decode(body.bundle, rank), _decode(body.metadata, rank), body.display_id)
-        changed = self._store.display(shown, len(body.bundle) + len(body.metadata), update=body.update)
+        item = DisplayItem(rank, _decode(body.bundle, rank), _decode(body.metadata, rank), body.display_id)
+        changed = self._store.display(item, len(body.bundle) + len(body.metadata), update=body.update)
         if self._fresh is not None:
             self._fresh.extend(changed[-1:])
 
@@ -286,17 +286,17 @@ def _lines_then_displays(view: RunView) -> list[Part]:
     if view.is_final and view.spec.grouped:
         lines = tuple(sorted(lines, key=lambda item: item.rank if isinstance(item, LineItem) else len(lines)))
     # (number among its rank's, number among all, display)
-    shown: list[tuple[int, int, DisplayItem]] = []
+    displays: list[tuple[int, int, DisplayItem]] = []
     before: Counter[int] = Counter()
     for at, item in enumerate(item for item in view.items if isinstance(item, DisplayItem)):
         if not view.models.is_closed(item.rank, item.bundle):
-            shown.append((before[item.rank], at, item))
+            displays.append((before[item.rank], at, item))
             before[item.rank] += 1
     if view.is_final:
-        shown.sort(key=lambda each: (each[0], each[2].rank))
-    in_row = Counter(row for row, _, _ in shown)
+        displays.sort(key=lambda each: (each[0], each[2].rank))
+    in_row = Counter(row for row, _, _ in displays)
     parts: list[Part] = [TextSegment(lines)]
-    for position, (row, at, item) in enumerate(shown):
+    for position, (row, at, item) in enumerate(displays):
         # while the run is active, the others keep their outputs when a widget is closed
         number = position if view.is_final else at
         most = _MOST_FIGURES if any(kind.startswith("image/") for kind in item.bundle) else _MOST_OTHERS

@@ -201,11 +201,11 @@ class OutputStore:
         self._tail_size -= sum(chunk.size for chunk in dropped)
         self._gap[rank] += lines + sum(len(chunk.lines) for chunk in dropped)
 
-    def display(self, shown: DisplayItem, size: int, *, update: bool) -> list[DisplayItem]:
+    def display(self, new_item: DisplayItem, size: int, *, update: bool) -> list[DisplayItem]:
         """Add a display, or replace the rank's displays with the same id; updating an unknown id changes nothing.
 
         Args:
-            shown: The display; its serial is assigned here.
+            new_item: The display; its serial is assigned here.
             size: Its size in bytes.
             update: It replaces earlier displays.
 
@@ -213,16 +213,16 @@ class OutputStore:
             The displays that were added or changed.
         """
         if update:
-            whose = (shown.rank, shown.display_id)
+            whose = (new_item.rank, new_item.display_id)
             serials = [item.serial for item, _ in self._displays.values() if (item.rank, item.display_id) == whose]
         else:
             self._serial += 1
             serials = [self._serial]
             (self._tail if self._sealed else self._head).append(self._serial)
-        changed = [replace(shown, serial=serial) for serial in serials]
-        for item in changed:
-            _, before = self._displays.get(item.serial, (item, 0))
-            self._displays[item.serial] = item, size
+        changed = [replace(new_item, serial=serial) for serial in serials]
+        for new_item in changed:
+            _, before = self._displays.get(new_item.serial, (new_item, 0))
+            self._displays[new_item.serial] = new_item, size
             self._display_bytes += size - before
         while not update and (
             len(self._displays) > MAX_DISPLAYS or (self._display_bytes > MAX_DISPLAY_BYTES and len(self._displays) > 1)

@@ -78,23 +78,23 @@ def status_text(status: PoolStatus, now: float | None = None, notice: str = "") 
         now: Wall-clock time, seconds since the epoch; by default the present.
         notice: A notice from the pool, "" for none.
     """
-    drawn = _content(status, now, notice, html=False)
-    lines = [drawn.headline, *drawn.quiet, *drawn.loud]
-    for rows, right in (drawn.devices, drawn.history, drawn.runs):
+    content = _content(status, now, notice, html=False)
+    lines = [content.headline, *content.quiet, *content.loud]
+    for rows, right in (content.devices, content.history, content.runs):
         lines += ["", *aligned(rows, right)] if len(rows) > 1 else []
     return "\n".join(lines if status.runs else [*lines, "no runs yet"])
 
 
 def status_html(status: PoolStatus, now: float | None = None, notice: str = "") -> str:
     """Return the pool as tables with inline style; arguments as for `status_text`."""
-    drawn = _content(status, now, notice, html=True)
-    parts = [sentences(drawn.quiet), sentences(drawn.loud, f"color:{WARN}")]
-    for (heads, *rows), right in (drawn.devices, drawn.history, drawn.runs):
+    content = _content(status, now, notice, html=True)
+    parts = [sentences(content.quiet), sentences(content.loud, f"color:{WARN}")]
+    for (heads, *rows), right in (content.devices, content.history, content.runs):
         breaks = [column for column, head in enumerate(heads) if head in _BREAKING]
         below = len(heads) - 1 if heads[-1] in _BELOW_ROWS else None
         parts += [table(heads, rows, right, breaks, below)] if rows else []
     parts += [] if status.runs else [sentences(["no runs yet"], SOFT)]
-    name, _, rest = drawn.headline.partition(" · ")
+    name, _, rest = content.headline.partition(" · ")
     return titled_box(name, rest, "".join(parts))
 
 
@@ -210,8 +210,8 @@ def _with_columns(
     """
     empty = {head for at, head in enumerate(heads) if head in optional and not any(row[at] for row in rows)}
     kept = [at for at, head in enumerate(heads) if head not in empty and head not in left_out]
-    drawn = [tuple(row[at] for at in kept) for row in (heads, *rows)]
-    return drawn, tuple(at for at, column in enumerate(kept) if column in right)
+    kept_rows = [tuple(row[at] for at in kept) for row in (heads, *rows)]
+    return kept_rows, tuple(at for at, column in enumerate(kept) if column in right)
 
 
 def _name(run: RunSummary) -> str:

@@ -216,10 +216,10 @@ def _by_path(paths: object, buffers: Sequence[bytes]) -> dict[Path, bytes]:
 
 def static_form(models: Mapping[ModelKey, Model], key: ModelKey) -> dict[str, object]:
     """Return a widget that shows text or progress as text and HTML; empty for another one."""
-    drawn = _render(models, key, _MOST_BOXES)
-    if drawn is None:
+    forms = _render(models, key, _MOST_BOXES)
+    if forms is None:
         return {}
-    text, markup = drawn
+    text, markup = forms
     return {"text/plain": text, "text/html": f'<div style="{SANS};font-size:13px;padding:2px 12px">{markup}</div>'}
 
 

@@ -32,7 +32,7 @@ from sgpu_magic.views.live.schema import Curve, RankCard, Tone
 from sgpu_magic.views.live.widget_bars import widget_bars
 from sgpu_magic.views.output_buffer import DisplayItem, LineItem, count_fitting, html_limit
 from sgpu_magic.views.run_notes import died_of, error_line, last_part, restart_command
-from sgpu_magic.views.usage import Drawn, RankUsage, detail_lines, use_text
+from sgpu_magic.views.usage import RankUsage, UsageCurve, detail_lines, use_text
 from sgpu_magic.wire.base import FailureKind, RunState
 from sgpu_magic.wire.rank_events import Failure
 
@@ -129,8 +129,8 @@ def _last(rank: int, state: str, failure: Failure | None, last: str) -> str:
     return ansi.plain(died_of(failure) if silent else error_line(failure))
 
 
-def _curve(drawn: Drawn) -> Curve:
-    name, unit, series, top = drawn
+def _curve(curve: UsageCurve) -> Curve:
+    name, unit, series, top = curve
     began_s = round(series.began_s, 1)
     return Curve(name=name, unit=unit, values=series.values, began_s=began_s, step_s=series.step_s, top=top)
 
@@ -138,7 +138,7 @@ def _curve(drawn: Drawn) -> Curve:
 # ---------------------------------------------------------------- as static HTML
 
 
-_drawn: WeakKeyDictionary[RunView, tuple[int, str]] = WeakKeyDictionary()
+_ended_html: WeakKeyDictionary[RunView, tuple[int, str]] = WeakKeyDictionary()
 
 
 def live_ranks_html(view: RunView) -> str:
@@ -182,11 +182,11 @@ def ended_ranks_html(view: RunView) -> str:
     They are brief if there are too many ranks. Returns "" for one rank, and without measured usage when there are only
     few lines.
     """
-    version, drawn = _drawn.get(view, (-1, ""))
+    version, markup = _ended_html.get(view, (-1, ""))
     if version != view.version:
-        drawn = _ended(view)
-        _drawn[view] = (view.version, drawn)
-    return drawn
+        markup = _ended(view)
+        _ended_html[view] = (view.version, markup)
+    return markup
 
 
 def _ended(view: RunView) -> str:
@@ -206,12 +206,12 @@ def _ended(view: RunView) -> str:
     for rank in listed:
         head, foot = frames[rank]
         rows[rank] = head + _pre(lines[rank], view.output.rank_lines[rank]) + foot
-    drawn = _grouped(view, rows)
+    markup = _grouped(view, rows)
     if rest := len(view.rank_numbers) - len(listed):
         what = f"and {count_of(rest, 'more rank')}" if listed else count_of(rest, "rank")
         command = f"sgpu logs {view.short_id} --rank N"
-        drawn += f'<div style="padding:3px 12px;font-size:12px;{SOFT}">{what}: {command}</div>'
-    return f'<div style="border-top:1px solid {LINE};padding:2px 0">{drawn}</div>'
+        markup += f'<div style="padding:3px 12px;font-size:12px;{SOFT}">{what}: {command}</div>'
+    return f'<div style="border-top:1px solid {LINE};padding:2px 0">{markup}</div>'
 
 
 def _grouped(view: RunView, rows: Mapping[int, str]) -> str:
@@ -223,10 +223,10 @@ def _grouped(view: RunView, rows: Mapping[int, str]) -> str:
     if len(rows) <= _MOST_ROWS:
         return html_of(list(rows))
     notable = _notable(view)
-    shown = [rank for rank in rows if rank in notable][:_MOST_ROWS]
-    others = [rank for rank in rows if rank not in shown]
-    what = count_of(len(others), "other rank" if shown else "rank")
-    return html_of(shown) + fold(what, html_of(others), "padding:2px 12px")
+    opened = [rank for rank in rows if rank in notable][:_MOST_ROWS]
+    others = [rank for rank in rows if rank not in opened]
+    what = count_of(len(others), "other rank" if opened else "rank")
+    return html_of(opened) + fold(what, html_of(others), "padding:2px 12px")
 
 
 def _host_row(host: str) -> str:

@@ -140,8 +140,8 @@ def group_stacks(stacks: Iterable[RankStack], cell: CellSource) -> list[StackGro
 
 def group_lines(groups: Sequence[StackGroup]) -> list[str]:
     """Return a line for each of the first groups, in columns, and one for the ranks of all others."""
-    shown = groups[:_MAX_GROUPS]
-    lines = aligned([(format_ranks(group.ranks), group.doing, group.location, group.source) for group in shown])
+    listed = groups[:_MAX_GROUPS]
+    lines = aligned([(format_ranks(group.ranks), group.doing, group.location, group.source) for group in listed])
     return lines + _elsewhere(groups)
 
 
@@ -214,7 +214,7 @@ def stall_note(stalled: Stalled, cell: CellSource) -> str:
     """Return the sentence that keeps a stall after it is over."""
     where = "; ".join([*verdict(stalled.stacks, cell), *group_sentences(stalled.stacks, cell)])
     return ansi.plain(
-        f"there was no progress for {format_seconds(stalled.seconds)}{time_taken_text(stalled.stacks)}: {where}"
+        f"there was no progress for {format_seconds(stalled.seconds)}{taken_at_text(stalled.stacks)}: {where}"
     )
 
 
@@ -224,10 +224,10 @@ def cancelled_note(stacks: Sequence[RankStack], cell: CellSource) -> str:
     if not any(activity_of(stack, sources).waits for stack in stacks):
         return ""
     where = "; ".join([*verdict(stacks, cell), *group_sentences(stacks, cell)])
-    return ansi.plain(f"when it was cancelled{time_taken_text(stacks)}: {where}")
+    return ansi.plain(f"when it was cancelled{taken_at_text(stacks)}: {where}")
 
 
-def time_taken_text(stacks: Sequence[RankStack]) -> str:
+def taken_at_text(stacks: Sequence[RankStack]) -> str:
     """Return when stacks were taken, as ` (at 14:03:12)`; "" if it is not known."""
     at = max((stack.taken_at for stack in stacks), default=0.0)
     return time.strftime(" (at %H:%M:%S)", time.localtime(at)) if at else ""
@@ -244,7 +244,7 @@ def stacks_text(run_id: str, stacks: Sequence[RankStack], cell: CellSource) -> s
     groups = group_stacks(stacks, cell)
     if not groups:
         return f"run {short(run_id)} has no ranks now"
-    lines = [f"run {short(run_id)}{time_taken_text(stacks)}", *summary(stacks, cell)]
+    lines = [f"run {short(run_id)}{taken_at_text(stacks)}", *summary(stacks, cell)]
     for group in groups:
         lines += ["", f"{format_ranks(group.ranks)} {group.doing}"]
         lines += [f"  {line}" for line in group.whole]
@@ -265,7 +265,7 @@ def stacks_html(run_id: str, stacks: Sequence[RankStack], cell: CellSource) -> s
             f"{safe(chr(10).join(group.whole))}</pre></details>"
         )
     rows += sentences(verdict(stacks, cell), f"color:{WARN}")
-    head = f"run {short(run_id)}" + (time_taken_text(stacks) if groups else " has no ranks now")
+    head = f"run {short(run_id)}" + (taken_at_text(stacks) if groups else " has no ranks now")
     return (
         f'<div style="{BOX}"><div style="padding:6px 12px;background:{PANEL};'
         f'border-bottom:1px solid {LINE}"><b style="font-weight:600">{safe(head)}</b></div>{rows}</div>'
@@ -288,7 +288,7 @@ def stall_lines(view: RunView, *, has_buttons: bool = False) -> list[str]:
     groups = [f"  {ansi.plain(line)}" for line in group_lines(group_stacks(stacks, cell))]
     everything = "the Stacks button" if has_buttons else f"`sgpu stacks {view.short_id}`"
     text = " · ".join([*map(ansi.plain, verdict(stacks, cell)), f"{everything} shows everything"])
-    return [f"no progress for {format_seconds(view.stalled.seconds)}{time_taken_text(stacks)}", *groups, text]
+    return [f"no progress for {format_seconds(view.stalled.seconds)}{taken_at_text(stacks)}", *groups, text]
 
 
 def ending_stacks(view: RunView) -> list[str]:

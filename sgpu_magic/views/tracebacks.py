@@ -84,12 +84,12 @@ class Sources:
         lines = self._lines(frame)
         if not 0 < frame.line <= len(lines):
             return []
-        drawn = self.entry(frame)[:1]
+        context = self.entry(frame)[:1]
         for number in range(max(frame.line - around, 1), min(frame.line + around, len(lines)) + 1):
             digits = f"{number}"
             mark = f"{'-' * (_NUMBER_CHARS - 2 - len(digits))}> {digits}" if number == frame.line else digits
-            drawn.append(f"{mark:>{_NUMBER_CHARS}} {lines[number - 1]}".rstrip())
-        return drawn
+            context.append(f"{mark:>{_NUMBER_CHARS}} {lines[number - 1]}".rstrip())
+        return context
 
     def entry(self, frame: StackFrame) -> list[str]:
         """Return a frame as in a traceback: its location, and its source line if it is in the notebook."""
@@ -161,8 +161,8 @@ def excerpt_of(failure: Failure, cell: CellSource) -> Excerpt:
         message = message or _error_lines(failure)
     code = [clipped(line) for line in code if line.strip()]
     begun, is_all = beginning([line for line in message if line.strip()])
-    shown = [line for line in body if line.strip()]
-    return Excerpt(code, begun, is_all and (not shown or shown == [*code, *begun]))
+    visible = [line for line in body if line.strip()]
+    return Excerpt(code, begun, is_all and (not visible or visible == [*code, *begun]))
 
 
 def _is_own(heading: str, cell: CellSource) -> bool:
@@ -208,17 +208,17 @@ def stack_of(failure: Failure, cell: CellSource, function: str) -> Sequence[Stac
 
 def beginning(lines: Sequence[str]) -> tuple[list[str], bool]:
     """Return as much of a message as fits into six rows, and whether that is all of it."""
-    shown: list[str] = []
+    whole_lines: list[str] = []
     rows = _MAX_MESSAGE_ROWS
     for line in lines:
         needed = max(-(-len(line) // ROW_CHARS), 1)
         if rows == 0:
-            return [*shown[:-1], f"{shown[-1]} ..."], False
+            return [*whole_lines[:-1], f"{whole_lines[-1]} ..."], False
         if needed > rows:
-            return [*shown, f"{line[: rows * ROW_CHARS]} ..."], False
-        shown.append(line)
+            return [*whole_lines, f"{line[: rows * ROW_CHARS]} ..."], False
+        whole_lines.append(line)
         rows -= needed
-    return shown, True
+    return whole_lines, True
 
 
 def cut_lines(lines: Sequence[str], most: int) -> list[str]:

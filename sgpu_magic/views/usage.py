@@ -103,7 +103,7 @@ def thinned(values: Sequence[float | None], most: int) -> tuple[list[float | Non
     return points, every
 
 
-class Drawn(NamedTuple):
+class UsageCurve(NamedTuple):
     """A curve to render: `name`, `unit`, its `series` in that unit, and `top`, the end of its axis if known."""
 
     name: str
@@ -185,7 +185,7 @@ class RankUsage:
         """Return the mean of one of the sample's fields; None when it is not reported."""
         return self.series[field].mean if field in self.series else None
 
-    def curves(self) -> list[Drawn]:
+    def curves(self) -> list[UsageCurve]:
         """Return the curves. The first is for the grid: GPU utilization, memory of a MIG slice, or cores on CPU."""
         if self.latest is None:
             return []
@@ -198,7 +198,7 @@ class RankUsage:
             tops["cpu_cores"] = max(float(self.latest.cores or 1), self.series["cpu_cores"].peak or 0.0)
         order = _CPU_CURVES if self.latest.kind == "cpu" else _GPU_CURVES
         there = [curve for curve in order if curve[0] in self.series]
-        return [Drawn(name, unit, self.series[field], tops.get(field)) for field, name, unit in there]
+        return [UsageCurve(name, unit, self.series[field], tops.get(field)) for field, name, unit in there]
 
 
 class RunUsage:

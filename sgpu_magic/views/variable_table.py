@@ -60,9 +60,9 @@ class VariableListing(msgspec.Struct, frozen=True, kw_only=True):
         """
         ends = [answer.variables[-1].name for answer in answers.values() if answer.left_out and answer.variables]
         names = sorted({variable.name for answer in answers.values() for variable in answer.variables})
-        shown = frozenset([name for name in names if not ends or name <= min(ends)][:_MOST_NAMES])
+        listed = frozenset([name for name in names if not ends or name <= min(ends)][:_MOST_NAMES])
         kept = {
-            rank: {each.name: each for each in answer.variables if each.name in shown}
+            rank: {each.name: each for each in answer.variables if each.name in listed}
             for rank, answer in answers.items()
         }
         left_out = [len(each.variables) + each.left_out - len(kept[rank]) for rank, each in answers.items()]
@@ -158,13 +158,13 @@ def _rows(name: str, groups: Mapping[Row, list[int]]) -> list[Row]:
     """Return a row for each group of ranks, of many the largest ones."""
     if len(groups) == 1:
         return [_row("", name, described, ranks, "") for described, ranks in groups.items()]
-    shown = sorted(groups, key=lambda described: len(groups[described]), reverse=True)[:_MOST_GROUPS]
-    shown.sort(key=lambda described: groups[described])
+    listed = sorted(groups, key=lambda described: len(groups[described]), reverse=True)[:_MOST_GROUPS]
+    listed.sort(key=lambda described: groups[described])
     rows: list[Row] = []
-    for described in shown:
+    for described in listed:
         ranks = groups[described]
         rows.append(_row("" if rows else DIFFERS, "" if rows else name, described, ranks, numbers_text(ranks)))
-    others = [rank for described, ranks in groups.items() if described not in shown for rank in ranks]
+    others = [rank for described, ranks in groups.items() if described not in listed for rank in ranks]
     return [*rows, _row("", "", _OTHERS, others, numbers_text(others))] if others else rows
 
 

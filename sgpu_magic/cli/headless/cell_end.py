@@ -83,9 +83,9 @@ def read_end(answer: Mapping[str, Any]) -> CellEnd:
     Args:
         answer: The expression's entry in `user_expressions` of the kernel's reply.
     """
-    shown = answer.get("data", {}).get("text/plain", "")
+    text = answer.get("data", {}).get("text/plain", "")
     try:
-        return decode_json(ast.literal_eval(shown), CellEnd)
+        return decode_json(ast.literal_eval(text), CellEnd)
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError, msgspec.DecodeError):
         # from a kernel without this package
         return CellEnd()

@@ -146,11 +146,11 @@ def title_of(source: str) -> str:
     lines = [line for line in source.splitlines() if line.strip()]
     if not lines:
         return "(empty)"
-    shown = lines[0].strip()
-    if len(lines) > 1 and shown.startswith("%%"):
+    title = lines[0].strip()
+    if len(lines) > 1 and title.startswith("%%"):
         # add the first line of code
-        shown = f"{lines[0].split()[0]} {lines[1].strip()}"
-    return shown if len(shown) <= _TITLE_CHARS else f"{shown[: _TITLE_CHARS - 3]}..."
+        title = f"{lines[0].split()[0]} {lines[1].strip()}"
+    return title if len(title) <= _TITLE_CHARS else f"{title[: _TITLE_CHARS - 3]}..."
 
 
 def traceback_of(cell: Any) -> list[str]:
@@ -209,8 +209,8 @@ class ExecutedCopy:
         import nbformat
 
         self._notebook.metadata["sgpu"] = {"exit_value": value}
-        shown = nbformat.v4.new_output("stream", name="stdout", text=f"Notebook exited: {value}\n")
-        cell.outputs = [*(output for output in cell.outputs if output.output_type != "error"), shown]
+        exit_output = nbformat.v4.new_output("stream", name="stdout", text=f"Notebook exited: {value}\n")
+        cell.outputs = [*(output for output in cell.outputs if output.output_type != "error"), exit_output]
 
     def end(self, seconds: float, *, failed: bool) -> None:
         """Complete papermill's metadata and write the copy for the last time."""

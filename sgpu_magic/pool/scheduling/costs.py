@@ -196,7 +196,7 @@ class CostRules:
         if now >= limit:
             reason = CostLimitReached(
                 max_cost=max_cost,
-                cost=meter.stop(now).spent,
+                cost=meter.stopped_copy(now).spent,
                 hourly=meter.hourly,
                 currency=currency,
                 ran_s=now - meter.since,

@@ -58,7 +58,7 @@ class Meter(msgspec.Struct, frozen=True):
         """Return the cost since `since`, with each started second counted as a whole one."""
         return 0.0 if self.since is None else cost_of(self.hourly, now - self.since) or 0.0
 
-    def stop(self, now: float) -> Meter:
+    def stopped_copy(self, now: float) -> Meter:
         """Return the stopped meter."""
         if self.since is None:
             return self
@@ -66,7 +66,7 @@ class Meter(msgspec.Struct, frozen=True):
 
     def bill(self, now: float) -> Bill | None:
         """Return the bill for all measured time; None if the meter never started."""
-        seconds = self.stop(now).ran_s
+        seconds = self.stopped_copy(now).ran_s
         if self.lease is None or (self.since is None and not seconds):
             return None
         return bill(self.lease, self.hourly, seconds)

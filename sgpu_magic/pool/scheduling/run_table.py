@@ -199,7 +199,7 @@ class RunTable:
         """Stop a run's meter. Its cost so far counts towards its own limit and the pool's budget."""
         if cost := run.meter.billed_cost(self.now):
             self._spent(self.now, cost)
-        self.change(run, meter=run.meter.stop(self.now))
+        self.change(run, meter=run.meter.stopped_copy(self.now))
 
     def stop(
         self, run: ScheduledRun, state: RunState, reason: EndReason, limit: RunLimit | None = None

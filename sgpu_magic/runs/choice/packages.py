@@ -72,13 +72,13 @@ def problem_of_packages(choice: Choice) -> str:
 
 def problem_of_requirement(line: str) -> str:
     """Return why a requirement can't be added, a sentence; "" if it can."""
-    shown = without_url_credentials(line)[:80]
-    if shown != line[:80] or "${" in line:
-        return f"{shown!r} contains a password or a variable, which would be saved in the notebook: leave it out."
+    redacted = without_url_credentials(line)[:80]
+    if redacted != line[:80] or "${" in line:
+        return f"{redacted!r} contains a password or a variable, which would be saved in the notebook: leave it out."
     try:
         Requirement(line)
     except InvalidRequirement:
-        return f"{shown!r} is not a requirement: write a name, optionally with a version, such as peft==0.17.1."
+        return f"{redacted!r} is not a requirement: write a name, optionally with a version, such as peft==0.17.1."
     return ""
 
 

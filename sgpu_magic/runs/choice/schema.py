@@ -156,5 +156,5 @@ def label_of(device_type: str) -> str:
 
 
 def _some(names: tuple[str, ...]) -> str:
-    shown = ", ".join(names[:3])
-    return shown + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    listed = ", ".join(names[:3])
+    return listed + (f" and {len(names) - 3} more" if len(names) > 3 else "")

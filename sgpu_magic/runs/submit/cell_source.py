@@ -159,8 +159,8 @@ def has_code(body: str) -> bool:
 def without_values(magic_line: str) -> str:
     """Return the magic's line without values of `--env`, which are often secrets."""
     words = shlex.split(magic_line, comments=True)
-    shown = [_without_value(word, before) for word, before in zip(words, ["", *words], strict=False)]
-    return " ".join(shown) if any(word == "--env" or word.startswith("--env=") for word in words) else magic_line
+    redacted = [_without_value(word, before) for word, before in zip(words, ["", *words], strict=False)]
+    return " ".join(redacted) if any(word == "--env" or word.startswith("--env=") for word in words) else magic_line
 
 
 def _without_value(word: str, before: str) -> str:

@@ -199,7 +199,7 @@ def _without_secrets(
     with _secrets_lock:
         blanker = _secrets.blanker(environ, given)
     cell = spec.cell
-    shown = replace(
+    redacted = replace(
         cell,
         body=blanked_settings(cell.body, blanker.clear),
         magic_line=blanker.clear(cell.magic_line),
@@ -210,10 +210,10 @@ def _without_secrets(
     )
     parameters = tuple((name, blanker.clear(value)) for name, value in spec.parameters)
     # a name that was made of the code is made of the redacted code: it may have cut a secret
-    name = cell_name(shown) if spec.name == cell_name(cell) else blanker.clear(spec.name)
-    if shown == cell and parameters == spec.parameters and name == spec.name:
+    name = cell_name(redacted) if spec.name == cell_name(cell) else blanker.clear(spec.name)
+    if redacted == cell and parameters == spec.parameters and name == spec.name:
         return spec, None
-    return replace(spec, cell=shown, parameters=parameters, name=name), cell
+    return replace(spec, cell=redacted, parameters=parameters, name=name), cell
 
 
 def _without_effect(environment: EnvironmentOptions) -> tuple[str, ...]:

@@ -46,7 +46,7 @@ class Feed:
         self._lines_at = float("-inf")
         self._sent: deque[float] = deque()
         self._snapshot_at = float("-inf")
-        self._drawn: tuple[int, object] = (-1, None)
+        self._state_sent: tuple[int, object] = (-1, None)
         self._made_at = clock()
         self._latest = snapshot_of(view, 1, self._sent_ranks, self._made_at)
 
@@ -76,11 +76,11 @@ class Feed:
         Args:
             now: Monotonic time in seconds.
         """
-        drawn = (self._view.version, _stage(self._view))
-        is_early = drawn[1] == self._drawn[1] and now < self._snapshot_at + _SNAPSHOT_EVERY_S
-        if drawn == self._drawn or is_early or not self._may_send(now):
+        state = (self._view.version, _stage(self._view))
+        is_early = state[1] == self._state_sent[1] and now < self._snapshot_at + _SNAPSHOT_EVERY_S
+        if state == self._state_sent or is_early or not self._may_send(now):
             return None
-        self._drawn, self._snapshot_at = drawn, now
+        self._state_sent, self._snapshot_at = state, now
         self._sent.append(now)
         made_at = self._clock()
         made = snapshot_of(self._view, 0, self._sent_ranks, made_at)

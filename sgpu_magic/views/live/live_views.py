@@ -94,8 +94,8 @@ class WidgetPublisher:
             return
         channels = self._channels
         # prefer a new snapshot, as the feed's last one may be from the run's start
-        drawn = msgspec.to_builtins(self._feed.snapshot(now) or self._feed.hello(0).snapshot)
-        self._widget = widget_class(snapshot=drawn, comms="subshell" if channels.serve_comms else "blocking")
+        snapshot = msgspec.to_builtins(self._feed.snapshot(now) or self._feed.hello(0).snapshot)
+        self._widget = widget_class(snapshot=snapshot, comms="subshell" if channels.serve_comms else "blocking")
         self._opened_at = now
         channels.add_widget(self._widget, self._answer)
         self._slots.open({**interrupted_bundle(self._view), **self._widget.view_bundle})

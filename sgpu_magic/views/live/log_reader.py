@@ -51,11 +51,11 @@ def cut_line(text: str, length: int) -> str:
     """
     keep = min(MAX_LINE_CHARS, len(text))
     while True:
-        shown = ansi.colours_only(text[:keep])
+        line = ansi.colours_only(text[:keep])
         if keep < length:
-            shown += f" ... {length - keep:,} more characters of this line in the log"
-        if json_bytes(shown) <= MAX_JSON_BYTES:
-            return shown
+            line += f" ... {length - keep:,} more characters of this line in the log"
+        if json_bytes(line) <= MAX_JSON_BYTES:
+            return line
         keep = keep * 3 // 4
 
 

@@ -71,12 +71,12 @@ class RunProgress:
             ranks: The run's ranks.
             widget_bars: Bars that ranks show as widgets, as text. They count for ranks that print none.
         """
-        shown = self._ranks.copy()
+        by_rank = self._ranks.copy()
         for rank, text in widget_bars.items():
             found = find_bar(text)
-            if rank not in shown and found is not None and found.fraction is not None:
-                shown[rank] = _progress_of(found, found.fraction)
-        known = [shown[rank] for rank in ranks if rank in shown]
+            if rank not in by_rank and found is not None and found.fraction is not None:
+                by_rank[rank] = _progress_of(found, found.fraction)
+        known = [by_rank[rank] for rank in ranks if rank in by_rank]
         if 2 * len(known) <= len(ranks):
             return None
         last = min(known, key=lambda progress: progress.fraction)

@@ -119,8 +119,8 @@ class WidgetAsValue:
     def __init__(self, view: RunView, buttons: Buttons) -> None:
         self._feed = Feed(view)
         self._answers = buttons.answers(view, self._feed)
-        drawn = msgspec.to_builtins(self._feed.hello(0).snapshot)
-        self.widget = RunViewWidget(snapshot=drawn, comms="blocking")
+        snapshot = msgspec.to_builtins(self._feed.hello(0).snapshot)
+        self.widget = RunViewWidget(snapshot=snapshot, comms="blocking")
         self.widget.on_msg(self._on_message)
 
     def tick(self, now: float, final: bool = False) -> None:

@@ -88,8 +88,8 @@ def run_cell(shell: RankShell, order: Execute) -> tuple[BaseException | None, fl
     outcome = shell.run_cell(source, store_history=False)
     seconds = time.perf_counter() - begin
     error = outcome.error_in_exec if outcome.error_before_exec is None else outcome.error_before_exec
-    if shell.shown is not None:
-        error = shell.shown.error
+    if shell.failure is not None:
+        error = shell.failure.error
     return (None if error is not None and user_code.is_exit(error) else error), seconds
 
 

@@ -49,10 +49,10 @@ def describe(error: BaseException, shell: RankShell, rank: int) -> Failure:
     The description of a failed allocation has the largest tensors, that of a rank stopped by the user or by a peer's
     failure its memory use.
     """
-    shown = shell.shown
-    if shown is None or shown.error is not error:
-        shown = shell.shown = failures.inspect_error(error, shell.whole)
-    message = shown.message
+    described = shell.failure
+    if described is None or described.error is not error:
+        described = shell.failure = failures.inspect_error(error, shell.whole)
+    message = described.message
     is_released = shell.released.is_set()
     # a rank is interrupted after its release, on top of the error for a lost peer
     collective_error = find_collective_error(error, is_released=is_released)
@@ -60,7 +60,7 @@ def describe(error: BaseException, shell: RankShell, rank: int) -> Failure:
         # torch's own text names the file of the store, which `file_stores.revoke` has made unreadable
         message = "released while it waited for a peer that did not join"
     # as in the notebook; the rank compiled the magic's line as a comment
-    ansi = _MAGIC_LINE.sub(r"\1\2", "\n".join(shown.lines))
+    ansi = _MAGIC_LINE.sub(r"\1\2", "\n".join(described.lines))
     text = shell.whole.cut(_ANSI.sub("", ansi), failures.TRACEBACK_CHARS, "traceback")
     kind = FailureKind.USER_CODE
     if user_code.is_a(error, SerializationError):
@@ -91,7 +91,7 @@ def describe(error: BaseException, shell: RankShell, rank: int) -> Failure:
         rank=rank,
         host=socket.gethostname(),
         at=shell.failed_at or time.time(),
-        type_name=shown.type_name,
+        type_name=described.type_name,
         traceback_text=text,
         traceback_ansi=shell.whole.cut(ansi, failures.ANSI_CHARS, ""),
         line=line,

@@ -118,11 +118,11 @@ cell_loop = _CellLoop()
 
 def cancelled_note(names: list[str]) -> str:
     """Return a sentence about tasks that were cancelled at the end."""
-    shown = ", ".join(names[:_MOST_NAMED]) + (
+    listed = ", ".join(names[:_MOST_NAMED]) + (
         f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
     )
     return (
-        f"tasks that were started and not awaited were cancelled at the end, as asyncio.run() does: {shown}. Await "
+        f"tasks that were started and not awaited were cancelled at the end, as asyncio.run() does: {listed}. Await "
         "them in the cell, or run it in a session, whose ranks go on with them"
     )
 

@@ -108,7 +108,7 @@ class WholeTexts:
         return f"the whole text is in {self._path}"
 
 
-class Shown(msgspec.Struct):
+class DescribedError(msgspec.Struct):
     """A described exception.
 
     Args:
@@ -132,19 +132,19 @@ class Shown(msgspec.Struct):
     lines: list[str] = msgspec.field(default_factory=list)
 
 
-def inspect_error(error: BaseException, whole: WholeTexts) -> Shown:
+def inspect_error(error: BaseException, whole: WholeTexts) -> DescribedError:
     """Describe an exception. Never raises because of the user's code."""
     user_code.asking.refused = 0
     stand_ins = _StandIns(whole)
     stand_in = stand_ins.of(error)
-    drawn = ask(_draw_itself, error, default=None)
+    rendered = ask(_draw_itself, error, default=None)
     drawing: list[str] | None = None
-    if type(drawn) in (list, tuple):
-        lines = [text_of(line) for line in drawn[:_MOST_LINES]]
+    if type(rendered) in (list, tuple):
+        lines = [text_of(line) for line in rendered[:_MOST_LINES]]
         drawing = [encodable(whole.cut(line, MESSAGE_CHARS, "a line")) for line in lines if line is not None]
     is_odd = whole.has_cut or user_code.asking.refused > 0
     type_name = ".".join(_names_of(type(error)))
-    return Shown(error, stand_in, type_name, str(stand_in), is_odd, stand_ins.has_group, drawing)
+    return DescribedError(error, stand_in, type_name, str(stand_in), is_odd, stand_ins.has_group, drawing)
 
 
 class _StandIns:

@@ -84,7 +84,7 @@ def failed(failure: Failure, error: BaseException, shell: RankShell, key: bytes)
     """
     grouped = dist.is_initialized()
     packed = None
-    if shell.shown is not None and not shell.shown.is_odd:
+    if shell.failure is not None and not shell.failure.is_odd:
         # the type, message and traceback are in `failure` anyway
         packed = user_code.ask(_pack, error, key, buffers.INLINE_LIMIT, default=None)
     if packed is None or packed.total_bytes > buffers.INLINE_LIMIT:

@@ -31,7 +31,7 @@ from sgpu_magic.worker.cell import failures, widgets
 from sgpu_magic.worker.cell.collective_errors import find_collective_error
 from sgpu_magic.worker.cell.displays import RankDisplayHook, RankDisplayPublisher, hook_of
 from sgpu_magic.worker.cell.event_loop import cell_loop
-from sgpu_magic.worker.cell.failures import Shown, WholeTexts
+from sgpu_magic.worker.cell.failures import DescribedError, WholeTexts
 from sgpu_magic.worker.cell.shell_commands import run_command
 from sgpu_magic.worker.process import user_code
 
@@ -95,7 +95,7 @@ class RankShell(InteractiveShell):
 
     compile: RankCompiler
     # the cell's failure, and the traceback of the cell where it ended in the middle of a magic
-    shown: Shown | None = None
+    failure: DescribedError | None = None
     unwound: types.TracebackType | None = None
     whole = WholeTexts()
     # results of the running cells, outermost first
@@ -117,7 +117,7 @@ class RankShell(InteractiveShell):
             is_first: Whether this is the first of the ranks that run the cell; only it reports what is alike on all.
             whole: The file for texts of a failure that are too long to show.
         """
-        self.failed_at, self.shown, self.unwound = 0.0, None, None
+        self.failed_at, self.failure, self.unwound = 0.0, None, None
         self.is_first = is_first
         self.whole = WholeTexts(whole)
         self._running.clear()
@@ -130,11 +130,11 @@ class RankShell(InteractiveShell):
         hook_of(self).last_value = None
         # holds the value or the error
         self.last_execution_result = None
-        shown, self.shown, self.unwound = self.shown, None, None
-        if shown is None:
+        failure, self.failure, self.unwound = self.failure, None, None
+        if failure is None:
             return
-        failures.drop_tracebacks(shown.stand_in)
-        failures.drop_tracebacks(shown.error)
+        failures.drop_tracebacks(failure.stand_in)
+        failures.drop_tracebacks(failure.error)
         for name in _LAST:
             with contextlib.suppress(AttributeError):
                 delattr(sys, name)
@@ -161,7 +161,7 @@ class RankShell(InteractiveShell):
         # the callbacks around a cell print an interrupt and let the cell go on
         with user_code.interrupts_held():
             result = super().run_cell(*args, **kwargs)
-        if self._running and self.shown is not None:
+        if self._running and self.failure is not None:
             raise CellEnded
         return result
 
@@ -226,47 +226,47 @@ class RankShell(InteractiveShell):
                 if is_failure:
                     self.report_raised()
                 # getting the exception's text may take long
-                shown = failures.inspect_error(error, self.whole)
-                shown.lines = self._draw(shown, tb_offset, exception_only, has_frames, plainly=is_victim)
+                described = failures.inspect_error(error, self.whole)
+                described.lines = self._draw(described, tb_offset, exception_only, has_frames, plainly=is_victim)
             if not is_failure:
-                sys.stderr.write("\n".join(shown.lines) + "\n")
+                sys.stderr.write("\n".join(described.lines) + "\n")
                 return
             # the first failure is the cell's; later ones come from code that goes on after it
-            if self.shown is None:
-                self.failed_at, self.shown = now, shown
-        if in_middle and self.shown is not None:
+            if self.failure is None:
+                self.failed_at, self.failure = now, described
+        if in_middle and self.failure is not None:
             raise CellEnded from None
 
     def _draw(
-        self, shown: Shown, tb_offset: int | None, exception_only: bool, has_frames: bool, *, plainly: bool
+        self, described: DescribedError, tb_offset: int | None, exception_only: bool, has_frames: bool, *, plainly: bool
     ) -> list[str]:
         """Draw the traceback, without IPython's formatting (`plainly`) for a rank that failed because a peer did.
 
         Formatting it would only delay the traceback of the rank that failed first.
         """
-        error, kind = shown.stand_in, type(shown.stand_in)
+        error, kind = described.stand_in, type(described.stand_in)
         entry = error.__traceback__
-        if user_code.is_a(shown.error, IPythonUsageError):
-            sys.stderr.write(f"UsageError: {shown.message}\n")
+        if user_code.is_a(described.error, IPythonUsageError):
+            sys.stderr.write(f"UsageError: {described.message}\n")
             return []
         try:
             if plainly:
                 return traceback.format_exception(error)
-            if shown.has_group:
+            if described.has_group:
                 return self._draw_group(error)
             if issubclass(kind, SyntaxError):
                 elist: Any = traceback.extract_tb(failures.without_runner(entry)) if has_frames else []
-                drawn: Any = self.SyntaxTB.structured_traceback(kind, error, elist)
+                lines: Any = self.SyntaxTB.structured_traceback(kind, error, elist)
             elif exception_only:
                 about = [_EXIT] if self.compile.script is None else []
-                drawn = [*about, *self.InteractiveTB.get_exception_only(kind, error)]
+                lines = [*about, *self.InteractiveTB.get_exception_only(kind, error)]
             else:
-                drawn = shown.drawing
-                if drawn is None:
-                    drawn = self.InteractiveTB.structured_traceback(kind, error, entry, tb_offset=tb_offset)
-            return [drawn] if isinstance(drawn, str) else [str(line) for line in drawn]
+                lines = described.drawing
+                if lines is None:
+                    lines = self.InteractiveTB.structured_traceback(kind, error, entry, tb_offset=tb_offset)
+            return [lines] if isinstance(lines, str) else [str(line) for line in lines]
         except BaseException:  # noqa: BLE001  drawing runs the user's code too, such as a module's loader
-            return [f"{shown.type_name}: {shown.message}"]
+            return [f"{described.type_name}: {described.message}"]
 
     def _draw_group(self, error: BaseException) -> list[str]:
         """Draw a group as Python does, without IPython's frame and with the cells' names. IPython can't draw one."""

@@ -183,8 +183,8 @@ class _Life:
         except KeyboardInterrupt as error:
             user_code.refuse_interrupts()
             # the cell may have failed before the interrupt
-            shown = self._shell.shown
-            reply = run.failed(error if shown is None else shown.error)
+            failure = self._shell.failure
+            reply = run.failed(error if failure is None else failure.error)
         finishes = not self._helper.stays and self._leaving.has_work()
         if finishes:
             self._leaving.announce()

@@ -207,11 +207,11 @@ def users_own(error: BaseException | None, shell: RankShell) -> BaseException | 
     text = str(vars(innermost).get("traceback_str") or innermost)
     own.__cause__, own.__suppress_context__ = None, True
     own.__traceback__ = None
-    shown = with_frames(own, _frames(text))
-    shown.add_note(_note(text, error, shell))
-    shell.shown = None
-    shell.showtraceback((type(shown), shown, shown.__traceback__), running_compiled_code=True)
-    return shown
+    failure = with_frames(own, _frames(text))
+    failure.add_note(_note(text, error, shell))
+    shell.failure = None
+    shell.showtraceback((type(failure), failure, failure.__traceback__), running_compiled_code=True)
+    return failure
 
 
 def _frames(text: str) -> list[tuple[str, int, str]]:

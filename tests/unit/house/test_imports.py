@@ -152,3 +152,58 @@ def test_the_public_names_are_the_documented_ones():
     names = set(done.stdout.split())
     assert {"__version__", "load_ipython_extension", "unload_ipython_extension"} <= names
     assert not any(name.startswith("_") and name != "__version__" for name in names)
+
+
+# ---------------------------------------------------------------- code in strings
+
+IMPORT = re.compile(r"^\s*from (sgpu_magic[\w.]*) import (\([^)]*\)|[^\n;#]+)", re.MULTILINE)
+
+
+def missing_names(code: str) -> list[str]:
+    """The names that code imports from the package and that are not there. Renaming tools don't look into strings."""
+    missing: list[str] = []
+    for module, names in IMPORT.findall(code):
+        path = ROOT / module.replace(".", "/")
+        file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        defined = names_of(file) if file.is_file() else set()
+        for name in re.findall(r"(?:^|[,(])\s*(\w+)", names):
+            if name not in defined and not (path / name).is_dir() and not (path / f"{name}.py").is_file():
+                missing.append(f"{module}.{name}")
+    return missing
+
+
+def names_of(file: Path) -> set[str]:
+    """The names that a module defines or imports, wherever, and those that it makes by `__getattr__`."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                names.add(node.name)
+            case ast.Name(ctx=ast.Store()):
+                names.add(node.id)
+            case ast.alias():
+                names.add(node.asname or node.name)
+            case ast.Constant(value=str() as text):
+                names.add(text)
+            case _:
+                pass
+    return names
+
+
+def test_a_name_that_is_not_there_is_found():
+    code = "from sgpu_magic import distributed, nowhere\nfrom sgpu_magic.wire.base import (RunState,\n  RunStates,\n)\n"
+    assert missing_names(code) == ["sgpu_magic.nowhere", "sgpu_magic.wire.base.RunStates"]
+    assert missing_names("    from sgpu_magic.elsewhere import x as y") == ["sgpu_magic.elsewhere.x"]
+
+
+@pytest.mark.parametrize("folder", ["sgpu_magic", "tests", "scripts"])
+def test_code_in_strings_imports_what_is_there(folder: str):
+    wrong = {
+        f"{path.relative_to(ROOT)}:{node.lineno}": missing
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        if path != Path(__file__)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and "import" in node.value
+        if (missing := missing_names(node.value))
+    }
+    assert wrong == {}

@@ -187,9 +187,9 @@ def python_of_the_base(folder: Path) -> str:
 _CHOOSE = """
 import msgspec, sys
 from sgpu_magic.config import Settings
-from sgpu_magic.packages.environment_request import chosen
+from sgpu_magic.packages.environment_request import find_named
 for name, mine, build in (("4", 0, 0), ("ai-4", 0, 1), ("4", 1, 0)):
-    found = chosen(Settings(state_dir=sys.argv[1]), name, torch_mine=bool(mine), allow_build=bool(build))
+    found = find_named(Settings(state_dir=sys.argv[1]), name, torch_mine=bool(mine), allow_build=bool(build))
     print(msgspec.json.encode([msgspec.structs.asdict(found.environment), found.notes]).decode())
 """
 

@@ -77,8 +77,8 @@ def _parameters(member: object) -> str:
     if not inspect.ismethod(member):
         return ""
     known = inspect.signature(member).parameters.values()
-    shown = [each.name if each.default is each.empty else f"{each.name}={each.default!r}" for each in known]
-    return f"({', '.join(shown)})"
+    parameters = [each.name if each.default is each.empty else f"{each.name}={each.default!r}" for each in known]
+    return f"({', '.join(parameters)})"
 
 
 # ---------------------------------------------------------------- `dbutils.widgets`
@@ -106,8 +106,8 @@ class _Widget(NamedTuple):
 
     @property
     def value(self) -> str:
-        shown: Any = self.default if self.control is None else self.control.value
-        return shown if isinstance(shown, str) else _SEPARATOR.join(shown)
+        value: Any = self.default if self.control is None else self.control.value
+        return value if isinstance(value, str) else _SEPARATOR.join(value)
 
 
 class Widgets(Utility):

@@ -67,8 +67,8 @@ class Notebook(Utility):
         if code == _TIMED_OUT:
             raise TimeoutError(f"{found.name} took longer than {timeout_seconds:g} s and was ended.")
         if code != 0:
-            shown = "\n".join(err.splitlines()[-_SHOWN_LINES:])
-            raise RuntimeError(f"{found.name} failed: `sgpu run` ended with code {code}.\n{shown}")
+            last_lines = "\n".join(err.splitlines()[-_SHOWN_LINES:])
+            raise RuntimeError(f"{found.name} failed: `sgpu run` ended with code {code}.\n{last_lines}")
         copy = out.splitlines()[-1] if out.strip() else ""
         print(f"sgpu: {found.name} has run; its executed copy is {copy}")  # noqa: T201
         metadata: dict[str, Any] = load_json(Path(copy).read_bytes()).get("metadata", {}) if copy else {}
@@ -185,10 +185,12 @@ def _run_cell(shell: Any, source: str, name: str) -> None:
     linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
     body = ast.parse(code, name).body
     flags = future_flags(shell)
-    shown = body.pop() if body and isinstance(body[-1], ast.Expr) and not code.rstrip().endswith(";") else None
+    last_expression = (
+        body.pop() if body and isinstance(body[-1], ast.Expr) and not code.rstrip().endswith(";") else None
+    )
     exec(compile(ast.Module(body, []), name, "exec", flags, dont_inherit=True), shell.user_ns)
-    if shown is not None:
-        exec(compile(ast.Interactive([shown]), name, "single", flags, dont_inherit=True), shell.user_ns)
+    if last_expression is not None:
+        exec(compile(ast.Interactive([last_expression]), name, "single", flags, dont_inherit=True), shell.user_ns)
 
 
 # ---------------------------------------------------------------- restarting Python
