@@ -105,7 +105,7 @@ class BlobCache:
         # a cancelled caller does not stop the transfer for the others
         return await asyncio.shield(coming)
 
-    def leave(self, run_id: str) -> None:
+    def release(self, run_id: str) -> None:
         """Release the run's blobs and cancel transfers that no other run needs."""
         for blob, users in list(self._users.items()):
             users.discard(run_id)
@@ -236,7 +236,7 @@ class Uploaded:
             return launch
         self._of[spec.session if spec.in_session else spec.run_id] = known
         context = launch.context
-        if context.elsewhere:
+        if context.is_remote:
             for upload in known.values():
                 _link(context.cwd, upload)
         uploads = json.dumps({name: upload.path for name, upload in known.items()})
@@ -339,7 +339,7 @@ def _paths_below(copy: Path, directory: str, names: list[str]) -> list[str]:
 
 
 def _state(copy: Path, path: str) -> FileState:
-    return FileState.of(os.lstat(copy / path))
+    return FileState.from_stat(os.lstat(copy / path))
 
 
 def _is_unchanged(copy: Path) -> bool:

@@ -180,7 +180,7 @@ class Environments:
         """Return the event for an environment that was already built."""
         return EnvironmentMoved(host=self._host, done=built.packages, packages=built.packages, ready=True)
 
-    def leave(self, run_id: str) -> None:
+    def release(self, run_id: str) -> None:
         """Remove the run from the users of all environments; a build without users is stopped."""
         for name, wanted in list(self._wanted.items()):
             if run_id in wanted.users:
@@ -190,11 +190,11 @@ class Environments:
                     if wanted.builder is not None:
                         wanted.builder.end()
 
-    def leave_queue(self) -> None:
+    def release_queued(self) -> None:
         """Drop the runs in the pool's queue: the pool service is gone, and its queue with it."""
         for wanted in list(self._wanted.values()):
             for run_id in [run_id for run_id, waiter in wanted.users.items() if waiter is None]:
-                self.leave(run_id)
+                self.release(run_id)
 
     def tend(self) -> None:
         """Release environments that no zygote uses and no run waits for."""

@@ -111,7 +111,7 @@ def call_in_background(call: Callable[[], T], name: str) -> asyncio.Future[T]:
     return future
 
 
-def take(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+def handle_exception(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     """Handle an exception of the loop: log it and pass it to the context's handler."""
     loop.default_exception_handler(context)
     error, handle = context.get("exception"), context.get("handle")

@@ -63,7 +63,7 @@ class RunLauncher(msgspec.Struct, frozen=True):
         self._start(attempt, built, {})
         if built is not None:
             # the zygote holds the environment from now on
-            self.environments.leave(spec.run_id)
+            self.environments.release(spec.run_id)
 
     # ------------------------------------------------------------ internals
 
@@ -107,7 +107,7 @@ class RunLauncher(msgspec.Struct, frozen=True):
     ) -> FreshRun | NodeSession | None:
         launch = self._with_node_paths(attempt.launch, built, code)
         try:
-            group, warm = self.runs.groups.take(launch)
+            group, warm = self.runs.groups.acquire(launch)
         except OSError as error:
             text = f"{launch.interpreter.executable} can't be started: {error}"
             self.runs.report_failed(launch.spec.run_id, text, FailureKind.ENVIRONMENT)

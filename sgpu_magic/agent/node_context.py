@@ -62,12 +62,12 @@ def localize(launch: Launch, built: Built | None, code: Mapping[str, str]) -> La
         OSError: The run's directory can't be written.
     """
     context = launch.context
-    if built is None and not code and not context.elsewhere:
+    if built is None and not code and not context.is_remote:
         return launch
     home = _home(launch)
     path = _path(context, built, code, home)
     cwd = context.cwd
-    if context.elsewhere:
+    if context.is_remote:
         cwd = os.path.join(home, "work")
         os.makedirs(cwd, mode=0o700, exist_ok=True)
     placed = replace(context, cwd=cwd, sys_path=path, environ=_environ(launch, built), installed=())
@@ -93,7 +93,7 @@ def _path(context: RankContext, built: Built | None, code: Mapping[str, str], ho
             path += (own for own in built.sys_path if _is_of_packages(own, built) == of_packages)
         elif entry in code:
             path.append(_linked(links, entry, code[entry]))
-        elif not context.elsewhere or entry in context.installed or entry.startswith(links + os.sep):
+        elif not context.is_remote or entry in context.installed or entry.startswith(links + os.sep):
             path.append(entry)
         elif os.path.islink(link := _link(links, entry)):
             # made by an earlier cell of the session
@@ -136,7 +136,7 @@ def _environ(launch: Launch, built: Built | None) -> dict[str, str]:
     environ = dict(context.environ)
     if built is not None:
         environ = {name: value for name, value in environ.items() if name in given or not _is_kernels(name)}
-    if context.elsewhere:
+    if context.is_remote:
         here = {n: v for n, v in os.environ.items() if not n.startswith(_AGENTS_OWN) and not _is_kernels(n)}
         environ = here | environ
     if built is not None:

@@ -146,12 +146,12 @@ class Agent:
         """Switch to a restarted service. Only one service holds the pool's lock, so the old one is dead."""
         if self._pool is not None:
             self._pool.close()
-            self._leave_pool()
-        self._orphaned.over()
+            self._on_pool_lost()
+        self._orphaned.stop()
         self._connect(sock)
 
     def _pool_lost(self) -> None:
-        self._leave_pool()
+        self._on_pool_lost()
         if self._stopping:
             return
         if self._runs:
@@ -159,11 +159,11 @@ class Agent:
         else:
             self._finish()
 
-    def _leave_pool(self) -> None:
+    def _on_pool_lost(self) -> None:
         self._pool = None
-        for leave in (self._run_ports.close, self._reports.service_lost, self._environments.leave_queue):
+        for react in (self._run_ports.close, self._reports.service_lost, self._environments.release_queued):
             with faults.guarded(None):
-                leave()
+                react()
 
     def _on_parent_exit(self, lifeline: int) -> None:
         self._loop.remove_reader(lifeline)
@@ -271,7 +271,7 @@ class Agent:
                     self._execute_for(run, message, frames)
                 elif isinstance(message, EndRun):
                     # the run ended in the queue
-                    self._environments.leave(message.run_id)
+                    self._environments.release(message.run_id)
 
     def _execute_for(self, run: NodeRun, message: Order, frames: Sequence[bytes]) -> None:
         match message:
@@ -337,7 +337,7 @@ class Agent:
         for number in (*_STOP_SIGNALS, *_RELAYED_SIGNALS):
             signal.signal(number, signal.SIG_IGN)
         with faults.guarded(None):
-            self._orphaned.over()
+            self._orphaned.stop()
             self._run_ports.close()
             self._socket.close()
             if self._pool is not None:
@@ -356,7 +356,7 @@ async def run(sock: socket.socket, settings: Settings, lifeline: int = -1) -> No
     """Run the agent until it is told to end, or no pool service and no run needs it any more."""
     raise_open_files_limit()
     (settings.state_path / "logs").mkdir(mode=0o700, parents=True, exist_ok=True)
-    asyncio.get_running_loop().set_exception_handler(faults.take)
+    asyncio.get_running_loop().set_exception_handler(faults.handle_exception)
     agent = Agent(sock, settings, lifeline)
     try:
         await agent.finished

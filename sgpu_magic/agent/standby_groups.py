@@ -37,7 +37,7 @@ class StandbyGroups:
         self._last_on_gpus = False
         self._departing: list[Group] = []
 
-    def take(self, launch: Launch) -> tuple[Group, str]:
+    def acquire(self, launch: Launch) -> tuple[Group, str]:
         """Return a group for the run, forked or being forked, and how it was started: `standby`, `zygote` or `cold`.
 
         Raises:

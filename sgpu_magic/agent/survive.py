@@ -164,7 +164,7 @@ class Orphaned:
         self._until = self._since + self.timeout_s
         self._check_service()
 
-    def over(self) -> None:
+    def stop(self) -> None:
         """Stop waiting: another service has connected, or the agent ends."""
         if self._timer is not None:
             self._timer.cancel()
@@ -185,7 +185,7 @@ class Orphaned:
         if not still_there and not any(run.launch.spec.detach for run in self.runs.all()):
             self._until = min(self._until, self._loop.time() + _OVER_S)
         if self._loop.time() > self._until or not (wanted or still_there):
-            self.over()
+            self.stop()
             self.end()
             return
         is_due = self._loop.time() > self._since + _SUCCESSOR_S

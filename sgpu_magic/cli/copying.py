@@ -81,7 +81,7 @@ def copy(options: argparse.Namespace) -> int:
                     f"{error.filename or target} can't be written: {error.strerror or error}. Fix that and run "
                     "the command again: it continues where it stopped."
                 ) from None
-        if files.is_over(files.row()):
+        if files.has_ended(files.row()):
             return 0
     note(f"run {short(files.run_id)} has not ended: files that it writes from now on are not included.")
     return 0
@@ -141,7 +141,7 @@ def _where(files: FilesOfRun, unknown: bool) -> str:
     record = _record(files)
     if record is not None and isinstance(files, LocalRunFiles) and Path(record.cwd).parent != files.directory:
         return f" Its ranks' working directory was {record.cwd} on this machine: look there for what they wrote."
-    if not unknown and not files.is_over(files.row()):
+    if not unknown and not files.has_ended(files.row()):
         return " It has not ended: what its ranks write on nodes other than the pool's arrives when they have ended."
     return f" `sgpu cp {short(files.run_id)}:` lists its files."
 

@@ -50,7 +50,7 @@ class Forwarder:
         self._number = _WATCH
         self._streams: dict[int, ByteStream] = {}
         self._opening = Pending[int, asyncio.Future[StreamOpened | StreamClosed]]()
-        self._over: asyncio.Future[str | None] = self._loop.create_future()
+        self._ended: asyncio.Future[str | None] = self._loop.create_future()
         self._server: asyncio.Server | None = None
         link.on_stream = lambda message, frames: self._from_link(self._on_message, message, frames)
         link.on_gap = lambda: self._from_link(self._gap)
@@ -84,16 +84,16 @@ class Forwarder:
 
     def stop(self) -> None:
         """Stop forwarding."""
-        if not self._over.done():
-            self._over.set_result(None)
+        if not self._ended.done():
+            self._ended.set_result(None)
 
     async def serve(self) -> str | None:
         """Forward until the run ends and return a message about its end; None after `stop`."""
-        while not self._over.done():
-            await asyncio.wait((self._over,), timeout=_POLL_S)
+        while not self._ended.done():
+            await asyncio.wait((self._ended,), timeout=_POLL_S)
             if self._link.lost.is_set():
                 return f"{self._link.title} has ended"
-        return self._over.result()
+        return self._ended.result()
 
     async def close(self) -> None:
         """Close all connections and the port."""
@@ -139,7 +139,7 @@ class Forwarder:
 
     def _on_closed(self, number: int, problem: str | None) -> None:
         self._streams.pop(number, None)
-        if problem and not self._over.done():
+        if problem and not self._ended.done():
             self._say(f"a connection was ended: {problem.rstrip('.')}.")
 
     # ------------------------------------------------------------ the link
@@ -160,8 +160,8 @@ class Forwarder:
                 waiting.set_result(message)
         elif message.stream == _WATCH:
             # it is opened again after a gap, without a request that waits
-            if isinstance(message, StreamClosed) and not self._over.done():
-                self._over.set_result(message.problem)
+            if isinstance(message, StreamClosed) and not self._ended.done():
+                self._ended.set_result(message.problem)
         elif isinstance(message, StreamOpened):
             # the request has timed out
             self._send(StreamClosed(stream=message.stream), ())

@@ -180,11 +180,11 @@ def _follow(files: FilesOfRun, logs: Sequence[RankLog], out: TextIO) -> RunSumma
     while True:
         # check the state before reading the logs: nothing written before the end is missed
         row = files.row()
-        over = files.is_over(row)
+        has_ended = files.has_ended(row)
         more = [log.copy_to(out) for log in logs]
         out.flush()
         if not any(more):
-            if over:
+            if has_ended:
                 return row
             time.sleep(_POLL_S)
 

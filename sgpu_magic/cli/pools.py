@@ -167,7 +167,7 @@ def _checked(settings: Settings, entry: PoolEntry) -> PoolStatus:
 def _type_rows(answer: PoolStatusReply, status: PoolStatus, money: PriceBook) -> list[TypeRow]:
     rows: list[TypeRow] = []
     for kind, count in counts(status).items():
-        price = money.of(answer.entry, kind)
+        price = money.price_of(answer.entry, kind)
         nodes, largest = _spread(status, kind)
         devices = [device for device in status.inventory.devices if device.type == kind]
         rows.append(

@@ -47,7 +47,7 @@ def replay(settings: Settings, run: str, options: ReplayOptions, out: TextIO) ->
             for note in started.spec.shipped.notes:
                 print(note, file=out)
             print(outcome.detached_note(started.spec), file=out)
-            context.pool.run_left(started.run_id)
+            context.pool.give_payload_up(started.run_id)
             started.close()
             return True
         followed = context.followed(started, options.ui, error_follows=False)

@@ -121,19 +121,19 @@ def recent(settings: Settings, limit: int | None, name: str, wanted: RunFilter) 
             status = pools.get(name).status(number)
             runs = () if status is None else filter(wanted.accepts, status.runs)
             return RecentRuns([ListedRun(name, run) for run in runs][:limit], several=True)
-        elsewhere = pools.ask_status(() if name else pools.entries(), local=False, recent=number)
+        remote = pools.ask_status(() if name else pools.entries(), local=False, recent=number)
         try:
             status = pools.local.status(recent=number, start=False)
         except PoolError as error:
             local_problem = error.message
     local = ledger.recent_runs(settings, number) if status is None else status.runs
     listed = [ListedRun(LOCAL, run) for run in local]
-    listed += [ListedRun(each.name, run) for each in elsewhere if each.status is not None for run in each.status.runs]
-    if elsewhere:
+    listed += [ListedRun(each.name, run) for each in remote if each.status is not None for run in each.status.runs]
+    if remote:
         listed.sort(key=lambda found: -found.run.submitted_at)
     listed = [found for found in listed if wanted.accepts(found.run)]
-    omitted = [each for each in elsewhere if each.problem]
-    return RecentRuns(listed[:limit], bool(elsewhere), omitted, local_problem)
+    omitted = [each for each in remote if each.problem]
+    return RecentRuns(listed[:limit], bool(remote), omitted, local_problem)
 
 
 def of_one(settings: Settings, command: str, run: str) -> str:

@@ -177,10 +177,10 @@ def all_runs(settings: Settings, name: str = "") -> tuple[list[RunSummary], list
         if name not in ("", LOCAL):
             status = pools.get(name).status(_ALL)
             return [] if status is None else list(status.runs), []
-        elsewhere = pools.ask_status(() if name else pools.entries(), local=False, recent=_ALL)
+        remote = pools.ask_status(() if name else pools.entries(), local=False, recent=_ALL)
     rows = ledger.recent_runs(settings, None)
-    rows += [run for each in elsewhere if each.status is not None for run in each.status.runs]
-    return rows, [each for each in elsewhere if each.problem]
+    rows += [run for each in remote if each.status is not None for run in each.status.runs]
+    return rows, [each for each in remote if each.problem]
 
 
 COMMANDS = {"usage": _options}

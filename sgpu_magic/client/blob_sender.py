@@ -189,7 +189,7 @@ class BlobSender:
 def _wait_for_answer(answer: Answer, kind: type[A]) -> A | None:
     """Return the pool's reply, None on timeout: the link may be broken and reconnect."""
     with contextlib.suppress(TimeoutError):
-        return answer.of(kind, _ANSWER_TIMEOUT_S)
+        return answer.wait(kind, _ANSWER_TIMEOUT_S)
     return None
 
 

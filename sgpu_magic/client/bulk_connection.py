@@ -71,7 +71,7 @@ class BulkConnection:
         """Whether a request is under way over the connection."""
         return request in self._here
 
-    def asked_again(self, requests: Sequence[int]) -> None:
+    def on_reconnect(self, requests: Sequence[int]) -> None:
         """Note the requests with file data that are still awaited; those not carried here went over the link again."""
         self._over_link = {number for number in requests if number not in self._here}
 
@@ -214,9 +214,9 @@ class BulkConnection:
 
     def _failed(self, why: str, over_link: Send) -> None:
         begun = list(self._here.values())
-        over = self._over_link | self._here.keys()
+        over_link_now = self._over_link | self._here.keys()
         self.close()
-        self._over_link = over
+        self._over_link = over_link_now
         self.problem = f"port {self.port} of the pool {self._pool} can't be used: {why}"
         self._retry_at = time.monotonic() + self._pause_s
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)

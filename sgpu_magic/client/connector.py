@@ -353,7 +353,7 @@ def ask(
     """
     answer = link.ask(question, frames)
     try:
-        return answer.of(kind, timeout_s)
+        return answer.wait(kind, timeout_s)
     except BaseException as error:
         if isinstance(question, _ONLY_ASKS):
             # abandon only queries: a command is still executed once a broken link is restored

@@ -233,7 +233,7 @@ def _add(use: Use, row: RunSummary, now: float, idle_s: Callable[[RunSummary], f
         _put(use.cost, row.currency, cost)
         _put(use.idle_cost, row.currency, cost * idle_part)
         _put(use.simulated_cost, row.currency, cost if row.simulated else 0.0)
-    if (price := reserved.of(_POOL, row.device_type)) is not None:
+    if (price := reserved.price_of(_POOL, row.device_type)) is not None:
         use.reserved = (use.reserved or 0.0) + price * device_s / HOUR_S
 
 

@@ -64,7 +64,7 @@ class LocalTransport(Transport):
                     self._receive(dealer, link)
                     return
                 if outgoing.fileno() in ready:
-                    for message in outgoing.take():
+                    for message in outgoing.drain():
                         dealer.send_multipart(message.parts, copy=True)
                     if outgoing.closed:
                         return

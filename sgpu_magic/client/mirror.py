@@ -197,7 +197,7 @@ def _wait_for_answer(link: PoolLink, answer: Answer, kind: type[A], patience_s: 
     with answer:
         while True:
             try:
-                return answer.of(kind, wait_s)
+                return answer.wait(kind, wait_s)
             except TimeoutError:
                 # a broken link reconnects and repeats the request; a working but silent one does not
                 if patience_s is not None or not link.transport.silent_s:

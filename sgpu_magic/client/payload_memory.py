@@ -32,7 +32,7 @@ class _Slot(msgspec.Struct):
     buffer: SharedBuffer
     run_id: str
     released: threading.Event
-    run_over: bool = False
+    run_ended: bool = False
 
 
 class PayloadMemory:
@@ -65,10 +65,10 @@ class PayloadMemory:
                 write_file(packed, path)
                 return Payload(source=FilePayload(path=str(path), size=packed.total_bytes), layout=packed.layout), []
             # the slot stays reusable until the payload is written: an interrupt may stop the writing
-            slot.run_id, slot.run_over = "", True
+            slot.run_id, slot.run_ended = "", True
             slot.released.set()
             slot.buffer.write(packed)
-            slot.run_id, slot.released, slot.run_over = run_id, threading.Event(), False
+            slot.run_id, slot.released, slot.run_ended = run_id, threading.Event(), False
         source = SharedPayload(pid=os.getpid(), fd=slot.buffer.fd, size=packed.total_bytes)
         return Payload(source=source, layout=packed.layout), []
 
@@ -87,14 +87,14 @@ class PayloadMemory:
     def pool_lost(self) -> None:
         """Drop the memory of ended runs that the lost pool was still copying."""
         with self._lock:
-            self._drop(lambda slot: slot.run_over and not slot.released.is_set())
+            self._drop(lambda slot: slot.run_ended and not slot.released.is_set())
 
-    def run_over(self, run_id: str, accepted: bool) -> None:
+    def on_run_ended(self, run_id: str, accepted: bool) -> None:
         """Mark the run's memory as no longer read by ranks; it may still be being copied to disk."""
         with self._lock:
             for slot in self._slots:
                 if slot.run_id == run_id:
-                    slot.run_over = True
+                    slot.run_ended = True
                     if not accepted:
                         slot.released.set()
             if self._slots:
@@ -114,7 +114,7 @@ class PayloadMemory:
 
     def _reusable(self, size: int, link: PoolLink) -> _Slot | None:
         for slot in sorted(self._slots, key=lambda slot: -slot.buffer.size):
-            if slot.released.is_set() or (slot.run_over and self._reclaim(slot, link)):
+            if slot.released.is_set() or (slot.run_ended and self._reclaim(slot, link)):
                 return slot if slot.buffer.size >= size or fits_memory(size - slot.buffer.size) else None
         if not fits_memory(size):
             return None
@@ -135,7 +135,7 @@ class PayloadMemory:
 
     def _free_idle(self) -> None:
         with self._lock:
-            self._drop(lambda slot: slot.released.is_set() or slot.run_over)
+            self._drop(lambda slot: slot.released.is_set() or slot.run_ended)
             self._timer = None
             if self._slots:
                 self._restart_timer()

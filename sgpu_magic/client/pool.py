@@ -186,11 +186,11 @@ class Pool:
         if self.entry is not None:
             note_end(self._settings, run_id, state, ended_at)
 
-    def run_over(self, run_id: str) -> None:
+    def reuse_payload(self, run_id: str) -> None:
         """Mark a run as ended: its payload memory may be reused."""
-        self._memory.run_over(run_id, accepted=True)
+        self._memory.on_run_ended(run_id, accepted=True)
 
-    def run_left(self, run_id: str) -> None:
+    def give_payload_up(self, run_id: str) -> None:
         """Give up a run that continues without this process, or is lost: its payload memory is never written again."""
         self._memory.forget(run_id)
 
@@ -347,7 +347,7 @@ class Pool:
         order = RestartRanks(request=0, session=session, ranks=ranks)
         with self._connector.get_link(start=False).ask(order) as answer:
             try:
-                return answer.of(Accepted, timeout_s).text
+                return answer.wait(Accepted, timeout_s).text
             except TimeoutError:
                 raise SessionError(
                     f"the new ranks have not joined their session within {timeout_s:g} s. It continues as soon as they "
@@ -458,7 +458,7 @@ class Pool:
                 spec=spec,
                 interpreter=along.interpreter or this_interpreter(environ),
                 context=replace(
-                    this_context(environ, key), elsewhere=along.elsewhere, cell=along.cell, **working_context
+                    this_context(environ, key), is_remote=along.is_remote, cell=along.cell, **working_context
                 ),
                 payload=payload,
                 environment=along.environment,
@@ -473,7 +473,7 @@ class Pool:
             link.unfollow(spec.run_id, events)
             if isinstance(payload.source, FilePayload):
                 Path(payload.source.path).unlink(missing_ok=True)
-            self._memory.run_over(spec.run_id, accepted=False)
+            self._memory.on_run_ended(spec.run_id, accepted=False)
             raise
         return self.run_of(spec, key, link, events, (message, frames))
 
@@ -509,7 +509,7 @@ class Pool:
 def _answered(answer: Answer, until: float, timeout_s: float) -> RankAnswer:
     """Wait until `until`, on the monotonic clock, for a rank's answer."""
     try:
-        return answer.of(RankAnswered, max(until - time.monotonic(), 0.0)).answer
+        return answer.wait(RankAnswered, max(until - time.monotonic(), 0.0)).answer
     except TimeoutError:
         return RankAnswer(problem=f"no answer within {timeout_s:g} s.")
     except SgpuError as error:

@@ -43,7 +43,7 @@ class PriceBook(msgspec.Struct, frozen=True):
     reserved: Prices
     currency: str
 
-    def of(self, entry: PoolEntry | None, device_type: str) -> float | None:
+    def price_of(self, entry: PoolEntry | None, device_type: str) -> float | None:
         """Return the price of one device per hour in a pool, None if unknown; prices of the pool's entry come first."""
         name = LOCAL if entry is None else entry.name
         if entry is not None and device_type in entry.prices:
@@ -51,8 +51,8 @@ class PriceBook(msgspec.Struct, frozen=True):
         first, second = (self.prices, self.reserved)
         if entry is not None and entry.reserved:
             first, second = second, first
-        price = first.of(name, device_type)
-        return second.of(name, device_type) if price is None else price
+        price = first.price_of(name, device_type)
+        return second.price_of(name, device_type) if price is None else price
 
 
 def money_of(settings: Settings) -> PriceBook:
@@ -176,7 +176,7 @@ def cheapest_type(asked: PoolStatusReply, wanted: DeviceRequest, money: PriceBoo
         )
 
     def rank_of(kind: str) -> tuple[bool, bool, float, int, str]:
-        price, count = money.of(asked.entry, kind), fitting[kind]
+        price, count = money.price_of(asked.entry, kind), fitting[kind]
         return count.free < ranks, price is None, price or 0.0, count.memory_bytes, kind
 
     return min(enough, key=rank_of)
@@ -192,7 +192,7 @@ def one_of_several(asked: PoolStatusReply, wanted: DeviceRequest, money: PriceBo
     if len(there) < 2 or all(count.total < ranks for count in there.values()):
         return None, None
     chosen = cheapest_type(asked, DeviceRequest(ranks), money)
-    how = "smallest" if money.of(asked.entry, chosen) is None else "cheapest"
+    how = "smallest" if money.price_of(asked.entry, chosen) is None else "cheapest"
     free = "free " if there[chosen].free >= ranks else ""
     return chosen, f"{chosen.upper()}: {how} {free}type (--type to choose)"
 
@@ -255,7 +255,7 @@ def choose(answers: Sequence[PoolStatusReply], wanted: DeviceRequest, money: Pri
             without.append(each.name)
             continue
         busy = there[kind].free < (wanted.ranks or 1)
-        price = money.of(entry, kind)
+        price = money.price_of(entry, kind)
         # a reserved pool is paid for, whether its devices are free or not
         order = (not entry.reserved, busy, price is None, price or 0.0)
         ways.append((order, each, kind))
@@ -325,7 +325,7 @@ def _why(
     money: PriceBook,
 ) -> str:
     on_demand, busy, _, _ = order
-    price = money.of(asked.entry, kind or "")
+    price = money.price_of(asked.entry, kind or "")
     text = "on demand" if on_demand else "reserved"
     if price is not None and on_demand:
         text += f" at {format_money(price, money.currency)} an hour for each"

@@ -165,7 +165,7 @@ class RemoteTransport(Transport):
                         self._bulk.offered(message, connection.address, connection.send)
                     elif isinstance(message, Pong) and message.behind:
                         self._send_again(connection, link)
-            for outbound in outgoing.take():
+            for outbound in outgoing.drain():
                 self._remember(outbound)
                 if welcomed and outbound.is_bulk:
                     self._bulk.send(outbound, connection.send)
@@ -194,13 +194,13 @@ class RemoteTransport(Transport):
         for number in sorted(self._requests):
             if not self._bulk.carries(number):
                 connection.send(self._requests[number].parts)
-        self._bulk.asked_again([number for number, message in self._requests.items() if message.is_bulk])
+        self._bulk.on_reconnect([number for number, message in self._requests.items() if message.is_bulk])
         for parts in self._others:
             connection.send(parts)
         self._others.clear()
 
     def _has_ended(self, outgoing: SendQueue) -> bool:
-        for message in outgoing.take():
+        for message in outgoing.drain():
             self._remember(message)
         return outgoing.closed
 

@@ -56,7 +56,7 @@ class Attachments(msgspec.Struct, frozen=True):
         tracking: Where the run is tracked.
         interpreter: The ranks' Python; None means this process's.
         working_context: The ranks' working directory and `sys.path`; None means this process's.
-        elsewhere: The pool's nodes do not see this machine's files.
+        is_remote: The pool's nodes do not see this machine's files.
         cell: As `RankContext.cell`.
         uploads: Folders and files of this machine.
     """
@@ -66,7 +66,7 @@ class Attachments(msgspec.Struct, frozen=True):
     tracking: Tracking | None = None
     interpreter: Interpreter | None = None
     working_context: WorkingContext | None = None
-    elsewhere: bool = False
+    is_remote: bool = False
     cell: CellSource | None = None
     uploads: tuple[Upload, ...] = ()
 
@@ -179,7 +179,9 @@ class ClientRun:
             return [
                 RankValues({}, None)
                 if result.payload is None
-                else RankValues.of(self._unpack_result(result.rank, result.payload, inline, namespace), result.rank)
+                else RankValues.from_content(
+                    self._unpack_result(result.rank, result.payload, inline, namespace), result.rank
+                )
                 for result in ended.results
             ]
         except PoolError:
@@ -295,7 +297,7 @@ class RankValues(msgspec.Struct):
     value: object
 
     @classmethod
-    def of(cls, content: object, rank: int) -> RankValues:
+    def from_content(cls, content: object, rank: int) -> RankValues:
         """Build it from the dict that a rank sends: `{"names": {...}, "value": ...}`."""
         if not isinstance(content, dict):
             raise SerializationError(f"rank {rank} sent a malformed result.")

@@ -51,7 +51,7 @@ class LocalRunFiles:
     def row(self) -> RunSummary | None:
         return ledger.find_run(self._settings, self.run_id)
 
-    def is_over(self, row: RunSummary | None) -> bool:
+    def has_ended(self, row: RunSummary | None) -> bool:
         if row is not None:
             return row.state.is_final
         try:
@@ -120,7 +120,7 @@ class RemoteRunFiles(Mirror):
         self._row = next((row for row in rows if row.run_id.startswith(self.run_id)), self._row)
         return self._row
 
-    def is_over(self, row: RunSummary | None) -> bool:
+    def has_ended(self, row: RunSummary | None) -> bool:
         """Whether the files are complete. A run that is too old to be listed counts as ended."""
         return row is None or row.state.is_final
 

@@ -58,7 +58,7 @@ class SendQueue:
     def fileno(self) -> int:
         return self._reader.fileno()
 
-    def take(self) -> Iterator[OutboundMessage]:
+    def drain(self) -> Iterator[OutboundMessage]:
         """Yield the queued messages; set `closed` when the end is reached."""
         with contextlib.suppress(BlockingIOError):
             self._reader.recv(4096)
@@ -119,7 +119,7 @@ class Answer:
         self._misfit = misfit
         self.give_up = give_up
 
-    def of(self, kind: type[A], timeout_s: float) -> A:
+    def wait(self, kind: type[A], timeout_s: float) -> A:
         """Wait for the reply and return it.
 
         Args:

@@ -240,10 +240,10 @@ class KnownDigests:
         with contextlib.suppress(OSError, msgspec.DecodeError):
             self._known = _decoder.decode(self._path.read_bytes())
 
-    def of(self, path: str, status: os.stat_result) -> tuple[str, ...] | None:
+    def digests_of(self, path: str, status: os.stat_result) -> tuple[str, ...] | None:
         """Return a file's digests, None if it may have changed."""
         known = self._known.get(path)
-        return known.digests if known is not None and known.state == FileState.of(status) else None
+        return known.digests if known is not None and known.state == FileState.from_stat(status) else None
 
     def keep(self, found: Mapping[str, tuple[os.stat_result, tuple[str, ...]]]) -> None:
         """Replace the cached digests. Write errors are ignored.
@@ -251,7 +251,7 @@ class KnownDigests:
         Args:
             found: By path, the file's status when its digests were computed, and the digests.
         """
-        read = {path: _Known(FileState.of(status), digests) for path, (status, digests) in found.items()}
+        read = {path: _Known(FileState.from_stat(status), digests) for path, (status, digests) in found.items()}
         kept = {path: known for path, known in read.items() if known.state.is_settled(self._began_ns)}
         if kept == self._known:
             return
@@ -334,6 +334,6 @@ def _send(upload: Upload, link: PoolLink, state: Path, sending: Sending) -> tupl
 
 def _pieces(files: Iterable[FoundFile], known: KnownDigests) -> Iterator[BlobContent]:
     for file in files:
-        digests = known.of(file.path, file.status) or ()
+        digests = known.digests_of(file.path, file.status) or ()
         for at, piece in enumerate(pieces_of(file.path, file.status.st_size)):
             yield BlobContent(piece.size, piece.load, digests[at] if digests else "")

@@ -38,7 +38,7 @@ class FileState(msgspec.Struct, frozen=True, array_like=True):
     device: int
 
     @classmethod
-    def of(cls, status: os.stat_result) -> FileState:
+    def from_stat(cls, status: os.stat_result) -> FileState:
         return cls(status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino, status.st_dev)
 
     def is_settled(self, at_ns: int) -> bool:

@@ -176,8 +176,8 @@ def map(
         with frames_left_out:
             tasks.extend(completed)
     except BaseException as error:
-        over = Sweep([*tasks, *sweeping.late], return_exceptions=return_exceptions)
-        vars(error).update(sweep=over, results=over.results)
+        sweep_result = Sweep([*tasks, *sweeping.late], return_exceptions=return_exceptions)
+        vars(error).update(sweep=sweep_result, results=sweep_result.results)
         raise
     return Sweep(tasks, return_exceptions=return_exceptions)
 

@@ -52,7 +52,7 @@ class Task(msgspec.Struct, Generic[T, R]):
             return cast("R", self.error)
         raise self.error
 
-    def take(self, run: Run[R]) -> None:
+    def store_result(self, run: Run[R]) -> None:
         """Store the result or the exception of the item's run."""
         try:
             self.value = run.result(0)[0]
@@ -103,17 +103,17 @@ class Sweeping(Generic[T, R]):
                     elif not self._start(task):
                         waiting = itertools.chain((task,), waiting)
                     elif task.error is not None:
-                        yield self._over(task)
+                        yield self._record(task)
                 now = time.monotonic()
                 if progress.is_due(now):
                     progress.show(self._view(self._unreached), now)
                 if (more or self._out) and (task := self._next()) is not None:
-                    yield self._over(task)
+                    yield self._record(task)
             ending = ""
         except KeyboardInterrupt as error:
             ending = "interrupted"
             while not self._ended.empty() and (task := self._next()) is not None:
-                self.late.append(self._over(task))
+                self.late.append(self._record(task))
             message = (
                 f"the sweep was interrupted when {self._done} of its items were done; the other runs are stopped. "
                 "The results so far are in the exception's .results, `sys.last_value.results` in the next cell."
@@ -186,10 +186,10 @@ class Sweeping(Generic[T, R]):
         except queue.Empty:
             return None
         task = self._out.pop(run.run_id)
-        task.take(run)
+        task.store_result(run)
         return task
 
-    def _over(self, task: Task[T, R]) -> Task[T, R]:
+    def _record(self, task: Task[T, R]) -> Task[T, R]:
         if task.error is None:
             self._done += 1
         else:

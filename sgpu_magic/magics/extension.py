@@ -72,7 +72,7 @@ def load(shell: InteractiveShell) -> None:
     if target.pool_name(magics.context) == magics.pool.name:
         # not needed if runs go to another pool by default
         magics.pool.warm_in_background()
-    packages.of(magics.pool).begin()
+    packages.packages_of(magics.pool).begin()
 
 
 def unload(shell: InteractiveShell) -> None:

@@ -175,13 +175,13 @@ class DistributedMagics(Magics):
             submission = describe(self.context, pack_cell(self.context, cell, options), options, found, session)
         run = submit(found.pool, submission, waits=not options.nowait)
 
-        def over(_: RunView) -> None:
+        def on_end(_: RunView) -> None:
             if session is None and found.pool is self.pool:
                 self.warmth.ran(found.placement.ranks)
 
         if options.nowait:
-            return Run(self.context, run, RunState.QUEUED, over, options.ui)
-        return self.context.collect(run, options.ui, over=over)
+            return Run(self.context, run, RunState.QUEUED, on_end, options.ui)
+        return self.context.collect(run, options.ui, on_end=on_end)
 
     @line_magic
     @takes(

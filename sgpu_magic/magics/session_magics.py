@@ -254,7 +254,7 @@ class SessionMagics(Magics):
         from sgpu_magic.packages import named_environments
 
         named_environments.check_name(name)
-        ordered = packages.of(self.context.pool).environment()
+        ordered = packages.packages_of(self.context.pool).environment()
         kept = ordered.environment
         named_environments.save(self.context.current_settings(), name, kept)
         for note in ordered.notes:

@@ -45,4 +45,4 @@ class WarmPool:
         if interpreter.key != self._key or (self._ranks and now - self._renewed_at > _RENEW_S):
             self._key, self._renewed_at = interpreter.key, now
             self._pool.notify(Warm(interpreter=interpreter, ranks=self._ranks))
-        packages.of(self._pool).begin()
+        packages.packages_of(self._pool).begin()

@@ -106,7 +106,7 @@ class DeviceLocks:
         """
         taken = dict(zip((uuid for uuid in uuids if uuid not in self._held), descriptors, strict=True))
         for descriptor in taken.values():
-            self._locks.taken_over(descriptor)
+            self._locks.adopt(descriptor)
         self._held.update(taken)
 
     def release(self, uuids: Collection[str]) -> None:

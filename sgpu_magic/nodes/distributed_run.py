@@ -30,7 +30,7 @@ from sgpu_magic.wire.node import (
     MasterBound,
     MasterKnown,
     NodePart,
-    PartsOver,
+    PartsEnded,
     PeerFailed,
     TakeStacks,
     ToAgent,
@@ -45,7 +45,7 @@ _PATIENCE_WITH_VICTIM_S = 0.25
 
 Send = Callable[[str, ToAgent, Sequence[bytes]], None]
 # commands that are repeated to a node after it was unreachable; all are idempotent
-_STANDING_ORDERS = (MasterKnown, DetachRun, EndRun, PeerFailed, PartsOver, KillRanks, ReclaimPayload, ResultsReceived)
+_STANDING_ORDERS = (MasterKnown, DetachRun, EndRun, PeerFailed, PartsEnded, KillRanks, ReclaimPayload, ResultsReceived)
 
 
 class DistributedRun:
@@ -70,7 +70,7 @@ class DistributedRun:
         self.nodes = tuple(nodes)
         self._send = send
         self.joint = JointRun(len(self.nodes), numbers or dict.fromkeys(range(len(nodes)), launch.number))
-        self.over = False
+        self.has_ended = False
         self._standing_orders: list[ToAgent] = []
         self._unstarted: set[int] = set()
         # parts that were launched but have sent nothing yet: the command may have been lost with a link
@@ -81,7 +81,7 @@ class DistributedRun:
     @property
     def parts(self) -> dict[int, str]:
         """The node of each part that has, or may have, ranks."""
-        return {index: node for index, node in enumerate(self.nodes) if not self.joint.parts[index].is_over}
+        return {index: node for index, node in enumerate(self.nodes) if not self.joint.parts[index].has_ended}
 
     def part_on(self, node: str) -> int | None:
         """The part on a node, None if there is none."""
@@ -203,7 +203,7 @@ class DistributedRun:
     def all_ended(self) -> None:
         """Every part has ended: let the ranks exit. Those of a single part need no command."""
         if len(self.nodes) > 1:
-            self.order(PartsOver(run_id=self.run_id))
+            self.order(PartsEnded(run_id=self.run_id))
 
 
 def part_of(launch: Launch, index: int) -> Launch:

@@ -64,7 +64,7 @@ RunOrder = TrackingKnown | DetachRun | KillRanks | ReclaimPayload | ResultsRecei
 _NO_SESSION = "its session has ended"
 _NOT_STARTED = "it has not started yet: the run's devices are being acquired"
 # number of finished runs that are kept; the maximum if some have not reported their payload's release yet
-_GONE_KEPT, _UNTOLD_KEPT = 200, 2000
+_MOST_ENDED, _MOST_UNREPORTED = 200, 2000
 # wait for nodes that had runs when the last pool service ended; nodes still missing after it are lost
 _COME_BACK_S = 10.0
 _NOT_BACK = "it had ranks of the run when the pool service ended, and has not reconnected since"
@@ -104,7 +104,7 @@ class Engine:
         self._busy = BusyNodes(settings.state_path / "busy-nodes.json")
         self._runs: dict[str, DistributedRun] = {}
         # finished runs, in the order of their ends
-        self._over: deque[DistributedRun] = deque()
+        self._ended: deque[DistributedRun] = deque()
         self._placing: dict[str, Launch] = {}
         self._leases: dict[str, Lease] = {}
         self._stacks = JointStacks()
@@ -148,7 +148,7 @@ class Engine:
             self._stale.end(where, run_id)
         # a node that connected without its part has lost it
         self._awaited = (self._awaited | self._held.awaited) - self._channels.keys()
-        self._settle_if_all()
+        self._report_held_if_all()
 
     def await_nodes(self, nodes: Iterable[str]) -> None:
         """Wait for nodes that may hold runs of an earlier service, for `come_back_s` from now on."""
@@ -157,7 +157,7 @@ class Engine:
         self._awaited |= set(nodes) - self._channels.keys()
         if self._patience is not None:
             self._patience.cancel()
-        self._patience = self._loop.call_later(self.come_back_s, self._settle)
+        self._patience = self._loop.call_later(self.come_back_s, self._report_held)
 
     def on_node_message(self, node: str, message: FromAgent, frames: Sequence[bytes] = ()) -> None:
         """Handle a message of an agent other than its first. A fault costs the run that the message is about."""
@@ -231,12 +231,12 @@ class Engine:
             self.inventory_changed()
         else:
             self._held.node_lost(node)
-            self._settle_if_all()
+            self._report_held_if_all()
 
     def inventory_changed(self) -> None:
         """The nodes' devices or other resources have changed: report the new inventory to the pool service."""
         if not self._settled:
-            self._settle_if_all()
+            self._report_held_if_all()
             return
         if (inventory := self.inventory()) is not None:
             self._listener.inventory_taken(inventory)
@@ -270,7 +270,7 @@ class Engine:
         nodes = nodes_of(launch.lease)
         if spec.session:
             session = self._runs.get(spec.session)
-            if session is None or session.over:
+            if session is None or session.has_ended:
                 self._refuse(launch, f"{_NO_SESSION}. %sgpu_connect starts another one.")
                 return
             nodes = session.nodes
@@ -331,7 +331,7 @@ class Engine:
         if run is None:
             return False
         run.order(order)
-        return not run.over
+        return not run.has_ended
 
     def end_run(self, run_id: str, state: RunState, reason: Text, limit: RunLimit | None = None) -> None:
         launch = self._placing.pop(run_id, None)
@@ -340,8 +340,8 @@ class Engine:
         elif (run := self._runs.get(run_id)) is not None:
             never = run.drop_unstarted()
             if len(never) == len(run.nodes):
-                run.over = True
-                self._over.append(run)
+                run.has_ended = True
+                self._ended.append(run)
                 launch = run.launch
             else:
                 run.order(EndRun(run_id=run_id, state=state, reason=reason, limit=limit))
@@ -354,12 +354,12 @@ class Engine:
     def give_back(self, run_id: str) -> None:
         """Release the lease of a run without ranks; a session's only once its `--fresh` runs are over too."""
         beside = (run for run in self._runs.values() if run.launch.spec.session == run_id and run.launch.spec.fresh)
-        if run_id in self._leases and all(run.over for run in beside):
+        if run_id in self._leases and all(run.has_ended for run in beside):
             self.lease_free(run_id, self._leases.pop(run_id))
 
     def take_stacks(self, request: int, run_id: str) -> None:
         run = self._runs.get(run_id)
-        if run is not None and not run.over:
+        if run is not None and not run.has_ended:
             self._stacks.ask(request, run_id, run.parts)
             run.take_stacks(request)
         else:
@@ -372,7 +372,7 @@ class Engine:
         run = self._runs.get(order.session)
         if run is not None:
             run.order(order)
-        if run is None or run.over:
+        if run is None or run.has_ended:
             if isinstance(order, Question):
                 answer = Answered(request=order.request, answer=RankAnswer(problem=_NO_SESSION))
             else:
@@ -394,7 +394,7 @@ class Engine:
         self._begun = True
         self.await_nodes(())
         # deferred: the pool service is not ready yet
-        self._loop.call_soon(self._settle_if_all)
+        self._loop.call_soon(self._report_held_if_all)
 
     def warm(self, order: Warm) -> None:
         self._warm = order
@@ -492,14 +492,14 @@ class Engine:
             self._listener.stacks_taken(request, stacks)
 
     def _finish_if_over(self, run: DistributedRun) -> None:
-        if run.over:
+        if run.has_ended:
             return
         if not run.joint.has_exited:
             if run.joint.free:
                 self._listener.devices_free(run.run_id)
             return
-        run.over = True
-        self._over.append(run)
+        run.has_ended = True
+        self._ended.append(run)
         run_id = run.run_id
         if run.joint.is_lost:
             # before the run is placed elsewhere
@@ -509,17 +509,17 @@ class Engine:
             # otherwise it was restarted on its lease
             self.give_back(run_id)
         session = self._runs.get(run.launch.spec.session)
-        if run.launch.spec.fresh and (session is None or session.over):
+        if run.launch.spec.fresh and (session is None or session.has_ended):
             self.give_back(run.launch.spec.session)
         self._tidy()
 
     # ------------------------------------------------------------ nodes with runs of an earlier service
 
-    def _settle_if_all(self) -> None:
+    def _report_held_if_all(self) -> None:
         if self._begun and not self._settled and not self._awaited:
-            self._settle()
+            self._report_held()
 
-    def _settle(self) -> None:
+    def _report_held(self) -> None:
         """Report the held runs to the pool service, and give up nodes that have not reconnected."""
         inventory = self.inventory()
         if self._settled:
@@ -581,9 +581,9 @@ class Engine:
     def _tidy(self) -> None:
         """Persist which nodes have runs, and forget the oldest finished runs."""
         if self.come_and_go:
-            self._busy.write({node for run in self._runs.values() if not run.over for node in run.nodes})
-        while len(self._over) > _GONE_KEPT and (self._over[0].joint.released or len(self._over) > _UNTOLD_KEPT):
-            run = self._over.popleft()
+            self._busy.write({node for run in self._runs.values() if not run.has_ended for node in run.nodes})
+        while len(self._ended) > _MOST_ENDED and (self._ended[0].joint.released or len(self._ended) > _MOST_UNREPORTED):
+            run = self._ended.popleft()
             if self._runs.get(run.run_id) is run:
                 # otherwise it was restarted
                 del self._runs[run.run_id]

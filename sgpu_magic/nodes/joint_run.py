@@ -52,7 +52,7 @@ class PartOfRun(msgspec.Struct):
     lost: bool = False
 
     @property
-    def is_over(self) -> bool:
+    def has_ended(self) -> bool:
         """Whether its ranks have exited or can't be reached any more."""
         return self.has_exited or self.lost
 
@@ -84,17 +84,17 @@ class JointRun:
     @property
     def all_ended(self) -> bool:
         """Whether every part has ended, including those whose `RunEnded` is still to come."""
-        return all(part.end_reported or part.ended or part.is_over for part in self.parts)
+        return all(part.end_reported or part.ended or part.has_ended for part in self.parts)
 
     @property
     def free(self) -> bool:
         """Whether all its processes have exited on every node; files may still arrive."""
-        return all(part.free or part.is_over for part in self.parts)
+        return all(part.free or part.has_ended for part in self.parts)
 
     @property
     def has_exited(self) -> bool:
         """Whether its ranks have exited on every node and nothing more will arrive."""
-        return all(part.is_over for part in self.parts)
+        return all(part.has_ended for part in self.parts)
 
     @property
     def is_lost(self) -> bool:
@@ -179,7 +179,7 @@ class JointRun:
         for index, part in enumerate(self.parts):
             if part.waiting:
                 levels[index] = _level(part) or _READY
-            elif not (part.ended or part.is_over):
+            elif not (part.ended or part.has_ended):
                 return None
         if not levels:
             return None

@@ -119,7 +119,7 @@ class LocalEngine(Engine):
         if self._again is not None:
             self._again.cancel()
         super().close()
-        graces = [run.launch.spec.grace_s for run in self._runs.values() if not run.over]
+        graces = [run.launch.spec.grace_s for run in self._runs.values() if not run.has_ended]
         own_s = self._settings.grace_s
         self._agent.close(max((own_s if grace_s is None else grace_s for grace_s in graces), default=0.0))
         self._locks.close()
@@ -188,15 +188,15 @@ class LocalEngine(Engine):
         self._agent.clean_up_after(self._on_agent_exit)
 
     def _on_agent_exit(self) -> None:
-        lost = [run for run in self._runs.values() if not run.over]
+        lost = [run for run in self._runs.values() if not run.has_ended]
         for run in lost:
             if not run.launch.spec.in_session:
                 # ranks of an agent that an earlier service started are not descendants of this process
                 run_processes.kill_marked(run.run_id)
                 self._ray_directories.remove(run.run_id, self._settings)
             run.joint.part_lost(0)
-            run.over = True
-            self._over.append(run)
+            run.has_ended = True
+            self._ended.append(run)
             self._part_silent(run, 0)
         self._channels.pop(HERE, None)
         worked = self._agent_has_worked or time.monotonic() - self._agent_since >= _SHORT_LIFE_S

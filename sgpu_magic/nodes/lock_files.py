@@ -97,7 +97,7 @@ class LockFiles:
         """Write this process into the file as the holder of its lock."""
         _write_holder(descriptor)
 
-    def taken_over(self, descriptor: int) -> None:
+    def adopt(self, descriptor: int) -> None:
         """Write this process into the file of a lock that another process has taken."""
         _write_holder(descriptor)
 

@@ -74,7 +74,7 @@ class LockSockets:
         connection.close()
         return found
 
-    def taken_over(self, descriptor: int) -> None:
+    def adopt(self, descriptor: int) -> None:
         """Become the process that others see as the holder, with a lock that another process has taken."""
         handed = socket.socket(fileno=descriptor)
         try:

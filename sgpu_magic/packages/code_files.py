@@ -128,7 +128,7 @@ def _walk(
         notes.unreadable.append(path)
         return
     if is_file and os.access(path, os.R_OK):
-        yield TreeFile(name, path, FileState.of(status), bool(status.st_mode & stat.S_IXUSR))
+        yield TreeFile(name, path, FileState.from_stat(status), bool(status.st_mode & stat.S_IXUSR))
     elif is_file:
         notes.unreadable.append(path)
     identity = (status.st_dev, status.st_ino)

@@ -58,18 +58,18 @@ class LocalCode(msgspec.Struct):
 
 
 def find_local_code(
-    path: Sequence[str], sources: Iterable[str], *, elsewhere: Iterable[str] = (), cwd: str = ""
+    path: Sequence[str], sources: Iterable[str], *, projects: Iterable[str] = (), cwd: str = ""
 ) -> list[LocalCode]:
     """Return the user's own modules, one `LocalCode` for each entry of `path` that has some.
 
     Args:
         path: The kernel's `sys.path`, with "" replaced by the working directory.
         sources: Code whose imports count: the cell, and the cells that define the functions sent with it.
-        elsewhere: Directories to leave out: projects that are sent as wheels.
+        projects: Directories to leave out: projects that are sent as wheels.
         cwd: The kernel's working directory; default: this process's.
     """
     search = _Search(
-        path, tuple(os.path.realpath(each) + os.sep for each in elsewhere), cwd or current_directory() or os.sep
+        path, tuple(os.path.realpath(each) + os.sep for each in projects), cwd or current_directory() or os.sep
     )
     search.take_imported(sys.modules)
     waiting = [name for source in sources for name in imports_of(source)]
@@ -95,10 +95,10 @@ def imports_of(source: str) -> set[str]:
 
 
 class _Search:
-    def __init__(self, path: Sequence[str], elsewhere: tuple[str, ...], cwd: str) -> None:
+    def __init__(self, path: Sequence[str], projects: tuple[str, ...], cwd: str) -> None:
         installed = set(installed_entries(tuple(path)))
         self._path = [entry for entry in path if os.path.isdir(entry)]
-        self._elsewhere = elsewhere
+        self._projects = projects
         self._cwd = cwd
         # by absolute directory; if `sys.path` has several spellings, the first is kept
         self._by_directory: dict[str, LocalCode] = {}
@@ -156,7 +156,7 @@ class _Search:
         for path in paths:
             directory, entry = os.path.split(os.path.abspath(os.path.join(self._cwd, path)))
             code = self._by_directory.get(directory)
-            if code is None or entry in code.names or os.path.realpath(path).startswith(self._elsewhere):
+            if code is None or entry in code.names or os.path.realpath(path).startswith(self._projects):
                 continue
             code.names.append(entry)
             code.modules.add(name)

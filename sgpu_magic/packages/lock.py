@@ -65,13 +65,13 @@ class Lock(msgspec.Struct, frozen=True, kw_only=True):
     problem: str = ""
 
 
-def kept_lock(root: Path, digest: str) -> Lock | None:
+def cached_lock(root: Path, digest: str) -> Lock | None:
     """Return the cached lock; None if there is none or one of its wheels is gone."""
     lock = read_json(root / f"{digest}.json", Lock)
     return lock if lock is not None and all(os.path.exists(wheel.path) for wheel in lock.wheels.values()) else None
 
 
-def keep_lock(root: Path, digest: str, lock: Lock) -> None:
+def cache_lock(root: Path, digest: str, lock: Lock) -> None:
     """Cache a lock. A write error is ignored: the lock is made again next time."""
     with contextlib.suppress(OSError):
         write_whole(private_dir(root) / f"{digest}.json", msgspec.json.encode(lock))

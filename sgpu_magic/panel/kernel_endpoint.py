@@ -57,10 +57,10 @@ class KernelEndpoint:
         self._variables = SerialExecutor("sgpu-panel-variables")
         # several threads, so that a long action delays neither the refusal of another nor a disconnection
         self._action_executors = tuple(SerialExecutor("sgpu-panel-actions") for _ in range(_ACTIONS_AT_ONCE))
-        context.live_views.serve(PANEL, self.take)
+        context.live_views.serve(PANEL, self.on_request)
         self._announce(loaded=True)
 
-    def take(self, content: object, send: Send, *, knows_metadata: bool = True) -> None:
+    def on_request(self, content: object, send: Send, *, knows_metadata: bool = True) -> None:
         """Have a request answered in another thread, and return at once.
 
         Args:
@@ -194,7 +194,7 @@ class PanelView:
             return
         message = cast("dict[str, object]", content)
         if "n" in message:
-            self._endpoint.take(message, send, knows_metadata=False)
+            self._endpoint.on_request(message, send, knows_metadata=False)
         elif message.get("kind") != "here":
             self._orders.put(partial(self._execute, message))
 

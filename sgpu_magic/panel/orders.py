@@ -112,7 +112,7 @@ class Page:
     def rest(self) -> None:
         """Stop the updates until the next `Watch`."""
         with self._lock:
-            self._leave()
+            self._unwatch()
             if self._listed is not None:
                 self._listed.remove(self)
             self._listed = None
@@ -128,13 +128,13 @@ class Page:
             if self._closed:
                 return
             if pool != self._pool:
-                self._leave()
+                self._unwatch()
             self._pool = pool
             self._listed = self._watchers.watch_list(self, self._on_update)
             # a page that watches this pool already gets the whole state again
             self._watched = self._watchers.watch(pool, self, self._on_update)
 
-    def _leave(self) -> None:
+    def _unwatch(self) -> None:
         if self._watched is not None:
             self._watched.remove(self)
         self._watched = None

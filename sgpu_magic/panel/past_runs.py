@@ -76,7 +76,7 @@ class RunFilesOfPool:
         except OSError:
             self._here, self._listed_at = frozenset(), 0
 
-    def of(self, run: RunSummary, now: float) -> RunDirectoryInfo:
+    def directory_of(self, run: RunSummary, now: float) -> RunDirectoryInfo:
         """Return what is known of a run; `now` in seconds since the epoch."""
         run_id, clock = run.run_id, self._clock()
         if run_id not in self._here:
@@ -86,8 +86,8 @@ class RunFilesOfPool:
             # parameters never change
             parameters = self._parameters(run_id) if location.parameters is None else location.parameters
             location = RunDirectoryInfo(here=True, tracked_url=self._url(run_id), parameters=parameters)
-            over = run.state.is_final and now - (run.ended_at or run.submitted_at) > _LATE_S
-            self._known[run_id] = location, float("inf") if over or location.tracked_url else clock + _POLL_S
+            is_late = run.state.is_final and now - (run.ended_at or run.submitted_at) > _LATE_S
+            self._known[run_id] = location, float("inf") if is_late or location.tracked_url else clock + _POLL_S
         return location
 
     def _parameters(self, run_id: str) -> tuple[RunParameter, ...] | None:
@@ -117,7 +117,7 @@ class SimulatedUse:
         self._runs_path = runs_path
         self._logs: dict[str, _Samples] = {}
 
-    def of(self, runs: Iterable[RunSummary], cores: int, now: float) -> DeviceUse:
+    def use_of(self, runs: Iterable[RunSummary], cores: int, now: float) -> DeviceUse:
         """Return the use of the simulated devices that runs hold, by UUID; without those that report none.
 
         Args:

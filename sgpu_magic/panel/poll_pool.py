@@ -121,7 +121,7 @@ class PoolPoller:
             self._rates,
             now,
             durations=self._durations,
-            use=self._simulated.of(status.runs, status.inventory.cores, now),
+            use=self._simulated.use_of(status.runs, status.inventory.cores, now),
             histories=panel_histories(self._histories, self._runs.values(), now),
             usage=self._usage.line(now, status.budget) if self._entry is None else "",
             notice="" if self._pool is None else self._pool.notice,
@@ -226,7 +226,7 @@ class PoolPoller:
         self._locations.poll()
         rows: dict[str, tuple[RunSummary, RunDirectoryInfo, RunRow]] = {}
         for run in runs:
-            location = self._locations.of(run, now)
+            location = self._locations.directory_of(run, now)
             known = self._rows.get(run.run_id)
             if known is None or known[0] != run or known[1] != location:
                 known = (run, location, run_row(run, location))
@@ -344,7 +344,9 @@ class ListPoller:
         with contextlib.suppress(PoolError):
             found[LOCAL] = tuple(ledger.recent_runs(settings, _NEWEST))
         now, locations = time.time(), self._locations
-        rows = {name: tuple(run_row(run, locations.of(run, now)) for run in runs) for name, runs in found.items()}
+        rows = {
+            name: tuple(run_row(run, locations.directory_of(run, now)) for run in runs) for name, runs in found.items()
+        }
         return {**self._runs, **rows}
 
 

@@ -281,10 +281,10 @@ def _types(
 
 def _price(pool: str, device_type: str, rates: PriceBook) -> tuple[float | None, bool]:
     """Return the hourly price of one device, and whether it is that of reserved devices."""
-    price = rates.prices.of(pool, device_type)
+    price = rates.prices.price_of(pool, device_type)
     if price is not None:
         return price, False
-    reserved = rates.reserved.of(pool, device_type)
+    reserved = rates.reserved.price_of(pool, device_type)
     return reserved, reserved is not None
 
 

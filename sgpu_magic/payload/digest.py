@@ -68,7 +68,7 @@ class Fingerprint:
         if not content:
             return
         views = [*stream.large, *pickler.buffers]
-        digests = [digest_of(view, hashed) for view in views] if memory is None else memory.of(views, hashed)
+        digests = [digest_of(view, hashed) for view in views] if memory is None else memory.digests_of(views, hashed)
         for view, digest in zip(views, digests, strict=True):
             stream.hash.update(view.nbytes.to_bytes(8, "little") + digest)
         stream.large.clear()

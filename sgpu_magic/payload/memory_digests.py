@@ -86,7 +86,7 @@ class MemoryDigests:
         # by address and size; the least recently used first
         self._ranges: dict[Range, _Range] = {}
 
-    def of(self, views: Sequence[memoryview], hashed: Hashed | None = None) -> list[bytes]:
+    def digests_of(self, views: Sequence[memoryview], hashed: Hashed | None = None) -> list[bytes]:
         """Return the digests of contiguous buffers.
 
         Args:

@@ -94,7 +94,7 @@ def _run(settings: Settings, presence: PoolPresence, first_order: bytes) -> None
             await service.finished
         except ServiceFault as fault:
             # start the next service from here: a detached run has no client that would start one
-            service.leave(str(fault), start_next)
+            service.hand_over_and_exit(str(fault), start_next)
         service.close()
 
     asyncio.run(serve())

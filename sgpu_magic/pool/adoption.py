@@ -132,15 +132,15 @@ class Adoption:
 
     def _check(self) -> None:
         """End runs whose notebooks are dead or do not reconnect, as the earlier service would have done."""
-        over = self._loop.time() > self._until
+        is_late = self._loop.time() > self._until
         for run_id, spec in list(self._active.resubmittable.items()):
-            if over or not _owner_may_live(spec.owner):
+            if is_late or not _owner_may_live(spec.owner):
                 del self._active.resubmittable[run_id]
                 self._close(run_id, _NOT_AGAIN)
         waits = bool(self._active.resubmittable)
         for run in self._active.going:
             if run.adopted and run.owner is None and not run.spec.detach and not run.ended:
-                if over or not _owner_may_live(run.spec.owner):
+                if is_late or not _owner_may_live(run.spec.owner):
                     self._feed(sched.CancelRequested(run.run_id, CancelReason.OWNER_GONE))
                 else:
                     waits = True

@@ -88,13 +88,13 @@ class EventFeed:
         moved = False
         for key, lag in list(self.lags.items()):
             try:
-                over, sent = self._go_on(lag)
+                caught_up, sent = self._go_on(lag)
             except (OSError, ValueError, msgspec.DecodeError) as error:
                 # the log was removed or corrupted: live events are still sent
                 write_log(f"the events of run {lag.run_id} can't be read: {error}\n")
-                over, sent = True, False
+                caught_up, sent = True, False
             moved |= sent
-            if over:
+            if caught_up:
                 del self.lags[key]
         if self.lags:
             self._timer = self._loop.call_soon(self._turn) if moved else self._loop.call_later(SEND_AGAIN_S, self._turn)

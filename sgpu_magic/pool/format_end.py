@@ -11,7 +11,7 @@ from sgpu_magic.pool.scheduling.end_reason import (
     BudgetExhausted,
     BudgetNear,
     BudgetUsedUp,
-    CellWaitOver,
+    CellWaitLimitReached,
     CostLimitNear,
     CostLimitReached,
     CostWarning,
@@ -22,7 +22,7 @@ from sgpu_magic.pool.scheduling.end_reason import (
     SessionEnded,
     SessionWasIdle,
     TimeLimitReached,
-    WaitOver,
+    WaitLimitReached,
     WaitsForOwnSessions,
 )
 from sgpu_magic.pool.scheduling.wait_reason import Holders
@@ -47,11 +47,11 @@ def format_end(reason: EndReason | None) -> Text:
             return f"nothing ran in it for {format_exact_span(idle_s)} (--idle)"
         case NoNodesInTime(wait_s=wait_s):
             return f"the cluster added nothing within {format_exact_span(wait_s)}"
-        case WaitOver():
-            return _format_wait_over(reason)
+        case WaitLimitReached():
+            return _format_wait_limit(reason)
         case WaitsForOwnSessions():
             return _format_own_sessions(reason)
-        case CellWaitOver(wait_s=wait_s, reason=why):
+        case CellWaitLimitReached(wait_s=wait_s, reason=why):
             if wait_s:
                 waited = format_exact_span(wait_s)
                 return text_of(f"it has waited for {waited}: {format_wait(why)}. ", _WAIT_LONGER, ".")
@@ -96,18 +96,18 @@ def format_warning(warning: CostWarning) -> str:
 # ---------------------------------------------------------------- one reason
 
 
-def _format_wait_over(over: WaitOver) -> Text:
-    need = format_amount(over.need, over.line)
-    if isinstance(over.reason, InUse):
-        why = ", ".join([*format_holders(over.reason.holders), *format_blockers(over.reason.blockers)])
+def _format_wait_limit(reached: WaitLimitReached) -> Text:
+    need = format_amount(reached.need, reached.line)
+    if isinstance(reached.reason, InUse):
+        why = ", ".join([*format_holders(reached.reason.holders), *format_blockers(reached.reason.blockers)])
     else:
-        why = format_wait(over.reason)
-    if over.wait_s:
-        waited = f"{need} did not become free within {format_exact_span(over.wait_s)}"
+        why = format_wait(reached.reason)
+    if reached.wait_s:
+        waited = f"{need} did not become free within {format_exact_span(reached.wait_s)}"
         remedy = _WAIT_LONGER
     else:
-        are = "is" if over.free == 1 else "are"
-        waited = f"the run needs {need}, {over.free} {are} free, and it does not wait"
+        are = "is" if reached.free == 1 else "are"
+        waited = f"the run needs {need}, {reached.free} {are} free, and it does not wait"
         remedy = _QUEUE_IT
     fewer, other_pool = OptionName("gpus"), OptionName("pool")
     return text_of(

@@ -110,13 +110,14 @@ def format_run_title(run_id: str, name: str) -> str:
 # ---------------------------------------------------------------- one reason
 
 
-def _format_quota(over: OverQuota) -> str:
-    runs = [f"run {short(run_id)}" for run_id in over.run_ids]
-    if over.others:
-        runs.append(f"{over.others} more")
+def _format_quota(excess: OverQuota) -> str:
+    runs = [f"run {short(run_id)}" for run_id in excess.run_ids]
+    if excess.others:
+        runs.append(f"{excess.others} more")
+    quota = format_quota(excess.quota, excess.kind)
     return (
-        f"user {over.user} may have {format_quota(over.quota, over.kind)} at once (the pool's setting user_quotas): "
-        f"{_are(over.in_use)} in use by {', '.join(runs)}, and it needs {format_amount(over.ranks, over.line)}"
+        f"user {excess.user} may have {quota} at once (the pool's setting user_quotas): "
+        f"{_are(excess.in_use)} in use by {', '.join(runs)}, and it needs {format_amount(excess.ranks, excess.line)}"
     )
 
 

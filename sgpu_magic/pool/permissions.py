@@ -147,7 +147,7 @@ class Permissions:
         # the client's process is on another machine, even if that has the same name
         host = spec.owner.host if spec.owner.host != host_name() else f"{spec.owner.host} (another machine)"
         owner = msgspec.structs.replace(spec.owner, user=client.user, host=host)
-        context = msgspec.structs.replace(submit.context, elsewhere=True)
+        context = msgspec.structs.replace(submit.context, is_remote=True)
         return msgspec.structs.replace(submit, spec=msgspec.structs.replace(spec, owner=owner), context=context)
 
 

@@ -194,7 +194,7 @@ class Retention:
         # query this before measuring: the time of a run's last write is taken as its end
         ended = [path for path in directories if is_valid_id(path.name) and not self._is_live(path.name)]
         orphans = [path for path in uploads if not self._is_live(path.name.lstrip(".").partition(".")[0])]
-        runs = await run_in_thread(self._measurements.of, ended, frozenset(self._cells()))
+        runs = await run_in_thread(self._measurements.measure, ended, frozenset(self._cells()))
         removals = choose_removals(runs, settings, time.time())
         await run_in_thread(self._remove, removals, orphans)
         if self._removed is not None:
@@ -295,7 +295,7 @@ class _Measurements:
     def __init__(self) -> None:
         self._known: dict[str, _Measured] = {}
 
-    def of(self, directories: Iterable[Path], cells: Collection[str]) -> list[RunOnDisk]:
+    def measure(self, directories: Iterable[Path], cells: Collection[str]) -> list[RunOnDisk]:
         now = time.time()
         known: dict[str, _Measured] = {}
         for path in directories:

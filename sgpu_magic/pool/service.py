@@ -276,7 +276,7 @@ class PoolService:
         self._probation = None
         self._health.report("service", "")
 
-    def leave(self, fault: str, start_next: Callable[[], None]) -> NoReturn:
+    def hand_over_and_exit(self, fault: str, start_next: Callable[[], None]) -> NoReturn:
         """Release the pool for the next service, start that one, and exit as if killed, so that all ranks continue.
 
         Nothing may prevent the exit: the caller would go on to end the runs. If no process can be started, a client

@@ -102,7 +102,7 @@ async def _serve(engine_name: str, settings: Settings, presence: PoolPresence) -
         os.environ["SGPU_LISTEN"] = service.address
         # exec in place, so that a supervisor sees no exit; descriptors close on exec
         command = [sys.executable, "-m", "sgpu_magic.pool.serving", engine_name]
-        service.leave(str(fault), lambda: os.execv(sys.executable, command))
+        service.hand_over_and_exit(str(fault), lambda: os.execv(sys.executable, command))
     saying.cancel()
     service.close()
     if service.broken_why is not None:

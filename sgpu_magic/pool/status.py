@@ -118,7 +118,7 @@ class StatusReports:
             started_at=self._started_at,
             inventory=self._stock.inventory,
             cpu_slots_free=scheduler.cpu_slots_free,
-            runs=self._rows.of(rows, waiting, ends, began, dead),
+            runs=self._rows.complete(rows, waiting, ends, began, dead),
             clients=len(self._server.clients),
             problem="; ".join(text for text in (self._health.problem, self._ledger.problem, nodes) if text) or None,
             idle_ends_at=self._idleness.ends_at,
@@ -134,7 +134,7 @@ class RowsWithTimes:
         # (ledger's row, what was added to it, result) by run
         self._made: dict[str, tuple[RunSummary, _Added, RunSummary]] = {}
 
-    def of(
+    def complete(
         self,
         rows: Iterable[RunSummary],
         waiting: Mapping[str, _Waiting],

@@ -141,10 +141,10 @@ class Tracker:
         """Finish the tracking of a run whose ranks are gone."""
         if (entry := self._entries.get(run_id)) is None:
             return
-        if entry.done or (not entry.sent and not self._matters(entry, over=True)):
+        if entry.done or (not entry.sent and not self._matters(entry, ended=True)):
             del self._entries[run_id]
         elif entry.sent:
-            self._process(entry.order.tracking).over(run_id)
+            self._process(entry.order.tracking).finish_run(run_id)
 
     def find_leftovers(self) -> None:
         """Schedule the writing of what an earlier service left. Call it once the active runs are known."""
@@ -180,7 +180,7 @@ class Tracker:
             else:
                 self._send_later()
 
-    def _matters(self, entry: _Entry, *, over: bool = False) -> bool:
+    def _matters(self, entry: _Entry, *, ended: bool = False) -> bool:
         """Whether the run is to be tracked by now: it has run for a while, or it has failed."""
         if (run := entry.maybe) is None:
             return True
@@ -188,7 +188,7 @@ class Tracker:
         if entry.begun is None and run.state is RunState.RUNNING:
             entry.begun = now
         lasts = entry.begun is not None and now - entry.begun >= _MATTERS_S
-        failed = over and run.placed_at is not None and run.state not in (RunState.SUCCEEDED, RunState.CANCELLED)
+        failed = ended and run.placed_at is not None and run.state not in (RunState.SUCCEEDED, RunState.CANCELLED)
         if lasts or failed or run.state in (RunState.FAILED, RunState.TIMED_OUT):
             entry.maybe = None
             self._send_later()
@@ -204,7 +204,7 @@ class Tracker:
         process = self._process(entry.order.tracking)
         process.track(entry.order)
         if self._active.get(entry.order.run_id) is None:
-            process.over(entry.order.run_id)
+            process.finish_run(entry.order.run_id)
         for directory, left in self._leftovers.pop(without_user(entry.order.tracking.uri), ()):
             self._resume(directory, left, entry.order.tracking)
 
@@ -270,7 +270,7 @@ class Tracker:
         self._entries[directory.name] = _Entry(order, sent=True)
         process = self._process(tracking)
         process.track(order)
-        process.over(directory.name)
+        process.finish_run(directory.name)
 
     # ------------------------------------------------------------ from the writers
 

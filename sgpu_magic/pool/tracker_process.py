@@ -18,7 +18,7 @@ from sgpu_magic.wire.tracking import (
     EndTracker,
     FromTracker,
     Hurry,
-    RunOver,
+    RunLogComplete,
     Track,
     TrackerReady,
     TrackerRests,
@@ -47,14 +47,14 @@ class TrackerProcess:
         self._settings = msgspec.json.encode(replace(settings, tracking_uri="", index_url=""))
         self._on_report = on_report
         self._orders: dict[str, Track] = {}
-        self._over: set[str] = set()
+        self._finished: set[str] = set()
         self._child = child_process.ChildProcess(
             self._start,
             codec.from_tracker,
             self._on_message,
             pauses_s=_AGAIN_S,
             # the process exits after an idle minute, or may be killed: restart it only while there is work
-            wanted=lambda: any(run not in self._resting or run in self._over for run in self._orders),
+            wanted=lambda: any(run not in self._resting or run in self._finished for run in self._orders),
             begun=self._on_start,
             failed=self._failed,
         )
@@ -93,11 +93,11 @@ class TrackerProcess:
             self._child.send(Hurry(run_id=run_id))
             self._child.begin()
 
-    def over(self, run_id: str) -> None:
+    def finish_run(self, run_id: str) -> None:
         """Tell the process that the run's event log is complete."""
         if run_id in self._orders:
-            self._over.add(run_id)
-            self._child.send(RunOver(run_id=run_id))
+            self._finished.add(run_id)
+            self._child.send(RunLogComplete(run_id=run_id))
             self._child.begin()
 
     def close(self, wait_s: float) -> None:
@@ -129,8 +129,8 @@ class TrackerProcess:
         self._resting = frozenset()
         for run_id, order in self._orders.items():
             self._child.send(order)
-            if run_id in self._over:
-                self._child.send(RunOver(run_id=run_id))
+            if run_id in self._finished:
+                self._child.send(RunLogComplete(run_id=run_id))
         self._lose_patience(None if self._urgent else _PATIENCE_S)
 
     def _lose_patience(self, after_s: float | None) -> None:
@@ -157,5 +157,5 @@ class TrackerProcess:
             return
         if isinstance(message, TrackingDone):
             self._orders.pop(message.run_id, None)
-            self._over.discard(message.run_id)
+            self._finished.discard(message.run_id)
         self._on_report(message)

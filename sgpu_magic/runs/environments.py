@@ -14,7 +14,7 @@ from sgpu_magic.errors import UsageError
 from sgpu_magic.options.option_records import OWN_PACKAGES
 from sgpu_magic.packages import named_environments, snapshot
 from sgpu_magic.packages.distributions import InstalledPackages, Kind, normalised
-from sgpu_magic.packages.lock import Lock, keep_lock, kept_lock, lock_order, make_lock
+from sgpu_magic.packages.lock import Lock, cache_lock, cached_lock, lock_order, make_lock
 from sgpu_magic.packages.named_environments import BASE_NAMES, base_list
 from sgpu_magic.packages.snapshot import changes, process_began_at, stale_modules, versions
 from sgpu_magic.views.pool_tables import EnvironmentReport
@@ -76,7 +76,7 @@ def lock_of(
         return None
     root = settings.state_path / _LOCKS
     key = f"{described.digest}-order" if isinstance(described, Environment) else described.digest
-    lock = kept_lock(root, key)
+    lock = cached_lock(root, key)
     if lock is None and make:
         failed_at, lock = _failed.get(key, (0.0, None))
         if lock is not None and time.monotonic() - failed_at < retry_after_s:
@@ -84,7 +84,7 @@ def lock_of(
         if (lock := _make_lock(described, settings, gently=gently)).problem:
             _failed[key] = (time.monotonic(), lock)
         else:
-            keep_lock(root, key, lock)
+            cache_lock(root, key, lock)
     return lock
 
 

@@ -17,7 +17,7 @@ from sgpu_magic.client.result import mlflow_run_id
 from sgpu_magic.client.run import ClientRun
 from sgpu_magic.errors import RunCancelled
 from sgpu_magic.runs.follow import outcome, run_loop
-from sgpu_magic.runs.follow.run_loop import Ending, Settle, Subscription
+from sgpu_magic.runs.follow.run_loop import Ending, OnEnd, Subscription
 from sgpu_magic.runs.kernel_context import KernelContext, kernel_context
 from sgpu_magic.runs.submit.submit import release
 from sgpu_magic.wire.base import RunState, short
@@ -55,7 +55,7 @@ class Run(Future[list[R]], Generic[R]):
     """
 
     def __init__(
-        self, context: KernelContext, run: ClientRun, state: RunState, settle: Settle | None = None, ui: str = "auto"
+        self, context: KernelContext, run: ClientRun, state: RunState, on_end: OnEnd | None = None, ui: str = "auto"
     ) -> None:
         """Create a handle. Use `submit` or `from_id` instead.
 
@@ -63,7 +63,7 @@ class Run(Future[list[R]], Generic[R]):
             context: The kernel's context.
             run: The run, submitted or attached to.
             state: Its current state.
-            settle: Called when the run ends.
+            on_end: Called when the run ends.
             ui: How the handle shows the run as a cell's value.
         """
         super().__init__()
@@ -73,7 +73,7 @@ class Run(Future[list[R]], Generic[R]):
         self._context = context
         self._followed: Subscription = context.unseen(run)
         self._attached_state = state
-        self._settle = settle
+        self._on_end = on_end
         self._ui = ui
         context.follower.add(self._followed, self._end, has_ended=state.is_final)
 
@@ -143,7 +143,7 @@ class Run(Future[list[R]], Generic[R]):
         """
         pool = self._context.pool_of(self._followed.run)
         pool.detach(self.run_id)
-        pool.run_left(self.run_id)
+        pool.give_payload_up(self.run_id)
         self._context.detached.add(self.run_id)
 
     # ------------------------------------------------------------ results
@@ -271,16 +271,16 @@ class Run(Future[list[R]], Generic[R]):
 
     async def _awaited(self) -> list[R]:
         loop = asyncio.get_running_loop()
-        over = loop.create_future()
+        ended = loop.create_future()
 
         def on_done(_: Future[list[R]]) -> None:
             # the loop may have been closed meanwhile
             with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(lambda: over.done() or over.set_result(None))
+                loop.call_soon_threadsafe(lambda: ended.done() or ended.set_result(None))
 
         self.add_done_callback(on_done)
         try:
-            await over
+            await ended
         except asyncio.CancelledError:
             self.cancel("its task was cancelled")
             raise
@@ -304,8 +304,8 @@ class Run(Future[list[R]], Generic[R]):
             error = raised
         try:
             # clean up before setting the result: waiting callers resume at once, perhaps with the next call
-            if self._settle is not None:
-                self._settle(self._followed.view)
+            if self._on_end is not None:
+                self._on_end(self._followed.view)
             if run.owned:
                 release(context.pool_of(run), run)
             else:

@@ -23,7 +23,7 @@ from sgpu_magic.runs import packages
 from sgpu_magic.runs.choice.keeper import keeper_of
 from sgpu_magic.runs.follow import outcome
 from sgpu_magic.runs.follow.outcome import Interrupts, Names
-from sgpu_magic.runs.follow.run_loop import EventPump, Settle, Subscription
+from sgpu_magic.runs.follow.run_loop import EventPump, OnEnd, Subscription
 from sgpu_magic.runs.follow.run_notifier import RunNotifier
 from sgpu_magic.runs.kernel_restarts import watch_restarts
 from sgpu_magic.runs.notebook import publish
@@ -182,7 +182,7 @@ class KernelContext:
         *,
         interrupts: Interrupts | None = None,
         into: Names | None = None,
-        over: Settle | None = None,
+        on_end: OnEnd | None = None,
     ) -> RunResult | None:
         """Show a run until it ends, set the names that it brings back, and return its result.
 
@@ -191,7 +191,7 @@ class KernelContext:
             ui: As in `followed`.
             interrupts: Interrupts of the session that it runs in; None for a run with its own ranks.
             into: Receives the names instead of the notebook.
-            over: Called when this process is done with the run, whatever the outcome.
+            on_end: Called when this process is done with the run, whatever the outcome.
 
         Returns:
             The result; None if the run was detached.
@@ -211,8 +211,8 @@ class KernelContext:
                     return None
                 return outcome.collect(followed, self.namespace, self.restarts, interrupts, into)
             finally:
-                if over is not None:
-                    over(followed.view)
+                if on_end is not None:
+                    on_end(followed.view)
         finally:
             release(self.pool_of(run), run)
 

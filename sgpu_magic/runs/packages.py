@@ -280,7 +280,7 @@ class Packages:
 _all: dict[Pool, Packages] = {}
 
 
-def of(pool: Pool) -> Packages:
+def packages_of(pool: Pool) -> Packages:
     """Return the pool's `Packages`, one object per pool. Thread-safe."""
     return _all.get(pool) or _all.setdefault(pool, Packages(pool))
 

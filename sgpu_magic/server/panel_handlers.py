@@ -52,7 +52,7 @@ class Outbox:
             update = merged(before, update)
         self._pending[type(update)] = update
 
-    def take(self) -> PanelUpdate | None:
+    def pop(self) -> PanelUpdate | None:
         """Return the next message, None when the outbox is empty."""
         if self._results:
             return self._results.popleft()
@@ -179,7 +179,7 @@ class PanelHandler(WebSocketMixin, WebSocketHandler, JupyterHandler):
 
     async def _send(self) -> None:
         """Send the outbox's messages one at a time; a slow page gets fewer, merged messages."""
-        while (update := self._outbox.take()) is not None:
+        while (update := self._outbox.pop()) is not None:
             try:
                 await self.write_message(msgspec.json.encode(update).decode())
             except WebSocketClosedError:

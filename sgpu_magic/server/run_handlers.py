@@ -66,13 +66,13 @@ def add_handlers(server_app: Any) -> None:
         server_app.log.warning("sgpu_magic: %s Runs can't be shown after a reload of the page.", error.message)
         return
     application = server_app.web_app
-    elsewhere = RemotePools(settings, IDLE_S)
+    remote_pools = RemotePools(settings, IDLE_S)
     # stop the connections' threads before the interpreter shuts down
-    atexit.register(elsewhere.close)
-    followers = Followers(settings, elsewhere)
+    atexit.register(remote_pools.close)
+    followers = Followers(settings, remote_pools)
     mlflow_uis = MlflowUis()
     atexit.register(mlflow_uis.close)
-    shared = {"runs": OwnedRuns(settings, elsewhere), "followers": followers, "mlflow_uis": mlflow_uis}
+    shared = {"runs": OwnedRuns(settings, remote_pools), "followers": followers, "mlflow_uis": mlflow_uis}
     runs = url_path_join(application.settings["base_url"], "sgpu", "runs")
     application.add_handlers(".*$", [(runs + path, handler, shared) for path, handler in _HANDLERS.items()])
     PeriodicCallback(followers.drop_idle, _DROP_EVERY_MS).start()
@@ -309,12 +309,12 @@ class OwnedRuns:
 
     Args:
         settings: Settings, for the runs of this machine's pool.
-        elsewhere: The runs in remote pools.
+        remote_pools: The runs in remote pools.
     """
 
-    def __init__(self, settings: Settings, elsewhere: RemotePools) -> None:
+    def __init__(self, settings: Settings, remote_pools: RemotePools) -> None:
         self._settings = settings
-        self._elsewhere = elsewhere
+        self._remote_pools = remote_pools
         # replaced as a whole, never changed
         self._specs: dict[str, RunSpec] = {}
 
@@ -329,7 +329,7 @@ class OwnedRuns:
         found = [(run, self._spec(run.run_id)) for run in reversed(recent)]
         self._specs = {run.run_id: spec for run, spec in found if spec is not None}
         mine = [(spec, run.state, run.ended_at) for run, spec in found if spec and spec.owner.kernel == kernel]
-        for sent in self._elsewhere.of_kernel(kernel):
+        for sent in self._remote_pools.of_kernel(kernel):
             if sent.ended_at is None or now - sent.ended_at < RECENT_S:
                 # a run without a reported state is assumed to be running
                 mine.append((sent.spec, sent.state or RunState.RUNNING, sent.ended_at))

@@ -122,7 +122,7 @@ class LocalRun(RunLocation):
         self.default_store = settings.default_store_uri
         self._settings = settings
         self._looked_at = time.monotonic()
-        self._over = 0
+        self._final_reads = 0
 
     def loss_reason(self) -> str:
         """Return what the ledger says; a run whose pool and agent were killed writes no more events."""
@@ -134,8 +134,8 @@ class LocalRun(RunLocation):
         except PoolError:
             return ""
         # the ledger may have the end a moment before the run's directory does
-        self._over = self._over + 1 if row is not None and row.state.is_final else 0
-        return ledger.LOST if self._over > 1 else ""
+        self._final_reads = self._final_reads + 1 if row is not None and row.state.is_final else 0
+        return ledger.LOST if self._final_reads > 1 else ""
 
     def files(self) -> LocalRunFiles:
         # imported late: it needs the client
@@ -225,7 +225,7 @@ class RemotePools:
         self._pools: Pools | None = None
         self._used_at = clock()
         # ended runs; replaced as a whole, never changed
-        self._over: dict[str, SentRun] = {}
+        self._ended: dict[str, SentRun] = {}
 
     @property
     def is_connected(self) -> bool:
@@ -250,14 +250,14 @@ class RemotePools:
 
         Runs that a pool no longer has are left out. Takes 2 s at most, and contacts no pool if all runs have ended.
         """
-        known = self._over
+        known = self._ended
         read = [known.get(run_id) or sent_run(self._settings, run_id) for run_id in sent_run_ids(self._settings)]
         sent = [each for each in read if each is not None]
-        self._over = {each.spec.run_id: each for each in sent if each.ended_at is not None}
+        self._ended = {each.spec.run_id: each for each in sent if each.ended_at is not None}
         mine = [each for each in sent if each.spec.owner.kernel == kernel]
-        over = [each for each in mine if each.ended_at is not None]
+        ended = [each for each in mine if each.ended_at is not None]
         open_ones = [each for each in mine if each.ended_at is None]
-        return [*over, *self._as_pools_say(open_ones)] if open_ones else over
+        return [*ended, *self._as_pools_say(open_ones)] if open_ones else ended
 
     def rest(self) -> None:
         """Close the connections in the background if they have been unused for `rest_s`."""

@@ -232,13 +232,15 @@ class Followers:
 
     Args:
         settings: Settings, for the runs of this machine's pool.
-        elsewhere: The runs in remote pools.
+        remote_pools: The runs in remote pools.
         clock: Monotonic time in seconds.
     """
 
-    def __init__(self, settings: Settings, elsewhere: RemotePools, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, settings: Settings, remote_pools: RemotePools, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._settings = settings
-        self._elsewhere = elsewhere
+        self._remote_pools = remote_pools
         self._clock = clock
         self._lock = threading.Lock()
         self._followers: dict[str, Follower] = {}
@@ -276,10 +278,10 @@ class Followers:
         with self._lock:
             since = self._clock() - IDLE_S
             self._followers = {run_id: each for run_id, each in self._followers.items() if each.asked_at >= since}
-        self._elsewhere.rest()
+        self._remote_pools.rest()
 
     def _new(self, run_id: str) -> Follower:
-        location = run_here(self._settings, run_id) or self._elsewhere.run(run_id)
+        location = run_here(self._settings, run_id) or self._remote_pools.run(run_id)
         if location is None:
             raise _not_here(run_id)
         return Follower(location, self._settings.output_limit)

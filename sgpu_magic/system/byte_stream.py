@@ -42,7 +42,7 @@ class ByteStream:
         self._received = self._taken = self._acknowledged = 0
         # bounded by the window, which `on_message` enforces
         self._incoming: asyncio.Queue[bytes | None] = asyncio.Queue()
-        self._over = False
+        self._ended = False
         loop = asyncio.get_running_loop()
         self._tasks = [loop.create_task(self._outwards()), loop.create_task(self._inwards())]
         for task in self._tasks:
@@ -50,7 +50,7 @@ class ByteStream:
 
     def on_message(self, message: StreamMessage, frames: Sequence[bytes]) -> None:
         """Handle a message of the other end."""
-        if self._over:
+        if self._ended:
             return
         match message:
             case StreamData(offset=offset):
@@ -73,7 +73,7 @@ class ByteStream:
 
     def close(self, problem: str | None = None) -> None:
         """Close both directions now and notify the other end."""
-        if not self._over:
+        if not self._ended:
             self.send(StreamClosed(stream=self.number, problem=problem), ())
             self._finish(problem)
 
@@ -118,9 +118,9 @@ class ByteStream:
                 raise error
 
     def _finish(self, problem: str | None) -> None:
-        if self._over:
+        if self._ended:
             return
-        self._over = True
+        self._ended = True
         for task in self._tasks:
             task.cancel()
         with contextlib.suppress(OSError, RuntimeError):

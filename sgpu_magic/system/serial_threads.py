@@ -105,7 +105,7 @@ class FileThread:
             failed: Called with the OSError that it raised; any other exception is logged and converted to one.
         """
 
-        def over(future: asyncio.Future[T]) -> None:
+        def on_done(future: asyncio.Future[T]) -> None:
             match future.exception():
                 case None:
                     done(future.result())
@@ -115,7 +115,7 @@ class FileThread:
                     write_log(f"a fault in thread {self._name}: ", error)
                     failed(OSError(f"{type(error).__name__}: {error}"))
 
-        asyncio.get_running_loop().run_in_executor(self._executor, call).add_done_callback(over)
+        asyncio.get_running_loop().run_in_executor(self._executor, call).add_done_callback(on_done)
 
     def close(self) -> None:
         """Finish pending calls and end the thread."""

@@ -24,7 +24,7 @@ import msgspec
 
 from sgpu_magic.config import Settings
 from sgpu_magic.files.tracking_progress import load_progress
-from sgpu_magic.system.processes import leave_the_cores_to_ranks
+from sgpu_magic.system.processes import yield_cores_to_ranks
 from sgpu_magic.tracking import store
 from sgpu_magic.tracking.store import SYNC, Sent, Unsent
 from sgpu_magic.wire import codec
@@ -33,7 +33,7 @@ from sgpu_magic.wire.tracking import (
     EndTracker,
     FromTracker,
     Hurry,
-    RunOver,
+    RunLogComplete,
     ToTracker,
     Track,
     TrackerReady,
@@ -131,8 +131,8 @@ def _work(writers: WriterQueue, messages: queue.SimpleQueue[ToTracker | None]) -
                 writers.track(message)
             case Hurry(run_id=run_id):
                 writers.hurry(run_id)
-            case RunOver(run_id=run_id):
-                writers.over(run_id)
+            case RunLogComplete(run_id=run_id):
+                writers.finish_run(run_id)
             case _:
                 writers.close()
                 return
@@ -158,7 +158,7 @@ def sync() -> None:
     for directory in order.directories:
         writer = RunWriter(order.settings, target, Path(directory), tracking)
         # the run is over: its event log is final
-        writer.over = True
+        writer.log_complete = True
         problem = down
         until = time.monotonic() + _BUSY_S
         while not problem and not writer.progress.complete:
@@ -187,7 +187,7 @@ def _import(*, urgent: bool) -> None:
 
     def work() -> None:
         if not urgent:
-            leave_the_cores_to_ranks()
+            yield_cores_to_ranks()
         import sgpu_magic.tracking.writer_queue  # pyright: ignore[reportUnusedImport]  # noqa: F401
 
     thread = threading.Thread(target=work, name="sgpu-import", daemon=True)

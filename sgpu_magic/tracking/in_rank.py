@@ -73,14 +73,14 @@ def end() -> None:
     try:
         cell.reports.end()
     finally:
-        cell.over = True
+        cell.has_ended = True
         hold(None)
 
 
 def answered(message: TrackingAnswered) -> None:
     """Take the agent's answer to `AskTracking`."""
     if (cell := current()) is not None:
-        cell.take(message)
+        cell.on_answer(message)
 
 
 # ---------------------------------------------------------------- the import of MLflow

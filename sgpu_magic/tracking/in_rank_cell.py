@@ -224,7 +224,7 @@ class CellHere:
     def __post_init__(self) -> None:
         self.alias = uuid.uuid4().hex
         self.own = False
-        self.over = False
+        self.has_ended = False
         self._pid = os.getpid()
         self._answer: TrackingAnswered | None = None
         self._answered = threading.Event()
@@ -237,12 +237,12 @@ class CellHere:
     def ask(self) -> None:
         """Ask the agent for the MLflow run, once."""
         with self._ask_lock:
-            if self._asked or self.over or os.getpid() != self._pid:
+            if self._asked or self.has_ended or os.getpid() != self._pid:
                 return
             self._asked = True
         self.say(AskTracking())
 
-    def take(self, answer: TrackingAnswered) -> None:
+    def on_answer(self, answer: TrackingAnswered) -> None:
         """Take the agent's answer. Called in the helper thread."""
         if answer.run_id == self.run_id:
             self._answer = answer
@@ -255,7 +255,7 @@ class CellHere:
 
     def wait(self) -> TrackedRun | None:
         """Wait for the MLflow run and return it; None if there is none, which is reported to the user once."""
-        if self._answer is None and os.getpid() == self._pid and not self.over:
+        if self._answer is None and os.getpid() == self._pid and not self.has_ended:
             self.ask()
             self._answered.wait(_PATIENCE_S)
             if self._answer is None:
@@ -276,7 +276,7 @@ class CellHere:
 
     def is_this(self, run_id: object) -> bool:
         """Whether this is the id of the MLflow run, or its placeholder."""
-        return not self.over and run_id in (self.alias, self.known_id)
+        return not self.has_ended and run_id in (self.alias, self.known_id)
 
     @property
     def known_id(self) -> str:
@@ -302,7 +302,7 @@ class CellHere:
 
     def remark(self, about: str, text: str) -> None:
         """Show the user a remark, once per subject in this process."""
-        if about in _remarked or self.over or os.getpid() != self._pid:
+        if about in _remarked or self.has_ended or os.getpid() != self._pid:
             return
         _remarked.add(about)
         self.say(Remarked(text=text))
@@ -325,7 +325,7 @@ _current: CellHere | None = None
 
 def current() -> CellHere | None:
     """Return the tracked cell that is running, or None."""
-    return _current if _current is not None and not _current.over else None
+    return _current if _current is not None and not _current.has_ended else None
 
 
 def hold(cell: CellHere | None) -> None:

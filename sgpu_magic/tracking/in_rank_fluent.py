@@ -197,8 +197,8 @@ def _start_run(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     options["nested"] = True
     if run_id and not cell.is_this(run_id):
         return original(**options)
-    elsewhere = experiment is not None and not _is_its_experiment(cell, experiment)
-    if not run_id and cell.leads and (nested or parent or elsewhere) and cell.wait() is not None:
+    in_other_experiment = experiment is not None and not _is_its_experiment(cell, experiment)
+    if not run_id and cell.leads and (nested or parent or in_other_experiment) and cell.wait() is not None:
         try:
             if not stack and parent in (None, cell.alias):
                 options["parent_run_id"] = cell.true_id
@@ -207,7 +207,7 @@ def _start_run(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             cell.remark(
                 "child", f"MLflow could not create a child run ({error.message}); the run itself is used instead."
             )
-    if not cell.leads and not run_id and (nested or parent or elsewhere):
+    if not cell.leads and not run_id and (nested or parent or in_other_experiment):
         cell.remark("nested", _NESTED)
     else:
         _describe(cell, options)

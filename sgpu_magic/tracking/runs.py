@@ -98,7 +98,7 @@ class RunFold:
             self.batch = Batch()
         self.batch.seq = event.seq
 
-    def take(self) -> Batch:
+    def pop_batch(self) -> Batch:
         """Return the batch, and begin the next one."""
         taken, self.batch = self.batch, Batch(seq=self.batch.seq)
         return taken
@@ -121,7 +121,7 @@ class RunFold:
             case MetricsLogged() as body:
                 self._logged(body)
             case Sampled() as body:
-                self.batch.metrics += self._system.take(body, event.at)
+                self.batch.metrics += self._system.add(body, event.at)
             case AttemptFailed(attempt=attempt, attempts=attempts):
                 self._system.started_again()
                 self._tags({"sgpu.attempts": f"{attempt + 1} of {attempts}"})

@@ -34,7 +34,7 @@ class SystemMetrics:
         """Forget the ranks' devices after a restart: the first sample of each new process names its device again."""
         self._uuids, self._totals = {}, {}
 
-    def take(self, sampled: Sampled, at: float) -> list[MetricPoint]:
+    def add(self, sampled: Sampled, at: float) -> list[MetricPoint]:
         """Add samples and return the points that are due; `at` is their time in seconds since the epoch."""
         for sample in sampled.samples:
             if sample.uuid:

@@ -65,7 +65,7 @@ class RunWriter:
     ) -> None:
         self.directory = directory
         self.run_id = directory.name
-        self.over = False
+        self.log_complete = False
         self.due = time.monotonic()
         self.failures = 0
         self.announced = False
@@ -84,7 +84,7 @@ class RunWriter:
     @property
     def rests(self) -> bool:
         """Whether it is an open session that the pool knows to be in the store: between its cells, it only samples."""
-        spec, ends = self._fold.spec, self.over or self._fold.ended is not None
+        spec, ends = self._fold.spec, self.log_complete or self._fold.ended is not None
         return spec is not None and spec.kind is RunKind.SESSION and self.announced and not (ends or self.failures)
 
     def step(self) -> bool:
@@ -121,7 +121,7 @@ class RunWriter:
     def _step(self) -> bool:
         self._read()
         if self._fold.spec is None:
-            if self.over:
+            if self.log_complete:
                 self._keep(complete=True, problem="its directory has no events")
             return False
         if not self.progress.mlflow_run_id:
@@ -132,7 +132,7 @@ class RunWriter:
             self._batch = None
             if not batch.empty:
                 self._keep(seq=batch.seq, problem="")
-        if self._fold.ended is None and self.over and not self._read():
+        if self._fold.ended is None and self.log_complete and not self._read():
             self._end_unknown()
             return True
         if self._batch is not None:
@@ -156,9 +156,9 @@ class RunWriter:
             return False
         except (ValueError, OSError):
             # a damaged log: only the events before the damage are written
-            self.over = True
+            self.log_complete = True
         if self._fold.batch.seq > max(before, self.progress.seq) or not self._fold.batch.empty:
-            self._batch = self._fold.take()
+            self._batch = self._fold.pop_batch()
         return self._batch is not None
 
     # ------------------------------------------------------------ writing

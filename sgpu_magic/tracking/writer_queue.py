@@ -73,10 +73,10 @@ class WriterQueue:
         if run is not None and not run.announced:
             run.due = _AT_ONCE
 
-    def over(self, run_id: str) -> None:
+    def finish_run(self, run_id: str) -> None:
         run = self._runs.get(run_id)
         if run is not None:
-            run.over = True
+            run.log_complete = True
 
     def wait_s(self) -> float:
         """Return the seconds until a step is due."""

@@ -207,7 +207,7 @@ class RunView:
             case Stalled() as body:
                 self.stalled = body
             case Resumed():
-                self._stall_over()
+                self._end_stall()
             case RanksFinishing(ranks=ranks):
                 self.finishing = ranks
             case Sampled() | DeviceIdle() | DeviceBusy() as body:
@@ -245,7 +245,7 @@ class RunView:
             self.silence = sentence
             self.version += 1
 
-    def leave(self, sentence: str) -> None:
+    def stop_following(self, sentence: str) -> None:
         """Note why the run, which continues, is not followed here any more."""
         self.left = sentence
         self.version += 1
@@ -340,7 +340,7 @@ class RunView:
         for rank in body.ranks:
             self.rank_failures.pop(rank, None)
 
-    def _stall_over(self) -> None:
+    def _end_stall(self) -> None:
         if self.stalled is not None:
             self._last_stall = stall_note(self.stalled, self.spec.cell)
             self.stalled = None
@@ -357,7 +357,7 @@ class RunView:
         elif body.stacks and (note := cancelled_note(body.stacks, self.spec.cell)):
             self._last_stall, self.stalled = note, None
         elif body.state in (RunState.SUCCEEDED, RunState.CANCELLED):
-            self._stall_over()
+            self._end_stall()
         self.usage.ended()
         self.ended = self.times.ended = body = _spelled(body, self.spec.kind)
         self.state = body.state

@@ -291,15 +291,15 @@ def is_quiet(view: RunView) -> bool:
 
 def quiet_line(view: RunView) -> str:
     """Return `pushed cfg, loader (1.2 MB) to 4 ranks of session work`, `pulled history (1.2 kB) from rank 0 ...`."""
-    over = view.state is RunState.SUCCEEDED
+    succeeded = view.state is RunState.SUCCEEDED
     if view.spec.kind is RunKind.PUSH:
         shipped = view.spec.shipped
         what = f"{names_text(shipped.names)} ({format_bytes(shipped.total_bytes)})"
-        line = f"{'pushed' if over else 'pushing'} {what} to {_ranks(view)} of {session_text(view)}"
+        line = f"{'pushed' if succeeded else 'pushing'} {what} to {_ranks(view)} of {session_text(view)}"
     else:
-        size = f" ({format_bytes(returned_bytes(view))})" if over else ""
-        line = f"{'pulled' if over else 'pulling'} {_origins(view)} of {session_text(view)}{size}"
-    return " · ".join(filter(None, [line, "" if over else view.waiting_for, *view.notes]))
+        size = f" ({format_bytes(returned_bytes(view))})" if succeeded else ""
+        line = f"{'pulled' if succeeded else 'pulling'} {_origins(view)} of {session_text(view)}{size}"
+    return " · ".join(filter(None, [line, "" if succeeded else view.waiting_for, *view.notes]))
 
 
 def _ranks(view: RunView) -> str:

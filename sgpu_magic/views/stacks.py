@@ -142,10 +142,10 @@ def group_lines(groups: Sequence[StackGroup]) -> list[str]:
     """Return a line for each of the first groups, in columns, and one for the ranks of all others."""
     listed = groups[:_MAX_GROUPS]
     lines = aligned([(format_ranks(group.ranks), group.doing, group.location, group.source) for group in listed])
-    return lines + _elsewhere(groups)
+    return lines + _others_line(groups)
 
 
-def _elsewhere(groups: Sequence[StackGroup]) -> list[str]:
+def _others_line(groups: Sequence[StackGroup]) -> list[str]:
     """Return the line about the ranks of all groups that are left out, if there are any."""
     left_out = [rank for group in groups[_MAX_GROUPS:] for rank in group.ranks]
     return [f"{format_ranks(left_out)} elsewhere"] if left_out else []
@@ -158,7 +158,7 @@ def group_sentences(stacks: Sequence[RankStack], cell: CellSource) -> list[str]:
     for group in groups[:_MAX_GROUPS]:
         at = ": ".join(filter(None, (group.location, group.source)))
         found.append(f"{format_ranks(group.ranks)} {group.doing}" + (f" ({at})" if at else ""))
-    return found + _elsewhere(groups)
+    return found + _others_line(groups)
 
 
 def verdict(stacks: Sequence[RankStack], cell: CellSource) -> list[str]:

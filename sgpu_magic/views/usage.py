@@ -223,9 +223,9 @@ class RunUsage:
                 begin_s = max(end_s - seconds, self._until_s)
                 end_s = self._until_s = max(end_s, begin_s + seconds)
                 for sample in samples:
-                    self._of(sample.rank).sampled(sample, begin_s, end_s, at)
+                    self._usage_of(sample.rank).sampled(sample, begin_s, end_s, at)
             case DeviceIdle() | DeviceBusy():
-                self._of(body.rank).turned_idle(body if isinstance(body, DeviceIdle) else None, at)
+                self._usage_of(body.rank).turned_idle(body if isinstance(body, DeviceIdle) else None, at)
 
     def start_again(self) -> None:
         """Discard everything, as a new attempt starts."""
@@ -256,7 +256,7 @@ class RunUsage:
             parts.append(idle_sentence(idle_s, "has been", "have been") + cause)
         return parts
 
-    def _of(self, rank: int) -> RankUsage:
+    def _usage_of(self, rank: int) -> RankUsage:
         return self.ranks.setdefault(rank, RankUsage(rank))
 
 

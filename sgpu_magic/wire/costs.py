@@ -32,7 +32,7 @@ class Prices(msgspec.Struct, frozen=True):
     def __bool__(self) -> bool:
         return bool(self.hourly)
 
-    def of(self, pool: str, device_type: str) -> float | None:
+    def price_of(self, pool: str, device_type: str) -> float | None:
         """Return the hourly price of one device: the pool's own, else the price for every pool, else None."""
         own = self.hourly.get((pool, device_type))
         return self.hourly.get(("", device_type)) if own is None else own

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sgpu_magic.wire.base import OfRun, Record, RunLimit, RunState
 from sgpu_magic.wire.devices import Lease
-from sgpu_magic.wire.rank_events import Failure, MetricsLogged, RankSaid, RankStack, RankUnfinished, RankWatched
+from sgpu_magic.wire.rank_events import Failure, MetricsLogged, RankEvent, RankStack, RankUnfinished, RankWatched
 from sgpu_magic.wire.run import RankResult, RunSpec
 from sgpu_magic.wire.tracking import TrackedRun
 
@@ -264,7 +264,7 @@ SessionEvent = SessionMoved | GroupRenewed | RanksRestarted
 RunLearned = EnvironmentMoved | Described | Tracked
 RunUpdate = Noted | AttemptFailed | Detached
 EndEvent = PayloadReleased | RunEnded
-EventBody = RunMoved | RankSaid | RunUpdate | RankWatched | SessionEvent | RunLearned | MetricsLogged | EndEvent
+EventBody = RunMoved | RankEvent | RunUpdate | RankWatched | SessionEvent | RunLearned | MetricsLogged | EndEvent
 
 
 class Event(OfRun, frozen=True, tag="event", kw_only=True):

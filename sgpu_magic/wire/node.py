@@ -105,7 +105,7 @@ class PeerFailed(OfRun, frozen=True, tag="peer-failed", kw_only=True):
     """A rank of the run failed on another node: release the ranks that wait for it in a collective."""
 
 
-class PartsOver(OfRun, frozen=True, tag="parts-over", kw_only=True):
+class PartsEnded(OfRun, frozen=True, tag="parts-over", kw_only=True):
     """Every node's part of the run has ended: the ranks may exit."""
 
 
@@ -175,7 +175,7 @@ class RelaySignal(Record, frozen=True, tag="relay-signal", kw_only=True):
 
 
 StartOrder = WarmZygote | Launch | BuildEnvironment
-RanksOrder = TrackingKnown | MasterKnown | PeerFailed | PartsOver | EndRun | KillRanks
+RanksOrder = TrackingKnown | MasterKnown | PeerFailed | PartsEnded | EndRun | KillRanks
 SessionOrder = RestartSessionRanks | Question
 ClientNews = ReclaimPayload | ResultsReceived
 PoolOrder = TakeInventory | TakeStacks | EventsKept | Adopt | DetachRun | SendComms

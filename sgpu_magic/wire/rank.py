@@ -109,7 +109,7 @@ class Finish(Record, frozen=True, tag="finish", kw_only=True):
     """
 
 
-class Leave(Record, frozen=True, tag="leave", kw_only=True):
+class Exit(Record, frozen=True, tag="leave", kw_only=True):
     """All ranks have finished: exit."""
 
 
@@ -138,7 +138,7 @@ class AskCollectives(Numbered, frozen=True, tag="tell-collectives", kw_only=True
     """Read torch's flight recorder. Answered by `Collectives` with the same number."""
 
 
-CellOrder = Prepare | Renew | Execute | AnswerQuestion | Release | Finish | Leave
+CellOrder = Prepare | Renew | Execute | AnswerQuestion | Release | Finish | Exit
 ToRank = CellOrder | InPlace | TrackingAnswered | CommsFromFrontEnd | AskCollectives
 
 

@@ -415,5 +415,5 @@ class RanksFinishing(Record, frozen=True, tag="finishing", kw_only=True):
     ranks: tuple[RankUnfinished, ...]
 
 
-RankSaid = OutputWritten | DisplayPublished | OutputCleared | CommsMoved | RankFailed
+RankEvent = OutputWritten | DisplayPublished | OutputCleared | CommsMoved | RankFailed
 RankWatched = Stalled | Resumed | Sampled | DeviceIdle | DeviceBusy | RanksFinishing

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import msgspec
 from msgspec.structs import replace
 
 from sgpu_magic.wire.attachments import PackedLayout, Payload
@@ -82,10 +83,10 @@ class RankContext(Record, frozen=True, kw_only=True):
         cwd: Working directory.
         sys_path: The kernel's `sys.path`.
         umask: The kernel's umask.
-        environ: The kernel's whole `os.environ` with `--env` applied; if `elsewhere`, only what is sent of it.
+        environ: The kernel's whole `os.environ` with `--env` applied; if `is_remote`, only what is sent of it.
         key: The run's HMAC key, 32 bytes.
         installed: Entries of `sys_path` that belong to the kernel's Python installation.
-        elsewhere: The node cannot read the kernel's files: its directory and path do not exist there.
+        is_remote: The node cannot read the kernel's files: its directory and path do not exist there.
         cell: The cell to run, if the run's spec has it with secrets blanked; None if they are the same.
         maps_cuda: On ranks without a GPU, `cuda` is mapped to the CPU.
         cpu_stands_in: Ranks whose torch can't use the GPUs that they hold compute on the CPU; else they fail.
@@ -100,7 +101,7 @@ class RankContext(Record, frozen=True, kw_only=True):
     environ: dict[str, str]
     key: bytes
     installed: tuple[str, ...] = ()
-    elsewhere: bool = False
+    is_remote: bool = msgspec.field(default=False, name="elsewhere")
     cell: CellSource | None = None
     maps_cuda: bool = False
     cpu_stands_in: bool = False

@@ -146,7 +146,7 @@ class Hurry(OfRun, frozen=True, tag="hurry", kw_only=True):
     """A rank waits for the run's `TrackingStarted`."""
 
 
-class RunOver(OfRun, frozen=True, tag="run-over", kw_only=True):
+class RunLogComplete(OfRun, frozen=True, tag="run-over", kw_only=True):
     """The run's ranks are gone and its event log no longer grows, whether or not it contains the run's end."""
 
 
@@ -154,7 +154,7 @@ class EndTracker(Record, frozen=True, tag="end-tracker", kw_only=True):
     """Write pending data within a few seconds, and exit."""
 
 
-ToTracker = Track | Hurry | RunOver | EndTracker
+ToTracker = Track | Hurry | RunLogComplete | EndTracker
 
 # ---------------------------------------------------------------- tracker -> pool
 

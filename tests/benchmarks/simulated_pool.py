@@ -104,7 +104,7 @@ class SimulatedNodes(Engine):
         self._rate = 0.0
         self._since = 0.0
         self._printed = 0
-        self._ended = 0
+        self._ends_done = 0
         self._timer: asyncio.TimerHandle | None = None
         self._looking = False
         everything = cluster(gpus)
@@ -133,7 +133,7 @@ class SimulatedNodes(Engine):
         """`emit RATE` or `halt`."""
         order, _, rate = line.strip().partition(" ")
         if order == "emit":
-            self._rate, self._since, self._printed, self._ended = float(rate), time.monotonic(), 0, 0
+            self._rate, self._since, self._printed, self._ends_done = float(rate), time.monotonic(), 0, 0
             self._tick()
         elif self._timer is not None:
             self._timer.cancel()
@@ -143,8 +143,8 @@ class SimulatedNodes(Engine):
 
     def _tick(self) -> None:
         elapsed = time.monotonic() - self._since
-        while self._ended < elapsed * ENDS_PER_S and self.begun:
-            self._ended += 1
+        while self._ends_done < elapsed * ENDS_PER_S and self.begun:
+            self._ends_done += 1
             run_id, nodes = next(iter(self.begun.items()))
             del self.begun[run_id]
             for node in nodes:

@@ -129,7 +129,7 @@ def test_while_it_runs_and_where_it_stopped(served: ServedPool, ann: RemoteUser,
     names = {"stop": str(tmp_path / "stop")}
     target = tmp_path / "target"
     target.mkdir()
-    run = ann.client.begin(WORKS, ranks=1, names=names, along=Attachments(elsewhere=True))
+    run = ann.client.begin(WORKS, ranks=1, names=names, along=Attachments(is_remote=True))
     run.wait_for(OutputWritten)
     digest = run.printed[0].split()[1]
     # the working directory takes precedence over the run's own
@@ -165,7 +165,7 @@ def test_the_nodes_of_ranks(tmp_path: Path):
     client = PoolClient(home)
     try:
         body = "from pathlib import Path\nPath('out.txt').write_text(f'of {rank}')\nPath(f'o{rank}').write_text('own')"
-        run = client.begin(body, ranks=2, nodes=2, along=Attachments(elsewhere=True))
+        run = client.begin(body, ranks=2, nodes=2, along=Attachments(is_remote=True))
         assert run.ended().state is RunState.SUCCEEDED
         eventually(lambda: (home.run_dir(run.run_id) / "node-1/work/out.txt").exists(), 20)
         prefix = run.run_id[:8]

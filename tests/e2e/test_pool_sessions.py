@@ -166,7 +166,7 @@ def test_four_threads_of_one_kernel_submit_at_once(session: ClientSession):
         ]
         results[number] = [value for run in runs for value in run.values]
         for run in runs:
-            session.client.pool.run_over(run.run_id)
+            session.client.pool.reuse_payload(run.run_id)
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
     for thread in threads:

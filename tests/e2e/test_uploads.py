@@ -111,23 +111,23 @@ def test_what_has_not_changed_is_not_read_again(data: Path, tmp_path: Path):
     before = path.stat()
     known = KnownDigests(tmp_path / "state", data)
     known.keep({str(path): (before, ("a",))})
-    assert KnownDigests(tmp_path / "state", data).of(str(path), before) is None
+    assert KnownDigests(tmp_path / "state", data).digests_of(str(path), before) is None
     os.utime(path, (long_ago, long_ago))
     eventually(lambda: _kept(tmp_path / "state", data, path), 20)
     status = path.stat()
-    assert KnownDigests(tmp_path / "state", data).of(str(path), status) == ("a",)
-    assert KnownDigests(tmp_path / "state", tmp_path).of(str(path), status) is None
+    assert KnownDigests(tmp_path / "state", data).digests_of(str(path), status) == ("a",)
+    assert KnownDigests(tmp_path / "state", tmp_path).digests_of(str(path), status) is None
     # different content of the same size and mtime: the inode's change time reveals it
     content = bytearray(path.read_bytes())
     content[0] ^= 1
     path.write_bytes(content)
     os.utime(path, (long_ago, long_ago))
-    assert KnownDigests(tmp_path / "state", data).of(str(path), path.stat()) is None
+    assert KnownDigests(tmp_path / "state", data).digests_of(str(path), path.stat()) is None
 
 
 def _kept(state: Path, root: Path, path: Path) -> bool:
     KnownDigests(state, root).keep({str(path): (path.stat(), ("a",))})
-    return KnownDigests(state, root).of(str(path), path.stat()) is not None
+    return KnownDigests(state, root).digests_of(str(path), path.stat()) is not None
 
 
 # ------------------------------------------------------------ on this machine
@@ -208,7 +208,7 @@ def test_it_is_for_reading_and_where_the_notebook_had_it(served: ServedPool, ann
     """
     import textwrap
 
-    run = ann.client.begin(textwrap.dedent(body), ranks=1, along=Attachments(uploads=(upload(data),), elsewhere=True))
+    run = ann.client.begin(textwrap.dedent(body), ranks=1, along=Attachments(uploads=(upload(data),), is_remote=True))
     assert run.ended().state is RunState.SUCCEEDED, run.printed
     assert run.printed[0].split() == ["0o40500", "0o100400", "it", "runs"]
 
@@ -306,7 +306,7 @@ def test_far_nodes_get_it_once_each(data: Path):
     nodes = ManyAgents(home, 2, far=True)
     client = PoolClient(home)
     try:
-        along = Attachments(uploads=(upload(data),), elsewhere=True)
+        along = Attachments(uploads=(upload(data),), is_remote=True)
         run = client.begin(LISTED, ranks=4, nodes=2, along=along)
         roots = {listed(run, rank)[0] for rank in range(4)}
         assert len(roots) == 2

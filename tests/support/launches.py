@@ -36,7 +36,7 @@ def launch() -> Launch:
 
 
 def placed_launch(
-    tmp_path: Path, *, elsewhere: bool, env_names: tuple[str, ...] = (), session: str = "", **environ: str
+    tmp_path: Path, *, is_remote: bool, env_names: tuple[str, ...] = (), session: str = "", **environ: str
 ):
     spec = RunSpec(
         run_id="r1",
@@ -56,7 +56,7 @@ def placed_launch(
         environ=environ,
         key=b"",
         installed=KERNELS,
-        elsewhere=elsewhere,
+        is_remote=is_remote,
     )
     layout = PackedLayout(pickle_size=0, buffers=(), mac=b"")
     (tmp_path / "r1").mkdir(exist_ok=True)

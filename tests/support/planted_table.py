@@ -35,7 +35,7 @@ from sgpu_magic.wire.rank import CellFailed, Finished
 FRESH = (
     at(RunLauncher.launch),
     at(Environments.needed),
-    at(StandbyGroups.take),
+    at(StandbyGroups.acquire),
     at(Group.forked),
     at(FreshRun.on_rank_message),
     at(Execution.rank_wrote),
@@ -89,7 +89,7 @@ CELLS = (
     at(RunRegistry.on_event, RunEnded, after=True),
     at(AttemptFiles.describe),
     at(NodeSession.execute),
-    at(NodeSession.cell_over),
+    at(NodeSession.on_cell_ended),
     at(SessionLogs.lend),
     at(SessionLogs.take_back),
     at(send_cells),

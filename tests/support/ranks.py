@@ -31,6 +31,7 @@ from sgpu_magic.wire.rank import (
     DescendantsEnded,
     Displayed,
     Execute,
+    Exit,
     Exited,
     Finished,
     Fork,
@@ -39,7 +40,6 @@ from sgpu_magic.wire.rank import (
     FromZygote,
     InPlace,
     Joined,
-    Leave,
     Prepare,
     QuestionAnswered,
     Release,
@@ -363,10 +363,10 @@ class Session:
         return [answer.lost for answer in answers]
 
     def leave(self) -> None:
-        """End the ranks with `Leave`."""
+        """End the ranks with `Exit`."""
         for rank in self.ranks:
             with contextlib.suppress(OSError):
-                rank.send(Leave())
+                rank.send(Exit())
         for rank in self.ranks:
             rank.close()
         self.scratch.cleanup()

@@ -93,7 +93,7 @@ class ScriptedPool:
         self._say(link, Welcome(protocol_version=4, package_version="0", pid=1))
         while not outgoing.closed and not self._dead:
             select.select([outgoing], [], [])
-            for parcel in outgoing.take():
+            for parcel in outgoing.drain():
                 message = codec.client_messages.decode(parcel.parts[0])
                 self.sent.append(message)
                 answers = self._answer(message)

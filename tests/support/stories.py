@@ -348,7 +348,7 @@ def lost_a_node() -> Run:
 
 def left_alone() -> Run:
     run = running()
-    run.view.leave("run 7f3a continues without this notebook")
+    run.view.stop_following("run 7f3a continues without this notebook")
     return run
 
 

@@ -31,7 +31,7 @@ from sgpu_magic.wire.run import CellSource, Owner, RunSpec
 from sgpu_magic.wire.tracking import (
     FromTracker,
     MetricPoint,
-    RunOver,
+    RunLogComplete,
     Track,
     Tracking,
     TrackingDone,
@@ -207,7 +207,7 @@ class WriterProcess:
         self._environ = environ
         self.received: list[FromTracker] = []
         # by run, the orders that the next process gets again
-        self._orders: dict[str, list[Track | RunOver]] = {}
+        self._orders: dict[str, list[Track | RunLogComplete]] = {}
         self.start()
 
     def start(self) -> None:
@@ -242,9 +242,9 @@ class WriterProcess:
         self._send(order)
 
     def over(self, run: ToldRun) -> None:
-        self._send(RunOver(run_id=run.run_id))
+        self._send(RunLogComplete(run_id=run.run_id))
 
-    def _send(self, order: Track | RunOver) -> None:
+    def _send(self, order: Track | RunLogComplete) -> None:
         self._orders.setdefault(order.run_id, []).append(order)
         # the process may be about to end after a minute without work; `take` handles that
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):

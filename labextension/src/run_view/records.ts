@@ -159,8 +159,8 @@ export const newLines = record({
 });
 export type NewLines = Of<typeof newLines>;
 
-export const gone = record({ kind: oneOf("gone"), text: str });
-export type Gone = Of<typeof gone>;
+export const noMoreUpdates = record({ kind: oneOf("gone"), text: str });
+export type NoMoreUpdates = Of<typeof noMoreUpdates>;
 
 export const askHello = record({ kind: oneOf("hello"), n: num, over: str });
 export type AskHello = Of<typeof askHello>;
@@ -241,6 +241,6 @@ export type Answer = Of<typeof answer>;
 
 export const feedUpdate = kinds({
   lines: newLines,
-  gone,
+  gone: noMoreUpdates,
 });
 export type FeedUpdate = Of<typeof feedUpdate>;

@@ -25,10 +25,10 @@ from sgpu_magic.wire.client import SendComms
 from sgpu_magic.wire.rank import (
     CommsFromFrontEnd,
     DescendantsEnded,
+    Exit,
     Exited,
     Fork,
     FromRank,
-    Leave,
     Release,
     StandsBy,
     ToRank,
@@ -127,11 +127,11 @@ class Group:
                 self.ranks[number - self.first_rank] = self._make(number)
                 self._order(self.rank(number))
 
-    def leave(self) -> None:
+    def request_exit(self) -> None:
         """Tell every rank to exit. A rank that has executed nothing exits at end of file."""
         for process in self.ranks:
             if process.stream is not None:
-                process.stream.send(Leave())
+                process.stream.send(Exit())
 
     def pause(self) -> None:
         """Stop the processes of ranks that all stand by: each of gloo's loops wakes up a hundred times a second."""

@@ -75,7 +75,7 @@ class Rendezvous:
         self._known = known
         self._bound = MasterBound(run_id=run_id, address="", port=0)
         self._socket: socket.socket | None = None
-        self._over = False
+        self._is_done = False
         if part.index == 0:
             family = socket.AF_INET6 if ":" in part.address else socket.AF_INET
             self._socket = socket.create_server((part.address, 0), family=family, backlog=_BACKLOG)
@@ -87,9 +87,9 @@ class Rendezvous:
 
     def on_master_known(self, message: MasterKnown) -> None:
         """Handle the rendezvous address, which the pool service sends when all nodes are ready."""
-        if self._over:
+        if self._is_done:
             return
-        self._over = True
+        self._is_done = True
         listening = () if self._socket is None else (self._socket.fileno(),)
         interface = interface_of(self._part.address)
         self._known(RendezvousPoint(message.port, message.address, interface, listening))
@@ -97,7 +97,7 @@ class Rendezvous:
 
     def close(self) -> None:
         """Close the listening socket: rank 0 has its own descriptor, or none is needed."""
-        self._over = True
+        self._is_done = True
         if self._socket is not None:
             self._socket.close()
             self._socket = None

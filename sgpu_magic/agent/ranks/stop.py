@@ -127,7 +127,7 @@ class Terminator:
             finish_s: Seconds for ranks that are finishing what their cell started; 0 if their time is over.
             cut_off: Called before ranks that have not finished within `finish_s` are killed.
         """
-        self._run_ranks.group.leave()
+        self._run_ranks.group.request_exit()
         unreported = self._unreported()
         ending = unreported if finish_s else [*unreported, *self._still_finishing()]
         for process in ending:

@@ -33,7 +33,7 @@ from sgpu_magic.agent.runs.node_run import AgentServices, Attempt
 from sgpu_magic.wire.base import FailureKind, RunState
 from sgpu_magic.wire.codec import Order
 from sgpu_magic.wire.events import GroupRenewed, Noted
-from sgpu_magic.wire.node import Adopt, MasterKnown, PartsOver, PeerFailed
+from sgpu_magic.wire.node import Adopt, MasterKnown, PartsEnded, PeerFailed
 from sgpu_magic.wire.option_text import Text
 from sgpu_magic.wire.rank import CellFailed, DescendantsEnded, Finished, Finishing, FromRank, Joined
 from sgpu_magic.wire.rank_events import Unfinished
@@ -125,7 +125,7 @@ class FreshRun(Execution):
                 self._end(RunState.SUCCEEDED)
             case PeerFailed():
                 self._peer_failed()
-            case PartsOver():
+            case PartsEnded():
                 self._parts_over = True
                 if self._waits_for_parts:
                     self._waits_for_parts = False
@@ -251,7 +251,7 @@ class FreshRun(Execution):
             self._end(RunState.SUCCEEDED)
         if self.ended and not self.has_exited and self.group.has_exited:
             self._supervisor.close_group(self._here.settings)
-            self._is_over()
+            self._finish()
 
     def _after_end(self) -> None:
         self._traces_until = self._loop.time() + _TRACE_S
@@ -304,7 +304,7 @@ class SessionCell(Execution):
             self.files.memory.open_payload()
         except OSError as error:
             self.fail_whole(FailureKind.INTERNAL, f"the cell could not be started on {self._host}: {error}.")
-            self._settle()
+            self._return_ranks()
             return
         # the ranks start first; no message of theirs is handled before this method returns
         order = order_of(self.launch, self.files, self._here.settings.default_store_uri)
@@ -360,7 +360,7 @@ class SessionCell(Execution):
         reason = self._reason_to_renew(state)
         if not reason:
             self._end(state)
-            self._settle()
+            self._return_ranks()
             return
         self._later(_RENEWAL_PATIENCE_S, lambda: self._end(state))
 
@@ -368,7 +368,7 @@ class SessionCell(Execution):
             if renewed is not None and not self.ended:
                 self._say(renewed)
             self._end(state)
-            self._settle()
+            self._return_ranks()
 
         self._session.renew(reason, done)
 
@@ -384,13 +384,13 @@ class SessionCell(Execution):
             return ""
         return "ranks left the cell at different places"
 
-    def _settle(self) -> None:
+    def _return_ranks(self) -> None:
         """Return the idle ranks to the session."""
         if self.has_exited:
             return
         self._on_ranks_exited()
         try:
-            self._session.cell_over(self)
+            self._session.on_cell_ended(self)
         finally:
             self._listener.run_exited(self)
             self._loop.call_later(_WRITE_DELAY_S, self._write_down)

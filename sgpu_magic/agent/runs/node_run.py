@@ -184,7 +184,7 @@ class NodeRun(abc.ABC):
         for timer in self._timers:
             timer.cancel()
 
-    def _is_over(self) -> None:
+    def _finish(self) -> None:
         """Finish the run: its ranks are gone."""
         self._on_ranks_exited()
         self.files.ended(self.state)

@@ -147,9 +147,9 @@ class PreparingRun(NodeRun):
             self._say(moved)
         # the run that starts the ranks takes over the payload
         self.ended = self.has_exited = True
-        self._environments.leave(self.run_id)
+        self._environments.release(self.run_id)
         self._launches.prepared(self, built, code)
-        self._inputs.over(self.run_id)
+        self._inputs.remove_launch_files(self.run_id)
 
     def fail_whole(self, kind: FailureKind, message: Text) -> None:
         """Fail the run and stop the preparation."""
@@ -161,10 +161,10 @@ class PreparingRun(NodeRun):
         self._final_state = state
         if self._arriving is not None:
             self._arriving.cancel()
-        self._inputs.over(self.run_id)
-        self._environments.leave(self.run_id)
+        self._inputs.remove_launch_files(self.run_id)
+        self._environments.release(self.run_id)
         self._say(RunEnded(state=state, reason=str(reason), limit=self._limit, failure=failure, starting_s=self.age_s))
-        self._is_over()
+        self._finish()
 
     # ------------------------------------------------------------ the agent's interface (NodeRun)
 
@@ -263,9 +263,9 @@ class LaunchInputs:
             arriving.add_done_callback(_discard)
             raise
 
-    def over(self, run_id: str) -> None:
+    def remove_launch_files(self, run_id: str) -> None:
         """Remove the launch's archives and wheels: its ranks start, or it has ended."""
-        self.blobs.leave(run_id)
+        self.blobs.release(run_id)
         shutil.rmtree(self._folder / run_id, ignore_errors=True)
 
     def release(self, run_id: str) -> None:

@@ -156,7 +156,7 @@ class AttemptFiles:
     def ended(self, state: RunState) -> None:
         """Record the run's final state."""
         if self._far is not None or isinstance(self.memory.source, StoredPayload):
-            self.memory.leave_to_pool()
+            self.memory.close_stored_payload()
         with self._writing("run.json"):
             self._note(state=state)
 

@@ -21,7 +21,7 @@ import msgspec
 
 from sgpu_magic.files.atomic_file import appearing
 from sgpu_magic.files.content_store import join_parts
-from sgpu_magic.system.processes import fits_memory, leave_the_cores_to_ranks
+from sgpu_magic.system.processes import fits_memory, yield_cores_to_ranks
 from sgpu_magic.wire.attachments import (
     FilePayload,
     InlinePayload,
@@ -131,7 +131,7 @@ class BackgroundCopier:
     """Copies memory files into run directories, one at a time."""
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, "sgpu-keeper", leave_the_cores_to_ranks)
+        self._thread = ThreadPoolExecutor(1, "sgpu-keeper", yield_cores_to_ranks)
 
     def keep(self, job: CopyJob) -> Future[str] | None:
         """Queue a copy job. Its result is why the copy failed, "" for success. After `close` nothing is copied."""
@@ -262,7 +262,7 @@ class RunMemory:
             descriptor, self.payload_fd = self.payload_fd, -1
             self._job = self._copy(descriptor, size, PAYLOAD, self._payload_done)
 
-    def leave_to_pool(self) -> None:
+    def close_stored_payload(self) -> None:
         """Close the payload without a copy: the pool keeps it from its own store."""
         if self._released or self.payload_fd < 0:
             return

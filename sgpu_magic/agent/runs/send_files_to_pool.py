@@ -160,7 +160,7 @@ class FilesToPool:
             return
         if not run.launch.spec.session:
             self._reports.devices_free(run_id)
-        run.leaving = faults.in_background(self._leave(run))
+        run.leaving = faults.in_background(self._finish(run))
 
     def close(self) -> None:
         """Cancel all transfers and remove the runs' directories on this node."""
@@ -217,7 +217,7 @@ class FilesToPool:
             for each in held or ():
                 each()
 
-    async def _leave(self, run: _FarRun) -> None:
+    async def _finish(self, run: _FarRun) -> None:
         try:
             if run.logs is not None:
                 run.logs.cancel()

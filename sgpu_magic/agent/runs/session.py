@@ -133,14 +133,14 @@ class NodeSession(NodeRun):
             raise SessionRefuses(f"session {self.launch.spec.name} is busy with another cell. Run it again.")
         cell = SessionCell(attempt, self, self._here)
         self._logs.lend(cell.run_ranks.numbers, cell.files)
-        self._events.began(spec.name)
+        self._events.on_cell_started(spec.name)
         self._cell = cell
         return cell
 
-    def cell_over(self, cell: SessionCell) -> None:
+    def on_cell_ended(self, cell: SessionCell) -> None:
         """Take the ranks back from a cell: they are idle again."""
         self._cell = None
-        self._events.over()
+        self._events.on_cell_ended()
         if not self.has_exited:
             self._logs.take_back(cell.run_ranks.numbers)
         self._repair.proceed()
@@ -369,7 +369,7 @@ class NodeSession(NodeRun):
                 running_s=now - connected,
             )
         )
-        self.group.leave()
+        self.group.request_exit()
         unready = self.run_ranks.numbers if self._cell is not None else self._unfinished.ranks
         busy = [process for process in self.group.ranks if process.alive and process.rank in unready]
         for process in busy:
@@ -381,7 +381,7 @@ class NodeSession(NodeRun):
         """Finish the session once it has ended and its ranks are gone."""
         if self.ended and not self.has_exited and self.group.has_exited:
             self._supervisor.close_group(self._here.settings)
-            self._is_over()
+            self._finish()
 
     @property
     def connected(self) -> bool:

@@ -27,13 +27,13 @@ class SessionEvents:
         self._last_reported = SessionMoved(cells=0)
         self._timer: asyncio.TimerHandle | None = None
 
-    def began(self, name: str) -> None:
+    def on_cell_started(self, name: str) -> None:
         """Note that a cell has started."""
         self._cells += 1
         self._running = name
         self._changed()
 
-    def over(self) -> None:
+    def on_cell_ended(self) -> None:
         """Note that the cell is over."""
         self._running = ""
         self._changed()

@@ -70,7 +70,7 @@ class Holder:
             # if it has not started, release the constructor that waits for it
             leaves = not begun.cancel() and begun.exception() is None
             processes.end_children()
-            self._leave_nothing(leaves=leaves)
+            self._clean_up(leaves=leaves)
 
     async def _hold(self, begun: Future[Uplink]) -> None:
         try:
@@ -87,7 +87,7 @@ class Holder:
             # no pool service connected: nothing else would release the devices of its runs
             remove_groups_on(self._order.node, self._order.prefix)
 
-    def _leave_nothing(self, *, leaves: bool) -> None:
+    def _clean_up(self, *, leaves: bool) -> None:
         shutil.rmtree(self._base, ignore_errors=True)
         self._lock.close()
         if self._unpacked:

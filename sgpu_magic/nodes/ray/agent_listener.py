@@ -253,7 +253,7 @@ class NodeKeys:
         self._pairs = read_json(path, _Keys) or {}
         self._written = self._pairs
 
-    def of(self, node: str) -> KeyPair:
+    def pair_of(self, node: str) -> KeyPair:
         """The node's key pair; a new one if it has none."""
         if node not in self._pairs:
             pair = new_key_pair()

@@ -154,7 +154,7 @@ def _table(value: object) -> dict[str, object]:
 
 
 def _going(api: JobsApi, name: str) -> list[RayJob]:
-    return [job for job in api.jobs() if not job.is_over and (job.metadata or {}).get(POOL) == name]
+    return [job for job in api.jobs() if not job.has_ended and (job.metadata or {}).get(POOL) == name]
 
 
 def _await_listening(api: JobsApi, name: str, timeout_s: float) -> re.Match[str]:
@@ -165,7 +165,7 @@ def _await_listening(api: JobsApi, name: str, timeout_s: float) -> re.Match[str]
             return match
         job = api.job(name)
         last = "\n".join((api.logs(name) or logs).strip().splitlines()[-5:]) or (job.message or "")
-        if job.is_over:
+        if job.has_ended:
             raise PoolError(f"the pool did not start on the Ray cluster {api.address} (job {name}): {last[-1500:]}")
         if time.monotonic() > deadline:
             api.stop(name)
@@ -195,7 +195,7 @@ class RayJob(msgspec.Struct, frozen=True):
     metadata: dict[str, str] | None = None
 
     @property
-    def is_over(self) -> bool:
+    def has_ended(self) -> bool:
         return self.status in ("STOPPED", "SUCCEEDED", "FAILED")
 
 

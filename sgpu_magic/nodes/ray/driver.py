@@ -297,10 +297,10 @@ class NodeAgents:
         for node in busy:
             self._idle_since.pop(node, None)
         idle = [node for node in there if node not in busy and node not in self.leaving]
-        over = [node for node in idle if now - self._idle_since.setdefault(node, now) >= self._idle_s]
-        if over:
-            self.leaving.update(over)
-            self._send(EndAgents(nodes=tuple(over)))
+        unused = [node for node in idle if now - self._idle_since.setdefault(node, now) >= self._idle_s]
+        if unused:
+            self.leaving.update(unused)
+            self._send(EndAgents(nodes=tuple(unused)))
 
     def late(self, now: float) -> list[str]:
         """Return nodes whose agents did not connect in time; they count as gone from now on."""

@@ -299,7 +299,7 @@ class RayEngine(Engine):
         self._agent_listener.admit(self._keys.nodes)
 
     def _agent_order(self, node: str) -> AgentOrder:
-        pair = self._keys.of(node)
+        pair = self._keys.pair_of(node)
         return AgentOrder(
             node=node,
             prefix=self._prefix,
@@ -338,12 +338,12 @@ class RayEngine(Engine):
         self._start_granted()
 
     def _watch(self) -> None:
-        going = any(not run.over for run in self._runs.values())
+        going = any(not run.has_ended for run in self._runs.values())
         self._send_to_cluster(WatchNodes(every_s=_BUSY_S if going or self._asked else _IDLE_S))
 
     def _tend(self) -> None:
         self._tending = self._loop.call_later(_TEND_S, self._tend)
-        busy = {node for run in self._runs.values() if not run.over for node in run.nodes}
+        busy = {node for run in self._runs.values() if not run.has_ended for node in run.nodes}
         busy |= {share.node for launch, _ in self._granted.values() for share in launch.lease.shares}
         if self._settled:
             # before that it is unknown which runs the agents of the last service hold

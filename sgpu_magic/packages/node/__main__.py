@@ -36,7 +36,7 @@ def main() -> None:
         return
     report(BuildReady(built=built))
     if built:
-        builder.settle()
+        builder.tidy_up()
     lock.close()
 
 

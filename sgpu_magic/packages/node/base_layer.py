@@ -81,9 +81,9 @@ def link_layer(layer: Mapping[str, Distribution], folder: Path) -> None:
                 _link(source, folder / source.name)
         else:
             # the files below its site directory
-            elsewhere = ("..", "/", f"{info.name}/")
+            outside = ("..", "/", f"{info.name}/")
             names = (name for name, *_ in record_of(info) if not name.endswith((".pth", ".pyc")))
-            _link_tree((name for name in names if not name.startswith(elsewhere)), info.parent, folder)
+            _link_tree((name for name in names if not name.startswith(outside)), info.parent, folder)
 
 
 # ---------------------------------------------------------------- links

@@ -71,10 +71,10 @@ class Builder:
         except OSError as error:
             raise refusals.of_system(error, self._root) from error
 
-    def settle(self) -> None:
+    def tidy_up(self) -> None:
         """Remove old environments and write byte code, after the environment is usable. Runs at idle priority."""
         os.nice(19)
-        processes.leave_the_cores_to_ranks()
+        processes.yield_cores_to_ranks()
         name = self._order.name
         # on a full disk the ranks' imports are only slower
         with contextlib.suppress(OSError):

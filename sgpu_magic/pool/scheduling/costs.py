@@ -56,13 +56,13 @@ class Tariff(msgspec.Struct, frozen=True):
     def __bool__(self) -> bool:
         return bool(self.prices)
 
-    def of(self, device_type: str) -> float | None:
+    def price_of(self, device_type: str) -> float | None:
         """Return the price of one device for an hour, None without one."""
-        return self.prices.of(self.pool, device_type)
+        return self.prices.price_of(self.pool, device_type)
 
     def hourly(self, lease: Lease) -> float | None:
         """Return the price of all of a lease's devices for an hour, None without one."""
-        price = self.of(lease.device_type)
+        price = self.price_of(lease.device_type)
         return None if price is None else price * device_count(lease)
 
     def metered(self, meter: Meter, lease: Lease) -> Meter:
@@ -142,7 +142,7 @@ class CostRules:
 
     def refusal(self, spec: RunSpec, want: ResourceRequest) -> PlacementRefusal | None:
         """Return why a run's cost limit can't be enforced; None when it can, or the run has none."""
-        if spec.max_cost is None or spec.session or self.tariff.of(want.device_type) is not None:
+        if spec.max_cost is None or spec.session or self.tariff.price_of(want.device_type) is not None:
             return None
         priced = tuple(self.tariff.priced())
         return PlacementRefusal(ErrorKind.USAGE, NoPrice(spec.max_cost, want.device_type, priced))
@@ -152,9 +152,9 @@ class CostRules:
         if run.cost_warning is not None and self._table.now >= run.cost_warning:
             self._table.change(run, cost_reported=True)
 
-    def over_budget(self, want: ResourceRequest) -> BudgetExhausted | None:
+    def exhausted_budget(self, want: ResourceRequest) -> BudgetExhausted | None:
         """Return why the budget keeps a request from starting now; None when it can start."""
-        if (budget := self._budget) is None or self.tariff.of(want.device_type) is None:
+        if (budget := self._budget) is None or self.tariff.price_of(want.device_type) is None:
             return None
         now, live = self._table.now, self._table.live_cost()
         spent = budget.spent(now) + live
@@ -164,7 +164,7 @@ class CostRules:
         frees_in_s = None if frees_at is None else frees_at - now
         return BudgetExhausted(budget.limit, budget.days, self.tariff.currency, spent, frees_in_s)
 
-    def settle(self) -> list[Instruction]:
+    def apply_limits(self) -> list[Instruction]:
         """Warn the runs that are near a cost limit or the budget, and stop those that reached it."""
         if not self.tariff:
             return []

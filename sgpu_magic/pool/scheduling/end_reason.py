@@ -55,7 +55,7 @@ class InUse(msgspec.Struct, frozen=True):
     blockers: tuple[DeviceBlocker, ...] = ()
 
 
-class WaitOver(msgspec.Struct, frozen=True):
+class WaitLimitReached(msgspec.Struct, frozen=True):
     """The devices did not become free within the run's waiting time.
 
     Args:
@@ -89,7 +89,7 @@ class WaitsForOwnSessions(msgspec.Struct, frozen=True):
     sessions: tuple[HeldByRun, ...]
 
 
-class CellWaitOver(msgspec.Struct, frozen=True):
+class CellWaitLimitReached(msgspec.Struct, frozen=True):
     """The session did not become free within the cell's waiting time.
 
     Args:
@@ -243,9 +243,9 @@ EndReason = (
     | TimeLimitReached
     | SessionWasIdle
     | NoNodesInTime
-    | WaitOver
+    | WaitLimitReached
     | WaitsForOwnSessions
-    | CellWaitOver
+    | CellWaitLimitReached
     | CostLimitReached
     | BudgetUsedUp
     | BudgetExhausted

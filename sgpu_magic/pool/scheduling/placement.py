@@ -69,7 +69,7 @@ class FreeCapacity:
 
     # ------------------------------------------------------------ leases
 
-    def take(
+    def add(
         self, run_id: str, lease: Lease, number: int = 0, *, shared: bool = False, session: str | None = None
     ) -> None:
         """Count `lease` as held.

@@ -24,7 +24,7 @@ from sgpu_magic.pool.scheduling.fair_share import FairShare
 from sgpu_magic.pool.scheduling.placement import FreeCapacity
 from sgpu_magic.pool.scheduling.placement_refusal import PlacementRefusal
 from sgpu_magic.pool.scheduling.placement_request import on_nodes, resolve, too_large
-from sgpu_magic.pool.scheduling.queue_status import Blockers, by_line, unfreed_devices, wait_over
+from sgpu_magic.pool.scheduling.queue_status import Blockers, by_line, unfreed_devices, wait_limit_reached
 from sgpu_magic.pool.scheduling.run import ScheduledRun
 from sgpu_magic.pool.scheduling.run_table import RunTable
 from sgpu_magic.pool.scheduling.stimuli import Instruction, LaunchRun
@@ -127,7 +127,7 @@ class QueueRules:
             return min(before or wants, key=rank_of)
 
         def rank_of(want: ResourceRequest) -> tuple[bool, bool, float, bool, int, int]:
-            price, free = self._costs.tariff.of(want.device_type), room.free(want)
+            price, free = self._costs.tariff.price_of(want.device_type), room.free(want)
             size = memory_of(want.device_type)
             return free < want.ranks, price is None, price or 0.0, want.simulated, size, -free
 
@@ -147,7 +147,7 @@ class QueueRules:
         times = [at for run in self._table.waiting() for at in (run.passed_at, run.overtaken_at) if at is not None]
         return min((at + self._pass_over_s for at in times if not self._aged(at)), default=None)
 
-    def settle(self) -> list[Instruction]:
+    def advance(self) -> list[Instruction]:
         """Grant what is free, and end the runs whose waiting time is over."""
         out = self._start_waiting()
         # a run that gives up may release devices that were kept for it: place the runs behind it
@@ -183,7 +183,7 @@ class QueueRules:
 
     def _assign(self, run: ScheduledRun, lease: Lease) -> None:
         session = run.spec.name if run.spec.kind is RunKind.SESSION else None
-        self.room.take(run.run_id, lease, run.number, shared=run.orphaned, session=session)
+        self.room.add(run.run_id, lease, run.number, shared=run.orphaned, session=session)
 
     def _start_waiting(self) -> list[Instruction]:
         out: dict[int, list[Instruction]] = {}
@@ -215,7 +215,7 @@ class QueueRules:
     def _keepers_first(self, line: _Round) -> bool:
         """Serve users' first runs that were overtaken too long ago. Returns False if all devices are kept for one."""
         for run, want in self._long_overtaken(map(reversed, line.waiting.values())):
-            if self._costs.over_budget(want):
+            if self._costs.exhausted_budget(want):
                 continue
             user = run.spec.owner.user
             line.waiting[user].remove((run, want))
@@ -249,7 +249,7 @@ class QueueRules:
         while runs:
             run, want = runs.pop()
             if want.device_type not in line.unaffordable:
-                line.unaffordable[want.device_type] = self._costs.over_budget(want)
+                line.unaffordable[want.device_type] = self._costs.exhausted_budget(want)
             if unaffordable := line.unaffordable[want.device_type]:
                 line.out[run.number] = self._table.give_up(run, unaffordable)
                 continue
@@ -300,7 +300,9 @@ class QueueRules:
         due = [(run, want) for run, want in waiting if self._table.waited_in_vain(run)]
         keepers = self.keepers(self.waiting()) if due else Blockers()
         unfreed = unfreed_devices(self._table)
-        given_up = [self._table.give_up(run, wait_over(run, want, self.room, keepers, unfreed)) for run, want in due]
+        given_up = [
+            self._table.give_up(run, wait_limit_reached(run, want, self.room, keepers, unfreed)) for run, want in due
+        ]
         return [instruction for instructions in given_up for instruction in instructions]
 
     def _blocked_by_own_sessions(self, waiting: Waiting) -> list[Instruction]:

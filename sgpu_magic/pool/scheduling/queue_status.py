@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from sgpu_magic.pool.scheduling.capacity import CPU_LINE, QueueKey, ResourceRequest, line_of_lease
-from sgpu_magic.pool.scheduling.end_reason import InUse, WaitOver
+from sgpu_magic.pool.scheduling.end_reason import InUse, WaitLimitReached
 from sgpu_magic.pool.scheduling.fair_share import FairShare
 from sgpu_magic.pool.scheduling.placement import FreeCapacity
 from sgpu_magic.pool.scheduling.run import ScheduledRun
@@ -145,8 +145,8 @@ class QueueSnapshot:
             return DevicesUnknown()
         if run.asked:
             return NodesRequested(want, _availability(want, room), _coming(room))
-        if over := self._fair.over_quota(run, want):
-            return over
+        if excess := self._fair.over_quota(run, want):
+            return excess
         kept_for = self._keepers.of_users.get((want.line, run.spec.owner.user))
         key = (want, run.run_id if self._keepers.keeps(run, want) else kept_for)
         if key not in self._found:
@@ -194,20 +194,20 @@ def wait_reason(
     return Shortage(missing, want.line, holders, blockers, keepers.keeps(run, want))
 
 
-def wait_over(
+def wait_limit_reached(
     run: ScheduledRun,
     want: ResourceRequest,
     room: FreeCapacity,
     keepers: Blockers,
     unfreed: Iterable[UnfreedDevices],
-) -> WaitOver:
+) -> WaitLimitReached:
     """Return why a run gives up whose waiting time is over; the arguments are those of `wait_reason`."""
     reason: WaitReason | InUse
     if room.stock.many or room.missing(want) == 0:
         reason = wait_reason(run, want, room, keepers, unfreed)
     else:
         reason = InUse(room.holders(want), _blockers(want, room, unfreed))
-    return WaitOver(room.need(want), room.free(want), want.line, run.spec.wait_s or 0.0, reason)
+    return WaitLimitReached(room.need(want), room.free(want), want.line, run.spec.wait_s or 0.0, reason)
 
 
 def session_obstacle(table: RunTable, cell: ScheduledRun) -> SessionObstacle | None:

@@ -102,7 +102,7 @@ class RunTable:
 
     # ------------------------------------------------------------ times
 
-    def over_time(self) -> list[ScheduledRun]:
+    def past_time_limit(self) -> list[ScheduledRun]:
         """Return the runs past their time limit, in order of submission. Each is returned once."""
         due: set[int] = set()
         while self._limits and self._limits[0][0] <= self.now:
@@ -248,7 +248,7 @@ class RunTable:
         self.change(run, reason=reason)
         return [RefuseRun(run.run_id, error, reason), *self.remove(run)]
 
-    def over(self, run: ScheduledRun, state: RunState) -> list[Instruction]:
+    def remove_ended(self, run: ScheduledRun, state: RunState) -> list[Instruction]:
         """Remove a run whose own ranks are gone; a session stays while `--fresh` cells use its devices."""
         moves = self.move(run, state)
         if _on_its_devices(self.cells_of(run.run_id)):

@@ -27,7 +27,7 @@ from sgpu_magic.pool.scheduling.capacity import ResourceRequest
 from sgpu_magic.pool.scheduling.costs import Budget, CostRules, Tariff
 from sgpu_magic.pool.scheduling.end_reason import (
     AlreadySubmitted,
-    CellWaitOver,
+    CellWaitLimitReached,
     EndReason,
     NoNodesInTime,
     SessionWasIdle,
@@ -193,7 +193,7 @@ class Scheduler:
             case _:
                 known = self._runs.get(stimulus.run_id)
                 out = [] if known is None else self._handle_for(known, stimulus)
-        return out + self._settle()
+        return out + self._advance()
 
     # ------------------------------------------------------------ stimuli
 
@@ -257,7 +257,7 @@ class Scheduler:
             case RanksReaped(state=state):
                 if not state.is_final:
                     raise ValueError(f"run {run.run_id} can't end as {state!r}: a final state is needed")
-                return self._table.over(run, state)
+                return self._table.remove_ended(run, state)
             case LeaseFreed():
                 self._table.free(run)
             case LeaseRefused():
@@ -311,7 +311,7 @@ class Scheduler:
         if run.lease is None or run.spec.session:
             return []
         if run.state.is_final:
-            return self._table.over(run, run.state)
+            return self._table.remove_ended(run, run.state)
         if run.stopping_as is not None:
             # the run was being stopped, and no rank is left to report its end
             self._table.change(run, lease=None)
@@ -320,13 +320,13 @@ class Scheduler:
 
     # ------------------------------------------------------------ after every stimulus
 
-    def _settle(self) -> list[Instruction]:
+    def _advance(self) -> list[Instruction]:
         out = [
-            *self._settle_times(),
-            *self._costs.settle(),
-            *self._queue.settle(),
+            *self._apply_times(),
+            *self._costs.apply_limits(),
+            *self._queue.advance(),
             # after the queue, which may have given a session its devices or ended it
-            *self._settle_cells(),
+            *self._advance_cells(),
         ]
         for run in self.waiting:
             # a request that the pool has not resolved yet may still be refused
@@ -335,11 +335,11 @@ class Scheduler:
                 self._table.change(run, accepted=is_resolved)
         return out
 
-    def _settle_times(self) -> list[Instruction]:
+    def _apply_times(self) -> list[Instruction]:
         now = self._table.now
         due: list[tuple[ScheduledRun, RunState, EndReason, RunLimit | None]] = [
             (run, RunState.TIMED_OUT, TimeLimitReached(run.spec.timeout_s), RunLimit.TIME)
-            for run in self._table.over_time()
+            for run in self._table.past_time_limit()
         ]
         for session in self._table.sessions():
             if (until := self._table.quiet_until(session)) is not None and now >= until:
@@ -349,7 +349,7 @@ class Scheduler:
         due.sort(key=lambda one: one[0].number)
         return [instruction for one in due for instruction in self._table.stop(*one)]
 
-    def _settle_cells(self) -> list[Instruction]:
+    def _advance_cells(self) -> list[Instruction]:
         """Launch waiting cells of sessions, let them give up, or end them with their session."""
         closed = [run for run in self._table.sessions() if not run.is_open]
         out = [instruction for session in closed for instruction in self._table.end_cells(session)]
@@ -360,7 +360,9 @@ class Scheduler:
                 self._table.change(cell, lease=lease, accepted=True)
                 out.append(LaunchRun(cell.run_id, lease))
             elif self._table.waited_in_vain(cell):
-                out += self._table.give_up(cell, CellWaitOver(cell.spec.wait_s or 0.0, self.queue().reason(cell)))
+                out += self._table.give_up(
+                    cell, CellWaitLimitReached(cell.spec.wait_s or 0.0, self.queue().reason(cell))
+                )
         return out
 
 

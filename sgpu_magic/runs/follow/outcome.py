@@ -117,7 +117,7 @@ def watch(followed: Subscription, state: RunState, namespace: dict[str, Any]) ->
     try:
         ending = follow(followed, has_ended=state.is_final)
     except KeyboardInterrupt:
-        followed.view.leave(f"stopped watching; run {short(followed.run.run_id)} continues")
+        followed.view.stop_following(f"stopped watching; run {short(followed.run.run_id)} continues")
     followed.publisher.tick(time.monotonic(), final=True)
     return deliver(followed, ending, namespace) if ending is not None else None
 
@@ -133,7 +133,7 @@ def show(followed: Subscription, state: RunState, stopped: threading.Event) -> N
     try:
         ending = follow(followed, has_ended=state.is_final, stopped=stopped)
     except SgpuError as error:
-        followed.view.leave(error.message)
+        followed.view.stop_following(error.message)
         ending = None
     if ending is None and not followed.view.left:
         _stop_watching(followed)
@@ -146,7 +146,7 @@ def replay(followed: Subscription, state: RunState) -> None:
         follow(followed, has_ended=True)
     else:
         until = time.monotonic() + HISTORY_PATIENCE_S
-        while time.monotonic() < until and followed.take(_CAUGHT_UP_S) is not None:
+        while time.monotonic() < until and followed.next_event(_CAUGHT_UP_S) is not None:
             pass
         if not followed.view.is_final:
             _stop_watching(followed)
@@ -155,8 +155,8 @@ def replay(followed: Subscription, state: RunState) -> None:
 
 def abandon(followed: Subscription) -> None:
     """Show that a run continues without this notebook, and give up its payload memory."""
-    followed.pool.run_left(followed.run.run_id)
-    followed.view.leave(detached_note(followed.run.spec))
+    followed.pool.give_payload_up(followed.run.run_id)
+    followed.view.stop_following(detached_note(followed.run.spec))
     followed.publisher.tick(time.monotonic(), final=True)
 
 
@@ -169,7 +169,7 @@ def detached_note(spec: RunSpec) -> str:
 
 def _stop_watching(followed: Subscription) -> None:
     run = short(followed.run.run_id)
-    followed.view.leave(f"run {run} continues; %sgpu_status {run} and %sgpu_attach {run} show it again")
+    followed.view.stop_following(f"run {run} continues; %sgpu_status {run} and %sgpu_attach {run} show it again")
 
 
 # ---------------------------------------------------------------- interrupted cells

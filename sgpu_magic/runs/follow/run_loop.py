@@ -24,7 +24,7 @@ from sgpu_magic.wire.rank_events import Failure, Sampled
 Ending = tuple[RunEnded, Sequence[bytes]]
 """A run's final event, with its raw frames."""
 
-Settle = Callable[[RunView], None]
+OnEnd = Callable[[RunView], None]
 """Called when this process is done with a run."""
 
 _TICK_S = 0.05
@@ -72,7 +72,7 @@ class Subscription(msgspec.Struct, frozen=True):
         elif not silent_s:
             self.view.set_silence("")
 
-    def take(self, patience_s: float = 0.0) -> tuple[Event, Sequence[bytes]] | None:
+    def next_event(self, patience_s: float = 0.0) -> tuple[Event, Sequence[bytes]] | None:
         """Wait for the next event and apply it to the view; None on timeout."""
         if (item := self.run.next_event(patience_s)) is not None:
             self.apply(*item)
@@ -116,7 +116,7 @@ def follow(
     while (now := time.monotonic()) < until and (stopped is None or not stopped.is_set()):
         patience_s = min(_TICK_S if now - noted_at < _LIVELY_S else _IDLE_TICK_S, until - now)
         for turn in range(_BATCH):
-            if (item := followed.take(0 if turn else patience_s)) is None:
+            if (item := followed.next_event(0 if turn else patience_s)) is None:
                 break
             received_at = time.monotonic()
             body = item[0].body
@@ -139,7 +139,7 @@ def follow(
 
 def find_end(followed: Subscription) -> Ending | None:
     """Process the queued events, including those of a lost pool service; return the final event if it is among them."""
-    while (item := followed.take()) is not None:
+    while (item := followed.next_event()) is not None:
         if isinstance(item[0].body, RunEnded):
             return item[0].body, item[1]
     return None
@@ -179,7 +179,7 @@ def find_again(followed: Subscription) -> Ending | None:
 
 def _end_as_lost(followed: Subscription, message: Text, kind: FailureKind = FailureKind.NODE_LOST) -> Ending:
     run = followed.run
-    followed.pool.run_left(run.run_id)
+    followed.pool.give_payload_up(run.run_id)
     text = message if isinstance(message, TextWithOptions) else None
     ended = followed.view.times.fail(Failure(kind=kind, message=str(message), text=text, at=time.time()))
     followed.apply(Event(run_id=run.run_id, seq=run.last_seq + 1, at=time.time(), body=ended), ())

@@ -190,17 +190,17 @@ def run_in(session: Session, prepare: Callable[[], Prepared], ui: str = "auto", 
     context = session.context
     run, prepared = start_in(session, prepare)
     try:
-        over = functools.partial(settle, session, prepared)
-        result = context.collect(run, ui, interrupts=session.interrupts, into=into, over=over)
+        on_end = functools.partial(finish_cell, session, prepared)
+        result = context.collect(run, ui, interrupts=session.interrupts, into=into, on_end=on_end)
     except RunCancelled as error:
-        raise _with_the_dead(session, error) from None
+        raise _with_dead_ranks(session, error) from None
     except SessionError:
         _note_reported_end(session)
         raise
     if result is None:
         raise RunCancelled(f"run {run.run_id[:8]} was detached and continues without this cell.", run_id=run.run_id)
     if into is None:
-        _brought_back(session, run)
+        _record_results(session, run)
     return result
 
 
@@ -218,19 +218,19 @@ def begin_in(session: Session, prepare: Callable[[], Prepared], ui: str = "auto"
     run, prepared = start_in(session, prepare)
 
     # the next cell may be sent before this one has ended
-    before = session.shipping.cell_begun(prepared.effects, prepared.plan, session.context.namespace)
+    before = session.shipping.record_started(prepared.effects, prepared.plan, session.context.namespace)
 
-    def settled(view: RunView) -> None:
+    def on_end(view: RunView) -> None:
         if view.warm is None:
-            session.shipping.not_begun(before)
-        settle(session, prepared, view)
+            session.shipping.undo_started(before)
+        finish_cell(session, prepared, view)
         if view.state is RunState.SUCCEEDED:
-            _brought_back(session, run)
+            _record_results(session, run)
 
-    return Handle(session.context, run, RunState.QUEUED, settled, ui)
+    return Handle(session.context, run, RunState.QUEUED, on_end, ui)
 
 
-def _brought_back(session: Session, run: ClientRun) -> None:
+def _record_results(session: Session, run: ClientRun) -> None:
     """Record that the notebook's values of the run's outputs now equal the ranks' own."""
     if run.spec.outputs and run.spec.kind is not RunKind.CALL:
         names = [output.name for output in run.spec.outputs]
@@ -278,7 +278,7 @@ def start_in(session: Session, prepare: Callable[[], Prepared]) -> tuple[ClientR
     return run, prepared
 
 
-def _with_the_dead(session: Session, error: RunCancelled) -> RunCancelled:
+def _with_dead_ranks(session: Session, error: RunCancelled) -> RunCancelled:
     """Return the error, with a sentence about ranks that a second interrupt killed."""
     if not session.interrupts.has_killed():
         return error
@@ -306,18 +306,18 @@ def names_on(session: Session, rank: int) -> frozenset[str] | None:
     return None if answer.problem else frozenset(answer.names)
 
 
-def settle(session: Session, prepared: Prepared, view: RunView) -> None:
+def finish_cell(session: Session, prepared: Prepared, view: RunView) -> None:
     """Record which names the ranks have after a run that this process is done with."""
     packed, plan, shipping = prepared.submission.packed, prepared.plan, session.shipping
     ended = view.ended
     if view.warm is None and ended is not None:
         # the run never started
-        shipping.not_arrived(packed.names, plan.ranks)
+        shipping.record_not_arrived(packed.names, plan.ranks)
         return
     failure = ended.failure if ended is not None else None
     if failure is not None and failure.kind is FailureKind.SERIALIZATION:
-        shipping.not_arrived(packed.names, plan.ranks)
-    shipping.cell_over(
+        shipping.record_not_arrived(packed.names, plan.ranks)
+    shipping.record_ended(
         prepared.effects,
         plan,
         session.context.namespace,

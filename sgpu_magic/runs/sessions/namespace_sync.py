@@ -161,13 +161,13 @@ class NamespaceTracker:
                 if not any(held.own for held in self._held.get(name, {}).values()):
                     self._noted.discard(name)
 
-    def not_arrived(self, names: Iterable[str], ranks: Iterable[int]) -> None:
+    def record_not_arrived(self, names: Iterable[str], ranks: Iterable[int]) -> None:
         """Record that sent names did not arrive."""
         with self._lock:
             for name in names:
                 self._drop(name, ranks)
 
-    def cell_begun(self, effects: Effects, plan: ShippingPlan, namespace: dict[str, object]) -> Assigned:
+    def record_started(self, effects: Effects, plan: ShippingPlan, namespace: dict[str, object]) -> Assigned:
         """Record the start of a cell that no caller waits for: later cells find the names that it sets on the ranks.
 
         Returns:
@@ -181,12 +181,12 @@ class NamespaceTracker:
                 self._set(name, plan.ranks, _Held(digest, own=True))
         return before
 
-    def not_begun(self, before: Assigned) -> None:
-        """Undo `cell_begun` for a cell that never started."""
+    def undo_started(self, before: Assigned) -> None:
+        """Undo `record_started` for a cell that never started."""
         with self._lock:
             self._held.update({name: dict(held) for name, held in before.items()})
 
-    def cell_over(
+    def record_ended(
         self, effects: Effects, plan: ShippingPlan, namespace: dict[str, object], *, succeeded: bool, names_of: NamesOf
     ) -> None:
         """Record that a cell has run: the names that it set have the ranks' own values.

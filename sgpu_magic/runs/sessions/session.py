@@ -469,7 +469,7 @@ class Session(RankCollection):
         self.end_reported = True
         self._follower.stop()
         if self.has_ended:
-            self.pool.run_over(self.run_id)
+            self.pool.reuse_payload(self.run_id)
         self._run.close()
 
     def __enter__(self) -> Self:

@@ -90,7 +90,7 @@ def submit(pool: Pool, submission: Submission, *, waits: bool = False) -> Client
     except KeyboardInterrupt:
         raise RunCancelled("interrupted before the pool had accepted the run; nothing was started.") from None
     try:
-        packages.of(pool).send_descriptions(spec.environment, along.environment)
+        packages.packages_of(pool).send_descriptions(spec.environment, along.environment)
         if tracking is not None:
             run.ask_tracked = lambda: pool.notify(TrackRun(run_id=run.run_id, tracking=tracking))
             cwd = submission.working_context.cwd if submission.working_context is not None else working_directory()
@@ -114,9 +114,9 @@ def release(pool: Pool, run: ClientRun) -> None:
     Ranks of a session keep their payloads mapped, so that memory is never written again.
     """
     if run.spec.in_session:
-        pool.run_left(run.run_id)
+        pool.give_payload_up(run.run_id)
     else:
-        pool.run_over(run.run_id)
+        pool.reuse_payload(run.run_id)
     run.close()
 
 
@@ -142,16 +142,16 @@ def _inputs_of(pool: Pool, settings: Settings, submission: Submission) -> tuple[
     """
     spec, cell = _without_secrets(submission.spec, submission.environ, submission.given)
     along = Attachments(interpreter=submission.interpreter, working_context=submission.working_context, cell=cell)
-    source, elsewhere = cell or spec.cell, not pool.sees_client
+    source, is_remote = cell or spec.cell, not pool.sees_client
     session = spec.session if spec.in_session else spec.run_id
     modules, projects = _sent.get(session, (frozenset[str](), ()))
     environment: Environment | None = None
     notes: tuple[str, ...] = ()
-    if not spec.in_session and (elsewhere or submission.interpreter is None):
-        if (found := _packages_of(pool, settings, submission.environment, elsewhere=elsewhere)) is not None:
+    if not spec.in_session and (is_remote or submission.interpreter is None):
+        if (found := _packages_of(pool, settings, submission.environment, is_remote=is_remote)) is not None:
             environment, notes, projects = found
         else:
-            spec = replace(spec, environment=packages.of(pool).digest_for(spec.run_id))
+            spec = replace(spec, environment=packages.packages_of(pool).digest_for(spec.run_id))
             notes = tuple(map(as_warning, [*_without_effect(submission.environment), *new_mismatches()]))
     if (installed := environment or _environments.get(session)) is not None:
         check_versions(submission.packed.modules, installed)
@@ -162,7 +162,7 @@ def _inputs_of(pool: Pool, settings: Settings, submission: Submission) -> tuple[
                 del _environments[next(iter(_environments))]
         along = replace(along, environment=environment)
         spec = replace(spec, environment=environment.digest, environment_label=environment.label)
-    if not elsewhere:
+    if not is_remote:
         if environment is not None and not environment.resolve:
             # the ranks see this machine's files but have other packages: only check the imports
             _local_code(submission, source, environment)
@@ -180,7 +180,7 @@ def _inputs_of(pool: Pool, settings: Settings, submission: Submission) -> tuple[
         variable_names=tuple(sorted(variables.values)),
         secret_names=tuple(sorted(variables.secrets)),
     )
-    return spec.with_notes((*notes, *bundle_notes)), variables.values, replace(along, code=bundles, elsewhere=True)
+    return spec.with_notes((*notes, *bundle_notes)), variables.values, replace(along, code=bundles, is_remote=True)
 
 
 def _without_secrets(
@@ -230,7 +230,7 @@ def _without_effect(environment: EnvironmentOptions) -> tuple[str, ...]:
 
 
 def _packages_of(
-    pool: Pool, settings: Settings, environment: EnvironmentOptions, *, elsewhere: bool
+    pool: Pool, settings: Settings, environment: EnvironmentOptions, *, is_remote: bool
 ) -> tuple[Environment, tuple[str, ...], tuple[str, ...]] | None:
     """Return the packages that a node builds: the requested ones, or the notebook's own for a pool elsewhere.
 
@@ -246,8 +246,10 @@ def _packages_of(
         ordered = find_named(
             settings, environment.env_version, torch_mine=environment.torch_mine, allow_build=environment.allow_build
         )
-    elif elsewhere:
-        ordered = packages.of(pool).environment(torch_mine=environment.torch_mine, allow_build=environment.allow_build)
+    elif is_remote:
+        ordered = packages.packages_of(pool).environment(
+            torch_mine=environment.torch_mine, allow_build=environment.allow_build
+        )
         snapshot = take_snapshot()
     if ordered is None:
         return None
@@ -287,7 +289,7 @@ def _local_code(
     path = working_context.sys_path if working_context is not None else tuple(entry or cwd for entry in sys.path)
     sources = [cell.body, *(source for _, source, _ in cell.linecache), *_files(submission.packed.files)]
     imports = (f"import {name}" for name in known)
-    code = find_local_code(path, [*sources, *imports], elsewhere=projects, cwd=cwd)
+    code = find_local_code(path, [*sources, *imports], projects=projects, cwd=cwd)
     check_references(submission.packed.modules, code, environment, projects=projects)
     return code
 

@@ -90,9 +90,9 @@ class Channels:
             if take is not None:
                 self._served[model_id] = lambda content, send: take(content, _from_any_thread(send))
 
-    def take(self, comm: Any) -> None:
+    def handle_in_subshell(self, comm: Any) -> None:
         """Have the front end's messages to this comm handled in a thread that the cell does not block."""
-        self._subshell.take(comm)
+        self._subshell.handle_in_subshell(comm)
 
     def closed(self, widget: Any) -> None:
         """Stop answering requests to this widget, which is about to be closed."""
@@ -114,7 +114,7 @@ class Channels:
     def _listen(self, widget: Any, take: Taker) -> None:
         with self._lock:
             self._open[widget.model_id] = take
-        self._subshell.take(widget.comm)
+        self._subshell.handle_in_subshell(widget.comm)
         widget.on_msg(self._from_comm)
 
     def _end_subshell(self) -> None:
@@ -224,7 +224,7 @@ class OwnSubshell:
         self.kernel_asks = self.kernel_has_them and hasattr(BaseComm, "_reply_subshell_for")
         self._id: str | None = None
 
-    def take(self, comm: Any) -> None:
+    def handle_in_subshell(self, comm: Any) -> None:
         """Have messages to this comm handled in the subshell."""
         if self.kernel_asks:
             comm._reply_subshell_for = self._route

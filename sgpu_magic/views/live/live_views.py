@@ -126,7 +126,7 @@ class WidgetPublisher:
         finally:
             self._close()
             if self._widgets.stays:
-                self._widgets.leave(self._slots.draw)
+                self._widgets.redraw_when_closed(self._slots.draw)
             else:
                 self._widgets.close()
 

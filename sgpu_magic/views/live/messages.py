@@ -46,7 +46,7 @@ class NewLines(Message, frozen=True, tag_field="kind", tag="lines"):
     ranks: tuple[int, ...]
 
 
-class Gone(Message, frozen=True, tag_field="kind", tag="gone"):
+class NoMoreUpdates(Message, frozen=True, tag_field="kind", tag="gone"):
     """This view gets no more updates; `text` says why and what to do."""
 
     text: str
@@ -192,7 +192,7 @@ class Refusal(Message, frozen=True, tag_field="kind", tag="refusal"):
 
 
 Answer = HelloAnswer | LinesAnswer | FindAnswer | LogAnswer | TextAnswer | Refusal
-FeedUpdate = NewLines | Gone
+FeedUpdate = NewLines | NoMoreUpdates
 
 questions = JsonDecoder[Question](Question)
 _encoder = msgspec.json.Encoder()

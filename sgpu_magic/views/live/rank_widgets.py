@@ -77,7 +77,7 @@ class RankWidgets:
         view = cast("dict[str, object]", item.bundle[WIDGET_MIME])
         return {**item.bundle, WIDGET_MIME: {**view, "model_id": self._id(key)}}
 
-    def leave(self, redraw: Callable[[], object]) -> None:
+    def redraw_when_closed(self, redraw: Callable[[], object]) -> None:
         """Call `redraw` for an ended cell when its live widgets are closed, to replace them by static forms."""
         if self._left_live and not self._closed:
             self._left.append(redraw)
@@ -164,7 +164,7 @@ class RankWidgets:
         made: Any = create_comm(**identity, data=data, metadata=model.metadata, buffers=[*model.buffers.values()])
         self._comms[key] = made
         made.on_msg(partial(self._on_message, key))
-        self._channels.take(made)
+        self._channels.handle_in_subshell(made)
         return True
 
     def _send(self, key: ModelKey, moved: Moved) -> None:

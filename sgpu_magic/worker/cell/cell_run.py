@@ -172,7 +172,7 @@ class CellRun:
         # describing takes a while, and the interrupt that follows a peer's failure must not replace this error
         user_code.refuse_interrupts()
         # still open if the rank was interrupted before it read the payload
-        self.leave_payload()
+        self.close_payload()
         with user_code.interruptible():
             failure = diagnosis.describe(error, self._shell, self._rank)
             self.was_out_of_memory = failure.out_of_memory
@@ -187,7 +187,7 @@ class CellRun:
         if self._shell.is_first:
             self._say(Remarked(text=text))
 
-    def leave_payload(self) -> None:
+    def close_payload(self) -> None:
         """Close the descriptors of a payload that was not read."""
         fds, self._payload_fds = self._payload_fds, []
         for fd in fds:
@@ -231,7 +231,7 @@ class CellRun:
         if message.in_session:
             self._state.follow(message.context, message.rank_variables)
         else:
-            self._state.take(message.context, message.device, message.rank_variables)
+            self._state.enter(message.context, message.device, message.rank_variables)
             self._say(Joined())
         if self._shell.is_first:
             for problem in self._state.settings_refused:
@@ -251,7 +251,7 @@ class CellRun:
                     unpack.map_over(mapping, offset, part, size)
                 data = memoryview(mapping)
             finally:
-                self.leave_payload()
+                self.close_payload()
         if message.tracking is not None:
             extensions.tracking_in_rank().begin(message, message.tracking, self._rank, self._say)
         with results_received(self._shell):

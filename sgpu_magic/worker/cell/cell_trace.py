@@ -37,7 +37,7 @@ class CellTrace:
 
         self._directory = os.path.join(run_dir, "profile")
         self._name = f"rank-{rank}.pt.trace.json.gz"
-        self._over = threading.Event()
+        self._ended = threading.Event()
         self._stopped_after: float | None = None
         activities = [profiler.ProfilerActivity.CPU]
         if torch.cuda.is_available():
@@ -56,7 +56,7 @@ class CellTrace:
 
     def end(self) -> str:
         """Write the trace and return a remark for the user."""
-        self._over.set()
+        self._ended.set()
         try:
             if self._stopped_after is None:
                 self._profiler.stop()
@@ -69,11 +69,11 @@ class CellTrace:
         return text
 
     def _limit(self) -> None:
-        if not self._over.wait(LONGEST_TRACE_S):
+        if not self._ended.wait(LONGEST_TRACE_S):
             user_code.in_main_thread(self._stop_early)
 
     def _stop_early(self) -> None:
-        if not self._over.is_set():
+        if not self._ended.is_set():
             self._stopped_after = time.monotonic() - self._began
             self._profiler.stop()
 

@@ -136,7 +136,7 @@ def inspect_error(error: BaseException, whole: WholeTexts) -> DescribedError:
     """Describe an exception. Never raises because of the user's code."""
     user_code.asking.refused = 0
     stand_ins = _StandIns(whole)
-    stand_in = stand_ins.of(error)
+    stand_in = stand_ins.stand_in_for(error)
     rendered = ask(_draw_itself, error, default=None)
     drawing: list[str] | None = None
     if type(rendered) in (list, tuple):
@@ -163,7 +163,7 @@ class _StandIns:
         self._left = _MOST_CHAINED
         self.has_group = False
 
-    def of(self, error: BaseException) -> BaseException:
+    def stand_in_for(self, error: BaseException) -> BaseException:
         first = stand_in = self._make(error)
         while True:
             cause, context = cause_of(error), context_of(error)
@@ -283,17 +283,17 @@ def without_runner(entry: types.TracebackType | None) -> types.TracebackType | N
     return entry if first is None else first
 
 
-def leave_own_frames_out(error: BaseException) -> None:
+def drop_own_frames(error: BaseException) -> None:
     """Remove this package's frames from the traceback, and from those of the exceptions before it.
 
     It ends where the cell called into this package, as `input()` on a rank and a use of a lost group do. For a called
     function it begins with the function's own frame.
     """
     for each in _with_earlier(error):
-        _leave_own_frames_out(each)
+        _drop_own_frames(each)
 
 
-def _leave_own_frames_out(error: BaseException) -> None:
+def _drop_own_frames(error: BaseException) -> None:
     last, before, entry = None, None, traceback_of(error)
     while entry is not None:
         module = text_of(entry.tb_frame.f_globals.get("__name__")) or ""

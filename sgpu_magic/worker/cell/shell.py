@@ -217,7 +217,7 @@ class RankShell(InteractiveShell):
         elif not (ends and user_code.is_exit(error)):
             is_failure = ends and threading.current_thread() is threading.main_thread()
             with user_code.interruptible():
-                failures.leave_own_frames_out(error)
+                failures.drop_own_frames(error)
                 # what counts once the rank is released counts here
                 if is_failure and find_collective_error(error, is_released=True) is not None:
                     # a peer that failed first draws its traceback now, and this rank is released once that is reported

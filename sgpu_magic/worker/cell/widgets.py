@@ -52,7 +52,7 @@ class SendToAgent(Protocol):
     def __call__(self, message: Record, blobs: Sequence[bytes] = (), /) -> None: ...
 
 
-class _Said(msgspec.Struct):
+class _PendingMessage(msgspec.Struct):
     """A comm message that waits to be sent.
 
     Args:
@@ -78,13 +78,13 @@ class _Said(msgspec.Struct):
         texts = (*self.rest.values(), *(self.state or {}).values())
         return sum(map(len, texts)) + sum(len(buffer) for _, buffer in self.buffers)
 
-    def merges(self, newer: _Said) -> bool:
+    def merges(self, newer: _PendingMessage) -> bool:
         """Whether a newer message of the same comm may be merged into this one."""
         if self.state is None or newer.state is None or newer.rest.get("method") != _UPDATE:
             return False
         return self.rest.get("method") == _UPDATE and can_merge(self.state, newer.state, "null")
 
-    def merge(self, newer: _Said) -> None:
+    def merge(self, newer: _PendingMessage) -> None:
         state = newer.state or {}
         self.buffers = [(path, buffer) for path, buffer in self.buffers if path[0] not in state] + newer.buffers
         self.state = {**(self.state or {}), **state}
@@ -119,8 +119,8 @@ class _Comms:
         self._send: SendToAgent | None = None
         self._is_helped: Callable[[], bool] = lambda: False
         self._lock = threading.RLock()
-        self._outgoing_comms: list[_Said] = []
-        self._newest: dict[str, _Said] = {}
+        self._outgoing_comms: list[_PendingMessage] = []
+        self._newest: dict[str, _PendingMessage] = {}
         self._sent_at = 0.0
         self._sent_bytes = 0
         self._inbox: deque[tuple[CommMessage, list[bytes]]] = deque(maxlen=_MAX_RECEIVED)
@@ -139,7 +139,7 @@ class _Comms:
         if signal.getsignal(_SIGNAL) != self.interrupted:
             signal.signal(_SIGNAL, self.interrupted)
 
-    def say(self, outgoing: _Said) -> None:
+    def say(self, outgoing: _PendingMessage) -> None:
         if self._send is None or os.getpid() != self._pid:
             # before the first cell, or in a child that user code has forked
             return
@@ -300,7 +300,7 @@ def _outgoing(
     data: Mapping[str, Any],
     metadata: Mapping[str, Any] | None,
     buffers: Sequence[bytes] | None,
-) -> _Said:
+) -> _PendingMessage:
     """Serialize a comm message at once: its parts may change before it is sent."""
     raw = [bytes(buffer) for buffer in buffers or ()]
     rest, state = dict(data), None
@@ -310,7 +310,7 @@ def _outgoing(
     else:
         placed = [([at], buffer) for at, buffer in enumerate(raw)]
     parts = {key: _json(value) for key, value in rest.items()}
-    return _Said(comm_id, kind, target, parts, _json(dict(metadata or {})), state, placed)
+    return _PendingMessage(comm_id, kind, target, parts, _json(dict(metadata or {})), state, placed)
 
 
 def _object(parts: Mapping[str, str]) -> str:

@@ -152,7 +152,7 @@ def accept_second_init() -> None:
     Called before user code can import the function by name.
     """
     original_init = c10d.init_process_group
-    os.register_at_fork(after_in_child=_leave_groups_to_the_parent)
+    os.register_at_fork(after_in_child=_disown_groups)
 
     def init_process_group(*args: Any, **kwargs: Any) -> None:
         if not dist.is_initialized():
@@ -373,7 +373,7 @@ def _is_child() -> bool:
     return bool(_parents_groups)
 
 
-def _leave_groups_to_the_parent() -> None:
+def _disown_groups() -> None:
     """Leave all groups in a process that a rank forks, as `torch.multiprocessing` does; it may make its own.
 
     The group objects are kept: destroying them would wait for threads that don't exist after the fork.

@@ -24,9 +24,9 @@ from sgpu_magic.wire.rank import (
     Collectives,
     CommsFromFrontEnd,
     Execute,
+    Exit,
     Finish,
     InPlace,
-    Leave,
     Prepare,
     Release,
     Renew,
@@ -43,7 +43,7 @@ from sgpu_magic.worker.process.position import Sampler
 
 _INTERVAL_S = 0.05
 
-OrderMessage = Prepare | Renew | Execute | AnswerQuestion | CommsFromFrontEnd | Finish | Leave
+OrderMessage = Prepare | Renew | Execute | AnswerQuestion | CommsFromFrontEnd | Finish | Exit
 
 
 class Order(NamedTuple):
@@ -207,7 +207,7 @@ class Helper:
                 # a `Release` that follows frees the rank, though it may not wait for its peers yet
                 rendezvous.file_stores.announce()
                 self._wake(self.order_of(message, frames))
-            case AnswerQuestion() | Leave():
+            case AnswerQuestion() | Exit():
                 self._wake(self.order_of(message, frames))
 
     def _put(self, order: Order) -> None:

@@ -29,11 +29,11 @@ from sgpu_magic.wire.rank import (
     CellFailed,
     CommsFromFrontEnd,
     Execute,
+    Exit,
     Finish,
     Finishing,
     Fork,
     Joined,
-    Leave,
     Prepare,
     QuestionAnswered,
     Raised,
@@ -146,7 +146,7 @@ class _Life:
         user_code.early.is_order_waiting = self._helper.has_order
         self._helper.start()
         self._handle(order)
-        while not isinstance(order.message, Leave):
+        while not isinstance(order.message, Exit):
             cell_loop.run_until_order(self._helper.orders)
             order = self._helper.orders.get()
             self._handle(order)
@@ -165,8 +165,8 @@ class _Life:
                 self._deliver_comms()
             case Finish():
                 self._finish()
-            case Leave():
-                self._leave()
+            case Exit():
+                self._finish_at_low_priority()
 
     def _execute(self, message: Execute, order: Order) -> None:
         if len(order.descriptors) > int(not message.inline) + len(message.mapped):
@@ -220,7 +220,7 @@ class _Life:
         try:
             try:
                 user_code.allow_interrupts()
-                self._state.take(message.context, message.device, message.rank_variables, renewal=message.renewal)
+                self._state.enter(message.context, message.device, message.rank_variables, renewal=message.renewal)
                 if self._state.cuda and torch.cuda.is_available():
                     # creates the CUDA context, which takes half a second, before the first cell
                     torch.cuda.synchronize()
@@ -312,7 +312,7 @@ class _Life:
         if os.getpid() == self._pid:
             self._link.send(Raised())
 
-    def _leave(self) -> None:
+    def _finish_at_low_priority(self) -> None:
         """Finish remaining work, with all threads at the lowest priority so that it does not delay the run's result.
 
         The caller then ends the process without the interpreter's own exit, which takes 0.4 s after an import of

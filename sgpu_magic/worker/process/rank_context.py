@@ -273,7 +273,9 @@ class RankState:
         # reported once by the first rank
         self.settings_refused: list[str] = []
 
-    def take(self, context: RankContext, device: str, rank_variables: dict[str, str], *, renewal: bool = False) -> None:
+    def enter(
+        self, context: RankContext, device: str, rank_variables: dict[str, str], *, renewal: bool = False
+    ) -> None:
         """Take over the kernel's context, set the device and join the process group.
 
         Args:

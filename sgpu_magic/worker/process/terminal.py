@@ -186,7 +186,7 @@ def refuse_input(shell: InteractiveShell) -> None:
             "rank's traceback; run the failing function in a plain cell to step through it there."
         )
 
-    leave = _Leave()
+    leave = _Exit()
     for name in ("exit", "quit"):
         shell.user_ns[name] = shell.user_ns_hidden[name] = leave
     shell.ask_exit = leave  # pyright: ignore[reportAttributeAccessIssue]
@@ -214,7 +214,7 @@ def refuse_input(shell: InteractiveShell) -> None:
     pdb.set_trace = no_breakpoint
 
 
-class _Leave:
+class _Exit:
     """`exit` and `quit` of a rank."""
 
     def __call__(self, code: object = None) -> NoReturn:

@@ -122,7 +122,7 @@ class Head(Member):
     def begin(self) -> None:
         """Start the head, and send its token to the other ranks. Returns before Ray is up."""
         token = secrets.token_hex(32)
-        self._lines = Lines(self._lines_elsewhere)
+        self._lines = Lines(self._count_remote_lines)
         self._driver = Driver(self._lines)
         # the notebook or the node may be in another cluster
         ray_processes.forget_others()
@@ -201,7 +201,7 @@ class Head(Member):
         log = f" Its log ends with: {word.log}" if word.log else ""
         self._say(Remarked(text=f"{word.text} on rank 0's node: the run's Ray cluster is broken.{log}"))
 
-    def _lines_elsewhere(self) -> int:
+    def _count_remote_lines(self) -> int:
         self._asked += 1
         try:
             self._store.set(f"lines/{self._asked}", "")
@@ -325,5 +325,5 @@ class RayRun(CellRun):
         except (SgpuError, OSError, RuntimeError, ValueError) as error:
             self._shell.showtraceback((type(error), error, error.__traceback__))
             return self.failed(error)
-        self.leave_payload()
+        self.close_payload()
         return self._finished(None, "", "", time.perf_counter() - begin)

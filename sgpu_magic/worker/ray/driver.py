@@ -74,19 +74,19 @@ class Lines:
     """Counts the lines that Ray's log monitors have sent to the driver.
 
     Args:
-        elsewhere: Returns the number of lines written on the other nodes.
+        count_remote_lines: Returns the number of lines written on the other nodes.
 
     Attributes:
         logs: This node's log directory, None until Ray is up.
     """
 
-    def __init__(self, elsewhere: Callable[[], int]) -> None:
-        self._elsewhere = elsewhere
+    def __init__(self, count_remote_lines: Callable[[], int]) -> None:
+        self._count_remote_lines = count_remote_lines
         self._come = 0
         self._came_at = 0.0
         self.logs: Path | None = None
 
-    def take(self, batch: Any) -> None:
+    def on_lines(self, batch: Any) -> None:
         """Count a batch of lines. Called in Ray's own thread."""
         if isinstance(batch, dict) and str(batch.get("pid", "")).isdigit():
             self._come += len(batch.get("lines", ()))
@@ -96,7 +96,7 @@ class Lines:
         """Wait until all lines that workers have written have arrived, or none has arrived for 1.5 s."""
         if self.logs is None:
             return
-        written = written_in(self.logs) + self._elsewhere()
+        written = written_in(self.logs) + self._count_remote_lines()
         begin = time.monotonic()
         while self._come < written and time.monotonic() - max(begin, self._came_at) < _QUIET_S:
             time.sleep(_POLL_S)
@@ -155,7 +155,7 @@ class Driver:
         except ImportError:
             # another version keeps it elsewhere: then the last lines may be missing, as in plain Ray
             return
-        dispatcher.add_handler(_OURS, self._lines.take)
+        dispatcher.add_handler(_OURS, self._lines.on_lines)
         shutdown: Callable[..., Any] = ray.shutdown
         init: Callable[..., Any] = ray.init
 

@@ -152,19 +152,19 @@ class RayMetrics:
         self._url = f"http://{address}:{port}/metrics"
         self._prefix = f"system/node{node}/"
         self._say = say
-        self._over = threading.Event()
+        self._stopped = threading.Event()
         self._step = 0
         self._thread = threading.Thread(target=self._read_on, name="sgpu-ray-metrics", daemon=True)
         self._thread.start()
 
     def end(self) -> None:
         """Read once more and stop: later metrics would belong to another cell."""
-        self._over.set()
+        self._stopped.set()
         self._thread.join(2 * _TIMEOUT_S)
 
     def _read_on(self) -> None:
         while True:
-            over = self._over.wait(_EACH_S)
+            is_last = self._stopped.wait(_EACH_S)
             values = self._read()
             if values:
                 at_ms = int(time.time() * 1000)
@@ -178,7 +178,7 @@ class RayMetrics:
                 except OSError:
                     # the agent is gone, and this rank ends too
                     return
-            if over:
+            if is_last:
                 return
 
     def _read(self) -> dict[str, float]:

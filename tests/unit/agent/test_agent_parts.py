@@ -39,7 +39,7 @@ from sgpu_magic.system.message_stream import MessageStream, StreamConnection
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.base import FailureKind
 from sgpu_magic.wire.codec import STDERR_BEGIN, STDERR_END
-from sgpu_magic.wire.rank import Fork, FromRank, Joined, Leave, Remarked, StandsBy, ToRank
+from sgpu_magic.wire.rank import Exit, Fork, FromRank, Joined, Remarked, StandsBy, ToRank
 from sgpu_magic.wire.rank_events import Failure, OutputWritten
 
 linux_only = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -423,7 +423,7 @@ def test_a_stream_goes_on_after_faults_and_carries_any_number_of_descriptors():
             ours, codec.from_rank, lambda message, frames: None, lambda: None, gathers=True
         )
         writer.send(Remarked(text="1"), large)
-        writer.send(Leave())
+        writer.send(Exit())
         with open(os.devnull) as nothing:
             writer.send(Remarked(text="3"), descriptors=[nothing.fileno()] * 300)
         writer.send(Remarked(text="4"), large)

@@ -103,7 +103,7 @@ def test_the_budget_is_of_all_users_together(tmp_path: Path):
             data = bytes([number]) * 100
             paths.append(await node.blobs.path(run_of(user, f"{number:08x}"), node.put(user, data), len(data)))
             if number < 2:
-                node.blobs.leave(f"{number:08x}")
+                node.blobs.release(f"{number:08x}")
         assert [path.exists() for path in paths] == [False, True, True]
 
     asyncio.run(check())

@@ -23,12 +23,12 @@ BUILT = Built(
 
 
 def test_a_node_that_sees_the_kernel_changes_nothing(tmp_path: Path):
-    order = launch(tmp_path, elsewhere=False, A="1")
+    order = launch(tmp_path, is_remote=False, A="1")
     assert localize(order, None, {}) is order
 
 
 def test_with_built_packages_the_users_own_folders_stay(tmp_path: Path):
-    order = launch(tmp_path, elsewhere=False, PATH="/venv/bin:/usr/bin", VIRTUAL_ENV="/venv", PYTHONPATH="/x", A="1")
+    order = launch(tmp_path, is_remote=False, PATH="/venv/bin:/usr/bin", VIRTUAL_ENV="/venv", PYTHONPATH="/x", A="1")
     placed = localize(order, BUILT, {}).context
     assert placed.sys_path == ("/nb", *BUILT.sys_path, "/shelf")
     assert placed.cwd == "/nb"
@@ -43,7 +43,7 @@ def test_elsewhere_code_stands_in_place_of_its_entry_and_nothing_else_of_the_cli
     monkeypatch.setenv("A", "the node's")
     folder = tmp_path / "unpacked"
     folder.mkdir()
-    order = launch(tmp_path, elsewhere=True, A="1")
+    order = launch(tmp_path, is_remote=True, A="1")
     placed = localize(order, BUILT, {"/nb": str(folder)})
     link, *rest = placed.context.sys_path
     assert os.readlink(link) == str(folder)
@@ -59,7 +59,7 @@ def test_elsewhere_code_stands_in_place_of_its_entry_and_nothing_else_of_the_cli
 
 
 def test_the_notebooks_folder_stays_between_the_standard_library_and_the_packages(tmp_path: Path):
-    order = launch(tmp_path, elsewhere=False)
+    order = launch(tmp_path, is_remote=False)
     library, further, packages = KERNELS
     context = msgspec.structs.replace(order.context, sys_path=(library, further, "/nb", packages))
     placed = localize(msgspec.structs.replace(order, context=context), BUILT, {})
@@ -68,7 +68,7 @@ def test_the_notebooks_folder_stays_between_the_standard_library_and_the_package
 
 
 def test_given_variables_go_whatever_they_are(tmp_path: Path):
-    order = launch(tmp_path, elsewhere=False, env_names=("PATH", "PYTHONPATH"), PATH="/mine", PYTHONPATH="/x")
+    order = launch(tmp_path, is_remote=False, env_names=("PATH", "PYTHONPATH"), PATH="/mine", PYTHONPATH="/x")
     environ = localize(order, BUILT, {}).context.environ
     assert (environ["PATH"], environ["PYTHONPATH"]) == ("/mine", "/x")
 
@@ -77,7 +77,7 @@ def test_a_sessions_cells_find_its_code_under_one_path(tmp_path: Path):
     first, second = tmp_path / "first", tmp_path / "second"
     for folder in (first, second):
         folder.mkdir()
-    cell = launch(tmp_path, elsewhere=True, session="s1")
+    cell = launch(tmp_path, is_remote=True, session="s1")
     one = localize(cell, BUILT, {"/nb": str(first)}).context
     two = localize(cell, BUILT, {"/nb": str(second)}).context
     later = localize(cell, BUILT, {}).context

@@ -144,7 +144,7 @@ def test_nothing_overtakes_what_went_over_the_link(pool: FilePool, link: PoolLin
     eventually(lambda: "Unfollow" in pool.kinds, 20, "nothing arrives")
     assert lane_of(link).sent_bytes == 0
     pool.release()
-    assert [answer.of(BlobsHeld, 20).bytes for answer in (first, second)] == [(0,), (0,)]
+    assert [answer.wait(BlobsHeld, 20).bytes for answer in (first, second)] == [(0,), (0,)]
     assert lane_of(link).sent_bytes > 0
 
 
@@ -154,7 +154,7 @@ def test_what_the_pool_refuses_is_told(link: PoolLink):
     wrong = blob_digest(memoryview(os.urandom(1000)))
     answer = link.ask(PutBlob(request=0, digest=wrong, size=1000, offset=0), [data])
     with pytest.raises(Exception, match="does not have the digest that was announced"):
-        answer.of(BlobTaken, 20)
+        answer.wait(BlobTaken, 20)
     assert lane_of(link).is_open
 
 
@@ -322,7 +322,7 @@ def test_a_broken_link_ends_the_connection_and_loses_nothing(pool: FilePool):
         # the question is repeated over the new link
         eventually(lambda: len(pool.held_back) == 2, 30, "the question is not repeated")
         pool.release()
-        assert answer.of(BlobsHeld, 20).bytes == (0,)
+        assert answer.wait(BlobsHeld, 20).bytes == (0,)
         opened(link)
     finally:
         link.close()

@@ -41,7 +41,7 @@ class Line:
         self.link = link
         self.says(Welcome(protocol_version=4, package_version="0", pid=1))
         while not outgoing.closed:
-            for parcel in outgoing.take():
+            for parcel in outgoing.drain():
                 self._take(parcel)
             time.sleep(0.001)
 

@@ -58,7 +58,7 @@ def test_the_records_of_a_run_give_its_circumstances_and_those_of_its_session_th
     for folder in (session, cell):
         folder.mkdir()
     (session / REQUIREMENTS).write_text(PINS)
-    launch = placed_launch(tmp_path, elsewhere=False)
+    launch = placed_launch(tmp_path, is_remote=False)
     spec = replace(launch.spec, session="session1", environment="")
     log = RunLog(cell, spec.run_id)
     for body in (ev.Submitted(spec=spec), ev.Described(tags=(("mlflow.source.git.commit", "c" * 40),))):

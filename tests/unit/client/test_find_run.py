@@ -72,7 +72,7 @@ def pools_of(*answers: PoolStatusReply, pools: dict[str, Pool] | None = None) ->
         entries=lambda: (TEAM, CLOUD),
         used_pools=lambda: [local],
         local=local,
-        of=lambda name: (pools or {}).get(name, name),
+        used_pool=lambda name: (pools or {}).get(name, name),
         ask_status=lambda entries, *, local, recent: list(answers),
     )
 
@@ -144,21 +144,21 @@ def test_without_any_pool_it_is_said_at_once(settings: Settings):
 def test_files_here_are_complete_once_nobody_can_write_them(settings: Settings):
     files = LocalRunFiles(settings, "ab000001")
     # the directory was removed
-    assert files.is_over(None)
+    assert files.has_ended(None)
     files.directory.mkdir(parents=True)
     # no pool is running
-    assert files.is_over(None)
-    assert not files.is_over(row("ab000001"))
-    assert files.is_over(row("ab000001", RunState.FAILED))
+    assert files.has_ended(None)
+    assert not files.has_ended(row("ab000001"))
+    assert files.has_ended(row("ab000001", RunState.FAILED))
 
 
 def test_files_of_a_run_that_a_pool_is_about_to_list_are_not(settings: Settings, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(run_files, "find_pool", lambda _: object())
     files = LocalRunFiles(settings, "ab000001")
     files.directory.mkdir(parents=True)
-    assert not files.is_over(None)
+    assert not files.has_ended(None)
     os.utime(files.directory, (time.time() - 60,) * 2)
-    assert files.is_over(None)
+    assert files.has_ended(None)
 
 
 def test_files_here_are_copied_from_where_the_copy_ends(settings: Settings, tmp_path: Path):
@@ -184,10 +184,10 @@ def test_a_run_elsewhere_is_named_by_its_pool(settings: Settings):
     files = RemoteRunFiles(settings, pool, "ab")  # type: ignore[arg-type]
     assert (files.run_id, pool.closed) == ("ab000001", ["ab000001"])
     assert files.row() is None
-    assert files.is_over(files.row())
+    assert files.has_ended(files.row())
     found = files.row(max_age_s=0.0)
     assert found is not None
-    assert not files.is_over(found)
+    assert not files.has_ended(found)
     # an interrupted link keeps the known row, a lost one does not
     pool.answers = [PoolError("it did not answer."), PoolError("it did not answer.")]
     assert files.row(max_age_s=0.0) is found
@@ -195,7 +195,7 @@ def test_a_run_elsewhere_is_named_by_its_pool(settings: Settings):
     with pytest.raises(PoolError):
         files.row(max_age_s=0.0)
     pool.answers = [pool_status(msgspec.structs.replace(found, state=RunState.SUCCEEDED))]
-    assert files.is_over(files.row(max_age_s=0.0))
+    assert files.has_ended(files.row(max_age_s=0.0))
 
 
 def test_a_local_run_without_a_directory_is_explained(settings: Settings):

@@ -171,12 +171,12 @@ def test_unused_memory_is_freed_after_a_while(make: Any, large: Packed, monkeypa
     client = make(ScriptedPool())
     memory = client._memory
     submit(client, large)
-    memory.run_over("other", accepted=True)
+    memory.on_run_ended("other", accepted=True)
     # the run may still read the memory: a timer checks it repeatedly
     timer = memory._timer  # pyright: ignore[reportPrivateUsage]
     eventually(lambda: memory._timer is not timer, what="it is looked at")  # pyright: ignore[reportPrivateUsage]
     assert len(memory._slots) == 1  # pyright: ignore[reportPrivateUsage]
-    memory.run_over(RUN, accepted=True)
+    memory.on_run_ended(RUN, accepted=True)
     eventually(lambda: not memory._slots, what="the memory is freed")  # pyright: ignore[reportPrivateUsage]
 
 

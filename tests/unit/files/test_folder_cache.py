@@ -133,7 +133,7 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path: Path):
 def test_a_payload_that_can_not_be_joined_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(run_memory, "fits_memory", lambda size: False)
     settings = load_settings({"SGPU_STATE_DIR": str(tmp_path / "state")})
-    launch = msgspec.structs.replace(placed_launch(tmp_path, elsewhere=False), store="ann")
+    launch = msgspec.structs.replace(placed_launch(tmp_path, is_remote=False), store="ann")
     digest = "a" * 64
     path = blob_path(settings.state_path / "blobs", launch.store, digest)
     path.parent.mkdir(parents=True)

@@ -23,7 +23,7 @@ from sgpu_magic.wire.node import (
     EndRun,
     Launch,
     PartEnded,
-    PartsOver,
+    PartsEnded,
     PeerFailed,
     RanksGone,
     RunEvent,
@@ -178,9 +178,9 @@ def test_ranks_leave_when_all_parts_have_ended_and_devices_are_free_before_resul
         engine, service, links = await engine_with(tmp_path, "a", "b")
         engine.launch(launch(), ())
         engine.on_node_message("a", PartEnded(run_id=RUN))
-        assert PartsOver not in links["a"].kinds()
+        assert PartsEnded not in links["a"].kinds()
         engine.on_node_message("b", PartEnded(run_id=RUN))
-        assert [links[node].kinds()[-1] for node in ("a", "b")] == [PartsOver, PartsOver]
+        assert [links[node].kinds()[-1] for node in ("a", "b")] == [PartsEnded, PartsEnded]
         engine.on_node_message("a", DevicesFree(run_id=RUN))
         assert "devices_free" not in service.received
         engine.on_node_message("b", DevicesFree(run_id=RUN))

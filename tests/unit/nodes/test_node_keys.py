@@ -15,11 +15,11 @@ def test_keys_that_can_not_be_written_are_valid_and_are_written_later(
     folder = tmp_path / "ray"
     keys = NodeKeys(folder / "nodes.json")
     # a missing folder stands in for a full disk
-    first = keys.of("a")
-    assert keys.of("a") == first
+    first = keys.pair_of("a")
+    assert keys.pair_of("a") == first
     assert keys.nodes == {first.public: "a"}
     keep_port("tcp://127.0.0.1:1234", folder)
     assert "can't be written" in capfd.readouterr().err
     folder.mkdir()
     keys.forget_others(["a"])
-    assert NodeKeys(folder / "nodes.json").of("a") == first
+    assert NodeKeys(folder / "nodes.json").pair_of("a") == first

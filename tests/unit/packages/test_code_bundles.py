@@ -120,7 +120,7 @@ def test_entries_are_looked_at_in_the_order_of_the_path(tmp_path: Path):
 def test_projects_of_which_wheels_are_made_stay(tmp_path: Path):
     write(tmp_path, {"project/src/thing/__init__.py": "", "mine.py": "import thing"})
     path = [str(tmp_path), str(tmp_path / "project" / "src"), *sys.path]
-    code = find_local_code(path, ["import mine"], elsewhere=[str(tmp_path / "project")], cwd=str(tmp_path))
+    code = find_local_code(path, ["import mine"], projects=[str(tmp_path / "project")], cwd=str(tmp_path))
     assert names(code) == {str(tmp_path): ["mine.py"]}
 
 
@@ -208,7 +208,7 @@ def test_alike_contents_have_one_digest_and_edits_another(tmp_path: Path, bundle
 def settled(folder: Path) -> None:
     """Wait until a later change of the files would show in their stat results."""
     files = list(folder.rglob("*.py"))
-    eventually(lambda: all(FileState.of(path.stat()).is_settled(time.time_ns()) for path in files), 20)
+    eventually(lambda: all(FileState.from_stat(path.stat()).is_settled(time.time_ns()) for path in files), 20)
 
 
 @pytest.mark.slow

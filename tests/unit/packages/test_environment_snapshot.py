@@ -48,7 +48,7 @@ from sgpu_magic.packages.distributions import (
 )
 from sgpu_magic.packages.environment_digest import environment_digest, is_valid_digest
 from sgpu_magic.packages.environment_request import order_of
-from sgpu_magic.packages.lock import Lock, keep_lock, kept_lock, lock_order, make_lock
+from sgpu_magic.packages.lock import Lock, cache_lock, cached_lock, lock_order, make_lock
 from sgpu_magic.packages.requirement_files import environment_requirements, snapshot_requirements
 from sgpu_magic.packages.uv_command import index_variables
 from sgpu_magic.packages.wheels import build_project, content_key, project_files, repack
@@ -570,11 +570,11 @@ def test_a_lock_is_kept_until_its_wheels_are_gone(lock: Lock, tmp_path: Path):
     wheel = tmp_path / "x-1-py3-none-any.whl"
     wheel.write_bytes(b"x")
     kept = Lock(pylock=lock.pylock, wheels={"x": Wheel(file=wheel.name, sha256="0", size=1, path=str(wheel))})
-    keep_lock(tmp_path / "locks", "d" * 32, kept)
-    assert kept_lock(tmp_path / "locks", "d" * 32) == kept
-    assert kept_lock(tmp_path / "locks", "e" * 32) is None
+    cache_lock(tmp_path / "locks", "d" * 32, kept)
+    assert cached_lock(tmp_path / "locks", "d" * 32) == kept
+    assert cached_lock(tmp_path / "locks", "e" * 32) is None
     wheel.unlink()
-    assert kept_lock(tmp_path / "locks", "d" * 32) is None
+    assert cached_lock(tmp_path / "locks", "d" * 32) is None
 
 
 @pytest.mark.slow

@@ -330,12 +330,12 @@ def test_an_answer_that_can_not_be_sent_costs_nothing(make: Any, monkeypatch: py
     def broken(_: dict[str, Any]) -> None:
         raise OSError("the page is gone")
 
-    endpoint.take({"kind": "kernel", "n": 1}, broken)
-    endpoint.take({"kind": "kernel", "n": 2}, answers.append)
+    endpoint.on_request({"kind": "kernel", "n": 1}, broken)
+    endpoint.on_request({"kind": "kernel", "n": 2}, answers.append)
     eventually(lambda: answers, what="the second request is answered")
     assert answers[0]["n"] == 2
     assert "OSError: the page is gone" in sent.getvalue()
     assert endpoint.show() is None
     endpoint.close()
-    endpoint.take({"kind": "kernel", "n": 3}, answers.append)
+    endpoint.on_request({"kind": "kernel", "n": 3}, answers.append)
     assert len(answers) == 1

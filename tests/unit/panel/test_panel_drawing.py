@@ -276,19 +276,19 @@ def test_a_slow_page_is_told_the_newest_of_everything_at_once():
     outbox.put(PoolUpdate(snapshot=second))
     outbox.put(runs_told(third, new, gone=("00000002",)))
     outbox.put(CommandResult(text="done", ok=True))
-    assert outbox.take() == CommandResult(text="done", ok=True)
-    assert outbox.take() == PoolUpdate(snapshot=second)
-    runs = outbox.take()
+    assert outbox.pop() == CommandResult(text="done", ok=True)
+    assert outbox.pop() == PoolUpdate(snapshot=second)
+    runs = outbox.pop()
     assert isinstance(runs, RunsUpdate)
     assert {one.run_id: one for one in runs.changed} == {"00000001": new, "00000003": third}
     assert (runs.whole, runs.gone) == (True, ())
-    assert outbox.take() is None
+    assert outbox.pop() is None
     outbox.put(runs_told(old, gone=("00000002",)))
     outbox.put(runs_told(other, gone=("00000001",)))
-    assert outbox.take() == runs_told(other, gone=("00000001",))
+    assert outbox.pop() == runs_told(other, gone=("00000001",))
     outbox.put(runs_told(old))
     outbox.put(runs_told(other, pool="team", whole=True))
-    assert outbox.take() == runs_told(other, pool="team", whole=True)
+    assert outbox.pop() == runs_told(other, pool="team", whole=True)
 
 
 # ------------------------------------------------------------ directories
@@ -299,7 +299,7 @@ def test_a_run_whose_directory_is_here_says_so_and_where_it_is_tracked(tmp_path:
     places = RunFilesOfPool(tmp_path / "runs", lambda: clock)
     mine, ended = run("0000000a"), run("0000000b", RunState.SUCCEEDED, ended_at=NOW - 3600)
     places.poll()
-    assert places.of(mine, NOW) == RunDirectoryInfo()
+    assert places.directory_of(mine, NOW) == RunDirectoryInfo()
     for made in (mine, ended):
         (tmp_path / "runs" / made.run_id).mkdir(parents=True)
     log = RunLog(tmp_path / "runs" / ended.run_id, ended.run_id)
@@ -317,18 +317,18 @@ def test_a_run_whose_directory_is_here_says_so_and_where_it_is_tracked(tmp_path:
     log.close()
     places.poll()
     reported = (RunParameter(name="lr", value="0.1"),)
-    assert places.of(mine, NOW) == RunDirectoryInfo(here=True)
-    assert places.of(ended, NOW) == RunDirectoryInfo(here=True, parameters=reported)
+    assert places.directory_of(mine, NOW) == RunDirectoryInfo(here=True)
+    assert places.directory_of(ended, NOW) == RunDirectoryInfo(here=True, parameters=reported)
     for made in (mine, ended):
         written = json.dumps({"url": f"https://mlflow/{made.run_id}", "more": 1})
         (tmp_path / "runs" / made.run_id / "tracking.json").write_text(written)
-    assert places.of(mine, NOW) == RunDirectoryInfo(here=True)
+    assert places.directory_of(mine, NOW) == RunDirectoryInfo(here=True)
     clock += 6.0
-    assert places.of(mine, NOW) == RunDirectoryInfo(here=True, tracked_url="https://mlflow/0000000a")
+    assert places.directory_of(mine, NOW) == RunDirectoryInfo(here=True, tracked_url="https://mlflow/0000000a")
     # it ended long ago, and its files were looked up after that
-    assert places.of(ended, NOW) == RunDirectoryInfo(here=True, parameters=reported)
+    assert places.directory_of(ended, NOW) == RunDirectoryInfo(here=True, parameters=reported)
     (tmp_path / "runs" / mine.run_id / "tracking.json").unlink()
-    assert places.of(mine, NOW).tracked_url
+    assert places.directory_of(mine, NOW).tracked_url
 
 
 @pytest.mark.parametrize("url", ["javascript:alert(1)", "file:///etc/passwd", "", "sqlite:///x"])
@@ -337,7 +337,7 @@ def test_only_web_pages_become_links(tmp_path: Path, url: str):
     (tmp_path / "0000000a" / "tracking.json").write_text(json.dumps({"url": url}))
     places = RunFilesOfPool(tmp_path)
     places.poll()
-    assert places.of(run("0000000a"), NOW) == RunDirectoryInfo(here=True)
+    assert places.directory_of(run("0000000a"), NOW) == RunDirectoryInfo(here=True)
 
 
 # ------------------------------------------------------------ use of simulated devices
@@ -356,17 +356,17 @@ def test_simulated_devices_have_the_latest_use_of_their_ranks(tmp_path: Path):
     cell = run("0000000b", session=session.run_id, simulated=True)
     log = tmp_path / session.run_id / "events.msgpack"
     use = SimulatedUse(tmp_path)
-    assert use.of([session], 4, NOW) == {}
+    assert use.use_of([session], 4, NOW) == {}
     log.parent.mkdir()
     log.write_bytes(sampled(session.run_id, 1, NOW - 3, used(0, None, 1_000), used(1, 9.0, 404_000_000)))
     # two ranks share four cores
-    assert use.of([session, cell], 4, NOW) == {"G0": (None, 0), "G1": (100.0, 400_000_000)}
+    assert use.use_of([session, cell], 4, NOW) == {"G0": (None, 0), "G1": (100.0, 400_000_000)}
     with log.open("ab") as file:
         file.write(sampled(session.run_id, 2, NOW - 1, used(0, 0.5, 1_000_000_000)))
-    assert use.of([session], 4, NOW) == {"G0": (25.0, 1_000_000_000), "G1": (100.0, 400_000_000)}
+    assert use.use_of([session], 4, NOW) == {"G0": (25.0, 1_000_000_000), "G1": (100.0, 400_000_000)}
     # rank 1 has not reported for too long
-    assert use.of([session], 4, NOW + 13) == {"G0": (25.0, 1_000_000_000)}
-    assert use.of([msgspec.structs.replace(session, state=RunState.CANCELLED)], 4, NOW) == {}
+    assert use.use_of([session], 4, NOW + 13) == {"G0": (25.0, 1_000_000_000)}
+    assert use.use_of([msgspec.structs.replace(session, state=RunState.CANCELLED)], 4, NOW) == {}
 
 
 def test_only_simulated_devices_are_read_from_logs_and_a_damaged_log_reports_no_use(tmp_path: Path):
@@ -375,7 +375,7 @@ def test_only_simulated_devices_are_read_from_logs_and_a_damaged_log_reports_no_
         (tmp_path / run_id / "events.msgpack").write_bytes(sampled(run_id, 1, NOW, used(0, 1.0, 0)))
     (tmp_path / "0000000b" / "events.msgpack").write_bytes(b"no events" * 9)
     real, damaged = run("0000000a"), run("0000000b", simulated=True)
-    assert SimulatedUse(tmp_path).of([real, damaged], 4, NOW) == {}
+    assert SimulatedUse(tmp_path).use_of([real, damaged], 4, NOW) == {}
 
 
 def test_the_use_of_ranks_is_drawn_at_their_devices():

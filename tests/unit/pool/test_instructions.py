@@ -122,7 +122,7 @@ class Service:
         return kind(**shared, **more)
 
     def launch(self, run_id: str = "000000a1", **spec: Any) -> Launch:
-        made = placed_launch(self._folder, elsewhere=False)
+        made = placed_launch(self._folder, is_remote=False)
         owner = Owner(pid=os.getpid(), host=this_host(), user="ann")
         return msgspec.structs.replace(
             made, spec=msgspec.structs.replace(made.spec, run_id=run_id, **{"owner": owner} | spec), lease=LEASE

@@ -56,9 +56,13 @@ def settings(tmp_path: Path, toml: str = "", **variables: str):
 
 def test_prices_are_by_type_and_by_pool() -> None:
     prices = read_prices("a10=1.20, H100 = 4.5,team/h100=3.90,NVIDIA L4=0.5,cpu=0.04")
-    assert prices.of("local", "a10") == 1.2
-    assert (prices.of("local", "h100"), prices.of("team", "h100")) == (4.5, 3.9)
-    assert (prices.of("team", "l4"), prices.of("local", "cpu"), prices.of("local", "t4")) == (0.5, 0.04, None)
+    assert prices.price_of("local", "a10") == 1.2
+    assert (prices.price_of("local", "h100"), prices.price_of("team", "h100")) == (4.5, 3.9)
+    assert (prices.price_of("team", "l4"), prices.price_of("local", "cpu"), prices.price_of("local", "t4")) == (
+        0.5,
+        0.04,
+        None,
+    )
     assert prices.types("local") == ["a10", "cpu", "h100", "l4"]
     assert not read_prices("")
 
@@ -89,9 +93,9 @@ def test_the_settings_file_may_have_tables_of_prices(tmp_path: Path) -> None:
     toml = '[prices]\na10 = 1.2\n"team/h100" = 3.9\n[prices.spot]\na10 = 0.4\n[reserved_prices]\na10 = 1\n'
     found = settings(tmp_path, toml)
     prices = read_prices(found.prices)
-    assert [prices.of(pool, "a10") for pool in ("local", "spot")] == [1.2, 0.4]
-    assert prices.of("team", "h100") == 3.9
-    assert read_prices(found.reserved_prices).of("local", "a10") == 1.0
+    assert [prices.price_of(pool, "a10") for pool in ("local", "spot")] == [1.2, 0.4]
+    assert prices.price_of("team", "h100") == 3.9
+    assert read_prices(found.reserved_prices).price_of("local", "a10") == 1.0
     # the variable overrides the file
     assert settings(tmp_path, toml, SGPU_PRICES="a10=2").prices == "a10=2"
 

@@ -731,9 +731,9 @@ def test_a_group_that_is_started_again_keeps_its_lease_and_its_time() -> None:
 def test_a_device_can_not_be_counted_twice() -> None:
     lease = Lease(lease_id="00000000", device_type="a10", ranks=1, uuids=("GPU-a10-0",))
     room = FreeCapacity(node(*gpus(1)))
-    room.take(A, lease)
+    room.add(A, lease)
     with pytest.raises(ValueError, match="takes devices twice"):
-        room.take(B, lease)
+        room.add(B, lease)
 
 
 @settings(max_examples=examples(200), deadline=None, database=None)

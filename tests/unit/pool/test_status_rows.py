@@ -22,28 +22,28 @@ A, B, C = (
 
 
 def test_what_the_scheduler_knows_is_added_and_the_order_stays() -> None:
-    rows = RowsWithTimes().of([C, B, A], {"b": (2, "a10 is in use")}, {"a": 500}, {"a": 100.4}, {})
+    rows = RowsWithTimes().complete([C, B, A], {"b": (2, "a10 is in use")}, {"a": 500}, {"a": 100.4}, {})
     assert rows == (C, replace(B, position=2, waiting_for="a10 is in use"), replace(A, idle_ends_at=500.0))
 
 
 def test_dead_ranks_are_shown_until_they_are_replaced() -> None:
     made = RowsWithTimes()
-    assert [row.dead_ranks for row in made.of([A, B], {}, {}, {}, {"b": (1, 3)})] == [(), (1, 3)]
-    assert made.of([A, B], {}, {}, {}, {}) == (A, B)
+    assert [row.dead_ranks for row in made.complete([A, B], {}, {}, {}, {"b": (1, 3)})] == [(), (1, 3)]
+    assert made.complete([A, B], {}, {}, {}, {}) == (A, B)
 
 
 def test_rows_that_stay_the_same_are_the_same_objects() -> None:
     made = RowsWithTimes()
-    first = made.of([A, B, C], {"b": (2, "x")}, {"a": 500}, {"a": 100.4}, {})
-    again = made.of([A, B, C], {"b": (2, "x")}, {"a": 500}, {"a": 100.6}, {})
+    first = made.complete([A, B, C], {"b": (2, "x")}, {"a": 500}, {"a": 100.4}, {})
+    again = made.complete([A, B, C], {"b": (2, "x")}, {"a": 500}, {"a": 100.6}, {})
     assert all(had is has for had, has in zip(first, again, strict=True))
-    assert made.of([B], {"b": (1, "x")}, {}, {}, {})[0].position == 1
+    assert made.complete([B], {"b": (1, "x")}, {}, {}, {})[0].position == 1
     changed = replace(B, name="other")
-    assert made.of([changed], {"b": (1, "x")}, {}, {}, {}) == (replace(changed, position=1, waiting_for="x"),)
+    assert made.complete([changed], {"b": (1, "x")}, {}, {}, {}) == (replace(changed, position=1, waiting_for="x"),)
 
 
 def test_a_wall_clock_that_was_set_moves_the_begin_of_metering() -> None:
     made = RowsWithTimes()
     for now in (100.9, 160.0, 161.0):
-        (row,) = made.of([A], {}, {}, {"a": now}, {})
+        (row,) = made.complete([A], {}, {}, {"a": now}, {})
         assert row.metered_at == (100.0 if now < 101 else now)

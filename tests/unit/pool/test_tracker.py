@@ -48,7 +48,7 @@ class Writer:
     def hurry(self, run_id: str) -> None:
         self.reported.append(f"hurry {run_id}")
 
-    def over(self, run_id: str) -> None:
+    def finish_run(self, run_id: str) -> None:
         self.reported.append(f"over {run_id}")
 
     def close(self, patience_s: float) -> None:
@@ -93,7 +93,7 @@ class Service:
     # helpers for tests
 
     def run(self, run_id: str, tracking: Tracking | None = ALL, **spec: Any) -> PoolRun:
-        launch = placed_launch(self._folder, elsewhere=False)
+        launch = placed_launch(self._folder, is_remote=False)
         made = msgspec.structs.replace(launch.spec, run_id=run_id, tracked=tracking is not None, **spec)
         submit = Submit(
             request=0,

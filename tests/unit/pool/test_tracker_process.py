@@ -18,13 +18,13 @@ from sgpu_magic.wire.tracking import Track, Tracking, TrackingReport
 _REPEATS = """
 import socket, sys
 from sgpu_magic.wire import codec
-from sgpu_magic.wire.tracking import RunOver, Track, TrackerRests, TrackingDone, TrackingTroubled
+from sgpu_magic.wire.tracking import RunLogComplete, Track, TrackerRests, TrackingDone, TrackingTroubled
 link = socket.socket(fileno=int(sys.argv[1]))
 rests = sys.argv[2:]
 reader = codec.FrameReader(codec.to_tracker)
 while data := link.recv(4096):
     for message, _ in reader.feed(data):
-        if isinstance(message, RunOver):
+        if isinstance(message, RunLogComplete):
             link.sendall(codec.frame(TrackingDone(run_id=message.run_id, complete=True)))
         elif isinstance(message, Track):
             how = "now" if message.urgent else "later"
@@ -99,7 +99,7 @@ async def resting(made: Processes) -> None:
 def test_an_idle_session_that_ends_has_a_process_again(monkeypatch: pytest.MonkeyPatch):
     async def story(made: Processes) -> None:
         await resting(made)
-        made.process.over("s")
+        made.process.finish_run("s")
         # no rank waits for it any more
         await made.until(lambda: made.sent[1:] == [("s", "later"), ("s", "done")])
         assert made.starts == 2
@@ -132,7 +132,7 @@ def test_a_rank_that_waits_for_an_idle_session_has_a_process_at_once(monkeypatch
 def test_an_order_that_a_leaving_process_has_not_read_is_given_to_the_next(monkeypatch: pytest.MonkeyPatch):
     async def story(made: Processes) -> None:
         made.process.track(order("s"))
-        made.process.over("s")
+        made.process.finish_run("s")
         # it exited because of `s` alone, before it read that `s` is over
         await made.until(lambda: ("s", "done") in made.sent)
         assert made.starts == 2

@@ -48,7 +48,10 @@ class Place:
 
     def pool_of(self, run: ClientRun) -> Any:
         return SimpleNamespace(
-            attach=self._attach, find_again=self._find_again, run_left=lambda _: None, on_run_ended=lambda *_: None
+            attach=self._attach,
+            find_again=self._find_again,
+            give_payload_up=lambda _: None,
+            on_run_ended=lambda *_: None,
         )
 
     def unseen(self, run: ClientRun) -> Subscription:

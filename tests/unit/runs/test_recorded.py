@@ -31,7 +31,7 @@ class Directory:
     """A run's directory as a pool and its agent write it."""
 
     def __init__(self, folder: Path, **spec: Any) -> None:
-        launch = placed_launch(folder, elsewhere=False)
+        launch = placed_launch(folder, is_remote=False)
         self.path = folder / "r1"
         self.spec = msgspec.structs.replace(launch.spec, **spec)
         self.packed: Packed = pack_namespace({"x": list(range(100))}, {}, SECRET)

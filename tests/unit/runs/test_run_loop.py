@@ -45,7 +45,7 @@ class Found:
         after.apply(ev.RunEnded(state=RunState.SUCCEEDED))
         after.die()
 
-    def run_left(self, run_id: str) -> None:
+    def give_payload_up(self, run_id: str) -> None:
         self.left.append(run_id)
 
     def on_run_ended(self, run_id: str, state: RunState, at: float) -> None:

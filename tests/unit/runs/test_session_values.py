@@ -45,7 +45,7 @@ class Notebook:
         """Run a cell in the session that reads these names of the notebook; return the names that are sent."""
         plan = self.shipping.plan(names, self.namespace, RANKS)
         self.shipping.record_sent(plan.names, plan.prints, RANKS)
-        self.shipping.cell_over(Effects(), plan, self.namespace, succeeded=True, names_of=lambda _: frozenset())
+        self.shipping.record_ended(Effects(), plan, self.namespace, succeeded=True, names_of=lambda _: frozenset())
         return set(plan.names)
 
 
@@ -324,7 +324,7 @@ def test_globals_attributes_and_defaults_of_a_notebooks_function(monkeypatch: py
 @pytest.fixture
 def memory() -> MemoryDigests:
     found = shared_digests()
-    found.of([memoryview(bytes(TRACKED_FROM))])
+    found.digests_of([memoryview(bytes(TRACKED_FROM))])
     return found
 
 
@@ -359,7 +359,7 @@ def test_what_is_known_about_memory_is_what_hashing_finds(memory: MemoryDigests)
                 whole[at] += 1
             else:
                 chosen = views if what == "all" else [views[at]]
-                assert memory.of(chosen) == [digest_of(view) for view in chosen]
+                assert memory.digests_of(chosen) == [digest_of(view) for view in chosen]
 
     holds()
 
@@ -378,36 +378,36 @@ def test_memory_that_is_written_while_it_is_hashed(memory: MemoryDigests):
     writer.start()
     try:
         for _ in range(4):
-            memory.of([view])
+            memory.digests_of([view])
     finally:
         stop.set()
         writer.join()
-    assert memory.of([view]) == [digest_of(view)]
-    assert memory.of([view]) == [digest_of(view)]
+    assert memory.digests_of([view]) == [digest_of(view)]
+    assert memory.digests_of([view]) == [digest_of(view)]
 
 
 def test_memory_that_was_freed_and_allocated_again(memory: MemoryDigests):
     for number in range(20):
         value = np.full(TRACKED_FROM * 3, number, np.uint8)
-        assert memory.of([memoryview(value)]) == [digest_of(memoryview(value))]
+        assert memory.digests_of([memoryview(value)]) == [digest_of(memoryview(value))]
         del value
 
 
 def test_a_forked_child_does_not_use_what_its_parent_knows(memory: MemoryDigests):
     value = pages(0)
     # an earlier test may have had other content here: tracking starts once the content was the same twice
-    before = [memory.of([memoryview(value)]) for _ in range(3)][-1]
+    before = [memory.digests_of([memoryview(value)]) for _ in range(3)][-1]
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
         value[5] = 1
-        same = memory.of([memoryview(value)]) == before
+        same = memory.digests_of([memoryview(value)]) == before
         os.write(writing, b"same" if same else b"other")
         os._exit(0)
     assert os.read(reading, 10) == b"other"
     os.waitpid(child, 0)
     os.close(reading)
     os.close(writing)
-    assert memory.of([memoryview(value)]) == before
+    assert memory.digests_of([memoryview(value)]) == before
     value[7] = 1
-    assert memory.of([memoryview(value)]) != before
+    assert memory.digests_of([memoryview(value)]) != before

@@ -52,7 +52,7 @@ class Notebook:
             self.shipping.record_sent(group, plan.prints, some)
         self.shipping.record_sent(plan.names, plan.prints, ranks)
         effects = Effects(None if stores is None else frozenset(stores), frozenset(deletes))
-        self.shipping.cell_over(effects, plan, self.namespace, succeeded=succeeded, names_of=lambda rank: self.there)
+        self.shipping.record_ended(effects, plan, self.namespace, succeeded=succeeded, names_of=lambda rank: self.there)
         return plan
 
     def runs(self, source: str) -> ShippingPlan:
@@ -61,7 +61,7 @@ class Notebook:
         read = collect(names.read, self.namespace)
         plan = self.shipping.plan(read, self.namespace, ALL, absent=names.read - read.keys())
         self.shipping.record_sent(plan.names, plan.prints, ALL)
-        self.shipping.cell_over(
+        self.shipping.record_ended(
             effects_of(names, self.namespace), plan, self.namespace, succeeded=True, names_of=lambda rank: self.there
         )
         return plan
@@ -137,17 +137,19 @@ def test_a_cell_that_still_runs_counts_as_having_set_its_names(notebook: Noteboo
     notebook.run("x = 1\ny = 2")
     notebook.reads("y")
     effects, empty = Effects(frozenset({"x", "y"})), notebook.shipping.plan((), notebook.namespace, ALL)
-    before = notebook.shipping.cell_begun(effects, empty, notebook.namespace)
+    before = notebook.shipping.record_started(effects, empty, notebook.namespace)
     assert notebook.shipping.plan(["x", "y"], notebook.namespace, ALL).names == ()
     assert notebook.shipping.own_names(ALL) == {"x", "y"}
     # the cell never started
-    notebook.shipping.not_begun(before)
+    notebook.shipping.undo_started(before)
     assert notebook.shipping.own_names(ALL) == set()
     assert notebook.reads("x", "y").names == ("x",)
     # the cell failed before it set one of them
-    notebook.shipping.cell_begun(effects, empty, notebook.namespace)
+    notebook.shipping.record_started(effects, empty, notebook.namespace)
     notebook.there = frozenset({"x"})
-    notebook.shipping.cell_over(effects, empty, notebook.namespace, succeeded=False, names_of=lambda _: notebook.there)
+    notebook.shipping.record_ended(
+        effects, empty, notebook.namespace, succeeded=False, names_of=lambda _: notebook.there
+    )
     assert notebook.reads("x", "y").names == ("y",)
 
 
@@ -251,7 +253,7 @@ def test_a_value_that_was_pushed_is_had_from_a_rank_that_stays(notebook: Noteboo
 def test_what_did_not_arrive_goes_again(notebook: Notebook):
     notebook.run("cfg = 1")
     plan = notebook.reads("cfg")
-    notebook.shipping.not_arrived(plan.names, (2,))
+    notebook.shipping.record_not_arrived(plan.names, (2,))
     assert notebook.reads("cfg").before == (((2,), ("cfg",)),)
 
 

@@ -172,7 +172,7 @@ def test_the_next_service_tells_the_same_user_what_is_not_in_the_store(tmp_path:
     reported: list[str] = []
 
     def submitted(run_id: str, user: str) -> PoolRun:
-        launch = placed_launch(tmp_path, elsewhere=False)
+        launch = placed_launch(tmp_path, is_remote=False)
         owner = Owner(pid=1, host="h", user=user)
         spec = msgspec.structs.replace(launch.spec, run_id=run_id, owner=owner, tracked=True)
         return PoolRun(

@@ -210,7 +210,7 @@ def test_a_kernel_without_it(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("platform.machine", lambda: "riscv64")
     assert WriteTracking.start() is None
     memory = memoryview(bytearray(3_000_000))
-    assert shared_digests().of([memory]) == shared_digests().of([memory])
+    assert shared_digests().digests_of([memory]) == shared_digests().digests_of([memory])
 
 
 # ---------------------------------------------------------------- memory that can be tracked

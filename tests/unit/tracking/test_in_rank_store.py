@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from mlflow_stores import copy_store
+from msgspec.structs import replace
 from tracking_writers import quiet_mlflow
 
 from sgpu_magic.tracking import in_rank_cell
@@ -54,13 +55,13 @@ def test_the_run_is_asked_for_once_and_only_its_own_answer_counts(sent: list[Rec
     cell.ask()
     cell.ask()
     assert sent == [AskTracking()]
-    cell.take(answer(TRACKED, "run-0"))
+    cell.on_answer(answer(TRACKED, "run-0"))
     assert cell.known_run is None
-    cell.take(answer(TRACKED))
+    cell.on_answer(answer(TRACKED))
     assert cell.wait() == TRACKED
     assert cell.true_id == TRACKED.mlflow_run_id
     assert cell.is_this(TRACKED.mlflow_run_id)
-    cell.over = True
+    cell.has_ended = True
     assert not cell.is_this(cell.alias)
 
 
@@ -182,7 +183,7 @@ def test_logging_to_the_run_opens_no_store_and_to_another_one_does(here: Here):
     assert [pair for message in reported for pair in message.params] == [("lr", "0.1")]
     assert [pair for message in reported for pair in message.tags] == [("a", "b"), ("mlflow.runName", "night")]
     assert here.opened == 0
-    here.cell.take(answer(here.tracked))
+    here.cell.on_answer(answer(here.tracked))
     other = here.store.create_run("0", "ann", 0, [], "other").info.run_id
     assert here.opened == 1
     here.store.log_batch_async(other, [], [Param("p", "1")], []).wait()
@@ -197,7 +198,7 @@ def test_logging_to_the_run_opens_no_store_and_to_another_one_does(here: Here):
 def test_the_run_itself_is_read_but_not_deleted(here: Here):
     from mlflow.exceptions import MlflowException
 
-    here.cell.take(answer(here.tracked))
+    here.cell.on_answer(answer(here.tracked))
     for run_id in (here.cell.alias, here.tracked.mlflow_run_id):
         assert here.store.get_run(run_id).info.run_id == here.tracked.mlflow_run_id
         with pytest.raises(MlflowException, match="the MLflow run of the cell itself, which can't be deleted"):
@@ -211,8 +212,7 @@ def test_the_run_itself_is_read_but_not_deleted(here: Here):
 
 
 def test_a_run_that_is_gone_from_its_store_is_described_with_what_is_known(here: Here, tmp_path: Path):
-    here.cell.take(answer(TrackedRun(**{name: getattr(here.tracked, name) for name in here.tracked.__struct_fields__}
-                                     | {"mlflow_run_id": "f" * 32})))  # fmt: skip
+    here.cell.on_answer(answer(replace(here.tracked, mlflow_run_id="f" * 32)))
     found = here.store.get_run(here.cell.alias)
     assert (found.info.run_id, found.info.artifact_uri) == ("f" * 32, f"file://{tmp_path}/artifacts")
     (remark,) = remarks(here.sent)
@@ -224,7 +224,7 @@ def test_metrics_of_a_model_are_the_runs_all_the_same(here: Here):
     """Where the real store does not know the model, they are logged without it."""
     from mlflow.entities import Metric
 
-    here.cell.take(answer(here.tracked))
+    here.cell.on_answer(answer(here.tracked))
     here.store.log_metric(here.cell.alias, Metric("loss", 0.5, 0, 1, model_id="m-unknown", run_id="f" * 32))
     assert [point.key for message in here.reported() for point in message.metrics] == ["loss"]
     (remark,) = remarks(here.sent)
@@ -234,7 +234,7 @@ def test_metrics_of_a_model_are_the_runs_all_the_same(here: Here):
 def test_without_a_store_nothing_else_is_available(here: Here):
     from mlflow.exceptions import MlflowException
 
-    here.cell.take(answer(None, problem="the pool has no MLflow"))
+    here.cell.on_answer(answer(None, problem="the pool has no MLflow"))
     with pytest.raises(MlflowException, match=r"the tracking store sqlite:///\S+ of this run is not available"):
         here.store.search_runs([], "", 1)
     assert here.opened == 0
@@ -245,7 +245,7 @@ def test_without_a_store_nothing_else_is_available(here: Here):
 def test_children_name_the_run_as_their_parent(here: Here):
     from mlflow.entities import RunTag
 
-    here.cell.take(answer(here.tracked))
+    here.cell.on_answer(answer(here.tracked))
     experiment = here.tracked.experiment_id
 
     def made(*tags: RunTag) -> Any:

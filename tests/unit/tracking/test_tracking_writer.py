@@ -116,7 +116,7 @@ def test_devices_are_numbered_by_the_runs_own_order_and_keys_are_mlflows():
             gpu(1, uuid="GPU-a", utilization_pct=20.0, used_bytes=3_000_000_000, total_bytes=24_000_000_000),
         ),
     )
-    assert {point.key: point.value for point in system.take(first, 100.0)} == {
+    assert {point.key: point.value for point in system.add(first, 100.0)} == {
         "system/node0/gpu_0_utilization_percentage": 80.0,
         "system/node0/gpu_0_memory_usage_megabytes": 6000.0,
         "system/node0/gpu_0_memory_usage_percentage": 25.0,
@@ -132,7 +132,7 @@ def test_after_a_minute_ten_seconds_are_one_point():
     points = [
         point
         for second in range(120)
-        for point in system.take(
+        for point in system.add(
             rank_events.Sampled(seconds=1.0, samples=(RankSample(rank=0, kind="cpu", cpu_cores=float(second)),)),
             100.0 + second,
         )
@@ -151,7 +151,7 @@ def test_what_is_written_already_is_not_written_again_and_the_rest_stays_the_sam
                     run_id="a", seq=second + 1, at=second, body=rank_events.Sampled(seconds=1.0, samples=(sample,))
                 )
             )
-        return fold.take()
+        return fold.pop_batch()
 
     whole, rest = reported(RunFold("local", 4)), reported(RunFold("local", 4, written=3))
     assert rest.metrics == whole.metrics[-2 * len(whole.metrics) // 5 :]
@@ -164,7 +164,7 @@ def test_the_first_value_of_a_parameter_counts_and_others_are_tags():
         fold.apply(
             ev.Event(run_id="a", seq=rank + 1, at=0, body=rank_events.MetricsLogged(rank=rank, params=(("lr", value),)))
         )
-    batch = fold.take()
+    batch = fold.pop_batch()
     assert batch.params == {"lr": "0.1"}
     assert batch.tags == {"sgpu.logged": "true", "sgpu.param.lr": "0.2"}
 
@@ -759,7 +759,7 @@ def test_a_writer_leaves_when_only_idle_sessions_are_left(
         eventually(lambda: len(reported) == 2, 30, "both are announced")
         assert work.is_alive(), "a run that is no session is left"
         cell.end()
-        writers.over(cell.run_id)
+        writers.finish_run(cell.run_id)
         work.join(30)
         assert not work.is_alive(), "it does not leave"
     assert reported[2:] == [

@@ -148,7 +148,7 @@ def test_a_directory_without_events_is_no_run(settings: Settings, store: Any, ru
     writer = writer_of(settings, store, run)
     assert not writer.step()
     assert not writer.progress.complete
-    writer.over = True
+    writer.log_complete = True
     assert not writer.step()
     assert (writer.progress.complete, writer.progress.problem) == (True, "its directory has no events")
     assert runs.of(run.run_id) == []

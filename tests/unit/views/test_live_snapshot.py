@@ -180,7 +180,7 @@ def started_again(directory: Path) -> LiveRun:
 
 def left_alone(directory: Path) -> LiveRun:
     run = LiveRun(directory).start().write(0, b"epoch 1\n")
-    run.view.leave("run 7f3a continues without this notebook")
+    run.view.stop_following("run 7f3a continues without this notebook")
     return run
 
 

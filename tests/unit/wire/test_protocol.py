@@ -207,7 +207,7 @@ def test_texts_that_are_not_utf_8_arrive_as_they_were(text: str, other: str):
 
 
 def test_a_message_of_another_link_is_refused():
-    leave = codec.encode(rank.Leave())
+    leave = codec.encode(rank.Exit())
     with pytest.raises(msgspec.ValidationError):
         codec.client_messages.decode(leave)
 

@@ -59,7 +59,7 @@ def settings(tmp_path: Path) -> Iterator[Settings]:
 
 @pytest.fixture
 def launch(tmp_path: Path) -> Launch:
-    made = placed_launch(tmp_path, elsewhere=False)
+    made = placed_launch(tmp_path, is_remote=False)
     spec = msgspec.structs.replace(made.spec, run_id=new_id(), ray=True)
     return msgspec.structs.replace(made, spec=spec, run_dir=str(tmp_path / "run"))
 

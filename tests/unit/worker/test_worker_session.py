@@ -15,7 +15,7 @@ from ranks import Session, Zygote
 from waiting import eventually
 
 from sgpu_magic.wire.base import FailureKind, RunKind
-from sgpu_magic.wire.rank import CellFailed, Displayed, Finished, Joined, Leave, Remarked
+from sgpu_magic.wire.rank import CellFailed, Displayed, Exit, Finished, Joined, Remarked
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory files")
 
@@ -724,7 +724,7 @@ def test_a_rank_that_leaves_runs_the_finalizers_of_its_cells_and_no_others(zygot
     assert values(session, f"import weakref\nlen({due})") == [0]
     session.run("class Resource: pass\nheld = Resource()\nending = weakref.finalize(held, print, 'finalized')")
     assert values(session, f"{due} == [ending]") == [True]
-    session.ranks[0].send(Leave())
+    session.ranks[0].send(Exit())
     assert zygote.wait(session.ranks[0].pid) == 0
     eventually(lambda: "finalized\n" in session.ranks[0].printed, 5, "the finalizer did not run")
     session.leave()
@@ -733,7 +733,7 @@ def test_a_rank_that_leaves_runs_the_finalizers_of_its_cells_and_no_others(zygot
 def test_a_rank_leaves_when_it_is_told_to_and_runs_exit_handlers(zygote: Zygote, tmp_path: Path):
     session = Session(zygote, 1, cwd=str(tmp_path)).connect()
     session.run("import atexit\natexit.register(print, 'bye')")
-    session.ranks[0].send(Leave())
+    session.ranks[0].send(Exit())
     assert zygote.wait(session.ranks[0].pid) == 0
     eventually(lambda: "bye\n" in session.ranks[0].printed, 5, "the exit handler did not run")
     session.leave()
