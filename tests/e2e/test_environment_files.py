@@ -190,7 +190,7 @@ from sgpu_magic.runs import packages
 from sgpu_magic.runs.kernel_context import kernel_context
 def microseconds():
     began = time.perf_counter()
-    assert packages.of(kernel_context().pool).digest_for("")
+    assert packages.packages_of(kernel_context().pool).digest_for("")
     return (time.perf_counter() - began) * 1e6
 took = statistics.median(microseconds() for _ in range(200))
 """

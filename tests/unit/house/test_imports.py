@@ -157,19 +157,37 @@ def test_the_public_names_are_the_documented_ones():
 # ---------------------------------------------------------------- code in strings
 
 IMPORT = re.compile(r"^\s*from (sgpu_magic[\w.]*) import (\([^)]*\)|[^\n;#]+)", re.MULTILINE)
+IMPORTED = re.compile(r"(?:^|[,(])\s*(\w+)(?: as (\w+))?")
 
 
 def missing_names(code: str) -> list[str]:
-    """The names that code imports from the package and that are not there. Renaming tools don't look into strings."""
+    """The names of the package that code imports, or uses of a module that it imports, and that are not there.
+
+    Renaming tools don't look into strings.
+    """
     missing: list[str] = []
     for module, names in IMPORT.findall(code):
-        path = ROOT / module.replace(".", "/")
-        file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-        defined = names_of(file) if file.is_file() else set()
-        for name in re.findall(r"(?:^|[,(])\s*(\w+)", names):
-            if name not in defined and not (path / name).is_dir() and not (path / f"{name}.py").is_file():
+        for name, alias in IMPORTED.findall(names):
+            imported = file_of(f"{module}.{name}")
+            if imported is not None:
+                defined = {*names_of(imported), "__file__", "__name__", "__dict__"}
+                uses = set(re.findall(rf"(?<![\w.]){alias or name}\.([A-Za-z_]\w*)", code))
+                missing += [f"{module}.{name}.{use}" for use in uses - defined if not is_in(imported, use)]
+            elif (file := file_of(module)) is None or name not in names_of(file):
                 missing.append(f"{module}.{name}")
     return missing
+
+
+def file_of(module: str) -> Path | None:
+    """The file of a module or package, None without one."""
+    path = ROOT / module.replace(".", "/")
+    files = (path / "__init__.py", path.with_suffix(".py"))
+    return next((file for file in files if file.is_file()), None)
+
+
+def is_in(file: Path, module: str) -> bool:
+    """Whether a module is in the package whose `__init__` this is."""
+    return file.name == "__init__.py" and ((file.parent / module).is_dir() or (file.parent / f"{module}.py").is_file())
 
 
 def names_of(file: Path) -> set[str]:
@@ -194,16 +212,29 @@ def test_a_name_that_is_not_there_is_found():
     code = "from sgpu_magic import distributed, nowhere\nfrom sgpu_magic.wire.base import (RunState,\n  RunStates,\n)\n"
     assert missing_names(code) == ["sgpu_magic.nowhere", "sgpu_magic.wire.base.RunStates"]
     assert missing_names("    from sgpu_magic.elsewhere import x as y") == ["sgpu_magic.elsewhere.x"]
+    uses = "from sgpu_magic.wire import base as b, nodes\nb.RunState, b.Nothing, other.b.x\n"
+    assert missing_names(uses) == ["sgpu_magic.wire.base.Nothing", "sgpu_magic.wire.nodes"]
+
+
+def texts_in(file: Path) -> Iterator[tuple[int, str]]:
+    """The strings of a module with their lines; of an f-string, its fixed parts."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        match node:
+            case ast.Constant(value=str() as text):
+                yield node.lineno, text
+            case ast.JoinedStr(values=parts):
+                yield node.lineno, "{}".join(part.value for part in parts if isinstance(part, ast.Constant))
+            case _:
+                pass
 
 
 @pytest.mark.parametrize("folder", ["sgpu_magic", "tests", "scripts"])
-def test_code_in_strings_imports_what_is_there(folder: str):
+def test_code_in_strings_uses_what_is_there(folder: str):
     wrong = {
-        f"{path.relative_to(ROOT)}:{node.lineno}": missing
+        f"{path.relative_to(ROOT)}:{line}": missing
         for path in sorted((ROOT / folder).rglob("*.py"))
         if path != Path(__file__)
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and "import" in node.value
-        if (missing := missing_names(node.value))
+        for line, text in texts_in(path)
+        if "import" in text and (missing := missing_names(text))
     }
     assert wrong == {}
