@@ -7,6 +7,7 @@ import argparse
 import importlib
 import io
 import os
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -85,6 +86,11 @@ def note(text: str) -> None:
     """Write a message to standard error, prefixed with `sgpu:`."""
     sys.stdout.flush()
     sys.stderr.write(f"sgpu: {text}\n")
+
+
+def terminal_width() -> int | None:
+    """Return the characters of a line of the terminal that standard output is; None where it is a file or a pipe."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def whole_number(least: int, most: int, what: str) -> Callable[[str], int]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shutil
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +14,7 @@ import msgspec
 
 from sgpu_magic.cli.json_form import omitted_pools, run_row, running_s
 from sgpu_magic.cli.json_records import RunList, encode
-from sgpu_magic.cli.main import CommandParser, add_json, note, positive
+from sgpu_magic.cli.main import CommandParser, add_json, note, positive, terminal_width
 from sgpu_magic.client import ledger
 from sgpu_magic.client.find_run import check_prefix, pool_of
 from sgpu_magic.client.ledger import seconds_of
@@ -28,7 +26,7 @@ from sgpu_magic.errors import PoolError
 from sgpu_magic.formatting import format_elapsed, format_money
 from sgpu_magic.views import ansi
 from sgpu_magic.views.stacks import stacks_text
-from sgpu_magic.views.units import TIMES, aligned
+from sgpu_magic.views.units import BETWEEN, TIMES, aligned, cut
 from sgpu_magic.wire.base import CancelReason, RunKind, RunState, short
 from sgpu_magic.wire.costs import cost_so_far
 from sgpu_magic.wire.devices import ANY, CPU
@@ -43,8 +41,6 @@ _LEAST_NAME = 8
 # Columns that are left out if they are empty, or do not fit in a terminal; the first is kept longest. For each, the
 # length to which names may be cut for it, None if they may not.
 _OPTIONAL: Mapping[str, int | None] = {"pool": 12, "cost": 12, "notebook": None}
-# between the columns of `aligned`
-_BETWEEN = "   "
 _ALL_SIMULATED = "All GPUs in this list are simulated on CPU."
 
 
@@ -198,12 +194,12 @@ def runs_table(
     fitted = _fitted(columns, width)
     right = tuple(at for at, head in enumerate(fitted) if head in ("duration", "cost"))
     head, *rows = aligned([tuple(fitted), *zip(*fitted.values(), strict=True)], right=right)
-    indent = " " * (max(map(len, fitted["run"])) + len(_BETWEEN))
+    indent = " " * (max(map(len, fitted["run"])) + len(BETWEEN))
     longest = _MAX_REMARK if width is None else width - len(indent)
     lines = [head]
     for run, row in zip(runs, rows, strict=True):
         remark = _remark(run)
-        lines += [row, f"{indent}{_cut(remark, longest)}"] if remark else [row]
+        lines += [row, f"{indent}{cut(remark, longest)}"] if remark else [row]
     return "\n".join([*lines, _ALL_SIMULATED] if says_once else lines)
 
 
@@ -220,16 +216,12 @@ def _fitted(columns: Mapping[str, Sequence[str]], width: int | None) -> dict[str
             kept.append(head)
     others = _line_width(widths | {"name": 0}, kept)
     longest_name = max(_LEAST_NAME, width - others)
-    names = [_cut(name, longest_name) for name in filled["name"]]
+    names = [cut(name, longest_name) for name in filled["name"]]
     return {head: names if head == "name" else cells for head, cells in filled.items() if head in kept}
 
 
 def _line_width(widths: Mapping[str, int], heads: Sequence[str]) -> int:
-    return sum(widths[head] for head in heads) + len(_BETWEEN) * (len(heads) - 1)
-
-
-def _cut(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[: most - 1]}…"
+    return sum(widths[head] for head in heads) + len(BETWEEN) * (len(heads) - 1)
 
 
 def _name(run: RunSummary) -> str:
@@ -304,8 +296,7 @@ def _list(options: argparse.Namespace) -> str:
     if not found.listed:
         return "no run matches" if wanted.is_set else "no runs yet"
     pool_of_run = {run.run_id: pool for pool, run in found.listed} if found.several else None
-    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    return runs_table([run for _, run in found.listed], now, pool_of_run, width)
+    return runs_table([run for _, run in found.listed], now, pool_of_run, terminal_width())
 
 
 def _one_options(parser: CommandParser) -> None:

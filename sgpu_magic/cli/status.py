@@ -8,7 +8,7 @@ from contextlib import closing
 
 from sgpu_magic.cli.json_form import status_document
 from sgpu_magic.cli.json_records import encode
-from sgpu_magic.cli.main import CommandParser, add_json
+from sgpu_magic.cli.main import CommandParser, add_json, terminal_width
 from sgpu_magic.client.pools import Pools, PoolStatusReply
 from sgpu_magic.client.pools_file import LOCAL
 from sgpu_magic.config import Settings, host_name, load_settings
@@ -31,10 +31,10 @@ def ask(settings: Settings, name: str = "") -> list[PoolStatusReply]:
 
 
 def status_text(answers: list[PoolStatusReply]) -> str:
-    """Return the text of `%sgpu_status` for the pools."""
+    """Return the text of `%sgpu_status` for the pools; in a terminal, as wide as that."""
     if [answer.name for answer in answers] == [LOCAL] and answers[0].status is None:
         return f"no local pool is running on {host_name()}; the first %%distributed cell starts one"
-    return pools_status.render(answers, {})["text/plain"]
+    return pools_status.render(answers, {}, width=terminal_width())["text/plain"]
 
 
 def add_options(parser: CommandParser) -> None:

@@ -76,7 +76,6 @@ class PoolRun:
         ended_as: The state in its final event; None before. The scheduler learns of it next.
         adopted: An earlier service launched it; its notebook has not reconnected.
         lost_node: Why its ranks were lost with their node; None otherwise, and once the run is requeued.
-        dead_ranks: For a session: its ranks that are dead until they are restarted, since this service follows it.
         payload_released: Its payload's memory is no longer read.
         drops_output: The disk failed for so long that output and samples are dropped.
     """
@@ -97,7 +96,6 @@ class PoolRun:
         self.ended_as: RunState | None = None
         self.adopted = False
         self.lost_node: str | None = None
-        self.dead_ranks: tuple[int, ...] = ()
         self.payload_released = False
         self.drops_output = False
         self._group = GroupState.ABSENT

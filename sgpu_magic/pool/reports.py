@@ -30,7 +30,6 @@ from sgpu_magic.wire.events import (
     RanksRestarted,
     RanksStarted,
     RunEnded,
-    SessionMoved,
 )
 from sgpu_magic.wire.node import RunEvent
 from sgpu_magic.wire.rank_events import Failure, Sampled
@@ -128,9 +127,6 @@ class Reports:
             case Noted(remaining=remaining) if remaining:
                 self._active.publish(run, body, at, report=event)
                 self._feed(sched.RanksRemain(run.run_id, remaining))
-            case SessionMoved(dead=dead):
-                run.dead_ranks = dead
-                self._active.publish(run, body, at, report=event)
             case RanksRestarted():
                 self._active.publish(run, body, at, report=event)
                 self._feed(sched.RanksRemain(run.run_id, ()))

@@ -13,7 +13,7 @@ import msgspec
 
 from sgpu_magic.files.run_directory import EventFile
 from sgpu_magic.wire.codec import frame
-from sgpu_magic.wire.events import AttemptFailed, Event, EventBody, Noted, PayloadReleased, RunEnded
+from sgpu_magic.wire.events import AttemptFailed, Event, EventBody, Noted, PayloadReleased, RunEnded, SessionMoved
 from sgpu_magic.wire.files import EVENTS
 from sgpu_magic.wire.node import RunEvent
 from sgpu_magic.wire.rank_events import DisplayPublished, MetricsLogged, OutputWritten, Sampled
@@ -46,6 +46,7 @@ class RunLog:
         ended: The run's final event; None before it.
         failed_attempt: The newest failed attempt; None when there is none, or the run has ended.
         payload_released: Whether the payload's memory was released.
+        dead_ranks: For a session: its ranks that are dead until they are restarted.
         unwritten: Events that are not on disk yet, oldest first. Only the log changes it.
         problem: Why events are only in memory, or what was wrong with the file; "" when nothing is.
     """
@@ -60,6 +61,7 @@ class RunLog:
         self.ended: RunEnded | None = None
         self.failed_attempt: AttemptFailed | None = None
         self.payload_released = False
+        self.dead_ranks: tuple[int, ...] = ()
         self._run_id = run_id
         self._closing = False
         self._file = -1
@@ -187,13 +189,19 @@ class RunLog:
     def _count(self, event: Event) -> None:
         self.at = event.at
         _count_number(self.numbers, event)
-        if isinstance(event.body, RunEnded):
-            self.ended = event.body
-            self.failed_attempt = None
-        elif isinstance(event.body, AttemptFailed):
-            self.failed_attempt = event.body
-        elif isinstance(event.body, PayloadReleased):
-            self.payload_released = True
+        match event.body:
+            case RunEnded():
+                self.ended = event.body
+                self.failed_attempt = None
+            case AttemptFailed():
+                self.failed_attempt = event.body
+                self.dead_ranks = ()
+            case PayloadReleased():
+                self.payload_released = True
+            case SessionMoved(dead=dead):
+                self.dead_ranks = dead
+            case _:
+                pass
 
     def _continue(self) -> None:
         """Continue the file of a killed service, which may end in the middle of an event."""

@@ -108,7 +108,8 @@ class StatusReports:
         ends = {session: float(round(wall + until)) for session, until in quiet.items() if until is not None}
         nodes = "" if self._stock.is_known else "its nodes have not answered yet"
         began = {run.run_id: wall + run.meter.since for run in scheduler.runs if run.meter.since is not None}
-        dead = {run.run_id: run.dead_ranks for run in self._active.going if run.dead_ranks}
+        logs = {run.run_id: run.log for run in self._active.going}
+        dead = {run_id: log.dead_ranks for run_id, log in logs.items() if log is not None}
         return PoolStatus(
             request=question.request,
             pool=self._settings.pool or "local",

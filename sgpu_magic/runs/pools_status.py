@@ -56,13 +56,16 @@ def ask(pools: Pools, name: str = "", *, start: bool, recent: int = RECENT) -> l
     return [PoolStatusReply(LOCAL, None, pools.local.status(recent, start=start, history=MOST_CURVES))]
 
 
-def render(answers: Sequence[PoolStatusReply], notices: Mapping[str, str], remark: str = "") -> dict[str, str]:
+def render(
+    answers: Sequence[PoolStatusReply], notices: Mapping[str, str], remark: str = "", width: int | None = None
+) -> dict[str, str]:
     """Render the pools as text and as HTML tables with inline styles.
 
     Args:
         answers: The pools' answers.
         notices: The pools' notices by name; for a pool without a status, why it has none, if that is known.
         remark: A sentence below all pools, "" for none.
+        width: As for `status_text`.
     """
     texts: list[str] = []
     tables: list[str] = []
@@ -75,7 +78,7 @@ def render(answers: Sequence[PoolStatusReply], notices: Mapping[str, str], remar
             tables.append(away_html(title, why, is_problem=bool(answer.problem)))
         else:
             status = answer.status if answer.entry is None else msgspec.structs.replace(answer.status, pool=title)
-            texts.append(status_text(status, notice=notice))
+            texts.append(status_text(status, notice=notice, width=width))
             tables.append(status_html(status, notice=notice))
     html = "".join(f'<div style="margin-bottom:8px">{each}</div>' for each in tables) if len(tables) > 1 else tables[0]
     if remark:

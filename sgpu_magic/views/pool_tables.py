@@ -11,6 +11,7 @@ from typing import NamedTuple
 import msgspec
 
 from sgpu_magic.formatting import count_of, format_duration, format_money
+from sgpu_magic.views import ansi
 from sgpu_magic.views.format_pool import (
     HOLDING,
     NODE_HEADS,
@@ -31,7 +32,7 @@ from sgpu_magic.views.format_pool import (
 from sgpu_magic.views.format_summary import idle_since
 from sgpu_magic.views.history_table import HISTORY_HEADS, HISTORY_RIGHT, history_rows
 from sgpu_magic.views.html_style import BAD, SOFT, WARN, safe, sentences, table, titled_box
-from sgpu_magic.views.units import TIMES, Row, aligned
+from sgpu_magic.views.units import BETWEEN, TIMES, Row, aligned, cut
 from sgpu_magic.wire.base import RunKind, RunState, short
 from sgpu_magic.wire.costs import cost_so_far
 from sgpu_magic.wire.pool_status import PoolStatus, RunSummary
@@ -48,6 +49,9 @@ _MAX_WAITING = 20
 
 _RUN_HEADS: Row = ("run", "name", "notebook", "user", "ranks", "state", "duration", "cost", "")
 _RUN_RIGHT = (6, 7)
+
+# characters of a name that are always shown
+_LEAST_NAME = 8
 
 # heads of the columns that break their lines, and of those that are drawn below their rows, in HTML
 _BREAKING = ("name", "notebook", "runs")
@@ -70,19 +74,55 @@ class _StatusContent(NamedTuple):
     runs: _Table
 
 
-def status_text(status: PoolStatus, now: float | None = None, notice: str = "") -> str:
+def status_text(status: PoolStatus, now: float | None = None, notice: str = "", width: int | None = None) -> str:
     """Return the pool as text.
 
     Args:
         status: The pool's status.
         now: Wall-clock time, seconds since the epoch; by default the present.
         notice: A notice from the pool, "" for none.
+        width: Characters of a line into which the tables are to fit: reasons and holders then stand below their rows,
+            names are cut, and the column of notebooks is left out if need be. None for no limit.
     """
     content = _content(status, now, notice, html=False)
     lines = [content.headline, *content.quiet, *content.loud]
     for rows, right in (content.devices, content.history, content.runs):
-        lines += ["", *aligned(rows, right)] if len(rows) > 1 else []
+        lines += ["", *_table_lines(rows, right, width)] if len(rows) > 1 else []
     return "\n".join(lines if status.runs else [*lines, "no runs yet"])
+
+
+def _table_lines(rows: Sequence[Row], right: tuple[int, ...], width: int | None) -> list[str]:
+    lines = aligned(rows, right)
+    if width is None or _widest(lines) <= width:
+        return lines
+    heads = rows[0]
+    below = [row[-1] if heads[-1] in _BELOW_ROWS else "" for row in rows]
+    if heads[-1] in _BELOW_ROWS:
+        rows = [row[:-1] for row in rows]
+    if "notebook" in heads and _widest(aligned(_with_names_cut(rows, _LEAST_NAME), right)) > width:
+        at = heads.index("notebook")
+        rows = [row[:at] + row[at + 1 :] for row in rows]
+        right = tuple(column - (column > at) for column in right)
+    excess = _widest(aligned(rows, right)) - width
+    if excess > 0 and "name" in heads:
+        at = heads.index("name")
+        rows = _with_names_cut(rows, max(max(len(row[at]) for row in rows) - excess, _LEAST_NAME))
+    indent = " " * (max(len(row[0]) for row in rows) + len(BETWEEN))
+    fitted: list[str] = []
+    for line, remark in zip(aligned(rows, right), ["", *below[1:]], strict=True):
+        fitted.append(line)
+        if remark:
+            fitted.append(indent + cut(ansi.plain(f"{heads[-1]} {remark}").strip(), width - len(indent)))
+    return fitted
+
+
+def _with_names_cut(rows: Sequence[Row], most: int) -> list[Row]:
+    at = rows[0].index("name") if "name" in rows[0] else None
+    return [row if at is None else (*row[:at], cut(row[at], most), *row[at + 1 :]) for row in rows]
+
+
+def _widest(lines: Sequence[str]) -> int:
+    return max(map(len, lines), default=0)
 
 
 def status_html(status: PoolStatus, now: float | None = None, notice: str = "") -> str:

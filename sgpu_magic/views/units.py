@@ -19,6 +19,8 @@ from sgpu_magic.wire.rank_events import Failure
 TIMES = "\u00d7"  # the multiplication sign of a number of devices
 ROW_CHARS = 85
 """Characters of a row in a narrow notebook."""
+BETWEEN = "   "
+"""What is between the columns of a table of text."""
 
 # maximum difference between readings of the two clocks, unless one was set
 _STEP_S = 0.01
@@ -120,6 +122,11 @@ def _or_now(now: float | None) -> float:
 Row = tuple[str, ...]
 
 
+def cut(text: str, most: int) -> str:
+    """Return the text, or its first `most - 1` characters and an ellipsis."""
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
 def aligned(rows: Sequence[Row], right: tuple[int, ...] = ()) -> list[str]:
     """Return the rows with aligned columns; those in `right` are right-aligned."""
     rows = [tuple(ansi.plain(cell) for cell in row) for row in rows]
@@ -127,4 +134,4 @@ def aligned(rows: Sequence[Row], right: tuple[int, ...] = ()) -> list[str]:
     for at, column in enumerate(zip(*rows, strict=True)):
         width = max(map(len, column))
         columns.append([cell.rjust(width) if at in right else cell.ljust(width) for cell in column])
-    return ["   ".join(row).rstrip() for row in zip(*columns, strict=True)]
+    return [BETWEEN.join(row).rstrip() for row in zip(*columns, strict=True)]

@@ -401,6 +401,30 @@ def test_a_session_and_its_cell_outlive_a_killed_pool(new_home: Callable[..., Ho
 
 
 @pytest.mark.slow
+def test_the_next_pool_knows_a_sessions_dead_ranks(new_home: Callable[..., Home]):
+    home = new_home({})
+    client = PoolClient(home)
+
+    def dead_ranks() -> list[tuple[int, ...]]:
+        return [run.dead_ranks for run in client.pool.status().runs if run.kind is RunKind.SESSION]
+
+    try:
+        session = client.connect(2)
+        struck = session.begin("import os, signal\nif rank == 1: os.kill(os.getpid(), signal.SIGKILL)")
+        assert struck.ended().state is RunState.FAILED
+        eventually(lambda: dead_ranks() == [(1,)])
+        pool = home.pool_pid()
+        assert pool is not None
+        os.kill(pool, signal.SIGKILL)
+        eventually(lambda: not is_alive(pool))
+        client.find_again(session.run.run)
+        assert dead_ranks() == [(1,)]
+        session.end()
+    finally:
+        client.close()
+
+
+@pytest.mark.slow
 def test_cells_come_back_before_their_queued_session(new_home: Callable[..., Home]):
     """Both waited in the queue of a pool that was killed; the cell's thread is the first to come back."""
     home = new_home({"SGPU_SIMULATE": "a10:2"})

@@ -1596,6 +1596,22 @@ def test_status_says_once_that_devices_are_simulated() -> None:
     assert "\nA10 (simulated)" in mixed
 
 
+@pytest.mark.parametrize("width", [70, 80, 100])
+def test_status_fits_a_terminal(width: int) -> None:
+    status = status_as_drawn(True)
+    runs = tuple(
+        msgspec.structs.replace(run, notebook="/home/ann/fine_tuning_of_everything.ipynb", name=run.name * 5)
+        for run in status.runs
+    )
+    text = status_text(msgspec.structs.replace(status, runs=runs), now=144.0, width=width)
+    tables = [line for line in text.split("\n\n", 1)[1].splitlines() if line]
+    assert max(map(len, tables)) <= width
+    for run in runs:
+        assert f"\n{run.run_id[:4]}   {run.name[:7]}" in text
+    below = next(line for line in tables if "NaN in batch 118" in line)
+    assert below.startswith("       rank 1: ValueError")
+
+
 def test_status_names_the_notebooks_of_runs() -> None:
     status = status_as_drawn(True)
     runs = tuple(
