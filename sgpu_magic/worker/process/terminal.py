@@ -22,8 +22,8 @@ import getpass
 import io
 import os
 import sys
-import time
 from collections.abc import Callable
+from time import monotonic
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from sgpu_magic.wire.codec import STDERR_BEGIN, STDERR_END
@@ -38,6 +38,10 @@ _BUFFER_BYTES = 1 << 16
 _PAUSE_S = 0.005
 
 
+# called for each printed line, where `super()` would take a tenth of the line's time
+_buffered_write = io.BufferedWriter.write
+
+
 class _Buffer(io.BufferedWriter):
     """Accepts what a signal handler writes although it has interrupted a write of the same buffer.
 
@@ -47,7 +51,7 @@ class _Buffer(io.BufferedWriter):
 
     def write(self, data: Buffer, /) -> int:
         try:
-            return super().write(data)
+            return _buffered_write(self, data)
         except RuntimeError:
             rest = memoryview(data)
             while rest:
@@ -69,7 +73,7 @@ class _LineBuffer(_Buffer):
     line_at = 0.0
 
     def flush(self) -> None:
-        now = time.monotonic()
+        now = monotonic()
         if now - self.line_at > self.pause_s:
             self.line_at = now
             super().flush()
