@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import linecache
+import os
 import re
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import time
 import traceback
 import types
 import warnings
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Generator, MutableMapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -263,7 +264,8 @@ class RankShell(InteractiveShell):
             else:
                 lines = described.drawing
                 if lines is None:
-                    lines = self.InteractiveTB.structured_traceback(kind, error, entry, tb_offset=tb_offset)
+                    with _in_known_files(entry):
+                        lines = self.InteractiveTB.structured_traceback(kind, error, entry, tb_offset=tb_offset)
             return [lines] if isinstance(lines, str) else [str(line) for line in lines]
         except BaseException:  # noqa: BLE001  drawing runs the user's code too, such as a module's loader
             return [f"{described.type_name}: {described.message}"]
@@ -331,6 +333,25 @@ def enter_script(cell: CellSource, namespace: MutableMapping[str, Any]) -> None:
     if cell.module:
         # relative imports are resolved from there
         namespace["__package__"] = cell.module.rpartition(".")[0]
+
+
+@contextlib.contextmanager
+def _in_known_files(entry: types.TracebackType | None) -> Generator[None]:
+    """Let `inspect` find the module of cells' frames at once while a traceback is formatted.
+
+    It looks for their files, which do not exist, in all modules. In a forked rank that copies the page of each module
+    object, which takes 45 ms after an import of torch.
+    """
+    names = {frame.f_code.co_filename for frame, _ in traceback.walk_tb(entry)}
+    known: dict[str, str] = inspect.modulesbyfile  # pyright: ignore[reportAttributeAccessIssue]
+    added = {name for name in names if name in linecache.cache and not os.path.exists(name)} - known.keys()
+    added |= {os.path.normcase(os.path.abspath(name)) for name in added} - known.keys()
+    known.update(dict.fromkeys(added, "__main__"))
+    try:
+        yield
+    finally:
+        for name in added:
+            known.pop(name, None)
 
 
 def _show_page(shell: RankShell, data: object, start: int = 0, screen_lines: int = 0) -> None:
