@@ -345,7 +345,9 @@ def _in_known_files(entry: types.TracebackType | None) -> Generator[None]:
     names = {frame.f_code.co_filename for frame, _ in traceback.walk_tb(entry)}
     known: dict[str, str] = inspect.modulesbyfile  # pyright: ignore[reportAttributeAccessIssue]
     added = {name for name in names if name in linecache.cache and not os.path.exists(name)} - known.keys()
-    added |= {os.path.normcase(os.path.abspath(name)) for name in added} - known.keys()
+    # a relative name has no absolute form once the working directory was removed
+    with contextlib.suppress(OSError):
+        added |= {os.path.normcase(os.path.abspath(name)) for name in added} - known.keys()
     known.update(dict.fromkeys(added, "__main__"))
     try:
         yield

@@ -510,6 +510,21 @@ def test_a_value_that_is_not_shown_is_held_by_nothing(session: Session):
     assert values(session, "refs[0]() is None", only=[0]) == [True]
 
 
+def test_a_traceback_is_whole_without_a_working_directory(session: Session):
+    """Names of generated code, which are relative, have no absolute form then."""
+    body = """
+import linecache, os, tempfile
+code = "def made():\\n    raise ValueError('there')\\n"
+linecache.cache["<generated>"] = len(code), None, code.splitlines(keepends=True), "<generated>"
+exec(compile(code, "<generated>", "exec"))
+os.chdir(tempfile.mkdtemp())
+os.rmdir(os.getcwd())
+made()
+"""
+    session.execute(body, only=[0])
+    assert "raise ValueError('there')" in session.failure(0).failure.traceback_text
+
+
 def test_the_next_failure_is_told_with_its_own_traceback(session: Session):
     session.execute("raise ValueError('first')", only=[0])
     first = session.failure(0).failure
