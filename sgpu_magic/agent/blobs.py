@@ -259,21 +259,21 @@ class Uploaded:
         # a manifest proves that the user knows the digests of its blobs, not that the blobs are in the user's store
         name = f"{launch.store}-{digest}"
         # marked as in use first, so that it is not evicted meanwhile
-        copy, path = name, self._kept.want(name, user)
+        copy, path = name, self._kept.keep_for(name, user)
         manifest = await self._manifest(launch, upload)
         for number in itertools.count(1):
             if path is None or await call_in_background(functools.partial(_is_unchanged, path), "sgpu-upload"):
                 break
             # a run that still uses this copy has modified it
             copy = f"{name}.{number}"
-            path = self._kept.want(copy, user)
+            path = self._kept.keep_for(copy, user)
         if path is None:
             path = await call_in_background(lambda: self._kept.find(copy, _is_unchanged), "sgpu-upload")
         if path is None:
             blobs = await self._fetch(launch, manifest)
             fill = functools.partial(_put_together, manifest=manifest, blobs=blobs)
             path = await call_in_background(lambda: self._kept.put(copy, fill, _is_unchanged), "sgpu-upload")
-        if not self._kept.is_wanted(copy, user):
+        if not self._kept.is_kept_for(copy, user):
             raise BlobMissing("the run has ended")
         content = path / _CONTENT
         return str(content / manifest.files[0].name) if manifest.single else str(content)

@@ -214,7 +214,7 @@ class CodeBundles(FolderCache):
             digest = bundle.sha256
             if _DIGEST.fullmatch(digest) is None:
                 raise CodeUnusable(f"the notebook's code has no valid digest ({digest[:80]!r}).")
-            path = self.want(digest, run_id) or self.put(digest, functools.partial(self._fill, bundle))
+            path = self.keep_for(digest, run_id) or self.put(digest, functools.partial(self._fill, bundle))
             found[bundle.entry] = str(path)
         return found
 

@@ -34,13 +34,13 @@ class FolderCache:
         self._held: dict[str, tuple[HeldLock, Path]] = {}
         self._users: dict[str, set[str]] = {}
 
-    def want(self, name: str, user: str) -> Path | None:
+    def keep_for(self, name: str, user: str) -> Path | None:
         """Keep a folder for a user until `release`, even before it is built. Returns its path if it is held already."""
         with self._changing:
             self._users.setdefault(name, set()).add(user)
             return self._held[name][1] if name in self._held else None
 
-    def is_wanted(self, name: str, user: str) -> bool:
+    def is_kept_for(self, name: str, user: str) -> bool:
         return user in self._users.get(name, ())
 
     def find(self, name: str, is_whole: Callable[[Path], bool] = Path.is_dir) -> Path | None:

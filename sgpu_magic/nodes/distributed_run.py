@@ -59,7 +59,7 @@ class DistributedRun:
 
     Attributes:
         joint: The merged events of its nodes.
-        over: All its ranks have exited, or it never had any.
+        has_ended: All its ranks have exited, or it never had any.
     """
 
     def __init__(

@@ -76,7 +76,7 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
         wait_s: Longest time in the queue, in seconds; None means no limit.
         grace_s: Seconds between SIGTERM and SIGKILL; None means the pool's default.
         retries: How often to start the ranks again after a failure.
-        retry_any: Also retry after an error of the user's code.
+        retry_on_any: Also retry after an error of the user's code.
         detach: Return at once and let the run continue without its notebook.
         nowait: Return at once with the run's handle; the run ends with its notebook.
         here: Run the cell in the notebook first.
@@ -104,7 +104,7 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     wait_s: float | None = None
     grace_s: float | None = None
     retries: int = 0
-    retry_any: bool = False
+    retry_on_any: bool = False
     detach: bool = False
     nowait: bool = False
     here: bool = False
@@ -214,7 +214,7 @@ def check_cell(session: Session | None, options: CellOptions, magic: str) -> Non
             f"--detach is not possible in session {session.name}: its ranks end with this notebook, and all that runs "
             "on their devices. Leave it out, or give the cell its own devices with --session none."
         )
-    if (options.retries or options.retry_any) and not options.fresh:
+    if (options.retries or options.retry_on_any) and not options.fresh:
         raise UsageError(
             f"--retries is not possible in session {session.name}: its ranks stay, and the cell is not started again. "
             "Use --fresh for new processes on its devices, or --session none for devices of its own."

@@ -179,7 +179,7 @@ OPTIONS: Mapping[str, Option] = {
         is_number=True,
     ),
     "retry-on": Option(
-        "retry_any",
+        "retry_on_any",
         "any: also restart after an error in the cell itself (default: failure)",
         read=lambda _, given: given == "any",
         choices=RETRY_CHOICES,

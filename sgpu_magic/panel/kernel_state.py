@@ -167,8 +167,8 @@ def kernel_snapshot(context: KernelContext, held: CurrentChoice) -> PanelKernel:
     now = snapshot.take_snapshot()
     choice = held.choice or Choice(env_version=_default(settings))
     notes = [held.problem] if held.problem else []
-    if held.elsewhere:
-        notes.append(f"You chose this in {held.elsewhere}. Confirm it here if this notebook is yours as well.")
+    if held.other_notebook:
+        notes.append(f"You chose this in {held.other_notebook}. Confirm it here if this notebook is yours as well.")
     python, packages, lines = _own(now)
     if choice.env_version:
         try:

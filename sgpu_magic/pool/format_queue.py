@@ -174,25 +174,25 @@ def _format_node_shortage(shortage: NodeShortage) -> str:
     return "; ".join([*parts, shortage.coming] if shortage.coming else parts)
 
 
-def _format_need(want: ResourceRequest) -> str:
+def _format_need(request: ResourceRequest) -> str:
     """Return a request in words: `needs 8 H100 on one node`."""
-    what = format_amount(want.ranks, want.line)
-    if want.min_memory_bytes:
-        what += f" with {want.min_memory_bytes / _GB:g} GB"
-    if want.on_one_node:
+    what = format_amount(request.ranks, request.line)
+    if request.min_memory_bytes:
+        what += f" with {request.min_memory_bytes / _GB:g} GB"
+    if request.on_one_node:
         return f"needs {what} on one node"
-    if want.nodes:
-        return f"needs {format_amount(want.per_node, want.line)} on each of {want.nodes} nodes"
-    return f"needs {what}" + (" (spread)" if want.strategy == SPREAD else "")
+    if request.nodes:
+        return f"needs {format_amount(request.per_node, request.line)} on each of {request.nodes} nodes"
+    return f"needs {what}" + (" (spread)" if request.strategy == SPREAD else "")
 
 
-def _format_available(available: Availability, want: ResourceRequest) -> str:
+def _format_available(available: Availability, request: ResourceRequest) -> str:
     """Return what is free: `12 are free of 64, the largest node has 4 free of 8 (4 are held by run 7f3a)`."""
     total, limit = available.total, available.limit
     of = f"{total} there now, {limit} at most" if limit > total else f"{total}"
     text = f"{_are(available.free)} free of {of}"
     if (enough := available.large_enough) is not None:
-        text += f", {enough} {'node has' if enough == 1 else 'nodes have'} {want.per_node} or more free"
+        text += f", {enough} {'node has' if enough == 1 else 'nodes have'} {request.per_node} or more free"
     if (node := available.largest) is None:
         return text
     held = format_holders(node.holders)

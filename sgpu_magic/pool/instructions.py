@@ -256,7 +256,7 @@ class LaunchHandler:
         spec, failure = run.spec, ended.failure
         if ended.state is not RunState.FAILED or failure is None or run.attempt >= spec.retries:
             return None
-        if run.state is RunState.CANCELLING or not (spec.retry_any or failure.kind in _NOT_USERS_FAULT):
+        if run.state is RunState.CANCELLING or not (spec.retry_on_any or failure.kind in _NOT_USERS_FAULT):
             return None
         run.attempt += 1
         run.restart_after = msgspec.structs.replace(failure, exception=None)

@@ -211,7 +211,7 @@ class CellHere:
     Attributes:
         alias: Placeholder for the MLflow run's id while it is unknown.
         own: Whether user code has chosen another store or experiment, so MLflow is left alone.
-        over: Whether the cell has ended.
+        has_ended: Whether the cell has ended.
     """
 
     run_id: str

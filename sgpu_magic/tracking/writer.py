@@ -53,7 +53,7 @@ class RunWriter:
 
     Attributes:
         progress: The run's state in MLflow.
-        over: Its event log is final.
+        log_complete: Its event log is final.
         due: Monotonic time of its next step.
         failures: Number of consecutive failed steps.
         announced: The pool was sent the MLflow run's id.

@@ -45,7 +45,7 @@ def _options(spec: RunSpec) -> Iterator[tuple[str, str]]:
             yield name, format_exact_span(seconds)
     if spec.retries:
         yield "retries", str(spec.retries)
-    if spec.retry_any:
+    if spec.retry_on_any:
         yield "retry-on", "any"
     if spec.max_cost is not None:
         yield "max-cost", f"{spec.max_cost:g}"

@@ -189,7 +189,7 @@ class RunSpec(OfRun, frozen=True, kw_only=True):
         wait_s: Maximum time in the queue in seconds; None for no limit.
         grace_s: Seconds between TERM and KILL; None is the pool's default on a cancel and 0 after a failure.
         retries: How often the group is started again after a failure of a worker or node.
-        retry_any: Also start it again after an error of the user's code.
+        retry_on_any: Also start it again after an error of the user's code.
         detach: The run continues after its notebook exits.
         env_names: Names (never values) given by `--env`.
         kind: Kind of the run.
@@ -226,7 +226,7 @@ class RunSpec(OfRun, frozen=True, kw_only=True):
     wait_s: float | None = None
     grace_s: float | None = None
     retries: int = 0
-    retry_any: bool = False
+    retry_on_any: bool = False
     detach: bool = False
     env_names: tuple[str, ...] = ()
     shipped: Shipped = Shipped()

@@ -104,7 +104,7 @@ def test_runs_sessions_and_what_was_never_started(pool: TrackedPool):
     assert waits.ended().state is RunState.CANCELLED
     go.touch()
     assert run.ended().state is RunState.SUCCEEDED
-    failed = pool.begin("1 / 0", retries=1, retry_any=True)
+    failed = pool.begin("1 / 0", retries=1, retry_on_any=True)
     assert failed.ended().state is RunState.FAILED
     session.run.cancel("%sgpu_disconnect")
     session.ended()

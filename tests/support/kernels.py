@@ -102,7 +102,6 @@ class Reply:
         ename, evalue, traceback: The error; the traceback is one text without colours.
         outputs: The outputs in their order below the cell, each in its final form.
         seconds: The time from the request to the end.
-        completed: Other messages of interest, by type.
     """
 
     status: str = ""

@@ -231,21 +231,21 @@ class Free(msgspec.Struct):
         self.total += max(0, before + change) - max(0, before)
 
 
-def laid_out(want: ResourceRequest, free: Mapping[str, int]) -> Parts | None:
+def laid_out(request: ResourceRequest, free: Mapping[str, int]) -> Parts | None:
     """Return (node, ranks) for each node of a lease, the largest part first; None if the request does not fit.
 
     Args:
-        want: The request.
+        request: The request.
         free: Devices or slots that it could take, by node, in a stable order.
     """
-    if want.on_one_node:
-        node = _tightest(free, want.ranks)
-        return None if node is None else [(node, want.ranks)]
-    if want.nodes:
-        return _evenly(free, want.nodes, want.per_node)
-    if sum(count for count in free.values() if count > 0) < want.ranks:
+    if request.on_one_node:
+        node = _tightest(free, request.ranks)
+        return None if node is None else [(node, request.ranks)]
+    if request.nodes:
+        return _evenly(free, request.nodes, request.per_node)
+    if sum(count for count in free.values() if count > 0) < request.ranks:
         return None
-    return _spread(free, want.ranks) if want.strategy == SPREAD else _packed(free, want.ranks)
+    return _spread(free, request.ranks) if request.strategy == SPREAD else _packed(free, request.ranks)
 
 
 def _tightest(free: Mapping[str, int], ranks: int) -> str | None:

@@ -140,21 +140,21 @@ class CostRules:
         self.tariff = tariff
         self._budget = budget if tariff else None
 
-    def refusal(self, spec: RunSpec, want: ResourceRequest) -> PlacementRefusal | None:
+    def refusal(self, spec: RunSpec, request: ResourceRequest) -> PlacementRefusal | None:
         """Return why a run's cost limit can't be enforced; None when it can, or the run has none."""
-        if spec.max_cost is None or spec.session or self.tariff.price_of(want.device_type) is not None:
+        if spec.max_cost is None or spec.session or self.tariff.price_of(request.device_type) is not None:
             return None
         priced = tuple(self.tariff.priced())
-        return PlacementRefusal(ErrorKind.USAGE, NoPrice(spec.max_cost, want.device_type, priced))
+        return PlacementRefusal(ErrorKind.USAGE, NoPrice(spec.max_cost, request.device_type, priced))
 
     def adopted(self, run: ScheduledRun) -> None:
         """Don't repeat the warning of an adopted run, which an earlier service has sent."""
         if run.cost_warning is not None and self._table.now >= run.cost_warning:
             self._table.change(run, cost_reported=True)
 
-    def exhausted_budget(self, want: ResourceRequest) -> BudgetExhausted | None:
+    def exhausted_budget(self, request: ResourceRequest) -> BudgetExhausted | None:
         """Return why the budget keeps a request from starting now; None when it can start."""
-        if (budget := self._budget) is None or self.tariff.price_of(want.device_type) is None:
+        if (budget := self._budget) is None or self.tariff.price_of(request.device_type) is None:
             return None
         now, live = self._table.now, self._table.live_cost()
         spent = budget.spent(now) + live

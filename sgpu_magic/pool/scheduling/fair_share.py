@@ -63,25 +63,25 @@ class FairShare:
 
     # ------------------------------------------------------------ quotas
 
-    def refusal(self, spec: RunSpec, want: ResourceRequest) -> PlacementRefusal | None:
+    def refusal(self, spec: RunSpec, request: ResourceRequest) -> PlacementRefusal | None:
         """Return why the request exceeds the user's quota by itself; None when it does not."""
-        user, ranks = spec.owner.user, want.ranks
-        for kind in quota_types(want.line.device_type):
+        user, ranks = spec.owner.user, request.ranks
+        for kind in quota_types(request.line.device_type):
             if (quota := self._limits.quota(user, kind)) is not None and ranks > quota:
                 return PlacementRefusal(ErrorKind.CAPACITY, QuotaTooSmall(user, quota, kind or None, ranks))
         return None
 
-    def over_quota(self, run: ScheduledRun, want: ResourceRequest) -> OverQuota | None:
+    def over_quota(self, run: ScheduledRun, request: ResourceRequest) -> OverQuota | None:
         """Return why the run must wait for other runs of its user; None when it need not."""
         user = run.spec.owner.user
-        for kind in quota_types(want.line.device_type) if self._limits.quotas else ():
+        for kind in quota_types(request.line.device_type) if self._limits.quotas else ():
             if (quota := self._limits.quota(user, kind)) is None:
                 continue
             held = {one: count for one, (of, count) in self._leases.get(user, {}).items() if kind in quota_types(of)}
-            if (in_use := sum(held.values())) and in_use + want.ranks > quota:
+            if (in_use := sum(held.values())) and in_use + request.ranks > quota:
                 run_ids = tuple(held)
                 named, others = run_ids[:_NAMED_RUNS], max(0, len(run_ids) - _NAMED_RUNS)
-                return OverQuota(user, quota, kind or None, in_use, named, others, want.ranks, want.line)
+                return OverQuota(user, quota, kind or None, in_use, named, others, request.ranks, request.line)
         return None
 
     # ------------------------------------------------------------ order
@@ -109,11 +109,11 @@ class FairShare:
         ordered = [by_id.pop(run_id) for run_id in first if run_id in by_id]
         groups: dict[str, list[tuple[ScheduledRun, ResourceRequest]]] = {}
         last: list[ScheduledRun] = []
-        for run, want in runs:
-            if run.run_id in by_id and self.over_quota(run, want):
+        for run, request in runs:
+            if run.run_id in by_id and self.over_quota(run, request):
                 last.append(run)
             elif run.run_id in by_id:
-                groups.setdefault(run.spec.owner.user, []).append((run, want))
+                groups.setdefault(run.spec.owner.user, []).append((run, request))
         positions = {run.run_id: position for position, (run, _) in enumerate(runs)}
         ranks = {user: self.rank(line, user, now) for user in groups}
         for run in ordered:
@@ -124,10 +124,12 @@ class FairShare:
         while heap and (most is None or len(ordered) < most):
             (priority, share), _, user, at = heapq.heappop(heap)
             group = groups[user]
-            run, want = group[at]
+            run, request = group[at]
             ordered.append(run)
             if at + 1 < len(group):
-                heapq.heappush(heap, ((priority, share + want.ranks), positions[group[at + 1][0].run_id], user, at + 1))
+                heapq.heappush(
+                    heap, ((priority, share + request.ranks), positions[group[at + 1][0].run_id], user, at + 1)
+                )
         return (ordered + last)[:most]
 
     # ------------------------------------------------------------ internals

@@ -130,52 +130,52 @@ class FreeCapacity:
 
     # ------------------------------------------------------------ grants
 
-    def grant(self, want: ResourceRequest, lease_id: str, *, without: Collection[str] = ()) -> Lease | None:
-        """Return a lease for `want`, not yet counted as held; None when the request does not fit now.
+    def grant(self, request: ResourceRequest, lease_id: str, *, without: Collection[str] = ()) -> Lease | None:
+        """Return a lease for `request`, not yet counted as held; None when the request does not fit now.
 
         Args:
-            want: The request.
+            request: The request.
             lease_id: The lease's ID.
             without: Nodes that are kept for other runs.
         """
-        if (parts := self._parts(want, without)) is None or not self._within_limit(want):
+        if (parts := self._parts(request, without)) is None or not self._within_limit(request):
             return None
-        return self._lease(want, lease_id, parts)
+        return self._lease(request, lease_id, parts)
 
-    def ask(self, want: ResourceRequest, lease_id: str) -> Lease | None:
+    def ask(self, request: ResourceRequest, lease_id: str) -> Lease | None:
         """Return a lease without devices, which asks the autoscaler for nodes; None if it can't provide them."""
-        elastic = self.stock.elastic(want.line)
-        if elastic <= self.stock.total(want.line, want.min_memory_bytes) or not self._within_limit(want):
+        elastic = self.stock.elastic(request.line)
+        if elastic <= self.stock.total(request.line, request.min_memory_bytes) or not self._within_limit(request):
             return None
-        return None if _elastic_key(want.line) in self.refused else self._lease(want, lease_id, [])
+        return None if _elastic_key(request.line) in self.refused else self._lease(request, lease_id, [])
 
-    def fits(self, want: ResourceRequest) -> bool:
+    def fits(self, request: ResourceRequest) -> bool:
         """Whether the request would get a lease now if no other run were first."""
-        return self._within_limit(want) and self._parts(want) is not None
+        return self._within_limit(request) and self._parts(request) is not None
 
-    def free(self, want: ResourceRequest) -> int:
+    def free(self, request: ResourceRequest) -> int:
         """Return how many devices or slots the request could take now, regardless of their nodes."""
-        return 0 if want.line == CPU_LINE and CPU in self.refused else self._free_for(want).total
+        return 0 if request.line == CPU_LINE and CPU in self.refused else self._free_for(request).total
 
-    def free_by_node(self, want: ResourceRequest) -> Mapping[str, int]:
-        return self._free_for(want).by_node
+    def free_by_node(self, request: ResourceRequest) -> Mapping[str, int]:
+        return self._free_for(request).by_node
 
-    def missing(self, want: ResourceRequest) -> int:
+    def missing(self, request: ResourceRequest) -> int:
         """Return how many more must become free; 0 when enough are free, regardless of their nodes."""
-        return max(0, self.need(want) - self.free(want))
+        return max(0, self.need(request) - self.free(request))
 
-    def fits_when_empty(self, want: ResourceRequest) -> bool:
+    def fits_when_empty(self, request: ResourceRequest) -> bool:
         """Whether the request would fit if all runs were over; otherwise keeping devices for it is useless."""
-        if want not in self._fit_when_empty:
-            self._fit_when_empty[want] = self._would_fit(want)
-        return self._fit_when_empty[want]
+        if request not in self._fit_when_empty:
+            self._fit_when_empty[request] = self._would_fit(request)
+        return self._fit_when_empty[request]
 
-    def fits_beside(self, want: ResourceRequest, held: Iterable[HeldByRun]) -> bool:
+    def fits_beside(self, request: ResourceRequest, held: Iterable[HeldByRun]) -> bool:
         """Return whether the request would fit if all runs but these were over."""
-        return self._would_fit(want, frozenset(each.run_id for each in held))
+        return self._would_fit(request, frozenset(each.run_id for each in held))
 
-    def _would_fit(self, want: ResourceRequest, beside: Collection[str] = ()) -> bool:
-        if want.line == CPU_LINE:
+    def _would_fit(self, request: ResourceRequest, beside: Collection[str] = ()) -> bool:
+        if request.line == CPU_LINE:
             if CPU in self.refused or self.stock.inventory.cpu_slots <= 0:
                 return False
             kept = [self._slots[run_id][1] for run_id in beside if run_id in self._slots]
@@ -183,53 +183,53 @@ class FreeCapacity:
                 slots = Counter(self.stock.slots_by_node)
                 for each in kept:
                     slots.subtract(each)
-                return laid_out(want, slots) is not None
-            return self.need(want) <= self.stock.inventory.cpu_slots - sum(sum(each.values()) for each in kept)
-        free = self._free_for(want)
+                return laid_out(request, slots) is not None
+            return self.need(request) <= self.stock.inventory.cpu_slots - sum(sum(each.values()) for each in kept)
+        free = self._free_for(request)
         usable = Counter(
             device.node
-            for device in self.stock.line(want.line)
+            for device in self.stock.line(request.line)
             if device.uuid not in self.refused
             and not any(holder in beside for holder in self._holders.get(device.uuid, ()))
             # devices that the pool's own runs hold count, even if the driver reports them as in use
             and (free.takes(device) or (device.uuid in self._holders and memory_bytes(device) >= free.min_memory_bytes))
         )
-        return laid_out(want, usable) is not None
+        return laid_out(request, usable) is not None
 
-    def kept_node(self, want: ResourceRequest, without: Collection[str]) -> str | None:
+    def kept_node(self, request: ResourceRequest, without: Collection[str]) -> str | None:
         """Return the node to keep for a request that needs a single node: the one that is closest to free enough."""
-        if not (self.stock.many and want.on_one_node):
+        if not (self.stock.many and request.on_one_node):
             return None
-        sizes, free = self.stock.sizes(want.line, want.min_memory_bytes), self.free_by_node(want)
-        large = (node for node in free if sizes.get(node, 0) >= want.ranks and node not in without)
+        sizes, free = self.stock.sizes(request.line, request.min_memory_bytes), self.free_by_node(request)
+        large = (node for node in free if sizes.get(node, 0) >= request.ranks and node not in without)
         return max(large, key=free.__getitem__, default=None)
 
     # ------------------------------------------------------------ what blocks a request
 
-    def need(self, want: ResourceRequest) -> int:
+    def need(self, request: ResourceRequest) -> int:
         """Return how many devices or slots the request takes; on one machine, ranks may share CPU slots."""
-        if want.line == CPU_LINE and not self.stock.many:
-            return max(1, min(want.ranks, self.stock.inventory.cpu_slots))
-        return want.ranks
+        if request.line == CPU_LINE and not self.stock.many:
+            return max(1, min(request.ranks, self.stock.inventory.cpu_slots))
+        return request.ranks
 
     def holders(
-        self, want: ResourceRequest, node: str | None = None, *, most: int = 4, without: Collection[str] = ()
+        self, request: ResourceRequest, node: str | None = None, *, most: int = 4, without: Collection[str] = ()
     ) -> Holders:
         """Return which runs hold how many of a request's devices, on one node or anywhere.
 
         Args:
-            want: The request.
+            request: The request.
             node: The node; None for all.
             most: How many entries to return at most; the last one may be the number of further runs.
             without: Runs to leave out.
         """
         held: Counter[str] = Counter()
-        if want.line == CPU_LINE:
+        if request.line == CPU_LINE:
             for run_id, (_, slots) in sorted(self._slots.items(), key=lambda item: item[1][0]):
                 count = sum(slots.values()) if node is None else slots.get(node, 0)
                 held.update({run_id: count} if count else {})
         else:
-            devices = self.stock.line(want.line) if node is None else self.stock.by_node(want.line).get(node, ())
+            devices = self.stock.line(request.line) if node is None else self.stock.by_node(request.line).get(node, ())
             held.update(self._holders[device.uuid][0] for device in devices if device.uuid in self._holders)
         runs = tuple(
             HeldByRun(run_id, count, self._sessions.get(run_id))
@@ -238,84 +238,88 @@ class FreeCapacity:
         )
         return Holders(runs) if len(runs) <= most else Holders(runs[: most - 1], len(runs) - most + 1)
 
-    def held_by(self, want: ResourceRequest, run_ids: Collection[str]) -> tuple[HeldByRun, ...]:
+    def held_by(self, request: ResourceRequest, run_ids: Collection[str]) -> tuple[HeldByRun, ...]:
         """Return what these runs hold of a request's devices, without those that hold none."""
         if not run_ids:
             return ()
-        held = self.holders(want, most=self.stock.total(want.line) + 1).runs
+        held = self.holders(request, most=self.stock.total(request.line) + 1).runs
         return tuple(each for each in held if each.run_id in run_ids)
 
-    def blockers(self, want: ResourceRequest) -> tuple[DeviceBlocker, ...]:
+    def blockers(self, request: ResourceRequest) -> tuple[DeviceBlocker, ...]:
         """Return what blocks the request that no run of this pool can free."""
-        if want.line == CPU_LINE:
+        if request.line == CPU_LINE:
             return (SlotsRefused(self.refused[CPU]),) if CPU in self.refused else ()
         found: list[DeviceBlocker] = []
-        line = self.stock.line(want.line) if self.refused else ()
+        line = self.stock.line(request.line) if self.refused else ()
         refused = [device for device in line if device.uuid in self.refused and not device.unavailable]
         if locked := [device for device in refused if device.uuid not in self._holders]:
             found.append(LockedDevices(len(locked), self.refused[locked[0].uuid] or None))
         broken = [
             device.unavailable
-            for device in self.stock.unavailable.get(want.line, ())
+            for device in self.stock.unavailable.get(request.line, ())
             if device.unavailable is not None and device.uuid not in self._holders
         ]
         if broken:
             found.append(DevicesUnavailable(len(broken), broken[0]))
         used = [
             device.outside_use
-            for device in self.stock.used_outside.get(want.line, ())
+            for device in self.stock.used_outside.get(request.line, ())
             if device.outside_use is not None
             and device.unavailable is None
             and device.uuid not in self.refused
             and device.uuid not in self._holders
         ]
-        if used and not want.allow_busy:
+        if used and not request.allow_busy:
             found.append(DevicesUsedOutside(len(used), used[0]))
-        if (count := self.stock.total(want.line)) < want.ranks and self.stock.elastic(want.line) < want.ranks:
-            found.append(TooFewDevices(count, want.line))
-        if (key := _elastic_key(want.line)) in self.refused:
+        if (count := self.stock.total(request.line)) < request.ranks and self.stock.elastic(
+            request.line
+        ) < request.ranks:
+            found.append(TooFewDevices(count, request.line))
+        if (key := _elastic_key(request.line)) in self.refused:
             found.append(NoNodesAdded(self.refused[key]))
         return tuple(found)
 
     # ------------------------------------------------------------ internals
 
-    def _parts(self, want: ResourceRequest, without: Collection[str] = ()) -> Parts | None:
-        if want.line == CPU_LINE and not self.stock.many:
+    def _parts(self, request: ResourceRequest, without: Collection[str] = ()) -> Parts | None:
+        if request.line == CPU_LINE and not self.stock.many:
             # on one machine ranks may share CPU slots
-            return [("", want.ranks)] if self.missing(want) == 0 else None
-        if self.free(want) < want.ranks:
+            return [("", request.ranks)] if self.missing(request) == 0 else None
+        if self.free(request) < request.ranks:
             return None
-        return laid_out(want, {node: count for node, count in self.free_by_node(want).items() if node not in without})
+        return laid_out(
+            request, {node: count for node, count in self.free_by_node(request).items() if node not in without}
+        )
 
-    def _within_limit(self, want: ResourceRequest) -> bool:
+    def _within_limit(self, request: ResourceRequest) -> bool:
         """Whether the autoscaler's limit allows this request in addition to the devices in use and pending requests."""
-        if not (elastic := self.stock.elastic(want.line)):
+        if not (elastic := self.stock.elastic(request.line)):
             return True
-        asked = sum(ranks for line, ranks in self._asked.values() if line == want.line)
-        return self._in_use[want.line] + asked + want.ranks <= max(elastic, self.stock.total(want.line))
+        asked = sum(ranks for line, ranks in self._asked.values() if line == request.line)
+        return self._in_use[request.line] + asked + request.ranks <= max(elastic, self.stock.total(request.line))
 
-    def _lease(self, want: ResourceRequest, lease_id: str, parts: Parts) -> Lease:
-        on_cpu = want.line == CPU_LINE
+    def _lease(self, request: ResourceRequest, lease_id: str, parts: Parts) -> Lease:
+        on_cpu = request.line == CPU_LINE
         here = self.stock.inventory
-        is_crowded = on_cpu and bool(parts) and want.ranks > here.cpu_slots
+        is_crowded = on_cpu and bool(parts) and request.ranks > here.cpu_slots
         shares: list[NodeShare] = []
         for node, ranks in parts:
             at = self.stock.nodes[node]
-            uuids = () if on_cpu else self._choose(want, node, ranks)
+            uuids = () if on_cpu else self._choose(request, node, ranks)
             shares.append(NodeShare(node=node, host=at.host, address=at.address, ranks=ranks, uuids=uuids))
         return Lease(
             lease_id=lease_id,
-            device_type=want.device_type,
-            ranks=want.ranks,
+            device_type=request.device_type,
+            ranks=request.ranks,
             uuids=tuple(uuid for share in shares for uuid in share.uuids),
-            cpu_slots=self.need(want) if on_cpu else 0,
-            simulated=want.simulated,
+            cpu_slots=self.need(request) if on_cpu else 0,
+            simulated=request.simulated,
             shared_cores=SharedCores(here.cores, here.cpu_slots) if is_crowded else None,
             shares=tuple(shares) if self.stock.many else (),
         )
 
-    def _choose(self, want: ResourceRequest, node: str, count: int) -> tuple[str, ...]:
-        free = self._free_on(self._free_for(want), self.stock.by_node(want.line)[node])
+    def _choose(self, request: ResourceRequest, node: str, count: int) -> tuple[str, ...]:
+        free = self._free_on(self._free_for(request), self.stock.by_node(request.line)[node])
         free.sort(key=lambda device: (device.index, device.uuid))
         # idle devices before those in use outside the pool
         idle = [device for device in free if not device.outside_use]
@@ -323,13 +327,13 @@ class FreeCapacity:
         chosen = close_together(idle, count) if count < len(idle) else [*idle, *used[: count - len(idle)]]
         return tuple(device.uuid for device in sorted(chosen, key=lambda device: (device.index, device.uuid)))
 
-    def _free_for(self, want: ResourceRequest) -> Free:
-        key = (want.line, want.allow_busy, want.min_memory_bytes)
+    def _free_for(self, request: ResourceRequest) -> Free:
+        key = (request.line, request.allow_busy, request.min_memory_bytes)
         if (free := self._free.get(key)) is None:
-            free = self._free[key] = Free(want.allow_busy, want.min_memory_bytes)
-            for node, devices in self.stock.by_node(want.line).items():
+            free = self._free[key] = Free(request.allow_busy, request.min_memory_bytes)
+            for node, devices in self.stock.by_node(request.line).items():
                 free.add(node, len(self._free_on(free, devices)))
-            if want.line == CPU_LINE:
+            if request.line == CPU_LINE:
                 held: Counter[str] = Counter()
                 for _, slots in self._slots.values():
                     held.update(slots)

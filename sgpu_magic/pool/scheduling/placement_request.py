@@ -69,7 +69,7 @@ def resolve(
     lines = stock.lines_of(asked)
     for line in lines:
         if _too_much(placement, stock, line) is None:
-            return _want(placement, line)
+            return _request(placement, line)
     # real devices come first, so the message is about them if there are any
     if lines and (problem := _too_much(placement, stock, lines[0])):
         return problem
@@ -107,11 +107,11 @@ def on_nodes(spec: RunSpec) -> SessionOnNodes | None:
     return SessionOnNodes(spec.run_id, spec.name, nodes if nodes > 1 else None)
 
 
-def too_large(want: ResourceRequest, stock: Stock) -> NodeTooSmall:
+def too_large(request: ResourceRequest, stock: Stock) -> NodeTooSmall:
     """Return why a session that would fit only on several nodes can't be placed."""
-    sizes = stock.sizes(want.line, want.min_memory_bytes)
+    sizes = stock.sizes(request.line, request.min_memory_bytes)
     node = max(sizes, key=sizes.__getitem__)
-    return NodeTooSmall(want.ranks, want.line, stock.host(node), sizes[node], is_session=True)
+    return NodeTooSmall(request.ranks, request.line, stock.host(node), sizes[node], is_session=True)
 
 
 # ---------------------------------------------------------------- internals
@@ -162,7 +162,7 @@ def _resolve_any(
     ranks, memory = placement.ranks, placement.min_memory_bytes
     counts = {line: stock.limit(line) for line in stock.all_lines()}
     if enough := [line for line in counts if not _too_much(placement, stock, line)]:
-        return choose([_want(placement, line) for line in enough])
+        return choose([_request(placement, line) for line in enough])
     if memory:
         found = {line: sorted({memory_bytes(device) for device in stock.line(line)}) for line in stock.counts}
         lines = tuple(LineMemory(line, stock.counts[line], tuple(sizes)) for line, sizes in found.items())
@@ -177,7 +177,7 @@ def _resolve_any(
     return _on_cpu(placement, stock, CPU)
 
 
-def _want(
+def _request(
     placement: Placement, line: QueueKey, device_type: str | None = None, *, simulated: bool = False
 ) -> ResourceRequest:
     return ResourceRequest(
@@ -205,7 +205,7 @@ def _on_cpu(
     elif placement.ranks > stock.inventory.most_cpu_ranks:
         here = stock.inventory
         return TooManyOnCpu(placement.ranks, here.most_cpu_ranks, here.cores, here.cpu_slots)
-    return _want(placement, CPU_LINE, device_type, simulated=simulated)
+    return _request(placement, CPU_LINE, device_type, simulated=simulated)
 
 
 def _type_missing(placement: Placement, stock: Stock) -> TypeMissing:

@@ -118,18 +118,18 @@ class QueueRules:
         if is_session:
             placement = msgspec.structs.replace(placement, strategy=STRICT_PACK)
 
-        def choose(wants: list[ResourceRequest]) -> ResourceRequest:
+        def choose(requests: list[ResourceRequest]) -> ResourceRequest:
             """Return the type that the run already waits for; else the cheapest that is free, as clients choose it.
 
             Without prices, the type with the least memory counts as the cheapest.
             """
-            before = [want for want in wants if run.want is not None and want.line == run.want.line]
-            return min(before or wants, key=rank_of)
+            before = [request for request in requests if run.request is not None and request.line == run.request.line]
+            return min(before or requests, key=rank_of)
 
-        def rank_of(want: ResourceRequest) -> tuple[bool, bool, float, bool, int, int]:
-            price, free = self._costs.tariff.price_of(want.device_type), room.free(want)
-            size = memory_of(want.device_type)
-            return free < want.ranks, price is None, price or 0.0, want.simulated, size, -free
+        def rank_of(request: ResourceRequest) -> tuple[bool, bool, float, bool, int, int]:
+            price, free = self._costs.tariff.price_of(request.device_type), room.free(request)
+            size = memory_of(request.device_type)
+            return free < request.ranks, price is None, price or 0.0, request.simulated, size, -free
 
         found = resolve(placement, room.stock, choose)
         meant = found if isinstance(found, ResourceRequest) else PlacementRefusal(ErrorKind.USAGE, found)
@@ -167,15 +167,15 @@ class QueueRules:
         nodes: dict[str, str] = {}
         for line, waiting in lines.items():
             users: dict[str, Waiting] = {}
-            for run, want in waiting:
+            for run, request in waiting:
                 user = run.spec.owner.user
-                users.setdefault(user, []).append((run, want))
-                if (line, user) not in of_users and self._aged(run.passed_at) and self.room.fits_when_empty(want):
+                users.setdefault(user, []).append((run, request))
+                if (line, user) not in of_users and self._aged(run.passed_at) and self.room.fits_when_empty(request):
                     of_users[line, user] = run.run_id
             first = self._long_overtaken(users.values())
             of_lines[line] = tuple(run.run_id for run, _ in first)
-            for run, want in first:
-                if (node := self.room.kept_node(want, nodes.values())) is not None:
+            for run, request in first:
+                if (node := self.room.kept_node(request, nodes.values())) is not None:
                     nodes[run.run_id] = node
         return Blockers(of_users, of_lines, nodes)
 
@@ -192,8 +192,8 @@ class QueueRules:
         return [instruction for number in sorted(out) for instruction in out[number]]
 
     def _start_line(self, line: _Round, waiting: Waiting) -> dict[int, list[Instruction]]:
-        for run, want in reversed(waiting):
-            line.waiting.setdefault(run.spec.owner.user, []).append((run, want))
+        for run, request in reversed(waiting):
+            line.waiting.setdefault(run.spec.owner.user, []).append((run, request))
         several = len(line.waiting) > 1
         if several and not self._keepers_first(line):
             return line.out
@@ -214,15 +214,15 @@ class QueueRules:
 
     def _keepers_first(self, line: _Round) -> bool:
         """Serve users' first runs that were overtaken too long ago. Returns False if all devices are kept for one."""
-        for run, want in self._long_overtaken(map(reversed, line.waiting.values())):
-            if self._costs.exhausted_budget(want):
+        for run, request in self._long_overtaken(map(reversed, line.waiting.values())):
+            if self._costs.exhausted_budget(request):
                 continue
             user = run.spec.owner.user
-            line.waiting[user].remove((run, want))
-            if self._give(line, run, want):
+            line.waiting[user].remove((run, request))
+            if self._give(line, run, request):
                 continue
-            line.skipped.setdefault(user, []).append((run, want))
-            if (node := self.room.kept_node(want, line.kept)) is None:
+            line.skipped.setdefault(user, []).append((run, request))
+            if (node := self.room.kept_node(request, line.kept)) is None:
                 return False
             line.kept.add(node)
         return True
@@ -231,7 +231,7 @@ class QueueRules:
         self, runs: Iterable[tuple[ScheduledRun, ResourceRequest]]
     ) -> tuple[ScheduledRun, ResourceRequest] | None:
         """Return the first of a user's runs that is within the user's quota."""
-        return next(((run, want) for run, want in runs if not self._fair.over_quota(run, want)), None)
+        return next(((run, request) for run, request in runs if not self._fair.over_quota(run, request)), None)
 
     def _long_overtaken(self, users: Iterable[Iterable[tuple[ScheduledRun, ResourceRequest]]]) -> Waiting:
         """Return the users' first runs that other users overtook more than `pass_over_s` ago, longest ago first.
@@ -240,35 +240,39 @@ class QueueRules:
             users: Each user's runs, in order of submission.
         """
         heads = [head for runs in users if (head := self._head(runs)) is not None]
-        aged = [(run, want) for run, want in heads if self._aged(run.overtaken_at) and self.room.fits_when_empty(want)]
+        aged = [
+            (run, request)
+            for run, request in heads
+            if self._aged(run.overtaken_at) and self.room.fits_when_empty(request)
+        ]
         return sorted(aged, key=lambda head: (head[0].overtaken_at or 0.0, head[0].number))
 
     def _serve(self, line: _Round, user: str) -> bool:
         """Grant devices to the user's next run that fits. Returns False when no run is left that may get any."""
         runs = line.waiting[user]
         while runs:
-            run, want = runs.pop()
-            if want.device_type not in line.unaffordable:
-                line.unaffordable[want.device_type] = self._costs.exhausted_budget(want)
-            if unaffordable := line.unaffordable[want.device_type]:
+            run, request = runs.pop()
+            if request.device_type not in line.unaffordable:
+                line.unaffordable[request.device_type] = self._costs.exhausted_budget(request)
+            if unaffordable := line.unaffordable[request.device_type]:
                 line.out[run.number] = self._table.give_up(run, unaffordable)
                 continue
-            if not self._fair.over_quota(run, want) and self._give(line, run, want):
+            if not self._fair.over_quota(run, request) and self._give(line, run, request):
                 return True
-            line.skipped.setdefault(user, []).append((run, want))
-            if self._aged(run.passed_at) and self.room.fits_when_empty(want):
+            line.skipped.setdefault(user, []).append((run, request))
+            if self._aged(run.passed_at) and self.room.fits_when_empty(request):
                 runs.clear()
         return False
 
-    def _give(self, line: _Round, run: ScheduledRun, want: ResourceRequest) -> bool:
-        if want in line.unfit:
+    def _give(self, line: _Round, run: ScheduledRun, request: ResourceRequest) -> bool:
+        if request in line.unfit:
             return False
         # deterministic: the same stimuli yield the same IDs
         lease_id = hashlib.blake2b(f"{run.run_id} {self._leases_given}".encode(), digest_size=4).hexdigest()
-        granted = self.room.grant(want, lease_id, without=line.kept)
-        lease = granted or self.room.ask(want, lease_id)
+        granted = self.room.grant(request, lease_id, without=line.kept)
+        lease = granted or self.room.ask(request, lease_id)
         if lease is None:
-            line.unfit.add(want)
+            line.unfit.add(request)
             return False
         self._leases_given += 1
         asked, user = granted is None, run.spec.owner.user
@@ -294,14 +298,15 @@ class QueueRules:
 
     def _give_up(self) -> list[Instruction]:
         """End or refuse the runs whose waiting time is over, or that nothing but their owner's sessions can free."""
-        waiting = [(run, run.want) for run in self._table.waiting() if run.want is not None]
+        waiting = [(run, run.request) for run in self._table.waiting() if run.request is not None]
         if blocked := self._blocked_by_own_sessions(waiting):
             return blocked
-        due = [(run, want) for run, want in waiting if self._table.waited_in_vain(run)]
+        due = [(run, request) for run, request in waiting if self._table.waited_in_vain(run)]
         keepers = self.keepers(self.waiting()) if due else Blockers()
         unfreed = unfreed_devices(self._table)
         given_up = [
-            self._table.give_up(run, wait_limit_reached(run, want, self.room, keepers, unfreed)) for run, want in due
+            self._table.give_up(run, wait_limit_reached(run, request, self.room, keepers, unfreed))
+            for run, request in due
         ]
         return [instruction for instructions in given_up for instruction in instructions]
 
@@ -309,12 +314,12 @@ class QueueRules:
         """End or refuse the runs that could start only if sessions ended of the process that waits for them."""
         sessions = self._table.sessions_by_owner()
         out: list[Instruction] = []
-        for run, want in waiting if sessions else ():
+        for run, request in waiting if sessions else ():
             if not run.spec.blocks_owner or run.spec.wait_s is not None:
                 continue
-            held = self.room.held_by(want, sessions.get(run.spec.owner.process, ()))
-            if held and self.room.fits_when_empty(want) and not self.room.fits_beside(want, held):
-                reason = WaitsForOwnSessions(self.room.need(want), self.room.free(want), want.line, held)
+            held = self.room.held_by(request, sessions.get(run.spec.owner.process, ()))
+            if held and self.room.fits_when_empty(request) and not self.room.fits_beside(request, held):
+                reason = WaitsForOwnSessions(self.room.need(request), self.room.free(request), request.line, held)
                 out += self._table.give_up(run, reason)
         return out
 

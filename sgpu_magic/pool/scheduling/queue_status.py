@@ -45,8 +45,8 @@ def by_line(runs: Iterable[ScheduledRun]) -> dict[QueueKey, list[tuple[Scheduled
     """Return the runs whose requests are resolved, by the line in which they wait."""
     lines: dict[QueueKey, list[tuple[ScheduledRun, ResourceRequest]]] = {}
     for run in runs:
-        if run.want is not None:
-            lines.setdefault(run.want.line, []).append((run, run.want))
+        if run.request is not None:
+            lines.setdefault(run.request.line, []).append((run, run.request))
     return lines
 
 
@@ -63,15 +63,15 @@ class Blockers(msgspec.Struct, frozen=True):
     of_lines: Mapping[QueueKey, tuple[str, ...]] = msgspec.field(default_factory=dict[QueueKey, tuple[str, ...]])
     nodes: Mapping[str, str] = msgspec.field(default_factory=dict[str, str])
 
-    def before(self, run: ScheduledRun, want: ResourceRequest) -> str:
+    def before(self, run: ScheduledRun, request: ResourceRequest) -> str:
         """Return the run that free devices are kept for; this run itself if there is no other."""
-        others = [one for one in self.of_lines.get(want.line, ()) if one not in self.nodes]
-        return next(iter(others), self.of_users.get((want.line, run.spec.owner.user), run.run_id))
+        others = [one for one in self.of_lines.get(request.line, ()) if one not in self.nodes]
+        return next(iter(others), self.of_users.get((request.line, run.spec.owner.user), run.run_id))
 
-    def keeps(self, run: ScheduledRun, want: ResourceRequest) -> bool:
+    def keeps(self, run: ScheduledRun, request: ResourceRequest) -> bool:
         """Whether devices are kept for this run."""
-        own = self.of_users.get((want.line, run.spec.owner.user)) == run.run_id
-        return own or run.run_id in self.of_lines.get(want.line, ())
+        own = self.of_users.get((request.line, run.spec.owner.user)) == run.run_id
+        return own or run.run_id in self.of_lines.get(request.line, ())
 
 
 class QueueSnapshot:
@@ -110,7 +110,7 @@ class QueueSnapshot:
             found += [
                 (run, position) for position, run in enumerate([*(run for run, _ in asked.get(line, ())), *order], 1)
             ]
-        unresolved = [run for run in self._table.waiting() if run.want is None]
+        unresolved = [run for run in self._table.waiting() if run.request is None]
         found += [(run, position) for position, run in enumerate(unresolved, 1)]
         positions: dict[str, int] = {}
         for cell in self._table.waiting_cells():
@@ -128,29 +128,29 @@ class QueueSnapshot:
         return QueueStatus(position, self.reason(run), self._own_sessions(run))
 
     def _own_sessions(self, run: ScheduledRun) -> tuple[HeldByRun, ...]:
-        if run.spec.session or run.want is None:
+        if run.spec.session or run.request is None:
             return ()
-        return self._room.held_by(run.want, self._sessions.get(run.spec.owner.process, ()))
+        return self._room.held_by(run.request, self._sessions.get(run.spec.owner.process, ()))
 
     def reason(self, run: ScheduledRun) -> WaitReason:
         """Return what a waiting run waits for."""
-        room, want = self._room, run.want
+        room, request = self._room, run.request
         if run.spec.session:
             obstacle = session_obstacle(self._table, run)
             if isinstance(obstacle, SessionQueued):
                 return SessionQueued(self.reason(self._table.runs[run.spec.session]))
             # without an obstacle it is launched at the next stimulus
             return SessionStarting() if obstacle is None else obstacle
-        if want is None:
+        if request is None:
             return DevicesUnknown()
         if run.asked:
-            return NodesRequested(want, _availability(want, room), _coming(room))
-        if excess := self._fair.over_quota(run, want):
+            return NodesRequested(request, _availability(request, room), _coming(room))
+        if excess := self._fair.over_quota(run, request):
             return excess
-        kept_for = self._keepers.of_users.get((want.line, run.spec.owner.user))
-        key = (want, run.run_id if self._keepers.keeps(run, want) else kept_for)
+        kept_for = self._keepers.of_users.get((request.line, run.spec.owner.user))
+        key = (request, run.run_id if self._keepers.keeps(run, request) else kept_for)
         if key not in self._found:
-            self._found[key] = wait_reason(run, want, room, self._keepers, self._unfreed)
+            self._found[key] = wait_reason(run, request, room, self._keepers, self._unfreed)
         return self._found[key]
 
 
@@ -169,7 +169,7 @@ def unfreed_devices(table: RunTable) -> list[UnfreedDevices]:
 
 def wait_reason(
     run: ScheduledRun,
-    want: ResourceRequest,
+    request: ResourceRequest,
     room: FreeCapacity,
     keepers: Blockers,
     unfreed: Iterable[UnfreedDevices],
@@ -178,36 +178,36 @@ def wait_reason(
 
     Args:
         run: The run.
-        want: Its request.
+        request: Its request.
         room: What is free.
         keepers: The runs that devices are kept for.
         unfreed: What runs still hold because of killed ranks.
     """
     if room.stock.many:
-        return _wait_for_nodes(run, want, room, keepers, unfreed)
-    missing = room.missing(want)
+        return _wait_for_nodes(run, request, room, keepers, unfreed)
+    missing = room.missing(request)
     if missing == 0:
-        return DevicesReserved(keepers.before(run, want))
-    blockers = _blockers(want, room, unfreed)
+        return DevicesReserved(keepers.before(run, request))
+    blockers = _blockers(request, room, unfreed)
     named = {blocker.run_id for blocker in blockers if isinstance(blocker, UnfreedDevices)}
-    holders = room.holders(want, most=3, without=named)
-    return Shortage(missing, want.line, holders, blockers, keepers.keeps(run, want))
+    holders = room.holders(request, most=3, without=named)
+    return Shortage(missing, request.line, holders, blockers, keepers.keeps(run, request))
 
 
 def wait_limit_reached(
     run: ScheduledRun,
-    want: ResourceRequest,
+    request: ResourceRequest,
     room: FreeCapacity,
     keepers: Blockers,
     unfreed: Iterable[UnfreedDevices],
 ) -> WaitLimitReached:
     """Return why a run gives up whose waiting time is over; the arguments are those of `wait_reason`."""
     reason: WaitReason | InUse
-    if room.stock.many or room.missing(want) == 0:
-        reason = wait_reason(run, want, room, keepers, unfreed)
+    if room.stock.many or room.missing(request) == 0:
+        reason = wait_reason(run, request, room, keepers, unfreed)
     else:
-        reason = InUse(room.holders(want), _blockers(want, room, unfreed))
-    return WaitLimitReached(room.need(want), room.free(want), want.line, run.spec.wait_s or 0.0, reason)
+        reason = InUse(room.holders(request), _blockers(request, room, unfreed))
+    return WaitLimitReached(room.need(request), room.free(request), request.line, run.spec.wait_s or 0.0, reason)
 
 
 def session_obstacle(table: RunTable, cell: ScheduledRun) -> SessionObstacle | None:
@@ -235,9 +235,9 @@ def _activity(cell: ScheduledRun) -> CellActivity:
 
 
 def _blockers(
-    want: ResourceRequest, room: FreeCapacity, unfreed: Iterable[UnfreedDevices]
+    request: ResourceRequest, room: FreeCapacity, unfreed: Iterable[UnfreedDevices]
 ) -> tuple[DeviceBlocker, ...]:
-    return (*(held for held in unfreed if held.line == want.line), *room.blockers(want))
+    return (*(held for held in unfreed if held.line == request.line), *room.blockers(request))
 
 
 # ---------------------------------------------------------------- many nodes
@@ -245,36 +245,36 @@ def _blockers(
 
 def _wait_for_nodes(
     run: ScheduledRun,
-    want: ResourceRequest,
+    request: ResourceRequest,
     room: FreeCapacity,
     keepers: Blockers,
     unfreed: Iterable[UnfreedDevices],
 ) -> WaitReason:
-    if room.fits(want):
+    if room.fits(request):
         node_for = next((one for one in keepers.nodes if one != run.run_id), None)
-        before = keepers.before(run, want)
+        before = keepers.before(run, request)
         if before == run.run_id and node_for is not None:
-            return NodeReserved(node_for, want)
-        return DevicesReserved(before, want)
-    is_reserved = keepers.keeps(run, want)
+            return NodeReserved(node_for, request)
+        return DevicesReserved(before, request)
+    is_reserved = keepers.keeps(run, request)
     node = keepers.nodes.get(run.run_id) if is_reserved else None
     host = None if node is None else room.stock.host(node)
-    available = _availability(want, room)
-    return NodeShortage(want, available, _blockers(want, room, unfreed), is_reserved, host, _coming(room))
+    available = _availability(request, room)
+    return NodeShortage(request, available, _blockers(request, room, unfreed), is_reserved, host, _coming(room))
 
 
-def _availability(want: ResourceRequest, room: FreeCapacity) -> Availability:
-    free, sizes = room.free_by_node(want), room.stock.sizes(want.line, want.min_memory_bytes)
-    count, total = room.free(want), room.stock.total(want.line, want.min_memory_bytes)
-    limit = max(total, room.stock.elastic(want.line))
+def _availability(request: ResourceRequest, room: FreeCapacity) -> Availability:
+    free, sizes = room.free_by_node(request), room.stock.sizes(request.line, request.min_memory_bytes)
+    count, total = room.free(request), room.stock.total(request.line, request.min_memory_bytes)
+    limit = max(total, room.stock.elastic(request.line))
     # the emptiest of the nodes that are large enough: the run waits for what it lacks
-    least = want.per_node if want.on_one_node or want.nodes else 1
+    least = request.per_node if request.on_one_node or request.nodes else 1
     node = _emptiest(free, sizes, least) or _emptiest(free, sizes, 1)
     if node is None:
         return Availability(count, total, limit)
-    large_enough = sum(count >= want.per_node for count in free.values()) if want.nodes > 1 else None
-    shows_holders = want.on_one_node or want.line == CPU_LINE or len(sizes) > 1
-    holders = room.holders(want, node, most=2) if shows_holders else Holders()
+    large_enough = sum(count >= request.per_node for count in free.values()) if request.nodes > 1 else None
+    shows_holders = request.on_one_node or request.line == CPU_LINE or len(sizes) > 1
+    holders = room.holders(request, node, most=2) if shows_holders else Holders()
     largest = NodeFree(max(0, free.get(node, 0)), sizes[node], holders)
     return Availability(count, total, limit, large_enough, largest)
 

@@ -96,7 +96,7 @@ class ScheduledRun:
         state: Its state.
         number: Its place in the order of submission; 0 before that.
         queued_at: When it was queued or requeued; its waiting time counts from here, across refused leases.
-        want: What it takes in this pool; None until the pool's inventory is known.
+        request: What it takes in this pool; None until the pool's inventory is known.
         accepted: Whether it was accepted: from then on it can only end, not be refused.
         lease: What it holds; None while it waits.
         freed: Whether the lease was given back because no process is left, while its final event is yet to come.
@@ -126,7 +126,7 @@ class ScheduledRun:
     state: RunState = RunState.QUEUED
     number: int = 0
     queued_at: float = 0.0
-    want: ResourceRequest | None = None
+    request: ResourceRequest | None = None
     accepted: bool = False
     lease: Lease | None = None
     freed: bool = False
@@ -169,7 +169,7 @@ class ScheduledRun:
     def queue_deadline(self) -> float | None:
         if (self.lease is not None and not self.asked) or self.spec.wait_s is None:
             return None
-        return None if self.want is None and not self.spec.session else self.queued_at + self.spec.wait_s
+        return None if self.request is None and not self.spec.session else self.queued_at + self.spec.wait_s
 
     @property
     def is_on_meter(self) -> bool:

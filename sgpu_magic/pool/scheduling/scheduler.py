@@ -234,18 +234,18 @@ class Scheduler:
 
     def _resolve(self, run: ScheduledRun) -> list[Instruction]:
         """Put a waiting run into its queue, or into another one if the pool's devices have changed."""
-        want = self._queue.resolve(run)
-        if not isinstance(want, ResourceRequest):
+        request = self._queue.resolve(run)
+        if not isinstance(request, ResourceRequest):
             # devices that disappeared while the run waited may come back; the run's reason says so
-            return self._table.refuse(run, *want) if run.want is None else []
-        if run.want is None:
-            if refusal := self._costs.refusal(run.spec, want) or self._fair.refusal(run.spec, want):
+            return self._table.refuse(run, *request) if run.request is None else []
+        if run.request is None:
+            if refusal := self._costs.refusal(run.spec, request) or self._fair.refusal(run.spec, request):
                 return self._table.refuse(run, *refusal)
-        elif run.want == want:
+        elif run.request == request:
             return []
-        if run.want is not None and run.want.line != want.line:
+        if run.request is not None and run.request.line != request.line:
             self._table.change(run, passed_at=None, overtaken_at=None)
-        self._table.change(run, want=want)
+        self._table.change(run, request=request)
         return []
 
     def _handle_for(self, run: ScheduledRun, stimulus: StimulusOfRun) -> list[Instruction]:
@@ -330,7 +330,7 @@ class Scheduler:
         ]
         for run in self.waiting:
             # a request that the pool has not resolved yet may still be refused
-            is_resolved = run.want is not None or bool(run.spec.session)
+            is_resolved = run.request is not None or bool(run.spec.session)
             if run.accepted != is_resolved:
                 self._table.change(run, accepted=is_resolved)
         return out

@@ -30,13 +30,13 @@ class CurrentChoice(msgspec.Struct, frozen=True):
         choice: The choice; None if there is none.
         confirmed: Whether it is in effect: this user made it in this notebook, or it is empty.
         problem: A sentence about metadata that can't be read; "" if there is no problem.
-        elsewhere: Another notebook in which this user made it; "" if the user has never made it on this machine.
+        other_notebook: Another notebook in which this user made it; "" if the user has never made it on this machine.
     """
 
     choice: Choice | None = None
     confirmed: bool = False
     problem: str = ""
-    elsewhere: str = ""
+    other_notebook: str = ""
 
 
 class ChoiceKeeper:
@@ -126,7 +126,7 @@ class ChoiceKeeper:
             # an empty choice requests nothing, so it needs no confirmation
             return CurrentChoice(choice, True, read.problem)
         made = self._known.find(choice, "" if self._any_notebook else self._notebook())
-        return CurrentChoice(choice, made.here, read.problem, made.elsewhere)
+        return CurrentChoice(choice, made.here, read.problem, made.other_notebook)
 
 
 def keeper_of(state: Path, shell: Any) -> ChoiceKeeper:

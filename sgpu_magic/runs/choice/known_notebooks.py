@@ -44,11 +44,11 @@ class MadeIn(msgspec.Struct, frozen=True):
 
     Args:
         here: In this notebook, or in one that is unknown.
-        elsewhere: Otherwise the path of the last notebook in which the user made it; "" if the user never did.
+        other_notebook: Otherwise the path of the last notebook in which the user made it; "" if the user never did.
     """
 
     here: bool
-    elsewhere: str = ""
+    other_notebook: str = ""
 
 
 class KnownNotebooks(msgspec.Struct, frozen=True):

@@ -30,7 +30,7 @@ from sgpu_magic.wire.run import RUN_RECORD, UNDER_WAY, RunRecord, RunSpec
 
 _REPLAYABLE = (RunKind.CELL, RunKind.CALL)
 # options that a replay takes from the recorded spec
-_AS_RECORDED = ("grace_s", "retries", "retry_any", "profile", "max_cost", "ray")
+_AS_RECORDED = ("grace_s", "retries", "retry_on_any", "profile", "max_cost", "ray")
 # a payload is copied about 2 s after the run's end
 _PATIENCE_S = 10.0
 _PAUSE_S = 0.05

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 Parameters = tuple[tuple[str, str], ...]
 
 # fields of a spec that are options of the same names
-_SAME = ("timeout_s", "wait_s", "grace_s", "retries", "retry_any", "detach", "auto", "max_cost", "profile", "ray")
+_SAME = ("timeout_s", "wait_s", "grace_s", "retries", "retry_on_any", "detach", "auto", "max_cost", "profile", "ray")
 _NO_NAMES = Shipped()
 _MOST_SCALARS = 100
 _LONGEST_TEXT = 250

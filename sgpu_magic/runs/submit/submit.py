@@ -324,13 +324,13 @@ def _uploads_of(submission: Submission) -> tuple[Upload, ...]:
     Raises:
         UsageError: A folder or file does not exist.
     """
-    spec, wished = submission.spec, submission.environment.uploads
+    spec, uploads = submission.spec, submission.environment.uploads
     if spec.kind in MOVE_NAMES:
         return ()
-    if not wished and not spec.session:
-        wished = notebook_job.of_process().upload
+    if not uploads and not spec.session:
+        uploads = notebook_job.of_process().upload
     cwd = Path(submission.working_context.cwd) if submission.working_context is not None else Path(working_directory())
-    return tuple(_upload(text, cwd) for text in dict.fromkeys(wished))
+    return tuple(_upload(text, cwd) for text in dict.fromkeys(uploads))
 
 
 def _upload(text: str, cwd: Path) -> Upload:

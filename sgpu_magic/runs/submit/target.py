@@ -298,8 +298,8 @@ def _foreign(context: KernelContext, held: CurrentChoice, choice: Choice, *, pac
 
 def _who(held: CurrentChoice) -> str:
     return (
-        f"you chose that in {held.elsewhere}, not here"
-        if held.elsewhere
+        f"you chose that in {held.other_notebook}, not here"
+        if held.other_notebook
         else "you have not chosen that on this machine"
     )
 

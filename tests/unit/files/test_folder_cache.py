@@ -37,12 +37,12 @@ def kept(tmp_path: Path) -> FolderCache:
 
 
 def test_it_is_made_once_for_all_that_want_it(tmp_path: Path, kept: FolderCache):
-    assert kept.want("one", "run-1") is None
+    assert kept.keep_for("one", "run-1") is None
     path = kept.put("one", functools.partial(fill, text="x"))
     assert path == tmp_path / "kept" / "one"
-    assert kept.want("one", "run-2") == path
+    assert kept.keep_for("one", "run-2") == path
     other = FolderCache(tmp_path / "kept", 0)
-    assert other.want("one", "run-3") is None
+    assert other.keep_for("one", "run-3") is None
     assert other.find("one") == path
     kept.release("run-1")
     kept.release("run-2")
@@ -55,26 +55,26 @@ def test_it_is_made_once_for_all_that_want_it(tmp_path: Path, kept: FolderCache)
 
 def test_one_that_was_written_in_makes_room_unless_it_is_used(tmp_path: Path, kept: FolderCache):
     whole = functools.partial(says, text="x")
-    kept.want("one", "run-1")
+    kept.keep_for("one", "run-1")
     first = kept.put("one", functools.partial(fill, text="x"), whole)
     fill(first, "changed")
     other = FolderCache(tmp_path / "kept", 1_000_000)
-    other.want("one", "run-2")
+    other.keep_for("one", "run-2")
     assert other.find("one", whole) is None
     second = other.put("one", functools.partial(fill, text="x"), whole)
     assert (first.name, second.name) == ("one", "one-1")
     kept.release("run-1")
     later = FolderCache(tmp_path / "kept", 1_000_000)
-    later.want("one", "run-3")
+    later.keep_for("one", "run-3")
     assert later.find("one", whole) == second
     assert not first.exists()
 
 
 def test_what_nobody_wants_any_more_is_not_held(kept: FolderCache):
-    kept.want("one", "run-1")
+    kept.keep_for("one", "run-1")
     kept.release("run-1")
     path = kept.put("one", functools.partial(fill, text="x"))
-    assert not kept.is_wanted("one", "run-1")
+    assert not kept.is_kept_for("one", "run-1")
     with locked(path, wait=False) as mine:
         assert mine
 
@@ -84,7 +84,7 @@ def test_a_filling_that_fails_leaves_nothing(tmp_path: Path, kept: FolderCache):
         fill(folder, "half")
         raise OSError("no room")
 
-    kept.want("one", "run-1")
+    kept.keep_for("one", "run-1")
     with pytest.raises(OSError, match="no room"):
         kept.put("one", fails)
     assert os.listdir(tmp_path / "kept") == []
@@ -93,11 +93,11 @@ def test_a_filling_that_fails_leaves_nothing(tmp_path: Path, kept: FolderCache):
 def test_the_longest_unused_goes_and_never_one_that_is_used(tmp_path: Path):
     small = FolderCache(tmp_path / "kept", 2500)
     for age, name in enumerate(("one", "two")):
-        small.want(name, f"run-{name}")
+        small.keep_for(name, f"run-{name}")
         path = small.put(name, functools.partial(fill, text="x" * 1000))
         os.utime(path, (1_700_000_000 + age, 1_700_000_000 + age))
     small.release("run-two")
-    small.want("three", "run-three")
+    small.keep_for("three", "run-three")
     small.put("three", functools.partial(fill, text="x" * 1000))
     assert sorted(os.listdir(tmp_path / "kept")) == ["one", "three"]
 

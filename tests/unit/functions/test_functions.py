@@ -117,7 +117,7 @@ def test_options_are_the_magics_as_values():
     )
     assert (options.ranks, options.device_type) == (8, "h100")
     assert (options.timeout_s, options.wait_s, options.grace_s) == (1800.0, 0.0, 60.0)
-    assert (options.retries, options.retry_any, options.variables) == (2, True, {"A": "1"})
+    assert (options.retries, options.retry_on_any, options.variables) == (2, True, {"A": "1"})
     assert (options.name, options.exclude, options.devices.allow_busy) == ("tuned", ("big", "other"), True)
 
 

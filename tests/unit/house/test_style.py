@@ -92,10 +92,30 @@ def unknown_arguments(tree: ast.Module) -> Iterator[int]:
                             pass
             case _:
                 continue
-        _, found, section = (ast.get_docstring(node) or "").partition("Args:\n")
-        described = _DESCRIBED.findall(section.split("\n\n")[0]) if found else []
-        if set(described) - known:
+        if _described(node, "Args") - known:
             yield node.lineno
+
+
+def unknown_attributes(tree: ast.Module) -> Iterator[int]:
+    """Yield the line of each class whose docstring describes an attribute that its body never sets or defines."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef) and (described := _described(node, "Attributes")):
+            known: set[str] = set()
+            for part in ast.walk(node):
+                match part:
+                    case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                        known.add(name)
+                    case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+                        known.add(name)
+                    case _:
+                        pass
+            if described - known:
+                yield node.lineno
+
+
+def _described(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef, section: str) -> set[str]:
+    _, found, text = (ast.get_docstring(node) or "").partition(f"{section}:\n")
+    return set(_DESCRIBED.findall(text.split("\n\n")[0])) if found else set()
 
 
 def _arguments(args: ast.arguments) -> set[str]:
@@ -135,7 +155,13 @@ def _seconds(node: ast.expr) -> float:
 
 
 Rule = Callable[[ast.Module], Iterator[int]]
-CODE_RULES: tuple[Rule, ...] = (nested_conditionals, boolean_products, late_constants, unknown_arguments)
+CODE_RULES: tuple[Rule, ...] = (
+    nested_conditionals,
+    boolean_products,
+    late_constants,
+    unknown_arguments,
+    unknown_attributes,
+)
 RULES = {rule.__name__: rule for rule in (*CODE_RULES, tight_time_limits)}
 
 
@@ -167,6 +193,12 @@ def test_no_test_limits_time_to_what_a_slow_machine_exceeds():
             'def f(a, *b):\n  """Do.\n\n  Args:\n      a: A.\n      b: B.\n  """\n'
             'class C:\n  """Be.\n\n  Args:\n      a: A.\n      b: B.\n  """\n  def __init__(self, a): ...',
             [8],
+        ),
+        (
+            "unknown_attributes",
+            'class C:\n  """Be.\n\n  Attributes:\n      a: A.\n      b: B.\n  """\n  def __init__(self): self.a = 1\n'
+            'class D:\n  """Be.\n\n  Attributes:\n      a: A.\n      b: B.\n  """\n  a = 1\n  def b(self): ...',
+            [1],
         ),
         (
             "tight_time_limits",

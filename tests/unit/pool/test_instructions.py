@@ -303,7 +303,7 @@ def test_a_group_that_died_is_started_again_as_often_as_was_asked(tmp_path: Path
         assert moved.state is RunState.STARTING
         assert not service.launches.restart(run)
         assert failed(service, run) is None
-        run.scheduled.spec = msgspec.structs.replace(run.spec, retries=3, retry_any=True)
+        run.scheduled.spec = msgspec.structs.replace(run.spec, retries=3, retry_on_any=True)
         assert failed(service, run, users) is not None
         run.scheduled.state = RunState.CANCELLING
         assert failed(service, run) is None

@@ -803,7 +803,7 @@ class Pool(RuleBasedStateMachine):
         if isinstance(stimulus, InventoryChanged):
             self.inventory = stimulus.inventory
             self.barred.clear()
-        before = {run.run_id: run.want and run.want.line for run in self.scheduler.runs}
+        before = {run.run_id: run.request and run.request.line for run in self.scheduler.runs}
         for instruction in self.scheduler.handle(stimulus, self.now):
             run_id = instruction.run_id
             assert run_id in self.submitted
@@ -835,7 +835,7 @@ class Pool(RuleBasedStateMachine):
                     assert reason
                     assert run_id not in self.leases
         for run in self.scheduler.runs:
-            line = run.want and run.want.line
+            line = run.request and run.request.line
             if before.get(run.run_id) != line and self.first_passed.get(run.run_id, self.now) < self.now:
                 del self.first_passed[run.run_id]  # it moved to another queue, where no run has passed it yet
 
@@ -848,7 +848,7 @@ class Pool(RuleBasedStateMachine):
         devices = {device.uuid: device for device in self.inventory.devices}
         run = self.scheduler.run(run_id)
         assert run is not None
-        assert run.want is not None
+        assert run.request is not None
         if lease.cpu_slots:
             assert not lease.uuids
             taken = sum(other.cpu_slots for other in self.leases.values())
@@ -857,29 +857,29 @@ class Pool(RuleBasedStateMachine):
         else:
             assert len(set(lease.uuids)) == len(lease.uuids) == lease.ranks
             for uuid in lease.uuids:
-                assert line_of(devices[uuid]) == run.want.line
+                assert line_of(devices[uuid]) == run.request.line
                 assert uuid not in self.barred
-                assert run.want.allow_busy or not devices[uuid].outside_use
+                assert run.request.allow_busy or not devices[uuid].outside_use
         # no run may pass another of the same queue that was first passed long ago and could run here
         for other in self.scheduler.runs:
             if other.run_id == run_id:
                 break
-            if other.lease is not None or other.want is None or other.want.line != run.want.line:
+            if other.lease is not None or other.request is None or other.request.line != run.request.line:
                 continue
-            if before.get(other.run_id) != other.want.line:
+            if before.get(other.run_id) != other.request.line:
                 self.first_passed[other.run_id] = self.now  # new in this queue
             first = self.first_passed.setdefault(other.run_id, self.now)
-            assert self.now < first + PASS_OVER_S or not self.could_run(other.want)
+            assert self.now < first + PASS_OVER_S or not self.could_run(other.request)
 
-    def could_run(self, want: ResourceRequest) -> bool:
+    def could_run(self, request: ResourceRequest) -> bool:
         assert self.inventory is not None
-        if want.line == CPU_LINE:
+        if request.line == CPU_LINE:
             return self.inventory.cpu_slots > 0 and "cpu" not in self.barred
         held = {uuid for lease in self.leases.values() for uuid in lease.uuids}
-        return want.ranks <= sum(
-            line_of(device) == want.line
+        return request.ranks <= sum(
+            line_of(device) == request.line
             and device.uuid not in self.barred
-            and (want.allow_busy or not device.outside_use or device.uuid in held)
+            and (request.allow_busy or not device.outside_use or device.uuid in held)
             for device in self.inventory.devices
         )
 
@@ -1008,7 +1008,7 @@ class Pool(RuleBasedStateMachine):
         by_line: dict[object, list[int]] = {}
         for run in self.scheduler.runs:
             if (published := self.scheduler.published.get(run.run_id)) is not None:
-                by_line.setdefault(run.want and run.want.line, []).append(published.position)
+                by_line.setdefault(run.request and run.request.line, []).append(published.position)
         for positions in by_line.values():
             assert positions == list(range(1, len(positions) + 1))
 
@@ -1016,8 +1016,8 @@ class Pool(RuleBasedStateMachine):
     def nothing_is_left_idle_for_the_first_in_line(self) -> None:
         seen: set[object] = set()
         for run in self.scheduler.runs:
-            if run.lease is None and run.want is not None and run.want.line not in seen:
-                seen.add(run.want.line)
+            if run.lease is None and run.request is not None and run.request.line not in seen:
+                seen.add(run.request.line)
                 assert re.match(r"needs [1-9]\d* more ", self.scheduler.published[run.run_id].reason)
 
     @invariant()

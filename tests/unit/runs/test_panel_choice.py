@@ -245,7 +245,7 @@ def opened(file: Path, state: Path) -> tuple[bool, str]:
     """Whether the choice is in effect in a new kernel of a notebook, and in which other notebook it was made."""
     held = ChoiceKeeper(state, lambda: str(file)).now()
     assert held.choice == Choice(gpus=8, type="h100")
-    return held.confirmed, held.elsewhere
+    return held.confirmed, held.other_notebook
 
 
 def test_metadata_copied_into_another_notebook_are_not_this_users_choice_there(tmp_path: Path):
