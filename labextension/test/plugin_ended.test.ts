@@ -4,16 +4,18 @@ import { afterEach, expect, it } from "vitest";
 import { endedRunFactory } from "../src/plugin/ended_runs";
 import { RUN_MIME, findEndedRun } from "../src/plugin/outputs";
 import { RunServer } from "../src/plugin/run_server";
+import { announceRunTabs } from "../src/shared/open_run";
 import { endOfLog, registerViewState } from "../src/run_view/view_state";
 import { eventually } from "./eventually";
 import { line, snapshot } from "./samples";
 
-const RECORD = { run_id: "7f3a00", state: "succeeded", whole: true };
+const RECORD = { run_id: "7f3a00", name: "fit", state: "succeeded", whole: true };
 const SAVED = "<b>the saved form</b>";
+const SAVED_END = '<div class="sgpu-end"><span>run 7f3a</span></div>';
 
 class SavedForm extends Widget {
   renderModel(): Promise<void> {
-    this.node.innerHTML = SAVED;
+    this.node.innerHTML = SAVED + SAVED_END;
     return Promise.resolve();
   }
 }
@@ -42,6 +44,7 @@ function ending(path: string): Response {
 }
 
 afterEach(() => {
+  delete document.body.dataset["sgpuRunTabs"];
   for (const output of outputs.splice(0)) output.dispose();
 });
 
@@ -68,8 +71,22 @@ it("draws the saved form if the server does not have the run", async () => {
 });
 
 it("replaces only an output that shows a whole ended run", () => {
-  expect(findEndedRun(RECORD)).toBe("7f3a00");
+  expect(findEndedRun(RECORD)).toEqual({ run_id: "7f3a00", name: "fit" });
   for (const record of [{ ...RECORD, whole: false }, { ...RECORD, state: "running" }, { run_id: "7f3a00", state: "failed" }, "x", null]) {
     expect(findEndedRun(record)).toBeNull();
   }
+});
+
+it("adds a button that opens the run's tab to the saved form, in a page with such tabs", async () => {
+  const other = { ...RECORD, run_id: "00000000" };
+  const without = draw(ending, other);
+  await eventually(() => expect(without.innerHTML).toContain(SAVED));
+  expect(without.querySelector("button")).toBeNull();
+  announceRunTabs();
+  const node = draw(ending, other);
+  await eventually(() => expect(node.querySelector(".sgpu-end")?.textContent).toBe("run 7f3a · Open in a tab"));
+  expect(JSON.parse(node.querySelector("button")?.dataset["commandlinkerArgs"] ?? "")).toEqual({ run_id: "00000000", name: "fit" });
+  const part = draw(ending, { ...other, whole: false });
+  await eventually(() => expect(part.innerHTML).toContain(SAVED));
+  expect(part.querySelector("button")).toBeNull();
 });

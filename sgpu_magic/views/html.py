@@ -244,7 +244,7 @@ def _footer(view: RunView) -> str:
     *paragraphs, last = [safe(ansi.plain(part)[:1000]) for part in parts if part]
     text = " · ".join(filter(None, [*paragraphs, _tracked(view) if view.is_final else "", last]))
     return (
-        f'<div style="padding:4px 12px;font-size:12px;border-top:1px solid {LINE};background:{PANEL}">'
+        f'<div class="sgpu-end" style="padding:4px 12px;font-size:12px;border-top:1px solid {LINE};background:{PANEL}">'
         f'<span style="{SOFT}">{text}</span></div>'
     )
 

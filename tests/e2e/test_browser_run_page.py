@@ -74,16 +74,41 @@ def rows(section: Locator) -> dict[str, str]:
     return {cell[0]: cell[1] for cell in cells}
 
 
+def opens_tab(notebook: OpenNotebook, cell: int) -> Locator:
+    """The button below a run that opens its tab."""
+    return notebook.cell(cell).get_by_role("button", name="Open in a tab")
+
+
+def run_of(notebook: OpenNotebook, cell: int) -> str:
+    arguments = opens_tab(notebook, cell).get_attribute("data-commandlinker-args")
+    assert arguments is not None
+    return json.loads(arguments)["run_id"]
+
+
+def panel_row(notebook: OpenNotebook, cell: int) -> Locator:
+    """The row of a cell's run in the panel's list."""
+    head = notebook.page.locator(f'[data-run="{run_of(notebook, cell)}"]')
+    return notebook.page.locator("#sgpu-panel .sgpu-run-row").filter(has=head)
+
+
 def test_a_runs_tab_is_its_page_and_two_runs_are_compared(notebook: OpenNotebook, tmp_path: Path) -> None:
     page = notebook.page
     for cell in range(3):
         notebook.run(cell)
-    page.get_by_role("tab", name="GPU environment").click()
-    runs = page.locator("#sgpu-panel .sgpu-run-row").filter(has_text="Fit the line")
-    expect(runs).to_have_count(2, timeout=30_000)
-
-    runs.nth(0).locator(".sgpu-run-head").click()
+    notebook.picture("run-page-button")
     tab = page.locator(".sgpu-run-tab")
+    first, second = panel_row(notebook, 1), panel_row(notebook, 2)
+    run = run_of(notebook, 2)
+    opens_tab(notebook, 2).click()
+    expect(tab.locator(".sgpu-run")).to_have_attribute("data-run", run)
+    expect(tab.get_by_role("button", name="Open in a tab")).to_have_count(0)
+    page.locator(".lm-TabBar-tab.lm-mod-current").filter(has_text="Fit the line").locator(
+        ".lm-TabBar-tabCloseIcon"
+    ).click()
+    expect(tab).to_have_count(0)
+
+    page.get_by_role("tab", name="GPU environment").click()
+    second.locator(".sgpu-run-head").click(timeout=30_000)
     shown = tab.get_by_role("article", name="run page")
     code = shown.get_by_role("region", name="code")
     expect(code).to_contain_text("%%distributed -n 2 --type a10 --timeout 9m", timeout=20_000)
@@ -109,7 +134,7 @@ def test_a_runs_tab_is_its_page_and_two_runs_are_compared(notebook: OpenNotebook
     assert (tmp_path / "saved").read_text() == "weights of rank 1"
     assert started.value.suggested_filename == "rank-1.txt"
 
-    for run in (runs.nth(1), runs.nth(0)):
+    for run in (first, second):
         run.get_by_role("button", name="Actions").click()
         run.get_by_role("button", name="Compare").click()
     compared = page.locator(".sgpu-comparison-tab").get_by_role("article", name="comparison")
@@ -138,7 +163,7 @@ def test_a_runs_tab_and_the_comparison_are_reached_by_keyboard_and_please_axe(
         page.get_by_role("tab", name="GPU environment").click()
         runs = page.locator("#sgpu-panel .sgpu-run-row").filter(has_text=name)
         expect(runs).to_have_count(2, timeout=30_000)
-        runs.nth(0).locator(".sgpu-run-head").press("Enter")
+        opens_tab(notebook, 2).press("Enter")
         shown = page.locator(".sgpu-run-tab").get_by_role("article", name="run page")
         expect(shown).to_contain_text("checkpoints/rank-1.txt", timeout=20_000)
         notebook.picture(f"run-page-{theme}")

@@ -4,6 +4,7 @@ import { Panel, Widget } from "@lumino/widgets";
 import { mountRunView } from "../run_view";
 import { findViewState } from "../run_view/view_state";
 import type { ViewState } from "../run_view/view_state";
+import { OPEN_RUN_LABEL, hasRunTabs, openRunAttributes } from "../shared/open_run";
 import { RUN_MIME, findEndedRun } from "./outputs";
 import { RunFeed } from "./run_feed";
 import type { RunServer } from "./run_server";
@@ -44,7 +45,7 @@ class EndedRunOutput extends Panel implements IRenderMime.IRenderer {
 
   async renderModel(model: IRenderMime.IMimeModel): Promise<void> {
     this.clear();
-    const run = findEndedRun(model.data[RUN_MIME]);
+    const run = findEndedRun(model.data[RUN_MIME])?.run_id ?? null;
     const previous = run === null ? null : findViewState(run);
     if (run === null || previous === null) await this.showSaved(model);
     else this.showView(run, previous, model);
@@ -86,5 +87,17 @@ class EndedRunOutput extends Panel implements IRenderMime.IRenderer {
     const saved = this.createRenderer("text/html" in model.data ? "text/html" : "text/plain");
     this.addWidget(saved);
     await saved.renderModel(model);
+    addOpenButton(saved.node, model.data[RUN_MIME]);
   }
+}
+
+/** Adds a button that opens the run's tab to the last line of a saved form, in pages that have such tabs. */
+function addOpenButton(saved: HTMLElement, record: unknown): void {
+  const run = findEndedRun(record);
+  const end = saved.querySelector(".sgpu-end > span");
+  if (run === null || !end || !hasRunTabs()) return;
+  const button = document.createElement("button");
+  for (const [name, value] of Object.entries(openRunAttributes(run))) button.setAttribute(name, value);
+  button.textContent = OPEN_RUN_LABEL;
+  end.append(" · ", button);
 }

@@ -1,3 +1,4 @@
+import type { RunReference } from "../shared/open_run";
 import type { CellOutput, SubmittedRun } from "./run_server";
 
 /** MIME type of the record in the kernel's own outputs: `sgpu_magic/views/bundle.py`. */
@@ -30,9 +31,10 @@ export function findShownRun(outputs: readonly CellOutput[]): ShownRun | null {
 }
 
 /** Returns the run whose final state an output shows as a whole, null for a part of a run and for an active run. */
-export function findEndedRun(record: unknown): string | null {
+export function findEndedRun(record: unknown): RunReference | null {
   if (!isRecord(record) || typeof record["run_id"] !== "string" || record["whole"] !== true) return null;
-  return FINAL_STATES.has(String(record["state"])) ? record["run_id"] : null;
+  if (!FINAL_STATES.has(String(record["state"]))) return null;
+  return { run_id: record["run_id"], name: typeof record["name"] === "string" ? record["name"] : record["run_id"] };
 }
 
 /** A run that a cell should show, but does not. */

@@ -9,6 +9,8 @@ import { ITranslator, nullTranslator } from "@jupyterlab/translation";
 
 import { runLabel } from "../panel/format";
 import type { RunRow } from "../panel/messages";
+import { OPEN_RUN, announceRunTabs } from "../shared/open_run";
+import type { RunReference } from "../shared/open_run";
 import { Chips } from "./chips";
 import { EndNotifications } from "./end_notifications";
 import { gpuIcon } from "./icon";
@@ -19,7 +21,6 @@ import { PanelActions } from "./panel_actions";
 import { PanelSettings, SCHEMA } from "./panel_settings";
 import { PoolConnection } from "./pool_connection";
 import { RunTabs } from "./run_tabs";
-import type { RunReference } from "./run_tabs";
 import { RunServer } from "./run_server";
 import { createLocate, createRequest, openSocket } from "./server_requests";
 import { Sidebar } from "./sidebar";
@@ -30,7 +31,7 @@ const commands = {
   connect: "sgpu-magic:connect",
   disconnect: "sgpu-magic:disconnect",
   cancel: "sgpu-magic:cancel-runs",
-  openRun: "sgpu-magic:open-run",
+  openRun: OPEN_RUN,
   compareRuns: "sgpu-magic:compare-runs",
 } as const;
 
@@ -126,6 +127,7 @@ export const panelPlugin: JupyterFrontEndPlugin<void> = {
       isEnabled: () => actions.hasNotebook,
       execute: () => actions.endRuns(),
     });
+    announceRunTabs();
     app.commands.addCommand(commands.openRun, {
       label: (args) => (typeof args["name"] === "string" ? args["name"] : t("Open a run")),
       execute: (args) => {

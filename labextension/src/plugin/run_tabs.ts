@@ -5,18 +5,13 @@ import { Widget } from "@lumino/widgets";
 import { mountComparison, mountRunPage } from "../run_page";
 import { RunPageModel } from "../run_page/page_model";
 import { mountRunView } from "../run_view";
+import type { RunReference } from "../shared/open_run";
 import { gpuIcon } from "./icon";
 import { RunFeed } from "./run_feed";
 import type { RunServer } from "./run_server";
 import { ServerTransport } from "./server_transport";
 
 const MIN_HEIGHT = "280px";
-
-/** The id and the name of a run. */
-export interface RunReference {
-  readonly run_id: string;
-  readonly name: string;
-}
 
 /** Tabs that show a run's live view and page, and tabs that compare two runs. */
 export class RunTabs {

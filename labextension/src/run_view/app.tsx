@@ -1,6 +1,7 @@
 import { useLayoutEffect, useMemo, useState } from "preact/hooks";
 
 import type { Activity } from "../shared/activity";
+import { OPEN_RUN_LABEL, hasRunTabs, openRunAttributes } from "../shared/open_run";
 import { Failure } from "./components/failure";
 import { Header } from "./components/header";
 import { LogPanel } from "./components/log_panel";
@@ -97,6 +98,12 @@ export function App({ model, activity, signal, id }: Props) {
                   {run.tracked.text}
                 </a>
               </>
+            )}
+            {hasRunTabs() && (
+              <span class="sgpu-tab-link">
+                {" · "}
+                <button {...openRunAttributes(run)}>{OPEN_RUN_LABEL}</button>
+              </span>
             )}
           </footer>
         </>
