@@ -32,6 +32,7 @@ export function type(change: Partial<PanelType> = {}): PanelType {
     simulated: false,
     reserved: false,
     waits_s: [0, 0, 0, 720],
+    history: null,
     ...change,
   };
 }

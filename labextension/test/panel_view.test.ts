@@ -878,6 +878,16 @@ describe("devices", () => {
     expect(lines(curves[0], "memory")).toEqual(["56,9 57,9 58,9"]);
   });
 
+  it("have the mean's curve in a pool of very many", async () => {
+    const history = { utilization_pct: [60, 80], memory_pct: [50, 55], runs: [] };
+    const devices = [device(0, { kernel: KERNEL, run_id: "s1", user: "train.ipynb", free: false })];
+    const { el } = await ready(kernelSnapshot(), PLAN, [], poolSnapshot({ types: [type({ total: 128, free: 127, history })], devices }));
+    await waitForText(el, "127 of 128 free");
+    query(el, ".sgpu-device-type").click();
+    await eventually(() => expect(all(el, ".sgpu-history").map(({ title }) => title)).toEqual(["10 minutes: use 70 % on average, memory 55 % now"]));
+    expect(text(query(el, ".sgpu-mean > b"))).toBe("mean");
+  });
+
   it("show what the values of simulated devices measure", async () => {
     const simulated = { simulated: true, utilization_pct: 50, used_bytes: 4e8 };
     const devices = [device(0, { ...simulated, kernel: KERNEL, run_id: "s1", user: "train.ipynb", free: false })];

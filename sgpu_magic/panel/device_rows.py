@@ -24,7 +24,6 @@ MOST_DEVICES = 64
 """The most devices that are listed, and that have a history each, in a pool of several nodes."""
 
 _FREE = "free"
-_NO_HISTORIES: Mapping[str, PanelHistory] = {}
 # larger pools are shown by node, with at most `_MOST_NODES` nodes
 _MOST_NODES = 32
 # shortest wait for a device that is not free now
@@ -33,27 +32,41 @@ _LEAST_S = 1.0
 _STEPS = ((60.0, 10.0), (600.0, 30.0), (float("inf"), 60.0))
 
 
-def panel_histories(
-    histories: Iterable[DeviceHistory], runs: Iterable[RunSummary], now: float
-) -> Mapping[str, PanelHistory]:
-    """Return the history of each device, by UUID, with the runs that held it; arguments as in `pool_snapshot`."""
+class PanelHistories(msgspec.Struct, frozen=True):
+    """The last ten minutes of a pool's devices.
+
+    Args:
+        devices: By UUID; empty in pools with more than 64 devices.
+        types: The means of the types in such pools.
+    """
+
+    devices: Mapping[str, PanelHistory] = {}
+    types: Mapping[str, PanelHistory] = {}
+
+
+NO_HISTORIES = PanelHistories()
+
+
+def panel_histories(histories: Iterable[DeviceHistory], runs: Iterable[RunSummary], now: float) -> PanelHistories:
+    """Return the pool's histories; a device's has the runs that held it. Arguments as in `pool_snapshot`."""
     recent = recent_runs(runs, now)
-    return {
-        history.uuid: PanelHistory(
-            utilization_pct=history.utilization_pct,
-            memory_pct=history.memory_pct,
-            runs=recent.get(history.uuid, ())[:MAX_NAMED_RUNS],
-        )
-        for history in histories
-        if history.uuid
-    }
+    devices: dict[str, PanelHistory] = {}
+    types: dict[str, PanelHistory] = {}
+    for history in histories:
+        use, memory = history.utilization_pct, history.memory_pct
+        if history.uuid:
+            held_by = recent.get(history.uuid, ())[:MAX_NAMED_RUNS]
+            devices[history.uuid] = PanelHistory(utilization_pct=use, memory_pct=memory, runs=held_by)
+        else:
+            types[history.type] = PanelHistory(utilization_pct=use, memory_pct=memory)
+    return PanelHistories(devices, types)
 
 
 def panel_devices(
     inventory: Inventory,
     order: Mapping[str, int],
     holders: Holders,
-    histories: Mapping[str, PanelHistory] = _NO_HISTORIES,
+    histories: PanelHistories = NO_HISTORIES,
 ) -> tuple[PanelDevice, ...]:
     """Return what a panel shows of a pool's devices.
 
@@ -64,11 +77,11 @@ def panel_devices(
         inventory: The pool's inventory.
         order: Maps a type to its position among the types.
         holders: The runs that hold devices.
-        histories: The devices' histories, by UUID.
+        histories: The devices' last ten minutes.
     """
 
     def device_of(device: Device) -> PanelDevice:
-        return _device(device, holders, hosts.get(device.node, ""), histories.get(device.uuid))
+        return _device(device, holders, hosts.get(device.node, ""), histories.devices.get(device.uuid))
 
     devices = sorted(inventory.devices, key=lambda one: order[one.type])
     hosts = {node.node: node.host for node in inventory.nodes}

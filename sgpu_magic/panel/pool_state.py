@@ -17,7 +17,9 @@ from sgpu_magic.config import Settings
 from sgpu_magic.errors import SgpuError
 from sgpu_magic.formatting import count_of, format_money
 from sgpu_magic.panel.device_rows import (
+    NO_HISTORIES,
     Durations,
+    PanelHistories,
     Use,
     file_name,
     holders_of,
@@ -28,7 +30,6 @@ from sgpu_magic.panel.device_rows import (
 )
 from sgpu_magic.panel.schema import (
     VERSION,
-    PanelHistory,
     PanelPool,
     PanelType,
     PoolChoice,
@@ -68,7 +69,6 @@ _TONES: Mapping[RunState, str] = {
     RunState.CANCELLED: "plain",
 }
 _NO_USE: Use = {}
-_NO_HISTORIES: Mapping[str, PanelHistory] = {}
 _IN_OTHER_WORDS = ("name", "kind", "state", "notebook")
 _AS_IN_SUMMARY = frozenset(RunRow.__struct_fields__).intersection(RunSummary.__struct_fields__) - {*_IN_OTHER_WORDS}
 
@@ -94,7 +94,7 @@ def pool_snapshot(
     *,
     durations: Durations,
     use: Use = _NO_USE,
-    histories: Mapping[str, PanelHistory] = _NO_HISTORIES,
+    histories: PanelHistories = NO_HISTORIES,
     usage: str = "",
     notice: str = "",
 ) -> PanelPool:
@@ -106,13 +106,13 @@ def pool_snapshot(
         now: Wall-clock time, seconds since the epoch.
         durations: Durations of earlier runs.
         use: The use of devices that do not report it themselves.
-        histories: The devices' last ten minutes, by UUID.
+        histories: The devices' last ten minutes.
         usage: This month's usage, a line.
         notice: A notice from the pool.
     """
     holders = device_holders(status)
     inventory = status.inventory
-    types = _types(status, rates, now, holders, durations)
+    types = _types(status, rates, now, holders, durations, histories)
     order = {each.type: at for at, each in enumerate(types)}
     return PanelPool(
         version=VERSION,
@@ -243,7 +243,12 @@ def _location_of(pool: str, host: str) -> str:
 
 
 def _types(
-    status: PoolStatus, rates: PriceBook, now: float, holders: Holders, durations: Durations
+    status: PoolStatus,
+    rates: PriceBook,
+    now: float,
+    holders: Holders,
+    durations: Durations,
+    histories: PanelHistories,
 ) -> tuple[PanelType, ...]:
     """Return the pool's types: most expensive first, those without a price by memory, CPU last."""
     by_type: dict[str, list[Device]] = {}
@@ -267,6 +272,7 @@ def _types(
             simulated=any(device.simulated for device in devices),
             reserved=reserved,
             waits_s=waits(total, free, held, queue_of(kind, status.runs, durations, main)),
+            history=histories.types.get(kind),
         )
 
     types = [

@@ -38,6 +38,22 @@ class PoolChoice(Message, frozen=True):
     reachable: bool
 
 
+class PanelHistory(Message, frozen=True, kw_only=True):
+    """The last ten minutes of a device, or the mean of a type's devices.
+
+    There is a value for each 10 s up to now, oldest first, from the first measurement on.
+
+    Args:
+        utilization_pct: 0 to 100; None where it was not measured.
+        memory_pct: Memory in use, 0 to 100; None where it was not measured.
+        runs: The runs that held the device, newest first, as `7f3a train.ipynb`; at most three.
+    """
+
+    utilization_pct: tuple[int | None, ...]
+    memory_pct: tuple[int | None, ...]
+    runs: tuple[str, ...] = ()
+
+
 class PanelType(Message, frozen=True):
     """A type of device that the pool has.
 
@@ -53,6 +69,7 @@ class PanelType(Message, frozen=True):
         reserved: The price is that of reserved devices.
         waits_s: For each number of devices from 1 to `total`, estimated seconds until that many are free, from the
             durations of earlier runs: 0 when they are free now, None when unknown.
+        history: The mean of its devices; None in pools whose devices have a history each.
     """
 
     type: str
@@ -65,20 +82,7 @@ class PanelType(Message, frozen=True):
     simulated: bool
     reserved: bool
     waits_s: tuple[float | None, ...]
-
-
-class PanelHistory(Message, frozen=True, kw_only=True):
-    """The last ten minutes of a device: a value for each 10 s up to now, oldest first, from the first measurement on.
-
-    Args:
-        utilization_pct: 0 to 100; None where it was not measured.
-        memory_pct: Memory in use, 0 to 100; None where it was not measured.
-        runs: The runs that held it, newest first, as `7f3a train.ipynb`; at most three.
-    """
-
-    utilization_pct: tuple[int | None, ...]
-    memory_pct: tuple[int | None, ...]
-    runs: tuple[str, ...] = ()
+    history: PanelHistory | None = None
 
 
 class PanelDevice(Message, frozen=True, kw_only=True):
@@ -96,7 +100,7 @@ class PanelDevice(Message, frozen=True, kw_only=True):
         kernel: The Jupyter kernel of that run, "" when there is none.
         user: The text beside it: `train_digits · rank 0`, `eval.ipynb`, `free`, or why it counts as used from outside.
         free: The pool can grant it to a run.
-        history: None if it was not measured in the last ten minutes, and in pools with very many devices.
+        history: None if it was not measured in the last ten minutes, and in pools with more than 64 devices.
     """
 
     uuid: str

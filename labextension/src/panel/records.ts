@@ -48,6 +48,13 @@ export const poolChoice = record({
 });
 export type PoolChoice = Of<typeof poolChoice>;
 
+export const panelHistory = record({
+  utilization_pct: list(nullable(num)),
+  memory_pct: list(nullable(num)),
+  runs: list(str),
+});
+export type PanelHistory = Of<typeof panelHistory>;
+
 export const panelType = record({
   type: str,
   label: str,
@@ -59,15 +66,9 @@ export const panelType = record({
   simulated: bool,
   reserved: bool,
   waits_s: list(nullable(num)),
+  history: nullable(panelHistory),
 });
 export type PanelType = Of<typeof panelType>;
-
-export const panelHistory = record({
-  utilization_pct: list(nullable(num)),
-  memory_pct: list(nullable(num)),
-  runs: list(str),
-});
-export type PanelHistory = Of<typeof panelHistory>;
 
 export const panelDevice = record({
   uuid: str,

@@ -82,14 +82,25 @@ def test_devices_have_their_history_and_the_runs_that_held_them():
     train, idle = run("7f3a0000", RunState.RUNNING), run("9b200000", RunState.SUCCEEDED)
     history = DeviceHistory(uuid="G1", type="a10", utilization_pct=(5, None), memory_pct=(50, 60))
     histories = panel_histories((history, DeviceHistory(type="a10", utilization_pct=(9,))), (train, idle), NOW)
-    assert histories.keys() == {"G1"}
+    assert histories.devices.keys() == {"G1"}
     asked = status(train, idle)
     drawn = pool_snapshot(asked, RATES, NOW, durations=Durations(()), histories=histories)
     assert [one.history is None for one in drawn.devices] == [True, False, True, True]
     runs = ("7f3a digits.ipynb", "9b20 digits.ipynb")
     assert drawn.devices[1].history == PanelHistory(utilization_pct=(5, None), memory_pct=(50, 60), runs=runs)
     later = panel_histories((history,), (train, idle), NOW + 600.0)
-    assert later["G1"].runs == ("7f3a digits.ipynb",)
+    assert later.devices["G1"].runs == ("7f3a digits.ipynb",)
+
+
+def test_in_a_pool_of_very_many_devices_a_type_has_the_mean_of_its_devices():
+    mean = DeviceHistory(type="a10", utilization_pct=(5, None), memory_pct=(50, 60))
+    histories = panel_histories((mean,), (), NOW)
+    drawn = pool_snapshot(status(), RATES, NOW, durations=Durations(()), histories=histories)
+    assert {one.type: one.history for one in drawn.types} == {
+        "a10": PanelHistory(utilization_pct=(5, None), memory_pct=(50, 60)),
+        "cpu": None,
+    }
+    assert not any(one.history for one in drawn.devices)
 
 
 def test_types_stand_dearest_first_and_cpu_last():

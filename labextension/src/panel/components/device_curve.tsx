@@ -1,6 +1,6 @@
 import { useTranslate } from "../context";
 import { formatMemory, formatUsed } from "../format";
-import type { PanelDevice, PanelHistory } from "../messages";
+import type { PanelHistory } from "../messages";
 
 /** Number of points in ten minutes. */
 const POINTS = 60;
@@ -34,9 +34,21 @@ function polylines(values: readonly (number | null)[]): readonly string[] {
   return lines;
 }
 
-/** A device's use and memory in the last ten minutes, with a tooltip that describes them and names the runs that held it. */
-export function DeviceCurve({ device, history }: { readonly device: PanelDevice; readonly history: PanelHistory }) {
-  const description = useDescription(device, history);
+/** A device's memory now. */
+interface Memory {
+  readonly used_bytes: number | null;
+  readonly memory_bytes: number;
+}
+
+interface Props {
+  readonly history: PanelHistory;
+  /** Null for the mean of a type. */
+  readonly memory: Memory | null;
+}
+
+/** Use and memory in the last ten minutes, with a tooltip that describes them and names the runs that held the device. */
+export function DeviceCurve({ history, memory }: Props) {
+  const description = useDescription(history, memory);
   return (
     <span class="sgpu-history" title={description}>
       <svg viewBox={`-${HALF_DASH} 0 ${POINTS} ${HEIGHT}`} preserveAspectRatio="none" aria-hidden="true">
@@ -53,7 +65,7 @@ export function DeviceCurve({ device, history }: { readonly device: PanelDevice;
 }
 
 /** Returns `10 minutes: use 80 % on average, memory 12.0 GB of 24 GB now; held by 7f3a train.ipynb`. */
-function useDescription(device: PanelDevice, { utilization_pct, memory_pct, runs }: PanelHistory): string {
+function useDescription({ utilization_pct, memory_pct, runs }: PanelHistory, now: Memory | null): string {
   const t = useTranslate();
   const use = utilization_pct.filter((value) => value !== null);
   const memory = memory_pct.slice(-CURRENT_POINTS).filter((value) => value !== null);
@@ -62,8 +74,8 @@ function useDescription(device: PanelDevice, { utilization_pct, memory_pct, runs
   if (use.length > 0) {
     parts.push(t("use %1 % on average", Math.round(use.reduce((sum, value) => sum + value, 0) / use.length)));
   }
-  if (device.used_bytes !== null && device.memory_bytes > 0) {
-    parts.push(t("memory %1 of %2 now", formatUsed(device.used_bytes), formatMemory(device.memory_bytes)));
+  if (now !== null && now.used_bytes !== null && now.memory_bytes > 0) {
+    parts.push(t("memory %1 of %2 now", formatUsed(now.used_bytes), formatMemory(now.memory_bytes)));
   } else if (percent !== undefined) {
     parts.push(t("memory %1 % now", percent));
   }

@@ -87,6 +87,12 @@ function DevicesOfType({ type, devices, kernel }: DevicesOfTypeProps) {
       </button>
       {isOpen && (
         <ul id={id} class="sgpu-devices" style={{ "--label": `max(52px, ${label}ch)` }}>
+          {type.history !== null && (
+            <li class="sgpu-device sgpu-mean">
+              <b>{t("mean")}</b>
+              <DeviceCurve history={type.history} memory={null} />
+            </li>
+          )}
           {devices.map((device) => (
             <Device key={device.uuid} device={device} isOwn={isOwn(device)} />
           ))}
@@ -138,7 +144,7 @@ function Device({ device, isOwn }: { device: PanelDevice; isOwn: boolean }) {
         {user}
       </span>
       <span class="sgpu-hidden">{words.join(", ")}</span>
-      {device.history !== null && <DeviceCurve device={device} history={device.history} />}
+      {device.history !== null && <DeviceCurve history={device.history} memory={device} />}
     </li>
   );
 }
