@@ -116,6 +116,20 @@ describe("the choice of devices", () => {
     await eventually(() => expect(notebook.questions.at(-1)).toMatchObject({ kind: "plan", choice: { type: "b300", gpus: 1 } }));
   });
 
+  it("is planned anew when requested devices are taken or freed", async () => {
+    const { el, host, notebook } = await ready(kernelSnapshot({ choice: choice({ gpus: 2, type: "a10" }) }));
+    const plans = () => notebook.questions.filter(({ kind }) => kind === "plan").length;
+    await waitForText(el, "3 of 4 free");
+    await eventually(() => expect(plans()).toBeGreaterThan(0));
+    await eventually(() => expect(el.querySelector(".sgpu-busy")).toBeNull());
+    const before = plans();
+    host.sendPoolState(poolSnapshot({ types: [type({ free: 1 })] }));
+    await eventually(() => expect(plans()).toBe(before + 1));
+    await eventually(() => expect(el.querySelector(".sgpu-busy")).toBeNull());
+    host.sendPoolState(poolSnapshot({ types: [type({ free: 2 })] }));
+    await eventually(() => expect(plans()).toBe(before + 2));
+  });
+
   it("counts this notebook's devices as free, and shows when others will be free", async () => {
     const { el } = await ready(kernelSnapshot({ choice: choice({ gpus: 1 }) }));
     await waitForText(el, "3 of 4 free");

@@ -125,6 +125,11 @@ export function resolveChoice(choice: Choice, pool: PanelPool | null): Choice {
   return { ...choice, type: type.type, gpus: choice.gpus || defaultGpus };
 }
 
+/** Returns how many of the devices that a resolved choice requests are free; 0 if the pool does not have the type. */
+export function freeDevices(choice: Choice, pool: PanelPool | null): number {
+  return Math.min(choice.gpus, typeOf(pool, choice.type)?.free ?? 0);
+}
+
 /** Returns a choice with another type, keeping the number if the type has that many devices. */
 export function withType(choice: Choice, type: PanelType): Choice {
   const keptGpus = choice.gpus > 0 && choice.gpus <= type.total ? choice.gpus : 0;

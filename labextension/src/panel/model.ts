@@ -1,6 +1,6 @@
 import type { Activity } from "../shared/activity";
 import { Ticker } from "../shared/ticker";
-import { resolveChoice } from "./form";
+import { freeDevices, resolveChoice } from "./form";
 import type { NotebookLink, PanelHost, PoolLinkState } from "./host";
 import type { Choice, RunRow, PanelUpdate } from "./messages";
 import { NotebookModel } from "./notebook_model";
@@ -198,6 +198,7 @@ export class PanelModel {
       const notebook = new NotebookModel(
         link,
         (choice) => resolveChoice(choice, this.pool.snapshot),
+        (choice) => freeDevices(choice, this.pool.snapshot),
         () => this.onNotebookChange(),
       );
       notebook.draft = this.drafts.get(draftKey(link)) ?? null;

@@ -24,6 +24,13 @@ type Timer = "ask" | "plan" | "install" | "variables";
 
 const UNAVAILABLE: ReadonlySet<KernelState> = new Set(["none", "starting", "restarting", "dead", "disconnected"]);
 
+interface PlanQuestion {
+  readonly choice: Choice;
+  readonly connect: boolean;
+  /** How many of the requested devices are free. */
+  readonly free: number;
+}
+
 /** One notebook: its kernel's state, the user's draft of a choice, and the plan for it. */
 export class NotebookModel {
   kernel: PanelKernel | null = null;
@@ -51,7 +58,7 @@ export class NotebookModel {
   private generation = 0;
   private isAsking = false;
   private askAgain = false;
-  private lastPlanQuestion: { readonly choice: Choice; readonly connect: boolean; readonly generation: number } | null = null;
+  private lastPlanQuestion: PlanQuestion | null = null;
   private planNumber = 0;
   private showsVariables = false;
   private readonly timers = new Map<Timer, ReturnType<typeof setTimeout>>();
@@ -61,11 +68,13 @@ export class NotebookModel {
   /**
    * @param link: The notebook.
    * @param resolve: Returns a choice with the pool's defaults filled in, as the form shows it.
+   * @param countFree: Returns how many of the devices that a resolved choice requests are free.
    * @param onChange: Called after every change.
    */
   constructor(
     readonly link: NotebookLink,
     private readonly resolve: (choice: Choice) => Choice,
+    private readonly countFree: (choice: Choice) => number,
     private readonly onChange: () => void,
   ) {
     this.kernelId = link.kernel;
@@ -140,11 +149,12 @@ export class NotebookModel {
     this.setTimer("plan", PLAN_PAUSE_MS, () => void this.askPlan());
   }
 
-  /** Requests a new plan if the form resolves differently now: the pool's types have arrived, a session has ended. */
+  /** Requests a new plan if the pool's state changes it: types have arrived, a session has ended, devices were freed. */
   planIfStale(): void {
     if (this.isPlanning || !this.kernel || this.isKernelUnavailable || !this.lastPlanQuestion) return;
-    const { choice, connect } = this.planQuestion();
-    if (!sameChoice(choice, this.lastPlanQuestion.choice) || connect !== this.lastPlanQuestion.connect) this.planSoon();
+    const last = this.lastPlanQuestion;
+    const { choice, connect, free } = this.planQuestion();
+    if (!sameChoice(choice, last.choice) || connect !== last.connect || free !== last.free) this.planSoon();
   }
 
   async apply(connect: boolean): Promise<void> {
@@ -350,20 +360,21 @@ export class NotebookModel {
 
   // ---------------------------------------------------------------- requests
 
-  private planQuestion(): { readonly choice: Choice; readonly connect: boolean } {
+  private planQuestion(): PlanQuestion {
     const choice = this.kernel?.choice;
-    return this.needsConfirmation && choice ? { choice, connect: false } : { choice: this.form, connect: true };
+    if (this.needsConfirmation && choice) return { choice, connect: false, free: this.countFree(this.resolve(choice)) };
+    return { choice: this.form, connect: true, free: this.countFree(this.form) };
   }
 
   private async askPlan(): Promise<void> {
     const question = this.planQuestion();
     const number = ++this.planNumber;
     const { generation } = this;
-    this.lastPlanQuestion = { ...question, generation };
+    this.lastPlanQuestion = question;
     let plan: PanelPlan | null = null;
     let problem = "";
     try {
-      const reply = await this.link.ask({ kind: "plan", ...question });
+      const reply = await this.link.ask({ kind: "plan", choice: question.choice, connect: question.connect });
       if (reply.kind === "plan-answer") plan = reply.plan;
       else if (reply.kind === "panel-refusal") problem = reply.text;
     } catch (error) {

@@ -64,7 +64,7 @@ function Card({ card, dense, isOpen, isTabStop, onOpen, onShow }: CardProps) {
           {!dense && <b>rank</b>} {card.rank}
         </button>
         {stateText && <span class={`sgpu-word sgpu-${tone}`}>{stateText}</span>}
-        <span class="sgpu-use">
+        <span class={reading ? "sgpu-use sgpu-reading" : "sgpu-use"}>
           {splitParts(reading || card.use || card.label).map((text, index) => (
             <span key={index}>{index > 0 ? `\u00a0· ${text}` : text}</span>
           ))}
