@@ -227,7 +227,7 @@ class Uploaded:
         ]
         return msgspec.structs.replace(launch, uploads=tuple(here))
 
-    def place_uploads(self, launch: Launch) -> Launch:
+    def add_uploads(self, launch: Launch) -> Launch:
         """Give the launch's ranks the paths of its uploads and of those of the session's earlier cells."""
         spec = launch.spec
         known = dict(self._of.get(spec.session, {})) if spec.session else {}

@@ -123,16 +123,16 @@ class RunLauncher(msgspec.Struct, frozen=True):
         session = self.runs.session(attempt.launch.spec.session)
         if session is None:
             raise SessionRefuses("its session has ended. %sgpu_connect starts another one.")
-        return session.execute(replace(attempt, launch=self._placed_in(session, attempt.launch)))
+        return session.execute(replace(attempt, launch=self._localize_for(session, attempt.launch)))
 
     def _with_node_paths(self, launch: Launch, built: Built | None, code: Mapping[str, str]) -> Launch:
-        placed = self.inputs.uploaded.place_uploads(localize(launch, built, code))
-        if built is None or placed.environment is None:
-            return placed
-        name = self.environments.name(placed.environment)
-        return replace(placed, interpreter=built_interpreter(name, built, placed))
+        local = self.inputs.uploaded.add_uploads(localize(launch, built, code))
+        if built is None or local.environment is None:
+            return local
+        name = self.environments.name(local.environment)
+        return replace(local, interpreter=built_interpreter(name, built, local))
 
-    def _placed_in(self, session: NodeSession, launch: Launch) -> Launch:
+    def _localize_for(self, session: NodeSession, launch: Launch) -> Launch:
         """Give a cell the context of its session."""
         built = None
         environment = session.launch.environment
@@ -141,4 +141,4 @@ class RunLauncher(msgspec.Struct, frozen=True):
             built = self.environments.at_hand(environment)
         # bundles that are already unpacked cost only a look-up
         code: Mapping[str, str] = self.inputs.code.unpack(launch.spec.session, launch.code) if launch.code else {}
-        return self.inputs.uploaded.place_uploads(localize(launch, built, code))
+        return self.inputs.uploaded.add_uploads(localize(launch, built, code))

@@ -234,7 +234,7 @@ class Agent:
             case Launch():
                 self._reports.begin(message.spec.run_id, message.number)
                 self._hold_locks(message.spec.run_id, message.locks)
-                self._launches.launch(self._far.place_run(message), frames)
+                self._launches.launch(self._far.prepare_run(message), frames)
             case UnreadableLaunch():
                 self._reports.begin(message.run_id, message.number)
                 self._hold_locks(message.run_id, message.locks)

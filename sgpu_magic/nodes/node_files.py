@@ -155,7 +155,7 @@ def _stage(directory: Path, message: StoreRunFile, data: bytes) -> None:
             make_folder_below(directory, path)
         case Store.DROP:
             remove_below(directory, path)
-        case Store.PLACE | Store.PART:
+        case Store.PUBLISH | Store.PART:
             publish_staged(directory, staged)
 
 

@@ -252,7 +252,7 @@ class Store(enum.StrEnum):
     """Stage an empty folder."""
     DROP = "drop"
     """Remove a staged file that did not arrive whole."""
-    PLACE = "place"
+    PUBLISH = "publish"
     """Move everything that is staged into place."""
 
 
@@ -260,7 +260,7 @@ class StoreRunFile(Numbered, frozen=True, tag="store-run-file", kw_only=True):
     """Write a part of a run's file into the run's directory at the pool. Answered by `RunFileStored`.
 
     Args:
-        name: As in `ReadRunFile`; "" for `PLACE`.
+        name: As in `ReadRunFile`; "" for `PUBLISH`.
         offset: Where the part belongs.
         source: Identifies the node's own file: parts of a log that another node wrote earlier stay before its own.
         size: Size of the whole file, which appears once it is complete; the sender ends it with an empty part. None for

@@ -110,7 +110,7 @@ class FilesToPool:
         self._turns = asyncio.Semaphore(WINDOW)
         self._runs: dict[str, _FarRun] = {}
 
-    def place_run(self, launch: Launch) -> Launch:
+    def prepare_run(self, launch: Launch) -> Launch:
         """Return the launch with a directory on this node, and start to send its logs."""
         if not launch.far:
             return launch
@@ -254,8 +254,8 @@ class FilesToPool:
             async with asyncio.TaskGroup() as senders:
                 for _ in range(_AT_ONCE):
                     senders.create_task(send())
-            placing = msgspec.structs.replace(run.part_of(""), action=Store.PLACE)
-            problem, _ = await self._requests.ask(placing, (b"",))
+            publish = msgspec.structs.replace(run.part_of(""), action=Store.PUBLISH)
+            problem, _ = await self._requests.ask(publish, (b"",))
             missing = dict.fromkeys(missing, problem) if problem else {}
         finally:
             # report the files that have not arrived, even after an error

@@ -51,7 +51,7 @@ class TwoMachines:
         launch = msgspec.structs.replace(
             launch_of(), far=True, run_dir=str(self.there), part=part, attempt=attempt, checkpoints=checkpoints
         )
-        self.launch = self.sender.place_run(launch)
+        self.launch = self.sender.prepare_run(launch)
         self.here = Path(self.launch.run_dir)
         self.here.mkdir(parents=True)
 
@@ -268,7 +268,7 @@ def test_the_next_attempt_fetches_all_and_sends_back_only_what_it_changed(machin
         assert [(message.action, message.name) for message in stored] == [
             (Store.LINK, "checkpoints/latest"),
             (Store.FOLDER, "checkpoints/step-2"),
-            (Store.PLACE, ""),
+            (Store.PUBLISH, ""),
         ]
         assert os.readlink(second.there / "checkpoints" / "latest") == "step-2"
         assert (second.there / "checkpoints" / "step-1" / "model").read_text() == "1"
@@ -350,7 +350,7 @@ def test_the_pool_writes_through_no_link(machines_at: Machines, tmp_path: Path):
             (machines.there / name).symlink_to(outside if name == "folder" else outside / "file")
         for name in ("folder/file", "folder/deep/file", "file"):
             assert not await stored(machines.taker, request(name, Store.STAGED, size=2), b"no")
-        assert not await stored(machines.taker, request("", Store.PLACE))
+        assert not await stored(machines.taker, request("", Store.PUBLISH))
         assert os.listdir(outside) == ["file"]
         assert (outside / "file").read_text() == "safe"
         # the files replaced the links
@@ -359,7 +359,7 @@ def test_the_pool_writes_through_no_link(machines_at: Machines, tmp_path: Path):
         # nor through a staged link
         assert not await stored(machines.taker, request("folder", Store.LINK, "file"))
         assert await stored(machines.taker, request("folder/x", Store.STAGED, size=1), b"x")
-        assert not await stored(machines.taker, request("", Store.PLACE))
+        assert not await stored(machines.taker, request("", Store.PUBLISH))
         assert os.readlink(machines.there / "folder") == "file"
 
     asyncio.run(scenario())

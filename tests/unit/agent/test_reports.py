@@ -221,7 +221,7 @@ class FarAgent:
         self.far = FilesToPool(chosen, self.requests, self.reports)
         nobody = cast("StandbyGroups", None)
         self.runs = RunRegistry(nobody, self.reports, lambda: True, lambda _: None, self.far, None)
-        launch = self.far.place_run(msgspec.structs.replace(launch_of(), far=True))
+        launch = self.far.prepare_run(msgspec.structs.replace(launch_of(), far=True))
         self.directory = Path(launch.run_dir)
         self.directory.mkdir(parents=True)
         memory = SimpleNamespace(keep=lambda: None, in_use=False, close=lambda: None)

@@ -18,7 +18,7 @@ from sgpu_magic.wire.base import RunKind
 from sgpu_magic.wire.devices import Placement
 from sgpu_magic.wire.run import OutputName, RunSpec
 
-PLACE = cast("Any", SimpleNamespace(shell=None, namespace={"x": 1, "y": 2}))
+CONTEXT = cast("Any", SimpleNamespace(shell=None, namespace={"x": 1, "y": 2}))
 POOL = cast("Any", SimpleNamespace(name="lab"))
 FOUND = ResolvedTarget(POOL, Placement(ranks=2, device_type="a10"), ("it goes to lab",))
 SESSION = cast(
@@ -38,10 +38,10 @@ SESSION = cast(
 
 def test_a_session_changes_only_whose_ranks_and_what_is_shipped():
     options = RunOptions(variables={"A": "1"}, timeout_s=5.0, only=(1,), reload=True, outputs=(OutputName("z"),))
-    cell = read_cell(PLACE, "", "z = x + y", options)
-    own = describe(PLACE, pack_cell(PLACE, cell, RunOptions(outputs=options.outputs)), options, FOUND)
-    code = pack_cell(PLACE, cell, options, names=("x",), stay=frozenset("y"), not_own="y", notes=["`y` is theirs"])
-    inside = describe(PLACE, code, options, FOUND, SESSION)
+    cell = read_cell(CONTEXT, "", "z = x + y", options)
+    own = describe(CONTEXT, pack_cell(CONTEXT, cell, RunOptions(outputs=options.outputs)), options, FOUND)
+    code = pack_cell(CONTEXT, cell, options, names=("x",), stay=frozenset("y"), not_own="y", notes=["`y` is theirs"])
+    inside = describe(CONTEXT, code, options, FOUND, SESSION)
     changed = {name for name in RunSpec.__struct_fields__ if getattr(own.spec, name) != getattr(inside.spec, name)}
     assert changed == {"run_id", "session", "session_name", "reload", "env_names", "shipped", "parameters"}
     assert (own.spec.shipped.names, inside.spec.shipped.names) == (("x", "y"), ("x",))
@@ -58,18 +58,18 @@ def test_a_call_returns_each_rank_and_a_driver_one():
         return lr
 
     for ray, all_ranks in ((False, True), (True, False)):
-        code = pack_call(PLACE, FunctionCall(train, (0.5,), {}), RunOptions(ray=ray))
+        code = pack_call(CONTEXT, FunctionCall(train, (0.5,), {}), RunOptions(ray=ray))
         assert (code.kind, code.name, code.parameters) == (RunKind.CALL, "train", (("lr", "0.5"),))
         assert [output.all_ranks for output in code.outputs] == [all_ranks]
 
 
 def test_values_of_env_are_not_in_the_line_that_is_written_down():
-    cell = read_cell(PLACE, "%%distributed --env TOKEN=hush", "pass", RunOptions())
+    cell = read_cell(CONTEXT, "%%distributed --env TOKEN=hush", "pass", RunOptions())
     assert cell.source.magic_line == "%%distributed --env TOKEN=***"
 
 
 def test_what_a_cell_never_sets_can_not_be_brought_back():
-    cell = read_cell(PLACE, "", "z = x", RunOptions())
+    cell = read_cell(CONTEXT, "", "z = x", RunOptions())
     check_outputs(cell, [OutputName("z"), OutputName("x")])
     with pytest.raises(UsageError, match="never sets"):
         check_outputs(cell, [OutputName("w")])
@@ -125,5 +125,5 @@ def test_what_a_session_has_may_be_asked_for():
 )
 def test_an_unnamed_cell_is_named_after_what_it_is_about(body: str, name: str):
     options = RunOptions(exclude=("signal", "net", "train"))
-    cell = read_cell(PLACE, "", body, options)
-    assert describe(PLACE, pack_cell(PLACE, cell, options), options, FOUND).spec.name == name
+    cell = read_cell(CONTEXT, "", body, options)
+    assert describe(CONTEXT, pack_cell(CONTEXT, cell, options), options, FOUND).spec.name == name

@@ -1,4 +1,4 @@
-"""Where ranks start on a node: the kernel's place translated to the node's paths and variables."""
+"""Where ranks start on a node: the kernel's working context translated to the node's paths and variables."""
 
 from __future__ import annotations
 
