@@ -74,7 +74,7 @@ async function ready(snapshot = kernelSnapshot(), plan: PanelPlan = PLAN, runs =
   const host = new TestHost(new TestNotebook(respondingWith(snapshot, plan)));
   const view = mounted(host);
   host.sendPoolState(pool, runs);
-  await eventually(() => expect(view.el.querySelector(".sgpu-add, .sgpu-word, .sgpu-strong")).not.toBeNull());
+  await eventually(() => expect(view.el.querySelector(".sgpu-add, .sgpu-text, .sgpu-strong")).not.toBeNull());
   const { notebook } = host;
   if (!notebook) throw new Error("no notebook");
   return { ...view, notebook };
@@ -586,7 +586,7 @@ describe("the session", () => {
       { kind: "pool", snapshot: poolSnapshot({ pool: "team" }) },
       { kind: "runs", pool: "team", whole: true, changed: [waiting, idle, cell, bobs, own, elsewhere], gone: [] },
     );
-    const held = () => all(query(el, "[aria-label=Session]"), ".sgpu-held li").map(text);
+    const held = () => all(query(el, "[aria-label=Session]"), ".sgpu-holders li").map(text);
     await eventually(() =>
       expect(held()).toEqual([
         "held by story5.ipynb, idle 2 minEnd that session",
@@ -1003,8 +1003,8 @@ describe("runs", () => {
     const { el } = await ready();
     await waitForText(el, "sweep[3]");
     const compare = async (at: number) => {
-      all(el, ".sgpu-more")[at]?.click();
-      await eventually(() => expect(all(el, ".sgpu-more")[at]?.getAttribute("aria-expanded")).toBe("true"));
+      all(el, ".sgpu-menu")[at]?.click();
+      await eventually(() => expect(all(el, ".sgpu-menu")[at]?.getAttribute("aria-expanded")).toBe("true"));
       button(el, "Compare").click();
     };
     await compare(2);
@@ -1026,7 +1026,7 @@ describe("runs", () => {
       ["batch", "64", "–"],
       ["epochs", "–", "3"],
     ]);
-    expect(all(el, ".sgpu-differs th").map(text)).toEqual(expect.arrayContaining(["state", "duration", "cost", "lr"]));
+    expect(all(el, ".sgpu-unequal th").map(text)).toEqual(expect.arrayContaining(["state", "duration", "cost", "lr"]));
     button(el, "Close the comparison").click();
     await eventually(() => expect(el.querySelector(".sgpu-comparing")).toBeNull());
   });
@@ -1037,8 +1037,8 @@ describe("runs", () => {
     host.compareRuns = compareRuns;
     await waitForText(el, "sweep[3]");
     for (const at of [2, 3]) {
-      all(el, ".sgpu-more")[at]?.click();
-      await eventually(() => expect(all(el, ".sgpu-more")[at]?.getAttribute("aria-expanded")).toBe("true"));
+      all(el, ".sgpu-menu")[at]?.click();
+      await eventually(() => expect(all(el, ".sgpu-menu")[at]?.getAttribute("aria-expanded")).toBe("true"));
       button(el, "Compare").click();
     }
     await eventually(() => expect(compareRuns).toHaveBeenCalledOnce());
@@ -1096,7 +1096,7 @@ describe("runs", () => {
     expect(host.opened).toEqual([]);
     const other = await ready(kernelSnapshot(), PLAN, [run("b", { tracked_url: "javascript:alert(1)" })]);
     await waitForText(other.el, "train_digits");
-    query(other.el, ".sgpu-more").click();
+    query(other.el, ".sgpu-menu").click();
     await waitForText(other.el, "End run");
     expect(other.el.querySelector("a")).toBeNull();
   });
@@ -1129,10 +1129,10 @@ describe("runs", () => {
     await eventually(() => expect(all(el, ".sgpu-run-row").length).toBe(10));
     const scroller = query(el, ".sgpu-panel");
     scroller.scrollTop = 0;
-    all(el, ".sgpu-more")[0]?.click();
+    all(el, ".sgpu-menu")[0]?.click();
     await eventually(() => query(el, ".sgpu-actions"));
     expect(scroller.scrollTop).toBe(0);
-    all(el, ".sgpu-more")[9]?.click();
+    all(el, ".sgpu-menu")[9]?.click();
     await eventually(() => expect(scroller.scrollTop).toBe(60));
   });
 

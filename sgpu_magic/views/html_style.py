@@ -39,7 +39,7 @@ _BREAKS = "white-space:normal;overflow-wrap:anywhere;min-width:7em"
 # print everything, as paper can't be scrolled; where front ends strip this element, the inline styles apply
 _PRINTED = (
     "<style>@media print{.sgpu-scroll,.sgpu-scrolls{max-height:none!important;overflow:visible!important}"
-    ".sgpu-fold::details-content{content-visibility:visible!important;block-size:auto!important}}</style>"
+    ".sgpu-saved-fold::details-content{content-visibility:visible!important;block-size:auto!important}}</style>"
 )
 _SCROLLS = 'class="sgpu-scroll"'
 WIDTH = 132
@@ -97,7 +97,7 @@ def scroll(body: str, label: str) -> str:
 def fold(summary: str, body: str, style: str = "padding:0 12px 6px") -> str:
     """Return HTML behind a summary, which opens it."""
     return (
-        f'<details class="sgpu-fold" style="{style};font-size:12px"><summary style="cursor:pointer;{SOFT}">'
+        f'<details class="sgpu-saved-fold" style="{style};font-size:12px"><summary style="cursor:pointer;{SOFT}">'
         f"{summary}</summary>{body}</details>"
     )
 

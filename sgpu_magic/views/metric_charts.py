@@ -179,7 +179,7 @@ def metrics_html(metrics: RunMetrics, limit: int) -> str:
     more = metrics.more(len(charts))
     body = "".join(charts) + (f'<div style="{SOFT}">{more}</div>' if more else "")
     return (
-        f'<div style="border-top:1px solid {LINE}"><details class="sgpu-fold" style="font-size:12px">'
+        f'<div style="border-top:1px solid {LINE}"><details class="sgpu-saved-fold" style="font-size:12px">'
         f'<summary style="cursor:pointer;padding:3px 12px"><b style="font-weight:600">Metrics</b> '
         f'<span style="{SOFT}">{safe(metrics_text(metrics, SUMMARY_METRICS))}</span></summary>'
         f'<div style="display:grid;grid-template-columns:repeat(auto-fill,minmax(min({_WIDTH}px,100%),1fr));'

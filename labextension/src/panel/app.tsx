@@ -46,7 +46,7 @@ function CommandNotice({ model }: { model: PanelModel }) {
       <span class={result.ok ? "sgpu-soft" : "sgpu-bad"} role={result.ok ? "status" : "alert"}>
         {result.text}
       </span>
-      <button type="button" class="sgpu-word" aria-label={t("close")} onClick={() => model.dismissNotice()}>
+      <button type="button" class="sgpu-text" aria-label={t("close")} onClick={() => model.dismissNotice()}>
         ×
       </button>
     </section>

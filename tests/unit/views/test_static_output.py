@@ -248,7 +248,7 @@ def test_paper_has_all_that_the_box_has() -> None:
 def test_without_styles_the_first_and_the_last_40_lines_are_shown(lines: int) -> None:
     view = printed(lines).view
     html = render_html(view)
-    shown = re.sub(r"<details class=\"sgpu-fold.*?</details>", "FOLDED\n", html, flags=re.DOTALL)
+    shown = re.sub(r"<details class=\"sgpu-saved-fold.*?</details>", "FOLDED\n", html, flags=re.DOTALL)
     steps = [int(step) for step in re.findall(r"step (\d+)", stripped(shown).partition("rank 0 ·")[0])]
     assert steps == [*range(40), *range(lines - 40, lines)]
     assert ("FOLDED" in shown) == (lines > 80)

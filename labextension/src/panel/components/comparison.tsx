@@ -21,7 +21,7 @@ export function Comparison({ runs, now, onClose }: Props) {
   useLayoutEffect(() => box.current?.scrollIntoView({ block: "nearest" }), [second?.run_id]);
   if (!first) return null;
   const closeButton = (
-    <button type="button" class="sgpu-word" aria-label={t("Close the comparison")} onClick={onClose}>
+    <button type="button" class="sgpu-text" aria-label={t("Close the comparison")} onClick={onClose}>
       ×
     </button>
   );
@@ -60,7 +60,7 @@ export function Comparison({ runs, now, onClose }: Props) {
             const values = [value(first), value(second)] as const;
             if (values.every((each) => each === "")) return null;
             return (
-              <tr key={`${index} ${name}`} class={values[0] === values[1] ? "" : "sgpu-differs"}>
+              <tr key={`${index} ${name}`} class={values[0] === values[1] ? "" : "sgpu-unequal"}>
                 <th scope="row">{name}</th>
                 <td>{values[0] || "–"}</td>
                 <td>{values[1] || "–"}</td>

@@ -76,7 +76,7 @@ function PackageRow({ line, notebook }: { line: FormLine; notebook: NotebookMode
         {line.words}
       </span>
       {(line.removable || line.pending !== "") && (
-        <button type="button" class="sgpu-word" aria-label={`${word} ${line.name}`} onClick={undoOrRemove}>
+        <button type="button" class="sgpu-text" aria-label={`${word} ${line.name}`} onClick={undoOrRemove}>
           {word}
         </button>
       )}

@@ -16,7 +16,7 @@ export function Holders({ run, now }: { run: RunRow; now: number }) {
   if (holders.length === 0) return null;
   const more = holders.length - MAX_HOLDERS;
   return (
-    <ul class="sgpu-held" aria-label={t("Held by")}>
+    <ul class="sgpu-holders" aria-label={t("Held by")}>
       {holders.slice(0, MAX_HOLDERS).map(({ run: holder, idleSince_s }) => (
         <li key={holder.run_id} class="sgpu-pair">
           <small>{t("held by %1", holderLabel(holder, idleSince_s === null ? null : now - idleSince_s, run, t))}</small>

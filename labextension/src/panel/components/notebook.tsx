@@ -135,7 +135,7 @@ function ChoiceForm({ notebook }: { notebook: NotebookModel }) {
             {words}
           </span>
           {!isChanged && (
-            <button type="button" class="sgpu-word" aria-expanded={!isFolded} onClick={() => setUnfolded(String(isFolded))}>
+            <button type="button" class="sgpu-text" aria-expanded={!isFolded} onClick={() => setUnfolded(String(isFolded))}>
               {isFolded ? t("change") : t("close")}
             </button>
           )}
@@ -152,7 +152,7 @@ function ChoiceForm({ notebook }: { notebook: NotebookModel }) {
       {kernelProblem && (
         <section class="sgpu-part sgpu-pair" aria-label={t("Kernel")}>
           <span class="sgpu-soft">{kernelProblem.text}</span>
-          <button type="button" class="sgpu-word" onClick={() => notebook.retry()}>
+          <button type="button" class="sgpu-text" onClick={() => notebook.retry()}>
             {t("Ask again")}
           </button>
         </section>

@@ -61,7 +61,7 @@ export function Plan({ notebook }: { notebook: NotebookModel }) {
           <p class="sgpu-soft" role="status">
             {notice}
           </p>
-          <button type="button" class="sgpu-word" aria-label={t("close")} onClick={() => notebook.dismissNotice()}>
+          <button type="button" class="sgpu-text" aria-label={t("close")} onClick={() => notebook.dismissNotice()}>
             ×
           </button>
         </div>

@@ -64,7 +64,7 @@ export function RunRow({ run, now, isOpen, isOwn, isCompared, heldBy, pool, isTa
         </button>
         <button
           type="button"
-          class="sgpu-more"
+          class="sgpu-menu"
           aria-label={t("Actions of %1", runLabel(run))}
           aria-expanded={isOpen}
           tabIndex={isTabStop ? 0 : -1}

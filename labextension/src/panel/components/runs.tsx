@@ -50,7 +50,7 @@ export function Runs() {
         <p class="sgpu-soft">
           {hasFilter(filter) ? t("No matching runs.") : t("No runs yet. Cells that begin with %%distributed appear here.")}{" "}
           {hasFilter(filter) && (
-            <button type="button" class="sgpu-word" onClick={() => setStored(JSON.stringify(EVERY_RUN))}>
+            <button type="button" class="sgpu-text" onClick={() => setStored(JSON.stringify(EVERY_RUN))}>
               {t("Show all")}
             </button>
           )}

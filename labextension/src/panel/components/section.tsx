@@ -21,7 +21,7 @@ export function Section({ title, name, open = true, children }: Props) {
         {name === undefined ? (
           title
         ) : (
-          <button type="button" class="sgpu-fold" aria-expanded={shown} onClick={() => setOpen(String(!shown))}>
+          <button type="button" class="sgpu-folds" aria-expanded={shown} onClick={() => setOpen(String(!shown))}>
             {title}
           </button>
         )}

@@ -52,7 +52,7 @@ export function Phases({ model, page, ticker }: { model: RunPageModel; page: Run
           {phases.map(({ name, seconds, current }) => (
             <tr key={name} class={current ? "sgpu-busy" : ""}>
               <th scope="row">{name}</th>
-              <td class="sgpu-number">{formatElapsed(seconds)}</td>
+              <td class="sgpu-page-number">{formatElapsed(seconds)}</td>
               <td class="sgpu-phase-bar" aria-hidden="true">
                 <i style={{ width: `${(100 * seconds) / longest_s}%` }} />
               </td>

@@ -24,7 +24,7 @@ export function Files({ model, files }: { model: RunPageModel; files: PageFiles 
                     {name}
                   </a>
                 </th>
-                <td class="sgpu-number">{formatBytes(size)}</td>
+                <td class="sgpu-page-number">{formatBytes(size)}</td>
                 <td>{formatTime(changed_at)}</td>
               </tr>
             ))}

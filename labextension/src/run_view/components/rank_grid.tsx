@@ -92,7 +92,7 @@ export function RankGrid({ ranks, onShow }: { ranks: readonly RankCard[]; onShow
   const openTimer = useRef<ReturnType<typeof setTimeout> | undefined>(undefined);
   useEffect(() => () => clearTimeout(openTimer.current), []);
   const dense = ranks.length >= DENSE_FROM;
-  const classes = ["sgpu-grid", dense ? "sgpu-dense" : "", ranks.length >= SCROLL_FROM ? "sgpu-scrolls" : ""];
+  const classes = ["sgpu-grid", dense ? "sgpu-dense" : "", ranks.length >= SCROLL_FROM ? "sgpu-scrolling-grid" : ""];
   const onKey = (event: KeyboardEvent) => {
     const by = { ArrowUp: -1, ArrowDown: 1 }[event.key];
     const curves = [...(grid.current?.querySelectorAll<SVGElement>("svg[tabindex]") ?? [])];
