@@ -291,7 +291,7 @@ def test_a_failure_is_reported_before_the_rank_has_finished(kernel: Kernel, home
     reply = kernel.run(
         "%%distributed -n 2\nimport atexit, pathlib, threading, time\n"
         f"def apply():\n    time.sleep(4); pathlib.Path({str(done)!r} + str(rank)).write_text('crashed')\n"
-        "atexit.register(tell)\nif rank == 1: raise ValueError('bad batch')"
+        "atexit.register(apply)\nif rank == 1: raise ValueError('bad batch')"
     )
     assert reply.ename == "ValueError", reply.story
     assert not list(home.work.glob("told*")), "their exit functions still run"
