@@ -76,8 +76,8 @@ function Card({ card, dense, isOpen, isTabStop, onOpen, onShow }: CardProps) {
         <div class="sgpu-spark" />
       )}
       <ProgressBar bar={card.bar} label={`progress of rank ${card.rank}`} />
-      <div class="sgpu-last" title={card.last}>
-        {card.last}
+      <div class={card.bar ? "sgpu-last sgpu-bar-text" : "sgpu-last"} title={card.last}>
+        {card.bar ? splitParts(card.last).map((text, index) => <span key={index}>{index > 0 ? ` · ${text}` : text}</span>) : card.last}
       </div>
     </div>
   );
