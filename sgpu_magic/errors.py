@@ -18,7 +18,7 @@
     │   ├── WorkerDied            a rank's process was killed, crashed or exited
     │   ├── NodeLost              the agent or its machine was lost
     │   ├── RunTimeout            the run exceeded its time or cost limit
-    │   └── InternalError         a fault of sgpu-magic itself
+    │   └── InternalError         a bug in sgpu-magic, or an exhausted machine
     └── RunCancelled              the run was cancelled; also a KeyboardInterrupt
 
 The words in parentheses name the side that the error comes from. An exception that user code raises on a rank is
@@ -262,7 +262,7 @@ class RunTimeout(RunFailed):
 
 
 class InternalError(RunFailed):
-    """A fault of sgpu-magic itself, or an exhausted machine; the help page says what to report."""
+    """A bug in sgpu-magic, or an exhausted machine; the help page says what to report."""
 
     topic = "internal"
 

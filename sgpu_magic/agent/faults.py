@@ -66,7 +66,7 @@ def charged() -> OnFault | None:
 def report(error: BaseException) -> None:
     """Log a fault and pass it to the current handler."""
     loop = asyncio.get_running_loop()
-    loop.call_exception_handler({"message": "A fault of sgpu-magic in the agent", "exception": error})
+    loop.call_exception_handler({"message": "A bug in sgpu-magic, in the agent", "exception": error})
 
 
 def in_background(work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:

@@ -24,6 +24,7 @@ from sgpu_magic.packages.mismatches import find_mismatches
 from sgpu_magic.packages.package_metadata import packages_of
 from sgpu_magic.packages.snapshot import take_snapshot
 from sgpu_magic.wire.decoding import convert, load_json
+from sgpu_magic.wire.devices import type_label
 
 # extras whose packages are checked if they are installed
 _EXTRAS = ("lab", "ray", "run")
@@ -254,7 +255,7 @@ def gpus(facts: ProbeFacts, simulate: str) -> Iterator[Finding]:
         yield ok("gpu", f"{count_of(len(real), 'device')}: {names}")
         for device in real:
             if device.outside_use:
-                text = f"{device.type.upper()} {device.index} is in use outside the pool: {device.outside_use}"
+                text = f"{type_label(device.type)} {device.index} is in use outside the pool: {device.outside_use}"
                 yield warning("gpu", text, "It is leased only with --allow-busy.")
         if facts.torch:
             yield _gpu_torch(facts)

@@ -142,7 +142,8 @@ def _attempts(
         jobs.write(settings, record)
 
     def say(text: str) -> None:
-        print(f"{job.source.name}: {text}", file=err, flush=True)
+        colon = "" if job.is_script else ":"
+        print(f"{job.source.name}{colon} {text}", file=err, flush=True)
 
     left, pause_s = job.file.retries, _RETRY_AFTER_S
     until = math.inf if job.timeout_s is None else time.monotonic() + job.timeout_s

@@ -29,7 +29,7 @@ from sgpu_magic.views.stacks import stacks_text
 from sgpu_magic.views.units import BETWEEN, TIMES, aligned, cut
 from sgpu_magic.wire.base import CancelReason, RunKind, RunState, short
 from sgpu_magic.wire.costs import cost_so_far
-from sgpu_magic.wire.devices import ANY, CPU
+from sgpu_magic.wire.devices import ANY, CPU, type_label
 from sgpu_magic.wire.pool_status import RunSummary
 
 _ALL = 1_000_000_000
@@ -244,7 +244,7 @@ def _duration(run: RunSummary, now: float) -> str:
 def _devices(run: RunSummary, *, says_simulated: bool) -> str:
     if run.device_type == ANY:
         return str(run.ranks)
-    kind = run.device_type if run.device_type == CPU else run.device_type.upper()
+    kind = run.device_type if run.device_type == CPU else type_label(run.device_type)
     return f"{run.ranks} {TIMES} {kind}" + (" (simulated)" if run.simulated and says_simulated else "")
 
 

@@ -36,7 +36,7 @@ def table(used: Usage) -> str:
         ("GPU-hours", lambda use: _hours(use.gpu_s)),
     ]
     if total.slot_s:
-        columns.append(("slot-hours", lambda use: _hours(use.slot_s)))
+        columns.append(("CPU-hours", lambda use: _hours(use.slot_s)))
     if total.cost:
         columns.append(("cost", lambda use: _money(use.cost)))
     if total.idle_s:

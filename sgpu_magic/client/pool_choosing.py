@@ -17,7 +17,7 @@ from sgpu_magic.config.pool_terms import read_prices
 from sgpu_magic.errors import CapacityError
 from sgpu_magic.formatting import count_of, format_bytes, format_money, plural
 from sgpu_magic.wire.costs import Prices
-from sgpu_magic.wire.devices import ANY, CPU, memory_bytes, memory_of, memory_text
+from sgpu_magic.wire.devices import ANY, CPU, memory_bytes, memory_of, memory_text, type_label
 from sgpu_magic.wire.option_text import OptionName, text_of
 from sgpu_magic.wire.pool_status import PoolStatus
 
@@ -194,7 +194,7 @@ def one_of_several(asked: PoolStatusReply, wanted: DeviceRequest, money: PriceBo
     chosen = cheapest_type(asked, DeviceRequest(ranks), money)
     how = "smallest" if money.price_of(asked.entry, chosen) is None else "cheapest"
     free = "free " if there[chosen].free >= ranks else ""
-    return chosen, f"{chosen.upper()}: {how} {free}type (--type to choose)"
+    return chosen, f"{type_label(chosen)}: {how} {free}type (--type to choose)"
 
 
 def check_memory(asked: PoolStatusReply, wanted: DeviceRequest) -> None:
@@ -209,7 +209,7 @@ def check_memory(asked: PoolStatusReply, wanted: DeviceRequest) -> None:
     needs = format_bytes(wanted.min_memory_bytes)
     if kind == CPU:
         raise CapacityError(
-            text_of(OptionName("min-memory", needs), " is GPU memory, and ranks on cpu have none. Leave it out.")
+            text_of(OptionName("min-memory", needs), " is GPU memory, and ranks on CPU have none. Leave it out.")
         )
     with_memory = counts(asked.status, wanted.min_memory_bytes)
     fitting, every = with_memory.get(kind), counts(asked.status).get(kind)
@@ -220,9 +220,9 @@ def check_memory(asked: PoolStatusReply, wanted: DeviceRequest) -> None:
         leave = ("Leave ", OptionName("type"), " out to take any type with that much, or ask") if others else ("Ask",)
         raise CapacityError(
             text_of(
-                f"the pool {asked.name} has {every.total} {kind} with {memory_text(every.memory_bytes)} of memory or "
-                f"more, and {there} of them {'has' if there == 1 else 'have'} {needs}; {ranks} are asked for. It has: "
-                f"{describe_devices(asked.status)}. ",
+                f"the pool {asked.name} has {every.total} {type_label(kind)} with {memory_text(every.memory_bytes)} of "
+                f"memory or more, and {there} of them {'has' if there == 1 else 'have'} {needs}; {ranks} are asked for."
+                f" It has: {describe_devices(asked.status)}. ",
                 *leave,
                 " for less with ",
                 OptionName("min-memory"),
@@ -276,13 +276,13 @@ def choose(answers: Sequence[PoolStatusReply], wanted: DeviceRequest, money: Pri
 
 
 def describe_devices(status: PoolStatus) -> str:
-    """Return `4 a10 (24 GB), 16 CPU slots`."""
+    """Return `4 A10 (24 GB), 16 CPU ranks`."""
     parts = [
-        f"{count.total} {kind}" + (f" ({memory_text(count.memory_bytes)})" if count.memory_bytes else "")
+        f"{count.total} {type_label(kind)}" + (f" ({memory_text(count.memory_bytes)})" if count.memory_bytes else "")
         for kind, count in counts(status).items()
         if kind != CPU
     ]
-    return ", ".join([*parts, f"{status.inventory.cpu_slots} CPU slots"])
+    return ", ".join([*parts, f"{status.inventory.cpu_slots} CPU ranks"])
 
 
 def _fitting(
@@ -329,7 +329,7 @@ def _why(
     text = "on demand" if on_demand else "reserved"
     if price is not None and on_demand:
         text += f" at {format_money(price, money.currency)} an hour for each"
-    name = kind or "device"
+    name = type_label(kind or "") or "device"
     if busy:
         return f"{text}, and its {name} are in use: the run waits there (--pool names another)"
     return f"{text}, and has {f'{wanted.ranks} ' if wanted.ranks else ''}{name} free"
@@ -339,5 +339,8 @@ def _what(wanted: DeviceRequest) -> str:
     kind = wanted.device_type
     many = f"{wanted.ranks} " if wanted.ranks else ""
     memory = f" with {format_bytes(wanted.min_memory_bytes)}" if wanted.min_memory_bytes else ""
-    noun = plural(wanted.ranks or 0, "device") if kind in (None, ANY) else kind
+    if kind == CPU:
+        noun = f"CPU {plural(wanted.ranks or 0, 'rank')}"
+    else:
+        noun = type_label(kind or ANY) or plural(wanted.ranks or 0, "device")
     return f"{many}{noun}{memory}"

@@ -33,6 +33,7 @@ from sgpu_magic.runs.sessions.session import Session
 from sgpu_magic.runs.submit import target
 from sgpu_magic.views.pool_tables import environment_html, environment_text
 from sgpu_magic.views.variable_table import variables_html, variables_text
+from sgpu_magic.wire.devices import type_label
 
 T = TypeVar("T")
 
@@ -109,9 +110,9 @@ class SessionMagics(Magics):
         if known is not None:
             if not is_same(known, options):
                 raise UsageError(
-                    f"session {known.name} is already connected with {known.ranks} ranks on {known.device_type}, "
-                    f"which is not what was requested. End it with %sgpu_disconnect {known.name} first, or give the "
-                    "new one another --name."
+                    f"session {known.name} is already connected with {known.ranks} ranks on "
+                    f"{type_label(known.device_type)}, which is not what was requested. End it with "
+                    f"%sgpu_disconnect {known.name} first, or give the new one another --name."
                 )
             registry.add(known)
             print(f"session {known.name} is already connected ({known.state}); nothing was changed.")  # noqa: T201
@@ -123,7 +124,7 @@ class SessionMagics(Magics):
             session = begin(self.context, options, options.ui if is_drawn else "none")
         if not is_drawn and options.ui != "none":
             ranks = count_of(session.ranks, "rank")
-            kind = "" if session.device_type == "any" else f" on {session.device_type}"
+            kind = "" if session.device_type == "any" else f" on {type_label(session.device_type)}"
             print(  # noqa: T201
                 f"session {session.name}: connecting {ranks}{kind} · %%distributed cells run in it from now on, and "
                 f"%sgpu_disconnect ends it · run {session.run_id[:8]}"

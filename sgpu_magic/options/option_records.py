@@ -11,6 +11,7 @@ from sgpu_magic.config import SEVEN_DAYS_S
 from sgpu_magic.errors import UsageError
 from sgpu_magic.formatting import count_of
 from sgpu_magic.options.rank_lists import RankList
+from sgpu_magic.wire.devices import type_label
 from sgpu_magic.wire.run import OutputName
 
 if TYPE_CHECKING:
@@ -193,7 +194,7 @@ def check_cell(session: Session | None, options: CellOptions, magic: str) -> Non
                 f"--gpus {highest + 1}, or leave {option} out."
             )
         return
-    has = f"session {session.name} has {count_of(session.ranks, 'rank')} on {session.device_type}"
+    has = f"session {session.name} has {count_of(session.ranks, 'rank')} on {type_label(session.device_type)}"
     ways = "--session none gives the cell its own devices"
     if not options.fresh:
         ways = f"--ranks runs it on some of them, --fresh in new processes on the session's devices, and {ways}"
@@ -229,9 +230,9 @@ def check_call(session: Session, options: RunOptions) -> None:
     """
     if {"ranks", "type"}.intersection(misfits(session, options)):
         raise UsageError(
-            f"session {session.name} has {session.ranks} ranks on {session.device_type}, and the options ask for "
-            f"{options.ranks or session.ranks} on {options.device_type or session.device_type}. Leave gpus and "
-            "gpu_type out, or leave session out: then new ranks are started."
+            f"session {session.name} has {session.ranks} ranks on {type_label(session.device_type)}, and the options "
+            f"ask for {options.ranks or session.ranks} on {type_label(options.device_type or session.device_type)}. "
+            "Leave gpus and gpu_type out, or leave session out: then new ranks are started."
         )
     _refuse_in_session(session, options, "leave session out")
     if options.retries:

@@ -239,7 +239,7 @@ def check_size(codes: Sequence[LocalCode], *, warn_bytes: int, limit_bytes: int)
     for code in codes:
         if code.walked.full:
             raise SerializationError(
-                f"the local code under {code.entry} can't travel to the ranks: it has more than {MOST_FILES:,} files, "
+                f"the local code under {code.entry} can't be sent to the ranks: it has more than {MOST_FILES:,} files, "
                 f"most of them in {_fullest(code.files)}. List what the code does not need in a .gitignore, or move "
                 "it out of the folder."
             )
@@ -247,7 +247,7 @@ def check_size(codes: Sequence[LocalCode], *, warn_bytes: int, limit_bytes: int)
     total = sum(file.size for file in files)
     if total > limit_bytes:
         raise SerializationError(
-            f"the notebook's local code is {format_bytes(total)} and can't travel to the ranks: the limit is "
+            f"the notebook's local code is {format_bytes(total)} and can't be sent to the ranks: the limit is "
             f"{format_bytes(limit_bytes)}. The largest files: {_largest(files)}. List what the code does not need in a "
             ".gitignore, put data where the ranks can read it, or raise the setting code_limit_bytes."
         )

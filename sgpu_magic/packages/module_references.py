@@ -57,7 +57,7 @@ def check_references(
         if (packages and (there is None or not there.isdisjoint(packages))) or _lies_in(top, projects):
             continue
         thing = f"`{what}` of the module `{name}`" if what else f"the module `{name}`"
-        raise SerializationError(f"{thing} can't travel to the ranks: {_why(top, packages, environment)}")
+        raise SerializationError(f"{thing} can't be sent to the ranks: {_why(top, packages, environment)}")
 
 
 def check_versions(modules: Iterable[tuple[str, str]], environment: Environment) -> None:
@@ -85,7 +85,7 @@ def check_versions(modules: Iterable[tuple[str, str]], environment: Environment)
         own, version = f"{package} {here(package)}", str(versions).removeprefix("==")
         raise SerializationError(
             text_of(
-                f"a value of this cell can't travel to the ranks: the notebook has {own}, and {label} has {package} "
+                f"a value of this cell can't be sent to the ranks: the notebook has {own}, and {label} has {package} "
                 f"{version}, which can't read {what} of the newer version. Nothing was started. Install the same "
                 f"version on both sides (`%pip install '{package}{versions}'` and a restart of the kernel, or "
                 f"{package}=={here(package)} in {label}), leave ",
@@ -129,7 +129,7 @@ def _why(top: str, packages: Collection[str], environment: Environment | None) -
     module = sys.modules.get(top)
     file = getattr(module, "__file__", None)
     label = environment.label if environment is not None else ""
-    where = f"environment {label}" if label else "the packages that travel"
+    where = f"environment {label}" if label else "the packages that are sent"
     if packages:
         return (
             f"the ranks lack the package {' or '.join(sorted(set(packages)))}, which {where} "
@@ -137,7 +137,7 @@ def _why(top: str, packages: Collection[str], environment: Environment | None) -
             + (
                 "Add it there, or leave the option env-version out to take the notebook's own packages."
                 if label
-                else "Install it in the notebook from a package index, so that it can travel."
+                else "Install it in the notebook from a package index, so that it can be sent."
             )
         )
     if isinstance(file, str):

@@ -205,8 +205,8 @@ def build_project(distribution: Distribution, root: Path, variables: Mapping[str
     folder = distribution.path
     if folder is None or not has_project_file(folder):
         raise EnvironmentFailed(
-            f"the editable package {distribution.name} can't travel: its project directory {folder} no longer has "
-            "a pyproject.toml or a setup.py. Restore the project, or uninstall the package."
+            f"the editable package {distribution.name} can't be sent to the ranks: its project directory {folder} no "
+            "longer has a pyproject.toml or a setup.py. Restore the project, or uninstall the package."
         )
     try:
         key = f"project-{distribution.key}-{content_key(folder)}"

@@ -8,8 +8,7 @@ from sgpu_magic.formatting import count_of, names_text
 from sgpu_magic.panel.plan import MOST_NAMED, DeviceShortage, PackageChanges, Plan, Restart, SessionStep
 from sgpu_magic.panel.pool_state import as_sentence
 from sgpu_magic.panel.schema import PanelPlan
-from sgpu_magic.runs.choice.schema import label_of
-from sgpu_magic.wire.devices import CPU
+from sgpu_magic.wire.devices import CPU, type_label
 
 
 def panel_plan(plan: Plan) -> PanelPlan:
@@ -93,9 +92,9 @@ def _about_restart(restart: Restart) -> str:
 
 def _about_shortage(shortage: DeviceShortage) -> str:
     if shortage.free <= 0:
-        one = "CPU slot" if shortage.device_type == CPU else label_of(shortage.device_type)
+        one = "CPU rank" if shortage.device_type == CPU else type_label(shortage.device_type)
         return f"No {one} is free now: the session waits in the queue."
-    many = "CPU slots" if shortage.device_type == CPU else label_of(shortage.device_type)
+    many = "CPU ranks" if shortage.device_type == CPU else type_label(shortage.device_type)
     are = "is" if shortage.free == 1 else "are"
     return (
         f"{shortage.free} of the {shortage.wanted} {many} that this needs {are} free now: the session waits in the "

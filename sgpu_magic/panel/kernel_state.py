@@ -40,7 +40,7 @@ from sgpu_magic.panel.schema import (
 )
 from sgpu_magic.runs.choice.keeper import CurrentChoice
 from sgpu_magic.runs.choice.packages import Base, base_of, base_versions, problem_of_base
-from sgpu_magic.runs.choice.schema import Choice, KeptChoice, describe_choice, label_of
+from sgpu_magic.runs.choice.schema import Choice, KeptChoice, describe_choice
 from sgpu_magic.runs.environments import describe_stale, report, since_connected
 from sgpu_magic.runs.kernel_context import KernelContext
 from sgpu_magic.runs.sessions import registry
@@ -48,6 +48,7 @@ from sgpu_magic.runs.sessions.session import Session
 from sgpu_magic.runs.submit import target
 from sgpu_magic.views.live.schema import Message
 from sgpu_magic.views.pool_tables import environment_text, status_text
+from sgpu_magic.wire.devices import type_label
 
 PANEL = "panel"
 """The model id of requests that belong to no run's view."""
@@ -316,7 +317,7 @@ def _sessions() -> list[PanelSession]:
 
 
 def _describe_devices(session: Session) -> str:
-    kind = label_of(session.device_type)
+    kind = type_label(session.device_type)
     return f"{session.ranks} on {kind}" if kind else count_of(session.ranks, "rank")
 
 

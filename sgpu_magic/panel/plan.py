@@ -28,12 +28,12 @@ from sgpu_magic.runs.choice.packages import (
     problem_of_base,
     would_install,
 )
-from sgpu_magic.runs.choice.schema import Choice, label_of, normal, problem_of
+from sgpu_magic.runs.choice.schema import Choice, normal, problem_of
 from sgpu_magic.runs.kernel_context import KernelContext
 from sgpu_magic.runs.sessions import registry
 from sgpu_magic.runs.sessions.session import Session
 from sgpu_magic.wire.base import RunState
-from sgpu_magic.wire.devices import CPU
+from sgpu_magic.wire.devices import CPU, type_label
 from sgpu_magic.wire.pool_status import PoolStatus
 
 MOST_NAMED = 5
@@ -276,12 +276,12 @@ def _check_devices(choice: Choice, status: PoolStatus, *, uses_stand_ins: bool) 
     if choice.type and choice.type not in types:
         if uses_stand_ins:
             return
-        has = ", ".join(f"{count} {label_of(name)}" for name, count in types.items()) or "no GPUs"
-        has += f", and {inventory.cpu_slots} CPU slots"
-        raise UsageError(f"The pool has no {label_of(choice.type)}. It has: {has}.")
+        has = ", ".join(f"{count} {type_label(name)}" for name, count in types.items()) or "no GPUs"
+        has += f", and {inventory.cpu_slots} CPU ranks"
+        raise UsageError(f"The pool has no {type_label(choice.type)}. It has: {has}.")
     most = types[choice.type] if choice.type else max(types.values())
     if choice.gpus > most and not uses_stand_ins:
-        of = f" {label_of(choice.type)}" if choice.type else " of one type"
+        of = f" {type_label(choice.type)}" if choice.type else " of one type"
         raise UsageError(f"The pool has {most}{of}, but {choice.gpus} are requested.")
 
 

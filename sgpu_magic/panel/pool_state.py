@@ -203,7 +203,7 @@ def _describe_pool(entry: PoolEntry, answer: PoolStatusReply | None, rates: Pric
     totals = Counter(device.type for device in status.inventory.devices)
     free = Counter(device.type for device in status.inventory.devices if is_free(device, holders))
     named = [f"{free[kind]} of {total} {kind.upper()} free" for kind, total in totals.items()]
-    slots = f"{status.cpu_slots_free} of {count_of(status.inventory.cpu_slots, 'CPU slot')} free"
+    slots = f"{status.cpu_slots_free} of {count_of(status.inventory.cpu_slots, 'CPU rank')} free"
     parts = [entry.kind, ", ".join(named) or slots]
     prices = [price for kind in totals or (CPU,) if (price := _price(entry.name, kind, rates)[0]) is not None]
     if prices:

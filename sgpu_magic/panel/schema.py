@@ -197,7 +197,7 @@ class PanelPool(Message, frozen=True, kw_only=True):
         remedy: The button's action.
         remedy_words: The button's label.
         now: The server's clock, seconds since the epoch; running times are computed from it.
-        about: `local · this machine · 16 CPU slots`.
+        about: `local · this machine · 16 CPU ranks`.
         types: Most expensive first, CPU last.
         devices: In the order of `types`, then of the machine.
         cpu_slots: Number of CPU slots.

@@ -5,32 +5,33 @@ from __future__ import annotations
 from sgpu_magic.formatting import plural
 from sgpu_magic.pool.scheduling.capacity import CPU_LINE, PoolContents, QueueKey
 from sgpu_magic.wire.base import short
+from sgpu_magic.wire.devices import type_label
 
 _SIMULATED = " (simulated)"
 
 
 def format_line(line: QueueKey) -> str:
     """Return a kind of device: `A10`, `H100 (simulated)`."""
-    return line.device_type.upper() + (_SIMULATED if line.simulated else "")
+    return type_label(line.device_type) + (_SIMULATED if line.simulated else "")
 
 
 def format_amount(count: int, line: QueueKey) -> str:
-    """Return a number of devices or slots: `4 A10`, `1 CPU slot`."""
+    """Return a number of devices or ranks on CPU: `4 A10`, `1 CPU rank`."""
     if line == CPU_LINE:
-        return f"{count} CPU {plural(count, 'slot')}"
+        return f"{count} CPU {plural(count, 'rank')}"
     return f"{count} {format_line(line)}"
 
 
 def format_contents(contents: PoolContents) -> str:
-    """Return what a pool has: `4 a10, 8 h100 (simulated), up to 64 l4, cpu (16 slots)`."""
+    """Return what a pool has: `4 A10, 8 H100 (simulated), up to 64 L4, 16 CPU ranks`."""
     parts: list[str] = []
     for one in contents.lines:
         words = str(one.count)
         if one.limit > one.count:
             words = f"{one.count} of up to {one.limit}" if one.count else f"up to {one.limit}"
-        parts.append(f"{words} {one.line.device_type}{_SIMULATED if one.line.simulated else ''}")
+        parts.append(f"{words} {format_line(one.line)}")
     if contents.cpu_slots > 0:
-        parts.append(f"cpu ({contents.cpu_slots} slots)")
+        parts.append(f"{contents.cpu_slots} CPU {plural(contents.cpu_slots, 'rank')}")
     return ", ".join(parts) or "nothing"
 
 

@@ -26,7 +26,7 @@ from sgpu_magic.pool.scheduling.end_reason import (
     WaitsForOwnSessions,
 )
 from sgpu_magic.pool.scheduling.wait_reason import Holders
-from sgpu_magic.wire.devices import Lease
+from sgpu_magic.wire.devices import Lease, type_label
 from sgpu_magic.wire.option_text import OptionName, Text, TextWithOptions, text_of
 
 _DAY_S = 86400
@@ -162,7 +162,7 @@ def _format_budget(limit: float, days: float, currency: str) -> str:
 def _format_lease(lease: Lease | None) -> str:
     if lease is None:
         return "it"
-    return f"{lease.ranks} {lease.device_type}" + (" (simulated)" if lease.simulated else "")
+    return f"{lease.ranks} {type_label(lease.device_type)}" + (" (simulated)" if lease.simulated else "")
 
 
 def _format_cause(reason: EndReason | None) -> str:

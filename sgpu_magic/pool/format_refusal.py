@@ -34,7 +34,7 @@ from sgpu_magic.pool.scheduling.placement_refusal import (
     UnknownStrategy,
 )
 from sgpu_magic.wire.base import short
-from sgpu_magic.wire.devices import CPU, memory_text
+from sgpu_magic.wire.devices import CPU, memory_text, type_label
 from sgpu_magic.wire.option_text import OptionName, Text, text_of
 
 _GB = 1e9
@@ -76,7 +76,7 @@ def format_refusal(reason: RefusalReason) -> Text:
         case NothingToPlace(ranks=ranks, contents=contents):
             has = format_contents(contents)
             return text_of(
-                f"this pool can't place {ranks} ranks. It has: {has}. Ask for fewer with ",
+                f"this pool can't place {count_of(ranks, 'rank')}. It has: {has}. Ask for fewer with ",
                 _GPUS,
                 " or ",
                 _OTHER_POOL,
@@ -236,7 +236,7 @@ def _format_sizes(sizes: Iterable[int]) -> str:
 def _format_type_missing(missing: TypeMissing) -> Text:
     asked = missing.device_type
     problem = f" Its GPUs could not be read: {missing.problem.rstrip('.')}." if missing.problem else ""
-    has = f"this pool has no {asked}. It has: {format_contents(missing.contents)}.{problem} "
+    has = f"this pool has no {type_label(asked)}. It has: {format_contents(missing.contents)}.{problem} "
     begin = "Leave "
     if asked != CPU and missing.contents.cpu_slots > 0:
         begin = "Run the ranks on CPU instead with SGPU_STAND_IN=cpu, leave "

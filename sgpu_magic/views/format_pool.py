@@ -10,7 +10,15 @@ from sgpu_magic.views import ansi
 from sgpu_magic.views.run_notes import run_name
 from sgpu_magic.views.units import Row
 from sgpu_magic.wire.base import RunState, short
-from sgpu_magic.wire.devices import Device, Inventory, memory_bytes, memory_text, used_bytes_of, vendor_bytes
+from sgpu_magic.wire.devices import (
+    Device,
+    Inventory,
+    memory_bytes,
+    memory_text,
+    type_label,
+    used_bytes_of,
+    vendor_bytes,
+)
 from sgpu_magic.wire.pool_status import PoolStatus, RunSummary
 
 HOLDING = (RunState.PREPARING, RunState.STARTING, RunState.RUNNING, RunState.CANCELLING)
@@ -61,7 +69,7 @@ def is_free(device: Device, holders: Holders) -> bool:
 
 def device_name(device: Device) -> str:
     """Return `A10 · 0`."""
-    return f"{device.type.upper()} · {device.index}"
+    return f"{type_label(device.type)} · {device.index}"
 
 
 def format_outside(device: Device) -> str:
@@ -118,7 +126,7 @@ def type_rows(status: PoolStatus) -> list[Row]:
     rows: list[Row] = []
     for (kind, simulated), devices in sorted(types.items(), key=lambda item: -len(item[1])):
         free = sum(is_free(device, holders) for device in devices)
-        name = kind.upper() + format_simulated(status, simulated)
+        name = type_label(kind) + format_simulated(status, simulated)
         counted = (f"{len(devices):,}", f"{free:,}", f"{len(devices) - free:,}")
         rows.append(
             (
@@ -202,7 +210,7 @@ def node_rows(status: PoolStatus) -> list[Row]:
     rows: list[Row] = []
     for name in order[:_MAX_NODES]:
         host, cores = (known[name].host, known[name].cores) if name in known else (name, 0)
-        kinds = Counter(each.type.upper() + format_simulated(status, each.simulated) for each in nodes[name])
+        kinds = Counter(type_label(each.type) + format_simulated(status, each.simulated) for each in nodes[name])
         devices = ", ".join(f"{count} {kind}" for kind, count in kinds.items()) or count_of(cores, "core")
         used = [each.utilization_pct for each in nodes[name] if each.utilization_pct is not None]
         use = f"{sum(used) / len(used):.0f} %" if used else "-"

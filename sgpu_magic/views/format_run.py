@@ -17,7 +17,7 @@ from sgpu_magic.views.run_notes import death_sentence, error_line, limit_of, tim
 from sgpu_magic.views.stacks import hang_heading
 from sgpu_magic.views.units import TIMES
 from sgpu_magic.wire.base import FailureKind, RunKind, RunState, short
-from sgpu_magic.wire.devices import backend
+from sgpu_magic.wire.devices import backend, type_label
 from sgpu_magic.wire.rank_events import Failure
 
 _MAX_NAMED = 4
@@ -84,7 +84,7 @@ def format_devices(view: RunView) -> str:
     if lease.device_type == "cpu":
         return f"{ranks_text(view)} · cpu, {backend(lease)}"
     simulated = " (simulated on cpu)" if lease.simulated else ""
-    return f"{lease.ranks} {TIMES} {lease.device_type.upper()}{simulated}, {backend(lease)}"
+    return f"{lease.ranks} {TIMES} {type_label(lease.device_type)}{simulated}, {backend(lease)}"
 
 
 def shipped_text(view: RunView) -> str:
@@ -128,12 +128,12 @@ def attempt_text(view: RunView) -> str:
 
 
 def _where(view: RunView) -> str:
-    """Return `4 ranks on local (4 x a10, nccl)`, `4 ranks on local, 4 x a10 (simulated on cpu), gloo`."""
+    """Return `4 ranks on local (4 x A10, nccl)`, `4 ranks on local, 4 x A10 (simulated on cpu), gloo`."""
     lease, where = view.lease, f"{ranks_text(view)} on {view.pool}"
     if view.spec.in_session:
         return f"{ranks_text(view)} in {session_text(view)}"
     if lease is not None:
-        device = "cpu" if lease.device_type == "cpu" else f"{lease.ranks} x {lease.device_type}"
+        device = "cpu" if lease.device_type == "cpu" else f"{lease.ranks} {TIMES} {type_label(lease.device_type)}"
         simulated = f", {device} (simulated on cpu), {backend(lease)}"
         where += simulated if lease.simulated else f" ({device}, {backend(lease)})"
     return f"{where}, beside {session_text(view)}" if view.spec.session else where

@@ -186,8 +186,8 @@ def billed_text(view: RunView) -> str:
 
 
 def device_time(view: RunView, seconds: float) -> str:
-    """Return `0.24 GPU h`, `8 GPU s`, or the same for CPU slots; `seconds` is the sum over all devices."""
-    device = "slot" if view.lease is not None and view.lease.device_type == CPU else "GPU"
+    """Return `0.24 GPU h`, `8 GPU s`, or `8 CPU s` for CPU slots; `seconds` is the sum over all devices."""
+    device = "CPU" if view.lease is not None and view.lease.device_type == CPU else "GPU"
     return f"{seconds:.0f} {device} s" if seconds < _IN_HOURS_S else device_hours(seconds, device)
 
 

@@ -10,7 +10,7 @@ from sgpu_magic.views.format_pool import device_name, format_simulated
 from sgpu_magic.views.html_style import ACCENT, Markup, sparkline
 from sgpu_magic.views.units import Row
 from sgpu_magic.wire.base import short
-from sgpu_magic.wire.devices import Device, memory_text, used_bytes_of
+from sgpu_magic.wire.devices import Device, memory_text, type_label, used_bytes_of
 from sgpu_magic.wire.pool_status import HISTORY_POINTS, HISTORY_STEP_S, DeviceHistory, PoolStatus, RunSummary
 
 MOST_CURVES = 16
@@ -45,7 +45,7 @@ def history_rows(status: PoolStatus, now: float, *, html: bool) -> list[Row]:
         if average is None:
             continue
         device = devices.get(history.uuid)
-        name = f"{history.type.upper()}, mean" if device is None else device_name(device)
+        name = f"{type_label(history.type)}, mean" if device is None else device_name(device)
         name += format_simulated(status, history.simulated)
         words = f"10 minutes: use {average} % on average" + (f", memory {memory} now" if memory else "")
         held_by = ", ".join(runs.get(history.uuid, ())[:MAX_NAMED_RUNS])

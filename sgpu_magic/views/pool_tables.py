@@ -35,6 +35,7 @@ from sgpu_magic.views.html_style import BAD, SOFT, WARN, safe, sentences, table,
 from sgpu_magic.views.units import BETWEEN, TIMES, Row, aligned, cut
 from sgpu_magic.wire.base import RunKind, RunState, short
 from sgpu_magic.wire.costs import cost_so_far
+from sgpu_magic.wire.devices import type_label
 from sgpu_magic.wire.pool_status import PoolStatus, RunSummary
 
 # number of newest cells that are listed for a session
@@ -163,7 +164,7 @@ def away_html(name: str, why: str, *, is_problem: bool) -> str:
 def _headline(status: PoolStatus) -> str:
     inventory = status.inventory
     parts = [status.pool]
-    types = Counter(f"{each.type.upper()}{format_simulated(status, each.simulated)}" for each in inventory.devices)
+    types = Counter(f"{type_label(each.type)}{format_simulated(status, each.simulated)}" for each in inventory.devices)
     if types:
         counted = ", ".join(f"{count:,} {kind}" for kind, count in types.items())
         parts.append(counted + (" (simulated)" if simulates_all(status) else ""))
@@ -287,7 +288,7 @@ def run_duration(run: RunSummary, now: float) -> str:
 def _run_row(
     status: PoolStatus, run: RunSummary, now: float, cells: Sequence[RunSummary] = (), *, is_below: bool = False
 ) -> Row:
-    gpu = f"{run.device_type.upper()}{format_simulated(status, run.simulated)}"
+    gpu = f"{type_label(run.device_type)}{format_simulated(status, run.simulated)}"
     kind = {"cpu": "cpu", "any": ""}.get(run.device_type, gpu)
     ranks = f"{run.ranks} {TIMES} {kind}" if kind else f"{run.ranks}"
     # the session's row has its notebook and ranks

@@ -125,6 +125,11 @@ def vendor_bytes(reported_bytes: int) -> int:
     return (size if gib >= _LEAST_REPORTED * size > 0 else round(gib)) * _GB
 
 
+def type_label(device_type: str) -> str:
+    """Return a device type as messages and views name it: `A10` for `a10`, `CPU` for `cpu`; "" for any."""
+    return "" if device_type in ("", ANY) else device_type.upper()
+
+
 def memory_text(reported_bytes: int) -> str:
     """Return a device's memory as its vendor states it: `80 GB`; `?` if unknown."""
     size = vendor_bytes(reported_bytes)

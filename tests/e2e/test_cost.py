@@ -176,7 +176,7 @@ def test_a_cost_limit_warns_and_stops_with_term_and_grace(client: PoolClient) ->
     assert ended.failure.kind is FailureKind.TIMEOUT
     assert ended.limit is RunLimit.COST
     assert ended.failure.message.startswith(
-        "its cost limit of $0.03 is reached (--max-cost 0.03): 2 a10 (simulated) at $72.00 an hour cost $0.04 in 2 s."
+        "its cost limit of $0.03 is reached (--max-cost 0.03): 2 A10 (simulated) at $72.00 an hour cost $0.04 in 2 s."
     )
     assert ended.failure.text is not None
     assert "(max_cost=0.03)" in ended.failure.text.spelled(as_argument)
@@ -231,7 +231,7 @@ def test_a_step_of_the_clock_changes_no_limit_cost_or_time(stepped_client: PoolC
         ended = run.ended()
         assert ended.state is RunState.TIMED_OUT
         assert ended.failure is not None
-        assert "(--max-cost 0.02): 1 a10 (simulated) at $36.00 an hour cost $0.03 in 2 s" in ended.failure.message
+        assert "(--max-cost 0.02): 1 A10 (simulated) at $36.00 an hour cost $0.03 in 2 s" in ended.failure.message
         assert 0.02 <= (ended.cost or 0) <= 0.06
         assert 1.9 < ended.total_s < 20
         assert 0 <= ended.queued_s < 20
@@ -290,7 +290,7 @@ def test_a_sessions_cost_limit_ends_it_with_what_runs_in_it(client: PoolClient) 
     ended = session.run.ended()
     assert ended.state is RunState.TIMED_OUT
     assert ended.failure is not None
-    assert ended.failure.message.startswith("its cost limit of $0.015 is reached (--max-cost 0.015): 1 a10 (sim")
+    assert ended.failure.message.startswith("its cost limit of $0.015 is reached (--max-cost 0.015): 1 A10 (sim")
     assert cell.ended().state is RunState.CANCELLED
     assert "cost limit" in cell.ended().reason
     with pytest.raises(UsageError, match="has no cost of its own"):

@@ -247,7 +247,7 @@ def test_a_session_from_python_keeps_state_and_lends_its_devices(home: Home):
             try:
                 bound.options(gpus=3).distributed()
             except Exception as error:
-                print(type(error).__name__, "has 2 ranks on cpu" in str(error))
+                print(type(error).__name__, "has 2 ranks on CPU" in str(error))
         """,
     )
     assert text.splitlines() == ["[1, 1] [2, 2]", "[3, 3]", "[1, 1] True", "True", "3 ''", "UsageError True"]

@@ -25,6 +25,7 @@ from test_panel_kernel import Panel
 
 from sgpu_magic.client.pools_file import add_pool, read_pools, remove_pool
 from sgpu_magic.system.secure_sockets import KeyPair, new_key_pair
+from sgpu_magic.views.units import TIMES
 
 WAITS = "import time\nprint('begun', flush=True)\nwhile True: time.sleep(0.05)"
 
@@ -152,7 +153,7 @@ def goes_to(reply: Reply) -> str:
 
 def test_a_reserved_pool_comes_first_and_the_run_says_why(scene: Scene):
     reply = scene.kernel.check("%%distributed -n 2 --type a10\nprint('hello', rank)\nrank * 10")
-    assert goes_to(reply) == "note: pool team: reserved, and has 2 a10 free"
+    assert goes_to(reply) == "note: pool team: reserved, and has 2 A10 free"
     assert (reply.lines(0), reply.lines(1)) == (["hello 0"], ["hello 1"])
     assert "2 ranks on team" in reply.text
     assert "[0, 10]" in reply.text
@@ -161,7 +162,7 @@ def test_a_reserved_pool_comes_first_and_the_run_says_why(scene: Scene):
 def test_on_demand_where_no_reserved_one_has_the_type(scene: Scene):
     reply = scene.kernel.check("%%distributed -n 2 --type h100\nrank")
     assert goes_to(reply) == (
-        "note: pool cloud: on demand at $5.00 an hour for each, and has 2 h100 free; team has no 2 h100"
+        "note: pool cloud: on demand at $5.00 an hour for each, and has 2 H100 free; team has no 2 H100"
     )
 
 
@@ -181,7 +182,7 @@ def test_a_pool_that_is_named_is_the_one_and_nothing_is_explained(scene: Scene, 
 @pytest.mark.slow
 def test_this_machines_own_for_what_no_other_has(scene: Scene):
     reply = scene.kernel.check("%%distributed -n 17 --type cpu\nrank")
-    assert goes_to(reply) == "note: on this machine; no pool of cloud, team has 17 cpu"
+    assert goes_to(reply) == "note: on this machine; no pool of cloud, team has 17 CPU ranks"
     reply = scene.kernel.check("%%distributed -n 2 --type cpu --pool local\nrank")
     assert "2 ranks on local" in reply.text
     assert goes_to(reply) == ""
@@ -193,17 +194,17 @@ def test_a_run_without_a_type_gets_the_cheapest_that_is_free_and_says_so(scene: 
         # more h100 are free, and cost more
         for options, went in (
             ("--pool cloud", ""),
-            ("--pool on-demand", "note: pool cloud: on demand at $2.00 an hour for each, and has 1 a10 free"),
+            ("--pool on-demand", "note: pool cloud: on demand at $2.00 an hour for each, and has 1 A10 free"),
         ):
             reply = scene.kernel.check(f"%%distributed -n 1 {options}\nrank")
-            assert "1 x a10" in reply.text, reply.story
+            assert f"1 {TIMES} A10" in reply.text, reply.story
             assert ("A10: cheapest free type (--type to choose)" in reply.text) is (options == "--pool cloud")
             assert goes_to(reply) == went
         reply = scene.kernel.check("%%distributed -n 2 --pool cloud\nrank")
         assert "H100: cheapest free type" in reply.text
         scene.kernel.check("import sgpu_magic")
         reply = scene.kernel.check("sgpu_magic.distributed(gpus=1, pool='cloud')(lambda: 1).distributed()")
-        assert "1 x a10" in reply.text, reply.story
+        assert f"1 {TIMES} A10" in reply.text, reply.story
     finally:
         scene.sgpu("cancel", run)
     # with one type there is no choice
@@ -213,10 +214,10 @@ def test_a_run_without_a_type_gets_the_cheapest_that_is_free_and_says_so(scene: 
 @pytest.mark.slow
 def test_so_much_memory_chooses_the_type(scene: Scene):
     reply = scene.kernel.check("%%distributed -n 2 --min-memory 40GB\nrank")
-    assert "2 x h100" in reply.text
-    assert goes_to(reply).endswith("and has 2 h100 free; team has no 2 devices with 40.0 GB")
+    assert f"2 {TIMES} H100" in reply.text
+    assert goes_to(reply).endswith("and has 2 H100 free; team has no 2 devices with 40.0 GB")
     # the cheapest of those that fit
-    assert "a10" in scene.kernel.check("%%distributed -n 2 --min-memory 20GB --pool cloud\nrank").text
+    assert "A10" in scene.kernel.check("%%distributed -n 2 --min-memory 20GB --pool cloud\nrank").text
     for options, words in (
         (
             "-n 3 --min-memory 40GB --pool cloud",
@@ -292,10 +293,10 @@ def test_a_named_pool_that_can_not_be_reached_is_an_error_and_no_other_is_taken(
 
 def test_where_none_is_named_what_is_silent_is_passed_over_and_named(scene: Scene, gone: str):
     reply = scene.kernel.check("%%distributed -n 2 --type h100\nrank")
-    assert goes_to(reply).endswith("team has no 2 h100; gone can't be reached")
+    assert goes_to(reply).endswith("team has no 2 H100; gone can't be reached")
     reply = scene.kernel.run("%%distributed -n 2 --type h200 --pool on-demand\nrank")
     assert reply.ename == "CapacityError"
-    assert "no on-demand pool can take the run: cloud has no 2 h200; gone can't be reached." in reply.evalue
+    assert "no on-demand pool can take the run: cloud has no 2 H200; gone can't be reached." in reply.evalue
     listed = scene.sgpu("pool", "list")
     assert re.search(r"^gone +on demand +tcp://127\.0\.0\.1:\d+ +can't be reached$", listed, re.MULTILINE), listed
     assert re.search(r"^team +reserved +\S+ +up +2/2 a10, 16/16 cpu$", listed, re.MULTILINE), listed
@@ -308,7 +309,7 @@ def test_where_none_is_named_what_is_silent_is_passed_over_and_named(scene: Scen
 
 def test_a_shared_pool_wants_to_know_how_many(scene: Scene):
     reply = scene.kernel.run("%%distributed --type a10\nrank")
-    assert reply.evalue.startswith("the pool team is shared with others: say how many a10 with --gpus N.")
+    assert reply.evalue.startswith("the pool team is shared with others: say how many A10 with --gpus N.")
 
 
 # ---------------------------------------------------------------- looking at them
@@ -399,7 +400,7 @@ def test_a_choice_of_the_panel_is_made_in_the_pool_that_it_names(scene: Scene, g
             "The pool cloud is shared with others: choose how many devices."
         )
         assert panel.plan({"type": "a10", "gpus": 1}, connect=True)["sentences"][0] == (
-            "Pool team: reserved, and has 1 a10 free; gone can't be reached."
+            "Pool team: reserved, and has 1 A10 free; gone can't be reached."
         )
         panel.disconnect_all()
         # a cell with ranks of its own goes there, too
@@ -455,8 +456,8 @@ def test_adding_listing_and_removing_a_pool(scene: Scene, new_kernel: Callable[[
         "a10=1",
     )
     assert output == (
-        f"the pool third (reserved) is listed in {scene.file}. It answers, and has 4 a10 (24 GB), 2 h100 (80 GB), "
-        "16 CPU slots. It has no t4 now, although --types names it. `--pool third` uses it.\n"
+        f"the pool third (reserved) is listed in {scene.file}. It answers, and has 4 A10 (24 GB), 2 H100 (80 GB), "
+        "16 CPU ranks. It has no t4 now, although --types names it. `--pool third` uses it.\n"
     )
     try:
         assert read_pools(scene.file)[-1] == replace(

@@ -19,6 +19,7 @@ from lazy_modules import nbformat
 from pool_client import PoolClient
 from served_pools import served_pool
 
+from sgpu_magic.views.units import TIMES
 from sgpu_magic.wire.base import RunState
 
 HOME_VARIABLES = {"SGPU_SIMULATE": "a10:4,h100:2", "SGPU_PRICES": "a10=1.20"}
@@ -110,7 +111,7 @@ def test_cells_get_what_the_command_says_and_what_they_say_wins(home: Home):
     assert made.cells[2].source == "# Parameters\nlayers = [64, 32]\nlr = 0.25\nname = '7'"
     text = text_of(made.cells[3])
     assert "3 ranks" in text
-    assert "3 x a10" in text
+    assert f"3 {TIMES} A10" in text
     assert "[2] lr 0.25 float 7 [64, 32] 3" in text
     assert "alone 1" in text_of(made.cells[4])
     assert made.metadata.papermill.parameters == {"layers": [64, 32], "lr": 0.25, "name": "7"}
@@ -162,7 +163,7 @@ def test_a_script_runs_on_all_ranks(home: Home):
     assert code == 0, err
     assert sorted(out.splitlines()) == ["[0] rank 0 ['--lr', '0.1']", "[1] rank 1 ['--lr', '0.1']"]
     assert "[1] from rank 1" in err
-    assert "train.py: succeeded in" in err
+    assert "train.py succeeded in" in err
     assert set(home.work.iterdir()) == before
     assert "train.py" in run(home, "runs", "-n", "1")[1]
 

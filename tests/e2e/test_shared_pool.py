@@ -117,8 +117,8 @@ def test_who_has_used_up_the_quota_is_told_so_and_begins_when_the_own_run_is_ove
     second = begin(client, "guest", "pass", ranks=1)
     moved: QueueMoved = second.wait_for(QueueMoved)
     assert moved.reason == (
-        "user guest may have 1 CPU slot at once (the pool's setting user_quotas): 1 is in use by run "
-        f"{first.run_id[:4]}, and it needs 1 CPU slot"
+        "user guest may have 1 CPU rank at once (the pool's setting user_quotas): 1 is in use by run "
+        f"{first.run_id[:4]}, and it needs 1 CPU rank"
     )
     # the slot is free for other users
     begin(client, "bob", "pass", ranks=1).ended()

@@ -588,7 +588,7 @@ def logged_metrics() -> Run:
 
 def too_dear() -> Run:
     message = (
-        "its cost limit of $0.02 is reached (--max-cost 0.02): 4 a10 at $4.80 an hour cost $0.02 in 15 s. Raise "
+        "its cost limit of $0.02 is reached (--max-cost 0.02): 4 A10 at $4.80 an hour cost $0.02 in 15 s. Raise "
         "--max-cost, or take fewer devices with --gpus or cheaper ones with --type"
     )
     failure = Failure(kind=FailureKind.TIMEOUT, message=message)

@@ -161,7 +161,7 @@ def _keep(job: CopyJob) -> str:
     except OSError as error:
         return _REUSED if job.given_up.is_set() else f"it could not be written: {error.strerror or error}"
     except Exception as error:  # noqa: BLE001  one job's guard: its future gets the error
-        _log.exception("A fault of sgpu-magic: %s was not kept", job.target)
+        _log.exception("A bug in sgpu-magic: %s was not kept", job.target)
         return f"an internal error in the agent: {error!r}"
     finally:
         os.close(job.source)

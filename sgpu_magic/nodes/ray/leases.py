@@ -22,6 +22,7 @@ from sgpu_magic.wire.devices import (
     NodeShare,
     canonical_type,
     memory_of,
+    type_label,
     type_named,
 )
 from sgpu_magic.wire.node import Launch
@@ -294,7 +295,7 @@ def why_not(
             free[facts.node] = max(0, has - outside - ours.get(facts.node, 0))
     on_one = " on one node" if order.strategy == "STRICT_PACK" else ""
     where = f" on {order.nodes} nodes" if order.nodes > 1 else on_one
-    name = "CPU slots" if kind == CPU else kind.upper()
+    name = "CPU ranks" if kind == CPU else type_label(kind)
     text = f"Ray has not granted {order.ranks} {name}{where}: {sum(free.values())} of {sum(total.values())} are free"
     if total:
         largest = max(total, key=lambda node: (free[node], total[node]))

@@ -8,7 +8,7 @@ from sgpu_magic.formatting import count_of
 from sgpu_magic.options.values import MOST_RANKS
 from sgpu_magic.views.live.schema import Message
 from sgpu_magic.wire.decoding import convert
-from sgpu_magic.wire.devices import ANY, canonical_type
+from sgpu_magic.wire.devices import ANY, canonical_type, type_label
 
 CHOICE_VERSION = 1
 """Version of `KeptChoice`. A kernel or front end ignores a choice of a later version."""
@@ -132,7 +132,7 @@ def describe_choice(choice: Choice, pool: str) -> str:
         choice: The choice.
         pool: The pool of the settings, for a choice that names none.
     """
-    kind = label_of(choice.type)
+    kind = type_label(choice.type)
     if choice.gpus:
         devices = f"{choice.gpus} on {kind}" if kind else count_of(choice.gpus, "rank")
     else:
@@ -148,11 +148,6 @@ def describe_packages(choice: Choice) -> str:
     if choice.removed:
         words.append(f"{_some(choice.removed)} removed")
     return ", ".join(words)
-
-
-def label_of(device_type: str) -> str:
-    """Return the label of a device type, such as `A10` for `a10`; "" for any."""
-    return "" if device_type in ("", ANY) else device_type.upper()
 
 
 def _some(names: tuple[str, ...]) -> str:

@@ -28,7 +28,7 @@ from sgpu_magic.options.notebook_job import with_job
 from sgpu_magic.options.option_records import OWN_PACKAGES, Devices, RunOptions
 from sgpu_magic.options.values import STRATEGIES, check_spread
 from sgpu_magic.runs.choice.schema import Choice, describe_choice
-from sgpu_magic.wire.devices import Placement
+from sgpu_magic.wire.devices import Placement, type_label
 from sgpu_magic.wire.events import as_warning
 from sgpu_magic.wire.option_text import OptionName, TextWithOptions, text_of
 
@@ -127,7 +127,7 @@ def default_ranks(pool: Pool, entry: PoolEntry | None, device_type: str | None) 
     if device_type == "cpu":
         return CPU_RANKS
     if entry is not None:
-        kind = "" if device_type in (None, "any") else f" {device_type}"
+        kind = f" {type_label(device_type or '')}".rstrip()
         raise UsageError(
             text_of(
                 f"the pool {entry.name} is shared with others: say how many{kind} with ", OptionName("gpus", "N"), "."

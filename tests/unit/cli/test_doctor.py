@@ -417,7 +417,7 @@ def test_listed_pools_are_looked_at(user_home: Home, monkeypatch: pytest.MonkeyP
         assert list(found) == ["key", "encryption", "pool team", "pool gone"]
         assert (found["key"].level, found["key"].text) == (Level.OK, str(user_home.path / "client.key"))
         assert found["pool team"].level is Level.OK
-        assert found["pool team"].text == f"{team.entry.address} has 2 a10 (24 GB), 16 CPU slots"
+        assert found["pool team"].text == f"{team.entry.address} has 2 A10 (24 GB), 16 CPU ranks"
         assert found["pool gone"].level is Level.PROBLEM
         assert found["pool gone"].text.startswith("the pool gone can't be reached: nothing answers at")
         assert "firewall" in found["pool gone"].text

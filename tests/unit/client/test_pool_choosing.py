@@ -73,13 +73,13 @@ def test_devices_are_counted_with_what_may_come():
     }
     assert found["t4"].memory_bytes > 15 * GB
     assert set(counts(status("a10:4 h100:2"), 40 * GB)) == {"h100"}
-    assert describe_devices(status("a10:4 h100:2")) == "4 a10 (24 GB), 2 h100 (80 GB), 4 CPU slots"
+    assert describe_devices(status("a10:4 h100:2")) == "4 A10 (24 GB), 2 H100 (80 GB), 4 CPU ranks"
 
 
 def test_the_vendors_number_is_enough_as_a_least_memory():
     devices = tuple(Device(uuid=f"G{at}", type="h100", memory_bytes=81559 << 20) for at in range(2))
     of_driver = msgspec.structs.replace(status("h100:2"), inventory=Inventory(host="h", devices=devices, cpu_slots=4))
-    assert describe_devices(of_driver) == "2 h100 (80 GB), 4 CPU slots"
+    assert describe_devices(of_driver) == "2 H100 (80 GB), 4 CPU ranks"
     for least in ("80GB", "79GiB", "80 GB"):
         assert counts(of_driver, memory_bytes("--min-memory", least))["h100"].total == 2
     assert "h100" not in counts(of_driver, memory_bytes("--min-memory", "90GB"))
@@ -102,19 +102,19 @@ def replace_used(device: Device) -> Device:
 def test_reserved_before_on_demand_and_it_says_so():
     answers = [asked(CLOUD, "a10:8"), asked(TEAM, "a10:4")]
     assert choose(answers, DeviceRequest(2, "a10"), MONEY) == PoolSelection(
-        "team", None, "reserved, and has 2 a10 free"
+        "team", None, "reserved, and has 2 A10 free"
     )
     # a busy reserved pool is paid for too
     busy = [asked(CLOUD, "a10:8"), asked(TEAM, "a10:4", held=4)]
     chosen = choose(busy, DeviceRequest(2, "a10"), MONEY)
     assert chosen.name == "team"
-    assert chosen.why == "reserved, and its a10 are in use: the run waits there (--pool names another)"
+    assert chosen.why == "reserved, and its A10 are in use: the run waits there (--pool names another)"
 
 
 def test_on_demand_where_the_reserved_ones_lack_the_type():
     chosen = choose([asked(TEAM, "a10:4"), asked(CLOUD, "h100:8")], DeviceRequest(2, "h100"), MONEY)
     assert chosen.name == "cloud"
-    assert chosen.why == "on demand at $8.00 an hour for each, and has 2 h100 free; team has no 2 h100"
+    assert chosen.why == "on demand at $8.00 an hour for each, and has 2 H100 free; team has no 2 H100"
 
 
 def test_of_on_demand_ones_the_free_and_then_the_cheapest():
@@ -128,8 +128,8 @@ def test_of_on_demand_ones_the_free_and_then_the_cheapest():
 
 def test_this_machines_own_is_for_what_none_has_and_what_is_silent_is_named():
     chosen = choose([asked(TEAM, "a10:4"), silent(CLOUD)], DeviceRequest(2, "h100"), MONEY)
-    assert chosen == PoolSelection("local", None, "team has no 2 h100; cloud can't be reached")
-    assert chosen.note == "on this machine; team has no 2 h100; cloud can't be reached"
+    assert chosen == PoolSelection("local", None, "team has no 2 H100; cloud can't be reached")
+    assert chosen.note == "on this machine; team has no 2 H100; cloud can't be reached"
     chosen = choose([silent(TEAM), asked(CLOUD, "a10:4")], DeviceRequest(2, "a10"), MONEY)
     assert chosen.name == "cloud"
     assert chosen.why.endswith("; team can't be reached")
@@ -157,7 +157,7 @@ def test_any_device_and_pools_without_gpus():
 def test_of_several_types_a_run_that_names_none_gets_the_cheapest_that_is_free(kind: str | None):
     """Not the most frequent type."""
     chosen = choose([asked(CLOUD, "a10:4 h100:8", held=3)], DeviceRequest(1, kind), MONEY)
-    assert (chosen.device_type, chosen.why) == ("a10", "on demand at $2.00 an hour for each, and has 1 a10 free")
+    assert (chosen.device_type, chosen.why) == ("a10", "on demand at $2.00 an hour for each, and has 1 A10 free")
     assert chosen.type_note == "A10: cheapest free type (--type to choose)"
     busy = choose([asked(CLOUD, "a10:4 h100:8", held=3)], DeviceRequest(2, kind), MONEY)
     assert (busy.device_type, busy.type_note) == ("h100", "H100: cheapest free type (--type to choose)")
@@ -197,8 +197,8 @@ def test_the_cheapest_free_type_with_so_much_memory():
     with pytest.raises(CapacityError) as raised:
         cheapest_type(pool, DeviceRequest(2, min_memory_bytes=90 * GB), MONEY)
     assert raised.value.message == (
-        "the pool cloud has no 2 devices of one type with 90.0 GB of memory each. It has: 4 t4 (16 GB), "
-        "4 a10 (24 GB), 4 h100 (80 GB), 4 CPU slots. Ask for less with --min-memory, or for fewer with --gpus."
+        "the pool cloud has no 2 devices of one type with 90.0 GB of memory each. It has: 4 T4 (16 GB), "
+        "4 A10 (24 GB), 4 H100 (80 GB), 4 CPU ranks. Ask for less with --min-memory, or for fewer with --gpus."
     )
 
 
@@ -213,10 +213,10 @@ def test_a_type_that_is_named_is_checked():
     check_memory(pool, DeviceRequest(2, "a10", 20 * GB))
     with pytest.raises(CapacityError) as raised:
         check_memory(pool, DeviceRequest(2, "a10", 40 * GB))
-    assert "the pool cloud has 4 a10 with 24 GB of memory or more, and 0 of them have 40.0 GB; 2 are asked for." in str(
+    assert "the pool cloud has 4 A10 with 24 GB of memory or more, and 0 of them have 40.0 GB; 2 are asked for." in str(
         raised.value
     )
-    with pytest.raises(CapacityError, match=r"--min-memory 40\.0 GB is GPU memory, and ranks on cpu have none"):
+    with pytest.raises(CapacityError, match=r"--min-memory 40\.0 GB is GPU memory, and ranks on CPU have none"):
         check_memory(pool, DeviceRequest(2, "cpu", 40 * GB))
 
 

@@ -85,7 +85,7 @@ def context(tmp_path: Path) -> Place:
         (Choice(gpus=5, type="a10"), "The pool has 4 A10, but 5 are requested."),
         (Choice(gpus=9), "The pool has 8 of one type, but 9 are requested."),
         (Choice(gpus=65, type="cpu"), "The pool starts at most 64 ranks of one run on CPU, but 65 are requested."),
-        (Choice(gpus=1, type="a100"), "The pool has no A100. It has: 4 A10, 8 H100, and 16 CPU slots."),
+        (Choice(gpus=1, type="a100"), "The pool has no A100. It has: 4 A10, 8 H100, and 16 CPU ranks."),
         (Choice(gpus=1, pool="team"), "There is no pool named `team`. You have: local."),
         (Choice(), ""),
         (Choice(gpus=-3), "-3 is not a number of ranks; 1 to 4096 is possible."),
@@ -136,7 +136,7 @@ def test_types_that_cpu_stands_in_for_are_possible(tmp_path: Path):
         (
             Choice(gpus=6, type="cpu"),
             status(""),
-            "5 of the 6 CPU slots that this needs are free now: the session waits in the queue.",
+            "5 of the 6 CPU ranks that this needs are free now: the session waits in the queue.",
         ),
         (Choice(), status(""), ""),
         (Choice(gpus=2, type="a10"), None, "The pool is started first."),

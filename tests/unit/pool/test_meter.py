@@ -285,7 +285,7 @@ def test_a_run_is_told_at_80_percent_of_its_cost_limit_and_stopped_at_100() -> N
     assert machine.next_deadline() == pytest.approx(150.0)
     out = machine.handle(TimePassed(), machine.next_deadline() or 0.0)
     assert stops(out)[A] == (
-        "its cost limit of $1.00 is reached (--max-cost 1): 2 a10 at $72.00 an hour cost $1.00 in 50 s. Raise "
+        "its cost limit of $1.00 is reached (--max-cost 1): 2 A10 at $72.00 an hour cost $1.00 in 50 s. Raise "
         "--max-cost, or take fewer devices with --gpus or cheaper ones with --type"
     )
     assert MoveRun(A, RunState.CANCELLING, stops(out)[A]) in out

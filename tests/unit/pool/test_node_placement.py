@@ -98,7 +98,7 @@ def test_cpu_slots_are_those_of_nodes_and_no_two_ranks_share_one() -> None:
     assert pool.leases[A].cpu_slots == 6
     assert pool.parts(B) == [("n2", 1)]
     assert pool.reason(C) == (
-        "needs 2 CPU slots; 1 is free of 8, the largest node has 1 free of 4 (2 are held by run aaaa, 1 is held by "
+        "needs 2 CPU ranks; 1 is free of 8, the largest node has 1 free of 4 (2 are held by run aaaa, 1 is held by "
         "run bbbb)"
     )
 
@@ -159,7 +159,7 @@ def test_devices_with_less_memory_are_not_taken() -> None:
         (
             spec(A, 17),
             "this pool has 16 H100, and the run asks for 17. Use --gpus 16 or fewer, another --type, or another pool "
-            "with --pool. It has: 16 h100, cpu (8 slots).",
+            "with --pool. It has: 16 H100, 8 CPU ranks.",
         ),
         (
             spec(A, 2, memory=90),
@@ -181,14 +181,14 @@ def test_devices_with_less_memory_are_not_taken() -> None:
         ),
         (
             spec(A, 2, "l4"),
-            "this pool has no l4. It has: 16 h100, cpu (8 slots). Run the ranks on CPU instead with "
+            "this pool has no L4. It has: 16 H100, 8 CPU ranks. Run the ranks on CPU instead with "
             "SGPU_STAND_IN=cpu, leave --type out to use what is there, or choose another pool with --pool. "
             "`%env NAME=VALUE` sets a variable in a notebook.",
         ),
         (
             spec(A, 9, "cpu"),
-            "this pool has 8 CPU slots, and the run asks for 9. Use --gpus 8 or fewer, another --type, or another pool "
-            "with --pool. It has: 16 h100, cpu (8 slots).",
+            "this pool has 8 CPU ranks, and the run asks for 9. Use --gpus 8 or fewer, another --type, or another pool "
+            "with --pool. It has: 16 H100, 8 CPU ranks.",
         ),
         (
             spec(A, 9, session=True),

@@ -136,22 +136,22 @@ def test_a_type_that_the_pool_lacks_is_refused_with_what_it_has() -> None:
     refused = refusal(submit(Scheduler(node()), spec(A, 2, "h100")))
     assert refused.error == "UsageError"
     assert str(refused.reason) == (
-        "this pool has no h100. It has: cpu (16 slots). Run the ranks on CPU instead with SGPU_STAND_IN=cpu, "
+        "this pool has no H100. It has: 16 CPU ranks. Run the ranks on CPU instead with SGPU_STAND_IN=cpu, "
         "leave --type out to use what is there, simulate devices on this machine's pool with SGPU_SIMULATE=h100:8, or "
         "choose another pool with --pool. `%env NAME=VALUE` sets a variable in a notebook."
     )
     pool = node(*gpus(4), *gpus(8, "a100", simulated=True), problem="the driver is too old.")
     message = refusal(submit(Scheduler(pool), spec(A, 12, "h100"))).reason
-    assert "It has: 4 a10, 8 a100 (simulated), cpu (16 slots). " in message
+    assert "It has: 4 A10, 8 A100 (simulated), 16 CPU ranks. " in message
     assert "Its GPUs could not be read: the driver is too old. Run the" in message
     assert "SGPU_SIMULATE=h100:12," in message
 
 
 def test_a_pool_without_cpu_slots_has_no_cpu() -> None:
     message = refusal(submit(Scheduler(node(*gpus(1), slots=0)), spec(A, 1, "cpu"))).reason
-    assert message.startswith("this pool has no cpu. It has: 1 a10. Leave --type out")
+    assert message.startswith("this pool has no CPU. It has: 1 A10. Leave --type out")
     message = refusal(submit(Scheduler(node(slots=0)), spec(A, 1, "any"))).reason
-    assert message.startswith("this pool can't place 1 ranks. It has: nothing.")
+    assert message.startswith("this pool can't place 1 rank. It has: nothing.")
 
 
 def test_cpu_stands_in_for_a_missing_type_only_where_it_may() -> None:
@@ -216,14 +216,14 @@ def test_cpu_runs_take_slots() -> None:
     scheduler = Scheduler(node(slots=4))
     assert launched(submit(scheduler, spec(A, 3, "cpu")))[A].cpu_slots == 3
     assert scheduler.cpu_slots_free == 1
-    assert submit(scheduler, spec(B, 2, "cpu")) == [QueueMoved(B, 1, "needs 1 more CPU slot; 3 are held by run aaaa")]
+    assert submit(scheduler, spec(B, 2, "cpu")) == [QueueMoved(B, 1, "needs 1 more CPU rank; 3 are held by run aaaa")]
     assert list(launched(submit(scheduler, spec(C, 1, "cpu")))) == [C]
 
 
 def test_more_ranks_than_slots_take_them_all_and_the_lease_says_so() -> None:
     scheduler = Scheduler(node(slots=16, cores=2))
     submit(scheduler, spec(A, 1, "cpu"))
-    assert submit(scheduler, spec(B, 64, "cpu")) == [QueueMoved(B, 1, "needs 1 more CPU slot; 1 is held by run aaaa")]
+    assert submit(scheduler, spec(B, 64, "cpu")) == [QueueMoved(B, 1, "needs 1 more CPU rank; 1 is held by run aaaa")]
     lease = launched(scheduler.handle(RanksReaped(A, RunState.FAILED), 1.0))[B]
     assert (lease.ranks, lease.cpu_slots, lease.shared_cores) == (64, 16, SharedCores(2, 16))
     assert scheduler.cpu_slots_free == 0
@@ -313,7 +313,7 @@ def test_a_refused_cpu_lease_waits_for_the_next_inventory() -> None:
     scheduler = Scheduler(node())
     submit(scheduler, spec(A, 2, "cpu"))
     out = scheduler.handle(LeaseRefused(A, (), "no memory"), 1.0)
-    assert out == [QueueMoved(A, 1, "needs 2 more CPU slots; the engine refuses more: no memory")]
+    assert out == [QueueMoved(A, 1, "needs 2 more CPU ranks; the engine refuses more: no memory")]
     assert list(launched(scheduler.handle(InventoryChanged(node()), 2.0))) == [A]
 
 
@@ -456,7 +456,7 @@ def test_a_large_run_gets_its_turn_under_a_stream_of_small_ones() -> None:
 def test_any_run_that_waits_takes_up_with_the_devices_that_come() -> None:
     scheduler = Scheduler(node(slots=2))
     submit(scheduler, spec(A, 2, "cpu"))
-    assert submit(scheduler, spec(B, 1, "any")) == [QueueMoved(B, 1, "needs 1 more CPU slot; 2 are held by run aaaa")]
+    assert submit(scheduler, spec(B, 1, "any")) == [QueueMoved(B, 1, "needs 1 more CPU rank; 2 are held by run aaaa")]
     assert launched(scheduler.handle(InventoryChanged(node(*gpus(1), slots=2)), 1.0))[B].uuids == ("GPU-a10-0",)
 
 

@@ -182,7 +182,7 @@ def test_the_table() -> None:
     lines = table(used("type")).splitlines()
     assert lines[0].split("   ")[0] == "type"
     assert lines[0].split()[1:] == [
-        "runs", "GPU-hours", "slot-hours", "cost", "idle", "GPU-hours", "idle", "cost", "reserved",
+        "runs", "GPU-hours", "CPU-hours", "cost", "idle", "GPU-hours", "idle", "cost", "reserved",
     ]  # fmt: skip
     assert lines[1].split() == ["a10", "3", "4.00", "0.00", "$4.80", "0.00", "$3.60"]
     assert lines[2].split() == ["h100", "2", "1.00", "0.00", "$4.50", "0.67", "$3.00", "$3.00"]

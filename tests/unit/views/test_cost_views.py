@@ -51,7 +51,7 @@ def test_without_a_price_nothing_is_said_of_short_runs_and_hours_of_long_ones() 
     assert billed_text(run.end(gpu_s=24.0).view) == ""
     assert billed_text(Run(ranks=2).start("a10").end(gpu_s=7200.0).view) == "2.00 GPU h"
     on_cpu = Run(ranks=2).start("cpu").end(gpu_s=24.0, cost=0.5, currency="CHF")
-    assert billed_text(on_cpu.view) == "0.50 CHF for 24 slot s"
+    assert billed_text(on_cpu.view) == "0.50 CHF for 24 CPU s"
 
 
 def test_a_cell_says_its_part_of_what_its_session_costs() -> None:
@@ -101,7 +101,7 @@ def test_a_session_that_has_ended_says_what_it_cost() -> None:
     [
         (
             RunLimit.COST,
-            "its cost limit of $0.02 is reached (--max-cost 0.02): 4 a10 cost $0.02 in 15 s",
+            "its cost limit of $0.02 is reached (--max-cost 0.02): 4 A10 cost $0.02 in 15 s",
             "cost limit reached",
             "when its cost limit was reached:",
         ),

@@ -320,7 +320,7 @@ def test_what_is_saved_of_a_living_session_stays_true(detach: bool) -> None:
     saved = interrupted_bundle(run.view)
     text = saved["text/plain"]
     assert isinstance(text, str)
-    assert text.splitlines()[0] == "session work · 4 ranks on team (4 x a10, nccl)"
+    assert text.splitlines()[0] == f"session work · 4 ranks on team (4 {TIMES} A10, nccl)"
     assert "It started on 2026-09-21 at 14:13" in text
     assert "%sgpu_attach 5e55" in text
     assert ("%sgpu_connect starts a new one" in text) != detach

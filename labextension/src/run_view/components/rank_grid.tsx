@@ -7,7 +7,7 @@ import { ProgressBar } from "./bar";
 import { Icon } from "./icon";
 import { Sparkline } from "./sparkline";
 
-/** Minimum number of ranks for small cards, eight in a row. */
+/** Minimum number of ranks for small cards. */
 const DENSE_FROM = 9;
 /** Minimum number of ranks for a grid that scrolls. */
 const SCROLL_FROM = 65;
@@ -76,9 +76,28 @@ function Card({ card, dense, isOpen, isTabStop, onOpen, onShow }: CardProps) {
         <div class="sgpu-spark" />
       )}
       <ProgressBar bar={card.bar} label={`progress of rank ${card.rank}`} />
-      <div class={card.bar ? "sgpu-last sgpu-bar-text" : "sgpu-last"} title={card.last}>
-        {card.bar ? splitParts(card.last).map((text, index) => <span key={index}>{index > 0 ? ` · ${text}` : text}</span>) : card.last}
-      </div>
+      {card.bar ? (
+        <BarText text={card.last} />
+      ) : (
+        <div class="sgpu-last" title={card.last}>
+          {card.last}
+        </div>
+      )}
+    </div>
+  );
+}
+
+/** A progress bar's text, such as `train: 58/80 · 19.7 it/s · 1 s left`; its label is shortened before other parts are left out. */
+function BarText({ text }: { text: string }) {
+  const [first = "", ...others] = splitParts(text);
+  const labelEnd = first.lastIndexOf(": ") + 1;
+  return (
+    <div class="sgpu-last sgpu-bar-text" title={text}>
+      {labelEnd > 0 && <span class="sgpu-bar-label">{first.slice(0, labelEnd)}</span>}
+      <span>{first.slice(labelEnd)}</span>
+      {others.map((part, index) => (
+        <span key={index}>{` · ${part}`}</span>
+      ))}
     </div>
   );
 }
@@ -111,6 +130,7 @@ export function RankGrid({ ranks, onShow }: { ranks: readonly RankCard[]; onShow
         aria-label="ranks"
         data-columns={columns(ranks.length)}
         data-narrow={narrowColumns(ranks.length)}
+        style={evenColumns(ranks.length)}
         ref={grid}
         onKeyDown={onKey}
       >
@@ -156,4 +176,10 @@ function columns(ranks: number): number {
 function narrowColumns(ranks: number): number {
   if (ranks === 4) return 2;
   return ranks <= 6 ? Math.min(columns(ranks), 3) : columns(ranks);
+}
+
+/** Returns custom properties with the number of columns for an output that has room for 4, 5, ... 8 cards in a row: rows of equal length. */
+function evenColumns(ranks: number): Record<string, number> {
+  const most = [4, 5, 6, 7, 8];
+  return Object.fromEntries(most.map((room) => [`--columns-${room}`, Math.ceil(ranks / Math.ceil(ranks / room))]));
 }
