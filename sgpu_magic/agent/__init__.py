@@ -9,6 +9,7 @@ reports         events for the pool, kept until it confirms that they are on dis
 run_registry    the runs that the agent holds
 launch          turns a launch into ranks: those of a standby group, or new ones; prepares inputs first
 standby_groups  groups of ranks that have started before a run needs them
+preloaded_zygotes  zygotes that have executed what runs import
 node_context    the kernel's context on this node: directory, path, variables, and its local code
 blobs           fetches blobs from the pool's store, and assembles uploaded folders and files from them
 environments    the environments that runs need, and the processes that build them

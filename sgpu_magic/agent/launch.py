@@ -42,6 +42,7 @@ class RunLauncher(msgspec.Struct, frozen=True):
     def launch(self, launch: Launch, frames: Sequence[bytes]) -> None:
         """Start a run, a session, or a cell in a session."""
         spec = launch.spec
+        self.runs.groups.preloaded.pause()
         if spec.in_session:
             attempt = Attempt(launch, frames)
             if needs_blobs(launch):

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from msgspec.structs import replace
+
 from sgpu_magic.agent import faults
 from sgpu_magic.agent.reports import EventReports
 from sgpu_magic.agent.runs.execution import Execution
@@ -32,6 +34,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _REPLENISH_DELAY_S = 0.15
+# imports are executed ahead when no run follows for so long
+_PRELOAD_DELAY_S = 1.0
 _KEEP_DELAY_S = 2.0
 # unfetched results are dropped with their run after this
 _RESULTS_KEPT_S = 600.0
@@ -188,6 +192,11 @@ class RunRegistry:
     def on_event(self, run_id: str, body: EventBody, frames: Iterable[bytes]) -> None:
         self.far.report(run_id, body, tuple(frames))
 
+    def imported(self, run: Execution, modules: Sequence[str]) -> None:
+        """Note imports of a run that took long: later runs of this Python may have them ahead."""
+        interpreter = run.run_ranks.group.zygote.interpreter
+        self.groups.preloaded.learn(replace(run.launch, interpreter=interpreter), modules)
+
     def run_exited(self, run: NodeRun) -> None:
         self.ranks_exited(run.run_id)
         spec = run.launch.spec
@@ -199,9 +208,13 @@ class RunRegistry:
                 self._later(_REPLENISH_DELAY_S, self._keep_for_session, session)
         elif isinstance(run, Execution) and not run.group.broken:
             self._later(_REPLENISH_DELAY_S, self._replenish, run.launch)
+        self._later(_PRELOAD_DELAY_S, self._preload, run)
         self._loop.call_later(_KEEP_DELAY_S, self._keep, run)
 
     # ------------------------------------------------------------ internals
+
+    def _preload(self, _: NodeRun) -> None:
+        self.groups.preloaded.tend(is_busy=self.busy)
 
     def _later(self, delay_s: float, call: Callable[[T], None], of: T) -> None:
         """Schedule work on standby groups; its faults are not charged to the run that preceded it."""

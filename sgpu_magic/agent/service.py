@@ -310,7 +310,8 @@ class Agent:
 
     def _tidy(self) -> None:
         self._housekeeping = self._loop.call_later(_HOUSEKEEPING_S, self._tidy)
-        for tend in (self._groups.tend, self._environments.tend):
+        preload = functools.partial(self._groups.preloaded.tend, is_busy=self._runs.busy)
+        for tend in (self._groups.tend, preload, self._environments.tend):
             with faults.guarded(None):
                 tend()
 

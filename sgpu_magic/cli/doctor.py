@@ -29,6 +29,7 @@ from sgpu_magic.client.pools_file import read_pools
 from sgpu_magic.client.this_machine import left_by_pool, own_key_path, running_pool
 from sgpu_magic.config import Settings, config_path, load_settings
 from sgpu_magic.errors import PoolError, UsageError
+from sgpu_magic.files.preload_report import read_report
 from sgpu_magic.files.run_directory import disk_room
 from sgpu_magic.files.run_directory import remedy as remedy_for_disk
 from sgpu_magic.formatting import count_of, format_bytes
@@ -223,6 +224,15 @@ def pool(settings: Settings) -> Iterator[Finding]:
     else:
         # this command is one of the clients
         yield ok("pool", f"{text}, {count_of(max(0, status.clients - 1), 'client')}")
+    yield from _preloaded(settings)
+
+
+def _preloaded(settings: Settings) -> Iterator[Finding]:
+    """Say what the pool has executed ahead for the next runs, what of their imports it has not, and why."""
+    for row in read_report(settings.state_path):
+        about = f"{', '.join(row.roots)}: {row.modules:,} modules, {format_bytes(row.bytes)}, in process {row.pid}"
+        refused = "".join(f"; {name} {why}" for name, why in row.refused.items())
+        yield ok("preload", f"{about}{refused}")
 
 
 def _stopped_processes(status: PoolStatus) -> list[int]:

@@ -76,6 +76,9 @@ class Settings(msgspec.Struct, frozen=True):
         standby: Keep a standby group: started ranks for another run of the last size.
         standby_idle_s: Idle seconds after which the standby group is dropped.
         zygote_idle_s: Idle seconds after which a zygote, the process that forks ranks, is closed.
+        preload: What runs of a notebook import is executed ahead, so that their later runs import it in milliseconds:
+            `auto` (what has taken long before), `off`, or names of modules, separated by commas.
+        preload_bytes: Memory in bytes above which no further module is executed ahead.
         pool_idle_s: Seconds without runs after which the local pool exits.
         status_idle_s: Seconds for which `%sgpu_status` keeps updating after the last run has ended.
         grace_s: Seconds from SIGTERM to SIGKILL when a run is cancelled.
@@ -157,6 +160,8 @@ class Settings(msgspec.Struct, frozen=True):
     standby: bool = True
     standby_idle_s: float = 60.0
     zygote_idle_s: float = 600.0
+    preload: str = "auto"
+    preload_bytes: int = 4_000_000_000
     pool_idle_s: float = 3600.0
     status_idle_s: float = 60.0
     grace_s: float = 5.0
@@ -369,6 +374,8 @@ def _read(setting: str, name: str, kind: str, value: object, where: str) -> obje
             text = prices_text(cast("dict[str, object]", value)) if isinstance(value, dict) else text
             read_prices(text)
             return text
+        if setting == "preload" and isinstance(value, list):
+            text = ",".join(map(str, cast("list[object]", value)))
         if setting in _WORDS and text not in _WORDS[setting]:
             *others, last = filter(None, _WORDS[setting])
             raise ValueError(f"it can be {', '.join(others)} or {last}")
@@ -414,6 +421,7 @@ def _check(settings: Settings) -> None:
         "user_priorities": read_priorities,
         "user_quotas": read_quotas,
         "notify": shlex.split,
+        "preload": read_preload,
     }
     for name, read in readers.items():
         try:
@@ -422,6 +430,21 @@ def _check(settings: Settings) -> None:
             raise UsageError(f"the setting {name} can't be read: {error}.") from None
     if not (math.isfinite(half_life_s) and half_life_s > 0):
         raise UsageError(f"the setting fair_half_life_s is {half_life_s:g}; it must be more than 0 seconds.")
+
+
+def read_preload(text: str) -> tuple[str, ...] | None:
+    """Return the modules that the setting `preload` names; None for `auto`, none for `off`.
+
+    Raises:
+        ValueError: A name is not that of a module.
+    """
+    if text == "auto":
+        return None
+    names = () if text == "off" else tuple(filter(None, (name.strip() for name in text.split(","))))
+    for name in names:
+        if not all(part.isidentifier() for part in name.split(".")):
+            raise ValueError(f"{name[:80]!r} is neither the name of a module nor `auto` or `off`")
+    return names
 
 
 def private_dir(path: Path) -> Path:

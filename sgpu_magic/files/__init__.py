@@ -8,5 +8,6 @@ run_directory      a run's events; its files by names from untrusted sources; wh
 tracking_progress  how far a run's events have been written to MLflow
 atomic_file        files that appear under their names once they are complete
 disk_usage         sizes of files and folders; eviction and removal
+preload_report     what a pool's zygotes have executed ahead
 locks              locks on files and folders, which the system releases when their holder ends
 """

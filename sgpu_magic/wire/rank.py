@@ -266,9 +266,19 @@ class MetricsReported(Record, frozen=True, tag="metrics-reported", kw_only=True)
     tags: tuple[tuple[str, str], ...] = ()
 
 
+class HeavyImported(Record, frozen=True, tag="heavy-imported", kw_only=True):
+    """Cells of this rank have imported these installed modules, and each import took long.
+
+    Args:
+        modules: As they were imported, in order, such as `transformers.trainer`.
+    """
+
+    modules: tuple[str, ...]
+
+
 ShownByCell = Displayed | Cleared | CommsFromRank
 CellReport = Joined | Renewed | Raised | Remarked | QuestionAnswered | ShownByCell | Finished | CellFailed | Finishing
-FromRank = StandsBy | CellReport | Collectives | AskTracking | MetricsReported
+FromRank = StandsBy | CellReport | Collectives | AskTracking | MetricsReported | HeavyImported
 
 # ---------------------------------------------------------------- agent <-> zygote
 
@@ -297,6 +307,62 @@ class Fork(OfFork, frozen=True, tag="fork", kw_only=True):
     warm_up: bool = False
     announce: bool = False
     store_path: str = ""
+
+
+class Preload(Record, frozen=True, tag="preload", kw_only=True):
+    """Execute these imports, and hide their modules until a rank imports them. Answered by `Preloaded`.
+
+    The first message to a zygote, if it is sent at all.
+
+    Args:
+        roots: Modules, in order.
+        tried: For modules that a zygote of this interpreter has tried before: what to import for them.
+        environ: The environment of the runs, without the variables of their ranks.
+        rank_variables: Names of the variables whose values are each rank's own.
+        cwd: Working directory of the runs.
+        sys_path: `sys.path` of the runs.
+        limit_bytes: Memory above which no further module is imported.
+    """
+
+    roots: tuple[str, ...]
+    tried: dict[str, tuple[str, ...]]
+    environ: dict[str, str]
+    rank_variables: tuple[str, ...]
+    cwd: str
+    sys_path: tuple[str, ...]
+    limit_bytes: int
+
+
+class PausePreload(Record, frozen=True, tag="pause-preload", kw_only=True):
+    """Wait with further imports while ranks compute, or go on. Of no meaning after `Preloaded`.
+
+    Args:
+        paused: Whether to wait.
+    """
+
+    paused: bool
+
+
+class Preloaded(Record, frozen=True, tag="preloaded", kw_only=True):
+    """The zygote has executed imports, and forks ranks from now on.
+
+    Args:
+        roots: Those of the order of which something was executed.
+        modules: Number of modules that were executed.
+        bytes: Memory that they take.
+        reads: Environment variables that they read.
+        reads_directory: Whether one of them asked for the working directory.
+        tried: For each module of the order that was tried: what to import for it; nothing if nothing is safe.
+        refused: For each module of which not all was executed: why, as the end of a sentence.
+    """
+
+    roots: tuple[str, ...]
+    modules: int
+    bytes: int
+    reads: tuple[str, ...]
+    reads_directory: bool
+    tried: dict[str, tuple[str, ...]]
+    refused: dict[str, str]
 
 
 class Forked(OfFork, frozen=True, tag="forked", kw_only=True):
@@ -355,5 +421,5 @@ class DescendantsEnded(Record, frozen=True, tag="descendants-ended", kw_only=Tru
     stuck: tuple[str, ...] = ()
 
 
-ToZygote = Fork
-FromZygote = Forked | ForkRefused | ZygoteReady | ZygoteFailed | Exited | DescendantsEnded
+ToZygote = Fork | Preload | PausePreload
+FromZygote = Forked | ForkRefused | ZygoteReady | ZygoteFailed | Preloaded | Exited | DescendantsEnded

@@ -169,6 +169,13 @@ def torchrun_variables(launch: Launch, rank: int, meeting: RendezvousPoint, devi
     }
 
 
+def rank_variables_of(launch: Launch) -> tuple[str, ...]:
+    """Return the names of the variables that each rank has besides the kernel's."""
+    first = 0 if launch.part is None else launch.part.first_rank
+    names = torchrun_variables(launch, first, RendezvousPoint(0, "", ""), "cpu")
+    return tuple({**names, _NCCL_INTERFACE: "", _GLOO_INTERFACE: ""})
+
+
 def error_handling_of(launch: Launch) -> str:
     """Return what NCCL's watchdog does about a failed or late collective, unless the user has chosen it.
 

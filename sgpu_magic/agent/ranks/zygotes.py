@@ -24,6 +24,9 @@ from sgpu_magic.wire.rank import (
     Forked,
     ForkRefused,
     FromZygote,
+    PausePreload,
+    Preload,
+    Preloaded,
     ZygoteFailed,
     ZygoteReady,
 )
@@ -69,6 +72,7 @@ class Zygote:
         self._status: int | None = None
         self._pending_report: asyncio.Handle | None = None
         self._group_of: dict[int, Group] = {}
+        self._preloaded: Callable[[Preloaded], None] = lambda _: None
         environ = dict(interpreter.variables)
         tunables = environ.get("GLIBC_TUNABLES", "")
         environ["GLIBC_TUNABLES"] = f"{tunables}:{_MALLOC_TUNABLE}".strip(":")
@@ -90,6 +94,20 @@ class Zygote:
         self.last_used = asyncio.get_running_loop().time()
         self._groups[order.group_id] = listener
         self.stream.send(order, descriptors=descriptors)
+
+    def preload(self, order: Preload, done: Callable[[Preloaded], None]) -> None:
+        """Order imports ahead of the first fork.
+
+        Args:
+            order: The imports.
+            done: Called with the answer; never if the zygote ends before.
+        """
+        self._preloaded = done
+        self.stream.send(order)
+
+    def pause_preload(self, paused: bool) -> None:
+        """Let the imports wait while ranks compute, or go on."""
+        self.stream.send(PausePreload(paused=paused))
 
     def forget(self, group_id: str) -> None:
         """Forget a group that is gone."""
@@ -117,6 +135,8 @@ class Zygote:
                 self._closed()
             case ZygoteReady():
                 self.ready = True
+            case Preloaded():
+                self._preloaded(message)
             case ZygoteFailed():
                 self._failure = message.message
             case Forked() | ForkRefused() if (listener := self._groups.get(message.group_id)) is not None:
@@ -190,6 +210,7 @@ class Zygotes:
         self._log_dir = log_dir
         self._idle_s = idle_s
         self._by_key: dict[str, Zygote] = {}
+        self._others: list[Zygote] = []
         # zygotes whose process has not been reaped
         self._by_pid: dict[int, Zygote] = {}
 
@@ -207,6 +228,27 @@ class Zygotes:
             self.retire(keep=zygote)
         zygote.last_used = asyncio.get_running_loop().time()
         return zygote
+
+    def start_another(self, interpreter: Interpreter) -> Zygote:
+        """Start a zygote beside the interpreter's own one. The caller ends it with `end`.
+
+        Raises:
+            OSError: The interpreter can't be executed.
+        """
+        zygote = Zygote(interpreter, self._log_dir, self._on_zygote_lost)
+        self._others.append(zygote)
+        self._by_pid[zygote.process.pid] = zygote
+        return zygote
+
+    def end(self, zygote: Zygote) -> None:
+        """Close a zygote of `start_another`."""
+        if zygote in self._others:
+            self._others.remove(zygote)
+            zygote.close()
+
+    def is_alive(self, zygote: Zygote) -> bool:
+        """Whether a zygote of `start_another` is neither closed nor lost."""
+        return zygote in self._others
 
     def retire(self, keep: Zygote | None = None) -> None:
         """Close idle zygotes beyond two, and those that are unused for too long."""
@@ -226,21 +268,24 @@ class Zygotes:
             child_process.end_adopted(lambda: zygote.reaped(status))
 
     def pids(self) -> list[int]:
-        return [zygote.process.pid for zygote in self._by_key.values()]
+        return [zygote.process.pid for zygote in (*self._by_key.values(), *self._others)]
 
     def keys(self) -> list[str]:
         """Return the keys of the interpreters that have a zygote."""
-        return list(self._by_key)
+        return list({*self._by_key, *(zygote.interpreter.key for zygote in self._others)})
 
     def close(self) -> None:
         """End every zygote and all its ranks."""
-        for zygote in self._by_key.values():
+        for zygote in (*self._by_key.values(), *self._others):
             zygote.close()
         self._by_key.clear()
+        self._others.clear()
 
     def _on_zygote_lost(self, zygote: Zygote) -> None:
         if self._by_key.get(zygote.interpreter.key) is zygote:
             del self._by_key[zygote.interpreter.key]
+        if zygote in self._others:
+            self._others.remove(zygote)
 
 
 def _last_line(path: Path, begin: int) -> str:

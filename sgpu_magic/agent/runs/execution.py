@@ -41,6 +41,7 @@ from sgpu_magic.wire.rank import (
     Displayed,
     Finished,
     FromRank,
+    HeavyImported,
     MetricsReported,
     Raised,
     Remarked,
@@ -138,6 +139,8 @@ class Execution(NodeRun):
                 if text not in self._remarks:
                     self._remarks.add(text)
                     self._say(Noted(text=text))
+            case HeavyImported(modules=modules):
+                self._listener.imported(self, modules)
             case AskTracking():
                 self._tracking.on_request(rank)
             case MetricsReported(metrics=metrics, params=params, tags=tags):

@@ -52,6 +52,12 @@ def note_imports() -> None:
 _noted: dict[str, Mark] = {}
 
 
+def forget_installed() -> None:
+    """Forget the marks of installed modules: the zygote has imported many, and none of them is the user's."""
+    for path in [path for path in _noted if is_installed(os.path.abspath(path))]:
+        del _noted[path]
+
+
 class EditedModules:
     """Finds and reloads edited modules before each cell of a session.
 
@@ -138,7 +144,7 @@ class EditedModules:
             self._root_prefixes = tuple(_user_directories(context))
         for path in _noted.keys() - self._own.keys():
             absolute = os.path.abspath(path)
-            self._own[path] = absolute.startswith(self._root_prefixes) and not _is_installed(absolute)
+            self._own[path] = absolute.startswith(self._root_prefixes) and not is_installed(absolute)
         return [path for path, own in self._own.items() if own]
 
     def _pass_values_on(
@@ -166,11 +172,12 @@ def _from_file(traceback: types.TracebackType | None, path: str) -> types.Traceb
 def _user_directories(context: RankContext) -> Iterable[str]:
     for entry in (context.cwd, *context.sys_path):
         directory = os.path.abspath(os.path.join(context.cwd or os.sep, entry))
-        if not _is_installed(directory + os.sep):
+        if not is_installed(directory + os.sep):
             yield directory.rstrip(os.sep) + os.sep
 
 
-def _is_installed(path: str) -> bool:
+def is_installed(path: str) -> bool:
+    """Whether a file, or a directory with a separator at its end, belongs to a Python installation."""
     return path.startswith(_INSTALLED) or _SITE_DIRECTORY.search(path) is not None
 
 

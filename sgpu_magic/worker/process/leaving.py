@@ -77,10 +77,7 @@ def begin_to_count() -> None:
     The zygote's finalizers are not run by ranks: those of torch's operator libraries would copy 28 MB. IPython's exit
     function is left out too, since it clears the namespace while threads may still use it.
     """
-    for made_here in list(_finalizers()):
-        made_here.atexit = False
-    _registered.newest_finalizer = next(reversed(_finalizers()), None)
-    _registered.pool_finalizers = len(_pool_finalizers())
+    forget_registered()
     register, unregister = atexit.register, atexit.unregister
 
     @functools.wraps(register)
@@ -96,6 +93,19 @@ def begin_to_count() -> None:
         _registered.exit_functions[:] = [each for each in _registered.exit_functions if each is not function]
 
     atexit.register, atexit.unregister = registering, unregistering
+
+
+def forget_registered() -> None:
+    """Leave the finalizers that there are to the zygote."""
+    for made_here in list(_finalizers()):
+        made_here.atexit = False
+    _registered.newest_finalizer = next(reversed(_finalizers()), None)
+    _registered.pool_finalizers = len(_pool_finalizers())
+
+
+def finalizer_count() -> int:
+    """Return how many finalizers are due at the process's exit, without torch's, which no rank runs."""
+    return sum(made.atexit and not _is_ours(about.func) for made, about in list(_finalizers().items()))
 
 
 def _is_ours(function: object) -> bool:

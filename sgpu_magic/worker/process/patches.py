@@ -29,16 +29,20 @@ Execute = Callable[[ModuleType], None]
 
 
 class _Finder(MetaPathFinder):
-    """Finds some modules through the finders after it, and lets `execute` execute them."""
+    """Finds some modules through the finders after it, and lets `execute` execute them.
+
+    Attributes:
+        names: These modules.
+    """
 
     def __init__(self, names: Sequence[str], execute: Callable[[Execute, ModuleType], None]) -> None:
-        self._names = names
+        self.names = names
         self._execute = execute
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname not in self._names:
+        if fullname not in self.names:
             return None
         at = next((at for at, finder in enumerate(sys.meta_path) if finder is self), len(sys.meta_path))
         for finder in sys.meta_path[at + 1 :]:

@@ -33,6 +33,7 @@ from sgpu_magic.wire.rank import (
     Finish,
     Finishing,
     Fork,
+    HeavyImported,
     Joined,
     Prepare,
     QuestionAnswered,
@@ -50,6 +51,7 @@ from sgpu_magic.worker.cell.event_loop import cell_loop
 from sgpu_magic.worker.cell.results import Reply
 from sgpu_magic.worker.cell.shell import RankShell
 from sgpu_magic.worker.group import rendezvous, renewal
+from sgpu_magic.worker.preload.heavy_imports import heavy_imports
 from sgpu_magic.worker.process import position, terminal, user_code
 from sgpu_magic.worker.process.helper import Helper, Order
 from sgpu_magic.worker.process.leaving import Leaving
@@ -185,6 +187,8 @@ class _Life:
             # the cell may have failed before the interrupt
             failure = self._shell.failure
             reply = run.failed(error if failure is None else failure.error)
+        if modules := heavy_imports.take():
+            self._link.send(HeavyImported(modules=modules))
         finishes = not self._helper.stays and self._leaving.has_work()
         if finishes:
             self._leaving.announce()

@@ -24,7 +24,7 @@ from IPython.paths import get_ipython_dir
 
 from sgpu_magic.errors import EnvironmentFailed
 from sgpu_magic.system.process_settings.rank_settings import RankSettings
-from sgpu_magic.system.processes import core_count
+from sgpu_magic.system.processes import threads_per_rank
 from sgpu_magic.wire.devices import is_slice
 from sgpu_magic.wire.rank import Fork
 from sgpu_magic.wire.run import RankContext
@@ -88,8 +88,7 @@ def set_threads(context_environ: dict[str, str], ranks_here: int) -> None:
 
     `OMP_NUM_THREADS` alone has no effect once torch is imported. The zygote limits numpy's BLAS to one thread.
     """
-    asked = context_environ.get("OMP_NUM_THREADS", "")
-    threads = int(asked) if asked.isdigit() and int(asked) > 0 else max(1, core_count() // ranks_here)
+    threads = threads_per_rank(context_environ, ranks_here)
     torch.set_num_threads(threads)
     os.environ["OMP_NUM_THREADS"] = str(threads)
     if threads > 1:

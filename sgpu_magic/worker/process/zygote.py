@@ -36,6 +36,7 @@ from sgpu_magic.wire.rank import (
     Fork,
     Forked,
     ForkRefused,
+    Preload,
     ToZygote,
     ZygoteFailed,
     ZygoteReady,
@@ -99,6 +100,7 @@ def _preload() -> str:
                 importlib.import_module(name)
         from sgpu_magic.worker.cell import edited_modules, event_loop, lone_training, results, shell, widgets
         from sgpu_magic.worker.group import local_names, rendezvous
+        from sgpu_magic.worker.preload import heavy_imports
         from sgpu_magic.worker.process import leaving, notebook_classes, patches, position, rank_context
 
         position.record_collectives()
@@ -112,6 +114,7 @@ def _preload() -> str:
         patches.apply_time_limits()
         patches.around_import(("mlflow",), extensions.tracking_in_rank().around_import)
         edited_modules.note_imports()
+        sys.meta_path.insert(0, heavy_imports.heavy_imports)
         lone_training.count_optimizer_steps()
         widgets.install()
     extensions.databricks_names().install()
@@ -169,9 +172,29 @@ class _Ranks:
                 received = link.receive()
                 if received is None:
                     return
-                self._fork(received[0], inherited)
+                match received[0]:
+                    case Preload() as order:
+                        self._preload(order)
+                    case Fork() as order:
+                        self._fork(order, inherited)
+                    case _:
+                        pass
                 if not link.has_message():
                     break
+
+    def _preload(self, order: Preload) -> None:
+        """Execute imports ahead."""
+        from sgpu_magic.worker.preload import preloading
+
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        try:
+            done = preloading.preload(order, self._link)
+        except Exception as error:
+            self._link.send(ZygoteFailed(message=f"{type(error).__name__}: {error}"))
+            raise SystemExit(1) from error
+        preloading.freeze()
+        signal.signal(signal.SIGCHLD, _wake)
+        self._link.send(done)
 
     def _report_ended(self) -> None:
         with contextlib.suppress(ChildProcessError):

@@ -50,6 +50,7 @@ from sgpu_magic.wire import attachments, codec, decoding
 from sgpu_magic.wire.decoding import JsonDecoder, MsgpackDecoder
 from sgpu_magic.wire.files import TRACKING
 from sgpu_magic.wire.node import AgentReady
+from sgpu_magic.worker.preload import preloading
 
 PACKAGE = Path(sgpu_magic.__file__).parent
 BORDER = {
@@ -393,6 +394,7 @@ READERS: dict[str, Reader] = {
     "wire/codec.py:from_rank": feed_stream(codec.from_rank),
     "wire/codec.py:to_tracker": feed_stream(codec.to_tracker),
     "wire/codec.py:from_tracker": feed_stream(codec.from_tracker),
+    "worker/preload/preloading.py:read_trial": Reader(lambda data, _: preloading.read_trial(data), hostile_msgpack),
     "worker/process/position.py:_decoder": json_decoder(JsonDecoder(dict[str, int])),
     "worker/ray/node.py:_words": json_decoder(JsonDecoder(dict[str, int])),
 }

@@ -1,0 +1,327 @@
+"""Modules that the zygote has executed, and that appear in a rank when its code imports them.
+
+A rank sees what it would see without them: until their import they are neither in `sys.modules` nor attributes of
+their packages, and their effects on the process, such as warning filters, are undone. Their import then repeats, module
+by module, what their execution has done, in the same order. That takes tens of milliseconds where their execution took
+seconds.
+"""
+
+# the import system's own functions have no types
+# pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+
+from __future__ import annotations
+
+import atexit
+import functools
+import importlib
+import logging
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ExtensionFileLoader, ModuleSpec, PathFinder
+from types import ModuleType
+from typing import Any
+
+from sgpu_magic.worker.preload.import_recorder import Effects, ImportRecorder, RecordedImport, dependents_of
+
+
+class HiddenModules(MetaPathFinder):
+    """Finds hidden modules; the first entry of `sys.meta_path` while there are any.
+
+    Attributes:
+        conflict: A module that a recorded import would have executed otherwise than an import before; "" for none.
+    """
+
+    def __init__(self) -> None:
+        self._imports: dict[str, RecordedImport] = {}
+        self._modules: dict[str, ModuleType] = {}
+        self._specs: dict[str, ModuleSpec | None] = {}
+        # changes of the process by the modules that are not hidden, in their order
+        self._made: list[Effects] = []
+        self._directory = ""
+        self._is_recording = False
+        self.conflict = ""
+        # loggers by the module that has made them, also if it was executed again, when they existed
+        self._loggers: dict[str, list[str]] = {}
+        # top-level modules that no other file on `sys.path` comes before
+        self._unshadowed: set[str] = set()
+
+    @property
+    def names(self) -> list[str]:
+        """The modules that are hidden now."""
+        return list(self._modules)
+
+    # ------------------------------------------------------------ in the zygote
+
+    def recorder(self, before_each: Callable[[], None] = lambda: None) -> ImportRecorder:
+        """Return a recorder for imports that `hide` hides.
+
+        Args:
+            before_each: Called before each module is executed.
+        """
+        self._is_recording = True
+        return ImportRecorder(before_each, self._imports.__contains__, self._made)
+
+    def hide(self, imports: Mapping[str, RecordedImport]) -> None:
+        """Undo imports as far as a rank can see them, together with those of earlier calls.
+
+        Args:
+            imports: Records of the newly executed modules by name, in the order in which they were completed.
+        """
+        self._is_recording = False
+        self._directory = os.getcwd()
+        for name, record in imports.items():
+            for step in record.steps:
+                if isinstance(step, Effects) and step.loggers:
+                    self._loggers.setdefault(name, []).extend(step.loggers)
+        self._imports |= imports
+        for name, record in reversed(self._imports.items()):
+            module = sys.modules.pop(name, None)
+            if module is None:
+                continue
+            self._modules[name] = module
+            if name in imports:
+                self._specs[name] = getattr(module, "__spec__", None)
+            self._unbind(record, module)
+            if record.attributes is not None:
+                for added in vars(module).keys() - record.attributes:
+                    vars(module).pop(added, None)
+        for effects in reversed(self._made):
+            _undo(effects)
+        self._made.clear()
+        if self._modules and self not in sys.meta_path:
+            sys.meta_path.insert(0, self)
+
+    @staticmethod
+    def _unbind(record: RecordedImport, module: ModuleType) -> None:
+        package, _, child = record.name.rpartition(".")
+        parent = sys.modules.get(package)
+        if record.binding is None or parent is None or vars(parent).get(child) is not module:
+            return
+        existed, value = record.binding
+        if existed:
+            setattr(parent, child, value)
+        else:
+            delattr(parent, child)
+
+    # ------------------------------------------------------------ in a rank
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return the spec of a hidden module, as its own finder returned it, with a loader that shows the module."""
+        if fullname not in self._modules:
+            return None
+        order = list(self._in_order(fullname))
+        tops = {step.partition(".")[0] for step in order if isinstance(step, str)} - self._unshadowed
+        outdated = [top for top in tops if self._is_shadowed(top)]
+        outdated += self._read_otherwise(order)
+        if outdated and self._is_recording:
+            self.conflict = outdated[0]
+        elif outdated:
+            # their execution would not be the same here, so they are executed again, and what depends on them
+            self._forget(list(self._executable(dependents_of(outdated, self._imports))))
+            return self.find_spec(fullname, path, target)
+        real = self._specs[fullname]
+        spec = ModuleSpec(fullname, _HiddenLoader(real, functools.partial(self._show_all, fullname, order)))
+        if real is not None:
+            spec.origin, spec.submodule_search_locations = real.origin, real.submodule_search_locations
+            spec.has_location = real.has_location
+            if real.has_location:
+                spec.cached = real.cached
+        return spec
+
+    def _is_shadowed(self, top: str) -> bool:
+        """Whether `sys.path` has another module of this name before the hidden one, or no longer has the hidden one."""
+        spec = self._specs.get(top)
+        # the parts of an extension may have names that no file has
+        if spec is None or spec.name != top or not spec.has_location or spec.origin is None:
+            self._unshadowed.add(top)
+            return False
+        inside, file = os.path.split(spec.origin)
+        if file.startswith("__init__."):
+            inside = os.path.dirname(inside)
+        for entry in sys.path:
+            if entry == inside:
+                self._unshadowed.add(top)
+                return False
+            if PathFinder.find_spec(top, [entry]) is not None:
+                return True
+        return True
+
+    def _read_otherwise(self, order: Iterable[str | Effects]) -> Iterator[str]:
+        """Yield the modules that would read other values now than they have read."""
+        environ = dict(os.environ)
+        is_there = os.getcwd() == self._directory
+        for step in order:
+            if isinstance(step, str):
+                if self._imports[step].reads_directory and not is_there and step in self._modules:
+                    yield step
+                continue
+            is_read_otherwise = any(environ.get(name) != value for name, value in step.reads.items())
+            if is_read_otherwise and step.module in self._modules:
+                yield step.module
+            for name, (before, after) in step.environ.items():
+                if environ.get(name) == before:
+                    if after is None:
+                        environ.pop(name, None)
+                    else:
+                        environ[name] = after
+
+    def _executable(self, names: Iterable[str]) -> Iterator[str]:
+        """Yield the modules that can be executed again. Most of those in C can't, within one process."""
+        for name in names:
+            spec = self._specs.get(name)
+            if spec is not None and not isinstance(spec.loader, ExtensionFileLoader):
+                yield name
+
+    def _forget(self, names: Iterable[str]) -> None:
+        for name in names:
+            if self._modules.pop(name, None) is not None:
+                del self._imports[name]
+                _enable(self._loggers.get(name, ()))
+        self._leave_if_empty()
+
+    def _leave_if_empty(self) -> None:
+        if not self._modules and self in sys.meta_path:
+            sys.meta_path.remove(self)
+
+    def _show_all(self, name: str, order: Sequence[str | Effects]) -> None:
+        """Show a module and what it imported. An interrupt waits until that is done."""
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
+        try:
+            awaited = _awaited_by_finders(self)
+            for step in order:
+                if isinstance(step, Effects):
+                    module = self._modules.get(step.module) or sys.modules.get(step.module)
+                    _repeat(step, {} if module is None else vars(module))
+                    self._made.append(step)
+                elif step == name:
+                    _enable(self._loggers.get(name, ()))
+                elif step in self._modules:
+                    if step in awaited:
+                        importlib.import_module(step)
+                    else:
+                        self._show(step)
+            sys.modules[name] = self._modules.pop(name)
+            self._leave_if_empty()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+    def _show(self, name: str) -> None:
+        sys.modules[name] = self._modules.pop(name)
+        _enable(self._loggers.get(name, ()))
+        package, _, child = name.rpartition(".")
+        if self._imports[name].binding is not None and package in sys.modules:
+            setattr(sys.modules[package], child, sys.modules[name])
+
+    def _in_order(self, name: str) -> Iterator[str | Effects]:
+        """Yield what an import of `name` does: changes of the process, and hidden modules when they are complete."""
+        visited = {name}
+        pending: list[tuple[str, Iterator[str | Effects]]] = [(name, self._steps(name))]
+        while pending:
+            at, steps = pending[-1]
+            for step in steps:
+                if isinstance(step, Effects):
+                    yield step
+                elif step in self._modules and step not in visited:
+                    visited.add(step)
+                    pending.append((step, self._steps(step)))
+                    break
+            else:
+                pending.pop()
+                yield at
+
+    def _steps(self, name: str) -> Iterator[str | Effects]:
+        yield from _packages(name)
+        for step in self._imports[name].steps:
+            if isinstance(step, str):
+                yield from _packages(step)
+            yield step
+
+
+class _HiddenLoader(Loader):
+    """Shows a hidden module. In everything else it is like the module's own loader."""
+
+    def __init__(self, spec: ModuleSpec | None, show: Callable[[], None]) -> None:
+        self._real = None if spec is None else spec.loader
+        self._show = show
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """Leave it to the import system, which would call a `__getattr__` of the hidden module."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._show()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+
+def _packages(name: str) -> Iterator[str]:
+    """Yield the packages of a module, the outermost first."""
+    at = name.find(".")
+    while at > 0:
+        yield name[:at]
+        at = name.find(".", at + 1)
+
+
+def _awaited_by_finders(hidden: HiddenModules) -> set[str]:
+    """Return the modules for which a finder before the hidden ones waits, to change them after their import."""
+    names: set[str] = set()
+    for finder in sys.meta_path:
+        if finder is hidden:
+            break
+        names.update(getattr(finder, "names", ()))
+    return names
+
+
+def _undo(effects: Effects) -> None:
+    for name, (before, after) in effects.environ.items():
+        if os.environ.get(name) == after:
+            if before is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = before
+    for finder, _ in effects.finders:
+        if finder in sys.meta_path:
+            sys.meta_path.remove(finder)
+
+
+def _repeat(effects: Effects, variables: dict[str, Any]) -> None:
+    for name, (before, after) in effects.environ.items():
+        if os.environ.get(name) == before:
+            if after is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = after
+    for finder, is_first in effects.finders:
+        sys.meta_path.insert(0 if is_first else len(sys.meta_path), finder)
+    for each in reversed(effects.filters):
+        if each in warnings.filters:
+            warnings.filters.remove(each)  # pyright: ignore[reportAttributeAccessIssue]
+        warnings.filters.insert(0, each)  # pyright: ignore[reportAttributeAccessIssue]
+    if effects.filters:
+        vars(warnings)["_filters_mutated"]()
+    for call in effects.exit_functions:
+        atexit.register(call.function, *call.args, **call.kwargs)
+    for issued in effects.warnings:
+        warnings.warn_explicit(
+            issued.message,
+            issued.category,
+            issued.filename,
+            issued.lineno,
+            module=effects.module if issued.filename == variables.get("__file__") else None,
+            registry=variables.setdefault("__warningregistry__", {}),
+            source=issued.source,
+        )
+
+
+def _enable(loggers: Iterable[str]) -> None:
+    """Undo what `logging.config` does to loggers that exist: these would not have existed before the import."""
+    for name in loggers:
+        logger = vars(logging.Logger.manager)["loggerDict"].get(name)
+        if isinstance(logger, logging.Logger):
+            logger.disabled = False
