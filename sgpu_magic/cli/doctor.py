@@ -89,6 +89,7 @@ def findings(environ: Mapping[str, str]) -> Iterator[Finding]:
     yield from _guarded("state directory", lambda: state_directory(settings))
     yield from _guarded("runtime directory", lambda: runtime_directory(settings))
     yield from _guarded("pool", lambda: pool(settings))
+    yield from _guarded("preload", lambda: preloaded(settings))
     yield from _guarded("pools", lambda: listed_pools(settings))
     yield from _guarded("memory files", machine_checks.memory_files)
     yield from _guarded("process control", machine_checks.process_control)
@@ -224,10 +225,9 @@ def pool(settings: Settings) -> Iterator[Finding]:
     else:
         # this command is one of the clients
         yield ok("pool", f"{text}, {count_of(max(0, status.clients - 1), 'client')}")
-    yield from _preloaded(settings)
 
 
-def _preloaded(settings: Settings) -> Iterator[Finding]:
+def preloaded(settings: Settings) -> Iterator[Finding]:
     """Say what the pool has executed ahead for the next runs, what of their imports it has not, and why."""
     for row in read_report(settings.state_path):
         about = f"{', '.join(row.roots)}: {row.modules:,} modules, {format_bytes(row.bytes)}, in process {row.pid}"

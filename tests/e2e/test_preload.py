@@ -29,7 +29,7 @@ print(was_there, heavy.executed_by == os.getpid(), repr(heavy.mode), list(sys.mo
 
 @pytest.fixture
 def place(new_home: Callable[..., Home], request: pytest.FixtureRequest) -> Iterator[tuple[Home, Kernel]]:
-    home = new_home(getattr(request, "param", {}))
+    home = new_home(getattr(request, "param", {"SGPU_PRELOAD": "auto"}))
     packages = home.path / "site-packages"
     packages.mkdir()
     (packages / "heavy.py").write_text(HEAVY)

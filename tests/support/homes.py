@@ -84,6 +84,8 @@ class Home:
             "SGPU_TRACK": "off",
             # tests of lock files turn it on; the others must not query the package index
             "SGPU_LOCK_ENVIRONMENTS": "off",
+            # tests of preloading turn it on; beside the others it would take processor time
+            "SGPU_PRELOAD": "off",
             "TMPDIR": str(self.path / "tmp"),
             "IPYTHONDIR": str(self.path / "ipython"),
             "JUPYTER_CONFIG_DIR": str(self.path / "jupyter"),
