@@ -242,5 +242,5 @@ def test_a_run_that_ends_while_there_is_no_service_is_told_by_the_next(pool: Poo
 
 
 def test_what_can_not_be_placed_is_refused(pool: PoolUnderTest):
-    with pytest.raises(SgpuError, match="h100"):
+    with pytest.raises(SgpuError, match="H100"):
         pool.client.begin("pass", ranks=2, device_type="h100")

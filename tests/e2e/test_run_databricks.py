@@ -93,7 +93,7 @@ def test_a_source_file_with_widgets_runs_on_the_ranks_and_exits(home: Home):
     assert code == 0, err
     assert "no cell is tagged" not in err
     assert re.search(r"^the notebook exited in cell \d with: lr=0\.25$", err, re.MULTILINE), err
-    assert "train.py succeeded in " in err
+    assert "train.py: succeeded in " in err
     made = nbformat.read(out.splitlines()[-1], as_version=4)
     nbformat.validate(made)
     assert made.metadata.sgpu == {"exit_value": "lr=0.25"}
