@@ -19,7 +19,7 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ExtensionFileLoader, ModuleSpec, PathFinder
 from types import ModuleType
@@ -165,11 +165,7 @@ class HiddenModules(MetaPathFinder):
             if is_read_otherwise and step.module in self._modules:
                 yield step.module
             for name, (before, after) in step.environ.items():
-                if environ.get(name) == before:
-                    if after is None:
-                        environ.pop(name, None)
-                    else:
-                        environ[name] = after
+                _change(environ, name, before, after)
 
     def _executable(self, names: Iterable[str]) -> Iterator[str]:
         """Yield the modules that can be executed again. Most of those in C can't, within one process."""
@@ -278,13 +274,19 @@ def _awaited_by_finders(hidden: HiddenModules) -> set[str]:
     return names
 
 
+def _change(environ: MutableMapping[str, str], name: str, before: str | None, after: str | None) -> None:
+    """Change a variable from one value to another, None for unset. Another value than the first one is left alone."""
+    if environ.get(name) != before:
+        return
+    if after is None:
+        environ.pop(name, None)
+    else:
+        environ[name] = after
+
+
 def _undo(effects: Effects) -> None:
     for name, (before, after) in effects.environ.items():
-        if os.environ.get(name) == after:
-            if before is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = before
+        _change(os.environ, name, after, before)
     for finder, _ in effects.finders:
         if finder in sys.meta_path:
             sys.meta_path.remove(finder)
@@ -292,11 +294,7 @@ def _undo(effects: Effects) -> None:
 
 def _repeat(effects: Effects, variables: dict[str, Any]) -> None:
     for name, (before, after) in effects.environ.items():
-        if os.environ.get(name) == before:
-            if after is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = after
+        _change(os.environ, name, before, after)
     for finder, is_first in effects.finders:
         sys.meta_path.insert(0 if is_first else len(sys.meta_path), finder)
     for each in reversed(effects.filters):
