@@ -134,6 +134,9 @@ class RunFold:
 
     def _submitted(self, spec: RunSpec) -> None:
         self.spec, self.name = spec, run_name(spec)
+        if spec.kind is RunKind.SESSION:
+            # its cells have points of their own
+            self._system.each_s = 0.0
         for name, value in spec.parameters:
             self._param(name, value)
         self._param("gpus", str(spec.placement.ranks))

@@ -13,9 +13,17 @@ _NODE = "system/node0/"
 
 
 class SystemMetrics:
-    """Converts one run's samples to metric points; `cores` is the node's number of cores, None if unknown."""
+    """Converts one run's samples to metric points.
+
+    Args:
+        cores: The node's number of cores, None if unknown.
+
+    Attributes:
+        each_s: Seconds from the beginning for which each sample is a point of its own.
+    """
 
     def __init__(self, cores: int | None) -> None:
+        self.each_s = _EACH_S
         self._cores = cores
         self._devices: tuple[str, ...] = ()
         self._uuids: dict[int, str] = {}
@@ -48,7 +56,7 @@ class SystemMetrics:
         self._gathered_s += sampled.seconds
         self._passed_s += sampled.seconds
         self._at_ms = int(at * 1000)
-        if self._passed_s > _EACH_S and self._gathered_s < _WINDOW_S:
+        if self._passed_s > self.each_s and self._gathered_s < _WINDOW_S:
             return []
         return self.rest()
 
