@@ -43,12 +43,13 @@ def appearing(path: Path, mode: int = 0o600, *, replace: bool = True) -> Generat
             yield file
         if replace:
             os.replace(temporary, path)
+            temporary = ""
         else:
             os.link(temporary, path)
     finally:
-        # the temporary file is gone if it has replaced the file
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
+        if temporary:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
 
 
 def write_whole(path: Path, data: bytes, mode: int = 0o600, *, replace: bool = True) -> None:

@@ -312,7 +312,7 @@ class SessionCell(Execution):
         for process in self.run_ranks.ranks:
             process.output.switch_log(self.files.log_path(process.rank))
         self._all_there()
-        self._supervisor.memory.begin()
+        self._later(_SETTLED_S, self._supervisor.memory.begin)
 
     # ------------------------------------------------------------ from the group
 

@@ -170,27 +170,35 @@ class AttemptFiles:
     def _link_settings(self) -> None:
         """Link the file with the notebook's settings, which few runs change, and remove those that no run has."""
         data = msgspec.json.format(msgspec.json.encode(self._launch.context.settings, order="sorted"), indent=2)
-        self._link(f"{_SHARED_SETTINGS}{hashlib.sha256(data).hexdigest()[:16]}", SETTINGS, data)
+        if not self._link(f"{_SHARED_SETTINGS}{hashlib.sha256(data).hexdigest()[:16]}", SETTINGS, data):
+            # the settings are the same as before
+            return
         for other in self.path.parent.glob(f"{_SHARED_SETTINGS}*"):
             with contextlib.suppress(OSError):
                 if other.lstat().st_nlink == 1:
                     other.unlink()
 
-    def _link(self, shared_name: str, name: str, data: bytes) -> None:
-        """Link a file that all runs share into the directory; a copy in each would take a sixth of a small run."""
+    def _link(self, shared_name: str, name: str, data: bytes) -> bool:
+        """Link a file that all runs share into the directory; a copy in each would take a sixth of a small run.
+
+        Returns:
+            Whether the shared file was written now.
+        """
         if self._launch.far:
             # the directory is sent to the pool, and nothing stays here
             write_whole(self.path / name, data)
-            return
+            return False
         shared = self.path.parent / shared_name
         try:
-            if not has_content(shared, data):
+            if not (is_there := has_content(shared, data)):
                 # read-only, since a change in one run's directory would affect all runs
                 write_whole(shared, data, 0o400)
             link_or_copy(shared, self.path / name)
+            return not is_there
         except FileNotFoundError:
             # another run has removed it meanwhile
             write_whole(self.path / name, data, 0o400)
+            return False
 
     def _payload_released(self, why: str) -> None:
         kept = not why
