@@ -5,6 +5,8 @@ An agent outlives the runs that it executes.
 __main__        the process's entry point: connects to its pool, then runs `service`
 service         dispatches the pool's messages
 survive         survives restarts of the pool service: announces itself, waits for the next service, accepts it
+agent_socket    sockets on which a restarted pool service and notebooks with sessions are accepted
+session_lines   cells that notebooks send to their sessions without the pool service
 reports         events for the pool, kept until it confirms that they are on disk; requests for files at the pool
 run_registry    the runs that the agent holds
 launch          turns a launch into ranks: those of a standby group, or new ones; prepares inputs first

@@ -45,7 +45,8 @@ class RunLauncher(msgspec.Struct, frozen=True):
         self.runs.groups.preloaded.pause()
         if spec.in_session:
             attempt = Attempt(launch, frames)
-            if needs_blobs(launch):
+            session = self.runs.session(spec.session)
+            if needs_blobs(launch) or (session is not None and session.runs_line_cell):
                 self._prepare(attempt)
             else:
                 self._begin(launch, lambda: self._cell(attempt))

@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -40,6 +40,9 @@ class Send(Protocol):
 
 _Event = tuple[RunEvent, Sequence[bytes]]
 
+OnEvent = Callable[[RunEvent, Sequence[bytes]], None]
+"""Takes an event of a run, with its raw frames."""
+
 
 class _ReportedRun(msgspec.Struct):
     """What was reported about one run.
@@ -48,6 +51,7 @@ class _ReportedRun(msgspec.Struct):
         number: The number of its newest event.
         unkept: Events that no service has confirmed, oldest first.
         adopted: Whether the current service knows the run, so that events are sent at once.
+        on_event: Gets each event too; None for a run that the service has launched.
         ended: Whether its `RunEnded` was reported.
         part: The report that this node's part of a multi-node run has ended; None before.
         ranks: The report that its processes are gone: `DevicesFree` while files are still being sent to the pool, then
@@ -57,6 +61,7 @@ class _ReportedRun(msgspec.Struct):
     number: int = 0
     unkept: deque[_Event] = msgspec.field(default_factory=deque[_Event])
     adopted: bool = True
+    on_event: OnEvent | None = None
     ended: bool = False
     part: PartEnded | None = None
     ranks: DevicesFree | RanksGone | None = None
@@ -86,6 +91,8 @@ class EventReports:
         if self._bytes > self._kept_bytes:
             self._drop_output()
         reported.unkept.append((event, frames))
+        if reported.on_event is not None:
+            reported.on_event(event, frames)
         if reported.adopted:
             self._send(event, frames)
 
@@ -99,6 +106,15 @@ class EventReports:
         reported = self._runs.setdefault(run_id, _ReportedRun())
         reported.ended, reported.part, reported.ranks = False, None, None
         reported.number = max(reported.number, number)
+
+    def begin_unknown(self, run_id: str, on_event: OnEvent) -> None:
+        """Prepare for a run that the service does not know yet: its events are kept until `adopt`.
+
+        Args:
+            run_id: The run.
+            on_event: Gets each event at once.
+        """
+        self._runs[run_id] = _ReportedRun(adopted=False, on_event=on_event)
 
     def part_ended(self, run_id: str) -> None:
         """Report that this node's part of a multi-node run has ended; `RunEnded` follows its results to the pool."""

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from sgpu_magic import extensions
 from sgpu_magic.agent import faults
+from sgpu_magic.agent.agent_socket import AgentSocket
 from sgpu_magic.agent.environments import Environments
 from sgpu_magic.agent.launch import RunLauncher
 from sgpu_magic.agent.ranks.run_processes import RunPorts
@@ -24,8 +25,9 @@ from sgpu_magic.agent.runs.preparing import LaunchInputs
 from sgpu_magic.agent.runs.run_memory import BackgroundCopier
 from sgpu_magic.agent.runs.send_files_to_pool import FilesToPool
 from sgpu_magic.agent.runs.session import NodeSession
+from sgpu_magic.agent.session_lines import SessionLines
 from sgpu_magic.agent.standby_groups import StandbyGroups
-from sgpu_magic.agent.survive import Introduction, Orphaned, ServiceSocket, Successor
+from sgpu_magic.agent.survive import Introduction, Orphaned, Successor
 from sgpu_magic.agent.watch.sampling import Sampling
 from sgpu_magic.config import Settings
 from sgpu_magic.system.message_stream import MessageStream
@@ -42,6 +44,7 @@ from sgpu_magic.wire.node import (
     EndRun,
     EventsKept,
     Launch,
+    OfferLine,
     Question,
     RelaySignal,
     RestartSessionRanks,
@@ -51,7 +54,7 @@ from sgpu_magic.wire.node import (
     TakeStacks,
     WarmZygote,
 )
-from sgpu_magic.wire.pool_status import agent_socket_file, lock_file
+from sgpu_magic.wire.pool_status import agent_socket_file, lock_file, session_socket_file
 from sgpu_magic.wire.run import RankAnswer
 from sgpu_magic.wire.streams import OpenStream, StreamClosed, StreamData, StreamEnded, StreamTaken
 
@@ -91,12 +94,13 @@ class Agent:
         # the pool starts this process with its own standard error
         log = settings.state_path / "pool.log" if lifeline < 0 else None
         self._runs = RunRegistry(
-            self._groups, self._reports, lambda: self._pool is not None, self._inputs.release, self._far, log
+            self._groups, self._reports, lambda: self._pool is not None, self._ranks_gone, self._far, log
         )
         self._here = AgentServices(self._copier, settings, self._sampling, self._reports, self._runs, self._far)
         self._run_ports = RunPorts(self._runs.get, self._send)
         self._environments = Environments(settings, self._groups.zygotes.keys)
         self._launches = RunLauncher(self._runs, self._here, self._environments, self._inputs)
+        self._lines = SessionLines(settings, self._runs, self._launches, self._reports, self._send)
         self._introduction = Introduction(settings, self._runs, self._send)
         self._successor = Successor(settings.state_path / "pool.log")
         self._orphaned = Orphaned(
@@ -109,7 +113,11 @@ class Agent:
         )
         # on another machine the uplink connects, and the pool's lock is not on this machine
         lock = lock_file(settings.state_path) if lifeline < 0 else None
-        self._socket = ServiceSocket(agent_socket_file(settings.runtime_path), self._on_pool_connected, lock)
+        self._socket = AgentSocket(agent_socket_file(settings.runtime_path), self._on_pool_connected, lock)
+        # notebooks on other machines reach their sessions through the pool service
+        self._session_socket = None
+        if lifeline < 0:
+            self._session_socket = AgentSocket(session_socket_file(settings.runtime_path), self._lines.accept)
         self._pool: MessageStream[Order] | None = None
         self._connect(sock)
         if lifeline >= 0:
@@ -129,6 +137,7 @@ class Agent:
             try:
                 await self._introduction.ready()
                 # the service now knows this agent
+                self._lines.introduced()
                 self._file_requests.on_service_connected()
                 return
             except Exception as error:  # noqa: BLE001  the pool waits for the introduction
@@ -161,7 +170,13 @@ class Agent:
 
     def _on_pool_lost(self) -> None:
         self._pool = None
-        for react in (self._run_ports.close, self._reports.service_lost, self._environments.release_queued):
+        reactions = (
+            self._run_ports.close,
+            self._lines.service_lost,
+            self._reports.service_lost,
+            self._environments.release_queued,
+        )
+        for react in reactions:
             with faults.guarded(None):
                 react()
 
@@ -253,6 +268,8 @@ class Agent:
                 self._reports.adopt(message.run_id, message.number)
                 if (run := self._runs.get(message.run_id)) is not None:
                     run.on_order(message, frames)
+            case OfferLine():
+                self._lines.offer(message)
             case OpenStream():
                 self._run_ports.opens(message)
             case StreamData() | StreamTaken() | StreamEnded() | StreamClosed():
@@ -302,6 +319,10 @@ class Agent:
             case OpenStream(stream=stream):
                 self._send(StreamClosed(stream=stream, problem=problem))
 
+    def _ranks_gone(self, run_id: str) -> None:
+        self._inputs.release(run_id)
+        self._lines.session_gone(run_id)
+
     def _hold_locks(self, run_id: str, count: int) -> None:
         if count and self._pool is not None:
             self._runs.hold_locks(run_id, self._pool.take_descriptors(count))
@@ -341,6 +362,9 @@ class Agent:
             self._orphaned.stop()
             self._run_ports.close()
             self._socket.close()
+            if self._session_socket is not None:
+                self._session_socket.close()
+            self._lines.close()
             if self._pool is not None:
                 self._pool.close()
         for run in self._runs.all():

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import functools
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -83,57 +82,6 @@ class Introduction(msgspec.Struct, frozen=True):
         own = [pid for run in self.runs.all() for pid in run.pids] + self.runs.groups.zygotes.pids()
         take = functools.partial(take_inventory, simulate=simulate, cpu_slots=slots, own_pids=own)
         return take() if simulate.strip() else await self.nvml.during(take)
-
-
-class ServiceSocket:
-    """The agent's own socket, to which a restarted pool service connects.
-
-    Listens on a Unix socket in the private runtime directory and accepts processes of the same user.
-
-    Args:
-        path: The socket's path; the socket of a killed agent is removed.
-        came: Called with each connection.
-        lock: A file whose lock the peer must hold; None checks only the user.
-    """
-
-    def __init__(self, path: Path, came: Callable[[socket.socket], None], lock: Path | None = None) -> None:
-        self._lock = lock
-        self._path = path
-        self._came = came
-        self._loop = asyncio.get_running_loop()
-        path.unlink(missing_ok=True)
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.setblocking(False)
-        self._socket.bind(str(path))
-        path.chmod(0o600)
-        self._socket.listen(4)
-        self._loop.add_reader(self._socket, self._accept)
-
-    def close(self) -> None:
-        self._loop.remove_reader(self._socket)
-        self._socket.close()
-        with contextlib.suppress(OSError):
-            self._path.unlink()
-
-    def _accept(self) -> None:
-        try:
-            connection, _ = self._socket.accept()
-        except OSError:
-            return
-        if self._is_welcome(connection):
-            self._came(connection)
-        else:
-            connection.close()
-
-    def _is_welcome(self, connection: socket.socket) -> bool:
-        """Whether the peer may be a pool service. True where the system can't tell: the directory is private."""
-        peer = processes.peer_of(connection)
-        if peer is None:
-            return True
-        if peer.uid != os.getuid():
-            return False
-        # any other process would displace the pool that holds the lock
-        return self._lock is None or processes.flock_holder(self._lock) in (0, peer.pid)
 
 
 @dataclass(eq=False, repr=False)

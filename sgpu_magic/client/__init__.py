@@ -8,6 +8,7 @@ this_machine      describes this process to the pool and the ranks; finds and st
 connector         makes the link to a pool: on first use, and again when the pool has died
 link              the link to one pool service: routes replies and events, in a thread of its own
 send_queue        queues to and from that thread
+session_line      to the agent of a session's ranks: cells start without the pool service
 transport         what carries a link's messages
 local_transport   to the local pool's socket
 remote_transport  to a pool on another machine

@@ -81,6 +81,11 @@ class Connector(ABC):
         link = self._link
         return link if link is not None and not link.lost.is_set() else None
 
+    @property
+    def last(self) -> PoolLink | None:
+        """The last link, whether its pool lives or not; None if there was none."""
+        return None if self._is_inherited else self._link
+
     def get_link(self, *, start: bool) -> PoolLink:
         """Return the link; connect if needed.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 import time
@@ -26,6 +27,7 @@ from sgpu_magic.client.payload_memory import PayloadMemory
 from sgpu_magic.client.pools_file import LOCAL, PoolEntry
 from sgpu_magic.client.run import Attachments, ClientRun, Submitted
 from sgpu_magic.client.send_queue import Answer, EventQueue
+from sgpu_magic.client.session_line import SessionLines
 from sgpu_magic.client.this_machine import running_pool, this_context, this_interpreter
 from sgpu_magic.client.upload_files import send_attachments
 from sgpu_magic.config import Settings, load_settings
@@ -50,6 +52,7 @@ from sgpu_magic.wire.client import (
     TrackRun,
     Warm,
 )
+from sgpu_magic.wire.events import Placed
 from sgpu_magic.wire.pool_status import AskStatus, PoolStatus, with_changes
 from sgpu_magic.wire.run import RankAnswer, RankQuestion, RunSpec
 
@@ -99,6 +102,7 @@ class Pool:
         self._kept_settings = ""
         # the last status, and the link that it came over
         self._known_status: tuple[PoolLink | None, PoolStatus | None] = (None, None)
+        self._lines = SessionLines()
         callbacks = (settings, self._link_lost, self._noticed)
         self._connector = LocalConnector(*callbacks) if entry is None else RemoteConnector(*callbacks, entry)
 
@@ -124,9 +128,24 @@ class Pool:
         return thread
 
     def submit(
-        self, spec: RunSpec, packed: Packed, key: bytes, environ: dict[str, str], along: Attachments = _NOTHING
+        self,
+        spec: RunSpec,
+        packed: Packed,
+        key: bytes,
+        environ: dict[str, str],
+        along: Attachments = _NOTHING,
+        placed: Placed | None = None,
     ) -> ClientRun:
         """Send the payload and queue the run; returns when the pool has accepted it.
+
+        Args:
+            spec: The run.
+            packed: Its payload.
+            key: Its HMAC key.
+            environ: The ranks' environment variables.
+            along: What is submitted with it.
+            placed: For a cell in a session, the session's devices, so that it may go over the session's line. The pool
+                may then still refuse it when its events are waited for. None for other runs.
 
         Raises:
             PoolError: The pool can't be reached or started.
@@ -134,7 +153,7 @@ class Pool:
             CapacityError: No devices are free and the run does not wait.
         """
         try:
-            return self._submit(spec, packed, key, environ, along)
+            return self._submit(spec, packed, key, environ, along, placed)
         except (UsageError, CapacityError) as error:
             if not self._kept_settings:
                 raise
@@ -172,9 +191,20 @@ class Pool:
         return self._connector.get_link(start=True).welcome.sees_client
 
     @property
+    def saw_client(self) -> bool:
+        """As `sees_client`, for the service that this process has been connected to, even if that has ended."""
+        link = self._connector.last
+        return self.sees_client if link is None else link.welcome.sees_client
+
+    @property
     def connected(self) -> object | None:
         """An object that identifies the link: a different one after a reconnection to another service, None without."""
         return self._connector.alive
+
+    def open_line(self, session: str) -> None:
+        """Open the line of a session that has just connected, so that its first cell need not wait for that."""
+        if (link := self._connector.alive) is not None:
+            self._lines.opened(session, link)
 
     def notify(self, message: KeepEnvironment | Describe | TrackRun | Warm) -> None:
         """Send a message without waiting for a reply; dropped if there is no link."""
@@ -413,24 +443,40 @@ class Pool:
     # ------------------------------------------------------------ internals
 
     def _submit(
-        self, spec: RunSpec, packed: Packed, key: bytes, environ: dict[str, str], along: Attachments
+        self,
+        spec: RunSpec,
+        packed: Packed,
+        key: bytes,
+        environ: dict[str, str],
+        along: Attachments,
+        placed: Placed | None,
     ) -> ClientRun:
         with self._lock:
             self._submitting += 1
+        session = spec.session if spec.in_session else ""
         try:
-            link = self._connector.get_link(start=True)
+            if session and not self._lines.begin(session, spec.run_id):
+                placed = None
+            # an open line needs no pool service
+            link = self._connector.last if placed is not None and self._lines.get(session) is not None else None
+            link = link or self._connector.get_link(start=True)
             try:
-                run = self._submit_once(link, spec, packed, key, environ, along)
+                run = self._submit_once(link, spec, packed, key, environ, along, placed)
             except PoolLost:
                 # the pool ended either before it accepted the run or after
                 link = self._connector.get_link(start=True)
                 try:
                     run = self._taken_before(link, spec, key)
                 except RunUnknown:
-                    run = self._submit_once(link, spec, packed, key, environ, along)
+                    run = self._submit_once(link, spec, packed, key, environ, along, None)
+        except BaseException:
+            self._lines.end(session, spec.run_id)
+            raise
         finally:
             with self._lock:
                 self._submitting -= 1
+        if session:
+            run.on_done = functools.partial(self._lines.end, session, spec.run_id)
         if run.mirror is not None:
             note_sent(self._settings, self.name, run.spec)
         return run
@@ -443,7 +489,14 @@ class Pool:
         return run
 
     def _submit_once(
-        self, link: PoolLink, spec: RunSpec, packed: Packed, key: bytes, environ: dict[str, str], along: Attachments
+        self,
+        link: PoolLink,
+        spec: RunSpec,
+        packed: Packed,
+        key: bytes,
+        environ: dict[str, str],
+        along: Attachments,
+        placed: Placed | None,
     ) -> ClientRun:
         with Sending(self.name, link, self._on_sending) as sending:
             payload, frames = self._memory.put(packed, spec.run_id, link, self._settings, sending)
@@ -466,16 +519,39 @@ class Pool:
                 tracking=along.tracking,
                 uploads=along.uploads,
             )
-            ask(link, message, Accepted, frames=frames)
+            run = self.run_of(spec, key, link, events, (message, frames))
+            if placed is None or not self._goes_over_line(run, message, frames, placed):
+                ask(link, message, Accepted, frames=frames)
         except BaseException:
             # also on an interrupt: a run that was accepted nevertheless must not continue unnoticed
-            link.send(Cancel(request=0, run=spec.run_id, reason=CancelReason.INTERRUPT))
+            cancel = Cancel(request=0, run=spec.run_id, reason=CancelReason.INTERRUPT)
+            link.send(cancel)
+            if (line := self._lines.get(spec.session)) is not None:
+                line.send(cancel)
             link.unfollow(spec.run_id, events)
             if isinstance(payload.source, FilePayload):
                 Path(payload.source.path).unlink(missing_ok=True)
             self._memory.on_run_ended(spec.run_id, accepted=False)
             raise
-        return self.run_of(spec, key, link, events, (message, frames))
+        return run
+
+    def _goes_over_line(self, run: ClientRun, message: Submit, frames: Sequence[bytes], placed: Placed) -> bool:
+        """Send a cell over its session's line, if it has one and takes the cell. Returns whether it was sent."""
+        if message.environment is not None or message.code or message.uploads or not frames:
+            return False
+        if (line := self._lines.opened(run.spec.session, run.link)) is None:
+            return False
+        if not line.submit(message, frames, placed, run.events):
+            return False
+        run.go_over(line, lambda: self._submit_refused(run, message, frames))
+        return True
+
+    def _submit_refused(self, run: ClientRun, message: Submit, frames: Sequence[bytes]) -> None:
+        """Submit a cell to the pool that its session's agent has not started."""
+        run.submission = message, frames
+        with contextlib.suppress(PoolLost):
+            # the follower finds the next service, which gets the submission then
+            ask(run.link, message, Accepted, frames=frames)
 
     def _directory(self, link: PoolLink, run_id: str) -> Path:
         """Return the local directory of a run's files: the run's own, or the mirror of a run on another machine."""

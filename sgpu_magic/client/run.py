@@ -7,6 +7,7 @@ import errno
 import hmac
 import os
 import queue
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -16,6 +17,7 @@ import msgspec
 from sgpu_magic.client.link import PoolLink
 from sgpu_magic.client.mirror import Mirror
 from sgpu_magic.client.send_queue import EventQueue
+from sgpu_magic.client.session_line import SessionLine
 from sgpu_magic.config import host_name
 from sgpu_magic.errors import PoolError, RunFileUnknown, SerializationError
 from sgpu_magic.formatting import format_bytes
@@ -30,7 +32,7 @@ from sgpu_magic.wire.attachments import (
     SharedPayload,
     Upload,
 )
-from sgpu_magic.wire.base import short
+from sgpu_magic.wire.base import Record, RunState, short
 from sgpu_magic.wire.client import Cancel, ResultsReceived, SendComms, Submit, Unfollow
 from sgpu_magic.wire.events import Event, Placed, RunEnded
 from sgpu_magic.wire.run import CellSource, Interpreter, RunSpec
@@ -93,6 +95,7 @@ class ClientRun:
         owned: Whether this process submitted the run.
         pool: Name of its pool.
         ask_tracked: Asks the pool to create the MLflow run; None if the run is not to be tracked.
+        on_done: Called when its last event was returned, or it is not followed any more; maybe more than once.
         mirror: Copies files of the run's directory from a pool on another machine; None for a pool on this machine.
     """
 
@@ -114,10 +117,16 @@ class ClientRun:
         self.pool = "local"
         self.ask_tracked: Callable[[], None] | None = None
         self.mirror = None if link.welcome.same_host else Mirror(directory, spec.run_id, lambda: self.link)
+        self.on_done: Callable[[], None] | None = None
         self._key = key
         self.link = link
+        self._line: SessionLine | None = None
         self._events = events
         self._woken: Callable[[], None] | None = None
+        # the agent's number of the last event that came over the session's line
+        self._number = 0
+        self._resubmit: Callable[[], None] | None = None
+        self._cancelled = ""
 
     def wake(self, woken: Callable[[], None]) -> None:
         """Call `woken` after every event, in the link's thread; it must only wake another thread."""
@@ -128,17 +137,75 @@ class ClientRun:
     def next_event(self, timeout_s: float) -> tuple[Event, Sequence[bytes]] | None:
         """Return the next event and its raw frames, or None on timeout or when the pool is lost."""
         with contextlib.suppress(queue.Empty):
-            while (item := self._events.get(timeout=timeout_s)) is not None:
-                event = item[0]
-                if event.seq <= self.last_seq:
-                    # after a request to resend, some events arrive twice
+            while (item := self._events.get(timeout=timeout_s)) is not None or self._is_submitted_again():
+                if item is None or self._is_known(item[0]):
                     continue
-                self.last_seq = event.seq
-                if isinstance(event.body, Placed):
+                if isinstance(item[0].body, Placed):
                     # a placed run must not be submitted a second time
                     self.submission = None
+                elif isinstance(item[0].body, RunEnded) and self.on_done is not None:
+                    self.on_done()
                 return item
         return None
+
+    def _is_known(self, event: Event) -> bool:
+        """Whether the event was returned before: after a request to resend, some events arrive twice."""
+        if event.number and event.number <= self._number:
+            return True
+        if self._line is not None:
+            self._number = event.number or self._number
+            return False
+        if event.seq <= self.last_seq:
+            return True
+        self.last_seq = event.seq
+        return False
+
+    # ------------------------------------------------------------ a cell that goes over its session's line
+
+    def go_over(self, line: SessionLine, resubmit: Callable[[], None]) -> None:
+        """Note that the run was sent over its session's line.
+
+        Args:
+            line: The line.
+            resubmit: Submits the run to the pool, if the agent does not start it.
+        """
+        self._line, self._resubmit = line, resubmit
+        self.owned, self.submission = True, None
+
+    @property
+    def events(self) -> EventQueue:
+        """The queue of its events."""
+        return self._events
+
+    def _is_submitted_again(self) -> bool:
+        """Submit the run to the pool if its session's agent has refused it. Returns whether it has.
+
+        Raises:
+            SgpuError: The pool refuses it too.
+        """
+        if not self._events.is_refused or self._resubmit is None:
+            return False
+        self._events.is_refused, self._line = False, None
+        if self._cancelled:
+            ended = RunEnded(state=RunState.CANCELLED, reason=self._cancelled)
+            self._events.put((Event(run_id=self.run_id, seq=1, at=time.time(), body=ended), ()))
+        else:
+            self._resubmit()
+        return True
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether no more events arrive: what sends them has ended."""
+        return self.link.lost.is_set() if self._line is None else self._line.lost.is_set()
+
+    @property
+    def source(self) -> str:
+        """What sends its events, for messages."""
+        return self.link.title if self._line is None else "the agent of its session's ranks"
+
+    def _send(self, message: Record, frames: Sequence[bytes] = ()) -> None:
+        if self._line is None or not self._line.send(message, frames):
+            self.link.send(message, frames)
 
     def move_to(self, link: PoolLink, events: EventQueue, *, from_start: bool = False) -> None:
         """Switch to another pool service that now has the run.
@@ -148,7 +215,7 @@ class ClientRun:
             events: The queue of the run's events.
             from_start: Whether the run was submitted again, so its events are numbered from the start.
         """
-        self.link, self._events = link, events
+        self.link, self._events, self._line = link, events, None
         if from_start:
             self.last_seq = 0
         if self._woken is not None:
@@ -161,11 +228,14 @@ class ClientRun:
             reason: Who or what cancels it.
             kill: Send SIGKILL to ranks that were asked before and have not stopped, even after the run's end.
         """
-        self.link.ask(Cancel(request=0, run=self.run_id, reason=reason, kill=kill))
+        message = Cancel(request=0, run=self.run_id, reason=reason, kill=kill)
+        self._cancelled = reason
+        if self._line is None or not self._line.send(message):
+            self.link.ask(message)
 
     def send_comms(self, message: SendComms, frames: Sequence[bytes]) -> None:
         """Forward a front-end message to a rank's widgets, without waiting for a reply."""
-        self.link.send(message, frames)
+        self._send(message, frames)
 
     def load_results(self, ended: RunEnded, frames: Sequence[bytes], namespace: dict[str, object]) -> list[RankValues]:
         """Unpack the ranks' results, in order of rank, then let the pool free its copies.
@@ -195,8 +265,8 @@ class ClientRun:
             received = False
             raise self._no_memory(ended, str(cause) or "its memory is used up") from error
         finally:
-            if received:
-                self.link.send(ResultsReceived(run_id=self.run_id))
+            if received and any(result.payload is not None for result in ended.results):
+                self._send(ResultsReceived(run_id=self.run_id))
 
     def _no_memory(self, ended: RunEnded, why: str) -> SerializationError:
         sizes = [_size(result.payload.layout) for result in ended.results if result.payload is not None]
@@ -280,6 +350,10 @@ class ClientRun:
 
     def close(self) -> None:
         """Stop receiving events. The pool keeps sending the run's owner the events that it needs."""
+        if self.on_done is not None:
+            self.on_done()
+        if self._line is not None:
+            self._line.unfollow(self.run_id)
         last = self.link.unfollow(self.run_id, self._events)
         if last and not self.owned and not self.link.lost.is_set():
             self.link.send(Unfollow(run_id=self.run_id))

@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeVar
 import msgspec
 
 from sgpu_magic.errors import PoolError
-from sgpu_magic.wire.client import Accepted, Attached, RankAnswered, Stacks
+from sgpu_magic.wire.client import Accepted, Attached, LineOpened, RankAnswered, Stacks
 from sgpu_magic.wire.events import Event
 from sgpu_magic.wire.files import BlobsHeld, BlobTaken, RunFileRead, RunFiles
 from sgpu_magic.wire.pool_status import PoolStatus
@@ -87,11 +87,13 @@ class EventQueue(queue.SimpleQueue["EventItem | None"]):
 
     Attributes:
         last_seq: Sequence number of the last event put in, or of the last one that the caller already had.
+        is_refused: Whether a None means that the run was not started, and has to be submitted to the pool.
         woken: Called in the link's thread after each item; for consumers of several queues.
     """
 
     woken: Callable[[], None] | None = None
     last_seq: int = 0
+    is_refused: bool = False
 
     def put(self, item: EventItem | None, block: bool = True, timeout: float | None = None) -> None:
         super().put(item)
@@ -101,7 +103,9 @@ class EventQueue(queue.SimpleQueue["EventItem | None"]):
             self.woken()
 
 
-Reply = Accepted | Attached | Stacks | RankAnswered | PoolStatus | BlobsHeld | BlobTaken | RunFiles | FilePart
+Reply = (
+    Accepted | Attached | Stacks | RankAnswered | LineOpened | PoolStatus | BlobsHeld | BlobTaken | RunFiles | FilePart
+)
 A = TypeVar("A", bound=Reply)
 
 

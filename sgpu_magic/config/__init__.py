@@ -3,7 +3,8 @@
 Also the locations of files: state on local disk, in a directory for each host because machines may share a home
 directory, and sockets in a runtime directory with a short path.
 
-pool_terms  a pool's terms: parsers of prices, priorities, quotas and simulated devices
+pool_terms         a pool's terms: parsers of prices, priorities, quotas and simulated devices
+submission_checks  why no pool accepts a submission
 """
 
 from __future__ import annotations
@@ -353,7 +354,13 @@ def settings_in_file(file: Path) -> dict[str, object]:
 
 
 def _content(file: Path) -> bytes:
-    return file.read_bytes() if file.is_file() else b""
+    """Return what is in the settings file; b"" if there is no file."""
+    try:
+        if stat.S_ISREG(os.stat(file).st_mode):
+            return file.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    return b""
 
 
 def _unreadable(file: Path, error: Exception) -> UsageError:

@@ -32,6 +32,7 @@ from sgpu_magic.wire.files import CHECKPOINTS, FetchBlob, FetchRunFile, RunFile,
 from sgpu_magic.wire.node import (
     AgentReady,
     Answered,
+    CellTaken,
     DetachRun,
     DevicesFree,
     EndAgent,
@@ -168,6 +169,8 @@ class Engine:
 
     def _handle(self, node: str, message: FromAgent, frames: Sequence[bytes]) -> None:
         match message:
+            case CellTaken():
+                self._on_cell_taken(node, message)
             case RunEvent() | PartEnded() | DevicesFree() | RanksGone() | MasterBound():
                 self._on_run_message(node, message, frames)
             case InventoryTaken(inventory=inventory):
@@ -187,6 +190,19 @@ class Engine:
                 self._files.on_request(message, frames, lambda answer, data: self._send(node, answer, data))
             case AgentReady():
                 pass
+
+    def _on_cell_taken(self, node: str, message: CellTaken) -> None:
+        """Hold a cell that its agent got over its session's line."""
+        launch = message.launch
+        session, run_id = self._runs.get(launch.spec.session), launch.spec.run_id
+        if run_id in self._runs:
+            return
+        if session is None:
+            self._stale.end(node, run_id)
+            return
+        self._runs[run_id] = DistributedRun(launch, session.nodes, self._send)
+        self._tidy()
+        self._listener.cell_taken(message)
 
     def _on_run_message(self, node: str, message: _OfRun, frames: Sequence[bytes]) -> None:
         run_id = message.run_id
@@ -378,6 +394,14 @@ class Engine:
             else:
                 answer = SessionRanksRestarted(request=order.request, session=order.session, problem=_NO_SESSION)
             self._listener.on_node_message(answer, ())
+
+    def offer_line(self, session: str, token: bytes) -> str:
+        """Let the session's agent admit one connection that presents this token.
+
+        Returns:
+            The agent's socket on this machine; "" if it has none here.
+        """
+        return ""
 
     def forward(self, run_id: str, rank: int, message: ToStream | SendComms, frames: Sequence[bytes]) -> None:
         """Forward a message of a stream or to widgets to the node of a run's rank.

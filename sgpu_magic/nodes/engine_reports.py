@@ -15,7 +15,7 @@ from sgpu_magic.wire.base import RunState
 from sgpu_magic.wire.devices import Device, Inventory, Lease, Node
 from sgpu_magic.wire.events import PayloadReleased, RanksStarted, RunEnded
 from sgpu_magic.wire.files import FromStream
-from sgpu_magic.wire.node import Answered, HeldRun, RunEvent, SessionRanksRestarted, ToAgent, TrackingAsked
+from sgpu_magic.wire.node import Answered, CellTaken, HeldRun, RunEvent, SessionRanksRestarted, ToAgent, TrackingAsked
 from sgpu_magic.wire.rank_events import Failure, RankStack
 
 # slowest first: the slowest start of any node counts for the run
@@ -36,6 +36,10 @@ class EngineListener(Protocol):
 
     def inventory_taken(self, inventory: Inventory) -> None: ...
     def on_run_event(self, event: RunEvent, frames: Sequence[bytes]) -> None: ...
+
+    def cell_taken(self, taken: CellTaken) -> None:
+        """A session's agent got this cell over the session's line. Its events follow."""
+        ...
 
     def devices_free(self, run_id: str) -> None:
         """All processes of the run have exited, but files are still being transferred: `ranks_exited` follows.

@@ -37,12 +37,13 @@ from sgpu_magic.wire.node import (
     EndRun,
     FromAgent,
     Launch,
+    OfferLine,
     RunEvent,
     ToAgent,
     WarmZygote,
 )
 from sgpu_magic.wire.option_text import Text
-from sgpu_magic.wire.pool_status import PROTOCOL_VERSION, agent_socket_file
+from sgpu_magic.wire.pool_status import PROTOCOL_VERSION, agent_socket_file, session_socket_file
 from sgpu_magic.wire.run import Interpreter
 
 # pauses between attempts to start an agent when the system can't start a process
@@ -113,6 +114,12 @@ class LocalEngine(Engine):
             # the run is still queued, but its environment may be under construction
             self._agent.send(EndRun(run_id=run_id, state=state, reason=reason, limit=limit))
         super().end_run(run_id, state, reason, limit)
+
+    def offer_line(self, session: str, token: bytes) -> str:
+        if (run := self._runs.get(session)) is None or run.has_ended:
+            return ""
+        self._agent.send(OfferLine(session=session, token=token))
+        return str(session_socket_file(self._settings.runtime_path))
 
     def close(self) -> None:
         self._channels.clear()

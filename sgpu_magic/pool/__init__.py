@@ -21,6 +21,7 @@ status             the pool's status, or its changes since a client asked
 rank_requests      clients' requests to ranks, and streams to their ports
 file_requests      uploads, payloads, and files of runs
 submissions        checks and holds submitted runs; the files that describe their packages
+line_cells         cells that notebooks send to their sessions' agents, which the pool records afterwards
 environment_store  the files that describe environments, kept by the pool
 format_capacity    devices, quotas and sessions by the names that users know
 format_queue       what a waiting run waits for, in words

@@ -20,7 +20,7 @@ from sgpu_magic.wire.attachments import InlinePayload
 from sgpu_magic.wire.base import FailureKind, Record, RunState
 from sgpu_magic.wire.client import Accepted
 from sgpu_magic.wire.devices import Lease
-from sgpu_magic.wire.events import EventBody, Noted, PayloadReleased, RunEnded, Submitted
+from sgpu_magic.wire.events import EventBody, Noted, PayloadReleased, Placed, RunEnded, StateChanged, Submitted
 from sgpu_magic.wire.node import RunEvent
 from sgpu_magic.wire.option_text import Text, TextWithOptions
 from sgpu_magic.wire.rank_events import Failure
@@ -147,7 +147,8 @@ class ActiveRuns:
                 self.publish(run, Noted(text=_OUTPUT_DROPPED), at)
             return
         event = run.log.append(body, at, frames, report)
-        self.event_feed.publish(run.followers, event, frames, run.log.directory)
+        followers = run.watchers if run.is_on_line and _is_known_on_line(body, report) else run.followers
+        self.event_feed.publish(followers, event, frames, run.log.directory)
         self._retry_writes(run)
         if isinstance(body, RunEnded):
             self._on_end(run.spec, body)
@@ -264,3 +265,10 @@ class ActiveRuns:
     def _close_log(self, run: PoolRun) -> None:
         if run.log is not None:
             run.log.close()
+
+
+def _is_known_on_line(body: EventBody, report: RunEvent | None) -> bool:
+    """Whether the owner of a cell that came over its session's line knows an event without the pool."""
+    if report is not None or isinstance(body, Submitted | Placed):
+        return True
+    return isinstance(body, StateChanged) and (body.state is RunState.RUNNING or body.state.is_final)

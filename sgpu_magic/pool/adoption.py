@@ -94,7 +94,7 @@ class Adoption:
         run.order_group()
         run.launch_group(now - held.started_s)
         run.attempt = launch.attempt
-        run.adopted = True
+        run.adopted, run.is_on_line = True, launch.over_line
         run.ended_as = None if ended is None else ended.state
         run.payload_released = log.payload_released
         if log.failed_attempt is not None and log.failed_attempt.attempt > launch.attempt:

@@ -18,7 +18,16 @@ from sgpu_magic.pool.ledger import Ledger
 from sgpu_magic.pool.pool_run import PoolRun
 from sgpu_magic.pool.server import ConnectedClient
 from sgpu_magic.wire.base import OfRun, short
-from sgpu_magic.wire.client import AskRank, ClientMessage, KeepEnvironment, RestartRanks, StopPool, Submit, Warm
+from sgpu_magic.wire.client import (
+    AskRank,
+    ClientMessage,
+    KeepEnvironment,
+    OpenLine,
+    RestartRanks,
+    StopPool,
+    Submit,
+    Warm,
+)
 from sgpu_magic.wire.pool_status import PoolStatus, RunSummary
 
 # number of recent runs that are searched for a remote user's newest run
@@ -58,7 +67,7 @@ class Permissions:
                     f"user {client.user} is not allowed to stop this pool: ask its operator, or `sgpu cancel` your "
                     "runs."
                 )
-            case RestartRanks() | AskRank():
+            case RestartRanks() | AskRank() | OpenLine():
                 self._check_session(client, message.session)
                 return message
             case OfRun(run_id=run):

@@ -76,6 +76,7 @@ class PoolRun:
         ended_as: The state in its final event; None before. The scheduler learns of it next.
         adopted: An earlier service launched it; its notebook has not reconnected.
         lost_node: Why its ranks were lost with their node; None otherwise, and once the run is requeued.
+        is_on_line: It came over its session's line, over which its owner gets the agent's events.
         payload_released: Its payload's memory is no longer read.
         drops_output: The disk failed for so long that output and samples are dropped.
     """
@@ -96,6 +97,7 @@ class PoolRun:
         self.ended_as: RunState | None = None
         self.adopted = False
         self.lost_node: str | None = None
+        self.is_on_line = False
         self.payload_released = False
         self.drops_output = False
         self._group = GroupState.ABSENT

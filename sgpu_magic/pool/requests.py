@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from sgpu_magic import __version__
 from sgpu_magic.config import Settings, pool_settings
+from sgpu_magic.config.submission_checks import ends_with_notebook
 from sgpu_magic.errors import PoolError, RunUnknown, UsageError
 from sgpu_magic.files.run_directory import read_spec
 from sgpu_magic.formatting import plural
@@ -21,12 +22,13 @@ from sgpu_magic.pool.file_requests import FileRequestHandler
 from sgpu_magic.pool.health import Guard
 from sgpu_magic.pool.inventory import STATUS_FRESH_S, FreshInventory
 from sgpu_magic.pool.ledger import Ledger
+from sgpu_magic.pool.line_cells import LineCells
 from sgpu_magic.pool.permissions import Permissions
 from sgpu_magic.pool.rank_requests import Forwarding, RankRequests
 from sgpu_magic.pool.scheduling import stimuli as sched
 from sgpu_magic.pool.server import ConnectedClient, Server
 from sgpu_magic.pool.status import StatusReports
-from sgpu_magic.pool.submissions import Submissions, ends_with_notebook
+from sgpu_magic.pool.submissions import Submissions
 from sgpu_magic.pool.tracker import Tracker
 from sgpu_magic.wire.base import CancelReason, RunState, short
 from sgpu_magic.wire.client import (
@@ -41,6 +43,7 @@ from sgpu_magic.wire.client import (
     Detach,
     Goodbye,
     KeepEnvironment,
+    OpenLine,
     Ping,
     ReclaimPayload,
     RestartRanks,
@@ -64,6 +67,8 @@ from sgpu_magic.wire.pool_status import (
 )
 from sgpu_magic.wire.streams import OpenStream, StreamClosed, StreamData, StreamEnded, StreamTaken
 
+# an agent reports a cell that came over its session's line within this time
+_REPORTED_S = 0.2
 # delay of a pool's stop, so that its reply is sent first
 _ANSWER_FIRST_S = 0.05
 # longer than the default grace of 5 s for ranks that were asked to exit
@@ -91,6 +96,7 @@ class Requests:
         forwarding: Forwards connections to ports of runs.
         ranks: Passes requests to ranks.
         submissions: Accepts or refuses submitted runs.
+        line_cells: Opens the lines of sessions.
         stop: Ends the pool.
     """
 
@@ -113,6 +119,7 @@ class Requests:
         forwarding: Forwarding,
         ranks: RankRequests,
         submissions: Submissions,
+        line_cells: LineCells,
         stop: Callable[[], None],
     ) -> None:
         self._settings = settings
@@ -131,6 +138,7 @@ class Requests:
         self._forwarding = forwarding
         self._ranks = ranks
         self._submissions = submissions
+        self._line_cells = line_cells
         self._stop = stop
         self._service_id = secrets.token_hex(8)
 
@@ -151,17 +159,20 @@ class Requests:
                 self._engine.warm(message)
             case Submit():
                 self._submissions.submit(client, message, frames)
-            case Describe():
-                if (run := self._active.speaker(message.run_id)) is not None:
-                    self._active.publish(run, Described(tags=message.tags), time.time())
-            case TrackRun():
-                self._tracker.track(message.run_id, message.tracking)
+            case Describe() | TrackRun() if self._active.speaker(message.run_id) is None:
+                # a cell that came over its session's line is reported a moment later
+                about = functools.partial(self._note_about_run, message)
+                asyncio.get_running_loop().call_later(_REPORTED_S, self._guard.for_client, client, message, about)
+            case Describe() | TrackRun():
+                self._note_about_run(message)
             case KeepEnvironment():
                 self._kept_environments.keep(message, client.user)
             case Cancel():
                 self._cancel(client, message)
             case RestartRanks():
                 self._ranks.restart(client, message)
+            case OpenLine():
+                self._line_cells.open(client, message)
             case AskRank():
                 self._ranks.ask(client, message)
             case Attach():
@@ -210,6 +221,12 @@ class Requests:
         """End the requests and streams to a run whose ranks are gone."""
         self._ranks.run_exited(run_id)
         self._forwarding.run_exited(run_id)
+
+    def _note_about_run(self, message: Describe | TrackRun) -> None:
+        if isinstance(message, TrackRun):
+            self._tracker.track(message.run_id, message.tracking)
+        elif (run := self._active.speaker(message.run_id)) is not None:
+            self._active.publish(run, Described(tags=message.tags), time.time())
 
     # ------------------------------------------------------------ cancel, stop
 
@@ -261,11 +278,17 @@ class Requests:
         self._server.send(client, Attached(request=message.request, spec=spec, state=state, key=key))
         if run is None or run.log is not None:
             self._active.event_feed.catch_up(client, run_id, directory, message.after)
-        if run is None or client in run.followers:
+        if run is None:
+            return
+        if client is run.owner:
+            # it follows the run here from now on, as its line is closed
+            run.is_on_line = False
+        if client in run.followers:
             return
         if message.owns and not spec.detach:
             run.owner = client
-            run.adopted = False
+            run.adopted = run.is_on_line = False
+            self._line_cells.session_owned(run)
         else:
             run.watchers.append(client)
 

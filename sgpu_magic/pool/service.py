@@ -33,6 +33,7 @@ from sgpu_magic.pool.instructions import Instructions, LaunchHandler
 from sgpu_magic.pool.inventory import FreshInventory
 from sgpu_magic.pool.ledger import Ledger
 from sgpu_magic.pool.lifecycle import Idleness, PoolPresence
+from sgpu_magic.pool.line_cells import LineCells
 from sgpu_magic.pool.permissions import Permissions
 from sgpu_magic.pool.pool_run import PoolRun
 from sgpu_magic.pool.queue_updates import QueueUpdates
@@ -53,7 +54,7 @@ from sgpu_magic.wire.base import FailureKind, RunState
 from sgpu_magic.wire.client import ClientMessage, Goodbye
 from sgpu_magic.wire.devices import Inventory, Lease
 from sgpu_magic.wire.events import RunEnded
-from sgpu_magic.wire.node import Answered, HeldRun, RunEvent, SessionRanksRestarted, TrackingAsked
+from sgpu_magic.wire.node import Answered, CellTaken, HeldRun, RunEvent, SessionRanksRestarted, TrackingAsked
 from sgpu_magic.wire.pool_status import AskStatus, Hello
 from sgpu_magic.wire.rank_events import RankStack
 from sgpu_magic.wire.run import RunSpec
@@ -178,6 +179,35 @@ class PoolService:
             permissions=permissions,
             idleness=self._idleness,
         )
+        # from the scheduler
+        self._launches = LaunchHandler(
+            engine=engine,
+            active=active,
+            scheduler=scheduler,
+            stock=stock,
+            guard=guard,
+            feed=self.feed,
+            kept_environments=environments,
+        )
+        line_cells = self._line_cells = LineCells(
+            server=server,
+            engine=engine,
+            ledger=ledger,
+            active=active,
+            launches=self._launches,
+            tracker=self._tracker,
+            feed=self.feed,
+        )
+        self._instructions = Instructions(
+            server=server,
+            engine=engine,
+            active=active,
+            feed=self.feed,
+            launches=self._launches,
+            submissions=self._submissions,
+            tracker=self._tracker,
+        )
+
         self._requests = Requests(
             settings=settings,
             server=server,
@@ -195,27 +225,8 @@ class PoolService:
             forwarding=self._forwarding,
             ranks=self._ranks,
             submissions=self._submissions,
+            line_cells=line_cells,
             stop=self.stop,
-        )
-
-        # from the scheduler
-        self._launches = LaunchHandler(
-            engine=engine,
-            active=active,
-            scheduler=scheduler,
-            stock=stock,
-            guard=guard,
-            feed=self.feed,
-            kept_environments=environments,
-        )
-        self._instructions = Instructions(
-            server=server,
-            engine=engine,
-            active=active,
-            feed=self.feed,
-            launches=self._launches,
-            submissions=self._submissions,
-            tracker=self._tracker,
         )
 
         # from the nodes
@@ -353,6 +364,10 @@ class PoolService:
 
     def on_run_event(self, event: RunEvent, frames: Sequence[bytes]) -> None:
         self._guard.for_run(event.run_id, lambda: self._reports.on_run_event(event, frames))
+
+    def cell_taken(self, taken: CellTaken) -> None:
+        self._idleness.touched()
+        self._guard.for_run(taken.launch.spec.run_id, lambda: self._line_cells.record(taken))
 
     def devices_free(self, run_id: str) -> None:
         self._guard.for_run(run_id, lambda: self._reports.devices_free(run_id))

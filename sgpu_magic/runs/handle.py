@@ -210,7 +210,7 @@ class Run(Future[list[R]], Generic[R]):
         try:
             while True:
                 # once the link is lost, all events that came over it are in the queue
-                is_lost = run.link.lost.is_set()
+                is_lost = run.is_lost
                 if (item := run.next_event(0 if is_lost else _EVENT_S)) is not None:
                     received_at = time.monotonic()
                     yield item[0]

@@ -315,7 +315,11 @@ class StreamConnection(Generic[M]):
         Raises:
             OSError: The peer has closed.
         """
-        data = memoryview(frame(message, blobs))
+        self.send_frame(frame(message, blobs), descriptors)
+
+    def send_frame(self, framed: bytes, descriptors: Sequence[int] = ()) -> None:
+        """Send one message as `codec.frame` returns it; errors as for `send`."""
+        data = memoryview(framed)
         with self._send_lock:
             if descriptors:
                 data = data[socket.send_fds(self._socket, [data], descriptors) :]

@@ -8,6 +8,7 @@ codec        message encoding and framing on a byte stream; formats of a rank's 
 client       messages between clients and the pool service; a table of all links
 node         messages between the pool service and its nodes' agents
 rank         messages between an agent and its zygotes and ranks
+session_line  messages between a session's notebook and the agent of its ranks
 tracking     a run's MLflow target; messages between the pool service and its tracking process
 events       events of a run
 rank_events  events of a run's ranks; why a rank failed, where it was, what used its memory

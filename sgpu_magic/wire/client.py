@@ -2,6 +2,7 @@
 
 client <-> pool     ClientMessage / PoolMessage     here         ZeroMQ, with raw frames
 client <-> pool     ToBulk / FromBulk               here         TLS, with raw frames: file data
+client <-> agent    ToLine / FromLine               session_line Unix socket: cells of a session
 pool <-> agent      ToAgent / FromAgent             node         socketpair, with descriptors
 agent <-> zygote    ToZygote / FromZygote           rank         socketpair, with descriptors
 agent <-> rank      ToRank / FromRank               rank         socketpair, with descriptors
@@ -138,6 +139,16 @@ class AskRank(Numbered, frozen=True, tag="ask-rank", kw_only=True):
     question: RankQuestion
 
 
+class OpenLine(Numbered, frozen=True, tag="open-line", kw_only=True):
+    """Ask for a direct connection to the agent of a session that this client owns. Answered by `LineOpened`.
+
+    Args:
+        session: The session's run id.
+    """
+
+    session: str
+
+
 class Attach(Numbered, frozen=True, tag="attach", kw_only=True):
     """Follow a run from its start, or from the last event received. Answered by `Attached`, then the run's events.
 
@@ -190,7 +201,7 @@ class StopPool(Numbered, frozen=True, tag="stop-pool", kw_only=True):
     force: bool = False
 
 
-SessionRequest = RestartRanks | AskRank
+SessionRequest = RestartRanks | AskRank | OpenLine
 FollowRequest = Attach | Unfollow | Detach | AskStacks
 ClientNews = SendComms | ReclaimPayload | ResultsReceived
 RunRequest = Submit | KeepEnvironment | Describe | TrackRun | Cancel | SessionRequest | FollowRequest | ClientNews
@@ -204,6 +215,18 @@ class Accepted(Numbered, frozen=True, tag="accepted", kw_only=True):
 
     run_id: str = ""
     text: str = ""
+
+
+class LineOpened(Numbered, frozen=True, tag="line-opened", kw_only=True):
+    """The session's agent admits one connection that presents the token.
+
+    Args:
+        path: The agent's socket.
+        token: 32 random bytes.
+    """
+
+    path: str
+    token: bytes
 
 
 class Attached(Numbered, frozen=True, tag="attached", kw_only=True):
@@ -260,5 +283,5 @@ class Notice(Record, frozen=True, tag="notice", kw_only=True):
 # messages of a client's second connection
 ToBulk = OpenBulk | FileRequest
 FromBulk = BulkOpened | FileReply | Refused
-Reply = Accepted | Attached | Stacks | RankAnswered | Refused
+Reply = Accepted | Attached | Stacks | RankAnswered | LineOpened | Refused
 PoolMessage = Welcome | Reply | Pong | BulkOffered | Notice | PoolStatus | FileReply | FromStream | Event

@@ -26,6 +26,7 @@ from sgpu_magic.wire.devices import Inventory
 from sgpu_magic.wire.events import Noted
 from sgpu_magic.wire.node import AgentReady, FromAgent, RunEvent, ToAgent
 from sgpu_magic.wire.rank import FromRank, FromZygote, ToRank, ToZygote
+from sgpu_magic.wire.session_line import FromLine, ToLine
 from sgpu_magic.wire.tracking import FromTracker, ToTracker
 
 _encoder = msgspec.msgpack.Encoder()
@@ -167,6 +168,8 @@ client_messages = Decoder[ClientMessage](ClientMessage)
 pool_messages = Decoder[PoolMessage](PoolMessage)
 to_bulk = Decoder[ToBulk](ToBulk)
 from_bulk = Decoder[FromBulk](FromBulk)
+to_line = Decoder[ToLine](ToLine)
+from_line = Decoder[FromLine](FromLine)
 # a malformed `Launch` becomes an `UnreadableLaunch`, a malformed event a `Noted` of its run, and a malformed
 # `AgentReady` one of an unknown version, whose agent is replaced
 to_agent = Decoder[Order](ToAgent, _refusable)

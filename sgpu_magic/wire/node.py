@@ -59,6 +59,7 @@ class Launch(Record, frozen=True, tag="launch", kw_only=True):
         checkpoints: Files that earlier attempts left in the run's directory at the pool. A node that is `far` fetches
             them by `FetchRunFile` before its ranks start.
         uploads: As in `Submit`.
+        over_line: The cell came over its session's line, and the agent has made this message of it.
     """
 
     spec: RunSpec
@@ -78,6 +79,7 @@ class Launch(Record, frozen=True, tag="launch", kw_only=True):
     far: bool = False
     uploads: tuple[Upload, ...] = ()
     checkpoints: tuple[RunFile, ...] = ()
+    over_line: bool = False
 
 
 class BuildEnvironment(OfRun, frozen=True, tag="build-environment", kw_only=True):
@@ -135,6 +137,13 @@ class Question(Numbered, frozen=True, tag="question", kw_only=True):
     question: RankQuestion
 
 
+class OfferLine(Record, frozen=True, tag="offer-line", kw_only=True):
+    """Admit one connection that presents this token: its cells are the session's (`wire.session_line`)."""
+
+    session: str
+    token: bytes
+
+
 class TakeInventory(Record, frozen=True, tag="take-inventory", kw_only=True):
     """Query the node's devices again. Answered by `InventoryTaken`."""
 
@@ -176,7 +185,7 @@ class RelaySignal(Record, frozen=True, tag="relay-signal", kw_only=True):
 
 StartOrder = WarmZygote | Launch | BuildEnvironment
 RanksOrder = TrackingKnown | MasterKnown | PeerFailed | PartsEnded | EndRun | KillRanks
-SessionOrder = RestartSessionRanks | Question
+SessionOrder = RestartSessionRanks | Question | OfferLine
 ClientNews = ReclaimPayload | ResultsReceived
 PoolOrder = TakeInventory | TakeStacks | EventsKept | Adopt | DetachRun | SendComms
 ToAgent = (
@@ -219,6 +228,18 @@ class InventoryTaken(Record, frozen=True, tag="inventory-taken", kw_only=True):
     """The node's devices, sent on request and after a change."""
 
     inventory: Inventory
+
+
+class CellTaken(Record, frozen=True, tag="cell-taken", kw_only=True):
+    """The agent got this cell over its session's line and has started it. The cell's events follow.
+
+    Args:
+        launch: What it made of the submission, as `Launch` for a cell that comes from the pool.
+        started_s: Seconds since then.
+    """
+
+    launch: Launch
+    started_s: float
 
 
 class RunEvent(OfRun, frozen=True, tag="run-event", kw_only=True):
@@ -294,4 +315,5 @@ class TrackingAsked(OfRun, frozen=True, tag="tracking-asked", kw_only=True):
 RanksReport = RunEvent | PartEnded | DevicesFree | RanksGone
 AgentReply = StacksTaken | SessionRanksRestarted | Answered
 RanksRequest = TrackingAsked | MasterBound
-FromAgent = AgentReady | InventoryTaken | RanksReport | AgentReply | RanksRequest | NodeFileRequest | FromStream
+RunsReport = AgentReady | CellTaken | RanksReport
+FromAgent = RunsReport | InventoryTaken | AgentReply | RanksRequest | NodeFileRequest | FromStream

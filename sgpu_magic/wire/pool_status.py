@@ -55,6 +55,10 @@ def agent_socket_file(runtime: Path) -> Path:
     return runtime / "node.sock"
 
 
+def session_socket_file(runtime: Path) -> Path:
+    return runtime / "session.sock"
+
+
 def address_file(directory: Path) -> Path:
     return directory / "pool.json"
 

@@ -19,8 +19,11 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from sgpu_magic.agent.reports import EventReports
+from sgpu_magic.agent.runs.execution_kinds import SessionCell
 from sgpu_magic.agent.service import Agent
+from sgpu_magic.agent.session_lines import SessionLines
 from sgpu_magic.client.pool import Pool
+from sgpu_magic.client.session_line import SessionLine
 from sgpu_magic.magics.run_magics import DistributedMagics
 from sgpu_magic.pool.instructions import LaunchHandler
 from sgpu_magic.pool.reports import Reports
@@ -61,11 +64,15 @@ POINTS = (
     Point("pool", "has the request", Submissions.submit),
     Point("pool", "orders it from the agent", LaunchHandler.order),
     Point("agent", "has the order", Agent._execute, kind=Launch),
+    Point("kernel", "sends the cell over the line", SessionLine.submit),
+    Point("agent", "has the cell", SessionLines.submit),
+    Point("agent", "has sent it to the ranks", SessionCell._all_there),
     Point("first rank", "has the order", _Life._execute),
     Point("last rank", "begins the cell", run_cell),
     Point("last rank", "has executed it", run_cell, "end"),
     Point("last rank", "reports", _Life._reply),
     Point("agent", "reports the end", EventReports.report, kind=RunEnded),
+    Point("kernel", "gets the end over the line", SessionLine._dispatch, kind=RunEnded),
     Point("pool", "has the end", Reports.on_run_event, kind=RunEnded),
     Point("kernel", "has the end", Subscription.apply, kind=RunEnded),
     Point("kernel", "returns from the magic", DistributedMagics._run, "end"),
@@ -193,6 +200,8 @@ def _table(kernel: BenchKernel, trace: Path, cell: str, count: int, pause_s: flo
         if len(at) > count // 2
     ]
     rows.append(("front end", "has the reply, and idle", statistics.median(idle) * 1e3))
+    # the pool service records a cell of a session after its end
+    rows.sort(key=lambda row: row[2])
     lines = ["| where | what | at, ms | since the line above, ms |", "|---|---|---|---|"]
     before = 0.0
     for where, what, at in rows:

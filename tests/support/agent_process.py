@@ -29,10 +29,12 @@ from sgpu_magic.wire.events import RanksStarted, RunEnded
 from sgpu_magic.wire.node import (
     AgentReady,
     Answered,
+    CellTaken,
     EndAgent,
     EndRun,
     KillRanks,
     Launch,
+    OfferLine,
     Question,
     RanksGone,
     RestartSessionRanks,
@@ -94,6 +96,7 @@ class AgentProcess:
     Attributes:
         events: Events by run, in order.
         gone: Runs whose ranks are gone, or idle again.
+        taken: By cell that came over a line, how many of its events had come before the agent's report of it.
     """
 
     def __init__(self, planted: Path | None = None, path: Path | None = None, **options: Any) -> None:
@@ -117,7 +120,9 @@ class AgentProcess:
         self._link = StreamConnection(ours, codec.from_agent)
         self.events: dict[str, list[Any]] = {}
         self.gone: set[str] = set()
+        self.taken: dict[str, int] = {}
         self._others: list[Record] = []
+        self._taken: list[CellTaken] = []
         self._until(lambda: self._take(AgentReady), "the agent's first word")
 
     # ------------------------------------------------------------ orders
@@ -154,6 +159,18 @@ class AgentProcess:
         session = AgentSession(self, self.launch(ranks=ranks, kind=RunKind.SESSION, name="work"), ranks)
         self.wait_for(session.run_id, RanksStarted)
         return session
+
+    def offer_line(self, session: str, token: bytes) -> None:
+        """Let the agent admit one connection to the session's line."""
+        self._link.send(OfferLine(session=session, token=token))
+
+    def wait_for_taken(self, run_id: str) -> CellTaken:
+        """Wait until the agent reports a cell that came over a line."""
+
+        def found() -> CellTaken | None:
+            return next((one for one in self._taken if one.launch.spec.run_id == run_id), None)
+
+        return self._until(found, f"the report of {run_id}")
 
     def end_run(self, run_id: str, reason: str = "interrupted") -> None:
         self._link.send(EndRun(run_id=run_id, state=RunState.CANCELLED, reason=reason))
@@ -223,6 +240,9 @@ class AgentProcess:
                     self.events.setdefault(run_id, []).append(body)
                 case RanksGone(run_id=run_id):
                     self.gone.add(run_id)
+                case CellTaken(launch=launch) as taken:
+                    self._taken.append(taken)
+                    self.taken[launch.spec.run_id] = len(self.events.get(launch.spec.run_id, ()))
                 case other:
                     self._others.append(other)
         return value

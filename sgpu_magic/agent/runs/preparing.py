@@ -143,6 +143,8 @@ class PreparingRun(NodeRun):
         if self._arriving is not None:
             self._ready = built, moved, code
             return
+        if self._waits_for_session():
+            return
         if moved is not None:
             self._say(moved)
         # the run that starts the ranks takes over the payload
@@ -150,6 +152,17 @@ class PreparingRun(NodeRun):
         self._environments.release(self.run_id)
         self._launches.prepared(self, built, code)
         self._inputs.remove_launch_files(self.run_id)
+
+    def _waits_for_session(self) -> bool:
+        """Whether the session executes a cell that came over its line; the run is handed on when that has ended."""
+
+        def line_is_free() -> None:
+            with faults.guarded(self.faulted):
+                if not self.ended:
+                    self._hand_on(None, None, {})
+
+        session = self._launches.runs.session(self.launch.spec.session) if self.launch.spec.in_session else None
+        return session is not None and session.when_line_is_free(line_is_free)
 
     def fail_whole(self, kind: FailureKind, message: Text) -> None:
         """Fail the run and stop the preparation."""

@@ -80,6 +80,8 @@ class NodeSession(NodeRun):
         self._sampler = RunSampler(self.run_ranks, launch.lease, self._say, lambda use: None)
         self._events = SessionEvents(self._say)
         self._cell: SessionCell | None = None
+        # called when the running cell has ended
+        self._waiting: list[Callable[[], None]] = []
         self._questions = Questions(group)
         self._failure: Failure | None = None
         self._logs = SessionLogs(group, self.files)
@@ -144,6 +146,19 @@ class NodeSession(NodeRun):
         if not self.has_exited:
             self._logs.take_back(cell.run_ranks.numbers)
         self._repair.proceed()
+        self._call_waiting()
+
+    def when_line_is_free(self, call: Callable[[], None]) -> bool:
+        """Call `call` when the cell that came over the line, or the session, has ended. False if no such cell runs."""
+        if not self.runs_line_cell:
+            return False
+        self._waiting.append(call)
+        return True
+
+    def _call_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for call in waiting:
+            self._loop.call_soon(call)
 
     def renew(self, reason: str, done: OnRenewed) -> None:
         """Renew the process groups if possible; call `done` with the result to report, or None."""
@@ -332,6 +347,7 @@ class NodeSession(NodeRun):
 
     def abandon(self) -> None:
         super().abandon()
+        self._call_waiting()
         self._here.sampling.end(self._sampler)
         # the ranks' exits are no longer handled, so their pending questions end here
         for rank in self.run_ranks.numbers:
@@ -350,6 +366,7 @@ class NodeSession(NodeRun):
         self._here.sampling.end(self._sampler)
         self.ended = True
         self._final_state = self._ending_as
+        self._call_waiting()
         self._events.close()
         now = time.monotonic()
         connected = self._started_at or now
@@ -386,6 +403,16 @@ class NodeSession(NodeRun):
     @property
     def connected(self) -> bool:
         return self._started_at is not None and self._ending_as is None
+
+    @property
+    def runs_line_cell(self) -> bool:
+        """Whether a cell runs that came over the session's line: the pool service may not know it yet."""
+        return not self.ended and self._cell is not None and self._cell.launch.over_line
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether a cell can start on all ranks at once, and none waits for them."""
+        return self.connected and not self.busy and not self._waiting and all(rank.alive for rank in self.group.ranks)
 
     @property
     def busy(self) -> bool:

@@ -126,7 +126,7 @@ def follow(
                 return body, item[1]
             if until_detached and isinstance(body, Detached):
                 return None
-        if run.link.lost.is_set():
+        if run.is_lost:
             if (ending := find_end(followed) or (lost or find_again)(followed)) is not None:
                 return ending
             received_at = time.monotonic()
@@ -155,7 +155,7 @@ def without_an_end(followed: Subscription) -> Ending:
 def find_again(followed: Subscription) -> Ending | None:
     """Attach to the run through its next pool service; return a final event if that is not possible."""
     run = followed.run
-    died = f"{run.link.title} ended while the run was active"
+    died = f"{run.source} ended while the run was active"
     deadline = time.monotonic() + _FIND_PATIENCE_S
     while True:
         try:
@@ -268,7 +268,7 @@ class EventPump:
         followed = entry.followed
         if (ending := find_end(followed)) is None:
             followed.on_link_change()
-            if followed.run.link.lost.is_set():
+            if followed.run.is_lost:
                 ending = find_end(followed) or find_again(followed)
         if ending is None and entry.until is not None and time.monotonic() > entry.until:
             ending = without_an_end(followed)

@@ -188,7 +188,7 @@ def run_in(session: Session, prepare: Callable[[], Prepared], ui: str = "auto", 
         Exception: The exception of the rank that failed first.
     """
     context = session.context
-    run, prepared = start_in(session, prepare)
+    run, prepared = start_in(session, prepare, waits=True)
     try:
         on_end = functools.partial(finish_cell, session, prepared)
         result = context.collect(run, ui, interrupts=session.interrupts, into=into, on_end=on_end)
@@ -242,12 +242,13 @@ def _note_reported_end(session: Session) -> None:
     session.end_reported = session.wait_for_end(_END_PATIENCE_S)
 
 
-def start_in(session: Session, prepare: Callable[[], Prepared]) -> tuple[ClientRun, Prepared]:
+def start_in(session: Session, prepare: Callable[[], Prepared], *, waits: bool = False) -> tuple[ClientRun, Prepared]:
     """Submit a run to a session's ranks; the caller must call `settle` when it is done with the run.
 
     Args:
         session: The session.
         prepare: As in `run_in`.
+        waits: The caller waits for the run's end next, so that it may go over the session's line.
 
     Raises:
         SgpuError: As in `run_in`.
@@ -264,7 +265,7 @@ def start_in(session: Session, prepare: Callable[[], Prepared]) -> tuple[ClientR
     submission, plan = prepared.submission, prepared.plan
     with session.lock:
         try:
-            run = submit(session.pool, submission)
+            run = submit(session.pool, submission, placed=session.placed if waits else None)
         except SessionError:
             _note_reported_end(session)
             raise

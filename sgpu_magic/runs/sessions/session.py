@@ -38,6 +38,7 @@ from sgpu_magic.runs.submit.target import ResolvedTarget
 from sgpu_magic.views.run_notes import SessionState, finishing_text
 from sgpu_magic.wire.base import CancelReason, RunState, short
 from sgpu_magic.wire.devices import Placement
+from sgpu_magic.wire.events import Placed
 from sgpu_magic.wire.run import OutputName
 
 _CLOSE_PATIENCE_S = 10.0
@@ -292,6 +293,14 @@ class Session(RankCollection):
         return lease.device_type if lease is not None else self.placement.device_type
 
     @property
+    def placed(self) -> Placed | None:
+        """The session's devices; None while its ranks are not ready."""
+        view = self._view
+        if view.lease is None or view.state is not RunState.RUNNING:
+            return None
+        return Placed(lease=view.lease, host=view.host, labels=view.labels, hourly=view.hourly, currency=view.currency)
+
+    @property
     def state(self) -> str:
         """The session's state, in words."""
         view = self._view
@@ -439,6 +448,8 @@ class Session(RankCollection):
             self._moved.notify_all()
         if self._is_decided() and not self._decided.done():
             self._decided.set_result(None)
+            if self.is_connected:
+                self.pool.open_line(self.run_id)
         if self.has_ended:
             self.shipping.ended()
 

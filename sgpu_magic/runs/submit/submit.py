@@ -37,7 +37,7 @@ from sgpu_magic.wire.attachments import CodeBundle, Environment, Upload
 from sgpu_magic.wire.base import CancelReason, RunKind, short
 from sgpu_magic.wire.client import Describe, TrackRun
 from sgpu_magic.wire.codec import printable
-from sgpu_magic.wire.events import as_warning
+from sgpu_magic.wire.events import Placed, as_warning
 from sgpu_magic.wire.option_text import OptionName, text_of
 from sgpu_magic.wire.run import CellSource, RunSpec
 
@@ -58,13 +58,14 @@ _sent: dict[str, tuple[frozenset[str], tuple[str, ...]]] = {}
 _environments: dict[str, Environment] = {}
 
 
-def submit(pool: Pool, submission: Submission, *, waits: bool = False) -> ClientRun:
+def submit(pool: Pool, submission: Submission, *, waits: bool = False, placed: Placed | None = None) -> ClientRun:
     """Submit a run to its pool, with the packages, code, variables and files that it needs there.
 
     Args:
         pool: The pool.
         submission: The run.
         waits: The calling thread waits for the run's end next.
+        placed: As in `Pool.submit`.
 
     Raises:
         UsageError: This process belongs to a rank of a run.
@@ -86,7 +87,7 @@ def submit(pool: Pool, submission: Submission, *, waits: bool = False) -> Client
         # a session can be ended from another thread while this one waits
         spec = replace(spec, blocks_owner=waits and threading.current_thread() is threading.main_thread())
         along = replace(along, tracking=tracking, uploads=_uploads_of(submission))
-        run = pool.submit(spec, submission.packed, submission.key, environ, along)
+        run = pool.submit(spec, submission.packed, submission.key, environ, along, placed)
     except KeyboardInterrupt:
         raise RunCancelled("interrupted before the pool had accepted the run; nothing was started.") from None
     try:
@@ -142,7 +143,8 @@ def _inputs_of(pool: Pool, settings: Settings, submission: Submission) -> tuple[
     """
     spec, cell = _without_secrets(submission.spec, submission.environ, submission.given)
     along = Attachments(interpreter=submission.interpreter, working_context=submission.working_context, cell=cell)
-    source, is_remote = cell or spec.cell, not pool.sees_client
+    # a session stays where it is, also while its pool service is being replaced
+    source, is_remote = cell or spec.cell, not (pool.saw_client if spec.in_session else pool.sees_client)
     session = spec.session if spec.in_session else spec.run_id
     modules, projects = _sent.get(session, (frozenset[str](), ()))
     environment: Environment | None = None

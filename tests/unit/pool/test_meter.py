@@ -15,6 +15,7 @@ from status_rows import run_summary
 
 from sgpu_magic.config import load_settings
 from sgpu_magic.config.pool_terms import read_prices
+from sgpu_magic.config.submission_checks import unfit
 from sgpu_magic.errors import UsageError
 from sgpu_magic.formatting import format_money, format_rough_span
 from sgpu_magic.pool.billing import Billing, IdleMeter, budget_of, budget_state
@@ -33,7 +34,6 @@ from sgpu_magic.pool.scheduling.stimuli import (
     StopRun,
     TimePassed,
 )
-from sgpu_magic.pool.submissions import unfit
 from sgpu_magic.wire.base import FailureKind, RunKind, RunState
 from sgpu_magic.wire.costs import Prices, billed_s, cost_so_far, gpu_s_so_far, idle_seconds
 from sgpu_magic.wire.devices import Lease

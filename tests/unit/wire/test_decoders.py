@@ -392,6 +392,8 @@ READERS: dict[str, Reader] = {
     "wire/codec.py:from_zygote": feed_stream(codec.from_zygote),
     "wire/codec.py:to_rank": feed_stream(codec.to_rank),
     "wire/codec.py:from_rank": feed_stream(codec.from_rank),
+    "wire/codec.py:to_line": feed_stream(codec.to_line),
+    "wire/codec.py:from_line": feed_stream(codec.from_line),
     "wire/codec.py:to_tracker": feed_stream(codec.to_tracker),
     "wire/codec.py:from_tracker": feed_stream(codec.from_tracker),
     "worker/preload/preloading.py:read_trial": Reader(lambda data, _: preloading.read_trial(data), hostile_msgpack),
