@@ -6,7 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from agent_process import AgentProcess, AgentSession
@@ -371,3 +373,19 @@ def test_a_python_that_does_not_start_is_told_by_how_it_ended(agent: AgentProces
     assert f"{words}." in f"{failure.message}."
     assert str(program) in failure.message
     agent.wait_until_gone(run_id)
+
+
+def test_idle_ranks_sleep(agent: AgentProcess, session: AgentSession):
+    session.run("import torch, torch.distributed as dist\ndist.all_reduce(torch.ones(1))")
+    (pid, *_) = agent.wait_for(session.run_id, RanksStarted).pids
+    before, began = wake_ups(pid), time.monotonic()
+    eventually(lambda: wake_ups(pid) - before >= 30, 60, "wake-ups of gloo's loop")
+    # by itself, the loop looks a hundred times a second whether it is to end
+    assert 30 / (time.monotonic() - began) < 60
+
+
+def wake_ups(pid: int) -> int:
+    """How often the threads of a process have waited for something so far."""
+    statuses = (task.joinpath("status").read_text() for task in Path(f"/proc/{pid}/task").iterdir())
+    lines = (line.split() for status in statuses for line in status.splitlines())
+    return sum(int(words[1]) for words in lines if words and words[0] == "voluntary_ctxt_switches:")

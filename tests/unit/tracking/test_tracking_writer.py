@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from agent_process import launch_order
 from mlflow_stores import lay_store
 from small_disks import small_disk
 from tracking_writers import Runs, ToldRun, WriterProcess, quiet_mlflow
@@ -140,6 +141,18 @@ def test_after_a_minute_ten_seconds_are_one_point():
     ]
     assert [point.step for point in points] == list(range(66))
     assert points[-1].value == 100 * sum(range(110, 120)) / 10
+
+
+@pytest.mark.parametrize(("kind", "points"), [(RunKind.CELL, 20), (RunKind.SESSION, 2)])
+def test_a_sessions_own_samples_are_points_of_ten_seconds(kind: RunKind, points: int):
+    fold = RunFold("local", 4)
+    launch, _ = launch_order(Path("/nowhere"), ranks=1, kind=kind)
+    fold.apply(ev.Event(run_id="a", seq=1, at=0, body=ev.Submitted(spec=launch.spec)))
+    for second in range(20):
+        sampled = rank_events.Sampled(seconds=1.0, samples=(RankSample(rank=0, kind="cpu", cpu_cores=1.0),))
+        fold.apply(ev.Event(run_id="a", seq=second + 2, at=second, body=sampled))
+    keys = [point.key for point in fold.pop_batch().metrics]
+    assert keys.count("system/node0/rank_0_cpu_utilization_percentage") == points
 
 
 def test_what_is_written_already_is_not_written_again_and_the_rest_stays_the_same():
