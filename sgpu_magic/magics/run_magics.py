@@ -130,12 +130,13 @@ class DistributedMagics(Magics):
         if options is None:
             print(argparse_form.parser(magic).format_help())  # noqa: T201  help is output
             return None
-        self.context.wanted_pool(options.pool)
         if not has_code(cell_body):
             print("the cell is empty: no rank was started.")  # noqa: T201
             return None
         magic_line = f"{magic} {line}".strip()
         session = registry.current(options.session) if options.session != NO_SESSION else None
+        if options.pool or session is None or options.fresh:
+            self.context.wanted_pool(options.pool)
         check_cell(session, options, magic)
         self.context.notices.show("")
         if options.here:

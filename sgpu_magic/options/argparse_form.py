@@ -164,6 +164,16 @@ def parse(line: str, prog: str = "%%distributed") -> CellOptions | None:
     Raises:
         UsageError: An option is unknown, or its value is invalid.
     """
+    return _parse(line, prog) if line.strip() else _without_options(prog)
+
+
+@functools.cache
+def _without_options(prog: str) -> CellOptions | None:
+    """Return what most cells of a session request."""
+    return _parse("", prog)
+
+
+def _parse(line: str, prog: str) -> CellOptions | None:
     if prog == "%%rank" and (ranks := _FIRST_WORD.match(line)) is not None:
         # a list of ranks such as `0, 2` becomes one word
         line = re.sub(r"\s", "", ranks[1]) + ranks[2]

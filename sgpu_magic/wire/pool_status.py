@@ -56,7 +56,7 @@ def agent_socket_file(runtime: Path) -> Path:
 
 
 def session_socket_file(runtime: Path) -> Path:
-    return runtime / "session.sock"
+    return runtime / "line.sock"
 
 
 def address_file(directory: Path) -> Path:

@@ -164,10 +164,11 @@ def sockets_of(pool: ServedPool) -> dict[str, Callable[[], socket.socket]]:
         "tcp": lambda: socket.create_connection(("127.0.0.1", pool.port)),
         "pool.sock": lambda: local("pool.sock"),
         "node.sock": lambda: local("node.sock"),
+        "line.sock": lambda: local("line.sock"),
     }
 
 
-@pytest.mark.parametrize("where", ["tcp", "pool.sock", "node.sock"])
+@pytest.mark.parametrize("where", ["tcp", "pool.sock", "node.sock", "line.sock"])
 def test_raw_bytes_at_every_socket_do_nothing(served: ServedPool, ann: RemoteUser, mark: Path, where: str):
     works(ann)
     bomb = pickle.dumps(Bomb(mark))
@@ -462,6 +463,7 @@ def test_another_os_user_gets_nothing(served: ServedPool, ann: RemoteUser, mark:
     attempts = [
         f"socket.socket(socket.AF_UNIX).connect('{home.runtime}/pool.sock')",
         f"socket.socket(socket.AF_UNIX).connect('{home.runtime}/node.sock')",
+        f"socket.socket(socket.AF_UNIX).connect('{home.runtime}/line.sock')",
         f"os.listdir('{home.runtime}')",
         f"open('{home.state}/pool.key').read()",
         f"open('{home.state}/clients.toml').read()",
