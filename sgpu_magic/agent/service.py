@@ -332,7 +332,7 @@ class Agent:
     def _tidy(self) -> None:
         self._housekeeping = self._loop.call_later(_HOUSEKEEPING_S, self._tidy)
         preload = functools.partial(self._groups.preloaded.tend, is_busy=self._runs.busy)
-        for tend in (self._groups.tend, preload, self._environments.tend):
+        for tend in (self._groups.tend, preload, self._environments.tend, self._lines.report_now):
             with faults.guarded(None):
                 tend()
 

@@ -24,6 +24,7 @@ from sgpu_magic.agent.run_registry import RunRegistry
 from sgpu_magic.config import Settings
 from sgpu_magic.config.submission_checks import unfit, unstartable
 from sgpu_magic.system.message_stream import Limits, MessageStream
+from sgpu_magic.system.processes import write_log
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.attachments import InlinePayload
 from sgpu_magic.wire.base import RunState, is_valid_id
@@ -127,11 +128,12 @@ class SessionLines:
         """Report the cells that the service does not know yet."""
         if not self._is_introduced:
             return
-        unreported, self._unreported = self._unreported, {}
-        for run_id, cell in unreported.items():
+        for run_id, cell in list(self._unreported.items()):
             with faults.guarded(functools.partial(self._runs.faulted, run_id)):
                 self._send(CellTaken(launch=cell.launch, started_s=self._loop.time() - cell.launched_at))
                 self._reports.adopt(run_id, 0)
+                # kept until here: after a fault it is reported again, which the service ignores
+                del self._unreported[run_id]
                 if (run := self._runs.get(run_id)) is not None:
                     run.on_order(Adopt(run_id=run_id, number=0), ())
 
@@ -225,7 +227,13 @@ class _Line:
         self._lines = lines
         self._token = b""
         self._stream = MessageStream[ToLine](
-            connection, codec.to_line, self._on_message, lambda: lines.closed(self), gathers=True, limits=_LIMITS
+            connection,
+            codec.to_line,
+            self._on_message,
+            lambda: lines.closed(self),
+            gathers=True,
+            limits=_LIMITS,
+            on_damaged=lambda why: write_log(f"a connection to a session's line is closed: {why}\n"),
         )
         self._loop = asyncio.get_running_loop()
         self._late = self._loop.call_later(_ENTER_S, self._close_unless_entered)
@@ -268,6 +276,10 @@ class _Line:
             self._started = None
             self.send(*started)
 
+    def _refuse(self, submit: Submit, _: Exception) -> None:
+        """Leave a cell to the pool service, as a fault has kept it from being started here."""
+        self.send(CellRefused(run_id=submit.spec.run_id))
+
     def _close_unless_entered(self) -> None:
         if not self.session:
             self.close()
@@ -278,7 +290,9 @@ class _Line:
                 self._token = token
                 self.find_session()
             case Submit():
-                self._lines.submit(self, message, frames)
+                refuse = functools.partial(self._refuse, message)
+                with faults.guarded(refuse):
+                    self._lines.submit(self, message, frames)
             case Cancel():
                 self._lines.cancel(self, message)
             case SendComms() | ResultsReceived():

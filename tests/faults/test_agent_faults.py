@@ -19,6 +19,7 @@ from planted_table import (
     CELLS,
     FAILING,
     FRESH,
+    LINES,
     SESSIONS,
     SPARED,
     STACKS,
@@ -29,6 +30,7 @@ from planted_table import (
 )
 from pool_client import PoolClient
 from process_table import is_alive
+from session_line_client import Line
 from waiting import eventually
 
 from sgpu_magic.agent.runs.session import NodeSession
@@ -223,6 +225,31 @@ def test_a_fault_in_a_cells_callback_ends_the_cell(
         agent.wait_for(following, RunEnded)
         agent.end_run(session.run_id)
     assert_over(agent, session.run_id, callback)
+
+
+@pytest.mark.parametrize("callback", first(3, LINES), ids=str)
+def test_a_fault_on_a_line_costs_at_most_its_cell(
+    agent: AgentProcess, strike: Callable[..., str], armed: Path, callback: Callback
+):
+    session = agent.connect(2)
+    line = Line.entered(session)
+    run_id = new_id()
+    strike(callback, run_id)
+    line.submit(session, VICTIM, run_id=run_id)
+    # the notebook learns the end, or that the pool has to start the cell
+    if line.events_of(run_id):
+        agent.wait_for_taken(run_id)
+        agent.wait_for(run_id, RunEnded)
+        agent.wait_until_gone(run_id)
+    else:
+        assert run_id not in agent.events
+    assert_struck(armed)
+    if session.run_id not in agent.gone:
+        following = session.begin(VICTIM)
+        agent.wait_for(following, RunEnded)
+        agent.end_run(session.run_id)
+    assert_over(agent, session.run_id, callback)
+    line.close()
 
 
 @pytest.mark.parametrize("callback", first(1, SESSIONS), ids=str)

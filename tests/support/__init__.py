@@ -53,6 +53,7 @@ scripted_pools        pools at the other end of a real link, whose replies, even
 secret_corpus         secrets of every form, and values that only look like secrets
 served_pools          pools served on a TCP port, and clients on other machines
 server_kernels        kernels of a Jupyter server driven as by a page, and cells that run in them meanwhile
+session_line_client   a notebook's end of a session's line to a real agent
 shared_homes          homes with a pool and a kernel that the modules of one test process share
 simulated_cluster     inventories of many nodes, and a scheduler that hands out their devices
 small_disks           a real file system of a few megabytes that a test fills, makes read-only and frees again

@@ -25,6 +25,7 @@ from sgpu_magic.agent.runs.run_memory import RunMemory
 from sgpu_magic.agent.runs.session import NodeSession
 from sgpu_magic.agent.runs.session_logs import SessionLogs
 from sgpu_magic.agent.runs.session_repair import SessionRepair
+from sgpu_magic.agent.session_lines import SessionLines
 from sgpu_magic.agent.standby_groups import StandbyGroups
 from sgpu_magic.agent.watch.run_watch import RunWatch
 from sgpu_magic.agent.watch.sampling import RunSampler, Sampling
@@ -94,6 +95,17 @@ CELLS = (
     at(SessionLogs.take_back),
     at(send_cells),
 )
+# called for a cell that comes over its session's line
+LINES = (
+    at(SessionLines.submit),
+    at(SessionLines.report_now),
+    at(EventReports.begin_unknown),
+    at(EventReports.adopt),
+    at(RunLauncher.launch),
+    at(NodeSession.execute),
+    at(SessionCell.start),
+    at(Execution.on_order),
+)
 SESSIONS = (
     at(NodeSession.start),
     at(RunRegistry.on_event, RanksStarted),
@@ -107,7 +119,7 @@ STACKS = (
     at(StackFile.faulthandler_text),
     at(NotebookFrames.upwards),
 )
-CALLBACKS = dict.fromkeys((*FRESH, *AFTER, *WATCHING, *SPARED, *FAILING, *CELLS, *SESSIONS, *ASKED, *STACKS))
+CALLBACKS = dict.fromkeys((*FRESH, *AFTER, *WATCHING, *SPARED, *FAILING, *CELLS, *LINES, *SESSIONS, *ASKED, *STACKS))
 # only these report to the pool
 TOLD = (
     at(EventReports.report),
@@ -122,6 +134,8 @@ AT_ITS_END = (
 # these do not know their run, or only the session
 UNNAMED = (
     at(SessionLogs.take_back),
+    at(SessionLines.submit),
+    at(SessionLines.report_now),
     at(MemoryWatch.begin),
     at(RankOutcomes.final_event),
     at(SharedPages.counted_once),
