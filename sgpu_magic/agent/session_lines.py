@@ -9,9 +9,11 @@ so that the next service takes it over.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from socket import socket as Socket
 
 import msgspec
@@ -23,6 +25,7 @@ from sgpu_magic.agent.reports import EventReports, Send
 from sgpu_magic.agent.run_registry import RunRegistry
 from sgpu_magic.config import Settings
 from sgpu_magic.config.submission_checks import unfit, unstartable
+from sgpu_magic.files.run_directory import why_no_run
 from sgpu_magic.system.message_stream import Limits, MessageStream
 from sgpu_magic.system.processes import write_log
 from sgpu_magic.wire import codec
@@ -197,7 +200,8 @@ class SessionLines:
             return None
         if submit.environment is not None or submit.code or submit.uploads:
             return None
-        if not isinstance(submit.payload.source, InlinePayload):
+        run_dir = self._settings.runs_path / spec.run_id
+        if not isinstance(submit.payload.source, InlinePayload) or not _can_record(run_dir):
             return None
         return Launch(
             spec=replace(spec, submitted_at=time.time()),
@@ -206,7 +210,7 @@ class SessionLines:
             payload=submit.payload,
             tracking=submit.tracking,
             lease=session.launch.lease,
-            run_dir=str(self._settings.runs_path / spec.run_id),
+            run_dir=str(run_dir),
             over_line=True,
         )
 
@@ -299,3 +303,16 @@ class _Line:
                 self._lines.order(self, message, frames)
             case EnterLine():
                 pass
+
+
+def _can_record(run_dir: Path) -> bool:
+    """Whether the disk takes a run. Makes its directory."""
+    try:
+        run_dir.mkdir(mode=0o700, parents=True)
+    except OSError:
+        return False
+    if why_no_run(run_dir.parent):
+        with contextlib.suppress(OSError):
+            run_dir.rmdir()
+        return False
+    return True

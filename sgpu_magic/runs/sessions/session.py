@@ -96,6 +96,8 @@ class Session(RankCollection):
         self.end_reported = False
         self._view = followed.view
         self._run = followed.run
+        # why the session is to end, and the link over which that was asked
+        self._asked_to_end: tuple[str, object] | None = None
         self._moved = threading.Condition()
         # for coroutines: resolved when the session is connected or has ended
         self._decided = Future[None]()
@@ -452,6 +454,9 @@ class Session(RankCollection):
                 self.pool.open_line(self.run_id)
         if self.has_ended:
             self.shipping.ended()
+        elif self._asked_to_end is not None and self._asked_to_end[1] is not self._run.link:
+            # the pool service that was asked has ended, maybe before it could act
+            self.end(self._asked_to_end[0])
 
     # ------------------------------------------------------------ ending
 
@@ -469,6 +474,7 @@ class Session(RankCollection):
     def end(self, reason: str) -> None:
         """Request the session's end without waiting for it."""
         if not self.has_ended:
+            self._asked_to_end = reason, self._run.link
             self._run.cancel(reason)
 
     def wait_for_end(self, timeout_s: float) -> bool:
