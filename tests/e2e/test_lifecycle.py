@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from kernels import Cell, Home, Kernel, eventually, is_alive, stop_process, wait_gone
 from process_table import watched_pids
-from strikes import command, events_of, send
+from strikes import command, events_of, ranks_of, send
 from time_limits import GRACE_S
 
 from sgpu_magic.files.run_directory import EventFile
@@ -668,6 +668,9 @@ def test_a_run_says_that_what_starts_its_ranks_is_stopped(kernel: Kernel, home: 
     runs_again(kernel)
     stopped = victims(home, who.removeprefix("adopted "))
     if who == "adopted agent":
+        # an agent without a run ends with its pool service
+        kernel.check("%%distributed -n 1 --nowait --name keeps\nimport time\ntime.sleep(600)")
+        eventually(lambda: ranks_of(home, home.run_named("keeps")), 20, "the run that keeps the agent")
         (pool,) = victims(home, "pool")
         os.kill(pool, signal.SIGKILL)
         runs_again(kernel)
@@ -680,6 +683,8 @@ def test_a_run_says_that_what_starts_its_ranks_is_stopped(kernel: Kernel, home: 
     finally:
         send(signal.SIGCONT, *stopped)
     assert cell.wait(40).lines(1) == ["healed"]
+    if who == "adopted agent":
+        send(signal.SIGKILL, *ranks_of(home, home.run_named("keeps")))
 
 
 def _doctor(home: Home) -> str:
