@@ -66,7 +66,7 @@ POINTS = (
     Point("agent", "has the order", Agent._execute, kind=Launch),
     Point("kernel", "sends the cell over the line", SessionLine.submit),
     Point("agent", "has the cell", SessionLines.submit),
-    Point("agent", "has sent it to the ranks", SessionCell._all_there),
+    Point("agent", "says that the ranks have started", SessionCell._all_there),
     Point("first rank", "has the order", _Life._execute),
     Point("last rank", "begins the cell", run_cell),
     Point("last rank", "has executed it", run_cell, "end"),

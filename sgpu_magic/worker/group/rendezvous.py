@@ -48,8 +48,8 @@ GLOO_SLACK_S = 0.04
 """How late the timer of gloo's loop may be.
 
 The loop of each group wakes up every 10 ms without a purpose but to see whether it is to end, 0.2 % of a core for each
-idle rank. With this slack it wakes up 20 times a second, and the end of a group takes up to 0.1 s longer. Data is not
-delayed: it wakes the loop itself.
+idle rank. With this slack it wakes up 20 to 25 times a second, and the end of a group takes up to 0.1 s longer. Data is
+not delayed: it wakes the loop itself.
 """
 
 
