@@ -432,6 +432,7 @@ class Pool:
     def close(self) -> None:
         """Close the link; the pool cancels the runs that this kernel follows."""
         self._connector.close()
+        self._lines.close()
         self._memory.close()
 
     def close_if_unused(self) -> None:

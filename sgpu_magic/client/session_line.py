@@ -207,7 +207,9 @@ class SessionLines:
             return line
 
     def close(self) -> None:
-        """Close all lines."""
+        """Close all lines; a no-op in a fork, which shares their sockets."""
+        if os.getpid() != self._pid:
+            return
         with self._lock:
             lines, self._lines = list(self._lines.values()), {}
         for line in lines:

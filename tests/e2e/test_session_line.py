@@ -154,3 +154,12 @@ def test_an_interrupt_reaches_a_cell_before_the_pool_knows_it(connected: Kernel,
         assert "[0] 7" in connected.check("%%distributed\nprint(7)", 10).text
     ended(home, "stops")
     assert next(row for row in home.ledger().values() if row.name == "stops").state == "cancelled"
+
+
+def test_an_unloaded_extension_leaves_no_line(connected: Kernel, home: Home):
+    names = "[thread.name for thread in __import__('threading').enumerate()]"
+    assert "sgpu-line" in connected.value(names)
+    connected.check("%unload_ext sgpu_magic")
+    assert "sgpu-line" not in connected.value(names)
+    connected.check("%load_ext sgpu_magic")
+    connected.check(CONNECT)
