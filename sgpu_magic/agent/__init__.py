@@ -20,6 +20,7 @@ rank_deaths     how a rank died that exited without a report
 memory_watch    kills by the kernel's out-of-memory killer, and the peak memory of processes
 native_aborts   what torch's C++ code writes before it aborts a rank because of a collective
 faults          limits an exception in a callback to the run it serves; background work
+timers          timers for work that can wait
 
 runs/           runs and sessions: their cells, files, events and ends
 ranks/          rank processes: forking, orders, messages, stopping

@@ -22,6 +22,7 @@ from sgpu_magic.agent.runs.execution_kinds import FreshRun
 from sgpu_magic.agent.runs.node_run import NodeRun
 from sgpu_magic.agent.runs.send_files_to_pool import FilesToPool
 from sgpu_magic.agent.runs.session import NodeSession
+from sgpu_magic.agent.timers import call_about
 from sgpu_magic.wire.base import FailureKind, RunLimit, RunState
 from sgpu_magic.wire.codec import UnreadableLaunch
 from sgpu_magic.wire.events import EventBody, RunEnded
@@ -208,12 +209,13 @@ class RunRegistry:
                 self._later(_REPLENISH_DELAY_S, self._keep_for_session, session)
         elif isinstance(run, Execution) and not run.group.broken:
             self._later(_REPLENISH_DELAY_S, self._replenish, run.launch)
-        self._later(_PRELOAD_DELAY_S, self._preload, run)
-        self._loop.call_later(_KEEP_DELAY_S, self._keep, run)
+        with faults.charging(None):
+            call_about(_PRELOAD_DELAY_S, self._preload)
+        call_about(_KEEP_DELAY_S, self._keep, run)
 
     # ------------------------------------------------------------ internals
 
-    def _preload(self, _: NodeRun) -> None:
+    def _preload(self) -> None:
         self.groups.preloaded.tend(is_busy=self.busy)
 
     def _later(self, delay_s: float, call: Callable[[T], None], of: T) -> None:
@@ -261,7 +263,7 @@ class RunRegistry:
         if self._runs.get(run.run_id) is not run:
             return
         if not self.has_service() or self.reports.has_unkept(run.run_id):
-            self._loop.call_later(_KEEP_DELAY_S, self._forget, run)
+            call_about(_KEEP_DELAY_S, self._forget, run)
         else:
             run.files.memory.close()
             self.reports.forget(run.run_id)

@@ -23,6 +23,7 @@ from sgpu_magic.agent import faults
 from sgpu_magic.agent.launch import RunLauncher
 from sgpu_magic.agent.reports import EventReports, Send
 from sgpu_magic.agent.run_registry import RunRegistry
+from sgpu_magic.agent.timers import PutOff
 from sgpu_magic.config import Settings
 from sgpu_magic.config.submission_checks import unfit, unstartable
 from sgpu_magic.files.run_directory import why_no_run
@@ -38,8 +39,9 @@ from sgpu_magic.wire.session_line import CellRefused, EnterLine, ToLine
 
 # a cell that takes longer is reported to the pool service while it runs
 _QUICK_S = 0.03
-# an ended cell is reported when its front end knows that the kernel is idle: the pool service then competes with nobody
-_AFTER_END_S = 0.006
+# an ended cell is reported when its front end knows that the kernel is idle and has sent no other cell: the pool service
+# then competes with nobody
+_AFTER_END_S = 0.015
 # cells that follow each other without a pause are reported together at last
 _MOST_S = 0.1
 # the notebook of a quick cell needs no event before its end
@@ -87,7 +89,7 @@ class SessionLines:
         self._lines: set[_Line] = set()
         # the cells that the service does not know yet, by run id
         self._unreported: dict[str, _Unreported] = {}
-        self._timer: asyncio.TimerHandle | None = None
+        self._reporting = PutOff(self.report_now, _MOST_S)
         # whether the current service knows what the agent held when it connected
         self._is_introduced = False
 
@@ -122,8 +124,7 @@ class SessionLines:
 
     def close(self) -> None:
         """Close all lines: the agent ends."""
-        if self._timer is not None:
-            self._timer.cancel()
+        self._reporting.cancel()
         for line in list(self._lines):
             line.close()
 
@@ -159,14 +160,12 @@ class SessionLines:
         self._unreported[run_id] = _Unreported(launch, self._loop.time())
         with faults.guarded(functools.partial(self._runs.faulted, run_id)):
             self._launches.launch(launch, frames)
-        self.report_in(_QUICK_S)
+        self._reporting.put_off(_QUICK_S)
 
-    def report_in(self, delay_s: float) -> None:
-        """Report the unreported cells after a delay, instead of at the time set before."""
-        if self._timer is not None:
-            self._timer.cancel()
-        oldest = min((cell.launched_at for cell in self._unreported.values()), default=self._loop.time())
-        self._timer = self._loop.call_at(min(self._loop.time() + delay_s, oldest + _MOST_S), self.report_now)
+    def cell_ended(self) -> None:
+        """Note that a line has sent a cell's end."""
+        if self._unreported:
+            self._reporting.put_off(_AFTER_END_S)
 
     def cancel(self, line: _Line, message: Cancel) -> None:
         """Stop a cell of the line's session, as the pool service would."""
@@ -259,7 +258,7 @@ class _Line:
             # the pool service computes its own times
             total_s = event.body.starting_s + event.body.running_s
             event = replace(event, body=replace(event.body, total_s=total_s))
-            self._lines.report_in(_AFTER_END_S)
+            self._lines.cell_ended()
         self.send(event, frames)
 
     def find_session(self) -> None:

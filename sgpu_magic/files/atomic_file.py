@@ -107,6 +107,9 @@ def link_or_copy(kept: Path, wanted: Path) -> None:
         FileNotFoundError: `kept`, or the directory of `wanted`, does not exist.
         OSError: `wanted` can't be written.
     """
+    with contextlib.suppress(OSError):
+        os.link(kept, wanted)
+        return
     if wanted.exists() and os.path.samefile(kept, wanted):
         return
     temporary = wanted.with_name(f".{wanted.name}.part")

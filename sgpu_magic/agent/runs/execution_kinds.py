@@ -58,8 +58,6 @@ _FINISH_AFTER_FAILURE_S = 30.0
 _RENEWAL_PATIENCE_S = 0.5
 # time from the interrupt until unstopped ranks are reported; the notebook frees its cell by itself at 2.8 s
 _UNSTOPPED_S = 2.0
-# let the result reach the notebook before the run's directory is written
-_WRITE_DELAY_S = 0.03
 
 
 class FreshRun(Execution):
@@ -393,7 +391,8 @@ class SessionCell(Execution):
             self._session.on_cell_ended(self)
         finally:
             self._listener.run_exited(self)
-            self._loop.call_later(_WRITE_DELAY_S, self._write_down)
+            self._session.write_later(self)
 
-    def _write_down(self) -> None:
+    def write_down(self) -> None:
+        """Write the run's directory."""
         self.files.describe(self._final_state)

@@ -7,6 +7,7 @@ At its end the ranks finish what its cells have started, as Python does before i
 
 from __future__ import annotations
 
+import functools
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -24,6 +25,7 @@ from sgpu_magic.agent.runs.session_events import SessionEvents
 from sgpu_magic.agent.runs.session_logs import SessionLogs
 from sgpu_magic.agent.runs.session_repair import SessionRepair
 from sgpu_magic.agent.runs.unfinished_work import UnfinishedWork
+from sgpu_magic.agent.timers import PutOff
 from sgpu_magic.agent.watch.sampling import RunSampler
 from sgpu_magic.wire.base import CancelReason, FailureKind, RunLimit, RunState
 from sgpu_magic.wire.client import ReclaimPayload, SendComms
@@ -50,6 +52,9 @@ from sgpu_magic.wire.run import RankAnswer, RankQuestion
 
 # a cell that is stopped with its session gets this long to report its own end
 _CELL_ENDS_S = 0.5
+# the directories of ended cells are written when no other cell has followed for so long, since that takes as long as a
+# short cell itself; at the latest after the second time
+_WRITE_DELAY_S, _WRITTEN_WITHIN_S = 0.03, 0.3
 
 
 class SessionRefuses(Exception):
@@ -80,6 +85,9 @@ class NodeSession(NodeRun):
         self._sampler = RunSampler(self.run_ranks, launch.lease, self._say, lambda use: None)
         self._events = SessionEvents(self._say)
         self._cell: SessionCell | None = None
+        # ended cells whose directories are to be written
+        self._unwritten: list[SessionCell] = []
+        self._writing = PutOff(self._write_down, _WRITTEN_WITHIN_S)
         # called when the running cell has ended
         self._waiting: list[Callable[[], None]] = []
         self._questions = Questions(group)
@@ -137,6 +145,7 @@ class NodeSession(NodeRun):
         self._logs.lend(cell.run_ranks.numbers, cell.files)
         self._events.on_cell_started(spec.name)
         self._cell = cell
+        self._writing.put_off_if_due(_WRITTEN_WITHIN_S)
         return cell
 
     def on_cell_ended(self, cell: SessionCell) -> None:
@@ -147,6 +156,17 @@ class NodeSession(NodeRun):
             self._logs.take_back(cell.run_ranks.numbers)
         self._repair.proceed()
         self._call_waiting()
+
+    def write_later(self, cell: SessionCell) -> None:
+        """Write the directory of a cell that has ended, when no other cell follows at once."""
+        self._unwritten.append(cell)
+        self._writing.put_off(_WRITE_DELAY_S)
+
+    def _write_down(self) -> None:
+        cells, self._unwritten = self._unwritten, []
+        for cell in cells:
+            with faults.guarded(functools.partial(self._here.listener.faulted, cell.run_id)):
+                cell.write_down()
 
     def when_line_is_free(self, call: Callable[[], None]) -> bool:
         """Call `call` when the cell that came over the line, or the session, has ended. False if no such cell runs."""
@@ -348,6 +368,7 @@ class NodeSession(NodeRun):
     def abandon(self) -> None:
         super().abandon()
         self._call_waiting()
+        self._writing.flush()
         self._here.sampling.end(self._sampler)
         # the ranks' exits are no longer handled, so their pending questions end here
         for rank in self.run_ranks.numbers:
@@ -368,6 +389,7 @@ class NodeSession(NodeRun):
         self._final_state = self._ending_as
         self._call_waiting()
         self._events.close()
+        self._writing.flush()
         now = time.monotonic()
         connected = self._started_at or now
         unfinished = self._unfinished.by_rank
