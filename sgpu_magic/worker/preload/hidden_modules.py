@@ -22,10 +22,29 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ExtensionFileLoader, ModuleSpec, PathFinder
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
+import msgspec
+
 from sgpu_magic.worker.preload.import_recorder import Effects, ImportRecorder, RecordedImport, dependents_of
+
+
+class _Plan(msgspec.Struct, frozen=True):
+    """What the import of a module does, with those that it imports.
+
+    It stays valid when some of these modules are shown: whatever a shown module imports is shown too, so the order of
+    the others is the same without it.
+
+    Args:
+        steps: Changes of the process, and hidden modules when they are complete, in order.
+        tops: The top-level packages of these modules.
+        readers: Those of the steps that depend on the environment or the working directory, or change the environment.
+    """
+
+    steps: list[str | Effects]
+    tops: frozenset[str]
+    readers: list[str | Effects]
 
 
 class HiddenModules(MetaPathFinder):
@@ -39,6 +58,9 @@ class HiddenModules(MetaPathFinder):
         self._imports: dict[str, RecordedImport] = {}
         self._modules: dict[str, ModuleType] = {}
         self._specs: dict[str, ModuleSpec | None] = {}
+        # what `plan` has computed
+        self._plans: dict[str, _Plan] = {}
+        self._bindings: dict[str, tuple[str, str]] = {}
         # changes of the process by the modules that are not hidden, in their order
         self._made: list[Effects] = []
         self._directory = ""
@@ -92,8 +114,18 @@ class HiddenModules(MetaPathFinder):
         for effects in reversed(self._made):
             _undo(effects)
         self._made.clear()
+        self._bindings = self._bindings_of({name: name for name in self._modules})
         if self._modules and self not in sys.meta_path:
             sys.meta_path.insert(0, self)
+
+    def plan(self, names: Iterable[str]) -> None:
+        """Compute what the imports of these modules will do, so that ranks need not; a rank computes any other one."""
+        # a rank that shows modules writes to the pages of their names, for the reference counts, and each page is
+        # copied at the first write: names that are made one after the other are on few pages
+        own = {name: name.encode().decode() for name in self._modules}
+        self._modules = {own[name]: module for name, module in self._modules.items()}
+        self._plans = {name: self._plan_of(name, own) for name in names if name in self._modules}
+        self._bindings = self._bindings_of(own)
 
     @staticmethod
     def _unbind(record: RecordedImport, module: ModuleType) -> None:
@@ -115,10 +147,9 @@ class HiddenModules(MetaPathFinder):
         """Return the spec of a hidden module, as its own finder returned it, with a loader that shows the module."""
         if fullname not in self._modules:
             return None
-        order = list(self._in_order(fullname))
-        tops = {step.partition(".")[0] for step in order if isinstance(step, str)} - self._unshadowed
-        outdated = [top for top in tops if self._is_shadowed(top)]
-        outdated += self._read_otherwise(order)
+        plan = self._plans.get(fullname) or self._plan_of(fullname)
+        outdated = [top for top in plan.tops - self._unshadowed if self._is_shadowed(top)]
+        outdated += self._read_otherwise(plan.readers)
         if outdated and self._is_recording:
             self.conflict = outdated[0]
         elif outdated:
@@ -126,7 +157,7 @@ class HiddenModules(MetaPathFinder):
             self._forget(list(self._executable(dependents_of(outdated, self._imports))))
             return self.find_spec(fullname, path, target)
         real = self._specs[fullname]
-        spec = ModuleSpec(fullname, _HiddenLoader(real, functools.partial(self._show_all, fullname, order)))
+        spec = ModuleSpec(fullname, _HiddenLoader(real, functools.partial(self._show_all, fullname, plan.steps)))
         if real is not None:
             spec.origin, spec.submodule_search_locations = real.origin, real.submodule_search_locations
             spec.has_location = real.has_location
@@ -152,17 +183,18 @@ class HiddenModules(MetaPathFinder):
                 return True
         return True
 
-    def _read_otherwise(self, order: Iterable[str | Effects]) -> Iterator[str]:
+    def _read_otherwise(self, readers: Iterable[str | Effects]) -> Iterator[str]:
         """Yield the modules that would read other values now than they have read."""
         environ = dict(os.environ)
         is_there = os.getcwd() == self._directory
-        for step in order:
+        for step in readers:
             if isinstance(step, str):
-                if self._imports[step].reads_directory and not is_there and step in self._modules:
+                if not is_there and step in self._modules:
                     yield step
                 continue
-            is_read_otherwise = any(environ.get(name) != value for name, value in step.reads.items())
-            if is_read_otherwise and step.module in self._modules:
+            if step.module not in self._modules:
+                continue
+            if any(environ.get(name) != value for name, value in step.reads.items()):
                 yield step.module
             for name, (before, after) in step.environ.items():
                 _change(environ, name, before, after)
@@ -175,6 +207,8 @@ class HiddenModules(MetaPathFinder):
                 yield name
 
     def _forget(self, names: Iterable[str]) -> None:
+        # what they import is shown at its own import, and not before
+        self._plans.clear()
         for name in names:
             if self._modules.pop(name, None) is not None:
                 del self._imports[name]
@@ -185,34 +219,49 @@ class HiddenModules(MetaPathFinder):
         if not self._modules and self in sys.meta_path:
             sys.meta_path.remove(self)
 
-    def _show_all(self, name: str, order: Sequence[str | Effects]) -> None:
+    def _show_all(self, name: str, steps: Sequence[str | Effects]) -> None:
         """Show a module and what it imported. An interrupt waits until that is done."""
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
         try:
             awaited = _awaited_by_finders(self)
-            for step in order:
+            for step in steps:
                 if isinstance(step, Effects):
-                    module = self._modules.get(step.module) or sys.modules.get(step.module)
-                    _repeat(step, {} if module is None else vars(module))
-                    self._made.append(step)
-                elif step == name:
-                    _enable(self._loggers.get(name, ()))
-                elif step in self._modules:
-                    if step in awaited:
-                        importlib.import_module(step)
-                    else:
-                        self._show(step)
+                    if step.module in self._modules and (step.module == name or step.module not in awaited):
+                        _repeat(step, vars(self._modules[step.module]))
+                        self._made.append(step)
+                elif step not in self._modules or step == name:
+                    continue
+                elif step in awaited:
+                    importlib.import_module(step)
+                else:
+                    self._show(step)
+            _enable(self._loggers.get(name, ()))
             sys.modules[name] = self._modules.pop(name)
             self._leave_if_empty()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
     def _show(self, name: str) -> None:
-        sys.modules[name] = self._modules.pop(name)
-        _enable(self._loggers.get(name, ()))
-        package, _, child = name.rpartition(".")
-        if self._imports[name].binding is not None and package in sys.modules:
-            setattr(sys.modules[package], child, sys.modules[name])
+        module = sys.modules[name] = self._modules.pop(name)
+        if name in self._loggers:
+            _enable(self._loggers[name])
+        if name in self._bindings:
+            package, child = self._bindings[name]
+            if package in sys.modules:
+                setattr(sys.modules[package], child, module)
+
+    def _bindings_of(self, names: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+        """Return, for each module that its import makes an attribute of its package: the package, and its own name."""
+        split = {own: name.rpartition(".") for name, own in names.items() if self._imports[name].binding is not None}
+        return {own: (names.get(package, package), child) for own, (package, _, child) in split.items()}
+
+    def _plan_of(self, name: str, own: Mapping[str, str] = MappingProxyType({})) -> _Plan:
+        steps = [own.get(step, step) if isinstance(step, str) else step for step in self._in_order(name)]
+        readers = [step for step in steps if self._reads(step)]
+        return _Plan(steps, frozenset(step.partition(".")[0] for step in steps if isinstance(step, str)), readers)
+
+    def _reads(self, step: str | Effects) -> bool:
+        return bool(step.reads or step.environ) if isinstance(step, Effects) else self._imports[step].reads_directory
 
     def _in_order(self, name: str) -> Iterator[str | Effects]:
         """Yield what an import of `name` does: changes of the process, and hidden modules when they are complete."""

@@ -118,6 +118,7 @@ def preload(order: Preload, link: StreamConnection[ToZygote]) -> Preloaded:
             records += recorder.imports.values()
             if tried[root]:
                 done.append(root)
+    hidden.plan([*done, *(name for root in done for name in tried[root])])
     leaving.forget_registered()
     forget_installed()
     heavy_imports.take()

@@ -36,7 +36,7 @@ def seen(before, registered, shown):
         ),
     }
 
-def one(roots, ahead):
+def one(roots, ahead, planned):
     registered, shown = [], []
     def register(function, *args, **kwargs):
         registered.append([function.__module__, list(args)])
@@ -51,6 +51,7 @@ def one(roots, ahead):
             with recorder.recording():
                 importlib.import_module(root)
             hidden.hide(recorder.imports)
+        hidden.plan(planned)
         assert not {name for name in sys.modules if name not in before}, sys.modules.keys() - before
         assert registered == []
     first = seen(before, list(registered), list(shown))
@@ -67,12 +68,12 @@ def one(roots, ahead):
     return [first, *found]
 
 for line in sys.stdin:
-    folder, roots, ahead = json.loads(line)
+    folder, roots, ahead, planned = json.loads(line)
     reading, writing = os.pipe()
     if os.fork() == 0:
         sys.path.insert(0, folder)
         with open(writing, "w") as out:
-            json.dump(one(roots, ahead), out)
+            json.dump(one(roots, ahead, planned), out)
         os._exit(0)
     os.close(writing)
     with open(reading) as answer:
@@ -143,10 +144,12 @@ def program() -> Any:
         process.stdin.close()
 
 
-def seen(program: subprocess.Popen[str], folder: Path, roots: list[str], *, ahead: bool) -> Any:
+def seen(
+    program: subprocess.Popen[str], folder: Path, roots: list[str], *, ahead: bool, planned: list[str] | None = None
+) -> Any:
     assert program.stdin is not None
     assert program.stdout is not None
-    program.stdin.write(json.dumps([str(folder), roots, ahead]) + "\n")
+    program.stdin.write(json.dumps([str(folder), roots, ahead, planned or []]) + "\n")
     return json.loads(program.stdout.readline())
 
 
@@ -158,6 +161,7 @@ def test_shown_modules_are_as_executed_ones(program: subprocess.Popen[str], tmp_
     if plain is None:
         pytest.skip("these imports fail without anything else")
     assert seen(program, folder, roots, ahead=True) == plain
+    assert seen(program, folder, roots, ahead=True, planned=roots) == plain
 
 
 def run(code: str, *folders: Path) -> str:
@@ -211,7 +215,8 @@ def test_a_file_of_the_user_takes_the_place_of_a_module_that_was_executed(tmp_pa
 
 
 def test_a_finder_that_waits_for_a_module_is_called_when_it_is_shown(tmp_path: Path) -> None:
-    installed = write(tmp_path / "site-packages", top="import inner", inner="")
+    inner = "import atexit; atexit.register(print, 'at exit')"
+    installed = write(tmp_path / "site-packages", top="import inner", inner=inner)
     out = run(
         """
         hidden = ahead("top")
@@ -222,7 +227,7 @@ def test_a_finder_that_waits_for_a_module_is_called_when_it_is_shown(tmp_path: P
         """,
         installed,
     )
-    assert out == "imported inner True\n"
+    assert out == "imported inner True\nat exit\n"
 
 
 def test_what_is_known_of_a_hidden_module_is_as_of_any(tmp_path: Path) -> None:
