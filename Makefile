@@ -95,7 +95,7 @@ soak: $(VENV)/.ready-test
 screenshots: $(VENV)/.ready-test
 	$(BIN)/python scripts/screenshots.py build/screenshots --docs docs $(STORIES)
 
-bench: $(VENV)/.ready-test
+bench: $(VENV)/.ready-test-frameworks
 	PYTHONPATH=tests/support $(BIN)/python -m tests.benchmarks $(BENCH)
 
 lint: $(VENV)/.ready-test

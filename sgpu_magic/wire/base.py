@@ -31,9 +31,20 @@ class Numbered(Record, frozen=True, kw_only=True):
     request: int
 
 
+# the short forms of this process's ids, and how many of them may be taken before they are used again
+_taken: set[str] = set()
+_MOST_TAKEN = 16**SHORT_LENGTH // 2
+
+
 def new_id() -> str:
-    """Return a new id: 8 hexadecimal digits."""
-    return secrets.token_hex(4)
+    """Return a new id: 8 hexadecimal digits. Its short form is not that of an earlier one of this process."""
+    while True:
+        run_id = secrets.token_hex(4)
+        if len(_taken) >= _MOST_TAKEN:
+            _taken.clear()
+        if short(run_id) not in _taken:
+            _taken.add(short(run_id))
+            return run_id
 
 
 def is_valid_id(text: str) -> bool:

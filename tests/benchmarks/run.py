@@ -29,6 +29,7 @@ from tests.benchmarks.report import markdown
 from tests.benchmarks.rows import (
     attach,
     failure,
+    imports,
     launch,
     on_ray,
     output,
@@ -58,6 +59,7 @@ ROWS: dict[str, Callable[[Bench], Row]] = {
     "failure": failure.one_rank_raises,
     "ranks64": launch.many_ranks,
     "ranks256": launch.most_ranks,
+    "imports": imports.of_later_cells,
     "session": session.empty_cell,
     "session-print": session.printing_cell,
     "session-fresh": session.fresh_on_lease,

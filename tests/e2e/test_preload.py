@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 from homes import Home
 from kernels import Kernel, Reply
-from waiting import eventually
+from preloads import wait_for_preload
 
 HEAVY = """
 import os, time
@@ -39,17 +38,6 @@ def place(new_home: Callable[..., Home], request: pytest.FixtureRequest) -> Iter
     kernel.close()
 
 
-def wait_for_preload(home: Home, before: int = 0) -> int:
-    """Wait until another zygote than the one before has executed the import, and return it."""
-    report = home.state / "preload.json"
-
-    def zygotes() -> list[int]:
-        rows = json.loads(report.read_text()) if report.exists() else []
-        return [row["pid"] for row in rows if "heavy" in row["roots"] and row["pid"] != before]
-
-    return eventually(zygotes, 60, "the import was executed ahead")[0]
-
-
 def said(reply: Reply) -> set[str]:
     return set(reply.lines(0)) | set(reply.lines(1))
 
@@ -61,7 +49,7 @@ SHOWN = {"[] False '' ['heavy_part', 'heavy']"}
 def test_an_import_that_took_long_is_executed_ahead(place: tuple[Home, Kernel]) -> None:
     home, kernel = place
     assert said(kernel.check(CELL)) == EXECUTED
-    wait_for_preload(home)
+    wait_for_preload(home, "heavy")
     assert said(kernel.check(CELL)) == SHOWN
     # what the module reads at its import is different now
     other = CELL.replace("import os, sys", "import os, sys\nos.environ['HEAVY_MODE'] = 'fast'")
@@ -81,7 +69,7 @@ def test_a_session_imports_what_was_executed_ahead(place: tuple[Home, Kernel]) -
     home, kernel = place
     kernel.check("%sgpu_connect --gpus 2 --type cpu")
     assert said(kernel.check(CELL.replace(" -n 2", ""))) == EXECUTED
-    wait_for_preload(home)
+    wait_for_preload(home, "heavy")
     kernel.check("%sgpu_disconnect")
     kernel.check("%sgpu_connect --gpus 2 --type cpu")
     assert said(kernel.check(CELL.replace(" -n 2", ""))) == SHOWN
@@ -92,10 +80,10 @@ def test_a_session_imports_what_was_executed_ahead(place: tuple[Home, Kernel]) -
 def test_a_variable_that_is_read_belongs_to_what_is_executed_ahead(place: tuple[Home, Kernel]) -> None:
     home, kernel = place
     kernel.check(CELL)
-    before = wait_for_preload(home)
+    before = wait_for_preload(home, "heavy")
     kernel.check("%env HEAVY_MODE=other")
     assert said(kernel.check(CELL)) == {"[] True 'other' ['heavy_part', 'heavy']"}
-    wait_for_preload(home, before)
+    wait_for_preload(home, "heavy", before=before)
     assert said(kernel.check(CELL)) == {"[] False 'other' ['heavy_part', 'heavy']"}
 
 
@@ -104,7 +92,7 @@ def test_a_variable_that_is_read_belongs_to_what_is_executed_ahead(place: tuple[
 def test_what_the_setting_names_is_executed_ahead_of_its_first_import(place: tuple[Home, Kernel]) -> None:
     home, kernel = place
     kernel.check("%%distributed -n 2\nrank")
-    wait_for_preload(home)
+    wait_for_preload(home, "heavy")
     assert said(kernel.check(CELL)) == SHOWN
 
 

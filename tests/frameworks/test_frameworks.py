@@ -18,6 +18,7 @@ import pytest
 import trainings
 from executed_notebooks import NOTEBOOKS, execute, headings, saved
 from kernels import Home, Kernel
+from preloads import wait_for_preload
 
 pytestmark = pytest.mark.slow
 
@@ -121,6 +122,23 @@ def test_twice_one_after_the_other_in_a_session(session: Kernel, expected: Calla
     """The first of them destroys the ranks' group; the others, and itself, find one again."""
     for name in [name for name in trainings.LIGHT for _ in range(2)]:
         check_in_session(session, expected(name), name)
+
+
+@pytest.mark.timeout(600)
+def test_in_cells_whose_imports_were_executed_ahead(new_home: Callable[..., Home], expected: Callable[[str], Path]):
+    home = new_home(HOME_VARIABLES | {"SGPU_PRELOAD": "auto"})
+    names = [name for name, package in trainings.HEAVY.items() if importlib.util.find_spec(package)]
+    kernel = Kernel(home)
+    try:
+        cells = {name: f"%%distributed -n 2 --out got:all\n{source_of(name)}\ngot = {name}()" for name in names}
+        for name in names:
+            kernel.check(cells[name], _TIMEOUT_S)
+        wait_for_preload(home, *(trainings.HEAVY[name] for name in names), timeout_s=300)
+        for name in [*names, *trainings.LIGHT]:
+            kernel.check(cells.get(name) or f"%%distributed -n 2 --out got:all\n{source_of(name)}\ngot = {name}()", 60)
+            check_like(kernel, expected(name))
+    finally:
+        kernel.close()
 
 
 # ---------------------------------------------------------------- what frameworks inspect

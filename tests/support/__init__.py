@@ -40,6 +40,7 @@ planted_table         the callbacks of the agent in which faults are planted, by
 nccl_manners          a process-group backend that behaves like NCCL, for code in cells
 pool_client           a real pool with real ranks, used by this process as a kernel does, without a notebook
 pool_faults           faults in the pool service: a public method that raises once, when the test arms it
+preloads              waits until a pool has executed imports ahead
 process_table         processes as the system reports them: table, descriptors, threads and listening sockets
 ranks                 ranks of a real zygote, controlled over the wire as by an agent
 ray_clusters          Ray clusters: fake nodes of one machine, and raylets with their own addresses

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import struct
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,14 @@ from process_table import is_alive
 from session_line_client import Line
 from waiting import eventually
 
+from sgpu_magic.files.atomic_file import read_json
 from sgpu_magic.wire.attachments import CodeBundle, SharedPayload
 from sgpu_magic.wire.base import RunKind, RunState
 from sgpu_magic.wire.client import Cancel
 from sgpu_magic.wire.devices import Placement
 from sgpu_magic.wire.events import RanksStarted, RunEnded, StateChanged
 from sgpu_magic.wire.node import Launch, RunEvent
+from sgpu_magic.wire.run import RUN_RECORD, RunRecord
 from sgpu_magic.wire.session_line import CellRefused, EnterLine
 
 RANKS = 2
@@ -64,6 +67,36 @@ def test_a_cell_starts_at_once_and_the_pool_learns_it_in_order(agent: AgentProce
     assert agent.taken[run_id] == 0, "an event came before the run that it is about"
     assert len(agent.events[run_id]) == len(events)
     assert agent.printed(run_id) == {0: "rank 0\n", 1: "rank 1\n"}
+
+
+def test_the_directories_of_cells_are_written_while_others_follow_without_a_pause(
+    agent: AgentProcess, session: AgentSession, line: Line
+):
+    first = line.submit(session, "pass")
+    line.events_of(first)
+    followed = 0
+    deadline = time.monotonic() + 20
+    while not is_written(agent, first):
+        assert time.monotonic() < deadline, "the first cell's directory is not written"
+        assert line.events_of(line.submit(session, "pass"))
+        followed += 1
+    assert followed > 1
+
+
+def test_a_session_that_ends_has_the_directories_of_all_its_cells(
+    agent: AgentProcess, session: AgentSession, line: Line
+):
+    last = line.submit(session, "pass")
+    line.events_of(last)
+    agent.end_run(session.run_id, "the test is over")
+    agent.wait_until_gone(session.run_id)
+    assert is_written(agent, last)
+
+
+def is_written(agent: AgentProcess, run_id: str) -> bool:
+    """Whether a run's directory has its record with the final state, which is written last."""
+    record = read_json(agent.path / "state" / "runs" / run_id / RUN_RECORD, RunRecord)
+    return record is not None and record.state.is_final
 
 
 def test_a_long_cell_is_reported_while_it_runs_and_can_be_stopped_from_there(

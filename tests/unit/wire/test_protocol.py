@@ -37,7 +37,18 @@ from sgpu_magic.wire import (
     streams,
     tracking,
 )
-from sgpu_magic.wire.base import TRANSITIONS, Numbered, OfRun, Record, RunState, can_move, check_id, is_valid_id, new_id
+from sgpu_magic.wire.base import (
+    TRANSITIONS,
+    Numbered,
+    OfRun,
+    Record,
+    RunState,
+    can_move,
+    check_id,
+    is_valid_id,
+    new_id,
+    short,
+)
 
 MODULES = (
     attachments,
@@ -310,9 +321,10 @@ def test_what_is_no_id_is_refused(text: str):
 
 
 def test_new_ids_are_ids_and_differ():
-    made = {new_id() for _ in range(100)}
+    made = [new_id() for _ in range(2_000)]
     assert all(map(is_valid_id, made))
-    assert len(made) == 100
+    # messages name a run by its short form
+    assert len(set(map(short, made))) == len(made)
 
 
 def test_final_states_are_left_by_no_move():
