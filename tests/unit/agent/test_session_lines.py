@@ -75,7 +75,7 @@ def test_the_directories_of_cells_are_written_while_others_follow_without_a_paus
     first = line.submit(session, "pass")
     line.events_of(first)
     followed = 0
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 5
     while not is_written(agent, first):
         assert time.monotonic() < deadline, "the first cell's directory is not written"
         assert line.events_of(line.submit(session, "pass"))
