@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
-from typing import ParamSpec
+from typing import TypeVarTuple
 
-P = ParamSpec("P")
+Ts = TypeVarTuple("Ts")
 
 # calls within one such interval are made together
 _TOGETHER_S = 0.25
@@ -56,7 +56,7 @@ class PutOff:
             self._timer = None
 
 
-def call_about(delay_s: float, call: Callable[P, object], *args: P.args, **_: P.kwargs) -> asyncio.TimerHandle:
+def call_about(delay_s: float, call: Callable[[*Ts], object], *args: *Ts) -> asyncio.TimerHandle:
     """Make a call after `delay_s` seconds, or up to a quarter of a second later, together with others."""
     loop = asyncio.get_running_loop()
     at = math.ceil((loop.time() + delay_s) / _TOGETHER_S) * _TOGETHER_S

@@ -13,6 +13,9 @@ import msgspec
 
 _ID = re.compile(r"[0-9a-f]{8}")
 SHORT_LENGTH = 4
+# the short forms of this process's ids, and how many of them may be taken before they are used again
+_MOST_TAKEN = 16**SHORT_LENGTH // 2
+_taken: set[str] = set()
 
 
 class Record(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -29,11 +32,6 @@ class Numbered(Record, frozen=True, kw_only=True):
     """Base of requests, which their sender numbers, and of replies, which carry the request's number."""
 
     request: int
-
-
-# the short forms of this process's ids, and how many of them may be taken before they are used again
-_taken: set[str] = set()
-_MOST_TAKEN = 16**SHORT_LENGTH // 2
 
 
 def new_id() -> str:
