@@ -34,7 +34,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from sgpu_magic.system import processes
 from sgpu_magic.wire.decoding import JsonDecoder
 from sgpu_magic.worker.group import local_names, lost_groups, rendezvous
 from sgpu_magic.worker.process import position
@@ -279,10 +278,9 @@ def _device() -> Any:
 
 
 def _make_gloo(store: Any, rank: int, ranks: int, timeout: datetime.timedelta) -> Any:
-    with processes.late_timers(rendezvous.GLOO_SLACK_S):
-        options = _GLOO._Options()
-        options._devices, options._threads, options._timeout = [_device()], 1, _PATIENCE
-        backend = _GLOO(store, rank, ranks, options)
+    options = _GLOO._Options()
+    options._devices, options._threads, options._timeout = [_device()], 1, _PATIENCE
+    backend = _GLOO(store, rank, ranks, options)
     backend._set_default_timeout(timeout)
     return backend
 

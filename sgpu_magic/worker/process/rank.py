@@ -98,6 +98,7 @@ def live(order: Fork, descriptors: list[int]) -> int:
         warm_up(shell)
     if order.announce:
         link.send(StandsBy())
+        rendezvous.let_loops_sleep()
     received = link.receive()
     if received is None or not isinstance(received[0], Execute | Prepare):
         return 0
@@ -228,6 +229,7 @@ class _Life:
                 if self._state.cuda and torch.cuda.is_available():
                     # creates the CUDA context, which takes half a second, before the first cell
                     torch.cuda.synchronize()
+                rendezvous.let_loops_sleep()
                 reply = Reply(Joined())
             finally:
                 user_code.refuse_interrupts()
@@ -244,6 +246,7 @@ class _Life:
         try:
             state = self._state
             lost = renewal.renew(state.rank, state.ranks, store_path, message.replaced, cuda=state.uses_nccl)
+            rendezvous.let_loops_sleep()
             renewed = Renewed(lost=lost)
         except (RuntimeError, OSError, ValueError) as error:
             renewed = Renewed(problem=f"rank {self._state.rank}: {error}")
