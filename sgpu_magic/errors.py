@@ -10,6 +10,7 @@
     ├── EnvironmentFailed         the ranks' Python can't be prepared (notebook or pool)
     ├── PoolError                 the pool can't be reached, started or understood (pool)
     │   ├── PoolVersionError      the pool speaks another protocol version
+    │   ├── PoolIdle              no pool runs on the machine that the user logs in to, and none was to be started
     │   └── KeyRefused            the pool does not admit this user's key, or lacks the key listed for it
     ├── SessionError              the session does not exist or can't take the cell (notebook or pool)
     │   └── SessionBusy           a cell runs in it, or ranks are being started (notebook)
@@ -185,6 +186,10 @@ class PoolVersionError(PoolError):
     """
 
     is_used = False
+
+
+class PoolIdle(PoolError):
+    """No pool runs on the machine that the user logs in to; a run starts one."""
 
 
 class KeyRefused(PoolError):

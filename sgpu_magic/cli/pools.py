@@ -20,7 +20,7 @@ from sgpu_magic.cli.json_records import (
     TypeRow,
     encode,
 )
-from sgpu_magic.cli.main import CommandParser, add_command, add_json
+from sgpu_magic.cli.main import CommandParser, add_command, add_json, note
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.client.pool_choosing import PriceBook, counts, describe_devices, money_of
 from sgpu_magic.client.pools import PATIENCE_S, Pools, PoolStatusReply
@@ -155,13 +155,19 @@ def _all(settings: Settings, name: str) -> list[PoolStatusReply]:
 
 def _checked(settings: Settings, entry: PoolEntry) -> PoolStatus:
     try:
-        with closing(Pool(settings, None, entry)) as pool:
+        with closing(Pool(settings, _show_step, entry)) as pool:
             found = pool.status(1, timeout_s=_CHECK_S)
     except SgpuError as error:
         raise PoolError(f"{error.message} Nothing was written; --no-check adds it anyway.") from None
     if found is None:
         raise PoolError(f"the pool {entry.name} did not answer within {PATIENCE_S:g} s. Nothing was written.")
     return found
+
+
+def _show_step(text: str) -> None:
+    """Show a step of a first login."""
+    if text:
+        note(text)
 
 
 def _type_rows(answer: PoolStatusReply, status: PoolStatus, money: PriceBook) -> list[TypeRow]:
@@ -226,12 +232,18 @@ def _remark(row: TypeRow) -> str:
     return ", ".join(words)
 
 
-def stop(settings: Settings, *, force: bool) -> str:
-    """Stop the local pool, wait until it has ended, and return a message.
+def stop(settings: Settings, name: str = "", *, force: bool) -> str:
+    """Stop the local pool, or one of the list, wait until it has ended, and return a message.
 
     Raises:
-        PoolError: Runs are active and `force` is not set, the pool does not end, or it says no address.
+        PoolError: Runs are active and `force` is not set, the pool can't be reached or does not end, or the user may
+            not stop it.
+        UsageError: There is no pool of that name.
     """
+    if name not in ("", LOCAL):
+        with closing(Pools(settings)) as pools:
+            pools.get(name).stop(force=force)
+        return f"the pool {name} is stopped"
     address = running_pool(settings)
     if address is None:
         return f"no local pool is running on {host_name()}"
@@ -251,11 +263,15 @@ def _pool_options(parser: CommandParser) -> None:
         actions,
         "add",
         "add a pool on another machine to the list, for --pool",
-        "sgpu pool add team tcp://gpu1.example.org:8700 --key KEY",
+        "sgpu pool add box ssh://gpubox",
     )
     made.add_argument("name", metavar="NAME", help="name to use with --pool")
-    made.add_argument("address", metavar="tcp://HOST:PORT", help="address that it listens on")
-    made.add_argument("--key", required=True, metavar="KEY", help="its public key, as printed by `sgpu pool serve`")
+    made.add_argument(
+        "address", metavar="ADDRESS", help="ssh://[USER@]HOST[:PORT] to log in to, or tcp://HOST:PORT of a served pool"
+    )
+    made.add_argument("--key", default="", metavar="KEY", help="a served pool's key, as `sgpu pool serve` prints it")
+    made.add_argument("--python", default="", metavar="PATH", help="over ssh: its Python with torch (default: found)")
+    made.add_argument("--prologue", default="", metavar="COMMANDS", help="over ssh: shell commands to run there first")
     made.add_argument("--reserved", action="store_true", help="its devices are paid for anyway, so prefer it")
     made.add_argument("--types", default="", metavar="a10,h100", help="its GPU types (default: ask the pool each time)")
     made.add_argument("--prices", default="", metavar="a10=1.20", help="price of one GPU per hour")
@@ -270,8 +286,9 @@ def _pool_options(parser: CommandParser) -> None:
     made.does(lambda options: remove(options.name))
     _serving_options(actions)
     made = add_command(actions, "stop", "stop the pool; the next run starts it again", "sgpu pool stop")
+    made.add_argument("name", nargs="?", default="", metavar="NAME", help="a pool of the list (default: the local one)")
     made.add_argument("--force", action="store_true", help="even if runs are in progress, which end too")
-    made.does(lambda options: stop(load_settings(), force=options.force))
+    made.does(lambda options: stop(load_settings(), options.name, force=options.force))
 
 
 def _list(options: argparse.Namespace) -> str:
@@ -280,7 +297,16 @@ def _list(options: argparse.Namespace) -> str:
 
 
 def _add(it: argparse.Namespace) -> str:
-    entry = new_entry(it.name, it.address, it.key, reserved=it.reserved, types=it.types, prices=it.prices)
+    entry = new_entry(
+        it.name,
+        it.address,
+        it.key,
+        reserved=it.reserved,
+        types=it.types,
+        prices=it.prices,
+        python=it.python,
+        prologue=it.prologue,
+    )
     return add(load_settings(), entry, check=not it.no_check, replace=it.replace)
 
 

@@ -11,7 +11,9 @@ send_queue        queues to and from that thread
 session_line      to the agent of a session's ranks: cells start without the pool service
 transport         what carries a link's messages
 local_transport   to the local pool's socket
-remote_transport  to a pool on another machine
+network_transport  to a pool on another machine, over connections that may break
+remote_transport  to a served pool, over TCP
+ssh/              to a machine that the user logs in to
 bulk_connection   its second connection, for file data
 payload_memory    shared memory in which payloads reach the pool, reused from run to run
 upload_files      uploads to pools on other machines; files of a folder and their digests

@@ -19,6 +19,9 @@ from sgpu_magic.client.local_transport import LocalTransport
 from sgpu_magic.client.pools_file import PoolEntry
 from sgpu_magic.client.remote_transport import RemoteTransport
 from sgpu_magic.client.send_queue import A
+from sgpu_magic.client.ssh.address import SshAddress
+from sgpu_magic.client.ssh.login import Machine
+from sgpu_magic.client.ssh.transport import SshTransport
 from sgpu_magic.client.this_machine import (
     agent_path,
     agent_pid,
@@ -314,6 +317,35 @@ class RemoteConnector(Connector):
             ) from None
         hello = this_hello(instance=secrets.token_hex(16))
         transport = RemoteTransport(name, endpoint, keys, hello, self._settings.link_timeout_s)
+        return with_known_version(PoolLink(transport, self._on_notice))
+
+
+class SshConnector(Connector):
+    """Links to the pool of a machine that the user logs in to, which is started there if needed.
+
+    Args:
+        settings: The process's settings.
+        on_lost: As in `Connector`.
+        on_notice: As in `Connector`; also gets the steps of a login.
+        entry: The pool's entry in `pools.toml`.
+        address: The parts of its address.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        on_lost: Callable[[], None],
+        on_notice: OnNotice,
+        entry: PoolEntry,
+        address: SshAddress,
+    ) -> None:
+        super().__init__(settings, on_lost, on_notice)
+        self._machine = Machine(entry.name, address, settings.ssh_command, entry.python, entry.prologue)
+
+    def _made_anew(self, start: bool) -> PoolLink:
+        hello = this_hello(instance=secrets.token_hex(16))
+        timeout_s = self._settings.link_timeout_s
+        transport = SshTransport(self._machine, hello, timeout_s, self._on_notice, starts=start)
         return with_known_version(PoolLink(transport, self._on_notice))
 
 

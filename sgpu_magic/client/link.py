@@ -31,7 +31,6 @@ from sgpu_magic.wire.streams import StreamClosed, StreamData, StreamEnded, Strea
 OnNotice = Callable[[str], None]
 """Takes a sentence for the user, "" to withdraw the last one."""
 
-_HELLO_TIMEOUT_S = 10.0
 _SET = threading.Event()
 _ERRORS: dict[ErrorKind, type[errors.SgpuError]] = {
     ErrorKind.USAGE: errors.UsageError,
@@ -92,7 +91,7 @@ class PoolLink:
         if not transport.is_network:
             self.send(this_hello())
         try:
-            self.welcome = self._welcome.result(_HELLO_TIMEOUT_S)
+            self.welcome = self._welcome.result(transport.hello_timeout_s)
         except (TimeoutError, PoolLost):
             self.close()
             raise transport.mute() from None

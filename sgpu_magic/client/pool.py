@@ -16,8 +16,10 @@ from msgspec.structs import replace
 from sgpu_magic.client.blob_sender import Sending
 from sgpu_magic.client.connector import (
     REPLY_TIMEOUT_S,
+    Connector,
     LocalConnector,
     RemoteConnector,
+    SshConnector,
     ask,
     ask_this_or_next,
 )
@@ -104,7 +106,13 @@ class Pool:
         self._known_status: tuple[PoolLink | None, PoolStatus | None] = (None, None)
         self._lines = SessionLines()
         callbacks = (settings, self._link_lost, self._noticed)
-        self._connector = LocalConnector(*callbacks) if entry is None else RemoteConnector(*callbacks, entry)
+        self._connector: Connector
+        if entry is None:
+            self._connector = LocalConnector(*callbacks)
+        elif (address := entry.ssh) is not None:
+            self._connector = SshConnector(*callbacks, entry, address)
+        else:
+            self._connector = RemoteConnector(*callbacks, entry)
 
     @property
     def settings(self) -> Settings:

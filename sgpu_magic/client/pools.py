@@ -14,7 +14,7 @@ from sgpu_magic.client.link import OnNotice
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.client.pools_file import LOCAL, PoolEntry, read_pools, unknown_pool
 from sgpu_magic.config import Settings
-from sgpu_magic.errors import SgpuError
+from sgpu_magic.errors import PoolIdle, SgpuError
 from sgpu_magic.wire.pool_status import PoolStatus
 
 PATIENCE_S = 2.0
@@ -29,7 +29,8 @@ class PoolStatusReply(msgspec.Struct, frozen=True):
     Args:
         name: The pool's name.
         entry: Its entry in `pools.toml`; None for the local pool.
-        status: Its status; None if the local pool is not running, or the pool could not be asked.
+        status: Its status; None if it is not running, which is no problem where a run starts it, or if it could not be
+            asked.
         problem: Why it could not be asked, a paragraph; "" otherwise.
     """
 
@@ -203,7 +204,7 @@ class Pools:
             return future
 
         def status() -> PoolStatus | None:
-            return self._pool_of(entry).status(recent, timeout_s=PATIENCE_S, history=history)
+            return self._pool_of(entry).status(recent, start=False, timeout_s=PATIENCE_S, history=history)
 
         def work() -> None:
             future.set_result(_answer(entry.name, entry, status))
@@ -229,6 +230,8 @@ def _detach(pool: Pool, timeout_s: float) -> None:
 def _answer(name: str, entry: PoolEntry | None, ask: Callable[[], PoolStatus | None]) -> PoolStatusReply:
     try:
         status = ask()
+    except PoolIdle:
+        return PoolStatusReply(name, entry)
     except SgpuError as error:
         return PoolStatusReply(name, entry, problem=error.message)
     if status is None and entry is not None:

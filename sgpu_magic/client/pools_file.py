@@ -7,6 +7,10 @@
     types = ["a10", "h100"]
     prices = {a10 = 1.2, h100 = 3.9}
 
+    [box]
+    address = "ssh://me@gpubox"
+    python = "/opt/conda/bin/python"
+
 `sgpu pool add` and `remove` edit the file and keep comments and formatting.
 """
 
@@ -21,6 +25,7 @@ from typing import cast
 
 import msgspec
 
+from sgpu_magic.client.ssh.address import SshAddress, parse_address
 from sgpu_magic.config import config_path
 from sgpu_magic.config.pool_terms import prices_text, read_prices
 from sgpu_magic.errors import UsageError
@@ -37,7 +42,8 @@ _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,39}")
 _ADDRESS = re.compile(r"tcp://(?:\[[0-9A-Fa-f:.]+(?:%[\w.-]+)?\]|[A-Za-z0-9_.-]+):(?P<port>[0-9]{1,5})")
 # Z85, ZeroMQ's encoding of keys
 _KEY = re.compile(r"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
-_KNOWN = ("address", "key", "reserved", "types", "prices")
+_KNOWN = ("address", "key", "reserved", "types", "prices", "python", "prologue")
+_OF_SSH = ("python", "prologue")
 # header of a pool's table, or of a table within it
 _HEADER = re.compile(r"\s*\[\[?\s*(?P<name>[A-Za-z0-9_-]+|\"[^\"]*\"|'[^']*')\s*[.\]]")
 _BEGINS = "# The pools of `--pool`; `sgpu pool add` and `sgpu pool remove` write this file; you can edit it too.\n"
@@ -48,11 +54,13 @@ class PoolEntry(msgspec.Struct, frozen=True):
 
     Args:
         name: The name that `--pool` takes.
-        address: `tcp://host:port`.
-        key: The pool's public CURVE key in Z85, 40 characters.
+        address: `tcp://host:port` of a served pool, or `ssh://[user@]host[:port]` of a machine to log in to.
+        key: The public CURVE key of a served pool in Z85, 40 characters; "" for ssh.
         reserved: Whether its devices are paid for in any case; otherwise they are on demand.
         types: Canonical device types of the pool, including `cpu` if it accepts such runs; empty if not stated.
         prices: Price of one device per hour by canonical type, in the currency of the settings.
+        python: For ssh: path of the Python there that has torch; "" for one that is found.
+        prologue: For ssh: shell commands to run there before anything else, such as `module load`.
     """
 
     name: str
@@ -61,6 +69,13 @@ class PoolEntry(msgspec.Struct, frozen=True):
     reserved: bool = False
     types: tuple[str, ...] = ()
     prices: Mapping[str, float] = msgspec.field(default_factory=dict[str, float])
+    python: str = ""
+    prologue: str = ""
+
+    @property
+    def ssh(self) -> SshAddress | None:
+        """Where to log in; None for a served pool."""
+        return parse_address(self.address)
 
     @property
     def kind(self) -> str:
@@ -109,22 +124,33 @@ def default_pool(setting: str, entries: Sequence[PoolEntry]) -> str:
 
 
 def new_entry(
-    name: str, address: str, key: str, *, reserved: bool = False, types: str = "", prices: str = ""
+    name: str,
+    address: str,
+    key: str,
+    *,
+    reserved: bool = False,
+    types: str = "",
+    prices: str = "",
+    python: str = "",
+    prologue: str = "",
 ) -> PoolEntry:
     """Return a pool entry from the options of a command line.
 
     Args:
         name: The name for `--pool`.
-        address: `tcp://host:port`.
-        key: The pool's public key.
+        address: `tcp://host:port`, or `ssh://[user@]host[:port]`.
+        key: A served pool's public key; "" for ssh.
         reserved: Whether it is a reserved pool.
         types: Device types, such as `a10,h100`.
         prices: Prices per hour, such as `a10=1.20,h100=4.50`.
+        python: As in `PoolEntry`.
+        prologue: As in `PoolEntry`.
 
     Raises:
         UsageError: One of them is invalid.
     """
-    table: dict[str, object] = {"address": address, "key": key, "reserved": reserved}
+    table: dict[str, object] = {"address": address, "reserved": reserved}
+    table |= {name: value for name, value in (("key", key), ("python", python), ("prologue", prologue)) if value}
     table["types"] = [kind.strip() for kind in types.split(",") if kind.strip()]
     try:
         table["prices"] = _by_type(read_prices(prices))
@@ -187,14 +213,30 @@ def _entry(name: str, table: Mapping[str, object]) -> PoolEntry:
         raise ValueError(f"{unknown[0]!r} is not a field of a pool; the fields are {', '.join(_KNOWN)}")
     address, key, reserved = table.get("address"), table.get("key"), table.get("reserved", False)
     match = _ADDRESS.fullmatch(address) if isinstance(address, str) else None
-    if match is None or not 0 < int(match["port"]) < 65536:
-        raise ValueError(f"its address is {address!r}; one such as 'tcp://gpu1.example.org:8700' is needed")
-    if not isinstance(key, str) or _KEY.fullmatch(key) is None:
+    is_ssh = isinstance(address, str) and parse_address(address) is not None
+    if not is_ssh and (match is None or not 0 < int(match["port"]) < 65536):
+        raise ValueError(
+            f"its address is {address!r}; one such as 'ssh://gpubox' or 'tcp://gpu1.example.org:8700' is needed"
+        )
+    if is_ssh and key is not None:
+        raise ValueError("it has a key, and over ssh there is none: you are who you log in as")
+    if not is_ssh and (extra := [name for name in _OF_SSH if name in table]):
+        raise ValueError(f"{extra[0]} is only for an address that begins with ssh://")
+    if not is_ssh and (not isinstance(key, str) or _KEY.fullmatch(key) is None):
         state = "missing" if key is None else "invalid"
         raise ValueError(f"its key is {state}: 40 characters, which `sgpu pool serve` prints, are needed (quote them)")
     if not isinstance(reserved, bool):
         raise ValueError(f"reserved is {reserved!r}; true or false is needed")
-    return PoolEntry(name, str(address), key, reserved, _types(table.get("types", [])), _prices(table.get("prices")))
+    python, prologue = (_text_of(table, field) for field in _OF_SSH)
+    types, prices = _types(table.get("types", [])), _prices(table.get("prices"))
+    return PoolEntry(name, str(address), str(key or ""), reserved, types, prices, python, prologue)
+
+
+def _text_of(table: Mapping[str, object], name: str) -> str:
+    value = table.get(name, "")
+    if not isinstance(value, str) or "\0" in value:
+        raise ValueError(f"{name} is {value!r}; a text is needed")
+    return value
 
 
 def _types(listed: object) -> tuple[str, ...]:
@@ -290,10 +332,12 @@ def _table(entry: PoolEntry) -> str:
     prices = ", ".join(f"{json.dumps(kind)} = {price!r}" for kind, price in entry.prices.items())
     values = {
         "address": json.dumps(entry.address),
-        "key": json.dumps(entry.key),
+        "key": json.dumps(entry.key) if entry.key else "",
         "reserved": "true" if entry.reserved else "",
         "types": json.dumps(entry.types) if entry.types else "",
         "prices": f"{{{prices}}}" if prices else "",
+        "python": json.dumps(entry.python) if entry.python else "",
+        "prologue": json.dumps(entry.prologue) if entry.prologue else "",
     }
     return f"[{entry.name}]\n" + "".join(f"{name} = {value}\n" for name, value in values.items() if value)
 

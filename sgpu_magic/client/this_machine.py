@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import getpass
 import hashlib
 import os
 import select
@@ -26,6 +24,7 @@ from sgpu_magic.config import (
     pool_settings,
     private_dir,
     settings_in_file,
+    user_name,
 )
 from sgpu_magic.errors import PoolError
 from sgpu_magic.files.atomic_file import read_json
@@ -139,7 +138,7 @@ def this_owner(notebook: str = "", kernel: str = "", cell: str = "") -> Owner:
     return Owner(
         pid=os.getpid(),
         host=host_name(),
-        user=_user_name(),
+        user=user_name(),
         notebook=notebook,
         kernel=kernel,
         cell=cell,
@@ -163,14 +162,6 @@ def this_hello(instance: str = "") -> Hello:
 def own_key_path() -> Path:
     """Return the path of the user's key, beside the settings file."""
     return config_path().parent / "client.key"
-
-
-@functools.cache
-def _user_name() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        return str(os.getuid())
 
 
 def this_umask() -> int:

@@ -1,4 +1,4 @@
-"""What carries the messages of a link to its pool: `LocalTransport` on this machine, `RemoteTransport` to another."""
+"""What carries the messages of a link to its pool: `LocalTransport` on this machine, others to another."""
 
 from __future__ import annotations
 
@@ -40,10 +40,12 @@ class Transport(ABC):
         title: The pool's name for use in messages.
         is_network: Whether connections break and are remade. Each then begins with a greeting that the transport
             sends itself, and events may be lost between two.
+        hello_timeout_s: Seconds until the pool's answer to the first greeting.
     """
 
     title: str
     is_network: bool
+    hello_timeout_s: float = 10.0
 
     @property
     def silent_s(self) -> float:

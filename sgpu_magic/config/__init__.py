@@ -10,6 +10,7 @@ submission_checks  why no pool accepts a submission
 from __future__ import annotations
 
 import functools
+import getpass
 import hashlib
 import math
 import os
@@ -130,6 +131,7 @@ class Settings(msgspec.Struct, frozen=True):
         budget_days: Length of the budget's sliding window in days.
         link_timeout_s: Seconds of silence after which a link between machines is given up. The pool then cancels the
             client's runs that are not detached.
+        ssh_command: The ssh that logs in to machines of `sgpu pool add NAME ssh://HOST`, perhaps with options.
         listen: Address where a served pool listens for clients on other machines, such as `tcp://0.0.0.0:8700`; ""
             accepts none.
         bulk_port: A served pool's second port, for variables and files: 0 is `listen`'s + 1000, -1 opens none.
@@ -204,6 +206,7 @@ class Settings(msgspec.Struct, frozen=True):
     budget: float = 0.0
     budget_days: float = 30.0
     link_timeout_s: float = 900.0
+    ssh_command: str = "ssh"
     listen: str = ""
     bulk_port: int = 0
     ray_dashboard: bool = True
@@ -290,6 +293,15 @@ def _is_text(path: Path) -> bool:
 
 def host_name() -> str:
     return socket.gethostname().split(".")[0] or "localhost"
+
+
+@functools.cache
+def user_name() -> str:
+    """Return the name of the user whose process this is; its number where it has none."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())
 
 
 def config_path(environ: Mapping[str, str] | None = None) -> Path:

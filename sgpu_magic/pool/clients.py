@@ -30,7 +30,7 @@ from sgpu_magic.files.atomic_file import read_trusted, write_whole
 from sgpu_magic.system.processes import write_log
 from sgpu_magic.system.secure_sockets import is_public_key
 from sgpu_magic.wire import codec
-from sgpu_magic.wire.client import ClientMessage
+from sgpu_magic.wire.client import Cancel, ClientMessage, Detach, RestartRanks, StopPool, Submit
 from sgpu_magic.wire.decoding import decode_toml
 from sgpu_magic.wire.events import Event
 from sgpu_magic.wire.pool_status import PoolStatus
@@ -38,6 +38,8 @@ from sgpu_magic.wire.pool_status import PoolStatus
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 _BEGINS = '# Users of this pool: name = "public key". `sgpu pool authorize` and `revoke` write this file.\n\n'
 _MOST_ANSWERS = 256
+# executed only once, however often a client repeats the request after a broken connection
+_ONCE = (Submit, Cancel, Detach, RestartRanks, StopPool)
 # limits of one turn, before other work gets the loop
 _TURN_MESSAGES = 100
 _TURN_S = 0.01
@@ -222,12 +224,13 @@ class ConnectedClient(msgspec.Struct, eq=False):
         pid: Its process ID.
         pidfd: Readable when the process is dead; None for a remote client, and where the system has no pidfds.
         user: Its user in the pool.
-        same_host: Whether it is on the service's machine and sees its files.
+        same_host: Whether it is on the service's machine and sees its files. A relay there stands for a client
+            elsewhere.
         shares_pids: Whether it has the same PID namespace: memory files are found by pid.
         connection: The connection whose end counts as the process's, where that can't be seen; -1 elsewhere.
         admin: Whether it may end other users' runs.
         instance: Identifies a remote client across its connections.
-        key: Its public key; "" on the service's machine.
+        key: Its public key; "" on the service's machine, and of a client that logs in there.
         received_at: Monotonic time of a remote client's last message.
         behind: Whether messages to it were dropped because it reads too slowly.
         unsent: Replies that a local client's connection has not accepted yet.
@@ -251,6 +254,11 @@ class ConnectedClient(msgspec.Struct, eq=False):
     answers: dict[int, Sequence[bytes] | None] = msgspec.field(default_factory=dict[int, "Sequence[bytes] | None"])
     status: PoolStatus | None = None
 
+    @property
+    def is_relayed(self) -> bool:
+        """Whether it is elsewhere, and a relay on the service's machine passes its messages on."""
+        return bool(self.instance) and not self.key
+
     def may_see(self, user: str) -> bool:
         """Whether it may see the content of this user's runs. A client on the service's machine owns all files."""
         return self.same_host or self.user == user
@@ -266,6 +274,13 @@ class ConnectedClient(msgspec.Struct, eq=False):
         while len(self.answers) > _MOST_ANSWERS:
             del self.answers[next(iter(self.answers))]
         return True
+
+    def answer_of(self, message: ClientMessage) -> tuple[bool, Sequence[bytes] | None]:
+        """Return whether a message is repeated and must not be executed again, and the answer that it has by now."""
+        request = getattr(message, "request", 0)
+        if not isinstance(message, _ONCE) or not request or self.is_new(request):
+            return False, None
+        return True, self.answers[request]
 
 
 OnMessage = Callable[[ConnectedClient, ClientMessage, Sequence[bytes]], None]

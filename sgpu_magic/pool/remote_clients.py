@@ -24,12 +24,10 @@ from sgpu_magic.system.processes import write_log
 from sgpu_magic.system.secure_sockets import Admission, KeyPair, bound_to, secure_server, sender_of
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.base import ErrorKind, Record
-from sgpu_magic.wire.client import Cancel, ClientMessage, Detach, Ping, Pong, Refused, RestartRanks, StopPool, Submit
+from sgpu_magic.wire.client import ClientMessage, Ping, Pong, Refused
 from sgpu_magic.wire.files import FileRequest
 from sgpu_magic.wire.pool_status import AskBulk, Hello
 
-# executed only once, however often a client repeats the request after a broken connection
-_ONCE = (Submit, Cancel, Detach, RestartRanks, StopPool)
 # messages of one client that are queued here; further ones wait at the client
 _RECEIVED_AHEAD = 64
 # messages that are queued for one client; further ones are dropped, which `Pong.behind` reports
@@ -166,11 +164,12 @@ class RemoteClients(Router):
         elif isinstance(message, AskBulk):
             if self._bulk is not None:
                 self._try_send(client, [codec.encode(self._bulk.offer(client))])
-        elif isinstance(message, _ONCE) and message.request and not client.is_new(message.request):
-            if (answer := client.answers[message.request]) is not None:
-                self._try_send(client, answer)
         else:
-            self._on_message(client, message, [part.bytes for part in parts[1:]])
+            is_repeated, answer = client.answer_of(message)
+            if answer is not None:
+                self._try_send(client, answer)
+            elif not is_repeated:
+                self._on_message(client, message, [part.bytes for part in parts[1:]])
 
     def _on_bulk_request(self, client: ConnectedClient, message: FileRequest, frames: Sequence[bytes]) -> None:
         if client.key not in self._clients.users:

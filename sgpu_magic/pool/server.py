@@ -3,6 +3,9 @@
 ZeroMQ hides a peer's death, so each client reports its process ID and the service holds a pidfd for it. A served pool
 has a second router, for clients on other machines.
 
+A client elsewhere that logs in to this machine is connected through a relay here, a process of its own. It names its
+instance, as its logins break and are made anew: when a relay ends, its client has `away_s` seconds to come back.
+
 Events of runs are sent at once. A client that lags behind gets them from the run's log: it began to follow a run that
 already has events, or it reads more slowly than the run produces them. The missing events are read from the log in
 bounded chunks, as fast as the client's connection accepts them.
@@ -10,6 +13,8 @@ bounded chunks, as fast as the client's connection accepts them.
 
 from __future__ import annotations
 
+import asyncio
+import math
 import os
 import socket
 from collections.abc import Sequence
@@ -18,12 +23,13 @@ from pathlib import Path
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from sgpu_magic.config import user_name
 from sgpu_magic.pool.clients import ConnectedClient, OnDisconnect, OnMessage, Router
 from sgpu_magic.pool.remote_clients import Listening, RemoteClients
 from sgpu_magic.system.processes import Peer, is_alive, peer_of
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.base import ErrorKind, Record
-from sgpu_magic.wire.client import ClientMessage, Notice, Refused
+from sgpu_magic.wire.client import ClientMessage, Notice, Ping, Pong, Refused
 from sgpu_magic.wire.events import Event
 from sgpu_magic.wire.option_text import Text
 from sgpu_magic.wire.pool_status import Hello
@@ -43,6 +49,7 @@ class Server(Router):
         on_message: Called with the client, the message and its raw frames.
         on_disconnect: Called when a client's process has died, or a remote client has been silent for too long.
         listening: Where the pool listens for clients on other machines; None when it doesn't.
+        away_s: Seconds after which a client whose relay has ended counts as gone.
 
     Attributes:
         address: The address for clients on other machines; "" when the pool accepts none.
@@ -50,11 +57,20 @@ class Server(Router):
     """
 
     def __init__(
-        self, path: Path, on_message: OnMessage, on_disconnect: OnDisconnect, listening: Listening | None = None
+        self,
+        path: Path,
+        on_message: OnMessage,
+        on_disconnect: OnDisconnect,
+        listening: Listening | None = None,
+        away_s: float = math.inf,
     ) -> None:
         # ZeroMQ buffers this many messages for a client that does not read; the rest waits here or in the runs' logs
         super().__init__(on_message, on_disconnect, received_ahead=0, sent_ahead=_SENT_AHEAD, linger_ms=_LINGER_MS)
         self._monitor: zmq.Socket[bytes] | None = None
+        self._away_s = away_s
+        # by instance; and when those without a relay count as gone
+        self._relayed: dict[str, ConnectedClient] = {}
+        self._away: dict[str, asyncio.TimerHandle] = {}
         self.listen_again(path)
         self._loop.add_reader(self._socket.fileno(), self._drain)
         self._remote = None if listening is None else RemoteClients(listening, on_message, on_disconnect)
@@ -76,15 +92,18 @@ class Server(Router):
 
     @property
     def clients(self) -> list[ConnectedClient]:
-        return [*self._by_identity.values(), *(self._remote.clients if self._remote is not None else ())]
+        near = dict.fromkeys((*self._by_identity.values(), *self._relayed.values()))
+        return [*near, *(self._remote.clients if self._remote is not None else ())]
 
     def send(self, client: ConnectedClient, message: Record, frames: Sequence[bytes] = ()) -> None:
         """Send a message now, or once the client's connection accepts it; drop it when the client is gone."""
-        if not client.same_host:
+        if client.key:
             if self._remote is not None:
                 self._remote.send(client, message, frames)
             return
         parts = [codec.encode(message), *frames]
+        if (request := getattr(message, "request", 0)) in client.answers:
+            client.answers[request] = parts
         if client.unsent or not self._try_send(client, parts):
             client.unsent.append(parts)
             if len(client.unsent) == 1:
@@ -92,7 +111,7 @@ class Server(Router):
 
     def offer(self, client: ConnectedClient, event: Event, frames: Sequence[bytes]) -> bool:
         """Send an event; return False when the client's connection accepts no more for now."""
-        if not client.same_host:
+        if client.key:
             return self._remote is None or self._remote.offer(client, event, frames)
         return not client.unsent and super().offer(client, event, frames)
 
@@ -122,6 +141,8 @@ class Server(Router):
             self._socket.disable_monitor()
             self._monitor.close(0)
             self._monitor = None
+        for timer in self._away.values():
+            timer.cancel()
         for client in list(self._by_identity.values()):
             self._forget(client)
         self._socket.close()
@@ -130,7 +151,15 @@ class Server(Router):
     def _on_client_message(self, identity: bytes, message: ClientMessage, parts: Sequence[zmq.Frame]) -> None:
         if (client := self._by_identity.get(identity)) is None and isinstance(message, Hello):
             client = self._greet(identity, message, parts[0])
-        if client is not None:
+        if client is None:
+            return
+        if client.is_relayed and isinstance(message, Ping):
+            self.send(client, Pong())
+            return
+        is_repeated, answer = client.answer_of(message) if client.is_relayed else (False, None)
+        if answer is not None:
+            self._try_send(client, answer)
+        elif not is_repeated:
             self._on_message(client, message, [part.bytes for part in parts[1:]])
 
     def _greet(self, identity: bytes, hello: Hello, frame: zmq.Frame) -> ConnectedClient | None:
@@ -140,20 +169,45 @@ class Server(Router):
         except OSError:
             # the sender has gone: its descriptor is closed, or belongs to something else by now
             return None
-        # the pid in this process's PID namespace; the client may report another one
-        pid = hello.pid if peer is None else peer.pid
-        client = ConnectedClient(identity, pid, user=hello.user, shares_pids=pid == hello.pid)
+        # the pid in this process's PID namespace; the client may report another one, and a relay its client's
+        reported = 0 if hello.instance else hello.pid
+        pid = reported if peer is None else peer.pid
+        if hello.instance:
+            client = self._relayed_client(identity, pid, hello.instance)
+        else:
+            client = ConnectedClient(identity, pid, user=hello.user, shares_pids=pid == hello.pid)
         if not pid:
             self._end_with_connection(client, connection)
         elif hasattr(os, "pidfd_open"):
             try:
                 client.pidfd = os.pidfd_open(pid)
             except OSError:
+                if client.is_relayed:
+                    self._died(client)
                 return None
             self._loop.add_reader(client.pidfd, self._died, client)
         else:
             self._loop.call_later(_NO_PIDFD_POLL_S, self._poll, client)
         self._by_identity[identity] = client
+        return client
+
+    def _relayed_client(self, identity: bytes, pid: int, instance: str) -> ConnectedClient:
+        """Return the client that a relay stands for: one that has come back, or a new one.
+
+        Whoever can log in to this machine as this user, and reach the socket, may do all that this user may.
+        """
+        if (client := self._relayed.get(instance)) is None:
+            client = ConnectedClient(
+                identity, pid, user=user_name(), same_host=False, shares_pids=False, admin=True, instance=instance
+            )
+            self._relayed[instance] = client
+            return client
+        if (timer := self._away.pop(instance, None)) is not None:
+            timer.cancel()
+        # the relay before may still be there, behind a connection that broke
+        self._forget(client)
+        client.unsent.clear()
+        client.identity, client.pid = identity, pid
         return client
 
     def _end_with_connection(self, client: ConnectedClient, connection: int) -> None:
@@ -187,7 +241,19 @@ class Server(Router):
 
     def _died(self, client: ConnectedClient) -> None:
         self._forget(client)
+        if client.is_relayed and math.isfinite(self._away_s):
+            self._away[client.instance] = self._loop.call_later(self._away_s, self._stayed_away, client)
+        else:
+            self._on_disconnect(client)
+
+    def _stayed_away(self, client: ConnectedClient) -> None:
+        self._drop_relayed(client)
         self._on_disconnect(client)
+
+    def _drop_relayed(self, client: ConnectedClient) -> None:
+        self._relayed.pop(client.instance, None)
+        if (timer := self._away.pop(client.instance, None)) is not None:
+            timer.cancel()
 
     def _forget(self, client: ConnectedClient) -> None:
         self._by_identity.pop(client.identity, None)
@@ -198,10 +264,13 @@ class Server(Router):
 
     def drop(self, client: ConnectedClient) -> None:
         """Forget a client that has sent `Goodbye`."""
-        if client.same_host:
-            self._forget(client)
-        elif self._remote is not None:
-            self._remote.drop(client)
+        if client.key:
+            if self._remote is not None:
+                self._remote.drop(client)
+            return
+        self._forget(client)
+        if client.is_relayed:
+            self._drop_relayed(client)
 
 
 def _connection_of(frame: zmq.Frame) -> int:

@@ -130,7 +130,9 @@ class PoolService:
         where = f"its log is {state / 'pool.log'}" if listening is None else "its operator's log has the details"
 
         # what all parts share
-        server = self._server = Server(presence.socket_path, self._on_message, self._on_disconnect, listening)
+        server = self._server = Server(
+            presence.socket_path, self._on_message, self._on_disconnect, listening, settings.link_timeout_s
+        )
         self.address, self.bulk_port = server.address, server.bulk_port
         active = self._active = ActiveRuns(
             ledger=ledger,

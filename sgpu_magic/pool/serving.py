@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import getpass
 import importlib.util
 import os
 import re
@@ -19,7 +18,7 @@ import msgspec
 import zmq
 
 from sgpu_magic import config, extensions
-from sgpu_magic.config import Settings
+from sgpu_magic.config import Settings, user_name
 from sgpu_magic.errors import PoolError, SgpuError, UsageError
 from sgpu_magic.nodes.engine import Engine
 from sgpu_magic.pool.clients import AuthorizedClients
@@ -125,17 +124,10 @@ def _startup_text(settings: Settings, engine: str, service: PoolService, listeni
         f"pool {name} · engine {engine} · {service.address} · {data} · add it with: "
         f"sgpu pool add {name} {reached} --key '{listening.keys.public}'{listing}\n"
         f"authorize a user with: sgpu pool authorize WHO 'THEIR PUBLIC KEY' --name {name}\n"
-        f"all ranks run as the one OS user {_os_user()}: every user of this pool can read and change the files and "
+        f"all ranks run as the one OS user {user_name()}: every user of this pool can read and change the files and "
         "memory of others' runs there. For users who must not, run one pool per user, each under that user's own "
         "OS account with its own --name and port."
     )
-
-
-def _os_user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        return str(os.getuid())
 
 
 def _raise_limit() -> None:

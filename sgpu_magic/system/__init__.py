@@ -11,5 +11,6 @@ byte_stream       one end of a forwarded TCP connection
 secure_sockets    keys, and ZeroMQ sockets that admit only their holders
 collector         pauses of the garbage collector
 process_settings/  dtypes, print options, logging, warnings and other settings that a rank takes over from the notebook
-bulk_stream       messages over TLS between two sides that know each other from a secure socket
+part_stream       messages of several parts over pipes, without blocking
+bulk_stream       the same over TLS between two sides that know each other from a secure socket
 """

@@ -3,8 +3,6 @@
 ZeroMQ's CURVE uses libsodium, which in pyzmq's wheels encrypts about 60 MB a second on one core. OpenSSL's AES-GCM uses
 the processor's AES instructions and encrypts more than 1 GB a second. Over the ZeroMQ link the client gets a token and
 the server's certificate, which is new at each start of the pool; it accepts no other certificate.
-
-A message is the number of its parts (u32), the size of each (u32), little-endian, then the parts.
 """
 
 from __future__ import annotations
@@ -15,19 +13,15 @@ import os
 import select
 import socket
 import ssl
-import struct
 import tempfile
-from collections import deque
 from collections.abc import Generator, Sequence
-from typing import cast
+
+from sgpu_magic.system.part_stream import PartStream
 
 MAX_PART_BYTES = 4 << 20
 """A larger part ends its connection, before memory is allocated for it."""
 
 _MAX_PARTS = 2
-_COUNT = struct.Struct("<I")
-# limit per turn for one connection, so that others get their turn
-_TURN_BYTES = 1 << 20
 # unacknowledged data for this long means that the connection is dead, as for ZeroMQ's heartbeats
 _DEAD_MS = 20_000
 # firewalls forget idle connections after minutes
@@ -102,7 +96,7 @@ def client_context(certificate: bytes) -> ssl.SSLContext:
     return context
 
 
-class BulkStream:
+class BulkStream(PartStream):
     """One TLS connection, which never blocks. Use it from one thread: call `turn` when its socket is ready.
 
     Args:
@@ -111,15 +105,14 @@ class BulkStream:
         certificate: For a client: the only certificate (DER) that it accepts; b"" for a server.
 
     Attributes:
-        most_bytes: The largest part that is accepted.
         ready: Whether the handshake is complete.
-        unsent_bytes: The number of queued bytes that the connection has not accepted yet.
 
     Raises:
         OSError: The connection has ended already.
     """
 
     def __init__(self, connection: socket.socket, context: ssl.SSLContext, certificate: bytes = b"") -> None:
+        super().__init__(MAX_PART_BYTES, _MAX_PARTS)
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -129,14 +122,7 @@ class BulkStream:
         self._certificate = certificate
         self._tls = context.wrap_socket(connection, server_side=not certificate, do_handshake_on_connect=False)
         self.ready = False
-        self.most_bytes = MAX_PART_BYTES
-        self._outgoing: deque[memoryview] = deque()
-        self.unsent_bytes = 0
         self._wants_write = False
-        # sizes of the parts of the message being received, and the complete parts
-        self._sizes: Sequence[int] | None = None
-        self._parts: list[bytes] = []
-        self._expect(_COUNT.size)
 
     def fileno(self) -> int:
         return self._tls.fileno()
@@ -147,22 +133,13 @@ class BulkStream:
         Args:
             reads: Whether further messages are wanted.
         """
-        writes = self._wants_write if not self.ready else bool(self._outgoing)
+        writes = self._wants_write if not self.ready else self.has_unsent
         return (select.POLLIN if reads or not self.ready else 0) | (select.POLLOUT if writes else 0)
 
     @property
     def has_more(self) -> bool:
         """Whether decrypted data is buffered, for which the socket reports no event."""
         return self.ready and self._tls.pending() > 0
-
-    def put(self, parts: Sequence[bytes]) -> None:
-        """Queue a message, to be sent by the next calls of `turn`."""
-        header = struct.pack(f"<I{len(parts)}I", len(parts), *map(len, parts))
-        # join the header and the first part, so that a small message is one TLS record
-        for part in (header + parts[0], *parts[1:]):
-            if part:
-                self._outgoing.append(memoryview(part))
-                self.unsent_bytes += len(part)
 
     def turn(self, most: int) -> list[Sequence[bytes]]:
         """Continue the handshake, send and receive without blocking, and return the complete messages.
@@ -198,57 +175,8 @@ class BulkStream:
             raise ConnectionError("it has another certificate than the pool told over the link")
         self.ready = True
 
-    def _send(self) -> None:
-        sent = 0
-        while self._outgoing and sent < _TURN_BYTES:
-            view = self._outgoing[0]
-            count = self._tls.send(view)
-            sent += count
-            self.unsent_bytes -= count
-            if count == len(view):
-                self._outgoing.popleft()
-            else:
-                self._outgoing[0] = view[count:]
+    def _write(self, data: memoryview) -> int:
+        return self._tls.send(data)
 
-    def _receive(self, messages: list[Sequence[bytes]], most: int) -> None:
-        got = 0
-        while got < _TURN_BYTES and len(messages) < most:
-            count = self._tls.recv_into(self._rest)
-            if not count:
-                raise ConnectionResetError("the other side closed it")
-            got += count
-            self._rest = self._rest[count:]
-            if not self._rest:
-                self._complete(messages)
-
-    def _complete(self, messages: list[Sequence[bytes]]) -> None:
-        """Handle the bytes that are complete now, and set how many to receive next."""
-        whole = self._whole
-        if self._sizes is None:
-            if len(whole) == _COUNT.size:
-                (count,) = _COUNT.unpack(whole)
-                if not 1 <= count <= _MAX_PARTS:
-                    raise ConnectionError(f"a message of {count} parts")
-                # next, receive the sizes after the count; together they are always longer than the count
-                self._expect(_COUNT.size * (count + 1), whole)
-                return
-            self._sizes = [size for (size,) in _COUNT.iter_unpack(whole)][1:]
-            if max(self._sizes) > self.most_bytes:
-                raise ConnectionError(f"a message part of {max(self._sizes)} bytes")
-        else:
-            # no other reference to the bytearray exists, so it can stand in for `bytes` without a copy
-            self._parts.append(cast("bytes", whole))
-        while len(self._parts) < len(self._sizes):
-            size = self._sizes[len(self._parts)]
-            if size:
-                self._expect(size)
-                return
-            self._parts.append(b"")
-        messages.append(self._parts)
-        self._sizes, self._parts = None, []
-        self._expect(_COUNT.size)
-
-    def _expect(self, size: int, begun: bytes | bytearray = b"") -> None:
-        self._whole = bytearray(size)
-        self._whole[: len(begun)] = begun
-        self._rest = memoryview(self._whole)[len(begun) :]
+    def _read_into(self, data: memoryview) -> int:
+        return self._tls.recv_into(data)

@@ -22,7 +22,7 @@ from served_pools import RemoteUser, ServedPool
 from tcp_proxy import Proxy
 from waiting import eventually
 
-from sgpu_magic.client import blob_sender, remote_transport
+from sgpu_magic.client import blob_sender, network_transport
 from sgpu_magic.client.blob_sender import BlobContent, BlobSender
 from sgpu_magic.client.connector import REPLY_TIMEOUT_S
 from sgpu_magic.client.link import PoolLink
@@ -220,7 +220,7 @@ def test_a_long_upload_says_how_far_it_is(lone: ServedPool, line: Proxy):
 @pytest.mark.slow
 def test_an_upload_says_that_the_line_is_silent(lone: ServedPool, line: Proxy, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(blob_sender, "_ANSWER_TIMEOUT_S", 0.3)
-    monkeypatch.setattr(remote_transport, "_SILENT_S", 0.5)
+    monkeypatch.setattr(network_transport, "_SILENT_S", 0.5)
     user = lone.user("emil", address=line.address)
     client = user.new_client()
     array = data(8, 64)

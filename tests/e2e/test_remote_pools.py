@@ -19,7 +19,7 @@ from stories import render_text
 from tcp_proxy import Proxy
 from waiting import eventually
 
-from sgpu_magic.client import remote_transport
+from sgpu_magic.client import network_transport
 from sgpu_magic.config import host_name
 from sgpu_magic.errors import KeyRefused, PoolError, RunUnknown
 from sgpu_magic.runs.follow.run_loop import Subscription
@@ -117,7 +117,7 @@ def test_many_cuts_in_one_run(ann: RemoteUser, line: Proxy):
 def test_a_line_that_swallows_everything_is_told_and_caught_up(
     served: ServedPool, ann: RemoteUser, line: Proxy, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(remote_transport, "_SILENT_S", 1.0)
+    monkeypatch.setattr(network_transport, "_SILENT_S", 1.0)
     client = ann.new_client(line.address)
     run = client.begin(COUNT, ranks=1)
     run.wait_for(OutputWritten, 3)

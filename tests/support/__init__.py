@@ -60,6 +60,7 @@ simulated_cluster     inventories of many nodes, and a scheduler that hands out 
 small_disks           a real file system of a few megabytes that a test fills, makes read-only and frees again
 small_index           a test's own package index: small wheels over HTTP, with answers that can be held back
 status_rows           a pool's status and its rows of runs, as a pool sends them
+ssh_servers           real servers of Debian's OpenSSH on loopback, each with its own keys and the home behind it
 stories               sample runs, whose events are applied to a view one by one
 story_player          plays a story of `stories` in a kernel's live view, for tests in a browser
 strangers             unauthorized programs that send anything to a pool's sockets

@@ -63,6 +63,7 @@ class ScriptedPool:
 
     title = "the pool of this test"
     is_network = False
+    hello_timeout_s = 10.0
     silent_s = 0.0
 
     def __init__(self, answer: Answer = has_run) -> None:

@@ -31,6 +31,7 @@ class Line:
 
     title = "the pool of this test"
     is_network = False
+    hello_timeout_s = 10.0
     silent_s = 0.0
 
     def __init__(self) -> None:

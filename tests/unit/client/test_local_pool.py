@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from sgpu_magic import config
 from sgpu_magic.client import this_machine
 from sgpu_magic.client.this_machine import (
     find_pool,
@@ -233,9 +234,9 @@ def test_a_process_without_a_directory_a_name_or_proc_is_described(tmp_path: Pat
     def gone(*_: object) -> str:
         raise KeyError("uid")
 
-    monkeypatch.setattr(this_machine.getpass, "getuser", gone)
+    monkeypatch.setattr(config.getpass, "getuser", gone)
     # the user has no entry in the user database
-    assert this_machine._user_name.__wrapped__() == str(os.getuid())
+    assert config.user_name.__wrapped__() == str(os.getuid())
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", ["", *sys.path])
     assert this_context({}, b"k").sys_path[0] == os.path.realpath(tmp_path)

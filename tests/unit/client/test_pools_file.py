@@ -168,7 +168,7 @@ def test_a_slip_is_told_with_its_line(file: Path):
     assert re.search(r"can't be read: .*line 3", output(file, '[team]\naddress = "tcp://a:1"\nkey = KEY\n'))
     good = '# one\n[good]\naddress = "tcp://a:1"\nkey = "KEY"\n'
     assert "'team' in" in (reported := output(file, f'{good}[team]\naddress = "tcp://a"\nkey = "KEY"\n'))
-    assert "(line 5) can't be used: its address is 'tcp://a'; one such as 'tcp://gpu1.example.org:8700'" in reported
+    assert "(line 5) can't be used: its address is 'tcp://a'; one such as 'ssh://gpubox' or 'tcp://gpu1" in reported
     assert "Fix it there, or delete its lines and add it again with `sgpu pool add`." in reported
 
 

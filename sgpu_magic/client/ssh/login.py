@@ -1,0 +1,257 @@
+"""Logs in to a machine and prepares it, until the relay there is ready to pass messages."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import secrets
+import select
+import shlex
+import subprocess
+import time
+from collections.abc import Callable
+from importlib import resources
+from typing import IO, NoReturn
+
+import msgspec
+
+from sgpu_magic import __version__
+from sgpu_magic.client.ssh.address import SshAddress, login_command
+from sgpu_magic.client.ssh.failures import failure_of_machine, failure_of_ssh
+from sgpu_magic.client.ssh.package import this_package
+from sgpu_magic.errors import PoolError
+from sgpu_magic.system.part_stream import PipeStream
+from sgpu_magic.system.processes import die_with_parent
+from sgpu_magic.system.secure_sockets import MAX_FRAME_BYTES
+from sgpu_magic.wire import codec
+
+_CHECK = (
+    "import sys\n"
+    "if sys.version_info < (3, 11): sys.exit('is Python %d.%d' % sys.version_info[:2])\n"
+    "from importlib import metadata\n"
+    "try: print('Python %d.%d, torch %s' % (*sys.version_info[:2], metadata.version('torch')))\n"
+    "except metadata.PackageNotFoundError: sys.exit('(Python %d.%d) has no torch' % sys.version_info[:2])\n"
+)
+_FOLDER = ".local/share/sgpu-magic/ssh"
+# to the first sign of /bin/sh, and between two steps: an installer may load gigabytes
+_SHELL_S, _STEP_S = 60.0, 1800.0
+_POLL_S = 0.25
+_KEPT_BYTES = 64 << 10
+_END_S = 2.0
+
+
+class Machine(msgspec.Struct, frozen=True):
+    """A machine with a pool, as a user lists it.
+
+    Args:
+        name: The pool's name.
+        address: Where to log in.
+        ssh_command: The user's ssh.
+        python: Path of the Python there; "" for one that is found.
+        prologue: Shell commands to run there before anything else, such as `module load`.
+    """
+
+    name: str
+    address: SshAddress
+    ssh_command: str = "ssh"
+    python: str = ""
+    prologue: str = ""
+
+
+class Login:
+    """A login whose far end is the relay. Used from one thread.
+
+    Args:
+        machine: The machine.
+        on_step: Called with each step, a few words.
+        is_over: Asked now and then whether the login is no longer wanted.
+        starts: Prepare the machine and start its pool if needed.
+
+    Attributes:
+        host: The name that the machine gives itself.
+        stream: The messages.
+
+    Raises:
+        PoolError: The machine can't be reached or prepared, or there is no ssh here.
+    """
+
+    def __init__(
+        self, machine: Machine, on_step: Callable[[str], None], is_over: Callable[[], bool], *, starts: bool
+    ) -> None:
+        self._machine = machine
+        self._on_step = on_step
+        self._is_over = is_over
+        self._mark = f"sgpu-{secrets.token_hex(8)}"
+        self.host = ""
+        # what came before the mark's first line, and on standard error
+        self._dropped = self._errors = b""
+        self._seen: list[str] = []
+        self._process = self._start()
+        try:
+            self._write(_script(machine, self._mark, starts=starts).encode("utf-8", "surrogateescape"))
+            self._follow()
+            self.stream = PipeStream(self.reading, self.writing, MAX_FRAME_BYTES, codec.MAX_PARTS)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def reading(self) -> int:
+        """The descriptor to read."""
+        return _pipe(self._process.stdout).fileno()
+
+    @property
+    def writing(self) -> int:
+        """The descriptor to write."""
+        return _pipe(self._process.stdin).fileno()
+
+    def drain_errors(self) -> None:
+        """Read what ssh has written to its standard error, so that it never waits for a reader."""
+        errors = _pipe(self._process.stderr)
+        with contextlib.suppress(OSError):
+            while select.select([errors], [], [], 0)[0] and (data := os.read(errors.fileno(), 4096)):
+                self._errors = (self._errors + data)[-_KEPT_BYTES:]
+
+    def close(self) -> None:
+        """End the login: the relay ends with its input, and ssh with it."""
+        process = self._process
+        for pipe in (process.stdin, process.stdout):
+            with contextlib.suppress(OSError):
+                _pipe(pipe).close()
+        try:
+            process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        _pipe(process.stderr).close()
+
+    # ------------------------------------------------------------ internals
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        machine, parent = self._machine, os.getpid()
+        try:
+            command = login_command(machine.address, machine.ssh_command)
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                bufsize=0,
+                # an interrupt in a terminal is meant for the cell
+                start_new_session=True,
+                preexec_fn=lambda: die_with_parent(parent),
+            )
+        except (OSError, ValueError) as error:
+            why = error.strerror if isinstance(error, OSError) else error
+            raise PoolError(
+                f"the pool {machine.name} can't be reached, as `{machine.ssh_command}` can't be run: {why}. Install "
+                "OpenSSH's client, or name yours with the setting ssh_command."
+            ) from None
+
+    def _write(self, data: bytes) -> None:
+        """Write all of `data`: the other side reads it now."""
+        view = memoryview(data)
+        os.set_blocking(self.writing, False)
+        deadline = time.monotonic() + _SHELL_S
+        while view:
+            if self._is_over():
+                raise PoolError(f"the login to {self._machine.name} was given up.")
+            if not select.select([], [self.writing], [], _POLL_S)[1]:
+                if time.monotonic() > deadline:
+                    self._fail()
+                continue
+            try:
+                view = view[os.write(self.writing, view) :]
+                deadline = time.monotonic() + _SHELL_S
+            except BrokenPipeError:
+                self._fail()
+
+    def _follow(self) -> None:
+        """Read the other side's lines and answer them until the relay is ready."""
+        buffer = bytearray()
+        mark = f"\n{self._mark} ".encode("ascii")
+        deadline = time.monotonic() + _SHELL_S
+        while True:
+            while (at := buffer.find(mark)) >= 0 and (end := buffer.find(b"\n", at + len(mark))) >= 0:
+                self._dropped = (self._dropped + buffer[:at])[-_KEPT_BYTES:]
+                word, _, text = buffer[at + len(mark) : end].decode(errors="replace").partition(" ")
+                del buffer[: end + 1]
+                if word == "ready":
+                    if buffer:
+                        raise PoolError(f"the relay of the pool {self._machine.name} sent something unasked.")
+                    return
+                self._handle(word, text)
+                deadline = time.monotonic() + _STEP_S
+            if len(buffer) > _KEPT_BYTES:
+                self._dropped, buffer = bytes(buffer[:_KEPT_BYTES]), buffer[-len(mark) * 8 :]
+            if self._is_over():
+                raise PoolError(f"the login to {self._machine.name} was given up.")
+            self.drain_errors()
+            if not select.select([self.reading], [], [], _POLL_S)[0]:
+                if time.monotonic() > deadline:
+                    self._fail()
+                continue
+            if not (data := os.read(self.reading, 4096)):
+                self._dropped = (self._dropped + buffer)[-_KEPT_BYTES:]
+                self._fail()
+            buffer += data
+
+    def _handle(self, word: str, text: str) -> None:
+        match word:
+            case "shell":
+                self.host = text
+            case "step":
+                self._on_step(f"{self._machine.name}: {text}")
+            case "seen":
+                self._seen.append(text)
+            case "need":
+                package = this_package()
+                head = (f"{package.digest} {len(package.data)} {__version__}", *package.requires, "", "")
+                self._on_step(f"{self._machine.name}: sending sgpu-magic {__version__}")
+                self._write("\n".join(head).encode("utf-8") + package.data)
+            case "failed":
+                kind, _, details = text.partition(" ")
+                raise failure_of_machine(self._machine.name, self._machine.address, kind, details, self._seen)
+            case _:
+                pass
+
+    def _fail(self) -> NoReturn:
+        """Raise why the login ended, or went silent."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_S)
+        self.drain_errors()
+        errors, dropped = self._errors.decode(errors="replace"), self._dropped.decode(errors="replace")
+        if not self.host:
+            raise failure_of_ssh(self._machine.name, self._machine.address, errors, dropped)
+        said = (errors.strip() or dropped.strip() or "nothing").splitlines()[-1]
+        raise PoolError(
+            f"the pool {self._machine.name} can't be started on {self.host}: a step there ended without a word. The "
+            f"last line that it wrote is: {said}"
+        )
+
+
+def _script(machine: Machine, mark: str, *, starts: bool) -> str:
+    package = this_package()
+    chosen = hashlib.sha256(os.fsencode(f"{machine.python}\0{machine.prologue}")).hexdigest()[:8]
+    values = {
+        "mark": mark,
+        "ready": f"{_FOLDER}/{package.digest[:16]}-{chosen}.python",
+        "wanted": machine.python,
+        "prologue": machine.prologue,
+        "check": _CHECK,
+        "prepare": _text("prepare.py"),
+        "order": "start" if starts else "find",
+    }
+    lines = [f"{name}={shlex.quote(value)}\n" for name, value in values.items()]
+    return "".join(lines) + _text("find_python.sh")
+
+
+def _text(name: str) -> str:
+    return resources.files("sgpu_magic.client.ssh").joinpath(name).read_text()
+
+
+def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:
+    if pipe is None:
+        raise ValueError("ssh is started with pipes")
+    return pipe
