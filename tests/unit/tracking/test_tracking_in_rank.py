@@ -20,6 +20,7 @@ from sgpu_magic.wire.rank import (
     Finished,
     Finishing,
     FromRank,
+    HeavyImported,
     Joined,
     MetricsReported,
     Remarked,
@@ -157,7 +158,9 @@ def new_ranks(zygote: Zygote, context: Place) -> Iterator[Tracked]:
 def test_no_cell_imports_or_asks_for_mlflow_by_itself(new_ranks: Tracked):
     body = "import os, sys\n('mlflow' in sys.modules, os.environ['MLFLOW_TRACKING_URI'], 'MLFLOW_RUN_ID' in os.environ)"
     assert new_ranks.run(body) == [(False, new_ranks.context.uri, False)] * 2
-    assert new_ranks.sent(0) == new_ranks.sent(1) == []
+    # on a busy machine any import may take long enough to be told
+    sent = [*new_ranks.sent(0), *new_ranks.sent(1)]
+    assert [message for message in sent if not isinstance(message, HeavyImported)] == []
 
 
 @pytest.mark.slow
