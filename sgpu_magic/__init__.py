@@ -30,6 +30,7 @@ tracking/    runs in MLflow
 payload/     serialization of Python objects
 packages/    the notebook's Python packages on the ranks
 files/       files on disk, and their transfer over a connection
+ssh/         logging in to other machines
 config/      the settings
 system/      the operating system: processes, streams, sockets, keys
 extensions   where the core calls Databricks' names, MLflow and Ray

@@ -173,9 +173,14 @@ class EnvironmentFailed(SgpuError):
 
 
 class PoolError(SgpuError):
-    """The pool can't be started or reached."""
+    """The pool can't be started or reached.
+
+    Attributes:
+        step: What failed on the way to a machine over ssh, such as `host key`; "" elsewhere.
+    """
 
     topic = "pool"
+    step = ""
 
 
 class PoolVersionError(PoolError):

@@ -39,8 +39,8 @@ from sgpu_magic.wire.session_line import CellRefused, EnterLine, ToLine
 
 # a cell that takes longer is reported to the pool service while it runs
 _QUICK_S = 0.03
-# an ended cell is reported when its front end has had time to send another one: the pool service
-# then competes with nobody
+# an ended cell is reported when its front end has had time to send another one: the pool service then competes with
+# nobody
 _AFTER_END_S = 0.015
 # cells that follow each other without a pause are reported together at last
 _MOST_S = 0.1

@@ -25,5 +25,7 @@ json_form        runs, pools and amounts as records of these documents
 doctor           `sgpu doctor`: all checks in order; those of settings, directories and pools
 python_checks    checks of this Python, its packages and GPUs, with a real two-rank group
 machine_checks   checks of the system: host name, memory files, process control, limits
+pool_checks      each step of the way to a pool on another machine
+far_checks       runs there, over ssh: the same checks
 finding          the result of a check
 """

@@ -1,6 +1,7 @@
 """`sgpu doctor`: checks everything that a run needs on this machine, and gives the remedy for each problem.
 
-Starts no pool and changes nothing. Each check prints one line as soon as it is done.
+Starts no pool and changes nothing, except that `--pool` prepares a machine over ssh as the first run there would. Each
+check prints one line as soon as it is done.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ import stat
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import TextIO
 
 from sgpu_magic import __version__
-from sgpu_magic.cli import machine_checks, python_checks
+from sgpu_magic.cli import machine_checks, pool_checks, python_checks
 from sgpu_magic.cli.finding import Finding, Level, ok, problem, warning
 from sgpu_magic.cli.json_form import text_or_none
 from sgpu_magic.cli.json_records import DoctorReport, FindingRow, encode
@@ -25,7 +26,7 @@ from sgpu_magic.cli.main import CommandParser, add_json
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.client.pool_choosing import describe_devices
 from sgpu_magic.client.pools import Pools, PoolStatusReply
-from sgpu_magic.client.pools_file import read_pools
+from sgpu_magic.client.pools_file import LOCAL, read_pools, unknown_pool
 from sgpu_magic.client.this_machine import left_by_pool, own_key_path, running_pool
 from sgpu_magic.config import Settings, config_path, load_settings
 from sgpu_magic.errors import PoolError, UsageError
@@ -50,18 +51,18 @@ _LITTLE_BYTES = 1_000_000_000
 _HARDLY_ANY_BYTES = 50_000_000
 
 
-def run(environ: Mapping[str, str], out: TextIO) -> bool:
-    """Run all checks and write their findings.
+def run(found: Iterable[Finding], out: TextIO) -> bool:
+    """Write findings as they are made.
 
     Args:
-        environ: Environment variables for the settings and checks.
-        out: Stream for the findings, flushed after each line.
+        found: The findings.
+        out: Stream for them, flushed after each line.
 
     Returns:
         False if there is a problem.
     """
     counts = dict.fromkeys(Level, 0)
-    for finding in findings(environ):
+    for finding in found:
         counts[finding.level] += 1
         out.write(line(finding) + "\n")
         out.flush()
@@ -309,9 +310,8 @@ def _pool_finding(answer: PoolStatusReply) -> Finding:
     return ok(name, text)
 
 
-def report(environ: Mapping[str, str]) -> DoctorReport:
-    """Run all checks and return their findings in the form of `--json`."""
-    found = list(findings(environ))
+def report(found: Sequence[Finding]) -> DoctorReport:
+    """Return findings in the form of `--json`."""
     levels = Counter(finding.level for finding in found)
     return DoctorReport(
         findings=tuple(
@@ -329,16 +329,31 @@ def report(environ: Mapping[str, str]) -> DoctorReport:
 
 
 def _options(parser: CommandParser) -> None:
+    parser.add_argument(
+        "--pool",
+        default=LOCAL,
+        metavar="NAME",
+        help="check the way to a pool of the list, and a machine over ssh as its first run would find it",
+    )
     add_json(parser)
     parser.does(_run)
 
 
 def _run(options: argparse.Namespace) -> int:
+    found = findings(os.environ) if options.pool == LOCAL else _of_pool(options.pool)
     if not options.json:
-        return 0 if run(os.environ, sys.stdout) else 1
-    found = report(os.environ)
-    sys.stdout.write(f"{encode(found)}\n")
-    return 1 if found.problems else 0
+        return 0 if run(found, sys.stdout) else 1
+    made = report(list(found))
+    sys.stdout.write(f"{encode(made)}\n")
+    return 1 if made.problems else 0
+
+
+def _of_pool(name: str) -> Iterator[Finding]:
+    entries = read_pools()
+    entry = next((each for each in entries if each.name == name), None)
+    if entry is None:
+        raise unknown_pool(name, [each.name for each in entries])
+    return pool_checks.findings(load_settings(), entry)
 
 
 COMMANDS = {"doctor": _options}

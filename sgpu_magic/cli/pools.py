@@ -21,21 +21,25 @@ from sgpu_magic.cli.json_records import (
     encode,
 )
 from sgpu_magic.cli.main import CommandParser, add_command, add_json, note
+from sgpu_magic.client.connector import machine_of
 from sgpu_magic.client.pool import Pool
 from sgpu_magic.client.pool_choosing import PriceBook, counts, describe_devices, money_of
 from sgpu_magic.client.pools import PATIENCE_S, Pools, PoolStatusReply
-from sgpu_magic.client.pools_file import LOCAL, PoolEntry, add_pool, new_entry, pools_path, remove_pool
+from sgpu_magic.client.pools_file import LOCAL, PoolEntry, add_pool, new_entry, pools_path, read_pools, remove_pool
+from sgpu_magic.client.ssh.transport import program_words
 from sgpu_magic.client.this_machine import running_pool
 from sgpu_magic.config import Settings, host_name, load_settings
-from sgpu_magic.errors import PoolError, SgpuError
+from sgpu_magic.errors import PoolError, PoolIdle, SgpuError
 from sgpu_magic.formatting import format_money
 from sgpu_magic.runs import pools_status
+from sgpu_magic.ssh.login import FarProgram, Login
 from sgpu_magic.views.units import aligned
 from sgpu_magic.wire.devices import CPU, Device, interconnect_of, memory_bytes, memory_of, memory_text
 from sgpu_magic.wire.pool_status import PoolStatus
 
 # the first link needs a handshake, and perhaps a diagnosis of why it fails
 _CHECK_S = 10.0
+_REMOVE = "sgpu_magic.client.ssh.remove"
 _STATE_TEXTS: Mapping[PoolReachability, str] = {
     "up": "up",
     "not running": "not running",
@@ -67,14 +71,63 @@ def add(settings: Settings, entry: PoolEntry, *, check: bool, replace: bool = Fa
     return f"the pool {entry.name} ({entry.kind}) is listed in {pools_path()}. {answer} `--pool {entry.name}` uses it."
 
 
-def remove(name: str) -> str:
-    """Remove a pool from the list and return a message.
+def remove(settings: Settings, name: str, *, records: bool = False) -> str:
+    """Remove a pool from the list, and what logins have left on a machine over ssh; return a message.
+
+    Args:
+        settings: The user's settings.
+        name: The pool's name.
+        records: Over ssh, also remove the records of its runs.
 
     Raises:
         UsageError: There is no pool of that name, or the file can't be written.
     """
-    entry = remove_pool(name)
-    return f"the pool {entry.name} ({entry.address}) is no longer listed. Its runs continue."
+    entries = {each.name: each for each in read_pools()}
+    entry = entries.pop(name, None)
+    if entry is None or not entry.machines:
+        entry = remove_pool(name)
+        return f"the pool {entry.name} ({entry.address}) is no longer listed. Its runs continue."
+    others = {address for other in entries.values() for address in other.machines}
+    left = [
+        _clean_up(settings, entry, at, records=records, is_shared=address in others)
+        for at, address in enumerate(entry.machines)
+    ]
+    remove_pool(name)
+    return " ".join([f"the pool {name} ({entry.address}) is no longer listed.", *filter(None, left)])
+
+
+def _clean_up(settings: Settings, entry: PoolEntry, at: int, *, records: bool, is_shared: bool) -> str:
+    """Remove what logins have left on one machine of a pool; return a sentence about that.
+
+    Args:
+        settings: The user's settings.
+        entry: The pool.
+        at: The number of the machine in the list.
+        records: Also remove the records of runs.
+        is_shared: Whether another pool of the list has the machine too.
+    """
+    address = entry.machines[at]
+    machine = machine_of(settings, entry, address)
+    where = "its machine" if len(entry.machines) == 1 else address.name
+    words = () if at else program_words(machine, entry.machines[1:])
+    if is_shared and not words:
+        return ""
+    scope = "pool" if is_shared else "machine"
+    program = FarProgram(_REMOVE, ("all" if records else "keep", scope, *words), prepares="again")
+    try:
+        login = Login(machine, program, _show_line)
+    except PoolIdle:
+        return f"Nothing of sgpu-magic is on {where}."
+    except SgpuError as error:
+        return f"{where[0].upper()}{where[1:]} stays as it is: {error.message}"
+    kept = login.result
+    login.close()
+    return f"On {where} stay {kept}." if kept else f"Nothing of sgpu-magic is left on {where}."
+
+
+def _show_line(word: str, text: str) -> None:
+    if word == "step":
+        note(text)
 
 
 def pool_rows(settings: Settings) -> list[PoolRow]:
@@ -272,6 +325,9 @@ def _pool_options(parser: CommandParser) -> None:
     made.add_argument("--key", default="", metavar="KEY", help="a served pool's key, as `sgpu pool serve` prints it")
     made.add_argument("--python", default="", metavar="PATH", help="over ssh: its Python with torch (default: found)")
     made.add_argument("--prologue", default="", metavar="COMMANDS", help="over ssh: shell commands to run there first")
+    made.add_argument(
+        "--same-files", action="store_true", help="over ssh: it has this machine's files and Pythons at the same paths"
+    )
     made.add_argument("--reserved", action="store_true", help="its devices are paid for anyway, so prefer it")
     made.add_argument("--types", default="", metavar="a10,h100", help="its GPU types (default: ask the pool each time)")
     made.add_argument("--prices", default="", metavar="a10=1.20", help="price of one GPU per hour")
@@ -283,7 +339,8 @@ def _pool_options(parser: CommandParser) -> None:
     made.does(_list)
     made = add_command(actions, "remove", "remove a pool from the list; its runs continue", "sgpu pool remove team")
     made.add_argument("name", metavar="NAME", help="name of the pool in the list")
-    made.does(lambda options: remove(options.name))
+    made.add_argument("--records", action="store_true", help="over ssh: also remove the records of its runs there")
+    made.does(lambda options: remove(load_settings(), options.name, records=options.records))
     _serving_options(actions)
     made = add_command(actions, "stop", "stop the pool; the next run starts it again", "sgpu pool stop")
     made.add_argument("name", nargs="?", default="", metavar="NAME", help="a pool of the list (default: the local one)")
@@ -306,6 +363,7 @@ def _add(it: argparse.Namespace) -> str:
         prices=it.prices,
         python=it.python,
         prologue=it.prologue,
+        same_files=it.same_files,
     )
     return add(load_settings(), entry, check=not it.no_check, replace=it.replace)
 

@@ -11,6 +11,7 @@ send_queue        queues to and from that thread
 session_line      to the agent of a session's ranks: cells start without the pool service
 transport         what carries a link's messages
 local_transport   to the local pool's socket
+pool_socket       a connection to a pool's socket on this machine
 network_transport  to a pool on another machine, over connections that may break
 remote_transport  to a served pool, over TCP
 ssh/              to a machine that the user logs in to

@@ -19,8 +19,6 @@ from sgpu_magic.client.local_transport import LocalTransport
 from sgpu_magic.client.pools_file import PoolEntry
 from sgpu_magic.client.remote_transport import RemoteTransport
 from sgpu_magic.client.send_queue import A
-from sgpu_magic.client.ssh.address import SshAddress
-from sgpu_magic.client.ssh.login import Machine
 from sgpu_magic.client.ssh.transport import SshTransport
 from sgpu_magic.client.this_machine import (
     agent_path,
@@ -36,6 +34,8 @@ from sgpu_magic.client.this_machine import (
 )
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError, PoolVersionError
+from sgpu_magic.ssh.address import SshAddress
+from sgpu_magic.ssh.machines import Machine
 from sgpu_magic.system.processes import kill_tree
 from sgpu_magic.system.secure_sockets import Endpoint, read_key_pair
 from sgpu_magic.wire.base import Record, short
@@ -155,10 +155,20 @@ class Connector(ABC):
 
 
 class LocalConnector(Connector):
-    """Links to the local pool, which it starts if needed. Takes the arguments of `Connector`."""
+    """Links to the local pool, which it starts if needed.
 
-    def __init__(self, settings: Settings, on_lost: Callable[[], None], on_notice: OnNotice) -> None:
+    Args:
+        settings: The process's settings.
+        on_lost: As in `Connector`.
+        on_notice: As in `Connector`.
+        warms: Start a zygote of this process's Python with the pool, as runs from here would use it.
+    """
+
+    def __init__(
+        self, settings: Settings, on_lost: Callable[[], None], on_notice: OnNotice, *, warms: bool = True
+    ) -> None:
         super().__init__(settings, on_lost, on_notice)
+        self._warms = warms
         # the pool service whose simulated devices the user knows about
         self._known_service = ""
 
@@ -244,7 +254,7 @@ class LocalConnector(Connector):
         if (address := find_pool(self._settings)) is None:
             if not start:
                 raise PoolError("no local pool is running.")
-            address, _ = start_pool(self._settings, Warm(interpreter=this_interpreter()))
+            address, _ = self._start_pool()
         peer = listener_at(self._settings, address)
         if peer is None and find_pool(self._settings) != address:
             # the pool has just ended
@@ -265,7 +275,7 @@ class LocalConnector(Connector):
             pid = link.welcome.pid if peer is None else peer.pid
             _signal(pid, signal.SIGTERM)
             wait_for_exit(self._settings, pid)
-        address, is_own = start_pool(self._settings, Warm(interpreter=this_interpreter()))
+        address, is_own = self._start_pool()
         link = self._new_link(address)
         try:
             return with_known_version(link)
@@ -278,6 +288,9 @@ class LocalConnector(Connector):
                 f"it loaded {__version__}, and {link.welcome.package_version} is installed now. Restart the kernel, "
                 "or the program."
             ) from error
+
+    def _start_pool(self) -> tuple[PoolAddress, bool]:
+        return start_pool(self._settings, Warm(interpreter=this_interpreter()) if self._warms else None)
 
     def _new_link(self, address: PoolAddress) -> PoolLink:
         runtime = Path(address.runtime) if address.runtime else self._settings.runtime_path
@@ -340,13 +353,20 @@ class SshConnector(Connector):
         address: SshAddress,
     ) -> None:
         super().__init__(settings, on_lost, on_notice)
-        self._machine = Machine(entry.name, address, settings.ssh_command, entry.python, entry.prologue)
+        self._machine = machine_of(settings, entry, address)
+        self._others = entry.machines[1:]
+        self._same_files = entry.same_files
 
     def _made_anew(self, start: bool) -> PoolLink:
-        hello = this_hello(instance=secrets.token_hex(16))
+        hello = this_hello(instance=secrets.token_hex(16), same_files=self._same_files)
         timeout_s = self._settings.link_timeout_s
-        transport = SshTransport(self._machine, hello, timeout_s, self._on_notice, starts=start)
+        transport = SshTransport(self._machine, self._others, hello, timeout_s, self._on_notice, starts=start)
         return with_known_version(PoolLink(transport, self._on_notice))
+
+
+def machine_of(settings: Settings, entry: PoolEntry, address: SshAddress) -> Machine:
+    """Return the machine of a pool over ssh; arguments as for `SshConnector`."""
+    return Machine(entry.name, address, settings.ssh_command, entry.python, entry.prologue)
 
 
 def with_known_version(link: PoolLink) -> PoolLink:
@@ -414,11 +434,11 @@ def _no_answer(link: PoolLink, timeout_s: float) -> PoolError:
     if not link.welcome.same_host:
         silent = f": it has been silent for {link.transport.silent_s:.0f} s" if link.transport.silent_s else ""
         return PoolError(
-            f"{link.title} did not answer within {timeout_s:.0f} s{silent}. Check your network; active runs there "
+            f"{link.title} did not answer within {timeout_s:g} s{silent}. Check your network; active runs there "
             "are not affected."
         )
     return PoolError(
-        f"the local pool did not answer within {timeout_s:.0f} s. `sgpu doctor` looks for the reason; "
+        f"the local pool did not answer within {timeout_s:g} s. `sgpu doctor` looks for the reason; "
         "`sgpu pool stop --force` ends the pool."
     )
 

@@ -1,7 +1,4 @@
-"""The transport to the local pool's socket.
-
-ZeroMQ's sockets hide a peer's death, so the transport also watches its monitor, which reports the connection's end.
-"""
+"""The transport to the local pool's socket."""
 
 from __future__ import annotations
 
@@ -10,6 +7,7 @@ from pathlib import Path
 
 import zmq
 
+from sgpu_magic.client.pool_socket import PoolSocket
 from sgpu_magic.client.send_queue import SendQueue
 from sgpu_magic.client.transport import LinkEnd, Transport
 from sgpu_magic.errors import PoolError
@@ -47,36 +45,28 @@ class LocalTransport(Transport):
         pass
 
     def carry(self, outgoing: SendQueue, link: LinkEnd) -> None:
-        context = zmq.Context()
-        dealer = context.socket(zmq.DEALER)
-        dealer.linger = _LINGER_MS
-        dealer.sndhwm = dealer.rcvhwm = 0
-        # ZeroMQ would silently reconnect to another pool that listens at the path
-        monitor = dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED)
-        dealer.connect(f"ipc://{self._path}")
-        poller = zmq.Poller()
-        for waits in (dealer, outgoing.fileno(), monitor):
-            poller.register(waits, zmq.POLLIN)
-        try:
-            while True:
-                ready = dict(poller.poll())
-                if monitor in ready:
-                    self._receive(dealer, link)
+        with PoolSocket(self._path, _LINGER_MS) as pool:
+            pool.dealer.rcvhwm = 0
+            pool.connect()
+            poller = zmq.Poller()
+            for waits in (pool.dealer, outgoing.fileno(), pool.ended):
+                poller.register(waits, zmq.POLLIN)
+            with contextlib.suppress(OSError):
+                self._exchange(pool, poller, outgoing, link)
+
+    def _exchange(self, pool: PoolSocket, poller: zmq.Poller, outgoing: SendQueue, link: LinkEnd) -> None:
+        while True:
+            ready = dict(poller.poll())
+            if pool.ended in ready:
+                self._receive(pool.dealer, link)
+                return
+            if outgoing.fileno() in ready:
+                for message in outgoing.drain():
+                    pool.dealer.send_multipart(message.parts, copy=True)
+                if outgoing.closed:
                     return
-                if outgoing.fileno() in ready:
-                    for message in outgoing.drain():
-                        dealer.send_multipart(message.parts, copy=True)
-                    if outgoing.closed:
-                        return
-                if dealer in ready:
-                    self._receive(dealer, link)
-        except OSError:
-            return
-        finally:
-            dealer.disable_monitor()
-            monitor.close(0)
-            dealer.close()
-            context.term()
+            if pool.dealer in ready:
+                self._receive(pool.dealer, link)
 
     def _receive(self, dealer: zmq.Socket[bytes], link: LinkEnd) -> None:
         with contextlib.suppress(zmq.Again):

@@ -17,7 +17,7 @@ import zmq
 from sgpu_magic.client.bulk_connection import BulkConnection
 from sgpu_magic.client.send_queue import OutboundMessage, SendQueue
 from sgpu_magic.client.transport import LinkEnd, Transport
-from sgpu_magic.errors import KeyRefused, PoolError
+from sgpu_magic.errors import KeyRefused, PoolError, PoolIdle
 from sgpu_magic.wire import codec
 from sgpu_magic.wire.client import Ping, Pong, Refused
 from sgpu_magic.wire.files import BULK_CHUNK_BYTES, CHUNK_BYTES
@@ -138,7 +138,7 @@ class NetworkTransport(Transport):
                 pause_s = _FIRST_PAUSE_S
             except PoolError as error:
                 link.failed(error)
-                if not self._service or isinstance(error, KeyRefused):
+                if not self._service or isinstance(error, KeyRefused | PoolIdle):
                     return
             finally:
                 self._bulk.close()
@@ -156,6 +156,7 @@ class NetworkTransport(Transport):
 
         Raises:
             KeyRefused: It can't prove who it is, or does not admit this user: it is not asked again.
+            PoolIdle: It has ended: it is not asked again.
             PoolError: It can't be reached now.
         """
 

@@ -25,12 +25,12 @@ from typing import cast
 
 import msgspec
 
-from sgpu_magic.client.ssh.address import SshAddress, parse_address
 from sgpu_magic.config import config_path
 from sgpu_magic.config.pool_terms import prices_text, read_prices
 from sgpu_magic.errors import UsageError
 from sgpu_magic.files.atomic_file import read_trusted, write_whole
 from sgpu_magic.files.locks import locked
+from sgpu_magic.ssh.address import SshAddress, parse_addresses
 from sgpu_magic.wire.costs import Prices
 from sgpu_magic.wire.decoding import decode_toml
 from sgpu_magic.wire.devices import ANY, canonical_type
@@ -42,8 +42,8 @@ _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,39}")
 _ADDRESS = re.compile(r"tcp://(?:\[[0-9A-Fa-f:.]+(?:%[\w.-]+)?\]|[A-Za-z0-9_.-]+):(?P<port>[0-9]{1,5})")
 # Z85, ZeroMQ's encoding of keys
 _KEY = re.compile(r"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
-_KNOWN = ("address", "key", "reserved", "types", "prices", "python", "prologue")
-_OF_SSH = ("python", "prologue")
+_KNOWN = ("address", "key", "reserved", "types", "prices", "python", "prologue", "same_files")
+_OF_SSH = ("python", "prologue", "same_files")
 # header of a pool's table, or of a table within it
 _HEADER = re.compile(r"\s*\[\[?\s*(?P<name>[A-Za-z0-9_-]+|\"[^\"]*\"|'[^']*')\s*[.\]]")
 _BEGINS = "# The pools of `--pool`; `sgpu pool add` and `sgpu pool remove` write this file; you can edit it too.\n"
@@ -54,13 +54,15 @@ class PoolEntry(msgspec.Struct, frozen=True):
 
     Args:
         name: The name that `--pool` takes.
-        address: `tcp://host:port` of a served pool, or `ssh://[user@]host[:port]` of a machine to log in to.
+        address: `tcp://host:port` of a served pool, or `ssh://[user@]host[:port]` of a machine to log in to; several
+            machines are separated by commas, `ssh://a,b,node[1-4]`.
         key: The public CURVE key of a served pool in Z85, 40 characters; "" for ssh.
         reserved: Whether its devices are paid for in any case; otherwise they are on demand.
         types: Canonical device types of the pool, including `cpu` if it accepts such runs; empty if not stated.
         prices: Price of one device per hour by canonical type, in the currency of the settings.
         python: For ssh: path of the Python there that has torch; "" for one that is found.
         prologue: For ssh: shell commands to run there before anything else, such as `module load`.
+        same_files: For ssh: it has this machine's files and Pythons at the same paths, so runs use the kernel's Python.
     """
 
     name: str
@@ -71,11 +73,17 @@ class PoolEntry(msgspec.Struct, frozen=True):
     prices: Mapping[str, float] = msgspec.field(default_factory=dict[str, float])
     python: str = ""
     prologue: str = ""
+    same_files: bool = False
 
     @property
     def ssh(self) -> SshAddress | None:
-        """Where to log in; None for a served pool."""
-        return parse_address(self.address)
+        """Where to log in, on the first of several machines; None for a served pool."""
+        return next(iter(self.machines), None)
+
+    @property
+    def machines(self) -> tuple[SshAddress, ...]:
+        """Where to log in on each machine; () for a served pool."""
+        return parse_addresses(self.address)
 
     @property
     def kind(self) -> str:
@@ -133,6 +141,7 @@ def new_entry(
     prices: str = "",
     python: str = "",
     prologue: str = "",
+    same_files: bool = False,
 ) -> PoolEntry:
     """Return a pool entry from the options of a command line.
 
@@ -145,12 +154,14 @@ def new_entry(
         prices: Prices per hour, such as `a10=1.20,h100=4.50`.
         python: As in `PoolEntry`.
         prologue: As in `PoolEntry`.
+        same_files: As in `PoolEntry`.
 
     Raises:
         UsageError: One of them is invalid.
     """
     table: dict[str, object] = {"address": address, "reserved": reserved}
-    table |= {name: value for name, value in (("key", key), ("python", python), ("prologue", prologue)) if value}
+    given = {"key": key, "python": python, "prologue": prologue, "same_files": same_files}
+    table |= {name: value for name, value in given.items() if value}
     table["types"] = [kind.strip() for kind in types.split(",") if kind.strip()]
     try:
         table["prices"] = _by_type(read_prices(prices))
@@ -213,7 +224,7 @@ def _entry(name: str, table: Mapping[str, object]) -> PoolEntry:
         raise ValueError(f"{unknown[0]!r} is not a field of a pool; the fields are {', '.join(_KNOWN)}")
     address, key, reserved = table.get("address"), table.get("key"), table.get("reserved", False)
     match = _ADDRESS.fullmatch(address) if isinstance(address, str) else None
-    is_ssh = isinstance(address, str) and parse_address(address) is not None
+    is_ssh = isinstance(address, str) and bool(parse_addresses(address))
     if not is_ssh and (match is None or not 0 < int(match["port"]) < 65536):
         raise ValueError(
             f"its address is {address!r}; one such as 'ssh://gpubox' or 'tcp://gpu1.example.org:8700' is needed"
@@ -225,11 +236,15 @@ def _entry(name: str, table: Mapping[str, object]) -> PoolEntry:
     if not is_ssh and (not isinstance(key, str) or _KEY.fullmatch(key) is None):
         state = "missing" if key is None else "invalid"
         raise ValueError(f"its key is {state}: 40 characters, which `sgpu pool serve` prints, are needed (quote them)")
-    if not isinstance(reserved, bool):
-        raise ValueError(f"reserved is {reserved!r}; true or false is needed")
-    python, prologue = (_text_of(table, field) for field in _OF_SSH)
+    same_files = table.get("same_files", False)
+    for field, value in (("reserved", reserved), ("same_files", same_files)):
+        if not isinstance(value, bool):
+            raise ValueError(f"{field} is {value!r}; true or false is needed")
+    python, prologue = _text_of(table, "python"), _text_of(table, "prologue")
     types, prices = _types(table.get("types", [])), _prices(table.get("prices"))
-    return PoolEntry(name, str(address), str(key or ""), reserved, types, prices, python, prologue)
+    return PoolEntry(
+        name, str(address), str(key or ""), bool(reserved), types, prices, python, prologue, bool(same_files)
+    )
 
 
 def _text_of(table: Mapping[str, object], name: str) -> str:
@@ -338,6 +353,7 @@ def _table(entry: PoolEntry) -> str:
         "prices": f"{{{prices}}}" if prices else "",
         "python": json.dumps(entry.python) if entry.python else "",
         "prologue": json.dumps(entry.prologue) if entry.prologue else "",
+        "same_files": "true" if entry.same_files else "",
     }
     return f"[{entry.name}]\n" + "".join(f"{name} = {value}\n" for name, value in values.items() if value)
 

@@ -107,7 +107,8 @@ def this_context(environ: Mapping[str, str], key: bytes) -> RankContext:
     except FileNotFoundError:
         # the directory was removed, and relative entries have no meaning
         cwd, path = "", tuple(filter(os.path.isabs, sys.path))
-    settings = load_settings(environ)
+    # the variables of settings don't travel to another machine
+    settings = load_settings({**os.environ, **environ})
     return RankContext(
         maps_cuda=settings.stand_in == "cpu,cuda",
         cpu_stands_in=bool(settings.stand_in),
@@ -146,8 +147,8 @@ def this_owner(notebook: str = "", kernel: str = "", cell: str = "") -> Owner:
     )
 
 
-def this_hello(instance: str = "") -> Hello:
-    """Return the greeting of this process; `instance` is the same for every connection of one link."""
+def this_hello(instance: str = "", *, same_files: bool = False) -> Hello:
+    """Return the greeting of this process; arguments as in `Hello`."""
     owner = this_owner()
     return Hello(
         protocol_version=PROTOCOL_VERSION,
@@ -156,6 +157,7 @@ def this_hello(instance: str = "") -> Hello:
         host=owner.host,
         user=owner.user,
         instance=instance,
+        same_files=same_files,
     )
 
 

@@ -466,6 +466,22 @@ def read_preload(text: str) -> tuple[str, ...] | None:
     return names
 
 
+def with_directories_of(settings: Settings, kind: str, name: str) -> Settings:
+    """Return settings whose directories for state and sockets are below the user's own.
+
+    Args:
+        settings: The user's settings.
+        kind: The folder in the state directory: `pools` or `nodes`.
+        name: The pool or node.
+    """
+    return msgspec.structs.replace(
+        settings,
+        state_dir=str(settings.state_path / kind / name),
+        # by default each state directory has its own runtime directory
+        runtime_dir=str(Path(settings.runtime_dir) / name) if settings.runtime_dir else "",
+    )
+
+
 def private_dir(path: Path) -> Path:
     """Create `path` and its parents, make it private (mode 0700), and return it.
 

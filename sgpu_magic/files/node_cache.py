@@ -198,6 +198,10 @@ def node_cache(settings: Settings | None = None) -> NodeCache:
         settings: The settings with the cache's folder and budget; loaded if omitted.
     """
     settings = settings or load_settings()
+    return NodeCache(cache_root(settings), settings.cache_bytes)
+
+
+def cache_root(settings: Settings) -> Path:
+    """Return the folder of this user's cache on this node."""
     # a home directory may be shared by many machines
-    root = Path(settings.cache_dir or user_cache_path("sgpu-magic", appauthor=False) / host_name())
-    return NodeCache(root, settings.cache_bytes)
+    return Path(settings.cache_dir or user_cache_path("sgpu-magic", appauthor=False) / host_name())

@@ -11,5 +11,6 @@ distributed_run  one attempt of a run: commands to its nodes, and adoption after
 joint_run        one attempt of a run: the events of its nodes, merged into one run
 stale_runs       runs that were given up while their node was unreachable, and are ended when it has reconnected
 node_files       serves files of the pool to nodes without access to its disk
+ssh/             several machines that the user can log in to
 ray/             an existing Ray cluster
 """

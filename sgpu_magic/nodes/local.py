@@ -150,17 +150,7 @@ class LocalEngine(Engine):
     def inventory(self) -> Inventory | None:
         """The agent's inventory, with devices marked whose locks another pool holds or can't be used."""
         inventory = self._inventories.get(HERE)
-        if inventory is None:
-            return None
-        real = [device.uuid for device in inventory.devices if not device.simulated]
-        obstacles = self._locks.obstacles(real) if real else {}
-        if not obstacles:
-            return inventory
-        devices = tuple(
-            _marked(device, obstacles[device.uuid]) if device.uuid in obstacles else device
-            for device in inventory.devices
-        )
-        return msgspec.structs.replace(inventory, devices=devices)
+        return None if inventory is None else marked_inventory(inventory, self._locks)
 
     def _send(self, node: str, order: ToAgent, frames: Sequence[bytes]) -> None:
         if isinstance(order, Launch) and not order.spec.session:
@@ -237,6 +227,18 @@ class LocalEngine(Engine):
         self._agent_since = time.monotonic()
         self._agent_has_worked = False
         self._agent.listen(self._on_message, self._agent_lost)
+
+
+def marked_inventory(inventory: Inventory, locks: DeviceLocks) -> Inventory:
+    """Return an inventory of this machine with devices marked whose locks others hold or can't be used."""
+    real = [device.uuid for device in inventory.devices if not device.simulated]
+    obstacles = locks.obstacles(real) if real else {}
+    if not obstacles:
+        return inventory
+    devices = tuple(
+        _marked(device, obstacles[device.uuid]) if device.uuid in obstacles else device for device in inventory.devices
+    )
+    return msgspec.structs.replace(inventory, devices=devices)
 
 
 def _marked(device: Device, obstacle: Obstacle) -> Device:

@@ -16,7 +16,10 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from sgpu_magic.config import Settings
+    from sgpu_magic.nodes.engine import Engine
     from sgpu_magic.pool.lifecycle import PoolPresence
 
 
@@ -58,11 +61,13 @@ def main() -> None:
 
 def _run(settings: Settings, presence: PoolPresence, first_order: bytes) -> None:
     from sgpu_magic.nodes.local import LocalAgent
+    from sgpu_magic.ssh.machines import MACHINES_FILE
     from sgpu_magic.wire.client import Warm
     from sgpu_magic.wire.codec import Decoder
 
     warm = Decoder[Warm](Warm).decode(first_order) if first_order else None
-    agent = LocalAgent(settings, warm)
+    machines = settings.state_path / MACHINES_FILE
+    agent = None if machines.exists() else LocalAgent(settings, warm)
     # import the slow modules only now, while the zygote starts
 
     def start_next() -> None:
@@ -75,7 +80,12 @@ def _run(settings: Settings, presence: PoolPresence, first_order: bytes) -> None
         from sgpu_magic.pool.health import ServiceFault
         from sgpu_magic.pool.service import EARLIER_FAULT, PoolService
 
-        engine = LocalEngine(settings, agent, warm)
+        try:
+            engine = _on_machines(settings, machines) if agent is None else LocalEngine(settings, agent, warm)
+        except SgpuError as error:
+            sys.stdout.write(f"{error.message}\n")
+            presence.withdraw()
+            return
         try:
             service = PoolService(settings, presence, engine, earlier_fault=os.environ.pop(EARLIER_FAULT, ""))
         except SgpuError as error:
@@ -98,6 +108,24 @@ def _run(settings: Settings, presence: PoolPresence, first_order: bytes) -> None
         service.close()
 
     asyncio.run(serve())
+
+
+def _on_machines(settings: Settings, path: Path) -> Engine:
+    """Return the engine of several machines.
+
+    Raises:
+        UsageError: Their file can't be read.
+    """
+    import msgspec
+
+    from sgpu_magic.errors import UsageError
+    from sgpu_magic.nodes.ssh.engine import SshEngine
+    from sgpu_magic.ssh.machines import from_json
+
+    try:
+        return SshEngine(settings, from_json(path.read_bytes()))
+    except (OSError, msgspec.DecodeError) as error:
+        raise UsageError(f"the machines of this pool can't be read from {path}: {error}. Remove it.") from None
 
 
 if __name__ == "__main__":

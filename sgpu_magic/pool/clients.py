@@ -229,6 +229,7 @@ class ConnectedClient(msgspec.Struct, eq=False):
         shares_pids: Whether it has the same PID namespace: memory files are found by pid.
         connection: The connection whose end counts as the process's, where that can't be seen; -1 elsewhere.
         admin: Whether it may end other users' runs.
+        same_files: Whether its machine's files and Pythons are at the same paths here.
         instance: Identifies a remote client across its connections.
         key: Its public key; "" on the service's machine, and of a client that logs in there.
         received_at: Monotonic time of a remote client's last message.
@@ -246,6 +247,7 @@ class ConnectedClient(msgspec.Struct, eq=False):
     shares_pids: bool = True
     connection: int = -1
     admin: bool = False
+    same_files: bool = True
     instance: str = ""
     key: str = ""
     received_at: float = msgspec.field(default_factory=time.monotonic)

@@ -173,7 +173,7 @@ class Server(Router):
         reported = 0 if hello.instance else hello.pid
         pid = reported if peer is None else peer.pid
         if hello.instance:
-            client = self._relayed_client(identity, pid, hello.instance)
+            client = self._relayed_client(identity, pid, hello)
         else:
             client = ConnectedClient(identity, pid, user=hello.user, shares_pids=pid == hello.pid)
         if not pid:
@@ -191,18 +191,25 @@ class Server(Router):
         self._by_identity[identity] = client
         return client
 
-    def _relayed_client(self, identity: bytes, pid: int, instance: str) -> ConnectedClient:
+    def _relayed_client(self, identity: bytes, pid: int, hello: Hello) -> ConnectedClient:
         """Return the client that a relay stands for: one that has come back, or a new one.
 
         Whoever can log in to this machine as this user, and reach the socket, may do all that this user may.
         """
-        if (client := self._relayed.get(instance)) is None:
+        if (client := self._relayed.get(hello.instance)) is None:
             client = ConnectedClient(
-                identity, pid, user=user_name(), same_host=False, shares_pids=False, admin=True, instance=instance
+                identity,
+                pid,
+                user=user_name(),
+                same_host=False,
+                shares_pids=False,
+                admin=True,
+                same_files=hello.same_files,
+                instance=hello.instance,
             )
-            self._relayed[instance] = client
+            self._relayed[hello.instance] = client
             return client
-        if (timer := self._away.pop(instance, None)) is not None:
+        if (timer := self._away.pop(hello.instance, None)) is not None:
             timer.cancel()
         # the relay before may still be there, behind a connection that broke
         self._forget(client)

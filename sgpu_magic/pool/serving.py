@@ -141,14 +141,8 @@ def _raise_limit() -> None:
 
 
 def served_settings(settings: Settings, name: str) -> Settings:
-    """Return the settings of a served pool of this name: its state and sockets are below the user's own."""
-    return msgspec.structs.replace(
-        settings,
-        pool=name,
-        state_dir=str(settings.state_path / "pools" / name),
-        # by default each state directory has its own runtime directory
-        runtime_dir=str(Path(settings.runtime_dir) / name) if settings.runtime_dir else "",
-    )
+    """Return the settings of a served pool of this name."""
+    return msgspec.structs.replace(config.with_directories_of(settings, "pools", name), pool=name)
 
 
 def checked_name(name: str) -> str:

@@ -88,6 +88,9 @@ class Submissions:
         if client not in self._server.clients:
             # the client is gone: the run would have no owner
             return
+        if not client.same_files and submit.environment is not None:
+            # the kernel's own Python is on another machine only
+            submit = msgspec.structs.replace(submit, environment=msgspec.structs.replace(submit.environment, own=False))
         spec = submit.spec
         again = self._active.resubmittable.get(spec.run_id)
         if again is not None and not client.may_see(again.owner.user):

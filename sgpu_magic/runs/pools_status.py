@@ -51,7 +51,7 @@ def ask(pools: Pools, name: str = "", *, start: bool, recent: int = RECENT) -> l
         answers = pools.ask_status(entries, local=not name, recent=recent, again=bool(name), history=MOST_CURVES)
         if name and answers[0].problem:
             # raise the error, since only this pool was requested
-            pools.get(name).status(1, timeout_s=0.1)
+            pools.get(name).status(1, start=False, timeout_s=0.1)
         return answers
     return [PoolStatusReply(LOCAL, None, pools.local.status(recent, start=start, history=MOST_CURVES))]
 

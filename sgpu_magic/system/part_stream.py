@@ -27,15 +27,17 @@ class PartStream(ABC):
     Attributes:
         most_bytes: As given.
         unsent_bytes: The number of queued bytes that the stream has not accepted yet.
+        urgent_bytes: How many of them belong to messages that can't wait.
     """
 
     def __init__(self, most_bytes: int, most_parts: int) -> None:
         self.most_bytes = most_bytes
         self._most_parts = most_parts
-        self.unsent_bytes = 0
+        self.unsent_bytes = self.urgent_bytes = 0
         # messages to send, those that can wait in the second queue; and what is left of the one that is being sent
         self._queued: tuple[deque[Sequence[bytes]], deque[Sequence[bytes]]] = (deque(), deque())
         self._sending: deque[memoryview] = deque()
+        self._sending_urgent = False
         # sizes of the parts of the message being received, and the complete parts
         self._sizes: Sequence[int] | None = None
         self._parts: list[bytes] = []
@@ -54,7 +56,9 @@ class PartStream(ABC):
             can_wait: Send messages that can't wait first, also those that are queued later.
         """
         self._queued[can_wait].append(parts)
-        self.unsent_bytes += _COUNT.size * (len(parts) + 1) + sum(map(len, parts))
+        size = _COUNT.size * (len(parts) + 1) + sum(map(len, parts))
+        self.unsent_bytes += size
+        self.urgent_bytes += 0 if can_wait else size
 
     @abstractmethod
     def _write(self, data: memoryview) -> int:
@@ -72,6 +76,7 @@ class PartStream(ABC):
             count = self._write(view)
             sent += count
             self.unsent_bytes -= count
+            self.urgent_bytes -= count if self._sending_urgent else 0
             if count == len(view):
                 self._sending.popleft()
             else:
@@ -80,6 +85,7 @@ class PartStream(ABC):
     def _begin_next(self) -> bool:
         for queue in self._queued:
             if queue:
+                self._sending_urgent = queue is self._queued[0]
                 parts = queue.popleft()
                 header = struct.pack(f"<I{len(parts)}I", len(parts), *map(len, parts))
                 # join the header and the first part, so that a small message is one write

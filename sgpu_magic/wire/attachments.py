@@ -138,7 +138,8 @@ class Environment(Record, frozen=True, kw_only=True):
         digest: Digest of pins, hashes, Python tag, platform, `torch_mine` and `allow_build`. A built environment is
             stored under it.
         label: Display name: "" for the notebook's own packages, else the name of a base or saved environment or a file.
-        own: The notebook's own packages. A node that has the kernel's interpreter uses it and builds nothing.
+        own: The notebook's own packages. A node that has the kernel's interpreter uses it and builds nothing. The pool
+            service sets it to False for a client whose Python is on another machine only.
         python: Python version, `3.11`.
         platform: Platform as in `packaging.tags`, without the glibc version: `linux_x86_64`.
         requirements: Complete lines of a requirements file, installed without their dependencies. Packages of the

@@ -74,6 +74,7 @@ class Hello(Record, frozen=True, tag="hello", kw_only=True):
         host: Host name of its machine.
         user: User name on that machine. A remote pool identifies the user by the client's key instead.
         instance: The same for every reconnection of this link; "" if the link does not reconnect.
+        same_files: Its machine's files and Pythons are at the same paths on the pool's machine.
     """
 
     protocol_version: int
@@ -82,6 +83,7 @@ class Hello(Record, frozen=True, tag="hello", kw_only=True):
     host: str = ""
     user: str = ""
     instance: str = ""
+    same_files: bool = False
 
 
 class Welcome(Record, frozen=True, tag="welcome", kw_only=True):

@@ -6,9 +6,8 @@ import os
 from collections.abc import Iterator
 
 import pytest
-from contract_engines import ENGINES, PoolUnderTest
+from contract_engines import ENGINES, FirstHome, PoolUnderTest
 from homes import Home
-from pool_client import PoolClient
 from waiting import eventually
 
 _RANKS = 4
@@ -26,9 +25,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="module", params=list(ENGINES))
 def module_pool(request: pytest.FixtureRequest) -> Iterator[PoolUnderTest]:
-    home = Home()
+    home = FirstHome() if request.param == "ssh three" else Home()
     service = ENGINES[request.param](home)
-    client = PoolClient(home)
+    client = service.client()
 
     def has_room() -> bool:
         status = client.pool.status()

@@ -61,6 +61,18 @@ def test_a_run_on_another_machine(served: ServedPool, ann: RemoteUser):
     assert [row.user for row in status.runs if row.run_id == run.run_id] == ["ann"]
 
 
+def test_doctor_goes_the_way_to_a_served_pool(served: ServedPool, ann: RemoteUser):
+    found = ann.sgpu("doctor", "--pool", ann.entry.name)
+    assert re.findall(r"^ok +(\w+)", found.stdout, re.M) == ["key", "name", "port", "pool"], found
+    (ann.home.path / "client.key").rename(ann.home.path / "elsewhere.key")
+    try:
+        found = ann.sgpu("doctor", "--pool", ann.entry.name)
+        assert "sgpu pool keygen" in found.stdout
+        assert found.returncode == 1
+    finally:
+        (ann.home.path / "elsewhere.key").rename(ann.home.path / "client.key")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "says"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -13,18 +12,14 @@ import psutil
 import pytest
 from homes import Home
 from kernels import Kernel
-from ssh_servers import SshServer, needs_sshd
+from ssh_servers import PATH, STRICT, SshServer, logins, needs_sshd, sgpu
 from waiting import eventually
-
-from sgpu_magic.client.pools_file import PoolEntry, add_pool
 
 pytestmark = needs_sshd
 
-PATH = f"{Path(sys.executable).parent}:/usr/bin:/bin"
 CELL = "%%distributed -n 2 --type cpu --pool box"
 # what a login shell may do to a protocol on its standard output
 LOUD = "echo Welcome to the cluster; printf 'no newline'; echo 'on stderr' >&2\n"
-STRICT = ("AllowTcpForwarding no", "AllowStreamLocalForwarding no", "MaxSessions 1", "PermitTTY no")
 
 NewHome = Callable[..., Home]
 
@@ -41,9 +36,7 @@ def machine(new_home: NewHome, tmp_path: Path) -> Iterator[SshServer]:
 def user(machine: SshServer, new_home: NewHome) -> Home:
     """The home of a user who has listed the machine as `box`."""
     home = new_home()
-    home.environ["SGPU_POOLS_FILE"] = str(home.path / "pools.toml")
-    home.environ["SGPU_SSH_COMMAND"] = machine.configure("box")
-    add_pool(PoolEntry("box", "ssh://box", ""), home.path / "pools.toml")
+    machine.list_for(home, "box")
     return home
 
 
@@ -54,30 +47,50 @@ def notebook(user: Home) -> Iterator[Kernel]:
     kernel.close()
 
 
-def sgpu(home: Home, *words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "sgpu_magic.cli", *words]
-    return subprocess.run(command, env=home.environ, capture_output=True, text=True, timeout=60, cwd=home.work)
-
-
-def logins(kernel: Kernel) -> list[psutil.Process]:
-    return [child for child in psutil.Process(kernel.pid).children() if child.name() == "ssh"]
-
-
 def test_a_cell_runs_on_a_machine_with_nothing_installed(notebook: Kernel, machine: SshServer, user: Home) -> None:
+    # the kernel's own Python is not there: the node builds an environment
+    machine.list_for(user, "box", same_files=False)
     assert sgpu(user, "pool", "list").stdout.count("not running") == 2
     notebook.check("base = 20\ndef doubled(value):\n    return 2 * value")
     reply = notebook.check(
         f"{CELL} --out total:all\nimport os\nprint('rank', rank, 'in', os.environ['HOME'])\n"
-        "total = doubled(base + rank)"
+        "total = doubled(base + rank)",
+        120,
     )
     assert reply.lines(0) == [f"rank 0 in {machine.user_home}"]
     assert notebook.value("total") == [40, 42]
     # a command is another client of the same pool
     listed = sgpu(user, "runs", "--pool", "box")
     assert "succeeded" in listed.stdout, listed
-    stopped = sgpu(user, "pool", "stop", "box")
-    assert stopped.returncode == 0, stopped.stderr
+    removed = sgpu(user, "pool", "remove", "box")
+    assert "the records of 1 run" in removed.stdout, removed
     eventually(lambda: not machine.far.processes(), 15, lambda: f"left there: {machine.far.processes()}")
+    assert _files_left(machine) == []
+    machine.list_for(user, "box")
+    assert "Nothing of sgpu-magic is on its machine" in sgpu(user, "pool", "remove", "box", "--records").stdout
+
+
+def test_nothing_is_left_of_a_pool_that_is_removed_with_its_records(
+    notebook: Kernel, machine: SshServer, user: Home
+) -> None:
+    notebook.check(f"{CELL} --out kept:all\nkept = rank")
+    going = notebook.start(f"{CELL}\nimport time\nprint('begun')\ntime.sleep(600)")
+    going.until_shown("] begun")
+    kept = sgpu(user, "pool", "remove", "box")
+    assert "Its machine stays as it is" in kept.stdout, kept
+    notebook.interrupt()
+    going.wait(20)
+    machine.list_for(user, "box")
+    removed = sgpu(user, "pool", "remove", "box", "--records")
+    assert "Nothing of sgpu-magic is left" in removed.stdout, removed
+    assert not machine.far.processes()
+    assert _files_left(machine, machine.far.state, machine.far.runtime) == []
+
+
+def _files_left(machine: SshServer, *folders: Path) -> list[Path]:
+    """Return the files in the home directory there, and in further folders."""
+    found = (path for folder in (machine.user_home, *folders) for path in folder.rglob("*"))
+    return [path for path in found if not path.is_dir() and path.name != ".bashrc"]
 
 
 def test_a_run_outlives_the_connection_and_its_output_arrives_whole(
@@ -89,7 +102,7 @@ def test_a_run_outlives_the_connection_and_its_output_arrives_whole(
         f"{CELL}\nimport pathlib, time\nprint('begun')\n"
         f"while not pathlib.Path({str(go)!r}).exists(): time.sleep(0.01)\nfor at in range(500): print('line', at)"
     )
-    cell.until_shown("begun")
+    cell.until_shown("] begun")
     (login,) = logins(notebook)
     login.send_signal(signal.SIGKILL)
     eventually(lambda: not login.is_running() or login.status() == psutil.STATUS_ZOMBIE, 10, "ssh is dead")
@@ -111,7 +124,7 @@ def test_a_session_keeps_its_names(notebook: Kernel, machine: SshServer) -> None
 
 def test_an_interrupt_stops_the_cell_there(notebook: Kernel, machine: SshServer) -> None:
     cell = notebook.start(f"{CELL}\nimport time\nprint('begun')\ntime.sleep(600)")
-    cell.until_shown("begun")
+    cell.until_shown("] begun")
     notebook.interrupt()
     assert cell.wait(20).ename == "RunCancelled"
 
@@ -119,12 +132,12 @@ def test_an_interrupt_stops_the_cell_there(notebook: Kernel, machine: SshServer)
 @pytest.mark.parametrize(
     ("break_it", "expected"),
     [
-        ("another host key", "ssh-keygen -R"),
+        ("another host key", "known_hosts"),
         ("unknown host", "once in a terminal"),
         ("no key", "ssh-copy-id"),
         ("nothing listens", "nothing listens"),
         ("no torch", "no torch"),
-        ("no space", "No space left"),
+        ("no folder", "can't be unpacked"),
     ],
 )
 def test_what_fails_is_said_with_the_remedy_and_leaves_nothing(
@@ -140,11 +153,9 @@ def test_what_fails_is_said_with_the_remedy_and_leaves_nothing(
         machine.stop()
     elif break_it == "no torch":
         python = subprocess.check_output([sys.executable, "-c", "import sys; print(sys._base_executable)"], text=True)
-        (user.path / "pools.toml").unlink()
-        add_pool(PoolEntry("box", "ssh://box", "", python=python.strip()), user.path / "pools.toml")
+        machine.list_for(user, "box", python=python.strip())
     else:
-        pytest.skip("needs a small disk") if os.getuid() else (machine.user_home / ".local").symlink_to("/dev/full")
-        expected = "can't be unpacked"
+        (machine.user_home / ".local").symlink_to("/dev/full")
     kernel = Kernel(user)
     try:
         reply = kernel.run(f"{CELL}\npass")

@@ -43,6 +43,8 @@ _NOT_INHERITED = (
 )
 # the files that a pool leaves in its runtime directory after an orderly end
 _STAYS = {"pool.lock"}
+# at the far ends of logins, and ssh itself
+_OF_LOGINS = ("sgpu_magic.client.ssh.relay", "sgpu_magic.nodes.ssh.node_end", "exec /bin/sh -s")
 # this many successive readings, 20 ms apart, must agree
 _SAME_LOOKS = 20
 # a just-forked process may still look like its parent
@@ -237,6 +239,7 @@ class Home:
             expected |= {pool} | zygotes | {pid for pid, process in processes.items() if _is_agent(process)}
             expected |= {pid for pid, p in processes.items() if p.parent in zygotes and p.cwd == "/"}
             expected |= {pid for pid, p in processes.items() if p.parent == pool and _is_servant(p)}
+            expected |= {pid for pid, p in processes.items() if any(name in p.command for name in _OF_LOGINS)}
         return {pid: str(processes[pid]) for pid in processes.keys() - expected}
 
     # ------------------------------------------------------------ leaks
@@ -331,7 +334,9 @@ class Home:
             if pool is not None:
                 stop_process(pool, signal.SIGTERM, 10)
             eventually(lambda: not self.processes(), 10, lambda: f"left after the pool's end: {self.processes()}")
-            left = {entry.name for entry in self.runtime.iterdir()} - _STAYS
+            # none when the pool was removed with all that it had
+            files = (path for path in self.runtime.rglob("*") if not path.is_dir())
+            left = {path.name for path in files} - _STAYS
             problem = f"left in the runtime directory: {sorted(left)}" if pool is not None and left else self._fault()
         finally:
             for pid in self.processes():

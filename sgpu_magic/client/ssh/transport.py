@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import time
 from collections.abc import Callable, Sequence
 
@@ -10,10 +11,13 @@ import zmq
 from sgpu_magic.client.bulk_connection import BulkConnection
 from sgpu_magic.client.network_transport import NetworkTransport
 from sgpu_magic.client.send_queue import SendQueue
-from sgpu_magic.client.ssh.login import Login, Machine
 from sgpu_magic.errors import PoolError
+from sgpu_magic.ssh.address import SshAddress, resolved
+from sgpu_magic.ssh.login import FarProgram, Login
+from sgpu_magic.ssh.machines import Machine, Machines, to_word
 from sgpu_magic.wire.pool_status import Hello
 
+_RELAY = "sgpu_magic.client.ssh.relay"
 # the first login may have to install packages
 _HELLO_TIMEOUT_S = 1800.0
 # no answer to the pings of that time: the machine here slept, or the network changed
@@ -25,22 +29,31 @@ class SshTransport(NetworkTransport):
     """Transport to the pool of a machine, over the standard streams of one login after the other.
 
     Args:
-        machine: The machine.
+        machine: The machine, or the first of several.
+        others: The others.
         hello: The greeting, sent first on each connection.
         timeout_s: Silence after which the pool counts as lost, in seconds.
-        on_step: Called with each step of a login, a few words, and with "" at its end.
+        on_step: Called with each step of a login, a few words, and after the last one with "".
         starts: Start the machine's pool if none runs.
     """
 
     hello_timeout_s = _HELLO_TIMEOUT_S
 
     def __init__(
-        self, machine: Machine, hello: Hello, timeout_s: float, on_step: Callable[[str], None], *, starts: bool
+        self,
+        machine: Machine,
+        others: Sequence[SshAddress],
+        hello: Hello,
+        timeout_s: float,
+        on_step: Callable[[str], None],
+        *,
+        starts: bool,
     ) -> None:
         words = f"ssh {machine.address.shell_words}"
         super().__init__(machine.name, f"the pool {machine.name} (`{words}`)", hello, timeout_s, _DEAD_S)
         self._machine = machine
         self._on_step = on_step
+        self._other_machines = others
         self._starts = starts
         # the machine that answered first: behind a name there may be several
         self._host = ""
@@ -56,10 +69,19 @@ class SshTransport(NetworkTransport):
         )
 
     def _connected(self, outgoing: SendQueue) -> SshConnection:
+        shown = False
+
+        def on_line(word: str, text: str) -> None:
+            nonlocal shown
+            if word == "step":
+                shown = True
+                self._on_step(f"{self._machine.name}: {text}")
+
         try:
-            login = Login(self._machine, self._on_step, lambda: self._has_ended(outgoing), starts=self._starts)
+            login = Login(self._machine, self._program(), on_line, lambda: self._has_ended(outgoing))
         finally:
-            self._on_step("")
+            if shown:
+                self._on_step("")
         if self._host and login.host != self._host:
             login.close()
             raise PoolError(
@@ -67,9 +89,30 @@ class SshTransport(NetworkTransport):
                 "machines share that name. Use the name of one of them."
             )
         self._host = login.host
-        # later logins find it, or another one, which ends this link
-        self._starts = True
+        # a pool that has ended meanwhile is not started again, and ends this link
+        self._starts = False
         return SshConnection(login)
+
+    def _program(self) -> FarProgram:
+        machines = program_words(self._machine, self._other_machines)
+        if self._starts:
+            return FarProgram(_RELAY, ("start", *machines))
+        return FarProgram(_RELAY, ("find", *machines), prepares="never")
+
+
+def program_words(machine: Machine, others: Sequence[SshAddress]) -> tuple[str, ...]:
+    """Return the words that tell the first of several machines which they are; none for one machine.
+
+    Raises:
+        PoolError: There is no ssh here that says what it would use for them.
+    """
+    if not others:
+        return ()
+    try:
+        addresses = tuple(resolved(address, machine.ssh_command) for address in (machine.address, *others))
+    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
+        raise PoolError(f"`{machine.ssh_command} -G` fails: {error}. Fix your ssh configuration.") from None
+    return (to_word(Machines(addresses, machine.python, machine.prologue)),)
 
 
 class SshConnection:

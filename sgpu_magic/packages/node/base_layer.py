@@ -82,8 +82,18 @@ def link_layer(layer: Mapping[str, Distribution], folder: Path) -> None:
         else:
             # the files below its site directory
             outside = ("..", "/", f"{info.name}/")
-            names = (name for name, *_ in record_of(info) if not name.endswith((".pth", ".pyc")))
+            names = (name for name in _files_of(one) if not name.endswith((".pth", ".pyc")))
             _link_tree((name for name in names if not name.startswith(outside)), info.parent, folder)
+
+
+def _files_of(one: Distribution) -> Iterable[str]:
+    """Return the paths of a distribution's files below its site directory."""
+    try:
+        return [name for name, *_ in record_of(one.location)]
+    except FileNotFoundError:
+        # Linux distributions ship their Python packages without a list of their files
+        site = Path(one.location).parent
+        return [f"{name}/__init__.py" if (site / name).is_dir() else f"{name}.py" for name in one.module_names]
 
 
 # ---------------------------------------------------------------- links

@@ -12,6 +12,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -24,6 +25,7 @@ from typing import Any, NamedTuple
 from IPython.core.compilerop import CachingCompiler
 from IPython.core.error import UsageError as IPythonUsageError
 from IPython.core.interactiveshell import InteractiveShell
+from IPython.core.profiledir import ProfileDir
 from traitlets import Type
 from traitlets.config import Config
 
@@ -312,12 +314,24 @@ def create() -> RankShell:
     """Create the process's shell, without history, profile, start-up files and threads."""
     config = Config(HistoryManager=Config(enabled=False, hist_file=":memory:"))
     warnings.filterwarnings("ignore", message="To exit: use 'exit', 'quit', or Ctrl-D")
-    shell = RankShell.instance(config=config)
+    with _folders() as folders:
+        shell = RankShell.instance(config=config, **folders)
     # prompts mark an interactive session, in which Lightning refuses to run as one rank of many
     del sys.ps1, sys.ps2, sys.ps3  # pyright: ignore[reportAttributeAccessIssue]
     shell.set_hook("show_in_pager", _show_page, 99)
     shell.colors = "neutral" if "neutral" in str(type(shell).colors.info()).lower() else "Neutral"
     return shell
+
+
+@contextlib.contextmanager
+def _folders() -> Generator[dict[str, Any]]:
+    """Yield IPython's folders as arguments of a shell: the user's, or temporary ones, since none is made for a rank."""
+    own = Path(os.environ.get("IPYTHONDIR") or os.path.expanduser("~/.ipython"))
+    if (own / "profile_default").is_dir():
+        yield {}
+        return
+    with tempfile.TemporaryDirectory(prefix="sgpu-ipython-") as folder:
+        yield {"ipython_dir": folder, "profile_dir": ProfileDir(location=folder)}
 
 
 def enter_script(cell: CellSource, namespace: MutableMapping[str, Any]) -> None:

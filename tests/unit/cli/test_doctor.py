@@ -282,7 +282,7 @@ def test_a_check_that_the_system_refuses_is_a_warning_and_the_others_go_on(
     monkeypatch.setattr(machine_checks, "encryption", lambda: iter(()))
     out = io.StringIO()
     places = {"SGPU_STATE_DIR": str(tmp_path / "state"), "SGPU_RUNTIME_DIR": str(tmp_path / "run")}
-    assert doctor.run({"HOME": str(tmp_path)} | places, out) is False
+    assert doctor.run(doctor.findings({"HOME": str(tmp_path)} | places), out) is False
     text = out.getvalue()
     assert re.search(
         r"^warning  state directory +could not be checked: \[Errno 5\] Input/output error: '/data'$", text, re.M

@@ -24,7 +24,7 @@ from odd_messages import ESCAPE, hostile_json, hostile_msgpack, hostile_toml
 import sgpu_magic
 from sgpu_magic.agent import blobs
 from sgpu_magic.agent.watch import stack_taking
-from sgpu_magic.cli import copying
+from sgpu_magic.cli import copying, pool_checks
 from sgpu_magic.cli.headless import cell_end, formats
 from sgpu_magic.client import ledger as client_ledger
 from sgpu_magic.client import mirror, pools_file, run_files, this_machine, upload_files
@@ -33,6 +33,7 @@ from sgpu_magic.errors import SgpuError, UsageError
 from sgpu_magic.files import atomic_file, run_directory
 from sgpu_magic.functions.compat.notebook import execution
 from sgpu_magic.nodes.ray import agent_listener, deploy, driver, uplink
+from sgpu_magic.nodes.ssh import link as ssh_link
 from sgpu_magic.options import job_form, notebook_job
 from sgpu_magic.packages import distributions, lock, named_environments, requirement_files
 from sgpu_magic.packages.node import store
@@ -42,6 +43,7 @@ from sgpu_magic.pool import clients
 from sgpu_magic.pool import ledger as pool_ledger
 from sgpu_magic.runs.choice import keeper, known_notebooks, schema
 from sgpu_magic.runs.replay import recorded
+from sgpu_magic.ssh import machines as ssh_machines
 from sgpu_magic.system import secure_sockets
 from sgpu_magic.tracking import in_rank_cell
 from sgpu_magic.views import output, rank_models
@@ -88,6 +90,7 @@ OWN = {
     "nodes/ray/agent_actor.py:Holder.__init__": "the engine's order, in its actor",
     "nodes/ray/cluster.py:inspect_node": "what a task of ours found on a node",
     "nodes/ray/uplink.py:Uplink.__init__": "the engine's order, in its actor",
+    "nodes/ssh/node_end.py:node_settings": "the engine's order, in its far end",
     "packages/node/builder.py:_path_of": "what a program of ours printed",
     "packages/node/refusals.py:sizes_in": "a lock that was checked when it was made",
     "packages/named_environments.py:base_list": "a file of this package",
@@ -263,6 +266,12 @@ READERS: dict[str, Reader] = {
         lambda data, _: cell_end.read_end({"data": {"text/plain": repr(data.decode(errors="replace"))}}),
         hostile_json,
         (),
+    ),
+    "nodes/ssh/link.py:from_node": decoder(ssh_link.from_node),
+    "nodes/ssh/link.py:to_node": decoder(ssh_link.to_node),
+    "ssh/machines.py:_decoder": Reader(lambda data, _: ssh_machines.from_json(data), hostile_json),
+    "cli/pool_checks.py:read_finding": Reader(
+        lambda data, _: pool_checks.read_finding(data.decode(errors="replace")), hostile_json, ()
     ),
     "cli/headless/formats.py:kernel_name": Reader(
         of_file(lambda file: formats.kernel_name(file, formats.Form.IPYNB)), hostile_json, (UsageError,)

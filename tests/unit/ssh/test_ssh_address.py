@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from sgpu_magic.client.ssh.address import SshAddress, login_command, parse_address
-from sgpu_magic.client.ssh.failures import failure_of_machine, failure_of_ssh
 from sgpu_magic.errors import KeyRefused
+from sgpu_magic.ssh.address import SshAddress, login_command, parse_address, parse_addresses
+from sgpu_magic.ssh.failures import failure_of_machine, failure_of_ssh
+from sgpu_magic.ssh.machines import Machine, Machines, from_word, to_word
 
 BOX = SshAddress("gpubox")
+CHANGED = "@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @"
 
 
 @pytest.mark.parametrize(
@@ -47,6 +51,43 @@ def test_anything_else_is_no_address(text: str) -> None:
     assert parse_address(text) is None
 
 
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("ssh://gpubox", ["gpubox"]),
+        ("ssh://a,me@b:2222,c", ["a", "me@b:2222", "c"]),
+        ("ssh://node[08-11]", ["node08", "node09", "node10", "node11"]),
+        ("ssh://me@n[1-2].lab:7,other", ["me@n1.lab:7", "me@n2.lab:7", "other"]),
+        ("ssh://[fe80::1]", ["[fe80::1]"]),
+        ("ssh://a,a", []),
+        ("ssh://a,,b", []),
+        ("ssh://a,-b", []),
+        ("ssh://node[3-1]", []),
+        ("tcp://a:8700", []),
+        ("", []),
+    ],
+)
+def test_several_machines_are_named_in_one_address(text: str, names: list[str]) -> None:
+    assert [address.name for address in parse_addresses(text)] == names
+
+
+def test_a_range_of_machines_has_an_end() -> None:
+    assert len(parse_addresses("ssh://n[1-999999]")) == 1001
+
+
+@given(
+    st.lists(st.builds(SshAddress, st.text(min_size=1), st.text(), st.integers(0, 65535)), min_size=1).map(tuple),
+    st.text(),
+    st.text(),
+)
+def test_machines_travel_as_one_word(addresses: tuple[SshAddress, ...], python: str, prologue: str) -> None:
+    machines = Machines(addresses, python, prologue)
+    word = to_word(machines)
+    assert word.split() == [word]
+    assert word.isascii()
+    assert from_word(word) == machines
+
+
 def test_the_command_is_the_users_ssh_and_can_ask_nothing() -> None:
     command = login_command(SshAddress("gpubox", "ann", 2222), "ssh -F '/my configs/ssh'")
     assert command[:3] == ["ssh", "-F", "/my configs/ssh"]
@@ -59,7 +100,9 @@ def test_the_command_is_the_users_ssh_and_can_ask_nothing() -> None:
 @pytest.mark.parametrize(
     ("errors", "advice", "is_final"),
     [
-        ("@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\nHost key verification failed.", "ssh-keygen -R", True),
+        (f"{CHANGED}\nHost key verification failed.", "(in ~/.ssh/known_hosts)", True),
+        (f"{CHANGED}\nOffending RSA key in /home/ann/known:7\nHost key is bad.", "(/home/ann/known:7)", True),
+        (f"{CHANGED}\n  ssh-keygen -f '/a b' -R 'c'\nHost key is bad.", "(`ssh-keygen -f '/a b' -R 'c'`)", True),
         ("Host key verification failed.", "`ssh gpubox` once in a terminal", True),
         ("ann@gpubox: Permission denied (publickey,password).", "ssh-copy-id gpubox", True),
         ("ssh: Could not resolve hostname gpubox: Name or service not known", "~/.ssh/config", False),
@@ -70,7 +113,7 @@ def test_the_command_is_the_users_ssh_and_can_ask_nothing() -> None:
     ],
 )
 def test_a_failed_login_says_what_helps(errors: str, advice: str, is_final: bool) -> None:
-    error = failure_of_ssh("box", BOX, errors, "")
+    error = failure_of_ssh(Machine("box", BOX), errors, "")
     assert isinstance(error, KeyRefused) == is_final
     assert "the pool box" in error.message
     assert advice in error.message
@@ -79,7 +122,7 @@ def test_a_failed_login_says_what_helps(errors: str, advice: str, is_final: bool
 
 
 def test_what_the_login_shell_printed_is_shown_when_nothing_else_is() -> None:
-    error = failure_of_ssh("box", BOX, "", "Welcome!\nThis account is limited to sftp.\n")
+    error = failure_of_ssh(Machine("box", BOX), "", "Welcome!\nThis account is limited to sftp.\n")
     assert "This account is limited to sftp." in error.message
 
 
@@ -102,7 +145,7 @@ def test_what_the_login_shell_printed_is_shown_when_nothing_else_is() -> None:
     ],
 )
 def test_a_failed_step_there_is_told_with_its_reason(word: str, text: str, seen: list[str], expected: str) -> None:
-    error = failure_of_machine("box", BOX, word, text, seen)
+    error = failure_of_machine(Machine("box", BOX), word, text, seen)
     assert expected in error.message
     assert "gpubox" in error.message
     assert "\n" not in error.message

@@ -40,13 +40,14 @@ class Package(msgspec.Struct, frozen=True):
 @functools.cache
 def this_package() -> Package:
     """Return the archive of the package that this process has loaded."""
+    files = dict(_files())
+    files[f"{_INFO}/METADATA"] = _metadata().encode("utf-8", "surrogateescape")
+    files[f"{_INFO}/INSTALLER"] = b"sgpu\n"
+    record = f"{_INFO}/RECORD"
+    files[record] = "".join(f"{name},,\n" for name in (*files, record)).encode("utf-8", "surrogateescape")
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED, compresslevel=6) as file:
-        for name, data in (
-            *_files(),
-            (f"{_INFO}/METADATA", _metadata().encode("utf-8", "surrogateescape")),
-            (f"{_INFO}/INSTALLER", b"sgpu\n"),
-        ):
+        for name, data in files.items():
             file.writestr(zipfile.ZipInfo(name, _TIME), data, zipfile.ZIP_DEFLATED)
     data = archive.getvalue()
     return Package(hashlib.sha256(data).hexdigest(), data, _requirements())

@@ -4,10 +4,11 @@ Only the standard library is there. The result is a virtual environment over tha
 names the package's version and the Python, so that several versions lie side by side. It appears whole: several logins
 may prepare it at once.
 
-Arguments: the mark that begins lines for the other side, the file that is to name the Python of the environment, and
-what the relay is to do.
+Arguments: the mark that begins lines for the other side, the file that is to name the Python of the environment, the
+module that it then runs, and that module's arguments after the mark.
 """
 
+import contextlib
 import glob
 import hashlib
 import importlib.metadata
@@ -19,13 +20,16 @@ import site
 import subprocess
 import sys
 import tempfile
+import time
 import venv
 import zipfile
 
-MARK, READY, ORDER = sys.argv[1:4]
+MARK, READY, MODULE, *ORDER = sys.argv[1:]
 # a package larger than this is none of ours
 MOST_BYTES = 64 << 20
 SPACE_BYTES = 100 << 20
+# an environment of another version that no login has used for so long is removed, unless a process runs in it
+UNUSED_S = 30 * 86400
 
 
 def say(*words: str) -> None:
@@ -84,7 +88,31 @@ def prepare(package: Package) -> str:
                 os.rename(made, final)
             else:
                 shutil.rmtree(made, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            # another login may be doing the same
+            remove_unused(root, final)
     return os.path.join(final, "bin", "python")
+
+
+def remove_unused(root: str, own: str) -> None:
+    """Remove environments that are not in use, with the files that name them."""
+    commands = [read_bytes(path) for path in glob.glob("/proc/[0-9]*/cmdline")]
+    for folder in glob.glob(os.path.join(glob.escape(root), "*-3.*-*")):
+        is_running = any(command.startswith(os.fsencode(folder) + b"/") for command in commands)
+        # each login sets the time
+        if folder != own and not is_running and os.stat(folder).st_mtime < time.time() - UNUSED_S:
+            shutil.rmtree(folder, ignore_errors=True)
+    for path in glob.glob(os.path.join(glob.escape(root), "*.python")):
+        if not os.path.exists(os.fsdecode(read_bytes(path).rstrip(b"\n"))):
+            os.unlink(path)
+
+
+def read_bytes(path: str) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError:
+        return b""
 
 
 def make(root: str, package: Package) -> str:
@@ -95,7 +123,7 @@ def make(root: str, package: Package) -> str:
         raise Failed("space", f"{root} has {free >> 20} MB free, and {SPACE_BYTES >> 20} MB are needed")
     for old in glob.glob(os.path.join(glob.escape(root), ".making-*")):
         # of a login that was cut off
-        if os.stat(old).st_mtime < os.stat(root).st_mtime - 3600:
+        if os.stat(old).st_mtime < time.time() - 3600:
             shutil.rmtree(old, ignore_errors=True)
     folder = tempfile.mkdtemp(prefix=".making-", dir=root)
     try:
@@ -172,7 +200,7 @@ def main() -> None:
     except OSError as error:
         say("failed", "disk", f"{error.filename or os.path.dirname(READY)}: {error.strerror}")
         return
-    os.execv(python, [python, "-P", "-m", "sgpu_magic.client.ssh.relay", MARK, ORDER])
+    os.execv(python, [python, "-P", "-m", MODULE, MARK, *ORDER])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Logs in to a machine and prepares it, until the relay there is ready to pass messages."""
+"""Logs in to a machine and prepares it, until a program of this package runs there."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ import select
 import shlex
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import resources
-from typing import IO, NoReturn
+from typing import IO, Literal, NoReturn
 
 import msgspec
 
 from sgpu_magic import __version__
-from sgpu_magic.client.ssh.address import SshAddress, login_command
-from sgpu_magic.client.ssh.failures import failure_of_machine, failure_of_ssh
-from sgpu_magic.client.ssh.package import this_package
 from sgpu_magic.errors import PoolError
+from sgpu_magic.ssh.address import login_command
+from sgpu_magic.ssh.failures import failure_of_machine, failure_of_silence, failure_of_ssh
+from sgpu_magic.ssh.machines import Machine
+from sgpu_magic.ssh.package import this_package
 from sgpu_magic.system.part_stream import PipeStream
 from sgpu_magic.system.processes import die_with_parent
 from sgpu_magic.system.secure_sockets import MAX_FRAME_BYTES
@@ -41,55 +42,62 @@ _KEPT_BYTES = 64 << 10
 _END_S = 2.0
 
 
-class Machine(msgspec.Struct, frozen=True):
-    """A machine with a pool, as a user lists it.
+class FarProgram(msgspec.Struct, frozen=True):
+    """What runs at the far end of a login, in the environment that was made there.
 
     Args:
-        name: The pool's name.
-        address: Where to log in.
-        ssh_command: The user's ssh.
-        python: Path of the Python there; "" for one that is found.
-        prologue: Shell commands to run there before anything else, such as `module load`.
+        module: A module of this package.
+        words: Its arguments after the login's mark, without blanks.
+        prepares: When to make the environment if it is not there: `always`, `again` (only if a login has made another
+            one before), or `never`. Where it is not made, the login fails with `PoolIdle`.
     """
 
-    name: str
-    address: SshAddress
-    ssh_command: str = "ssh"
-    python: str = ""
-    prologue: str = ""
+    module: str
+    words: tuple[str, ...] = ()
+    prepares: Literal["always", "again", "never"] = "always"
 
 
 class Login:
-    """A login whose far end is the relay. Used from one thread.
+    """A login that has got as far as the program at its far end. Used from one thread.
 
     Args:
         machine: The machine.
-        on_step: Called with each step, a few words.
+        program: What runs at the far end.
+        on_line: Called with each line that comes before the program is ready or done: a word, and its text. That of
+            `step` is for people, that of `shell` the machine's name for itself.
         is_over: Asked now and then whether the login is no longer wanted.
-        starts: Prepare the machine and start its pool if needed.
+        command: A command whose standard input and output are those of a POSIX shell on the machine, in place of ssh.
 
     Attributes:
         host: The name that the machine gives itself.
-        stream: The messages.
+        stream: The messages, if the program passes messages.
+        result: What the program has ended with, if it does not.
 
     Raises:
+        PoolIdle: Nothing runs there, and nothing is to be started.
         PoolError: The machine can't be reached or prepared, or there is no ssh here.
     """
 
     def __init__(
-        self, machine: Machine, on_step: Callable[[str], None], is_over: Callable[[], bool], *, starts: bool
+        self,
+        machine: Machine,
+        program: FarProgram,
+        on_line: Callable[[str, str], None],
+        is_over: Callable[[], bool] = lambda: False,
+        *,
+        command: Sequence[str] | None = None,
     ) -> None:
         self._machine = machine
-        self._on_step = on_step
+        self._on_line = on_line
         self._is_over = is_over
         self._mark = f"sgpu-{secrets.token_hex(8)}"
-        self.host = ""
+        self.host = self.result = ""
         # what came before the mark's first line, and on standard error
         self._dropped = self._errors = b""
         self._seen: list[str] = []
-        self._process = self._start()
+        self._process = self._start(command)
         try:
-            self._write(_script(machine, self._mark, starts=starts).encode("utf-8", "surrogateescape"))
+            self._write(_script(machine, self._mark, program).encode("utf-8", "surrogateescape"))
             self._follow()
             self.stream = PipeStream(self.reading, self.writing, MAX_FRAME_BYTES, codec.MAX_PARTS)
         except BaseException:
@@ -113,25 +121,34 @@ class Login:
             while select.select([errors], [], [], 0)[0] and (data := os.read(errors.fileno(), 4096)):
                 self._errors = (self._errors + data)[-_KEPT_BYTES:]
 
-    def close(self) -> None:
-        """End the login: the relay ends with its input, and ssh with it."""
-        process = self._process
-        for pipe in (process.stdin, process.stdout):
-            with contextlib.suppress(OSError):
-                _pipe(pipe).close()
+    def close(self, patience_s: float = _END_S) -> None:
+        """End the login: the program ends with its input, and ssh with it.
+
+        Args:
+            patience_s: Seconds after which ssh is killed.
+        """
+        process, until = self._process, time.monotonic() + patience_s
+        with contextlib.suppress(OSError):
+            _pipe(process.stdin).close()
+        with contextlib.suppress(OSError):
+            # a program that can't write its last words would hang, or fail
+            while select.select([self.reading], [], [], max(until - time.monotonic(), 0))[0]:
+                if not os.read(self.reading, _KEPT_BYTES):
+                    break
         try:
-            process.wait(_END_S)
+            process.wait(max(until - time.monotonic(), 0))
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-        _pipe(process.stderr).close()
+        for pipe in (process.stdout, process.stderr):
+            _pipe(pipe).close()
 
     # ------------------------------------------------------------ internals
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _start(self, command: Sequence[str] | None) -> subprocess.Popen[bytes]:
         machine, parent = self._machine, os.getpid()
         try:
-            command = login_command(machine.address, machine.ssh_command)
+            command = command or login_command(machine.address, machine.ssh_command)
             return subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
@@ -145,7 +162,7 @@ class Login:
         except (OSError, ValueError) as error:
             why = error.strerror if isinstance(error, OSError) else error
             raise PoolError(
-                f"the pool {machine.name} can't be reached, as `{machine.ssh_command}` can't be run: {why}. Install "
+                f"{machine.title} can't be reached, as `{machine.ssh_command}` can't be run: {why}. Install "
                 "OpenSSH's client, or name yours with the setting ssh_command."
             ) from None
 
@@ -159,7 +176,7 @@ class Login:
                 raise PoolError(f"the login to {self._machine.name} was given up.")
             if not select.select([], [self.writing], [], _POLL_S)[1]:
                 if time.monotonic() > deadline:
-                    self._fail()
+                    self._fail_silent()
                 continue
             try:
                 view = view[os.write(self.writing, view) :]
@@ -168,7 +185,7 @@ class Login:
                 self._fail()
 
     def _follow(self) -> None:
-        """Read the other side's lines and answer them until the relay is ready."""
+        """Read the other side's lines and answer them until its program is ready or done."""
         buffer = bytearray()
         mark = f"\n{self._mark} ".encode("ascii")
         deadline = time.monotonic() + _SHELL_S
@@ -177,9 +194,10 @@ class Login:
                 self._dropped = (self._dropped + buffer[:at])[-_KEPT_BYTES:]
                 word, _, text = buffer[at + len(mark) : end].decode(errors="replace").partition(" ")
                 del buffer[: end + 1]
-                if word == "ready":
+                if word in ("ready", "done"):
                     if buffer:
-                        raise PoolError(f"the relay of the pool {self._machine.name} sent something unasked.")
+                        raise PoolError(f"the machine of {self._machine.title} sent something unasked.")
+                    self.result = text
                     return
                 self._handle(word, text)
                 deadline = time.monotonic() + _STEP_S
@@ -190,7 +208,7 @@ class Login:
             self.drain_errors()
             if not select.select([self.reading], [], [], _POLL_S)[0]:
                 if time.monotonic() > deadline:
-                    self._fail()
+                    self._fail_silent()
                 continue
             if not (data := os.read(self.reading, 4096)):
                 self._dropped = (self._dropped + buffer)[-_KEPT_BYTES:]
@@ -201,37 +219,43 @@ class Login:
         match word:
             case "shell":
                 self.host = text
-            case "step":
-                self._on_step(f"{self._machine.name}: {text}")
+                self._on_line(word, text)
             case "seen":
                 self._seen.append(text)
             case "need":
                 package = this_package()
                 head = (f"{package.digest} {len(package.data)} {__version__}", *package.requires, "", "")
-                self._on_step(f"{self._machine.name}: sending sgpu-magic {__version__}")
+                self._on_line("step", f"sending sgpu-magic {__version__}")
                 self._write("\n".join(head).encode("utf-8") + package.data)
             case "failed":
                 kind, _, details = text.partition(" ")
-                raise failure_of_machine(self._machine.name, self._machine.address, kind, details, self._seen)
+                raise failure_of_machine(self._machine, kind, details, self._seen)
             case _:
-                pass
+                self._on_line(word, text)
+
+    def _fail_silent(self) -> NoReturn:
+        """Raise that nothing comes any more."""
+        machine = self._machine
+        if not self.host:
+            raise failure_of_silence(machine, _SHELL_S)
+        raise PoolError(f"{machine.title} can't be started on {self.host}: a step there took too long.")
 
     def _fail(self) -> NoReturn:
-        """Raise why the login ended, or went silent."""
+        """Raise why the login ended."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_S)
         self.drain_errors()
         errors, dropped = self._errors.decode(errors="replace"), self._dropped.decode(errors="replace")
         if not self.host:
-            raise failure_of_ssh(self._machine.name, self._machine.address, errors, dropped)
+            raise failure_of_ssh(self._machine, errors, dropped)
         said = (errors.strip() or dropped.strip() or "nothing").splitlines()[-1]
         raise PoolError(
-            f"the pool {self._machine.name} can't be started on {self.host}: a step there ended without a word. The "
-            f"last line that it wrote is: {said}"
+            f"{self._machine.title} can't be started on {self.host}: a step there ended without a word. The last line "
+            f"that it wrote is: {said}"
         )
 
 
-def _script(machine: Machine, mark: str, *, starts: bool) -> str:
+def _script(machine: Machine, mark: str, program: FarProgram) -> str:
     package = this_package()
     chosen = hashlib.sha256(os.fsencode(f"{machine.python}\0{machine.prologue}")).hexdigest()[:8]
     values = {
@@ -241,14 +265,16 @@ def _script(machine: Machine, mark: str, *, starts: bool) -> str:
         "prologue": machine.prologue,
         "check": _CHECK,
         "prepare": _text("prepare.py"),
-        "order": "start" if starts else "find",
+        "module": program.module,
+        "order": " ".join(program.words),
+        "prepares": program.prepares,
     }
     lines = [f"{name}={shlex.quote(value)}\n" for name, value in values.items()]
     return "".join(lines) + _text("find_python.sh")
 
 
 def _text(name: str) -> str:
-    return resources.files("sgpu_magic.client.ssh").joinpath(name).read_text()
+    return resources.files("sgpu_magic.ssh").joinpath(name).read_text()
 
 
 def _pipe(pipe: IO[bytes] | None) -> IO[bytes]:

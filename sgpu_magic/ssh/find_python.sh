@@ -8,7 +8,9 @@
 #   prologue  commands of the user, such as `module load`
 #   check     a Python program that fails unless this Python can be used, and prints what it is
 #   prepare   the Python program that continues
-#   order     `start` a pool if none runs, or `find` one
+#   module    the module of sgpu-magic that is run at the end
+#   order     its arguments after the mark
+#   prepares  `always`, `again` if an earlier login has prepared something, or `never`
 #
 # The shell reads this text in blocks, and may read beyond a command: it is one function, so that all of it has been
 # read when the first command reads the same input.
@@ -35,10 +37,10 @@ sgpu_main() {
     if [ -r "$HOME/$ready" ]; then
         IFS= read -r sgpu_python <"$HOME/$ready"
         if [ -x "$sgpu_python" ]; then
-            exec "$sgpu_python" -P -m sgpu_magic.client.ssh.relay "$mark" "$order"
+            exec "$sgpu_python" -P -m "$module" "$mark" $order
         fi
     fi
-    if [ "$order" = find ]; then
+    if [ "$prepares" = never ] || { [ "$prepares" = again ] && ! [ -d "$HOME/${ready%/*}" ]; }; then
         sgpu_say failed idle
         return
     fi
@@ -51,14 +53,16 @@ sgpu_main() {
         set -- python3 "${VIRTUAL_ENV:-/nonexistent}/bin/python" "${CONDA_PREFIX:-/nonexistent}/bin/python" \
             python3.14 python3.13 python3.12 python3.11 "$HOME/.venv/bin/python" \
             "$HOME/miniconda3/bin/python" "$HOME/miniforge3/bin/python" "$HOME/anaconda3/bin/python" \
-            /opt/conda/bin/python /usr/local/bin/python3 "$(uv python find 2>/dev/null </dev/null || echo /nonexistent)"
+            /opt/conda/bin/python /usr/local/bin/python3 uv
     fi
     for sgpu_one in "$@"; do
+        [ "$sgpu_one" != uv ] || sgpu_one=$(uv python find 2>/dev/null </dev/null) || continue
         if sgpu_try "$sgpu_one"; then
             sgpu_say step "found $sgpu_path: $sgpu_found"
-            exec "$sgpu_path" -c "$prepare" "$mark" "$HOME/$ready" "$order"
+            exec "$sgpu_path" -c "$prepare" "$mark" "$HOME/$ready" "$module" $order
         fi
     done
+    [ -z "$wanted" ] || [ -n "$sgpu_seen" ] || sgpu_say seen "$wanted is not there, or can't be executed"
     printf '%s' "$sgpu_seen" | while IFS= read -r sgpu_line; do sgpu_say seen "$sgpu_line"; done
     sgpu_say failed no-python
 }
