@@ -5,6 +5,8 @@ A message is the number of its parts (u32), the size of each (u32), little-endia
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
 import struct
 from abc import ABC, abstractmethod
@@ -15,6 +17,8 @@ from typing import cast
 _COUNT = struct.Struct("<I")
 # limit per turn for one stream, so that others get their turn
 _TURN_BYTES = 1 << 20
+# of a pipe, whose 64 KiB would mean many turns of both sides for one large message
+_PIPE_BYTES = 1 << 20
 
 
 class PartStream(ABC):
@@ -158,6 +162,9 @@ class PipeStream(PartStream):
         self._reading, self._writing = reading, writing
         for descriptor in (reading, writing):
             os.set_blocking(descriptor, False)
+            # not of a socket, or beyond this user's limit
+            with contextlib.suppress(OSError, AttributeError):
+                fcntl.fcntl(descriptor, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
 
     def send(self) -> None:
         """Send without blocking.

@@ -7,6 +7,7 @@ import selectors
 import socket
 import threading
 import time
+from collections import deque
 
 
 class Proxy:
@@ -34,6 +35,9 @@ class Proxy:
         self._answers_held = False
         self._refusing = False
         self._bytes_per_s = 0
+        self._delay_s = 0.0
+        # what is forwarded later: when, in seconds of the monotonic clock, to which socket, and what
+        self._late: deque[tuple[float, socket.socket, bytes]] = deque()
         self.connections = 0
         self.sent: list[list[bytes]] = []
         self._listener = self._listen(0)
@@ -63,6 +67,10 @@ class Proxy:
     def slow(self, bytes_per_s: int) -> None:
         """Limit the rate at which the client's data is forwarded."""
         self._bytes_per_s = bytes_per_s
+
+    def delay(self, seconds: float) -> None:
+        """Forward everything so much later, in each direction."""
+        self._delay_s = seconds
 
     def hold_answers(self) -> None:
         """Forward the client's data, and drop the replies."""
@@ -99,7 +107,7 @@ class Proxy:
 
     def _work(self) -> None:
         while not self._closing:
-            for key, _ in self._selector.select():
+            for key, _ in self._selector.select(self._until_next()):
                 if key.fileobj is self._wake:
                     self._wake.recv(4096)
                     with self._lock:
@@ -110,7 +118,17 @@ class Proxy:
                     self._accept()
                 elif key.data is not None:
                     self._pass_on(key.fileobj, *key.data)  # type: ignore[arg-type]
+            self._forward_late()
         self._drop_all()
+
+    def _until_next(self) -> float | None:
+        return max(self._late[0][0] - time.monotonic(), 0.0) if self._late else None
+
+    def _forward_late(self) -> None:
+        while self._late and self._late[0][0] <= time.monotonic():
+            _, sink, data = self._late.popleft()
+            with contextlib.suppress(OSError):
+                sink.sendall(data)
 
     def _accept(self) -> None:
         connection, _ = self._listener.accept()
@@ -141,13 +159,19 @@ class Proxy:
                     if self._keeps:
                         record.append(data)
                 if not (self._held or (self._answers_held and record is None)):
-                    sink.sendall(data)
+                    self._forward(sink, data)
                 return
         except OSError:
             pass
         # none when it was dropped a moment ago
         for pair in [pair for pair in self._pairs if source in pair]:
             self._drop(pair)
+
+    def _forward(self, sink: socket.socket, data: bytes) -> None:
+        if self._delay_s:
+            self._late.append((time.monotonic() + self._delay_s, sink, data))
+        else:
+            sink.sendall(data)
 
     def _drop_all(self) -> None:
         for pair in list(self._pairs):

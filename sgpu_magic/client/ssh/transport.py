@@ -15,6 +15,7 @@ from sgpu_magic.errors import PoolError
 from sgpu_magic.ssh.address import SshAddress, resolved
 from sgpu_magic.ssh.login import FarProgram, Login
 from sgpu_magic.ssh.machines import Machine, Machines, to_word
+from sgpu_magic.wire.files import BULK_CHUNK_BYTES
 from sgpu_magic.wire.pool_status import Hello
 
 _RELAY = "sgpu_magic.client.ssh.relay"
@@ -57,6 +58,11 @@ class SshTransport(NetworkTransport):
         self._starts = starts
         # the machine that answered first: behind a name there may be several
         self._host = ""
+
+    @property
+    def chunk_bytes(self) -> int:
+        # others overtake it
+        return BULK_CHUNK_BYTES
 
     def lost_message(self) -> str:
         if self._silent_s > self._timeout_s:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import NamedTuple
 
 import msgspec
@@ -106,7 +106,7 @@ class SshEngine(Engine):
         grace_s = max((own_s if grace_s is None else grace_s for grace_s in graces), default=0.0)
         for login in self._logins.values():
             login.stop()
-        list(self._threads.map(lambda login: login.wait(grace_s), self._logins.values()))
+        wait([self._threads.submit(login.wait, grace_s) for login in self._logins.values()])
         self._threads.shutdown()
         # a pool that has ended in another way has left agents
         (self._settings.state_path / MACHINES_FILE).unlink(missing_ok=True)

@@ -10,7 +10,7 @@ from tests.benchmarks.environment import ROOT, SCRIPTS, Bench
 from tests.benchmarks.measure import Check, MeasurementFailed, Row, Series, collect
 from tests.benchmarks.processes import run_script
 
-sys.path.append(str(ROOT / "tests"))
+sys.path.append(str(ROOT / "tests" / "support"))
 
 from pool_client import PoolClient
 from ray_clusters import FakeCluster, ray_pool

@@ -11,8 +11,9 @@ from tests.benchmarks import peers
 from tests.benchmarks.environment import ROOT, Bench
 from tests.benchmarks.measure import Check, MeasurementFailed, Row, Series, at_most, collect
 
-sys.path.append(str(ROOT / "tests"))
+sys.path.append(str(ROOT / "tests" / "support"))
 
+from pool_client import PoolClient
 from served_pools import RemoteUser, ServedPool
 from tcp_proxy import Proxy
 
@@ -43,14 +44,14 @@ def there_and_back(bench: Bench) -> Row:
         firsts: list[float] = []
         for number in range(bench.count(3, 1)):
             big += number
-            firsts.append(_ship(user, big))
+            firsts.append(ship(user.client, big))
         row.ours = [
             Series("first", tuple(firsts)),
-            collect("again", lambda: _ship(user, big), bench.count(5, 2), pause_s=0.6),
+            collect("again", lambda: ship(user.client, big), bench.count(5, 2), pause_s=0.6),
             Series("sent again", (_sent(pool, user, big) / 1e6,), unit="MB"),
-            collect("1 MiB changed", lambda: _ship_changed(user, big), bench.count(5, 2), pause_s=0.6),
+            collect("1 MiB changed", lambda: ship_changed(user.client, big), bench.count(5, 2), pause_s=0.6),
             Series("sent changed", (_sent(pool, user, _changed(big)) / 1e6,), unit="MB"),
-            collect("256 MiB back", lambda: _fetch(user), bench.count(5, 2), pause_s=0.6),
+            collect("256 MiB back", lambda: fetch(user.client), bench.count(5, 2), pause_s=0.6),
         ]
     finally:
         pool.close()
@@ -67,18 +68,19 @@ def there_and_back(bench: Bench) -> Row:
     return row
 
 
-def _ship(user: RemoteUser, big: torch.Tensor) -> float:
+def ship(client: PoolClient, big: torch.Tensor) -> float:
     """Seconds from the submit to the ranks' values."""
     began = time.perf_counter()
-    values = user.client.begin(TOUCH, ranks=4, names={"big": big}).values
+    values = client.begin(TOUCH, ranks=4, names={"big": big}).values
     seconds = time.perf_counter() - began
     if values != [_touched(big)] * 4:
         raise MeasurementFailed(f"the ranks saw other numbers: {values!r}")
     return seconds
 
 
-def _ship_changed(user: RemoteUser, big: torch.Tensor) -> float:
-    return _ship(user, _changed(big))
+def ship_changed(client: PoolClient, big: torch.Tensor) -> float:
+    """As `ship`, after a change of one MiB."""
+    return ship(client, _changed(big))
 
 
 def _changed(big: torch.Tensor) -> torch.Tensor:
@@ -113,10 +115,10 @@ def _sent(pool: ServedPool, user: RemoteUser, big: torch.Tensor) -> int:
         line.close()
 
 
-def _fetch(user: RemoteUser) -> float:
+def fetch(client: PoolClient) -> float:
     """Seconds of a run that returns 256 MiB from rank 0."""
     began = time.perf_counter()
-    back = user.client.begin(RETURN, ranks=4, out=["back"]).names()[0]["back"]
+    back = client.begin(RETURN, ranks=4, out=["back"]).names()[0]["back"]
     seconds = time.perf_counter() - began
     if not isinstance(back, torch.Tensor) or back.numel() != RETURNED:
         raise MeasurementFailed("what came back is something else")
