@@ -18,7 +18,7 @@ _COUNT = struct.Struct("<I")
 # limit per turn for one stream, so that others get their turn
 _TURN_BYTES = 1 << 20
 # of a pipe, whose 64 KiB would mean many turns of both sides for one large message
-_PIPE_BYTES = 1 << 20
+_PIPE_BYTES = 1 << 18
 
 
 class PartStream(ABC):

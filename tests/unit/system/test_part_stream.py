@@ -64,7 +64,7 @@ def test_messages_arrive_whole_and_in_order(ends: tuple[PipeStream, PipeStream])
 
 def test_what_can_wait_is_overtaken_but_never_in_the_middle(ends: tuple[PipeStream, PipeStream]) -> None:
     sender, receiver = ends
-    large = [[bytes([number]) * 200_000] for number in range(3)]
+    large = [[bytes([number]) * 600_000] for number in range(3)]
     for parts in large:
         sender.put(parts, can_wait=True)
     # the first is under way: the pipe takes a part of it
