@@ -216,9 +216,11 @@ class PoolList(Document, frozen=True, kw_only=True):
 
     Args:
         pools: The local pool, then those of the list.
+        hosts: Hosts of the user's ssh configuration that are no pool yet.
     """
 
     pools: tuple[PoolRow, ...]
+    hosts: tuple[str, ...] = ()
 
 
 class TypeRow(msgspec.Struct, frozen=True, kw_only=True):

@@ -32,6 +32,7 @@ from sgpu_magic.config import Settings, host_name, load_settings
 from sgpu_magic.errors import PoolError, PoolIdle, SgpuError
 from sgpu_magic.formatting import format_money
 from sgpu_magic.runs import pools_status
+from sgpu_magic.ssh.config_hosts import config_hosts
 from sgpu_magic.ssh.login import FarProgram, Login
 from sgpu_magic.views.units import aligned
 from sgpu_magic.wire.devices import CPU, Device, interconnect_of, memory_bytes, memory_of, memory_text
@@ -39,6 +40,7 @@ from sgpu_magic.wire.pool_status import PoolStatus
 
 # the first link needs a handshake, and perhaps a diagnosis of why it fails
 _CHECK_S = 10.0
+_MOST_HOSTS = 10
 _REMOVE = "sgpu_magic.client.ssh.remove"
 _STATE_TEXTS: Mapping[PoolReachability, str] = {
     "up": "up",
@@ -153,14 +155,23 @@ def _counts(status: PoolStatus) -> tuple[TypeCountRow, ...]:
     return tuple(TypeCountRow(type=kind, free=each.free, total=each.total) for kind, each in counts(status).items())
 
 
-def pools_table(pools: Sequence[PoolRow]) -> str:
-    """Return pools as a table, and below it why some can't be reached."""
+def suggested_hosts(settings: Settings) -> tuple[str, ...]:
+    """Return the hosts of the user's ssh configuration that are no pool yet."""
+    listed = {address.host for entry in read_pools() for address in entry.machines}
+    return tuple(host for host in config_hosts(settings.ssh_command) if host not in listed)
+
+
+def pools_table(pools: Sequence[PoolRow], hosts: Sequence[str] = ()) -> str:
+    """Return pools as a table, below it why some can't be reached, and hosts that could be pools."""
     rows = [("pool", "kind", "address", "now", "free/total")]
     for pool in pools:
         free = ", ".join(f"{each.free}/{each.total} {each.type}" for each in pool.types)
         rows.append((pool.name, _kind_text(pool.kind), pool.address or "", _STATE_TEXTS[pool.state], free))
     lines = aligned(rows)
     lines += [f"{pool.name}: {pool.problem}" for pool in pools if pool.problem]
+    if hosts:
+        shown = ", ".join(hosts[:_MOST_HOSTS]) + (f" and {len(hosts) - _MOST_HOSTS} more" * (len(hosts) > _MOST_HOSTS))
+        lines.append(f"hosts of your ssh configuration: {shown}. `sgpu pool add NAME ssh://HOST` adds one.")
     return "\n".join(lines)
 
 
@@ -349,8 +360,9 @@ def _pool_options(parser: CommandParser) -> None:
 
 
 def _list(options: argparse.Namespace) -> str:
-    pools = pool_rows(load_settings())
-    return encode(PoolList(pools=tuple(pools))) if options.json else pools_table(pools)
+    settings = load_settings()
+    pools, hosts = pool_rows(settings), suggested_hosts(settings)
+    return encode(PoolList(pools=tuple(pools), hosts=hosts)) if options.json else pools_table(pools, hosts)
 
 
 def _add(it: argparse.Namespace) -> str:

@@ -1,6 +1,7 @@
 """Logging in to machines with the user's ssh, with nothing installed there before.
 
 address      `ssh://user@host:port`, and the command that logs in
+config_hosts  the hosts that the user's ssh configuration names, as suggestions
 machines     the machine of a pool, and several machines of one
 package      this package as an archive, for the other machine
 find_python.sh  runs there first: finds a Python with torch
