@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 from sgpu_magic.cli import status
@@ -29,7 +31,7 @@ from sgpu_magic.client.pools_file import LOCAL, PoolEntry, add_pool, new_entry, 
 from sgpu_magic.client.ssh.transport import program_words
 from sgpu_magic.client.this_machine import running_pool
 from sgpu_magic.config import Settings, host_name, load_settings
-from sgpu_magic.errors import PoolError, PoolIdle, SgpuError
+from sgpu_magic.errors import PoolError, PoolIdle, SgpuError, UsageError
 from sgpu_magic.formatting import format_money
 from sgpu_magic.runs import pools_status
 from sgpu_magic.ssh.config_hosts import config_hosts
@@ -170,7 +172,9 @@ def pools_table(pools: Sequence[PoolRow], hosts: Sequence[str] = ()) -> str:
     lines = aligned(rows)
     lines += [f"{pool.name}: {pool.problem}" for pool in pools if pool.problem]
     if hosts:
-        shown = ", ".join(hosts[:_MOST_HOSTS]) + (f" and {len(hosts) - _MOST_HOSTS} more" * (len(hosts) > _MOST_HOSTS))
+        shown = ", ".join(hosts[:_MOST_HOSTS])
+        if len(hosts) > _MOST_HOSTS:
+            shown += f" and {len(hosts) - _MOST_HOSTS} more"
         lines.append(f"hosts of your ssh configuration: {shown}. `sgpu pool add NAME ssh://HOST` adds one.")
     return "\n".join(lines)
 
@@ -337,6 +341,9 @@ def _pool_options(parser: CommandParser) -> None:
     made.add_argument("--python", default="", metavar="PATH", help="over ssh: its Python with torch (default: found)")
     made.add_argument("--prologue", default="", metavar="COMMANDS", help="over ssh: shell commands to run there first")
     made.add_argument(
+        "--wheels", default="", metavar="FOLDER", help="over ssh: wheels of this machine for one without a network"
+    )
+    made.add_argument(
         "--same-files", action="store_true", help="over ssh: it has this machine's files and Pythons at the same paths"
     )
     made.add_argument("--reserved", action="store_true", help="its devices are paid for anyway, so prefer it")
@@ -366,6 +373,8 @@ def _list(options: argparse.Namespace) -> str:
 
 
 def _add(it: argparse.Namespace) -> str:
+    if it.wheels and not list(Path(it.wheels).glob("*.whl")):
+        raise UsageError(f"there are no wheels in {it.wheels}.")
     entry = new_entry(
         it.name,
         it.address,
@@ -375,6 +384,7 @@ def _add(it: argparse.Namespace) -> str:
         prices=it.prices,
         python=it.python,
         prologue=it.prologue,
+        wheels=os.path.abspath(it.wheels) if it.wheels else "",
         same_files=it.same_files,
     )
     return add(load_settings(), entry, check=not it.no_check, replace=it.replace)

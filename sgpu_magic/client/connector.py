@@ -366,7 +366,7 @@ class SshConnector(Connector):
 
 def machine_of(settings: Settings, entry: PoolEntry, address: SshAddress) -> Machine:
     """Return the machine of a pool over ssh; arguments as for `SshConnector`."""
-    return Machine(entry.name, address, settings.ssh_command, entry.python, entry.prologue)
+    return Machine(entry.name, address, settings.ssh_command, entry.python, entry.prologue, entry.wheels)
 
 
 def with_known_version(link: PoolLink) -> PoolLink:

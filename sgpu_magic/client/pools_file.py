@@ -42,8 +42,8 @@ _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,39}")
 _ADDRESS = re.compile(r"tcp://(?:\[[0-9A-Fa-f:.]+(?:%[\w.-]+)?\]|[A-Za-z0-9_.-]+):(?P<port>[0-9]{1,5})")
 # Z85, ZeroMQ's encoding of keys
 _KEY = re.compile(r"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
-_KNOWN = ("address", "key", "reserved", "types", "prices", "python", "prologue", "same_files")
-_OF_SSH = ("python", "prologue", "same_files")
+_KNOWN = ("address", "key", "reserved", "types", "prices", "python", "prologue", "wheels", "same_files")
+_OF_SSH = ("python", "prologue", "wheels", "same_files")
 # header of a pool's table, or of a table within it
 _HEADER = re.compile(r"\s*\[\[?\s*(?P<name>[A-Za-z0-9_-]+|\"[^\"]*\"|'[^']*')\s*[.\]]")
 _BEGINS = "# The pools of `--pool`; `sgpu pool add` and `sgpu pool remove` write this file; you can edit it too.\n"
@@ -62,6 +62,7 @@ class PoolEntry(msgspec.Struct, frozen=True):
         prices: Price of one device per hour by canonical type, in the currency of the settings.
         python: For ssh: path of the Python there that has torch; "" for one that is found.
         prologue: For ssh: shell commands to run there before anything else, such as `module load`.
+        wheels: For ssh: a folder here with wheels for a machine without a network; "" for none.
         same_files: For ssh: it has this machine's files and Pythons at the same paths, so runs use the kernel's Python.
     """
 
@@ -73,6 +74,7 @@ class PoolEntry(msgspec.Struct, frozen=True):
     prices: Mapping[str, float] = msgspec.field(default_factory=dict[str, float])
     python: str = ""
     prologue: str = ""
+    wheels: str = ""
     same_files: bool = False
 
     @property
@@ -141,6 +143,7 @@ def new_entry(
     prices: str = "",
     python: str = "",
     prologue: str = "",
+    wheels: str = "",
     same_files: bool = False,
 ) -> PoolEntry:
     """Return a pool entry from the options of a command line.
@@ -154,13 +157,14 @@ def new_entry(
         prices: Prices per hour, such as `a10=1.20,h100=4.50`.
         python: As in `PoolEntry`.
         prologue: As in `PoolEntry`.
+        wheels: As in `PoolEntry`.
         same_files: As in `PoolEntry`.
 
     Raises:
         UsageError: One of them is invalid.
     """
     table: dict[str, object] = {"address": address, "reserved": reserved}
-    given = {"key": key, "python": python, "prologue": prologue, "same_files": same_files}
+    given = {"key": key, "python": python, "prologue": prologue, "wheels": wheels, "same_files": same_files}
     table |= {name: value for name, value in given.items() if value}
     table["types"] = [kind.strip() for kind in types.split(",") if kind.strip()]
     try:
@@ -240,10 +244,10 @@ def _entry(name: str, table: Mapping[str, object]) -> PoolEntry:
     for field, value in (("reserved", reserved), ("same_files", same_files)):
         if not isinstance(value, bool):
             raise ValueError(f"{field} is {value!r}; true or false is needed")
-    python, prologue = _text_of(table, "python"), _text_of(table, "prologue")
+    python, prologue, wheels = (_text_of(table, field) for field in ("python", "prologue", "wheels"))
     types, prices = _types(table.get("types", [])), _prices(table.get("prices"))
     return PoolEntry(
-        name, str(address), str(key or ""), bool(reserved), types, prices, python, prologue, bool(same_files)
+        name, str(address), str(key or ""), bool(reserved), types, prices, python, prologue, wheels, bool(same_files)
     )
 
 
@@ -353,6 +357,7 @@ def _table(entry: PoolEntry) -> str:
         "prices": f"{{{prices}}}" if prices else "",
         "python": json.dumps(entry.python) if entry.python else "",
         "prologue": json.dumps(entry.prologue) if entry.prologue else "",
+        "wheels": json.dumps(entry.wheels) if entry.wheels else "",
         "same_files": "true" if entry.same_files else "",
     }
     return f"[{entry.name}]\n" + "".join(f"{name} = {value}\n" for name, value in values.items() if value)

@@ -12,12 +12,14 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from importlib import resources
+from pathlib import Path
 from typing import IO, Literal, NoReturn
 
 import msgspec
 
 from sgpu_magic import __version__
 from sgpu_magic.errors import PoolError
+from sgpu_magic.formatting import count_of
 from sgpu_magic.ssh.address import login_command
 from sgpu_magic.ssh.failures import failure_of_machine, failure_of_silence, failure_of_ssh
 from sgpu_magic.ssh.machines import Machine
@@ -39,6 +41,7 @@ _FOLDER = ".local/share/sgpu-magic/ssh"
 _SHELL_S, _STEP_S = 60.0, 1800.0
 _POLL_S = 0.25
 _KEPT_BYTES = 64 << 10
+_PART_BYTES = 1 << 20
 _END_S = 2.0
 
 
@@ -222,9 +225,12 @@ class Login:
                 self._on_line(word, text)
             case "seen":
                 self._seen.append(text)
+            case "need" if text == "wheels":
+                self._send_wheels()
             case "need":
                 package = this_package()
-                head = (f"{package.digest} {len(package.data)} {__version__}", *package.requires, "", "")
+                sizes = f"{package.digest} {len(package.data)} {__version__} {int(bool(self._machine.wheels))}"
+                head = (sizes, *package.requires, "", "")
                 self._on_line("step", f"sending sgpu-magic {__version__}")
                 self._write("\n".join(head).encode("utf-8") + package.data)
             case "failed":
@@ -232,6 +238,28 @@ class Login:
                 raise failure_of_machine(self._machine, kind, details, self._seen)
             case _:
                 self._on_line(word, text)
+
+    def _send_wheels(self) -> None:
+        """Send the number of wheels, then for each a line with its name and size, and its bytes.
+
+        Raises:
+            PoolError: They can't be read.
+        """
+        folder = Path(self._machine.wheels)
+        try:
+            wheels = [(path, path.stat().st_size) for path in sorted(folder.glob("*.whl"))]
+            self._on_line("step", f"sending {count_of(len(wheels), 'wheel')} from {folder}")
+            self._write(f"{len(wheels)}\n".encode("ascii"))
+            for path, size in wheels:
+                self._write(f"{path.name} {size}\n".encode("utf-8", "surrogateescape"))
+                with path.open("rb") as file:
+                    while size > 0 and (part := file.read(min(size, _PART_BYTES))):
+                        self._write(part)
+                        size -= len(part)
+                if size:
+                    raise PoolError(f"the wheel {path} was shortened while it was sent. Run the cell again.")
+        except OSError as error:
+            raise PoolError(f"the wheels in {folder} can't be read: {error.strerror}.") from None
 
     def _fail_silent(self) -> NoReturn:
         """Raise that nothing comes any more."""
@@ -257,7 +285,7 @@ class Login:
 
 def _script(machine: Machine, mark: str, program: FarProgram) -> str:
     package = this_package()
-    chosen = hashlib.sha256(os.fsencode(f"{machine.python}\0{machine.prologue}")).hexdigest()[:8]
+    chosen = hashlib.sha256(os.fsencode(f"{machine.python}\0{machine.prologue}\0{machine.wheels}")).hexdigest()[:8]
     values = {
         "mark": mark,
         "ready": f"{_FOLDER}/{package.digest[:16]}-{chosen}.python",

@@ -24,6 +24,7 @@ class Machine(msgspec.Struct, frozen=True):
         ssh_command: The user's ssh.
         python: Path of the Python there; "" for one that is found.
         prologue: Shell commands to run there before anything else, such as `module load`.
+        wheels: A folder here with wheels for a machine without a network; "" for none.
         is_node: Whether it is a further node of a pool; then `name` is the node's.
     """
 
@@ -32,6 +33,7 @@ class Machine(msgspec.Struct, frozen=True):
     ssh_command: str = "ssh"
     python: str = ""
     prologue: str = ""
+    wheels: str = ""
     is_node: bool = False
 
     @property

@@ -41,11 +41,12 @@ class Failed(Exception):
 
 
 class Package:
-    """What the other side sends: a line with the digest, the size and the version of the package; a line for each
-    requirement; an empty line; the package."""
+    """What the other side sends: a line with the digest, size and version of the package, and whether there are wheels
+    for this machine; a line for each requirement; an empty line; the package."""
 
     def __init__(self) -> None:
-        self.digest, size, self.version = read_line().split(" ")
+        self.digest, size, self.version, has_wheels = read_line().split(" ")
+        self.has_wheels = has_wheels == "1"
         self.requires = list(iter(read_line, ""))
         data = bytearray()
         while len(data) < min(int(size), MOST_BYTES):
@@ -69,9 +70,31 @@ def read_line() -> str:
     return line.decode("utf-8").rstrip("\n")
 
 
+def receive_wheels(folder: str) -> None:
+    """Ask for the wheels, and write them to a folder."""
+    os.makedirs(folder, mode=0o700, exist_ok=True)
+    say("need", "wheels")
+    for _ in range(int(read_line())):
+        name, size = read_line().rsplit(" ", 1)
+        left = int(size)
+        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as file:
+            while left > 0:
+                part = os.read(0, min(1 << 20, left))
+                if not part:
+                    sys.exit(1)
+                file.write(part)
+                left -= len(part)
+        os.replace(file.name, os.path.join(folder, os.path.basename(name)))
+
+
 def prepare(package: Package) -> str:
     """Make the environment, and return its Python."""
     root = os.path.dirname(READY)
+    wheels = os.path.join(root, "wheels")
+    if package.has_wheels:
+        receive_wheels(wheels)
+    else:
+        shutil.rmtree(wheels, ignore_errors=True)
     name = (
         f"{package.digest[:16]}-{sys.version_info[0]}.{sys.version_info[1]}-"
         + hashlib.sha256(os.fsencode(sys.executable)).hexdigest()[:8]
@@ -138,7 +161,7 @@ def make(root: str, package: Package) -> str:
             archive.extractall(packages)
         missing = [each for each in package.requires if is_missing(each)]
         if missing:
-            install(os.path.join(folder, "bin", "python"), missing)
+            install(os.path.join(folder, "bin", "python"), missing, os.path.join(root, "wheels"))
         open(os.path.join(folder, "complete"), "w").close()
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
@@ -165,8 +188,9 @@ def name_of(requirement: str) -> str:
     return requirement if match is None else match.group()
 
 
-def install(python: str, missing: list[str]) -> None:
-    """Install requirements into the environment, with the machine's own settings of its installer."""
+def install(python: str, missing: list[str], wheels: str) -> None:
+    """Install requirements into the environment: from the wheels, if there are any, else as the installer is set up."""
+    options = ["--no-index", "--find-links", wheels] if os.path.isdir(wheels) else []
     names = [name_of(each) for each in missing]
     say("step", "installing", ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else ""))
     tried: list[str] = []
@@ -176,7 +200,9 @@ def install(python: str, missing: list[str]) -> None:
         [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--disable-pip-version-check"],
     ):
         try:
-            done = subprocess.run([*command, *missing], stdin=subprocess.DEVNULL, capture_output=True, text=True)
+            done = subprocess.run(
+                [*command, *options, *missing], stdin=subprocess.DEVNULL, capture_output=True, text=True
+            )
         except OSError:
             continue
         if done.returncode == 0:

@@ -25,6 +25,8 @@ from ssh_servers import PATH, SshServer, logins, needs_sshd, sgpu
 from tcp_proxy import Proxy
 from waiting import eventually
 
+from sgpu_magic.ssh.package import this_package
+
 pytestmark = [needs_sshd, pytest.mark.slow]
 
 CELL = "%%distributed -n 2 --type cpu --pool box"
@@ -164,15 +166,12 @@ def test_a_machine_without_a_python_that_will_do(
         assert "`sgpu pool add box ssh://box --replace --python" in reply.evalue
 
 
-def test_what_the_python_lacks_is_installed(
-    user: Home, new_machine: NewMachine, new_notebook: Callable[[], Kernel], tmp_path: Path
-) -> None:
-    """The machine's Python has torch and what torch needs, and nothing else."""
+def _python_with_torch(folder: Path) -> Path:
+    """Make an environment that has torch and what torch needs, and nothing else. Returns the folder of its programs."""
     import torch
 
-    bare = tmp_path / "bare"
-    subprocess.run([sys.executable, "-m", "venv", str(bare)], check=True)
-    packages = next(bare.glob("lib/python3*/site-packages"))
+    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    packages = next(folder.glob("lib/python3*/site-packages"))
     site = Path(torch.__path__[0]).parent
     for name in ("torch", "torchgen", "functorch", "typing_extensions.py", "sympy", "mpmath", "networkx", "jinja2",
                  "markupsafe", "fsspec", "filelock", "numpy", "numpy.libs"):  # fmt: skip
@@ -181,11 +180,38 @@ def test_what_the_python_lacks_is_installed(
     for info in site.glob("*.dist-info"):
         if info.name.partition("-")[0].lower() in ("torch", "typing_extensions", "numpy", "filelock", "jinja2"):
             (packages / info.name).symlink_to(info)
-    machine = new_machine(path=f"{bare}/bin:/usr/bin:/bin")
+    return folder / "bin"
+
+
+def test_what_the_python_lacks_is_installed(
+    user: Home, new_machine: NewMachine, new_notebook: Callable[[], Kernel], tmp_path: Path
+) -> None:
+    machine = new_machine(path=f"{_python_with_torch(tmp_path / 'bare')}:/usr/bin:/bin")
     machine.list_for(user, "box", same_files=False)
     new_notebook().check(f"{CELL}\nimport zmq", 300)
     # of the machine's pool
     assert list(machine.user_home.glob(".local/share/sgpu-magic/ssh/*/lib/python3*/site-packages/zmq"))
+
+
+def test_wheels_are_brought_to_a_machine_without_a_network(
+    user: Home, new_machine: NewMachine, new_notebook: Callable[[], Kernel], tmp_path: Path
+) -> None:
+    wheels = tmp_path / "wheels"
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--dest", str(wheels), *this_package().requires]
+    subprocess.run(command, check=True)
+    nowhere = {"UV_DEFAULT_INDEX": "http://127.0.0.1:9/", "PIP_INDEX_URL": "http://127.0.0.1:9/", "PIP_FIND_LINKS": ""}
+    machine = new_machine(
+        path=f"{_python_with_torch(tmp_path / 'bare')}:/usr/bin:/bin",
+        environment={**nowhere, "UV_CACHE_DIR": str(tmp_path / "cache")},
+    )
+    machine.list_for(user, "box")
+    reply = new_notebook().run(f"{CELL}\npass", 120)
+    assert "can't be installed there" in reply.evalue, reply.story
+    machine.list_for(user, "box", wheels=str(wheels))
+    reply = new_notebook().check(f"{CELL}\nprint(rank)", 300)
+    assert reply.lines(1) == ["1"]
+    assert sgpu(user, "pool", "remove", "box", "--records").returncode == 0
+    assert not (machine.user_home / ".local/share/sgpu-magic").exists()
 
 
 @needs_root

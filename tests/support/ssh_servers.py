@@ -171,6 +171,7 @@ class SshServer:
         port: int = 0,
         python: str = "",
         prologue: str = "",
+        wheels: str = "",
         same_files: bool = True,
     ) -> None:
         """List this machine as a pool of a user.
@@ -182,11 +183,14 @@ class SshServer:
             port: As in `configure`.
             python: As in `PoolEntry`.
             prologue: As in `PoolEntry`.
+            wheels: As in `PoolEntry`.
             same_files: As in `PoolEntry`.
         """
         home.environ["SGPU_POOLS_FILE"] = str(home.path / "pools.toml")
         home.environ["SGPU_SSH_COMMAND"] = self.configure(name, *more, port=port)
-        entry = PoolEntry(name, f"ssh://{name}", "", python=python, prologue=prologue, same_files=same_files)
+        entry = PoolEntry(
+            name, f"ssh://{name}", "", python=python, prologue=prologue, wheels=wheels, same_files=same_files
+        )
         add_pool(entry, home.path / "pools.toml", replace=True)
 
 

@@ -68,6 +68,10 @@ def _pool_socket(machines: Machines | None, *, starts: bool) -> Path | None:
     Raises:
         SgpuError: It can't be started, or is in use and of another version.
     """
+    wheels = Path(sys.prefix).with_name("wheels")
+    if wheels.is_dir():
+        # for the environments of runs, too
+        os.environ |= {"UV_FIND_LINKS": str(wheels), "UV_OFFLINE": "1"}
     settings = load_settings() if machines is None else machines_settings(load_settings(), machines)
     if not starts and find_pool(settings) is None:
         return None

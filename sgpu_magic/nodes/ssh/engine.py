@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -72,6 +74,8 @@ class SshEngine(Engine):
 
     def start(self, listener: EngineListener) -> None:
         super().start(listener)
+        # those that a client has brought to this machine (`ssh.prepare`)
+        wheels = Path(sys.prefix).with_name("wheels")
         for number, address in enumerate(self._machines.addresses):
             machine = Machine(
                 address.name,
@@ -79,6 +83,7 @@ class SshEngine(Engine):
                 self._settings.ssh_command,
                 self._machines.python,
                 self._machines.prologue,
+                str(wheels) if number and wheels.is_dir() else "",
                 is_node=True,
             )
             place = NodePlace(self._machines.name, machine, None if number else _HERE)
