@@ -65,7 +65,7 @@ _CANCEL_PAUSE_S = 0.2
 RESTART_TIMEOUT_S = 120.0
 _NOTHING = Attachments()
 # settings of single runs: `%env SGPU_TRACK=off` in a running kernel applies from the next run on
-_OF_RUNS = ("env_version", "variables", "track", "tracking_uri", "code_warn_bytes", "code_limit_bytes")
+_OF_RUNS = ("env_version", "files", "variables", "track", "tracking_uri", "code_warn_bytes", "code_limit_bytes")
 
 
 class Pool:

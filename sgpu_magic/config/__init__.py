@@ -41,6 +41,7 @@ _WORDS = {
     "environments": ("auto", "built"),
     "ray_select": ("auto", "label", "resource"),
     "track": ("auto", "all", "off"),
+    "files": ("off", "auto"),
 }
 # a pool's resources and limits, read when it starts: a client with other values needs a pool started with those
 POOL_SETTINGS = (
@@ -107,6 +108,8 @@ class Settings(msgspec.Struct, frozen=True):
         lone_training: Say so at a run's end when a rank of several has trained without the others.
         volumes_dir: Folder that holds `Volumes/...` and `dbfs/...` of notebooks that were written for Databricks.
         env_version: Packages for runs without `--env-version`, in the same form; "" is the notebook's own.
+        files: `auto` takes small files along that a cell names to ranks which can't read the notebook's folder; `off`
+            takes those of `--upload` only.
         environments: `auto` runs the kernel's own Python on nodes that see it and builds its packages on others;
             `built` always builds them.
         environment_dir: Directory of the environments that a node has built; "" is in the state directory.
@@ -188,6 +191,7 @@ class Settings(msgspec.Struct, frozen=True):
     lone_training: bool = True
     volumes_dir: str = ""
     env_version: str = ""
+    files: str = "off"
     environments: str = "auto"
     environment_dir: str = ""
     environments_bytes: int = 50_000_000_000

@@ -54,6 +54,7 @@ class EnvironmentOptions(msgspec.Struct, frozen=True):
         allow_build: `--allow-build`.
         track: False is `--no-track`; None follows the settings.
         uploads: `--upload`: folders and files to upload.
+        files: `--files`: `auto` or `off`; "" follows the settings.
     """
 
     env_version: str = ""
@@ -61,6 +62,7 @@ class EnvironmentOptions(msgspec.Struct, frozen=True):
     allow_build: bool = False
     track: bool | None = None
     uploads: tuple[str, ...] = ()
+    files: str = ""
 
 
 class RunOptions(msgspec.Struct, frozen=True, kw_only=True):

@@ -36,7 +36,7 @@ OF_RANKS_THAT_STAY = ("ranks", "fresh", "reload", "session", "profile")
 """Options that `%%ray_launch` does not have: they need ranks that execute the cell themselves."""
 _RUN = ("exclude", "env", "timeout", "wait", "grace", "retries", "retry-on")
 _WAYS = ("detach", "nowait", "here", "group")
-CELL = (*DEVICES, "out", "in", *_RUN, *_WAYS, *OF_RANKS_THAT_STAY, *PACKAGES, "name", *POOL_OPTIONS)
+CELL = (*DEVICES, "out", "in", *_RUN, *_WAYS, *OF_RANKS_THAT_STAY, *PACKAGES, "files", "name", *POOL_OPTIONS)
 CALL = (*DEVICES, *_RUN, *PACKAGES, "profile", "name", *POOL_OPTIONS)
 SESSION = (*DEVICES, "name", "idle", "wait", "timeout", "env", *PACKAGES, *POOL_OPTIONS)
 REPLAY = ("gpus", "type", "env", "here", "timeout", "detach", "name")
@@ -217,6 +217,11 @@ OPTIONS: Mapping[str, Option] = {
         "PATH",
         read=lambda _, given: values.paths(given),
         repeats=True,
+    ),
+    "files": Option(
+        "environment.files",
+        "auto: take files under 50 MB along that the cell names, if the ranks can't read the notebook's folder",
+        choices=("auto", "off"),
     ),
     "no-track": Option(
         "environment.track",

@@ -9,11 +9,12 @@ from __future__ import annotations
 import __future__
 
 import ast
+import contextlib
 import dis
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from types import CodeType
 
 import msgspec
@@ -131,6 +132,18 @@ def names_bound(source: str, *, transform: Callable[[str], str] | None = None) -
     """
     tree, code = _parse(source, transform)
     return _Reader(code).block(tree.body, frozenset())
+
+
+def strings_in(source: str) -> Iterator[str]:
+    """Yield the strings that stand in a cell; none if it does not compile.
+
+    Args:
+        source: As for `names_in`.
+    """
+    with contextlib.suppress(SyntaxError):
+        for node in ast.walk(_parse(source, None)[0]):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
 
 
 def stored_names(code: CodeType, *, top: bool) -> set[str]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import os
 import re
+import shlex
 import sys
 from collections.abc import Container, Iterable, Sequence
 
@@ -140,7 +142,7 @@ def run_exception(
     }
     if failure.kind is FailureKind.USER_CODE:
         hint = _name_hint(failure, notebook_names) or _module_hint(failure, view.spec) or no_cuda_hint(failure)
-        hint = hint or context_hint(failure, ended.others, view.spec)
+        hint = hint or _file_hint(failure, view.spec) or context_hint(failure, ended.others, view.spec)
         own = errors.RemoteError(error_line(failure), type_name=failure.type_name or "Exception")
         raised = own if exception is None or _ends_kernel(exception) else exception
         where = f"rank {failure.rank} of {view.ranks}" if failure.rank is not None else f"{view.ranks} ranks"
@@ -245,6 +247,17 @@ def _module_hint(failure: Failure, spec: RunSpec) -> str:
         f"The notebook has `{name}`, but the packages of the ranks{which} lack it: add it to them, or choose others "
         "with the option env-version."
     )
+
+
+def _file_hint(failure: Failure, spec: RunSpec) -> str:
+    """Return a hint about a file that this machine has and the ranks' machine lacks."""
+    path = failure.missing_file
+    if not path or not spec.elsewhere or not os.path.exists(path):
+        return ""
+    begin = f"`{path}` is only on the notebook's machine: add --upload {shlex.quote(path)}"
+    if os.path.isabs(path) or os.path.normpath(path).split(os.sep, 1)[0] == os.pardir:
+        return f"{begin}, and open `sgpu_magic.runtime.upload_path({path!r})`"
+    return f"{begin}, or --files auto, which takes small files along that a cell names"
 
 
 def destroys_context(failure: Failure) -> bool:

@@ -162,6 +162,8 @@ class Failure(Record, frozen=True, kw_only=True):
         out_of_memory: An allocation failed. `memory` in the run's failures shows what held the memory.
         memory: The rank's memory at that moment; None if it was not collected.
         missing_module: The module that a `ModuleNotFoundError` names; "" for other failures.
+        missing_file: The path that a `FileNotFoundError` names, relative to the working directory if it is below that;
+            "" for other failures.
     """
 
     kind: FailureKind
@@ -186,6 +188,7 @@ class Failure(Record, frozen=True, kw_only=True):
     out_of_memory: bool = False
     memory: RankMemory | None = None
     missing_module: str = ""
+    missing_file: str = ""
 
 
 # ---------------------------------------------------------------- measurements and widgets

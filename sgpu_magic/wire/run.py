@@ -215,6 +215,7 @@ class RunSpec(OfRun, frozen=True, kw_only=True):
         grouped: The final views show the lines rank by rank.
         blocks_owner: The process that submitted it waits for it and can end none of its sessions meanwhile.
         ray: Its code is the driver of a private Ray cluster on the lease's nodes, and runs on rank 0 only.
+        elsewhere: Its ranks can't read the files of the machine that it was submitted from.
     """
 
     name: str
@@ -252,6 +253,7 @@ class RunSpec(OfRun, frozen=True, kw_only=True):
     grouped: bool = False
     blocks_owner: bool = False
     ray: bool = False
+    elsewhere: bool = False
 
     @property
     def rank_numbers(self) -> tuple[int, ...]:

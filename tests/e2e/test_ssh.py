@@ -122,6 +122,25 @@ def test_a_session_keeps_its_names(notebook: Kernel, machine: SshServer) -> None
     notebook.check("%sgpu_disconnect")
 
 
+def test_files_of_the_notebook_are_asked_for_or_travel_by_themselves(
+    notebook: Kernel, machine: SshServer, user: Home
+) -> None:
+    (user.work / "data").mkdir()
+    (user.work / "data" / "x.csv").write_text("1,2,3")
+    read = "print(open('data/x.csv').read())"
+    wrapped = f"try:\n    {read}\nexcept OSError as error:\n    raise ValueError('no data') from error"
+    for cell in (read, wrapped):
+        reply = notebook.run(f"{CELL}\n{cell}")
+        assert "is only on the notebook's machine: add --upload data/x.csv" in reply.shown, reply.story
+    reply = notebook.check(f"{CELL} --files auto\n{read}")
+    assert reply.lines(1) == ["1,2,3"]
+    assert "took along data/x.csv" in reply.text
+    notebook.check("%env SGPU_FILES=auto")
+    notebook.check("%sgpu_connect -n 2 --type cpu --pool box")
+    assert notebook.check(f"%%distributed\n{read}").lines(1) == ["1,2,3"]
+    notebook.check("%sgpu_disconnect")
+
+
 def test_an_interrupt_stops_the_cell_there(notebook: Kernel, machine: SshServer) -> None:
     cell = notebook.start(f"{CELL}\nimport time\nprint('begun')\ntime.sleep(600)")
     cell.until_shown("] begun")

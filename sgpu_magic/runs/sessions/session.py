@@ -531,8 +531,8 @@ class Session(RankCollection):
     def environment_with(self, environment: EnvironmentOptions) -> EnvironmentOptions:
         """Return the options for a cell on the session's devices.
 
-        The packages are the session's, and so is the tracking if the cell does not set it. The uploads are the cell's
+        The packages are the session's, and so is the tracking if the cell does not set it. The files are the cell's
         own: the ranks already have those of the session.
         """
         track = self.environment.track if environment.track is None else environment.track
-        return replace(self.environment, track=track, uploads=environment.uploads)
+        return replace(self.environment, track=track, uploads=environment.uploads, files=environment.files)

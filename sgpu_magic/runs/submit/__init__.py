@@ -7,5 +7,6 @@ pack_call        checks and packs a function and its arguments
 spec             builds the run's spec from packed code and options
 tracking_target  where a run is tracked: MLflow's store and experiment
 target           fills in the notebook's choice, chooses the pool and what to request there
+named_files      the small files that a cell's text names
 submit           sends a run with the packages, code, variables and files that it needs
 """

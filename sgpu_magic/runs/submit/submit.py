@@ -86,7 +86,8 @@ def submit(pool: Pool, submission: Submission, *, waits: bool = False, placed: P
         spec, tracking = tracking_of(settings, notebook_job.limited(printable(spec)), submission)
         # a session can be ended from another thread while this one waits
         spec = replace(spec, blocks_owner=waits and threading.current_thread() is threading.main_thread())
-        along = replace(along, tracking=tracking, uploads=_uploads_of(submission))
+        uploads, notes = _uploads_of(submission, settings, along)
+        spec, along = spec.with_notes(notes), replace(along, tracking=tracking, uploads=uploads)
         run = pool.submit(spec, submission.packed, submission.key, environ, along, placed)
     except KeyboardInterrupt:
         raise RunCancelled("interrupted before the pool had accepted the run; nothing was started.") from None
@@ -178,6 +179,7 @@ def _inputs_of(pool: Pool, settings: Settings, submission: Submission) -> tuple[
     bundles, bundle_notes = _bundled(settings, code)
     spec = replace(
         spec,
+        elsewhere=True,
         code=tuple((bundle.entry, bundle.sha256) for bundle in bundles),
         variable_names=tuple(sorted(variables.values)),
         secret_names=tuple(sorted(variables.secrets)),
@@ -320,19 +322,27 @@ def _bundles_in(folder: Path) -> Bundles:
     return Bundles(folder)
 
 
-def _uploads_of(submission: Submission) -> tuple[Upload, ...]:
-    """Return a run's uploads: those requested, else the defaults of `sgpu run`.
+def _uploads_of(
+    submission: Submission, settings: Settings, along: Attachments
+) -> tuple[tuple[Upload, ...], tuple[str, ...]]:
+    """Return a run's uploads, and notes about them: those requested, else the defaults of `sgpu run`, and named files.
 
     Raises:
         UsageError: A folder or file does not exist.
     """
     spec, uploads = submission.spec, submission.environment.uploads
     if spec.kind in MOVE_NAMES:
-        return ()
+        return (), ()
     if not uploads and not spec.session:
         uploads = notebook_job.of_process().upload
     cwd = Path(submission.working_context.cwd) if submission.working_context is not None else Path(working_directory())
-    return tuple(_upload(text, cwd) for text in dict.fromkeys(uploads))
+    notes: tuple[str, ...] = ()
+    if along.is_remote and (submission.environment.files or settings.files) == "auto":
+        from sgpu_magic.runs.submit.named_files import files_named_in
+
+        named = files_named_in((along.cell or spec.cell).body, cwd, uploads)
+        uploads, notes = (*uploads, *named.small), tuple(named.notes())
+    return tuple(_upload(text, cwd) for text in dict.fromkeys(uploads)), notes
 
 
 def _upload(text: str, cwd: Path) -> Upload:

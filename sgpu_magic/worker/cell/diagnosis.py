@@ -27,12 +27,14 @@ from sgpu_magic.wire.base import FailureKind
 from sgpu_magic.wire.rank_events import Failure, RankMemory, TensorUse
 from sgpu_magic.worker.cell import failures
 from sgpu_magic.worker.cell.collective_errors import find_collective_error, is_raised_by_c
+from sgpu_magic.worker.cell.failures import with_earlier
 from sgpu_magic.worker.cell.shell import RankShell
 from sgpu_magic.worker.process import user_code
 from sgpu_magic.worker.process.user_code import is_a
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _LARGEST = 8
+_PATH_CHARS = 1000
 # maximum number of items examined in one list or dictionary
 _MOST_ITEMS = 1000
 _CPU_REFUSED = "DefaultCPUAllocator: can't allocate memory"
@@ -100,6 +102,7 @@ def describe(error: BaseException, shell: RankShell, rank: int) -> Failure:
         out_of_memory=out_of_memory,
         memory=held,
         missing_module=_missing_module(error),
+        missing_file=_missing_file(error),
     )
 
 
@@ -107,6 +110,18 @@ def _missing_module(error: BaseException) -> str:
     if not is_a(error, ModuleNotFoundError):
         return ""
     return user_code.text_of(user_code.slot(ImportError, "name")(error)) or ""
+
+
+def _missing_file(error: BaseException) -> str:
+    """Return the path that the error, or one before it, did not find."""
+    for each in with_earlier(error):
+        if is_a(each, FileNotFoundError):
+            path = user_code.text_of(user_code.slot(OSError, "filename")(each)) or ""
+            with contextlib.suppress(OSError):
+                if path.startswith(f"{os.getcwd()}{os.sep}"):
+                    return os.path.relpath(path)
+            return path[:_PATH_CHARS]
+    return ""
 
 
 def position_in_cell(entry: types.TracebackType | None, shell: RankShell) -> tuple[int | None, str]:

@@ -289,7 +289,7 @@ def drop_own_frames(error: BaseException) -> None:
     It ends where the cell called into this package, as `input()` on a rank and a use of a lost group do. For a called
     function it begins with the function's own frame.
     """
-    for each in _with_earlier(error):
+    for each in with_earlier(error):
         _drop_own_frames(each)
 
 
@@ -309,12 +309,12 @@ def _drop_own_frames(error: BaseException) -> None:
 
 def drop_tracebacks(error: BaseException) -> None:
     """Free what the frames of an exception and of those before it hold: the next cell needs the memory."""
-    for each in _with_earlier(error):
+    for each in with_earlier(error):
         _clear_frames(traceback_of(each))
         BaseException.with_traceback(each, None)
 
 
-def _with_earlier(error: BaseException) -> Iterator[BaseException]:
+def with_earlier(error: BaseException) -> Iterator[BaseException]:
     """Yield an exception, those of its group, and those that it was raised from or during; each once."""
     waiting, seen = [error], set[int]()
     while waiting:

@@ -1458,6 +1458,29 @@ def test_a_module_that_only_the_notebook_has_gives_a_hint() -> None:
     assert "lack it" not in hints("there_is_no_such_module", "digest")
 
 
+def test_a_file_that_only_the_notebook_has_gives_a_hint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "a b.csv").touch()
+
+    def hints(path: str, *, elsewhere: bool = True) -> str:
+        failure = Failure(
+            kind=FailureKind.USER_CODE, message="[Errno 2] No such file or directory", rank=0,
+            type_name="FileNotFoundError", missing_file=path,
+        )  # fmt: skip
+        run = Run()
+        run.view.spec = msgspec.structs.replace(run.view.spec, elsewhere=elsewhere)
+        raised = raised_for(failure, run=run, original=FileNotFoundError(2, "No such file or directory"))
+        return "\n".join(raised._render_traceback_())  # type: ignore[attr-defined]
+
+    assert "is only on the notebook's machine: add --upload 'data/a b.csv'" in hints("data/a b.csv")
+    assert "runtime.upload_path" in hints(str(tmp_path / "data"))
+    # the ranks see the notebook's files, or neither side has it
+    assert "--upload" not in hints("data/a b.csv", elsewhere=False)
+    assert "--upload" not in hints("data/b.csv")
+    assert "--upload" not in hints("")
+
+
 def cuda_error(words: str, rank: int = 2) -> Failure:
     message = (
         f"CUDA error: {words}\nCUDA kernel errors might be asynchronously reported at some other API call, so the "
