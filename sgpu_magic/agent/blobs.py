@@ -212,7 +212,7 @@ class Uploaded:
         self._kept = FolderCache(settings.state_path / UPLOADS_HERE, settings.blobs_bytes)
         self._blobs = blobs
         # only accessed in the loop's thread
-        self._of: dict[str, dict[str, Upload]] = {}
+        self._of: dict[str, dict[tuple[str, str], Upload]] = {}
 
     async def arrive(self, launch: Launch) -> Launch:
         """Return the launch with its uploads' paths on this node, where they stay until `release`.
@@ -231,7 +231,7 @@ class Uploaded:
         """Give the launch's ranks the paths of its uploads and of those of the session's earlier cells."""
         spec = launch.spec
         known = dict(self._of.get(spec.session, {})) if spec.session else {}
-        known.update((upload.name, upload) for upload in launch.uploads)
+        known.update(((upload.name, upload.below), upload) for upload in launch.uploads)
         if not known:
             return launch
         self._of[spec.session if spec.in_session else spec.run_id] = known
@@ -239,7 +239,7 @@ class Uploaded:
         if context.is_remote:
             for upload in known.values():
                 _link(context.cwd, upload)
-        uploads = json.dumps({name: upload.path for name, upload in known.items()})
+        uploads = json.dumps({name: upload.path for (name, _), upload in known.items() if name})
         environ = {**context.environ, UPLOADS_VARIABLE: uploads}
         return msgspec.structs.replace(launch, context=msgspec.structs.replace(context, environ=environ))
 
@@ -255,7 +255,7 @@ class Uploaded:
         spec, digest = launch.spec, upload.manifest
         user = spec.session if spec.in_session else spec.run_id
         if not is_digest(digest) or not 0 < upload.manifest_size <= PIECE_BYTES:
-            raise BlobMissing(f"the upload {upload.name} has no valid manifest")
+            raise BlobMissing(f"the upload {upload.name or upload.below} has no valid manifest")
         # a manifest proves that the user knows the digests of its blobs, not that the blobs are in the user's store
         name = f"{launch.store}-{digest}"
         # marked as in use first, so that it is not evicted meanwhile
@@ -357,9 +357,20 @@ def _link(cwd: str, upload: Upload) -> None:
     """Link an upload into the ranks' working directory, at its path in the notebook's folder."""
     if not upload.below:
         return
-    link = os.path.join(cwd, *parts_of(upload.below))
-    os.makedirs(os.path.dirname(link), mode=0o700, exist_ok=True)
-    if os.path.lexists(link) and not os.path.islink(link):
-        # ranks of an earlier cell have created something with that name
+    parts = parts_of(upload.below)
+    if any(os.path.islink(os.path.join(cwd, *parts[:count])) for count in range(1, len(parts))):
+        # within another upload, which is not written to
         return
-    point_link(link, upload.path)
+    link = os.path.join(cwd, *parts)
+    os.makedirs(os.path.dirname(link), mode=0o700, exist_ok=True)
+    _link_below(link, upload.path)
+
+
+def _link_below(link: str, path: str) -> None:
+    """Make a link to an upload, or links to what is in it where there is a folder already."""
+    if not os.path.lexists(link) or os.path.islink(link):
+        point_link(link, path)
+    elif os.path.isdir(link) and os.path.isdir(path):
+        for name in os.listdir(path):
+            _link_below(os.path.join(link, name), os.path.join(path, name))
+    # otherwise ranks of an earlier cell have created something with that name

@@ -70,6 +70,7 @@ def without_secrets(
         message=blanker.clear(failure.message),
         traceback_text=blanker.clear(failure.traceback_text),
         traceback_ansi=blanker.clear(failure.traceback_ansi),
+        missing_file=blanker.clear(failure.missing_file),
         exception=exception,
     )
     return (failure if cleared == failure else cleared), frames

@@ -19,16 +19,18 @@ from sgpu_magic.client.connector import machine_of
 from sgpu_magic.client.pool_choosing import describe_devices
 from sgpu_magic.client.pools import Pools
 from sgpu_magic.client.pools_file import PoolEntry
+from sgpu_magic.client.ssh.transport import program_words
 from sgpu_magic.client.this_machine import own_key_path
 from sgpu_magic.config import Settings
 from sgpu_magic.errors import PoolError, UsageError
 from sgpu_magic.formatting import format_seconds
 from sgpu_magic.ssh.address import SshAddress, ssh_settings
 from sgpu_magic.ssh.login import FarProgram, Login
+from sgpu_magic.ssh.machines import Machine
 from sgpu_magic.system.secure_sockets import read_key_pair
 from sgpu_magic.wire.decoding import decode_json
 
-_CHECKS = FarProgram("sgpu_magic.cli.far_checks")
+_CHECKS = "sgpu_magic.cli.far_checks"
 _CONNECT_S = 10.0
 _BANNER = b"SSH-"
 # a run's events and logs have times of both clocks
@@ -71,17 +73,28 @@ def _over_ssh(settings: Settings, entry: PoolEntry, address: SshAddress) -> Iter
             yield finding
             if finding.level is Level.PROBLEM:
                 return
-    yield from _logged_in(settings, entry, address)
+    machine = machine_of(settings, entry, address)
+    try:
+        words = program_words(machine, entry.machines[1:])
+    except PoolError as error:
+        yield problem("ssh", error.message)
+        return
+    yield from at_machine(machine, words)
 
 
-def _logged_in(settings: Settings, entry: PoolEntry, address: SshAddress) -> Iterator[Finding]:
-    """Log in, and yield what the other machine says as it comes."""
+def at_machine(machine: Machine, words: tuple[str, ...] = ()) -> Iterator[Finding]:
+    """Log in to a machine, and yield what is found there as it comes.
+
+    Args:
+        machine: The machine.
+        words: The word for several machines (`ssh.machines.to_word`), of which this is the first, or none.
+    """
     lines = queue.SimpleQueue[tuple[str, str, float] | None]()
     is_over = threading.Event()
 
     def log_in() -> None:
-        machine = machine_of(settings, entry, address)
-        Login(machine, _CHECKS, lambda word, text: lines.put((word, text, time.time())), is_over.is_set).close()
+        program = FarProgram(_CHECKS, words)
+        Login(machine, program, lambda word, text: lines.put((word, text, time.time())), is_over.is_set).close()
 
     began = time.time()
     with ThreadPoolExecutor(1) as thread:

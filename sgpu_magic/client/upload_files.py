@@ -298,7 +298,7 @@ def send_attachments(
         environment = replace(environment, wheels=blobs)
     uploads = [_send(upload, link, state, sending) for upload in along.uploads]
     along = replace(along, code=code, environment=environment, uploads=tuple(upload for upload, _ in uploads))
-    return along, [note for _, note in uploads]
+    return along, [note for _, note in uploads if note]
 
 
 def _blobs_of(each: CodeBundle | Wheel, sender: BlobSender) -> tuple[str, ...]:
@@ -310,7 +310,8 @@ def _send(upload: Upload, link: PoolLink, state: Path, sending: Sending) -> tupl
     found = find_files(root)
     known = KnownDigests(state, root)
     total = sum(file.status.st_size for file in found.files)
-    sender = BlobSender(link, sending.part(upload.name, total))
+    name = upload.name or upload.below
+    sender = BlobSender(link, sending.part(name, total))
     digests = iter(sender.send(_pieces(found.files, known)))
     by_file = {
         file.name: tuple(next(digests) for _ in range(0, file.status.st_size, PIECE_BYTES)) for file in found.files
@@ -323,13 +324,13 @@ def _send(upload: Upload, link: PoolLink, state: Path, sending: Sending) -> tupl
     )
     manifest = manifest_bytes(Manifest(files=files, folders=found.folders, single=found.single))
     if len(manifest) > PIECE_BYTES:
-        raise UsageError(text_of(_UPLOAD, f" {upload.name} has too many files: pack them into an archive."))
+        raise UsageError(text_of(_UPLOAD, f" {name} has too many files: pack them into an archive."))
     (digest,) = sender.send([BlobContent(len(manifest), lambda: memoryview(manifest))])
     made = replace(upload, path="", manifest=digest, manifest_size=len(manifest))
     count = "1 file" if len(found.files) == 1 else f"{len(found.files):,} files"
-    return made, (
-        f"uploaded {upload.name}: {count}, {format_bytes(total)}, of which the pool lacked {format_bytes(lacked)}"
-    )
+    note = f"uploaded {name}: {count}, {format_bytes(total)}, of which the pool lacked {format_bytes(lacked)}"
+    # files without a name are told together
+    return made, note if upload.name else ""
 
 
 def _pieces(files: Iterable[FoundFile], known: KnownDigests) -> Iterator[BlobContent]:

@@ -220,7 +220,7 @@ OPTIONS: Mapping[str, Option] = {
     ),
     "files": Option(
         "environment.files",
-        "auto: take files under 50 MB along that the cell names, if the ranks can't read the notebook's folder",
+        "auto: take files of at most 50 MB along that the cell names, if ranks can't read the notebook's folder",
         choices=("auto", "off"),
     ),
     "no-track": Option(

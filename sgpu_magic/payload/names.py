@@ -135,14 +135,16 @@ def names_bound(source: str, *, transform: Callable[[str], str] | None = None) -
 
 
 def strings_in(source: str) -> Iterator[str]:
-    """Yield the strings that stand in a cell; none if it does not compile.
+    """Yield the strings that stand in a cell, without the pieces of f-strings; none if it does not compile.
 
     Args:
         source: As for `names_in`.
     """
     with contextlib.suppress(SyntaxError):
-        for node in ast.walk(_parse(source, None)[0]):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        nodes = list(ast.walk(_parse(source, None)[0]))
+        pieces = {id(part) for node in nodes if isinstance(node, ast.JoinedStr) for part in node.values}
+        for node in nodes:
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in pieces:
                 yield node.value
 
 

@@ -14,6 +14,9 @@ from sgpu_magic.wire.decoding import JsonDecoder
 MACHINES_FILE = "machines.json"
 """File in the state directory of such a pool, with its `Machines` as JSON."""
 
+AGENTS_FILE = "agents-run"
+"""File there while the pool's agents run on the machines, also after its service was killed."""
+
 
 class Machine(msgspec.Struct, frozen=True):
     """A machine that a pool uses, as a user lists it.

@@ -26,7 +26,7 @@ from sgpu_magic.views.run_notes import (
 )
 from sgpu_magic.views.stacks import group_sentences, hang_heading, stack_lines, stacks_text, verdict
 from sgpu_magic.views.tracebacks import cut_lines, line_of_cell, source_of, traceback_body
-from sgpu_magic.wire.base import FailureKind
+from sgpu_magic.wire.base import FailureKind, RunKind
 from sgpu_magic.wire.events import RunEnded
 from sgpu_magic.wire.rank_events import Failure
 from sgpu_magic.wire.run import CellSource, RunSpec
@@ -114,6 +114,7 @@ def run_exception(
     failure: Failure,
     exception: BaseException | None = None,
     notebook_names: Container[str] = (),
+    folder: str = "",
 ) -> BaseException:
     """Return the exception to raise for a failed run.
 
@@ -124,6 +125,7 @@ def run_exception(
         failure: The root cause in it.
         exception: The user's own exception object, unpickled; None when it could not be pickled.
         notebook_names: Names that exist in the notebook, for the hint on a NameError.
+        folder: The notebook's working directory, for the hint on a FileNotFoundError; "" if it can't be read from here.
 
     Returns:
         `exception` itself with `.rank`, `.run_id`, `.remote_traceback` and `.failures` (of every rank that failed, the
@@ -142,7 +144,7 @@ def run_exception(
     }
     if failure.kind is FailureKind.USER_CODE:
         hint = _name_hint(failure, notebook_names) or _module_hint(failure, view.spec) or no_cuda_hint(failure)
-        hint = hint or _file_hint(failure, view.spec) or context_hint(failure, ended.others, view.spec)
+        hint = hint or _file_hint(failure, view.spec, folder) or context_hint(failure, ended.others, view.spec)
         own = errors.RemoteError(error_line(failure), type_name=failure.type_name or "Exception")
         raised = own if exception is None or _ends_kernel(exception) else exception
         where = f"rank {failure.rank} of {view.ranks}" if failure.rank is not None else f"{view.ranks} ranks"
@@ -249,15 +251,20 @@ def _module_hint(failure: Failure, spec: RunSpec) -> str:
     )
 
 
-def _file_hint(failure: Failure, spec: RunSpec) -> str:
-    """Return a hint about a file that this machine has and the ranks' machine lacks."""
+def _file_hint(failure: Failure, spec: RunSpec, folder: str) -> str:
+    """Return a hint about a file that the notebook's machine has and the ranks' machine lacks."""
     path = failure.missing_file
-    if not path or not spec.elsewhere or not os.path.exists(path):
+    if not path or not folder or not spec.elsewhere or not os.path.exists(os.path.join(folder, path)):
         return ""
-    begin = f"`{path}` is only on the notebook's machine: add --upload {shlex.quote(path)}"
+    option = f"--upload {shlex.quote(path)}"
+    if spec.kind is RunKind.CALL:
+        option = f"upload={path!r}"
+    elif spec.auto:
+        option = f"`%%distributed {option}`"
+    hint = f"`{path}` is only on the notebook's machine: add {option}"
     if os.path.isabs(path) or os.path.normpath(path).split(os.sep, 1)[0] == os.pardir:
-        return f"{begin}, and open `sgpu_magic.runtime.upload_path({path!r})`"
-    return f"{begin}, or --files auto, which takes small files along that a cell names"
+        hint += f", and open `sgpu_magic.runtime.upload_path({path!r})`"
+    return hint
 
 
 def destroys_context(failure: Failure) -> bool:

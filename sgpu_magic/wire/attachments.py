@@ -208,7 +208,7 @@ class Upload(Record, frozen=True, kw_only=True):
     """A folder or file that is uploaded with a run.
 
     Args:
-        name: The name to pass to `runtime.upload_path`.
+        name: The name to pass to `runtime.upload_path`; "" for a file that is only found at `below`.
         path: Path on the node; "" if not yet known.
         below: Path relative to the notebook's working directory; "" if it is outside.
         manifest: Digest of the manifest; "" if nodes can read the notebook's files.

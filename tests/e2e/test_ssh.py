@@ -135,6 +135,10 @@ def test_files_of_the_notebook_are_asked_for_or_travel_by_themselves(
     reply = notebook.check(f"{CELL} --files auto\n{read}")
     assert reply.lines(1) == ["1,2,3"]
     assert "took along data/x.csv" in reply.text
+    # neither what UTF-8 can't encode nor a secret in a name does harm
+    odd = notebook.run(f"{CELL} --env TOKEN=hush-hush-4711\nopen('hush-hush-4711' + chr(0xdc80))")
+    assert "No such file" in odd.evalue, odd.story
+    assert "hush-hush" not in odd.shown
     notebook.check("%env SGPU_FILES=auto")
     notebook.check("%sgpu_connect -n 2 --type cpu --pool box")
     assert notebook.check(f"%%distributed\n{read}").lines(1) == ["1,2,3"]

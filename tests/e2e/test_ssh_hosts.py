@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -164,6 +165,15 @@ def test_a_machine_that_can_not_be_used_is_named_and_the_others_are(notebook: Ke
     reply = notebook.run("%%distributed -n 1 --type h100 --pool lab\npass")
     assert "the node " in reply.evalue, reply.story
     assert "does not admit you" in reply.evalue
+
+
+def test_doctor_goes_from_the_first_machine_to_the_others(machines: SshMachines) -> None:
+    (machines.servers[2].folder / "authorized_keys").write_text("")
+    checked = sgpu(machines.user, "doctor", "--pool", "lab", "--json", timeout_s=120)
+    findings = {finding["name"]: finding["level"] for finding in json.loads(checked.stdout)["findings"]}
+    second, third = (f"{server.user}@127.0.0.1:{server.port}" for server in machines.servers[1:])
+    assert findings["login"] == findings[f"{second} login"] == findings[f"{second} all_reduce"] == "ok", findings
+    assert findings[f"{third} key"] == "problem", findings
 
 
 def test_devices_that_another_pool_of_a_node_holds_are_waited_for(

@@ -23,7 +23,7 @@ from sgpu_magic.errors import SgpuError
 from sgpu_magic.files.node_cache import cache_root
 from sgpu_magic.formatting import count_of
 from sgpu_magic.ssh.far_end import FarEnd
-from sgpu_magic.ssh.machines import MACHINES_FILE, from_word
+from sgpu_magic.ssh.machines import AGENTS_FILE, from_word
 from sgpu_magic.wire.base import is_valid_id
 
 _OWN_NAMES = ("ssh", "sgpu", "sgpu-magic", "pools", "nodes")
@@ -39,8 +39,8 @@ def main() -> None:
         pools += [settings] if scope == "machine" else []
         for pool in pools:
             connector = LocalConnector(pool, on_lost=lambda: None, on_notice=lambda text: None, warms=False)
-            if (pool.state_path / MACHINES_FILE).exists():
-                # its agents may be there without a pool service, which finds them
+            if (pool.state_path / AGENTS_FILE).exists():
+                # they may be there without a pool service, which finds them
                 connector.get_link(start=True)
             connector.stop(force=False)
         kept = remove_pools(pools, records=which == "all")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -17,7 +18,7 @@ from sgpu_magic.nodes.engine_reports import EngineListener, merged_inventory
 from sgpu_magic.nodes.ssh.link import DevicesLocked, LockDevices, UnlockDevices, lockable
 from sgpu_magic.nodes.ssh.node_login import NodeLogin, NodePlace
 from sgpu_magic.ssh.address import SshAddress
-from sgpu_magic.ssh.machines import MACHINES_FILE, Machine, Machines
+from sgpu_magic.ssh.machines import AGENTS_FILE, Machine, Machines
 from sgpu_magic.wire.devices import Inventory, Lease
 from sgpu_magic.wire.node import AgentReady, FromAgent, Launch
 
@@ -74,6 +75,8 @@ class SshEngine(Engine):
 
     def start(self, listener: EngineListener) -> None:
         super().start(listener)
+        with contextlib.suppress(OSError):
+            (self._settings.state_path / AGENTS_FILE).touch()
         # those that a client has brought to this machine (`ssh.prepare`)
         wheels = Path(sys.prefix).with_name("wheels")
         for number, address in enumerate(self._machines.addresses):
@@ -113,8 +116,7 @@ class SshEngine(Engine):
             login.stop()
         wait([self._threads.submit(login.wait, grace_s) for login in self._logins.values()])
         self._threads.shutdown()
-        # a pool that has ended in another way has left agents
-        (self._settings.state_path / MACHINES_FILE).unlink(missing_ok=True)
+        (self._settings.state_path / AGENTS_FILE).unlink(missing_ok=True)
 
     def _all_came(self) -> None:
         self._coming.clear()

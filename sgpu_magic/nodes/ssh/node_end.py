@@ -136,6 +136,8 @@ class NodeEnd:
             self._locks.acquire(wanted)
         except DevicesAreLocked as error:
             return DevicesLocked(run_id=run_id, obstructed=tuple(error.obstacles), why=error.message)
+        except ValueError as error:
+            return DevicesLocked(run_id=run_id, obstructed=tuple(wanted), why=f"{error}.")
         return DevicesLocked(run_id=run_id)
 
     def _on_agent_order(self, data: bytes, frames: Sequence[bytes]) -> None:
@@ -205,6 +207,7 @@ def node_settings(order: NodeOrder, own: Settings) -> Settings:
         environment_dir=str(own.environments_path),
         cache_dir=own.cache_dir,
         simulate=own.simulate,
+        cpu_slots=own.cpu_slots,
         # where a pool listens for others, or seems to, its agent starts no service in place of a dead one
         listen="" if order.is_first else "tcp://127.0.0.1:0",
     )

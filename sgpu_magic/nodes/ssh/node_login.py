@@ -92,6 +92,7 @@ class NodeLogin:
         self.link: AgentChannel | None = None
         self.address = self.first_address = ""
         self._task = self._loop.create_task(self._keep())
+        self._task.add_done_callback(self._on_end)
 
     def send(self, message: Record) -> None:
         """Send a message for the node's end of the link."""
@@ -111,6 +112,11 @@ class NodeLogin:
         """
         if self._login is not None:
             self._login.close(_END_S + grace_s)
+
+    def _on_end(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            text = f"No further login to {self.node} is made"
+            self._loop.call_exception_handler({"message": text, "exception": error})
 
     async def _keep(self) -> None:
         pause_s = _FIRST_PAUSE_S

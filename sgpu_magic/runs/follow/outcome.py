@@ -22,6 +22,7 @@ from sgpu_magic.client.run import ClientRun
 from sgpu_magic.errors import NodeLost, RunCancelled, SgpuError
 from sgpu_magic.runs.follow.run_loop import HISTORY_PATIENCE_S, Ending, Subscription, follow
 from sgpu_magic.runs.kernel_restarts import RestartWatch
+from sgpu_magic.runs.notebook import working_directory
 from sgpu_magic.views.remote_error import run_exception
 from sgpu_magic.views.run_notes import cancelled_sentence, unstopped_note
 from sgpu_magic.wire.base import CancelReason, RunKind, RunState, short
@@ -304,7 +305,7 @@ def deliver(followed: Subscription, ending: Ending, namespace: Names, into: Name
     if (failure := ended.failure) is None:
         raise NodeLost(f"run {short(run.run_id)} ended without a reason.", run_id=run.run_id)
     exception = run.load_exception(failure.exception, frames, namespace)
-    raise run_exception(followed.view, ended, failure, exception, namespace) from None
+    raise run_exception(followed.view, ended, failure, exception, namespace, working_directory()) from None
 
 
 def _result(

@@ -336,13 +336,15 @@ def _uploads_of(
     if not uploads and not spec.session:
         uploads = notebook_job.of_process().upload
     cwd = Path(submission.working_context.cwd) if submission.working_context is not None else Path(working_directory())
+    by_themselves: tuple[Upload, ...] = ()
     notes: tuple[str, ...] = ()
     if along.is_remote and (submission.environment.files or settings.files) == "auto":
         from sgpu_magic.runs.submit.named_files import files_named_in
 
         named = files_named_in((along.cell or spec.cell).body, cwd, uploads)
-        uploads, notes = (*uploads, *named.small), tuple(named.notes())
-    return tuple(_upload(text, cwd) for text in dict.fromkeys(uploads)), notes
+        by_themselves = tuple(Upload(name="", path=str(cwd / name), below=name) for name in named.small)
+        notes = tuple(named.notes())
+    return (*(_upload(text, cwd) for text in dict.fromkeys(uploads)), *by_themselves), notes
 
 
 def _upload(text: str, cwd: Path) -> Upload:

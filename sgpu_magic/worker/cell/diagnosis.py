@@ -114,14 +114,13 @@ def _missing_module(error: BaseException) -> str:
 
 def _missing_file(error: BaseException) -> str:
     """Return the path that the error, or one before it, did not find."""
-    for each in with_earlier(error):
-        if is_a(each, FileNotFoundError):
-            path = user_code.text_of(user_code.slot(OSError, "filename")(each)) or ""
-            with contextlib.suppress(OSError):
-                if path.startswith(f"{os.getcwd()}{os.sep}"):
-                    return os.path.relpath(path)
-            return path[:_PATH_CHARS]
-    return ""
+    errors = (each for each in with_earlier(error) if is_a(each, FileNotFoundError))
+    names = (user_code.text_of(user_code.slot(OSError, "filename")(each)) for each in errors)
+    path = next(filter(None, names), "")
+    with contextlib.suppress(OSError):
+        if path.startswith(f"{os.getcwd()}{os.sep}"):
+            path = os.path.relpath(path)
+    return user_code.encodable(path[:_PATH_CHARS])
 
 
 def position_in_cell(entry: types.TracebackType | None, shell: RankShell) -> tuple[int | None, str]:

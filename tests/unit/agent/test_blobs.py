@@ -95,6 +95,35 @@ def test_a_manifest_alone_gives_no_folder_of_another_user(tmp_path: Path):
     asyncio.run(check())
 
 
+@pytest.mark.parametrize("order", ["file first", "folder first"])
+def test_a_file_and_its_folder_can_both_be_uploaded(order: str, tmp_path: Path):
+    folder, file, cwd = tmp_path / "folder", tmp_path / "file", tmp_path / "cwd"
+    (folder / "below").mkdir(parents=True)
+    for path in (folder / "x.csv", folder / "below" / "y.csv", file):
+        path.write_text(path.name)
+    cwd.mkdir()
+    uploads = [
+        Upload(name="", path=str(file), below="data/x.csv"),
+        Upload(name="", path=str(file), below="data/new.csv"),
+        Upload(name="data", path=str(folder), below="data"),
+    ]
+    before = sorted(folder.rglob("*"))
+
+    async def check() -> None:
+        node = Node(tmp_path / "state")
+        context = replace(launch().context, cwd=str(cwd), is_remote=True)
+        ordered = uploads if order == "file first" else reversed(uploads)
+        made = node.uploads.add_uploads(replace(run_of("ann", "0000000a", *ordered), context=context))
+        # only what has a name is given to `runtime.upload_path`
+        assert made.context.environ["SGPU_UPLOADS"].count("data") == 1
+
+    asyncio.run(check())
+    assert (cwd / "data" / "x.csv").read_text() in ("x.csv", "file")
+    assert (cwd / "data" / "below" / "y.csv").read_text() == "y.csv"
+    # nothing is written into another upload
+    assert sorted(folder.rglob("*")) == before
+
+
 def test_the_budget_is_of_all_users_together(tmp_path: Path):
     async def check() -> None:
         node = Node(tmp_path, blobs_bytes=250)

@@ -35,6 +35,7 @@ def folder(tmp_path: Path) -> Path:
         # a folder, no file, outside of the folder, and no literal
         ("open('data'), open('no.csv'), open('link'), open('../secret')", []),
         ("open('/etc/hostname'), open(name), open(b'data/x.csv'), open(f'data/{x}.csv')", []),
+        ("open(f'{root}config.yaml')", []),
         ("# data/x.csv", []),
         ("open('data/x.csv'", []),
         ("", []),

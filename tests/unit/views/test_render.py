@@ -80,7 +80,7 @@ from sgpu_magic.views.stacks import group_stacks, last_python_line, stacks_html,
 from sgpu_magic.views.units import RunTimes
 from sgpu_magic.wire import events as ev
 from sgpu_magic.wire import rank_events
-from sgpu_magic.wire.base import FailureKind, RunState
+from sgpu_magic.wire.base import FailureKind, RunKind, RunState
 from sgpu_magic.wire.devices import Device, Inventory, NodeShare
 from sgpu_magic.wire.events import as_warning
 from sgpu_magic.wire.pool_status import PoolStatus
@@ -121,13 +121,14 @@ def raised_for(
     original: BaseException | None = None,
     names: Container[str] = (),
     stacks: tuple[RankStack, ...] = (),
+    folder: str = "",
 ) -> Any:
     """Return the exception that a run with this ending raises in the notebook."""
     run = run or Run()
     ended = ev.RunEnded(
         state=RunState.FAILED, failure=failure, others=others, running_s=seconds, total_s=seconds, stacks=stacks
     )
-    return run_exception(run.apply(ended).view, ended, failure, original, names)
+    return run_exception(run.apply(ended).view, ended, failure, original, names, folder)
 
 
 # ------------------------------------------------------------ stacks
@@ -1458,27 +1459,29 @@ def test_a_module_that_only_the_notebook_has_gives_a_hint() -> None:
     assert "lack it" not in hints("there_is_no_such_module", "digest")
 
 
-def test_a_file_that_only_the_notebook_has_gives_a_hint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_file_that_only_the_notebook_has_gives_a_hint(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "a b.csv").touch()
 
-    def hints(path: str, *, elsewhere: bool = True) -> str:
+    def hints(path: str, folder: str = str(tmp_path), **fields: object) -> str:
         failure = Failure(
             kind=FailureKind.USER_CODE, message="[Errno 2] No such file or directory", rank=0,
             type_name="FileNotFoundError", missing_file=path,
         )  # fmt: skip
         run = Run()
-        run.view.spec = msgspec.structs.replace(run.view.spec, elsewhere=elsewhere)
-        raised = raised_for(failure, run=run, original=FileNotFoundError(2, "No such file or directory"))
-        return "\n".join(raised._render_traceback_())  # type: ignore[attr-defined]
+        run.view.spec = msgspec.structs.replace(run.view.spec, **{"elsewhere": True, **fields})
+        original = FileNotFoundError(2, "No such file or directory")
+        return "\n".join(raised_for(failure, run=run, original=original, folder=folder)._render_traceback_())
 
     assert "is only on the notebook's machine: add --upload 'data/a b.csv'" in hints("data/a b.csv")
     assert "runtime.upload_path" in hints(str(tmp_path / "data"))
-    # the ranks see the notebook's files, or neither side has it
-    assert "--upload" not in hints("data/a b.csv", elsewhere=False)
+    assert "add upload='data'" in hints("data", kind=RunKind.CALL)
+    assert "`%%distributed --upload data`" in hints("data", auto=True)
+    # the ranks see the notebook's files, neither side has it, or nobody here can look
+    assert "--upload" not in hints("data", elsewhere=False)
     assert "--upload" not in hints("data/b.csv")
     assert "--upload" not in hints("")
+    assert "--upload" not in hints("data", "")
 
 
 def cuda_error(words: str, rank: int = 2) -> Failure:
